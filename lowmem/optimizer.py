@@ -1,0 +1,457 @@
+"""The fused optimizer: a `torch.optim.Optimizer` whose work happens in backward."""
+
+import functools
+import importlib.util
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from lowmem import placements, policies, rules
+from lowmem.errors import CheckpointError, ConfigError, StepError, UnsupportedError, did_you_mean
+from lowmem.rounding import ROUNDINGS, noise_key
+from lowmem.rules import UpdateRule
+from lowmem.scaling import static_scale
+from lowmem.sweep import Layout, Sweep
+
+# With fewer trainable elements the seconds that compilation takes are longer than what it saves.
+COMPILE_FROM = 1 << 25
+
+# Keys of a parameter group that torch, its learning-rate schedulers or the user put there beside hyperparameters.
+_GROUP_KEYS = {"params", "param_names", "name", "initial_lr", "max_lr", "min_lr"}
+
+# Who hooked a parameter: two optimizers on one would update it twice.
+_OWNERS = WeakTensorKeyDictionary()
+
+# The saved name of what compensated rounding keeps.
+_RESIDUAL = "residual"
+
+
+@dataclass(frozen=True)
+class FusedConfig:
+    """The settings of a `FusedOptimizer` but for parameters and learning rate, as trainers and YAML files hold them.
+
+    `hyper` holds hyperparameters of the rule.
+    """
+
+    rule: str = "adalomo"
+    policy: str = "auto"
+    clip_norm: float | None = None
+    clip_value: float | None = None
+    loss_scale: float | str | None = None
+    rounding: str = "nearest"
+    compile: str | bool = "auto"
+    seed: int = 0
+    hyper: dict[str, Any] = field(default_factory=dict)
+
+    def build(self, params: Iterable[Any], **hyper: Any) -> "FusedOptimizer":
+        """The optimizer over `params`; `hyper` (lr, weight_decay, ...) gives way to this config's own `hyper`."""
+        settings = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "hyper"}
+        return FusedOptimizer(params, **settings, **{**hyper, **self.hyper})
+
+
+@dataclass(frozen=True)
+class LastStep:
+    """What the last step was. The numbers stay on the device until they are asked for.
+
+    norms: the 2-norm of each parameter's unscaled, unclipped gradient, float32 [parameters], in parameter order.
+    names: the parameters that got a gradient, in the same order.
+    """
+
+    step: int
+    policy: str
+    loss_scale: float | None
+    norms: Tensor
+    names: tuple[str, ...]
+
+    @property
+    def grad_norm(self) -> Tensor:
+        """The 2-norm over all gradients, a float32 scalar."""
+        return torch.linalg.vector_norm(self.norms)
+
+    @property
+    def nonfinite(self) -> list[str]:
+        """Parameters whose gradient held Inf or NaN. A rule of this package left them untouched."""
+        return [name for name, norm in zip(self.names, self.norms.tolist(), strict=True) if not math.isfinite(norm)]
+
+    @property
+    def skipped(self) -> int:
+        """How many parameters `nonfinite` names."""
+        return len(self.nonfinite)
+
+
+@dataclass
+class _Slot:
+    """A parameter and what the engine knows of it."""
+
+    name: str
+    param: Tensor
+    group: dict[str, Any]
+    layout: Layout
+    handle: RemovableHandle | None = None
+    residual: Tensor | None = None  # of compensated rounding
+    square_sum: Tensor | None = None  # of the gradient of the running step
+
+
+class FusedOptimizer(torch.optim.Optimizer):
+    """Updates every parameter during backward, the moment its gradient exists, and frees the gradient.
+
+        opt = lowmem.FusedOptimizer(model.named_parameters(), rule="adalomo", lr=1e-3)
+        for batch in loader:
+            opt.backward(model(**batch).loss)
+            scheduler.step()
+
+    Plain `loss.backward()` does the same where there is no loss scale. `step()` and `zero_grad()` may be called.
+
+    Args:
+        params: parameters, (name, parameter) pairs, or groups (dicts) of either, as `torch.optim` takes them. Frozen
+            parameters cost nothing; one that is unfrozen later joins at the next `backward`.
+        rule: a name (`lowmem.rules.table()`), an `UpdateRule`, a `torch.optim.Optimizer` class, or its import path.
+        lr: learning rate; the rule's own default if None.
+        policy: "immediate", or "auto" for the cheapest policy that is exact for what is asked.
+        clip_norm: refused under "immediate".
+        clip_value: gradients are clamped to ± this, after the loss scale is taken out and before the rule sees them.
+        loss_scale: `backward` multiplies the loss with it and gradients are divided by it. A parameter whose gradient
+            is not finite is left untouched.
+        rounding: "nearest", "stochastic" or "compensated" (keeps 2 bytes a parameter): how a float32 result becomes a
+            bfloat16 or float16 weight. float32 weights hold every result exactly.
+        placement: "auto" or "local".
+        compile: True, False, or "auto": compile the sweep where there is a compiler and enough to win.
+        seed: of stochastic rounding.
+        **hyper: hyperparameters of the rule, which a group may override.
+
+    Attributes:
+        last_step: `LastStep`, None before the first one.
+
+    Raises:
+        ConfigError: an unknown rule, policy or hyperparameter, or a value out of range.
+        UnsupportedError: a combination that cannot be honoured exactly.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        rule: str | UpdateRule | type = "adalomo",
+        *,
+        lr: float | None = None,
+        policy: str = "auto",
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+        loss_scale: float | str | None = None,
+        rounding: str = "nearest",
+        placement: str = "auto",
+        compile: bool | str = "auto",
+        seed: int = 0,
+        **hyper: Any,
+    ) -> None:
+        self.rule = rules.resolve(rule)
+        self.policy = policies.choose(policy, clip_norm=clip_norm)
+        self.loss_scale = static_scale(loss_scale)
+        self.clip_value = _positive("clip_value", clip_value)
+        self.rounding = rounding
+        self.seed = seed
+        self.last_step: LastStep | None = None
+        if rounding not in ROUNDINGS:
+            raise ConfigError(f"rounding {rounding!r} is unknown; known are {', '.join(ROUNDINGS)}")
+        if compile not in (True, False, "auto"):
+            raise ConfigError(f"compile={compile!r}; allowed are True, False and 'auto'")
+        if self.loss_scale is not None and isinstance(self.rule, rules.ForeignRule):
+            raise UnsupportedError(
+                f"loss_scale={self.loss_scale:g} with {self.rule.name}: under policy 'immediate' an overflowing update "
+                "must be left out parameter by parameter, which a foreign optimizer cannot do. Use a rule of lowmem, "
+                "or train in bfloat16 without a loss scale."
+            )
+        if lr is not None:
+            hyper["lr"] = lr
+        self._check_names(hyper, "")
+        self._cycle = policies.StepCycle()
+        self._slots: dict[Tensor, _Slot] = {}
+        self._constants: dict[torch.device, tuple[Tensor | None, Tensor | None]] = {}
+        self._nonfinite = torch.zeros((), dtype=torch.int64)
+        groups = list(params)
+        if not groups:
+            raise ConfigError("no parameters were given")
+        self._placement = placements.find(placement, groups)
+        super().__init__(groups, {**self.rule.defaults, **hyper})
+        self._compiled = self._decide_compile(compile)
+
+    # -- parameters ------------------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, checks its hyperparameters and hooks its trainable parameters."""
+        self._check_names(param_group, f"parameter group {len(self.param_groups)}: ")
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        self.rule.check(group)
+        names = group.setdefault("param_names", [f"param{len(self._slots) + i}" for i in range(len(group["params"]))])
+        taken = {slot.name for slot in self._slots.values()}
+        for name, param in zip(names, group["params"], strict=True):
+            if name in taken or param in self._slots:
+                raise ConfigError(f"parameter {name!r} is given twice; each parameter and each name may stand once")
+            taken.add(name)
+            try:
+                self.rule.admit(param, group)
+                layout = self._placement.layout(param, self.rule.view(tuple(param.shape)))
+            except UnsupportedError as error:
+                raise UnsupportedError(f"parameter {name!r} of shape {list(param.shape)} {error}") from None
+            self._slots[param] = _Slot(name, param, group, layout)
+        self._attach()
+
+    def remove(self) -> None:
+        """Takes every hook away; the optimizer does nothing from here on."""
+        for param, slot in self._slots.items():
+            if slot.handle is not None:
+                slot.handle.remove()
+                del _OWNERS[param]
+        self._slots.clear()
+
+    def _attach(self) -> None:
+        """Hooks parameters that want a gradient and have no hook yet."""
+        for param, slot in self._slots.items():
+            if slot.handle is None and param.requires_grad:
+                if param in _OWNERS:
+                    raise StepError(
+                        f"parameter {slot.name!r} is updated by another FusedOptimizer already, and would be updated "
+                        "twice; call remove() on that one first"
+                    )
+                _OWNERS[param] = self
+                slot.handle = param.register_post_accumulate_grad_hook(functools.partial(self._on_gradient, slot))
+
+    def _check_names(self, given: Mapping[str, Any], where: str) -> None:
+        known = self.rule.defaults
+        if getattr(self.rule, "open_ended", False):
+            return
+        for key in given:
+            if key not in known and key not in _GROUP_KEYS:
+                raise ConfigError(
+                    f"{where}rule {self.rule.name!r} has no hyperparameter {key!r}.{did_you_mean(key, known)} "
+                    f"It has {', '.join(known)}."
+                )
+
+    def _decide_compile(self, wanted: bool | str) -> bool:
+        if wanted is False:
+            return False
+        devices = {slot.param.device.type for slot in self._slots.values()}
+        missing = next((device for device in devices if not _has_compiler(device)), None)
+        if missing is not None:
+            if wanted is True:
+                raise ConfigError(f"compile=True, but there is no compiler for {missing!r}; use compile=False")
+            return False
+        trainable = sum(slot.param.numel() for slot in self._slots.values() if slot.param.requires_grad)
+        return wanted is True or trainable >= COMPILE_FROM
+
+    # -- the step --------------------------------------------------------------------------------------------------
+
+    def backward(self, loss: Tensor | Callable[[], Tensor]) -> Tensor:
+        """Runs the backward of a scalar `loss`, or of what a callable returns, and updates every parameter in it.
+
+        Returns:
+            The loss, detached and without the loss scale.
+
+        Raises:
+            StepError: the loss is no scalar or has no graph, a gradient is left over in `.grad`, or the step life cycle
+                is broken (a second backward, a hook that fires twice, a torn step).
+        """
+        if not isinstance(loss, Tensor):
+            loss = loss()
+        if loss.numel() != 1:
+            raise StepError(f"the loss has shape {list(loss.shape)}; reduce it to a scalar, as with .mean()")
+        if not loss.requires_grad:
+            raise StepError("the loss has no graph: every parameter is frozen, or it was computed under no_grad")
+        self._attach()
+        for slot in self._slots.values():
+            if slot.param.grad is not None:
+                raise StepError(
+                    f"parameter {slot.name!r} has a gradient in .grad already, which this step would add to its own. "
+                    "Call zero_grad() first; nothing can accumulate in .grad, because gradients are freed as they come."
+                )
+        self._cycle.begin(explicit=True)
+        try:
+            (loss if self.loss_scale is None else loss * self.loss_scale).backward()
+        except BaseException as error:
+            self._cycle.fail(f"its backward ended with {type(error).__name__}")
+            if self._cycle.torn is not None:
+                error.add_note(f"{self._cycle.torn}; the optimizer refuses to go on until a checkpoint is loaded")
+            raise
+        self._finish()
+        return loss.detach()
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Nothing is left to do: backward has updated the weights. Loops may call it as they always do.
+
+        Raises:
+            StepError: a closure was given.
+        """
+        if closure is not None:
+            raise StepError("step(closure) is not available: updates happen in backward. Call opt.backward(loss).")
+        self._cycle.stepped()
+
+    def accept_torn_step(self) -> None:
+        """Goes on with the weights as a dead backward left them: some of this step, some of the one before."""
+        self._cycle.reset(self._cycle.step)
+
+    @property
+    def nonfinite_gradients(self) -> int:
+        """How many gradients with Inf or NaN were met since the optimizer was made."""
+        return int(self._nonfinite)
+
+    def _on_gradient(self, slot: _Slot, _: Tensor) -> None:
+        """The hook: the gradient of one parameter is complete."""
+        if self.loss_scale is not None and self._cycle.idle:
+            raise StepError(f"with loss_scale={self.loss_scale:g} the loss must be scaled: call opt.backward(loss)")
+        if self._cycle.fired(slot.name):
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
+        with torch.no_grad():
+            self._update(slot)
+
+    def _update(self, slot: _Slot) -> None:
+        param = slot.param
+        if param not in self.state:
+            self.state[param] = self._new_state(slot)
+        factor, limit = self._factor_and_limit(param.device)
+        rounds = param.dtype in (torch.bfloat16, torch.float16)
+        try:
+            sweep = Sweep(
+                slot.layout,
+                param,
+                self._placement.reduce(param),
+                residual=slot.residual,
+                factor=factor,
+                limit=limit,
+                noise_key=noise_key(self.seed, self._cycle.step, slot.name)
+                if rounds and self.rounding == "stochastic"
+                else None,
+                compiled=self._compiled,
+            )
+            self.rule.update(sweep, self.state[param], slot.group, self._cycle.step)
+        except UnsupportedError as error:
+            raise UnsupportedError(f"parameter {slot.name!r} {error}") from None
+        slot.square_sum = sweep.square_sum
+
+    def _new_state(self, slot: _Slot) -> dict[str, Any]:
+        if self.rounding == "compensated" and slot.param.dtype in (torch.bfloat16, torch.float16):
+            slot.residual = torch.zeros_like(slot.param, dtype=torch.int16)
+        specs = self.rule.states(tuple(slot.param.shape), slot.group)
+        return {name: self._placement.new_state(spec, slot.param) for name, spec in specs.items()}
+
+    def _factor_and_limit(self, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+        if device not in self._constants:
+
+            def constant(value: float | None) -> Tensor | None:
+                return None if value is None else torch.full((), value, dtype=torch.float32, device=device)
+
+            unscale = None if self.loss_scale is None else 1.0 / self.loss_scale
+            self._constants[device] = constant(unscale), constant(self.clip_value)
+        return self._constants[device]
+
+    def _finish(self) -> None:
+        """Backward is over: closes the step and leaves its report."""
+        self._cycle.end()
+        fired = [slot for slot in self._slots.values() if slot.square_sum is not None]
+        squares = [cast(Tensor, slot.square_sum) for slot in fired]
+        norms = torch.stack([s.to(squares[0].device) for s in squares]).sqrt()
+        self.last_step = LastStep(
+            self._cycle.step, self.policy, self.loss_scale, norms, tuple(slot.name for slot in fired)
+        )
+        self._nonfinite = self._nonfinite.to(norms.device) + norms.isfinite().logical_not().sum()
+        for slot in fired:
+            slot.square_sum = None
+        self._opt_called = True  # LR schedulers ask whether an optimizer step came before theirs
+
+    # -- saving ----------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next step depends on but the weights: states by parameter name, groups, step, seed.
+
+        Tensors are the live ones, in their own dtype.
+
+        Raises:
+            StepError: in the middle of a step, or after one that was torn.
+        """
+        self._cycle.refuse_open("save")
+        state = {}
+        for param, slot in self._slots.items():
+            kept = dict(self.state.get(param, {}))
+            if slot.residual is not None:
+                kept[_RESIDUAL] = slot.residual
+            if kept:
+                state[slot.name] = kept
+        groups = [
+            {**{k: v for k, v in group.items() if k not in ("params", "param_names")}, "params": group["param_names"]}
+            for group in self.param_groups
+        ]
+        return {
+            "rule": self.rule.name,
+            "rounding": self.rounding,
+            "seed": self.seed,
+            "step": self._cycle.step,
+            "state": state,
+            "param_groups": groups,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continues from what `state_dict` gave. Tensors are copied to their parameter's device and never cast.
+
+        Raises:
+            CheckpointError: it is of another rule or rounding, or its parameters or groups are not this optimizer's.
+        """
+        for key, own in (("rule", self.rule.name), ("rounding", self.rounding)):
+            if state_dict.get(key) != own:
+                raise CheckpointError(f"the saved optimizer has {key} {state_dict.get(key)!r}, this one {own!r}")
+        saved_groups = state_dict["param_groups"]
+        names = [group["param_names"] for group in self.param_groups]
+        if [group["params"] for group in saved_groups] != names:
+            saved, own_names = {n for g in saved_groups for n in g["params"]}, {n for g in names for n in g}
+            odd = sorted(saved ^ own_names)
+            raise CheckpointError(
+                f"the saved optimizer has {len(saved_groups)} group(s) of {len(saved)} parameters, this one "
+                f"{len(names)} of {len(own_names)}; " + (f"they differ in {odd[:5]}" if odd else "in another order")
+            )
+        slots = {slot.name: slot for slot in self._slots.values()}
+        for name, kept in state_dict["state"].items():
+            self._check_state(slots[name], kept)
+        self.state.clear()
+        for name, kept in state_dict["state"].items():
+            slot = slots[name]
+            copied = {key: self._own_copy(key, value, slot) for key, value in kept.items()}
+            slot.residual = copied.pop(_RESIDUAL, None)
+            self.state[slot.param] = copied
+        for group, saved_group in zip(self.param_groups, saved_groups, strict=True):
+            group.update({k: v for k, v in saved_group.items() if k != "params"})
+        self.seed = state_dict["seed"]
+        self._cycle.reset(state_dict["step"])
+
+    def _check_state(self, slot: _Slot, kept: Mapping[str, Any]) -> None:
+        if isinstance(self.rule, rules.ForeignRule):
+            return
+        specs = self.rule.states(tuple(slot.param.shape), slot.group)
+        want = {name: tuple(spec.shape) for name, spec in specs.items()}
+        have = {name: tuple(value.shape) for name, value in kept.items() if name != _RESIDUAL}
+        if want != have:
+            raise CheckpointError(f"the saved state of {slot.name!r} has shapes {have}, this optimizer's {want}")
+
+    def _own_copy(self, key: str, value: Any, slot: _Slot) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        # torch.optim keeps its step counts on the host unless they take part in a kernel
+        on_host = key == "step" and not (slot.group.get("capturable") or slot.group.get("fused"))
+        return value.detach().to("cpu" if on_host else slot.param.device, copy=True)
+
+
+def _positive(option: str, value: float | None) -> float | None:
+    if value is not None and not value > 0:
+        raise ConfigError(f"{option}={value!r} is not a number > 0; leave it out for no clipping")
+    return value
+
+
+def _has_compiler(device: str) -> bool:
+    if device == "cpu":
+        return any(shutil.which(name) for name in (os.environ.get("CXX", ""), "g++", "clang++", "c++") if name)
+    return importlib.util.find_spec("triton") is not None

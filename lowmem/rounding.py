@@ -1,0 +1,83 @@
+"""How float32 results become stored weights: `nearest`, `stochastic`, `compensated`.
+
+Pure elementwise functions of one tile. float32 weights hold every result exactly, so all three agree there.
+Random bits come from a counter (seed, step, parameter, element), never from a generator: the same bits fall on the
+same element whatever the tile, the rank or a resume in between, and dropout's random state is left alone.
+"""
+
+import hashlib
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Rounding = Literal["nearest", "stochastic", "compensated"]
+ROUNDINGS: tuple[Rounding, ...] = ("nearest", "stochastic", "compensated")
+STORED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+_LOW16 = 0xFFFF
+
+
+def widen(stored: Tensor, residual: Tensor | None = None) -> Tensor:
+    """The float32 value of a stored tile; with an int16 `residual`, the value that `split` took apart."""
+    if residual is None:
+        return stored.float()
+    if stored.dtype == torch.bfloat16:
+        return ((stored.view(torch.int16).int() << 16) + residual).view(torch.float32)
+    return stored.float() + residual * (_half_spacing(stored.float()) * 2.0**-15)
+
+
+def split(value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A float32 tile as (stored weight, int16 residual): compensated rounding.
+
+    bfloat16: the weight is the nearest one (ties away from zero) and the residual is the float32's own low 16 bits, so
+    `widen` gives the value back to the last bit. float16: the residual counts 2⁻¹⁵ of the weight's spacing, exact for
+    normal float16 and within 2⁻⁴⁰ below 2⁻¹⁴. A value that is not finite has a zero residual.
+    """
+    if dtype == torch.bfloat16:
+        bits = value.view(torch.int32)
+        # NaN must not carry into the sign bit, nor the largest finite values round to a different sign.
+        finite = value.isfinite()
+        rounded = torch.where(finite, (bits + 0x8000) >> 16, bits >> 16)
+        stored = rounded.to(torch.int16).view(torch.bfloat16)
+        return stored, torch.where(finite, bits, 0).to(torch.int16)
+    stored = value.to(dtype)
+    wide = stored.float()
+    cut = (value - wide) / (_half_spacing(wide) * 2.0**-15)
+    return stored, torch.where(wide.isfinite(), cut.round(), 0).to(torch.int16)
+
+
+def narrow_stochastically(value: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
+    """A float32 tile rounded up or down at random so that the mean is the value; `bits` is int32, 32 random bits each.
+
+    Values that `dtype` holds exactly, infinities and NaN come out as they are.
+    """
+    if dtype == torch.bfloat16:
+        raised = (value.view(torch.int32) + (bits & _LOW16)) & ~_LOW16
+        return torch.where(value.isfinite(), raised.view(torch.float32), value).to(dtype)
+    spacing = _half_spacing(value)
+    scaled = value / spacing  # a power of two: exact, and so is the fraction below
+    low = scaled.floor()
+    up = (bits & 0xFFFFFF).float() * 2.0**-24 < scaled - low
+    return torch.where(value.isfinite(), (low + up) * spacing, value).to(dtype)
+
+
+def _half_spacing(value: Tensor) -> Tensor:
+    """The spacing of float16 around a float32 value (2⁻²⁴ among its subnormals), as float32."""
+    exponent = (value.view(torch.int32) >> 23) & 0xFF
+    return ((exponent.clamp(min=113) - 10) << 23).view(torch.float32)
+
+
+def noise_key(seed: int, step: int, name: str) -> int:
+    """A 31-bit key for one parameter at one step."""
+    digest = hashlib.blake2b(f"{seed}/{step}/{name}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def mix(x: Tensor) -> Tensor:
+    """An int32 bijection whose output bits look random (Wellons' lowbias32); used as a counter-based generator."""
+    x = x ^ ((x >> 16) & _LOW16)
+    x = x * 0x7FEB352D
+    x = x ^ ((x >> 15) & 0x1FFFF)
+    x = x * -0x7B935975  # 0x846CA68B as a signed number
+    return x ^ ((x >> 16) & _LOW16)

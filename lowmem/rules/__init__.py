@@ -1,0 +1,67 @@
+"""The table of rules: name → rule, bytes per parameter, what it keeps, source.
+
+    import lowmem
+    lowmem.rules.table()
+
+A rule from outside enters the table with `@lowmem.rules.register("name")`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from lowmem.errors import ConfigError, did_you_mean
+from lowmem.rules.adalomo import AdaLomo
+from lowmem.rules.foreign import ForeignRule, import_optimizer
+from lowmem.rules.lomo import Lomo
+from lowmem.rules.rule import TABLE, StateSpec, UpdateRule, register
+
+__all__ = ["AdaLomo", "ForeignRule", "Lomo", "RuleInfo", "StateSpec", "UpdateRule", "register", "resolve", "table"]
+
+
+@dataclass(frozen=True)
+class RuleInfo:
+    """A row of the table; `state_bytes` is what the rule keeps for each element of a 4096 × 4096 parameter."""
+
+    name: str
+    state_bytes: float
+    keeps: str
+    defaults: dict[str, object]
+    source: str
+
+
+def resolve(rule: str | UpdateRule | type) -> UpdateRule:
+    """A rule from its name, an instance or class of `UpdateRule`, a `torch.optim.Optimizer` class or its import path.
+
+    Raises:
+        ConfigError: there is no such rule.
+        UnsupportedError: the optimizer cannot run fused.
+    """
+    if isinstance(rule, UpdateRule):
+        return rule
+    if isinstance(rule, str):
+        if rule in TABLE:
+            return TABLE[rule]()
+        if "." not in rule:
+            raise ConfigError(
+                f"rule {rule!r} is unknown.{did_you_mean(rule, TABLE)} Known are {', '.join(sorted(TABLE))}, and the "
+                "import path of any torch.optim.Optimizer, such as torch.optim.AdamW."
+            )
+        return ForeignRule(import_optimizer(rule))
+    if isinstance(rule, type) and issubclass(rule, UpdateRule):
+        return rule()
+    if isinstance(rule, type) and issubclass(rule, torch.optim.Optimizer):
+        return ForeignRule(rule)
+    raise ConfigError(f"rule {rule!r} is neither a name, an UpdateRule nor a torch.optim.Optimizer class")
+
+
+def table() -> list[RuleInfo]:
+    """The rules of this package and those registered from outside, by name."""
+    rows = []
+    for name in sorted(TABLE):
+        rule = TABLE[name]()
+        shape = (4096, 4096)
+        specs = rule.states(shape, rule.defaults).values()
+        kept = sum(torch.Size(s.shape).numel() * s.dtype.itemsize for s in specs)
+        rows.append(RuleInfo(name, kept / torch.Size(shape).numel(), rule.keeps, dict(rule.defaults), rule.source))
+    return rows

@@ -1,0 +1,36 @@
+"""LOMO: stochastic gradient descent, fused into backward (arXiv:2306.09782)."""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lowmem.rules.rule import Hyper, State, StateSpec, UpdateRule, register, require_number
+from lowmem.sweep import Sweep, Tile
+
+
+def moved(t: Tile) -> dict[str, Tensor]:
+    return {"param": torch.addcmul(t.param * t.scalar.keep, t.grad, t.scalar.step)}
+
+
+@register("lomo")
+class Lomo(UpdateRule):
+    """w ← (1 - lr·weight_decay)·w - lr·g. Keeps nothing.
+
+    In float32 without weight decay this is `torch.optim.SGD`, bit for bit on the CPU.
+    """
+
+    source = "Lv et al. 2023, arXiv:2306.09782"
+    keeps = "nothing"
+    defaults: ClassVar[dict[str, Any]] = {"lr": 1e-3, "weight_decay": 0.0}
+
+    def check(self, hyper: Hyper) -> None:
+        require_number("lr", hyper["lr"], least=0)
+        require_number("weight_decay", hyper["weight_decay"], least=0)
+
+    def states(self, shape: tuple[int, ...], hyper: Hyper) -> dict[str, StateSpec]:
+        return {}
+
+    def update(self, sweep: Sweep, state: State, hyper: Hyper, step: int) -> None:
+        keep = 1.0 - hyper["lr"] * hyper["weight_decay"]
+        sweep.apply(moved, scalar={"keep": keep, "step": -hyper["lr"]})
