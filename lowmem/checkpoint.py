@@ -9,6 +9,7 @@ import re
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
@@ -78,8 +79,8 @@ def load_optimizer(optimizer: FusedOptimizer, path: Path) -> None:
 def load_weights(model: nn.Module, folder: Path) -> None:
     """Copies the weights of a checkpoint into a model, one tensor at a time.
 
-    Expert models are laid out differently in files than in memory: those are read through transformers, which holds them
-    once on the host, in float32.
+    Expert models are laid out differently in files than in memory: those are read through transformers, which holds
+    them once on the host, in float32.
 
     Raises:
         CheckpointError: the weights are missing or cut short, or their names or shapes are not this model's.
@@ -89,9 +90,9 @@ def load_weights(model: nn.Module, folder: Path) -> None:
     for path in files:
         check_safetensors(path)
     strange = [name for path in files for name in _names(path) if name not in own]
-    if strange and hasattr(model, "from_pretrained"):
+    if strange and isinstance(from_pretrained := getattr(model, "from_pretrained", None), MethodType):
         # float32 holds every half-precision weight exactly, whatever dtypes the file mixes
-        saved = iter(model.from_pretrained(folder, dtype=torch.float32).state_dict().items())
+        saved = iter(from_pretrained(folder, dtype=torch.float32).state_dict().items())
     elif strange:
         raise CheckpointError(f"{folder}: the model has no weight {strange[0]!r}; the checkpoint is of another model")
     else:

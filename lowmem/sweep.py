@@ -92,6 +92,16 @@ class Sums:
     scalar: dict[str, Tensor] = field(default_factory=dict)
 
 
+class Fields:
+    """Tensors by name, as attributes."""
+
+    def __init__(self, named: Named) -> None:
+        self._named = named
+
+    def __getattr__(self, name: str) -> Tensor:
+        return self._named[name]
+
+
 class Tile:
     """One rectangle as a rule's function sees it: everything float32, everything broadcastable to [b, r, c].
 
@@ -100,12 +110,10 @@ class Tile:
 
     def __init__(self, raw: "RawTile") -> None:
         self._raw = raw
-        self.full = types.SimpleNamespace(**{k: v.float() for k, v in raw.full.items()})
-        self.row = types.SimpleNamespace(**{k: v.unsqueeze(-1) for k, v in raw.row.items()})
-        self.col = types.SimpleNamespace(**{k: v.unsqueeze(-2) for k, v in raw.col.items()})
-        self.scalar = types.SimpleNamespace(
-            **{k: v if v.ndim == 0 else v[:, None, None] for k, v in raw.scalar.items()}
-        )
+        self.full = Fields({k: v.float() for k, v in raw.full.items()})
+        self.row = Fields({k: v.unsqueeze(-1) for k, v in raw.row.items()})
+        self.col = Fields({k: v.unsqueeze(-2) for k, v in raw.col.items()})
+        self.scalar = Fields({k: v if v.ndim == 0 else v[:, None, None] for k, v in raw.scalar.items()})
         self._cache: dict[str, Tensor] = {}
 
     def _once(self, name: str, compute: Callable[[], Tensor]) -> Tensor:

@@ -1,0 +1,122 @@
+"""Write instruction data from this machine's Python standard library: signatures, and what their docstrings say.
+
+    python scripts/make_docstrings.py --out data/docstrings.jsonl --limit 5000 --seed 0
+
+Each line is `{"instruction": "Document this function of json:\ndef loads(s, ...)", "output": "Deserialize ..."}`.
+The same Python version, limit and seed give the same file. Tests, idle and generated tables are left out.
+"""
+
+import argparse
+import ast
+import json
+import os
+import random
+import re
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+SKIPPED_FOLDERS = {"test", "tests", "idlelib", "site-packages", "dist-packages", "lib2to3", "__pycache__"}
+LONGEST_SIGNATURE = 160  # characters
+SHORTEST_OUTPUT, LONGEST_OUTPUT = 20, 300  # characters
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def source_files(root: Path) -> Iterator[Path]:
+    for folder, folders, files in os.walk(root):
+        folders[:] = sorted(name for name in folders if name not in SKIPPED_FOLDERS)
+        yield from (Path(folder, name) for name in sorted(files) if name.endswith(".py"))
+
+
+def functions(tree: ast.AST, inside: str = "") -> Iterator[tuple[str, Function]]:
+    """Every function and method with the name of its class; not functions within functions."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.ClassDef):
+            yield from functions(node, f"{inside}.{node.name}" if inside else node.name)
+        elif isinstance(node, Function):
+            yield inside, node
+        elif isinstance(node, ast.If | ast.Try):
+            yield from functions(node, inside)
+
+
+def signature(function: Function) -> str:
+    returns = f" -> {ast.unparse(function.returns)}" if function.returns else ""
+    prefix = "async def" if isinstance(function, ast.AsyncFunctionDef) else "def"
+    return f"{prefix} {function.name}({ast.unparse(function.args)}){returns}"
+
+
+def summary(docstring: str) -> str:
+    """The first paragraph in one line; of a paragraph that is too long, the sentences that fit."""
+    text = re.sub(r"\s+", " ", docstring.strip().split("\n\n")[0]).strip()
+    if len(text) <= LONGEST_OUTPUT:
+        return text
+    return text[: text.rfind(". ", 0, LONGEST_OUTPUT) + 1]
+
+
+def is_prose(text: str) -> bool:
+    words = re.findall(r"[A-Za-z]{2,}", text)
+    return (
+        SHORTEST_OUTPUT <= len(text) <= LONGEST_OUTPUT
+        and text.isascii()
+        and len(words) >= 4
+        and not text.endswith(":")
+        and ">>>" not in text
+        and "::" not in text
+    )
+
+
+def pairs(path: Path, module: str) -> Iterator[dict[str, str]]:
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):  # the library ships broken files on purpose, for its tests
+        return
+    for inside, function in functions(tree):
+        head, output = signature(function), summary(ast.get_docstring(function) or "")
+        if output.startswith(f"{function.name}("):  # the signature once more
+            continue
+        if is_prose(output) and head.isascii() and len(head) <= LONGEST_SIGNATURE:
+            what = f"method of {module}.{inside}" if inside else f"function of {module}"
+            yield {"instruction": f"Document this {what}:\n{head}", "output": output}
+
+
+def module_name(path: Path, root: Path) -> str:
+    parts = path.relative_to(root).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+
+
+def collect(root: Path) -> tuple[list[dict[str, str]], int]:
+    """All pairs under `root`, no instruction and no output twice, and the number of modules they come from."""
+    found, modules = [], 0
+    seen: set[str] = set()
+    for path in source_files(root):
+        before = len(found)
+        for pair in pairs(path, module_name(path, root)):
+            if seen.isdisjoint(pair.values()):
+                seen.update(pair.values())
+                found.append(pair)
+        modules += len(found) > before
+    return found, modules
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="the JSONL file to write")
+    parser.add_argument("--limit", type=int, help="write at most so many pairs (default: all)")
+    parser.add_argument("--seed", type=int, default=0, help="of the shuffle")
+    arguments = parser.parse_args()
+    if arguments.limit is not None and arguments.limit < 1:
+        parser.error(f"--limit is {arguments.limit}; it must be at least 1")
+
+    found, modules = collect(Path(sysconfig.get_path("stdlib")))
+    random.Random(arguments.seed).shuffle(found)
+    chosen = found[: arguments.limit]
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    aside = arguments.out.with_name(f"{arguments.out.name}.{os.getpid()}.tmp")
+    aside.write_text("".join(json.dumps(pair) + "\n" for pair in chosen), encoding="utf-8")
+    aside.replace(arguments.out)
+    print(f"{arguments.out}: {len(chosen)} of {len(found)} pairs from {modules} modules")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""The docstring script: the same file each time, pairs of the promised form, nothing half-written."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parent.parent / "scripts" / "make_docstrings.py"
+
+
+def run(*arguments):
+    return subprocess.run([sys.executable, SCRIPT, *arguments], capture_output=True, text=True, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("make_docstrings", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_limited_file_is_the_start_of_the_whole_one(tmp_path):
+    done = run("--out", tmp_path / "new" / "all.jsonl", "--seed", "3")
+    assert done.returncode == 0, done.stderr
+    limited = run("--out", tmp_path / "some.jsonl", "--seed", "3", "--limit", "50")
+    lines = (tmp_path / "new" / "all.jsonl").read_text().splitlines()
+    assert (tmp_path / "some.jsonl").read_text().splitlines() == lines[:50]
+    assert f"50 of {len(lines)} pairs from" in limited.stdout and limited.stdout.count("\n") == 1
+    assert len(lines) > 2000
+    pairs = [json.loads(line) for line in lines]
+    for column in ("instruction", "output"):
+        assert len({pair[column] for pair in pairs}) == len(pairs)
+    assert all(set(pair) == {"instruction", "output"} and pair["output"].isascii() for pair in pairs)
+    assert not any(" of test." in pair["instruction"] for pair in pairs)
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_pairs_of_a_module(script, tmp_path):
+    (tmp_path / "test").mkdir()
+    (tmp_path / "test" / "a.py").write_text('def f():\n    """Return what nobody ever wants to read."""\n')
+    (tmp_path / "broken.py").write_text("def f(:\n")
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        '''
+def plain(a, b=1, *, c: int) -> str:
+    """Return the sum of a
+    and of b.
+
+    More about it.
+    """
+
+def short():
+    """Too short."""
+
+def again(a):
+    """again(a) -> the signature once more, and then some"""
+
+class Outer:
+    class Inner:
+        async def method(self):
+            """Wait for the thing that was asked for."""
+
+def twice():
+    """Return the sum of a and of b."""
+'''
+    )
+    pairs, modules = script.collect(tmp_path)
+    assert modules == 1
+    assert pairs == [
+        {
+            "instruction": "Document this function of package:\ndef plain(a, b=1, *, c: int) -> str",
+            "output": "Return the sum of a and of b.",
+        },
+        {
+            "instruction": "Document this method of package.Outer.Inner:\nasync def method(self)",
+            "output": "Wait for the thing that was asked for.",
+        },
+    ]
+
+
+def test_a_long_paragraph_is_cut_at_a_sentence(script):
+    text = "This is a sentence of the docstring. " * 20
+    summary = script.summary(text)
+    assert summary.endswith("docstring.") and 250 < len(summary) <= script.LONGEST_OUTPUT
+    assert script.summary("x" * 1000) == ""
+
+
+def test_a_limit_below_one_is_refused(tmp_path):
+    done = run("--out", tmp_path / "x.jsonl", "--limit", "0")
+    assert done.returncode == 2 and "--limit is 0; it must be at least 1" in done.stderr
+    assert not (tmp_path / "x.jsonl").exists()
