@@ -7,7 +7,7 @@ so that resuming needs no more memory than training.
 import json
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -151,12 +151,17 @@ def check_safetensors(path: Path) -> None:
         raise CheckpointError(f"{path} is cut short: {size} bytes of {8 + length + end}")
 
 
-def check_folder(folder: Path) -> None:
-    """Raises `CheckpointError` unless training can be resumed from `folder`: every part is there and whole."""
+def check_model(folder: Path) -> None:
+    """Raises `CheckpointError` unless `folder` holds weights that are whole."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is no checkpoint: there is no such folder")
     for path in _weight_files(folder):
         check_safetensors(path)
+
+
+def check_resumable(folder: Path) -> None:
+    """Raises `CheckpointError` unless training can be resumed from `folder`: every part is there and whole."""
+    check_model(folder)
     if not (folder / OPTIMIZER_FILE).exists():
         raise CheckpointError(f"{folder} has no {OPTIMIZER_FILE}: it holds weights only and cannot be resumed from")
     check_safetensors(folder / OPTIMIZER_FILE)
@@ -165,8 +170,8 @@ def check_folder(folder: Path) -> None:
         raise CheckpointError(f"{folder / SCHEDULER_FILE} is missing")
 
 
-def find_last(run_dir: Path) -> tuple[Path, list[str]]:
-    """The newest checkpoint, by number, that training can be resumed from, and what is wrong with those passed over.
+def find_last(run_dir: Path, check: Callable[[Path], None] = check_resumable) -> tuple[Path, list[str]]:
+    """The newest checkpoint, by number, that `check` lets pass, and what is wrong with those passed over.
 
     Raises:
         CheckpointError: there is none.
@@ -175,13 +180,13 @@ def find_last(run_dir: Path) -> tuple[Path, list[str]]:
     damaged = []
     for number in sorted(folders, reverse=True):
         try:
-            check_folder(folders[number])
+            check(folders[number])
         except CheckpointError as error:
             damaged.append(str(error))
             continue
         return folders[number], damaged
     found = f": {'; '.join(damaged)}" if damaged else ""
-    raise CheckpointError(f"no checkpoint to resume from in {run_dir}{found}")
+    raise CheckpointError(f"there is no whole checkpoint in {run_dir}{found}")
 
 
 def _read_json(path: Path) -> Any:

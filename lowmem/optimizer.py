@@ -175,22 +175,26 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._slots: dict[Tensor, _Slot] = {}
         self._constants: dict[torch.device, tuple[Tensor | None, Tensor | None]] = {}
         self._nonfinite = torch.zeros((), dtype=torch.int64)
-        groups = list(params)
+        groups = [_listed(item) if isinstance(item, dict) else item for item in params]
         if not groups:
             raise ConfigError("no parameters were given")
         self._placement = placements.find(placement, groups)
-        super().__init__(groups, {**self.rule.defaults, **hyper})
-        self._compiled = self._decide_compile(compile)
+        try:
+            super().__init__(groups, {**self.rule.defaults, **hyper})
+            self._compiled = self._decide_compile(compile)
+        except BaseException:
+            self.remove()  # the hooks of the groups that were fine
+            raise
 
     # -- parameters ------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, checks its hyperparameters and hooks its trainable parameters."""
         self._check_names(param_group, f"parameter group {len(self.param_groups)}: ")
-        super().add_param_group(param_group)
+        super().add_param_group(_listed(param_group, first=len(self._slots)))
         group = self.param_groups[-1]
         self.rule.check(group)
-        names = group.setdefault("param_names", [f"param{len(self._slots) + i}" for i in range(len(group["params"]))])
+        names = group["param_names"]
         taken = {slot.name for slot in self._slots.values()}
         for name, param in zip(names, group["params"], strict=True):
             if name in taken or param in self._slots:
@@ -336,10 +340,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         slot.square_sum = sweep.square_sum
 
     def _new_state(self, slot: _Slot) -> dict[str, Any]:
-        if self.rounding == "compensated" and slot.param.dtype in (torch.bfloat16, torch.float16):
+        if self._keeps_residual(slot):
             slot.residual = torch.zeros_like(slot.param, dtype=torch.int16)
         specs = self.rule.states(tuple(slot.param.shape), slot.group)
         return {name: self._placement.new_state(spec, slot.param) for name, spec in specs.items()}
+
+    def _keeps_residual(self, slot: _Slot) -> bool:
+        return self.rounding == "compensated" and slot.param.dtype in (torch.bfloat16, torch.float16)
 
     def _factor_and_limit(self, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
         if device not in self._constants:
@@ -429,11 +436,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._cycle.reset(state_dict["step"])
 
     def _check_state(self, slot: _Slot, kept: Mapping[str, Any]) -> None:
-        if isinstance(self.rule, rules.ForeignRule):
+        if isinstance(self.rule, rules.ForeignRule):  # only the class knows what it keeps
             return
         specs = self.rule.states(tuple(slot.param.shape), slot.group)
         want = {name: tuple(spec.shape) for name, spec in specs.items()}
-        have = {name: tuple(value.shape) for name, value in kept.items() if name != _RESIDUAL}
+        if self._keeps_residual(slot):
+            want[_RESIDUAL] = tuple(slot.param.shape)
+        have = {name: tuple(value.shape) for name, value in kept.items()}
         if want != have:
             raise CheckpointError(f"the saved state of {slot.name!r} has shapes {have}, this optimizer's {want}")
 
@@ -443,6 +452,15 @@ class FusedOptimizer(torch.optim.Optimizer):
         # torch.optim keeps its step counts on the host unless they take part in a kernel
         on_host = key == "step" and not (slot.group.get("capturable") or slot.group.get("fused"))
         return value.detach().to("cpu" if on_host else slot.param.device, copy=True)
+
+
+def _listed(group: dict[str, Any], first: int | None = None) -> dict[str, Any]:
+    """A parameter group whose `params` can be read more than once; numbered from `first`, if it has no names."""
+    params = group["params"]
+    params = [params] if isinstance(params, Tensor) else params if isinstance(params, set) else list(params)
+    if first is not None and "param_names" not in group and not any(isinstance(item, tuple) for item in params):
+        params = [(f"param{first + i}", param) for i, param in enumerate(params)]
+    return {**group, "params": params}
 
 
 def _positive(option: str, value: float | None) -> float | None:

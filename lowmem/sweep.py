@@ -26,6 +26,10 @@ Scalars = Mapping[str, Tensor | float]
 CPU_TILE = 1 << 16
 GPU_TILE = 1 << 22
 
+# Compiled code is dynamic in every size but 0 and 1, and special to a dtype, a rounding, a clip: together that can be
+# more than dynamo's own limit of 8 for one function, past which it would fail in the middle of a step.
+SPECIALISATIONS = 64
+
 
 @dataclass(frozen=True)
 class Rect:
@@ -203,10 +207,15 @@ def _tile_function(body: Callable[..., Any], fn: Callable[..., Any], compiled: b
     """`body` with `fn` bound; compiled once a function, with dynamic shapes, for every parameter and placement."""
     if not compiled:
         return functools.partial(body, fn)
-    # Dynamo counts recompilations by code object: each pair gets one of its own.
-    name = f"{body.__name__.strip('_')}_{fn.__name__}"
-    own = types.FunctionType(body.__code__.replace(co_name=name), body.__globals__, name)
-    return torch.compile(functools.partial(own, fn), dynamic=True, fullgraph=True)
+
+    def tile_function(*args: Any) -> Any:
+        return body(fn, *args)
+
+    # Dynamo keeps what it compiled, and counts it, by code object: each pair gets one of its own.
+    code = tile_function.__code__.replace(co_name=f"{body.__name__.strip('_')}_{fn.__name__}")
+    own = types.FunctionType(code, globals(), closure=tile_function.__closure__)
+    compiled_own = torch.compile(own, dynamic=True, fullgraph=True)
+    return torch._dynamo.config.patch(recompile_limit=SPECIALISATIONS)(compiled_own)
 
 
 class Sweep:
@@ -328,8 +337,8 @@ class Sweep:
         finite = self.finite
         noise_row, noise_col = self._noise
         for rect, args in self._tiles(full, row, col, scalar):
-            tile_row = noise_row[rect.batch, rect.rows] if noise_row is not None else None
-            tile_col = noise_col[rect.cols] if noise_col is not None else None
+            tile_row = _cut(noise_row, (rect.batch, rect.rows)) if noise_row is not None else None
+            tile_col = _cut(noise_col, (rect.cols,)) if noise_col is not None else None
             run(finite, tile_row, tile_col, args)
 
     def store(self, state: Tensor, value: Tensor) -> Tensor:
@@ -372,15 +381,15 @@ class Sweep:
             yield (
                 rect,
                 (
-                    self._grads[i][local],
-                    self._params[i][local],
-                    None if self._residuals is None else self._residuals[i][local],
+                    _cut(self._grads[i], local),
+                    _cut(self._params[i], local),
+                    None if self._residuals is None else _cut(self._residuals[i], local),
                     self._factor,
                     self._limit,
-                    {name: views[i][local] for name, views in fulls.items()},
-                    {name: t[rect.batch, rect.rows] for name, t in on_rows.items()},
-                    {name: t[rect.batch, rect.cols] for name, t in on_cols.items()},
-                    {name: t if t.ndim == 0 else t[rect.batch] for name, t in scalars.items()},
+                    {name: _cut(views[i], local) for name, views in fulls.items()},
+                    {name: _cut(t, (rect.batch, rect.rows)) for name, t in on_rows.items()},
+                    {name: _cut(t, (rect.batch, rect.cols)) for name, t in on_cols.items()},
+                    {name: t if t.ndim == 0 else _cut(t, (rect.batch,)) for name, t in scalars.items()},
                 ),
             )
 
@@ -395,6 +404,12 @@ class Sweep:
         batch, rows, cols = self.shape
         line = torch.arange(batch * rows, dtype=torch.int32, device=self.device).view(batch, rows)
         return rounding.mix(line + key), torch.arange(cols, dtype=torch.int32, device=self.device)
+
+
+def _cut(whole: Tensor, where: tuple[slice, ...]) -> Tensor:
+    """A part of `whole`, in its memory, with strides of its own and no base: compiled code is valid for just those."""
+    part = whole[where]
+    return part.view(part.shape).detach()
 
 
 def _nothing(t: Tile) -> Sums:

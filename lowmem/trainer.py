@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import rotate_checkpoints
 
 from lowmem import checkpoint, policies
-from lowmem.errors import ConfigError, UnsupportedError
+from lowmem.errors import CheckpointError, ConfigError, UnsupportedError
 from lowmem.optimizer import FusedConfig, FusedOptimizer
 from lowmem.rules import resolve
 
@@ -109,7 +110,7 @@ class FusedTrainerMixin(_Base):
                 logger.warning("passed over a damaged checkpoint: %s", reason)
             resume_from_checkpoint = str(folder)
         elif resume_from_checkpoint:
-            checkpoint.check_folder(Path(resume_from_checkpoint))
+            checkpoint.check_resumable(Path(resume_from_checkpoint))
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _get_output_dir(self, trial: Any) -> str:
@@ -130,6 +131,11 @@ class FusedTrainerMixin(_Base):
             if final.exists():  # resumed from an earlier step, and here again
                 shutil.rmtree(final)
             written.rename(final)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                f"{run_dir}/checkpoint-{self.state.global_step} could not be written: {error}. Free some space or take "
+                "another run_dir (output_dir), and resume from the checkpoint before it."
+            ) from error
         finally:
             shutil.rmtree(self._staging, ignore_errors=True)
             self._staging = None
@@ -177,7 +183,7 @@ def _check_arguments(args: TrainingArguments, fused: FusedConfig) -> None:
             raise ConfigError(f"FusedConfig.hyper has {setting!r}; in a trainer set its argument {argument}")
     if fused.clip_norm is not None:
         raise ConfigError("FusedConfig.clip_norm is for loops of your own; in a trainer set max_grad_norm")
-    if args.weight_decay and "weight_decay" not in resolve(fused.rule).defaults:
+    if "weight_decay" not in resolve(fused.rule).defaults and args.weight_decay:
         raise ConfigError(f"weight_decay={args.weight_decay}: rule {fused.rule!r} has none; leave it out")
     policies.choose(fused.policy, clip_norm=args.max_grad_norm or None)
     if args.gradient_accumulation_steps > 1:

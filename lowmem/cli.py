@@ -1,0 +1,291 @@
+"""The command line: `lowmem train`, `inspect`, `generate`, `rules`.
+
+What a user did wrong is one message on stderr and exit status 2; nothing is left half written.
+"""
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lowmem import __version__, rules
+from lowmem.errors import LowmemError
+
+if TYPE_CHECKING:
+    from lowmem.config import RunConfig
+    from lowmem.data import TokenCounts
+
+out = Console()
+err = Console(stderr=True)
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Runs one command and exits: 0 done, 2 a user's mistake, 130 interrupted before training began."""
+    arguments = _parser().parse_args(argv)
+    try:
+        arguments.command(arguments)
+    except LowmemError as error:
+        err.print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        err.print("interrupted", style="red")
+        sys.exit(130)
+    sys.exit(0)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lowmem", description="Full-parameter fine-tuning at the memory of the weights."
+    )
+    parser.add_argument("--version", action="version", version=f"lowmem {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, run: Any, summary: str) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=summary, description=summary)
+        made.set_defaults(command=run)
+        return made
+
+    def config_arguments(made: argparse.ArgumentParser) -> None:
+        made.add_argument("config", metavar="CONFIG", help="a YAML file, such as configs/quickstart.yaml")
+        made.add_argument("overrides", metavar="key=value", nargs="*", help="as in optimizer.lr=2e-3, to any depth")
+
+    made = command("train", train, "Train as a configuration says; everything goes into its run folder.")
+    config_arguments(made)
+    made.add_argument("--resume", action="store_true", help="go on from the newest whole checkpoint in the run folder")
+    made = command("inspect", inspect, "Show samples as they are trained on, and on which tokens the loss is taken.")
+    config_arguments(made)
+    made.add_argument("--samples", type=int, default=3, metavar="N", help="how many to show (3)")
+    made = command("generate", generate, "Answer a prompt with the newest checkpoint of a run.")
+    made.add_argument("run_dir", metavar="RUN_DIR", help="a run folder, or one checkpoint in it")
+    made.add_argument("prompt", metavar="PROMPT", help="what the user says; a run on raw text continues it")
+    made.add_argument("--system", metavar="TEXT", help="a system message before the prompt")
+    made.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="longest answer (256)")
+    made.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (the default)")
+    made.add_argument("--seed", type=int, default=0, metavar="N", help="of sampling (0)")
+    command("rules", show_rules, "The table of rules: name, bytes per parameter, what each keeps, source.")
+    return parser
+
+
+# -- train ---------------------------------------------------------------------------------------------------------
+
+
+def train(arguments: argparse.Namespace) -> None:
+    """`lowmem train`."""
+    _quiet()
+    from lowmem import build, checkpoint, report
+    from lowmem.config import load, save
+    from lowmem.data import check_tokenized
+
+    config = load(arguments.config, arguments.overrides)
+    with _run_folder(config, arguments.resume) as folder:
+        resume_from = None
+        if arguments.resume:
+            resume_from, damaged = checkpoint.find_last(folder)
+            for reason in damaged:
+                err.print(f"passed over a damaged checkpoint: {reason}", style="yellow", soft_wrap=True)
+            out.print(f"resuming from {resume_from}", soft_wrap=True)
+        found = build.samples(config, resume_from)
+        model = build.model(config, found.tokenizer)
+        trainer = build.trainer(config, found, model)
+        counts = check_tokenized(trainer.train_dataset, found.train, config.data)
+        _describe(config, model, counts)
+        save(config, folder / "config.yaml")
+        report.write_environment(folder)
+        with report.RunReport(folder, out) as run, _stop_on_signal(trainer) as stopped:
+            run.attach(trainer)
+            trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
+    if stopped:
+        last = f"stopped at step {trainer.state.global_step}; go on with: lowmem train {folder}/config.yaml --resume"
+    else:
+        last = f"done: {folder}/README.md says what is there and how to go on"
+    out.print(last, style="bold", highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def _run_folder(config: "RunConfig", resume: bool) -> Iterator[Path]:
+    """The run folder; taken away again if the run fails before it has written anything there."""
+    from lowmem.report import start_run_folder
+
+    folder = start_run_folder(config.run_dir, resume)
+    try:
+        yield folder
+    except BaseException:
+        if not any(folder.iterdir()):
+            folder.rmdir()
+        raise
+
+
+@contextmanager
+def _stop_on_signal(trainer: Any) -> Iterator[list[int]]:
+    """At the first Ctrl-C or SIGTERM ends training after the running step, with a checkpoint; a second ends at once.
+
+    Yields a list that holds the signal once it came.
+    """
+    from transformers import TrainerCallback
+
+    came: list[int] = []
+
+    class Stop(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if came:
+                control.should_save = control.should_training_stop = True
+
+    def note(number: int, _: object) -> None:
+        came.append(number)
+        for name in kept:
+            signal.signal(name, kept[name])
+        err.print("stopping after this step, with a checkpoint (again: at once)", style="yellow")
+
+    kept = {name: signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)}
+    trainer.add_callback(Stop())
+    for name in kept:
+        signal.signal(name, note)
+    try:
+        yield came
+    finally:
+        for name in kept:
+            signal.signal(name, kept[name])
+
+
+def _describe(config: "RunConfig", model: Any, counts: "TokenCounts") -> None:
+    """What is about to be trained, in three lines; samples that were dropped are said."""
+    fused = config.optimizer.fused
+    parameters = sum(p.numel() for p in model.parameters())
+    out.print(f"model      {type(model).__name__}, {parameters / 1e6:,.1f}M parameters, {config.model.dtype}")
+    out.print(
+        f"optimizer  {fused.rule}, lr {config.optimizer.lr:g}, rounding {fused.rounding}, fused into backward",
+        highlight=False,
+    )
+    out.print(
+        f"data       {counts.samples:,} samples, {counts.tokens:,} tokens, loss on {counts.trained_tokens:,}",
+        highlight=False,
+    )
+    if counts.dropped:
+        err.print(
+            f"{len(counts.dropped)} samples have no answer token inside max_length and are left out, "
+            f"such as {counts.dropped[0]}",
+            style="yellow",
+            soft_wrap=True,
+        )
+    if counts.without_target:
+        err.print(f"{counts.without_target} samples add nothing to the loss", style="yellow")
+
+
+# -- inspect -------------------------------------------------------------------------------------------------------
+
+
+def inspect(arguments: argparse.Namespace) -> None:
+    """`lowmem inspect`."""
+    _quiet()
+    from lowmem import build
+    from lowmem.config import load
+    from lowmem.data import check_tokenized, segments
+
+    config = load(arguments.config, arguments.overrides)
+    found = build.samples(config)
+    rows = build.tokenized(config, found)
+    counts = check_tokenized(rows, found.train, config.data)
+    # without colours the trained parts stand in brackets
+    opening, closing = ("", "") if out.is_terminal else ("⟦", "⟧")
+    for number, row in enumerate(rows.select(range(min(arguments.samples, len(rows)))), start=1):
+        parts = segments(row, found.tokenizer)
+        tokens, trained = sum(p.tokens for p in parts), sum(p.tokens for p in parts if p.trained)
+        out.rule(f"sample {number}: {tokens} tokens, loss on {trained}", style="dim")
+        text = Text()
+        for part in parts:
+            text.append(f"{opening}{part.text}{closing}" if part.trained else part.text,
+                        style="bold green" if part.trained else "dim")  # fmt: skip
+        out.print(text, soft_wrap=True)
+    out.rule(style="dim")
+    legend = "green" if out.is_terminal else "in ⟦ ⟧"
+    share = counts.trained_tokens / counts.tokens
+    out.print(
+        f"loss on what is {legend}. All {counts.samples:,} samples: {counts.tokens:,} tokens, "
+        f"loss on {counts.trained_tokens:,} ({share:.0%}); {counts.at_max_length:,} fill max_length, "
+        f"{len(counts.dropped):,} were left out",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+# -- generate ------------------------------------------------------------------------------------------------------
+
+
+def generate(arguments: argparse.Namespace) -> None:
+    """`lowmem generate`."""
+    _quiet()
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer, set_seed
+
+    from lowmem import checkpoint
+
+    folder = Path(arguments.run_dir)
+    if not (folder / "config.json").exists():
+        folder, _ = checkpoint.find_last(folder, checkpoint.check_model)
+    checkpoint.check_model(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    if tokenizer.chat_template is not None:
+        messages = [{"role": "user", "content": arguments.prompt}]
+        if arguments.system:
+            messages.insert(0, {"role": "system", "content": arguments.system})
+        inputs = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    else:
+        inputs = tokenizer(arguments.prompt, return_tensors="pt")
+    sampling = {"do_sample": True, "temperature": arguments.temperature} if arguments.temperature > 0 else {}
+    set_seed(arguments.seed)
+    model.generate(
+        **inputs.to(model.device),
+        max_new_tokens=arguments.max_new_tokens,
+        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+        **{"do_sample": False, **sampling},
+    )
+
+
+# -- rules ---------------------------------------------------------------------------------------------------------
+
+
+def show_rules(arguments: argparse.Namespace) -> None:
+    """`lowmem rules`."""
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in ("rule", "bytes", "keeps", "source"):
+        table.add_column(heading)
+    known = rules.table()
+    for row in known:
+        table.add_row(row.name, f"{row.state_bytes:.2g}", row.keeps, row.source)
+    table.add_row("import path", "", "what the class keeps", "any torch.optim.Optimizer, as torch.optim.AdamW")
+    out.print(table)
+    out.print("\n[bold]hyperparameters[/bold] and their defaults")
+    for row in known:
+        settings = ", ".join(f"{name}={value}" for name, value in row.defaults.items())
+        out.print(f"{row.name}: {settings}", highlight=False, soft_wrap=True)
+    out.print(
+        "\nBytes are kept for each element of a 4096 x 4096 matrix, beside the weight. Rounding 'compensated' keeps 2 "
+        "more for bfloat16 and float16 weights.",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _quiet() -> None:
+    """Leaves the terminal to this command: libraries report errors, and draw no bars of their own."""
+    import datasets
+    import torch
+    import transformers
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would warn that it found none
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    datasets.disable_progress_bars()

@@ -1,0 +1,455 @@
+"""What a run leaves behind: log lines, metrics as JSON lines, pictures, the environment and a README."""
+
+import json
+import math
+import os
+import platform
+import re
+import resource
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from datetime import datetime
+from importlib import metadata
+from io import BytesIO
+from itertools import accumulate
+from numbers import Real
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch.distributed.tensor import DTensor
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
+
+from lowmem.config import write_file, writing
+from lowmem.errors import ConfigError, LowmemError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+METRICS = "metrics.jsonl"
+Record = dict[str, Any]
+
+# Of an evaluation's metrics these say how long it took, not how good the model is.
+_TIMING = ("runtime", "samples_per_second", "steps_per_second", "num_tokens")
+
+
+def start_run_folder(run_dir: str | Path, resume: bool) -> Path:
+    """Make the folder of a new run, or find that of a run to resume; one process of a run calls it."""
+    folder = Path(run_dir)
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"run_dir {folder} is a file. Set run_dir to another path.")
+    used = folder.is_dir() and any(folder.iterdir())
+    if resume and not used:
+        raise ConfigError(f"run_dir {folder} holds no run to resume. Leave --resume out to start one.")
+    if used and not resume:
+        raise ConfigError(
+            f"run_dir {folder} holds a run already. Go on with it by --resume, set run_dir to another folder, "
+            "or delete this one."
+        )
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def write_environment(run_dir: str | Path) -> None:
+    """Write environment.json: where, when and with which versions a run was started."""
+    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    packages = ("lowmem", "torch", "transformers", "trl", "accelerate", "datasets", "deepspeed", "safetensors")
+    record = {
+        "started": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "command": shlex.join(sys.argv),
+        "directory": str(Path.cwd()),
+        "git": _git(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu": {"model": _cpu_model(), "count": os.cpu_count()},
+        "memory_bytes": psutil.virtual_memory().total,
+        "devices": devices,
+        "versions": {name: _version(name) for name in packages},
+    }
+    write_file(Path(run_dir) / "environment.json", (json.dumps(record, indent=2) + "\n").encode())
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_model() -> str:
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE) if info.exists() else None
+    return found[1] if found else platform.processor() or platform.machine()
+
+
+def _git() -> Record | None:
+    """The commit of the repository around the current directory, and whether it has changes beside it."""
+    try:
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+        status = subprocess.run(["git", "status", "--porcelain"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return {"commit": commit.stdout.strip(), "dirty": bool(status.stdout.strip())}
+
+
+# --- While it runs ------------------------------------------------------------------------------------------------
+
+
+class RunReport(TrainerCallback):  # type: ignore[misc]
+    """Log lines, a progress bar on a terminal, metrics.jsonl; when it ends, however it ends, pictures and README.
+
+        with RunReport(run_dir) as report:
+            report.attach(trainer)
+            trainer.train()
+
+    Tokens are those of the batches that were trained on, padding left out, as the Trainer itself counts them
+    (`include_num_input_tokens_seen`): the count is saved in checkpoints, so it goes on when a run is resumed. The rate
+    is over training time alone: evaluating and saving are not in it. Memory is that of the GPU where there is one, and
+    of the process otherwise, in both cases on the first rank.
+    """
+
+    def __init__(self, run_dir: str | Path, console: Console | None = None) -> None:
+        self.run_dir = Path(run_dir)
+        self.console = console or Console()
+        self.progress: Progress | None = None
+        self.logged = False
+        self.weight_bytes = 0
+        self.seconds = 0.0  # of training since the last log line
+        self.mark = 0.0
+        self.logged_tokens = 0
+
+    def attach(self, trainer: Trainer) -> None:
+        """Take the place of the trainer's own progress bar and printer."""
+        if trainer.args.include_num_input_tokens_seen == "no":
+            trainer.args.include_num_input_tokens_seen = "non_padding"
+        trainer.remove_callback(ProgressCallback)
+        trainer.remove_callback(PrinterCallback)
+        trainer.add_callback(self)
+
+    def __enter__(self) -> "RunReport":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self.progress:
+            self.progress.stop()
+        if not self.logged:
+            return  # it never began, or this is another rank
+        try:
+            plot_run(self.run_dir)
+            write_readme(self.run_dir)
+        except LowmemError as failure:
+            if error is None:
+                raise
+            self._print(str(failure), "red")  # what ended the run is the error to raise
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: torch.nn.Module, **kwargs: Any) -> None:
+        if not state.is_world_process_zero:
+            return
+        self.weight_bytes = _weight_bytes(model)
+        _cut_metrics(self.run_dir / METRICS, state.global_step)
+        self.logged_tokens = state.num_input_tokens_seen
+        self.mark = time.perf_counter()
+        if self.console.is_terminal and not args.disable_tqdm:
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+            self.progress = Progress(*columns, TextColumn("left"), TimeRemainingColumn(), console=self.console)
+            self.progress.add_task("training", total=state.max_steps, completed=state.global_step)
+            self.progress.start()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        now = time.perf_counter()
+        self.seconds += now - self.mark
+        self.mark = now
+        self._advance("training", state.global_step)
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._advance("evaluating", state.global_step)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.mark = time.perf_counter()
+        self._advance("training", state.global_step)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.mark = time.perf_counter()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Record, **kwargs: Any) -> None:
+        if not state.is_world_process_zero:
+            return
+        record = {
+            "step": state.global_step,
+            **{name: value for name, value in logs.items() if isinstance(value, Real)},
+            "time": round(time.time(), 3),
+            "tokens": state.num_input_tokens_seen,
+            **_memory(args.device),
+            "weight_bytes": self.weight_bytes,
+        }
+        if "loss" in logs:
+            rate = (state.num_input_tokens_seen - self.logged_tokens) / self.seconds if self.seconds else math.nan
+            record["tokens_per_second"] = rate
+            self.logged_tokens, self.seconds = state.num_input_tokens_seen, 0.0
+        _append(self.run_dir / METRICS, record)
+        self.logged = True
+        if line := _log_line(record, state.max_steps):
+            self._print(line, "cyan" if any(name.startswith("eval_") for name in record) else "")
+
+    def _advance(self, what: str, step: int) -> None:
+        if self.progress:
+            self.progress.update(self.progress.task_ids[0], description=what, completed=step)
+
+    def _print(self, line: str, style: str) -> None:
+        self.console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def _log_line(record: Record, max_steps: int) -> str | None:
+    """One aligned line for a logging step, an evaluation or the end of training."""
+    width = len(str(max_steps))
+    step = f"step {record['step']:>{width}}/{max_steps}"
+    if "train_loss" in record:
+        return (
+            f"{step}  trained in {_duration(record['train_runtime'])}  mean loss {record['train_loss']:.4f}  "
+            f"{record['tokens']:,} tokens  peak {_size(record['peak_memory'])}"
+        )
+    if "loss" in record:
+        norm = record.get("grad_norm", math.nan)
+        return (
+            f"{step}  loss {record['loss']:>8.4f}  grad norm {norm:>9.3e}  lr {record.get('learning_rate', 0.0):.2e}  "
+            f"{record['tokens_per_second']:>9,.0f} tokens/s  peak {_size(record['peak_memory']):>10}"
+        )
+    scores = {name.removeprefix("eval_"): value for name, value in record.items() if name.startswith("eval_")}
+    shown = [f"{name.replace('_', ' ')} {v:.4f}" for name, v in scores.items() if not name.endswith(_TIMING)]
+    return f"{step}  evaluation  {'  '.join(shown)}" if shown else None
+
+
+def _size(count: float) -> str:
+    """Bytes for people."""
+    unit, name = _unit(count)
+    return f"{count / unit:.2f} {name}"
+
+
+def _unit(count: float) -> tuple[int, str]:
+    return (2**30, "GiB") if count >= 2**30 else (2**20, "MiB")
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+
+
+def _weight_bytes(model: torch.nn.Module) -> int:
+    """Bytes of the weights that this rank holds: all of them, its ZeRO-3 partitions or its FSDP2 shards."""
+    held = (getattr(p, "ds_tensor", p) for p in model.parameters())
+    local = (p.to_local() if isinstance(p, DTensor) else p for p in held)
+    return sum(p.numel() * p.element_size() for p in local)
+
+
+def _memory(device: torch.device) -> dict[str, int]:
+    """Bytes in use now and at most so far."""
+    if device.type == "cuda":
+        return {"memory": torch.cuda.memory_allocated(device), "peak_memory": torch.cuda.max_memory_allocated(device)}
+    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return {"memory": psutil.Process().memory_info().rss, "peak_memory": peak}
+
+
+# --- metrics.jsonl ------------------------------------------------------------------------------------------------
+
+
+def _json_line(record: Record) -> str:
+    """JSON knows no NaN and no infinity: they become null."""
+    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+    return json.dumps(finite) + "\n"
+
+
+def _append(path: Path, record: Record) -> None:
+    with writing(path), path.open("a", encoding="utf-8") as file:
+        file.write(_json_line(record))
+
+
+def _cut_metrics(path: Path, step: int) -> None:
+    """Drop what was logged after `step`: a resumed run logs it again."""
+    if path.exists():
+        kept = [record for record in read_metrics(path.parent) if record["step"] <= step]
+        write_file(path, "".join(map(_json_line, kept)).encode())
+
+
+def read_metrics(run_dir: str | Path) -> list[Record]:
+    """The lines of a run's metrics.jsonl. A last line that was cut off while it was written is left out."""
+    path = Path(run_dir) / METRICS
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise LowmemError(f"{path}: can't be read: {error.strerror}. It is written while a run trains.") from error
+    whole, _, _ = text.rpartition("\n")
+    records = []
+    for number, line in enumerate(whole.splitlines(), start=1):
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise LowmemError(f"{path}, line {number}: not JSON: {error.msg}. Delete the line to go on.") from error
+    return records
+
+
+# --- Pictures -----------------------------------------------------------------------------------------------------
+
+_STYLE = {
+    "font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#888888",
+    "axes.labelcolor": "#333333", "axes.grid": True, "grid.color": "#e6e6e6", "grid.linewidth": 0.8,
+    "axes.axisbelow": True, "axes.titleweight": "bold", "axes.titlesize": 12, "axes.titlelocation": "left",
+    "xtick.color": "#555555", "ytick.color": "#555555", "legend.frameon": False, "axes.xmargin": 0.02,
+}  # fmt: skip
+_BLUE, _PALE, _GREEN, _VIOLET, _EVAL = "#1f5fa8", "#b5cbe6", "#2a8f7c", "#7b5ea7", ("#d1495b", "#e08e2b", "#5b8c2a")
+
+
+def plot_run(run_dir: str | Path) -> list[Path]:
+    """Draw loss.png and memory.png into the run folder, from its metrics.jsonl alone."""
+    import matplotlib
+
+    folder = Path(run_dir)
+    records = read_metrics(folder)
+    if not records:
+        raise LowmemError(f"{folder / METRICS}: nothing was logged yet, so there is nothing to draw.")
+    name = folder.resolve().name
+    with matplotlib.rc_context(_STYLE):
+        pictures = {"loss.png": _loss_picture(records, name), "memory.png": _memory_picture(records, name)}
+        for file_name, figure in pictures.items():
+            png = BytesIO()
+            figure.savefig(png, format="png", dpi=150)
+            write_file(folder / file_name, png.getvalue())
+    return [folder / file_name for file_name in pictures]
+
+
+def _series(records: list[Record], key: str) -> tuple[list[int], list[float]]:
+    """The steps and values of one metric; what was not finite is a gap."""
+    rows = [(record["step"], record[key]) for record in records if key in record]
+    return [step for step, _ in rows], [math.nan if value is None else value for _, value in rows]
+
+
+def _loss_keys(records: list[Record]) -> list[str]:
+    """The evaluation losses: one, or one for each held-out set."""
+    keys = dict.fromkeys(key for record in records for key in record)
+    return [key for key in keys if re.fullmatch(r"eval_(.+_)?(?<!aux_)loss", key)]
+
+
+def _smoothed(values: list[float]) -> list[float]:
+    """An exponential average over about a twentieth of the run, free of its start-up bias; gaps are passed over."""
+    keep = 1 - 2 / (max(len(values) / 20, 3) + 1)
+
+    def add(past: tuple[float, float], value: float) -> tuple[float, float]:
+        return past if math.isnan(value) else (keep * past[0] + value, keep * past[1] + 1)
+
+    averages = list(accumulate(values, add, initial=(0.0, 0.0)))[1:]
+    return [total / weight if weight else math.nan for total, weight in averages]
+
+
+def _loss_picture(records: list[Record], name: str) -> "Figure":
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 7), layout="constrained")
+    loss, norm, rate = figure.subplots(3, 1, sharex=True, height_ratios=(3.2, 1, 1))
+    steps, values = _series(records, "loss")
+    many = len(values) >= 20
+    loss.plot(steps, values, color=_PALE if many else _BLUE, lw=1 if many else 2, label="training")
+    if many:
+        loss.plot(steps, _smoothed(values), color=_BLUE, lw=2, label="training, smoothed")
+    for key, color in zip(_loss_keys(records), _EVAL * len(records), strict=False):
+        label = key.removeprefix("eval_").removesuffix("loss").replace("_", " ").strip()
+        loss.plot(*_series(records, key), color=color, lw=1.2, marker="o", ms=5, label=f"evaluation {label}".strip())
+    loss.set(title=f"{name}: loss", ylabel="loss (nats per token)")
+    loss.legend(loc="upper right")
+    _panel(norm, *_series(records, "grad_norm"), _VIOLET, "gradient norm")
+    _panel(rate, *_series(records, "learning_rate"), _GREEN, "learning rate")
+    rate.set(xlabel="step", ylim=(0, None))
+    rate.ticklabel_format(axis="y", scilimits=(-2, 3), useMathText=True)
+    figure.align_ylabels()
+    return figure
+
+
+def _panel(axes: "Axes", steps: list[int], values: list[float], color: str, label: str) -> None:
+    axes.plot(steps, values, color=color, lw=1.3)
+    axes.set_ylabel(label)
+    positive = [value for value in values if value > 0]
+    if positive and max(positive) > 30 * min(positive) and label == "gradient norm":
+        axes.set_yscale("log")
+
+
+def _memory_picture(records: list[Record], name: str) -> "Figure":
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4.5), layout="constrained")
+    axes = figure.subplots()
+    steps, used = _series(records, "memory")
+    _, peak = _series(records, "peak_memory")
+    weights = records[-1]["weight_bytes"]
+    unit, unit_name = _unit(max(peak))
+    axes.fill_between(steps, [value / unit for value in used], color=_PALE, alpha=0.45, lw=0)
+    axes.plot(steps, [value / unit for value in used], color=_BLUE, lw=1.5, label="in use when logged")
+    axes.plot(steps, [value / unit for value in peak], color=_EVAL[0], lw=2, label=f"peak so far: {_size(max(peak))}")
+    axes.axhline(weights / unit, color="#333333", lw=1.2, ls=(0, (5, 3)), label=f"weights: {_size(weights)}")
+    axes.set(title=f"{name}: memory", xlabel="step", ylabel=f"memory ({unit_name})", ylim=(0, max(peak) / unit * 1.25))
+    axes.legend(loc="upper left", ncols=3)
+    return figure
+
+
+# --- README -------------------------------------------------------------------------------------------------------
+
+_FILES = {
+    "config.yaml": "the whole configuration, overrides included; `lowmem train` takes it",
+    "environment.json": "machine, versions, git commit and command of the latest start",
+    "metrics.jsonl": "every logged number, one JSON object a line",
+    "loss.png": "training and evaluation loss, gradient norm, learning rate",
+    "memory.png": "memory in use and at its peak, beside the weights",
+}
+
+
+def write_readme(run_dir: str | Path) -> None:
+    """Write README.md into the run folder: how it went, what each file is, how to go on."""
+    folder = Path(run_dir)
+    saved = [path for path in folder.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
+    checkpoints = sorted(saved, key=lambda path: int(path.name.removeprefix("checkpoint-")))
+    files = [f"| [{name}]({name}) | {what} |" for name, what in _FILES.items() if (folder / name).exists()]
+    files += [f"| {path.name}/ | a Hugging Face model folder, with the optimizer's states |" for path in checkpoints]
+    pictures = [f"![{name}]({name})" for name in ("loss.png", "memory.png") if (folder / name).exists()]
+    lines = [
+        f"# {folder.resolve().name}", "",
+        "| | |", "| --- | --- |", *(f"| {what} | {value} |" for what, value in _results(read_metrics(folder))), "",
+        *pictures, "",
+        "## Files", "", "| file | what it is |", "| --- | --- |", *files, "",
+        "## Going on", "", *_going_on(folder, checkpoints),
+    ]  # fmt: skip
+    write_file(folder / "README.md", ("\n".join(lines) + "\n").encode())
+
+
+def _results(records: list[Record]) -> list[tuple[str, str]]:
+    """What a run came to, for a table of two columns."""
+    results = [("steps", f"{records[-1]['step']:,}"), ("tokens", f"{records[-1]['tokens']:,}")]
+    for key in ("loss", *_loss_keys(records)):
+        losses = [(loss, step) for step, loss in zip(*_series(records, key), strict=True)]
+        lowest, at_step = min((pair for pair in losses if math.isfinite(pair[0])), default=(math.nan, 0))
+        name = "training loss" if key == "loss" else key.replace("_", " ").replace("eval", "evaluation")
+        if losses:
+            results.append((name, f"{losses[-1][0]:.4f} (lowest {lowest:.4f}, at step {at_step:,})"))
+    rates = [value for value in _series(records, "tokens_per_second")[1] if math.isfinite(value)]
+    if rates:
+        results.append(("tokens/s, median", f"{statistics.median(rates):,.0f}"))
+    peak = max(record["peak_memory"] for record in records)
+    return [*results, ("peak memory", f"{_size(peak)} (weights {_size(records[-1]['weight_bytes'])})")]
+
+
+def _going_on(folder: Path, checkpoints: list[Path]) -> list[str]:
+    if not checkpoints:
+        return ["No checkpoint was saved: set `trainer.save_steps` lower to have something to go on from."]
+    load = f'model = AutoModelForCausalLM.from_pretrained("{checkpoints[-1]}", dtype="auto")'
+    return [
+        "```sh", f"lowmem train {folder}/config.yaml --resume     # from the newest checkpoint",
+        f'lowmem generate {folder} "a prompt"', "```", "",
+        "```python", "from transformers import AutoModelForCausalLM, AutoTokenizer", "", load,
+        f'tokenizer = AutoTokenizer.from_pretrained("{checkpoints[-1]}")', "```",
+    ]  # fmt: skip

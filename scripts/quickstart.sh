@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# From nothing to a trained model: installs lowmem into .venv, writes training data from the Python standard library of
+# this machine, fine-tunes a small Llama on it, and lets the result document three functions that it has never seen.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+python scripts/make_docstrings.py --out data/docstrings.jsonl
+lowmem train configs/quickstart.yaml "$@"
+for signature in 'def read_lines(path, encoding)' 'def is_empty(self)' 'def remove_item(self, index)'; do
+    lowmem generate runs/quickstart "Document this function of files:
+$signature"
+done

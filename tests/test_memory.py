@@ -1,0 +1,94 @@
+"""The promise about memory, counted tensor by tensor: above weights and states, one gradient and next to nothing.
+
+The model's embedding is 16 MiB, a third of it, and the last to get its gradient; the head is as large and the first.
+"""
+
+import pytest
+import torch
+from torch.distributed._tools.mem_tracker import MemTracker
+
+import lowmem
+
+MIB = 1 << 20
+VOCABULARY = 16384
+pytestmark = pytest.mark.filterwarnings("ignore:Expected a tensor")
+
+
+@pytest.fixture
+def model(tiny_llama):
+    def make(checkpointing, vocab_size=VOCABULARY):
+        sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4}
+        return tiny_llama(checkpointing=checkpointing, vocab_size=vocab_size, **sizes)
+
+    return make
+
+
+def fused(model, **options):
+    opt = lowmem.FusedOptimizer(model.named_parameters(), lr=1e-3, **options)
+    return opt, lambda batch: opt.backward(model(**batch).loss)
+
+
+def ordinary(model, cls=torch.optim.SGD):
+    opt = cls(model.parameters(), lr=1e-3, foreach=False)
+
+    def step(batch):
+        model(**batch).loss.backward()
+        opt.step()
+        opt.zero_grad()
+
+    return opt, step
+
+
+def peak_above_weights_and_states(model, opt, step, batch):
+    """Bytes at the peak of the second step, by kind, weights and optimizer states (there since the first) left out."""
+    step(batch)
+    tracker = MemTracker()
+    tracker.track_external(model, opt)
+    with tracker:
+        step(batch)
+    (peak,) = tracker.get_tracker_snapshot("peak").values()
+    (rest,) = tracker.get_tracker_snapshot("current").values()
+    return peak["Total"] - rest["Total"]
+
+
+def sizes(model):
+    return [param.numel() * param.element_size() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("options", [{"rule": "adalomo"}, {"rule": "lomo", "clip_value": 1.0}], ids=lambda o: o["rule"])
+def test_fused_needs_one_gradient(options, checkpointing, model, token_batches):
+    """The largest gradient, and 8 MiB for activations (a short batch), tiles and small sums."""
+    net = model(checkpointing)
+    (batch,) = token_batches(1, size=(1, 8), vocab_size=VOCABULARY)
+    peak = peak_above_weights_and_states(net, *fused(net, **options), batch)
+    largest = max(sizes(net))
+    assert largest == 16 * MIB
+    assert largest <= peak <= largest + 8 * MIB
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.AdamW])
+def test_ordinary_training_needs_all_gradients(cls, checkpointing, model, token_batches):
+    """The measure can tell: the same model without fusion holds every gradient at once."""
+    net = model(checkpointing)
+    (batch,) = token_batches(1, size=(1, 8), vocab_size=VOCABULARY)
+    peak = peak_above_weights_and_states(net, *ordinary(net, cls), batch)
+    assert peak >= sum(sizes(net)) >= 40 * MIB
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "compensated"])
+def test_bfloat16_needs_no_float32_copy(rounding, model, token_batches):
+    """A bfloat16 gradient of 8 MiB; a float32 copy of it, of its weight or of the update would be 16 more."""
+    net = model(True).bfloat16()
+    (batch,) = token_batches(1, size=(1, 8), vocab_size=VOCABULARY)
+    peak = peak_above_weights_and_states(net, *fused(net, rounding=rounding), batch)
+    assert 8 * MIB <= peak <= (8 + 8) * MIB
+
+
+def test_checkpointing_keeps_fewer_activations(model, token_batches):
+    """A long batch and a small vocabulary: activations are most of the peak, and one layer's of four are left."""
+    (batch,) = token_batches(1, size=(4, 64))
+    plain, checkpointed = (model(checkpointing, vocab_size=97) for checkpointing in (False, True))
+    without = peak_above_weights_and_states(plain, *fused(plain), batch)
+    assert peak_above_weights_and_states(checkpointed, *fused(checkpointed), batch) <= 0.5 * without

@@ -1,0 +1,243 @@
+"""The life cycle of a step: whatever would not be ordinary training is noticed, named, and has a way out."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import lowmem
+from lowmem.errors import StepError, UnsupportedError
+
+
+class Boom(Exception):
+    pass
+
+
+class Net(torch.nn.Module):
+    """Three layers, each [4, 4]: `early` gets its gradient last."""
+
+    def __init__(self):
+        super().__init__()
+        self.early, self.middle, self.late = (torch.nn.Linear(4, 4, bias=False) for _ in range(3))
+
+    def forward(self, x=None, *, break_at=None, reentrant=None):
+        """The loss. Backward dies before the gradient of layer `break_at`; `reentrant` checkpoints `middle`."""
+        x = torch.ones(2, 4) if x is None else x
+        for name in ("early", "middle", "late"):
+            layer = getattr(self, name)
+            x = (
+                checkpoint(layer, x, use_reentrant=reentrant)
+                if name == "middle" and reentrant is not None
+                else layer(x)
+            )
+            if name == break_at:
+                x.register_hook(boom)
+        return x.square().sum()
+
+
+def boom(_):
+    raise Boom("somewhere in backward")
+
+
+@pytest.fixture
+def net():
+    return Net()
+
+
+@pytest.fixture
+def opt(net):
+    return lowmem.FusedOptimizer(net.named_parameters(), lr=0.01)
+
+
+def weights(net):
+    return [param.detach().clone() for param in net.parameters()]
+
+
+def moved(net, before):
+    return [not torch.equal(param, old) for param, old in zip(net.parameters(), before, strict=True)]
+
+
+# -- what cannot be a step ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda net: net.late(torch.ones(2, 4)), r"the loss has shape \[2, 4\]; reduce it"),
+        (lambda net: net().detach(), "the loss has no graph"),
+        (lambda net: torch.ones((), requires_grad=True) * 2, "no parameter of this optimizer got a gradient"),
+    ],
+)
+def test_no_step_from_this(net, opt, loss, message):
+    before = weights(net)
+    with pytest.raises(StepError, match=message):
+        opt.backward(loss(net))
+    assert opt.state_dict()["step"] == 0  # nothing happened, and training may go on
+    opt.backward(net())
+    assert opt.last_step.step == 1
+    assert all(moved(net, before))
+
+
+def test_leftover_gradient(net, opt):
+    net.middle.weight.grad = torch.ones(4, 4)
+    before = weights(net)
+    with pytest.raises(StepError, match=r"'middle\.weight' has a gradient in \.grad already"):
+        opt.backward(net())
+    assert not any(moved(net, before))
+    opt.zero_grad()
+    opt.backward(net())
+
+
+def test_accumulation(net, opt):
+    """A loop that calls step() and runs two backwards before it meant to accumulate; one that never does, did not."""
+    opt.backward(net())
+    opt.backward(net())
+    opt.step()
+    opt.backward(net())
+    for again in (lambda: opt.backward(net()), lambda: net().backward()):
+        before = weights(net)
+        with pytest.raises(StepError, match=r"a second backward before step\(\).*gradient_accumulation_steps=1"):
+            again()
+        assert not any(moved(net, before))
+        opt.zero_grad()
+    opt.step()
+    opt.backward(net())
+    assert opt.last_step.step == 4
+
+
+def test_closure(opt):
+    with pytest.raises(StepError, match=r"Call opt\.backward\(loss\)"):
+        opt.step(lambda: 0.0)
+
+
+def test_plain_backward_with_loss_scale(net):
+    lowmem.FusedOptimizer(net.named_parameters(), lr=0.01, loss_scale=1024)
+    before = weights(net)
+    with pytest.raises(StepError, match=r"loss_scale=1024 the loss must be scaled: call opt\.backward"):
+        net().backward()
+    assert not any(moved(net, before))
+
+
+def test_sparse_gradient():
+    embedding = torch.nn.Embedding(5, 3, sparse=True)
+    opt = lowmem.FusedOptimizer(embedding.named_parameters())
+    with pytest.raises(UnsupportedError, match=r"'weight' has a sparse gradient.*sparse=False"):
+        opt.backward(embedding(torch.tensor([1, 2])).sum())
+
+
+# -- a hook that fires twice -------------------------------------------------------------------------------------------
+
+
+class Tied(torch.nn.Module):
+    """One weight, inside a checkpoint and outside."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared = torch.nn.Linear(4, 4, bias=False)
+
+    def forward(self, reentrant):
+        x = torch.ones(2, 4, requires_grad=True)
+        return self.shared(checkpoint(self.shared, x, use_reentrant=reentrant)).sum()
+
+
+def test_reentrant_checkpointing_of_a_tied_weight():
+    tied = Tied()
+    opt = lowmem.FusedOptimizer(tied.named_parameters())
+    with pytest.raises(StepError, match=r"'shared\.weight' got its gradient in two parts.*use_reentrant=False"):
+        opt.backward(tied(reentrant=True))
+    opt.accept_torn_step()
+    opt.zero_grad()
+    opt.backward(tied(reentrant=False))
+
+
+def test_reentrant_checkpointing_needs_opt_backward(net):
+    """Under opt.backward it is as good as none; a plain backward cannot tell where the step ends."""
+    other = Net()
+    other.load_state_dict(net.state_dict())
+    x = torch.ones(2, 4, requires_grad=True)
+    opt = lowmem.FusedOptimizer(net.named_parameters(), rule="lomo", lr=0.01)
+    opt.backward(net(x, reentrant=True))
+    lowmem.FusedOptimizer(other.named_parameters(), rule="lomo", lr=0.01).backward(other(x))
+    assert not any(moved(net, weights(other)))
+    with pytest.raises(StepError, match=r"use_reentrant=False\), or opt\.backward\(loss\)"):
+        net(x, reentrant=True).backward()
+
+
+def test_reentrant_checkpointing_of_the_first_gradient():
+    """The inner backward's hooks come first: refused before anything moves."""
+    layer = torch.nn.Linear(4, 4)
+    lowmem.FusedOptimizer(layer.named_parameters())
+    before = weights(layer)
+    with pytest.raises(StepError, match="one backward inside another"):
+        checkpoint(layer, torch.ones(2, 4, requires_grad=True), use_reentrant=True).sum().backward()
+    assert not any(moved(layer, before))
+
+
+# -- torn steps --------------------------------------------------------------------------------------------------------
+
+
+def tear(net, opt, plain):
+    """A backward that dies after `late` has moved and before `middle` and `early` have."""
+    before = weights(net)
+    with pytest.raises(Boom) as died:
+        net(break_at="middle").backward() if plain else opt.backward(net(break_at="middle"))
+    assert moved(net, before) == [False, False, True]
+    return died.value
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_torn_step_refuses_to_go_on(net, opt, plain):
+    opt.backward(net())
+    saved = opt.state_dict()
+    error = tear(net, opt, plain)
+    if not plain:
+        assert "step 2 is torn: its backward ended with Boom after 1 parameter" in error.__notes__[0]
+    before = weights(net)
+    for go_on in (opt.state_dict, lambda: opt.backward(net()), lambda: net().backward()):
+        with pytest.raises(StepError, match=r"step 2 is torn.*accept_torn_step\(\)"):
+            go_on()
+        opt.zero_grad()
+    assert not any(moved(net, before))
+    opt.load_state_dict(saved)
+    opt.backward(net())
+    assert opt.last_step.step == 2
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_torn_step_accepted_by_name(net, opt, plain):
+    tear(net, opt, plain)
+    opt.accept_torn_step()
+    opt.zero_grad()
+    before = weights(net)
+    opt.backward(net())
+    assert all(moved(net, before))
+    assert opt.state_dict()["step"] == 2
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_backward_that_dies_before_any_update_tears_nothing(net, opt, plain):
+    before = weights(net)
+    with pytest.raises(Boom):
+        net(break_at="late").backward() if plain else opt.backward(net(break_at="late"))
+    assert not any(moved(net, before))
+    opt.backward(net())
+    assert opt.state_dict()["step"] == 1
+
+
+def test_saving_in_the_middle_of_a_step(net, opt):
+    def save(_):
+        with pytest.raises(StepError, match="cannot save in the middle of step 1"):
+            opt.state_dict()
+
+    net.early.weight.register_hook(save)
+    opt.backward(net())
+    opt.state_dict()
+
+
+def test_backward_inside_a_step(net, opt):
+    @torch.enable_grad()
+    def again(_):
+        opt.backward(net())
+
+    net.early.weight.register_hook(again)
+    with pytest.raises(StepError, match="a backward began inside another"):
+        opt.backward(net())

@@ -1,0 +1,216 @@
+"""Inside Hugging Face's and TRL's trainers: the same training, arguments honoured or refused, resumed bit for bit."""
+
+import math
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+import lowmem
+from lowmem.errors import CheckpointError, ConfigError, UnsupportedError
+from lowmem.trainer import FusedTrainer, FusedTrainerMixin
+
+
+@pytest.fixture
+def samples():
+    return [{"input_ids": row, "labels": row} for row in torch.randint(97, (40, 12))]
+
+
+@pytest.fixture
+def make(tiny_llama, samples, tmp_path):
+    """A factory of trainers over the small Llama; keyword arguments are training arguments."""
+
+    def factory(cls=FusedTrainer, model=None, fused=None, run="run", **arguments):
+        defaults = {
+            "output_dir": str(tmp_path / run), "max_steps": 8, "per_device_train_batch_size": 4, "learning_rate": 1e-2,
+            "logging_steps": 1, "save_strategy": "no", "max_grad_norm": 0.0, "report_to": "none", "disable_tqdm": True,
+            "optim": "adamw_torch" if cls is Trainer else "adamw_torch_fused", "dataloader_pin_memory": False,
+        }  # fmt: skip
+        keywords = {} if cls is Trainer else {"fused": fused}
+        return cls(
+            model=model or tiny_llama(attention_dropout=0.1),
+            args=TrainingArguments(**{**defaults, **arguments}),
+            train_dataset=samples,
+            eval_dataset=samples[:8],
+            **keywords,
+        )
+
+    return factory
+
+
+def weights(trainer):
+    return [p.detach().clone() for p in trainer.model.parameters()]
+
+
+def test_fused_training_is_the_trainers_own_to_the_last_bit(make):
+    ordinary = make(Trainer, lr_scheduler_type="cosine", warmup_steps=2, weight_decay=0.1)
+    ordinary.train()
+    fused = make(
+        fused=lowmem.FusedConfig(rule="torch.optim.AdamW", hyper={"foreach": False}),
+        lr_scheduler_type="cosine",
+        warmup_steps=2,
+        weight_decay=0.1,
+    )
+    fused.train()
+    assert all(torch.equal(a, b) for a, b in zip(weights(ordinary), weights(fused), strict=True))
+    for mine, its in zip(fused.state.log_history, ordinary.state.log_history, strict=True):
+        for key in ("loss", "learning_rate"):
+            assert mine.get(key) == its.get(key)
+        if "grad_norm" in its:  # summed over tiles here, over whole tensors there
+            assert mine["grad_norm"] == pytest.approx(its["grad_norm"], rel=1e-5)
+
+
+def test_gradients_are_gone_and_the_optimizer_is_not_wrapped(make):
+    trainer = make()
+    seen = []
+
+    class Look(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model, optimizer, **_):
+            seen.append((type(optimizer), any(p.grad is not None for p in model.parameters())))
+
+    trainer.add_callback(Look())
+    trainer.train()
+    assert seen == [(lowmem.FusedOptimizer, False)] * 8
+
+
+def test_norms_and_biases_are_not_decayed(make):
+    trainer = make(weight_decay=0.3)
+    groups = trainer.create_optimizer().param_groups
+    decay = {name: group["weight_decay"] for group in groups for name in group["param_names"]}
+    assert decay["model.layers.0.mlp.up_proj.weight"] == 0.3
+    assert decay["model.norm.weight"] == 0.0
+
+
+@pytest.mark.parametrize("stop", [3, 5, 7], ids=lambda step: f"step {step}")
+def test_a_resumed_run_ends_in_the_same_weights(make, tiny_llama, stop):
+    # 40 samples of batch 4 are 10 steps an epoch: the run goes over an epoch's end
+    settings = {"save_strategy": "steps", "save_steps": stop, "max_steps": 13, "lr_scheduler_type": "cosine"}
+    rounding = lowmem.FusedConfig(rounding="stochastic")
+    whole = make(model=tiny_llama(torch.bfloat16, attention_dropout=0.2), fused=rounding, **settings)
+    whole.train()
+    again = make(model=tiny_llama(torch.bfloat16, attention_dropout=0.2), fused=rounding, **settings)
+    again.train(resume_from_checkpoint=f"{again.args.output_dir}/checkpoint-{stop}")
+    assert all(torch.equal(a, b) for a, b in zip(weights(whole), weights(again), strict=True))
+    assert again.state.log_history[-2]["loss"] == whole.state.log_history[-2]["loss"]
+
+
+def test_true_resumes_from_the_newest_whole_checkpoint(make, tmp_path, caplog):
+    trainer = make(save_strategy="steps", save_steps=2)
+    trainer.train()
+    newest = tmp_path / "run" / "checkpoint-8" / "model.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-4])
+    again = make(save_strategy="steps", save_steps=2)
+    again.train(resume_from_checkpoint=True)
+    assert "checkpoint-8/model.safetensors is cut short" in caplog.text
+    assert [entry["step"] for entry in again.state.log_history if "loss" in entry][-2:] == [7, 8]
+    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+        make(run="another").train(resume_from_checkpoint=True)
+
+
+def test_checkpoints_are_model_folders_and_old_ones_go_by_number(make, tmp_path):
+    trainer = make(save_strategy="steps", save_steps=1, max_steps=11, save_total_limit=2)
+    trainer.train()
+    folders = sorted(path.name for path in (tmp_path / "run").iterdir())
+    assert folders == ["checkpoint-10", "checkpoint-11"]
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-11")
+    assert all(torch.equal(a, b) for a, b in zip(weights(trainer), loaded.parameters(), strict=True))
+
+
+def test_a_save_that_dies_leaves_no_checkpoint(make, tmp_path, monkeypatch):
+    trainer = make(save_strategy="steps", save_steps=4)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(trainer, "_save_rng_state", full)
+    with pytest.raises(CheckpointError, match=r"checkpoint-4 could not be written: .*No space left.*run_dir"):
+        trainer.train()
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_the_best_checkpoint_is_kept_and_loaded(make, tmp_path):
+    trainer = make(
+        save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=2, load_best_model_at_end=True,
+        save_total_limit=1, learning_rate=0.3,
+    )  # fmt: skip
+    trainer.train()
+    losses = {e["step"]: e["eval_loss"] for e in trainer.state.log_history if "eval_loss" in e}
+    best = min(losses, key=losses.get)
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "run" / f"checkpoint-{best}")
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(losses[best], rel=1e-6)
+
+
+def test_a_ready_optimizer_may_be_handed_over(make, tiny_llama):
+    model = tiny_llama()
+    opt = lowmem.FusedOptimizer(model.named_parameters(), rule="lomo", lr=0.5)
+    trainer = make(model=model)
+    trainer.optimizer = opt
+    trainer.train()
+    assert trainer.optimizer is opt
+    assert opt.last_step.step == 8
+
+
+def test_bfloat16_weights_and_autocast_train(make, tiny_llama):
+    for trainer in (make(model=tiny_llama(torch.bfloat16)), make(bf16=True, use_cpu=True)):
+        trainer.train()
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        assert losses[-1] < losses[0]
+        assert all(math.isfinite(entry["grad_norm"]) for entry in trainer.state.log_history if "grad_norm" in entry)
+
+
+def test_activation_checkpointing_changes_nothing(make):
+    plain = make()
+    plain.train()
+    checkpointed = make(activation_checkpointing=True)
+    checkpointed.train()
+    assert all(torch.equal(a, b) for a, b in zip(weights(plain), weights(checkpointed), strict=True))
+
+
+REFUSED = {
+    "norm clipping": ({"max_grad_norm": 1.0}, UnsupportedError, "max_grad_norm=0"),
+    "accumulation": ({"gradient_accumulation_steps": 2}, UnsupportedError, "gradient_accumulation_steps=2"),
+    "another optimizer": ({"optim": "adafactor"}, ConfigError, "optim="),
+    "its betas": ({"adam_beta1": 0.8}, ConfigError, "adam_beta1=0.8"),
+    "batch size search": ({"auto_find_batch_size": True}, UnsupportedError, "auto_find_batch_size"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "error", "said"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_kept_exact_raises_before_the_first_step(make, arguments, error, said):
+    with pytest.raises(error, match=said):
+        make(**arguments)
+
+
+MISCONFIGURED = {
+    "lr in hyper": (lowmem.FusedConfig(hyper={"lr": 1.0}), "learning_rate"),
+    "weight decay in hyper": (lowmem.FusedConfig(hyper={"weight_decay": 0.1}), "weight_decay"),
+    "clip_norm": (lowmem.FusedConfig(clip_norm=1.0), "max_grad_norm"),
+    "unknown rule": (lowmem.FusedConfig(rule="adalmo"), "Did you mean 'adalomo'"),
+}
+
+
+@pytest.mark.parametrize(("fused", "said"), MISCONFIGURED.values(), ids=MISCONFIGURED)
+def test_a_wrong_fused_config_raises(make, fused, said):
+    with pytest.raises(ConfigError, match=said):
+        make(fused=fused)
+
+
+def test_an_ordinary_optimizer_handed_over_is_refused(tiny_llama, samples, tmp_path):
+    model = tiny_llama()
+    with pytest.raises(ConfigError, match="needs a FusedOptimizer"):
+        FusedTrainer(
+            model=model,
+            args=TrainingArguments(output_dir=str(tmp_path), max_grad_norm=0, report_to="none"),
+            train_dataset=samples,
+            optimizers=(torch.optim.SGD(model.parameters(), lr=0.1), None),
+        )
+
+
+def test_the_mixin_fits_any_trainer(make):
+    class Mine(FusedTrainerMixin, Trainer):
+        def compute_loss(self, *args, **kwargs):
+            return 0.5 * super().compute_loss(*args, **kwargs)
+
+    trainer = make(Mine)
+    trainer.train()
+    assert trainer.optimizer.last_step.step == 8
