@@ -1,7 +1,8 @@
 """From a `RunConfig` to what trains: tokenizer, data, model, trainer, each checked before the next is made."""
 
+import tempfile
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -124,7 +125,8 @@ def tokenized(config: RunConfig, found: Samples) -> "Dataset":
     stand_in = LlamaConfig(
         vocab_size=size, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
     )
-    return trainer(config, found, LlamaForCausalLM(stand_in)).train_dataset
+    with tempfile.TemporaryDirectory() as aside:  # a trainer makes its folder at once
+        return trainer(replace(config, run_dir=aside), found, LlamaForCausalLM(stand_in)).train_dataset
 
 
 def _sft_config(config: RunConfig, found: Samples) -> Any:

@@ -29,7 +29,13 @@ err = Console(stderr=True)
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Runs one command and exits: 0 done, 2 a user's mistake, 130 interrupted before training began."""
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    # argparse takes no further key=value once an option came between
+    if rest and not (hasattr(arguments, "overrides") and all("=" in word and word[0] != "-" for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        arguments.overrides += rest
     try:
         arguments.command(arguments)
     except LowmemError as error:

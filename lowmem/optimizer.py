@@ -38,7 +38,10 @@ _RESIDUAL = "residual"
 class FusedConfig:
     """The settings of a `FusedOptimizer` but for parameters and learning rate, as trainers and YAML files hold them.
 
-    `hyper` holds hyperparameters of the rule.
+    `hyper` holds hyperparameters of the rule. Settings are checked when the config is made.
+
+    Raises:
+        ConfigError, UnsupportedError: as `FusedOptimizer` would.
     """
 
     rule: str = "adalomo"
@@ -50,6 +53,9 @@ class FusedConfig:
     compile: str | bool = "auto"
     seed: int = 0
     hyper: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.build([torch.nn.Parameter(torch.zeros(2, 2))], lr=1e-3).remove()
 
     def build(self, params: Iterable[Any], **hyper: Any) -> "FusedOptimizer":
         """The optimizer over `params`; `hyper` (lr, weight_decay, ...) gives way to this config's own `hyper`."""

@@ -181,8 +181,6 @@ def _check_arguments(args: TrainingArguments, fused: FusedConfig) -> None:
     for setting, argument in (("lr", "learning_rate"), ("weight_decay", "weight_decay")):
         if setting in fused.hyper:
             raise ConfigError(f"FusedConfig.hyper has {setting!r}; in a trainer set its argument {argument}")
-    if fused.clip_norm is not None:
-        raise ConfigError("FusedConfig.clip_norm is for loops of your own; in a trainer set max_grad_norm")
     if "weight_decay" not in resolve(fused.rule).defaults and args.weight_decay:
         raise ConfigError(f"weight_decay={args.weight_decay}: rule {fused.rule!r} has none; leave it out")
     policies.choose(fused.policy, clip_norm=args.max_grad_norm or None)

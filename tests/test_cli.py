@@ -1,0 +1,280 @@
+"""The commands as a user types them: a run from end to end, and every mistake as one message with exit status 2."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lowmem import cli
+
+CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
+
+TOPICS = ("a list", "the path", "a number", "the name", "one file", "the lock", "a queue", "the tree")
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def config(tmp_path, run_dir):
+    """A small run as a YAML file, its data beside it."""
+    pairs = [{"instruction": f"def get_{i}(self)", "output": f"Return {TOPICS[i % 8]} of {i}."} for i in range(48)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    text = yaml.safe_dump(
+        {
+            "run_dir": str(run_dir),
+            "model": {
+                "config": {
+                    "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
+                    "num_attention_heads": 2, "num_key_value_heads": 2,
+                },
+                "train_tokenizer": {"vocab_size": 300},
+                "dtype": "float32",
+            },
+            "data": {"path": str(tmp_path / "pairs.jsonl"), "eval_fraction": 0.2, "max_length": 64},
+            "optimizer": {"rule": "adalomo", "lr": 0.05},
+            "trainer": {
+                "max_steps": 6, "per_device_train_batch_size": 4, "logging_steps": 2, "save_steps": 4,
+                "eval_strategy": "steps", "eval_steps": 4, "dataloader_pin_memory": False,
+            },
+        }
+    )  # fmt: skip
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    return path
+
+
+def lowmem(capsys, *arguments):
+    """Runs a command; its exit status, stdout and stderr."""
+    with pytest.raises(SystemExit) as done:
+        cli.main([str(argument) for argument in arguments])
+    printed = capsys.readouterr()
+    return done.value.code, printed.out, printed.err
+
+
+def test_a_run_from_end_to_end(config, run_dir, capsys):
+    code, out, err = lowmem(capsys, "train", config, "trainer.max_steps=8", "optimizer.clip_threshold=0.9")
+    assert (code, err) == (0, "")
+    assert "LlamaForCausalLM" in out
+    assert out.count("grad norm") == 4
+    assert "evaluation" in out
+    found = {path.name for path in run_dir.iterdir()}
+    assert found == {
+        "config.yaml", "environment.json", "metrics.jsonl", "loss.png", "memory.png", "README.md",
+        "checkpoint-4", "checkpoint-8",
+    }  # fmt: skip
+    saved = yaml.safe_load((run_dir / "config.yaml").read_text())
+    assert saved["optimizer"]["clip_threshold"] == 0.9
+    assert saved["trainer"]["max_steps"] == 8
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert losses[-1] < losses[0]
+
+    model = AutoModelForCausalLM.from_pretrained(run_dir / "checkpoint-8")
+    tokenizer = AutoTokenizer.from_pretrained(run_dir / "checkpoint-8")
+    assert model.get_input_embeddings().num_embeddings == len(tokenizer)
+    assert tokenizer.chat_template is not None
+
+    code, out, err = lowmem(capsys, "generate", run_dir, "def get_3(self)", "--max-new-tokens", 5)
+    assert (code, err) == (0, "")
+    code, again, _ = lowmem(capsys, "generate", run_dir / "checkpoint-8", "def get_3(self)", "--max-new-tokens", 5)
+    assert (code, again) == (0, out)
+
+
+def test_the_saved_config_is_the_run_once_more(config, run_dir, capsys):
+    lowmem(capsys, "train", config, "optimizer.rounding=stochastic", "model.dtype=bfloat16")
+    code, _, _ = lowmem(capsys, "train", run_dir / "config.yaml", f"run_dir={run_dir}-2")
+    assert code == 0
+    first, second = (
+        [json.loads(line).get("loss") for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        for folder in (run_dir, Path(f"{run_dir}-2"))
+    )
+    assert first == second
+
+
+def test_resuming_goes_on_from_the_newest_whole_checkpoint(config, run_dir, capsys):
+    lowmem(capsys, "train", config)
+    weights = run_dir / "checkpoint-6" / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-8])
+    code, out, err = lowmem(capsys, "train", run_dir / "config.yaml", "--resume")
+    assert code == 0
+    assert "resuming from" in out and "checkpoint-4" in out  # noqa: PT018
+    assert "passed over a damaged checkpoint" in err and "cut short" in err  # noqa: PT018
+    assert weights.read_bytes() == whole
+    steps = [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert steps == sorted(steps)
+
+
+def test_inspect_shows_what_the_loss_is_taken_on(config, run_dir, capsys):
+    code, out, _ = lowmem(capsys, "inspect", config, "--samples", 2)
+    assert code == 0
+    assert out.count("tokens, loss on") == 3
+    assert "<|user|>def get_" in out
+    assert "⟦Return" in out and "<|end|>⟧" in out  # noqa: PT018
+    assert not run_dir.exists()
+    code, out, _ = lowmem(capsys, "inspect", config, "data.answer_only=false", "--samples", 1)
+    assert "⟦<|user|>def get_" in out
+
+
+def test_rules_prints_the_table(capsys):
+    code, out, _ = lowmem(capsys, "rules")
+    assert code == 0
+    assert "adalomo" in out and "clip_threshold=1.0" in out and "arXiv:2310.10195" in out  # noqa: PT018
+
+
+def test_a_text_run_continues_its_prompt(config, run_dir, tmp_path, capsys):
+    (tmp_path / "book.txt").write_text("\n\n".join(f"Line {i} of the book goes on and on." for i in range(60)))
+    text = (f"data.path={tmp_path}/book.txt", "data.packing=true", "data.eval_fraction=0.1")
+    code, out, err = lowmem(capsys, "train", config, *text, "trainer.max_steps=4")
+    assert (code, err) == (0, "")
+    assert lowmem(capsys, "generate", run_dir, "Line 7", "--max-new-tokens", 4, "--temperature", 0.8)[0] == 0
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_shipped_config_is_whole(path):
+    from lowmem.config import load
+
+    config = load(path)
+    assert config.trainer["save_steps"] if "save_strategy" not in config.trainer else True
+    assert f"runs/{config.run_dir.removeprefix('runs/')}" == config.run_dir
+
+
+def bad_line(folder):
+    path = folder / "pairs.jsonl"
+    lines = path.read_text().splitlines()
+    lines[6] = lines[6][:-5]
+    path.write_text("\n".join(lines))
+
+
+def lost_field(folder):
+    path = folder / "pairs.jsonl"
+    lines = path.read_text().splitlines()
+    lines[4] = '{"instruction": "def f()"}'
+    path.write_text("\n".join(lines))
+
+
+MISTAKES = {
+    "unknown key": (["trainer.max_step=3"], "Did you mean 'max_steps'"),
+    "unknown section": (["optimiser.lr=3"], "Did you mean 'optimizer'"),
+    "unknown hyperparameter": (["optimizer.clip_treshold=3"], "clip_threshold"),
+    "wrong type": (["trainer.max_steps=many"], "trainer.max_steps"),
+    "value out of range": (["optimizer.clip_threshold=-1"], "clip_threshold=-1"),
+    "override without value": (["trainer.max_steps"], "key=value"),
+    "missing data file": (["data.path=/nowhere/pairs.jsonl"], "/nowhere/pairs.jsonl"),
+    "malformed line": (bad_line, "line 7"),
+    "missing field": (lost_field, "record 5"),
+    "empty data": (lambda folder: (folder / "pairs.jsonl").write_text(""), "empty"),
+    "everything masked": (["data.max_length=3"], "max_length"),
+    "unknown rule": (["optimizer.rule=adalmo"], "Did you mean 'adalomo'"),
+    "unknown import path": (["optimizer.rule=torch.optim.AdamWW"], "Did you mean 'AdamW'"),
+    "package not there": (["optimizer.rule=no_such_package.AdamX"], "no_such_package"),
+    "closure": (["optimizer.rule=torch.optim.LBFGS"], "closure"),
+    "sparse only": (["optimizer.rule=torch.optim.SparseAdam"], "sparse"),
+    "unknown policy": (["optimizer.policy=later"], "policy 'later'"),
+    "unknown rounding": (["optimizer.rounding=up"], "rounding 'up'"),
+    "accumulation": (["trainer.gradient_accumulation_steps=4"], "gradient_accumulation_steps=4"),
+    "clipping by norm": (["optimizer.clip_norm=1.0"], "clip_norm"),
+    "fp16": (["trainer.fp16=true"], "fp16"),
+    "nothing held out": (["data.eval_fraction=0"], "eval_fraction"),
+    "vocabulary too small": (["model.config.vocab_size=40"], "vocab_size"),
+    "no such model": (["model.config=null", "model.train_tokenizer=null", "model.path=/no/model"], "/no/model"),
+    "misspelt model key": (["model.config.hidden_sizes=4"], "hidden_size"),
+    "template not there": (["model.chat_template=/no/chat.jinja"], "/no/chat.jinja"),
+}
+
+
+@pytest.mark.parametrize(("change", "said"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_one_message_and_nothing_is_left(change, said, config, run_dir, tmp_path, capsys):
+    overrides = change if isinstance(change, list) else []
+    if callable(change):
+        change(tmp_path)
+    code, _, err = lowmem(capsys, "train", config, *overrides)
+    assert code == 2
+    assert err.startswith("error: ")
+    assert said in err
+    assert "Traceback" not in err
+    assert not run_dir.exists()
+
+
+def test_an_existing_run_folder_is_not_touched(config, run_dir, capsys):
+    run_dir.mkdir()
+    (run_dir / "notes.txt").write_text("mine")
+    code, _, err = lowmem(capsys, "train", config)
+    assert code == 2
+    assert "holds a run already" in err and "--resume" in err  # noqa: PT018
+    assert [path.name for path in run_dir.iterdir()] == ["notes.txt"]
+
+
+def test_resuming_nothing_is_said(config, run_dir, capsys):
+    assert "holds no run to resume" in lowmem(capsys, "train", config, "--resume")[2]
+    assert not run_dir.exists()
+    assert "no whole checkpoint" in lowmem(capsys, "generate", run_dir, "hello")[2]
+
+
+def test_a_tokenizer_without_chat_template_is_refused(config, run_dir, tmp_path, capsys):
+    from lowmem.tokenizers import train_tokenizer
+
+    plain = train_tokenizer(["some text"], 300)
+    plain.chat_template = None
+    plain.save_pretrained(tmp_path / "plain")
+    code, _, err = lowmem(capsys, "train", config, "model.train_tokenizer=null", f"model.tokenizer={tmp_path}/plain")
+    assert code == 2
+    assert "model.chat_template" in err
+    assert not run_dir.exists()
+
+
+def test_reentrant_checkpointing_trains_as_the_other_kind_does(config, run_dir, capsys):
+    # each weight has one gradient a backward here; where one has several, the optimizer's own tests see it refused
+    losses = []
+    for kind in ("true", "false"):
+        checkpointing = ("trainer.activation_checkpointing=true", "model.config.tie_word_embeddings=true")
+        reentrant = f"trainer.activation_checkpointing_kwargs={{use_reentrant: {kind}}}"
+        code, _, err = lowmem(capsys, "train", config, *checkpointing, reentrant, f"run_dir={run_dir}-{kind}")
+        assert code == 0, err
+        lines = Path(f"{run_dir}-{kind}", "metrics.jsonl").read_text().splitlines()
+        losses.append([json.loads(line).get("loss") for line in lines])
+    assert losses[0] == losses[1]
+
+
+def start(config, *overrides):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, "-m", "lowmem", "train", str(config), *overrides]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def test_ctrl_c_ends_with_a_loadable_checkpoint(config, run_dir, capsys):
+    with start(config, "trainer.max_steps=100000", "trainer.eval_strategy=no", "trainer.logging_steps=1") as process:
+        for line in process.stdout:
+            if "grad norm" in line:
+                break
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert "stopping after this step" in err
+    assert "go on with: lowmem train" in out and "--resume" in out  # noqa: PT018
+    (folder,) = run_dir.glob("checkpoint-*")
+    AutoModelForCausalLM.from_pretrained(folder)
+    step = int(folder.name.removeprefix("checkpoint-"))
+    code, out, err = lowmem(capsys, "train", run_dir / "config.yaml", "--resume", f"trainer.max_steps={step + 2}")
+    assert code == 0, err
+    assert f"resuming from {folder}" in out
+
+
+def test_a_full_disk_is_said_and_leaves_no_half_checkpoint(config, run_dir):
+    limit = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); " \
+            "resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000)); "  # fmt: skip
+    code = limit + f"from lowmem.cli import main; main(['train', {str(config)!r}])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert "error: " in done.stderr and "could not be written" in done.stderr  # noqa: PT018
+    assert not list(run_dir.glob("checkpoint-*"))
+    assert not (run_dir / ".saving").exists()
