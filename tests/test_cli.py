@@ -107,8 +107,8 @@ def test_resuming_goes_on_from_the_newest_whole_checkpoint(config, run_dir, caps
     weights.write_bytes(whole[:-8])
     code, out, err = lowmem(capsys, "train", run_dir / "config.yaml", "--resume")
     assert code == 0
-    assert "resuming from" in out and "checkpoint-4" in out  # noqa: PT018
-    assert "passed over a damaged checkpoint" in err and "cut short" in err  # noqa: PT018
+    assert "resuming from" in out and "checkpoint-4" in out
+    assert "passed over a damaged checkpoint" in err and "cut short" in err
     assert weights.read_bytes() == whole
     steps = [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert steps == sorted(steps)
@@ -119,7 +119,7 @@ def test_inspect_shows_what_the_loss_is_taken_on(config, run_dir, capsys):
     assert code == 0
     assert out.count("tokens, loss on") == 3
     assert "<|user|>def get_" in out
-    assert "⟦Return" in out and "<|end|>⟧" in out  # noqa: PT018
+    assert "⟦Return" in out and "<|end|>⟧" in out
     assert not run_dir.exists()
     code, out, _ = lowmem(capsys, "inspect", config, "data.answer_only=false", "--samples", 1)
     assert "⟦<|user|>def get_" in out
@@ -128,13 +128,13 @@ def test_inspect_shows_what_the_loss_is_taken_on(config, run_dir, capsys):
 def test_rules_prints_the_table(capsys):
     code, out, _ = lowmem(capsys, "rules")
     assert code == 0
-    assert "adalomo" in out and "clip_threshold=1.0" in out and "arXiv:2310.10195" in out  # noqa: PT018
+    assert "adalomo" in out and "clip_threshold=1.0" in out and "arXiv:2310.10195" in out
 
 
 def test_a_text_run_continues_its_prompt(config, run_dir, tmp_path, capsys):
     (tmp_path / "book.txt").write_text("\n\n".join(f"Line {i} of the book goes on and on." for i in range(60)))
     text = (f"data.path={tmp_path}/book.txt", "data.packing=true", "data.eval_fraction=0.1")
-    code, out, err = lowmem(capsys, "train", config, *text, "trainer.max_steps=4")
+    code, _, err = lowmem(capsys, "train", config, *text, "trainer.max_steps=4")
     assert (code, err) == (0, "")
     assert lowmem(capsys, "generate", run_dir, "Line 7", "--max-new-tokens", 4, "--temperature", 0.8)[0] == 0
 
@@ -210,7 +210,7 @@ def test_an_existing_run_folder_is_not_touched(config, run_dir, capsys):
     (run_dir / "notes.txt").write_text("mine")
     code, _, err = lowmem(capsys, "train", config)
     assert code == 2
-    assert "holds a run already" in err and "--resume" in err  # noqa: PT018
+    assert "holds a run already" in err and "--resume" in err
     assert [path.name for path in run_dir.iterdir()] == ["notes.txt"]
 
 
@@ -260,7 +260,7 @@ def test_ctrl_c_ends_with_a_loadable_checkpoint(config, run_dir, capsys):
         out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     assert "stopping after this step" in err
-    assert "go on with: lowmem train" in out and "--resume" in out  # noqa: PT018
+    assert "go on with: lowmem train" in out and "--resume" in out
     (folder,) = run_dir.glob("checkpoint-*")
     AutoModelForCausalLM.from_pretrained(folder)
     step = int(folder.name.removeprefix("checkpoint-"))
@@ -275,6 +275,6 @@ def test_a_full_disk_is_said_and_leaves_no_half_checkpoint(config, run_dir):
     code = limit + f"from lowmem.cli import main; main(['train', {str(config)!r}])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 2, done.stderr
-    assert "error: " in done.stderr and "could not be written" in done.stderr  # noqa: PT018
+    assert "error: " in done.stderr and "could not be written" in done.stderr
     assert not list(run_dir.glob("checkpoint-*"))
     assert not (run_dir / ".saving").exists()
