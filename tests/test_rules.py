@@ -75,10 +75,13 @@ def test_float32_follows_the_reference(give_gradients, case):
 @given(CASES)
 @settings(max_examples=60, deadline=None)
 def test_16_bit_weights_are_the_rounded_reference(give_gradients, dtype, case):
-    """Float32 arithmetic before the rounding may tip a value that lies between two neighbours, hence the one ulp."""
-    for _, weight, want, _, _ in trajectory(give_gradients, case, dtype, steps=3):
+    """Float32 arithmetic before the rounding may tip a value that lies between two neighbours, hence the one ulp; where
+    weight and step all but cancel, its own rounding is many ulps of the little that is left."""
+    for stored, weight, want, _, _ in trajectory(give_gradients, case, dtype, steps=3):
         rounded = torch.from_numpy(np.asarray(want)).to(dtype)
-        assert (ordered(weight) - ordered(rounded)).abs().max() <= 1
+        neighbours = (ordered(weight) - ordered(rounded)).abs() <= 1
+        cancelled = (weight.double() - rounded.double()).abs() <= 5e-7 * stored.abs().max()
+        assert (neighbours | cancelled).all()
 
 
 @pytest.mark.parametrize("rule", REFERENCES)

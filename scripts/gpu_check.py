@@ -1,0 +1,237 @@
+#!/usr/bin/env python3
+"""What only a GPU can tell, in one command under nine minutes on a bare machine with torch and transformers.
+
+    python scripts/gpu_check.py [--out gpu_check.json] [--small]
+
+Correctness of the compiled sweep against eager, host syncs in the hot path, seconds and bytes of an update, a training
+step beside its peers, and a run of 8B random weights. Each part stands alone: one that fails is reported as its error
+and the others go on. `--small` shrinks everything, so that the script itself can be tried without a GPU.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import lowmem
+
+ROUNDINGS = ("nearest", "stochastic", "compensated")
+GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if GPU else "cpu")
+
+
+def sync() -> None:
+    if GPU:
+        torch.cuda.synchronize()
+
+
+def seconds(run: Callable[[], object], repeats: int = 20) -> float:
+    """Median seconds of a call, after three that warm up."""
+    for _ in range(3):
+        run()
+    taken = []
+    for _ in range(repeats):
+        sync()
+        start = time.perf_counter()
+        run()
+        sync()
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken)
+
+
+def peak(run: Callable[[], object]) -> int:
+    """Most bytes allocated during a call, above what was allocated before it."""
+    if not GPU:
+        return 0
+    sync()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    sync()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def single(size: tuple[int, ...], dtype: torch.dtype = torch.bfloat16, **settings: Any) -> Callable[[], None]:
+    """One update of one parameter through the engine, its gradient made anew by a clone."""
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    param = torch.nn.Parameter(torch.randn(size, generator=generator, device=DEVICE).to(dtype))
+    grad = torch.randn(size, generator=generator, device=DEVICE).to(dtype)
+    opt = lowmem.FusedOptimizer([("w", param)], **settings)
+
+    def run() -> None:
+        torch.autograd.backward(param, grad)
+
+    run.param, run.opt = param, opt  # type: ignore[attr-defined]
+    return run
+
+
+def environment(small: bool) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(0) if GPU else None
+    return {
+        "device": properties.name if properties else platform.processor() or "cpu",
+        "memory_bytes": properties.total_memory if properties else None,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "lowmem": lowmem.__version__,
+    }
+
+
+def compiled_against_eager(small: bool) -> dict[str, float]:
+    """Largest difference of weights after three updates, relative to the largest weight."""
+    found = {}
+    for rule in ("lomo", "adalomo"):
+        for rounding in ROUNDINGS:
+            for size in ((300, 517), (4, 128, 96), (1000,), ()):
+                dtype = torch.float32 if rounding == "nearest" else torch.bfloat16
+                weights = []
+                for compile in (False, True):
+                    run = single(size, dtype, rule=rule, lr=1e-2, rounding=rounding, compile=compile)
+                    for _ in range(3):
+                        run()
+                    weights.append(run.param.detach().float())  # type: ignore[attr-defined]
+                scale = weights[0].abs().max().clamp(min=1e-30)
+                found[f"{rule}, {rounding}, {list(size)}"] = float((weights[0] - weights[1]).abs().max() / scale)
+    return found
+
+
+def no_host_sync(small: bool) -> str:
+    """Updates with torch's sync debug mode set to raise."""
+    run = single((256, 256), rule="adalomo", rounding="stochastic", compile=GPU)
+    run()
+    if GPU:
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            run()
+    finally:
+        if GPU:
+            torch.cuda.set_sync_debug_mode("default")
+    return "none"
+
+
+def update(small: bool) -> dict[str, dict[str, float]]:
+    """Seconds and temporary bytes of one update of a bfloat16 matrix."""
+    side = 512 if small else 4096
+    contenders = {
+        "lomo": {"rule": "lomo"},
+        "adalomo": {"rule": "adalomo"},
+        "adalomo, stochastic": {"rule": "adalomo", "rounding": "stochastic"},
+        "adalomo, compensated": {"rule": "adalomo", "rounding": "compensated"},
+        "adalomo, eager": {"rule": "adalomo", "compile": False},
+        "AdamW(fused=True)": {"rule": torch.optim.AdamW, "fused": True, "lr": 1e-3},
+    }
+    found = {}
+    for name, settings in contenders.items():
+        run = single((side, side), **{"compile": settings["rule"] in ("lomo", "adalomo"), **settings})
+        found[name] = {"seconds": seconds(run), "temporary_bytes": peak(run)}
+    data = torch.empty(6 * side * side, dtype=torch.bfloat16, device=DEVICE)  # 3 gradient reads, 2 reads and 1 write
+    found["copying as many bytes"] = {
+        "seconds": seconds(lambda: data[: data.numel() // 2].copy_(data[data.numel() // 2 :]))
+    }
+    return found
+
+
+def llama(layers: int, hidden: int, inner: int, vocab: int, heads: int) -> torch.nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=vocab, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=max(1, heads // 4), use_cache=False,
+    )  # fmt: skip
+    with torch.device(DEVICE):
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            model = LlamaForCausalLM(config)
+        finally:
+            torch.set_default_dtype(torch.float32)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model.train()
+
+
+def train(
+    model: torch.nn.Module, tokens: int, step: Callable[[torch.Tensor], object], repeats: int
+) -> dict[str, float]:
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    ids = torch.randint(0, model.config.vocab_size, (1, tokens), device=DEVICE)
+
+    def run() -> None:
+        step(model(input_ids=ids, labels=ids).loss)
+
+    taken = seconds(run, repeats)
+    above = peak(run) + (torch.cuda.memory_allocated() - weights if GPU else 0)
+    return {"seconds": taken, "tokens_per_second": tokens / taken, "weights": weights, "peak_above_weights": above}
+
+
+def steps_beside_peers(small: bool) -> dict[str, dict[str, float]]:
+    """A whole step of a 1B Llama: gradients dropped, AdaLomo fused, AdamW ordinary with everything resident."""
+    size = (2, 64, 128, 512, 4) if small else (16, 2048, 8192, 128256, 32)
+
+    def floor(model: torch.nn.Module) -> Callable[[torch.Tensor], object]:
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+        return torch.Tensor.backward
+
+    def fused(model: torch.nn.Module) -> Callable[[torch.Tensor], object]:
+        return lowmem.FusedOptimizer(model.named_parameters(), rounding="stochastic").backward
+
+    def adamw(model: torch.nn.Module) -> Callable[[torch.Tensor], object]:
+        opt = torch.optim.AdamW(model.parameters(), fused=True)
+
+        def step(loss: torch.Tensor) -> None:
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+
+        return step
+
+    found = {}
+    for name, make in (("floor", floor), ("adalomo", fused), ("AdamW(fused=True)", adamw)):
+        model = llama(*size)
+        found[name] = train(model, 64 if small else 2048, make(model), 8)
+        del model
+        if GPU:
+            torch.cuda.empty_cache()
+    return found
+
+
+def eight_billion(small: bool) -> dict[str, float]:
+    """AdaLomo on 8B random weights, 2,048 tokens a step, checkpointing."""
+    model = llama(*((2, 64, 128, 512, 4) if small else (32, 4096, 14336, 128256, 32)))
+    opt = lowmem.FusedOptimizer(model.named_parameters(), rounding="stochastic")
+    return train(model, 64 if small else 2048, opt.backward, 5)
+
+
+PARTS = (environment, compiled_against_eager, no_host_sync, update, steps_beside_peers, eight_billion)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("gpu_check.json"))
+    parser.add_argument("--small", action="store_true", help="sizes that any machine can try")
+    options = parser.parse_args()
+    found: dict[str, Any] = {}
+    for part in PARTS:
+        start = time.perf_counter()
+        try:
+            found[part.__name__] = part(options.small)
+        except Exception as error:  # one part must not take the others with it; the report says what failed
+            traceback.print_exc()
+            found[part.__name__] = {"error": f"{type(error).__name__}: {error}"}
+        print(f"{part.__name__}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
+        options.out.write_text(json.dumps(found, indent=2) + "\n")
+    print(json.dumps(found, indent=2))
+    sys.exit(any(isinstance(result, dict) and "error" in result for result in found.values()))
+
+
+if __name__ == "__main__":
+    main()
