@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 # What a run has where its configuration does not say otherwise; Hugging Face's own default would be in the way.
-_TRAINER_DEFAULTS = {"report_to": "none", "bf16": False}
+_TRAINER_DEFAULTS = {"report_to": "none", "bf16": False, "dataloader_pin_memory": torch.cuda.is_available()}
 
 
 @dataclass

@@ -184,7 +184,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         groups = [_listed(item) if isinstance(item, dict) else item for item in params]
         if not groups:
             raise ConfigError("no parameters were given")
-        self._placement = placements.find(placement, groups)
+        self._wanted_placement = placement
         try:
             super().__init__(groups, {**self.rule.defaults, **hyper})
             self._compiled = self._decide_compile(compile)
@@ -197,13 +197,23 @@ class FusedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, checks its hyperparameters and hooks its trainable parameters."""
         self._check_names(param_group, f"parameter group {len(self.param_groups)}: ")
-        super().add_param_group(_listed(param_group, first=len(self._slots)))
-        group = self.param_groups[-1]
+        listed = _listed(param_group, first=len(self._slots))
+        self._placement = placements.find(self._wanted_placement, listed["params"])
+        super().add_param_group(listed)
+        try:
+            slots = self._slots_of(self.param_groups[-1])
+        except BaseException:
+            self.param_groups.pop()
+            raise
+        self._slots.update(slots)
+        self._attach()
+
+    def _slots_of(self, group: dict[str, Any]) -> dict[Tensor, _Slot]:
         self.rule.check(group)
-        names = group["param_names"]
         taken = {slot.name for slot in self._slots.values()}
-        for name, param in zip(names, group["params"], strict=True):
-            if name in taken or param in self._slots:
+        slots: dict[Tensor, _Slot] = {}
+        for name, param in zip(group["param_names"], group["params"], strict=True):
+            if name in taken or param in slots:
                 raise ConfigError(f"parameter {name!r} is given twice; each parameter and each name may stand once")
             taken.add(name)
             try:
@@ -211,8 +221,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                 layout = self._placement.layout(param, self.rule.view(tuple(param.shape)))
             except UnsupportedError as error:
                 raise UnsupportedError(f"parameter {name!r} of shape {list(param.shape)} {error}") from None
-            self._slots[param] = _Slot(name, param, group, layout)
-        self._attach()
+            slots[param] = _Slot(name, param, group, layout)
+        return slots
 
     def remove(self) -> None:
         """Takes every hook away; the optimizer does nothing from here on."""
@@ -223,9 +233,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._slots.clear()
 
     def _attach(self) -> None:
-        """Hooks parameters that want a gradient and have no hook yet."""
+        """Hooks parameters that want a gradient and have no hook yet; one without elements has nothing to update."""
         for param, slot in self._slots.items():
-            if slot.handle is None and param.requires_grad:
+            if slot.handle is None and param.requires_grad and param.numel():
+                _refuse_leftover(slot)
                 if param in _OWNERS:
                     raise StepError(
                         f"parameter {slot.name!r} is updated by another FusedOptimizer already, and would be updated "
@@ -277,11 +288,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise StepError("the loss has no graph: every parameter is frozen, or it was computed under no_grad")
         self._attach()
         for slot in self._slots.values():
-            if slot.param.grad is not None:
-                raise StepError(
-                    f"parameter {slot.name!r} has a gradient in .grad already, which this step would add to its own. "
-                    "Call zero_grad() first; nothing can accumulate in .grad, because gradients are freed as they come."
-                )
+            if slot.handle is not None:
+                _refuse_leftover(slot)
         self._cycle.begin(explicit=True)
         try:
             (loss if self.loss_scale is None else loss * self.loss_scale).backward()
@@ -442,13 +450,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._cycle.reset(state_dict["step"])
 
     def _check_state(self, slot: _Slot, kept: Mapping[str, Any]) -> None:
-        if isinstance(self.rule, rules.ForeignRule):  # only the class knows what it keeps
-            return
-        specs = self.rule.states(tuple(slot.param.shape), slot.group)
-        want = {name: tuple(spec.shape) for name, spec in specs.items()}
+        shape = tuple(slot.param.shape)
+        have = {name: tuple(value.shape) for name, value in kept.items() if isinstance(value, Tensor)}
+        want = {name: tuple(spec.shape) for name, spec in self.rule.states(shape, slot.group).items()}
         if self._keeps_residual(slot):
-            want[_RESIDUAL] = tuple(slot.param.shape)
-        have = {name: tuple(value.shape) for name, value in kept.items()}
+            want[_RESIDUAL] = shape
+        if isinstance(self.rule, rules.ForeignRule):  # only the class knows what else it keeps
+            have = {name: size for name, size in have.items() if name == _RESIDUAL}
         if want != have:
             raise CheckpointError(f"the saved state of {slot.name!r} has shapes {have}, this optimizer's {want}")
 
@@ -467,6 +475,14 @@ def _listed(group: dict[str, Any], first: int | None = None) -> dict[str, Any]:
     if first is not None and "param_names" not in group and not any(isinstance(item, tuple) for item in params):
         params = [(f"param{first + i}", param) for i, param in enumerate(params)]
     return {**group, "params": params}
+
+
+def _refuse_leftover(slot: _Slot) -> None:
+    if slot.param.grad is not None:
+        raise StepError(
+            f"parameter {slot.name!r} has a gradient in .grad already, which this step would add to its own. "
+            "Call zero_grad() first; nothing can accumulate in .grad, because gradients are freed as they come."
+        )
 
 
 def _positive(option: str, value: float | None) -> float | None:

@@ -14,12 +14,12 @@ import time
 from datetime import datetime
 from importlib import metadata
 from io import BytesIO
-from itertools import accumulate
 from numbers import Real
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import psutil
 import torch
 from rich.console import Console
@@ -338,15 +338,14 @@ def _loss_keys(records: list[Record]) -> list[str]:
     return [key for key in keys if re.fullmatch(r"eval_(.+_)?(?<!aux_)loss", key)]
 
 
-def _smoothed(values: list[float]) -> list[float]:
-    """An exponential average over about a twentieth of the run, free of its start-up bias; gaps are passed over."""
-    keep = 1 - 2 / (max(len(values) / 20, 3) + 1)
-
-    def add(past: tuple[float, float], value: float) -> tuple[float, float]:
-        return past if math.isnan(value) else (keep * past[0] + value, keep * past[1] + 1)
-
-    averages = list(accumulate(values, add, initial=(0.0, 0.0)))[1:]
-    return [total / weight if weight else math.nan for total, weight in averages]
+def _smoothed(values: list[float]) -> np.ndarray[Any, Any]:
+    """A centred Gaussian average, about a twentieth of the run wide; gaps weigh nothing."""
+    there = np.isfinite(values)
+    width = max(len(values) / 60, 1.5)
+    kernel = np.exp(-0.5 * (np.arange(-round(3 * width), round(3 * width) + 1) / width) ** 2)
+    total = np.convolve(np.where(there, values, 0.0), kernel, mode="same")
+    weight = np.convolve(there, kernel, mode="same")
+    return np.divide(total, weight, out=np.full_like(total, np.nan), where=weight > 0)
 
 
 def _loss_picture(records: list[Record], name: str) -> "Figure":
@@ -391,7 +390,9 @@ def _memory_picture(records: list[Record], name: str) -> "Figure":
     unit, unit_name = _unit(max(peak))
     axes.fill_between(steps, [value / unit for value in used], color=_PALE, alpha=0.45, lw=0)
     axes.plot(steps, [value / unit for value in used], color=_BLUE, lw=1.5, label="in use when logged")
-    axes.plot(steps, [value / unit for value in peak], color=_EVAL[0], lw=2, label=f"peak so far: {_size(max(peak))}")
+    axes.step(
+        steps, [value / unit for value in peak], where="post", color=_EVAL[0], lw=2, label=f"peak: {_size(max(peak))}"
+    )
     axes.axhline(weights / unit, color="#333333", lw=1.2, ls=(0, (5, 3)), label=f"weights: {_size(weights)}")
     axes.set(title=f"{name}: memory", xlabel="step", ylabel=f"memory ({unit_name})", ylim=(0, max(peak) / unit * 1.25))
     axes.legend(loc="upper left", ncols=3)

@@ -10,7 +10,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -96,6 +96,20 @@ class Sums:
     scalar: dict[str, Tensor] = field(default_factory=dict)
 
 
+class RawTile(NamedTuple):
+    """The stored tensors of one tile: what compiled code is given."""
+
+    grad: Tensor
+    param: Tensor
+    residual: Tensor | None
+    factor: Tensor | None
+    limit: Tensor | None
+    full: Named
+    row: Named
+    col: Named
+    scalar: Named
+
+
 class Fields:
     """Tensors by name, as attributes."""
 
@@ -112,7 +126,7 @@ class Tile:
     grad: the gradient, unscaled and clipped.  param: the weight.  full, row, col, scalar: what was handed to the sweep.
     """
 
-    def __init__(self, raw: "RawTile") -> None:
+    def __init__(self, raw: RawTile) -> None:
         self._raw = raw
         self.full = Fields({k: v.float() for k, v in raw.full.items()})
         self.row = Fields({k: v.unsqueeze(-1) for k, v in raw.row.items()})
@@ -154,34 +168,17 @@ class Tile:
         return self._once("param", lambda: rounding.widen(self._raw.param, self._raw.residual))
 
 
-@dataclass
-class RawTile:
-    """The stored tensors behind a `Tile`."""
-
-    grad: Tensor
-    param: Tensor
-    residual: Tensor | None
-    factor: Tensor | None
-    limit: Tensor | None
-    full: Named
-    row: Named
-    col: Named
-    scalar: Named
-
-
 ReduceFn = Callable[[Tile], Sums]
 ApplyFn = Callable[[Tile], Named]
-Args = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Named, Named, Named, Named]
 
 
-def _reduce_tile(fn: ReduceFn, measure: bool, args: Args) -> tuple[Named, Named, Named, Tensor | None]:
-    tile = Tile(RawTile(*args))
+def _reduce_tile(fn: ReduceFn, measure: bool, raw: RawTile) -> tuple[Named, Named, Named, Tensor | None]:
+    tile = Tile(raw)
     sums = fn(tile)
     return sums.row, sums.col, sums.scalar, tile.square_sum if measure else None
 
 
-def _apply_tile(fn: ApplyFn, finite: Tensor, noise_row: Tensor | None, noise_col: Tensor | None, args: Args) -> None:
-    raw = RawTile(*args)
+def _apply_tile(fn: ApplyFn, finite: Tensor, noise_row: Tensor | None, noise_col: Tensor | None, raw: RawTile) -> None:
     tile = Tile(raw)
     new = fn(tile)
     for name, value in new.items():
@@ -251,13 +248,13 @@ class Sweep:
         self.shape = layout.shape
         self.device = param.device
         self.stored_dtype = param.dtype
-        self._param, self._grad, self._residual = param, grad, residual
+        self._param, self._grad, self._residual = param.detach(), grad, residual
         self._factor, self._limit = factor, limit
         self._compiled = compiled
         if tile is None:
             tile = CPU_TILE if param.device.type == "cpu" else param.numel() if compiled else GPU_TILE
         self._rects = [(i, r) for i, outer in enumerate(layout.rects) for r in outer.subdivide(max(1, tile))]
-        self._params = layout.views(param)
+        self._params = layout.views(self._param)
         self._grads = layout.views(grad)
         self._residuals = layout.views(residual) if residual is not None else None
         self._square_sums: Tensor | None = None  # [B], known after the first reduce
@@ -312,8 +309,8 @@ class Sweep:
                 into[name][where] += value
 
         squares: dict[str, Tensor] = {}
-        for rect, args in self._tiles(full, row, col, scalar):
-            row_sums, col_sums, scalar_sums, square_sum = run(measure, args)
+        for rect, raw in self._tiles(full, row, col, scalar):
+            row_sums, col_sums, scalar_sums, square_sum = run(measure, raw)
             add(total.row, (batch, rows), (rect.batch, rect.rows), row_sums)
             add(total.col, (batch, cols), (rect.batch, rect.cols), col_sums)
             add(total.scalar, (batch,), (rect.batch,), scalar_sums)
@@ -336,10 +333,10 @@ class Sweep:
         run = _tile_function(_apply_tile, fn, self._compiled)
         finite = self.finite
         noise_row, noise_col = self._noise
-        for rect, args in self._tiles(full, row, col, scalar):
+        for rect, raw in self._tiles(full, row, col, scalar):
             tile_row = _cut(noise_row, (rect.batch, rect.rows)) if noise_row is not None else None
             tile_col = _cut(noise_col, (rect.cols,)) if noise_col is not None else None
-            run(finite, tile_row, tile_col, args)
+            run(finite, tile_row, tile_col, raw)
 
     def store(self, state: Tensor, value: Tensor) -> Tensor:
         """Writes a small state (row, column or scalar) and returns what it holds now, in float32."""
@@ -370,7 +367,7 @@ class Sweep:
 
     def _tiles(
         self, full: Vectors | None, row: Vectors | None, col: Vectors | None, scalar: Scalars | None
-    ) -> Iterator[tuple[Rect, Args]]:
+    ) -> Iterator[tuple[Rect, RawTile]]:
         batch, rows, cols = self.shape
         fulls = {name: self.layout.views(t) for name, t in (full or {}).items()}
         on_rows = {name: t.view(batch, rows) for name, t in (row or {}).items()}
@@ -380,16 +377,16 @@ class Sweep:
             local = rect.within(self.layout.rects[i])
             yield (
                 rect,
-                (
-                    _cut(self._grads[i], local),
-                    _cut(self._params[i], local),
-                    None if self._residuals is None else _cut(self._residuals[i], local),
-                    self._factor,
-                    self._limit,
-                    {name: _cut(views[i], local) for name, views in fulls.items()},
-                    {name: _cut(t, (rect.batch, rect.rows)) for name, t in on_rows.items()},
-                    {name: _cut(t, (rect.batch, rect.cols)) for name, t in on_cols.items()},
-                    {name: t if t.ndim == 0 else _cut(t, (rect.batch,)) for name, t in scalars.items()},
+                RawTile(
+                    grad=_cut(self._grads[i], local),
+                    param=_cut(self._params[i], local),
+                    residual=None if self._residuals is None else _cut(self._residuals[i], local),
+                    factor=self._factor,
+                    limit=self._limit,
+                    full={name: _cut(views[i], local) for name, views in fulls.items()},
+                    row={name: _cut(t, (rect.batch, rect.rows)) for name, t in on_rows.items()},
+                    col={name: _cut(t, (rect.batch, rect.cols)) for name, t in on_cols.items()},
+                    scalar={name: t if t.ndim == 0 else _cut(t, (rect.batch,)) for name, t in scalars.items()},
                 ),
             )
 
@@ -408,6 +405,8 @@ class Sweep:
 
 def _cut(whole: Tensor, where: tuple[slice, ...]) -> Tensor:
     """A part of `whole`, in its memory, with strides of its own and no base: compiled code is valid for just those."""
+    if all(s.start == 0 and s.stop == n for s, n in zip(where, whole.shape, strict=True)):
+        return whole.detach()
     part = whole[where]
     return part.view(part.shape).detach()
 
