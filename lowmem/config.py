@@ -289,15 +289,13 @@ def _optimizer(raw: dict[str, Any], seed: int, source: _Source) -> OptimizerConf
     engine = {name: hint for name, hint in get_type_hints(FusedConfig).items() if name not in ("hyper", "seed")}
     name = _convert(raw.get("rule", FusedConfig.rule), str, ("optimizer", "rule"), source)
     with _placed(source.at(("optimizer", "rule"))):
-        rule = resolve(name)
-    hyper = {name: _hint(default) for name, default in rule.defaults.items() if name not in engine}
+        defaults = resolve(name).defaults
+    hyper = {name: _hint(default) for name, default in defaults.items() if name not in engine}
     values = _check_keys(raw, {**hyper, **engine, "lr": float}, ("lr",), ("optimizer",), source)
     lr = values.pop("lr")
     chosen = {key: values.pop(key) for key in hyper if key in values}
     with _placed(source.around(("optimizer",))):
-        optimizer = OptimizerConfig(lr, FusedConfig(**values, seed=seed, hyper=chosen))
-        rule.check({**rule.defaults, **chosen, "lr": lr})
-        return optimizer
+        return OptimizerConfig(lr, FusedConfig(**values, seed=seed, hyper=chosen))
 
 
 def _hint(default: Any) -> Any:
