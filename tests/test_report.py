@@ -18,6 +18,7 @@ from lowmem.errors import ConfigError, LowmemError
 from lowmem.report import RunReport, plot_run, read_metrics, start_run_folder, write_environment, write_readme
 
 PNG = b"\x89PNG\r\n\x1a\n"
+SHOW_CURSOR = "\x1b[?25h"
 LENGTHS = (5, 8)  # of the samples, in turn; a batch of two has 13 tokens and 3 of padding
 
 
@@ -133,6 +134,18 @@ def test_metrics_hold_every_number_and_the_tokens_without_padding(trainer, run_d
         assert line["weight_bytes"] == sum(p.numel() for p in made.model.parameters()) * 4
 
 
+def test_a_log_that_is_no_number_is_left_out(trainer, run_dir):
+    class Note(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            made.log({"note": "text", "rows": 3})
+
+    made = trainer(max_steps=1)
+    made.add_callback(Note())
+    train(made, run_dir)
+    line = read_metrics(run_dir)[0]
+    assert line["rows"] == 3 and "note" not in line
+
+
 def test_the_rate_leaves_out_the_time_of_evaluation(trainer, run_dir, clock):
     class Slow(TrainerCallback):
         def on_evaluate(self, args, state, control, **kwargs):
@@ -194,8 +207,11 @@ def test_a_resumed_run_repeats_no_step_and_counts_on(trainer, run_dir, clock):
 def test_a_run_that_fails_still_leaves_its_pictures(error, trainer, run_dir):
     made = trainer()
     made.add_callback(Fail(2, error))
-    with pytest.raises(type(error)):
-        train(made, run_dir, terminal=True)
+    said = io.StringIO()
+    with pytest.raises(type(error)), RunReport(run_dir, Console(file=said, force_terminal=True)) as running:
+        running.attach(made)
+        made.train()
+    assert said.getvalue().rstrip().endswith(SHOW_CURSOR)  # the bar gave the terminal back
     assert (run_dir / "loss.png").read_bytes().startswith(PNG)
     assert "| steps | 2 |" in (run_dir / "README.md").read_text()
 
