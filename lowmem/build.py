@@ -20,7 +20,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 # What a run has where its configuration does not say otherwise; Hugging Face's own default would be in the way.
-_TRAINER_DEFAULTS = {"report_to": "none", "bf16": False, "dataloader_pin_memory": torch.cuda.is_available()}
+_TRAINER_DEFAULTS = {
+    "report_to": "none",
+    "bf16": False,
+    "dataloader_pin_memory": torch.cuda.is_available(),
+    "disable_tqdm": False,  # else it follows the libraries' log level, and takes the report's bar with it
+}
 
 
 @dataclass

@@ -23,7 +23,7 @@ def tiny_llama():
         torch.manual_seed(0)
         model = LlamaForCausalLM(LlamaConfig(**{**sizes, **heads, "use_cache": False, **config})).to(dtype)
         if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.activation_checkpointing_enable({"use_reentrant": False})
         return model.train()
 
     return make

@@ -48,7 +48,7 @@ def trainer(run_dir, tiny_llama):
     """A factory of trainers that log every step; six steps are one epoch."""
 
     def make(**arguments):
-        given = {"max_steps": 4, "save_strategy": "no", **arguments}
+        given = {"max_steps": 4, "save_strategy": "no", "disable_tqdm": False, **arguments}
         args = TrainingArguments(
             run_dir, use_cpu=True, per_device_train_batch_size=2, logging_steps=1, report_to="none", **given
         )
