@@ -18,7 +18,7 @@ from pathlib import Path
 
 SKIPPED_FOLDERS = {"test", "tests", "idlelib", "site-packages", "dist-packages", "lib2to3", "__pycache__"}
 LONGEST_SIGNATURE = 160  # characters
-SHORTEST_OUTPUT, LONGEST_OUTPUT = 20, 300  # characters
+SHORTEST_OUTPUT, LONGEST_OUTPUT = 20, 160  # characters
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
