@@ -174,6 +174,14 @@ def _describe(config: "RunConfig", model: Any, counts: "TokenCounts") -> None:
         f"data       {counts.samples:,} samples, {counts.tokens:,} tokens, loss on {counts.trained_tokens:,}",
         highlight=False,
     )
+    if config.model.dtype != "float32" and fused.rounding == "nearest":
+        lost = "0.2 %" if config.model.dtype == "bfloat16" else "0.02 %"
+        err.print(
+            f"{config.model.dtype} weights with rounding nearest lose every update below about {lost} of its weight; "
+            "optimizer.rounding=stochastic loses none, and costs no memory",
+            style="yellow",
+            soft_wrap=True,
+        )
     if counts.dropped:
         err.print(
             f"{len(counts.dropped)} samples have no answer token inside max_length and are left out, "

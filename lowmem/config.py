@@ -1,7 +1,6 @@
 """The dataclasses behind a YAML file: read, overridden, checked strictly, written back."""
 
 import contextlib
-import errno
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,11 +14,11 @@ import yaml
 
 from lowmem.data import DataConfig
 from lowmem.errors import ConfigError, ConfigTypeError, LowmemError, did_you_mean
+from lowmem.files import write_file
 from lowmem.optimizer import FusedConfig
 from lowmem.rules import resolve
 
 Key = tuple[str, ...]
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 # Fields of SFTConfig that another section owns, or that a run of this package can't honour: what to use instead.
 ELSEWHERE = {
@@ -143,29 +142,6 @@ def save(config: RunConfig, path: str | Path) -> None:
     order = ("run_dir", "seed", "model", "data", "optimizer", "trainer")
     text = yaml.dump({key: data[key] for key in order}, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
     write_file(Path(path), text.encode())
-
-
-def write_file(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all; a failure comes out as a `LowmemError` that names the file and the reason."""
-    aside = path.with_name(f".{path.name}.tmp")
-    with writing(path):
-        try:
-            aside.write_bytes(content)
-            aside.replace(path)
-        finally:
-            with contextlib.suppress(OSError):
-                aside.unlink()
-
-
-@contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turn what the system says while `path` is written into a `LowmemError` with the way out."""
-    try:
-        yield
-    except OSError as error:
-        way_out = " Free some space there, or set run_dir to another disk." if error.errno in _FULL else ""
-        reason = (error.strerror or str(error)).lower()
-        raise LowmemError(f"{path}: can't be written: {reason}.{way_out}") from error
 
 
 # --- YAML ---------------------------------------------------------------------------------------------------------

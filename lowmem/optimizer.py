@@ -335,6 +335,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             self.state[param] = self._new_state(slot)
         factor, limit = self._factor_and_limit(param.device)
         rounds = param.dtype in (torch.bfloat16, torch.float16)
+        # a dispatch mode (fake tensors, a memory tracker) looks at each operation, and torch.compile has none to show
+        compiled = self._compiled and not torch._C._len_torch_dispatch_stack()
         try:
             sweep = Sweep(
                 slot.layout,
@@ -346,7 +348,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 noise_key=noise_key(self.seed, self._cycle.step, slot.name)
                 if rounds and self.rounding == "stochastic"
                 else None,
-                compiled=self._compiled,
+                compiled=compiled,
             )
             self.rule.update(sweep, self.state[param], slot.group, self._cycle.step)
         except UnsupportedError as error:

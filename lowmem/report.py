@@ -27,8 +27,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch.distributed.tensor import DTensor
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 
-from lowmem.config import write_file, writing
 from lowmem.errors import ConfigError, LowmemError
+from lowmem.files import write_file, writing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

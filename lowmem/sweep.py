@@ -21,9 +21,10 @@ Named = dict[str, Tensor]
 Vectors = Mapping[str, Tensor]
 Scalars = Mapping[str, Tensor | float]
 
-# Elements a tile. On a CPU a tile's few float32 temporaries stay in the cache; eager code on a GPU trades temporary
-# memory against launches; compiled code on a GPU has no temporaries, so there one tile is the whole parameter.
-CPU_TILE = 1 << 16
+# Elements a tile. Eager code on a CPU wants a tile's few float32 temporaries in the cache; on a GPU it trades temporary
+# memory against launches. Compiled code has next to no temporaries: there a tile is large, or the whole parameter.
+CPU_TILE = 1 << 17
+CPU_COMPILED_TILE = 1 << 22
 GPU_TILE = 1 << 22
 
 # Compiled code is dynamic in every size but 0 and 1, and special to a dtype, a rounding, a clip: together that can be
@@ -252,7 +253,8 @@ class Sweep:
         self._factor, self._limit = factor, limit
         self._compiled = compiled
         if tile is None:
-            tile = CPU_TILE if param.device.type == "cpu" else param.numel() if compiled else GPU_TILE
+            on_cpu = param.device.type == "cpu"
+            tile = (CPU_COMPILED_TILE if on_cpu else param.numel()) if compiled else CPU_TILE if on_cpu else GPU_TILE
         self._rects = [(i, r) for i, outer in enumerate(layout.rects) for r in outer.subdivide(max(1, tile))]
         self._params = layout.views(self._param)
         self._grads = layout.views(grad)

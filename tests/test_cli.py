@@ -100,6 +100,18 @@ def test_the_saved_config_is_the_run_once_more(config, run_dir, capsys):
     assert first == second
 
 
+def test_updates_that_rounding_would_lose_are_said(config, run_dir, capsys):
+    for dtype, rounding, warned in (
+        ("bfloat16", "nearest", True),
+        ("bfloat16", "stochastic", False),
+        ("float32", "nearest", False),
+    ):
+        settings = (f"model.dtype={dtype}", f"optimizer.rounding={rounding}", f"run_dir={run_dir}-{dtype}-{rounding}")
+        code, _, err = lowmem(capsys, "train", config, *settings, "trainer.max_steps=1", "trainer.save_strategy=no")
+        assert code == 0
+        assert ("rounding nearest lose" in err) == warned
+
+
 def test_resuming_goes_on_from_the_newest_whole_checkpoint(config, run_dir, capsys):
     lowmem(capsys, "train", config)
     weights = run_dir / "checkpoint-6" / "model.safetensors"

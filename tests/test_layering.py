@@ -14,6 +14,7 @@ PACKAGE = Path(lowmem.__file__).parent
 # Each may import only from those above it (and, in a folder, from its own files).
 LAYERS = [
     "errors",
+    "files",
     "rounding",
     "sweep",
     "rules",

@@ -13,8 +13,8 @@ from rich.console import Console
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
 
 from lowmem import report
-from lowmem.config import write_file, writing
 from lowmem.errors import ConfigError, LowmemError
+from lowmem.files import write_file, writing
 from lowmem.report import RunReport, plot_run, read_metrics, start_run_folder, write_environment, write_readme
 
 PNG = b"\x89PNG\r\n\x1a\n"
