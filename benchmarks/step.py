@@ -61,6 +61,7 @@ def fused(rule: object, **settings: object) -> Callable[[torch.nn.Module], Step]
 def lomo_optim(model: torch.nn.Module) -> Step:
     from lomo_optim import AdaLomo
 
+    torch.Tensor.cuda = lambda self: self  # it names the device in its code
     optimizer = AdaLomo(model, lr=1e-3)
     return lambda loss: optimizer.fused_backward(loss, 1e-3)
 

@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # From nothing to a trained model: installs lowmem into .venv, writes training data from the Python standard library of
-# this machine, fine-tunes a small Llama on it, and lets the result document three functions that it has never seen.
+# this machine, fine-tunes a small Llama on it, and lets the result document functions that it has never seen.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 python scripts/make_docstrings.py --out data/docstrings.jsonl
 # glibc would hand every activation back to the system and fetch it again: a fifth of the time, on two cores
 export MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=4294967296
 lowmem train configs/quickstart.yaml "$@"
-for signature in 'def read_lines(path, encoding)' 'def is_empty(self)' 'def remove_item(self, index)'; do
-    lowmem generate runs/quickstart "Document this function of files:
-$signature"
+for signature in 'def is_valid(name)' 'def write(self, data)' 'def set_timeout(self, seconds)'; do
+    echo "$signature"
+    echo "    $(lowmem generate runs/quickstart "Document this function of files:
+$signature")"
 done
