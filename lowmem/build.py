@@ -114,14 +114,19 @@ def trainer(config: RunConfig, found: Samples, made: "PreTrainedModel") -> Any:
     Raises:
         ConfigError, UnsupportedError: an argument that a fused trainer refuses.
     """
-    return FusedSFTTrainer(
-        made,
-        args=_sft_config(config, found),
-        train_dataset=found.train,
-        eval_dataset=found.held_out,
-        processing_class=found.tokenizer,
-        fused=config.optimizer.fused,
-    )
+    try:
+        return FusedSFTTrainer(
+            made,
+            args=_sft_config(config, found),
+            train_dataset=found.train,
+            eval_dataset=found.held_out,
+            processing_class=found.tokenizer,
+            fused=config.optimizer.fused,
+        )
+    except (RuntimeError, ImportError) as error:
+        if "installed" not in str(error):
+            raise
+        raise ConfigError(f"trainer: {_first_line(error)}") from error  # what trainer.report_to asks for
 
 
 def tokenized(config: RunConfig, found: Samples) -> "Dataset":

@@ -101,6 +101,7 @@ def train(arguments: argparse.Namespace) -> None:
         found = build.samples(config, resume_from)
         model = build.model(config, found.tokenizer)
         trainer = build.trainer(config, found, model)
+        trainer.create_optimizer()  # refuses what it cannot update before anything is written
         counts = check_tokenized(trainer.train_dataset, found.train, config.data)
         _describe(config, model, counts)
         save(config, folder / "config.yaml")

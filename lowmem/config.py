@@ -45,7 +45,7 @@ ELSEWHERE = {
     "chat_template_path": "set model.chat_template",
     "resume_from_checkpoint": "start the command with --resume",
     "local_rank": "the launcher (torchrun, deepspeed, accelerate) sets it",
-    "parallelism_config": "shard with trainer.deepspeed or trainer.fsdp",
+    **dict.fromkeys(("deepspeed", "fsdp", "fsdp_config", "parallelism_config"), "a run is on one device; leave it out"),
     "hub_token": "set the environment variable HF_TOKEN: this file is copied into the run folder",
 }
 

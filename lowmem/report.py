@@ -407,6 +407,7 @@ _FILES = {
     "metrics.jsonl": "every logged number, one JSON object a line",
     "loss.png": "training and evaluation loss, gradient norm, learning rate",
     "memory.png": "memory in use and at its peak, beside the weights",
+    "runs": "TensorBoard files: `tensorboard --logdir` of this folder",
 }
 
 

@@ -60,6 +60,8 @@ class FusedTrainerMixin(_Base):
         self._staging: Path | None = None
         super().__init__(*args, **kwargs)
         _check_arguments(self.args, self.fused)
+        if self.optimizer_cls_and_kwargs is not None:
+            raise ConfigError("optimizer_cls_and_kwargs: name the class in fused=FusedConfig(rule=...) instead")
         if self.optimizer is not None and not isinstance(self.optimizer, FusedOptimizer):
             raise ConfigError(
                 f"optimizers=({type(self.optimizer).__name__}, ...): a fused trainer needs a FusedOptimizer; name "

@@ -204,6 +204,23 @@ def test_an_ordinary_optimizer_handed_over_is_refused(tiny_llama, samples, tmp_p
         )
 
 
+def test_an_optimizer_class_handed_over_is_refused(tiny_llama, samples, tmp_path):
+    with pytest.raises(ConfigError, match="optimizer_cls_and_kwargs"):
+        FusedTrainer(
+            model=tiny_llama(),
+            args=TrainingArguments(output_dir=str(tmp_path), max_grad_norm=0, report_to="none"),
+            train_dataset=samples,
+            optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.1}),
+        )
+
+
+def test_training_twice_goes_on_with_the_same_optimizer(make):
+    trainer = make()
+    trainer.train()
+    trainer.train()
+    assert trainer.optimizer.last_step.step == 16
+
+
 def test_the_mixin_fits_any_trainer(make):
     class Mine(FusedTrainerMixin, Trainer):
         def compute_loss(self, *args, **kwargs):
