@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import rotate_checkpoints
 
 from lowmem import checkpoint, policies
@@ -60,6 +60,7 @@ class FusedTrainerMixin(_Base):
         self._staging: Path | None = None
         super().__init__(*args, **kwargs)
         _check_arguments(self.args, self.fused)
+        self.add_callback(_RefuseFinished())
         if self.optimizer_cls_and_kwargs is not None:
             raise ConfigError("optimizer_cls_and_kwargs: name the class in fused=FusedConfig(rule=...) instead")
         if self.optimizer is not None and not isinstance(self.optimizer, FusedOptimizer):
@@ -133,7 +134,7 @@ class FusedTrainerMixin(_Base):
             if final.exists():  # resumed from an earlier step, and here again
                 shutil.rmtree(final)
             written.rename(final)
-        except (OSError, SafetensorError) as error:
+        except (OSError, RuntimeError, SafetensorError) as error:  # torch.save raises RuntimeError
             raise CheckpointError(
                 f"{run_dir}/checkpoint-{self.state.global_step} could not be written: {error}. Free some space or take "
                 "another run_dir (output_dir), and resume from the checkpoint before it."
@@ -164,6 +165,17 @@ class FusedTrainerMixin(_Base):
 
     def _load_best_model(self) -> None:
         checkpoint.load_weights(self.model, Path(self.state.best_model_checkpoint))
+
+
+class _RefuseFinished(TrainerCallback):
+    """A run resumed at its last step would take one step too many."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step >= state.max_steps:
+            raise CheckpointError(
+                f"nothing is left to train: the checkpoint is at step {state.global_step} of {state.max_steps}. "
+                "Raise max_steps or num_train_epochs to go on."
+            )
 
 
 class FusedTrainer(FusedTrainerMixin, Trainer):

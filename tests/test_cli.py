@@ -229,6 +229,17 @@ def test_an_existing_run_folder_is_not_touched(config, run_dir, capsys):
     assert [path.name for path in run_dir.iterdir()] == ["notes.txt"]
 
 
+def test_a_finished_run_is_left_as_it_is(config, run_dir, capsys):
+    lowmem(capsys, "train", config, "trainer.max_steps=2")
+    weights = (run_dir / "checkpoint-2" / "model.safetensors").read_bytes()
+    code, _, err = lowmem(capsys, "train", run_dir / "config.yaml", "--resume")
+    assert code == 2
+    assert "nothing is left to train: the checkpoint is at step 2 of 2" in err
+    assert (run_dir / "checkpoint-2" / "model.safetensors").read_bytes() == weights
+    assert not (run_dir / "checkpoint-3").exists()
+    assert lowmem(capsys, "train", run_dir / "config.yaml", "--resume", "trainer.max_steps=3")[0] == 0
+
+
 def test_resuming_nothing_is_said(config, run_dir, capsys):
     assert "holds no run to resume" in lowmem(capsys, "train", config, "--resume")[2]
     assert not run_dir.exists()

@@ -4,11 +4,14 @@ import math
 
 import pytest
 import torch
+import trl
+from datasets import Dataset
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import lowmem
 from lowmem.errors import CheckpointError, ConfigError, UnsupportedError
-from lowmem.trainer import FusedTrainer, FusedTrainerMixin
+from lowmem.tokenizers import train_tokenizer
+from lowmem.trainer import FusedSFTTrainer, FusedTrainer, FusedTrainerMixin
 
 
 @pytest.fixture
@@ -229,3 +232,54 @@ def test_the_mixin_fits_any_trainer(make):
     trainer = make(Mine)
     trainer.train()
     assert trainer.optimizer.last_step.step == 8
+
+
+def trl_arguments(cls, tmp_path, **more):
+    return cls(
+        output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=2, learning_rate=1e-2, logging_steps=1,
+        save_strategy="no", max_grad_norm=0.0, report_to="none", disable_tqdm=True, bf16=False,
+        dataloader_pin_memory=False, **more,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def tokenizer():
+    return train_tokenizer(["some words to learn from, and some more of them"], 270)
+
+
+def test_the_sft_trainer_trains_as_its_own_does(tiny_llama, tokenizer, tmp_path):
+    rows = [{"prompt": f"question {i}", "completion": f" answer {i} of many"} for i in range(8)]
+
+    def trained(cls, optim, **more):
+        trainer = cls(
+            tiny_llama(vocab_size=len(tokenizer)),
+            args=trl_arguments(trl.SFTConfig, tmp_path, optim=optim),
+            train_dataset=Dataset.from_list(rows),
+            processing_class=tokenizer,
+            **more,
+        )
+        trainer.train()
+        return weights(trainer)
+
+    adamw = lowmem.FusedConfig(rule="torch.optim.AdamW", hyper={"foreach": False})
+    ordinary = trained(trl.SFTTrainer, "adamw_torch")
+    fused = trained(FusedSFTTrainer, "adamw_torch_fused", fused=adamw)
+    assert all(torch.equal(a, b) for a, b in zip(ordinary, fused, strict=True))
+
+
+def test_the_mixin_fits_a_preference_trainer(tiny_llama, tokenizer, tmp_path):
+    class FusedDPOTrainer(FusedTrainerMixin, trl.DPOTrainer):
+        pass
+
+    rows = [{"prompt": f"question {i}", "chosen": f" a good answer {i}", "rejected": " no"} for i in range(8)]
+    trainer = FusedDPOTrainer(
+        tiny_llama(vocab_size=len(tokenizer)),
+        ref_model=tiny_llama(vocab_size=len(tokenizer)),
+        args=trl_arguments(trl.DPOConfig, tmp_path),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+    )
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[-1] < losses[0]
+    assert trainer.optimizer.last_step.step == 3
