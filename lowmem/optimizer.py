@@ -103,7 +103,7 @@ class _Slot:
     layout: Layout
     handle: RemovableHandle | None = None
     residual: Tensor | None = None  # of compensated rounding
-    square_sum: Tensor | None = None  # of the gradient of the running step
+    square_sum: Tensor | None = None  # of its last gradient
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -377,15 +377,13 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _finish(self) -> None:
         """Backward is over: closes the step and leaves its report."""
         self._cycle.end()
-        fired = [slot for slot in self._slots.values() if slot.square_sum is not None]
+        fired = [slot for slot in self._slots.values() if self._cycle.has_fired(slot.name)]
         squares = [cast(Tensor, slot.square_sum) for slot in fired]
         norms = torch.stack([s.to(squares[0].device) for s in squares]).sqrt()
         self.last_step = LastStep(
             self._cycle.step, self.policy, self.loss_scale, norms, tuple(slot.name for slot in fired)
         )
         self._nonfinite = self._nonfinite.to(norms.device) + norms.isfinite().logical_not().sum()
-        for slot in fired:
-            slot.square_sum = None
         self._opt_called = True  # LR schedulers ask whether an optimizer step came before theirs
 
     # -- saving ----------------------------------------------------------------------------------------------------
@@ -441,6 +439,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         for name, kept in state_dict["state"].items():
             self._check_state(slots[name], kept)
         self.state.clear()
+        for slot in slots.values():
+            slot.residual = None
         for name, kept in state_dict["state"].items():
             slot = slots[name]
             copied = {key: self._own_copy(key, value, slot) for key, value in kept.items()}

@@ -95,6 +95,10 @@ class StepCycle:
         self._fired.add(name)
         return opened
 
+    def has_fired(self, name: str) -> bool:
+        """Whether a parameter got its gradient in the step that is open, or the last one."""
+        return name in self._fired
+
     def end(self) -> None:
         """Closes the step.
 

@@ -248,7 +248,6 @@ class Sweep:
         self.layout = layout
         self.shape = layout.shape
         self.device = param.device
-        self.stored_dtype = param.dtype
         self._param, self._grad, self._residual = param.detach(), grad, residual
         self._factor, self._limit = factor, limit
         self._compiled = compiled
@@ -300,10 +299,11 @@ class Sweep:
         measure = self._square_sums is None
         batch, rows, cols = self.shape
         total = Sums()
+        at_once = [rect for _, rect in self._rects] == list(Layout.whole(self.shape).rects)
 
         def add(into: dict[str, Tensor], size: tuple[int, ...], where: tuple[slice, ...], part: Vectors) -> None:
             for name, value in part.items():
-                if len(self._rects) == 1:  # the only tile is the whole parameter
+                if at_once:
                     into[name] = value
                     continue
                 if name not in into:

@@ -213,6 +213,15 @@ def test_torn_step_accepted_by_name(net, opt, plain):
     assert opt.state_dict()["step"] == 2
 
 
+def test_the_report_after_a_torn_step_is_of_its_own_gradients(net, opt):
+    tear(net, opt, plain=False)  # `late` had its gradient
+    opt.accept_torn_step()
+    opt.zero_grad()
+    opt.backward(net.early.weight.sum())
+    assert opt.last_step.names == ("early.weight",)
+    assert opt.last_step.grad_norm.item() == 4.0
+
+
 @pytest.mark.parametrize("plain", [False, True])
 def test_backward_that_dies_before_any_update_tears_nothing(net, opt, plain):
     before = weights(net)
