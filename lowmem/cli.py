@@ -103,7 +103,7 @@ def train(arguments: argparse.Namespace) -> None:
         trainer = build.trainer(config, found, model)
         trainer.create_optimizer()  # refuses what it cannot update before anything is written
         counts = check_tokenized(trainer.train_dataset, found.train, config.data)
-        _describe(config, model, counts)
+        _describe(config, trainer, counts)
         save(config, folder / "config.yaml")
         report.write_environment(folder)
         with report.RunReport(folder, out) as run, _stop_on_signal(trainer) as stopped:
@@ -162,13 +162,14 @@ def _stop_on_signal(trainer: Any) -> Iterator[list[int]]:
             signal.signal(name, kept[name])
 
 
-def _describe(config: "RunConfig", model: Any, counts: "TokenCounts") -> None:
+def _describe(config: "RunConfig", trainer: Any, counts: "TokenCounts") -> None:
     """What is about to be trained, in three lines; samples that were dropped are said."""
-    fused = config.optimizer.fused
+    fused, model = config.optimizer.fused, trainer.model
+    compiled = ", compiled in the first step (up to a minute)" if trainer.optimizer.compiled else ""
     parameters = sum(p.numel() for p in model.parameters())
     out.print(f"model      {type(model).__name__}, {parameters / 1e6:,.1f}M parameters, {config.model.dtype}")
     out.print(
-        f"optimizer  {fused.rule}, lr {config.optimizer.lr:g}, rounding {fused.rounding}, fused into backward",
+        f"optimizer  {fused.rule}, lr {config.optimizer.lr:g}, rounding {fused.rounding}, fused into backward{compiled}",
         highlight=False,
     )
     out.print(

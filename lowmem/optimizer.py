@@ -135,6 +135,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     Attributes:
         last_step: `LastStep`, None before the first one.
+        compiled: whether the sweep goes through torch.compile, which takes up to a minute in the first step.
 
     Raises:
         ConfigError: an unknown rule, policy or hyperparameter, or a value out of range.
@@ -187,7 +188,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._wanted_placement = placement
         try:
             super().__init__(groups, {**self.rule.defaults, **hyper})
-            self._compiled = self._decide_compile(compile)
+            self.compiled = self._decide_compile(compile)
         except BaseException:
             self.remove()  # the hooks of the groups that were fine
             raise
@@ -336,7 +337,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         factor, limit = self._factor_and_limit(param.device)
         rounds = param.dtype in (torch.bfloat16, torch.float16)
         # a dispatch mode (fake tensors, a memory tracker) looks at each operation, and torch.compile has none to show
-        compiled = self._compiled and not torch._C._len_torch_dispatch_stack()
+        compiled = self.compiled and not torch._C._len_torch_dispatch_stack()
         try:
             sweep = Sweep(
                 slot.layout,

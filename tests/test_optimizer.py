@@ -500,7 +500,7 @@ def test_compile_setting(wanted, compiler, large, compiled, monkeypatch):
         with pytest.raises(ConfigError, match="there is no compiler for 'cpu'; use compile=False"):
             lowmem.FusedOptimizer([param], compile=wanted)
     else:
-        assert lowmem.FusedOptimizer([param], compile=wanted)._compiled is compiled
+        assert lowmem.FusedOptimizer([param], compile=wanted).compiled is compiled
 
 
 def test_float64():
