@@ -168,10 +168,8 @@ def _describe(config: "RunConfig", trainer: Any, counts: "TokenCounts") -> None:
     compiled = ", compiled in the first step (up to a minute)" if trainer.optimizer.compiled else ""
     parameters = sum(p.numel() for p in model.parameters())
     out.print(f"model      {type(model).__name__}, {parameters / 1e6:,.1f}M parameters, {config.model.dtype}")
-    out.print(
-        f"optimizer  {fused.rule}, lr {config.optimizer.lr:g}, rounding {fused.rounding}, fused into backward{compiled}",
-        highlight=False,
-    )
+    settings = f"{fused.rule}, lr {config.optimizer.lr:g}, rounding {fused.rounding}"
+    out.print(f"optimizer  {settings}, fused into backward{compiled}", highlight=False)
     out.print(
         f"data       {counts.samples:,} samples, {counts.tokens:,} tokens, loss on {counts.trained_tokens:,}",
         highlight=False,

@@ -1,6 +1,5 @@
 """The fused optimizer: a `torch.optim.Optimizer` whose work happens in backward."""
 
-import functools
 import importlib.util
 import math
 import os
@@ -11,24 +10,20 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from lowmem import placements, policies, rules
 from lowmem.errors import CheckpointError, ConfigError, StepError, UnsupportedError, did_you_mean
 from lowmem.rounding import ROUNDINGS, noise_key
 from lowmem.rules import UpdateRule
 from lowmem.scaling import static_scale
-from lowmem.sweep import Layout, Sweep
+from lowmem.slots import Slot, listed
+from lowmem.sweep import Sweep
 
 # With fewer trainable elements the seconds that compilation takes are longer than what it saves.
 COMPILE_FROM = 1 << 25
 
 # Keys of a parameter group that torch, its learning-rate schedulers or the user put there beside hyperparameters.
 _GROUP_KEYS = {"params", "param_names", "name", "initial_lr", "max_lr", "min_lr"}
-
-# Who hooked a parameter: two optimizers on one would update it twice.
-_OWNERS = WeakTensorKeyDictionary()
 
 # The saved name of what compensated rounding keeps.
 _RESIDUAL = "residual"
@@ -91,19 +86,6 @@ class LastStep:
     def skipped(self) -> int:
         """How many parameters `nonfinite` names."""
         return len(self.nonfinite)
-
-
-@dataclass
-class _Slot:
-    """A parameter and what the engine knows of it."""
-
-    name: str
-    param: Tensor
-    group: dict[str, Any]
-    layout: Layout
-    handle: RemovableHandle | None = None
-    residual: Tensor | None = None  # of compensated rounding
-    square_sum: Tensor | None = None  # of its last gradient
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -179,10 +161,10 @@ class FusedOptimizer(torch.optim.Optimizer):
             hyper["lr"] = lr
         self._check_names(hyper, "")
         self._cycle = policies.StepCycle()
-        self._slots: dict[Tensor, _Slot] = {}
+        self._slots: dict[Tensor, Slot] = {}
         self._constants: dict[torch.device, tuple[Tensor | None, Tensor | None]] = {}
-        self._nonfinite = torch.zeros((), dtype=torch.int64)
-        groups = [_listed(item) if isinstance(item, dict) else item for item in params]
+        self._nonfinite: Tensor | None = None  # a count that stays on the device
+        groups = [listed(item) if isinstance(item, dict) else item for item in params]
         if not groups:
             raise ConfigError("no parameters were given")
         self._wanted_placement = placement
@@ -198,21 +180,25 @@ class FusedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, checks its hyperparameters and hooks its trainable parameters."""
         self._check_names(param_group, f"parameter group {len(self.param_groups)}: ")
-        listed = _listed(param_group, first=len(self._slots))
-        self._placement = placements.find(self._wanted_placement, listed["params"])
-        super().add_param_group(listed)
+        group = listed(param_group, first=len(self._slots))
+        self._placement = placements.find(self._wanted_placement, group["params"])
+        super().add_param_group(group)
+        slots: dict[Tensor, Slot] = {}
         try:
             slots = self._slots_of(self.param_groups[-1])
-        except BaseException:
+            for slot in slots.values():
+                slot.attach(self._on_gradient)
+        except BaseException:  # the group is added whole or not at all
+            for slot in slots.values():
+                slot.detach()
             self.param_groups.pop()
             raise
         self._slots.update(slots)
-        self._attach()
 
-    def _slots_of(self, group: dict[str, Any]) -> dict[Tensor, _Slot]:
+    def _slots_of(self, group: dict[str, Any]) -> dict[Tensor, Slot]:
         self.rule.check(group)
         taken = {slot.name for slot in self._slots.values()}
-        slots: dict[Tensor, _Slot] = {}
+        slots: dict[Tensor, Slot] = {}
         for name, param in zip(group["param_names"], group["params"], strict=True):
             if name in taken or param in slots:
                 raise ConfigError(f"parameter {name!r} is given twice; each parameter and each name may stand once")
@@ -222,29 +208,14 @@ class FusedOptimizer(torch.optim.Optimizer):
                 layout = self._placement.layout(param, self.rule.view(tuple(param.shape)))
             except UnsupportedError as error:
                 raise UnsupportedError(f"parameter {name!r} of shape {list(param.shape)} {error}") from None
-            slots[param] = _Slot(name, param, group, layout)
+            slots[param] = Slot(name, param, group, layout)
         return slots
 
     def remove(self) -> None:
         """Takes every hook away; the optimizer does nothing from here on."""
-        for param, slot in self._slots.items():
-            if slot.handle is not None:
-                slot.handle.remove()
-                del _OWNERS[param]
+        for slot in self._slots.values():
+            slot.detach()
         self._slots.clear()
-
-    def _attach(self) -> None:
-        """Hooks parameters that want a gradient and have no hook yet; one without elements has nothing to update."""
-        for param, slot in self._slots.items():
-            if slot.handle is None and param.requires_grad and param.numel():
-                _refuse_leftover(slot)
-                if param in _OWNERS:
-                    raise StepError(
-                        f"parameter {slot.name!r} is updated by another FusedOptimizer already, and would be updated "
-                        "twice; call remove() on that one first"
-                    )
-                _OWNERS[param] = self
-                slot.handle = param.register_post_accumulate_grad_hook(functools.partial(self._on_gradient, slot))
 
     def _check_names(self, given: Mapping[str, Any], where: str) -> None:
         known = self.rule.defaults
@@ -287,10 +258,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise StepError(f"the loss has shape {list(loss.shape)}; reduce it to a scalar, as with .mean()")
         if not loss.requires_grad:
             raise StepError("the loss has no graph: every parameter is frozen, or it was computed under no_grad")
-        self._attach()
         for slot in self._slots.values():
-            if slot.handle is not None:
-                _refuse_leftover(slot)
+            slot.attach(self._on_gradient)  # it may have been frozen until now
+            slot.refuse_leftover()
         self._cycle.begin(explicit=True)
         try:
             (loss if self.loss_scale is None else loss * self.loss_scale).backward()
@@ -319,9 +289,9 @@ class FusedOptimizer(torch.optim.Optimizer):
     @property
     def nonfinite_gradients(self) -> int:
         """How many gradients with Inf or NaN were met since the optimizer was made."""
-        return int(self._nonfinite)
+        return 0 if self._nonfinite is None else int(self._nonfinite)
 
-    def _on_gradient(self, slot: _Slot, _: Tensor) -> None:
+    def _on_gradient(self, slot: Slot, _: Tensor) -> None:
         """The hook: the gradient of one parameter is complete."""
         if self.loss_scale is not None and self._cycle.idle:
             raise StepError(f"with loss_scale={self.loss_scale:g} the loss must be scaled: call opt.backward(loss)")
@@ -330,7 +300,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         with torch.no_grad():
             self._update(slot)
 
-    def _update(self, slot: _Slot) -> None:
+    def _update(self, slot: Slot) -> None:
         param = slot.param
         if param not in self.state:
             self.state[param] = self._new_state(slot)
@@ -356,13 +326,13 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise UnsupportedError(f"parameter {slot.name!r} {error}") from None
         slot.square_sum = sweep.square_sum
 
-    def _new_state(self, slot: _Slot) -> dict[str, Any]:
+    def _new_state(self, slot: Slot) -> dict[str, Any]:
         if self._keeps_residual(slot):
             slot.residual = torch.zeros_like(slot.param, dtype=torch.int16)
         specs = self.rule.states(tuple(slot.param.shape), slot.group)
         return {name: self._placement.new_state(spec, slot.param) for name, spec in specs.items()}
 
-    def _keeps_residual(self, slot: _Slot) -> bool:
+    def _keeps_residual(self, slot: Slot) -> bool:
         return self.rounding == "compensated" and slot.param.dtype in (torch.bfloat16, torch.float16)
 
     def _factor_and_limit(self, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
@@ -384,7 +354,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.last_step = LastStep(
             self._cycle.step, self.policy, self.loss_scale, norms, tuple(slot.name for slot in fired)
         )
-        self._nonfinite = self._nonfinite.to(norms.device) + norms.isfinite().logical_not().sum()
+        nonfinite = norms.isfinite().logical_not().sum()
+        self._nonfinite = nonfinite if self._nonfinite is None else self._nonfinite + nonfinite
         self._opt_called = True  # LR schedulers ask whether an optimizer step came before theirs
 
     # -- saving ----------------------------------------------------------------------------------------------------
@@ -452,7 +423,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.seed = state_dict["seed"]
         self._cycle.reset(state_dict["step"])
 
-    def _check_state(self, slot: _Slot, kept: Mapping[str, Any]) -> None:
+    def _check_state(self, slot: Slot, kept: Mapping[str, Any]) -> None:
         shape = tuple(slot.param.shape)
         have = {name: tuple(value.shape) for name, value in kept.items() if isinstance(value, Tensor)}
         want = {name: tuple(spec.shape) for name, spec in self.rule.states(shape, slot.group).items()}
@@ -463,29 +434,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         if want != have:
             raise CheckpointError(f"the saved state of {slot.name!r} has shapes {have}, this optimizer's {want}")
 
-    def _own_copy(self, key: str, value: Any, slot: _Slot) -> Any:
+    def _own_copy(self, key: str, value: Any, slot: Slot) -> Any:
         if not isinstance(value, Tensor):
             return value
         # torch.optim keeps its step counts on the host unless they take part in a kernel
         on_host = key == "step" and not (slot.group.get("capturable") or slot.group.get("fused"))
         return value.detach().to("cpu" if on_host else slot.param.device, copy=True)
-
-
-def _listed(group: dict[str, Any], first: int | None = None) -> dict[str, Any]:
-    """A parameter group whose `params` can be read more than once; numbered from `first`, if it has no names."""
-    params = group["params"]
-    params = [params] if isinstance(params, Tensor) else params if isinstance(params, set) else list(params)
-    if first is not None and "param_names" not in group and not any(isinstance(item, tuple) for item in params):
-        params = [(f"param{first + i}", param) for i, param in enumerate(params)]
-    return {**group, "params": params}
-
-
-def _refuse_leftover(slot: _Slot) -> None:
-    if slot.param.grad is not None:
-        raise StepError(
-            f"parameter {slot.name!r} has a gradient in .grad already, which this step would add to its own. "
-            "Call zero_grad() first; nothing can accumulate in .grad, because gradients are freed as they come."
-        )
 
 
 def _positive(option: str, value: float | None) -> float | None:

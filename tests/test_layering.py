@@ -21,6 +21,7 @@ LAYERS = [
     "placements",
     "scaling",
     "policies",
+    "slots",
     "optimizer",
     "checkpoint",
     "memory",

@@ -216,6 +216,29 @@ def test_group_added_later(give_gradients):
     torch.testing.assert_close(second.detach(), torch.full((2,), 0.8))
 
 
+def test_group_that_cannot_be_added_leaves_nothing(give_gradients):
+    one, two = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3))
+    two.grad = torch.ones(3)
+    opt = lowmem.FusedOptimizer([("one", one)], rule="lomo", lr=0.1)
+    for fault in ({"params": [("two", two)]}, {"params": [("two", two)], "lr": -1.0}, {"params": [("one", one)]}):
+        with pytest.raises((lowmem.LowmemError, ValueError)):
+            opt.add_param_group(fault)
+        assert len(opt.param_groups) == 1
+    opt.zero_grad()
+    two.grad = None
+    opt.add_param_group({"params": [("two", two)]})
+    give_gradients(opt, (one, torch.ones(3)), (two, torch.ones(3)))
+    assert opt.last_step.names == ("one", "two")
+
+
+def test_parameter_without_elements(give_gradients):
+    one, none = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(0, 4))
+    opt = lowmem.FusedOptimizer([("one", one), ("none", none)])
+    for _ in range(2):
+        give_gradients(opt, (one, torch.ones(3)), (none, torch.ones(0, 4)))
+    assert opt.last_step.names == ("one",)
+
+
 def test_config_builds():
     config = lowmem.FusedConfig(rule="lomo", clip_value=0.5, rounding="stochastic", seed=7, hyper={"weight_decay": 0.3})
     opt = config.build([torch.nn.Parameter(torch.zeros(2))], lr=0.2, weight_decay=0.1)

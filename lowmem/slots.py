@@ -1,0 +1,74 @@
+"""A parameter and what the engine knows of it: its place, its hook, what rounding keeps for it."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from lowmem.errors import StepError
+from lowmem.sweep import Layout
+
+# Parameters that are hooked: two optimizers on one would update it twice.
+_HOOKED = WeakTensorKeyDictionary()
+
+
+@dataclass
+class Slot:
+    """One parameter of a `FusedOptimizer`.
+
+    group: its parameter group, the live one that schedulers edit.  layout: the piece of it that is here.
+    residual: what compensated rounding keeps.  square_sum: of its last gradient, a float32 scalar.
+    """
+
+    name: str
+    param: Tensor
+    group: dict[str, Any]
+    layout: Layout
+    handle: RemovableHandle | None = None
+    residual: Tensor | None = None
+    square_sum: Tensor | None = None
+
+    def attach(self, hook: Callable[["Slot", Tensor], None]) -> None:
+        """Hooks the parameter if it wants a gradient and has no hook yet; one without elements has nothing to update.
+
+        Raises:
+            StepError: another optimizer hooked it, or a gradient is left over in `.grad`.
+        """
+        if self.handle is not None or not self.param.requires_grad or not self.param.numel():
+            return
+        if self.param in _HOOKED:
+            raise StepError(
+                f"parameter {self.name!r} is updated by another FusedOptimizer already, and would be updated twice; "
+                "call remove() on that one first"
+            )
+        _HOOKED[self.param] = True
+        self.handle = self.param.register_post_accumulate_grad_hook(functools.partial(hook, self))
+        self.refuse_leftover()
+
+    def detach(self) -> None:
+        """Takes the hook away."""
+        if self.handle is not None:
+            self.handle.remove()
+            self.handle = None
+            del _HOOKED[self.param]
+
+    def refuse_leftover(self) -> None:
+        """Raises `StepError` if a hooked parameter holds a gradient that the next one would be added to."""
+        if self.handle is not None and self.param.grad is not None:
+            raise StepError(
+                f"parameter {self.name!r} has a gradient in .grad already, which this step would add to its own. "
+                "Call zero_grad() first; nothing can accumulate in .grad, because gradients are freed as they come."
+            )
+
+
+def listed(group: dict[str, Any], first: int | None = None) -> dict[str, Any]:
+    """A parameter group whose `params` can be read more than once; numbered from `first`, if it has no names."""
+    params = group["params"]
+    params = [params] if isinstance(params, Tensor) else params if isinstance(params, set) else list(params)
+    if first is not None and "param_names" not in group and not any(isinstance(item, tuple) for item in params):
+        params = [(f"param{first + i}", param) for i, param in enumerate(params)]
+    return {**group, "params": params}
