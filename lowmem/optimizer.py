@@ -187,7 +187,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         try:
             slots = self._slots_of(self.param_groups[-1])
             for slot in slots.values():
-                slot.attach(self._on_gradient)
+                self._attach(slot)
         except BaseException:  # the group is added whole or not at all
             for slot in slots.values():
                 slot.detach()
@@ -203,13 +203,20 @@ class FusedOptimizer(torch.optim.Optimizer):
             if name in taken or param in slots:
                 raise ConfigError(f"parameter {name!r} is given twice; each parameter and each name may stand once")
             taken.add(name)
-            try:
-                self.rule.admit(param, group)
-                layout = self._placement.layout(param, self.rule.view(tuple(param.shape)))
-            except UnsupportedError as error:
-                raise UnsupportedError(f"parameter {name!r} of shape {list(param.shape)} {error}") from None
-            slots[param] = Slot(name, param, group, layout)
+            slots[param] = Slot(name, param, group)
         return slots
+
+    def _attach(self, slot: Slot) -> None:
+        """Hooks a parameter that wants a gradient and has no hook yet; one without elements has nothing to update."""
+        param = slot.param
+        if slot.handle is not None or not param.requires_grad or not param.numel():
+            return
+        try:
+            self.rule.admit(param, slot.group)
+            slot.layout = self._placement.layout(param, self.rule.view(tuple(param.shape)))
+        except UnsupportedError as error:
+            raise UnsupportedError(f"parameter {slot.name!r} of shape {list(param.shape)} {error}") from None
+        slot.attach(self._on_gradient)
 
     def remove(self) -> None:
         """Takes every hook away; the optimizer does nothing from here on."""
@@ -219,7 +226,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _check_names(self, given: Mapping[str, Any], where: str) -> None:
         known = self.rule.defaults
-        if getattr(self.rule, "open_ended", False):
+        if self.rule.open_ended:
             return
         for key in given:
             if key not in known and key not in _GROUP_KEYS:
@@ -254,12 +261,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         if not isinstance(loss, Tensor):
             loss = loss()
-        if loss.numel() != 1:
-            raise StepError(f"the loss has shape {list(loss.shape)}; reduce it to a scalar, as with .mean()")
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            what = f"of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            raise StepError(f"the loss is {what}; it must be a tensor of one element, as .mean() gives")
         if not loss.requires_grad:
             raise StepError("the loss has no graph: every parameter is frozen, or it was computed under no_grad")
         for slot in self._slots.values():
-            slot.attach(self._on_gradient)  # it may have been frozen until now
+            self._attach(slot)  # it may have been frozen until now
             slot.refuse_leftover()
         self._cycle.begin(explicit=True)
         try:
@@ -301,7 +309,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._update(slot)
 
     def _update(self, slot: Slot) -> None:
-        param = slot.param
+        param, layout = slot.param, slot.layout
+        assert layout is not None  # a hook is attached with it
         if param not in self.state:
             self.state[param] = self._new_state(slot)
         factor, limit = self._factor_and_limit(param.device)
@@ -310,7 +319,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         compiled = self.compiled and not torch._C._len_torch_dispatch_stack()
         try:
             sweep = Sweep(
-                slot.layout,
+                layout,
                 param,
                 self._placement.reduce(param),
                 residual=slot.residual,

@@ -20,26 +20,24 @@ _HOOKED = WeakTensorKeyDictionary()
 class Slot:
     """One parameter of a `FusedOptimizer`.
 
-    group: its parameter group, the live one that schedulers edit.  layout: the piece of it that is here.
+    group: its parameter group, the live one that schedulers edit.  layout: the piece of it that is here, once hooked.
     residual: what compensated rounding keeps.  square_sum: of its last gradient, a float32 scalar.
     """
 
     name: str
     param: Tensor
     group: dict[str, Any]
-    layout: Layout
+    layout: Layout | None = None
     handle: RemovableHandle | None = None
     residual: Tensor | None = None
     square_sum: Tensor | None = None
 
     def attach(self, hook: Callable[["Slot", Tensor], None]) -> None:
-        """Hooks the parameter if it wants a gradient and has no hook yet; one without elements has nothing to update.
+        """Hooks the parameter.
 
         Raises:
             StepError: another optimizer hooked it, or a gradient is left over in `.grad`.
         """
-        if self.handle is not None or not self.param.requires_grad or not self.param.numel():
-            return
         if self.param in _HOOKED:
             raise StepError(
                 f"parameter {self.name!r} is updated by another FusedOptimizer already, and would be updated twice; "

@@ -231,6 +231,17 @@ def test_group_that_cannot_be_added_leaves_nothing(give_gradients):
     assert opt.last_step.names == ("one", "two")
 
 
+def test_frozen_parameters_may_be_anything(give_gradients):
+    """Quantized base weights, say: what is not trained is not looked at until it is unfrozen."""
+    one, base = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3).double(), requires_grad=False)
+    codes = torch.nn.Parameter(torch.ones(3, dtype=torch.int8), requires_grad=False)
+    opt = lowmem.FusedOptimizer([("one", one), ("base", base), ("codes", codes)])
+    give_gradients(opt, (one, torch.ones(3)))
+    base.requires_grad_()
+    with pytest.raises(lowmem.LowmemError, match=r"'base' of shape \[3\] is torch.float64"):
+        give_gradients(opt, (one, torch.ones(3)))
+
+
 def test_parameter_without_elements(give_gradients):
     one, none = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(0, 4))
     opt = lowmem.FusedOptimizer([("one", one), ("none", none)])

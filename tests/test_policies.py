@@ -62,7 +62,8 @@ def moved(net, before):
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (lambda net: net.late(torch.ones(2, 4)), r"the loss has shape \[2, 4\]; reduce it"),
+        (lambda net: net.late(torch.ones(2, 4)), r"the loss is of shape \[2, 4\]; it must be"),
+        (lambda net: lambda: 3.0, "the loss is a float; it must be"),
         (lambda net: net().detach(), "the loss has no graph"),
         (lambda net: torch.ones((), requires_grad=True) * 2, "no parameter of this optimizer got a gradient"),
     ],

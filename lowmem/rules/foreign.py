@@ -40,7 +40,9 @@ class ForeignRule(UpdateRule):
                 "Use torch.optim.AdamW with nn.Embedding(sparse=False)."
             )
         arguments = list(inspect.signature(cls).parameters.values())[1:]
-        self.open_ended = any(a.kind is inspect.Parameter.VAR_KEYWORD for a in arguments)
+        self.open_ended = any(  # type: ignore[misc]
+            a.kind is inspect.Parameter.VAR_KEYWORD for a in arguments
+        )
         self._arguments = {a.name for a in arguments}
         self.defaults = {  # type: ignore[misc]
             a.name: a.default for a in arguments if a.default is not inspect.Parameter.empty

@@ -40,6 +40,7 @@ class UpdateRule(ABC):
     source: ClassVar[str]
     keeps: ClassVar[str]
     defaults: ClassVar[dict[str, Any]]
+    open_ended: ClassVar[bool] = False  # takes hyperparameters beyond `defaults`
 
     @abstractmethod
     def check(self, hyper: Hyper) -> None:
