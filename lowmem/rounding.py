@@ -23,7 +23,7 @@ def widen(stored: Tensor, residual: Tensor | None = None) -> Tensor:
     if residual is None:
         return stored.float()
     if stored.dtype == torch.bfloat16:
-        return ((stored.view(torch.int16).int() << 16) + residual).view(torch.float32)
+        return (stored.float().view(torch.int32) + residual).view(torch.float32)
     return stored.float() + residual * (_half_spacing(stored.float()) * 2.0**-15)
 
 
@@ -35,12 +35,9 @@ def split(value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     normal float16 and within 2⁻⁴⁰ below 2⁻¹⁴. A value that is not finite has a zero residual.
     """
     if dtype == torch.bfloat16:
-        bits = value.view(torch.int32)
-        # NaN must not carry into the sign bit, nor the largest finite values round to a different sign.
-        finite = value.isfinite()
-        rounded = torch.where(finite, (bits + 0x8000) >> 16, bits >> 16)
-        stored = rounded.to(torch.int16).view(torch.bfloat16)
-        return stored, torch.where(finite, bits, 0).to(torch.int16)
+        bits, finite = value.view(torch.int32), value.isfinite()
+        rounded = ((bits + 0x8000) & ~_LOW16).view(torch.float32)
+        return torch.where(finite, rounded, value).to(dtype), torch.where(finite, bits, 0).to(torch.int16)
     stored = value.to(dtype)
     wide = stored.float()
     cut = (value - wide) / (_half_spacing(wide) * 2.0**-15)
