@@ -77,6 +77,22 @@ def test_ordinary_training_needs_all_gradients(cls, checkpointing, model, token_
     assert peak >= sum(sizes(net)) >= 40 * MIB
 
 
+@pytest.mark.parametrize("options", [{"rule": "adalomo"}, {"rule": torch.optim.SGD, "foreach": False}])
+def test_no_gradient_outlives_its_update(options, model, token_batches):
+    """Over two steps: the embedding's gradient ends the first; the head's, as large, begins the second."""
+    net = model(True)
+    (batch,) = token_batches(1, size=(1, 8), vocab_size=VOCABULARY)
+    _, step = fused(net, **options)
+    tracker = MemTracker()
+    tracker.track_external(net)
+    with tracker:
+        step(batch)
+        tracker.reset_mod_stats()
+        step(batch)
+    (peak,) = tracker.get_tracker_snapshot("peak").values()
+    assert peak["Total"] - sum(sizes(net)) <= max(sizes(net)) + 8 * MIB
+
+
 @pytest.mark.parametrize("rounding", ["stochastic", "compensated"])
 def test_bfloat16_needs_no_float32_copy(rounding, model, token_batches):
     """A bfloat16 gradient of 8 MiB; a float32 copy of it, of its weight or of the update would be 16 more."""

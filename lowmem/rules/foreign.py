@@ -48,6 +48,7 @@ class ForeignRule(UpdateRule):
             a.name: a.default for a in arguments if a.default is not inspect.Parameter.empty
         }
         self._optimizer: torch.optim.Optimizer | None = None
+        self._states_at_once = False  # the class makes its states when it is constructed, not in its first step
         self._group: dict[str, Any] = {}
 
     def check(self, hyper: Hyper) -> None:
@@ -61,12 +62,12 @@ class ForeignRule(UpdateRule):
 
     def update(self, sweep: Sweep, state: State, hyper: Hyper, step: int) -> None:
         with sweep.materialized() as param:
-            if not state or self._optimizer is None:
+            if self._optimizer is None or (self._states_at_once and not state):
                 made = self._construct(param, hyper)
+                self._states_at_once = bool(made.state)
                 if not state:
                     state.update(made.state.get(param, {}))
-                self._optimizer = made
-                self._group = made.param_groups[0]
+                self._optimizer, self._group = made, made.param_groups[0]
             group = {**self._group, **{k: v for k, v in hyper.items() if k != "param_names"}, "params": [param]}
             before = dict(group)
             self._optimizer.param_groups = [group]
@@ -74,6 +75,7 @@ class ForeignRule(UpdateRule):
             self._optimizer.state[param] = state
             self._optimizer.step()
             self._optimizer.state.clear()
+            self._optimizer.param_groups, self._group["params"] = [], []  # they would keep the gradient alive
         changed = [key for key, value in before.items() if group.get(key) is not value]
         if changed or len(group) != len(before):
             raise UnsupportedError(
