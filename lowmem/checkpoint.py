@@ -170,21 +170,26 @@ def check_resumable(folder: Path) -> None:
         raise CheckpointError(f"{folder / SCHEDULER_FILE} is missing")
 
 
+def by_number(run_dir: Path) -> list[Path]:
+    """The checkpoints in a run folder, the oldest first, whole or not."""
+    folders = {int(m[1]): p for p in run_dir.glob("checkpoint-*") if (m := _FOLDER.fullmatch(p.name))}
+    return [folders[number] for number in sorted(folders)]
+
+
 def find_last(run_dir: Path, check: Callable[[Path], None] = check_resumable) -> tuple[Path, list[str]]:
     """The newest checkpoint, by number, that `check` lets pass, and what is wrong with those passed over.
 
     Raises:
         CheckpointError: there is none.
     """
-    folders = {int(m[1]): p for p in run_dir.glob("checkpoint-*") if (m := _FOLDER.fullmatch(p.name))}
     damaged = []
-    for number in sorted(folders, reverse=True):
+    for folder in reversed(by_number(run_dir)):
         try:
-            check(folders[number])
+            check(folder)
         except CheckpointError as error:
             damaged.append(str(error))
             continue
-        return folders[number], damaged
+        return folder, damaged
     found = f": {'; '.join(damaged)}" if damaged else ""
     raise CheckpointError(f"there is no whole checkpoint in {run_dir}{found}")
 

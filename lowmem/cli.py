@@ -145,10 +145,13 @@ def _stop_on_signal(trainer: Any) -> Iterator[list[int]]:
             if came:
                 control.should_save = control.should_training_stop = True
 
+    def restore() -> None:
+        for name, handler in kept.items():
+            signal.signal(name, handler)
+
     def note(number: int, _: object) -> None:
         came.append(number)
-        for name in kept:
-            signal.signal(name, kept[name])
+        restore()
         err.print("stopping after this step, with a checkpoint (again: at once)", style="yellow")
 
     kept = {name: signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)}
@@ -158,8 +161,7 @@ def _stop_on_signal(trainer: Any) -> Iterator[list[int]]:
     try:
         yield came
     finally:
-        for name in kept:
-            signal.signal(name, kept[name])
+        restore()
 
 
 def _describe(config: "RunConfig", trainer: Any, counts: "TokenCounts") -> None:
@@ -242,9 +244,10 @@ def generate(arguments: argparse.Namespace) -> None:
     from lowmem import checkpoint
 
     folder = Path(arguments.run_dir)
-    if not (folder / "config.json").exists():
+    if (folder / "config.json").exists():
+        checkpoint.check_model(folder)
+    else:
         folder, _ = checkpoint.find_last(folder, checkpoint.check_model)
-    checkpoint.check_model(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     model.to("cuda" if torch.cuda.is_available() else "cpu")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lowmem import placements, policies, rules
 from lowmem.errors import CheckpointError, ConfigError, StepError, UnsupportedError, did_you_mean
-from lowmem.rounding import ROUNDINGS, noise_key
+from lowmem.rounding import ROUNDED_DTYPES, ROUNDINGS, noise_key
 from lowmem.rules import UpdateRule
 from lowmem.scaling import static_scale
 from lowmem.slots import Slot, listed
@@ -164,7 +164,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._slots: dict[Tensor, Slot] = {}
         self._constants: dict[torch.device, tuple[Tensor | None, Tensor | None]] = {}
         self._nonfinite: Tensor | None = None  # a count that stays on the device
-        groups = [listed(item) if isinstance(item, dict) else item for item in params]
+        groups = list(params)
         if not groups:
             raise ConfigError("no parameters were given")
         self._wanted_placement = placement
@@ -314,7 +314,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if param not in self.state:
             self.state[param] = self._new_state(slot)
         factor, limit = self._factor_and_limit(param.device)
-        rounds = param.dtype in (torch.bfloat16, torch.float16)
+        noisy = self.rounding == "stochastic" and param.dtype in ROUNDED_DTYPES
         # a dispatch mode (fake tensors, a memory tracker) looks at each operation, and torch.compile has none to show
         compiled = self.compiled and not torch._C._len_torch_dispatch_stack()
         try:
@@ -325,9 +325,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 residual=slot.residual,
                 factor=factor,
                 limit=limit,
-                noise_key=noise_key(self.seed, self._cycle.step, slot.name)
-                if rounds and self.rounding == "stochastic"
-                else None,
+                noise_key=noise_key(self.seed, self._cycle.step, slot.name) if noisy else None,
                 compiled=compiled,
             )
             self.rule.update(sweep, self.state[param], slot.group, self._cycle.step)
@@ -342,7 +340,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return {name: self._placement.new_state(spec, slot.param) for name, spec in specs.items()}
 
     def _keeps_residual(self, slot: Slot) -> bool:
-        return self.rounding == "compensated" and slot.param.dtype in (torch.bfloat16, torch.float16)
+        return self.rounding == "compensated" and slot.param.dtype in ROUNDED_DTYPES
 
     def _factor_and_limit(self, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
         if device not in self._constants:

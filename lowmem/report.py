@@ -24,9 +24,9 @@ import psutil
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from torch.distributed.tensor import DTensor
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 
+from lowmem.checkpoint import by_number
 from lowmem.errors import ConfigError, LowmemError
 from lowmem.files import write_file, writing
 
@@ -244,10 +244,7 @@ def _duration(seconds: float) -> str:
 
 
 def _weight_bytes(model: torch.nn.Module) -> int:
-    """Bytes of the weights that this rank holds: all of them, its ZeRO-3 partitions or its FSDP2 shards."""
-    held = (getattr(p, "ds_tensor", p) for p in model.parameters())
-    local = (p.to_local() if isinstance(p, DTensor) else p for p in held)
-    return sum(p.numel() * p.element_size() for p in local)
+    return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
 def _memory(device: torch.device) -> dict[str, int]:
@@ -414,8 +411,7 @@ _FILES = {
 def write_readme(run_dir: str | Path) -> None:
     """Write README.md into the run folder: how it went, what each file is, how to go on."""
     folder = Path(run_dir)
-    saved = [path for path in folder.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
-    checkpoints = sorted(saved, key=lambda path: int(path.name.removeprefix("checkpoint-")))
+    checkpoints = by_number(folder)
     files = [f"| [{name}]({name}) | {what} |" for name, what in _FILES.items() if (folder / name).exists()]
     files += [f"| {path.name}/ | a Hugging Face model folder, with the optimizer's states |" for path in checkpoints]
     pictures = [f"![{name}]({name})" for name in ("loss.png", "memory.png") if (folder / name).exists()]

@@ -13,7 +13,8 @@ from torch import Tensor
 
 Rounding = Literal["nearest", "stochastic", "compensated"]
 ROUNDINGS: tuple[Rounding, ...] = ("nearest", "stochastic", "compensated")
-STORED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ROUNDED_DTYPES = (torch.bfloat16, torch.float16)
+STORED_DTYPES = (torch.float32, *ROUNDED_DTYPES)
 
 _LOW16 = 0xFFFF
 

@@ -63,10 +63,10 @@ class Slot:
             )
 
 
-def listed(group: dict[str, Any], first: int | None = None) -> dict[str, Any]:
+def listed(group: dict[str, Any], first: int) -> dict[str, Any]:
     """A parameter group whose `params` can be read more than once; numbered from `first`, if it has no names."""
     params = group["params"]
     params = [params] if isinstance(params, Tensor) else params if isinstance(params, set) else list(params)
-    if first is not None and "param_names" not in group and not any(isinstance(item, tuple) for item in params):
+    if "param_names" not in group and not any(isinstance(item, tuple) for item in params):
         params = [(f"param{first + i}", param) for i, param in enumerate(params)]
     return {**group, "params": params}

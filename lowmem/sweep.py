@@ -255,6 +255,7 @@ class Sweep:
             on_cpu = param.device.type == "cpu"
             tile = (CPU_COMPILED_TILE if on_cpu else param.numel()) if compiled else CPU_TILE if on_cpu else GPU_TILE
         self._rects = [(i, r) for i, outer in enumerate(layout.rects) for r in outer.subdivide(max(1, tile))]
+        self._at_once = [rect for _, rect in self._rects] == list(Layout.whole(self.shape).rects)
         self._params = layout.views(self._param)
         self._grads = layout.views(grad)
         self._residuals = layout.views(residual) if residual is not None else None
@@ -269,10 +270,13 @@ class Sweep:
     @functools.cached_property
     def square_sum(self) -> Tensor:
         """Sum of the squares of the whole unscaled, unclipped gradient: a float32 scalar."""
+        return self._measure().sum()
+
+    def _measure(self) -> Tensor:
         if self._square_sums is None:
             self.reduce(_nothing)
         assert self._square_sums is not None
-        return self._square_sums.sum()
+        return self._square_sums
 
     @functools.cached_property
     def finite(self) -> Tensor:
@@ -299,11 +303,10 @@ class Sweep:
         measure = self._square_sums is None
         batch, rows, cols = self.shape
         total = Sums()
-        at_once = [rect for _, rect in self._rects] == list(Layout.whole(self.shape).rects)
 
         def add(into: dict[str, Tensor], size: tuple[int, ...], where: tuple[slice, ...], part: Vectors) -> None:
             for name, value in part.items():
-                if at_once:
+                if self._at_once:
                     into[name] = value
                     continue
                 if name not in into:
@@ -353,7 +356,7 @@ class Sweep:
         It is the stored weight itself where that can hold the result (float32, or nearest rounding), else a float32
         copy that is written back tile by tile. The gradient is unscaled and clipped in place.
         """
-        assert self.square_sum is not None  # measured before anything changes the gradient
+        self._measure()  # before anything changes the gradient
         grad = self._grad
         if self._factor is not None:
             grad.mul_(self._factor)

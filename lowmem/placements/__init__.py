@@ -1,9 +1,7 @@
 """Where a parameter lives and how its gradient gets there. `find` tells a model's placement from its parameters."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
-
-from torch import Tensor
 
 from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.placements.local import Local
@@ -12,13 +10,14 @@ PLACEMENTS = {"local": Local}
 
 
 def find(placement: str, params: Iterable[Any]) -> Local:
-    """The placement asked for, or with `auto` the one that the parameters (or groups of them) are in.
+    """The placement asked for, or with `auto` the one that the parameters, or (name, parameter) pairs, are in.
 
     Raises:
         ConfigError: there is no placement of that name.
         UnsupportedError: the parameters are sharded.
     """
-    for param in _tensors(params):
+    for item in params:
+        param = item[1] if isinstance(item, tuple) else item
         sharding = "DeepSpeed ZeRO-3" if hasattr(param, "ds_id") else "FSDP2" if hasattr(param, "device_mesh") else None
         if sharding is not None:
             raise UnsupportedError(
@@ -28,11 +27,3 @@ def find(placement: str, params: Iterable[Any]) -> Local:
     if placement not in ("auto", *PLACEMENTS):
         raise ConfigError(f"placement {placement!r} is unknown; known are auto, {', '.join(PLACEMENTS)}")
     return Local()
-
-
-def _tensors(params: Iterable[Any]) -> Iterator[Tensor]:
-    for item in params:
-        if isinstance(item, dict):
-            yield from _tensors(item["params"])
-        else:
-            yield item[1] if isinstance(item, tuple) else item

@@ -11,8 +11,6 @@ from lowmem.sweep import Layout
 class Local:
     """Parameters on one device (or several, each parameter whole on one)."""
 
-    name = "local"
-
     def reduce(self, param: Tensor) -> Tensor:
         """Takes the finished gradient off the parameter: the caller's reference is the only one."""
         grad = param.grad
