@@ -1,5 +1,6 @@
 """The fused optimizer: a `torch.optim.Optimizer` whose work happens in backward."""
 
+import functools
 import importlib.util
 import math
 import os
@@ -13,20 +14,17 @@ from torch import Tensor
 
 from lowmem import placements, policies, rules
 from lowmem.errors import CheckpointError, ConfigError, StepError, UnsupportedError, did_you_mean
-from lowmem.rounding import ROUNDED_DTYPES, ROUNDINGS, noise_key
+from lowmem.rounding import ROUNDINGS
 from lowmem.rules import UpdateRule
 from lowmem.scaling import static_scale
 from lowmem.slots import Slot, listed
-from lowmem.sweep import Sweep
+from lowmem.updates import RESIDUAL, Updates
 
 # With fewer trainable elements the seconds that compilation takes are longer than what it saves.
 COMPILE_FROM = 1 << 25
 
 # Keys of a parameter group that torch, its learning-rate schedulers or the user put there beside hyperparameters.
 _GROUP_KEYS = {"params", "param_names", "name", "initial_lr", "max_lr", "min_lr"}
-
-# The saved name of what compensated rounding keeps.
-_RESIDUAL = "residual"
 
 
 @dataclass(frozen=True)
@@ -47,10 +45,11 @@ class FusedConfig:
     rounding: str = "nearest"
     compile: str | bool = "auto"
     seed: int = 0
+    batching: bool = True
     hyper: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.build([torch.nn.Parameter(torch.zeros(2, 2))], lr=1e-3).remove()
+        self.build([{"params": []}], lr=1e-3)
 
     def build(self, params: Iterable[Any], **hyper: Any) -> "FusedOptimizer":
         """The optimizer over `params`; `hyper` (lr, weight_decay, ...) gives way to this config's own `hyper`."""
@@ -71,6 +70,12 @@ class LastStep:
     loss_scale: float | None
     norms: Tensor
     names: tuple[str, ...]
+    _describe: Callable[[], dict[str, float | str]] = dict
+
+    @property
+    def statistics(self) -> dict[str, float | str]:
+        """What the rule itself has to say of the step, for the log; empty for most rules."""
+        return self._describe()
 
     @property
     def grad_norm(self) -> Tensor:
@@ -113,6 +118,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         placement: "auto" or "local".
         compile: True, False, or "auto": compile the sweep where there is a compiler and enough to win.
         seed: of stochastic rounding.
+        batching: small parameters of equal shape wait for each other and are updated as one stack, to the same bits.
         **hyper: hyperparameters of the rule, which a group may override.
 
     Attributes:
@@ -138,6 +144,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         placement: str = "auto",
         compile: bool | str = "auto",
         seed: int = 0,
+        batching: bool = True,
         **hyper: Any,
     ) -> None:
         self.rule = rules.resolve(rule)
@@ -145,12 +152,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.loss_scale = static_scale(loss_scale)
         self.clip_value = _positive("clip_value", clip_value)
         self.rounding = rounding
-        self.seed = seed
         self.last_step: LastStep | None = None
         if rounding not in ROUNDINGS:
             raise ConfigError(f"rounding {rounding!r} is unknown; known are {', '.join(ROUNDINGS)}")
         if compile not in (True, False, "auto"):
             raise ConfigError(f"compile={compile!r}; allowed are True, False and 'auto'")
+        if not isinstance(batching, bool):
+            raise ConfigError(f"batching={batching!r}; allowed are True and False")
         if self.loss_scale is not None and isinstance(self.rule, rules.ForeignRule):
             raise UnsupportedError(
                 f"loss_scale={self.loss_scale:g} with {self.rule.name}: under policy 'immediate' an overflowing update "
@@ -162,7 +170,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._check_names(hyper, "")
         self._cycle = policies.StepCycle()
         self._slots: dict[Tensor, Slot] = {}
-        self._constants: dict[torch.device, tuple[Tensor | None, Tensor | None]] = {}
         self._nonfinite: Tensor | None = None  # a count that stays on the device
         groups = list(params)
         if not groups:
@@ -170,10 +177,27 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._wanted_placement = placement
         try:
             super().__init__(groups, {**self.rule.defaults, **hyper})
+            self._refuse_unknown_parameters()
             self.compiled = self._decide_compile(compile)
         except BaseException:
             self.remove()  # the hooks of the groups that were fine
             raise
+        self._updates = Updates(
+            self.rule,
+            self.state,
+            self._cycle,
+            rounding=rounding,
+            seed=seed,
+            factor=None if self.loss_scale is None else 1.0 / self.loss_scale,
+            limit=self.clip_value,
+            batching=batching,
+            compiled=self.compiled,
+        )
+
+    @property
+    def seed(self) -> int:
+        """Of stochastic rounding."""
+        return self._updates.seed
 
     # -- parameters ------------------------------------------------------------------------------------------------
 
@@ -183,6 +207,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         group = listed(param_group, first=len(self._slots))
         self._placement = placements.find(self._wanted_placement, group["params"])
         super().add_param_group(group)
+        self.param_groups[-1].setdefault("param_names", [])  # torch leaves it out where there are no parameters
         slots: dict[Tensor, Slot] = {}
         try:
             slots = self._slots_of(self.param_groups[-1])
@@ -197,6 +222,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _slots_of(self, group: dict[str, Any]) -> dict[Tensor, Slot]:
         self.rule.check(group)
+        policies.refuse_norm(self.policy, self.rule.needs_norm(group))
         taken = {slot.name for slot in self._slots.values()}
         slots: dict[Tensor, Slot] = {}
         for name, param in zip(group["param_names"], group["params"], strict=True):
@@ -211,12 +237,18 @@ class FusedOptimizer(torch.optim.Optimizer):
         param = slot.param
         if slot.handle is not None or not param.requires_grad or not param.numel():
             return
+        self._settle(slot)
+        slot.attach(self._on_gradient)
+
+    def _settle(self, slot: Slot) -> None:
+        """Decides how a parameter is updated, by what its group says now."""
+        param = slot.param
         try:
             self.rule.admit(param, slot.group)
-            slot.layout = self._placement.layout(param, self.rule.view(tuple(param.shape)))
+            slot.plan = self.rule.plan(slot.name, tuple(param.shape), slot.group)
+            slot.layout = self._placement.layout(param, slot.plan.view)
         except UnsupportedError as error:
             raise UnsupportedError(f"parameter {slot.name!r} of shape {list(param.shape)} {error}") from None
-        slot.attach(self._on_gradient)
 
     def remove(self) -> None:
         """Takes every hook away; the optimizer does nothing from here on."""
@@ -234,6 +266,15 @@ class FusedOptimizer(torch.optim.Optimizer):
                     f"{where}rule {self.rule.name!r} has no hyperparameter {key!r}.{did_you_mean(key, known)} "
                     f"It has {', '.join(known)}."
                 )
+
+    def _refuse_unknown_parameters(self) -> None:
+        known = [slot.name for slot in self._slots.values()]
+        for group in self.param_groups if known else []:
+            for name in self.rule.names(group):
+                if name not in known:
+                    raise ConfigError(
+                        f"rule {self.rule.name!r}: no parameter is called {name!r}.{did_you_mean(name, known)}"
+                    )
 
     def _decide_compile(self, wanted: bool | str) -> bool:
         if wanted is False:
@@ -274,6 +315,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             (loss if self.loss_scale is None else loss * self.loss_scale).backward()
         except BaseException as error:
             self._cycle.fail(f"its backward ended with {type(error).__name__}")
+            self._updates.drop()
             if self._cycle.torn is not None:
                 error.add_note(f"{self._cycle.torn}; the optimizer refuses to go on until a checkpoint is loaded")
             raise
@@ -304,66 +346,54 @@ class FusedOptimizer(torch.optim.Optimizer):
         if self.loss_scale is not None and self._cycle.idle:
             raise StepError(f"with loss_scale={self.loss_scale:g} the loss must be scaled: call opt.backward(loss)")
         if self._cycle.fired(slot.name):
+            self._updates.drop()  # what a plain backward that died has left
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
         with torch.no_grad():
-            self._update(slot)
-
-    def _update(self, slot: Slot) -> None:
-        param, layout = slot.param, slot.layout
-        assert layout is not None  # a hook is attached with it
-        if param not in self.state:
-            self.state[param] = self._new_state(slot)
-        factor, limit = self._factor_and_limit(param.device)
-        noisy = self.rounding == "stochastic" and param.dtype in ROUNDED_DTYPES
-        # a dispatch mode (fake tensors, a memory tracker) looks at each operation, and torch.compile has none to show
-        compiled = self.compiled and not torch._C._len_torch_dispatch_stack()
-        try:
-            sweep = Sweep(
-                layout,
-                param,
-                self._placement.reduce(param),
-                residual=slot.residual,
-                factor=factor,
-                limit=limit,
-                noise_key=noise_key(self.seed, self._cycle.step, slot.name) if noisy else None,
-                compiled=compiled,
-            )
-            self.rule.update(sweep, self.state[param], slot.group, self._cycle.step)
-        except UnsupportedError as error:
-            raise UnsupportedError(f"parameter {slot.name!r} {error}") from None
-        slot.square_sum = sweep.square_sum
-
-    def _new_state(self, slot: Slot) -> dict[str, Any]:
-        if self._keeps_residual(slot):
-            slot.residual = torch.zeros_like(slot.param, dtype=torch.int16)
-        specs = self.rule.states(tuple(slot.param.shape), slot.group)
-        return {name: self._placement.new_state(spec, slot.param) for name, spec in specs.items()}
-
-    def _keeps_residual(self, slot: Slot) -> bool:
-        return self.rounding == "compensated" and slot.param.dtype in ROUNDED_DTYPES
-
-    def _factor_and_limit(self, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-        if device not in self._constants:
-
-            def constant(value: float | None) -> Tensor | None:
-                return None if value is None else torch.full((), value, dtype=torch.float32, device=device)
-
-            unscale = None if self.loss_scale is None else 1.0 / self.loss_scale
-            self._constants[device] = constant(unscale), constant(self.clip_value)
-        return self._constants[device]
+            try:
+                self._updates.put(slot, self._placement.reduce(slot.param), self._placement)
+            except UnsupportedError as error:
+                raise UnsupportedError(f"parameter {slot.name!r} {error}") from None
 
     def _finish(self) -> None:
         """Backward is over: closes the step and leaves its report."""
         self._cycle.end()
+        with torch.no_grad():
+            if self.rule.every_parameter:
+                self._update_without_gradient()
+            self._updates.flush()
         fired = [slot for slot in self._slots.values() if self._cycle.has_fired(slot.name)]
         squares = [cast(Tensor, slot.square_sum) for slot in fired]
         norms = torch.stack([s.to(squares[0].device) for s in squares]).sqrt()
         self.last_step = LastStep(
-            self._cycle.step, self.policy, self.loss_scale, norms, tuple(slot.name for slot in fired)
+            self._cycle.step,
+            self.policy,
+            self.loss_scale,
+            norms,
+            tuple(slot.name for slot in fired),
+            self._describe_measured(),
         )
         nonfinite = norms.isfinite().logical_not().sum()
         self._nonfinite = nonfinite if self._nonfinite is None else self._nonfinite + nonfinite
         self._opt_called = True  # LR schedulers ask whether an optimizer step came before theirs
+
+    def _describe_measured(self) -> Callable[[], dict[str, float | str]]:
+        """The rule's statistics of this step, worked out when they are asked for."""
+        measured = [slot for slot in self._slots.values() if slot.measured]
+        if not measured:
+            return dict
+        names, device = [slot.name for slot in measured], measured[0].param.device
+        values = {
+            name: torch.stack([slot.measured[name].to(device) for slot in measured]) for name in measured[0].measured
+        }
+        for slot in measured:
+            slot.measured = {}
+        return functools.partial(self.rule.statistics, names, values)
+
+    def _update_without_gradient(self) -> None:
+        for slot in self._slots.values():
+            if slot.handle is not None and not self._cycle.has_fired(slot.name):
+                zero = torch.zeros((), dtype=slot.param.dtype, device=slot.param.device)
+                self._updates.put(slot, zero.expand_as(slot.param), self._placement)
 
     # -- saving ----------------------------------------------------------------------------------------------------
 
@@ -380,7 +410,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         for param, slot in self._slots.items():
             kept = dict(self.state.get(param, {}))
             if slot.residual is not None:
-                kept[_RESIDUAL] = slot.residual
+                kept[RESIDUAL] = slot.residual
             if kept:
                 state[slot.name] = kept
         groups = [
@@ -390,7 +420,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return {
             "rule": self.rule.name,
             "rounding": self.rounding,
-            "seed": self.seed,
+            "seed": self._updates.seed,
             "step": self._cycle.step,
             "state": state,
             "param_groups": groups,
@@ -415,38 +445,48 @@ class FusedOptimizer(torch.optim.Optimizer):
                 f"{len(names)} of {len(own_names)}; " + (f"they differ in {odd[:5]}" if odd else "in another order")
             )
         slots = {slot.name: slot for slot in self._slots.values()}
+        saved_of = {name: group for group in saved_groups for name in group["params"]}
         for name, kept in state_dict["state"].items():
-            self._check_state(slots[name], kept)
+            self._check_state(slots[name], kept, saved_of[name])
         self.state.clear()
         for slot in slots.values():
             slot.residual = None
         for name, kept in state_dict["state"].items():
             slot = slots[name]
             copied = {key: self._own_copy(key, value, slot) for key, value in kept.items()}
-            slot.residual = copied.pop(_RESIDUAL, None)
+            slot.residual = copied.pop(RESIDUAL, None)
             self.state[slot.param] = copied
         for group, saved_group in zip(self.param_groups, saved_groups, strict=True):
             group.update({k: v for k, v in saved_group.items() if k != "params"})
-        self.seed = state_dict["seed"]
+        for slot in slots.values():
+            if slot.handle is not None:
+                self._settle(slot)
+        self._updates.seed = state_dict["seed"]
         self._cycle.reset(state_dict["step"])
 
-    def _check_state(self, slot: Slot, kept: Mapping[str, Any]) -> None:
-        shape = tuple(slot.param.shape)
-        have = {name: tuple(value.shape) for name, value in kept.items() if isinstance(value, Tensor)}
-        want = {name: tuple(spec.shape) for name, spec in self.rule.states(shape, slot.group).items()}
-        if self._keeps_residual(slot):
-            want[_RESIDUAL] = shape
+    def _check_state(self, slot: Slot, kept: Mapping[str, Any], saved_group: Mapping[str, Any]) -> None:
+        have = {name: (tuple(t.shape), t.dtype) for name, t in kept.items() if isinstance(t, Tensor)}
         if isinstance(self.rule, rules.ForeignRule):  # only the class knows what else it keeps
-            have = {name: size for name, size in have.items() if name == _RESIDUAL}
+            have = {name: kind for name, kind in have.items() if name == RESIDUAL}
+        plan = self.rule.plan(slot.name, tuple(slot.param.shape), {**slot.group, **saved_group})
+        want = self._updates.kept(plan, slot.param)
         if want != have:
-            raise CheckpointError(f"the saved state of {slot.name!r} has shapes {have}, this optimizer's {want}")
+            raise CheckpointError(
+                f"the saved state of {slot.name!r} has {_listing(have)}, this optimizer's {_listing(want)}"
+            )
 
     def _own_copy(self, key: str, value: Any, slot: Slot) -> Any:
         if not isinstance(value, Tensor):
             return value
         # torch.optim keeps its step counts on the host unless they take part in a kernel
-        on_host = key == "step" and not (slot.group.get("capturable") or slot.group.get("fused"))
+        foreign = isinstance(self.rule, rules.ForeignRule)
+        on_host = foreign and key == "step" and not (slot.group.get("capturable") or slot.group.get("fused"))
         return value.detach().to("cpu" if on_host else slot.param.device, copy=True)
+
+
+def _listing(states: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> str:
+    parts = [f"{name} {list(shape)} {str(dtype).removeprefix('torch.')}" for name, (shape, dtype) in states.items()]
+    return ", ".join(parts) or "none"
 
 
 def _positive(option: str, value: float | None) -> float | None:

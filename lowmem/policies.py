@@ -32,14 +32,29 @@ def choose(policy: str, *, clip_norm: float | None) -> str:
     return "immediate"
 
 
+def refuse_norm(policy: str, option: str | None) -> None:
+    """Raises `UnsupportedError` if a rule's `option` needs the norm over all gradients and the policy has none."""
+    if option is not None:
+        raise UnsupportedError(
+            f"{option}: clipping by the norm over all gradients takes a policy that knows it before the first update "
+            f"('two_pass' or 'deferred', which are not available yet); {policy!r} updates each parameter in backward. "
+            "Leave the option out; clip_value, and the rule's own update clipping, work."
+        )
+
+
 class StepCycle:
     """One step: idle → open while a backward runs → idle; torn when a backward died after it had moved weights.
 
     `begin` is explicit in `FusedOptimizer.backward`, or implied by the first hook of a plain `loss.backward()`.
+
+    Attributes:
+        step: the number of this step, or of the last one.
+        moved: whether an update of it has begun.
     """
 
     def __init__(self) -> None:
         self.step = 0
+        self.moved = False
         self.torn: str | None = None
         self._graph_task: int | None = None  # of a plain backward: tells a new one from the one that was begun
         self._open = False
@@ -73,6 +88,7 @@ class StepCycle:
         self._open, self._explicit = True, explicit
         self._graph_task = torch._C._current_graph_task_id()
         self._fired.clear()
+        self.moved = False
         self._backwards += 1
         self.step += 1
 
@@ -113,9 +129,9 @@ class StepCycle:
             )
 
     def fail(self, reason: str) -> None:
-        """A backward died: nothing happened yet if no hook has fired, else the step is torn."""
+        """A backward died: nothing happened yet if no update has begun, else the step is torn."""
         self._open = False
-        if self._fired:
+        if self.moved:
             done = len(self._fired)
             self.torn = f"step {self.step} is torn: {reason} after {done} parameter(s) had got their gradient"
         else:

@@ -60,6 +60,35 @@ def narrow_stochastically(value: Tensor, dtype: torch.dtype, bits: Tensor) -> Te
     return torch.where(value.isfinite(), (low + up) * spacing, value).to(dtype)
 
 
+def nearest(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """A float32 tile rounded to the nearest value of `dtype`, ties to even, still float32.
+
+    In bits and powers of two: a compiler takes a cast there and back for no change at all.
+    """
+    if dtype == torch.bfloat16:
+        bits = value.view(torch.int32)
+        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & ~_LOW16).view(torch.float32)
+        return torch.where(value.isfinite(), rounded, value)
+    if dtype == torch.float16:
+        spacing = _half_spacing(value)
+        rounded = (value / spacing).round() * spacing
+        return torch.where(rounded.abs() > 65504, value * torch.inf, rounded)
+    return value
+
+
+def narrow_past(value: Tensor, threshold: Tensor) -> Tensor:
+    """A float32 tile as bfloat16: away from zero where the part of the spacing that is cut off is above `threshold`.
+
+    With a threshold that runs evenly over [0, 1) the mean is the value. As Tensor2Tensor has it (seed
+    `adafactor.py`): the candidates are the nearest bfloat16 and 1.005 or 0.995 times it.
+    """
+    size = value.abs() + 1e-30
+    first = nearest(size, torch.bfloat16)
+    second = nearest(torch.where(size > first, first * 1.005, first * 0.995), torch.bfloat16)
+    chosen = torch.where((size - first) / (second - first) > threshold, second, first)
+    return (chosen * value.sign()).to(torch.bfloat16)
+
+
 def _half_spacing(value: Tensor) -> Tensor:
     """The spacing of float16 around a float32 value (2⁻²⁴ among its subnormals), as float32."""
     exponent = (value.view(torch.int32) >> 23) & 0xFF

@@ -1,8 +1,8 @@
 """A parameter and what the engine knows of it: its place, its hook, what rounding keeps for it."""
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -10,7 +10,8 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lowmem.errors import StepError
-from lowmem.sweep import Layout
+from lowmem.layout import Layout
+from lowmem.rules import Plan
 
 # Parameters that are hooked: two optimizers on one would update it twice.
 _HOOKED = WeakTensorKeyDictionary()
@@ -20,17 +21,20 @@ _HOOKED = WeakTensorKeyDictionary()
 class Slot:
     """One parameter of a `FusedOptimizer`.
 
-    group: its parameter group, the live one that schedulers edit.  layout: the piece of it that is here, once hooked.
-    residual: what compensated rounding keeps.  square_sum: of its last gradient, a float32 scalar.
+    group: its parameter group, the live one that schedulers edit.  plan, layout: how it is updated and the piece of it
+    that is here, once hooked.  residual: what compensated rounding keeps.  square_sum: of its last gradient, a float32
+    scalar.  measured: what its rule measured in the last update.
     """
 
     name: str
     param: Tensor
     group: dict[str, Any]
+    plan: Plan | None = None
     layout: Layout | None = None
     handle: RemovableHandle | None = None
     residual: Tensor | None = None
     square_sum: Tensor | None = None
+    measured: Mapping[str, Tensor] = field(default_factory=dict)
 
     def attach(self, hook: Callable[["Slot", Tensor], None]) -> None:
         """Hooks the parameter.

@@ -1,13 +1,13 @@
 """The sweep: one pass over a parameter, its gradient and its states, tile by tile, in float32.
 
 A rule hands module-level functions of one `Tile` to `Sweep.reduce` and `Sweep.apply`. Everything a rule must not know
-stands here: tile size, device, stored dtype, rounding, compilation and, through `Layout`, which piece of the
-parameter this process holds.
+stands here: tile size, device, stored dtype, rounding, compilation, how many small parameters are stacked into one and,
+through `Layout`, which piece of the parameter this process holds.
 """
 
 import functools
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lowmem import rounding
+from lowmem.layout import Layout, Rect
 
 Named = dict[str, Tensor]
 Vectors = Mapping[str, Tensor]
@@ -31,58 +32,8 @@ GPU_TILE = 1 << 22
 # more than dynamo's own limit of 8 for one function, past which it would fail in the middle of a step.
 SPECIALISATIONS = 64
 
-
-@dataclass(frozen=True)
-class Rect:
-    """A rectangle of a parameter seen as [batch, rows, cols], in the parameter's own coordinates."""
-
-    batch: slice
-    rows: slice
-    cols: slice
-
-    def subdivide(self, tile: int) -> Iterator["Rect"]:
-        """Rectangles of about `tile` elements each that cover this one: whole slices, whole rows, or parts of a row."""
-        b, r, c = (s.stop - s.start for s in (self.batch, self.rows, self.cols))
-        cols = min(c, tile)
-        rows = min(r, max(1, tile // cols)) if cols == c else 1
-        batch = min(b, max(1, tile // (rows * cols))) if rows == r and cols == c else 1
-        for b0 in range(self.batch.start, self.batch.stop, batch):
-            for r0 in range(self.rows.start, self.rows.stop, rows):
-                for c0 in range(self.cols.start, self.cols.stop, cols):
-                    yield Rect(
-                        slice(b0, min(b0 + batch, self.batch.stop)),
-                        slice(r0, min(r0 + rows, self.rows.stop)),
-                        slice(c0, min(c0 + cols, self.cols.stop)),
-                    )
-
-    def within(self, outer: "Rect") -> tuple[slice, slice, slice]:
-        """This rectangle's indices in a tensor that holds just `outer`."""
-
-        def shift(inner: slice, outer: slice) -> slice:
-            return slice(inner.start - outer.start, inner.stop - outer.start)
-
-        return shift(self.batch, outer.batch), shift(self.rows, outer.rows), shift(self.cols, outer.cols)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Which rectangles of a [batch, rows, cols] parameter a process holds, in the order of its local memory."""
-
-    shape: tuple[int, int, int]
-    rects: tuple[Rect, ...]
-
-    @classmethod
-    def whole(cls, shape: tuple[int, int, int]) -> "Layout":
-        """The whole parameter, on one device."""
-        return cls(shape, (Rect(*(slice(0, n) for n in shape)),))
-
-    def views(self, local: Tensor) -> list[Tensor]:
-        """A local tensor as one [batch, rows, cols] view a rectangle."""
-        sizes = [tuple(s.stop - s.start for s in (r.batch, r.rows, r.cols)) for r in self.rects]
-        if len(sizes) == 1:
-            return [local.view(sizes[0])]
-        parts = local.flatten().split([b * r * c for b, r, c in sizes])
-        return [part.view(size) for part, size in zip(parts, sizes, strict=True)]
+# What lies between the noise of one rounded tensor and the next of the same update (2³² over the golden ratio, signed).
+_NEXT_NOISE = -0x61C88647
 
 
 @dataclass
@@ -90,11 +41,13 @@ class Sums:
     """What a reduce function gives for a tile of [b, r, c], and `Sweep.reduce` for the parameter of [B, R, C].
 
     row: name → sums along a row, [b, r].  col: name → sums along a column, [b, c].  scalar: name → sums over both, [b].
+    row_max: name → the largest along a row, [b, r].
     """
 
     row: dict[str, Tensor] = field(default_factory=dict)
     col: dict[str, Tensor] = field(default_factory=dict)
     scalar: dict[str, Tensor] = field(default_factory=dict)
+    row_max: dict[str, Tensor] = field(default_factory=dict)
 
 
 class RawTile(NamedTuple):
@@ -111,11 +64,28 @@ class RawTile(NamedTuple):
     scalar: Named
 
 
+class Writing(NamedTuple):
+    """What a tile's results are written with, beside its `RawTile`.
+
+    finite: [b], False where everything stays as it was; None: nothing is held back.  noise: int32 [b, r], which with an
+    element's column, from first_col on, gives its random bits; None if nothing is rounded with them.  threshold: in
+    [0, 1), the part of a bfloat16 weight's spacing past which it is rounded up; None for nearest.
+    """
+
+    finite: Tensor | None
+    noise: Tensor | None
+    first_col: Tensor | None
+    threshold: Tensor | None
+
+
 class Fields:
     """Tensors by name, as attributes."""
 
     def __init__(self, named: Named) -> None:
         self._named = named
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._named
 
     def __getattr__(self, name: str) -> Tensor:
         return self._named[name]
@@ -168,36 +138,41 @@ class Tile:
         """The weight."""
         return self._once("param", lambda: rounding.widen(self._raw.param, self._raw.residual))
 
+    def stored(self, value: Tensor) -> Tensor:
+        """A float32 tile as it comes out of being stored like the weight: arithmetic in the weight's own dtype."""
+        return rounding.nearest(value, self._raw.param.dtype)
+
 
 ReduceFn = Callable[[Tile], Sums]
 ApplyFn = Callable[[Tile], Named]
 
 
-def _reduce_tile(fn: ReduceFn, measure: bool, raw: RawTile) -> tuple[Named, Named, Named, Tensor | None]:
+def _reduce_tile(fn: ReduceFn, measure: bool, raw: RawTile) -> tuple[Named, Named, Named, Named, Tensor | None]:
     tile = Tile(raw)
     sums = fn(tile)
-    return sums.row, sums.col, sums.scalar, tile.square_sum if measure else None
+    return sums.row, sums.col, sums.scalar, sums.row_max, tile.square_sum if measure else None
 
 
-def _apply_tile(fn: ApplyFn, finite: Tensor, noise_row: Tensor | None, noise_col: Tensor | None, raw: RawTile) -> None:
+def _apply_tile(fn: ApplyFn, stochastic: tuple[str, ...], writing: Writing, raw: RawTile) -> None:
     tile = Tile(raw)
-    new = fn(tile)
-    for name, value in new.items():
-        if name != "param":
-            old = raw.full[name]
-            old.copy_(torch.where(finite, value, old))
-    if "param" not in new:
-        return
-    value = torch.where(finite, new["param"], tile.param)
-    if raw.residual is not None:
-        stored, residual = rounding.split(value, raw.param.dtype)
-        raw.param.copy_(stored)
-        raw.residual.copy_(residual)
-    elif noise_row is not None and noise_col is not None:
-        bits = rounding.mix(noise_row.unsqueeze(-1) + noise_col)
-        raw.param.copy_(rounding.narrow_stochastically(value, raw.param.dtype, bits))
-    else:
-        raw.param.copy_(value)
+    finite = None if writing.finite is None else writing.finite[:, None, None]
+    for name, value in fn(tile).items():
+        target, old = (raw.param, tile.param) if name == "param" else (raw.full[name], raw.full[name])
+        if finite is not None:
+            value = torch.where(finite, value, old)
+        if name in stochastic:
+            assert writing.noise is not None and writing.first_col is not None
+            col = torch.arange(value.shape[-1], dtype=torch.int32, device=value.device) + writing.first_col
+            bits = rounding.mix(writing.noise.unsqueeze(-1) + stochastic.index(name) * _NEXT_NOISE + col)
+            target.copy_(rounding.narrow_stochastically(value, target.dtype, bits))
+        elif name == "param" and raw.residual is not None:
+            stored, residual = rounding.split(value, raw.param.dtype)
+            raw.param.copy_(stored)
+            raw.residual.copy_(residual)
+        elif name == "param" and writing.threshold is not None and target.dtype == torch.bfloat16:
+            target.copy_(rounding.narrow_past(value, writing.threshold))
+        else:
+            target.copy_(value)
 
 
 @functools.cache
@@ -217,7 +192,7 @@ def _tile_function(body: Callable[..., Any], fn: Callable[..., Any], compiled: b
 
 
 class Sweep:
-    """The reads and writes of one update of one parameter, given to `UpdateRule.update`.
+    """The reads and writes of one update, given to `UpdateRule.update`.
 
     Every number handed to `reduce` and `apply` besides tensors is turned into a float32 tensor, so that what changes
     from step to step never becomes a constant of compiled code.
@@ -228,8 +203,12 @@ class Sweep:
         residual: what compensated rounding keeps, int16, like `param`; None for other roundings.
         factor: float32 scalar that the gradient is multiplied with as it is read (unscale, norm clip), or None.
         limit: float32 scalar ≥ 0, the gradient is clamped to ±limit after `factor`, or None.
-        noise_key: 31-bit key for stochastic rounding, or None.
+        noise_keys: a 31-bit key for each stacked parameter, for what is rounded stochastically.
+        stochastic: whether the weight is.
         compiled: run tile functions through torch.compile.
+
+    Attributes:
+        shape: [batch, rows, cols]; where small parameters are stacked, the batch is those of all, one after the other.
     """
 
     def __init__(
@@ -241,7 +220,8 @@ class Sweep:
         residual: Tensor | None = None,
         factor: Tensor | None = None,
         limit: Tensor | None = None,
-        noise_key: int | None = None,
+        noise_keys: Sequence[int] = (0,),
+        stochastic: bool = False,
         compiled: bool = False,
         tile: int | None = None,
     ) -> None:
@@ -250,41 +230,51 @@ class Sweep:
         self.device = param.device
         self._param, self._grad, self._residual = param.detach(), grad, residual
         self._factor, self._limit = factor, limit
+        self._noise_keys, self._stochastic = noise_keys, stochastic and param.dtype in rounding.ROUNDED_DTYPES
         self._compiled = compiled
+        self._guarded = True
+        self._finite: Tensor | None = None
         if tile is None:
             on_cpu = param.device.type == "cpu"
             tile = (CPU_COMPILED_TILE if on_cpu else param.numel()) if compiled else CPU_TILE if on_cpu else GPU_TILE
         self._rects = [(i, r) for i, outer in enumerate(layout.rects) for r in outer.subdivide(max(1, tile))]
-        self._at_once = [rect for _, rect in self._rects] == list(Layout.whole(self.shape).rects)
+        self._at_once = len(self._rects) == 1 and self._rects[0][1].size == self.shape
         self._params = layout.views(self._param)
         self._grads = layout.views(grad)
         self._residuals = layout.views(residual) if residual is not None else None
-        self._square_sums: Tensor | None = None  # [B], known after the first reduce
-        self._noise = self._noise_vectors(noise_key) if noise_key is not None else (None, None)
+        self._slice_square_sums: Tensor | None = None  # [B], known after the first reduce
 
     @property
     def count(self) -> int:
         """Elements in each slice of the batch."""
         return self.shape[1] * self.shape[2]
 
-    @functools.cached_property
-    def square_sum(self) -> Tensor:
-        """Sum of the squares of the whole unscaled, unclipped gradient: a float32 scalar."""
-        return self._measure().sum()
+    @property
+    def members(self) -> int:
+        """How many parameters are stacked."""
+        return len(self._noise_keys)
 
-    def _measure(self) -> Tensor:
-        if self._square_sums is None:
+    @functools.cached_property
+    def square_sums(self) -> Tensor:
+        """Sum of the squares of each parameter's whole unscaled, unclipped gradient: float32 [members]."""
+        if self._slice_square_sums is None:
             self.reduce(_nothing)
-        assert self._square_sums is not None
-        return self._square_sums
+        assert self._slice_square_sums is not None
+        return self._slice_square_sums.view(self.members, -1).sum(-1)
 
-    @functools.cached_property
-    def finite(self) -> Tensor:
-        """Whether the gradient is free of Inf and NaN (and its squares of overflow): a boolean scalar on the device.
+    @property
+    def finite(self) -> Tensor | None:
+        """Whether each gradient is free of Inf and NaN (and its squares of overflow): boolean [members], on the device.
 
-        `apply` and `store` leave everything as it was where it is False.
+        `apply` and `store` leave everything of a parameter as it was where it is False. None: nothing is held back.
         """
-        return self.square_sum.isfinite()
+        if self._guarded and self._finite is None:
+            self._finite = self.square_sums.isfinite()
+        return self._finite
+
+    def pass_nonfinite(self) -> None:
+        """Holds nothing back from here on: the rule itself says what a gradient that is not finite does."""
+        self._guarded, self._finite = False, None
 
     def reduce(
         self,
@@ -300,7 +290,7 @@ class Sweep:
         The first reduce of a sweep measures the gradient on the way, so measuring costs no pass of its own.
         """
         run = _tile_function(_reduce_tile, fn, self._compiled)
-        measure = self._square_sums is None
+        measure = self._slice_square_sums is None
         batch, rows, cols = self.shape
         total = Sums()
 
@@ -313,16 +303,23 @@ class Sweep:
                     into[name] = torch.zeros(size, dtype=torch.float32, device=self.device)
                 into[name][where] += value
 
+        def raise_to(into: dict[str, Tensor], where: tuple[slice, ...], part: Vectors) -> None:
+            for name, value in part.items():
+                if name not in into:
+                    into[name] = torch.full((batch, rows), -torch.inf, dtype=torch.float32, device=self.device)
+                into[name][where] = torch.maximum(into[name][where], value)
+
         squares: dict[str, Tensor] = {}
         for rect, raw in self._tiles(full, row, col, scalar):
-            row_sums, col_sums, scalar_sums, square_sum = run(measure, raw)
+            row_sums, col_sums, scalar_sums, row_max, square_sum = run(measure, raw)
             add(total.row, (batch, rows), (rect.batch, rect.rows), row_sums)
             add(total.col, (batch, cols), (rect.batch, rect.cols), col_sums)
             add(total.scalar, (batch,), (rect.batch,), scalar_sums)
+            raise_to(total.row_max, (rect.batch, rect.rows), row_max)
             if measure:
                 add(squares, (batch,), (rect.batch,), {"grad": square_sum})
         if measure:
-            self._square_sums = squares["grad"]
+            self._slice_square_sums = squares["grad"]
         return total
 
     def apply(
@@ -333,21 +330,38 @@ class Sweep:
         row: Vectors | None = None,
         col: Vectors | None = None,
         scalar: Scalars | None = None,
+        stochastic: Sequence[str] = (),
+        threshold: float | None = None,
     ) -> None:
-        """Writes what `fn` gives for each tile: `param`, and states of the parameter's size by their name in `full`."""
+        """Writes what `fn` gives for each tile: `param`, and states of the parameter's size by their name in `full`.
+
+        stochastic: states that, if they are kept in 16 bits, are rounded to them at random, unbiased.
+        threshold: in [0, 1): bfloat16 weights that would be rounded to the nearest one are rounded up (away from zero)
+        where what is cut off is a larger part of their spacing than this.
+        """
         run = _tile_function(_apply_tile, fn, self._compiled)
-        finite = self.finite
-        noise_row, noise_col = self._noise
+        rounded: tuple[str, ...] = ("param",) if self._stochastic else ()
+        rounded += tuple(name for name in stochastic if (full or {})[name].dtype in rounding.ROUNDED_DTYPES)
+        noise = self._noise() if rounded else None
+        finite = None if self.finite is None else self._by_slice(self.finite)
+        limit = None if threshold is None else self.scalar(threshold)
         for rect, raw in self._tiles(full, row, col, scalar):
-            tile_row = _cut(noise_row, (rect.batch, rect.rows)) if noise_row is not None else None
-            tile_col = _cut(noise_col, (rect.cols,)) if noise_col is not None else None
-            run(finite, tile_row, tile_col, raw)
+            own = None if noise is None else _cut(noise, (rect.batch, rect.rows))
+            first = torch.full((), rect.cols.start, dtype=torch.int32, device=self.device) if rounded else None
+            run(rounded, Writing(None if finite is None else _cut(finite, (rect.batch,)), own, first, limit), raw)
 
     def store(self, state: Tensor, value: Tensor) -> Tensor:
-        """Writes a small state (row, column or scalar) and returns what it holds now, in float32."""
-        kept = torch.where(self.finite, value.view(state.shape), state)
+        """Writes a small state (row, column or slice) and returns what it holds now, in the state's dtype and shape."""
+        kept = value.view_as(state)
+        if self.finite is not None:
+            members = (self.members, -1)
+            kept = torch.where(self.finite[:, None], kept.view(members), state.view(members)).view_as(state)
         state.copy_(kept)
         return kept
+
+    def stored(self, value: Tensor) -> Tensor:
+        """As `Tile.stored`, for small tensors."""
+        return rounding.nearest(value, self._param.dtype)
 
     @contextmanager
     def materialized(self) -> Iterator[Tensor]:
@@ -356,13 +370,14 @@ class Sweep:
         It is the stored weight itself where that can hold the result (float32, or nearest rounding), else a float32
         copy that is written back tile by tile. The gradient is unscaled and clipped in place.
         """
-        self._measure()  # before anything changes the gradient
+        _ = self.square_sums  # measured before anything changes the gradient
+        self.pass_nonfinite()
         grad = self._grad
         if self._factor is not None:
             grad.mul_(self._factor)
         if self._limit is not None:
             grad.clamp_(-self._limit, self._limit)
-        exact = self._residual is None and self._noise[0] is None
+        exact = self._residual is None and not self._stochastic
         param = self._param.detach() if exact else rounding.widen(self._param, self._residual)
         param.requires_grad_()
         param.grad = grad if exact else grad.float()
@@ -401,11 +416,19 @@ class Sweep:
             return value
         return torch.full((), value, dtype=torch.float32, device=self.device)
 
-    def _noise_vectors(self, key: int) -> tuple[Tensor, Tensor]:
-        """int32 [batch, rows] and [cols] whose sum, mixed, is the noise of an element. int32 arithmetic may wrap."""
-        batch, rows, cols = self.shape
-        line = torch.arange(batch * rows, dtype=torch.int32, device=self.device).view(batch, rows)
-        return rounding.mix(line + key), torch.arange(cols, dtype=torch.int32, device=self.device)
+    def _by_slice(self, of_members: Tensor) -> Tensor:
+        """What each of the stacked parameters has, for each slice of the batch."""
+        return of_members.repeat_interleave(self.shape[0] // self.members, output_size=self.shape[0])
+
+    def _noise(self) -> Tensor:
+        """int32 [batch, rows]: random bits of each line of each parameter. int32 arithmetic may wrap."""
+        batch, rows, _ = self.shape
+        lines = batch * rows // self.members
+        line = torch.arange(lines, dtype=torch.int32, device=self.device)
+        if self.members == 1:
+            return rounding.mix(line + self._noise_keys[0]).view(batch, rows)
+        keys = torch.tensor(self._noise_keys, dtype=torch.int32).to(self.device, non_blocking=True)
+        return rounding.mix(line + keys[:, None]).view(batch, rows)
 
 
 def _cut(whole: Tensor, where: tuple[slice, ...]) -> Tensor:

@@ -388,11 +388,11 @@ def optimizer_of(shapes, **options):
         ({"shapes": {"a": 3, "c": 2}}, {}, r"differ in \['b', 'c'\]"),
         ({"shapes": {"a": 3}}, {}, r"1 parameters, this one 1 group\(s\)|of 1 parameters, this one 1 of 2"),
         ({"shapes": {"b": 2, "a": 3}}, {}, "in another order"),
-        ({"shapes": {"a": 3, "b": 4}}, {}, "state of 'b' has shapes"),
+        ({"shapes": {"a": 3, "b": 4}}, {}, "state of 'b' has "),
         (
             {"shapes": {"a": 3, "b": 4}, "rule": "lomo", "rounding": "compensated"},
             {"rule": "lomo", "rounding": "compensated"},
-            "state of 'b' has shapes",
+            "state of 'b' has ",
         ),
     ],
 )

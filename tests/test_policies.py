@@ -45,7 +45,7 @@ def net():
 
 @pytest.fixture
 def opt(net):
-    return lowmem.FusedOptimizer(net.named_parameters(), lr=0.01)
+    return lowmem.FusedOptimizer(net.named_parameters(), lr=0.01, batching=False)
 
 
 def weights(net):
@@ -231,6 +231,23 @@ def test_backward_that_dies_before_any_update_tears_nothing(net, opt, plain):
     assert not any(moved(net, before))
     opt.backward(net())
     assert opt.state_dict()["step"] == 1
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_backward_that_dies_while_small_parameters_wait_tears_nothing(net, plain):
+    """What waits for its like has not moved yet, and is forgotten."""
+    other = Net()
+    other.load_state_dict(net.state_dict())
+    opts = [lowmem.FusedOptimizer(one.named_parameters(), rule="lomo", lr=0.01) for one in (net, other)]
+    before = weights(net)
+    with pytest.raises(Boom):
+        net(break_at="middle").backward() if plain else opts[0].backward(net(break_at="middle"))
+    assert not any(moved(net, before))
+    for one, opt in zip((net, other), opts, strict=True):
+        one.zero_grad()
+        one().backward() if plain else opt.backward(one())
+    assert not any(moved(net, weights(other)))
+    assert opts[0].state_dict()["step"] == 1
 
 
 def test_saving_in_the_middle_of_a_step(net, opt):

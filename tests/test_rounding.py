@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 import lowmem
 from lowmem import rounding
-from lowmem.sweep import Layout, Sweep
+from lowmem.layout import Layout, View
+from lowmem.sweep import Sweep
 
 HALVES = [torch.bfloat16, torch.float16]
 LARGEST = {torch.bfloat16: torch.finfo(torch.bfloat16).max, torch.float16: torch.finfo(torch.float16).max}
@@ -137,7 +138,8 @@ def test_noise_is_of_the_element(dtype, shape):
     def run(tile, key):
         torch.manual_seed(0)
         param, grad = torch.randn(shape).to(dtype), (1e-3 * torch.randn(shape)).to(dtype)
-        Sweep(Layout.whole(shape), param, grad, noise_key=key, tile=tile).apply(shifted)
+        layout = Layout.whole(shape, View.matrix(3))
+        Sweep(layout, param, grad, noise_keys=[key], stochastic=True, tile=tile).apply(shifted)
         return param
 
     whole = run(1 << 20, key=5)

@@ -13,6 +13,7 @@ from reference.lomo import Lomo
 
 import lowmem
 from lowmem.errors import ConfigError
+from lowmem.layout import View
 from lowmem.rules.rule import TABLE
 from lowmem.sweep import Sums
 
@@ -174,10 +175,10 @@ def test_rule_from_outside(clean_table, give_gradients):
         def check(self, hyper):
             pass
 
-        def states(self, shape, hyper):
-            return {"momentum": lowmem.rules.StateSpec("full", shape)}
+        def plan(self, name, shape, hyper):
+            return lowmem.rules.Plan(View.matrix(len(shape)), {"momentum": lowmem.rules.StateSpec("full")})
 
-        def update(self, sweep, state, hyper, step):
+        def update(self, sweep, plan, state, hyper, step):
             size = sweep.reduce(largest_rows).row["size"] / sweep.shape[2]
             sweep.apply(signed, full=dict(state), row={"size": size}, scalar={k: hyper[k] for k in ("lr", "beta")})
 

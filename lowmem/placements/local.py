@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from lowmem.errors import UnsupportedError
+from lowmem.layout import Layout, View
 from lowmem.rules.rule import StateSpec
-from lowmem.sweep import Layout
 
 
 class Local:
@@ -20,17 +20,21 @@ class Local:
             raise UnsupportedError("has a sparse gradient; make its module with sparse=False")
         return grad
 
-    def layout(self, param: Tensor, shape: tuple[int, int, int]) -> Layout:
-        """The piece of a parameter, seen as [batch, rows, cols], that is here: all of it."""
+    def layout(self, param: Tensor, view: View) -> Layout:
+        """The piece of a parameter that is here: all of it."""
+        layout = Layout.whole(tuple(param.shape), view)
         try:
-            param.view(shape)
+            layout.views(param)
         except RuntimeError:
             raise UnsupportedError(
-                f"lies in memory with strides {param.stride()}, which cannot be seen as {list(shape)} without a copy; "
-                "make it contiguous first: param.data = param.data.contiguous()"
+                f"lies in memory with strides {param.stride()}, which cannot be seen as {list(layout.shape)} without a "
+                "copy; make it contiguous first: param.data = param.data.contiguous()"
             ) from None
-        return Layout.whole(shape)
+        return layout
 
-    def new_state(self, spec: StateSpec, param: Tensor) -> Tensor:
-        """A zero state where its parameter lives."""
-        return torch.zeros(spec.shape, dtype=spec.dtype, device=param.device)
+    def new_state(self, spec: StateSpec, param: Tensor, view: View) -> Tensor:
+        """A state as it is before the first update, where its parameter lives."""
+        if spec.master:
+            return param.detach().to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        shape = view.kept(spec.extent, tuple(param.shape)) + spec.extra
+        return torch.zeros(shape, dtype=spec.dtype or param.dtype, device=param.device)

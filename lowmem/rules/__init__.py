@@ -6,6 +6,7 @@
 A rule from outside enters the table with `@lowmem.rules.register("name")`.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -14,14 +15,25 @@ from lowmem.errors import ConfigError, did_you_mean
 from lowmem.rules.adalomo import AdaLomo
 from lowmem.rules.foreign import ForeignRule, import_optimizer
 from lowmem.rules.lomo import Lomo
-from lowmem.rules.rule import TABLE, StateSpec, UpdateRule, register
+from lowmem.rules.rule import TABLE, Plan, StateSpec, UpdateRule, register
 
-__all__ = ["AdaLomo", "ForeignRule", "Lomo", "RuleInfo", "StateSpec", "UpdateRule", "register", "resolve", "table"]
+__all__ = [
+    "AdaLomo",
+    "ForeignRule",
+    "Lomo",
+    "Plan",
+    "RuleInfo",
+    "StateSpec",
+    "UpdateRule",
+    "register",
+    "resolve",
+    "table",
+]
 
 
 @dataclass(frozen=True)
 class RuleInfo:
-    """A row of the table; `state_bytes` is what the rule keeps for each element of a 4096 × 4096 parameter."""
+    """A row of the table; `state_bytes` is what the rule keeps for each element of a 4096 × 4096 bfloat16 parameter."""
 
     name: str
     state_bytes: float
@@ -61,7 +73,10 @@ def table() -> list[RuleInfo]:
     for name in sorted(TABLE):
         rule = TABLE[name]()
         shape = (4096, 4096)
-        specs = rule.states(shape, rule.defaults).values()
-        kept = sum(torch.Size(s.shape).numel() * s.dtype.itemsize for s in specs)
-        rows.append(RuleInfo(name, kept / torch.Size(shape).numel(), rule.keeps, dict(rule.defaults), rule.source))
+        plan = rule.plan("", shape, rule.defaults)
+        specs = [spec for spec in plan.states.values() if not spec.master]
+        kept = sum(
+            math.prod(plan.view.kept(s.extent, shape) + s.extra) * (s.dtype or torch.bfloat16).itemsize for s in specs
+        )
+        rows.append(RuleInfo(name, kept / math.prod(shape), rule.keeps, dict(rule.defaults), rule.source))
     return rows

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from lowmem.errors import ConfigError, UnsupportedError, did_you_mean
-from lowmem.rules.rule import Hyper, State, StateSpec, UpdateRule
+from lowmem.layout import View
+from lowmem.rules.rule import Hyper, Plan, State, UpdateRule
 from lowmem.sweep import Sweep
 
 
@@ -24,6 +25,7 @@ class ForeignRule(UpdateRule):
     """
 
     keeps = "what the class keeps"
+    stackable = False
 
     def __init__(self, cls: type[torch.optim.Optimizer]) -> None:
         self.cls = cls
@@ -57,10 +59,10 @@ class ForeignRule(UpdateRule):
     def admit(self, param: Tensor, hyper: Hyper) -> None:
         self._construct(param, hyper)
 
-    def states(self, shape: tuple[int, ...], hyper: Hyper) -> dict[str, StateSpec]:
-        return {}  # made by the class itself at the first update
+    def plan(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> Plan:
+        return Plan(View.vector(len(shape)))  # states are made by the class itself at the first update
 
-    def update(self, sweep: Sweep, state: State, hyper: Hyper, step: int) -> None:
+    def update(self, sweep: Sweep, plan: Plan, state: State, hyper: Hyper, step: int) -> None:
         with sweep.materialized() as param:
             if self._optimizer is None or (self._states_at_once and not state):
                 made = self._construct(param, hyper)

@@ -5,7 +5,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lowmem.rules.rule import Hyper, State, StateSpec, UpdateRule, register, require_number
+from lowmem.layout import View
+from lowmem.rules.rule import Hyper, Plan, State, UpdateRule, register, require_number
 from lowmem.sweep import Sweep, Tile
 
 
@@ -28,9 +29,9 @@ class Lomo(UpdateRule):
         require_number("lr", hyper["lr"], least=0)
         require_number("weight_decay", hyper["weight_decay"], least=0)
 
-    def states(self, shape: tuple[int, ...], hyper: Hyper) -> dict[str, StateSpec]:
-        return {}
+    def plan(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> Plan:
+        return Plan(View.vector(len(shape)))
 
-    def update(self, sweep: Sweep, state: State, hyper: Hyper, step: int) -> None:
+    def update(self, sweep: Sweep, plan: Plan, state: State, hyper: Hyper, step: int) -> None:
         keep = 1.0 - hyper["lr"] * hyper["weight_decay"]
         sweep.apply(moved, scalar={"keep": keep, "step": -hyper["lr"]})

@@ -2,14 +2,15 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
 from lowmem.errors import ConfigError, UnsupportedError
+from lowmem.layout import Extent, View
 from lowmem.rounding import STORED_DTYPES
 from lowmem.sweep import Sweep
 
@@ -19,28 +20,51 @@ State = dict[str, Any]
 
 @dataclass(frozen=True)
 class StateSpec:
-    """One state of a parameter seen as [batch, rows, cols].
+    """One state of a parameter, zero before its first update.
 
-    extent: `full` has an element for each of the parameter's, `row` one for each of [batch, rows], `col` one for each
-    of [batch, cols].  shape: the logical shape it is kept and saved in.
+    extent: `full` has an element for each of the parameter's; `row`, `col` and `slice` have the parameter's batch
+    dimensions and, in this order, its row dimensions, its column dimensions, or none.
+    dtype: None for the weight's own.  extra: dimensions after those.
+    master: a float32 copy of the weight, which is kept only where that is stored in fewer bits.
     """
 
-    extent: Literal["full", "row", "col"]
-    shape: tuple[int, ...]
-    dtype: torch.dtype = torch.float32
+    extent: Extent
+    dtype: torch.dtype | None = torch.float32
+    extra: tuple[int, ...] = ()
+    master: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is settled for a parameter before its first update; a rule may add to it what it knows by name.
+
+    view: its dimensions as [batch, rows, cols].  states: name → what is kept.
+    together: at most so many small parameters of equal plan are updated as one stack; None: as many as fit.
+    """
+
+    view: View
+    states: Mapping[str, StateSpec] = field(default_factory=dict, hash=False)
+    together: int | None = None
 
 
 class UpdateRule(ABC):
     """One optimizer, for one parameter, in float32. It never learns device, dtype, tile, rank or placement.
 
     A subclass names its hyperparameters in `defaults` and is entered into the table by `@register`.
+
+    Small parameters of equal plan may come as one stack: `sweep.shape` then has the batches of all, one after the
+    other, and states have a leading dimension. What a rule computes, it computes for each slice of the batch by itself,
+    or within the groups of slices that its plan knows.
     """
 
     name: ClassVar[str]
     source: ClassVar[str]
     keeps: ClassVar[str]
     defaults: ClassVar[dict[str, Any]]
+    decay: ClassVar[str] = "weight_decay"  # the hyperparameter that is the weight decay, if there is one
     open_ended: ClassVar[bool] = False  # takes hyperparameters beyond `defaults`
+    stackable: ClassVar[bool] = True  # small parameters of equal plan may be updated as one stack
+    every_parameter: ClassVar[bool] = False  # one that gets no gradient is updated as if it were zero
 
     @abstractmethod
     def check(self, hyper: Hyper) -> None:
@@ -54,25 +78,33 @@ class UpdateRule(ABC):
                 "or use a torch.optim class, which steps in the parameter's own dtype."
             )
 
-    def view(self, shape: tuple[int, ...]) -> tuple[int, int, int]:
-        """A parameter's shape as [batch, rows, cols].
+    def names(self, hyper: Hyper) -> Iterable[str]:
+        """The parameters that hyperparameters name; each has to exist."""
+        return ()
 
-        A vector is one row, three dimensions are a stack of matrices (experts), and a convolution is the matrix that it
-        multiplies its patches with, [out, in * kernel].
+    def needs_norm(self, hyper: Hyper) -> str | None:
+        """The hyperparameter, with its value, that needs the norm of the whole gradient before the first update."""
+        return None
+
+    @abstractmethod
+    def plan(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> Plan:
+        """How the parameter `name` of `shape` is updated; `update` is given it.
+
+        Raises:
+            ConfigError: the hyperparameters say nothing, or something impossible, for this parameter.
         """
-        if len(shape) < 2:
-            return 1, 1, math.prod(shape)
-        if len(shape) == 3:
-            return shape[0], shape[1], shape[2]
-        return 1, shape[0], math.prod(shape[1:])
 
     @abstractmethod
-    def states(self, shape: tuple[int, ...], hyper: Hyper) -> dict[str, StateSpec]:
-        """The states of a parameter of `shape`, all zero before its first update."""
+    def update(self, sweep: Sweep, plan: Any, state: State, hyper: Hyper, step: int) -> Mapping[str, Tensor] | None:
+        """One update. `step` counts from 1; `hyper` is the parameter group, its `lr` as the scheduler left it.
 
-    @abstractmethod
-    def update(self, sweep: Sweep, state: State, hyper: Hyper, step: int) -> None:
-        """One update. `step` counts from 1; `hyper` is the parameter group, its `lr` as the scheduler left it."""
+        Returns:
+            Measurements of each stacked parameter, float32 [members] by name, for `statistics`; None for none.
+        """
+
+    def statistics(self, names: Sequence[str], measured: Mapping[str, Tensor]) -> dict[str, float | str]:
+        """What the log says of a step; `measured` has what `update` returned, [parameters], in the order of `names`."""
+        return {}
 
 
 RuleClass = TypeVar("RuleClass", bound=type[UpdateRule])
@@ -98,15 +130,63 @@ def require(condition: bool, option: str, value: object, allowed: str) -> None:
         raise ConfigError(f"{option}={value!r} is out of range; allowed: {allowed}")
 
 
-def require_number(option: str, value: object, *, above: float | None = None, least: float | None = None) -> None:
-    """`require` for a finite number, greater than `above` or at least `least`."""
+def require_number(
+    option: str,
+    value: object,
+    *,
+    above: float | None = None,
+    least: float | None = None,
+    below: float | None = None,
+    most: float | None = None,
+    optional: bool = False,
+) -> None:
+    """`require` for a finite number within bounds: `above` <, `least` <=, < `below`, <= `most`; or None."""
+    if optional and value is None:
+        return
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    bound = f"a number > {above}" if above is not None else f"a number >= {least}" if least is not None else "a number"
-    require(is_number, option, value, bound)
+    bounds = ((">", above), (">=", least), ("<", below), ("<=", most))
+    allowed = "a number" + " and".join(f" {sign} {bound:g}" for sign, bound in bounds if bound is not None)
+    allowed += ", or None" if optional else ""
+    require(is_number, option, value, allowed)
     assert isinstance(value, int | float)
-    require((above is None or value > above) and (least is None or value >= least), option, value, bound)
+    inside = (above is None or value > above) and (least is None or value >= least)
+    require(inside and (below is None or value < below) and (most is None or value <= most), option, value, allowed)
+
+
+def require_bool(option: str, value: object) -> None:
+    """`require` for True or False."""
+    require(isinstance(value, bool), option, value, "True or False")
+
+
+def require_betas(option: str, value: object) -> None:
+    """`require` for two decay rates in [0, 1)."""
+    require(isinstance(value, tuple | list) and len(value) == 2, option, value, "two numbers >= 0 and < 1")
+    assert isinstance(value, tuple | list)
+    for i, beta in enumerate(value):
+        require_number(f"{option}[{i}]", beta, least=0, below=1)
+
+
+def dtype_of(option: str, value: object) -> torch.dtype | None:
+    """The dtype that a state is to be kept in: "float32", "bfloat16" or "float16", or None for the weight's own.
+
+    Raises:
+        ConfigError: it is another.
+    """
+    known = {str(dtype).removeprefix("torch."): dtype for dtype in STORED_DTYPES}
+    name = str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+    require(value is None or name in known, option, value, f"{', '.join(known)}, or None for the weight's own")
+    return None if value is None else known[str(name)]
 
 
 def rms(square_sum: Tensor, count: int) -> Tensor:
     """Root of the mean square of `count` elements."""
     return (square_sum / count).sqrt()
+
+
+def power(base: float, exponent: Tensor) -> Tensor:
+    """base^exponent in float64, the same bits for each element as Python's own, however many there are.
+
+    torch computes contiguous tensors on a CPU with vector instructions, which round otherwise, but for the last few.
+    """
+    apart = exponent.double().unsqueeze(-1).expand(*exponent.shape, 2).contiguous()[..., 0]
+    return torch.pow(base, apart)
