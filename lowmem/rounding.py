@@ -6,6 +6,7 @@ same element whatever the tile, the rank or a resume in between, and dropout's r
 """
 
 import hashlib
+import struct
 from typing import Literal
 
 import torch
@@ -74,6 +75,16 @@ def nearest(value: Tensor, dtype: torch.dtype) -> Tensor:
         rounded = (value / spacing).round() * spacing
         return torch.where(rounded.abs() > 65504, value * torch.inf, rounded)
     return value
+
+
+def nearest_number(value: float, dtype: torch.dtype) -> float:
+    """`nearest`, for a number of Python's."""
+    if dtype == torch.float16:
+        return float(struct.unpack("<e", struct.pack("<e", value))[0])
+    (bits,) = struct.unpack("<I", struct.pack("<f", value))
+    if dtype == torch.bfloat16:
+        bits = (bits + 0x7FFF + (bits >> 16 & 1)) & ~_LOW16
+    return float(struct.unpack("<f", struct.pack("<I", bits))[0])
 
 
 def narrow_past(value: Tensor, threshold: Tensor) -> Tensor:

@@ -138,9 +138,9 @@ class Tile:
         """The weight."""
         return self._once("param", lambda: rounding.widen(self._raw.param, self._raw.residual))
 
-    def stored(self, value: Tensor) -> Tensor:
-        """A float32 tile as it comes out of being stored like the weight: arithmetic in the weight's own dtype."""
-        return rounding.nearest(value, self._raw.param.dtype)
+    def stored(self, value: Tensor, like: str = "param") -> Tensor:
+        """A float32 tile as it comes out of being stored like the weight, or a full state: arithmetic in its dtype."""
+        return rounding.nearest(value, (self._raw.param if like == "param" else self._raw.full[like]).dtype)
 
 
 ReduceFn = Callable[[Tile], Sums]

@@ -12,17 +12,29 @@ from dataclasses import dataclass
 import torch
 
 from lowmem.errors import ConfigError, did_you_mean
+from lowmem.rules.adafactor import Adafactor
+from lowmem.rules.adafactor_t2t import AdafactorT2T
 from lowmem.rules.adalomo import AdaLomo
+from lowmem.rules.adamw import AdamW
 from lowmem.rules.foreign import ForeignRule, import_optimizer
+from lowmem.rules.lans import Lans
+from lowmem.rules.lion import Lion
 from lowmem.rules.lomo import Lomo
 from lowmem.rules.rule import TABLE, Plan, StateSpec, UpdateRule, register
+from lowmem.rules.scaled_adam import ScaledAdam
 
 __all__ = [
     "AdaLomo",
+    "Adafactor",
+    "AdafactorT2T",
+    "AdamW",
     "ForeignRule",
+    "Lans",
+    "Lion",
     "Lomo",
     "Plan",
     "RuleInfo",
+    "ScaledAdam",
     "StateSpec",
     "UpdateRule",
     "register",

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem.rules.rule import Plan, rms
+from lowmem.rules.rule import Plan
 from lowmem.sweep import ReduceFn, Sums, Sweep, Tile
 
 
@@ -141,13 +141,12 @@ def precondition(
     return Preconditioned(vectors, sweep.reduce(change_square, **vectors).scalar["change"], seen.scalar["param"])
 
 
-def rms_alike(square_sum: Tensor, count: int, alike: int) -> Tensor:
-    """The root mean square of slices of `count` elements, over each `alike` of them that belong together, [batch]."""
+def mean_alike(square_sum: Tensor, count: int, alike: int) -> Tensor:
+    """The mean square of slices of `count` elements, over each `alike` of them that belong together, [batch]."""
     if alike == 1:
-        return rms(square_sum, count)
-    return rms(square_sum.view(-1, alike).sum(-1), count * alike).repeat_interleave(
-        alike, output_size=square_sum.shape[0]
-    )
+        return square_sum / count
+    together = square_sum.view(-1, alike).sum(-1) / (count * alike)
+    return together.repeat_interleave(alike, output_size=square_sum.shape[0])
 
 
 def shrinking(change_rms: Tensor, threshold: float | None) -> Tensor | float:

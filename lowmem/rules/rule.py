@@ -153,6 +153,14 @@ def require_number(
     require(inside and (below is None or value < below) and (most is None or value <= most), option, value, allowed)
 
 
+def require_count(option: str, value: object, *, least: int, most: int | None = None) -> None:
+    """`require` for a whole number within bounds."""
+    allowed = f"a whole number >= {least}" + (f" and <= {most}" if most is not None else "")
+    require(isinstance(value, int) and not isinstance(value, bool), option, value, allowed)
+    assert isinstance(value, int)
+    require(value >= least and (most is None or value <= most), option, value, allowed)
+
+
 def require_bool(option: str, value: object) -> None:
     """`require` for True or False."""
     require(isinstance(value, bool), option, value, "True or False")
@@ -181,6 +189,16 @@ def dtype_of(option: str, value: object) -> torch.dtype | None:
 def rms(square_sum: Tensor, count: int) -> Tensor:
     """Root of the mean square of `count` elements."""
     return (square_sum / count).sqrt()
+
+
+def next_count(sweep: Sweep, state: State) -> Tensor:
+    """Counts an update in the state `step` and returns the count, this update included, int64 [members].
+
+    It is kept on the device: an update that the guard holds back does not count, and nobody has to wait to know.
+    """
+    count: Tensor = state["step"] + 1
+    sweep.store(state["step"], count)
+    return count.view(-1)
 
 
 def power(base: float, exponent: Tensor) -> Tensor:

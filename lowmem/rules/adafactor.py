@@ -1,0 +1,237 @@
+"""Adafactor as T5X has it: factored along dimensions that are chosen by parameter name (its `adafactor.py`)."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lowmem.errors import ConfigError
+from lowmem.layout import View
+from lowmem.rounding import nearest_number
+from lowmem.rules.factor_rules import dimensions, first_match, pairs_of, roles_of
+from lowmem.rules.factored import FactoredPlan, change, mean_alike, precondition, results, shrinking
+from lowmem.rules.factored import moved as moved_jitted
+from lowmem.rules.rule import (
+    Hyper,
+    State,
+    StateSpec,
+    UpdateRule,
+    dtype_of,
+    register,
+    require,
+    require_bool,
+    require_count,
+    require_number,
+)
+from lowmem.sweep import ApplyFn, Sweep, Tile
+
+
+def moved_op_by_op(t: Tile) -> dict[str, Tensor]:
+    """As `moved`, with each operation on a stored tensor rounded to its dtype."""
+    step, decayed = change(t) * t.scalar.step, t.stored(t.param * t.scalar.keep)
+    if "m" not in t.full:
+        return results(t, decayed, step)
+    momentum = t.stored(t.full.m * t.scalar.beta1, like="m") + step * t.scalar.gain1
+    return {**results(t, decayed, momentum), "m": momentum}
+
+
+def _but_nan(t: Tile, new: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    old = {name: t.param if name == "param" else getattr(t.full, name) for name in new}
+    return {name: torch.where(value.isnan(), old[name], value) for name, value in new.items()}
+
+
+def moved_jitted_but_nan(t: Tile) -> dict[str, Tensor]:
+    return _but_nan(t, moved_jitted(t))
+
+
+def moved_op_by_op_but_nan(t: Tile) -> dict[str, Tensor]:
+    return _but_nan(t, moved_op_by_op(t))
+
+
+MOVED: dict[tuple[str, bool], ApplyFn] = {
+    ("jit", False): moved_jitted,
+    ("jit", True): moved_jitted_but_nan,
+    ("op_by_op", False): moved_op_by_op,
+    ("op_by_op", True): moved_op_by_op_but_nan,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedPlan(FactoredPlan):
+    """swapped: rows of the view are what the source calls columns, since those lie closer together in memory."""
+
+    swapped: bool = False
+
+
+@register("adafactor")
+class Adafactor(UpdateRule):
+    """v ← β₂v + (1-β₂)(g² + ε₁), factored into `v_row` and `v_col` where there are dimensions for it, β₂ = 1 -
+    t^-decay_rate with t = step - step_offset; u = g/√v, divided by max(1, rms(u)/clipping_threshold); with s =
+    lr·clip(rms(w), ε₂, max_parameter_scale), or lr: w ← (1 - weight_decay_rate)·w - s·u, or with `beta1` the running
+    mean of s·u instead.
+
+    Which dimensions are factored: `factor_map`, a list of (regular expression, rule), says it for the first expression
+    that is found in a parameter's name; `logical_factor_rules` ("standard", or axis name → role) says it for the axes
+    that `param_logical_axes` (parameter name → axis names) gives, and comes before `factor_map`. A rule is None
+    (unfactored), "HEURISTIC", or the role of each dimension in any order: ROW and COLUMN dimensions are factored, BATCH
+    ones make arrays of their own, NONE ones are factored by themselves too, but share scale and clip. As in the source,
+    rules without BATCH say nothing for vectors and matrices, which follow the heuristic: the two dimensions of a matrix
+    if both are at least `min_dim_size_to_factor`. A 3-D parameter that no rule names is a stack of matrices (experts),
+    each of which follows the heuristic by itself; with more dimensions a rule has to be given.
+
+    States: `v_row` has the BATCH, NONE and ROW dimensions, in this order, and `v_col` likewise; or `v`; with `beta1`
+    (0.0 as well) `m`, in `dtype_momentum`.
+
+    As in the source: weight decay is not multiplied by lr, unless `weight_decay_rate_lr_exponent` is given, which makes
+    it (weight_decay_rate or 1)·lr^exponent. `skip_nan_updates` keeps what would become NaN, element by element, in
+    place of the engine's guard, which leaves the whole parameter. Momentum in 16 bits is multiplied with beta1 rounded
+    to them. `variant`: "jit", where float32 results go on unrounded, or "op_by_op", which rounds each operation on a
+    16-bit weight or momentum, as the source does when it is not compiled.
+
+    Options: `lr` ≥ 0, `factored`, `multiply_by_parameter_scale` (True, False, or a list of (regular expression, bool)),
+    `beta1` in [0, 1) or None, `decay_rate` > 0, `step_offset` ≥ 0, `clipping_threshold` > 0 or None,
+    `weight_decay_rate` ≥ 0 or None, `epsilon1` ≥ 0 (added to g²), `epsilon2` ≥ 0 (the least scale),
+    `max_parameter_scale` > 0 or None, `global_norm_clip_threshold` ≥ 0 or None: clips by the norm of all gradients."""
+
+    source = "Shazeer and Stern 2018, arXiv:1804.04235; T5X"
+    keeps = "row and column means of g²"
+    decay = "weight_decay_rate"
+    defaults: ClassVar[dict[str, Any]] = {
+        "lr": 1e-3,
+        "factored": True,
+        "multiply_by_parameter_scale": True,
+        "beta1": None,
+        "decay_rate": 0.8,
+        "step_offset": 0,
+        "clipping_threshold": 1.0,
+        "weight_decay_rate": None,
+        "min_dim_size_to_factor": 128,
+        "epsilon1": 1e-30,
+        "epsilon2": 1e-3,
+        "dtype_momentum": "float32",
+        "factor_map": None,
+        "logical_factor_rules": None,
+        "param_logical_axes": None,
+        "weight_decay_rate_lr_exponent": None,
+        "global_norm_clip_threshold": None,
+        "max_parameter_scale": None,
+        "skip_nan_updates": False,
+        "variant": "jit",
+    }
+
+    def check(self, hyper: Hyper) -> None:
+        require_number("lr", hyper["lr"], least=0)
+        require_bool("factored", hyper["factored"])
+        require_number("beta1", hyper["beta1"], least=0, below=1, optional=True)
+        require_number("decay_rate", hyper["decay_rate"], above=0)
+        require_count("step_offset", hyper["step_offset"], least=0)
+        require_number("clipping_threshold", hyper["clipping_threshold"], above=0, optional=True)
+        require_number("weight_decay_rate", hyper["weight_decay_rate"], least=0, optional=True)
+        require_count("min_dim_size_to_factor", hyper["min_dim_size_to_factor"], least=0)
+        require_number("epsilon1", hyper["epsilon1"], least=0)
+        require_number("epsilon2", hyper["epsilon2"], least=0)
+        require(hyper["dtype_momentum"] is not None, "dtype_momentum", None, "a dtype")
+        dtype_of("dtype_momentum", hyper["dtype_momentum"])
+        require_number("weight_decay_rate_lr_exponent", hyper["weight_decay_rate_lr_exponent"], optional=True)
+        require_number("global_norm_clip_threshold", hyper["global_norm_clip_threshold"], least=0, optional=True)
+        require_number("max_parameter_scale", hyper["max_parameter_scale"], above=0, optional=True)
+        require_bool("skip_nan_updates", hyper["skip_nan_updates"])
+        require(hyper["variant"] in ("jit", "op_by_op"), "variant", hyper["variant"], "'jit' or 'op_by_op'")
+        self._check_names(hyper)
+
+    def _check_names(self, hyper: Hyper) -> None:
+        if not isinstance(hyper["multiply_by_parameter_scale"], bool):
+            for _, scaled in pairs_of("multiply_by_parameter_scale", hyper["multiply_by_parameter_scale"]):
+                require_bool("multiply_by_parameter_scale", scaled)
+        if hyper["factor_map"] is not None:
+            require(hyper["factored"], "factor_map", hyper["factor_map"], "None where factored=False")
+            for _, rule in pairs_of("factor_map", hyper["factor_map"]):
+                roles_of("factor_map", rule)
+        rules, axes = hyper["logical_factor_rules"], hyper["param_logical_axes"]
+        if (rules is None) != (axes is None):
+            raise ConfigError("logical_factor_rules and param_logical_axes say nothing without each other; give both")
+        if rules is not None:
+            require(
+                isinstance(rules, dict) or rules == "standard", "logical_factor_rules", rules, "'standard' or a dict"
+            )
+            require(isinstance(axes, dict), "param_logical_axes", axes, "parameter name → axis names")
+            if isinstance(rules, dict):
+                roles_of("logical_factor_rules", list(rules.values()))
+
+    def names(self, hyper: Hyper) -> Iterable[str]:
+        return hyper["param_logical_axes"] or ()
+
+    def needs_norm(self, hyper: Hyper) -> str | None:
+        threshold = hyper["global_norm_clip_threshold"]
+        return f"global_norm_clip_threshold={threshold!r}" if threshold else None
+
+    def plan(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> NamedPlan:
+        scaled = hyper["multiply_by_parameter_scale"]
+        if not isinstance(scaled, bool):
+            scaled = first_match("multiply_by_parameter_scale", scaled, name)
+        momentum = {}
+        if hyper["beta1"] is not None:
+            momentum["m"] = StateSpec("full", dtype_of("dtype_momentum", hyper["dtype_momentum"]))
+        batch, none, rows, cols = dimensions(name, shape, hyper)
+        if not rows and not cols:
+            view = View(batch, (), none)
+            return NamedPlan(view, {"v": StateSpec("full"), **momentum}, factored=False, scaled=scaled)
+        swapped = max(rows, default=-1) > max(cols, default=-1)
+        alike = View(none).sizes(shape)[0]
+        if swapped:
+            rows, cols = cols, rows
+        states = {
+            "v_row": StateSpec("col" if swapped else "row"),
+            "v_col": StateSpec("row" if swapped else "col"),
+            **momentum,
+        }
+        view = View(batch + none, rows, cols)
+        return NamedPlan(view, states, factored=True, alike=alike, scaled=scaled, swapped=swapped)
+
+    def update(self, sweep: Sweep, plan: NamedPlan, state: State, hyper: Hyper, step: int) -> None:
+        if step <= hyper["step_offset"]:
+            raise ConfigError(
+                f"step_offset={hyper['step_offset']}, but this is step {step}: it is the step at which fine-tuning "
+                "begins in a run that goes on from a checkpoint; leave it out in a new run"
+            )
+        lr, wd, skip_nan = hyper["lr"], hyper["weight_decay_rate"], hyper["skip_nan_updates"]
+        if hyper["weight_decay_rate_lr_exponent"]:
+            wd = (wd or 1.0) * lr ** hyper["weight_decay_rate_lr_exponent"]
+        if skip_nan:
+            sweep.pass_nonfinite()
+        op_by_op = hyper["variant"] == "op_by_op"
+        if plan.factored:
+            row, col = ("v_col", "v_row") if plan.swapped else ("v_row", "v_col")
+            moment = {"row": state[row], "col": state[col]}
+        else:
+            moment = {"v": state["v"]}
+        done = precondition(
+            sweep,
+            moment,
+            gain=(step - hyper["step_offset"]) ** -hyper["decay_rate"],
+            eps=hyper["epsilon1"],
+            normalised="col" if plan.swapped else "row",
+            as_stored=op_by_op,
+            skip_nan=skip_nan,
+        )
+        rounded = sweep.stored if op_by_op else _unrounded
+        scale = sweep.scalar(lr)
+        if plan.scaled:
+            size = rounded(rounded(mean_alike(done.param, sweep.count, plan.alike)).sqrt())
+            size = size.clamp(min=rounded(sweep.scalar(hyper["epsilon2"])))
+            if hyper["max_parameter_scale"] is not None:
+                size = size.clamp(max=rounded(sweep.scalar(hyper["max_parameter_scale"])))
+            scale = rounded(size * rounded(scale))
+        shrink = shrinking(mean_alike(done.change, sweep.count, plan.alike).sqrt(), hyper["clipping_threshold"])
+        handed = done.handed(keep=rounded(sweep.scalar(1.0 - (wd or 0.0))), step=scale / shrink)
+        if "m" in state:
+            handed["full"] = {**handed.get("full", {}), "m": state["m"]}
+            beta1 = nearest_number(hyper["beta1"], state["m"].dtype)
+            handed["scalar"] |= {"beta1": beta1, "gain1": 1.0 - hyper["beta1"]}
+        sweep.apply(MOVED[hyper["variant"], skip_nan], **handed)
+
+
+def _unrounded(value: Tensor) -> Tensor:
+    return value

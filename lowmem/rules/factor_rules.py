@@ -1,0 +1,152 @@
+"""Which dimensions of a parameter are factored, by its name: regular expressions, logical axes and T5X's heuristic."""
+
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from lowmem.errors import ConfigError, did_you_mean
+from lowmem.rules.rule import Hyper, require
+
+ROLES = {"row": "ROW", "col": "COLUMN", "column": "COLUMN", "batch": "BATCH", "none": "NONE", "unfactorized": "NONE"}
+HEURISTIC = ("HEURISTIC",)
+FactorRule = tuple[str, ...] | None
+
+STANDARD_LOGICAL_FACTOR_RULES = {
+    "vocab": "COLUMN",
+    "embed": "ROW",
+    "mlp": "COLUMN",
+    "heads": "COLUMN",
+    "kv": "COLUMN",
+    "joined_kv": "COLUMN",
+    "relpos_buckets": "NONE",
+    "layers": "BATCH",
+    "stack": "BATCH",
+    "q_wi_fused": "COLUMN",
+    "o_wo_fused": "COLUMN",
+    "multiquery_heads": "COLUMN",
+    "kv_fused": "COLUMN",
+    "layer_norm_scale": "NONE",
+    "mlp_activations": "COLUMN",
+}
+
+
+class Dimensions(NamedTuple):
+    """The dimensions of a parameter by their roles. Without ROW and COLUMN it is unfactored."""
+
+    batch: tuple[int, ...] = ()
+    none: tuple[int, ...] = ()
+    rows: tuple[int, ...] = ()
+    cols: tuple[int, ...] = ()
+
+
+def dimensions(name: str, shape: tuple[int, ...], hyper: Hyper) -> Dimensions:
+    """What `factored`, `factor_map`, `logical_factor_rules` and `min_dim_size_to_factor` say for a parameter.
+
+    Raises:
+        ConfigError: they say nothing for it, or something incomplete.
+    """
+    every = tuple(range(len(shape)))
+    rule = _factor_rule(name, hyper)
+    if rule is None:
+        return Dimensions(none=every)
+    if rule != HEURISTIC and len(rule) != len(shape):
+        raise ConfigError(
+            f"parameter {name!r} of shape {list(shape)}: its factor rule {list(rule)} has {len(rule)} roles for "
+            f"{len(shape)} dimensions"
+        )
+    if rule != HEURISTIC and len(shape) <= 2 and "BATCH" not in rule:
+        if "ROW" in rule or "COLUMN" in rule:
+            warnings.warn(
+                f"parameter {name!r} of shape {list(shape)}: with two dimensions or less and no BATCH, the heuristic "
+                f"decides, and not its factor rule {list(rule)}",
+                stacklevel=2,
+            )
+        rule = HEURISTIC
+    if rule == HEURISTIC:
+        if len(shape) > 3:
+            raise ConfigError(
+                f"parameter {name!r} of shape {list(shape)}: rule HEURISTIC does not say how more than three "
+                "dimensions are factored; give it a rule in factor_map, such as [BATCH, ROW, COLUMN, COLUMN], or None"
+            )
+        return _heuristic(shape, hyper["min_dim_size_to_factor"])
+    return Dimensions(*(tuple(d for d in every if rule[d] == role) for role in ("BATCH", "NONE", "ROW", "COLUMN")))
+
+
+def _heuristic(shape: tuple[int, ...], least: int) -> Dimensions:
+    """Of a matrix the smaller dimension is ROW and the larger COLUMN; of three dimensions the first is a stack."""
+    stack = (0,) if len(shape) == 3 else ()
+    dims = tuple(range(len(stack), len(shape)))
+    if len(dims) < 2 or min(shape[d] for d in dims) < least:
+        return Dimensions(stack, dims)
+    row, col = sorted(dims, key=lambda d: shape[d])
+    return Dimensions(stack, (), (row,), (col,))
+
+
+def _factor_rule(name: str, hyper: Hyper) -> FactorRule:
+    if not hyper["factored"]:
+        return None
+    if hyper["logical_factor_rules"] is not None:
+        return _logical_rule(name, hyper["logical_factor_rules"], hyper["param_logical_axes"])
+    if hyper["factor_map"] is None:
+        return HEURISTIC
+    return roles_of("factor_map", first_match("factor_map", hyper["factor_map"], name))
+
+
+def _logical_rule(name: str, rules: str | Mapping[str, Any], axes_of: Mapping[str, Sequence[str]]) -> FactorRule:
+    known = STANDARD_LOGICAL_FACTOR_RULES if isinstance(rules, str) else rules
+    if name not in axes_of:
+        raise ConfigError(f"param_logical_axes has no axes for parameter {name!r}.{did_you_mean(name, axes_of)}")
+    axes = axes_of[name]
+    for axis in axes:
+        if axis not in known:
+            raise ConfigError(
+                f"parameter {name!r}: logical_factor_rules has no axis {axis!r}.{did_you_mean(axis, known)}"
+            )
+    roles = roles_of("logical_factor_rules", [known[axis] for axis in axes])
+    assert roles is not None
+    if {"ROW", "COLUMN", "NONE"} <= set(roles):
+        raise ConfigError(
+            f"parameter {name!r}: incomplete factor rule {list(roles)} for the axes {list(axes)}: with ROW and COLUMN "
+            "dimensions no other may be NONE"
+        )
+    if not {"ROW", "COLUMN"} <= set(roles):  # half of it factors nothing
+        return tuple("BATCH" if role == "BATCH" else "NONE" for role in roles)
+    return roles
+
+
+def roles_of(option: str, rule: object) -> FactorRule:
+    """A rule as it is written, as roles of dimensions."""
+    if rule is None:
+        return None
+    if rule == "HEURISTIC":
+        return HEURISTIC
+    allowed = f"None, 'HEURISTIC', or for each dimension one of {', '.join(ROLES)}"
+    require(isinstance(rule, tuple | list), option, rule, allowed)
+    assert isinstance(rule, tuple | list)
+    names = [str(role).lower() for role in rule]
+    require(all(role in ROLES for role in names), option, rule, allowed)
+    return tuple(ROLES[role] for role in names)
+
+
+def pairs_of(option: str, given: object) -> list[tuple[str, Any]]:
+    """A map from regular expressions, as a list of pairs or a dict, in its order."""
+    pairs = list(given.items()) if isinstance(given, dict) else given
+    require(isinstance(pairs, tuple | list), option, given, "a list of (regular expression, value)")
+    assert isinstance(pairs, tuple | list)
+    for pair in pairs:
+        require(isinstance(pair, tuple | list) and len(pair) == 2, option, pair, "(regular expression, value)")
+    for pattern, _ in pairs:
+        try:
+            re.compile(pattern)
+        except (re.error, TypeError) as error:
+            raise ConfigError(f"{option}: {pattern!r} is no regular expression: {error}") from None
+    return list(pairs)
+
+
+def first_match(option: str, given: object, name: str) -> Any:
+    """What the first regular expression that is found in `name` stands for."""
+    for pattern, value in pairs_of(option, given):
+        if re.search(pattern, name):
+            return value
+    raise ConfigError(f"{option} has no rule for parameter {name!r}; end it with ('.*', ...) for all others")

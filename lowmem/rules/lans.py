@@ -1,0 +1,240 @@
+"""LANS: normalised gradients and two trust ratios (Zheng et al. 2020, arXiv:2006.13484; MXNet, seed `lans.py`)."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lowmem.layout import View
+from lowmem.rules.rule import (
+    Hyper,
+    Plan,
+    State,
+    StateSpec,
+    UpdateRule,
+    dtype_of,
+    next_count,
+    power,
+    register,
+    require,
+    require_bool,
+    require_count,
+    require_number,
+)
+from lowmem.sweep import Sums, Sweep, Tile
+
+# The squares of gradients below 1e-19 vanish in float32; times this they do not.
+_MAGNIFIED = 2.0**64
+
+
+def weight(t: Tile) -> Tensor:
+    """The weight, or its float32 master copy."""
+    return t.full.weight32 if "weight32" in t.full else t.param
+
+
+def norms(t: Tile) -> Sums:
+    """Squared norms of the gradient, of the gradient magnified, of the weight and of what is stored of it."""
+
+    def square_sum(x: Tensor) -> Tensor:
+        return x.square().sum((-2, -1))
+
+    return Sums(
+        scalar={
+            "grad": t.grad_square.sum((-2, -1)),
+            "magnified": square_sum(t.grad * _MAGNIFIED),
+            "weight": square_sum(weight(t)),
+            "param": square_sum(t.param),
+        }
+    )
+
+
+def normalised(t: Tile) -> Tensor:
+    grad = t.grad * t.scalar.inverse_norm
+    return grad.clamp(-t.scalar.clip, t.scalar.clip) if "clip" in t.scalar else grad
+
+
+def moments(t: Tile) -> tuple[Tensor, Tensor]:
+    grad = normalised(t)
+    mean = t.full.mean * t.scalar.beta1 + grad * t.scalar.gain1
+    return mean, t.full.var * t.scalar.beta2 + grad * grad * t.scalar.gain2
+
+
+def directions(t: Tile) -> tuple[Tensor, Tensor]:
+    """The momentum's and the gradient's part of the step, without weight decay."""
+    mean, var = moments(t)
+    scale = (var / t.scalar.correction2).sqrt() + t.scalar.epsilon
+    return mean / t.scalar.correction1 / scale, normalised(t) / scale
+
+
+def first_moved(t: Tile) -> Tensor:
+    """The weight after the momentum's part of the step."""
+    return weight(t) - (directions(t)[0] + weight(t) * t.scalar.wd) * t.scalar.step_m
+
+
+def second_direction(t: Tile) -> Tensor:
+    """The gradient's part of the step, with the decay of the weight that has moved already."""
+    return directions(t)[1] + first_moved(t) * t.scalar.wd
+
+
+def both_squares(t: Tile) -> Sums:
+    """Squared norms of both parts of the step, with the decay of the weight that has not moved yet."""
+    return Sums(
+        scalar={
+            name: (part + weight(t) * t.scalar.wd).square().sum((-2, -1))
+            for name, part in zip(("m", "g"), directions(t), strict=True)
+        }
+    )
+
+
+def second_square(t: Tile) -> Sums:
+    return Sums(scalar={"g": second_direction(t).square().sum((-2, -1))})
+
+
+def _results(t: Tile, new: Tensor) -> dict[str, Tensor]:
+    mean, var = moments(t)
+    master = {"weight32": new} if "weight32" in t.full else {}
+    return {"param": new, "mean": mean, "var": var, **master}
+
+
+def moved_by_step(t: Tile) -> dict[str, Tensor]:
+    return _results(t, first_moved(t) - second_direction(t) * t.scalar.step_g)
+
+
+def moved_fused(t: Tile) -> dict[str, Tensor]:
+    decay = weight(t) * t.scalar.wd
+    m, g = (part + decay for part in directions(t))
+    return _results(t, weight(t) - (m * t.scalar.step_m + g * t.scalar.step_g))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LansPlan(Plan):
+    """What the learning rate and the weight decay are multiplied with for this parameter."""
+
+    lr_mult: float
+    wd_mult: float
+
+
+@register("lans")
+class Lans(UpdateRule):
+    """g ← g·rescale_grad/‖g·rescale_grad‖, clipped to ±clip_gradient; m, v and their bias corrections as in Adam;
+    w ← w - lr·β₁·φ/‖p‖·p - lr·(1-β₁)·φ/‖q‖·q, with p = m̂/(√v̂ + ε) + wd·w, q = g/(√v̂ + ε) + wd·w and φ = ‖w‖ within
+    [lower_bound, upper_bound]. A ratio that is 0 or not finite is 1.
+
+    `variant`: the two code paths of the source. "fused" takes wd·w of q before the step by p, "step" after it; with a
+    master copy "fused" takes ‖w‖ of the stored weight, "step" of the copy.
+
+    Differs from its source, on purpose: a gradient of zeros, or one too small for its squares in float32, is what it is
+    instead of NaN for ever; an option of 0.0 is 0.0 in both variants; negative bounds and clips raise.
+
+    Options: `beta1`, `beta2` in [0, 1), `epsilon` ≥ 0, `wd` ≥ 0, `lower_bound`, `upper_bound`, `clip_gradient` ≥ 0 or
+    None, `rescale_grad` (it leaves its sign only), `lr_mult` and `wd_mult`: parameter name → factor, `begin_num_update`
+    ≥ 0: where a parameter's own count of updates begins, `multi_precision`: a float32 master copy of weights that are
+    stored in 16 bits, `aggregate_num` in [1, 45]: at most so many small parameters are updated together (None: as many
+    as fit), `dtype_moments`: "float32", or "bfloat16" or "float16", stochastically rounded.
+    """
+
+    source = "Zheng et al. 2020, arXiv:2006.13484"
+    keeps = "means of g and g²"
+    decay = "wd"
+    defaults: ClassVar[dict[str, Any]] = {
+        "lr": 1e-3,
+        "beta1": 0.9,
+        "beta2": 0.999,
+        "epsilon": 1e-6,
+        "wd": 0.0,
+        "lower_bound": None,
+        "upper_bound": None,
+        "clip_gradient": None,
+        "rescale_grad": 1.0,
+        "lr_mult": None,
+        "wd_mult": None,
+        "begin_num_update": 0,
+        "multi_precision": False,
+        "aggregate_num": None,
+        "variant": "fused",
+        "dtype_moments": "float32",
+    }
+
+    def check(self, hyper: Hyper) -> None:
+        for option in ("lr", "epsilon", "wd"):
+            require_number(option, hyper[option], least=0)
+        for option in ("beta1", "beta2"):
+            require_number(option, hyper[option], least=0, below=1)
+        for option in ("lower_bound", "upper_bound", "clip_gradient"):
+            require_number(option, hyper[option], least=0, optional=True)
+        require_number("rescale_grad", hyper["rescale_grad"])
+        for option in ("lr_mult", "wd_mult"):
+            factors = hyper[option] or {}
+            require(isinstance(factors, dict), option, factors, "parameter name → a number, or None")
+            for name, factor in factors.items():
+                require_number(f"{option}[{name!r}]", factor, least=0)
+        require_count("begin_num_update", hyper["begin_num_update"], least=0)
+        require_bool("multi_precision", hyper["multi_precision"])
+        if hyper["aggregate_num"] is not None:
+            require_count("aggregate_num", hyper["aggregate_num"], least=1, most=45)
+        require(hyper["variant"] in ("fused", "step"), "variant", hyper["variant"], "'fused' or 'step'")
+        dtype_of("dtype_moments", hyper["dtype_moments"])
+
+    def names(self, hyper: Hyper) -> Iterable[str]:
+        return (*(hyper["lr_mult"] or {}), *(hyper["wd_mult"] or {}))
+
+    def plan(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> LansPlan:
+        moment = StateSpec("full", dtype_of("dtype_moments", hyper["dtype_moments"]))
+        states = {"step": StateSpec("slice", torch.int64), "mean": moment, "var": moment}
+        if hyper["multi_precision"]:
+            states["weight32"] = StateSpec("full", master=True)
+        return LansPlan(
+            View.vector(len(shape)),
+            states,
+            hyper["aggregate_num"],
+            lr_mult=(hyper["lr_mult"] or {}).get(name, 1.0),
+            wd_mult=(hyper["wd_mult"] or {}).get(name, 1.0),
+        )
+
+    def update(self, sweep: Sweep, plan: LansPlan, state: State, hyper: Hyper, step: int) -> None:
+        beta1, beta2, fused = hyper["beta1"], hyper["beta2"], hyper["variant"] == "fused"
+        lr = hyper["lr"] * plan.lr_mult
+        count = next_count(sweep, state) + hyper["begin_num_update"]
+        full = {name: kept for name, kept in state.items() if name != "step"}
+        sums = sweep.reduce(norms, full=full).scalar
+        scalar: dict[str, Tensor | float] = {
+            "inverse_norm": self._inverse_norm(sums, hyper["rescale_grad"]),
+            "beta1": beta1,
+            "gain1": 1.0 - beta1,
+            "beta2": beta2,
+            "gain2": 1.0 - beta2,
+            "correction1": (1.0 - power(beta1, count)).float(),
+            "correction2": (1.0 - power(beta2, count)).float(),
+            "epsilon": hyper["epsilon"],
+            "wd": hyper["wd"] * plan.wd_mult,
+        }
+        if hyper["clip_gradient"] is not None:
+            scalar["clip"] = hyper["clip_gradient"]
+        size = (sums["param"] if fused else sums["weight"]).sqrt()
+        size = size.clamp(hyper["lower_bound"], hyper["upper_bound"]) if self._bounded(hyper) else size
+        squares = sweep.reduce(both_squares, full=full, scalar=scalar).scalar
+        scalar["step_m"] = lr * beta1 * trust(size, squares["m"])
+        if not fused:
+            squares = sweep.reduce(second_square, full=full, scalar=scalar).scalar
+        scalar["step_g"] = lr * (1.0 - beta1) * trust(size, squares["g"])
+        sweep.apply(moved_fused if fused else moved_by_step, full=full, scalar=scalar, stochastic=("mean", "var"))
+
+    @staticmethod
+    def _bounded(hyper: Hyper) -> bool:
+        return hyper["lower_bound"] is not None or hyper["upper_bound"] is not None
+
+    @staticmethod
+    def _inverse_norm(sums: dict[str, Tensor], rescale: float) -> Tensor:
+        """What makes the gradient a unit vector of the sign of `rescale`; 0 where there is none."""
+        tiny = sums["magnified"].sqrt() / _MAGNIFIED
+        norm = torch.where(sums["magnified"].isfinite(), tiny, sums["grad"].sqrt())
+        sign = (rescale > 0) - (rescale < 0)
+        return torch.where(norm > 0, sign / norm, 0.0)
+
+
+def trust(size: Tensor, square: Tensor) -> Tensor:
+    """The trust ratio; 1 where it is 0 or not finite."""
+    ratio = size / square.sqrt()
+    return torch.where((ratio > 0) & ratio.isfinite(), ratio, 1.0)

@@ -1,0 +1,67 @@
+"""Lion: the sign of a momentum that is looked at one step ahead (Chen et al. 2023, arXiv:2302.06675)."""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lowmem.layout import View
+from lowmem.rules.rule import (
+    Hyper,
+    Plan,
+    State,
+    StateSpec,
+    UpdateRule,
+    dtype_of,
+    register,
+    require_betas,
+    require_number,
+)
+from lowmem.sweep import Sweep, Tile
+
+
+def moved(t: Tile) -> dict[str, Tensor]:
+    ahead = t.full.exp_avg * t.scalar.beta1 + t.grad * t.scalar.gain1
+    mean = t.full.exp_avg * t.scalar.beta2 + t.grad * t.scalar.gain2
+    return {"param": torch.addcmul(t.param * t.scalar.keep, ahead.sign(), t.scalar.step), "exp_avg": mean}
+
+
+@register("lion")
+class Lion(UpdateRule):
+    """w ← (1 - lr·weight_decay)·w - lr·sign(β₁m + (1-β₁)g), then m ← β₂m + (1-β₂)g.
+
+    Options: `betas` in [0, 1), `weight_decay` ≥ 0, `dtype_moments`: "float32", or "bfloat16" or "float16",
+    stochastically rounded.
+    """
+
+    source = "Chen et al. 2023, arXiv:2302.06675"
+    keeps = "mean of g"
+    defaults: ClassVar[dict[str, Any]] = {
+        "lr": 1e-4,
+        "betas": (0.9, 0.99),
+        "weight_decay": 0.0,
+        "dtype_moments": "float32",
+    }
+
+    def check(self, hyper: Hyper) -> None:
+        require_number("lr", hyper["lr"], least=0)
+        require_betas("betas", hyper["betas"])
+        require_number("weight_decay", hyper["weight_decay"], least=0)
+        dtype_of("dtype_moments", hyper["dtype_moments"])
+
+    def plan(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> Plan:
+        moment = StateSpec("full", dtype_of("dtype_moments", hyper["dtype_moments"]))
+        return Plan(View.vector(len(shape)), {"exp_avg": moment})
+
+    def update(self, sweep: Sweep, plan: Plan, state: State, hyper: Hyper, step: int) -> None:
+        beta1, beta2 = hyper["betas"]
+        lr = hyper["lr"]
+        scalar = {
+            "beta1": beta1,
+            "gain1": 1.0 - beta1,
+            "beta2": beta2,
+            "gain2": 1.0 - beta2,
+            "keep": 1.0 - lr * hyper["weight_decay"],
+            "step": -lr,
+        }
+        sweep.apply(moved, full={"exp_avg": state["exp_avg"]}, scalar=scalar, stochastic=("exp_avg",))

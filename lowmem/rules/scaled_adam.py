@@ -1,0 +1,177 @@
+"""ScaledAdam: Adam relative to the weight's own size, which is learned beside it (icefall, seed `optim.py`)."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lowmem.layout import View
+from lowmem.rules.rule import (
+    Hyper,
+    Plan,
+    State,
+    StateSpec,
+    UpdateRule,
+    dtype_of,
+    next_count,
+    power,
+    register,
+    require_betas,
+    require_bool,
+    require_count,
+    require_number,
+    rms,
+)
+from lowmem.sweep import Sums, Sweep, Tile
+
+
+def size_gradient(t: Tile) -> Sums:
+    """The gradient of the logarithm of the weight's size, and the sum of w²."""
+    return Sums(scalar={"grad": (t.param * t.grad).sum((-2, -1)), "param": t.param.square().sum((-2, -1))})
+
+
+def moved(t: Tile) -> dict[str, Tensor]:
+    square = t.full.exp_avg_sq * t.scalar.beta2 + t.grad_square * t.scalar.gain2
+    change = t.grad / ((square * t.scalar.correction2).sqrt() + t.scalar.eps)
+    delta = t.full.delta * t.scalar.beta1
+    if "grow" in t.scalar:
+        delta = delta + t.param * t.scalar.grow
+    delta = delta + change * t.scalar.step
+    limited = t.param.clamp(-t.scalar.most, t.scalar.most) if "most" in t.scalar else t.param
+    return {"param": limited + delta, "delta": delta, "exp_avg_sq": square}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaledPlan(Plan):
+    """single: the parameter has one element, and so no size of its own to be relative to."""
+
+    single: bool
+
+
+@register("scaled_adam")
+class ScaledAdam(UpdateRule):
+    """delta ← β₁·delta - (1-β₁)·lr·rms(w)·g/(√v̂ + eps), w ← w + delta. Every `size_update_period` steps rms(w) is
+    measured anew and Adam on log(rms(w)) moves w as a whole, at lr·scalar_lr_scale. A parameter of one element has no
+    such size: there lr·scalar_lr_scale takes the place of lr·rms(w).
+
+    A parameter that gets no gradient is updated as if it were zero: its momentum goes on, as in the source.
+
+    Options: `betas` in [0, 1), `scalar_lr_scale` ≥ 0, `eps` ≥ 0, `param_min_rms` ≥ 0 (below it a weight is not shrunk
+    any more, and its step is of this size), `param_max_rms` > 0 (above it a weight is shrunk), `scalar_max` > 0 (a
+    single element is clamped to it before it moves), `size_update_period` ≥ 1, `dtype_moments`: "float32", or
+    "bfloat16" or "float16", stochastically rounded; `clipping_scale` > 0 clips the norm of g·rms(w) over the whole
+    model to this many medians of the last `clipping_update_period` ones. `clip_update`: whether that clips the whole
+    update, as the source documents it, or only what learns the size, as it does. `show_dominant_parameters`: statistics
+    name the parameter that the norm is mostly of.
+
+    As in the source, the bias of v is corrected while it is more than 1 %, and that of delta never.
+    `last_step.statistics` has the model norm."""
+
+    source = "Povey et al. (icefall), Yao et al. 2023, arXiv:2310.11230"
+    keeps = "delta and mean of g²; its size every few steps"
+    every_parameter = True
+    defaults: ClassVar[dict[str, Any]] = {
+        "lr": 3e-2,
+        "clipping_scale": None,
+        "betas": (0.9, 0.98),
+        "scalar_lr_scale": 0.1,
+        "eps": 1e-8,
+        "param_min_rms": 1e-5,
+        "param_max_rms": 3.0,
+        "scalar_max": 10.0,
+        "size_update_period": 4,
+        "clipping_update_period": 100,
+        "clip_update": True,
+        "show_dominant_parameters": True,
+        "dtype_moments": "float32",
+    }
+
+    def check(self, hyper: Hyper) -> None:
+        require_number("lr", hyper["lr"], least=0)
+        require_number("clipping_scale", hyper["clipping_scale"], above=0, optional=True)
+        require_betas("betas", hyper["betas"])
+        require_number("scalar_lr_scale", hyper["scalar_lr_scale"], least=0)
+        require_number("eps", hyper["eps"], least=0)
+        require_number("param_min_rms", hyper["param_min_rms"], least=0)
+        require_number("param_max_rms", hyper["param_max_rms"], above=0)
+        require_number("scalar_max", hyper["scalar_max"], above=0)
+        require_count("size_update_period", hyper["size_update_period"], least=1)
+        require_count("clipping_update_period", hyper["clipping_update_period"], least=1)
+        require_bool("clip_update", hyper["clip_update"])
+        require_bool("show_dominant_parameters", hyper["show_dominant_parameters"])
+        dtype_of("dtype_moments", hyper["dtype_moments"])
+
+    def needs_norm(self, hyper: Hyper) -> str | None:
+        scale = hyper["clipping_scale"]
+        return None if scale is None else f"clipping_scale={scale!r}"
+
+    def plan(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> ScaledPlan:
+        moment = StateSpec("full", dtype_of("dtype_moments", hyper["dtype_moments"]))
+        states = {"step": StateSpec("slice", torch.int64), "delta": moment, "exp_avg_sq": moment}
+        single = all(n == 1 for n in shape)
+        if not single:
+            states["param_rms"] = states["scale_exp_avg_sq"] = StateSpec("slice")
+            states["scale_grads"] = StateSpec("slice", extra=(hyper["size_update_period"],))
+        return ScaledPlan(View.vector(len(shape)), states, single=single)
+
+    def update(self, sweep: Sweep, plan: ScaledPlan, state: State, hyper: Hyper, step: int) -> Mapping[str, Tensor]:
+        beta1, beta2 = hyper["betas"]
+        gain1 = 1.0 - beta1
+        count = next_count(sweep, state)
+        bias2 = 1.0 - power(beta2, count)
+        scalar: dict[str, Tensor | float] = {"beta1": beta1, "beta2": beta2, "gain2": 1.0 - beta2, "eps": hyper["eps"]}
+        if plan.single:
+            size = torch.ones_like(bias2, dtype=torch.float32)
+            scalar |= {"step": -hyper["lr"] * hyper["scalar_lr_scale"] * gain1, "most": hyper["scalar_max"]}
+        else:
+            bias2 = torch.where(bias2 < 0.99, bias2, 1.0)
+            size, new_size, scale_step = self._learn_size(sweep, state, hyper, count)
+            scalar |= {
+                "step": -hyper["lr"] * gain1 * new_size.clamp(min=hyper["param_min_rms"]),
+                "grow": scale_step * gain1,
+            }
+        scalar["correction2"] = (1.0 / bias2).float()
+        full = {name: state[name] for name in ("delta", "exp_avg_sq")}
+        sweep.apply(moved, full=full, scalar=scalar, stochastic=tuple(full))
+        return {"square_sum": sweep.square_sums * size.square(), "rms": size}
+
+    def _learn_size(self, sweep: Sweep, state: State, hyper: Hyper, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The weight's size as it was known before and is now, and what it is to grow by, each float32 [members]."""
+        period, size_lr = hyper["size_update_period"], hyper["lr"] * hyper["scalar_lr_scale"]
+        beta2 = hyper["betas"][1] ** period
+        sums = sweep.reduce(size_gradient).scalar
+        done = count - 1  # updates before this one
+        turn = done % period
+        measured, old = rms(sums["param"], sweep.count), state["param_rms"].view(-1)
+        before = torch.where(done == 0, measured, old)
+        size = torch.where(turn == period - 1, measured, before)
+        due = (turn == period - 1) & (done > 0)
+
+        grads = state["scale_grads"].view(-1, period)
+        here = torch.arange(period, device=grads.device) == turn[:, None]
+        grads = torch.where(here, sums["grad"][:, None], grads)
+        square = state["scale_exp_avg_sq"].view(-1)
+        square = torch.where(due, square * beta2 + grads.square().mean(-1) * (1.0 - beta2), square)
+
+        root_correction2 = (1.0 - power(beta2, count // period)).sqrt().float()
+        scale_step = -size_lr * root_correction2 * grads.sum(-1) / (square.sqrt() + hyper["eps"])
+        scale_step = torch.where(size < hyper["param_min_rms"], 0.0, scale_step)
+        scale_step = torch.where(size > hyper["param_max_rms"], -size_lr * period, scale_step)
+        sweep.store(state["param_rms"], size)
+        sweep.store(state["scale_grads"], grads)
+        sweep.store(state["scale_exp_avg_sq"], square)
+        return before, size, torch.where(due, scale_step, 0.0)
+
+    def statistics(self, names: Sequence[str], measured: Mapping[str, Tensor]) -> dict[str, float | str]:
+        squares, sizes = (measured[name].tolist() for name in ("square_sum", "rms"))
+        total = sum(squares)
+        dominant = max(range(len(names)), key=squares.__getitem__)
+        return {
+            "model_norm": math.sqrt(total),
+            "dominant_parameter": names[dominant],
+            "dominant_proportion": squares[dominant] / total if total > 0 else math.nan,
+            "dominant_rms": sizes[dominant],
+        }

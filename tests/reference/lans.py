@@ -1,0 +1,67 @@
+"""LANS (arXiv:2006.13484) as MXNet has it, in float64 numpy, written from the seed (002) and golden/README.md."""
+
+from dataclasses import KW_ONLY, dataclass
+
+import numpy as np
+
+
+@dataclass
+class Lans:
+    """One parameter; `step` returns the weight after an update.
+
+    variant: "fused" is MXNet's kernel; in "step" the second part decays the weight that the first has moved, and a
+    ratio that is no positive number is 1.
+    """
+
+    shape: tuple
+    _: KW_ONLY
+    lr: float
+    wd: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.999
+    epsilon: float = 1e-6
+    lower_bound: float | None = None
+    upper_bound: float | None = None
+    clip_gradient: float | None = None
+    rescale_grad: float = 1.0
+    begin_num_update: int = 0
+    variant: str = "fused"
+    clip_value: float = np.inf
+
+    def __post_init__(self):
+        self.steps = self.begin_num_update
+        self.mean, self.var = np.zeros(self.shape), np.zeros(self.shape)
+
+    def step(self, weight, grad):
+        self.steps += 1
+        grad = self.normalized(np.clip(grad, -self.clip_value, self.clip_value))
+        self.mean = self.beta1 * self.mean + (1.0 - self.beta1) * grad
+        self.var = self.beta2 * self.var + (1.0 - self.beta2) * np.square(grad)
+        mean = self.mean / (1.0 - self.beta1**self.steps)
+        denominator = np.sqrt(self.var / (1.0 - self.beta2**self.steps)) + self.epsilon
+        size = np.linalg.norm(weight)
+        if self.lower_bound is not None:
+            size = np.maximum(size, self.lower_bound)
+        if self.upper_bound is not None:
+            size = np.minimum(size, self.upper_bound)
+        first = mean / denominator + self.wd * weight
+        moved = weight - self.lr * self.ratio(size, first) * self.beta1 * first
+        second = grad / denominator + self.wd * (moved if self.variant == "step" else weight)
+        return moved - self.lr * self.ratio(size, second) * (1.0 - self.beta1) * second
+
+    def normalized(self, grad):
+        grad = grad * self.rescale_grad
+        norm = np.linalg.norm(grad)
+        if norm != 0:
+            grad = grad / norm
+        return grad if self.clip_gradient is None else np.clip(grad, -self.clip_gradient, self.clip_gradient)
+
+    def ratio(self, size, change):
+        norm = np.linalg.norm(change)
+        if size == 0 or norm == 0:
+            return 1.0
+        ratio = size / norm
+        return 1.0 if self.variant == "step" and not 0 < ratio < np.inf else ratio
+
+    def states(self):
+        return {"mean": self.mean, "var": self.var}

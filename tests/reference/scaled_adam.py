@@ -1,0 +1,80 @@
+"""ScaledAdam (icefall, arXiv:2310.11230) in float64 numpy, without its clipping, written from the seed (000) and
+golden/README.md."""
+
+import math
+from dataclasses import KW_ONLY, dataclass
+
+import numpy as np
+
+
+def rms(x):
+    return np.sqrt(np.mean(np.square(x)))
+
+
+@dataclass
+class ScaledAdam:
+    """One parameter; `step` returns the weight after an update. A missing gradient is zero."""
+
+    shape: tuple
+    _: KW_ONLY
+    lr: float
+    betas: tuple = (0.9, 0.98)
+    scalar_lr_scale: float = 0.1
+    eps: float = 1e-8
+    param_min_rms: float = 1e-5
+    param_max_rms: float = 3.0
+    scalar_max: float = 10.0
+    size_update_period: int = 4
+    clip_value: float = np.inf
+
+    def __post_init__(self):
+        self.steps = 0
+        self.scalar = math.prod(self.shape) == 1
+        self.delta, self.exp_avg_sq = np.zeros(self.shape), np.zeros(self.shape)
+        self.param_rms, self.scale_exp_avg_sq = np.zeros(()), np.zeros(())
+        self.scale_grads = np.zeros(self.size_update_period)
+
+    def step(self, weight, grad):
+        self.steps += 1
+        beta1, beta2 = self.betas
+        grad = np.zeros(self.shape) if grad is None else np.clip(grad, -self.clip_value, self.clip_value)
+        self.exp_avg_sq = beta2 * self.exp_avg_sq + (1.0 - beta2) * np.square(grad)
+        correction = 1.0 - beta2**self.steps
+        if self.scalar:
+            change = -self.lr * self.scalar_lr_scale * grad / (np.sqrt(self.exp_avg_sq / correction) + self.eps)
+        else:
+            growth = self.growth(weight, grad)
+            if correction >= 0.99:
+                correction = 1.0
+            direction = grad / (np.sqrt(self.exp_avg_sq / correction) + self.eps)
+            change = growth * weight - self.lr * max(self.param_rms, self.param_min_rms) * direction
+        self.delta = beta1 * self.delta + (1.0 - beta1) * change
+        # the bound holds for the weight before it moves
+        return (np.clip(weight, -self.scalar_max, self.scalar_max) if self.scalar else weight) + self.delta
+
+    def growth(self, weight, grad):
+        """By what fraction of itself the weight is to grow: learned once in a period, zero in between."""
+        period = self.size_update_period
+        if self.steps == 1:
+            self.param_rms = rms(weight)
+        self.scale_grads[(self.steps - 1) % period] = np.sum(weight * grad)
+        if self.steps % period:
+            return 0.0
+        self.param_rms = rms(weight)
+        if self.steps == 1:
+            return 0.0
+        beta2 = self.betas[1] ** period
+        self.scale_exp_avg_sq = beta2 * self.scale_exp_avg_sq + (1.0 - beta2) * np.mean(np.square(self.scale_grads))
+        lr = self.lr * self.scalar_lr_scale
+        if self.param_rms > self.param_max_rms:
+            return -lr * period
+        if self.param_rms < self.param_min_rms:
+            return 0.0
+        correction = 1.0 - beta2 ** (self.steps // period)
+        return -lr * np.sqrt(correction) * self.scale_grads.sum() / (np.sqrt(self.scale_exp_avg_sq) + self.eps)
+
+    def states(self):
+        names = ["delta", "exp_avg_sq"]
+        if not self.scalar:
+            names += ["param_rms", "scale_exp_avg_sq", "scale_grads"]
+        return {name: getattr(self, name) for name in names}
