@@ -25,7 +25,7 @@ def choose(policy: str, *, clip_norm: float | None) -> str:
         raise ConfigError(f"policy {policy!r} is unknown; known are auto, {', '.join(POLICIES)}")
     if clip_norm is not None:
         raise UnsupportedError(
-            f"clip_norm={clip_norm!r}: policy 'immediate' updates a parameter before the norm over all of them is "
+            f"clip_norm={clip_norm!r}: policy 'immediate' updates a parameter before the norm over all gradients is "
             "known, so it cannot clip by it. Leave clip_norm out (in a Hugging Face trainer: max_grad_norm=0) and use "
             "clip_value; 'adalomo' also normalises each update by itself (clip_threshold)."
         )

@@ -90,7 +90,7 @@ def nearest_number(value: float, dtype: torch.dtype) -> float:
 def narrow_past(value: Tensor, threshold: Tensor) -> Tensor:
     """A float32 tile as bfloat16: away from zero where the part of the spacing that is cut off is above `threshold`.
 
-    With a threshold that runs evenly over [0, 1) the mean is the value. As Tensor2Tensor has it (seed
+    With a threshold that runs evenly over [0, 1) the mean is the value. As Tensor2Tensor has it (its
     `adafactor.py`): the candidates are the nearest bfloat16 and 1.005 or 0.995 times it.
     """
     size = value.abs() + 1e-30

@@ -2,23 +2,46 @@
 
 import importlib
 import inspect
+import sys
+import warnings
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lowmem.errors import ConfigError, UnsupportedError, did_you_mean
 from lowmem.layout import View
 from lowmem.rules.rule import Hyper, Plan, State, UpdateRule
 from lowmem.sweep import Sweep
 
+# Distributions that are not called like the module they install.
+_DISTRIBUTIONS = {"lomo_optim": "lomo-optim", "optimi": "torch-optimi"}
+
+# Keys of a parameter group that are no arguments, even of a constructor that takes any.
+_NO_ARGUMENTS = ("params", "param_names", "name", "initial_lr")
+
+# A class is tried on this many elements: from here on low-bit optimizers keep theirs in few bits.
+_TRIAL_SHAPE = (64, 64)
+
+# The state that holds what a class keeps in its parameter group, where that is allowed.
+_GROUP = "group"
+
+# States that are saved as they are.
+_PLAIN = (Tensor, int, float, str, bool, type(None))
+
 
 class ForeignRule(UpdateRule):
     """Runs an optimizer class on each parameter in turn; what it keeps for the parameter is held and saved by us.
 
-    The class may keep whatever it likes in `state[param]`. Refused is what would not be the same one parameter at a
-    time: a closure, sparse gradients, state kept in the parameter group. The class may need temporary memory of its
-    own; with a rounding other than `nearest` it steps on a float32 copy of the one parameter.
+    The class may keep in `state[param]` what is made of tensors, numbers, strings, lists, tuples and dicts. Tensor
+    subclasses, such as the low-bit states of torchao, are held as the tensors that they are made of. Refused is what
+    would not be the same one parameter at a time: a closure, sparse gradients, state kept in the parameter group or on
+    the optimizer. Most of it shows before the first update, when the class takes a step on a small tensor of our own.
+
+    The class may need temporary memory of its own; with a rounding other than `nearest` it steps on a float32 copy of
+    the one parameter.
 
     Raises:
         UnsupportedError: the class cannot run fused; the message says why and names what can.
@@ -30,8 +53,8 @@ class ForeignRule(UpdateRule):
     def __init__(self, cls: type[torch.optim.Optimizer]) -> None:
         self.cls = cls
         self.name = self.source = f"{cls.__module__}.{cls.__qualname__}"  # type: ignore[misc]
-        closure = inspect.signature(cls.step).parameters.get("closure")
-        if closure is not None and closure.default is inspect.Parameter.empty:
+        step = inspect.signature(cls.step).parameters
+        if "closure" in step and step["closure"].default is inspect.Parameter.empty:
             raise UnsupportedError(
                 f"{self.name} needs a closure: it evaluates the loss several times a step, but a fused update happens "
                 "inside one backward. Use a first-order optimizer, such as 'adalomo' or torch.optim.AdamW."
@@ -41,56 +64,241 @@ class ForeignRule(UpdateRule):
                 f"{self.name} takes sparse gradients only, and a fused update reads dense ones. "
                 "Use torch.optim.AdamW with nn.Embedding(sparse=False)."
             )
-        arguments = list(inspect.signature(cls).parameters.values())[1:]
+        first, *arguments = inspect.signature(cls).parameters.values()
+        if first.name == "model":
+            raise UnsupportedError(
+                f"{self.name} takes a whole model, to hook it itself. Use an optimizer that takes parameters, "
+                "or a rule of lowmem, such as 'adalomo'."
+            )
+        if isinstance(inspect.getattr_static(cls, "param_groups", None), property):
+            raise UnsupportedError(
+                f"{self.name} drives other optimizers, which would each see all parameters. Use the one that it drives."
+            )
         self.open_ended = any(  # type: ignore[misc]
             a.kind is inspect.Parameter.VAR_KEYWORD for a in arguments
         )
-        self._arguments = {a.name for a in arguments}
+        # one without a default is known by name, and looked for in `check`
         self.defaults = {  # type: ignore[misc]
-            a.name: a.default for a in arguments if a.default is not inspect.Parameter.empty
+            a.name: a.default
+            for a in arguments
+            if a.kind not in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
         }
-        self._optimizer: torch.optim.Optimizer | None = None
+        # optimi can step on one `param` alone, so what it keeps in the group may be kept for each parameter apart
+        self._splits_group = "param" in step
         self._states_at_once = False  # the class makes its states when it is constructed, not in its first step
-        self._group: dict[str, Any] = {}
+        # by the id of our group: an instance, and those of its arguments that its own group does not show
+        self._made: dict[int, tuple[torch.optim.Optimizer, dict[str, Any]]] = {}
 
     def check(self, hyper: Hyper) -> None:
-        self._construct(torch.nn.Parameter(torch.zeros(2, 2)), hyper)
+        for key, value in hyper.items():
+            if value is inspect.Parameter.empty:
+                raise ConfigError(f"{self.name} has no default for {key!r}; give it")
+        if hyper.get("gradient_release"):
+            raise UnsupportedError(
+                f"{self.name}: gradient_release=True wants hooks of its own, and lowmem frees gradients anyway. "
+                "Leave it out."
+            )
+        trial = torch.ones(_TRIAL_SHAPE, dtype=torch.float32, device="cpu").requires_grad_()
+        trial.grad = torch.ones_like(trial)
+        made = self._construct(trial, hyper)
+        for key, value in made.param_groups[0].items():
+            if value is not None and key in hyper and hyper[key] is None:
+                raise ConfigError(
+                    f"{self.name} makes {key}={value!r} of {key}=None, out of its other settings, and may make it "
+                    f"something else when a run is resumed. Give {key} a value."
+                )
+        self._refuse_state("beside its parameters", [str(key) for key in made.state if key is not trial])
+        self._states_at_once = bool(made.state)
+        self._try(made, trial, hyper)
+        self._made[id(hyper)] = self._prepared(hyper)
 
     def admit(self, param: Tensor, hyper: Hyper) -> None:
-        self._construct(param, hyper)
+        self._construct(param.detach().requires_grad_(), hyper)  # hooks of the class would stay on the parameter itself
 
     def plan(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> Plan:
         return Plan(View.vector(len(shape)))  # states are made by the class itself at the first update
 
     def update(self, sweep: Sweep, plan: Plan, state: State, hyper: Hyper, step: int) -> None:
         with sweep.materialized() as param:
-            if self._optimizer is None or (self._states_at_once and not state):
-                made = self._construct(param, hyper)
-                self._states_at_once = bool(made.state)
-                if not state:
-                    state.update(made.state.get(param, {}))
-                self._optimizer, self._group = made, made.param_groups[0]
-            group = {**self._group, **{k: v for k, v in hyper.items() if k != "param_names"}, "params": [param]}
-            before = dict(group)
-            self._optimizer.param_groups = [group]
-            self._optimizer.state.clear()
-            self._optimizer.state[param] = state
-            self._optimizer.step()
-            self._optimizer.state.clear()
-            self._optimizer.param_groups, self._group["params"] = [], []  # they would keep the gradient alive
-        changed = [key for key, value in before.items() if group.get(key) is not value]
-        if changed or len(group) != len(before):
+            kept = _unpacked(state)
+            if self._states_at_once and not kept:
+                kept = dict(self._construct(param, hyper).state[param])
+            kept = self._packed(self._step(self._optimizer(hyper), param, kept, hyper))
+        state.clear()
+        state.update(kept)
+
+    def _step(self, made: torch.optim.Optimizer, param: Tensor, kept: dict[str, Any], hyper: Hyper) -> dict[str, Any]:
+        """Lets `made` step on `param`, of which it has `kept` so far; returns what it keeps now."""
+        own_group = made.param_groups[0]
+        split = kept.pop(_GROUP, {}) if self._splits_group else {}
+        given = {key: _like(own_group.get(key), value) for key, value in hyper.items() if key != "param_names"}
+        group = {**own_group, **given, **split, "params": [param]}
+        stored = param.detach()
+        before_group, before_self = _marked(group), _marked(_counters(made))
+        made.state.clear()
+        made.state[param] = kept
+        made.param_groups = [group]
+        try:
+            made.step()
+            beside = [str(key) for key in made.state if key is not param]
+            kept = dict(made.state[param])
+        finally:
+            made.state.clear()
+            made.param_groups = [own_group]  # the other would keep the gradient alive
+        if param.untyped_storage()._cdata != stored.untyped_storage()._cdata:  # it put new memory into param.data
+            stored.copy_(param.detach())
+        changed = _changed(before_group, group)
+        if self._splits_group:
+            kept[_GROUP] = {key: group[key] for key in {**split, **dict.fromkeys(changed)}}
+            changed = []
+        self._refuse_state("in its parameter group", changed)
+        self._refuse_state("on itself", _changed(before_self, _counters(made)))
+        self._refuse_state("beside its parameters", beside)
+        return kept
+
+    def _refuse_state(self, where: str, keys: list[str]) -> None:
+        if keys:
             raise UnsupportedError(
-                f"{self.name} keeps state in its parameter group ({', '.join(changed) or 'new keys'}), which would "
-                "change with every parameter instead of every step. Use another optimizer."
+                f"{self.name} keeps state {where} ({', '.join(keys)}), which would change with every parameter "
+                "instead of every step. Use another optimizer."
             )
 
+    def _try(self, made: torch.optim.Optimizer, trial: Tensor, hyper: Hyper) -> None:
+        """Refuses what shows in a first step. One that fails shows nothing: it may need a GPU, or another shape."""
+        eager = torch.compiler.set_stance("force_eager")  # torchao compiles its step, which takes seconds
+        with warnings.catch_warnings(action="ignore"), torch.random.fork_rng(devices=()), eager:
+            try:
+                if hasattr(made, "train"):
+                    made.train()  # as schedule-free ones ask for
+                self._packed(self._step(made, trial, dict(made.state.get(trial, {})), hyper))
+            except UnsupportedError:
+                raise
+            except Exception:
+                return
+
+    def _optimizer(self, hyper: Hyper) -> torch.optim.Optimizer:
+        """The instance for a parameter group; another one when an argument changed that only the constructor reads."""
+        made, read = self._made.get(id(hyper), (None, {}))
+        if made is None or any(hyper.get(key) != value for key, value in read.items()):
+            made, read = self._made[id(hyper)] = self._prepared(hyper)
+        return made
+
+    def _prepared(self, hyper: Hyper) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
+        made = self._construct(torch.zeros(_TRIAL_SHAPE, device="cpu").requires_grad_(), hyper)
+        group = made.param_groups[0]
+        group["params"] = []
+        return made, {key: value for key, value in self._arguments(hyper).items() if key not in group}
+
+    def _arguments(self, hyper: Hyper) -> dict[str, Any]:
+        return {
+            key: value
+            for key, value in hyper.items()
+            if key in self.defaults or (self.open_ended and key not in _NO_ARGUMENTS)
+        }
+
     def _construct(self, param: Tensor, hyper: Hyper) -> torch.optim.Optimizer:
-        arguments = {k: v for k, v in hyper.items() if k in self._arguments or self.open_ended}
         try:
-            return self.cls([param], **arguments)
-        except (TypeError, ValueError) as error:
-            raise UnsupportedError(f"{self.name} does not accept this: {error}") from error
+            return self.cls([param], **self._arguments(hyper))
+        except Exception as error:  # whatever the class thinks fit
+            raise UnsupportedError(f"{self.name} does not accept this: {error or type(error).__name__}") from error
+
+    def _packed(self, kept: Mapping[str, Any]) -> State:
+        """What the class keeps, as tensors and JSON; undone by `_unpacked`."""
+        state: State = {}
+        for name, value in kept.items():
+            if type(value) in _PLAIN:
+                state[name] = value
+                continue
+            try:
+                packed = _pack(value, name, state)
+            except TypeError as error:
+                raise UnsupportedError(f"{self.name} keeps {error}, which cannot be saved. Use another.") from None
+            if packed != {"tensor": name}:
+                state[name] = packed
+        return state
+
+
+def _unpacked(state: Mapping[str, Any]) -> dict[str, Any]:
+    kept = dict(state)
+    for name, value in state.items():
+        if isinstance(value, dict | list):
+            kept[name] = _unpack(value, kept)
+    return kept
+
+
+def _pack(value: Any, name: str, tensors: dict[str, Any]) -> Any:
+    """`value` as JSON; the tensors in it go into `tensors`, under names that begin with `name`."""
+
+    def pack_items(items: Iterable[tuple[Any, Any]]) -> dict[str, Any]:
+        return {key: _pack(item, f"{name}.{key}", tensors) for key, item in items}
+
+    cls = type(value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if cls in (Tensor, torch.nn.Parameter):
+        tensors[name] = value
+        return {"tensor": name}
+    if cls is torch.dtype:
+        return {"dtype": str(value).removeprefix("torch.")}
+    if cls is list:
+        return list(pack_items(enumerate(value)).values())
+    if cls in (tuple, torch.Size):
+        return {cls.__name__: _pack(list(value), name, tensors)}
+    if cls is dict and all(isinstance(key, str) for key in value):
+        return {"dict": pack_items(value.items())}
+    if is_traceable_wrapper_subclass(value) and getattr(sys.modules[cls.__module__], cls.__name__, None) is cls:
+        parts, context = value.__tensor_flatten__()
+        return {
+            "class": [cls.__module__, cls.__name__],
+            "parts": pack_items((part, getattr(value, part)) for part in parts),
+            "rest": _pack([context, value.shape, value.stride()], name, tensors),
+        }
+    raise TypeError(f"{name!r} as {cls.__name__}")
+
+
+def _unpack(packed: Any, tensors: dict[str, Any]) -> Any:
+    """The value that `_pack` was given; its tensors are taken out of `tensors`."""
+    match packed:
+        case list():
+            return [_unpack(item, tensors) for item in packed]
+        case {"tensor": name}:
+            return tensors.pop(name)
+        case {"dtype": name}:
+            return getattr(torch, name)
+        case {"tuple": items}:
+            return tuple(_unpack(items, tensors))
+        case {"Size": items}:
+            return torch.Size(items)
+        case {"dict": items}:
+            return {key: _unpack(item, tensors) for key, item in items.items()}
+        case {"class": [module, name], "parts": parts, "rest": rest}:
+            cls = getattr(sys.modules[module], name)  # its optimizer has imported it
+            return cls.__tensor_unflatten__(_unpack({"dict": parts}, tensors), *_unpack(rest, tensors))
+    return packed
+
+
+def _like(own: Any, value: Any) -> Any:
+    """`value` as the class keeps it: torchao has the learning rate as a tensor, where schedulers set a number."""
+    return torch.full_like(own, value) if isinstance(own, Tensor) and isinstance(value, int | float) else value
+
+
+def _counters(made: torch.optim.Optimizer) -> dict[str, Any]:
+    """What an optimizer could count with. True and False are rather notes that something is done."""
+    return {k: v for k, v in vars(made).items() if isinstance(v, (int, float, Tensor)) and not isinstance(v, bool)}
+
+
+def _marked(values: Mapping[str, Any]) -> dict[str, tuple[Any, int]]:
+    """Values, with how often those that are tensors have been written to."""
+    return {key: (value, value._version if isinstance(value, Tensor) else 0) for key, value in values.items()}
+
+
+def _changed(marked: Mapping[str, tuple[Any, int]], now: Mapping[str, Any]) -> list[str]:
+    """Keys of values that are new, or replaced or written to since they were marked."""
+    return [key for key in now if key not in marked] + [
+        key
+        for key, (value, version) in marked.items()
+        if now.get(key) is not value or (isinstance(value, Tensor) and value._version != version)
+    ]
 
 
 def import_optimizer(path: str) -> type[torch.optim.Optimizer]:
@@ -100,11 +308,17 @@ def import_optimizer(path: str) -> type[torch.optim.Optimizer]:
         ConfigError: the module, the name in it, or an optimizer under that name does not exist.
     """
     module_name, _, attribute = path.rpartition(".")
+    package = module_name.partition(".")[0]
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
+    except Exception as error:  # a package that does not fit its surroundings raises what it likes
+        if isinstance(error, ModuleNotFoundError) and error.name == package:
+            raise ConfigError(
+                f"rule {path!r}: {package} is not installed; pip install {_DISTRIBUTIONS.get(package, package)}, "
+                "or mend the path"
+            ) from error
         raise ConfigError(
-            f"rule {path!r}: cannot import {module_name!r} ({error}); install its package or mend the path"
+            f"rule {path!r}: cannot import {module_name!r} ({error}); mend its package or the path"
         ) from error
     found = getattr(module, attribute, None)
     if found is None:

@@ -1,4 +1,4 @@
-"""ScaledAdam: Adam relative to the weight's own size, which is learned beside it (icefall, seed `optim.py`)."""
+"""ScaledAdam: Adam relative to the weight's own size, which is learned beside it (icefall's `optim.py`)."""
 
 import math
 from collections.abc import Mapping, Sequence
