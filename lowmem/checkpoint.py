@@ -43,6 +43,7 @@ def save_optimizer(optimizer: FusedOptimizer, path: Path) -> None:
     for name, kept in whole.pop("state").items():
         values[name] = {key: value for key, value in kept.items() if not isinstance(value, Tensor)}
         tensors |= {f"{name}/{key}": t.contiguous() for key, t in kept.items() if isinstance(t, Tensor)}
+    _unshare(tensors)
     try:
         metadata = json.dumps({**whole, "values": values})
     except TypeError as error:
@@ -50,6 +51,16 @@ def save_optimizer(optimizer: FusedOptimizer, path: Path) -> None:
             f"the optimizer cannot be saved: {error}. Give hyperparameters as numbers, strings and lists."
         ) from error
     save_file(tensors, path, metadata={"format": "pt", "lowmem": metadata})
+
+
+def _unshare(tensors: dict[str, Tensor]) -> None:
+    """Copies tensors that lie in the memory of another, as one table that bitsandbytes keeps for all parameters."""
+    met: set[int] = set()
+    for key, tensor in tensors.items():
+        memory = tensor.untyped_storage().data_ptr()
+        if memory in met:
+            tensors[key] = tensor.clone()
+        met.add(memory)
 
 
 def load_optimizer(optimizer: FusedOptimizer, path: Path) -> None:

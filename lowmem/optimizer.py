@@ -479,8 +479,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         if not isinstance(value, Tensor):
             return value
         # torch.optim keeps its step counts on the host unless they take part in a kernel
-        foreign = isinstance(self.rule, rules.ForeignRule)
-        on_host = foreign and key == "step" and not (slot.group.get("capturable") or slot.group.get("fused"))
+        counts = isinstance(self.rule, rules.ForeignRule) and key.rpartition(".")[2] == "step"
+        on_host = counts and not (slot.group.get("capturable") or slot.group.get("fused"))
         return value.detach().to("cpu" if on_host else slot.param.device, copy=True)
 
 

@@ -13,7 +13,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 import lowmem
 from lowmem import rounding, sweep
-from lowmem.layout import Layout, Rect, View
+from lowmem.layout import Layout, View
 from lowmem.rules import resolve
 from lowmem.sweep import Sums, Sweep
 
@@ -68,49 +68,6 @@ def assert_same_to_float32_rounding(got, want):
 
 
 # -- tiles -------------------------------------------------------------------------------------------------------------
-
-
-@st.composite
-def rects(draw):
-    starts = [draw(st.integers(0, 5)) for _ in range(3)]
-    sizes = [draw(st.integers(1, 12)) for _ in range(3)]
-    return Rect(*(slice(start, start + size) for start, size in zip(starts, sizes, strict=True)))
-
-
-@given(rects(), st.integers(1, 2000))
-@settings(max_examples=300, deadline=None)
-def test_subdivide_covers_exactly_once(rect, tile):
-    """Every element is in one tile, no tile is larger than asked for, and each is one piece of memory."""
-    met = torch.zeros([s.stop for s in (rect.batch, rect.rows, rect.cols)], dtype=torch.int)
-    local = torch.zeros([s.stop - s.start for s in (rect.batch, rect.rows, rect.cols)])
-    for part in rect.subdivide(tile):
-        met[part.batch, part.rows, part.cols] += 1
-        piece = local[part.within(rect)]
-        assert piece.numel() <= tile
-        assert piece.is_contiguous()
-    want = torch.zeros_like(met)
-    want[rect.batch, rect.rows, rect.cols] = 1
-    assert torch.equal(met, want)
-
-
-def test_large_parameter_has_tiles_of_about_the_size_asked_for():
-    tiles = list(Layout.whole((4096, 2048), View.matrix(2)).rects[0].subdivide(sweep.CPU_TILE))
-    assert len(tiles) == 4096 * 2048 // sweep.CPU_TILE
-
-
-def test_views_split_a_flat_piece():
-    """A flat slice of a matrix: the end of a row, whole rows, the start of one."""
-    rects = (
-        Rect(slice(0, 1), slice(1, 2), slice(3, 5)),
-        Rect(slice(0, 1), slice(2, 4), slice(0, 5)),
-        Rect(slice(0, 1), slice(4, 5), slice(0, 1)),
-    )
-    matrix = torch.arange(30.0).view(1, 6, 5)
-    local = matrix.flatten()[8:21].clone()
-    views = Layout((1, 6, 5), rects).views(local)
-    for rect, view in zip(rects, views, strict=True):
-        assert torch.equal(view, matrix[rect.batch, rect.rows, rect.cols])
-        assert view.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
 
 
 SHAPES = [(), (1,), (300,), (7, 40), (1, 9), (9, 1), (3, 8, 10)]

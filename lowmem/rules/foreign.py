@@ -2,17 +2,16 @@
 
 import importlib
 import inspect
-import sys
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lowmem.errors import ConfigError, UnsupportedError, did_you_mean
 from lowmem.layout import View
+from lowmem.rules.packing import packed, unpacked
 from lowmem.rules.rule import Hyper, Plan, State, UpdateRule
 from lowmem.sweep import Sweep
 
@@ -27,9 +26,6 @@ _TRIAL_SHAPE = (64, 64)
 
 # The state that holds what a class keeps in its parameter group, where that is allowed.
 _GROUP = "group"
-
-# States that are saved as they are.
-_PLAIN = (Tensor, int, float, str, bool, type(None))
 
 
 class ForeignRule(UpdateRule):
@@ -120,10 +116,10 @@ class ForeignRule(UpdateRule):
 
     def update(self, sweep: Sweep, plan: Plan, state: State, hyper: Hyper, step: int) -> None:
         with sweep.materialized() as param:
-            kept = _unpacked(state)
+            kept = unpacked(state)
             if self._states_at_once and not kept:
                 kept = dict(self._construct(param, hyper).state[param])
-            kept = self._packed(self._step(self._optimizer(hyper), param, kept, hyper))
+            kept = self._held(self._step(self._optimizer(hyper), param, kept, hyper))
         state.clear()
         state.update(kept)
 
@@ -156,6 +152,12 @@ class ForeignRule(UpdateRule):
         self._refuse_state("beside its parameters", beside)
         return kept
 
+    def _held(self, kept: Mapping[str, Any]) -> State:
+        try:
+            return packed(kept)
+        except TypeError as error:
+            raise UnsupportedError(f"{self.name} keeps {error}, which cannot be saved. Use another.") from None
+
     def _refuse_state(self, where: str, keys: list[str]) -> None:
         if keys:
             raise UnsupportedError(
@@ -170,7 +172,7 @@ class ForeignRule(UpdateRule):
             try:
                 if hasattr(made, "train"):
                     made.train()  # as schedule-free ones ask for
-                self._packed(self._step(made, trial, dict(made.state.get(trial, {})), hyper))
+                self._held(self._step(made, trial, dict(made.state.get(trial, {})), hyper))
             except UnsupportedError:
                 raise
             except Exception:
@@ -201,80 +203,6 @@ class ForeignRule(UpdateRule):
             return self.cls([param], **self._arguments(hyper))
         except Exception as error:  # whatever the class thinks fit
             raise UnsupportedError(f"{self.name} does not accept this: {error or type(error).__name__}") from error
-
-    def _packed(self, kept: Mapping[str, Any]) -> State:
-        """What the class keeps, as tensors and JSON; undone by `_unpacked`."""
-        state: State = {}
-        for name, value in kept.items():
-            if type(value) in _PLAIN:
-                state[name] = value
-                continue
-            try:
-                packed = _pack(value, name, state)
-            except TypeError as error:
-                raise UnsupportedError(f"{self.name} keeps {error}, which cannot be saved. Use another.") from None
-            if packed != {"tensor": name}:
-                state[name] = packed
-        return state
-
-
-def _unpacked(state: Mapping[str, Any]) -> dict[str, Any]:
-    kept = dict(state)
-    for name, value in state.items():
-        if isinstance(value, dict | list):
-            kept[name] = _unpack(value, kept)
-    return kept
-
-
-def _pack(value: Any, name: str, tensors: dict[str, Any]) -> Any:
-    """`value` as JSON; the tensors in it go into `tensors`, under names that begin with `name`."""
-
-    def pack_items(items: Iterable[tuple[Any, Any]]) -> dict[str, Any]:
-        return {key: _pack(item, f"{name}.{key}", tensors) for key, item in items}
-
-    cls = type(value)
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if cls in (Tensor, torch.nn.Parameter):
-        tensors[name] = value
-        return {"tensor": name}
-    if cls is torch.dtype:
-        return {"dtype": str(value).removeprefix("torch.")}
-    if cls is list:
-        return list(pack_items(enumerate(value)).values())
-    if cls in (tuple, torch.Size):
-        return {cls.__name__: _pack(list(value), name, tensors)}
-    if cls is dict and all(isinstance(key, str) for key in value):
-        return {"dict": pack_items(value.items())}
-    if is_traceable_wrapper_subclass(value) and getattr(sys.modules[cls.__module__], cls.__name__, None) is cls:
-        parts, context = value.__tensor_flatten__()
-        return {
-            "class": [cls.__module__, cls.__name__],
-            "parts": pack_items((part, getattr(value, part)) for part in parts),
-            "rest": _pack([context, value.shape, value.stride()], name, tensors),
-        }
-    raise TypeError(f"{name!r} as {cls.__name__}")
-
-
-def _unpack(packed: Any, tensors: dict[str, Any]) -> Any:
-    """The value that `_pack` was given; its tensors are taken out of `tensors`."""
-    match packed:
-        case list():
-            return [_unpack(item, tensors) for item in packed]
-        case {"tensor": name}:
-            return tensors.pop(name)
-        case {"dtype": name}:
-            return getattr(torch, name)
-        case {"tuple": items}:
-            return tuple(_unpack(items, tensors))
-        case {"Size": items}:
-            return torch.Size(items)
-        case {"dict": items}:
-            return {key: _unpack(item, tensors) for key, item in items.items()}
-        case {"class": [module, name], "parts": parts, "rest": rest}:
-            cls = getattr(sys.modules[module], name)  # its optimizer has imported it
-            return cls.__tensor_unflatten__(_unpack({"dict": parts}, tensors), *_unpack(rest, tensors))
-    return packed
 
 
 def _like(own: Any, value: Any) -> Any:
