@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from lowmem import data
 from lowmem.config import ModelConfig, RunConfig
 from lowmem.errors import ConfigError
+from lowmem.optimizer import FusedConfig
+from lowmem.rules import resolve
 from lowmem.tokenizers import train_tokenizer
 from lowmem.trainer import FusedSFTTrainer
 
@@ -117,11 +119,11 @@ def trainer(config: RunConfig, found: Samples, made: "PreTrainedModel") -> Any:
     try:
         return FusedSFTTrainer(
             made,
-            args=_sft_config(config, found),
+            args=_sft_config(config, found, _weight_decay(config.optimizer.fused)),
             train_dataset=found.train,
             eval_dataset=found.held_out,
             processing_class=found.tokenizer,
-            fused=config.optimizer.fused,
+            fused=_without_decay(config.optimizer.fused),
         )
     except (RuntimeError, ImportError) as error:
         if "installed" not in str(error):
@@ -139,7 +141,19 @@ def tokenized(config: RunConfig, found: Samples) -> "Dataset":
         return trainer(replace(config, run_dir=aside), found, LlamaForCausalLM(stand_in)).train_dataset
 
 
-def _sft_config(config: RunConfig, found: Samples) -> Any:
+def _weight_decay(fused: FusedConfig) -> float:
+    """The weight decay that a configuration asks for under its rule's own name, or else the rule's default."""
+    rule = resolve(fused.rule)
+    return fused.hyper.get(rule.decay, rule.defaults.get(rule.decay)) or 0.0
+
+
+def _without_decay(fused: FusedConfig) -> FusedConfig:
+    """The settings but for weight decay, which in a trainer is the trainer's and spares norms and biases."""
+    decay = resolve(fused.rule).decay
+    return replace(fused, hyper={name: value for name, value in fused.hyper.items() if name != decay})
+
+
+def _sft_config(config: RunConfig, found: Samples, weight_decay: float) -> Any:
     from trl import SFTConfig
 
     evaluates = config.trainer.get("eval_strategy", "no") != "no"
@@ -152,6 +166,7 @@ def _sft_config(config: RunConfig, found: Samples) -> Any:
         "output_dir": config.run_dir,
         "seed": config.seed,
         "learning_rate": config.optimizer.lr,
+        "weight_decay": weight_decay,
         "max_grad_norm": config.optimizer.fused.clip_norm or 0.0,
         **config.trainer,
     }

@@ -23,7 +23,7 @@ Key = tuple[str, ...]
 # Fields of SFTConfig that another section owns, or that a run of this package can't honour: what to use instead.
 ELSEWHERE = {
     "learning_rate": "set optimizer.lr",
-    "weight_decay": "set optimizer.weight_decay",
+    "weight_decay": "set optimizer.weight_decay, or what the rule calls it",
     "max_grad_norm": "set optimizer.clip_norm",
     "optim": "set optimizer.rule",
     "optim_args": "set optimizer.rule and, beside it, its hyperparameters",

@@ -185,7 +185,7 @@ class RunReport(TrainerCallback):  # type: ignore[misc]
             return
         record = {
             "step": state.global_step,
-            **{name: value for name, value in logs.items() if isinstance(value, Real)},
+            **{name: value for name, value in logs.items() if isinstance(value, Real | str)},
             "time": round(time.time(), 3),
             "tokens": state.num_input_tokens_seen,
             **_memory(args.device),
@@ -218,10 +218,11 @@ def _log_line(record: Record, max_steps: int) -> str | None:
             f"{record['tokens']:,} tokens  peak {_size(record['peak_memory'])}"
         )
     if "loss" in record:
-        norm = record.get("grad_norm", math.nan)
+        norm, name = record.get("grad_norm", math.nan), record.get("dominant_parameter")
+        dominant = f"  {record['dominant_proportion']:.0%} of the norm is {name}" if name else ""
         return (
             f"{step}  loss {record['loss']:>8.4f}  grad norm {norm:>9.3e}  lr {record.get('learning_rate', 0.0):.2e}  "
-            f"{record['tokens_per_second']:>9,.0f} tokens/s  peak {_size(record['peak_memory']):>10}"
+            f"{record['tokens_per_second']:>9,.0f} tokens/s  peak {_size(record['peak_memory']):>10}{dominant}"
         )
     scores = {name.removeprefix("eval_"): value for name, value in record.items() if name.startswith("eval_")}
     shown = [f"{name.replace('_', ' ')} {v:.4f}" for name, v in scores.items() if not name.endswith(_TIMING)]

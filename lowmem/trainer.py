@@ -83,11 +83,13 @@ class FusedTrainerMixin(_Base):
             model = self.model if model is None else model
             named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
             groups: list[dict[str, Any]] = [{"params": named}]
-            if "weight_decay" in resolve(self.fused.rule).defaults:
-                decayed = set(self.get_decay_parameter_names(model))
+            rule = resolve(self.fused.rule)
+            if rule.decay in rule.defaults:
+                decayed, none = set(self.get_decay_parameter_names(model)), rule.without_decay()
+                amount = {rule.decay: self.args.weight_decay or none[rule.decay]}
                 groups = [
-                    {"params": [pair for pair in named if pair[0] in decayed], "weight_decay": self.args.weight_decay},
-                    {"params": [pair for pair in named if pair[0] not in decayed], "weight_decay": 0.0},
+                    {"params": [pair for pair in named if pair[0] in decayed], **amount},
+                    {"params": [pair for pair in named if pair[0] not in decayed], **none},
                 ]
             self.optimizer = self.fused.build([g for g in groups if g["params"]], lr=self.args.learning_rate)
             logger.info("fused optimizer: %s, policy %s", self.optimizer.rule.name, self.optimizer.policy)
@@ -95,6 +97,11 @@ class FusedTrainerMixin(_Base):
         self.optimizer._is_accelerate_prepared = True
         self.optimizer.step_was_skipped = False
         return self.optimizer
+
+    def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """As in Hugging Face's trainer, with what the rule itself has to say of the step."""
+        last = self.optimizer.last_step if isinstance(self.optimizer, FusedOptimizer) else None
+        super().log({**logs, **(last.statistics if last is not None and "loss" in logs else {})}, *args, **kwargs)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | None = None) -> Tensor:
         return self.optimizer.last_step.grad_norm
@@ -192,10 +199,11 @@ def _check_arguments(args: TrainingArguments, fused: FusedConfig) -> None:
                 f"{name}={value!r} is of the optimizer that a fused trainer replaces; "
                 "give the rule and its hyperparameters in fused=FusedConfig(rule=..., hyper={...})"
             )
-    for setting, argument in (("lr", "learning_rate"), ("weight_decay", "weight_decay")):
+    rule = resolve(fused.rule)
+    for setting, argument in (("lr", "learning_rate"), (rule.decay, "weight_decay")):
         if setting in fused.hyper:
             raise ConfigError(f"FusedConfig.hyper has {setting!r}; in a trainer set its argument {argument}")
-    if "weight_decay" not in resolve(fused.rule).defaults and args.weight_decay:
+    if rule.decay not in rule.defaults and args.weight_decay:
         raise ConfigError(f"weight_decay={args.weight_decay}: rule {fused.rule!r} has none; leave it out")
     policies.choose(fused.policy, clip_norm=args.max_grad_norm or None)
     if args.gradient_accumulation_steps > 1:

@@ -163,6 +163,9 @@ class Adafactor(UpdateRule):
     def names(self, hyper: Hyper) -> Iterable[str]:
         return hyper["param_logical_axes"] or ()
 
+    def without_decay(self) -> dict[str, Any]:
+        return {"weight_decay_rate": None, "weight_decay_rate_lr_exponent": None}  # with an exponent 0.0 is 1.0
+
     def needs_norm(self, hyper: Hyper) -> str | None:
         threshold = hyper["global_norm_clip_threshold"]
         return f"global_norm_clip_threshold={threshold!r}" if threshold else None

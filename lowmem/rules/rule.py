@@ -61,7 +61,7 @@ class UpdateRule(ABC):
     source: ClassVar[str]
     keeps: ClassVar[str]
     defaults: ClassVar[dict[str, Any]]
-    decay: ClassVar[str] = "weight_decay"  # the hyperparameter that is the weight decay, if there is one
+    decay: ClassVar[str] = "weight_decay"  # what its weight decay is called, if it has one
     open_ended: ClassVar[bool] = False  # takes hyperparameters beyond `defaults`
     stackable: ClassVar[bool] = True  # small parameters of equal plan may be updated as one stack
     every_parameter: ClassVar[bool] = False  # one that gets no gradient is updated as if it were zero
@@ -85,6 +85,10 @@ class UpdateRule(ABC):
     def needs_norm(self, hyper: Hyper) -> str | None:
         """The hyperparameter, with its value, that needs the norm of the whole gradient before the first update."""
         return None
+
+    def without_decay(self) -> dict[str, Any]:
+        """The hyperparameters of a group whose weights are not to decay, as norms and biases."""
+        return {self.decay: 0.0}
 
     @abstractmethod
     def plan(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> Plan:
