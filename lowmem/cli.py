@@ -279,7 +279,7 @@ def show_rules(arguments: argparse.Namespace) -> None:
     """`lowmem rules`."""
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     for heading in ("rule", *ROUNDINGS, "keeps", "source"):
-        table.add_column(heading, justify="right" if heading in ROUNDINGS else "left")
+        table.add_column(heading, justify="right" if heading in ROUNDINGS else "left", no_wrap=heading == "rule")
     known = rules.table()
     for row in known:
         kept = (f"{state_bytes(row.name, rounding):.3g}" for rounding in ROUNDINGS)

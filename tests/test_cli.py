@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lowmem import cli
@@ -137,10 +138,42 @@ def test_inspect_shows_what_the_loss_is_taken_on(config, run_dir, capsys):
     assert "⟦<|user|>def get_" in out
 
 
-def test_rules_prints_the_table(capsys):
+def test_rules_prints_what_is_measured(capsys):
     code, out, _ = lowmem(capsys, "rules")
     assert code == 0
-    assert "adalomo" in out and "clip_threshold=1.0" in out and "arXiv:2310.10195" in out
+    rows = {line.split()[0]: line.split()[1:4] for line in out.splitlines() if line}
+    assert rows["lomo"] == ["0", "0", "2"]
+    assert rows["adamw"] == ["8", "8", "10"]
+    assert rows["torch.optim.AdamW"] == ["4", "8", "10"]  # bfloat16 states, or those of a float32 copy
+    assert "clip_threshold=1.0" in out and "arXiv:2310.10195" in out
+
+
+@pytest.mark.parametrize(
+    ("rule", "option", "key"),
+    [
+        ("adalomo", "weight_decay", "weight_decay"),
+        ("lans", "wd", "wd"),
+        ("adafactor", "weight_decay_rate", "weight_decay_rate"),
+    ],
+)
+def test_weight_decay_by_the_rules_own_name(config, run_dir, capsys, rule, option, key):
+    code, _, err = lowmem(
+        capsys, "train", config, f"optimizer.rule={rule}", f"optimizer.{option}=0.125", "optimizer.lr=1e-3"
+    )
+    assert (code, err) == (0, "")
+    assert yaml.safe_load((run_dir / "config.yaml").read_text())["optimizer"][key] == 0.125
+    with safe_open(run_dir / "checkpoint-6" / "optimizer.safetensors", framework="pt") as file:
+        groups = json.loads(file.metadata()["lowmem"])["param_groups"]
+    assert [group[key] for group in groups] == [0.125, {"adafactor": None}.get(rule, 0.0)]
+
+
+def test_the_dominant_parameter_is_in_the_log(config, run_dir, capsys):
+    code, out, err = lowmem(capsys, "train", config, "optimizer.rule=scaled_adam", "optimizer.lr=0.03")
+    assert (code, err) == (0, "")
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    names = [line["dominant_parameter"] for line in lines if "loss" in line]
+    assert len(names) == 3
+    assert f"of the norm is {names[0]}" in out
 
 
 def test_a_text_run_continues_its_prompt(config, run_dir, tmp_path, capsys):

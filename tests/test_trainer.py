@@ -76,12 +76,36 @@ def test_gradients_are_gone_and_the_optimizer_is_not_wrapped(make):
     assert seen == [(lowmem.FusedOptimizer, False)] * 8
 
 
-def test_norms_and_biases_are_not_decayed(make):
-    trainer = make(weight_decay=0.3)
-    groups = trainer.create_optimizer().param_groups
-    decay = {name: group["weight_decay"] for group in groups for name in group["param_names"]}
-    assert decay["model.layers.0.mlp.up_proj.weight"] == 0.3
-    assert decay["model.norm.weight"] == 0.0
+@pytest.mark.parametrize(
+    ("fused", "asked", "decayed", "spared"),
+    [
+        ({"rule": "adalomo"}, 0.3, {"weight_decay": 0.3}, {"weight_decay": 0.0}),
+        ({"rule": "adamw"}, 0.0, {"weight_decay": 0.0}, {"weight_decay": 0.0}),
+        ({"rule": "lans"}, 0.3, {"wd": 0.3}, {"wd": 0.0}),
+        ({"rule": "adafactor"}, 0.3, {"weight_decay_rate": 0.3}, {"weight_decay_rate": None}),
+        (  # the exponent alone decays too, by a power of the learning rate
+            {"rule": "adafactor", "hyper": {"weight_decay_rate_lr_exponent": 2.0}},
+            0.0,
+            {"weight_decay_rate": None, "weight_decay_rate_lr_exponent": 2.0},
+            {"weight_decay_rate": None, "weight_decay_rate_lr_exponent": None},
+        ),
+    ],
+)
+def test_norms_and_biases_are_not_decayed(make, fused, asked, decayed, spared):
+    groups = make(fused=lowmem.FusedConfig(**fused), weight_decay=asked).create_optimizer().param_groups
+    group_of = {name: group for group in groups for name in group["param_names"]}
+    for name, want in (("model.layers.0.mlp.up_proj.weight", decayed), ("model.norm.weight", spared)):
+        assert {key: group_of[name][key] for key in want} == want
+
+
+def test_what_a_rule_says_of_a_step_reaches_the_log(make):
+    trainer = make(fused=lowmem.FusedConfig(rule="scaled_adam"))
+    trainer.train()
+    last = trainer.state.log_history[-2]
+    said = trainer.optimizer.last_step.statistics
+    assert last["step"] == 8
+    assert said["dominant_parameter"] in dict(trainer.model.named_parameters())
+    assert {key: last[key] for key in said} == said
 
 
 @pytest.mark.parametrize("stop", [3, 5, 7], ids=lambda step: f"step {step}")
