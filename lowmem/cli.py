@@ -278,20 +278,20 @@ def generate(arguments: argparse.Namespace) -> None:
 def show_rules(arguments: argparse.Namespace) -> None:
     """`lowmem rules`."""
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in ("rule", *ROUNDINGS, "keeps", "source"):
+    for heading in ("rule", *ROUNDINGS, "keeps"):
         table.add_column(heading, justify="right" if heading in ROUNDINGS else "left", no_wrap=heading == "rule")
     known = rules.table()
     for row in known:
         kept = (f"{state_bytes(row.name, rounding):.3g}" for rounding in ROUNDINGS)
-        table.add_row(row.name, *kept, row.keeps, row.source)
+        table.add_row(row.name, *kept, row.keeps)
     of_torch = (f"{state_bytes('torch.optim.AdamW', rounding):.3g}" for rounding in ROUNDINGS)
-    table.add_row("torch.optim.AdamW", *of_torch, "what the class keeps", "any torch.optim.Optimizer, by import path")
+    table.add_row("torch.optim.AdamW", *of_torch, "what the class keeps")
     out.print("Bytes kept for each bfloat16 weight beside its own 2, by rounding (measured on a 1024 x 1024 matrix)\n")
     out.print(table)
-    out.print("\n[bold]hyperparameters[/bold] and their defaults")
+    out.print("\nAny torch.optim.Optimizer is a rule by its import path. The others, with their hyperparameters:")
     for row in known:
         settings = ", ".join(f"{name}={value}" for name, value in row.defaults.items())
-        out.print(f"{row.name}: {settings}", highlight=False, soft_wrap=True)
+        out.print(f"\n[bold]{row.name}[/bold]  {row.source}\n  {settings}", highlight=False, soft_wrap=True)
 
 
 def _quiet() -> None:
