@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import lowmem
 
 ROUNDINGS = ("nearest", "stochastic", "compensated")
+RULES = [row.name for row in lowmem.rules.table()]
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
 
@@ -89,42 +90,47 @@ def environment(small: bool) -> dict[str, Any]:
 def compiled_against_eager(small: bool) -> dict[str, float]:
     """Largest difference of weights after three updates, relative to the largest weight."""
     found = {}
-    for rule in ("lomo", "adalomo"):
-        for rounding in ROUNDINGS:
-            for size in ((300, 517), (4, 128, 96), (1000,), ()):
-                dtype = torch.float32 if rounding == "nearest" else torch.bfloat16
-                weights = []
-                for compile in (False, True):
-                    run = single(size, dtype, rule=rule, lr=1e-2, rounding=rounding, compile=compile)
-                    for _ in range(3):
-                        run()
-                    weights.append(run.param.detach().float())  # type: ignore[attr-defined]
-                scale = weights[0].abs().max().clamp(min=1e-30)
-                found[f"{rule}, {rounding}, {list(size)}"] = float((weights[0] - weights[1]).abs().max() / scale)
+    for rule, rounding in [*((rule, "nearest") for rule in RULES), *(("adalomo", name) for name in ROUNDINGS[1:])]:
+        for size in ((300, 517), (4, 128, 96), (20_000,)):
+            dtype = torch.float32 if rounding == "nearest" else torch.bfloat16
+            weights = []
+            for compile in (False, True):
+                run = single(size, dtype, rule=rule, lr=1e-2, rounding=rounding, compile=compile)
+                for _ in range(3):
+                    run()
+                weights.append(run.param.detach().float())  # type: ignore[attr-defined]
+            scale = weights[0].abs().max().clamp(min=1e-30)
+            found[f"{rule}, {rounding}, {list(size)}"] = float((weights[0] - weights[1]).abs().max() / scale)
     return found
 
 
 def no_host_sync(small: bool) -> str:
-    """Updates with torch's sync debug mode set to raise."""
-    run = single((256, 256), rule="adalomo", rounding="stochastic", compile=GPU)
-    run()
-    if GPU:
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        for _ in range(3):
-            run()
-    finally:
-        if GPU:
-            torch.cuda.set_sync_debug_mode("default")
+    """Updates of every rule, one large parameter and a stack of small ones, with torch's sync debug mode set to raise."""
+    for rule in RULES:
+        params = [
+            torch.nn.Parameter(torch.randn(size, device=DEVICE).bfloat16()) for size in ((256, 256), (64,), (64,))
+        ]
+        opt = lowmem.FusedOptimizer(
+            params, rule=rule, lr=1e-3, rounding="stochastic", compile=GPU and rule == "adalomo"
+        )
+        for step in range(4):
+            loss = torch.stack([param.float().square().sum() for param in params]).sum()
+            if GPU and step:  # the first one compiles
+                torch.cuda.set_sync_debug_mode("error")
+            try:
+                opt.backward(loss)
+            finally:
+                if GPU:
+                    torch.cuda.set_sync_debug_mode("default")
+        opt.remove()
     return "none"
 
 
 def update(small: bool) -> dict[str, dict[str, float]]:
     """Seconds and temporary bytes of one update of a bfloat16 matrix."""
     side = 512 if small else 4096
-    contenders = {
-        "lomo": {"rule": "lomo"},
-        "adalomo": {"rule": "adalomo"},
+    contenders: dict[str, dict[str, Any]] = {
+        **{rule: {"rule": rule, "lr": 1e-3} for rule in RULES},
         "adalomo, stochastic": {"rule": "adalomo", "rounding": "stochastic"},
         "adalomo, compensated": {"rule": "adalomo", "rounding": "compensated"},
         "adalomo, eager": {"rule": "adalomo", "compile": False},
@@ -132,7 +138,7 @@ def update(small: bool) -> dict[str, dict[str, float]]:
     }
     found = {}
     for name, settings in contenders.items():
-        run = single((side, side), **{"compile": settings["rule"] in ("lomo", "adalomo"), **settings})
+        run = single((side, side), **{"compile": settings["rule"] in RULES, **settings})
         found[name] = {"seconds": seconds(run), "temporary_bytes": peak(run)}
     data = torch.empty(6 * side * side, dtype=torch.bfloat16, device=DEVICE)  # 3 gradient reads, 2 reads and 1 write
     found["copying as many bytes"] = {
