@@ -105,14 +105,12 @@ def compiled_against_eager(small: bool) -> dict[str, float]:
 
 
 def no_host_sync(small: bool) -> str:
-    """Updates of every rule, one large parameter and a stack of small ones, with torch's sync debug mode set to raise."""
+    """Updates by every rule, of a large parameter and a stack of small ones, where torch raises at a host sync."""
     for rule in RULES:
-        params = [
-            torch.nn.Parameter(torch.randn(size, device=DEVICE).bfloat16()) for size in ((256, 256), (64,), (64,))
-        ]
-        opt = lowmem.FusedOptimizer(
-            params, rule=rule, lr=1e-3, rounding="stochastic", compile=GPU and rule == "adalomo"
-        )
+        drawn = [torch.randn(size, device=DEVICE).bfloat16() for size in ((256, 256), (64,), (64,))]
+        params = [torch.nn.Parameter(value) for value in drawn]
+        compile = GPU and rule == "adalomo"
+        opt = lowmem.FusedOptimizer(params, rule=rule, lr=1e-3, rounding="stochastic", compile=compile)
         for step in range(4):
             loss = torch.stack([param.float().square().sum() for param in params]).sum()
             if GPU and step:  # the first one compiles
