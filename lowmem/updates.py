@@ -66,7 +66,7 @@ class Updates:
             self.state[slot.param] = self._new_state(slot, placement)
         size = slot.param.numel()
         if size > SMALL or not self._batching:
-            self._update([slot], [grad])
+            self._update_one(slot, grad)
             return
         assert slot.plan is not None  # settled when it was hooked
         like = (id(slot.group), slot.param.shape, slot.param.dtype, slot.param.device, slot.plan)
@@ -106,23 +106,39 @@ class Updates:
         kept = self.kept(plan, param)
         return {name: placement.new_state(spec, param, plan.view) for name, spec in plan.states.items() if name in kept}
 
-    def _update_stack(self, waiting: Sequence[tuple[Slot, Tensor]]) -> None:
-        self._update([slot for slot, _ in waiting], [grad for _, grad in waiting])
+    def _update_one(self, slot: Slot, grad: Tensor) -> None:
+        assert slot.layout is not None  # settled when it was hooked
+        self._sweep([slot], slot.layout, slot.param, grad, slot.residual, self.state[slot.param])
 
-    def _update(self, slots: Sequence[Slot], grads: Sequence[Tensor]) -> None:
+    def _update_stack(self, waiting: Sequence[tuple[Slot, Tensor]]) -> None:
+        """Updates parameters as one: everything that is theirs is stacked, and put back where it was."""
+        slots, grads = [slot for slot, _ in waiting], [grad for _, grad in waiting]
+        if len(slots) == 1:
+            self._update_one(slots[0], grads[0])
+            return
+        params, states = [slot.param.detach() for slot in slots], [self.state[slot.param] for slot in slots]
+        residuals = [slot.residual for slot in slots if slot.residual is not None]
+        param, residual = torch.stack(params), torch.stack(residuals) if residuals else None
+        state = {name: torch.stack([own[name] for own in states]) for name in states[0]}
+        layout = Layout.whole(tuple(param.shape), cast(Plan, slots[0].plan).view.stacked())
+        self._sweep(slots, layout, param, torch.stack(grads), residual, state)
+        torch._foreach_copy_(params, param.unbind())
+        for name, stack in state.items():
+            torch._foreach_copy_([own[name] for own in states], stack.unbind())
+        if residual is not None:
+            torch._foreach_copy_(residuals, residual.unbind())
+
+    def _sweep(
+        self,
+        slots: Sequence[Slot],
+        layout: Layout,
+        param: Tensor,
+        grad: Tensor,
+        residual: Tensor | None,
+        state: dict[str, Any],
+    ) -> None:
         first, step = slots[0], self.cycle.step
         self.cycle.moved = True
-        plan, layout = first.plan, first.layout
-        assert plan is not None and layout is not None
-        if len(slots) == 1:
-            param, grad, residual, state = first.param, grads[0], first.residual, self.state[first.param]
-        else:
-            layout = Layout.whole((len(slots), *first.param.shape), plan.view.stacked())
-            param, grad = torch.stack([slot.param.detach() for slot in slots]), torch.stack(list(grads))
-            states = [self.state[slot.param] for slot in slots]
-            state = {name: torch.stack([own[name] for own in states]) for name in states[0]}
-            residuals = [slot.residual for slot in slots if slot.residual is not None]
-            residual = torch.stack(residuals) if residuals else None
         factor, limit = self._factor_and_limit(param.device)
         # a dispatch mode (fake tensors, a memory tracker) looks at each operation, and torch.compile has none to show
         compiled = self._compiled and first.param.numel() > SMALL and not torch._C._len_torch_dispatch_stack()
@@ -137,13 +153,7 @@ class Updates:
             stochastic=self.rounding == "stochastic",
             compiled=compiled,
         )
-        measured = self.rule.update(sweep, plan, state, first.group, step) or {}
-        if len(slots) > 1:
-            torch._foreach_copy_([slot.param.detach() for slot in slots], param.unbind())
-            for name, stack in state.items():
-                torch._foreach_copy_([own[name] for own in states], stack.unbind())
-            if residual is not None:
-                torch._foreach_copy_(residuals, residual.unbind())
+        measured = self.rule.update(sweep, first.plan, state, first.group, step) or {}
         for i, slot in enumerate(slots):
             slot.square_sum = sweep.square_sums[i]
             slot.measured = {name: values[i] for name, values in measured.items()}

@@ -141,7 +141,8 @@ def test_inspect_shows_what_the_loss_is_taken_on(config, run_dir, capsys):
 def test_rules_prints_what_is_measured(capsys):
     code, out, _ = lowmem(capsys, "rules")
     assert code == 0
-    rows = {line.split()[0]: line.split()[1:4] for line in out.splitlines() if line}
+    table = out.partition("import path")[0]
+    rows = {line.split()[0]: line.split()[1:4] for line in table.splitlines() if line}
     assert rows["lomo"] == ["0", "0", "2"]
     assert rows["adamw"] == ["8", "8", "10"]
     assert rows["torch.optim.AdamW"] == ["4", "8", "10"]  # bfloat16 states, or those of a float32 copy

@@ -84,13 +84,13 @@ def test_rounding_in_a_stack(rule, dtype, rounding):
 def stacks(monkeypatch):
     """How many parameters each update was of, with their elements."""
     seen = []
-    update = updates.Updates._update
+    sweep = updates.Updates._sweep
 
-    def noted(self, slots, grads):
+    def noted(self, slots, *args):
         seen.append((len(slots), slots[0].param.numel()))
-        update(self, slots, grads)
+        sweep(self, slots, *args)
 
-    monkeypatch.setattr(updates.Updates, "_update", noted)
+    monkeypatch.setattr(updates.Updates, "_sweep", noted)
     return seen
 
 
