@@ -279,7 +279,7 @@ def _hint(default: Any) -> Any:
     if isinstance(default, tuple):
         return tuple[tuple(map(_hint, default))] | None  # type: ignore[misc]
     if isinstance(default, bool):
-        return bool | dict | None  # or a map by parameter name
+        return bool | dict | list | None  # or a map by parameter name
     if isinstance(default, int | float):
         return float | None
     return str | None if isinstance(default, str) else Any

@@ -153,9 +153,9 @@ class Adafactor(UpdateRule):
         if (rules is None) != (axes is None):
             raise ConfigError("logical_factor_rules and param_logical_axes say nothing without each other; give both")
         if rules is not None:
-            require(
-                isinstance(rules, dict) or rules == "standard", "logical_factor_rules", rules, "'standard' or a dict"
-            )
+            known = isinstance(rules, dict) or rules == "standard"
+            require(known, "logical_factor_rules", rules, "'standard', or axis name → role")
+            require(hyper["factored"], "logical_factor_rules", rules, "None where factored=False")
             require(isinstance(axes, dict), "param_logical_axes", axes, "parameter name → axis names")
             if isinstance(rules, dict):
                 roles_of("logical_factor_rules", list(rules.values()))

@@ -46,19 +46,16 @@ def dimensions(name: str, shape: tuple[int, ...], hyper: Hyper) -> Dimensions:
     Raises:
         ConfigError: they say nothing for it, or something incomplete.
     """
-    every = tuple(range(len(shape)))
-    rule = _factor_rule(name, hyper)
+    every, where = tuple(range(len(shape))), f"parameter {name!r} of shape {list(shape)}"
+    rule = _factor_rule(name, where, hyper)
     if rule is None:
         return Dimensions(none=every)
     if rule != HEURISTIC and len(rule) != len(shape):
-        raise ConfigError(
-            f"parameter {name!r} of shape {list(shape)}: its factor rule {list(rule)} has {len(rule)} roles for "
-            f"{len(shape)} dimensions"
-        )
+        raise ConfigError(f"{where}: its factor rule {list(rule)} has {len(rule)} roles for {len(shape)} dimensions")
     if rule != HEURISTIC and len(shape) <= 2 and "BATCH" not in rule:
         if "ROW" in rule or "COLUMN" in rule:
             warnings.warn(
-                f"parameter {name!r} of shape {list(shape)}: with two dimensions or less and no BATCH, the heuristic "
+                f"{where}: with two dimensions or less and no BATCH, the heuristic "
                 f"decides, and not its factor rule {list(rule)}",
                 stacklevel=2,
             )
@@ -66,8 +63,8 @@ def dimensions(name: str, shape: tuple[int, ...], hyper: Hyper) -> Dimensions:
     if rule == HEURISTIC:
         if len(shape) > 3:
             raise ConfigError(
-                f"parameter {name!r} of shape {list(shape)}: rule HEURISTIC does not say how more than three "
-                "dimensions are factored; give it a rule in factor_map, such as [BATCH, ROW, COLUMN, COLUMN], or None"
+                f"{where}: rule HEURISTIC does not say how more than three dimensions are factored; give it a rule in "
+                "factor_map, such as [BATCH, ROW, COLUMN, COLUMN], or None"
             )
         return _heuristic(shape, hyper["min_dim_size_to_factor"])
     return Dimensions(*(tuple(d for d in every if rule[d] == role) for role in ("BATCH", "NONE", "ROW", "COLUMN")))
@@ -83,32 +80,32 @@ def _heuristic(shape: tuple[int, ...], least: int) -> Dimensions:
     return Dimensions(stack, (), (row,), (col,))
 
 
-def _factor_rule(name: str, hyper: Hyper) -> FactorRule:
+def _factor_rule(name: str, where: str, hyper: Hyper) -> FactorRule:
     if not hyper["factored"]:
         return None
     if hyper["logical_factor_rules"] is not None:
-        return _logical_rule(name, hyper["logical_factor_rules"], hyper["param_logical_axes"])
+        return _logical_rule(name, where, hyper["logical_factor_rules"], hyper["param_logical_axes"])
     if hyper["factor_map"] is None:
         return HEURISTIC
     return roles_of("factor_map", first_match("factor_map", hyper["factor_map"], name))
 
 
-def _logical_rule(name: str, rules: str | Mapping[str, Any], axes_of: Mapping[str, Sequence[str]]) -> FactorRule:
+def _logical_rule(
+    name: str, where: str, rules: str | Mapping[str, Any], axes_of: Mapping[str, Sequence[str]]
+) -> FactorRule:
     known = STANDARD_LOGICAL_FACTOR_RULES if isinstance(rules, str) else rules
     if name not in axes_of:
-        raise ConfigError(f"param_logical_axes has no axes for parameter {name!r}.{did_you_mean(name, axes_of)}")
+        raise ConfigError(f"{where}: param_logical_axes has no axes for it.{did_you_mean(name, axes_of)}")
     axes = axes_of[name]
     for axis in axes:
         if axis not in known:
-            raise ConfigError(
-                f"parameter {name!r}: logical_factor_rules has no axis {axis!r}.{did_you_mean(axis, known)}"
-            )
+            raise ConfigError(f"{where}: logical_factor_rules has no axis {axis!r}.{did_you_mean(axis, known)}")
     roles = roles_of("logical_factor_rules", [known[axis] for axis in axes])
     assert roles is not None
     if {"ROW", "COLUMN", "NONE"} <= set(roles):
         raise ConfigError(
-            f"parameter {name!r}: incomplete factor rule {list(roles)} for the axes {list(axes)}: with ROW and COLUMN "
-            "dimensions no other may be NONE"
+            f"{where}: incomplete factor rule {list(roles)} for the axes {list(axes)}: beside ROW and COLUMN no "
+            "dimension may be NONE"
         )
     if not {"ROW", "COLUMN"} <= set(roles):  # half of it factors nothing
         return tuple("BATCH" if role == "BATCH" else "NONE" for role in roles)
