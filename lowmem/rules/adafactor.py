@@ -93,7 +93,8 @@ class Adafactor(UpdateRule):
     Options: `lr` ≥ 0, `factored`, `multiply_by_parameter_scale` (True, False, or a list of (regular expression, bool)),
     `beta1` in [0, 1) or None, `decay_rate` > 0, `step_offset` ≥ 0, `clipping_threshold` > 0 or None,
     `weight_decay_rate` ≥ 0 or None, `epsilon1` ≥ 0 (added to g²), `epsilon2` ≥ 0 (the least scale),
-    `max_parameter_scale` > 0 or None, `global_norm_clip_threshold` ≥ 0 or None: clips by the norm of all gradients."""
+    `max_parameter_scale` > 0 or None, `global_norm_clip_threshold` ≥ 0 or None: clips by the norm of all gradients.
+    """
 
     source = "Shazeer and Stern 2018, arXiv:1804.04235; T5X"
     keeps = "row and column means of g²"
@@ -173,7 +174,9 @@ class Adafactor(UpdateRule):
     def plan(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> NamedPlan:
         scaled = hyper["multiply_by_parameter_scale"]
         if not isinstance(scaled, bool):
-            scaled = first_match("multiply_by_parameter_scale", scaled, name)
+            scaled = first_match(
+                "multiply_by_parameter_scale", scaled, name, f"parameter {name!r} of shape {list(shape)}"
+            )
         momentum = {}
         if hyper["beta1"] is not None:
             momentum["m"] = StateSpec("full", dtype_of("dtype_momentum", hyper["dtype_momentum"]))

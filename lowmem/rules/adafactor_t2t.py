@@ -68,7 +68,8 @@ class AdafactorT2T(UpdateRule):
 
     Options: `lr` ≥ 0 or None, `multiply_by_parameter_scale`, `memory_exponent` in (0, 1], `beta2` in (0, 1),
     `decay_rate` in [0, 1) or None, `beta1` in [0, 1) (0: no momentum), `clipping_threshold` > 0 or None, `factored`,
-    `simulated_quantize_bits` in [2, 22] or None."""
+    `simulated_quantize_bits` in [2, 22] or None.
+    """
 
     source = "Shazeer and Stern 2018, arXiv:1804.04235; Tensor2Tensor"
     keeps = "row and column means of g²"

@@ -87,7 +87,7 @@ def _factor_rule(name: str, where: str, hyper: Hyper) -> FactorRule:
         return _logical_rule(name, where, hyper["logical_factor_rules"], hyper["param_logical_axes"])
     if hyper["factor_map"] is None:
         return HEURISTIC
-    return roles_of("factor_map", first_match("factor_map", hyper["factor_map"], name))
+    return roles_of("factor_map", first_match("factor_map", hyper["factor_map"], name, where))
 
 
 def _logical_rule(
@@ -141,9 +141,9 @@ def pairs_of(option: str, given: object) -> list[tuple[str, Any]]:
     return list(pairs)
 
 
-def first_match(option: str, given: object, name: str) -> Any:
-    """What the first regular expression that is found in `name` stands for."""
+def first_match(option: str, given: object, name: str, where: str) -> Any:
+    """What the first regular expression that is found in `name` stands for; `where` is the parameter in a message."""
     for pattern, value in pairs_of(option, given):
         if re.search(pattern, name):
             return value
-    raise ConfigError(f"{option} has no rule for parameter {name!r}; end it with ('.*', ...) for all others")
+    raise ConfigError(f"{where}: {option} has no rule for it; end the map with ('.*', ...) for all others")

@@ -68,7 +68,8 @@ class ScaledAdam(UpdateRule):
     name the parameter that the norm is mostly of.
 
     As in the source, the bias of v is corrected while it is more than 1 %, and that of delta never.
-    `last_step.statistics` has the model norm."""
+    `last_step.statistics` has the model norm.
+    """
 
     source = "Povey et al. (icefall), Yao et al. 2023, arXiv:2310.11230"
     keeps = "delta and mean of g²; its size every few steps"
