@@ -49,8 +49,10 @@ class Contender:
     ordinary: bool = False  # torch's own loop, with a step() after backward
 
 
+NO_DECAY = (("weight_decay", 0.0),)
 CONTENDERS = {
-    "AdamW": Contender(torch.optim.AdamW, (1e-3, 2e-3, 4e-3, 8e-3), (("weight_decay", 0.0),), ordinary=True),
+    "AdamW": Contender(torch.optim.AdamW, (1e-3, 2e-3, 4e-3, 8e-3), (("betas", (0.9, 0.95)), *NO_DECAY), ordinary=True),
+    "AdamW, β₂ 0.999": Contender(torch.optim.AdamW, (1e-3, 2e-3, 4e-3, 8e-3), NO_DECAY, ordinary=True),
     "adalomo": Contender("adalomo", (1e-2, 2e-2, 4e-2, 8e-2)),
     "adafactor": Contender("adafactor", (1e-2, 2e-2, 4e-2, 8e-2), (("min_dim_size_to_factor", 32),)),
     "adafactor_t2t": Contender("adafactor_t2t", (1e-2, 2e-2, 4e-2, 8e-2)),
@@ -59,8 +61,8 @@ CONTENDERS = {
     "lomo": Contender("lomo", (1e-1, 3e-1, 1.0, 3.0)),
 }
 COLORS = {
-    "AdamW": "#333333", "adalomo": "#2a8f7c", "adafactor": "#4c72b0", "adafactor_t2t": "#8db4e2",
-    "scaled_adam": "#c44e52", "lans": "#dd8452", "lomo": "#937860",
+    "AdamW": "#333333", "AdamW, β₂ 0.999": "#9a9a9a", "adalomo": "#2a8f7c", "adafactor": "#4c72b0",
+    "adafactor_t2t": "#8db4e2", "scaled_adam": "#c44e52", "lans": "#dd8452", "lomo": "#937860",
 }  # fmt: skip
 
 
@@ -204,6 +206,12 @@ def train(name: str, lr: float, settings: Settings) -> Run:
     return Run(name, lr, tokens, losses, kept, time.perf_counter() - start)
 
 
+def key_of(name: str, settings: Settings) -> str:
+    """What a finished run depends on but its learning rate."""
+    made = CONTENDERS[name]
+    return repr((made.rule, made.settings, made.ordinary, settings))
+
+
 def best_of(runs: list[Run]) -> Run:
     return min(runs, key=lambda run: run.final)
 
@@ -256,7 +264,7 @@ def main() -> None:
     runs: dict[str, list[Run]] = {name: [] for name in CONTENDERS}
     for line in cache.read_text().splitlines() if cache.exists() else []:
         kept = json.loads(line)
-        if kept.pop("settings") == asdict(settings):
+        if kept.pop("key") == key_of(kept["contender"], settings):
             runs[kept["contender"]].append(Run(**kept))
     grown = dict.fromkeys(names, 0)
     with (
@@ -268,7 +276,7 @@ def main() -> None:
             for number, future in enumerate(futures, 1):
                 run = future.result()
                 runs[run.contender].append(run)
-                file.write(json.dumps({**asdict(run), "settings": asdict(settings)}) + "\n")
+                file.write(json.dumps({**asdict(run), "key": key_of(run.contender, settings)}) + "\n")
                 file.flush()
                 shown = f"{run.contender:14} lr {run.lr:8.2e}  loss {run.final:.4f}  {run.seconds:.0f} s"
                 print(f"{number}/{len(futures)}  {shown}", file=sys.stderr, flush=True)
