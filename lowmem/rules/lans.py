@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,57 +55,56 @@ def normalised(t: Tile) -> Tensor:
     return grad.clamp(-t.scalar.clip, t.scalar.clip) if "clip" in t.scalar else grad
 
 
-def moments(t: Tile) -> tuple[Tensor, Tensor]:
+class Parts(NamedTuple):
+    """The new moments of a tile, and the momentum's and the gradient's part of the step, without weight decay."""
+
+    mean: Tensor
+    var: Tensor
+    m: Tensor
+    g: Tensor
+
+
+def parts(t: Tile) -> Parts:
     grad = normalised(t)
     mean = t.full.mean * t.scalar.beta1 + grad * t.scalar.gain1
-    return mean, t.full.var * t.scalar.beta2 + grad * grad * t.scalar.gain2
-
-
-def directions(t: Tile) -> tuple[Tensor, Tensor]:
-    """The momentum's and the gradient's part of the step, without weight decay."""
-    mean, var = moments(t)
+    var = t.full.var * t.scalar.beta2 + grad * grad * t.scalar.gain2
     scale = (var / t.scalar.correction2).sqrt() + t.scalar.epsilon
-    return mean / t.scalar.correction1 / scale, normalised(t) / scale
+    return Parts(mean, var, mean / t.scalar.correction1 / scale, grad / scale)
 
 
-def first_moved(t: Tile) -> Tensor:
+def first_moved(t: Tile, m: Tensor) -> Tensor:
     """The weight after the momentum's part of the step."""
-    return weight(t) - (directions(t)[0] + weight(t) * t.scalar.wd) * t.scalar.step_m
-
-
-def second_direction(t: Tile) -> Tensor:
-    """The gradient's part of the step, with the decay of the weight that has moved already."""
-    return directions(t)[1] + first_moved(t) * t.scalar.wd
+    return weight(t) - (m + weight(t) * t.scalar.wd) * t.scalar.step_m
 
 
 def both_squares(t: Tile) -> Sums:
     """Squared norms of both parts of the step, with the decay of the weight that has not moved yet."""
+    own, decay = parts(t), weight(t) * t.scalar.wd
     return Sums(
-        scalar={
-            name: (part + weight(t) * t.scalar.wd).square().sum((-2, -1))
-            for name, part in zip(("m", "g"), directions(t), strict=True)
-        }
+        scalar={"m": (own.m + decay).square().sum((-2, -1)), "g": (own.g + decay).square().sum((-2, -1))},
     )
 
 
 def second_square(t: Tile) -> Sums:
-    return Sums(scalar={"g": second_direction(t).square().sum((-2, -1))})
-
-
-def _results(t: Tile, new: Tensor) -> dict[str, Tensor]:
-    mean, var = moments(t)
-    master = {"weight32": new} if "weight32" in t.full else {}
-    return {"param": new, "mean": mean, "var": var, **master}
+    """The squared norm of the gradient's part, with the decay of the weight that has moved already."""
+    own = parts(t)
+    return Sums(scalar={"g": (own.g + first_moved(t, own.m) * t.scalar.wd).square().sum((-2, -1))})
 
 
 def moved_by_step(t: Tile) -> dict[str, Tensor]:
-    return _results(t, first_moved(t) - second_direction(t) * t.scalar.step_g)
+    own = parts(t)
+    first = first_moved(t, own.m)
+    return _results(t, own, first - (own.g + first * t.scalar.wd) * t.scalar.step_g)
 
 
 def moved_fused(t: Tile) -> dict[str, Tensor]:
-    decay = weight(t) * t.scalar.wd
-    m, g = (part + decay for part in directions(t))
-    return _results(t, weight(t) - (m * t.scalar.step_m + g * t.scalar.step_g))
+    own, decay = parts(t), weight(t) * t.scalar.wd
+    return _results(t, own, weight(t) - ((own.m + decay) * t.scalar.step_m + (own.g + decay) * t.scalar.step_g))
+
+
+def _results(t: Tile, own: Parts, new: Tensor) -> dict[str, Tensor]:
+    master = {"weight32": new} if "weight32" in t.full else {}
+    return {"param": new, "mean": own.mean, "var": own.var, **master}
 
 
 @dataclass(frozen=True, kw_only=True)
