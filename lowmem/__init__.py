@@ -5,7 +5,8 @@ Every parameter is updated the moment its gradient exists, inside backward, by a
 
 from lowmem import rules
 from lowmem.errors import LowmemError
-from lowmem.optimizer import FusedConfig, FusedOptimizer, LastStep
+from lowmem.last_step import LastStep
+from lowmem.optimizer import FusedConfig, FusedOptimizer
 
 __version__ = "0.1.0"
 __all__ = ["FusedConfig", "FusedOptimizer", "LastStep", "LowmemError", "rules"]

@@ -2,7 +2,6 @@
 
 import functools
 import importlib.util
-import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from lowmem import placements, policies, rules
 from lowmem.errors import CheckpointError, ConfigError, StepError, UnsupportedError, did_you_mean
+from lowmem.last_step import LastStep
 from lowmem.rounding import ROUNDINGS
 from lowmem.rules import UpdateRule
 from lowmem.scaling import static_scale
@@ -55,42 +55,6 @@ class FusedConfig:
         """The optimizer over `params`; `hyper` (lr, weight_decay, ...) gives way to this config's own `hyper`."""
         settings = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "hyper"}
         return FusedOptimizer(params, **settings, **{**hyper, **self.hyper})
-
-
-@dataclass(frozen=True)
-class LastStep:
-    """What the last step was. The numbers stay on the device until they are asked for.
-
-    norms: the 2-norm of each parameter's unscaled, unclipped gradient, float32 [parameters], in parameter order.
-    names: the parameters that got a gradient, in the same order.
-    """
-
-    step: int
-    policy: str
-    loss_scale: float | None
-    norms: Tensor
-    names: tuple[str, ...]
-    _describe: Callable[[], dict[str, float | str]] = dict
-
-    @property
-    def statistics(self) -> dict[str, float | str]:
-        """What the rule itself has to say of the step, for the log; empty for most rules."""
-        return self._describe()
-
-    @property
-    def grad_norm(self) -> Tensor:
-        """The 2-norm over all gradients, a float32 scalar."""
-        return torch.linalg.vector_norm(self.norms)
-
-    @property
-    def nonfinite(self) -> list[str]:
-        """Parameters whose gradient held Inf or NaN. A rule of this package left them untouched."""
-        return [name for name, norm in zip(self.names, self.norms.tolist(), strict=True) if not math.isfinite(norm)]
-
-    @property
-    def skipped(self) -> int:
-        """How many parameters `nonfinite` names."""
-        return len(self.nonfinite)
 
 
 class FusedOptimizer(torch.optim.Optimizer):

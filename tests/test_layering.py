@@ -24,6 +24,7 @@ LAYERS = [
     "policies",
     "slots",
     "updates",
+    "last_step",
     "optimizer",
     "checkpoint",
     "memory",

@@ -10,21 +10,11 @@ from torch import Tensor
 from lowmem.errors import ConfigError
 from lowmem.layout import View
 from lowmem.rounding import nearest_number
+from lowmem.rules import require
 from lowmem.rules.factor_rules import dimensions, first_match, pairs_of, roles_of
 from lowmem.rules.factored import FactoredPlan, change, mean_alike, precondition, results, shrinking
 from lowmem.rules.factored import moved as moved_jitted
-from lowmem.rules.rule import (
-    Hyper,
-    State,
-    StateSpec,
-    UpdateRule,
-    dtype_of,
-    register,
-    require,
-    require_bool,
-    require_count,
-    require_number,
-)
+from lowmem.rules.rule import Hyper, State, StateSpec, UpdateRule, register
 from lowmem.sweep import ApplyFn, Sweep, Tile
 
 
@@ -123,31 +113,31 @@ class Adafactor(UpdateRule):
     }
 
     def check(self, hyper: Hyper) -> None:
-        require_number("lr", hyper["lr"], least=0)
-        require_bool("factored", hyper["factored"])
-        require_number("beta1", hyper["beta1"], least=0, below=1, optional=True)
-        require_number("decay_rate", hyper["decay_rate"], above=0)
-        require_count("step_offset", hyper["step_offset"], least=0)
-        require_number("clipping_threshold", hyper["clipping_threshold"], above=0, optional=True)
-        require_number("weight_decay_rate", hyper["weight_decay_rate"], least=0, optional=True)
-        require_count("min_dim_size_to_factor", hyper["min_dim_size_to_factor"], least=0)
-        require_number("epsilon1", hyper["epsilon1"], least=0)
-        require_number("epsilon2", hyper["epsilon2"], least=0)
-        require(hyper["dtype_momentum"] is not None, "dtype_momentum", None, "a dtype")
-        dtype_of("dtype_momentum", hyper["dtype_momentum"])
-        require_number("weight_decay_rate_lr_exponent", hyper["weight_decay_rate_lr_exponent"], optional=True)
-        require_number("global_norm_clip_threshold", hyper["global_norm_clip_threshold"], least=0, optional=True)
-        require_number("max_parameter_scale", hyper["max_parameter_scale"], above=0, optional=True)
-        require_bool("skip_nan_updates", hyper["skip_nan_updates"])
-        require(hyper["variant"] in ("jit", "op_by_op"), "variant", hyper["variant"], "'jit' or 'op_by_op'")
+        require.number("lr", hyper["lr"], least=0)
+        require.flag("factored", hyper["factored"])
+        require.number("beta1", hyper["beta1"], least=0, below=1, optional=True)
+        require.number("decay_rate", hyper["decay_rate"], above=0)
+        require.count("step_offset", hyper["step_offset"], least=0)
+        require.number("clipping_threshold", hyper["clipping_threshold"], above=0, optional=True)
+        require.number("weight_decay_rate", hyper["weight_decay_rate"], least=0, optional=True)
+        require.count("min_dim_size_to_factor", hyper["min_dim_size_to_factor"], least=0)
+        require.number("epsilon1", hyper["epsilon1"], least=0)
+        require.number("epsilon2", hyper["epsilon2"], least=0)
+        require.that(hyper["dtype_momentum"] is not None, "dtype_momentum", None, "a dtype")
+        require.dtype("dtype_momentum", hyper["dtype_momentum"])
+        require.number("weight_decay_rate_lr_exponent", hyper["weight_decay_rate_lr_exponent"], optional=True)
+        require.number("global_norm_clip_threshold", hyper["global_norm_clip_threshold"], least=0, optional=True)
+        require.number("max_parameter_scale", hyper["max_parameter_scale"], above=0, optional=True)
+        require.flag("skip_nan_updates", hyper["skip_nan_updates"])
+        require.that(hyper["variant"] in ("jit", "op_by_op"), "variant", hyper["variant"], "'jit' or 'op_by_op'")
         self._check_names(hyper)
 
     def _check_names(self, hyper: Hyper) -> None:
         if not isinstance(hyper["multiply_by_parameter_scale"], bool):
             for _, scaled in pairs_of("multiply_by_parameter_scale", hyper["multiply_by_parameter_scale"]):
-                require_bool("multiply_by_parameter_scale", scaled)
+                require.flag("multiply_by_parameter_scale", scaled)
         if hyper["factor_map"] is not None:
-            require(hyper["factored"], "factor_map", hyper["factor_map"], "None where factored=False")
+            require.that(hyper["factored"], "factor_map", hyper["factor_map"], "None where factored=False")
             for _, rule in pairs_of("factor_map", hyper["factor_map"]):
                 roles_of("factor_map", rule)
         rules, axes = hyper["logical_factor_rules"], hyper["param_logical_axes"]
@@ -155,9 +145,9 @@ class Adafactor(UpdateRule):
             raise ConfigError("logical_factor_rules and param_logical_axes say nothing without each other; give both")
         if rules is not None:
             known = isinstance(rules, dict) or rules == "standard"
-            require(known, "logical_factor_rules", rules, "'standard', or axis name → role")
-            require(hyper["factored"], "logical_factor_rules", rules, "None where factored=False")
-            require(isinstance(axes, dict), "param_logical_axes", axes, "parameter name → axis names")
+            require.that(known, "logical_factor_rules", rules, "'standard', or axis name → role")
+            require.that(hyper["factored"], "logical_factor_rules", rules, "None where factored=False")
+            require.that(isinstance(axes, dict), "param_logical_axes", axes, "parameter name → axis names")
             if isinstance(rules, dict):
                 roles_of("logical_factor_rules", list(rules.values()))
 
@@ -179,7 +169,7 @@ class Adafactor(UpdateRule):
             )
         momentum = {}
         if hyper["beta1"] is not None:
-            momentum["m"] = StateSpec("full", dtype_of("dtype_momentum", hyper["dtype_momentum"]))
+            momentum["m"] = StateSpec("full", require.dtype("dtype_momentum", hyper["dtype_momentum"]))
         batch, none, rows, cols = dimensions(name, shape, hyper)
         if not rows and not cols:
             view = View(batch, (), none)

@@ -11,20 +11,9 @@ from torch import Tensor
 
 from lowmem.errors import UnsupportedError
 from lowmem.layout import View
+from lowmem.rules import require
 from lowmem.rules.factored import FactoredPlan, moved, precondition, shrinking
-from lowmem.rules.rule import (
-    Hyper,
-    State,
-    StateSpec,
-    UpdateRule,
-    dtype_of,
-    register,
-    require,
-    require_bool,
-    require_count,
-    require_number,
-    rms,
-)
+from lowmem.rules.rule import Hyper, State, StateSpec, UpdateRule, register, rms
 from lowmem.sweep import Sums, Sweep, Tile
 
 
@@ -89,18 +78,18 @@ class AdafactorT2T(UpdateRule):
     }
 
     def check(self, hyper: Hyper) -> None:
-        require_number("lr", hyper["lr"], least=0, optional=True)
+        require.number("lr", hyper["lr"], least=0, optional=True)
         for option in ("multiply_by_parameter_scale", "factored", "factor_stacks"):
-            require_bool(option, hyper[option])
-        require(hyper["decay_type"] in ("pow", "adam"), "decay_type", hyper["decay_type"], "'pow' or 'adam'")
-        require_number("memory_exponent", hyper["memory_exponent"], above=0, most=1)
-        require_number("beta2", hyper["beta2"], above=0, below=1)
-        require_number("decay_rate", hyper["decay_rate"], least=0, below=1, optional=True)
-        require_number("beta1", hyper["beta1"], least=0, below=1)
-        require_number("clipping_threshold", hyper["clipping_threshold"], above=0, optional=True)
+            require.flag(option, hyper[option])
+        require.that(hyper["decay_type"] in ("pow", "adam"), "decay_type", hyper["decay_type"], "'pow' or 'adam'")
+        require.number("memory_exponent", hyper["memory_exponent"], above=0, most=1)
+        require.number("beta2", hyper["beta2"], above=0, below=1)
+        require.number("decay_rate", hyper["decay_rate"], least=0, below=1, optional=True)
+        require.number("beta1", hyper["beta1"], least=0, below=1)
+        require.number("clipping_threshold", hyper["clipping_threshold"], above=0, optional=True)
         if hyper["simulated_quantize_bits"] is not None:
-            require_count("simulated_quantize_bits", hyper["simulated_quantize_bits"], least=2, most=22)
-        dtype_of("dtype_momentum", hyper["dtype_momentum"])
+            require.count("simulated_quantize_bits", hyper["simulated_quantize_bits"], least=2, most=22)
+        require.dtype("dtype_momentum", hyper["dtype_momentum"])
 
     def admit(self, param: Tensor, hyper: Hyper) -> None:
         super().admit(param, hyper)
@@ -117,7 +106,7 @@ class AdafactorT2T(UpdateRule):
         view = View.matrix(ndim) if stack else View((), dims[:-1], dims[-1:])
         states = {"vr": StateSpec("row"), "vc": StateSpec("col")} if factored else {"v": StateSpec("full")}
         if hyper["beta1"]:
-            states["m"] = StateSpec("full", dtype_of("dtype_momentum", hyper["dtype_momentum"]))
+            states["m"] = StateSpec("full", require.dtype("dtype_momentum", hyper["dtype_momentum"]))
         bits = hyper["simulated_quantize_bits"] is not None and ndim >= 2 and shape[-1] > 1
         scaled = hyper["multiply_by_parameter_scale"]
         return QuantisedPlan(view, states, factored=factored, scaled=scaled, quantised=bits)

@@ -6,8 +6,9 @@ Lv et al. 2023, arXiv:2310.10195, algorithm 1.
 from typing import Any, ClassVar
 
 from lowmem.layout import View
+from lowmem.rules import require
 from lowmem.rules.factored import FactoredPlan, moved, precondition, shrinking
-from lowmem.rules.rule import Hyper, State, StateSpec, UpdateRule, register, require, require_number, rms
+from lowmem.rules.rule import Hyper, State, StateSpec, UpdateRule, register, rms
 from lowmem.sweep import Sweep
 
 
@@ -39,13 +40,15 @@ class AdaLomo(UpdateRule):
 
     def check(self, hyper: Hyper) -> None:
         eps = hyper["eps"]
-        require(isinstance(eps, tuple | list) and len(eps) == 2, "eps", eps, "two numbers, added to g² and least scale")
-        require_number("eps[0]", eps[0], above=0)
-        require_number("eps[1]", eps[1], least=0)
-        require_number("lr", hyper["lr"], least=0)
-        require_number("decay_rate", hyper["decay_rate"], below=0)
-        require_number("clip_threshold", hyper["clip_threshold"], above=0)
-        require_number("weight_decay", hyper["weight_decay"], least=0)
+        require.that(
+            isinstance(eps, tuple | list) and len(eps) == 2, "eps", eps, "two numbers, added to g² and least scale"
+        )
+        require.number("eps[0]", eps[0], above=0)
+        require.number("eps[1]", eps[1], least=0)
+        require.number("lr", hyper["lr"], least=0)
+        require.number("decay_rate", hyper["decay_rate"], below=0)
+        require.number("clip_threshold", hyper["clip_threshold"], above=0)
+        require.number("weight_decay", hyper["weight_decay"], least=0)
 
     def plan(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> FactoredPlan:
         view = View.matrix(len(shape))

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lowmem.errors import ConfigError, did_you_mean
-from lowmem.rules.rule import Hyper, require
+from lowmem.rules import require
+from lowmem.rules.rule import Hyper
 
 ROLES = {"row": "ROW", "col": "COLUMN", "column": "COLUMN", "batch": "BATCH", "none": "NONE", "unfactorized": "NONE"}
 HEURISTIC = ("HEURISTIC",)
@@ -119,20 +120,20 @@ def roles_of(option: str, rule: object) -> FactorRule:
     if rule == "HEURISTIC":
         return HEURISTIC
     allowed = f"None, 'HEURISTIC', or for each dimension one of {', '.join(ROLES)}"
-    require(isinstance(rule, tuple | list), option, rule, allowed)
+    require.that(isinstance(rule, tuple | list), option, rule, allowed)
     assert isinstance(rule, tuple | list)
     names = [str(role).lower() for role in rule]
-    require(all(role in ROLES for role in names), option, rule, allowed)
+    require.that(all(role in ROLES for role in names), option, rule, allowed)
     return tuple(ROLES[role] for role in names)
 
 
 def pairs_of(option: str, given: object) -> list[tuple[str, Any]]:
     """A map from regular expressions, as a list of pairs or a dict, in its order."""
     pairs = list(given.items()) if isinstance(given, dict) else given
-    require(isinstance(pairs, tuple | list), option, given, "a list of (regular expression, value)")
+    require.that(isinstance(pairs, tuple | list), option, given, "a list of (regular expression, value)")
     assert isinstance(pairs, tuple | list)
     for pair in pairs:
-        require(isinstance(pair, tuple | list) and len(pair) == 2, option, pair, "(regular expression, value)")
+        require.that(isinstance(pair, tuple | list) and len(pair) == 2, option, pair, "(regular expression, value)")
     for pattern, _ in pairs:
         try:
             re.compile(pattern)

@@ -8,21 +8,8 @@ import torch
 from torch import Tensor
 
 from lowmem.layout import View
-from lowmem.rules.rule import (
-    Hyper,
-    Plan,
-    State,
-    StateSpec,
-    UpdateRule,
-    dtype_of,
-    next_count,
-    power,
-    register,
-    require,
-    require_bool,
-    require_count,
-    require_number,
-)
+from lowmem.rules import require
+from lowmem.rules.rule import Hyper, Plan, State, StateSpec, UpdateRule, next_count, power, register
 from lowmem.sweep import Sums, Sweep, Tile
 
 # The squares of gradients below 1e-19 vanish in float32; times this they do not.
@@ -158,29 +145,29 @@ class Lans(UpdateRule):
 
     def check(self, hyper: Hyper) -> None:
         for option in ("lr", "epsilon", "wd"):
-            require_number(option, hyper[option], least=0)
+            require.number(option, hyper[option], least=0)
         for option in ("beta1", "beta2"):
-            require_number(option, hyper[option], least=0, below=1)
+            require.number(option, hyper[option], least=0, below=1)
         for option in ("lower_bound", "upper_bound", "clip_gradient"):
-            require_number(option, hyper[option], least=0, optional=True)
-        require_number("rescale_grad", hyper["rescale_grad"])
+            require.number(option, hyper[option], least=0, optional=True)
+        require.number("rescale_grad", hyper["rescale_grad"])
         for option in ("lr_mult", "wd_mult"):
             factors = hyper[option] or {}
-            require(isinstance(factors, dict), option, factors, "parameter name → a number, or None")
+            require.that(isinstance(factors, dict), option, factors, "parameter name → a number, or None")
             for name, factor in factors.items():
-                require_number(f"{option}[{name!r}]", factor, least=0)
-        require_count("begin_num_update", hyper["begin_num_update"], least=0)
-        require_bool("multi_precision", hyper["multi_precision"])
+                require.number(f"{option}[{name!r}]", factor, least=0)
+        require.count("begin_num_update", hyper["begin_num_update"], least=0)
+        require.flag("multi_precision", hyper["multi_precision"])
         if hyper["aggregate_num"] is not None:
-            require_count("aggregate_num", hyper["aggregate_num"], least=1, most=45)
-        require(hyper["variant"] in ("fused", "step"), "variant", hyper["variant"], "'fused' or 'step'")
-        dtype_of("dtype_moments", hyper["dtype_moments"])
+            require.count("aggregate_num", hyper["aggregate_num"], least=1, most=45)
+        require.that(hyper["variant"] in ("fused", "step"), "variant", hyper["variant"], "'fused' or 'step'")
+        require.dtype("dtype_moments", hyper["dtype_moments"])
 
     def names(self, hyper: Hyper) -> Iterable[str]:
         return (*(hyper["lr_mult"] or {}), *(hyper["wd_mult"] or {}))
 
     def plan(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> LansPlan:
-        moment = StateSpec("full", dtype_of("dtype_moments", hyper["dtype_moments"]))
+        moment = StateSpec("full", require.dtype("dtype_moments", hyper["dtype_moments"]))
         states = {"step": StateSpec("slice", torch.int64), "mean": moment, "var": moment}
         if hyper["multi_precision"]:
             states["weight32"] = StateSpec("full", master=True)

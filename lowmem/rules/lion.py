@@ -6,17 +6,8 @@ import torch
 from torch import Tensor
 
 from lowmem.layout import View
-from lowmem.rules.rule import (
-    Hyper,
-    Plan,
-    State,
-    StateSpec,
-    UpdateRule,
-    dtype_of,
-    register,
-    require_betas,
-    require_number,
-)
+from lowmem.rules import require
+from lowmem.rules.rule import Hyper, Plan, State, StateSpec, UpdateRule, register
 from lowmem.sweep import Sweep, Tile
 
 
@@ -44,13 +35,13 @@ class Lion(UpdateRule):
     }
 
     def check(self, hyper: Hyper) -> None:
-        require_number("lr", hyper["lr"], least=0)
-        require_betas("betas", hyper["betas"])
-        require_number("weight_decay", hyper["weight_decay"], least=0)
-        dtype_of("dtype_moments", hyper["dtype_moments"])
+        require.number("lr", hyper["lr"], least=0)
+        require.betas("betas", hyper["betas"])
+        require.number("weight_decay", hyper["weight_decay"], least=0)
+        require.dtype("dtype_moments", hyper["dtype_moments"])
 
     def plan(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> Plan:
-        moment = StateSpec("full", dtype_of("dtype_moments", hyper["dtype_moments"]))
+        moment = StateSpec("full", require.dtype("dtype_moments", hyper["dtype_moments"]))
         return Plan(View.vector(len(shape)), {"exp_avg": moment})
 
     def update(self, sweep: Sweep, plan: Plan, state: State, hyper: Hyper, step: int) -> None:

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from lowmem.layout import View
-from lowmem.rules.rule import Hyper, Plan, State, UpdateRule, register, require_number
+from lowmem.rules import require
+from lowmem.rules.rule import Hyper, Plan, State, UpdateRule, register
 from lowmem.sweep import Sweep, Tile
 
 
@@ -26,8 +27,8 @@ class Lomo(UpdateRule):
     defaults: ClassVar[dict[str, Any]] = {"lr": 1e-3, "weight_decay": 0.0}
 
     def check(self, hyper: Hyper) -> None:
-        require_number("lr", hyper["lr"], least=0)
-        require_number("weight_decay", hyper["weight_decay"], least=0)
+        require.number("lr", hyper["lr"], least=0)
+        require.number("weight_decay", hyper["weight_decay"], least=0)
 
     def plan(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> Plan:
         return Plan(View.vector(len(shape)))

@@ -1,6 +1,5 @@
 """What a rule is: the mathematics of one optimizer for one parameter."""
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -126,68 +125,6 @@ def register(name: str) -> Callable[[RuleClass], RuleClass]:
         return cls
 
     return enter
-
-
-def require(condition: bool, option: str, value: object, allowed: str) -> None:
-    """Raises `ConfigError` naming the hyperparameter, its value and what is allowed, unless `condition` holds."""
-    if not condition:
-        raise ConfigError(f"{option}={value!r} is out of range; allowed: {allowed}")
-
-
-def require_number(
-    option: str,
-    value: object,
-    *,
-    above: float | None = None,
-    least: float | None = None,
-    below: float | None = None,
-    most: float | None = None,
-    optional: bool = False,
-) -> None:
-    """`require` for a finite number within bounds: `above` <, `least` <=, < `below`, <= `most`; or None."""
-    if optional and value is None:
-        return
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    bounds = ((">", above), (">=", least), ("<", below), ("<=", most))
-    allowed = "a number" + " and".join(f" {sign} {bound:g}" for sign, bound in bounds if bound is not None)
-    allowed += ", or None" if optional else ""
-    require(is_number, option, value, allowed)
-    assert isinstance(value, int | float)
-    inside = (above is None or value > above) and (least is None or value >= least)
-    require(inside and (below is None or value < below) and (most is None or value <= most), option, value, allowed)
-
-
-def require_count(option: str, value: object, *, least: int, most: int | None = None) -> None:
-    """`require` for a whole number within bounds."""
-    allowed = f"a whole number >= {least}" + (f" and <= {most}" if most is not None else "")
-    require(isinstance(value, int) and not isinstance(value, bool), option, value, allowed)
-    assert isinstance(value, int)
-    require(value >= least and (most is None or value <= most), option, value, allowed)
-
-
-def require_bool(option: str, value: object) -> None:
-    """`require` for True or False."""
-    require(isinstance(value, bool), option, value, "True or False")
-
-
-def require_betas(option: str, value: object) -> None:
-    """`require` for two decay rates in [0, 1)."""
-    require(isinstance(value, tuple | list) and len(value) == 2, option, value, "two numbers >= 0 and < 1")
-    assert isinstance(value, tuple | list)
-    for i, beta in enumerate(value):
-        require_number(f"{option}[{i}]", beta, least=0, below=1)
-
-
-def dtype_of(option: str, value: object) -> torch.dtype | None:
-    """The dtype that a state is to be kept in: "float32", "bfloat16" or "float16", or None for the weight's own.
-
-    Raises:
-        ConfigError: it is another.
-    """
-    known = {str(dtype).removeprefix("torch."): dtype for dtype in STORED_DTYPES}
-    name = str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
-    require(value is None or name in known, option, value, f"{', '.join(known)}, or None for the weight's own")
-    return None if value is None else known[str(name)]
 
 
 def rms(square_sum: Tensor, count: int) -> Tensor:

@@ -9,22 +9,8 @@ import torch
 from torch import Tensor
 
 from lowmem.layout import View
-from lowmem.rules.rule import (
-    Hyper,
-    Plan,
-    State,
-    StateSpec,
-    UpdateRule,
-    dtype_of,
-    next_count,
-    power,
-    register,
-    require_betas,
-    require_bool,
-    require_count,
-    require_number,
-    rms,
-)
+from lowmem.rules import require
+from lowmem.rules.rule import Hyper, Plan, State, StateSpec, UpdateRule, next_count, power, register, rms
 from lowmem.sweep import Sums, Sweep, Tile
 
 
@@ -91,26 +77,26 @@ class ScaledAdam(UpdateRule):
     }
 
     def check(self, hyper: Hyper) -> None:
-        require_number("lr", hyper["lr"], least=0)
-        require_number("clipping_scale", hyper["clipping_scale"], above=0, optional=True)
-        require_betas("betas", hyper["betas"])
-        require_number("scalar_lr_scale", hyper["scalar_lr_scale"], least=0)
-        require_number("eps", hyper["eps"], least=0)
-        require_number("param_min_rms", hyper["param_min_rms"], least=0)
-        require_number("param_max_rms", hyper["param_max_rms"], above=0)
-        require_number("scalar_max", hyper["scalar_max"], above=0)
-        require_count("size_update_period", hyper["size_update_period"], least=1)
-        require_count("clipping_update_period", hyper["clipping_update_period"], least=1)
-        require_bool("clip_update", hyper["clip_update"])
-        require_bool("show_dominant_parameters", hyper["show_dominant_parameters"])
-        dtype_of("dtype_moments", hyper["dtype_moments"])
+        require.number("lr", hyper["lr"], least=0)
+        require.number("clipping_scale", hyper["clipping_scale"], above=0, optional=True)
+        require.betas("betas", hyper["betas"])
+        require.number("scalar_lr_scale", hyper["scalar_lr_scale"], least=0)
+        require.number("eps", hyper["eps"], least=0)
+        require.number("param_min_rms", hyper["param_min_rms"], least=0)
+        require.number("param_max_rms", hyper["param_max_rms"], above=0)
+        require.number("scalar_max", hyper["scalar_max"], above=0)
+        require.count("size_update_period", hyper["size_update_period"], least=1)
+        require.count("clipping_update_period", hyper["clipping_update_period"], least=1)
+        require.flag("clip_update", hyper["clip_update"])
+        require.flag("show_dominant_parameters", hyper["show_dominant_parameters"])
+        require.dtype("dtype_moments", hyper["dtype_moments"])
 
     def needs_norm(self, hyper: Hyper) -> str | None:
         scale = hyper["clipping_scale"]
         return None if scale is None else f"clipping_scale={scale!r}"
 
     def plan(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> ScaledPlan:
-        moment = StateSpec("full", dtype_of("dtype_moments", hyper["dtype_moments"]))
+        moment = StateSpec("full", require.dtype("dtype_moments", hyper["dtype_moments"]))
         states = {"step": StateSpec("slice", torch.int64), "delta": moment, "exp_avg_sq": moment}
         single = all(n == 1 for n in shape)
         if not single:
