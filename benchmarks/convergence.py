@@ -60,9 +60,11 @@ CONTENDERS = {
     "lans": Contender("lans", (2.5e-3, 5e-3, 1e-2, 2e-2)),
     "lomo": Contender("lomo", (1e-1, 3e-1, 1.0, 3.0)),
 }
-COLORS = {
-    "AdamW": "#333333", "AdamW, β₂ 0.999": "#9a9a9a", "adalomo": "#2a8f7c", "adafactor": "#4c72b0",
-    "adafactor_t2t": "#8db4e2", "scaled_adam": "#c44e52", "lans": "#dd8452", "lomo": "#937860",
+# Colours and line widths; the factored rules are one another's equals here, and are drawn as rims of one line.
+LOOKS = {
+    "AdamW": ("#333333", 1.8), "AdamW, β₂ 0.999": ("#a5a5a5", 1.8), "adafactor": ("#4c72b0", 6.5),
+    "adafactor_t2t": ("#b9d3f0", 4.0), "adalomo": ("#2a8f7c", 1.8), "scaled_adam": ("#c44e52", 1.8),
+    "lans": ("#dd8452", 1.8), "lomo": ("#937860", 1.8),
 }  # fmt: skip
 
 
@@ -318,15 +320,17 @@ def draw(runs: dict[str, list[Run]], best: dict[str, Run], settings: Settings, p
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), width_ratios=(3, 2), layout="constrained")
-    for name, run in sorted(best.items(), key=lambda item: -item[1].final):
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.9), width_ratios=(3, 2), layout="constrained")
+    for name, (color, width) in LOOKS.items():
+        if name not in best:
+            continue
+        run, finite = best[name], [r for r in runs[name] if math.isfinite(r.final)]
         label = f"{name}  lr {run.lr:.2g}  {run.final:.2f}"
-        left.plot([t / 1000 for t in run.tokens], run.losses, color=COLORS[name], lw=1.8, label=label)
-        finite = [r for r in runs[name] if math.isfinite(r.final)]
-        right.plot([r.lr for r in finite], [r.final for r in finite], color=COLORS[name], marker="o", ms=4, lw=1.3)
+        left.plot([t / 1000 for t in run.tokens], run.losses, color=color, lw=width, label=label)
+        right.plot([r.lr for r in finite], [r.final for r in finite], color=color, lw=width, marker="o", ms=width + 2)
     lowest = min(run.final for run in best.values())
     left.set(xlabel="thousand tokens", ylabel="held-out loss, nats a token", ylim=(lowest - 0.15, lowest + 3.2))
-    left.legend(frameon=False, fontsize=9)
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     right.set(xlabel="peak learning rate", xscale="log", ylabel="at the end", ylim=(lowest - 0.1, lowest + 2.2))
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
