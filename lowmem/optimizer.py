@@ -134,6 +134,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._check_names(hyper, "")
         self._cycle = policies.StepCycle()
         self._slots: dict[Tensor, Slot] = {}
+        self._complete = False  # all the groups are here that it is made with
         self._nonfinite: Tensor | None = None  # a count that stays on the device
         groups = list(params)
         if not groups:
@@ -141,6 +142,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._wanted_placement = placement
         try:
             super().__init__(groups, {**self.rule.defaults, **hyper})
+            self._complete = True
             self._refuse_unknown_parameters()
             self.compiled = self._decide_compile(compile)
         except BaseException:
@@ -177,12 +179,15 @@ class FusedOptimizer(torch.optim.Optimizer):
             slots = self._slots_of(self.param_groups[-1])
             for slot in slots.values():
                 self._attach(slot)
+            self._slots.update(slots)
+            if self._complete:
+                self._refuse_unknown_parameters()
         except BaseException:  # the group is added whole or not at all
-            for slot in slots.values():
+            for param, slot in slots.items():
                 slot.detach()
+                self._slots.pop(param, None)
             self.param_groups.pop()
             raise
-        self._slots.update(slots)
 
     def _slots_of(self, group: dict[str, Any]) -> dict[Tensor, Slot]:
         self.rule.check(group)

@@ -86,9 +86,9 @@ def table() -> list[RuleInfo]:
         rule = TABLE[name]()
         shape = (4096, 4096)
         plan = rule.plan("", shape, rule.defaults)
-        specs = [spec for spec in plan.states.values() if not spec.master]
-        kept = sum(
-            math.prod(plan.view.kept(s.extent, shape) + s.extra) * (s.dtype or torch.bfloat16).itemsize for s in specs
-        )
+        kept = 0
+        for spec in plan.states.values():
+            elements = math.prod(plan.view.kept(spec.extent, shape) + spec.extra)
+            kept += elements * (spec.dtype or torch.bfloat16).itemsize
         rows.append(RuleInfo(name, kept / math.prod(shape), rule.keeps, dict(rule.defaults), rule.source))
     return rows

@@ -53,22 +53,24 @@ def dimensions(name: str, shape: tuple[int, ...], hyper: Hyper) -> Dimensions:
         return Dimensions(none=every)
     if rule != HEURISTIC and len(rule) != len(shape):
         raise ConfigError(f"{where}: its factor rule {list(rule)} has {len(rule)} roles for {len(shape)} dimensions")
-    if rule != HEURISTIC and len(shape) <= 2 and "BATCH" not in rule:
-        if "ROW" in rule or "COLUMN" in rule:
-            warnings.warn(
-                f"{where}: with two dimensions or less and no BATCH, the heuristic "
-                f"decides, and not its factor rule {list(rule)}",
-                stacklevel=2,
-            )
-        rule = HEURISTIC
+    if rule == HEURISTIC and len(shape) > 3:
+        raise ConfigError(
+            f"{where}: rule HEURISTIC does not say how more than three dimensions are factored; give it a rule in "
+            "factor_map, such as [BATCH, ROW, COLUMN, COLUMN], or None"
+        )
     if rule == HEURISTIC:
-        if len(shape) > 3:
-            raise ConfigError(
-                f"{where}: rule HEURISTIC does not say how more than three dimensions are factored; give it a rule in "
-                "factor_map, such as [BATCH, ROW, COLUMN, COLUMN], or None"
-            )
         return _heuristic(shape, hyper["min_dim_size_to_factor"])
-    return Dimensions(*(tuple(d for d in every if rule[d] == role) for role in ("BATCH", "NONE", "ROW", "COLUMN")))
+    told = Dimensions(*(tuple(d for d in every if rule[d] == role) for role in ("BATCH", "NONE", "ROW", "COLUMN")))
+    if len(shape) > 2 or told.batch:
+        return told
+    decided = _heuristic(shape, hyper["min_dim_size_to_factor"])
+    if told != decided:
+        warnings.warn(
+            f"{where}: with two dimensions or less and no BATCH, the heuristic decides, and not its factor rule "
+            f"{list(rule)}",
+            stacklevel=2,
+        )
+    return decided
 
 
 def _heuristic(shape: tuple[int, ...], least: int) -> Dimensions:

@@ -58,13 +58,14 @@ def betas(option: str, value: object) -> None:
         number(f"{option}[{i}]", beta, least=0, below=1)
 
 
-def dtype(option: str, value: object) -> torch.dtype | None:
-    """The dtype that a state is to be kept in: "float32", "bfloat16" or "float16", or None for the weight's own.
+def dtype(option: str, value: object, *, optional: bool = True) -> torch.dtype | None:
+    """The dtype that a state is to be kept in: "float32", "bfloat16", "float16", or if `optional` None for the weight's.
 
     Raises:
         ConfigError: it is another.
     """
     known = {str(dtype).removeprefix("torch."): dtype for dtype in STORED_DTYPES}
     name = str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
-    that(value is None or name in known, option, value, f"{', '.join(known)}, or None for the weight's own")
+    allowed = ", ".join(known) + (", or None for the weight's own" if optional else "")
+    that(name in known or (optional and value is None), option, value, allowed)
     return None if value is None else known[str(name)]

@@ -123,7 +123,8 @@ class ScaledAdam(UpdateRule):
         scalar["correction2"] = (1.0 / bias2).float()
         full = {name: state[name] for name in ("delta", "exp_avg_sq")}
         sweep.apply(moved, full=full, scalar=scalar, stochastic=tuple(full))
-        return {"square_sum": sweep.square_sums * size.square(), "rms": size}
+        shown = torch.full_like(size, float(hyper["show_dominant_parameters"]))
+        return {"square_sum": sweep.square_sums * size.square(), "rms": size, "shown": shown}
 
     def _learn_size(self, sweep: Sweep, state: State, hyper: Hyper, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The weight's size as it was known before and is now, and what it is to grow by, each float32 [members]."""
@@ -153,8 +154,10 @@ class ScaledAdam(UpdateRule):
         return before, size, torch.where(due, scale_step, 0.0)
 
     def statistics(self, names: Sequence[str], measured: Mapping[str, Tensor]) -> dict[str, float | str]:
-        squares, sizes = (measured[name].tolist() for name in ("square_sum", "rms"))
+        squares, sizes, shown = (measured[name].tolist() for name in ("square_sum", "rms", "shown"))
         total = sum(squares)
+        if not any(shown):
+            return {"model_norm": math.sqrt(total)}
         dominant = max(range(len(names)), key=squares.__getitem__)
         return {
             "model_norm": math.sqrt(total),

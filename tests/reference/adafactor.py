@@ -10,7 +10,7 @@ class Adafactor:
     """One parameter; `step` returns the weight after an update.
 
     rule: ROW, COLUMN, BATCH or NONE for each dimension, or None for the heuristic: the larger dimension of a matrix is
-    COLUMN, and three dimensions are a stack, each slice a parameter of its own.
+    COLUMN, and three dimensions are a stack, each slice a parameter of its own. With factored=False there is neither.
     """
 
     shape: tuple
@@ -45,11 +45,13 @@ class Adafactor:
             self.moments["m"] = zeros
 
     def heuristic(self):
+        if not self.factored:
+            return ("NONE",) * len(self.shape)
         stack = ("BATCH",) if len(self.shape) == 3 else ()
         dims = self.shape[len(stack) :]
-        if self.factored and len(dims) > 2:
+        if len(dims) > 2:
             raise ValueError(f"{self.shape} needs a rule")
-        if not self.factored or len(dims) < 2 or min(dims) < self.min_dim_size_to_factor:
+        if len(dims) < 2 or min(dims) < self.min_dim_size_to_factor:
             return (*stack, *("NONE" for _ in dims))
         return (*stack, "ROW", "COLUMN") if dims[0] <= dims[1] else (*stack, "COLUMN", "ROW")
 
@@ -89,11 +91,11 @@ class Adafactor:
         return np.where(np.isnan(new), old, new) if self.skip_nan_updates else new
 
     def states(self):
-        """The dimensions of v_row are BATCH and NONE, in their order, then ROW; of v_col likewise, then COLUMN."""
+        """The dimensions of v_row are BATCH, NONE and ROW, in this order; of v_col BATCH, NONE and COLUMN."""
         states = dict(self.moments)
         for name, kind in {"v_row": "ROW", "v_col": "COLUMN"}.items():
             if name in states:
-                kept = self.dims("BATCH", "NONE") + self.dims(kind)
+                kept = self.dims("BATCH") + self.dims("NONE") + self.dims(kind)
                 ordered = states[name].transpose(kept + self.averaged[name])
                 states[name] = ordered.reshape([self.shape[dim] for dim in kept])
         return states

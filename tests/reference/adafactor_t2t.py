@@ -20,7 +20,8 @@ class AdafactorT2T:
     """One parameter; `step` returns the weight after an update.
 
     decay_rate: the second moment's decay if it is the same at every step.
-    factor_stacks: three dimensions are a stack, each slice a parameter of its own.
+    factor_stacks: three dimensions are a stack, each slice a parameter of its own, unless nothing is factored.
+    slack: by how much an element may be off, because rounding in float32 tips it into the next quantum.
     """
 
     shape: tuple
@@ -39,8 +40,8 @@ class AdafactorT2T:
     clip_value: float = np.inf
 
     def __post_init__(self):
-        self.steps = 0
-        stack = 1 if self.factor_stacks and len(self.shape) == 3 else 0
+        self.steps, self.slack = 0, 0.0
+        stack = 1 if self.factored and self.factor_stacks and len(self.shape) == 3 else 0
         self.own = tuple(range(stack, len(self.shape)))
         matrix = self.factored and len(self.shape) == 2 + stack
         self.averaged = {"vr": (-1,), "vc": (-2,)} if matrix else {"v": ()}
@@ -93,7 +94,10 @@ class AdafactorT2T:
             return weight
         largest = np.abs(weight).max(-1, keepdims=True) + 1e-9
         quantum = largest / (2 ** (self.simulated_quantize_bits - 1) - 1)
-        return np.floor(weight / quantum + golden_ratio_noise(self.steps)) * quantum
+        multiple = weight / quantum + golden_ratio_noise(self.steps)
+        to_next = np.abs(multiple - np.round(multiple))
+        self.slack = np.where(to_next <= 2e-6 * (1.0 + np.abs(multiple)), quantum, 0.0)
+        return np.floor(multiple) * quantum
 
     def states(self):
         return {name: np.squeeze(state, self.averaged.get(name, ())) for name, state in self.moments.items()}

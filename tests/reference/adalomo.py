@@ -41,6 +41,8 @@ class AdaLomo:
 
     def step(self, weight, grad):
         if self.slices:
+            for one in self.slices:
+                one.lr = self.lr
             return np.stack([one.step(w, g) for one, w, g in zip(self.slices, weight, grad, strict=True)])
         self.steps += 1
         beta2 = 1.0 - self.steps**self.decay_rate

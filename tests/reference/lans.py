@@ -11,6 +11,8 @@ class Lans:
 
     variant: "fused" is MXNet's kernel; in "step" the second part decays the weight that the first has moved, and a
     ratio that is no positive number is 1.
+    multi_precision: it keeps the weight itself, and is given what is stored of it: the size of that is what counts in
+    "fused".
     """
 
     shape: tuple
@@ -24,30 +26,39 @@ class Lans:
     upper_bound: float | None = None
     clip_gradient: float | None = None
     rescale_grad: float = 1.0
+    lr_mult: float = 1.0
+    wd_mult: float = 1.0
     begin_num_update: int = 0
+    multi_precision: bool = False
     variant: str = "fused"
     clip_value: float = np.inf
 
     def __post_init__(self):
         self.steps = self.begin_num_update
         self.mean, self.var = np.zeros(self.shape), np.zeros(self.shape)
+        self.weight = None
 
     def step(self, weight, grad):
         self.steps += 1
+        stored = weight
+        if self.multi_precision and self.weight is not None:
+            weight = self.weight
+        lr, wd = self.lr * self.lr_mult, self.wd * self.wd_mult
         grad = self.normalized(np.clip(grad, -self.clip_value, self.clip_value))
         self.mean = self.beta1 * self.mean + (1.0 - self.beta1) * grad
         self.var = self.beta2 * self.var + (1.0 - self.beta2) * np.square(grad)
         mean = self.mean / (1.0 - self.beta1**self.steps)
         denominator = np.sqrt(self.var / (1.0 - self.beta2**self.steps)) + self.epsilon
-        size = np.linalg.norm(weight)
+        size = np.linalg.norm(stored if self.variant == "fused" else weight)
         if self.lower_bound is not None:
             size = np.maximum(size, self.lower_bound)
         if self.upper_bound is not None:
             size = np.minimum(size, self.upper_bound)
-        first = mean / denominator + self.wd * weight
-        moved = weight - self.lr * self.ratio(size, first) * self.beta1 * first
-        second = grad / denominator + self.wd * (moved if self.variant == "step" else weight)
-        return moved - self.lr * self.ratio(size, second) * (1.0 - self.beta1) * second
+        first = mean / denominator + wd * weight
+        moved = weight - lr * self.ratio(size, first) * self.beta1 * first
+        second = grad / denominator + wd * (moved if self.variant == "step" else weight)
+        self.weight = moved - lr * self.ratio(size, second) * (1.0 - self.beta1) * second
+        return self.weight
 
     def normalized(self, grad):
         grad = grad * self.rescale_grad
@@ -64,4 +75,5 @@ class Lans:
         return 1.0 if self.variant == "step" and not 0 < ratio < np.inf else ratio
 
     def states(self):
-        return {"mean": self.mean, "var": self.var}
+        master = {"weight32": self.weight} if self.multi_precision else {}
+        return {"mean": self.mean, "var": self.var, **master}

@@ -7,7 +7,10 @@ import numpy as np
 
 @dataclass
 class Lion:
-    """One parameter; `step` returns the weight after an update."""
+    """One parameter; `step` returns the weight after an update.
+
+    slack: by how much an element may be off, because rounding in float32 tips the sign of next to nothing.
+    """
 
     shape: tuple
     _: KW_ONLY
@@ -22,7 +25,9 @@ class Lion:
     def step(self, weight, grad):
         beta1, beta2 = self.betas
         grad = np.clip(grad, -self.clip_value, self.clip_value)
-        change = np.sign(beta1 * self.exp_avg + (1.0 - beta1) * grad)
+        ahead, size = beta1 * self.exp_avg + (1.0 - beta1) * grad, beta1 * abs(self.exp_avg) + (1.0 - beta1) * abs(grad)
+        self.slack = np.where(abs(ahead) <= 1e-6 * size, 2.0 * self.lr, 0.0)
+        change = np.sign(ahead)
         self.exp_avg = beta2 * self.exp_avg + (1.0 - beta2) * grad
         return weight - self.lr * (change + self.weight_decay * weight)
 

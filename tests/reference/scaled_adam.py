@@ -13,7 +13,11 @@ def rms(x):
 
 @dataclass
 class ScaledAdam:
-    """One parameter; `step` returns the weight after an update. A missing gradient is zero."""
+    """One parameter; `step` returns the weight after an update. A missing gradient is zero.
+
+    reach: the largest that states which come of the sum of w·g can be, however much of it cancels.
+    slack: by how much an element may be off, because float32 keeps the less of that sum the more of it cancels.
+    """
 
     shape: tuple
     _: KW_ONLY
@@ -33,10 +37,13 @@ class ScaledAdam:
         self.delta, self.exp_avg_sq = np.zeros(self.shape), np.zeros(self.shape)
         self.param_rms, self.scale_exp_avg_sq = np.zeros(()), np.zeros(())
         self.scale_grads = np.zeros(self.size_update_period)
+        self.reach = {"scale_grads": 0.0, "scale_exp_avg_sq": 0.0}
+        self.slack = 0.0
 
     def step(self, weight, grad):
         self.steps += 1
         beta1, beta2 = self.betas
+        self.slack *= beta1
         grad = np.zeros(self.shape) if grad is None else np.clip(grad, -self.clip_value, self.clip_value)
         self.exp_avg_sq = beta2 * self.exp_avg_sq + (1.0 - beta2) * np.square(grad)
         correction = 1.0 - beta2**self.steps
@@ -58,6 +65,8 @@ class ScaledAdam:
         if self.steps == 1:
             self.param_rms = rms(weight)
         self.scale_grads[(self.steps - 1) % period] = np.sum(weight * grad)
+        uncancelled = np.linalg.norm(weight) * np.linalg.norm(grad)
+        self.reach = {name: max(old, uncancelled**i) for i, (name, old) in enumerate(self.reach.items(), start=1)}
         if self.steps % period:
             return 0.0
         self.param_rms = rms(weight)
@@ -71,7 +80,9 @@ class ScaledAdam:
         if self.param_rms < self.param_min_rms:
             return 0.0
         correction = 1.0 - beta2 ** (self.steps // period)
-        return -lr * np.sqrt(correction) * self.scale_grads.sum() / (np.sqrt(self.scale_exp_avg_sq) + self.eps)
+        gain = lr * np.sqrt(correction) / (np.sqrt(self.scale_exp_avg_sq) + self.eps)
+        self.slack += (1.0 - self.betas[0]) * gain * 1e-6 * period * self.reach["scale_grads"] * np.abs(weight)
+        return -gain * self.scale_grads.sum()
 
     def states(self):
         names = ["delta", "exp_avg_sq"]

@@ -1,0 +1,225 @@
+"""Adafactor as T5X has it: its options one by one, where a transcription alone would not show them."""
+
+import numpy as np
+import pytest
+import torch
+from reference.adafactor import Adafactor as Reference
+
+import lowmem
+from lowmem.errors import ConfigError, UnsupportedError
+
+
+def made(start, **options):
+    params = [torch.nn.Parameter(value.clone()) for value in start]
+    named = [(f"w{i}", param) for i, param in enumerate(params)]
+    return params, lowmem.FusedOptimizer(named, rule="adafactor", **{"lr": 0.1, **options})
+
+
+# -- options -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batching", [False, True])
+@pytest.mark.parametrize("pairs", [[("[02]$", False), (".*", True)], {"w1|w3": True, "w": False}])
+def test_scale_by_name(give_gradients, pairs, batching):
+    """Parameters of one shape, so that they could be one stack."""
+    start = [torch.randn(4, 4) * 10.0 for _ in range(4)]
+    params, opt = made(start, multiply_by_parameter_scale=pairs, batching=batching)
+    alone = [made([value], multiply_by_parameter_scale=i % 2 == 1) for i, value in enumerate(start)]
+    for _ in range(2):
+        grads = [torch.randn(4, 4) for _ in start]
+        give_gradients(opt, *zip(params, grads, strict=True))
+        for ((param,), own), grad in zip(alone, grads, strict=True):
+            give_gradients(own, (param, grad))
+    assert all(torch.equal(param, other) for param, ((other,), _) in zip(params, alone, strict=True))
+    assert (params[1] - start[1]).abs().mean() > 3 * (params[0] - start[0]).abs().mean()
+
+
+@pytest.mark.parametrize(
+    ("options", "decay"),
+    [
+        ({}, 0.0),
+        ({"weight_decay_rate": 0.25}, 0.25),  # whatever the learning rate
+        ({"weight_decay_rate_lr_exponent": 2.0}, 0.01),
+        ({"weight_decay_rate": 0.5, "weight_decay_rate_lr_exponent": 2.0}, 0.005),
+        ({"weight_decay_rate": 0.0, "weight_decay_rate_lr_exponent": 2.0}, 0.01),  # 0.0 is as good as none
+        ({"weight_decay_rate": 0.25, "weight_decay_rate_lr_exponent": 0.0}, 0.25),
+    ],
+)
+def test_weight_decay(give_gradients, options, decay):
+    start = torch.randn(5, 6)
+    (param,), opt = made([start], **options)
+    give_gradients(opt, (param, torch.zeros(5, 6)))
+    torch.testing.assert_close(param.detach(), start * (1.0 - decay))
+
+
+@pytest.mark.parametrize("in_group", [False, True])
+def test_clipping_by_the_norm_is_refused(in_group):
+    option = {"global_norm_clip_threshold": 0.5}
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(3))], **(option if in_group else {})}]
+    with pytest.raises(UnsupportedError, match=r"global_norm_clip_threshold=0\.5.*'two_pass' or 'deferred'"):
+        lowmem.FusedOptimizer(groups, rule="adafactor", **({} if in_group else option))
+
+
+@pytest.mark.parametrize("threshold", [None, 0, 0.0])
+def test_no_threshold_clips_nothing(give_gradients, threshold):
+    start, grad = torch.randn(5, 6), torch.randn(5, 6)
+    runs = [made([start], **options) for options in ({}, {"global_norm_clip_threshold": threshold})]
+    for (param,), opt in runs:
+        give_gradients(opt, (param, grad))
+    assert torch.equal(runs[0][0][0], runs[1][0][0])
+
+
+def test_dtype_of_the_momentum_is_said_as_it_is():
+    """In float32 unless it is named; the weight's own, which `None` means elsewhere, is none of them."""
+    for value in (None, "int8"):
+        with pytest.raises(ConfigError, match=r"dtype_momentum=.*allowed: float32, bfloat16, float16$"):
+            made([torch.zeros(2)], beta1=0.9, dtype_momentum=value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kept_in", ["float32", "bfloat16", "float16"])
+def test_dtype_of_the_momentum(give_gradients, dtype, kept_in):
+    (param,), opt = made([torch.randn(5, 6).to(dtype)], beta1=0.9, dtype_momentum=kept_in)
+    give_gradients(opt, (param, torch.randn(5, 6).to(dtype)))
+    assert opt.state[param]["m"].dtype == getattr(torch, kept_in)
+    assert opt.state[param]["v"].dtype == torch.float32
+
+
+@pytest.mark.parametrize(("kept_in", "beta1"), [("float32", 0.9), ("bfloat16", 0.8984375), ("float16", 0.89990234375)])
+@pytest.mark.parametrize("variant", ["jit", "op_by_op"])
+def test_momentum_in_16_bits(give_gradients, kept_in, beta1, variant):
+    """It is multiplied with beta1 rounded like itself, and stored rounded to nearest after the weight has moved. With
+    steps of signs, the momentum after two of them is known: (1 - 0.9)·lr of each, lr a power of two."""
+    dtype, start = getattr(torch, kept_in), torch.randn(6)
+    (param,), opt = made(
+        [start], lr=0.5, multiply_by_parameter_scale=False, beta1=0.9, dtype_momentum=kept_in, variant=variant
+    )
+    signs = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, -1.0])
+    give_gradients(opt, (param, signs))
+    first = (0.05 * signs.double()).to(dtype)
+    assert torch.equal(opt.state[param]["m"], first)
+    before = param.detach().double()
+    give_gradients(opt, (param, signs))
+    product = beta1 * first.double()
+    if variant == "op_by_op":
+        product = product.to(dtype).double()
+    torch.testing.assert_close(before - param.detach(), product + 0.05 * signs.double(), rtol=1e-5, atol=1e-6)
+    assert torch.equal(opt.state[param]["m"], (product + 0.05 * signs.double()).to(dtype))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "alike"),
+    [
+        (torch.float32, {}, True),
+        (torch.float32, {"beta1": 0.9}, True),
+        (torch.float32, {"min_dim_size_to_factor": 2, "weight_decay_rate": 0.1}, True),
+        (torch.float32, {"beta1": 0.9, "dtype_momentum": "bfloat16"}, False),
+        (torch.bfloat16, {"weight_decay_rate": 0.1}, False),
+        (torch.float16, {"min_dim_size_to_factor": 2, "weight_decay_rate": 0.1}, False),
+    ],
+)
+def test_variants_differ_where_something_is_rounded(give_gradients, dtype, options, alike):
+    start, grads = torch.randn(20, 30).to(dtype), [torch.randn(20, 30).to(dtype) for _ in range(3)]
+    runs = [made([start], variant=variant, **options) for variant in ("jit", "op_by_op")]
+    for (param,), opt in runs:
+        for grad in grads:
+            give_gradients(opt, (param, grad))
+    (jit,), (op_by_op,) = (params for params, _ in runs)
+    assert torch.equal(jit, op_by_op) == alike
+    torch.testing.assert_close(jit, op_by_op, rtol=2e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_op_by_op_rounds_the_decayed_weight(give_gradients, dtype):
+    """1 - weight_decay_rate and its product with the weight, before the step is taken off: of signs, 2⁻⁶ each."""
+    start, signs = torch.randn(200).to(dtype), torch.randn(200).sign().to(dtype)
+    stored = {}
+    for variant in ("jit", "op_by_op"):
+        (param,), opt = made(
+            [start], lr=2.0**-6, weight_decay_rate=0.1, multiply_by_parameter_scale=False, variant=variant
+        )
+        give_gradients(opt, (param, signs))
+        stored[variant] = param.detach()
+    rounded = (start.double() * torch.tensor(0.9).to(dtype).double()).to(dtype).double()
+    assert torch.equal(stored["op_by_op"], (rounded - 2.0**-6 * signs.double()).to(dtype))
+    assert torch.equal(stored["jit"], (start.float() * 0.9 - 2.0**-6 * signs.float()).to(dtype))
+    assert not torch.equal(stored["jit"], stored["op_by_op"])
+
+
+# -- a run that goes on ------------------------------------------------------------------------------------------------
+
+
+def test_step_offset_of_a_new_run(give_gradients):
+    param = torch.nn.Parameter(torch.ones(3))
+    opt = lowmem.FusedOptimizer([param], rule="adafactor", step_offset=10)
+    with pytest.raises(ConfigError, match=r"step_offset=10, but this is step 1: .*leave it out in a new run"):
+        give_gradients(opt, (param, torch.ones(3)))
+    assert (param == 1).all()
+
+
+def test_step_offset_forgets_what_came_before(give_gradients):
+    """The first step after it takes the whole second moment from its own gradient, as the first of a run does."""
+    start, grads = torch.randn(4, 5), [torch.randn(4, 5) for _ in range(4)]
+    (param,), opt = made([start])
+    for grad in grads[:2]:
+        give_gradients(opt, (param, grad))
+    (tuned,), going_on = made([param.detach()], step_offset=2)
+    going_on.load_state_dict({**opt.state_dict(), "param_groups": going_on.state_dict()["param_groups"]})
+    (fresh,), new = made([param.detach()])
+    for grad in grads[2:]:
+        give_gradients(going_on, (tuned, grad))
+        give_gradients(new, (fresh, grad))
+    assert torch.equal(tuned, fresh)
+    assert torch.equal(going_on.state[tuned]["v"], new.state[fresh]["v"])
+
+
+# -- what would become NaN ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("batching", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ((6,), {}),
+        ((6,), {"clipping_threshold": None}),
+        ((6,), {"clipping_threshold": None, "beta1": 0.9}),
+        ((4, 5), {"min_dim_size_to_factor": 2}),
+        ((4, 5), {"min_dim_size_to_factor": 2, "clipping_threshold": None, "beta1": 0.9, "weight_decay_rate": 0.1}),
+        ((5, 4), {"min_dim_size_to_factor": 2, "clipping_threshold": None}),
+        ((2, 4, 5), {"min_dim_size_to_factor": 2, "beta1": 0.9}),
+        ((2, 4, 5), {"clipping_threshold": None}),
+    ],
+)
+def test_skip_nan_updates_element_by_element(give_gradients, shape, options, batching, bad):
+    """As the source does, in place of the guard that leaves the whole parameter: what would become NaN stays, of the
+    weight and of each state, and everything else moves. An infinite gradient is not NaN: its second moment is infinite
+    for ever. Nothing of it reaches the others in a stack."""
+    options = {"skip_nan_updates": True, "lr": 0.1, **options}
+    start = [torch.randn(shape) for _ in range(3)]
+    params, opt = made(start, **options, batching=batching)
+    references = [Reference(shape, **options) for _ in start]
+    want = [value.double().numpy() for value in start]
+    for step in range(3):
+        grads = [torch.randn(shape) for _ in start]
+        if step == 1:
+            grads[1].view(-1)[3] = bad
+        give_gradients(opt, *zip(params, grads, strict=True))
+        assert opt.last_step.nonfinite == (["w1"] if step == 1 else [])
+        with np.errstate(all="ignore"):
+            steps = zip(references, want, grads, strict=True)
+            want = [reference.step(value, grad.double().numpy()) for reference, value, grad in steps]
+    for param, value, reference in zip(params, want, references, strict=True):
+        np.testing.assert_allclose(param.detach().numpy(), value, rtol=1e-5, atol=1e-6)
+        for name, state in reference.states().items():
+            np.testing.assert_allclose(opt.state[param][name].numpy(), state, rtol=1e-5, atol=1e-7)
+
+
+def test_skip_nan_updates_moves_what_the_guard_holds_back(give_gradients):
+    start, grad = torch.randn(6), torch.randn(6)
+    grad[3] = torch.nan
+    for skip, moved in ((False, 0), (True, 5)):
+        (param,), opt = made([start], skip_nan_updates=skip, clipping_threshold=None)
+        give_gradients(opt, (param, grad))
+        assert (param != start).sum() == (opt.state[param]["v"] > 0).sum() == moved
+        assert param.isfinite().all()

@@ -1,0 +1,169 @@
+"""Which dimensions adafactor factors, by name, and every way of saying it that is refused."""
+
+import warnings
+
+import pytest
+import torch
+
+import lowmem
+from lowmem.errors import ConfigError
+
+
+def made(shape, **options):
+    param = torch.nn.Parameter(torch.randn(shape))
+    return param, lowmem.FusedOptimizer([("block/w", param)], rule="adafactor", lr=0.1, **options)
+
+
+def kept(give_gradients, shape, **options):
+    """The shapes of what a step leaves in the state."""
+    param, opt = made(shape, **options)
+    give_gradients(opt, (param, torch.randn(shape)))
+    return {name: tuple(state.shape) for name, state in opt.state_dict()["state"]["block/w"].items()}
+
+
+def rule(*roles):
+    return {"factor_map": [("w", roles)]}
+
+
+def logical(*axes, rules="standard"):
+    return {"logical_factor_rules": rules, "param_logical_axes": {"block/w": axes}}
+
+
+# -- what is factored --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "want"),
+    [
+        # the heuristic: the larger dimension of a matrix is COLUMN, of equal ones the second
+        ((4, 6), {}, {"v": (4, 6)}),
+        ((4, 6), {"min_dim_size_to_factor": 4}, {"v_row": (4,), "v_col": (6,)}),
+        ((6, 4), {"min_dim_size_to_factor": 4}, {"v_row": (4,), "v_col": (6,)}),
+        ((4, 6), {"min_dim_size_to_factor": 5}, {"v": (4, 6)}),
+        ((128, 127), {}, {"v": (128, 127)}),
+        ((128, 129), {}, {"v_row": (128,), "v_col": (129,)}),
+        ((6,), {"min_dim_size_to_factor": 0}, {"v": (6,)}),
+        ((), {"min_dim_size_to_factor": 0}, {"v": ()}),
+        # experts: the first dimension is not asked for its size
+        ((2, 6, 4), {"min_dim_size_to_factor": 4}, {"v_row": (2, 4), "v_col": (2, 6)}),
+        ((9, 3, 4), {"min_dim_size_to_factor": 4}, {"v": (9, 3, 4)}),
+        # nothing, on request
+        ((4, 6), {"min_dim_size_to_factor": 1, "factored": False}, {"v": (4, 6)}),
+        ((2, 3, 4, 5), {"factored": False}, {"v": (2, 3, 4, 5)}),
+        ((2, 3, 4, 5), {"factor_map": [(".*", None)]}, {"v": (2, 3, 4, 5)}),
+        ((4, 6), {"factor_map": [(".*", "HEURISTIC")], "min_dim_size_to_factor": 1}, {"v_row": (4,), "v_col": (6,)}),
+        # roles, whatever the sizes: BATCH, NONE, then ROW or COLUMN
+        ((4, 2, 3), rule("ROW", "COLUMN", "COLUMN"), {"v_row": (4,), "v_col": (2, 3)}),
+        ((4, 2, 3), rule("col", "Row", "column"), {"v_row": (2,), "v_col": (4, 3)}),
+        ((2, 3, 4, 5), rule("COLUMN", "NONE", "ROW", "BATCH"), {"v_row": (5, 3, 4), "v_col": (5, 3, 2)}),
+        ((2, 3, 4, 5), rule("unfactorized", "none", "batch", "NONE"), {"v": (2, 3, 4, 5)}),
+        ((4, 6), rule("NONE", "NONE"), {"v": (4, 6)}),
+        ((4, 6), rule("BATCH", "ROW"), {"v_row": (4, 6), "v_col": (4,)}),
+        ((4, 6), rule("BATCH", "BATCH"), {"v": (4, 6)}),
+        # the first expression that is found anywhere in the name
+        ((4, 2, 3), {"factor_map": [("^w", None), ("ck/", ["ROW", "COLUMN", "COLUMN"]), ("w", None)]}, {"v_row": (4,)}),
+        ((4, 2, 3), {"factor_map": {"ck/w$": None, "w": ["ROW", "COLUMN", "COLUMN"]}}, {"v": (4, 2, 3)}),
+        # axes by their names
+        ((3, 4, 6), logical("layers", "embed", "mlp"), {"v_row": (3, 4), "v_col": (3, 6)}),
+        ((4, 2, 3), logical("embed", "heads", "kv"), {"v_row": (4,), "v_col": (2, 3)}),
+        ((3, 2, 4), logical("layers", "heads", "kv"), {"v": (3, 2, 4)}),  # half a rule factors nothing
+        ((3, 4), logical("layers", "embed"), {"v": (3, 4)}),
+        (
+            (2, 3, 4),
+            logical("x", "y", "z", rules={"x": "Row", "y": "Batch", "z": "col"}),
+            {"v_row": (3, 2), "v_col": (3, 4)},
+        ),
+        ((3, 4, 6), {**logical("layers", "embed", "mlp"), "factor_map": [("w", None)]}, {"v_row": (3, 4)}),
+    ],
+)
+def test_what_is_factored(give_gradients, shape, options, want):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = kept(give_gradients, shape, **options)
+    assert want.items() <= found.items()
+    assert found.keys() == ({"v"} if "v" in want else {"v_row", "v_col"})
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "roles"),
+    [
+        ((6, 4), rule("ROW", "COLUMN"), r"\['ROW', 'COLUMN'\]"),
+        ((6, 4), rule("NONE", "COLUMN"), r"\['NONE', 'COLUMN'\]"),
+        ((6,), rule("ROW"), r"\['ROW'\]"),
+        ((6, 4), logical("embed", "mlp"), r"\['ROW', 'COLUMN'\]"),
+        # factored all the same, as it is large enough
+        ((6, 4), rule("NONE", "NONE"), r"\['NONE', 'NONE'\]"),
+        ((6, 4), logical("heads", "kv"), r"\['NONE', 'NONE'\]"),
+    ],
+)
+def test_a_rule_that_is_ignored(give_gradients, shape, options, roles):
+    """As in the source, vectors and matrices follow the heuristic; here it is said by name."""
+    with pytest.warns(UserWarning, match=rf"'block/w' of shape \[6(, 4)?\]: .* heuristic decides, .*{roles}"):
+        found = kept(give_gradients, shape, **options, min_dim_size_to_factor=4)
+    assert found == ({"v": (6,)} if len(shape) == 1 else {"v_row": (4,), "v_col": (6,)})
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+WHERE = r"'block/w' of shape \[2, 3, 4\]"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (rule("ROW", "COLUMN"), rf"{WHERE}.*\['ROW', 'COLUMN'\] has 2 roles for 3 dimensions"),
+        (rule(), rf"{WHERE}.*\[\] has 0 roles for 3 dimensions"),
+        (logical("embed", "mlp"), rf"{WHERE}.*\['ROW', 'COLUMN'\] has 2 roles for 3 dimensions"),
+        ({"factor_map": [("bias", None)]}, rf"{WHERE}: factor_map has no rule for it; end the map with \('\.\*', "),
+        ({"factor_map": []}, rf"{WHERE}: factor_map has no rule for it"),
+        ({"factor_map": [("w", None)], "factored": False}, "factor_map=.*None where factored=False"),
+        ({**logical("layers", "embed", "mlp"), "factored": False}, "logical_factor_rules=.*factored=False"),
+        ({"factor_map": [("(", None)]}, r"factor_map: '\(' is no regular expression"),
+        ({"factor_map": [(3, None)]}, "factor_map: 3 is no regular expression"),
+        ({"factor_map": [("w", None, None)]}, r"factor_map=.*\(regular expression, value\)"),
+        ({"factor_map": "standard"}, "factor_map='standard'.*a list of"),
+        (rule("ROW", "COLUMN", "DIAGONAL"), "factor_map=.*'DIAGONAL'.*row, col, column, batch, none, unfactorized"),
+        ({"factor_map": [("w", "ROW")]}, "factor_map='ROW'.*'HEURISTIC'"),
+        ({"factor_map": [("never", "ROWS"), ("w", None)]}, "factor_map='ROWS'"),
+        (
+            {"multiply_by_parameter_scale": [("bias", True)]},
+            rf"{WHERE}: multiply_by_parameter_scale has no rule",
+        ),
+        ({"multiply_by_parameter_scale": [("w", 1.0)]}, "multiply_by_parameter_scale=1.0.*True or False"),
+        ({"multiply_by_parameter_scale": [("[", True)]}, r"multiply_by_parameter_scale: '\[' is no regular"),
+        (logical("embed", "mlp", "relpos_buckets"), rf"{WHERE}: incomplete .*\['ROW', 'COLUMN', 'NONE'\].*embed"),
+        (logical("embed", "mpl", "layers"), rf"{WHERE}: .* has no axis 'mpl'\. Did you mean 'mlp'\?"),
+        (logical("a", "b", "c", rules={"a": "ROW", "b": "ROW"}), rf"{WHERE}: .* has no axis 'c'"),
+        (logical("a", rules={"a": "ROWS"}), r"logical_factor_rules=\['ROWS'\]"),
+        (logical("embed", rules="fast"), "logical_factor_rules='fast'.*'standard', or axis name → role"),
+        ({"logical_factor_rules": "standard"}, "logical_factor_rules and param_logical_axes.*give both"),
+        ({"param_logical_axes": {"block/w": ("embed",)}}, "logical_factor_rules and param_logical_axes.*give both"),
+        ({"logical_factor_rules": "standard", "param_logical_axes": ["embed"]}, "param_logical_axes=.*→ axis names"),
+        (
+            {"logical_factor_rules": "standard", "param_logical_axes": {"block/v": ("embed",)}},
+            rf"{WHERE}: param_logical_axes has no axes for it\. Did you mean 'block/v'\?",
+        ),
+    ],
+)
+def test_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        made((2, 3, 4), **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"factor_map": [(".*", "HEURISTIC")]}])
+def test_four_dimensions_need_a_rule(options):
+    with pytest.raises(ConfigError, match=r"'block/w' of shape \[2, 3, 4, 5\]: rule HEURISTIC.*in factor_map"):
+        made((2, 3, 4, 5), **options)
+
+
+def test_axes_of_a_parameter_that_is_not_there():
+    axes = {"block/w": ("embed", "mlp", "layers"), "block/y": ("embed",)}
+    with pytest.raises(ConfigError, match="no parameter is called 'block/y'"):
+        made((2, 3, 4), logical_factor_rules="standard", param_logical_axes=axes)
+
+
+def test_what_is_refused_leaves_no_hook():
+    param = torch.nn.Parameter(torch.randn(2, 3, 4, 5))
+    with pytest.raises(ConfigError):
+        lowmem.FusedOptimizer([("w", param)], rule="adafactor")
+    lowmem.FusedOptimizer([("w", param)], rule="adafactor", factored=False)

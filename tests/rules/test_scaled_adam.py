@@ -1,0 +1,132 @@
+"""ScaledAdam: parameters without a gradient, of one element, and what it says of a step."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from reference.scaled_adam import ScaledAdam as Reference
+
+import lowmem
+from lowmem.errors import UnsupportedError
+from lowmem.rules.rule import TABLE
+
+
+@pytest.mark.parametrize("in_group", [False, True])
+def test_clipping_by_the_norm_is_refused(in_group):
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(3))], **({"clipping_scale": 2.0} if in_group else {})}]
+    with pytest.raises(UnsupportedError, match=r"clipping_scale=2\.0.*'two_pass' or 'deferred'.*'immediate'") as error:
+        lowmem.FusedOptimizer(groups, rule="scaled_adam", **({} if in_group else {"clipping_scale": 2.0}))
+    assert "Leave the option out" in str(error.value)
+
+
+# -- parameters without a gradient -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batching", [False, True])
+@pytest.mark.parametrize("shape", [(), (1, 1), (3, 5), (130, 130)])
+def test_a_missing_gradient_is_zero(give_gradients, shape, batching):
+    """The momentum goes on, means decay and the count counts. Three of one shape: one always has a gradient, one has it
+    at first, one has it late."""
+    rng = np.random.default_rng(0)
+    start = [torch.tensor(rng.normal(size=shape)).float() for _ in range(3)]
+    params = [torch.nn.Parameter(value.clone()) for value in start]
+    opt = lowmem.FusedOptimizer(params, rule="scaled_adam", size_update_period=2, batching=batching)
+    references = [Reference(shape, lr=3e-2, size_update_period=2) for _ in params]
+    want = [value.double().numpy() for value in start]
+    present = [range(8), range(2), (3, 6)]
+    for step in range(8):
+        grads = [torch.tensor(rng.normal(size=shape)).float() if step in steps else None for steps in present]
+        give_gradients(opt, *((p, g) for p, g in zip(params, grads, strict=True) if g is not None))
+        given = [None if grad is None else grad.double().numpy() for grad in grads]
+        want = [reference.step(*pair) for reference, *pair in zip(references, want, given, strict=True)]
+        assert opt.last_step.names == tuple(f"param{i}" for i in range(3) if grads[i] is not None)
+    for param, value, reference in zip(params, want, references, strict=True):
+        np.testing.assert_allclose(param.detach().numpy(), value, rtol=1e-5, atol=1e-6)
+        kept = opt.state[param]
+        assert kept["step"].item() == 8
+        for name, state in reference.states().items():
+            atol = 1e-5 * np.abs(state).max() + 1e-12
+            np.testing.assert_allclose(kept[name].numpy(), state, rtol=1e-4, atol=atol)
+
+
+def test_a_parameter_that_never_had_a_gradient_stays(give_gradients):
+    used, unused, frozen = (torch.nn.Parameter(torch.full((2, 3), 2.0)) for _ in range(3))
+    frozen.requires_grad_(False)
+    opt = lowmem.FusedOptimizer([("used", used), ("unused", unused), ("frozen", frozen)], rule="scaled_adam")
+    for _ in range(5):
+        give_gradients(opt, (used, torch.randn(2, 3)))
+    assert (unused == 2).all()
+    assert (used != 2).all()
+    assert opt.state[unused]["step"].item() == 5
+    assert opt.state_dict()["state"].keys() == {"used", "unused"}
+
+
+# -- parameters of one element -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1, 1)])
+def test_one_element(give_gradients, shape):
+    """It has no size to be relative to, and is clamped before it moves: by (1 - beta1) of lr times scalar_lr_scale."""
+    param = torch.nn.Parameter(torch.full(shape, 50.0))
+    opt = lowmem.FusedOptimizer([param], rule="scaled_adam", lr=0.5, scalar_lr_scale=0.2, betas=(0.75, 0.98))
+    give_gradients(opt, (param, torch.full(shape, -3.0)))
+    assert param.item() == pytest.approx(10.0 + 0.25 * 0.1)  # beyond its bound again
+    give_gradients(opt, (param, torch.full(shape, -3.0)))
+    assert param.item() == pytest.approx(10.0 + 0.75 * 0.25 * 0.1 + 0.25 * 0.1)
+    assert opt.state[param].keys() == {"step", "delta", "exp_avg_sq"}
+
+
+# -- what it says of a step --------------------------------------------------------------------------------------------
+
+
+def test_statistics(give_gradients):
+    """By hand. The norm is of gradients times the size of their weight, as it was last measured: in the first step, and
+    then in every second, after its statistics. A single element counts as it is."""
+    matrix, single = torch.nn.Parameter(torch.full((2, 2), 2.0)), torch.nn.Parameter(torch.tensor([7.0]))
+    opt = lowmem.FusedOptimizer([("m", matrix), ("s", single)], rule="scaled_adam", lr=0.0, size_update_period=2)
+    grad = torch.tensor([[3.0, 0.0], [0.0, -4.0]])
+
+    def says(norm, dominant, proportion, rms):
+        found = opt.last_step.statistics
+        assert found.keys() == {"model_norm", "dominant_parameter", "dominant_proportion", "dominant_rms"}
+        assert found["dominant_parameter"] == dominant
+        numbers = [found[key] for key in ("model_norm", "dominant_proportion", "dominant_rms")]
+        assert numbers == pytest.approx([norm, proportion, rms])
+
+    give_gradients(opt, (matrix, grad), (single, torch.tensor([5.0])))
+    says(math.sqrt(5**2 * 2**2 + 25), "m", 100 / 125, 2.0)
+    first = opt.last_step
+    with torch.no_grad():
+        matrix.mul_(3)
+    give_gradients(opt, (matrix, grad), (single, torch.tensor([30.0])))
+    says(math.sqrt(100 + 900), "s", 900 / 1000, 1.0)
+    give_gradients(opt, (matrix, grad), (single, torch.tensor([40.0])))
+    says(math.sqrt(5**2 * 6**2 + 1600), "s", 1600 / 2500, 1.0)
+    give_gradients(opt, (matrix, grad))
+    says(5 * 6, "m", 1.0, 6.0)
+    assert first.statistics["model_norm"] == pytest.approx(math.sqrt(125))  # a step's statistics stay its own
+
+
+def test_statistics_without_the_dominant_parameter(give_gradients):
+    param = torch.nn.Parameter(torch.full((2,), 2.0))
+    opt = lowmem.FusedOptimizer([param], rule="scaled_adam", show_dominant_parameters=False)
+    give_gradients(opt, (param, torch.tensor([3.0, 4.0])))
+    assert opt.last_step.statistics == {"model_norm": pytest.approx(10.0)}
+
+
+def test_statistics_of_a_gradient_of_zeros(give_gradients):
+    param = torch.nn.Parameter(torch.ones(2))
+    opt = lowmem.FusedOptimizer([param], rule="scaled_adam")
+    give_gradients(opt, (param, torch.zeros(2)))
+    found = opt.last_step.statistics
+    assert found["model_norm"] == 0.0
+    assert math.isnan(found["dominant_proportion"])
+
+
+@pytest.mark.parametrize("rule", sorted(TABLE.keys() - {"scaled_adam"}))
+def test_other_rules_have_nothing_to_say(give_gradients, rule):
+    param = torch.nn.Parameter(torch.ones(2))
+    opt = lowmem.FusedOptimizer([param], rule=rule)
+    give_gradients(opt, (param, torch.ones(2)))
+    assert opt.last_step.statistics == {}
