@@ -59,7 +59,7 @@ def betas(option: str, value: object) -> None:
 
 
 def dtype(option: str, value: object, *, optional: bool = True) -> torch.dtype | None:
-    """The dtype that a state is to be kept in: "float32", "bfloat16", "float16", or if `optional` None for the weight's.
+    """The dtype that a state is to be kept in: "float32", "bfloat16" or "float16"; if `optional`, None: the weight's.
 
     Raises:
         ConfigError: it is another.
