@@ -279,6 +279,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         for slot in self._slots.values():
             self._attach(slot)  # it may have been frozen until now
             slot.refuse_leftover()
+        self._begin_rule()
         self._cycle.begin(explicit=True)
         try:
             (loss if self.loss_scale is None else loss * self.loss_scale).backward()
@@ -314,6 +315,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         """The hook: the gradient of one parameter is complete."""
         if self.loss_scale is not None and self._cycle.idle:
             raise StepError(f"with loss_scale={self.loss_scale:g} the loss must be scaled: call opt.backward(loss)")
+        if self._cycle.idle:
+            self._begin_rule()
         if self._cycle.fired(slot.name):
             self._updates.drop()  # what a plain backward that died has left
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
@@ -322,6 +325,10 @@ class FusedOptimizer(torch.optim.Optimizer):
                 self._updates.put(slot, self._placement.reduce(slot.param), self._placement)
             except UnsupportedError as error:
                 raise UnsupportedError(f"parameter {slot.name!r} {error}") from None
+
+    def _begin_rule(self) -> None:
+        for group in self.param_groups:
+            self.rule.begin(group, self._cycle.step + 1)
 
     def _finish(self) -> None:
         """Backward is over: closes the step and leaves its report."""

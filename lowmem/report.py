@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 METRICS = "metrics.jsonl"
 Record = dict[str, Any]
 
+# The one text among the numbers that are logged: the parameter that a norm is mostly of.
+DOMINANT = "dominant_parameter"
+
 # Of an evaluation's metrics these say how long it took, not how good the model is.
 _TIMING = ("runtime", "samples_per_second", "steps_per_second", "num_tokens")
 
@@ -185,7 +188,7 @@ class RunReport(TrainerCallback):  # type: ignore[misc]
             return
         record = {
             "step": state.global_step,
-            **{name: value for name, value in logs.items() if isinstance(value, Real | str)},
+            **{name: value for name, value in logs.items() if isinstance(value, Real) or name == DOMINANT},
             "time": round(time.time(), 3),
             "tokens": state.num_input_tokens_seen,
             **_memory(args.device),
@@ -218,7 +221,7 @@ def _log_line(record: Record, max_steps: int) -> str | None:
             f"{record['tokens']:,} tokens  peak {_size(record['peak_memory'])}"
         )
     if "loss" in record:
-        norm, name = record.get("grad_norm", math.nan), record.get("dominant_parameter")
+        norm, name = record.get("grad_norm", math.nan), record.get(DOMINANT)
         dominant = f"  {record['dominant_proportion']:.0%} of the norm is {name}" if name else ""
         return (
             f"{step}  loss {record['loss']:>8.4f}  grad norm {norm:>9.3e}  lr {record.get('learning_rate', 0.0):.2e}  "

@@ -218,7 +218,7 @@ OUT_OF_RANGE = {
         "epsilon1": ("a number >= 0", [-1e-30, None]),
         "epsilon2": ("a number >= 0", [-1e-3, math.nan]),
         "dtype_momentum": ("bfloat16", ["int8", torch.float64, None]),
-        "weight_decay_rate_lr_exponent": ("a number, or None", ["1", math.nan]),
+        "weight_decay_rate_lr_exponent": ("a number >= 0, or None", ["1", math.nan, -1.0]),
         "global_norm_clip_threshold": ("a number >= 0, or None", [-1.0, True]),
         "max_parameter_scale": ("a number > 0, or None", [0.0, -1.0]),
         "skip_nan_updates": ("True or False", [None, 0]),

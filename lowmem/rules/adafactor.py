@@ -124,7 +124,7 @@ class Adafactor(UpdateRule):
         require.number("epsilon1", hyper["epsilon1"], least=0)
         require.number("epsilon2", hyper["epsilon2"], least=0)
         require.dtype("dtype_momentum", hyper["dtype_momentum"], optional=False)
-        require.number("weight_decay_rate_lr_exponent", hyper["weight_decay_rate_lr_exponent"], optional=True)
+        require.number("weight_decay_rate_lr_exponent", hyper["weight_decay_rate_lr_exponent"], least=0, optional=True)
         require.number("global_norm_clip_threshold", hyper["global_norm_clip_threshold"], least=0, optional=True)
         require.number("max_parameter_scale", hyper["max_parameter_scale"], above=0, optional=True)
         require.flag("skip_nan_updates", hyper["skip_nan_updates"])
@@ -147,8 +147,18 @@ class Adafactor(UpdateRule):
             require.that(known, "logical_factor_rules", rules, "'standard', or axis name → role")
             require.that(hyper["factored"], "logical_factor_rules", rules, "None where factored=False")
             require.that(isinstance(axes, dict), "param_logical_axes", axes, "parameter name → axis names")
+            for name, listed in axes.items():
+                whole = isinstance(listed, tuple | list) and all(isinstance(axis, str) for axis in listed)
+                require.that(whole, f"param_logical_axes[{name!r}]", listed, "a list of axis names")
             if isinstance(rules, dict):
                 roles_of("logical_factor_rules", list(rules.values()))
+
+    def begin(self, hyper: Hyper, step: int) -> None:
+        if step <= hyper["step_offset"]:
+            raise ConfigError(
+                f"step_offset={hyper['step_offset']}, but this is step {step}: it is the step at which fine-tuning "
+                "begins in a run that goes on from a checkpoint; leave it out in a new run"
+            )
 
     def names(self, hyper: Hyper) -> Iterable[str]:
         return hyper["param_logical_axes"] or ()
@@ -186,11 +196,6 @@ class Adafactor(UpdateRule):
         return NamedPlan(view, states, factored=True, alike=alike, scaled=scaled, swapped=swapped)
 
     def update(self, sweep: Sweep, plan: NamedPlan, state: State, hyper: Hyper, step: int) -> None:
-        if step <= hyper["step_offset"]:
-            raise ConfigError(
-                f"step_offset={hyper['step_offset']}, but this is step {step}: it is the step at which fine-tuning "
-                "begins in a run that goes on from a checkpoint; leave it out in a new run"
-            )
         lr, wd, skip_nan = hyper["lr"], hyper["weight_decay_rate"], hyper["skip_nan_updates"]
         if hyper["weight_decay_rate_lr_exponent"]:
             wd = (wd or 1.0) * lr ** hyper["weight_decay_rate_lr_exponent"]

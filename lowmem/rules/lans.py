@@ -112,7 +112,8 @@ class Lans(UpdateRule):
     master copy "fused" takes ‖w‖ of the stored weight, "step" of the copy.
 
     Differs from its source, on purpose: a gradient of zeros, or one too small for its squares in float32, is what it is
-    instead of NaN for ever; an option of 0.0 is 0.0 in both variants; negative bounds and clips raise.
+    instead of NaN for ever, given an `epsilon`; an option of 0.0 is 0.0 in both variants; negative bounds and clips
+    raise.
 
     Options: `beta1`, `beta2` in [0, 1), `epsilon` ≥ 0, `wd` ≥ 0, `lower_bound`, `upper_bound`, `clip_gradient` ≥ 0 or
     None, `rescale_grad` (it leaves its sign only), `lr_mult` and `wd_mult`: parameter name → factor, `begin_num_update`

@@ -77,6 +77,9 @@ class UpdateRule(ABC):
                 "or use a torch.optim class, which steps in the parameter's own dtype."
             )
 
+    def begin(self, hyper: Hyper, step: int) -> None:  # noqa: B027 (most have nothing against any step)
+        """Raises `ConfigError` for hyperparameters that do not fit the step that begins; nothing has moved yet."""
+
     def names(self, hyper: Hyper) -> Iterable[str]:
         """The parameters that hyperparameters name; each has to exist."""
         return ()

@@ -43,7 +43,8 @@ class ScaledAdam(UpdateRule):
     measured anew and Adam on log(rms(w)) moves w as a whole, at lr·scalar_lr_scale. A parameter of one element has no
     such size: there lr·scalar_lr_scale takes the place of lr·rms(w).
 
-    A parameter that gets no gradient is updated as if it were zero: its momentum goes on, as in the source.
+    A parameter that gets no gradient is updated as if it were zero: its momentum goes on, as in the source, also where
+    it was frozen in the middle of training.
 
     Options: `betas` in [0, 1), `scalar_lr_scale` ≥ 0, `eps` ≥ 0, `param_min_rms` ≥ 0 (below it a weight is not shrunk
     any more, and its step is of this size), `param_max_rms` > 0 (above it a weight is shrunk), `scalar_max` > 0 (a
@@ -156,12 +157,12 @@ class ScaledAdam(UpdateRule):
     def statistics(self, names: Sequence[str], measured: Mapping[str, Tensor]) -> dict[str, float | str]:
         squares, sizes, shown = (measured[name].tolist() for name in ("square_sum", "rms", "shown"))
         total = sum(squares)
-        if not any(shown):
+        if not any(shown) or total == 0:
             return {"model_norm": math.sqrt(total)}
-        dominant = max(range(len(names)), key=squares.__getitem__)
+        dominant = max(range(len(names)), key=lambda i: squares[i] if math.isfinite(squares[i]) else math.inf)
         return {
             "model_norm": math.sqrt(total),
             "dominant_parameter": names[dominant],
-            "dominant_proportion": squares[dominant] / total if total > 0 else math.nan,
+            "dominant_proportion": squares[dominant] / total if math.isfinite(total) else 1.0,
             "dominant_rms": sizes[dominant],
         }

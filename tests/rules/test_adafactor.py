@@ -149,12 +149,18 @@ def test_op_by_op_rounds_the_decayed_weight(give_gradients, dtype):
 # -- a run that goes on ------------------------------------------------------------------------------------------------
 
 
-def test_step_offset_of_a_new_run(give_gradients):
-    param = torch.nn.Parameter(torch.ones(3))
+@pytest.mark.parametrize("size", [3, 20_000])
+@pytest.mark.parametrize("plain", [False, True])
+def test_step_offset_of_a_new_run(give_gradients, size, plain):
+    """Refused before the step begins: nothing has moved, and nothing is torn."""
+    param = torch.nn.Parameter(torch.ones(size))
     opt = lowmem.FusedOptimizer([param], rule="adafactor", step_offset=10)
-    with pytest.raises(ConfigError, match=r"step_offset=10, but this is step 1: .*leave it out in a new run"):
-        give_gradients(opt, (param, torch.ones(3)))
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"step_offset=10, but this is step 1: .*leave it out in a new run"):
+            param.sum().backward() if plain else give_gradients(opt, (param, torch.ones(size)))
+        opt.zero_grad()
     assert (param == 1).all()
+    assert opt.state_dict()["step"] == 0
 
 
 def test_step_offset_forgets_what_came_before(give_gradients):

@@ -57,9 +57,11 @@ def logical(*axes, rules="standard"):
         ((4, 2, 3), rule("col", "Row", "column"), {"v_row": (2,), "v_col": (4, 3)}),
         ((2, 3, 4, 5), rule("COLUMN", "NONE", "ROW", "BATCH"), {"v_row": (5, 3, 4), "v_col": (5, 3, 2)}),
         ((2, 3, 4, 5), rule("unfactorized", "none", "batch", "NONE"), {"v": (2, 3, 4, 5)}),
-        ((4, 6), rule("NONE", "NONE"), {"v": (4, 6)}),
         ((4, 6), rule("BATCH", "ROW"), {"v_row": (4, 6), "v_col": (4,)}),
         ((4, 6), rule("BATCH", "BATCH"), {"v": (4, 6)}),
+        # what the heuristic says all the same
+        ((4, 6), rule("NONE", "NONE"), {"v": (4, 6)}),
+        ((4, 6), {**rule("ROW", "COLUMN"), "min_dim_size_to_factor": 4}, {"v_row": (4,), "v_col": (6,)}),
         # the first expression that is found anywhere in the name
         ((4, 2, 3), {"factor_map": [("^w", None), ("ck/", ["ROW", "COLUMN", "COLUMN"]), ("w", None)]}, {"v_row": (4,)}),
         ((4, 2, 3), {"factor_map": {"ck/w$": None, "w": ["ROW", "COLUMN", "COLUMN"]}}, {"v": (4, 2, 3)}),
@@ -139,6 +141,14 @@ WHERE = r"'block/w' of shape \[2, 3, 4\]"
         ({"logical_factor_rules": "standard"}, "logical_factor_rules and param_logical_axes.*give both"),
         ({"param_logical_axes": {"block/w": ("embed",)}}, "logical_factor_rules and param_logical_axes.*give both"),
         ({"logical_factor_rules": "standard", "param_logical_axes": ["embed"]}, "param_logical_axes=.*→ axis names"),
+        (
+            {"logical_factor_rules": "standard", "param_logical_axes": {"block/w": "embed"}},
+            r"param_logical_axes\['block/w'\]='embed'.*a list of axis names",
+        ),
+        (
+            {"logical_factor_rules": "standard", "param_logical_axes": {"block/w": [["embed"]]}},
+            r"param_logical_axes\['block/w'\]=.*a list of axis names",
+        ),
         (
             {"logical_factor_rules": "standard", "param_logical_axes": {"block/v": ("embed",)}},
             rf"{WHERE}: param_logical_axes has no axes for it\. Did you mean 'block/v'\?",

@@ -116,12 +116,21 @@ def test_statistics_without_the_dominant_parameter(give_gradients):
 
 
 def test_statistics_of_a_gradient_of_zeros(give_gradients):
+    """Nothing dominates there."""
     param = torch.nn.Parameter(torch.ones(2))
     opt = lowmem.FusedOptimizer([param], rule="scaled_adam")
     give_gradients(opt, (param, torch.zeros(2)))
+    assert opt.last_step.statistics == {"model_norm": 0.0}
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_dominates(give_gradients, bad):
+    params = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
+    opt = lowmem.FusedOptimizer(zip("pqr", params, strict=True), rule="scaled_adam")
+    give_gradients(opt, *zip(params, (torch.ones(2), torch.tensor([1.0, bad]), 9 * torch.ones(2)), strict=True))
     found = opt.last_step.statistics
-    assert found["model_norm"] == 0.0
-    assert math.isnan(found["dominant_proportion"])
+    assert (found["dominant_parameter"], found["dominant_proportion"]) == ("q", 1.0)
+    assert not math.isfinite(found["model_norm"])
 
 
 @pytest.mark.parametrize("rule", sorted(TABLE.keys() - {"scaled_adam"}))
