@@ -291,7 +291,11 @@ def show_rules(arguments: argparse.Namespace) -> None:
     out.print("\nAny torch.optim.Optimizer is a rule by its import path. The others, with their hyperparameters:")
     for row in known:
         settings = ", ".join(f"{name}={value}" for name, value in row.defaults.items())
-        out.print(f"\n[bold]{row.name}[/bold]  {row.source}\n  {settings}", highlight=False, soft_wrap=True)
+        out.print(
+            f"\n[bold]{row.name}[/bold]  {row.source}\n  equals {row.exactness}\n  {settings}",
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
 def _quiet() -> None:

@@ -335,6 +335,11 @@ def test_table():
     assert all(sources[name] in row.source for name, row in rows.items())
 
 
+def test_table_says_how_exact_each_rule_is():
+    assert all(row.exactness != "not said" for row in lowmem.rules.table())
+    assert "torch.optim.AdamW" in next(row for row in lowmem.rules.table() if row.name == "adamw").exactness
+
+
 @pytest.fixture
 def clean_table():
     known = dict(TABLE)

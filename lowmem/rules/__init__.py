@@ -50,6 +50,7 @@ class RuleInfo:
     name: str
     state_bytes: float
     keeps: str
+    exactness: str
     defaults: dict[str, object]
     source: str
 
@@ -90,5 +91,7 @@ def table() -> list[RuleInfo]:
         for spec in plan.states.values():
             elements = math.prod(plan.view.kept(spec.extent, shape) + spec.extra)
             kept += elements * (spec.dtype or torch.bfloat16).itemsize
-        rows.append(RuleInfo(name, kept / math.prod(shape), rule.keeps, dict(rule.defaults), rule.source))
+        rows.append(
+            RuleInfo(name, kept / math.prod(shape), rule.keeps, rule.exactness, dict(rule.defaults), rule.source)
+        )
     return rows

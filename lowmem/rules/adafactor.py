@@ -88,6 +88,7 @@ class Adafactor(UpdateRule):
 
     source = "Shazeer and Stern 2018, arXiv:1804.04235; T5X"
     keeps = "row and column means of g²"
+    exactness = "trajectories recorded from its source, weights to 1e-6"
     decay = "weight_decay_rate"
     defaults: ClassVar[dict[str, Any]] = {
         "lr": 1e-3,

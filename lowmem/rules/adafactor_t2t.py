@@ -62,6 +62,7 @@ class AdafactorT2T(UpdateRule):
 
     source = "Shazeer and Stern 2018, arXiv:1804.04235; Tensor2Tensor"
     keeps = "row and column means of g²"
+    exactness = "trajectories recorded from its source, weights to 2e-5"
     defaults: ClassVar[dict[str, Any]] = {
         "lr": None,
         "multiply_by_parameter_scale": True,

@@ -30,6 +30,7 @@ class AdaLomo(UpdateRule):
 
     source = "Lv et al. 2023, arXiv:2310.10195"
     keeps = "row and column means of g², float32"
+    exactness = "trajectories recorded from its source, weights to 1e-6"
     defaults: ClassVar[dict[str, Any]] = {
         "lr": 1e-3,
         "eps": (1e-30, 1e-3),

@@ -32,6 +32,7 @@ class AdamW(UpdateRule):
 
     source = "Loshchilov and Hutter 2019, arXiv:1711.05101"
     keeps = "means of g and g²"
+    exactness = "torch.optim.AdamW(foreach=False), bit for bit in float32"
     defaults: ClassVar[dict[str, Any]] = {
         "lr": 1e-3,
         "betas": (0.9, 0.999),

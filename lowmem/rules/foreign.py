@@ -44,6 +44,7 @@ class ForeignRule(UpdateRule):
     """
 
     keeps = "what the class keeps"
+    exactness = "the class's own step(), bit for bit"
     stackable = False
 
     def __init__(self, cls: type[torch.optim.Optimizer]) -> None:

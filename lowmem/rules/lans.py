@@ -124,6 +124,7 @@ class Lans(UpdateRule):
 
     source = "Zheng et al. 2020, arXiv:2006.13484"
     keeps = "means of g and g²"
+    exactness = "trajectories recorded from its source, weights to 1e-6"
     decay = "wd"
     defaults: ClassVar[dict[str, Any]] = {
         "lr": 1e-3,

@@ -27,6 +27,7 @@ class Lion(UpdateRule):
 
     source = "Chen et al. 2023, arXiv:2302.06675"
     keeps = "mean of g"
+    exactness = "its paper's formula, to 1e-6 in float32"
     defaults: ClassVar[dict[str, Any]] = {
         "lr": 1e-4,
         "betas": (0.9, 0.99),

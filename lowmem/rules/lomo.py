@@ -24,6 +24,7 @@ class Lomo(UpdateRule):
 
     source = "Lv et al. 2023, arXiv:2306.09782"
     keeps = "nothing"
+    exactness = "torch.optim.SGD without weight decay, bit for bit in float32"
     defaults: ClassVar[dict[str, Any]] = {"lr": 1e-3, "weight_decay": 0.0}
 
     def check(self, hyper: Hyper) -> None:

@@ -59,6 +59,7 @@ class UpdateRule(ABC):
     name: ClassVar[str]
     source: ClassVar[str]
     keeps: ClassVar[str]
+    exactness: ClassVar[str] = "not said"  # of what it is the equal, and to how much
     defaults: ClassVar[dict[str, Any]]
     decay: ClassVar[str] = "weight_decay"  # what its weight decay is called, if it has one
     open_ended: ClassVar[bool] = False  # takes hyperparameters beyond `defaults`

@@ -60,6 +60,7 @@ class ScaledAdam(UpdateRule):
 
     source = "Povey et al. (icefall), Yao et al. 2023, arXiv:2310.11230"
     keeps = "delta and mean of g²; its size every few steps"
+    exactness = "trajectories recorded from its source, weights to 1e-6"
     every_parameter = True
     defaults: ClassVar[dict[str, Any]] = {
         "lr": 3e-2,
