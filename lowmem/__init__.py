@@ -7,6 +7,7 @@ from lowmem import rules
 from lowmem.errors import LowmemError
 from lowmem.last_step import LastStep
 from lowmem.optimizer import FusedConfig, FusedOptimizer
+from lowmem.scaling import DynamicScale
 
 __version__ = "0.1.0"
-__all__ = ["FusedConfig", "FusedOptimizer", "LastStep", "LowmemError", "rules"]
+__all__ = ["DynamicScale", "FusedConfig", "FusedOptimizer", "LastStep", "LowmemError", "rules"]

@@ -402,7 +402,7 @@ def _wanted(hint: Any) -> str:
     if get_origin(hint) in (Union, UnionType):
         return " or ".join(map(_wanted, _members(hint)))
     if choices := _choices(hint):
-        return f"one of {', '.join(map(repr, choices))}"
+        return ("one of " if len(choices) > 1 else "") + ", ".join(map(repr, choices))
     if get_origin(hint) is tuple and ... not in get_args(hint):
         return f"a list of {len(get_args(hint))}"
     return "a mapping" if is_dataclass(hint) else _WORDS.get(get_origin(hint) or hint, str(hint))

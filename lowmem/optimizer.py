@@ -2,23 +2,31 @@
 
 import functools
 import importlib.util
+import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 
-from lowmem import placements, policies, rules
-from lowmem.errors import CheckpointError, ConfigError, StepError, UnsupportedError, did_you_mean
+from lowmem import placements, policies, rules, saving
+from lowmem.clipping import Clipping
+from lowmem.cycle import StepCycle
+from lowmem.errors import ConfigError, StepError, UnsupportedError, did_you_mean
 from lowmem.last_step import LastStep
+from lowmem.readback import Readback
+from lowmem.replay import repeatable
 from lowmem.rounding import ROUNDINGS
 from lowmem.rules import UpdateRule
-from lowmem.scaling import static_scale
+from lowmem.scaling import DynamicScale, LossScale
 from lowmem.slots import Slot, listed
-from lowmem.updates import RESIDUAL, Updates
+from lowmem.updates import Updates
+
+logger = logging.getLogger(__name__)
 
 # With fewer trainable elements the seconds that compilation takes are longer than what it saves.
 COMPILE_FROM = 1 << 25
@@ -31,7 +39,8 @@ _GROUP_KEYS = {"params", "param_names", "name", "initial_lr", "max_lr", "min_lr"
 class FusedConfig:
     """The settings of a `FusedOptimizer` but for parameters and learning rate, as trainers and YAML files hold them.
 
-    `hyper` holds hyperparameters of the rule. Settings are checked when the config is made.
+    `hyper` holds hyperparameters of the rule; `log_norms` has a trainer log the norm of each parameter's gradient.
+    Settings are checked when the config is made.
 
     Raises:
         ConfigError, UnsupportedError: as `FusedOptimizer` would.
@@ -40,12 +49,18 @@ class FusedConfig:
     rule: str = "adalomo"
     policy: str = "auto"
     clip_norm: float | None = None
+    norm_type: float = 2.0
     clip_value: float | None = None
-    loss_scale: float | str | None = None
+    loss_scale: float | Literal["dynamic"] | DynamicScale | None = None
+    replay: str = "auto"
+    store: str | None = None
+    store_dir: str | None = None
+    sums: str = "float32"
     rounding: str = "nearest"
     compile: str | bool = "auto"
     seed: int = 0
     batching: bool = True
+    log_norms: bool = False
     hyper: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -53,7 +68,7 @@ class FusedConfig:
 
     def build(self, params: Iterable[Any], **hyper: Any) -> "FusedOptimizer":
         """The optimizer over `params`; `hyper` (lr, weight_decay, ...) gives way to this config's own `hyper`."""
-        settings = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "hyper"}
+        settings = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("hyper", "log_norms")}
         return FusedOptimizer(params, **settings, **{**hyper, **self.hyper})
 
 
@@ -65,18 +80,34 @@ class FusedOptimizer(torch.optim.Optimizer):
             opt.backward(model(**batch).loss)
             scheduler.step()
 
-    Plain `loss.backward()` does the same where there is no loss scale. `step()` and `zero_grad()` may be called.
+    Plain `loss.backward()` does the same under policy `immediate` where there is no loss scale. `step()` and
+    `zero_grad()` may be called.
+
+    Gradients are unscaled, clamped by `clip_value`, then clipped by `clip_norm`, as by `scaler.unscale_`,
+    `clip_grad_value_` and `clip_grad_norm_` in this order. (AdaLomo measures before it clamps, as its source does.)
 
     Args:
         params: parameters, (name, parameter) pairs, or groups (dicts) of either, as `torch.optim` takes them. Frozen
             parameters cost nothing; one that is unfrozen later joins at the next `backward`.
         rule: a name (`lowmem.rules.table()`), an `UpdateRule`, a `torch.optim.Optimizer` class, or its import path.
         lr: learning rate; the rule's own default if None.
-        policy: "immediate", or "auto" for the cheapest policy that is exact for what is asked.
-        clip_norm: refused under "immediate".
-        clip_value: gradients are clamped to ± this, after the loss scale is taken out and before the rule sees them.
-        loss_scale: `backward` multiplies the loss with it and gradients are divided by it. A parameter whose gradient
-            is not finite is left untouched.
+        policy: "immediate": in the hook. "two_pass": backward twice, first to measure. "deferred": gradients wait in a
+            store until the step is decided. "auto": the cheapest that is exact for what is asked, also later on
+            (`policy_reason` says why).
+        clip_norm: the norm over all gradients is at most this, as with `torch.nn.utils.clip_grad_norm_`; refused under
+            "immediate". In float32 on a CPU the same bits.
+        norm_type: of `clip_norm`: 2.0, or inf for the largest element.
+        clip_value: gradients are clamped to ± this.
+        loss_scale: `backward` multiplies the loss with it and gradients are divided by it: a number, "dynamic", or a
+            `DynamicScale`. After an overflow "two_pass" and "deferred" leave the whole step out, as
+            `torch.amp.GradScaler` does; "immediate" leaves out the parameters whose gradients are not finite.
+        replay: of "two_pass": "graph" runs backward through the same graph twice; "forward" computes the loss anew with
+            the same random numbers and wants `backward` to be given a callable (modules that count their forwards, such
+            as BatchNorm, count both); "auto" is "graph".
+        store: of "deferred": "host" (page-locked where there is a GPU), "device", or "disk": a memory-mapped file in
+            `store_dir`. "host" if None. Giving it asks for "deferred".
+        sums: micro-batches are summed in "float32" (4 bytes an element in the store), or in the dtype of the "gradient"
+            (2 for bfloat16, rounded at every micro-batch, as `.grad` is). A step of one micro-batch stores it as it is.
         rounding: "nearest", "stochastic" or "compensated" (keeps 2 bytes a parameter): how a float32 result becomes a
             bfloat16 or float16 weight. float32 weights hold every result exactly.
         placement: "auto" or "local".
@@ -86,6 +117,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         **hyper: hyperparameters of the rule, which a group may override.
 
     Attributes:
+        policy, policy_reason: which it is, and why.
+        replay: "graph" or "forward", under "two_pass".
         last_step: `LastStep`, None before the first one.
         compiled: whether the sweep goes through torch.compile, which takes up to a minute in the first step.
 
@@ -102,8 +135,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         lr: float | None = None,
         policy: str = "auto",
         clip_norm: float | None = None,
+        norm_type: float = 2.0,
         clip_value: float | None = None,
-        loss_scale: float | str | None = None,
+        loss_scale: float | str | DynamicScale | None = None,
+        replay: str = "auto",
+        store: str | None = None,
+        store_dir: str | None = None,
+        sums: str = "float32",
         rounding: str = "nearest",
         placement: str = "auto",
         compile: bool | str = "auto",
@@ -112,9 +150,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         **hyper: Any,
     ) -> None:
         self.rule = rules.resolve(rule)
-        self.policy = policies.choose(policy, clip_norm=clip_norm)
-        self.loss_scale = static_scale(loss_scale)
-        self.clip_value = _positive("clip_value", clip_value)
         self.rounding = rounding
         self.last_step: LastStep | None = None
         if rounding not in ROUNDINGS:
@@ -123,47 +158,50 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise ConfigError(f"compile={compile!r}; allowed are True, False and 'auto'")
         if not isinstance(batching, bool):
             raise ConfigError(f"batching={batching!r}; allowed are True and False")
-        if self.loss_scale is not None and isinstance(self.rule, rules.ForeignRule):
-            raise UnsupportedError(
-                f"loss_scale={self.loss_scale:g} with {self.rule.name}: under policy 'immediate' an overflowing update "
-                "must be left out parameter by parameter, which a foreign optimizer cannot do. Use a rule of lowmem, "
-                "or train in bfloat16 without a loss scale."
-            )
         if lr is not None:
             hyper["lr"] = lr
         self._check_names(hyper, "")
-        self._cycle = policies.StepCycle()
+        self._cycle = StepCycle()
         self._slots: dict[Tensor, Slot] = {}
         self._complete = False  # all the groups are here that it is made with
-        self._nonfinite: Tensor | None = None  # a count that stays on the device
+        self._accumulating = False
+        self._outcome: Readback | None = None  # of the last step, for the host to learn of when it must
+        self._hopeless: str | None = None
         groups = list(params)
         if not groups:
             raise ConfigError("no parameters were given")
         self._wanted_placement = placement
+        self._wanted = policies.Settings(policy, replay, store, store_dir, sums)
         try:
             super().__init__(groups, {**self.rule.defaults, **hyper})
             self._complete = True
             self._refuse_unknown_parameters()
             self.compiled = self._decide_compile(compile)
+            device = next((slot.param.device for slot in self._slots.values()), torch.device("cpu"))
+            self._clipping = Clipping(
+                self.rule,
+                clip_norm=clip_norm,
+                norm_type=norm_type,
+                clip_value=clip_value,
+                scale=LossScale(loss_scale, device),
+            )
+            self._updates = Updates(
+                self.rule,
+                self.state,
+                self._cycle,
+                placement=self._placement,
+                clipping=self._clipping,
+                rounding=rounding,
+                seed=seed,
+                batching=batching,
+                compiled=self.compiled,
+            )
+            self._nonfinite = torch.zeros((), dtype=torch.int64, device=device)  # gradients, and steps with one:
+            self._overflows = torch.zeros_like(self._nonfinite)  # counts that stay on the device
+            self._choose_policy()
         except BaseException:
             self.remove()  # the hooks of the groups that were fine
             raise
-        self._updates = Updates(
-            self.rule,
-            self.state,
-            self._cycle,
-            rounding=rounding,
-            seed=seed,
-            factor=None if self.loss_scale is None else 1.0 / self.loss_scale,
-            limit=self.clip_value,
-            batching=batching,
-            compiled=self.compiled,
-        )
-
-    @property
-    def seed(self) -> int:
-        """Of stochastic rounding."""
-        return self._updates.seed
 
     # -- parameters ------------------------------------------------------------------------------------------------
 
@@ -182,6 +220,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._slots.update(slots)
             if self._complete:
                 self._refuse_unknown_parameters()
+                self._choose_policy()
         except BaseException:  # the group is added whole or not at all
             for param, slot in slots.items():
                 slot.detach()
@@ -191,7 +230,6 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _slots_of(self, group: dict[str, Any]) -> dict[Tensor, Slot]:
         self.rule.check(group)
-        policies.refuse_norm(self.policy, self.rule.needs_norm(group))
         taken = {slot.name for slot in self._slots.values()}
         slots: dict[Tensor, Slot] = {}
         for name, param in zip(group["param_names"], group["params"], strict=True):
@@ -257,6 +295,63 @@ class FusedOptimizer(torch.optim.Optimizer):
         trainable = sum(slot.param.numel() for slot in self._slots.values() if slot.param.requires_grad)
         return wanted is True or trainable >= COMPILE_FROM
 
+    # -- the policy ------------------------------------------------------------------------------------------------
+
+    @property
+    def policy(self) -> str:
+        """When updates happen: "immediate", "two_pass" or "deferred"."""
+        return self._policy.name
+
+    def _wish(self) -> policies.Wish:
+        scale = self._clipping.scale
+        options = (self.rule.needs_norm(group) for group in self.param_groups)
+        norm = next((option for option in options if option is not None), None)
+        scaled = scale.value is not None and not self.rule.can_be_held_back
+        return policies.Wish(
+            norm=f"clip_norm={self._clipping.norm!r}" if self._clipping.norm is not None else norm,
+            skips="loss_scale with an optimizer from elsewhere" if scaled else None,
+            prefers_whole="a dynamic loss scale" if scale.dynamic else None,
+            accumulates=self._accumulating,
+        )
+
+    def _choose_policy(self) -> None:
+        """Takes the policy that does what is asked by now; says so where it was left to us.
+
+        Raises:
+            UnsupportedError: the policy that was asked for cannot.
+        """
+        on_cpu = all(slot.param.device.type == "cpu" for slot in self._slots.values())
+        chosen, reason = policies.choose(self._wanted, self._wish(), on_cpu=on_cpu)
+        current: policies.Policy | None = getattr(self, "_policy", None)
+        if current is not None and (chosen == current.name or current.adds):
+            return
+        self.policy_reason = reason
+        self._policy = policies.make(
+            chosen, self._wanted, self._updates, self._clipping, self._slots, self.param_groups
+        )
+        self._cycle.adds = self._policy.adds
+        self.replay = self._wanted.replay_of(chosen)
+        if current is not None or chosen != "immediate":
+            logger.info("policy %s: %s", chosen, reason)
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Backwards inside are micro-batches; the first one outside completes their step and updates the weights.
+
+            for n, batch in enumerate(batches, 1):
+                with opt.accumulate() if n < len(batches) else nullcontext():
+                    opt.backward(model(**batch).loss / len(batches))
+
+        Raises:
+            UnsupportedError: the policy keeps no gradients; "auto" becomes "deferred" here.
+        """
+        self._accumulating = True
+        try:
+            self._choose_policy()
+            yield
+        finally:
+            self._accumulating = False
+
     # -- the step --------------------------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor | Callable[[], Tensor]) -> Tensor:
@@ -269,28 +364,40 @@ class FusedOptimizer(torch.optim.Optimizer):
             StepError: the loss is no scalar or has no graph, a gradient is left over in `.grad`, or the step life cycle
                 is broken (a second backward, a hook that fires twice, a torn step).
         """
-        if not isinstance(loss, Tensor):
-            loss = loss()
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            what = f"of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-            raise StepError(f"the loss is {what}; it must be a tensor of one element, as .mean() gives")
-        if not loss.requires_grad:
-            raise StepError("the loss has no graph: every parameter is frozen, or it was computed under no_grad")
+        self._settle_outcome()
+        if self._hopeless is not None:
+            reason, self._hopeless = self._hopeless, None
+            raise StepError(reason)
+        again = None
+        if self.replay == "forward":
+            if isinstance(loss, Tensor):
+                raise StepError("replay='forward' computes the loss twice: pass a callable, opt.backward(lambda: loss)")
+            loss = again = repeatable(loss, (slot.param.device for slot in self._slots.values()))
+        value = loss if isinstance(loss, Tensor) else loss()
+        _refuse_loss(value)
         for slot in self._slots.values():
             self._attach(slot)  # it may have been frozen until now
             slot.refuse_leftover()
         self._begin_rule()
         self._cycle.begin(explicit=True)
         try:
-            (loss if self.loss_scale is None else loss * self.loss_scale).backward()
+            complete = self._policy.run(value, again, last=not self._accumulating)
+            if complete:
+                self._finish(value.detach())
         except BaseException as error:
-            self._cycle.fail(f"its backward ended with {type(error).__name__}")
-            self._updates.drop()
-            if self._cycle.torn is not None:
-                error.add_note(f"{self._cycle.torn}; the optimizer refuses to go on until a checkpoint is loaded")
+            self._fail(error)
             raise
-        self._finish()
-        return loss.detach()
+        return value.detach()
+
+    def _fail(self, error: BaseException) -> None:
+        waited = self._cycle.waiting
+        if not self._cycle.idle:
+            self._cycle.fail(f"its backward ended with {type(error).__name__}")
+        self._policy.drop()
+        if self._cycle.torn is not None:
+            error.add_note(f"{self._cycle.torn}; the optimizer refuses to go on until a checkpoint is loaded")
+        elif waited:
+            error.add_note(f"the {waited} micro-batch(es) before it were dropped with it; begin the step again")
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Nothing is left to do: backward has updated the weights. Loops may call it as they always do.
@@ -307,50 +414,116 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._cycle.reset(self._cycle.step)
 
     @property
+    def seed(self) -> int:
+        """Of stochastic rounding."""
+        return self._updates.seed
+
+    @property
+    def clip_norm(self) -> float | None:
+        """The norm over all gradients is at most this."""
+        return self._clipping.norm
+
+    @property
+    def loss_scale(self) -> float | None:
+        """What the next loss is multiplied with; None if there is no scaling."""
+        value = self._clipping.scale.value
+        return None if value is None else float(value)
+
+    @property
     def nonfinite_gradients(self) -> int:
         """How many gradients with Inf or NaN were met since the optimizer was made."""
-        return 0 if self._nonfinite is None else int(self._nonfinite)
+        return int(self._nonfinite)
+
+    @property
+    def overflows(self) -> int:
+        """How many steps met a gradient with Inf or NaN since the optimizer was made."""
+        return int(self._overflows)
 
     def _on_gradient(self, slot: Slot, _: Tensor) -> None:
         """The hook: the gradient of one parameter is complete."""
-        if self.loss_scale is not None and self._cycle.idle:
-            raise StepError(f"with loss_scale={self.loss_scale:g} the loss must be scaled: call opt.backward(loss)")
         if self._cycle.idle:
+            self._policy.allow_plain_backward()
+            self._settle_outcome()
             self._begin_rule()
         if self._cycle.fired(slot.name):
-            self._updates.drop()  # what a plain backward that died has left
+            self._policy.drop()  # what a plain backward that died has left
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
         with torch.no_grad():
             try:
-                self._updates.put(slot, self._placement.reduce(slot.param), self._placement)
+                self._policy.take(slot, self._placement.reduce(slot.param))
             except UnsupportedError as error:
                 raise UnsupportedError(f"parameter {slot.name!r} {error}") from None
 
     def _begin_rule(self) -> None:
+        self._choose_policy()  # a group's options may ask for another by now
         for group in self.param_groups:
-            self.rule.begin(group, self._cycle.step + 1)
+            self.rule.begin(group, self._cycle.step + (not self._cycle.waiting))
 
-    def _finish(self) -> None:
-        """Backward is over: closes the step and leaves its report."""
-        self._cycle.end()
+    def _finish(self, loss: Tensor | None = None) -> None:
+        """Every backward of the step is over: closes it and leaves its report."""
+        self._cycle.refuse_nothing()
         with torch.no_grad():
-            if self.rule.every_parameter:
-                self._update_without_gradient()
-            self._updates.flush()
+            self._policy.complete()
+            self._cycle.end()
+            self._report(loss)
+        self._opt_called = True  # LR schedulers ask whether an optimizer step came before theirs
+
+    def _report(self, loss: Tensor | None) -> None:
+        decision = self._updates.decision
         fired = [slot for slot in self._slots.values() if self._cycle.has_fired(slot.name)]
-        squares = [cast(Tensor, slot.square_sum) for slot in fired]
-        norms = torch.stack([s.to(squares[0].device) for s in squares]).sqrt()
+        device, scale = self._nonfinite.device, self._clipping.scale
+        if decision is None:
+            norms = torch.stack([cast(Tensor, slot.square_sum).to(device) for slot in fired]).sqrt()
+        else:
+            norms = torch.stack([decision.measured[slot.name].raw.to(device) for slot in fired])
         self.last_step = LastStep(
             self._cycle.step,
             self.policy,
-            self.loss_scale,
             norms,
             tuple(slot.name for slot in fired),
-            self._describe_measured(),
+            clip_factor=None if decision is None else decision.factor,
+            replay=self.replay,
+            _scale=scale.value,
+            _describe=self._describe_measured(),
         )
         nonfinite = norms.isfinite().logical_not().sum()
-        self._nonfinite = nonfinite if self._nonfinite is None else self._nonfinite + nonfinite
-        self._opt_called = True  # LR schedulers ask whether an optimizer step came before theirs
+        finite, least = nonfinite == 0, scale.at_least()
+        self._nonfinite = self._nonfinite + nonfinite
+        self._overflows = self._overflows + ~finite
+        scale.update(finite)
+        yes = torch.ones_like(finite)
+        flags = (finite, self._policy.replayed(), None if loss is None else loss.isfinite().all(), least)
+        self._outcome = Readback(torch.stack([yes if flag is None else flag.to(device) for flag in flags]).float())
+
+    def _settle_outcome(self) -> None:
+        """The host learns how the last step ended: one that was held back as a whole does not count."""
+        values = None if self._outcome is None else self._outcome.values()
+        self._outcome = None
+        if values is None:
+            return
+        finite, replayed, loss_finite, least = map(bool, values)
+        if not replayed:
+            self._cycle.tear(
+                "its second pass had other gradients than the one that was measured, so it was clipped by a norm that "
+                "was not its own. Something in the model or the loss is not the same twice; use policy='deferred'"
+            )
+        if not finite:
+            self._tell_of_overflow(loss_finite, scale_is_least=least and self._clipping.scale.dynamic)
+
+    def _tell_of_overflow(self, loss_finite: bool, scale_is_least: bool) -> None:
+        last = cast(LastStep, self.last_step)
+        cause = "" if loss_finite else "; its loss is not finite either"
+        what = "was held back as a whole" if last.held_back else f"met {last.skipped} gradient(s) that are not finite"
+        told = f"step {last.step} {what}: that of {_some(last.nonfinite)} is not finite{cause}"
+        if last.held_back:
+            self._cycle.take_back()
+        if scale_is_least:
+            self._hopeless = (
+                f"{told}, and the loss scale cannot back off below its least value. The gradients overflow by "
+                "themselves: look at the data of this step, or take a lower learning rate"
+            )
+        usual = self._clipping.scale.dynamic or self.overflows > 1  # one line is enough; the count goes on
+        logger.log(logging.INFO if usual else logging.WARNING, "%s", told)
 
     def _describe_measured(self) -> Callable[[], dict[str, float | str]]:
         """The rule's statistics of this step, worked out when they are asked for."""
@@ -363,13 +536,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         }
         for slot in measured:
             slot.measured = {}
-        return functools.partial(self.rule.statistics, names, values)
-
-    def _update_without_gradient(self) -> None:
-        for slot in self._slots.values():
-            if slot.handle is not None and not self._cycle.has_fired(slot.name):
-                zero = torch.zeros((), dtype=slot.param.dtype, device=slot.param.device)
-                self._updates.put(slot, zero.expand_as(slot.param), self._placement)
+        kept = [dict(self._clipping.group_states[n]) for n in sorted(self._clipping.group_states)]
+        return functools.partial(self.rule.statistics, names, values, kept)
 
     # -- saving ----------------------------------------------------------------------------------------------------
 
@@ -381,14 +549,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises:
             StepError: in the middle of a step, or after one that was torn.
         """
+        self._settle_outcome()
         self._cycle.refuse_open("save")
-        state = {}
-        for param, slot in self._slots.items():
-            kept = dict(self.state.get(param, {}))
-            if slot.residual is not None:
-                kept[RESIDUAL] = slot.residual
-            if kept:
-                state[slot.name] = kept
         groups = [
             {**{k: v for k, v in group.items() if k not in ("params", "param_names")}, "params": group["param_names"]}
             for group in self.param_groups
@@ -398,7 +560,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             "rounding": self.rounding,
             "seed": self._updates.seed,
             "step": self._cycle.step,
-            "state": state,
+            "loss_scale": self._clipping.scale.state_dict(),
+            "state": saving.collect(self._slots.values(), self._updates, self._clipping),
             "param_groups": groups,
         }
 
@@ -408,67 +571,31 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises:
             CheckpointError: it is of another rule or rounding, or its parameters or groups are not this optimizer's.
         """
-        for key, own in (("rule", self.rule.name), ("rounding", self.rounding)):
-            if state_dict.get(key) != own:
-                raise CheckpointError(f"the saved optimizer has {key} {state_dict.get(key)!r}, this one {own!r}")
-        saved_groups = state_dict["param_groups"]
-        names = [group["param_names"] for group in self.param_groups]
-        if [group["params"] for group in saved_groups] != names:
-            saved, own_names = {n for g in saved_groups for n in g["params"]}, {n for g in names for n in g}
-            odd = sorted(saved ^ own_names)
-            raise CheckpointError(
-                f"the saved optimizer has {len(saved_groups)} group(s) of {len(saved)} parameters, this one "
-                f"{len(names)} of {len(own_names)}; " + (f"they differ in {odd[:5]}" if odd else "in another order")
-            )
-        slots = {slot.name: slot for slot in self._slots.values()}
-        saved_of = {name: group for group in saved_groups for name in group["params"]}
-        for name, kept in state_dict["state"].items():
-            self._check_state(slots[name], kept, saved_of[name])
-        self.state.clear()
-        for slot in slots.values():
-            slot.residual = None
-        for name, kept in state_dict["state"].items():
-            slot = slots[name]
-            copied = {key: self._own_copy(key, value, slot) for key, value in kept.items()}
-            slot.residual = copied.pop(RESIDUAL, None)
-            self.state[slot.param] = copied
-        for group, saved_group in zip(self.param_groups, saved_groups, strict=True):
+        saving.refuse_others(state_dict, {"rule": self.rule.name, "rounding": self.rounding}, self.param_groups)
+        saving.restore(state_dict, self._slots.values(), self._updates, self._clipping)
+        for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({k: v for k, v in saved_group.items() if k != "params"})
-        for slot in slots.values():
+        for slot in self._slots.values():
             if slot.handle is not None:
                 self._settle(slot)
+        self._clipping.scale.load_state_dict(state_dict.get("loss_scale"))
         self._updates.seed = state_dict["seed"]
+        self._policy.drop()
+        self._outcome = self._hopeless = None
         self._cycle.reset(state_dict["step"])
 
-    def _check_state(self, slot: Slot, kept: Mapping[str, Any], saved_group: Mapping[str, Any]) -> None:
-        have = {name: (tuple(t.shape), t.dtype) for name, t in kept.items() if isinstance(t, Tensor)}
-        if isinstance(self.rule, rules.ForeignRule):  # only the class knows what else it keeps
-            have = {name: kind for name, kind in have.items() if name == RESIDUAL}
-        plan = self.rule.plan(slot.name, tuple(slot.param.shape), {**slot.group, **saved_group})
-        want = self._updates.kept(plan, slot.param)
-        if want != have:
-            raise CheckpointError(
-                f"the saved state of {slot.name!r} has {_listing(have)}, this optimizer's {_listing(want)}"
-            )
 
-    def _own_copy(self, key: str, value: Any, slot: Slot) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        # torch.optim keeps its step counts on the host unless they take part in a kernel
-        counts = isinstance(self.rule, rules.ForeignRule) and key.rpartition(".")[2] == "step"
-        on_host = counts and not (slot.group.get("capturable") or slot.group.get("fused"))
-        return value.detach().to("cpu" if on_host else slot.param.device, copy=True)
+def _refuse_loss(loss: Any) -> None:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        what = f"of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise StepError(f"the loss is {what}; it must be a tensor of one element, as .mean() gives")
+    if not loss.requires_grad:
+        raise StepError("the loss has no graph: every parameter is frozen, or it was computed under no_grad")
 
 
-def _listing(states: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> str:
-    parts = [f"{name} {list(shape)} {str(dtype).removeprefix('torch.')}" for name, (shape, dtype) in states.items()]
-    return ", ".join(parts) or "none"
-
-
-def _positive(option: str, value: float | None) -> float | None:
-    if value is not None and not value > 0:
-        raise ConfigError(f"{option}={value!r} is not a number > 0; leave it out for no clipping")
-    return value
+def _some(names: list[str]) -> str:
+    """A few names for a message."""
+    return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _has_compiler(device: str) -> bool:

@@ -1,184 +1,347 @@
-"""When an update happens, and the life cycle of a step that every policy obeys."""
+"""When an update happens: in the hook, in a second backward, or when the gradients of a whole step are there."""
 
-import sys
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, cast
 
 import torch
+from torch import Tensor
 
-from lowmem.errors import ConfigError, StepError, UnsupportedError
+from lowmem.clipping import Clipping, Decision, Measured
+from lowmem.cycle import StepCycle
+from lowmem.errors import ConfigError, StepError, UnsupportedError, did_you_mean
+from lowmem.replay import REPLAYS
+from lowmem.slots import Slot
+from lowmem.store import STORES, SUMS, GradientStore
+from lowmem.store import make as make_store
+from lowmem.updates import Updates
 
-POLICIES = ("immediate",)
+POLICIES = ("immediate", "two_pass", "deferred")
 
-_NESTED = (
-    "a plain loss.backward() with reentrant activation checkpointing runs one backward inside another, and a step "
-    "cannot tell where it ends. Use checkpoint(..., use_reentrant=False), or opt.backward(loss)"
-)
+# A second pass whose gradients have other norms than this, relative and in parts of the norm over all, is no replay.
+_SAME_NORM = {"rtol": 2e-2, "atol": 1e-4}
 
 
-def choose(policy: str, *, clip_norm: float | None) -> str:
-    """The policy asked for; with `auto` the cheapest that is exact for what was asked.
+@dataclass(frozen=True)
+class Settings:
+    """What a user says of policies.
 
     Raises:
-        ConfigError: there is no such policy.
+        ConfigError: a value that is not allowed, or that has no effect.
+    """
+
+    policy: str = "auto"
+    replay: str = "auto"
+    store: str | None = None
+    store_dir: str | None = None
+    sums: str = "float32"
+
+    def __post_init__(self) -> None:
+        for option, value, known in (
+            ("policy", self.policy, ("auto", *POLICIES)),
+            ("replay", self.replay, REPLAYS),
+            ("store", self.store, (None, *STORES)),
+            ("sums", self.sums, SUMS),
+        ):
+            if value not in known:
+                names = [name for name in known if name is not None]
+                hint = did_you_mean(str(value), names)
+                raise ConfigError(f"{option} {value!r} is unknown.{hint} Known are {', '.join(names)}")
+        if self.store_dir is not None and self.store != "disk":
+            raise ConfigError(f"store_dir={self.store_dir!r} has no effect without store='disk'")
+        if self.store_dir is not None and not Path(self.store_dir).is_dir():
+            raise ConfigError(
+                f"store_dir={self.store_dir!r} is no folder; make it, or leave it out for a temporary one"
+            )
+        if self.policy in ("immediate", "two_pass") and (self.store is not None or self.sums != "float32"):
+            raise ConfigError(f"store and sums have no effect under policy {self.policy!r}; they are of 'deferred'")
+        if self.policy in ("immediate", "deferred") and self.replay != "auto":
+            raise ConfigError(f"replay has no effect under policy {self.policy!r}; it is of 'two_pass'")
+        if self.policy == "auto" and self.replay != "auto" and self.store is not None:
+            raise ConfigError("replay is of policy 'two_pass' and store of 'deferred'; give one of them")
+
+    def replay_of(self, policy: str) -> str | None:
+        """How the second pass is had under `policy`, if it has one."""
+        if policy != "two_pass":
+            return None
+        return "graph" if self.replay == "auto" else self.replay
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is asked of a policy.
+
+    norm: the option that needs the norm over all gradients before the first update.  skips: what needs a step with an
+    overflow to be left out as a whole.  prefers_whole: what is exact only if it is.  accumulates: several micro-batches
+    are one step.
+    """
+
+    norm: str | None = None
+    skips: str | None = None
+    prefers_whole: str | None = None
+    accumulates: bool = False
+
+
+def choose(wanted: Settings, wish: Wish, *, on_cpu: bool) -> tuple[str, str]:
+    """The policy asked for, or with `auto` the cheapest that is exact for what was asked; and why.
+
+    With accumulation that is `deferred`; without anything to know beforehand `immediate`. In between it is `deferred`
+    on a GPU, whose gradients wait on the host, and `two_pass` on a CPU, where they would take as much as the weights.
+
+    Raises:
         UnsupportedError: the policy cannot keep the promise that was asked of it.
     """
-    if policy not in ("auto", *POLICIES):
-        raise ConfigError(f"policy {policy!r} is unknown; known are auto, {', '.join(POLICIES)}")
-    if clip_norm is not None:
+    if wanted.policy == "auto":
+        return _cheapest(wanted, wish, on_cpu)
+    if wanted.policy == "immediate" and wish.norm is not None:
         raise UnsupportedError(
-            f"clip_norm={clip_norm!r}: policy 'immediate' updates a parameter before the norm over all gradients is "
-            "known, so it cannot clip by it. Leave clip_norm out (in a Hugging Face trainer: max_grad_norm=0) and use "
-            "clip_value; 'adalomo' also normalises each update by itself (clip_threshold)."
+            f"{wish.norm}: policy 'immediate' updates a parameter before the norm over all gradients is known, so it "
+            "cannot clip by it. Use policy='two_pass', 'deferred' or 'auto', or leave the option out (in a Hugging "
+            "Face trainer: max_grad_norm=0); clip_value and a rule's own update clipping work."
         )
-    return "immediate"
-
-
-def refuse_norm(policy: str, option: str | None) -> None:
-    """Raises `UnsupportedError` if a rule's `option` needs the norm over all gradients and the policy has none."""
-    if option is not None:
+    if wanted.policy == "immediate" and wish.skips is not None:
         raise UnsupportedError(
-            f"{option}: clipping by the norm over all gradients takes a policy that knows it before the first update "
-            f"('two_pass' or 'deferred', which are not available yet); {policy!r} updates each parameter in backward. "
-            "Leave the option out; clip_value, and the rule's own update clipping, work."
+            f"{wish.skips}: under policy 'immediate' an overflowing update must be left out parameter by parameter, "
+            "which that optimizer cannot do. Use policy='two_pass' or 'deferred', a rule of lowmem, or bfloat16 "
+            "without a loss scale."
         )
+    if wanted.policy != "deferred" and wish.accumulates:
+        raise UnsupportedError(
+            f"policy {wanted.policy!r} cannot accumulate gradients: it keeps none. Use policy='deferred' (or 'auto'), "
+            "which sums them in its store, or one larger batch."
+        )
+    return wanted.policy, "as asked"
 
 
-class StepCycle:
-    """One step: idle → open while a backward runs → idle; torn when a backward died after it had moved weights.
+def _cheapest(wanted: Settings, wish: Wish, on_cpu: bool) -> tuple[str, str]:
+    whole = wish.norm or wish.skips or wish.prefers_whole
+    if wish.accumulates:
+        return "deferred", "gradients of several micro-batches have to be summed"
+    if wanted.store is not None:
+        return "deferred", f"store={wanted.store!r} asks for it"
+    if whole is None:
+        return "immediate", "nothing asked for needs more than one gradient at a time"
+    reason = f"{whole} needs every gradient to be known before the first update"
+    if on_cpu or wanted.replay != "auto":
+        return "two_pass", f"{reason}; they are measured in a backward of their own, and none is kept"
+    return "deferred", f"{reason}; they wait on the host"
 
-    `begin` is explicit in `FusedOptimizer.backward`, or implied by the first hook of a plain `loss.backward()`.
 
-    Attributes:
-        step: the number of this step, or of the last one.
-        moved: whether an update of it has begun.
-    """
+def make(
+    name: str,
+    wanted: Settings,
+    updates: Updates,
+    clipping: Clipping,
+    slots: Mapping[Tensor, Slot],
+    groups: Sequence[Mapping[str, Any]],
+) -> "Policy":
+    """The policy of that name."""
+    if name != "deferred":
+        return {"immediate": Immediate, "two_pass": TwoPass}[name](updates, clipping, slots, groups)
+    sums = torch.float32 if wanted.sums == "float32" else None
+    made = functools.partial(make_store, wanted.store or "host", wanted.store_dir, slots, sums)
+    return Deferred(updates, clipping, slots, groups, make_store=made, sums=sums)
 
-    def __init__(self) -> None:
-        self.step = 0
-        self.moved = False
-        self.torn: str | None = None
-        self._graph_task: int | None = None  # of a plain backward: tells a new one from the one that was begun
-        self._open = False
-        self._explicit = False
-        self._fired: set[str] = set()
-        self._backwards = 0  # since the last `stepped`
-        self._loop_steps = False  # the training loop calls `optimizer.step()`
+
+class Policy(ABC):
+    """When gradients become updates. The engine calls `run` for a backward, and `take` for each gradient in it."""
+
+    name: ClassVar[str]
+    adds: ClassVar[bool] = False  # gradients that come in parts are summed
+
+    def __init__(
+        self,
+        updates: Updates,
+        clipping: Clipping,
+        slots: Mapping[Tensor, Slot],
+        groups: Sequence[Mapping[str, Any]],
+    ) -> None:
+        self._updates, self._clipping, self._slots, self._groups = updates, clipping, slots, groups
 
     @property
-    def idle(self) -> bool:
-        """No step is open."""
-        return not self._open
+    def _cycle(self) -> StepCycle:
+        return self._updates.cycle
 
-    def begin(self, explicit: bool) -> None:
-        """Opens a step.
+    def allow_plain_backward(self) -> None:
+        """Raises `StepError` if a plain `loss.backward()` is not enough."""
+        raise StepError(
+            f"policy {self.name!r} has more to do than one plain loss.backward(): nothing has been measured, so "
+            "nothing is updated. Call opt.backward(loss)."
+        )
 
-        Raises:
-            StepError: the step before is torn or still open, or this backward would have to accumulate.
+    @abstractmethod
+    def run(self, loss: Tensor, again: Callable[[], Tensor] | None, last: bool) -> bool:
+        """Runs the backward of a loss; True if the step is complete with it.
+
+        Args:
+            loss: a scalar, not scaled.
+            again: computes it anew, with the same random numbers; None if the graph is there to be replayed.
+            last: False for a micro-batch that others of the same step will follow.
         """
-        self._notice_death()
-        self.refuse_torn("train on")
-        if self._open:
-            raise StepError("a backward began inside another one's step; let the first one finish")
-        if self._loop_steps and self._backwards:
-            raise StepError(
-                "a second backward before step(): policy 'immediate' has updated the weights in the first one and "
-                "cannot accumulate gradients. Use gradient_accumulation_steps=1 with a larger batch."
-            )
-        if not explicit and _inside_custom_backward():
-            raise StepError(_NESTED)
-        self._open, self._explicit = True, explicit
-        self._graph_task = torch._C._current_graph_task_id()
-        self._fired.clear()
-        self.moved = False
-        self._backwards += 1
-        self.step += 1
 
-    def fired(self, name: str) -> bool:
-        """Notes a parameter's finished gradient; True if this hook opened the step itself (a plain backward).
+    @abstractmethod
+    def take(self, slot: Slot, grad: Tensor) -> None:
+        """The gradient of a parameter is complete, and the caller's reference the only one."""
 
-        Raises:
-            StepError: the parameter's hook fired twice, or the backward before this one died.
-        """
-        self._notice_death()
-        opened = not self._open
-        if opened:
-            self.begin(explicit=False)
-        if name in self._fired:
-            raise StepError(
-                f"parameter {name!r} got its gradient in two parts within one backward, and the first part has been "
-                "applied already. Reentrant activation checkpointing of a module whose weight is used elsewhere "
-                "(tied or shared) does this: use checkpoint(..., use_reentrant=False)."
-            )
-        self._fired.add(name)
-        return opened
+    def complete(self) -> None:
+        """Every gradient of the step has come: finishes its updates."""
+        decision = self._updates.decision
+        if decision is None or not decision.dropped:
+            self._updates.put_zeros(self._slots.values())
+        self._updates.flush()
 
-    def has_fired(self, name: str) -> bool:
-        """Whether a parameter got its gradient in the step that is open, or the last one."""
-        return name in self._fired
+    def replayed(self) -> Tensor | None:
+        """Whether what was measured is what was applied, a boolean scalar; None where it is the same thing."""
+        return None
 
-    def end(self) -> None:
-        """Closes the step.
+    def drop(self) -> None:
+        """Forgets the gradients of the step: their backward died."""
+        self._updates.drop()
+        self._updates.decision = None
 
-        Raises:
-            StepError: no parameter got a gradient.
-        """
-        self._open = False
-        if not self._fired:
-            self._undo()
-            raise StepError(
-                "no parameter of this optimizer got a gradient: the loss does not depend on them, or all are frozen"
-            )
+    def _backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+        self._clipping.scale.scaled(loss).backward(retain_graph=retain_graph)
 
-    def fail(self, reason: str) -> None:
-        """A backward died: nothing happened yet if no update has begun, else the step is torn."""
-        self._open = False
-        if self.moved:
-            done = len(self._fired)
-            self.torn = f"step {self.step} is torn: {reason} after {done} parameter(s) had got their gradient"
-        else:
-            self._undo()
-
-    def _notice_death(self) -> None:
-        """A plain backward that dies tells nobody: it is found out by the next one."""
-        if self._open and not self._explicit and torch._C._current_graph_task_id() != self._graph_task:
-            self.fail(_NESTED if _inside_custom_backward() else "a plain loss.backward() ended with an error")
-
-    def _undo(self) -> None:
-        self.step -= 1
-        self._backwards -= 1
-
-    def stepped(self) -> None:
-        """The training loop called `optimizer.step()`."""
-        self._loop_steps = True
-        self._backwards = 0
-
-    def refuse_torn(self, intention: str) -> None:
-        """Raises `StepError` if the weights are a mixture of two steps."""
-        if self.torn is not None:
-            raise StepError(
-                f"cannot {intention}: {self.torn}, so the weights are a mixture of two steps. Load a checkpoint "
-                "(load_state_dict), or accept them as they are with accept_torn_step()."
-            )
-
-    def refuse_open(self, intention: str) -> None:
-        """Raises `StepError` while a backward runs or if one has torn the step."""
-        self._notice_death()
-        self.refuse_torn(intention)
-        if self._open:
-            raise StepError(f"cannot {intention} in the middle of step {self.step}: its backward is still running")
-
-    def reset(self, step: int) -> None:
-        """A clean state at `step`: after loading, or on the user's word."""
-        self.step = step
-        self.torn = None
-        self._open = False
-        self._backwards = 0
+    def _decide(self, measured: Mapping[str, Measured], prepared: bool) -> Decision:
+        in_order = {slot.name: measured[slot.name] for slot in self._slots.values() if slot.name in measured}
+        return self._clipping.decide(
+            in_order, self._groups, self._slots.values(), self._updates.state, prepared=prepared
+        )
 
 
-def _inside_custom_backward() -> bool:
-    """Whether a Python autograd function's backward is on the stack: then this backward runs inside another."""
-    frame = sys._getframe()
-    while frame is not None:
-        if frame.f_code is torch.autograd.function.BackwardCFunction.apply.__code__:
+class Immediate(Policy):
+    """In the hook. Nothing is known of the step before its first update."""
+
+    name = "immediate"
+
+    def allow_plain_backward(self) -> None:
+        if self._clipping.scale.value is not None:
+            raise StepError("with a loss scale the loss must be scaled: call opt.backward(loss)")
+
+    def run(self, loss: Tensor, again: Callable[[], Tensor] | None, last: bool) -> bool:
+        self._updates.decision = None
+        self._backward(loss)
+        return True
+
+    def take(self, slot: Slot, grad: Tensor) -> None:
+        self._updates.put(slot, grad)
+
+
+class TwoPass(Policy):
+    """Backward twice: the first measures each gradient and drops it, the second updates."""
+
+    name = "two_pass"
+    _measured: dict[str, Measured] | None = None  # while measuring
+
+    def run(self, loss: Tensor, again: Callable[[], Tensor] | None, last: bool) -> bool:
+        self._updates.decision = None
+        self._measured = {}
+        try:
+            self._backward(loss, retain_graph=again is None)
+            self._cycle.next_pass()
+            decision = self._decide(self._measured, prepared=False)
+        finally:
+            self._measured = None
+        if decision.dropped:
+            self._updates.decision = decision
             return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
+        if again is not None:
+            loss = again()
+        self._updates.decision = decision
+        self._backward(loss)
+        if missed := self._cycle.missed():
+            self._cycle.moved = True
+            raise StepError(
+                f"the second pass gave no gradient to {missed[0]!r}, which had one in the first: the two are not the "
+                "same computation. Use policy='deferred'"
+            )
+        return True
+
+    def take(self, slot: Slot, grad: Tensor) -> None:
+        if self._measured is not None:
+            self._measured[slot.name] = self._clipping.measure(grad)
+            return
+        decision = self._updates.decision
+        if decision is None or slot.name not in decision.measured:
+            raise StepError(
+                f"parameter {slot.name!r} got a gradient in the second pass and none in the first: the two are not the "
+                "same computation. Use policy='deferred'"
+            )
+        self._updates.put(slot, grad)
+
+    def replayed(self) -> Tensor | None:
+        """By the norms of both passes."""
+        decision = self._updates.decision
+        assert decision is not None
+        if decision.dropped:
+            return None
+        device = decision.finite.device
+        fired = [slot for slot in self._slots.values() if slot.name in decision.measured]
+        first = torch.stack([decision.measured[slot.name].raw.to(device) for slot in fired])
+        second = torch.stack([cast(Tensor, slot.square_sum).to(device) for slot in fired]).sqrt()
+        allowed = _SAME_NORM["rtol"] * first + _SAME_NORM["atol"] * torch.linalg.vector_norm(first)
+        return ((first - second).abs() <= allowed).all() | ~decision.finite
+
+
+class Deferred(Policy):
+    """Gradients wait in a store, where those of several micro-batches are summed, until the step is decided.
+
+    Args:
+        make_store: makes what they wait in, when the first one comes.
+        sums: the dtype of sums of micro-batches; None: that of the gradient. A single one keeps its own.
+    """
+
+    name = "deferred"
+    adds = True
+
+    def __init__(self, *args: Any, make_store: Callable[[], GradientStore], sums: torch.dtype | None) -> None:
+        super().__init__(*args)
+        self._make_store, self._sums = make_store, sums
+        self._last = True
+        self._measured: dict[str, Measured] = {}
+
+    @functools.cached_property
+    def _store(self) -> GradientStore:
+        return self._make_store()
+
+    def run(self, loss: Tensor, again: Callable[[], Tensor] | None, last: bool) -> bool:
+        self._updates.decision = None
+        self._last = last
+        self._measured = {}
+        self._backward(loss)
+        if not last:
+            self._cycle.wait()
+            return False
+        return True
+
+    def take(self, slot: Slot, grad: Tensor) -> None:
+        before = self._store.get(slot)
+        total = grad if before is None else self._sum(before, grad)
+        if self._last:
+            self._measured[slot.name] = self._clipping.measure(total)
+        self._store.keep(slot, total)
+
+    def _sum(self, before: Tensor, grad: Tensor) -> Tensor:
+        wide = before if self._sums is None else before.to(torch.promote_types(before.dtype, self._sums))
+        return wide.add_(grad)
+
+    def complete(self) -> None:
+        """Decides the step, and updates parameter by parameter."""
+        slots = list(self._slots.values())
+        for slot in slots:  # what came in earlier micro-batches alone
+            if slot.name not in self._measured and (total := self._store.get(slot)) is not None:
+                self._measured[slot.name] = self._clipping.measure(total)
+                self._store.keep(slot, total)
+        decision = self._updates.decision = self._decide(self._measured, prepared=True)
+        if decision.dropped:
+            self._store.clear()
+        for slot, grad in self._store.drain(slots):
+            self._updates.put(slot, grad)
+        super().complete()
+
+    def drop(self) -> None:
+        super().drop()
+        self._store.clear()

@@ -1,24 +1,140 @@
 """Loss scaling: what the loss is multiplied with before backward, and the gradient divided by as it is read."""
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
-from lowmem.errors import ConfigError, UnsupportedError
+import torch
+from torch import Tensor
+
+from lowmem.errors import CheckpointError, ConfigError
 
 
-def static_scale(loss_scale: float | str | None) -> float | None:
-    """The fixed loss scale asked for, or None. 0 and 1 mean none.
+@dataclass(frozen=True)
+class DynamicScale:
+    """A loss scale that finds its own size, by the rule of `torch.amp.GradScaler`.
+
+    It begins at `init`, is multiplied with `growth` after `interval` steps without overflow, and with `backoff` after
+    an overflow, but never below `least`. With `hysteresis` above 1 it takes so many overflows since it last grew before
+    it backs off, as in Megatron.
 
     Raises:
-        ConfigError: not a number ≥ 0.
-        UnsupportedError: "dynamic".
+        ConfigError: a value out of range.
     """
-    if loss_scale is None:
+
+    init: float = 65536.0
+    growth: float = 2.0
+    backoff: float = 0.5
+    interval: int = 2000
+    least: float = 1.0
+    hysteresis: int = 1
+
+    def __post_init__(self) -> None:
+        for name, fine, wanted in (
+            ("init", self.least <= self.init < math.inf, "a finite number >= least"),
+            ("growth", 1 < self.growth < math.inf, "a number > 1"),
+            ("backoff", 0 < self.backoff < 1, "a number between 0 and 1"),
+            ("interval", self.interval >= 1 and int(self.interval) == self.interval, "a whole number >= 1"),
+            ("least", 0 < self.least < math.inf, "a number > 0"),
+            ("hysteresis", self.hysteresis >= 1 and int(self.hysteresis) == self.hysteresis, "a whole number >= 1"),
+        ):
+            if not fine:
+                raise ConfigError(f"loss_scale.{name}={getattr(self, name)!r} is not {wanted}")
+
+
+class LossScale:
+    """The loss scale of an optimizer: none, fixed or dynamic. It lives on the device; nobody waits for it.
+
+    Args:
+        wanted: None, 0 or 1: no scaling. A number. "dynamic", or a `DynamicScale`.
+        device: where it lives.
+
+    Raises:
+        ConfigError: something else.
+    """
+
+    def __init__(self, wanted: "float | str | DynamicScale | None", device: torch.device) -> None:
+        self.rule = DynamicScale() if wanted == "dynamic" else wanted if isinstance(wanted, DynamicScale) else None
+        first = self.rule.init if self.rule else _fixed(wanted)
+        self._scale: Tensor | None = None
+        if first is not None:
+            self._scale = torch.full((), first, dtype=torch.float32, device=device)
+        self._good = torch.zeros((), dtype=torch.int32, device=device)  # steps since the last overflow or growth
+        self._patience = torch.full_like(self._good, self.rule.hysteresis if self.rule else 1)
+        self._inverses: dict[torch.device, Tensor] = {}
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether it changes by itself."""
+        return self.rule is not None
+
+    @property
+    def value(self) -> Tensor | None:
+        """The scale that the next loss is multiplied with: a float32 scalar that stays as it is; None: no scaling."""
+        return self._scale
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """The loss times the scale."""
+        return loss if self._scale is None else loss * self._scale.to(loss.device)
+
+    def inverse(self, device: torch.device) -> Tensor | None:
+        """What scaled gradients are multiplied with: a float32 scalar on `device`, or None."""
+        if self._scale is None:
+            return None
+        if device not in self._inverses:
+            self._inverses[device] = self._scale.double().reciprocal().float().to(device)
+        return self._inverses[device]
+
+    def update(self, finite: Tensor) -> None:
+        """Learns from a step: whether every gradient was finite, a boolean scalar."""
+        if self.rule is None:
+            return
+        assert self._scale is not None
+        finite = finite.to(self._scale.device)
+        good = torch.where(finite, self._good + 1, 0)
+        patience = torch.where(finite, self._patience, (self._patience - 1).clamp(min=0))
+        due, tired = good == self.rule.interval, ~finite & (patience == 0)
+        grown = self._scale * self.rule.growth
+        grown = torch.where(grown.isfinite(), grown, self._scale)
+        shrunk = (self._scale * self.rule.backoff).clamp(min=self.rule.least)
+        self._scale = torch.where(due, grown, torch.where(tired, shrunk, self._scale))
+        self._good = torch.where(due, 0, good).to(torch.int32)
+        self._patience = torch.where(due, self.rule.hysteresis, patience).to(torch.int32)
+        self._inverses.clear()
+
+    def at_least(self) -> Tensor | None:
+        """Whether a dynamic scale cannot back off any further: a boolean scalar."""
+        return None if self.rule is None or self._scale is None else self._scale <= self.rule.least
+
+    def state_dict(self) -> dict[str, float] | None:
+        """What a dynamic scale has come to; None for one that does not change."""
+        if self.rule is None:
+            return None
+        assert self._scale is not None
+        return {"scale": float(self._scale), "good": int(self._good), "patience": int(self._patience)}
+
+    def load_state_dict(self, saved: Mapping[str, Any] | None) -> None:
+        """Continues from what `state_dict` gave; a run that had none begins anew.
+
+        Raises:
+            CheckpointError: something is missing in it.
+        """
+        if self.rule is None or saved is None:
+            return
+        assert self._scale is not None
+        try:
+            scale, good, patience = saved["scale"], saved["good"], saved["patience"]
+        except KeyError as error:
+            raise CheckpointError(f"the saved loss scale has no {error}") from None
+        self._scale = torch.full_like(self._scale, scale)
+        self._good, self._patience = torch.full_like(self._good, good), torch.full_like(self._patience, patience)
+        self._inverses.clear()
+
+
+def _fixed(wanted: Any) -> float | None:
+    if wanted is None:
         return None
-    if loss_scale == "dynamic":
-        raise UnsupportedError(
-            'loss_scale="dynamic" is not available; give a number (1024 is AdaLomo\'s own), '
-            "or train in bfloat16, which needs none"
-        )
-    if isinstance(loss_scale, str | bool) or not math.isfinite(loss_scale) or loss_scale < 0:
-        raise ConfigError(f"loss_scale={loss_scale!r} is not a number >= 0 (0 or None: no scaling)")
-    return None if loss_scale in (0, 1) else float(loss_scale)
+    if isinstance(wanted, bool) or not isinstance(wanted, int | float) or not 0 <= wanted < math.inf:
+        raise ConfigError(f"loss_scale={wanted!r} is neither a number >= 0 (0: none) nor 'dynamic' nor a DynamicScale")
+    return None if wanted in (0, 1) else float(wanted)

@@ -58,6 +58,7 @@ class RawTile(NamedTuple):
     residual: Tensor | None
     factor: Tensor | None
     limit: Tensor | None
+    clip: Tensor | None
     full: Named
     row: Named
     col: Named
@@ -94,7 +95,8 @@ class Fields:
 class Tile:
     """One rectangle as a rule's function sees it: everything float32, everything broadcastable to [b, r, c].
 
-    grad: the gradient, unscaled and clipped.  param: the weight.  full, row, col, scalar: what was handed to the sweep.
+    grad: the gradient, unscaled, clamped by value, multiplied with the clip factor.  param: the weight.
+    full, row, col, scalar: what was handed to the sweep.
     """
 
     def __init__(self, raw: RawTile) -> None:
@@ -112,15 +114,20 @@ class Tile:
 
     @property
     def unclipped(self) -> Tensor:
-        """The gradient that norms are taken of: unscaled, not yet clipped by value."""
+        """The gradient unscaled, not yet clipped in any way."""
         factor, grad = self._raw.factor, self._raw.grad
         return self._once("unclipped", lambda: grad.float() if factor is None else grad.float() * factor)
 
     @property
     def grad(self) -> Tensor:
         """The gradient, unscaled and clipped."""
-        limit = self._raw.limit
-        return self.unclipped if limit is None else self._once("grad", lambda: self.unclipped.clamp(-limit, limit))
+        limit, clip = self._raw.limit, self._raw.clip
+
+        def clipped() -> Tensor:
+            grad = self.unclipped if limit is None else self.unclipped.clamp(-limit, limit)
+            return grad if clip is None else grad * clip
+
+        return self._once("grad", clipped)
 
     @property
     def grad_square(self) -> Tensor:
@@ -130,7 +137,8 @@ class Tile:
     @property
     def square_sum(self) -> Tensor:
         """Sum of `unclipped` squared, [b]."""
-        square = self.grad_square if self._raw.limit is None else self.unclipped.square()
+        as_it_is = self._raw.limit is None and self._raw.clip is None
+        square = self.grad_square if as_it_is else self.unclipped.square()
         return square.sum((-2, -1))
 
     @property
@@ -203,6 +211,11 @@ class Sweep:
         residual: what compensated rounding keeps, int16, like `param`; None for other roundings.
         factor: float32 scalar that the gradient is multiplied with as it is read (unscale, norm clip), or None.
         limit: float32 scalar ≥ 0, the gradient is clamped to ±limit after `factor`, or None.
+        clip: float32 scalar that it is multiplied with after that, or None.
+        own_clip: for the rule, what its own clipping by norm said of the step.
+        finite: boolean scalar, where the step has been decided: False leaves everything as it was. None: the sweep
+            finds out for itself, parameter by parameter.
+        square_sums: those of the unscaled gradients, float32 [members], where they have been measured already.
         noise_keys: a 31-bit key for each stacked parameter, for what is rounded stochastically.
         stochastic: whether the weight is.
         compiled: run tile functions through torch.compile.
@@ -220,6 +233,10 @@ class Sweep:
         residual: Tensor | None = None,
         factor: Tensor | None = None,
         limit: Tensor | None = None,
+        clip: Tensor | None = None,
+        own_clip: Tensor | None = None,
+        finite: Tensor | None = None,
+        square_sums: Tensor | None = None,
         noise_keys: Sequence[int] = (0,),
         stochastic: bool = False,
         compiled: bool = False,
@@ -229,11 +246,12 @@ class Sweep:
         self.shape = layout.shape
         self.device = param.device
         self._param, self._grad, self._residual = param.detach(), grad, residual
-        self._factor, self._limit = factor, limit
+        self._factor, self._limit, self._clip = factor, limit, clip
+        self.own_clip = own_clip
         self._noise_keys, self._stochastic = noise_keys, stochastic and param.dtype in rounding.ROUNDED_DTYPES
         self._compiled = compiled
-        self._guarded = True
-        self._finite: Tensor | None = None
+        self._guarded = True  # by its own measurement
+        self._finite = None if finite is None else finite.expand(len(noise_keys))
         if tile is None:
             on_cpu = param.device.type == "cpu"
             tile = (CPU_COMPILED_TILE if on_cpu else param.numel()) if compiled else CPU_TILE if on_cpu else GPU_TILE
@@ -243,6 +261,7 @@ class Sweep:
         self._grads = layout.views(grad)
         self._residuals = layout.views(residual) if residual is not None else None
         self._slice_square_sums: Tensor | None = None  # [B], known after the first reduce
+        self._square_sums = square_sums
 
     @property
     def count(self) -> int:
@@ -257,6 +276,8 @@ class Sweep:
     @functools.cached_property
     def square_sums(self) -> Tensor:
         """Sum of the squares of each parameter's whole unscaled, unclipped gradient: float32 [members]."""
+        if self._square_sums is not None:
+            return self._square_sums
         if self._slice_square_sums is None:
             self.reduce(_nothing)
         assert self._slice_square_sums is not None
@@ -268,13 +289,13 @@ class Sweep:
 
         `apply` and `store` leave everything of a parameter as it was where it is False. None: nothing is held back.
         """
-        if self._guarded and self._finite is None:
+        if self._finite is None and self._guarded:
             self._finite = self.square_sums.isfinite()
         return self._finite
 
     def pass_nonfinite(self) -> None:
-        """Holds nothing back from here on: the rule itself says what a gradient that is not finite does."""
-        self._guarded, self._finite = False, None
+        """Holds nothing back by itself from here on: the rule says what a gradient that is not finite does."""
+        self._guarded = False
 
     def reduce(
         self,
@@ -290,7 +311,7 @@ class Sweep:
         The first reduce of a sweep measures the gradient on the way, so measuring costs no pass of its own.
         """
         run = _tile_function(_reduce_tile, fn, self._compiled)
-        measure = self._slice_square_sums is None
+        measure = self._slice_square_sums is None and self._square_sums is None
         batch, rows, cols = self.shape
         total = Sums()
 
@@ -377,10 +398,12 @@ class Sweep:
             grad.mul_(self._factor)
         if self._limit is not None:
             grad.clamp_(-self._limit, self._limit)
+        if self._clip is not None:
+            grad.mul_(self._clip)
         exact = self._residual is None and not self._stochastic
         param = self._param.detach() if exact else rounding.widen(self._param, self._residual)
         param.requires_grad_()
-        param.grad = grad if exact else grad.float()
+        param.grad = grad.to(param.dtype)
         yield param
         if not exact:
             self.apply(_replaced, full={"value": param.detach()})
@@ -403,6 +426,7 @@ class Sweep:
                     residual=None if self._residuals is None else _cut(self._residuals[i], local),
                     factor=self._factor,
                     limit=self._limit,
+                    clip=self._clip,
                     full={name: _cut(views[i], local) for name, views in fulls.items()},
                     row={name: _cut(t, (rect.batch, rect.rows)) for name, t in on_rows.items()},
                     col={name: _cut(t, (rect.batch, rect.cols)) for name, t in on_cols.items()},

@@ -9,7 +9,8 @@ The trainer keeps its loop, its arguments and its callbacks. What changes is whe
 import functools
 import logging
 import shutil
-from dataclasses import fields
+from contextlib import nullcontext
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,9 @@ _REPLACED = ("optim", "optim_args", "optim_target_modules", "adam_beta1", "adam_
 
 _STAGING = ".saving"
 
+# What the norm of a parameter's gradient is logged under, before the parameter's name.
+PARAM_NORM = "grad_norm/"
+
 
 class FusedTrainerMixin(_Base):
     """Mix in before a Trainer class: its updates happen in backward, by the rule of `fused`.
@@ -60,6 +64,7 @@ class FusedTrainerMixin(_Base):
         self._staging: Path | None = None
         super().__init__(*args, **kwargs)
         _check_arguments(self.args, self.fused)
+        self.fused = _completed(self.fused, self.args)
         self.add_callback(_RefuseFinished())
         if self.optimizer_cls_and_kwargs is not None:
             raise ConfigError("optimizer_cls_and_kwargs: name the class in fused=FusedConfig(rule=...) instead")
@@ -68,6 +73,8 @@ class FusedTrainerMixin(_Base):
                 f"optimizers=({type(self.optimizer).__name__}, ...): a fused trainer needs a FusedOptimizer; name "
                 "the class in fused=FusedConfig(rule=...) instead"
             )
+        if self.optimizer is not None:
+            _check_ready(self.optimizer, self.args)
 
     # -- the update ------------------------------------------------------------------------------------------------
 
@@ -76,7 +83,11 @@ class FusedTrainerMixin(_Base):
         self.accelerator.backward = self._fused_backward
 
     def _fused_backward(self, loss: Tensor, **_: Any) -> None:
-        self.optimizer.backward(loss)
+        with nullcontext() if self.accelerator.sync_gradients else self.optimizer.accumulate():
+            self.optimizer.backward(loss)
+        # with a loss scale an overflow is part of the game, and the schedule waits for it, as with GradScaler
+        scaled = self.optimizer.loss_scale is not None and self.accelerator.sync_gradients
+        self.optimizer.step_was_skipped = scaled and self.optimizer.last_step.held_back
 
     def create_optimizer(self, model: nn.Module | None = None) -> FusedOptimizer:
         if self.optimizer is None:
@@ -92,16 +103,37 @@ class FusedTrainerMixin(_Base):
                     {"params": [pair for pair in named if pair[0] not in decayed], **none},
                 ]
             self.optimizer = self.fused.build([g for g in groups if g["params"]], lr=self.args.learning_rate)
-            logger.info("fused optimizer: %s, policy %s", self.optimizer.rule.name, self.optimizer.policy)
+        if self.args.gradient_accumulation_steps > 1:
+            with self.optimizer.accumulate():  # the policy is settled now, not after the first micro-batch
+                pass
+        opt = self.optimizer
+        logger.info("fused optimizer: %s, policy %s (%s)", opt.rule.name, opt.policy, opt.policy_reason)
         # Accelerate must not wrap the engine; it leaves alone what looks like its own.
         self.optimizer._is_accelerate_prepared = True
         self.optimizer.step_was_skipped = False
         return self.optimizer
 
     def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """As in Hugging Face's trainer, with what the rule itself has to say of the step."""
-        last = self.optimizer.last_step if isinstance(self.optimizer, FusedOptimizer) else None
-        super().log({**logs, **(last.statistics if last is not None and "loss" in logs else {})}, *args, **kwargs)
+        """As in Hugging Face's trainer, with what the policy and the rule have to say of the step."""
+        told = isinstance(self.optimizer, FusedOptimizer) and self.optimizer.last_step is not None and "loss" in logs
+        super().log({**logs, **(self._telemetry() if told else {})}, *args, **kwargs)
+
+    def _telemetry(self) -> dict[str, Any]:
+        """Of the last step: clip factor, loss scale, overflows so far, the rule's statistics, norms if asked for."""
+        last = self.optimizer.last_step
+        told: dict[str, Any] = {}
+        if last.clip_factor is not None:
+            told["clip_factor"] = float(last.clip_factor)
+        if last.loss_scale is not None:
+            told["loss_scale"] = last.loss_scale
+        if last.loss_scale is not None or self.optimizer.overflows:
+            told["overflows"] = self.optimizer.overflows
+        if self.fused.log_norms:
+            told |= {f"{PARAM_NORM}{name}": norm for name, norm in zip(last.names, last.norms.tolist(), strict=True)}
+        return {**told, **last.statistics}
+
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        return self._get_grad_norm(model)  # the fused optimizer has clipped by it already
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | None = None) -> Tensor:
         return self.optimizer.last_step.grad_norm
@@ -205,15 +237,15 @@ def _check_arguments(args: TrainingArguments, fused: FusedConfig) -> None:
             raise ConfigError(f"FusedConfig.hyper has {setting!r}; in a trainer set its argument {argument}")
     if rule.decay not in rule.defaults and args.weight_decay:
         raise ConfigError(f"weight_decay={args.weight_decay}: rule {fused.rule!r} has none; leave it out")
-    policies.choose(fused.policy, clip_norm=args.max_grad_norm or None)
-    if args.gradient_accumulation_steps > 1:
-        raise UnsupportedError(
-            f"gradient_accumulation_steps={args.gradient_accumulation_steps}: policy 'immediate' updates the weights "
-            "in every backward and cannot accumulate. Set it to 1 and raise per_device_train_batch_size."
+    if fused.clip_norm is not None and fused.clip_norm != args.max_grad_norm:
+        raise ConfigError(
+            f"FusedConfig.clip_norm={fused.clip_norm} and max_grad_norm={args.max_grad_norm} say different things; in "
+            "a trainer set max_grad_norm (Hugging Face's default is 1.0; 0 is no clipping)"
         )
-    if args.fp16:
-        raise UnsupportedError(
-            "fp16=True needs a dynamic loss scale, which is not available; use bf16=True, or bfloat16 weights"
+    if args.fp16 and args.device.type == "cpu":
+        raise ConfigError(
+            "fp16=True: Accelerate has no fp16 autocast on a CPU and would leave it out without a word; use bf16=True, "
+            "or weights in bfloat16"
         )
     if args.auto_find_batch_size:
         raise UnsupportedError(
@@ -224,6 +256,38 @@ def _check_arguments(args: TrainingArguments, fused: FusedConfig) -> None:
         raise UnsupportedError(
             "training over several devices is not available: run one process on one device (CUDA_VISIBLE_DEVICES=0), "
             "without deepspeed, fsdp or a distributed launcher"
+        )
+
+
+def _completed(fused: FusedConfig, args: TrainingArguments) -> FusedConfig:
+    """The settings with what the trainer's arguments say of them.
+
+    Raises:
+        UnsupportedError: the policy that was asked for cannot do what they ask for.
+    """
+    scale = fused.loss_scale if fused.loss_scale is not None or not args.fp16 else "dynamic"
+    try:
+        completed = replace(fused, clip_norm=args.max_grad_norm or None, loss_scale=scale)
+        wanted = policies.Settings(policy=completed.policy)
+        policies.choose(wanted, policies.Wish(accumulates=args.gradient_accumulation_steps > 1), on_cpu=True)
+    except UnsupportedError as error:
+        raise UnsupportedError(
+            f"{error} (max_grad_norm={args.max_grad_norm}, "
+            f"gradient_accumulation_steps={args.gradient_accumulation_steps})"
+        ) from None
+    return completed
+
+
+def _check_ready(optimizer: FusedOptimizer, args: TrainingArguments) -> None:
+    """Raises for arguments that a fused optimizer which was made beforehand does not follow."""
+    if (args.max_grad_norm or None) != optimizer.clip_norm:
+        raise ConfigError(
+            f"max_grad_norm={args.max_grad_norm}, but the optimizer was made with clip_norm={optimizer.clip_norm}; set "
+            "both to the same (0 and None are no clipping)"
+        )
+    if args.fp16 and optimizer.loss_scale is None:
+        raise ConfigError(
+            'fp16=True, but the optimizer was made without a loss scale; make it with loss_scale="dynamic"'
         )
 
 

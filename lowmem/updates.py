@@ -1,16 +1,18 @@
 """From finished gradients to sweeps: a large parameter at once, small ones in stacks of their like."""
 
-from collections.abc import MutableMapping, Sequence
+import functools
+from collections.abc import Iterable, MutableMapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from lowmem.clipping import Clipping, Decision
+from lowmem.cycle import StepCycle
 from lowmem.layout import Layout
 from lowmem.placements.local import Local
-from lowmem.policies import StepCycle
 from lowmem.rounding import ROUNDED_DTYPES, noise_key
-from lowmem.rules import Plan, UpdateRule
+from lowmem.rules import OwnClip, Plan, UpdateRule
 from lowmem.slots import Slot
 from lowmem.sweep import Sweep
 
@@ -32,11 +34,14 @@ class Updates:
         rule: the rule.
         state: parameter → its states, made before its first update.
         cycle: the step that updates are of.
+        placement: where new states are made.
+        clipping: what gradients are multiplied with and clamped to as they are read.
         rounding, seed: how results become stored weights.
-        factor: what gradients are multiplied with as they are read.
-        limit: what they are then clamped to, ± this.
         batching: stack small parameters of equal plan, shape, dtype, device and group.
         compiled: run sweeps of large parameters through torch.compile.
+
+    Attributes:
+        decision: what has been settled about the step; None where nothing is known before the first update.
     """
 
     def __init__(
@@ -45,38 +50,45 @@ class Updates:
         state: MutableMapping[Tensor, dict[str, Any]],
         cycle: StepCycle,
         *,
+        placement: Local,
+        clipping: Clipping,
         rounding: str,
         seed: int,
-        factor: float | None,
-        limit: float | None,
         batching: bool,
         compiled: bool,
     ) -> None:
         self.rule, self.state, self.cycle = rule, state, cycle
         self.rounding, self.seed = rounding, seed
+        self.decision: Decision | None = None
+        self._placement, self._clipping = placement, clipping
         self._compiled = compiled
-        self._factor, self._limit = factor, limit
         self._batching = batching and rule.stackable
-        self._constants: dict[torch.device, tuple[Tensor | None, Tensor | None]] = {}
         self._waiting: dict[tuple[Any, ...], list[tuple[Slot, Tensor]]] = {}
 
-    def put(self, slot: Slot, grad: Tensor, placement: Local) -> None:
+    def put(self, slot: Slot, grad: Tensor) -> None:
         """Updates a parameter by its gradient, or lets it wait for its like until a stack is full."""
         if slot.param not in self.state:
-            self.state[slot.param] = self._new_state(slot, placement)
+            self.state[slot.param] = self._new_state(slot)
         size = slot.param.numel()
         if size > SMALL or not self._batching:
             self._update_one(slot, grad)
             return
         assert slot.plan is not None  # settled when it was hooked
-        like = (id(slot.group), slot.param.shape, slot.param.dtype, slot.param.device, slot.plan)
+        like = (id(slot.group), slot.param.shape, slot.param.dtype, grad.dtype, slot.param.device, slot.plan)
         waiting = self._waiting.setdefault(like, [])
         waiting.append((slot, grad))
         if len(waiting) >= min(STACK // size, slot.plan.together or STACK):
             self._update_stack(self._waiting.pop(like))
 
+    def put_zeros(self, slots: Iterable[Slot]) -> None:
+        """Updates parameters that got no gradient as if it were zero, where the rule wants every parameter."""
+        for slot in slots if self.rule.every_parameter else ():
+            if slot.handle is not None and not self.cycle.has_fired(slot.name):
+                zero = torch.zeros((), dtype=slot.param.dtype, device=slot.param.device)
+                self.put(slot, zero.expand_as(slot.param))
+
     def flush(self) -> None:
-        """Updates those that still wait: backward has ended."""
+        """Updates those that still wait: no gradient will come any more."""
         while self._waiting:
             self._update_stack(self._waiting.popitem()[1])
 
@@ -99,12 +111,13 @@ class Updates:
     def _keeps_residual(self, param: Tensor) -> bool:
         return self.rounding == "compensated" and param.dtype in ROUNDED_DTYPES
 
-    def _new_state(self, slot: Slot, placement: Local) -> dict[str, Any]:
+    def _new_state(self, slot: Slot) -> dict[str, Any]:
         plan, param = cast(Plan, slot.plan), slot.param
         if self._keeps_residual(param):
             slot.residual = torch.zeros_like(param, dtype=torch.int16)
         kept = self.kept(plan, param)
-        return {name: placement.new_state(spec, param, plan.view) for name, spec in plan.states.items() if name in kept}
+        made = self._placement.new_state
+        return {name: made(spec, param, plan.view) for name, spec in plan.states.items() if name in kept}
 
     def _update_one(self, slot: Slot, grad: Tensor) -> None:
         assert slot.layout is not None  # settled when it was hooked
@@ -139,7 +152,6 @@ class Updates:
     ) -> None:
         first, step = slots[0], self.cycle.step
         self.cycle.moved = True
-        factor, limit = self._factor_and_limit(param.device)
         # a dispatch mode (fake tensors, a memory tracker) looks at each operation, and torch.compile has none to show
         compiled = self._compiled and first.param.numel() > SMALL and not torch._C._len_torch_dispatch_stack()
         sweep = Sweep(
@@ -147,8 +159,7 @@ class Updates:
             param,
             grad,
             residual=residual,
-            factor=factor,
-            limit=limit,
+            **self._reading(slots, grad),
             noise_keys=[noise_key(self.seed, step, slot.name) for slot in slots],
             stochastic=self.rounding == "stochastic",
             compiled=compiled,
@@ -158,11 +169,23 @@ class Updates:
             slot.square_sum = sweep.square_sums[i]
             slot.measured = {name: values[i] for name, values in measured.items()}
 
-    def _factor_and_limit(self, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-        if device not in self._constants:
-
-            def constant(value: float | None) -> Tensor | None:
-                return None if value is None else torch.full((), value, dtype=torch.float32, device=device)
-
-            self._constants[device] = constant(self._factor), constant(self._limit)
-        return self._constants[device]
+    def _reading(self, slots: Sequence[Slot], grad: Tensor) -> dict[str, Any]:
+        """What a gradient goes through on its way into the rule."""
+        device, decision = grad.device, self.decision
+        factor, limit = self._clipping.scale.inverse(device), self._clipping.limit(device)
+        if decision is None:
+            return {"factor": factor, "limit": limit}
+        own = decision.own.get(id(slots[0].group), OwnClip())
+        parts = [part.to(device) for part in (decision.factor, own.factor) if part is not None]
+        reading = {
+            "clip": functools.reduce(torch.mul, parts) if parts else None,
+            "own_clip": None if own.apart is None else own.apart.to(device),
+            "finite": decision.finite.to(device),
+        }
+        if decision.prepared:
+            zero = torch.zeros((), dtype=torch.float32, device=device)
+            norms = [decision.measured[s.name].raw if s.name in decision.measured else zero for s in slots]
+            reading["square_sums"] = torch.stack(norms).square()
+        if decision.prepared and grad.dtype == torch.float32:
+            return reading
+        return {"factor": factor, "limit": limit, **reading}

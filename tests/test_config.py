@@ -187,7 +187,7 @@ def test_an_unknown_key_like_no_other_is_told_the_known_ones(write):
         ("trainer=null", "'trainer' must be a mapping", "found null"),
         ("optimizer=adamw", "'optimizer' must be a mapping", "'adamw' (a string)"),
         ("optimizer.lr='1e-3'", "'optimizer.lr' must be a number", "'1e-3' (a string)"),
-        ("optimizer.loss_scale=true", "a number or a string or null", "found true"),
+        ("optimizer.loss_scale=true", "a number or 'dynamic' or a mapping or null", "found true"),
         ("optimizer.eps=[1e-30]", "'optimizer.eps' must be a list of 2", "a list"),
         ("optimizer.clip_threshold=high", "'optimizer.clip_threshold' must be a number", "'high'"),
         ("data.columns={output: 3}", "'data.columns.output' must be a string", "3 (an integer)"),

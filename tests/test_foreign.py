@@ -435,9 +435,11 @@ def test_unknown_option_of_a_class():
         lowmem.FusedOptimizer([torch.nn.Parameter(torch.zeros(3))], rule="torch.optim.AdamW", beta=(0.9, 0.9))
 
 
-def test_loss_scale_refused():
+def test_loss_scale_in_the_hook_refused():
+    options = {"rule": "torch.optim.AdamW", "loss_scale": 1024}
     with pytest.raises(UnsupportedError, match="bfloat16 without a loss scale"):
-        lowmem.FusedOptimizer([torch.nn.Parameter(torch.zeros(3))], rule="torch.optim.AdamW", loss_scale=1024)
+        lowmem.FusedOptimizer([torch.nn.Parameter(torch.zeros(3))], policy="immediate", **options)
+    assert lowmem.FusedOptimizer([torch.nn.Parameter(torch.zeros(3))], **options).policy == "two_pass"
 
 
 @pytest.mark.parametrize("rounding", ["stochastic", "compensated"])

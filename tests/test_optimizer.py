@@ -254,7 +254,7 @@ def test_config_builds():
     config = lowmem.FusedConfig(rule="lomo", clip_value=0.5, rounding="stochastic", seed=7, hyper={"weight_decay": 0.3})
     opt = config.build([torch.nn.Parameter(torch.zeros(2))], lr=0.2, weight_decay=0.1)
     assert opt.rule.name == "lomo"
-    assert (opt.clip_value, opt.rounding, opt.seed) == (0.5, "stochastic", 7)
+    assert (opt._clipping.value, opt.rounding, opt.seed) == (0.5, "stochastic", 7)
     assert (opt.param_groups[0]["lr"], opt.param_groups[0]["weight_decay"]) == (0.2, 0.3)
 
 
@@ -457,8 +457,18 @@ def test_failed_construction_leaves_no_hook():
         ({"loss_scale": -1}, ConfigError, "loss_scale=-1"),
         ({"loss_scale": "big"}, ConfigError, "loss_scale='big'"),
         ({"loss_scale": math.inf}, ConfigError, "loss_scale=inf"),
-        ({"clip_norm": 1.0}, UnsupportedError, "clip_norm=1.0.*clip_value"),
-        ({"loss_scale": "dynamic"}, UnsupportedError, "give a number"),
+        ({"clip_norm": 1.0, "policy": "immediate"}, UnsupportedError, "clip_norm=1.0.*clip_value"),
+        ({"clip_norm": 0.0}, ConfigError, "clip_norm=0.0 is not a number > 0"),
+        ({"clip_norm": 1.0, "norm_type": 1.0}, ConfigError, "norm_type=1.0 is neither 2 nor inf"),
+        ({"policy": "two-pass"}, ConfigError, "Did you mean 'two_pass'"),
+        ({"replay": "both"}, ConfigError, "Known are auto, graph, forward"),
+        ({"store": "disc"}, ConfigError, "Did you mean 'disk'"),
+        ({"store_dir": "/tmp"}, ConfigError, "no effect without store='disk'"),
+        ({"store": "disk", "store_dir": "/no/such/folder"}, ConfigError, "is no folder"),
+        ({"store": "host", "policy": "two_pass"}, ConfigError, "they are of 'deferred'"),
+        ({"sums": "float64"}, ConfigError, "Known are float32, gradient"),
+        ({"replay": "forward", "policy": "deferred"}, ConfigError, "it is of 'two_pass'"),
+        ({"loss_scale": "static"}, ConfigError, "neither a number >= 0"),
     ],
 )
 def test_option_refused(options, error, message):

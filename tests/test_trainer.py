@@ -193,9 +193,20 @@ def test_activation_checkpointing_changes_nothing(make):
     assert all(torch.equal(a, b) for a, b in zip(weights(plain), weights(checkpointed), strict=True))
 
 
+IN_THE_HOOK = lowmem.FusedConfig(policy="immediate")
 REFUSED = {
-    "norm clipping": ({"max_grad_norm": 1.0}, UnsupportedError, "max_grad_norm=0"),
-    "accumulation": ({"gradient_accumulation_steps": 2}, UnsupportedError, "gradient_accumulation_steps=2"),
+    "norm clipping": ({"max_grad_norm": 1.0, "fused": IN_THE_HOOK}, UnsupportedError, "max_grad_norm=0"),
+    "accumulation": (
+        {"gradient_accumulation_steps": 2, "fused": IN_THE_HOOK},
+        UnsupportedError,
+        "gradient_accumulation_steps=2",
+    ),
+    "two clip norms": (
+        {"max_grad_norm": 1.0, "fused": lowmem.FusedConfig(clip_norm=2.0)},
+        ConfigError,
+        "clip_norm=2.0",
+    ),
+    "fp16 on a CPU": ({"fp16": True}, ConfigError, "fp16"),
     "another optimizer": ({"optim": "adafactor"}, ConfigError, "optim="),
     "its betas": ({"adam_beta1": 0.8}, ConfigError, "adam_beta1=0.8"),
     "batch size search": ({"auto_find_batch_size": True}, UnsupportedError, "auto_find_batch_size"),

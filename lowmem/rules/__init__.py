@@ -20,7 +20,7 @@ from lowmem.rules.foreign import ForeignRule, import_optimizer
 from lowmem.rules.lans import Lans
 from lowmem.rules.lion import Lion
 from lowmem.rules.lomo import Lomo
-from lowmem.rules.rule import TABLE, Plan, StateSpec, UpdateRule, register
+from lowmem.rules.rule import TABLE, GroupNorms, OwnClip, Plan, StateSpec, UpdateRule, register
 from lowmem.rules.scaled_adam import ScaledAdam
 
 __all__ = [
@@ -29,9 +29,11 @@ __all__ = [
     "AdafactorT2T",
     "AdamW",
     "ForeignRule",
+    "GroupNorms",
     "Lans",
     "Lion",
     "Lomo",
+    "OwnClip",
     "Plan",
     "RuleInfo",
     "ScaledAdam",

@@ -14,7 +14,7 @@ from lowmem.rules import require
 from lowmem.rules.factor_rules import dimensions, first_match, pairs_of, roles_of
 from lowmem.rules.factored import FactoredPlan, change, mean_alike, precondition, results, shrinking
 from lowmem.rules.factored import moved as moved_jitted
-from lowmem.rules.rule import Hyper, State, StateSpec, UpdateRule, register
+from lowmem.rules.rule import GroupNorms, Hyper, OwnClip, State, StateSpec, UpdateRule, register
 from lowmem.sweep import ApplyFn, Sweep, Tile
 
 
@@ -170,6 +170,10 @@ class Adafactor(UpdateRule):
     def needs_norm(self, hyper: Hyper) -> str | None:
         threshold = hyper["global_norm_clip_threshold"]
         return f"global_norm_clip_threshold={threshold!r}" if threshold else None
+
+    def clip_by_norm(self, group: GroupNorms) -> OwnClip:
+        threshold = group.hyper["global_norm_clip_threshold"]
+        return OwnClip(threshold * (1.0 / group.total).clamp(max=1.0 / threshold))
 
     def plan(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> NamedPlan:
         scaled = hyper["multiply_by_parameter_scale"]

@@ -22,7 +22,7 @@ class AdaLomo(UpdateRule):
     parameter of its own. With more dimensions it is a convolution, the matrix [out, in * kernel].
 
     Differs from its source where that fails: the clip factor of an earlier step is never used again, and 0-D and
-    3-D and larger parameters work.
+    3-D and larger parameters work. As there, `clip_norm` measures gradients before `clip_value` clamps them.
 
     Options: `eps` (ε₁ > 0 added to g², ε₂ ≥ 0 the least scale of a step), `decay_rate` < 0, `clip_threshold` > 0,
     `weight_decay` ≥ 0 (decoupled, follows the step's scale).
@@ -31,6 +31,7 @@ class AdaLomo(UpdateRule):
     source = "Lv et al. 2023, arXiv:2310.10195"
     keeps = "row and column means of g², float32"
     exactness = "trajectories recorded from its source, weights to 1e-6"
+    norm_before_clip_value = True
     defaults: ClassVar[dict[str, Any]] = {
         "lr": 1e-3,
         "eps": (1e-30, 1e-3),

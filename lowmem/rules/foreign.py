@@ -46,6 +46,7 @@ class ForeignRule(UpdateRule):
     keeps = "what the class keeps"
     exactness = "the class's own step(), bit for bit"
     stackable = False
+    can_be_held_back = False
 
     def __init__(self, cls: type[torch.optim.Optimizer]) -> None:
         self.cls = cls

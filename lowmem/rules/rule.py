@@ -46,6 +46,36 @@ class Plan:
     together: int | None = None
 
 
+@dataclass(frozen=True)
+class GroupNorms:
+    """What a rule's own clipping by norm may know of a parameter group, before the first update of a step.
+
+    names, states: of each parameter; a state is empty before its first update.  norms: 2-norm of each gradient as the
+    rule would see it, float32 [parameters], 0 where there is none.  total: the 2-norm over all groups, a scalar.
+    kept: what `OwnClip.kept` was in the step before.
+    """
+
+    hyper: Hyper
+    names: Sequence[str]
+    norms: Tensor
+    total: Tensor
+    states: Sequence[Mapping[str, Any]]
+    kept: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class OwnClip:
+    """What a rule's own clipping by norm says of a step.
+
+    factor: float32 scalar that the engine multiplies gradients with; None: with nothing.  apart: float32 scalar that
+    updates read as `sweep.own_clip`, and do with as they like.  kept: what is kept for the group.
+    """
+
+    factor: Tensor | None = None
+    apart: Tensor | None = None
+    kept: Mapping[str, Tensor] = field(default_factory=dict)
+
+
 class UpdateRule(ABC):
     """One optimizer, for one parameter, in float32. It never learns device, dtype, tile, rank or placement.
 
@@ -65,6 +95,8 @@ class UpdateRule(ABC):
     open_ended: ClassVar[bool] = False  # takes hyperparameters beyond `defaults`
     stackable: ClassVar[bool] = True  # small parameters of equal plan may be updated as one stack
     every_parameter: ClassVar[bool] = False  # one that gets no gradient is updated as if it were zero
+    norm_before_clip_value: ClassVar[bool] = False  # clip_norm measures gradients before clip_value clamps them
+    can_be_held_back: ClassVar[bool] = True  # an update can be undone on the device, before anybody knows
 
     @abstractmethod
     def check(self, hyper: Hyper) -> None:
@@ -89,6 +121,14 @@ class UpdateRule(ABC):
         """The hyperparameter, with its value, that needs the norm of the whole gradient before the first update."""
         return None
 
+    def clip_by_norm(self, group: GroupNorms) -> OwnClip:
+        """The rule's own clipping of a group that `needs_norm`, once a step."""
+        raise AssertionError(f"{self.name} needs no norm")
+
+    def group_kept(self, hyper: Hyper) -> Mapping[str, tuple[int, ...]]:
+        """Shapes of what `clip_by_norm` keeps for a group, float32, by name."""
+        return {}
+
     def without_decay(self) -> dict[str, Any]:
         """The hyperparameters of a group whose weights are not to decay, as norms and biases."""
         return {self.decay: 0.0}
@@ -109,8 +149,15 @@ class UpdateRule(ABC):
             Measurements of each stacked parameter, float32 [members] by name, for `statistics`; None for none.
         """
 
-    def statistics(self, names: Sequence[str], measured: Mapping[str, Tensor]) -> dict[str, float | str]:
-        """What the log says of a step; `measured` has what `update` returned, [parameters], in the order of `names`."""
+    def statistics(
+        self, names: Sequence[str], measured: Mapping[str, Tensor], kept: Sequence[Mapping[str, Tensor]]
+    ) -> dict[str, float | str]:
+        """What the log says of a step.
+
+        Args:
+            names, measured: what `update` returned, [parameters], in the order of `names`.
+            kept: what `clip_by_norm` has kept for each group that it clips.
+        """
         return {}
 
 

@@ -10,7 +10,19 @@ from torch import Tensor
 
 from lowmem.layout import View
 from lowmem.rules import require
-from lowmem.rules.rule import Hyper, Plan, State, StateSpec, UpdateRule, next_count, power, register, rms
+from lowmem.rules.rule import (
+    GroupNorms,
+    Hyper,
+    OwnClip,
+    Plan,
+    State,
+    StateSpec,
+    UpdateRule,
+    next_count,
+    power,
+    register,
+    rms,
+)
 from lowmem.sweep import Sums, Sweep, Tile
 
 
@@ -54,8 +66,10 @@ class ScaledAdam(UpdateRule):
     update, as the source documents it, or only what learns the size, as it does. `show_dominant_parameters`: statistics
     name the parameter that the norm is mostly of.
 
-    As in the source, the bias of v is corrected while it is more than 1 %, and that of delta never.
-    `last_step.statistics` has the model norm.
+    As in the source, the bias of v is corrected while it is more than 1 %, and that of delta never; each group clips by
+    its own norms; nothing is clipped before the first `clipping_update_period` steps are over, and the "median" is
+    sorted[(period // 4) * 2]. `last_step.statistics` has the model norm and, where it clips, the quartiles of the last
+    norms, the threshold, and the per cent of steps clipped in the last period.
     """
 
     source = "Povey et al. (icefall), Yao et al. 2023, arXiv:2310.11230"
@@ -97,6 +111,41 @@ class ScaledAdam(UpdateRule):
         scale = hyper["clipping_scale"]
         return None if scale is None else f"clipping_scale={scale!r}"
 
+    def group_kept(self, hyper: Hyper) -> Mapping[str, tuple[int, ...]]:
+        period = hyper["clipping_update_period"]
+        return {"model_norms": (period,), "model_norm_threshold": (), "num_clipped": (), "percent_clipped": ()}
+
+    def clip_by_norm(self, group: GroupNorms) -> OwnClip:
+        period, scale = group.hyper["clipping_update_period"], group.hyper["clipping_scale"]
+        zero = torch.zeros_like(group.total)
+        kept = group.kept or {
+            "model_norms": zero.new_zeros(period),
+            **dict.fromkeys(("model_norm_threshold", "num_clipped"), torch.full_like(zero, math.nan)),
+            "percent_clipped": zero,
+        }
+        sizes = [state["param_rms"].to(zero.device) if "param_rms" in state else zero + 1.0 for state in group.states]
+        norm = torch.linalg.vector_norm(group.norms * torch.stack(sizes))
+        done = group.states[0]["step"].to(zero.device) if group.states[0] else torch.zeros_like(zero, dtype=torch.int64)
+
+        here = torch.arange(period, device=zero.device) == done % period
+        norms = torch.where(here & (done > 0), norm, kept["model_norms"])
+        due = (done % period == 0) & (done > 0)
+        median = norms.sort().values[period // 4 * 2]
+        threshold = torch.where(due, scale * median, kept["model_norm_threshold"])
+        clipped, percent = kept["num_clipped"], kept["percent_clipped"]
+        percent = torch.where(due, clipped.nan_to_num(0.0) * (100.0 / period), percent)
+        clipped = torch.where(due, zero, clipped)
+        factor = (threshold / (norm + 1e-20)).clamp(max=1.0)
+        factor = torch.where((done >= period) & ~factor.isnan(), factor, 1.0)
+        clipped = clipped + (factor < 1.0)
+        new = {
+            "model_norms": norms,
+            "model_norm_threshold": threshold,
+            "num_clipped": clipped,
+            "percent_clipped": percent,
+        }
+        return OwnClip(factor, kept=new) if group.hyper["clip_update"] else OwnClip(apart=factor, kept=new)
+
     def plan(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> ScaledPlan:
         moment = StateSpec("full", require.dtype("dtype_moments", hyper["dtype_moments"]))
         states = {"step": StateSpec("slice", torch.int64), "delta": moment, "exp_avg_sq": moment}
@@ -133,6 +182,8 @@ class ScaledAdam(UpdateRule):
         period, size_lr = hyper["size_update_period"], hyper["lr"] * hyper["scalar_lr_scale"]
         beta2 = hyper["betas"][1] ** period
         sums = sweep.reduce(size_gradient).scalar
+        if sweep.own_clip is not None:
+            sums["grad"] = sums["grad"] * sweep.own_clip
         done = count - 1  # updates before this one
         turn = done % period
         measured, old = rms(sums["param"], sweep.count), state["param_rms"].view(-1)
@@ -155,15 +206,24 @@ class ScaledAdam(UpdateRule):
         sweep.store(state["scale_exp_avg_sq"], square)
         return before, size, torch.where(due, scale_step, 0.0)
 
-    def statistics(self, names: Sequence[str], measured: Mapping[str, Tensor]) -> dict[str, float | str]:
+    def statistics(
+        self, names: Sequence[str], measured: Mapping[str, Tensor], kept: Sequence[Mapping[str, Tensor]]
+    ) -> dict[str, float | str]:
         squares, sizes, shown = (measured[name].tolist() for name in ("square_sum", "rms", "shown"))
         total = sum(squares)
-        if not any(shown) or total == 0:
-            return {"model_norm": math.sqrt(total)}
-        dominant = max(range(len(names)), key=lambda i: squares[i] if math.isfinite(squares[i]) else math.inf)
-        return {
-            "model_norm": math.sqrt(total),
-            "dominant_parameter": names[dominant],
-            "dominant_proportion": squares[dominant] / total if math.isfinite(total) else 1.0,
-            "dominant_rms": sizes[dominant],
-        }
+        told: dict[str, float | str] = {"model_norm": math.sqrt(total)}
+        for n, group in enumerate(kept):
+            of = f"_group{n}" if len(kept) > 1 else ""
+            norms = group["model_norms"].sort().values.tolist()
+            for quarter in range(5):
+                told[f"model_norm_quartile{quarter}{of}"] = norms[min(len(norms) - 1, len(norms) // 4 * quarter)]
+            told[f"model_norm_threshold{of}"] = float(group["model_norm_threshold"])
+            told[f"percent_clipped{of}"] = float(group["percent_clipped"])
+        if any(shown) and total != 0:
+            dominant = max(range(len(names)), key=lambda i: squares[i] if math.isfinite(squares[i]) else math.inf)
+            told |= {
+                "dominant_parameter": names[dominant],
+                "dominant_proportion": squares[dominant] / total if math.isfinite(total) else 1.0,
+                "dominant_rms": sizes[dominant],
+            }
+        return told

@@ -94,14 +94,14 @@ class Result:
     reason: str | None = None
 
 
-def replay(case: Case) -> Result:
-    """Drives the fused optimizer through a case and measures both deviations."""
+def replay(case: Case, **settings: Any) -> Result:
+    """Drives the fused optimizer, with further `settings` of it, through a case and measures both deviations."""
     adapter = ADAPTERS.get(case.optimizer)
     if adapter is None:
         return Result(case.name, reason=f"lowmem has no rule for {case.optimizer!r} yet")
     params = {name: torch.nn.Parameter(value) for name, value in case.init().items()}
     try:
-        opt = lowmem.FusedOptimizer(groups(case, params), **adapter(case))
+        opt = lowmem.FusedOptimizer(groups(case, params), **adapter(case), **settings)
     except (NotReplayed, lowmem.LowmemError) as error:
         return Result(case.name, reason=str(error))
     try:
@@ -195,7 +195,9 @@ def states(case: Case, step: int, opt: lowmem.FusedOptimizer) -> dict[str, Tenso
     found = {}
     for key, reference in case.state_after(step).items():
         param, name = key.rsplit("/", 1)
-        if param in kept:
+        if param.startswith("_group") and param in kept:
+            found[key] = kept[param][name]
+        elif param in kept:
             found[key] = in_order(opt.rule.plan(param, shape_of(case, param), group_of[param]), name, kept[param][name])
         else:
             found[key] = torch.full_like(reference, math.nan if param.startswith("_group") else 0.0)

@@ -53,11 +53,13 @@ def test_weight_decay(give_gradients, options, decay):
 
 
 @pytest.mark.parametrize("in_group", [False, True])
-def test_clipping_by_the_norm_is_refused(in_group):
+def test_clipping_by_the_norm_in_the_hook_is_refused(in_group):
     option = {"global_norm_clip_threshold": 0.5}
     groups = [{"params": [torch.nn.Parameter(torch.zeros(3))], **(option if in_group else {})}]
-    with pytest.raises(UnsupportedError, match=r"global_norm_clip_threshold=0\.5.*'two_pass' or 'deferred'"):
-        lowmem.FusedOptimizer(groups, rule="adafactor", **({} if in_group else option))
+    options = {} if in_group else option
+    with pytest.raises(UnsupportedError, match=r"global_norm_clip_threshold=0\.5.*'two_pass', 'deferred' or 'auto'"):
+        lowmem.FusedOptimizer(groups, rule="adafactor", policy="immediate", **options)
+    assert lowmem.FusedOptimizer(groups, rule="adafactor", **options).policy == "two_pass"
 
 
 @pytest.mark.parametrize("threshold", [None, 0, 0.0])

@@ -1,0 +1,197 @@
+"""Norms of gradients, and what a step clips by them: measured before the first update, decided once for all.
+
+The order is that of a loop which calls `scaler.unscale_`, `clip_grad_value_` and `clip_grad_norm_`: gradients are
+unscaled, clamped by value, and multiplied with one factor from the norm of what that leaves.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowmem.errors import ConfigError
+from lowmem.rules import GroupNorms, OwnClip, UpdateRule
+from lowmem.scaling import LossScale
+from lowmem.slots import Slot
+from lowmem.sweep import CPU_TILE, GPU_TILE
+
+
+class Measured(NamedTuple):
+    """Norms of one parameter's gradient, float32 scalars on its device.
+
+    raw: 2-norm of the unscaled gradient.  clamped: the same after the clip by value.  counted: what `clip_norm` is of.
+    """
+
+    raw: Tensor
+    clamped: Tensor
+    counted: Tensor
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What is settled about a step before its first update.
+
+    finite: boolean scalar; False holds every update back.  factor: `clip_norm`'s, float32 scalar, or None.
+    own: id of a parameter group → its rule's own clipping.  measured: parameter → its norms.
+    prepared: float32 gradients have been unscaled and clamped in place.
+    dropped: the host knows that the step is held back, and nothing needs to be run.
+    """
+
+    finite: Tensor
+    factor: Tensor | None = None
+    own: Mapping[int, OwnClip] = field(default_factory=dict)
+    measured: Mapping[str, Measured] = field(default_factory=dict)
+    prepared: bool = False
+    dropped: bool = False
+
+
+class Clipping:
+    """What is asked of the gradients of a step, and what they are measured and clipped by.
+
+    Args:
+        rule: of the optimizer; it may have clipping by norm of its own.
+        clip_norm, norm_type: the norm over all gradients is at most `clip_norm`; 2.0 or inf.
+        clip_value: gradients are clamped to ± this.
+        scale: the loss scale that they come with.
+
+    Raises:
+        ConfigError: a value out of range.
+    """
+
+    def __init__(
+        self,
+        rule: UpdateRule,
+        *,
+        clip_norm: float | None,
+        norm_type: float,
+        clip_value: float | None,
+        scale: LossScale,
+    ) -> None:
+        for option, value in (("clip_norm", clip_norm), ("clip_value", clip_value)):
+            if value is not None and not value > 0:
+                raise ConfigError(f"{option}={value!r} is not a number > 0; leave it out for no clipping")
+        if norm_type not in (2, math.inf):
+            raise ConfigError(f"norm_type={norm_type!r} is neither 2 nor inf")
+        self.rule, self.scale = rule, scale
+        self.norm, self.norm_type, self.value = clip_norm, float(norm_type), clip_value
+        self.group_states: dict[int, dict[str, Tensor]] = {}  # number of a group → what its own clipping keeps
+        self._limits: dict[torch.device, Tensor] = {}
+
+    def limit(self, device: torch.device) -> Tensor | None:
+        """`clip_value` as a float32 scalar on `device`."""
+        if self.value is None:
+            return None
+        if device not in self._limits:
+            self._limits[device] = torch.full((), self.value, dtype=torch.float32, device=device)
+        return self._limits[device]
+
+    def measure(self, grad: Tensor) -> Measured:
+        """The norms of a gradient. One in float32 is unscaled and clamped in place, as PyTorch would; a narrower one
+        keeps its bits and is read tile by tile.
+        """
+        factor, limit = self.scale.inverse(grad.device), self.limit(grad.device)
+        parts = [self._measure(piece, factor, limit) for piece in _pieces(grad)]
+        if len(parts) == 1:
+            return parts[0]
+        raw, clamped, counted = (torch.stack(norms) for norms in zip(*parts, strict=True))
+        return Measured(torch.linalg.vector_norm(raw), torch.linalg.vector_norm(clamped), self._total(counted))
+
+    def _measure(self, piece: Tensor, factor: Tensor | None, limit: Tensor | None) -> Measured:
+        if factor is not None:
+            piece.mul_(factor)
+        raw = torch.linalg.vector_norm(piece)
+        unclamped = self.rule.norm_before_clip_value
+        counted = self._total(piece) if unclamped and self.norm_type != 2 else raw
+        if limit is None:
+            clamped = raw
+        else:
+            piece.clamp_(-limit, limit)
+            clamped = torch.linalg.vector_norm(piece)
+        if not unclamped:
+            counted = clamped if self.norm_type == 2 else self._total(piece)
+        return Measured(raw, clamped, counted)
+
+    def _total(self, values: Tensor) -> Tensor:
+        return torch.linalg.vector_norm(values, self.norm_type)
+
+    def decide(
+        self,
+        measured: Mapping[str, Measured],
+        groups: Sequence[Mapping[str, Any]],
+        slots: Iterable[Slot],
+        states: Mapping[Tensor, Mapping[str, Any]],
+        *,
+        prepared: bool,
+    ) -> Decision:
+        """Settles a step, with no value read back but for an optimizer from elsewhere, which cannot be held back.
+
+        Args:
+            measured: name → norms, for each parameter that got a gradient, in parameter order: norms are summed in it.
+            groups, slots, states: of the optimizer.
+            prepared: the gradients are those that were measured, not others of the same values.
+        """
+        device = next(iter(measured.values())).raw.device
+        raw = torch.stack([norms.raw.to(device) for norms in measured.values()])
+        finite = raw.isfinite().all()
+        factor = None
+        if self.norm is not None:
+            total = self._total(torch.stack([norms.counted.to(device) for norms in measured.values()]))
+            factor = (self.norm / (total + 1e-6)).clamp(max=1.0)
+        return Decision(
+            finite,
+            factor,
+            self._own_factors(measured, groups, list(slots), states, finite, factor),
+            measured,
+            prepared,
+            dropped=not self.rule.can_be_held_back and not bool(finite),
+        )
+
+    def _own_factors(
+        self,
+        measured: Mapping[str, Measured],
+        groups: Sequence[Mapping[str, Any]],
+        slots: Sequence[Slot],
+        states: Mapping[Tensor, Mapping[str, Any]],
+        finite: Tensor,
+        factor: Tensor | None,
+    ) -> dict[int, OwnClip]:
+        wanting = [n for n, group in enumerate(groups) if self.rule.needs_norm(group) is not None]
+        if not wanting:
+            return {}
+        zero = torch.zeros_like(finite, dtype=torch.float32)
+        norms = {name: n.clamped.to(zero.device) * (1.0 if factor is None else factor) for name, n in measured.items()}
+        total = torch.linalg.vector_norm(torch.stack(list(norms.values())))
+        found = {}
+        for n in wanting:
+            members = [slot for slot in slots if slot.group is groups[n] and slot.handle is not None]
+            if not members:
+                continue
+            kept = self.group_states.get(n, {})
+            own = self.rule.clip_by_norm(
+                GroupNorms(
+                    hyper=groups[n],
+                    names=[slot.name for slot in members],
+                    norms=torch.stack([norms.get(slot.name, zero) for slot in members]),
+                    total=total,
+                    states=[states.get(slot.param, {}) for slot in members],
+                    kept=kept,
+                )
+            )
+            found[id(groups[n])] = own
+            # a step that is held back leaves no trace here either
+            self.group_states[n] = {
+                name: torch.where(finite, new, kept[name]) if name in kept else new for name, new in own.kept.items()
+            }
+        return found
+
+
+def _pieces(grad: Tensor) -> Iterable[Tensor]:
+    """The gradient itself if it is float32, else float32 copies of its tiles."""
+    if grad.dtype == torch.float32:
+        return [grad]
+    dense = grad.as_strided((grad.numel(),), (1,)) if not grad.is_contiguous() else grad.view(-1)
+    tile = CPU_TILE if grad.device.type == "cpu" else GPU_TILE
+    return (piece.float() for piece in dense.split(tile))

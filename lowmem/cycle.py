@@ -1,0 +1,195 @@
+"""The life cycle of a step, which every policy obeys: what would not be ordinary training is noticed and named."""
+
+import sys
+
+import torch
+
+from lowmem.errors import StepError
+
+_NESTED = (
+    "a plain loss.backward() with reentrant activation checkpointing runs one backward inside another, and a step "
+    "cannot tell where it ends. Use checkpoint(..., use_reentrant=False), or opt.backward(loss)"
+)
+
+
+class StepCycle:
+    """One step: idle → open while a backward runs → idle; torn when it died after it had moved weights.
+
+    A step may take several backwards: micro-batches, between which it is `waiting`, or a measuring pass and another.
+    `begin` is explicit in `FusedOptimizer.backward`, or implied by the first hook of a plain `loss.backward()`.
+
+    Attributes:
+        step: the number of this step, or of the last one.
+        moved: whether an update of it has begun.
+        waiting: how many micro-batches of an unfinished step have been through their backward.
+        adds: whether a gradient that comes in two parts is summed; if not, the second part raises.
+    """
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.moved = False
+        self.waiting = 0
+        self.adds = False
+        self.torn: str | None = None
+        self._graph_task: int | None = None  # of a plain backward: tells a new one from the one that was begun
+        self._open = False
+        self._explicit = False
+        self._fired: set[str] = set()  # in this step
+        self._fired_now: set[str] = set()  # in this backward
+        self._steps = 0  # since the last `stepped`
+        self._loop_steps = False  # the training loop calls `optimizer.step()`
+
+    @property
+    def idle(self) -> bool:
+        """No backward is open."""
+        return not self._open
+
+    def begin(self, explicit: bool) -> None:
+        """Opens a step, or the next micro-batch of one that waits.
+
+        Raises:
+            StepError: the step before is torn or still open, or this backward would have to accumulate.
+        """
+        self._notice_death()
+        self.refuse_torn("train on")
+        if self._open:
+            raise StepError("a backward began inside another one's step; let the first one finish")
+        if self._loop_steps and self._steps:
+            raise StepError(
+                "a second backward before step(): the first one has updated the weights already. To accumulate "
+                "gradients, run every backward of a step but the last inside `with opt.accumulate():`."
+            )
+        if not explicit and _inside_custom_backward():
+            raise StepError(_NESTED)
+        self._open, self._explicit = True, explicit
+        self._graph_task = torch._C._current_graph_task_id()
+        self._fired_now.clear()
+        if self.waiting:
+            return
+        self._fired.clear()
+        self.moved = False
+        self._steps += 1
+        self.step += 1
+
+    def fired(self, name: str) -> bool:
+        """Notes a parameter's finished gradient; True if this hook opened the step itself (a plain backward).
+
+        Raises:
+            StepError: the parameter's hook fired twice, or the backward before this one died.
+        """
+        self._notice_death()
+        opened = not self._open
+        if opened:
+            self.begin(explicit=False)
+        if name in self._fired_now and not self.adds:
+            raise StepError(
+                f"parameter {name!r} got its gradient in two parts within one backward, and the first part has been "
+                "taken for the whole already. Reentrant activation checkpointing of a module whose weight is used "
+                "elsewhere (tied or shared) does this: use checkpoint(..., use_reentrant=False), or policy='deferred'."
+            )
+        self._fired.add(name)
+        self._fired_now.add(name)
+        return opened
+
+    def has_fired(self, name: str) -> bool:
+        """Whether a parameter got its gradient in the step that is open, or the last one."""
+        return name in self._fired
+
+    def next_pass(self) -> None:
+        """A measuring pass is over, and the same step goes through backward again."""
+        self.refuse_nothing()
+        self._fired_now.clear()
+
+    def missed(self) -> list[str]:
+        """Parameters that got a gradient in this step, but not in this pass of it."""
+        return sorted(self._fired - self._fired_now)
+
+    def wait(self) -> None:
+        """A micro-batch is over; the step waits for the next one."""
+        self.refuse_nothing()
+        self._open = False
+        self.waiting += 1
+
+    def end(self) -> None:
+        """Closes the step: its updates are done."""
+        self._open = False
+        self.waiting = 0
+
+    def refuse_nothing(self) -> None:
+        """Raises `StepError` if no parameter got a gradient."""
+        if not self._fired:
+            self._open = False
+            self._undo()
+            raise StepError(
+                "no parameter of this optimizer got a gradient: the loss does not depend on them, or all are frozen"
+            )
+
+    def fail(self, reason: str) -> None:
+        """A backward died: nothing happened yet if no update has begun, else the step is torn."""
+        self._open = False
+        if self.moved:
+            done = len(self._fired_now)
+            self.tear(f"{reason} after {done} parameter(s) had got their gradient, so the weights are a mixture of two")
+        else:
+            self._undo()
+
+    def tear(self, reason: str) -> None:
+        """Refuses to go on from this step's weights."""
+        self.torn = f"step {self.step} is torn: {reason}"
+
+    def take_back(self) -> None:
+        """The last step turned out to have been held back as a whole: it does not count."""
+        self.step -= 1
+
+    def _notice_death(self) -> None:
+        """A plain backward that dies tells nobody: it is found out by the next one."""
+        if self._open and not self._explicit and torch._C._current_graph_task_id() != self._graph_task:
+            self.fail(_NESTED if _inside_custom_backward() else "a plain loss.backward() ended with an error")
+
+    def _undo(self) -> None:
+        self.step -= 1
+        self._steps -= 1
+        self.waiting = 0
+
+    def stepped(self) -> None:
+        """The training loop called `optimizer.step()`."""
+        self._loop_steps = True
+        self._steps = 0
+
+    def refuse_torn(self, intention: str) -> None:
+        """Raises `StepError` if the weights are not what a step leaves."""
+        if self.torn is not None:
+            raise StepError(
+                f"cannot {intention}: {self.torn}. Load a checkpoint (load_state_dict), or accept the weights as they "
+                "are with accept_torn_step()."
+            )
+
+    def refuse_open(self, intention: str) -> None:
+        """Raises `StepError` in the middle of a step, or if one is torn."""
+        self._notice_death()
+        self.refuse_torn(intention)
+        if self._open:
+            raise StepError(f"cannot {intention} in the middle of step {self.step}: its backward is still running")
+        if self.waiting:
+            raise StepError(
+                f"cannot {intention} in the middle of step {self.step}: {self.waiting} micro-batch(es) wait for the "
+                "last one of their step, outside `with opt.accumulate():`"
+            )
+
+    def reset(self, step: int) -> None:
+        """A clean state at `step`: after loading, or on the user's word."""
+        self.step = step
+        self.torn = None
+        self._open = False
+        self._steps = 0
+        self.waiting = 0
+
+
+def _inside_custom_backward() -> bool:
+    """Whether a Python autograd function's backward is on the stack: then this backward runs inside another."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code is torch.autograd.function.BackwardCFunction.apply.__code__:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
