@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from lowmem import data
 from lowmem.config import ModelConfig, RunConfig
 from lowmem.errors import ConfigError
-from lowmem.optimizer import FusedConfig
 from lowmem.rules import resolve
+from lowmem.settings import FusedConfig
 from lowmem.tokenizers import train_tokenizer
 from lowmem.trainer import FusedSFTTrainer
 

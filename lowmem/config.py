@@ -15,8 +15,8 @@ import yaml
 from lowmem.data import DataConfig
 from lowmem.errors import ConfigError, ConfigTypeError, LowmemError, did_you_mean
 from lowmem.files import write_file
-from lowmem.optimizer import FusedConfig
 from lowmem.rules import resolve
+from lowmem.settings import FusedConfig
 
 Key = tuple[str, ...]
 

@@ -54,7 +54,7 @@ class StepCycle:
         self.refuse_torn("train on")
         if self._open:
             raise StepError("a backward began inside another one's step; let the first one finish")
-        if self._loop_steps and self._steps:
+        if self._loop_steps and self._steps and not self.waiting:
             raise StepError(
                 "a second backward before step(): the first one has updated the weights already. To accumulate "
                 "gradients, run every backward of a step but the last inside `with opt.accumulate():`."
@@ -121,7 +121,8 @@ class StepCycle:
             self._open = False
             self._undo()
             raise StepError(
-                "no parameter of this optimizer got a gradient: the loss does not depend on them, or all are frozen"
+                "no parameter of this optimizer got a gradient: the loss does not depend on them, all are frozen, or "
+                "reentrant activation checkpointing hides them from a measuring pass (use_reentrant=False shows them)"
             )
 
     def fail(self, reason: str) -> None:

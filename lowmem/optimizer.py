@@ -1,14 +1,12 @@
 """The fused optimizer: a `torch.optim.Optimizer` whose work happens in backward."""
 
-import functools
 import importlib.util
 import logging
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
-from typing import Any, Literal, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +16,7 @@ from lowmem.clipping import Clipping
 from lowmem.cycle import StepCycle
 from lowmem.errors import ConfigError, StepError, UnsupportedError, did_you_mean
 from lowmem.last_step import LastStep
-from lowmem.readback import Readback
+from lowmem.outcome import Outcome
 from lowmem.replay import repeatable
 from lowmem.rounding import ROUNDINGS
 from lowmem.rules import UpdateRule
@@ -33,43 +31,6 @@ COMPILE_FROM = 1 << 25
 
 # Keys of a parameter group that torch, its learning-rate schedulers or the user put there beside hyperparameters.
 _GROUP_KEYS = {"params", "param_names", "name", "initial_lr", "max_lr", "min_lr"}
-
-
-@dataclass(frozen=True)
-class FusedConfig:
-    """The settings of a `FusedOptimizer` but for parameters and learning rate, as trainers and YAML files hold them.
-
-    `hyper` holds hyperparameters of the rule; `log_norms` has a trainer log the norm of each parameter's gradient.
-    Settings are checked when the config is made.
-
-    Raises:
-        ConfigError, UnsupportedError: as `FusedOptimizer` would.
-    """
-
-    rule: str = "adalomo"
-    policy: str = "auto"
-    clip_norm: float | None = None
-    norm_type: float = 2.0
-    clip_value: float | None = None
-    loss_scale: float | Literal["dynamic"] | DynamicScale | None = None
-    replay: str = "auto"
-    store: str | None = None
-    store_dir: str | None = None
-    sums: str = "float32"
-    rounding: str = "nearest"
-    compile: str | bool = "auto"
-    seed: int = 0
-    batching: bool = True
-    log_norms: bool = False
-    hyper: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.build([{"params": []}], lr=1e-3)
-
-    def build(self, params: Iterable[Any], **hyper: Any) -> "FusedOptimizer":
-        """The optimizer over `params`; `hyper` (lr, weight_decay, ...) gives way to this config's own `hyper`."""
-        settings = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("hyper", "log_norms")}
-        return FusedOptimizer(params, **settings, **{**hyper, **self.hyper})
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -119,7 +80,6 @@ class FusedOptimizer(torch.optim.Optimizer):
     Attributes:
         policy, policy_reason: which it is, and why.
         replay: "graph" or "forward", under "two_pass".
-        last_step: `LastStep`, None before the first one.
         compiled: whether the sweep goes through torch.compile, which takes up to a minute in the first step.
 
     Raises:
@@ -151,7 +111,6 @@ class FusedOptimizer(torch.optim.Optimizer):
     ) -> None:
         self.rule = rules.resolve(rule)
         self.rounding = rounding
-        self.last_step: LastStep | None = None
         if rounding not in ROUNDINGS:
             raise ConfigError(f"rounding {rounding!r} is unknown; known are {', '.join(ROUNDINGS)}")
         if compile not in (True, False, "auto"):
@@ -165,8 +124,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._slots: dict[Tensor, Slot] = {}
         self._complete = False  # all the groups are here that it is made with
         self._accumulating = False
-        self._outcome: Readback | None = None  # of the last step, for the host to learn of when it must
-        self._hopeless: str | None = None
         groups = list(params)
         if not groups:
             raise ConfigError("no parameters were given")
@@ -196,8 +153,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 batching=batching,
                 compiled=self.compiled,
             )
-            self._nonfinite = torch.zeros((), dtype=torch.int64, device=device)  # gradients, and steps with one:
-            self._overflows = torch.zeros_like(self._nonfinite)  # counts that stay on the device
+            self._outcome = Outcome(self._updates, self._clipping, device)
             self._choose_policy()
         except BaseException:
             self.remove()  # the hooks of the groups that were fine
@@ -302,6 +258,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         """When updates happen: "immediate", "two_pass" or "deferred"."""
         return self._policy.name
 
+    def sum_norms_in_order(self, params: Iterable[Tensor]) -> None:
+        """Norms over all gradients are summed in the order of `params`, where it is not that of the groups: what
+        `clip_grad_norm_` is given decides its last bits. `last_step` lists norms in the same order.
+        """
+        for param in params:
+            if param in self._slots:
+                self._slots[param] = self._slots.pop(param)
+
     def _wish(self) -> policies.Wish:
         scale = self._clipping.scale
         options = (self.rule.needs_norm(group) for group in self.param_groups)
@@ -345,12 +309,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises:
             UnsupportedError: the policy keeps no gradients; "auto" becomes "deferred" here.
         """
-        self._accumulating = True
+        outer, self._accumulating = self._accumulating, True
         try:
             self._choose_policy()
             yield
         finally:
-            self._accumulating = False
+            self._accumulating = outer
 
     # -- the step --------------------------------------------------------------------------------------------------
 
@@ -364,10 +328,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             StepError: the loss is no scalar or has no graph, a gradient is left over in `.grad`, or the step life cycle
                 is broken (a second backward, a hook that fires twice, a torn step).
         """
-        self._settle_outcome()
-        if self._hopeless is not None:
-            reason, self._hopeless = self._hopeless, None
-            raise StepError(reason)
+        self._outcome.settle()
+        self._outcome.refuse_hopeless()
+        self._begin_rule()
         again = None
         if self.replay == "forward":
             if isinstance(loss, Tensor):
@@ -378,7 +341,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         for slot in self._slots.values():
             self._attach(slot)  # it may have been frozen until now
             slot.refuse_leftover()
-        self._begin_rule()
         self._cycle.begin(explicit=True)
         try:
             complete = self._policy.run(value, again, last=not self._accumulating)
@@ -419,6 +381,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         return self._updates.seed
 
     @property
+    def last_step(self) -> LastStep | None:
+        """The report of the last step, None before the first one."""
+        return self._outcome.last
+
+    @property
     def clip_norm(self) -> float | None:
         """The norm over all gradients is at most this."""
         return self._clipping.norm
@@ -432,18 +399,18 @@ class FusedOptimizer(torch.optim.Optimizer):
     @property
     def nonfinite_gradients(self) -> int:
         """How many gradients with Inf or NaN were met since the optimizer was made."""
-        return int(self._nonfinite)
+        return int(self._outcome.nonfinite)
 
     @property
     def overflows(self) -> int:
         """How many steps met a gradient with Inf or NaN since the optimizer was made."""
-        return int(self._overflows)
+        return int(self._outcome.overflows)
 
     def _on_gradient(self, slot: Slot, _: Tensor) -> None:
         """The hook: the gradient of one parameter is complete."""
         if self._cycle.idle:
             self._policy.allow_plain_backward()
-            self._settle_outcome()
+            self._outcome.settle()
             self._begin_rule()
         if self._cycle.fired(slot.name):
             self._policy.drop()  # what a plain backward that died has left
@@ -465,79 +432,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         with torch.no_grad():
             self._policy.complete()
             self._cycle.end()
-            self._report(loss)
+            self._outcome.close(self._slots.values(), self._policy, self.replay, loss)
         self._opt_called = True  # LR schedulers ask whether an optimizer step came before theirs
-
-    def _report(self, loss: Tensor | None) -> None:
-        decision = self._updates.decision
-        fired = [slot for slot in self._slots.values() if self._cycle.has_fired(slot.name)]
-        device, scale = self._nonfinite.device, self._clipping.scale
-        if decision is None:
-            norms = torch.stack([cast(Tensor, slot.square_sum).to(device) for slot in fired]).sqrt()
-        else:
-            norms = torch.stack([decision.measured[slot.name].raw.to(device) for slot in fired])
-        self.last_step = LastStep(
-            self._cycle.step,
-            self.policy,
-            norms,
-            tuple(slot.name for slot in fired),
-            clip_factor=None if decision is None else decision.factor,
-            replay=self.replay,
-            _scale=scale.value,
-            _describe=self._describe_measured(),
-        )
-        nonfinite = norms.isfinite().logical_not().sum()
-        finite, least = nonfinite == 0, scale.at_least()
-        self._nonfinite = self._nonfinite + nonfinite
-        self._overflows = self._overflows + ~finite
-        scale.update(finite)
-        yes = torch.ones_like(finite)
-        flags = (finite, self._policy.replayed(), None if loss is None else loss.isfinite().all(), least)
-        self._outcome = Readback(torch.stack([yes if flag is None else flag.to(device) for flag in flags]).float())
-
-    def _settle_outcome(self) -> None:
-        """The host learns how the last step ended: one that was held back as a whole does not count."""
-        values = None if self._outcome is None else self._outcome.values()
-        self._outcome = None
-        if values is None:
-            return
-        finite, replayed, loss_finite, least = map(bool, values)
-        if not replayed:
-            self._cycle.tear(
-                "its second pass had other gradients than the one that was measured, so it was clipped by a norm that "
-                "was not its own. Something in the model or the loss is not the same twice; use policy='deferred'"
-            )
-        if not finite:
-            self._tell_of_overflow(loss_finite, scale_is_least=least and self._clipping.scale.dynamic)
-
-    def _tell_of_overflow(self, loss_finite: bool, scale_is_least: bool) -> None:
-        last = cast(LastStep, self.last_step)
-        cause = "" if loss_finite else "; its loss is not finite either"
-        what = "was held back as a whole" if last.held_back else f"met {last.skipped} gradient(s) that are not finite"
-        told = f"step {last.step} {what}: that of {_some(last.nonfinite)} is not finite{cause}"
-        if last.held_back:
-            self._cycle.take_back()
-        if scale_is_least:
-            self._hopeless = (
-                f"{told}, and the loss scale cannot back off below its least value. The gradients overflow by "
-                "themselves: look at the data of this step, or take a lower learning rate"
-            )
-        usual = self._clipping.scale.dynamic or self.overflows > 1  # one line is enough; the count goes on
-        logger.log(logging.INFO if usual else logging.WARNING, "%s", told)
-
-    def _describe_measured(self) -> Callable[[], dict[str, float | str]]:
-        """The rule's statistics of this step, worked out when they are asked for."""
-        measured = [slot for slot in self._slots.values() if slot.measured]
-        if not measured:
-            return dict
-        names, device = [slot.name for slot in measured], measured[0].param.device
-        values = {
-            name: torch.stack([slot.measured[name].to(device) for slot in measured]) for name in measured[0].measured
-        }
-        for slot in measured:
-            slot.measured = {}
-        kept = [dict(self._clipping.group_states[n]) for n in sorted(self._clipping.group_states)]
-        return functools.partial(self.rule.statistics, names, values, kept)
 
     # -- saving ----------------------------------------------------------------------------------------------------
 
@@ -549,7 +445,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises:
             StepError: in the middle of a step, or after one that was torn.
         """
-        self._settle_outcome()
+        self._outcome.settle()
         self._cycle.refuse_open("save")
         groups = [
             {**{k: v for k, v in group.items() if k not in ("params", "param_names")}, "params": group["param_names"]}
@@ -581,7 +477,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._clipping.scale.load_state_dict(state_dict.get("loss_scale"))
         self._updates.seed = state_dict["seed"]
         self._policy.drop()
-        self._outcome = self._hopeless = None
+        self._outcome.forget()
         self._cycle.reset(state_dict["step"])
 
 
@@ -591,11 +487,6 @@ def _refuse_loss(loss: Any) -> None:
         raise StepError(f"the loss is {what}; it must be a tensor of one element, as .mean() gives")
     if not loss.requires_grad:
         raise StepError("the loss has no graph: every parameter is frozen, or it was computed under no_grad")
-
-
-def _some(names: list[str]) -> str:
-    """A few names for a message."""
-    return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _has_compiler(device: str) -> bool:

@@ -202,8 +202,8 @@ class Policy(ABC):
         self._updates.drop()
         self._updates.decision = None
 
-    def _backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        self._clipping.scale.scaled(loss).backward(retain_graph=retain_graph)
+    def _backward(self, loss: Tensor) -> None:
+        self._clipping.scale.scaled(loss).backward()
 
     def _decide(self, measured: Mapping[str, Measured], prepared: bool) -> Decision:
         in_order = {slot.name: measured[slot.name] for slot in self._slots.values() if slot.name in measured}
@@ -240,7 +240,7 @@ class TwoPass(Policy):
         self._updates.decision = None
         self._measured = {}
         try:
-            self._backward(loss, retain_graph=again is None)
+            self._measure(loss, retain_graph=again is None)
             self._cycle.next_pass()
             decision = self._decide(self._measured, prepared=False)
         finally:
@@ -260,6 +260,12 @@ class TwoPass(Policy):
             )
         return True
 
+    def _measure(self, loss: Tensor, retain_graph: bool) -> None:
+        own = [slot.param for slot in self._slots.values() if slot.handle is not None]
+        if own:  # other leaves of the graph are to get their gradient once, in the second pass
+            scaled = self._clipping.scale.scaled(loss)
+            torch.autograd.backward(scaled, inputs=own, retain_graph=retain_graph)
+
     def take(self, slot: Slot, grad: Tensor) -> None:
         if self._measured is not None:
             self._measured[slot.name] = self._clipping.measure(grad)
@@ -267,8 +273,8 @@ class TwoPass(Policy):
         decision = self._updates.decision
         if decision is None or slot.name not in decision.measured:
             raise StepError(
-                f"parameter {slot.name!r} got a gradient in the second pass and none in the first: the two are not the "
-                "same computation. Use policy='deferred'"
+                f"parameter {slot.name!r} got a gradient in the second pass and none in the first, which reentrant "
+                "activation checkpointing hides it from. Use checkpoint(..., use_reentrant=False), or policy='deferred'"
             )
         self._updates.put(slot, grad)
 

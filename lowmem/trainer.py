@@ -22,8 +22,9 @@ from transformers.trainer_utils import rotate_checkpoints
 
 from lowmem import checkpoint, policies
 from lowmem.errors import CheckpointError, ConfigError, UnsupportedError
-from lowmem.optimizer import FusedConfig, FusedOptimizer
+from lowmem.optimizer import FusedOptimizer
 from lowmem.rules import resolve
+from lowmem.settings import FusedConfig
 
 if TYPE_CHECKING:
     from trl import SFTTrainer
@@ -103,6 +104,7 @@ class FusedTrainerMixin(_Base):
                     {"params": [pair for pair in named if pair[0] not in decayed], **none},
                 ]
             self.optimizer = self.fused.build([g for g in groups if g["params"]], lr=self.args.learning_rate)
+            self.optimizer.sum_norms_in_order(model.parameters())
         if self.args.gradient_accumulation_steps > 1:
             with self.optimizer.accumulate():  # the policy is settled now, not after the first micro-batch
                 pass

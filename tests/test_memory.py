@@ -1,7 +1,10 @@
-"""The promise about memory, counted tensor by tensor: above weights and states, one gradient and next to nothing.
+"""The promise about memory, counted tensor by tensor: above weights and states, one gradient and next to nothing, or,
+under `deferred`, what its store keeps.
 
 The model's embedding is 16 MiB, a third of it, and the last to get its gradient; the head is as large and the first.
 """
+
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -108,3 +111,53 @@ def test_checkpointing_keeps_fewer_activations(model, token_batches):
     plain, checkpointed = (model(checkpointing, vocab_size=97) for checkpointing in (False, True))
     without = peak_above_weights_and_states(plain, *fused(plain), batch)
     assert peak_above_weights_and_states(checkpointed, *fused(checkpointed), batch) <= 0.5 * without
+
+
+def peak_of_policy(net, batch, micro_batches=1, **options):
+    """Bytes above what stays between steps (weights, states, and the file that is mapped), in the third step."""
+    opt = lowmem.FusedOptimizer(net.named_parameters(), lr=1e-3, clip_norm=1.0, **options)
+    tracker = MemTracker()
+
+    def loss():
+        tracker.reset_mod_stats()  # it cannot track a module's second forward otherwise
+        return net(**batch).loss
+
+    def step():
+        for n in range(1, micro_batches + 1):
+            with opt.accumulate() if n < micro_batches else nullcontext():
+                opt.backward(loss if options.get("replay") == "forward" else loss())
+
+    step()
+    step()
+    tracker.track_external(net, opt)
+    with tracker:
+        step()
+    (peak,) = tracker.get_tracker_snapshot("peak").values()
+    (rest,) = tracker.get_tracker_snapshot("current").values()
+    return peak["Total"] - rest["Total"]
+
+
+# What a policy may hold at once, in units of the largest gradient and of all gradients together, in their own dtype.
+PLANS = {
+    "two_pass": ({"policy": "two_pass"}, 1, torch.float32, 1, 0),
+    "two_pass, forward": ({"policy": "two_pass", "replay": "forward"}, 1, torch.float32, 1, 0),
+    "two_pass, bfloat16": ({"policy": "two_pass"}, 1, torch.bfloat16, 1, 0),
+    "in memory": ({"policy": "deferred"}, 1, torch.float32, 0, 1),
+    "in memory, 8": ({"policy": "deferred"}, 8, torch.float32, 1, 1),
+    "on disk": ({"policy": "deferred", "store": "disk"}, 1, torch.float32, 1, 0),
+    "on disk, 8": ({"policy": "deferred", "store": "disk"}, 8, torch.float32, 1, 0),
+    "bfloat16": ({"policy": "deferred"}, 1, torch.bfloat16, 0, 1),
+    "bfloat16, 8": ({"policy": "deferred", "sums": "gradient"}, 8, torch.bfloat16, 1, 1),
+    # float32 sums of bfloat16 gradients are twice as large, and the gradient comes beside its sum
+    "float32 sums, 8": ({"policy": "deferred"}, 8, torch.bfloat16, 2, 2),
+    "float32 sums on disk, 8": ({"policy": "deferred", "store": "disk"}, 8, torch.bfloat16, 3, 0),
+}
+
+
+@pytest.mark.parametrize(("options", "micro_batches", "dtype", "largest", "all_of_them"), PLANS.values(), ids=PLANS)
+def test_a_policy_holds_what_it_plans(options, micro_batches, dtype, largest, all_of_them, model, token_batches):
+    net = model(True).to(dtype)
+    (batch,) = token_batches(1, size=(1, 8), vocab_size=VOCABULARY)
+    peak = peak_of_policy(net, batch, micro_batches, **options)
+    plan = largest * max(sizes(net)) + all_of_them * sum(sizes(net))
+    assert plan - 1 * MIB <= peak <= plan + 8 * MIB

@@ -1,5 +1,6 @@
 """Inside Hugging Face's and TRL's trainers: the same training, arguments honoured or refused, resumed bit for bit."""
 
+import itertools
 import math
 
 import pytest
@@ -23,7 +24,7 @@ def samples():
 def make(tiny_llama, samples, tmp_path):
     """A factory of trainers over the small Llama; keyword arguments are training arguments."""
 
-    def factory(cls=FusedTrainer, model=None, fused=None, run="run", **arguments):
+    def factory(cls=FusedTrainer, model=None, fused=None, run="run", optimizers=(None, None), **arguments):
         defaults = {
             "output_dir": str(tmp_path / run), "max_steps": 8, "per_device_train_batch_size": 4, "learning_rate": 1e-2,
             "logging_steps": 1, "save_strategy": "no", "max_grad_norm": 0.0, "report_to": "none", "disable_tqdm": True,
@@ -35,6 +36,7 @@ def make(tiny_llama, samples, tmp_path):
             args=TrainingArguments(**{**defaults, **arguments}),
             train_dataset=samples,
             eval_dataset=samples[:8],
+            optimizers=optimizers,
             **keywords,
         )
 
@@ -61,6 +63,85 @@ def test_fused_training_is_the_trainers_own_to_the_last_bit(make):
             assert mine.get(key) == its.get(key)
         if "grad_norm" in its:  # summed over tiles here, over whole tensors there
             assert mine["grad_norm"] == pytest.approx(its["grad_norm"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "max_grad_norm", "policy"), [(1, 2.0, "two_pass"), (4, 1.3, "deferred"), (4, 0.0, "deferred")]
+)
+def test_clipping_and_accumulation_are_the_trainers_own_to_the_last_bit(
+    make, samples, accumulation, max_grad_norm, policy
+):
+    """Rows of unequal length, so that the mean over tokens is not that of micro-batches; a short last step."""
+    for n, row in enumerate(samples):
+        row["labels"] = torch.where(torch.arange(12) < 3 + n % 10, row["labels"], -100)
+    arguments = {
+        "gradient_accumulation_steps": accumulation,
+        "max_grad_norm": max_grad_norm,
+        "per_device_train_batch_size": 2,
+        "max_steps": -1,
+        "num_train_epochs": 2,
+        "weight_decay": 0.1,
+    }
+    ordinary = make(Trainer, **arguments)
+    ordinary.train()
+    fused = make(fused=lowmem.FusedConfig(rule="torch.optim.AdamW", hyper={"foreach": False}), **arguments)
+    fused.train()
+    assert fused.optimizer.policy == policy
+    assert all(torch.equal(a, b) for a, b in zip(weights(ordinary), weights(fused), strict=True))
+    logs = [[e for e in t.state.log_history if "loss" in e] for t in (fused, ordinary)]
+    assert [e["loss"] for e in logs[0]] == [e["loss"] for e in logs[1]]
+    if max_grad_norm:
+        assert [e["grad_norm"] for e in logs[0]] == [e["grad_norm"] for e in logs[1]]
+        assert {e["clip_factor"] < 1 for e in logs[0]} == {True, False}
+    else:
+        assert not any("clip_factor" in e for e in logs[0])
+
+
+def test_telemetry_reaches_the_log(make):
+    fused = lowmem.FusedConfig(loss_scale=lowmem.DynamicScale(init=1024.0, interval=3), log_norms=True)
+    trainer = make(fused=fused, max_grad_norm=0.5)
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["loss_scale"] for entry in logs] == [1024.0] * 3 + [2048.0] * 3 + [4096.0] * 2
+    assert {entry["overflows"] for entry in logs} == {0}
+    for entry in logs:
+        norms = [value for key, value in entry.items() if key.startswith("grad_norm/")]
+        assert len(norms) == len(trainer.optimizer.last_step.names)
+        assert entry["grad_norm"] == pytest.approx(math.hypot(*norms), rel=1e-5)
+        assert entry["clip_factor"] == pytest.approx(min(1.0, 0.5 / entry["grad_norm"]), rel=1e-4)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_an_overflow_is_a_step_left_out_and_the_schedule_waits(make, accumulation):
+    """As with GradScaler: the trainer counts the step, the optimizer and the schedule do not."""
+    trainer = make(
+        fused=lowmem.FusedConfig(rule="adamw", loss_scale="dynamic"),
+        lr_scheduler_type="linear",
+        gradient_accumulation_steps=accumulation,
+        per_device_train_batch_size=2,
+    )
+    seen = []
+
+    class Poison(TrainerCallback):
+        def on_step_begin(self, args, state, control, model, **_):
+            weight = model.model.layers[0].mlp.up_proj.weight
+            seen.append(weights(trainer))
+            self.handle = weight.register_hook(lambda grad: grad * (torch.inf if state.global_step in (2, 5) else 1))
+
+        def on_step_end(self, *args, **_):
+            self.handle.remove()
+
+    trainer.add_callback(Poison())
+    trainer.train()
+    seen.append(weights(trainer))
+    unmoved = [all(map(torch.equal, a, b)) for a, b in itertools.pairwise(seen)]
+    assert unmoved == [step in (2, 5) for step in range(8)]
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["loss_scale"] for entry in logs] == [2.0**16] * 3 + [2.0**15] * 3 + [2.0**14] * 2
+    assert [entry["overflows"] for entry in logs] == [0, 0, 1, 1, 1, 2, 2, 2]
+    rates = [entry["learning_rate"] for entry in logs]
+    assert [after == before for before, after in itertools.pairwise(rates)] == [step in (2, 5) for step in range(7)]
+    assert trainer.optimizer.state_dict()["step"] == 6
 
 
 def test_gradients_are_gone_and_the_optimizer_is_not_wrapped(make):
@@ -165,6 +246,20 @@ def test_the_best_checkpoint_is_kept_and_loaded(make, tmp_path):
     best = min(losses, key=losses.get)
     assert trainer.state.best_model_checkpoint == str(tmp_path / "run" / f"checkpoint-{best}")
     assert trainer.evaluate()["eval_loss"] == pytest.approx(losses[best], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments", "said"),
+    [
+        ({}, {"max_grad_norm": 1.0}, r"max_grad_norm=1\.0.*clip_norm=None"),
+        ({"clip_norm": 2.0}, {}, r"max_grad_norm=0\.0.*clip_norm=2\.0"),
+    ],
+)
+def test_a_ready_optimizer_follows_the_arguments_or_raises(make, tiny_llama, options, arguments, said):
+    model = tiny_llama()
+    opt = lowmem.FusedOptimizer(model.named_parameters(), rule="lomo", **options)
+    with pytest.raises(ConfigError, match=said):
+        make(model=model, optimizers=(opt, None), **arguments)
 
 
 def test_a_ready_optimizer_may_be_handed_over(make, tiny_llama):
@@ -272,8 +367,8 @@ def test_the_mixin_fits_any_trainer(make):
 def trl_arguments(cls, tmp_path, **more):
     return cls(
         output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=2, learning_rate=1e-2, logging_steps=1,
-        save_strategy="no", max_grad_norm=0.0, report_to="none", disable_tqdm=True, bf16=False,
-        dataloader_pin_memory=False, **more,
+        save_strategy="no", report_to="none", disable_tqdm=True, bf16=False, dataloader_pin_memory=False,
+        **{"max_grad_norm": 0.0, **more},
     )  # fmt: skip
 
 
@@ -300,6 +395,25 @@ def test_the_sft_trainer_trains_as_its_own_does(tiny_llama, tokenizer, tmp_path)
     ordinary = trained(trl.SFTTrainer, "adamw_torch")
     fused = trained(FusedSFTTrainer, "adamw_torch_fused", fused=adamw)
     assert all(torch.equal(a, b) for a, b in zip(ordinary, fused, strict=True))
+
+
+def test_the_fused_loss_of_trl_is_the_same_twice(tiny_llama, tokenizer, tmp_path):
+    """Its head computes loss and gradient in pieces; replaying its graph gives the gradients that were measured."""
+    rows = [{"prompt": f"question {i}", "completion": f" answer {i} of many"} for i in range(8)]
+    runs = []
+    for policy in ("two_pass", "deferred"):
+        trainer = FusedSFTTrainer(
+            tiny_llama(vocab_size=len(tokenizer), attention_dropout=0.1),
+            args=trl_arguments(trl.SFTConfig, tmp_path, max_grad_norm=0.5),
+            train_dataset=Dataset.from_list(rows),
+            processing_class=tokenizer,
+            fused=lowmem.FusedConfig(policy=policy, loss_scale=1024),
+        )
+        trainer.train()
+        trainer.optimizer.state_dict()  # raises if the replay was another computation
+        assert trainer.optimizer.last_step.clip_factor < 1
+        runs.append(weights(trainer))
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
 def test_the_mixin_fits_a_preference_trainer(tiny_llama, tokenizer, tmp_path):

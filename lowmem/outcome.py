@@ -1,0 +1,131 @@
+"""How a step ended: its report, what the loss scale learns of it, what the host must know before the next one."""
+
+import functools
+import logging
+from collections.abc import Callable, Collection, Iterable
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from lowmem.clipping import Clipping
+from lowmem.errors import StepError
+from lowmem.last_step import LastStep
+from lowmem.policies import Policy
+from lowmem.readback import Readback
+from lowmem.rules import UpdateRule
+from lowmem.slots import Slot
+from lowmem.updates import Updates
+
+logger = logging.getLogger(__name__)
+
+
+class Outcome:
+    """Closes steps without waiting for the device, and has the host learn of them when the next one begins.
+
+    Attributes:
+        last: the report of the last step, None before the first.
+        nonfinite, overflows: gradients with Inf or NaN so far, and steps that met one: int64 scalars on the device.
+    """
+
+    def __init__(self, updates: Updates, clipping: Clipping, device: torch.device) -> None:
+        self._updates, self._clipping, self._device = updates, clipping, device
+        self.last: LastStep | None = None
+        self.nonfinite = torch.zeros((), dtype=torch.int64, device=device)
+        self.overflows = torch.zeros_like(self.nonfinite)
+        self._flags: Readback | None = None
+        self._hopeless: str | None = None
+
+    def close(self, slots: Collection[Slot], policy: Policy, replay: str | None, loss: Tensor | None) -> None:
+        """Reports the step that has just ended.
+
+        Args:
+            slots: of every parameter, in the order of the report.
+            policy, replay: how it was taken.
+            loss: not scaled; None after a plain backward.
+        """
+        decision, scale = self._updates.decision, self._clipping.scale
+        fired = [slot for slot in slots if self._updates.cycle.has_fired(slot.name)]
+        if decision is None:
+            norms = torch.stack([cast(Tensor, slot.square_sum).to(self._device) for slot in fired]).sqrt()
+        else:
+            norms = torch.stack([decision.measured[slot.name].raw.to(self._device) for slot in fired])
+        self.last = LastStep(
+            self._updates.cycle.step,
+            policy.name,
+            norms,
+            tuple(slot.name for slot in fired),
+            clip_factor=None if decision is None else decision.factor,
+            replay=replay,
+            _scale=scale.value,
+            _describe=self._described(slots),
+        )
+        nonfinite = norms.isfinite().logical_not().sum()
+        finite = nonfinite == 0
+        self.nonfinite = self.nonfinite + nonfinite
+        self.overflows = self.overflows + ~finite
+        yes = torch.ones_like(finite)
+        flags = (finite, policy.replayed(), None if loss is None else loss.isfinite().all(), scale.at_least())
+        self._flags = Readback(torch.stack([yes if flag is None else flag.to(self._device) for flag in flags]).float())
+        scale.update(finite)
+
+    def _described(self, slots: Iterable[Slot]) -> Callable[[], dict[str, float | str]]:
+        """The rule's statistics of this step, worked out when they are asked for."""
+        rule: UpdateRule = self._updates.rule
+        measured = [slot for slot in slots if slot.measured]
+        if not measured:
+            return dict
+        names = [slot.name for slot in measured]
+        values = {
+            name: torch.stack([slot.measured[name].to(self._device) for slot in measured])
+            for name in measured[0].measured
+        }
+        for slot in measured:
+            slot.measured = {}
+        kept = [dict(self._clipping.group_states[n]) for n in sorted(self._clipping.group_states)]
+        return functools.partial(rule.statistics, names, values, kept)
+
+    def forget(self) -> None:
+        """What happened last does not matter any more: a checkpoint was loaded."""
+        self._flags = self._hopeless = None
+
+    def settle(self) -> None:
+        """The host learns how the last step ended: one that was held back as a whole does not count."""
+        values = None if self._flags is None else self._flags.values()
+        self._flags = None
+        if values is None:
+            return
+        finite, replayed, loss_finite, least = map(bool, values)
+        if not replayed:
+            self._updates.cycle.tear(
+                "its second pass had other gradients than the one that was measured, so it was clipped by a norm that "
+                "was not its own. Something in the model or the loss is not the same twice; use policy='deferred'"
+            )
+        if not finite:
+            self._tell_of_overflow(loss_finite, least)
+
+    def refuse_hopeless(self) -> None:
+        """Raises `StepError` if gradients overflow though the loss scale is as small as it may become."""
+        if self._hopeless is not None:
+            reason, self._hopeless = self._hopeless, None
+            raise StepError(reason)
+
+    def _tell_of_overflow(self, loss_finite: bool, least: bool) -> None:
+        last, dynamic = cast(LastStep, self.last), self._clipping.scale.dynamic
+        what = "was held back as a whole" if last.held_back else f"met {last.skipped} gradient(s) that are not finite"
+        cause = "" if loss_finite else "; its loss is not finite either"
+        told = f"step {last.step} {what}: that of {_some(last.nonfinite)} is not finite{cause}"
+        if last.held_back:
+            self._updates.cycle.take_back()
+        if dynamic and least:
+            self._hopeless = (
+                f"{told}, and the loss scale cannot back off below its least value. The gradients overflow by "
+                "themselves: look at the data of this step, or take a lower learning rate"
+            )
+        usual = dynamic or int(self.overflows) > 1  # one line is enough; the count goes on
+        logger.log(logging.INFO if usual else logging.WARNING, "%s", told)
+
+
+def _some(names: list[str]) -> str:
+    """A few names for a message."""
+    return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
