@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem import placements, policies, rules, saving
+from lowmem import choice, placements, policies, rules, saving
 from lowmem.clipping import Clipping
 from lowmem.cycle import StepCycle
 from lowmem.errors import ConfigError, StepError, UnsupportedError, did_you_mean
@@ -128,7 +128,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if not groups:
             raise ConfigError("no parameters were given")
         self._wanted_placement = placement
-        self._wanted = policies.Settings(policy, replay, store, store_dir, sums)
+        self._wanted = choice.PolicySettings(policy, replay, store, store_dir, sums)
         try:
             super().__init__(groups, {**self.rule.defaults, **hyper})
             self._complete = True
@@ -266,12 +266,12 @@ class FusedOptimizer(torch.optim.Optimizer):
             if param in self._slots:
                 self._slots[param] = self._slots.pop(param)
 
-    def _wish(self) -> policies.Wish:
+    def _wish(self) -> choice.Wish:
         scale = self._clipping.scale
         options = (self.rule.needs_norm(group) for group in self.param_groups)
         norm = next((option for option in options if option is not None), None)
         scaled = scale.value is not None and not self.rule.can_be_held_back
-        return policies.Wish(
+        return choice.Wish(
             norm=f"clip_norm={self._clipping.norm!r}" if self._clipping.norm is not None else norm,
             skips="loss_scale with an optimizer from elsewhere" if scaled else None,
             prefers_whole="a dynamic loss scale" if scale.dynamic else None,
@@ -285,7 +285,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             UnsupportedError: the policy that was asked for cannot.
         """
         on_cpu = all(slot.param.device.type == "cpu" for slot in self._slots.values())
-        chosen, reason = policies.choose(self._wanted, self._wish(), on_cpu=on_cpu)
+        chosen, reason = choice.choose(self._wanted, self._wish(), on_cpu=on_cpu)
         current: policies.Policy | None = getattr(self, "_policy", None)
         if current is not None and (chosen == current.name or current.adds):
             return

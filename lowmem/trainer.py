@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import rotate_checkpoints
 
-from lowmem import checkpoint, policies
+from lowmem import checkpoint, choice
 from lowmem.errors import CheckpointError, ConfigError, UnsupportedError
 from lowmem.optimizer import FusedOptimizer
 from lowmem.rules import resolve
@@ -270,8 +270,8 @@ def _completed(fused: FusedConfig, args: TrainingArguments) -> FusedConfig:
     scale = fused.loss_scale if fused.loss_scale is not None or not args.fp16 else "dynamic"
     try:
         completed = replace(fused, clip_norm=args.max_grad_norm or None, loss_scale=scale)
-        wanted = policies.Settings(policy=completed.policy)
-        policies.choose(wanted, policies.Wish(accumulates=args.gradient_accumulation_steps > 1), on_cpu=True)
+        wanted = choice.PolicySettings(policy=completed.policy)
+        choice.choose(wanted, choice.Wish(accumulates=args.gradient_accumulation_steps > 1), on_cpu=True)
     except UnsupportedError as error:
         raise UnsupportedError(
             f"{error} (max_grad_norm={args.max_grad_norm}, "

@@ -3,12 +3,14 @@
 
     python scripts/gpu_check.py [--out gpu_check.json] [--small]
 
-Correctness of the compiled sweep against eager, host syncs in the hot path, seconds and bytes of an update, a training
-step beside its peers, and a run of 8B random weights. Each part stands alone: one that fails is reported as its error
-and the others go on. `--small` shrinks everything, so that the script itself can be tried without a GPU.
+Correctness of the compiled sweep against eager, host syncs in the hot path, seconds and bytes of an update, policies
+and stores against each other, a training step beside its peers, and 8B random weights under each policy. Each part
+stands alone: one that fails is reported as its error and the others go on. `--small` shrinks everything, so that the
+script itself can be tried without a GPU.
 """
 
 import argparse
+import itertools
 import json
 import platform
 import statistics
@@ -104,13 +106,24 @@ def compiled_against_eager(small: bool) -> dict[str, float]:
     return found
 
 
+POLICIES: dict[str, dict[str, Any]] = {
+    "immediate": {"policy": "immediate"},
+    "two_pass": {"policy": "two_pass", "clip_norm": 1.0},
+    "deferred, host": {"policy": "deferred", "store": "host", "clip_norm": 1.0},
+    "deferred, device": {"policy": "deferred", "store": "device", "clip_norm": 1.0},
+}
+
+
 def no_host_sync(small: bool) -> str:
-    """Updates by every rule, of a large parameter and a stack of small ones, where torch raises at a host sync."""
-    for rule in RULES:
+    """Updates by every rule under every policy, of a large parameter and a stack of small ones, where torch raises at a
+    host sync.
+    """
+    for rule, policy in itertools.product(RULES, POLICIES.values()):
         drawn = [torch.randn(size, device=DEVICE).bfloat16() for size in ((256, 256), (64,), (64,))]
         params = [torch.nn.Parameter(value) for value in drawn]
         compile = GPU and rule == "adalomo"
-        opt = lowmem.FusedOptimizer(params, rule=rule, lr=1e-3, rounding="stochastic", compile=compile)
+        settings = {"rule": rule, "lr": 1e-3, "rounding": "stochastic", "loss_scale": "dynamic", "compile": compile}
+        opt = lowmem.FusedOptimizer(params, **settings, **policy)
         for step in range(4):
             loss = torch.stack([param.float().square().sum() for param in params]).sum()
             if GPU and step:  # the first one compiles
@@ -162,6 +175,25 @@ def llama(layers: int, hidden: int, inner: int, vocab: int, heads: int) -> torch
     return model.train()
 
 
+def policies_agree(small: bool) -> dict[str, float]:
+    """Largest difference of weights from those of `two_pass`, after four steps that are clipped."""
+    weights = {}
+    for name, policy in {
+        **POLICIES,
+        "deferred, disk": {"policy": "deferred", "store": "disk", "clip_norm": 1.0},
+    }.items():
+        if name == "immediate":
+            continue
+        torch.manual_seed(0)
+        model = llama(4, 256, 512, 8192, 4).float()
+        opt = lowmem.FusedOptimizer(model.named_parameters(), lr=1e-3, **policy)
+        for _ in range(4):
+            ids = torch.randint(0, 8192, (2, 64), device=DEVICE)
+            opt.backward(model(input_ids=ids, labels=ids).loss)
+        weights[name] = torch.cat([param.detach().flatten() for param in model.parameters()])
+    return {name: float((value - weights["two_pass"]).abs().max()) for name, value in weights.items()}
+
+
 def train(
     model: torch.nn.Module, tokens: int, step: Callable[[torch.Tensor], object], repeats: int
 ) -> dict[str, float]:
@@ -208,14 +240,41 @@ def steps_beside_peers(small: bool) -> dict[str, dict[str, float]]:
     return found
 
 
-def eight_billion(small: bool) -> dict[str, float]:
-    """AdaLomo on 8B random weights, 2,048 tokens a step, checkpointing."""
+def eight_billion(small: bool) -> dict[str, dict[str, float]]:
+    """AdaLomo on 8B random weights, 2,048 tokens a step, checkpointing, in the hook and clipped by norm."""
     model = llama(*((2, 64, 128, 512, 4) if small else (32, 4096, 14336, 128256, 32)))
-    opt = lowmem.FusedOptimizer(model.named_parameters(), rounding="stochastic")
-    return train(model, 64 if small else 2048, opt.backward, 5)
+    found = {}
+    for name in ("immediate", "two_pass", "deferred, host"):
+        opt = lowmem.FusedOptimizer(model.named_parameters(), rounding="stochastic", **POLICIES[name])
+        found[name] = train(model, 64 if small else 2048, opt.backward, 4)
+        opt.remove()
+    return found
 
 
-PARTS = (environment, compiled_against_eager, no_host_sync, update, steps_beside_peers, eight_billion)
+def steps_of_policies(small: bool) -> dict[str, dict[str, float]]:
+    """The step of a 1B Llama at 2,048 tokens under each policy, the clipped ones clipping by norm."""
+    found = {}
+    for name, policy in POLICIES.items():
+        model = llama(*((2, 64, 128, 512, 4) if small else (16, 2048, 8192, 128256, 32)))
+        opt = lowmem.FusedOptimizer(model.named_parameters(), rounding="stochastic", **policy)
+        found[name] = train(model, 64 if small else 2048, opt.backward, 8)
+        found[name]["over_immediate"] = found[name]["seconds"] / found["immediate"]["seconds"]
+        del model, opt
+        if GPU:
+            torch.cuda.empty_cache()
+    return found
+
+
+PARTS = (
+    environment,
+    compiled_against_eager,
+    no_host_sync,
+    update,
+    policies_agree,
+    steps_beside_peers,
+    steps_of_policies,
+    eight_billion,
+)
 
 
 def main() -> None:

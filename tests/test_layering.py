@@ -27,6 +27,7 @@ LAYERS = [
     "updates",
     "store",
     "replay",
+    "choice",
     "policies",
     "readback",
     "last_step",
