@@ -167,13 +167,15 @@ def _stop_on_signal(trainer: Any) -> Iterator[list[int]]:
 
 
 def _describe(config: "RunConfig", trainer: Any, counts: "TokenCounts") -> None:
-    """What is about to be trained, in three lines; samples that were dropped are said."""
+    """What is about to be trained, in four lines; samples that were dropped are said."""
     fused, model = config.optimizer.fused, trainer.model
     compiled = ", compiled in the first step (up to a minute)" if trainer.optimizer.compiled else ""
     parameters = sum(p.numel() for p in model.parameters())
     out.print(f"model      {type(model).__name__}, {parameters / 1e6:,.1f}M parameters, {config.model.dtype}")
     settings = f"{fused.rule}, lr {config.optimizer.lr:g}, rounding {fused.rounding}"
     out.print(f"optimizer  {settings}, fused into backward{compiled}", highlight=False)
+    policy = f"{trainer.optimizer.policy}: {trainer.optimizer.policy_reason}"
+    out.print(f"policy     {policy}", highlight=False, soft_wrap=True)
     out.print(
         f"data       {counts.samples:,} samples, {counts.tokens:,} tokens, loss on {counts.trained_tokens:,}",
         highlight=False,

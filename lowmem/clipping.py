@@ -88,6 +88,10 @@ class Clipping:
             self._limits[device] = torch.full((), self.value, dtype=torch.float32, device=device)
         return self._limits[device]
 
+    def prepares(self, grad: Tensor) -> bool:
+        """Whether `measure` changes the gradient."""
+        return grad.dtype == torch.float32 and (self.scale.value is not None or self.value is not None)
+
     def measure(self, grad: Tensor) -> Measured:
         """The norms of a gradient. One in float32 is unscaled and clamped in place, as PyTorch would; a narrower one
         keeps its bits and is read tile by tile.
@@ -182,9 +186,7 @@ class Clipping:
             )
             found[id(groups[n])] = own
             # a step that is held back leaves no trace here either
-            self.group_states[n] = {
-                name: torch.where(finite, new, kept[name]) if name in kept else new for name, new in own.kept.items()
-            }
+            self.group_states[n] = {name: torch.where(finite, new, own.before[name]) for name, new in own.kept.items()}
         return found
 
 

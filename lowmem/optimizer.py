@@ -373,6 +373,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def accept_torn_step(self) -> None:
         """Goes on with the weights as a dead backward left them: some of this step, some of the one before."""
+        self._policy.drop()
         self._cycle.reset(self._cycle.step)
 
     @property
@@ -457,6 +458,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             "seed": self._updates.seed,
             "step": self._cycle.step,
             "loss_scale": self._clipping.scale.state_dict(),
+            "counts": self._outcome.state_dict(),
             "state": saving.collect(self._slots.values(), self._updates, self._clipping),
             "param_groups": groups,
         }
@@ -468,6 +470,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             CheckpointError: it is of another rule or rounding, or its parameters or groups are not this optimizer's.
         """
         saving.refuse_others(state_dict, {"rule": self.rule.name, "rounding": self.rounding}, self.param_groups)
+        self._clipping.scale.check_saved(state_dict.get("loss_scale"))
         saving.restore(state_dict, self._slots.values(), self._updates, self._clipping)
         for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({k: v for k, v in saved_group.items() if k != "params"})
@@ -477,7 +480,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._clipping.scale.load_state_dict(state_dict.get("loss_scale"))
         self._updates.seed = state_dict["seed"]
         self._policy.drop()
-        self._outcome.forget()
+        self._outcome.load_state_dict(state_dict.get("counts"))
         self._cycle.reset(state_dict["step"])
 
 

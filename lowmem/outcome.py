@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import cast
 
 import torch
@@ -85,9 +85,16 @@ class Outcome:
         kept = [dict(self._clipping.group_states[n]) for n in sorted(self._clipping.group_states)]
         return functools.partial(rule.statistics, names, values, kept)
 
-    def forget(self) -> None:
-        """What happened last does not matter any more: a checkpoint was loaded."""
+    def state_dict(self) -> dict[str, int]:
+        """The counts, for a run that is resumed to go on with."""
+        return {"nonfinite": int(self.nonfinite), "overflows": int(self.overflows)}
+
+    def load_state_dict(self, saved: Mapping[str, int] | None) -> None:
+        """Goes on counting from what `state_dict` gave; what happened last does not matter any more."""
         self._flags = self._hopeless = None
+        saved = saved or {"nonfinite": 0, "overflows": 0}
+        self.nonfinite = torch.full_like(self.nonfinite, saved["nonfinite"])
+        self.overflows = torch.full_like(self.overflows, saved["overflows"])
 
     def settle(self) -> None:
         """The host learns how the last step ended: one that was held back as a whole does not count."""

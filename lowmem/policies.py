@@ -216,6 +216,11 @@ class Deferred(Policy):
 
     def take(self, slot: Slot, grad: Tensor) -> None:
         before = self._store.get(slot)
+        if before is not None and slot.name in self._measured and self._clipping.prepares(before):
+            raise StepError(
+                f"parameter {slot.name!r} got its gradient in two parts within one backward, and the first part has "
+                "been unscaled or clamped for the whole already. Use checkpoint(..., use_reentrant=False)"
+            )
         total = grad if before is None else self._sum(before, grad)
         if self._last:
             self._measured[slot.name] = self._clipping.measure(total)

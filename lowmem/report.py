@@ -13,13 +13,11 @@ import sys
 import time
 from datetime import datetime
 from importlib import metadata
-from io import BytesIO
 from numbers import Real
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
 import psutil
 import torch
 from rich.console import Console
@@ -29,13 +27,9 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCall
 from lowmem.checkpoint import by_number
 from lowmem.errors import ConfigError, LowmemError
 from lowmem.files import write_file, writing
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from lowmem.pictures import Record, draw, loss_keys, new_overflows, series, size
 
 METRICS = "metrics.jsonl"
-Record = dict[str, Any]
 
 # The one text among the numbers that are logged: the parameter that a norm is mostly of.
 DOMINANT = "dominant_parameter"
@@ -218,28 +212,28 @@ def _log_line(record: Record, max_steps: int) -> str | None:
     if "train_loss" in record:
         return (
             f"{step}  trained in {_duration(record['train_runtime'])}  mean loss {record['train_loss']:.4f}  "
-            f"{record['tokens']:,} tokens  peak {_size(record['peak_memory'])}"
+            f"{record['tokens']:,} tokens  peak {size(record['peak_memory'])}"
         )
     if "loss" in record:
         norm, name = record.get("grad_norm", math.nan), record.get(DOMINANT)
+        clip = f"  clip {_factor(record['clip_factor']):>5}" if "clip_factor" in record else ""
+        scale = f"  scale {record['loss_scale']:>10,.10g}" if "loss_scale" in record else ""
+        # what may come and go stands last
+        overflows = f"  overflows {record['overflows']:,}" if record.get("overflows") else ""
         dominant = f"  {record['dominant_proportion']:.0%} of the norm is {name}" if name else ""
         return (
-            f"{step}  loss {record['loss']:>8.4f}  grad norm {norm:>9.3e}  lr {record.get('learning_rate', 0.0):.2e}  "
-            f"{record['tokens_per_second']:>9,.0f} tokens/s  peak {_size(record['peak_memory']):>10}{dominant}"
+            f"{step}  loss {record['loss']:>8.4f}  grad norm {norm:>9.3e}{clip}{scale}  "
+            f"lr {record.get('learning_rate', 0.0):.2e}  {record['tokens_per_second']:>9,.0f} tokens/s  "
+            f"peak {size(record['peak_memory']):>10}{overflows}{dominant}"
         )
     scores = {name.removeprefix("eval_"): value for name, value in record.items() if name.startswith("eval_")}
     shown = [f"{name.replace('_', ' ')} {v:.4f}" for name, v in scores.items() if not name.endswith(_TIMING)]
     return f"{step}  evaluation  {'  '.join(shown)}" if shown else None
 
 
-def _size(count: float) -> str:
-    """Bytes for people."""
-    unit, name = _unit(count)
-    return f"{count / unit:.2f} {name}"
-
-
-def _unit(count: float) -> tuple[int, str]:
-    return (2**30, "GiB") if count >= 2**30 else (2**20, "MiB")
+def _factor(value: float) -> str:
+    """A number up to 1 in few characters."""
+    return f"{value:.0e}" if 0 < value < 0.005 else f"{value:.2f}"
 
 
 def _duration(seconds: float) -> str:
@@ -285,119 +279,36 @@ def read_metrics(run_dir: str | Path) -> list[Record]:
     """The lines of a run's metrics.jsonl. A last line that was cut off while it was written is left out."""
     path = Path(run_dir) / METRICS
     try:
-        text = path.read_text(encoding="utf-8")
+        file = path.open(encoding="utf-8")
     except OSError as error:
         raise LowmemError(f"{path}: can't be read: {error.strerror}. It is written while a run trains.") from error
-    whole, _, _ = text.rpartition("\n")
     records = []
-    for number, line in enumerate(whole.splitlines(), start=1):
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            raise LowmemError(f"{path}, line {number}: not JSON: {error.msg}. Delete the line to go on.") from error
+    with file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith("\n"):
+                break
+            try:
+                records.append(json.loads(line, object_pairs_hook=_record))
+            except json.JSONDecodeError as error:
+                raise LowmemError(f"{path}, line {number}: not JSON: {error.msg}. Delete the line to go on.") from error
     return records
 
 
-# --- Pictures -----------------------------------------------------------------------------------------------------
-
-_STYLE = {
-    "font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#888888",
-    "axes.labelcolor": "#333333", "axes.grid": True, "grid.color": "#e6e6e6", "grid.linewidth": 0.8,
-    "axes.axisbelow": True, "axes.titleweight": "bold", "axes.titlesize": 12, "axes.titlelocation": "left",
-    "xtick.color": "#555555", "ytick.color": "#555555", "legend.frameon": False, "axes.xmargin": 0.02,
-}  # fmt: skip
-_BLUE, _PALE, _GREEN, _VIOLET, _EVAL = "#1f5fa8", "#b5cbe6", "#2a8f7c", "#7b5ea7", ("#d1495b", "#e08e2b", "#5b8c2a")
+def _record(pairs: list[tuple[str, Any]]) -> Record:
+    """Every line has the same names, hundreds where norms of parameters are logged: each is kept once."""
+    return {sys.intern(name): value for name, value in pairs}
 
 
 def plot_run(run_dir: str | Path) -> list[Path]:
-    """Draw loss.png and memory.png into the run folder, from its metrics.jsonl alone."""
-    import matplotlib
-
+    """Draw a run's pictures into its folder, from its metrics.jsonl alone."""
     folder = Path(run_dir)
     records = read_metrics(folder)
     if not records:
         raise LowmemError(f"{folder / METRICS}: nothing was logged yet, so there is nothing to draw.")
-    name = folder.resolve().name
-    with matplotlib.rc_context(_STYLE):
-        pictures = {"loss.png": _loss_picture(records, name), "memory.png": _memory_picture(records, name)}
-        for file_name, figure in pictures.items():
-            png = BytesIO()
-            figure.savefig(png, format="png", dpi=150)
-            write_file(folder / file_name, png.getvalue())
-    return [folder / file_name for file_name in pictures]
-
-
-def _series(records: list[Record], key: str) -> tuple[list[int], list[float]]:
-    """The steps and values of one metric; what was not finite is a gap."""
-    rows = [(record["step"], record[key]) for record in records if key in record]
-    return [step for step, _ in rows], [math.nan if value is None else value for _, value in rows]
-
-
-def _loss_keys(records: list[Record]) -> list[str]:
-    """The evaluation losses: one, or one for each held-out set."""
-    keys = dict.fromkeys(key for record in records for key in record)
-    return [key for key in keys if re.fullmatch(r"eval_(.+_)?(?<!aux_)loss", key)]
-
-
-def _smoothed(values: list[float]) -> np.ndarray[Any, Any]:
-    """A centred Gaussian average, about a twentieth of the run wide; gaps weigh nothing."""
-    there = np.isfinite(values)
-    width = max(len(values) / 60, 1.5)
-    kernel = np.exp(-0.5 * (np.arange(-round(3 * width), round(3 * width) + 1) / width) ** 2)
-    total = np.convolve(np.where(there, values, 0.0), kernel, mode="same")
-    weight = np.convolve(there, kernel, mode="same")
-    return np.divide(total, weight, out=np.full_like(total, np.nan), where=weight > 0)
-
-
-def _loss_picture(records: list[Record], name: str) -> "Figure":
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 7), layout="constrained")
-    loss, norm, rate = figure.subplots(3, 1, sharex=True, height_ratios=(3.2, 1, 1))
-    steps, values = _series(records, "loss")
-    many = len(values) >= 20
-    loss.plot(steps, values, color=_PALE if many else _BLUE, lw=1 if many else 2, label="training")
-    if many:
-        loss.plot(steps, _smoothed(values), color=_BLUE, lw=2, label="training, smoothed")
-    for key, color in zip(_loss_keys(records), _EVAL * len(records), strict=False):
-        label = key.removeprefix("eval_").removesuffix("loss").replace("_", " ").strip()
-        loss.plot(*_series(records, key), color=color, lw=1.2, marker="o", ms=5, label=f"evaluation {label}".strip())
-    loss.set(title=f"{name}: loss", ylabel="loss (nats per token)")
-    loss.legend(loc="upper right")
-    _panel(norm, *_series(records, "grad_norm"), _VIOLET, "gradient norm")
-    _panel(rate, *_series(records, "learning_rate"), _GREEN, "learning rate")
-    rate.set(xlabel="step", ylim=(0, None))
-    rate.ticklabel_format(axis="y", scilimits=(-2, 3), useMathText=True)
-    figure.align_ylabels()
-    return figure
-
-
-def _panel(axes: "Axes", steps: list[int], values: list[float], color: str, label: str) -> None:
-    axes.plot(steps, values, color=color, lw=1.3)
-    axes.set_ylabel(label)
-    positive = [value for value in values if value > 0]
-    if positive and max(positive) > 30 * min(positive) and label == "gradient norm":
-        axes.set_yscale("log")
-
-
-def _memory_picture(records: list[Record], name: str) -> "Figure":
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 4.5), layout="constrained")
-    axes = figure.subplots()
-    steps, used = _series(records, "memory")
-    _, peak = _series(records, "peak_memory")
-    weights = records[-1]["weight_bytes"]
-    unit, unit_name = _unit(max(peak))
-    axes.fill_between(steps, [value / unit for value in used], color=_PALE, alpha=0.45, lw=0)
-    axes.plot(steps, [value / unit for value in used], color=_BLUE, lw=1.5, label="in use when logged")
-    axes.step(
-        steps, [value / unit for value in peak], where="post", color=_EVAL[0], lw=2, label=f"peak: {_size(max(peak))}"
-    )
-    axes.axhline(weights / unit, color="#333333", lw=1.2, ls=(0, (5, 3)), label=f"weights: {_size(weights)}")
-    axes.set(title=f"{name}: memory", xlabel="step", ylabel=f"memory ({unit_name})", ylim=(0, max(peak) / unit * 1.25))
-    axes.legend(loc="upper left", ncols=3)
-    return figure
+    pictures = draw(records, folder.resolve().name)
+    for name, png in pictures.items():
+        write_file(folder / name, png)
+    return [folder / name for name in pictures]
 
 
 # --- README -------------------------------------------------------------------------------------------------------
@@ -406,8 +317,9 @@ _FILES = {
     "config.yaml": "the whole configuration, overrides included; `lowmem train` takes it",
     "environment.json": "machine, versions, git commit and command of the latest start",
     "metrics.jsonl": "every logged number, one JSON object a line",
-    "loss.png": "training and evaluation loss, gradient norm, learning rate",
+    "loss.png": "training and evaluation loss, gradient norm, learning rate, clip factor, loss scale",
     "memory.png": "memory in use and at its peak, beside the weights",
+    "norms.png": "the gradient norm of each parameter, step by step",
     "runs": "TensorBoard files: `tensorboard --logdir` of this folder",
 }
 
@@ -418,7 +330,7 @@ def write_readme(run_dir: str | Path) -> None:
     checkpoints = by_number(folder)
     files = [f"| [{name}]({name}) | {what} |" for name, what in _FILES.items() if (folder / name).exists()]
     files += [f"| {path.name}/ | a Hugging Face model folder, with the optimizer's states |" for path in checkpoints]
-    pictures = [f"![{name}]({name})" for name in ("loss.png", "memory.png") if (folder / name).exists()]
+    pictures = [f"![{name}]({name})" for name in _FILES if name.endswith(".png") and (folder / name).exists()]
     lines = [
         f"# {folder.resolve().name}", "",
         "| | |", "| --- | --- |", *(f"| {what} | {value} |" for what, value in _results(read_metrics(folder))), "",
@@ -432,17 +344,23 @@ def write_readme(run_dir: str | Path) -> None:
 def _results(records: list[Record]) -> list[tuple[str, str]]:
     """What a run came to, for a table of two columns."""
     results = [("steps", f"{records[-1]['step']:,}"), ("tokens", f"{records[-1]['tokens']:,}")]
-    for key in ("loss", *_loss_keys(records)):
-        losses = [(loss, step) for step, loss in zip(*_series(records, key), strict=True)]
+    for key in ("loss", *loss_keys(records)):
+        losses = [(loss, step) for step, loss in zip(*series(records, key), strict=True)]
         lowest, at_step = min((pair for pair in losses if math.isfinite(pair[0])), default=(math.nan, 0))
         name = "training loss" if key == "loss" else key.replace("_", " ").replace("eval", "evaluation")
         if losses:
             results.append((name, f"{losses[-1][0]:.4f} (lowest {lowest:.4f}, at step {at_step:,})"))
-    rates = [value for value in _series(records, "tokens_per_second")[1] if math.isfinite(value)]
+    rates = [value for value in series(records, "tokens_per_second")[1] if math.isfinite(value)]
     if rates:
         results.append(("tokens/s, median", f"{statistics.median(rates):,.0f}"))
+    factors = [value for value in series(records, "clip_factor")[1] if value > 0]  # 0 is the factor of an overflow
+    if factors:
+        clipped = sum(value < 1 for value in factors) / len(factors)
+        results.append(("clipped", f"{clipped:.0%} of the logged steps"))
+    if overflows := sum(new_overflows(records)):
+        results.append(("overflows", f"{overflows:,} steps with a gradient that was not finite"))
     peak = max(record["peak_memory"] for record in records)
-    return [*results, ("peak memory", f"{_size(peak)} (weights {_size(records[-1]['weight_bytes'])})")]
+    return [*results, ("peak memory", f"{size(peak)} (weights {size(records[-1]['weight_bytes'])})")]
 
 
 def _going_on(folder: Path, checkpoints: list[Path]) -> list[str]:

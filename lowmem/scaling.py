@@ -32,15 +32,16 @@ class DynamicScale:
 
     def __post_init__(self) -> None:
         for name, fine, wanted in (
-            ("init", self.least <= self.init < math.inf, "a finite number >= least"),
-            ("growth", 1 < self.growth < math.inf, "a number > 1"),
-            ("backoff", 0 < self.backoff < 1, "a number between 0 and 1"),
-            ("interval", self.interval >= 1 and int(self.interval) == self.interval, "a whole number >= 1"),
-            ("least", 0 < self.least < math.inf, "a number > 0"),
-            ("hysteresis", self.hysteresis >= 1 and int(self.hysteresis) == self.hysteresis, "a whole number >= 1"),
+            ("least", _is_scale, "a number > 0 that float32 holds"),
+            ("init", lambda value: _is_scale(value) and value >= self.least, "a finite number >= least"),
+            ("growth", lambda value: _is_number(value) and value > 1, "a number > 1"),
+            ("backoff", lambda value: _is_number(value) and 0 < value < 1, "a number between 0 and 1"),
+            ("interval", _is_count, "a whole number >= 1"),
+            ("hysteresis", _is_count, "a whole number >= 1"),
         ):
-            if not fine:
-                raise ConfigError(f"loss_scale.{name}={getattr(self, name)!r} is not {wanted}")
+            value = getattr(self, name)
+            if not fine(value):
+                raise ConfigError(f"loss_scale.{name}={value!r} is not {wanted}")
 
 
 class LossScale:
@@ -94,10 +95,11 @@ class LossScale:
         finite = finite.to(self._scale.device)
         good = torch.where(finite, self._good + 1, 0)
         patience = torch.where(finite, self._patience, (self._patience - 1).clamp(min=0))
-        due, tired = good == self.rule.interval, ~finite & (patience == 0)
-        grown = self._scale * self.rule.growth
+        due, tired = good >= self.rule.interval, ~finite & (patience == 0)  # a saved count may be beyond the interval
+        exact = self._scale.double()  # GradScaler multiplies in float64
+        grown = (exact * self.rule.growth).float()
         grown = torch.where(grown.isfinite(), grown, self._scale)
-        shrunk = (self._scale * self.rule.backoff).clamp(min=self.rule.least)
+        shrunk = (exact * self.rule.backoff).float().clamp(min=self.rule.least)
         self._scale = torch.where(due, grown, torch.where(tired, shrunk, self._scale))
         self._good = torch.where(due, 0, good).to(torch.int32)
         self._patience = torch.where(due, self.rule.hysteresis, patience).to(torch.int32)
@@ -114,6 +116,12 @@ class LossScale:
         assert self._scale is not None
         return {"scale": float(self._scale), "good": int(self._good), "patience": int(self._patience)}
 
+    def check_saved(self, saved: Mapping[str, Any] | None) -> None:
+        """Raises `CheckpointError` if `load_state_dict` would; changes nothing."""
+        for name in ("scale", "good", "patience"):
+            if self.rule is not None and saved is not None and name not in saved:
+                raise CheckpointError(f"the saved loss scale has no {name!r}")
+
     def load_state_dict(self, saved: Mapping[str, Any] | None) -> None:
         """Continues from what `state_dict` gave; a run that had none begins anew.
 
@@ -123,10 +131,8 @@ class LossScale:
         if self.rule is None or saved is None:
             return
         assert self._scale is not None
-        try:
-            scale, good, patience = saved["scale"], saved["good"], saved["patience"]
-        except KeyError as error:
-            raise CheckpointError(f"the saved loss scale has no {error}") from None
+        self.check_saved(saved)
+        scale, good, patience = saved["scale"], saved["good"], saved["patience"]
         self._scale = torch.full_like(self._scale, scale)
         self._good, self._patience = torch.full_like(self._good, good), torch.full_like(self._patience, patience)
         self._inverses.clear()
@@ -135,6 +141,20 @@ class LossScale:
 def _fixed(wanted: Any) -> float | None:
     if wanted is None:
         return None
-    if isinstance(wanted, bool) or not isinstance(wanted, int | float) or not 0 <= wanted < math.inf:
+    if not _is_number(wanted) or (wanted != 0 and not _is_scale(wanted)):
         raise ConfigError(f"loss_scale={wanted!r} is neither a number >= 0 (0: none) nor 'dynamic' nor a DynamicScale")
     return None if wanted in (0, 1) else float(wanted)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_scale(value: Any) -> bool:
+    """Whether it and its inverse are numbers of float32."""
+    limits = torch.finfo(torch.float32)
+    return _is_number(value) and limits.tiny <= value <= limits.max
+
+
+def _is_count(value: Any) -> bool:
+    return _is_number(value) and value >= 1 and int(value) == value

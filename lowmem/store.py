@@ -148,22 +148,26 @@ class Disk(GradientStore):
     """
 
     def __init__(self, folder: str | None, slots: Mapping[Tensor, Slot], sums: torch.dtype | None) -> None:
-        self._offsets: dict[str, int] = {}
+        self._folder = folder
+        self._room: dict[str, Tensor] = {}  # bytes of the file
         self._kept: dict[str, Tensor] = {}
-        size = 0
-        for slot in slots.values():
-            self._offsets[slot.name] = size
-            wide = slot.param.element_size() if sums is None else max(slot.param.element_size(), sums.itemsize)
-            size += -(-slot.param.numel() * wide // _PAGE) * _PAGE
+        wide = 0 if sums is None else sums.itemsize
+        self._make_room({s.name: s.param.numel() * max(s.param.element_size(), wide) for s in slots.values()})
+
+    def _make_room(self, needed: Mapping[str, int]) -> None:
+        """Makes a file with so many bytes for each."""
+        sizes = {name: -(-size // _PAGE) * _PAGE for name, size in needed.items()}
+        total = sum(sizes.values())
         try:
-            with tempfile.NamedTemporaryFile(dir=folder, prefix="gradients-") as file:
-                os.posix_fallocate(file.fileno(), 0, max(size, _PAGE))
-                self._bytes = torch.from_file(file.name, shared=True, size=max(size, _PAGE), dtype=torch.uint8)
+            with tempfile.NamedTemporaryFile(dir=self._folder, prefix="gradients-") as file:
+                os.posix_fallocate(file.fileno(), 0, max(total, _PAGE))
+                mapped = torch.from_file(file.name, shared=True, size=max(total, _PAGE), dtype=torch.uint8)
         except OSError as error:
             raise ConfigError(
-                f"store='disk' needs {size:,} bytes in {Path(folder or tempfile.gettempdir())}: {error.strerror}. "
-                "Set store_dir to a folder with room."
+                f"store='disk' needs {total:,} bytes in {Path(self._folder or tempfile.gettempdir())}: "
+                f"{error.strerror}. Set store_dir to a folder with room."
             ) from error
+        self._room |= dict(zip(sizes, mapped[:total].split(list(sizes.values())), strict=True))
 
     def get(self, slot: Slot) -> Tensor | None:
         kept = self._kept.get(slot.name)
@@ -172,8 +176,9 @@ class Disk(GradientStore):
     def keep(self, slot: Slot, grad: Tensor) -> None:
         kept = self._kept.get(slot.name)
         if kept is None or kept.dtype != grad.dtype:
-            offset = self._offsets[slot.name]
-            raw = self._bytes[offset : offset + grad.nbytes].view(grad.dtype)
+            if slot.name not in self._room or self._room[slot.name].numel() < grad.nbytes:  # added later, or wider
+                self._make_room({slot.name: grad.nbytes})
+            raw = self._room[slot.name][: grad.nbytes].view(grad.dtype)
             kept = self._kept[slot.name] = raw.as_strided(grad.shape, grad.stride())
         if kept.data_ptr() != grad.data_ptr():
             kept.copy_(grad)

@@ -65,6 +65,7 @@ def test_a_run_from_end_to_end(config, run_dir, capsys):
     code, out, err = lowmem(capsys, "train", config, "trainer.max_steps=8", "optimizer.clip_threshold=0.9")
     assert (code, err) == (0, "")
     assert "LlamaForCausalLM" in out
+    assert "policy     immediate: nothing asked for needs more than one gradient at a time\n" in out
     assert out.count("grad norm") == 4
     assert "evaluation" in out
     found = {path.name for path in run_dir.iterdir()}

@@ -1,4 +1,4 @@
-"""What a run leaves behind, driven by real trainers on a tiny model."""
+"""What a run leaves behind, driven by real trainers on a tiny model. Its pictures: test_pictures.py."""
 
 import errno
 import io
@@ -12,10 +12,11 @@ import torch
 from rich.console import Console
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
 
-from lowmem import report
+from lowmem import FusedConfig, report
 from lowmem.errors import ConfigError, LowmemError
 from lowmem.files import write_file, writing
 from lowmem.report import RunReport, plot_run, read_metrics, start_run_folder, write_environment, write_readme
+from lowmem.trainer import FusedTrainer
 
 PNG = b"\x89PNG\r\n\x1a\n"
 SHOW_CURSOR = "\x1b[?25h"
@@ -102,6 +103,39 @@ def test_one_aligned_line_each_logging_step(trainer, run_dir):
     assert len(evaluations) == 2
     assert "loss" in evaluations[0] and "runtime" not in evaluations[0] and "per second" not in evaluations[0]
     assert "trained in 0:00:" in lines[-1] and "52 tokens" in lines[-1]
+
+
+def test_lines_with_clip_factor_loss_scale_and_overflows_stay_aligned():
+    record = {"step": 7, "loss": 2.5, "grad_norm": 3.0, "tokens_per_second": 50.0, "peak_memory": 2**30}
+    told = [
+        {"clip_factor": 1.0, "loss_scale": 65536.0, "overflows": 0},
+        {"clip_factor": 0.4321, "loss_scale": 16777216.0, "overflows": 0},
+        {"clip_factor": 0.0012, "loss_scale": 0.5, "overflows": 1234},
+        {"clip_factor": math.nan, "loss_scale": 1.0, "overflows": 1234},
+    ]
+    lines = [report._log_line({**record, **more}, 10) for more in told]
+    for word in ("clip", "scale", "lr", "tokens/s", "peak"):
+        assert len({line.index(word) for line in lines}) == 1, word
+    for line, shown in zip(lines, ("clip  1.00", "clip  0.43", "clip 1e-03", "clip   nan"), strict=True):
+        assert shown in line
+    assert "scale     65,536  lr" in lines[0] and "scale 16,777,216  lr" in lines[1] and "scale        0.5" in lines[2]
+    assert "overflows" not in lines[0] and lines[2].endswith("  overflows 1,234")
+    plain = report._log_line(record, 10)
+    assert not any(word in plain for word in ("clip", "scale", "overflows"))
+
+
+def test_what_a_fused_trainer_tells_of_its_steps_is_reported(run_dir, tiny_llama):
+    given = {"max_steps": 2, "logging_steps": 1, "max_grad_norm": 0.01, "save_strategy": "no", "report_to": "none"}
+    args = TrainingArguments(run_dir, use_cpu=True, per_device_train_batch_size=2, **given)
+    fused = FusedConfig(rule="lomo", loss_scale="dynamic", log_norms=True)
+    made = FusedTrainer(tiny_llama(), args=args, fused=fused, train_dataset=Rows())
+    lines = [line for line in train(made, run_dir).splitlines() if "tokens/s" in line]
+    assert len(lines) == 2
+    assert all("  clip " in line and "  scale     65,536  " in line for line in lines)
+    told = [key for key in read_metrics(run_dir)[0] if key.startswith("grad_norm/")]
+    assert told == [f"grad_norm/{name}" for name, _ in made.model.named_parameters()]
+    text = (run_dir / "README.md").read_text()
+    assert "| clipped | 100% of the logged steps |" in text and "![norms.png](norms.png)" in text
 
 
 def test_the_trainer_s_own_printer_is_replaced(trainer, run_dir, capsys):
@@ -324,7 +358,7 @@ def test_the_commit_and_its_changes_are_noted(tmp_path, monkeypatch):
     assert report._git() == {"commit": clean["commit"], "dirty": True}
 
 
-# --- Pictures and README ------------------------------------------------------------------------------------------
+# --- What is left behind ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -348,26 +382,24 @@ def test_pictures_need_the_metrics_alone_and_can_be_drawn_again(logged):
     assert (logged / "metrics.jsonl").read_bytes() == before
 
 
-def test_the_loss_picture_shows_training_evaluation_norm_and_rate(logged):
-    loss, norm, rate = report._loss_picture(read_metrics(logged), "one").axes
-    labels = [line.get_label() for line in loss.lines]
-    assert labels == ["training", "training, smoothed", "evaluation"]
-    raw, smooth, evaluation = ([float(y) for y in line.get_ydata()] for line in loss.lines)
-    assert math.isnan(raw[8]) and not math.isnan(smooth[8])
-    assert evaluation == [0.3, 0.15]
-    assert (norm.get_ylabel(), rate.get_ylabel(), rate.get_xlabel()) == ("gradient norm", "learning rate", "step")
+def test_the_norms_of_parameters_have_a_picture_of_their_own(logged):
+    plot_run(logged)
+    write_readme(logged)
+    assert "norms.png" not in (logged / "README.md").read_text()
+    path = logged / "metrics.jsonl"
+    path.write_text(path.read_text().replace('"loss"', '"grad_norm/a.weight": 1.0, "loss"'))
+    assert plot_run(logged)[-1] == logged / "norms.png"
+    write_readme(logged)
+    text = (logged / "README.md").read_text()
+    assert "![norms.png](norms.png)" in text and "| [norms.png](norms.png) | the gradient norm" in text
 
 
-def test_smoothing_keeps_a_constant_and_passes_over_gaps():
-    assert report._smoothed([2.0, math.nan, *[2.0] * 30]) == pytest.approx([2.0] * 32)
-    middle = report._smoothed([0.0] * 20 + [1.0] + [0.0] * 20)
-    assert middle.argmax() == 20 and middle.max() < 0.5
-
-
-def test_the_memory_picture_names_peak_and_weights(logged):
-    (axes,) = report._memory_picture(read_metrics(logged), "one").axes
-    assert {"peak: 4.00 GiB", "weights: 1.00 GiB"} <= {line.get_label() for line in axes.lines}
-    assert axes.get_ylabel() == "memory (GiB)" and axes.get_ylim()[0] == 0
+def test_lines_with_a_norm_for_each_of_many_parameters_share_their_names(tmp_path):
+    line = json.dumps({"step": 1, **{f"grad_norm/layers.{i}.weight": 0.5 for i in range(2000)}})
+    (tmp_path / "metrics.jsonl").write_text(f"{line}\n{line}\n{line[:-9]}")
+    first, second = read_metrics(tmp_path)
+    assert len(first) == 2001
+    assert all(one is other for one, other in zip(first, second, strict=True))
 
 
 def test_pictures_of_nothing_are_refused(tmp_path):
@@ -400,6 +432,21 @@ def test_the_readme_tells_how_it_went_and_how_to_go_on(logged):
     assert f'lowmem generate {logged} "' in text
     assert f'AutoModelForCausalLM.from_pretrained("{logged}/checkpoint-100"' in text
     assert "checkpoint-9.tmp" not in text and "environment.json" not in text
+
+
+def test_the_readme_tells_of_clipping_and_overflows_where_there_were_any(logged):
+    write_readme(logged)
+    text = (logged / "README.md").read_text()
+    assert "| clipped |" not in text and "| overflows |" not in text
+    told = [(0.5, 0), (1.0, 0), (0.0, 1), (None, 2), (0.25, 2), (0.1, 2), (1.0, 3)]
+    last = read_metrics(logged)[-1]
+    with (logged / "metrics.jsonl").open("a") as file:
+        for factor, overflows in told:
+            file.write(json.dumps({**last, "clip_factor": factor, "overflows": overflows}) + "\n")
+    write_readme(logged)
+    text = (logged / "README.md").read_text()
+    assert "| clipped | 60% of the logged steps |" in text
+    assert "| overflows | 3 steps with a gradient that was not finite |" in text
 
 
 def test_the_readme_of_a_run_without_checkpoint_says_so(logged):

@@ -189,17 +189,33 @@ def test_what_a_rule_says_of_a_step_reaches_the_log(make):
     assert {key: last[key] for key in said} == said
 
 
-@pytest.mark.parametrize("stop", [3, 5, 7], ids=lambda step: f"step {step}")
-def test_a_resumed_run_ends_in_the_same_weights(make, tiny_llama, stop):
+RESUMED = {
+    "step 3": (3, {}, {}),
+    "step 5": (5, {}, {}),
+    "step 7": (7, {}, {}),
+    "clipped": (3, {}, {"max_grad_norm": 0.7}),
+    "accumulated and scaled": (
+        3,
+        {"loss_scale": lowmem.DynamicScale(init=64.0, interval=2)},
+        {"gradient_accumulation_steps": 2, "max_grad_norm": 0.7, "per_device_train_batch_size": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize(("stop", "options", "arguments"), RESUMED.values(), ids=RESUMED)
+def test_a_resumed_run_ends_in_the_same_weights(make, tiny_llama, stop, options, arguments):
     # 40 samples of batch 4 are 10 steps an epoch: the run goes over an epoch's end
     settings = {"save_strategy": "steps", "save_steps": stop, "max_steps": 13, "lr_scheduler_type": "cosine"}
-    rounding = lowmem.FusedConfig(rounding="stochastic")
-    whole = make(model=tiny_llama(torch.bfloat16, attention_dropout=0.2), fused=rounding, **settings)
+    settings |= arguments
+    fused = lowmem.FusedConfig(rounding="stochastic", **options)
+    whole = make(model=tiny_llama(torch.bfloat16, attention_dropout=0.2), fused=fused, **settings)
     whole.train()
-    again = make(model=tiny_llama(torch.bfloat16, attention_dropout=0.2), fused=rounding, **settings)
+    again = make(model=tiny_llama(torch.bfloat16, attention_dropout=0.2), fused=fused, **settings)
     again.train(resume_from_checkpoint=f"{again.args.output_dir}/checkpoint-{stop}")
     assert all(torch.equal(a, b) for a, b in zip(weights(whole), weights(again), strict=True))
-    assert again.state.log_history[-2]["loss"] == whole.state.log_history[-2]["loss"]
+    logged = [trainer.state.log_history[-2] for trainer in (again, whole)]
+    for key in ("loss", "grad_norm", "clip_factor", "loss_scale"):
+        assert logged[0].get(key) == logged[1].get(key)
 
 
 def test_true_resumes_from_the_newest_whole_checkpoint(make, tmp_path, caplog):

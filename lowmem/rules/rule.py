@@ -68,12 +68,14 @@ class OwnClip:
     """What a rule's own clipping by norm says of a step.
 
     factor: float32 scalar that the engine multiplies gradients with; None: with nothing.  apart: float32 scalar that
-    updates read as `sweep.own_clip`, and do with as they like.  kept: what is kept for the group.
+    updates read as `sweep.own_clip`, and do with as they like.  kept: what is kept for the group.  before: what it was,
+    or would have been, before this step.
     """
 
     factor: Tensor | None = None
     apart: Tensor | None = None
     kept: Mapping[str, Tensor] = field(default_factory=dict)
+    before: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class UpdateRule(ABC):

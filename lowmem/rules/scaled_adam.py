@@ -144,7 +144,8 @@ class ScaledAdam(UpdateRule):
             "num_clipped": clipped,
             "percent_clipped": percent,
         }
-        return OwnClip(factor, kept=new) if group.hyper["clip_update"] else OwnClip(apart=factor, kept=new)
+        role = "factor" if group.hyper["clip_update"] else "apart"
+        return OwnClip(**{role: factor}, kept=new, before=kept)
 
     def plan(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> ScaledPlan:
         moment = StateSpec("full", require.dtype("dtype_moments", hyper["dtype_moments"]))
