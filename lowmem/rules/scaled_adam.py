@@ -136,7 +136,7 @@ class ScaledAdam(UpdateRule):
         percent = torch.where(due, clipped.nan_to_num(0.0) * (100.0 / period), percent)
         clipped = torch.where(due, zero, clipped)
         factor = (threshold / (norm + 1e-20)).clamp(max=1.0)
-        factor = torch.where((done >= period) & ~factor.isnan(), factor, 1.0)
+        factor = torch.where(factor.isnan(), 1.0, factor)  # there is no threshold yet
         clipped = clipped + (factor < 1.0)
         new = {
             "model_norms": norms,
