@@ -53,6 +53,7 @@ class Clipping:
 
     Args:
         rule: of the optimizer; it may have clipping by norm of its own.
+        groups, slots, states: of the optimizer, as they are at any time.
         clip_norm, norm_type: the norm over all gradients is at most `clip_norm`; 2.0 or inf.
         clip_value: gradients are clamped to ± this.
         scale: the loss scale that they come with.
@@ -64,6 +65,9 @@ class Clipping:
     def __init__(
         self,
         rule: UpdateRule,
+        groups: Sequence[Mapping[str, Any]],
+        slots: Mapping[Tensor, Slot],
+        states: Mapping[Tensor, Mapping[str, Any]],
         *,
         clip_norm: float | None,
         norm_type: float,
@@ -76,6 +80,7 @@ class Clipping:
         if norm_type not in (2, math.inf):
             raise ConfigError(f"norm_type={norm_type!r} is neither 2 nor inf")
         self.rule, self.scale = rule, scale
+        self._groups, self._slots, self._states = groups, slots, states
         self.norm, self.norm_type, self.value = clip_norm, float(norm_type), clip_value
         self.group_states: dict[int, dict[str, Tensor]] = {}  # number of a group → what its own clipping keeps
         self._limits: dict[torch.device, Tensor] = {}
@@ -106,63 +111,48 @@ class Clipping:
     def _measure(self, piece: Tensor, factor: Tensor | None, limit: Tensor | None) -> Measured:
         if factor is not None:
             piece.mul_(factor)
-        raw = torch.linalg.vector_norm(piece)
-        unclamped = self.rule.norm_before_clip_value
-        counted = self._total(piece) if unclamped and self.norm_type != 2 else raw
-        if limit is None:
-            clamped = raw
-        else:
+        raw = clamped = torch.linalg.vector_norm(piece)
+        counted = self._counted(piece, raw)
+        if limit is not None:
             piece.clamp_(-limit, limit)
             clamped = torch.linalg.vector_norm(piece)
-        if not unclamped:
-            counted = clamped if self.norm_type == 2 else self._total(piece)
+            if not self.rule.norm_before_clip_value:
+                counted = self._counted(piece, clamped)
         return Measured(raw, clamped, counted)
+
+    def _counted(self, values: Tensor, two_norm: Tensor) -> Tensor:
+        return two_norm if self.norm_type == 2 else self._total(values)
 
     def _total(self, values: Tensor) -> Tensor:
         return torch.linalg.vector_norm(values, self.norm_type)
 
-    def decide(
-        self,
-        measured: Mapping[str, Measured],
-        groups: Sequence[Mapping[str, Any]],
-        slots: Iterable[Slot],
-        states: Mapping[Tensor, Mapping[str, Any]],
-        *,
-        prepared: bool,
-    ) -> Decision:
+    def decide(self, measured: Mapping[str, Measured], *, prepared: bool) -> Decision:
         """Settles a step, with no value read back but for an optimizer from elsewhere, which cannot be held back.
 
         Args:
-            measured: name → norms, for each parameter that got a gradient, in parameter order: norms are summed in it.
-            groups, slots, states: of the optimizer.
+            measured: name → norms, of each parameter that got a gradient.
             prepared: the gradients are those that were measured, not others of the same values.
         """
-        device = next(iter(measured.values())).raw.device
-        raw = torch.stack([norms.raw.to(device) for norms in measured.values()])
-        finite = raw.isfinite().all()
+        # norms are summed in parameter order, which decides their last bits
+        in_order = {slot.name: measured[slot.name] for slot in self._slots.values() if slot.name in measured}
+        device = next(iter(in_order.values())).raw.device
+        finite = torch.stack([norms.raw.to(device) for norms in in_order.values()]).isfinite().all()
         factor = None
         if self.norm is not None:
-            total = self._total(torch.stack([norms.counted.to(device) for norms in measured.values()]))
+            total = self._total(torch.stack([norms.counted.to(device) for norms in in_order.values()]))
             factor = (self.norm / (total + 1e-6)).clamp(max=1.0)
         return Decision(
             finite,
             factor,
-            self._own_factors(measured, groups, list(slots), states, finite, factor),
-            measured,
+            self._own_clips(in_order, finite, factor),
+            in_order,
             prepared,
             dropped=not self.rule.can_be_held_back and not bool(finite),
         )
 
-    def _own_factors(
-        self,
-        measured: Mapping[str, Measured],
-        groups: Sequence[Mapping[str, Any]],
-        slots: Sequence[Slot],
-        states: Mapping[Tensor, Mapping[str, Any]],
-        finite: Tensor,
-        factor: Tensor | None,
-    ) -> dict[int, OwnClip]:
-        wanting = [n for n, group in enumerate(groups) if self.rule.needs_norm(group) is not None]
+    def _own_clips(self, measured: Mapping[str, Measured], finite: Tensor, factor: Tensor | None) -> dict[int, OwnClip]:
+        """What the rule's own clipping says of each group, given the gradients as `clip_norm` leaves them."""
+        wanting = [n for n, group in enumerate(self._groups) if self.rule.needs_norm(group) is not None]
         if not wanting:
             return {}
         zero = torch.zeros_like(finite, dtype=torch.float32)
@@ -170,21 +160,20 @@ class Clipping:
         total = torch.linalg.vector_norm(torch.stack(list(norms.values())))
         found = {}
         for n in wanting:
-            members = [slot for slot in slots if slot.group is groups[n] and slot.handle is not None]
+            group = self._groups[n]
+            members = [slot for slot in self._slots.values() if slot.group is group and slot.handle is not None]
             if not members:
                 continue
-            kept = self.group_states.get(n, {})
-            own = self.rule.clip_by_norm(
+            own = found[id(group)] = self.rule.clip_by_norm(
                 GroupNorms(
-                    hyper=groups[n],
+                    hyper=group,
                     names=[slot.name for slot in members],
                     norms=torch.stack([norms.get(slot.name, zero) for slot in members]),
                     total=total,
-                    states=[states.get(slot.param, {}) for slot in members],
-                    kept=kept,
+                    states=[self._states.get(slot.param, {}) for slot in members],
+                    kept=self.group_states.get(n, {}),
                 )
             )
-            found[id(groups[n])] = own
             # a step that is held back leaves no trace here either
             self.group_states[n] = {name: torch.where(finite, new, own.before[name]) for name, new in own.kept.items()}
         return found

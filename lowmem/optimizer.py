@@ -137,6 +137,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             device = next((slot.param.device for slot in self._slots.values()), torch.device("cpu"))
             self._clipping = Clipping(
                 self.rule,
+                self.param_groups,
+                self._slots,
+                self.state,
                 clip_norm=clip_norm,
                 norm_type=norm_type,
                 clip_value=clip_value,
@@ -290,9 +293,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if current is not None and (chosen == current.name or current.adds):
             return
         self.policy_reason = reason
-        self._policy = policies.make(
-            chosen, self._wanted, self._updates, self._clipping, self._slots, self.param_groups
-        )
+        self._policy = policies.make(chosen, self._wanted, self._updates, self._clipping, self._slots)
         self._cycle.adds = self._policy.adds
         self.replay = self._wanted.replay_of(chosen)
         if current is not None or chosen != "immediate":

@@ -2,14 +2,14 @@
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 
 from lowmem.choice import PolicySettings
-from lowmem.clipping import Clipping, Decision, Measured
+from lowmem.clipping import Clipping, Measured
 from lowmem.cycle import StepCycle
 from lowmem.errors import StepError
 from lowmem.slots import Slot
@@ -27,14 +27,13 @@ def make(
     updates: Updates,
     clipping: Clipping,
     slots: Mapping[Tensor, Slot],
-    groups: Sequence[Mapping[str, Any]],
 ) -> "Policy":
     """The policy of that name."""
     if name != "deferred":
-        return {"immediate": Immediate, "two_pass": TwoPass}[name](updates, clipping, slots, groups)
+        return {"immediate": Immediate, "two_pass": TwoPass}[name](updates, clipping, slots)
     sums = torch.float32 if wanted.sums == "float32" else None
     made = functools.partial(make_store, wanted.store or "host", wanted.store_dir, slots, sums)
-    return Deferred(updates, clipping, slots, groups, make_store=made, sums=sums)
+    return Deferred(updates, clipping, slots, make_store=made, sums=sums)
 
 
 class Policy(ABC):
@@ -48,9 +47,8 @@ class Policy(ABC):
         updates: Updates,
         clipping: Clipping,
         slots: Mapping[Tensor, Slot],
-        groups: Sequence[Mapping[str, Any]],
     ) -> None:
-        self._updates, self._clipping, self._slots, self._groups = updates, clipping, slots, groups
+        self._updates, self._clipping, self._slots = updates, clipping, slots
 
     @property
     def _cycle(self) -> StepCycle:
@@ -96,12 +94,6 @@ class Policy(ABC):
     def _backward(self, loss: Tensor) -> None:
         self._clipping.scale.scaled(loss).backward()
 
-    def _decide(self, measured: Mapping[str, Measured], prepared: bool) -> Decision:
-        in_order = {slot.name: measured[slot.name] for slot in self._slots.values() if slot.name in measured}
-        return self._clipping.decide(
-            in_order, self._groups, self._slots.values(), self._updates.state, prepared=prepared
-        )
-
 
 class Immediate(Policy):
     """In the hook. Nothing is known of the step before its first update."""
@@ -133,7 +125,7 @@ class TwoPass(Policy):
         try:
             self._measure(loss, retain_graph=again is None)
             self._cycle.next_pass()
-            decision = self._decide(self._measured, prepared=False)
+            decision = self._clipping.decide(self._measured, prepared=False)
         finally:
             self._measured = None
         if decision.dropped:
@@ -237,7 +229,7 @@ class Deferred(Policy):
             if slot.name not in self._measured and (total := self._store.get(slot)) is not None:
                 self._measured[slot.name] = self._clipping.measure(total)
                 self._store.keep(slot, total)
-        decision = self._updates.decision = self._decide(self._measured, prepared=True)
+        decision = self._updates.decision = self._clipping.decide(self._measured, prepared=True)
         if decision.dropped:
             self._store.clear()
         for slot, grad in self._store.drain(slots):

@@ -244,6 +244,11 @@ def _check_arguments(args: TrainingArguments, fused: FusedConfig) -> None:
             f"FusedConfig.clip_norm={fused.clip_norm} and max_grad_norm={args.max_grad_norm} say different things; in "
             "a trainer set max_grad_norm (Hugging Face's default is 1.0; 0 is no clipping)"
         )
+    if fused.replay == "forward":
+        raise UnsupportedError(
+            "replay='forward' computes the loss twice, and a trainer has computed it when the optimizer gets it; leave "
+            "replay out (the graph is replayed), or use policy='deferred'"
+        )
     if args.fp16 and args.device.type == "cpu":
         raise ConfigError(
             "fp16=True: Accelerate has no fp16 autocast on a CPU and would leave it out without a word; use bf16=True, "

@@ -393,6 +393,24 @@ def test_t5x_threshold_comes_after_clip_norm():
     torch.testing.assert_close(*params, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("policy", ["two_pass", "deferred"])
+@pytest.mark.parametrize("size", [200, 300_000])
+def test_t5x_threshold_is_on_what_clip_value_leaves(size, policy):
+    """Of a gradient in bfloat16 too, in one tile and in several. The momentum, float32, is half of what a step is."""
+    grad = torch.where(torch.arange(size) % 7 == 0, 40.0, 0.5).bfloat16()
+    clamped = grad.double().numpy().clip(-1, 1)
+    norm = np.linalg.norm(clamped)
+    assert norm > 2
+    square = (2.0 / norm * clamped) ** 2
+    options = {"global_norm_clip_threshold": 2.0, "clip_value": 1.0, "policy": policy, "factored": False}
+    options |= {"multiply_by_parameter_scale": False, "clipping_threshold": None, "epsilon1": 1e-3, "beta1": 0.5}
+    param = torch.nn.Parameter(torch.zeros_like(grad))
+    opt = lowmem.FusedOptimizer([param], rule="adafactor", lr=1.0, **options)
+    given(opt, (param, grad))
+    # a norm over tiles is good to 3e-5, as above
+    np.testing.assert_allclose(opt.state[param]["m"].numpy(), 0.5 * np.sqrt(square / (square + 1e-3)), rtol=3e-5)
+
+
 # -- ScaledAdam's own (icefall) ----------------------------------------------------------------------------------------
 
 PERIOD = 6
@@ -571,23 +589,30 @@ def test_scaled_adam_clipping_in_the_hook_that_is_asked_for_later():
     assert all(map(torch.equal, params, before))
 
 
-def test_scaled_adam_statistics():
+@pytest.mark.parametrize("period", [PERIOD, 8])
+def test_scaled_adam_statistics(period):
+    """Of two periods whose quarters lie where different roundings would not all put them."""
     start = values(0)
-    params, opt = scaled_adam(start, clipping_scale=0.9)
-    theirs = Transcription(start, clipping_scale=0.9)
+    asked = {"clipping_scale": 0.9, "clipping_update_period": period}
+    params, opt = scaled_adam(start, **asked)
+    theirs = Transcription(start, **asked)
     percents = set()
     for step in range(31):
         give(opt, params, gradients(step))
         factor = theirs.step(in_float64(gradients(step)))
         said = opt.last_step.statistics
         if step:
-            assert said["model_norm"] == pytest.approx(theirs.state["model_norms"][step % PERIOD] * 1.0, rel=1e-4)
+            assert said["model_norm"] == pytest.approx(theirs.state["model_norms"][step % period], rel=1e-4)
+        norms = theirs.state.get("model_norms", np.zeros(period))
+        assert group_state(opt)["model_norms"].tolist() == pytest.approx(norms.tolist(), rel=1e-4)
         assert said["percent_clipped"] == pytest.approx(theirs.percent, rel=1e-6)
         percents.add(theirs.percent)
-        if step >= PERIOD:
+        if step < period:
+            assert math.isnan(said["model_norm_threshold"])  # there is none yet
+        else:
             assert said["model_norm_threshold"] == pytest.approx(theirs.state["model_norm_threshold"], rel=1e-4)
             assert (said["model_norm"] > said["model_norm_threshold"]) == (factor < 1)
-        if step and step % PERIOD == 0:  # in between, norms come and go
+        if step and step % period == 0:  # in between, norms come and go
             quartiles = [said[f"model_norm_quartile{n}"] for n in range(5)]
             assert quartiles == pytest.approx(theirs.quartiles, rel=1e-4)
     assert len(percents) > 2

@@ -495,6 +495,7 @@ def test_resumed_training_is_the_same(saved_after, policy):
         assert resumed.loss_scale == scales[step]
     assert all(map(torch.equal, weights(other), weights(net)))
     assert resumed.state_dict()["step"] == opt.state_dict()["step"]
+    assert (resumed.overflows, resumed.nonfinite_gradients) == (opt.overflows, opt.nonfinite_gradients)
 
 
 def test_loading_forgets_an_overflow_that_nobody_was_told_of():

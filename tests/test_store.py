@@ -118,6 +118,18 @@ def test_what_is_kept_takes_the_place_of_what_was(kind, tmp_path):
 
 
 @KINDS
+def test_a_gradient_that_lies_otherwise_in_the_next_step(kind, tmp_path):
+    """As after its parameter was made contiguous: rules see the gradient in the parameter's own layout."""
+    slots = slots_of(torch.nn.Parameter(torch.zeros(4, 6)))
+    (slot,) = slots.values()
+    store = MAKE[kind](tmp_path, slots, None)
+    for grad in (torch.randn(6, 4).t(), torch.randn(4, 6), torch.randn(6, 4).t()):
+        store.keep(slot, grad.clone())
+        ((_, found),) = store.drain([slot])
+        assert same(found, grad)
+
+
+@KINDS
 def test_what_was_handed_back_stays(kind, tmp_path):
     """What comes for one parameter while another is applied does not write over it."""
     slots = slots_of(*(torch.nn.Parameter(torch.zeros(5)) for _ in range(3)))
@@ -384,9 +396,10 @@ def test_gradients_are_in_the_file(tmp_path):
     kept = [store.get(slot) for slot in slots.values()]
     taken = sorted((grad.data_ptr(), grad.data_ptr() + grad.nbytes) for grad in kept)
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(taken))
-    mapped = [line.split()[0] for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
-    ranges = [[int(bound, 16) for bound in each.split("-")] for each in mapped]
+    maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
+    ranges = [[int(bound, 16) for bound in line.split()[0].split("-")] for line in maps]
     assert all(any(low <= start and end <= high for low, high in ranges) for start, end in taken)
+    assert all(" rw-s " in line for line in maps)  # what is written goes to the file
 
 
 @KINDS

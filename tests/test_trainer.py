@@ -317,6 +317,7 @@ REFUSED = {
         ConfigError,
         "clip_norm=2.0",
     ),
+    "forward replay": ({"fused": lowmem.FusedConfig(replay="forward")}, UnsupportedError, "leave replay out"),
     "fp16 on a CPU": ({"fp16": True}, ConfigError, "fp16"),
     "another optimizer": ({"optim": "adafactor"}, ConfigError, "optim="),
     "its betas": ({"adam_beta1": 0.8}, ConfigError, "adam_beta1=0.8"),
