@@ -686,10 +686,10 @@ def test_scaled_adam_loading_takes_a_copy():
     for step in range(PERIOD + 2):
         give(opt, params, gradients(step))
     state = copy.deepcopy(opt.state_dict())
-    kept = {name: value.clone() for name, value in state["state"]["_group0"].items()}
+    kept = copy.deepcopy(state["state"])
     opt.load_state_dict(state)
     give(opt, params, gradients(99))
-    assert equal(state["state"]["_group0"], kept)
+    assert all(equal(state["state"][name], kept[name]) for name in kept)
 
 
 DAMAGED = {

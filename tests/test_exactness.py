@@ -75,12 +75,26 @@ ORDINARY = {
 OPTIONS = {"adamw": {"weight_decay": 0.01}}
 
 
+def poison(model):
+    """At two steps a gradient of a middle layer overflows: call with the number of each step, before its backward."""
+    weight = model.model.layers[1].self_attn.o_proj.weight
+    now = [0]
+    weight.register_hook(lambda grad: grad * (torch.inf if now[0] in (5, 20) else 1.0))
+
+    def at(step):
+        now[0] = step
+
+    return at
+
+
 def train_ordinarily(model, rule, accumulation, *, clip_norm=None, norm_type=2.0, clip_value=None, scaler=None):
     """Trains; returns the factors that gradients were clipped with, and the losses."""
     optimizer = ORDINARY[rule](list(model.named_parameters()))
     factors, losses = [], []
+    at = poison(model) if scaler is not None else lambda step: None
     torch.manual_seed(7)
-    for micro_batches in batches(accumulation):
+    for step, micro_batches in enumerate(batches(accumulation)):
+        at(step)
         for ids in micro_batches:
             loss = loss_of(model, ids, accumulation)
             (loss if scaler is None else scaler.scale(loss)).backward()
@@ -102,8 +116,10 @@ def train_ordinarily(model, rule, accumulation, *, clip_norm=None, norm_type=2.0
 def train_fused(model, rule, accumulation, callable_loss=False, **options):
     opt = lowmem.FusedOptimizer(model.named_parameters(), rule=rule, lr=1e-2, **OPTIONS.get(rule, {}), **options)
     factors, losses = [], []
+    at = poison(model) if "loss_scale" in options else lambda step: None
     torch.manual_seed(7)
-    for micro_batches in batches(accumulation):
+    for step, micro_batches in enumerate(batches(accumulation)):
+        at(step)
         for n, ids in enumerate(micro_batches, start=1):
             with opt.accumulate() if n < accumulation else nullcontext():
                 loss = (lambda ids=ids: loss_of(model, ids, accumulation)) if callable_loss else None
@@ -144,3 +160,41 @@ def test_clipping_by_norm(kind, rule, policy, accumulation):
     assert_same_bits(ordinary, fused)
     assert opt.policy == policy
     assert opt.last_step.step == STEPS
+
+
+@pytest.mark.parametrize(("policy", "accumulation"), POLICIES)
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+@pytest.mark.parametrize("rule", ["lomo", "adamw"])
+def test_with_a_dynamic_loss_scale(kind, rule, policy, accumulation):
+    """The scale grows every four steps, and a gradient overflows at two: those are no steps, and it backs off."""
+    ordinary, fused = make_model(kind), make_model(kind)
+    clip_norm = usual_norm(kind, rule, accumulation)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=4)
+    _, losses = train_ordinarily(ordinary, rule, accumulation, clip_norm=clip_norm, scaler=scaler)
+    scale = lowmem.DynamicScale(init=2.0**12, interval=4)
+    _, fused_losses, opt = train_fused(fused, rule, accumulation, clip_norm=clip_norm, loss_scale=scale, policy=policy)
+    assert torch.equal(torch.stack(fused_losses), torch.stack(losses))
+    assert_same_bits(ordinary, fused)
+    assert opt.loss_scale == scaler.get_scale() == 2.0 ** (12 + 6 - 2)
+    assert (opt.state_dict()["step"], opt.overflows) == (STEPS - 2, 2)
+
+
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_clipping_by_value_and_by_the_largest_element(kind):
+    ordinary, fused = make_model(kind), make_model(kind)
+    largest = usual_norm(kind, "adamw", 1, float("inf"))
+    options = {"clip_norm": largest, "norm_type": float("inf"), "clip_value": 4 * largest}
+    factors, _ = train_ordinarily(ordinary, "adamw", 1, **options)
+    fused_factors, _, _ = train_fused(fused, "adamw", 1, **options)
+    assert fused_factors == factors
+    assert_same_bits(ordinary, fused)
+
+
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+@pytest.mark.parametrize("options", [{"replay": "forward"}, {"store": "disk"}, {"batching": False}], ids=str)
+def test_every_way_is_the_same(kind, options):
+    """A replayed forward, a store on disk, and small parameters one by one."""
+    one, other = make_model(kind), make_model(kind)
+    train_fused(one, "adalomo", 1, clip_norm=1.0, policy="two_pass")
+    train_fused(other, "adalomo", 1, callable_loss="replay" in options, clip_norm=1.0, **options)
+    assert_same_bits(one, other)

@@ -300,6 +300,19 @@ def test_a_backward_that_dies_leaves_nothing(kind, stores):
 
 
 @KINDS
+def test_micro_batches_that_are_given_up(kind, stores):
+    """A user who goes on with the weights as they are begins the step anew."""
+    stores(kind)
+    param = torch.nn.Parameter(torch.zeros(3))
+    opt = lowmem.FusedOptimizer([param], rule=Witness(), policy="deferred")
+    with opt.accumulate():
+        opt.backward(param.sum())
+    opt.accept_torn_step()
+    opt.backward(2 * param.sum())
+    assert (opt.state[param]["seen"] == 2).all()
+
+
+@KINDS
 def test_a_step_that_is_held_back_leaves_nothing(kind, stores):
     stores(kind)
     params = [torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
