@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lowmem.dense import tiles
 from lowmem.errors import ConfigError
 from lowmem.rules import GroupNorms, OwnClip, UpdateRule
 from lowmem.scaling import LossScale
 from lowmem.slots import Slot
-from lowmem.sweep import CPU_TILE, GPU_TILE
 
 
 class Measured(NamedTuple):
@@ -181,8 +181,4 @@ class Clipping:
 
 def _pieces(grad: Tensor) -> Iterable[Tensor]:
     """The gradient itself if it is float32, else float32 copies of its tiles."""
-    if grad.dtype == torch.float32:
-        return [grad]
-    dense = grad.as_strided((grad.numel(),), (1,)) if not grad.is_contiguous() else grad.view(-1)
-    tile = CPU_TILE if grad.device.type == "cpu" else GPU_TILE
-    return (piece.float() for piece in dense.split(tile))
+    return [grad] if grad.dtype == torch.float32 else (tile.float() for tile in tiles(grad))

@@ -11,6 +11,7 @@ from torch import Tensor
 from lowmem.choice import PolicySettings
 from lowmem.clipping import Clipping, Measured
 from lowmem.cycle import StepCycle
+from lowmem.dense import add
 from lowmem.errors import StepError
 from lowmem.slots import Slot
 from lowmem.store import GradientStore
@@ -219,8 +220,9 @@ class Deferred(Policy):
         self._store.keep(slot, total)
 
     def _sum(self, before: Tensor, grad: Tensor) -> Tensor:
-        wide = before if self._sums is None else before.to(torch.promote_types(before.dtype, self._sums))
-        return wide.add_(grad)
+        total = before if self._sums is None else before.to(torch.promote_types(before.dtype, self._sums))
+        add(total, grad)
+        return total
 
     def complete(self) -> None:
         """Decides the step, and updates parameter by parameter."""

@@ -18,6 +18,7 @@ LAYERS = [
     "rounding",
     "layout",
     "sweep",
+    "dense",
     "rules",
     "placements",
     "scaling",
