@@ -149,12 +149,12 @@ def rounds(names: Sequence[str], count: int) -> dict[str, dict[str, float]]:
 
 def tell(results: dict[str, dict[str, float]], options: argparse.Namespace, base: str) -> None:
     """Prints the table."""
-    print(f"\n{'':44}{'s/step':>9}{'ratio':>8}{'tensor peak over weights':>27}{'resident over floor':>22}")
+    print(f"\n{'':44}{'s/step':>9}{'ratio':>8}{'tensor peak over weights':>27}{f'resident over {base}':>26}")
     for name, row in results.items():
         over = (row["tensor_peak"] - row["weights"]) / 2**20
         more = (row["resident"] - results[base]["resident"]) / 2**20
         ratio = row["seconds"] / results[base]["seconds"]
-        print(f"{name:44}{row['seconds']:9.3f}{ratio:8.2f}{over:22.0f} MiB{more:17.0f} MiB")
+        print(f"{name:44}{row['seconds']:9.3f}{ratio:8.2f}{over:22.0f} MiB{more:22.0f} MiB")
 
 
 def save(results: dict[str, dict[str, float]], options: argparse.Namespace, name: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from lowmem.errors import ConfigError
 from lowmem.layout import View
 from lowmem.rules import require
 from lowmem.rules.rule import (
@@ -118,6 +119,11 @@ class ScaledAdam(UpdateRule):
     def clip_by_norm(self, group: GroupNorms) -> OwnClip:
         period, scale = group.hyper["clipping_update_period"], group.hyper["clipping_scale"]
         zero = torch.zeros_like(group.total)
+        if group.kept and (kept_steps := len(group.kept["model_norms"])) != period:
+            raise ConfigError(
+                f"clipping_update_period={period}, but the norms of the last {kept_steps} steps are kept; it cannot "
+                "change while training"
+            )
         kept = group.kept or {
             "model_norms": zero.new_zeros(period),
             **dict.fromkeys(("model_norm_threshold", "num_clipped"), torch.full_like(zero, math.nan)),

@@ -8,7 +8,7 @@ import torch
 from reference.scaled_adam import ScaledAdam as Reference
 
 import lowmem
-from lowmem.errors import UnsupportedError
+from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.rules.rule import TABLE
 
 
@@ -21,6 +21,18 @@ def test_clipping_by_the_norm_in_the_hook_is_refused(in_group):
     ):
         lowmem.FusedOptimizer(groups, rule="scaled_adam", policy="immediate", **options)
     assert lowmem.FusedOptimizer(groups, rule="scaled_adam", **options).policy == "two_pass"
+
+
+def test_the_period_of_clipping_cannot_change(give_gradients):
+    param = torch.nn.Parameter(torch.randn(3))
+    opt = lowmem.FusedOptimizer([param], rule="scaled_adam", clipping_scale=1.0, clipping_update_period=3)
+    give_gradients(opt, (param, torch.ones(3)))
+    give_gradients(opt, (param, torch.ones(3)))
+    opt.param_groups[0]["clipping_update_period"] = 5
+    before = param.detach().clone()
+    with pytest.raises(ConfigError, match=r"clipping_update_period=5, but the norms of the last 3 steps"):
+        give_gradients(opt, (param, torch.ones(3)))
+    assert torch.equal(before, param)
 
 
 # -- parameters without a gradient -------------------------------------------------------------------------------------
