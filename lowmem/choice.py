@@ -111,5 +111,6 @@ def _cheapest(wanted: PolicySettings, wish: Wish, on_cpu: bool) -> tuple[str, st
         return "immediate", "nothing asked for needs more than one gradient at a time"
     reason = f"{whole} needs every gradient to be known before the first update"
     if on_cpu or wanted.replay != "auto":
-        return "two_pass", f"{reason}; they are measured in a backward of their own, and none is kept"
+        replayed = wanted.replay_of("two_pass")
+        return "two_pass", f"{reason}; they are measured in a backward of their own, and the {replayed} is replayed"
     return "deferred", f"{reason}; they wait on the host"
