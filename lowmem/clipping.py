@@ -167,7 +167,6 @@ class Clipping:
             own = found[id(group)] = self.rule.clip_by_norm(
                 GroupNorms(
                     hyper=group,
-                    names=[slot.name for slot in members],
                     norms=torch.stack([norms.get(slot.name, zero) for slot in members]),
                     total=total,
                     states=[self._states.get(slot.param, {}) for slot in members],

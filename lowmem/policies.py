@@ -23,11 +23,7 @@ _SAME_NORM = {"rtol": 2e-2, "atol": 1e-4}
 
 
 def make(
-    name: str,
-    wanted: PolicySettings,
-    updates: Updates,
-    clipping: Clipping,
-    slots: Mapping[Tensor, Slot],
+    name: str, wanted: PolicySettings, updates: Updates, clipping: Clipping, slots: Mapping[Tensor, Slot]
 ) -> "Policy":
     """The policy of that name."""
     if name != "deferred":
@@ -43,12 +39,7 @@ class Policy(ABC):
     name: ClassVar[str]
     adds: ClassVar[bool] = False  # gradients that come in parts are summed
 
-    def __init__(
-        self,
-        updates: Updates,
-        clipping: Clipping,
-        slots: Mapping[Tensor, Slot],
-    ) -> None:
+    def __init__(self, updates: Updates, clipping: Clipping, slots: Mapping[Tensor, Slot]) -> None:
         self._updates, self._clipping, self._slots = updates, clipping, slots
 
     @property

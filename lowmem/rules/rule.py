@@ -50,13 +50,12 @@ class Plan:
 class GroupNorms:
     """What a rule's own clipping by norm may know of a parameter group, before the first update of a step.
 
-    names, states: of each parameter; a state is empty before its first update.  norms: 2-norm of each gradient as the
+    states: of each parameter, empty before its first update.  norms: 2-norm of each gradient as the
     rule would see it, float32 [parameters], 0 where there is none.  total: the 2-norm over all groups, a scalar.
     kept: what `OwnClip.kept` was in the step before.
     """
 
     hyper: Hyper
-    names: Sequence[str]
     norms: Tensor
     total: Tensor
     states: Sequence[Mapping[str, Any]]
