@@ -91,6 +91,11 @@ class StepCycle:
         self._fired_now.add(name)
         return opened
 
+    def notice(self, name: str) -> None:
+        """Notes a gradient that came of other ranks."""
+        self._fired.add(name)
+        self._fired_now.add(name)
+
     def has_fired(self, name: str) -> bool:
         """Whether a parameter got its gradient in the step that is open, or the last one."""
         return name in self._fired

@@ -5,10 +5,14 @@ from torch import Tensor
 from lowmem.sweep import CPU_TILE, GPU_TILE
 
 
+def flat(tensor: Tensor) -> Tensor:
+    """The elements in the order of their memory, whatever the order of dimensions: a view of one dimension."""
+    return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
+
+
 def tiles(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The tensor's elements in the order of its memory, whatever the order of its dimensions: flat views."""
-    flat = tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
-    return flat.split(CPU_TILE if tensor.device.type == "cpu" else GPU_TILE)
+    """`flat` in pieces."""
+    return flat(tensor).split(CPU_TILE if tensor.device.type == "cpu" else GPU_TILE)
 
 
 def add(total: Tensor, grad: Tensor) -> None:

@@ -71,7 +71,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             (2 for bfloat16, rounded at every micro-batch, as `.grad` is). A step of one micro-batch stores it as it is.
         rounding: "nearest", "stochastic" or "compensated" (keeps 2 bytes a parameter): how a float32 result becomes a
             bfloat16 or float16 weight. float32 weights hold every result exactly.
-        placement: "auto" or "local".
+        placement: "local"; "replicated": every rank of a process group has all parameters and data of its own, and
+            gradients are averaged; "auto" tells by the process group.
         compile: True, False, or "auto": compile the sweep where there is a compiler and enough to win.
         seed: of stochastic rounding.
         batching: small parameters of equal shape wait for each other and are updated as one stack, to the same bits.
@@ -168,12 +169,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Adds a group, checks its hyperparameters and hooks its trainable parameters."""
         self._check_names(param_group, f"parameter group {len(self.param_groups)}: ")
         group = listed(param_group, first=len(self._slots))
-        self._placement = placements.find(self._wanted_placement, group["params"])
+        placement = placements.find(self._wanted_placement, group["params"])
+        self._placement = getattr(self, "_placement", placement)
         super().add_param_group(group)
         self.param_groups[-1].setdefault("param_names", [])  # torch leaves it out where there are no parameters
         slots: dict[Tensor, Slot] = {}
         try:
             slots = self._slots_of(self.param_groups[-1])
+            self._placement.adopt(slots.values())
             for slot in slots.values():
                 self._attach(slot)
             self._slots.update(slots)
@@ -416,10 +419,11 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._begin_rule()
         if self._cycle.fired(slot.name):
             self._policy.drop()  # what a plain backward that died has left
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
+            self._policy.begin()
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish_plain)  # type: ignore[attr-defined]
         with torch.no_grad():
             try:
-                self._policy.take(slot, self._placement.reduce(slot.param))
+                self._policy.take(slot, self._placement.take(slot.param))
             except UnsupportedError as error:
                 raise UnsupportedError(f"parameter {slot.name!r} {error}") from None
 
@@ -427,6 +431,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._choose_policy()  # a group's options may ask for another by now
         for group in self.param_groups:
             self.rule.begin(group, self._cycle.step + (not self._cycle.waiting))
+
+    def _finish_plain(self) -> None:
+        self._policy.flush()
+        self._finish()
 
     def _finish(self, loss: Tensor | None = None) -> None:
         """Every backward of the step is over: closes it and leaves its report."""

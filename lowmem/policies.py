@@ -63,9 +63,18 @@ class Policy(ABC):
             last: False for a micro-batch that others of the same step will follow.
         """
 
-    @abstractmethod
+    def begin(self) -> None:
+        """A backward begins, whose gradients are reduced."""
+        self._updates.placement.begin(self._slots.values())
+
     def take(self, slot: Slot, grad: Tensor) -> None:
-        """The gradient of a parameter is complete, and the caller's reference the only one."""
+        """The gradient of a parameter is complete on this rank, and the caller's reference the only one."""
+        for ready, reduced in self._updates.placement.reduce(slot, grad):
+            self.arrived(ready, reduced)
+
+    @abstractmethod
+    def arrived(self, slot: Slot, grad: Tensor) -> None:
+        """A gradient is what it is to be over all ranks."""
 
     def complete(self) -> None:
         """Every gradient of the step has come: finishes its updates."""
@@ -81,10 +90,20 @@ class Policy(ABC):
     def drop(self) -> None:
         """Forgets the gradients of the step: their backward died."""
         self._updates.drop()
+        self._updates.placement.drop()
         self._updates.decision = None
 
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Lets what is still under way arrive: a backward has ended."""
+        for slot, grad in self._updates.placement.flush():
+            self._cycle.notice(slot.name)
+            self.arrived(slot, grad)
+
     def _backward(self, loss: Tensor) -> None:
+        self.begin()
         self._clipping.scale.scaled(loss).backward()
+        self.flush()
 
 
 class Immediate(Policy):
@@ -101,7 +120,7 @@ class Immediate(Policy):
         self._backward(loss)
         return True
 
-    def take(self, slot: Slot, grad: Tensor) -> None:
+    def arrived(self, slot: Slot, grad: Tensor) -> None:
         self._updates.put(slot, grad)
 
 
@@ -137,11 +156,13 @@ class TwoPass(Policy):
 
     def _measure(self, loss: Tensor, retain_graph: bool) -> None:
         own = [slot.param for slot in self._slots.values() if slot.handle is not None]
+        self.begin()
         if own:  # other leaves of the graph are to get their gradient once, in the second pass
             scaled = self._clipping.scale.scaled(loss)
             torch.autograd.backward(scaled, inputs=own, retain_graph=retain_graph)
+        self.flush()
 
-    def take(self, slot: Slot, grad: Tensor) -> None:
+    def arrived(self, slot: Slot, grad: Tensor) -> None:
         if self._measured is not None:
             self._measured[slot.name] = self._clipping.measure(grad)
             return
@@ -183,6 +204,7 @@ class Deferred(Policy):
         self._make_store, self._sums = make_store, sums
         self._last = True
         self._measured: dict[str, Measured] = {}
+        self._came: set[str] = set()  # in the last micro-batch
 
     @functools.cached_property
     def _store(self) -> GradientStore:
@@ -191,11 +213,18 @@ class Deferred(Policy):
     def run(self, loss: Tensor, again: Callable[[], Tensor] | None, last: bool) -> bool:
         self._updates.decision = None
         self._last = last
-        self._measured = {}
-        self._backward(loss)
+        self._measured, self._came = {}, set()
+        if last:
+            self.begin()
+        self._clipping.scale.scaled(loss).backward()
         if not last:
             self._cycle.wait()
             return False
+        with torch.no_grad():
+            for slot in self._slots.values():  # what came in earlier micro-batches alone
+                if slot.name not in self._came and (total := self._store.get(slot)) is not None:
+                    super().take(slot, total)
+        self.flush()
         return True
 
     def take(self, slot: Slot, grad: Tensor) -> None:
@@ -207,8 +236,14 @@ class Deferred(Policy):
             )
         total = grad if before is None else self._sum(before, grad)
         if self._last:
-            self._measured[slot.name] = self._clipping.measure(total)
-        self._store.keep(slot, total)
+            self._came.add(slot.name)
+            super().take(slot, total)
+        else:
+            self._store.keep(slot, total)
+
+    def arrived(self, slot: Slot, grad: Tensor) -> None:
+        self._measured[slot.name] = self._clipping.measure(grad)
+        self._store.keep(slot, grad)
 
     def _sum(self, before: Tensor, grad: Tensor) -> Tensor:
         total = before if self._sums is None else before.to(torch.promote_types(before.dtype, self._sums))
@@ -218,10 +253,6 @@ class Deferred(Policy):
     def complete(self) -> None:
         """Decides the step, and updates parameter by parameter."""
         slots = list(self._slots.values())
-        for slot in slots:  # what came in earlier micro-batches alone
-            if slot.name not in self._measured and (total := self._store.get(slot)) is not None:
-                self._measured[slot.name] = self._clipping.measure(total)
-                self._store.keep(slot, total)
         decision = self._updates.decision = self._clipping.decide(self._measured, prepared=True)
         if decision.dropped:
             self._store.clear()

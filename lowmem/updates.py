@@ -34,7 +34,7 @@ class Updates:
         rule: the rule.
         state: parameter → its states, made before its first update.
         cycle: the step that updates are of.
-        placement: where new states are made.
+        placement: where parameters live.
         clipping: what gradients are multiplied with and clamped to as they are read.
         rounding, seed: how results become stored weights.
         batching: stack small parameters of equal plan, shape, dtype, device and group.
@@ -60,7 +60,7 @@ class Updates:
         self.rule, self.state, self.cycle = rule, state, cycle
         self.rounding, self.seed = rounding, seed
         self.decision: Decision | None = None
-        self._placement, self._clipping = placement, clipping
+        self.placement, self._clipping = placement, clipping
         self._compiled = compiled
         self._batching = batching and rule.stackable
         self._waiting: dict[tuple[Any, ...], list[tuple[Slot, Tensor]]] = {}
@@ -116,7 +116,7 @@ class Updates:
         if self._keeps_residual(param):
             slot.residual = torch.zeros_like(param, dtype=torch.int16)
         kept = self.kept(plan, param)
-        made = self._placement.new_state
+        made = self.placement.new_state
         return {name: made(spec, param, plan.view) for name, spec in plan.states.items() if name in kept}
 
     def _update_one(self, slot: Slot, grad: Tensor) -> None:

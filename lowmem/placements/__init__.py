@@ -3,14 +3,21 @@
 from collections.abc import Iterable
 from typing import Any
 
+import torch.distributed as dist
+
 from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.placements.local import Local
+from lowmem.placements.replicated import Replicated
 
-PLACEMENTS = {"local": Local}
+__all__ = ["PLACEMENTS", "Local", "Replicated", "find"]
+
+PLACEMENTS = {"local": Local, "replicated": Replicated}
 
 
 def find(placement: str, params: Iterable[Any]) -> Local:
     """The placement asked for, or with `auto` the one that the parameters, or (name, parameter) pairs, are in.
+
+    Whole parameters are replicated where there is a process group of several ranks.
 
     Raises:
         ConfigError: there is no placement of that name.
@@ -26,4 +33,7 @@ def find(placement: str, params: Iterable[Any]) -> Local:
             )
     if placement not in ("auto", *PLACEMENTS):
         raise ConfigError(f"placement {placement!r} is unknown; known are auto, {', '.join(PLACEMENTS)}")
-    return Local()
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if placement == "replicated" and not (dist.is_available() and dist.is_initialized()):
+        raise ConfigError("placement='replicated' needs a process group: call torch.distributed.init_process_group()")
+    return Replicated() if placement == "replicated" or (placement == "auto" and several) else Local()

@@ -1,17 +1,28 @@
 """One device holds the whole parameter and its whole gradient."""
 
+from collections.abc import Collection, Iterator
+
 import torch
 from torch import Tensor
 
 from lowmem.errors import UnsupportedError
 from lowmem.layout import Layout, View
 from lowmem.rules.rule import StateSpec
+from lowmem.slots import Slot
+
+Reduced = Iterator[tuple[Slot, Tensor]]
 
 
 class Local:
     """Parameters on one device (or several, each parameter whole on one)."""
 
-    def reduce(self, param: Tensor) -> Tensor:
+    def adopt(self, slots: Collection[Slot]) -> None:
+        """Takes in parameters that an optimizer is to update."""
+
+    def begin(self, slots: Collection[Slot]) -> None:
+        """A backward begins in which gradients are reduced; `slots` are all that may get one."""
+
+    def take(self, param: Tensor) -> Tensor:
         """Takes the finished gradient off the parameter: the caller's reference is the only one."""
         grad = param.grad
         assert grad is not None
@@ -19,6 +30,17 @@ class Local:
         if grad.layout != torch.strided:
             raise UnsupportedError("has a sparse gradient; make its module with sparse=False")
         return grad
+
+    def reduce(self, slot: Slot, grad: Tensor) -> Reduced:
+        """Takes a finished gradient in, and gives those that are ready by now, averaged over ranks."""
+        yield slot, grad
+
+    def flush(self) -> Reduced:
+        """Gives the rest: the backward has ended."""
+        yield from ()
+
+    def drop(self) -> None:
+        """Forgets what is under way: the backward died."""
 
     def layout(self, param: Tensor, view: View) -> Layout:
         """The piece of a parameter that is here: all of it."""

@@ -1,0 +1,140 @@
+"""Data parallel without a wrapper: every rank holds the whole parameter, and gradients are averaged as they come."""
+
+import gc
+from collections import deque
+from collections.abc import Collection
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lowmem.dense import flat
+from lowmem.errors import StepError, UnsupportedError
+from lowmem.placements.local import Local, Reduced
+from lowmem.slots import Slot
+
+# Averages that may be under way while the backward goes on: what was the last gradient is applied beside the next one.
+_UNDER_WAY = 1
+
+
+class Replicated(Local):
+    """The same parameters on every rank of the default process group, each rank with data of its own.
+
+    An average is begun as soon as its gradient is there and waited for when the next one has come, so that it travels
+    while the backward computes: two gradients exist at a time. Ranks begin averages in one order, that of rank 0's
+    first backward, whatever order their own gradients come in. A parameter that gets a gradient on some ranks alone
+    counts as zero on the others; one that gets none anywhere is left out, as on one device.
+
+    Weights are those of rank 0 from the beginning. Buffers are nobody's concern, as on one device.
+
+    Raises:
+        UnsupportedError: the model is in a `DistributedDataParallel` wrapper, which would average once more.
+    """
+
+    def __init__(self) -> None:
+        self._order: list[str] = []  # in which averages begin
+        self._learned = False  # it is the order in which gradients come
+        self._slots: dict[str, Slot] = {}
+        self._came: list[str] = []  # in this backward
+        self._begun = 0
+        self._early: dict[str, Tensor] = {}  # gradients whose turn has not come
+        self._flying: deque[tuple[Slot, Tensor, dist.Work]] = deque()
+
+    def adopt(self, slots: Collection[Slot]) -> None:
+        _refuse_wrapper(slots)
+        with torch.no_grad():
+            for slot in slots:
+                dist.broadcast(slot.param.detach(), src=0)
+
+    def begin(self, slots: Collection[Slot]) -> None:
+        self.drop()
+        self._slots = {slot.name: slot for slot in slots if slot.handle is not None}
+        if set(self._order) != self._slots.keys():
+            self._order, self._learned = list(reversed(self._slots)), False
+
+    def reduce(self, slot: Slot, grad: Tensor) -> Reduced:
+        if slot.name in self._came:
+            raise StepError(
+                f"parameter {slot.name!r} got its gradient in two parts within one backward, and the first part is on "
+                "its way to the other ranks. Use checkpoint(..., use_reentrant=False)"
+            )
+        self._came.append(slot.name)
+        self._early[slot.name] = grad
+        while self._begun < len(self._order) and self._order[self._begun] in self._early:
+            self._fly(self._order[self._begun])
+            yield from self._land(_UNDER_WAY)
+
+    def flush(self) -> Reduced:
+        came = set(self._came)
+        absent = [name for name in self._order if name not in came]
+        found: dict[str, Tensor] = {}
+        for name in self._order[self._begun :]:
+            if name not in came:
+                self._early[name] = torch.zeros_like(self._slots[name].param)
+            self._fly(name)
+            yield from self._apart(self._land(_UNDER_WAY), found)
+        yield from self._apart(self._land(0), found)
+        anywhere = self._came_anywhere()
+        for name in absent:
+            if anywhere[self._order.index(name)]:
+                yield self._slots[name], found.pop(name)
+        self._learn()
+
+    def drop(self) -> None:
+        self._came.clear()
+        self._early.clear()
+        self._flying.clear()
+        self._begun = 0
+
+    def _fly(self, name: str) -> None:
+        """Begins the average of the gradient whose turn it is."""
+        grad = self._early.pop(name)
+        self._begun += 1
+        work = dist.all_reduce(flat(grad), async_op=True)
+        assert work is not None
+        self._flying.append((self._slots[name], grad, work))
+
+    def _land(self, under_way: int) -> Reduced:
+        """Gives finished averages until so many are left."""
+        while len(self._flying) > under_way:
+            slot, grad, work = self._flying.popleft()
+            work.wait()
+            yield slot, grad.div_(dist.get_world_size())
+
+    def _apart(self, landed: Reduced, absent: dict[str, Tensor]) -> Reduced:
+        """Keeps back the averages of gradients that this rank has not: they may be nobody's."""
+        for slot, grad in landed:
+            if slot.name in self._came:
+                yield slot, grad
+            else:
+                absent[slot.name] = grad
+
+    def _came_anywhere(self) -> list[bool]:
+        """For each parameter in order, whether some rank has had a gradient of it."""
+        came = set(self._came)
+        if not self._order:
+            return []
+        device = self._slots[self._order[0]].param.device
+        flags = torch.tensor([name in came for name in self._order], dtype=torch.int32).to(device, non_blocking=True)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        # only a rank that misses a gradient has to wait for the answer
+        return [True] * len(self._order) if len(came) == len(self._order) else list(map(bool, flags.tolist()))
+
+    def _learn(self) -> None:
+        """From the first backward on averages begin in the order in which gradients come on rank 0."""
+        if self._learned:
+            return
+        absent = [name for name in self._order if name not in self._came]
+        order = [[*self._came, *absent]]
+        dist.broadcast_object_list(order, src=0)
+        self._order, self._learned = order[0], True
+
+
+def _refuse_wrapper(slots: Collection[Slot]) -> None:
+    own = {slot.param for slot in slots}
+    for found in gc.get_objects():
+        if type(found) is torch.nn.parallel.DistributedDataParallel and not own.isdisjoint(found.parameters()):
+            raise UnsupportedError(
+                "the model is inside DistributedDataParallel, whose gradients wait in buckets of their own and would "
+                "be averaged twice. Take the wrapper away: ranks average in the hooks of this optimizer"
+            )

@@ -1,0 +1,289 @@
+"""Several ranks with data of their own are one device with all of it."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankError, Ranks
+from torch.distributed._tools.mem_tracker import MemTracker
+
+import lowmem
+from lowmem.errors import StepError, UnsupportedError
+from lowmem.rules.rule import TABLE
+
+STEPS = 10
+ROWS = 6  # a step, over all ranks: 6, 3 or 2 each
+
+
+@pytest.fixture(scope="module", params=[2, 3], ids=lambda n: f"{n} ranks")
+def ranks(request):
+    started = Ranks(request.param)
+    yield started
+    started.stop()
+
+
+@pytest.fixture(scope="module")
+def two():
+    started = Ranks(2)
+    yield started
+    started.stop()
+
+
+class Net(torch.nn.Module):
+    """Odd shapes from 0-D to 4-D, experts [E, in, out], a tied weight, a frozen one, a branch that some data skips."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Parameter(torch.randn(7, 5))
+        self.convolution = torch.nn.Conv2d(1, 3, (2, 3))
+        self.experts = torch.nn.Parameter(torch.randn(3, 12, 5) * 0.3)
+        self.gain = torch.nn.Parameter(torch.tensor(1.3))
+        self.one = torch.nn.Parameter(torch.ones(1))
+        self.frozen = torch.nn.Parameter(torch.randn(5), requires_grad=False)
+        self.seldom = torch.nn.Linear(5, 5)
+        self.never = torch.nn.Linear(2, 2)
+
+    def forward(self, ids):
+        x = self.embed[ids]  # [rows, 5, 5]
+        spread = self.convolution(x.unsqueeze(1)).flatten(2).mean(1)  # [rows, 12]
+        mixed = torch.einsum("ri,eio->ro", spread, self.experts) * self.gain + self.one + self.frozen
+        odd = ids[:, 0] % 2 == 1
+        if odd.any():
+            mixed = mixed + odd[:, None] * self.seldom(mixed)
+        logits = mixed @ self.embed.T  # tied
+        return torch.nn.functional.cross_entropy(logits, ids[:, -1])
+
+
+def data():
+    source = torch.Generator().manual_seed(5)
+    for step in range(STEPS):
+        ids = torch.randint(7, (ROWS, 5), generator=source)
+        if step % 3 == 1:
+            ids[1:, 0] = 2 * (ids[1:, 0] // 2)  # only the first rank, if any, has odd rows
+        yield ids
+
+
+def train(ids_of, settings, micro_batches=1, seed=0):
+    torch.manual_seed(seed)
+    net = Net()
+    opt = lowmem.FusedOptimizer(net.named_parameters(), **{"lr": 1e-2, **settings})
+    for ids in data():
+        parts = ids_of(ids).tensor_split(micro_batches)
+        for n, part in enumerate(parts, start=1):
+            with opt.accumulate() if n < micro_batches else nullcontext():
+                opt.backward(net(part) / micro_batches)
+    report = opt.last_step
+    return {
+        "weights": {name: param.detach() for name, param in net.named_parameters()},
+        "told": (report.step, report.names, report.grad_norm.item()),
+        "factor": None if report.clip_factor is None else report.clip_factor.item(),
+        "placement": type(opt._placement).__name__,
+    }
+
+
+def own_rows(rank, settings, micro_batches=1):
+    count = dist.get_world_size()
+    return train(lambda ids: ids.tensor_split(count)[rank], settings, micro_batches, seed=rank)
+
+
+def assert_as_one_device(found, settings, micro_batches=1):
+    alone = train(lambda ids: ids, settings, micro_batches)
+    for rank in found:
+        assert rank["placement"] == "Replicated"
+        for name, weight in rank["weights"].items():
+            assert torch.equal(weight, found[0]["weights"][name]), name
+            # averages are summed in another order than the rows of one batch
+            torch.testing.assert_close(weight, alone["weights"][name], rtol=1e-5, atol=1e-5, msg=name)
+        assert rank["told"][:2] == alone["told"][:2]
+        assert rank["told"][2] == pytest.approx(alone["told"][2], rel=1e-4)
+        assert (rank["factor"] is None) == (alone["factor"] is None)
+        assert alone["factor"] is None or rank["factor"] == pytest.approx(alone["factor"], rel=1e-4)
+
+
+RULES = [*sorted(TABLE), "torch.optim.AdamW"]
+OPTIONS = {
+    "adafactor": {
+        "min_dim_size_to_factor": 3,
+        "factor_map": [("convolution.weight", ["ROW", "NONE", "COLUMN", "COLUMN"]), (".*", "HEURISTIC")],
+    }
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule(ranks, rule):
+    settings = {"rule": rule, "lr": 1e-3 if rule == "lion" else 1e-2, **OPTIONS.get(rule, {})}
+    assert_as_one_device(ranks.run(own_rows, settings), settings)
+
+
+POLICIES = {
+    "two_pass": ({"policy": "two_pass", "clip_norm": 0.5}, 1),
+    "deferred": ({"policy": "deferred", "clip_norm": 0.5}, 1),
+    "on disk": ({"policy": "deferred", "clip_norm": 0.5, "store": "disk"}, 1),
+    "dynamic scale": ({"clip_norm": 0.5, "loss_scale": "dynamic"}, 1),
+    "largest element": ({"clip_norm": 0.05, "norm_type": float("inf"), "clip_value": 0.1}, 1),
+    "its own clipping": ({"rule": "scaled_adam", "clipping_scale": 0.8, "clipping_update_period": 3}, 1),
+}
+
+
+@pytest.mark.parametrize(("settings", "micro_batches"), POLICIES.values(), ids=POLICIES)
+def test_every_policy(ranks, settings, micro_batches):
+    assert_as_one_device(ranks.run(own_rows, settings, micro_batches), settings, micro_batches)
+
+
+def accumulated(rank, settings):
+    """A row a micro-batch."""
+    return own_rows(rank, settings, micro_batches=ROWS // dist.get_world_size())
+
+
+@pytest.mark.parametrize("settings", [{"clip_norm": 0.5}, {"loss_scale": "dynamic", "sums": "gradient"}], ids=str)
+def test_accumulation(ranks, settings):
+    """Micro-batches of equal size: their mean over ranks and micro-batches is that of the whole batch."""
+    settings = {"policy": "deferred", **settings}
+    assert_as_one_device(ranks.run(accumulated, settings), settings)
+
+
+# -- gradients that not every rank has ---------------------------------------------------------------------------------
+
+
+class Branches(torch.nn.Module):
+    """Layers of one shape, taken in any order, or not at all."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4, bias=False) for _ in range(4))
+
+    def forward(self, order):
+        x = torch.ones(2, 4)
+        for n in order:
+            x = self.layers[n](x)
+        return x.square().sum()
+
+
+def take_branches(rank, orders, settings):
+    net = Branches()
+    opt = lowmem.FusedOptimizer(net.named_parameters(), rule="lomo", lr=0.1, **settings)
+    expected = [layer.weight.detach().clone() for layer in net.layers]
+    for step in orders:
+        copies = Branches()
+        for copy, weight in zip(copies.layers, expected, strict=True):
+            copy.weight.data.copy_(weight)
+        (sum(copies(order) for order in step) / len(step)).backward()
+        for n, layer in enumerate(copies.layers):
+            if layer.weight.grad is not None:
+                expected[n] = expected[n] - 0.1 * layer.weight.grad
+        opt.backward(net(step[rank]))
+        names = [f"layers.{n}.weight" for n in range(4) if any(n in order for order in step)]
+        assert list(opt.last_step.names) == names
+    return [layer.weight.detach() for layer in net.layers], expected
+
+
+@pytest.mark.parametrize("settings", [{}, {"policy": "two_pass"}, {"policy": "deferred"}], ids=str)
+@pytest.mark.parametrize("batching", [False, True])
+def test_other_layers_in_another_order_on_each_rank(two, settings, batching):
+    """Averages of equal shape would be mixed up without a word, if ranks began them as their gradients come."""
+    orders = [[(0, 1, 2), (2, 1, 0)], [(0, 3), (1, 2)], [(3,), (3, 0, 1, 2)], [(1, 0), (0, 1)]]
+    for weights, expected in two.run(take_branches, orders, {**settings, "batching": batching}):
+        for weight, wanted in zip(weights, expected, strict=True):
+            torch.testing.assert_close(weight, wanted, rtol=1e-5, atol=1e-6)
+
+
+# -- an overflow, a wrapper, memory ------------------------------------------------------------------------------------
+
+
+def poisoned(rank, policy):
+    torch.manual_seed(0)
+    net = Net()
+    opt = lowmem.FusedOptimizer(net.named_parameters(), rule="adamw", policy=policy, loss_scale="dynamic")
+    before = {name: param.detach().clone() for name, param in net.named_parameters()}
+    if rank == 1:
+        net.embed.register_hook(lambda grad: grad * torch.inf)
+    opt.backward(net(torch.randint(7, (2, 5))))
+    moved = {name for name, param in net.named_parameters() if not torch.equal(param, before[name])}
+    return opt.last_step.nonfinite, opt.last_step.skipped, moved, opt.state_dict()["step"], opt.loss_scale
+
+
+@pytest.mark.parametrize("policy", ["two_pass", "deferred", "immediate"])
+def test_an_overflow_on_one_rank_is_everyones(two, policy):
+    one, other = two.run(poisoned, policy)
+    assert one == other
+    nonfinite, skipped, moved, step, scale = one
+    assert nonfinite == ["embed"]
+    assert scale == 2.0**15
+    assert ("embed" not in moved) and (bool(moved) == (policy == "immediate"))
+    assert (skipped == 1, step) == ((True, 1) if policy == "immediate" else (False, 0))
+
+
+def in_a_wrapper(rank):
+    wrapped = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 3))
+    with pytest.raises(UnsupportedError, match="Take the wrapper away"):
+        lowmem.FusedOptimizer(wrapped.module.named_parameters())
+
+
+def test_a_wrapper_is_refused(two):
+    two.run(in_a_wrapper)
+
+
+def alone_among_others(rank):
+    net = torch.nn.Linear(3, 3)
+    opt = lowmem.FusedOptimizer(net.named_parameters(), rule="lomo", lr=0.1, placement="local")
+    opt.backward(net(torch.full((1, 3), float(rank + 1))).sum())
+    return opt.last_step.grad_norm.item()
+
+
+def test_ranks_may_train_alone(two):
+    one, other = two.run(alone_among_others)
+    assert one != other
+
+
+def test_replicated_needs_a_group():
+    with pytest.raises(lowmem.LowmemError, match="init_process_group"):
+        lowmem.FusedOptimizer([torch.nn.Parameter(torch.ones(2))], placement="replicated")
+
+
+def peak(rank):
+    net = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(8)))
+    opt = lowmem.FusedOptimizer(net.named_parameters(), rule="lomo", lr=1e-3)
+
+    def step():
+        opt.backward(net(torch.ones(1, 1024)).square().sum())
+
+    step()
+    tracker = MemTracker()
+    tracker.track_external(net, opt)
+    with tracker:
+        step()
+    (most,) = tracker.get_tracker_snapshot("peak").values()
+    (rest,) = tracker.get_tracker_snapshot("current").values()
+    return most["Total"] - rest["Total"]
+
+
+@pytest.mark.filterwarnings("ignore:Expected a tensor")
+def test_two_gradients_at_a_time(two):
+    """One is on its way while the next is computed: 4 MiB each, of eight."""
+    for above in two.run(peak):
+        assert 8 << 20 <= above <= 10 << 20
+
+
+def twice_fired(rank):
+    from torch.utils.checkpoint import checkpoint
+
+    shared = torch.nn.Linear(4, 4, bias=False)
+    opt = lowmem.FusedOptimizer(shared.named_parameters(), policy="deferred")
+    x = torch.ones(2, 4, requires_grad=True)
+    with pytest.raises(StepError, match="on its way to the other ranks"):
+        opt.backward(shared(checkpoint(shared, x, use_reentrant=True)).sum())
+
+
+def test_a_gradient_in_two_parts_is_refused(two):
+    two.run(twice_fired)
+
+
+def fails(rank):
+    assert rank == 0, "on purpose"
+
+
+def test_the_harness_tells_which_rank_failed(two):
+    with pytest.raises(RankError, match=r"(?s)rank 1.*on purpose"):
+        two.run(fails)
+    assert two.run(alone_among_others)
