@@ -1,5 +1,6 @@
 """From a `RunConfig` to what trains: tokenizer, data, model, trainer, each checked before the next is made."""
 
+import os
 import tempfile
 import warnings
 from dataclasses import dataclass, replace
@@ -27,6 +28,8 @@ _TRAINER_DEFAULTS = {
     "bf16": False,
     "dataloader_pin_memory": torch.cuda.is_available(),
     "disable_tqdm": False,  # else it follows the libraries' log level, and takes the report's bar with it
+    # several processes on CPUs find each other only if told
+    "use_cpu": not torch.accelerator.is_available() and int(os.environ.get("WORLD_SIZE", 1)) > 1,
 }
 
 

@@ -25,8 +25,10 @@ if TYPE_CHECKING:
     from lowmem.config import RunConfig
     from lowmem.data import TokenCounts
 
-out = Console()
-err = Console(stderr=True)
+# Under a launcher every process runs the whole command; the first one speaks, and the others when they fail.
+RANK = int(os.environ.get("RANK", 0))
+out = Console(quiet=RANK > 0)
+err = Console(stderr=True, quiet=RANK > 0)
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -41,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     try:
         arguments.command(arguments)
     except LowmemError as error:
-        err.print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
+        where = f"error on rank {RANK}: " if RANK else "error: "
+        Console(stderr=True).print(Text.assemble((where, "bold red"), str(error)), soft_wrap=True)
         sys.exit(2)
     except KeyboardInterrupt:
         err.print("interrupted", style="red")
@@ -106,11 +109,13 @@ def train(arguments: argparse.Namespace) -> None:
         trainer.create_optimizer()  # refuses what it cannot update before anything is written
         counts = check_tokenized(trainer.train_dataset, found.train, config.data)
         _describe(config, trainer, counts)
-        save(config, folder / "config.yaml")
-        report.write_environment(folder)
+        if RANK == 0:
+            save(config, folder / "config.yaml")
+            report.write_environment(folder)
         with report.RunReport(folder, out) as run, _stop_on_signal(trainer) as stopped:
             run.attach(trainer)
             trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
+    _leave_group()
     if stopped:
         last = f"stopped at step {trainer.state.global_step}; go on with: lowmem train {folder}/config.yaml --resume"
     else:
@@ -120,9 +125,12 @@ def train(arguments: argparse.Namespace) -> None:
 
 @contextmanager
 def _run_folder(config: "RunConfig", resume: bool) -> Iterator[Path]:
-    """The run folder; taken away again if the run fails before it has written anything there."""
+    """The run folder; taken away again if the run fails before it has written anything there. Rank 0 makes it."""
     from lowmem.report import start_run_folder
 
+    if RANK:
+        yield Path(config.run_dir)
+        return
     folder = start_run_folder(config.run_dir, resume)
     try:
         yield folder
@@ -144,7 +152,7 @@ def _stop_on_signal(trainer: Any) -> Iterator[list[int]]:
 
     class Stop(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if came:
+            if _on_any_rank(bool(came), args.device):
                 control.should_save = control.should_training_stop = True
 
     def restore() -> None:
@@ -164,6 +172,27 @@ def _stop_on_signal(trainer: Any) -> Iterator[list[int]]:
         yield came
     finally:
         restore()
+
+
+def _on_any_rank(here: bool, device: Any) -> bool:
+    """Whether something is so on some rank: a signal comes at another step on each, and they must stop at one."""
+    import torch
+    from torch import distributed
+
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return here
+    flag = torch.tensor(int(here), device=device)
+    distributed.all_reduce(flag, op=distributed.ReduceOp.MAX)
+    return bool(flag)
+
+
+def _leave_group() -> None:
+    """A process that ends without leaving its process group aborts."""
+    from torch import distributed
+
+    if distributed.is_available() and distributed.is_initialized():
+        distributed.barrier()
+        distributed.destroy_process_group()
 
 
 def _describe(config: "RunConfig", trainer: Any, counts: "TokenCounts") -> None:

@@ -8,6 +8,7 @@ The trainer keeps its loop, its arguments and its callbacks. What changes is whe
 
 import functools
 import logging
+import os
 import shutil
 from contextlib import nullcontext
 from dataclasses import fields, replace
@@ -82,6 +83,8 @@ class FusedTrainerMixin(_Base):
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         self.accelerator.backward = self._fused_backward
+        # ranks average in the optimizer's hooks, so the model gets device and autocast, and no wrapper
+        self.accelerator.prepare_model = functools.partial(self.accelerator.prepare_model, evaluation_mode=True)
 
     def _fused_backward(self, loss: Tensor, **_: Any) -> None:
         with nullcontext() if self.accelerator.sync_gradients else self.optimizer.accumulate():
@@ -161,36 +164,51 @@ class FusedTrainerMixin(_Base):
         return str(self._staging) if self._staging is not None else super()._get_output_dir(trial)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Writes aside, then renames: a checkpoint appears whole or not at all. Old ones go by number."""
+        """Writes aside, then renames: a checkpoint appears whole or not at all. Old ones go by number.
+
+        Rank 0 writes, and every rank its random state.
+        """
         run_dir = Path(super()._get_output_dir(trial))
         self._staging = run_dir / _STAGING
-        shutil.rmtree(self._staging, ignore_errors=True)
+        first = self.is_world_process_zero()
         try:
+            if first:
+                shutil.rmtree(self._staging, ignore_errors=True)
+            self.accelerator.wait_for_everyone()
             super()._save_checkpoint(model, trial)
+            self.accelerator.wait_for_everyone()
             (written,) = self._staging.iterdir()
             final = run_dir / written.name
             if self.state.best_model_checkpoint == str(written):
                 self.state.best_model_checkpoint = str(final)
-                self.state.save_to_json(str(written / checkpoint.TRAINER_STATE_FILE))
-            if final.exists():  # resumed from an earlier step, and here again
-                shutil.rmtree(final)
-            written.rename(final)
+                if first:
+                    self.state.save_to_json(str(written / checkpoint.TRAINER_STATE_FILE))
+            self.accelerator.wait_for_everyone()
+            if first:
+                if final.exists():  # resumed from an earlier step, and here again
+                    shutil.rmtree(final)
+                written.rename(final)
         except (OSError, RuntimeError, SafetensorError) as error:  # torch.save raises RuntimeError
             raise CheckpointError(
                 f"{run_dir}/checkpoint-{self.state.global_step} could not be written: {error}. Free some space or take "
                 "another run_dir (output_dir), and resume from the checkpoint before it."
             ) from error
         finally:
-            shutil.rmtree(self._staging, ignore_errors=True)
+            if first:
+                shutil.rmtree(self._staging, ignore_errors=True)
             self._staging = None
-        rotate_checkpoints(
-            output_dir=str(run_dir),
-            save_total_limit=self.args.save_total_limit,
-            best_model_checkpoint=self.state.best_model_checkpoint,
-            use_mtime=False,
-        )
+        if first:
+            rotate_checkpoints(
+                output_dir=str(run_dir),
+                save_total_limit=self.args.save_total_limit,
+                best_model_checkpoint=self.state.best_model_checkpoint,
+                use_mtime=False,
+            )
+        self.accelerator.wait_for_everyone()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self.args.should_save:
+            return
         checkpoint.save_optimizer(self.optimizer, Path(output_dir) / checkpoint.OPTIMIZER_FILE)
         torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / checkpoint.SCHEDULER_FILE)
 
@@ -259,10 +277,21 @@ def _check_arguments(args: TrainingArguments, fused: FusedConfig) -> None:
             "auto_find_batch_size=True retries after a backward ran out of memory, and a fused backward has moved some "
             "weights by then; find the batch size with a short run of its own"
         )
-    if args.deepspeed or args.fsdp or args.world_size > 1 or args.n_gpu > 1:
+    if args.deepspeed or args.fsdp:
         raise UnsupportedError(
-            "training over several devices is not available: run one process on one device (CUDA_VISIBLE_DEVICES=0), "
-            "without deepspeed, fsdp or a distributed launcher"
+            "sharded training is not available: leave deepspeed and fsdp out. Every rank that torchrun or accelerate "
+            "launch starts holds the whole model"
+        )
+    started = int(os.environ.get("WORLD_SIZE", 1))
+    if started > 1 and args.world_size == 1:
+        raise ConfigError(
+            f"{started} processes were started, but Accelerate sees this one alone, and each would train a model of "
+            "its own: on a CPU set use_cpu=True"
+        )
+    if args.n_gpu > 1:
+        raise UnsupportedError(
+            f"one process sees {args.n_gpu} GPUs, and DataParallel would split each batch over them: start a process "
+            f"for each (torchrun --nproc_per_node {args.n_gpu} ...), or let it see one (CUDA_VISIBLE_DEVICES=0)"
         )
 
 

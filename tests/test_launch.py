@@ -1,0 +1,127 @@
+"""`lowmem train` as launchers start it: real processes over gloo, which are one run."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+TORCHRUN = ("torch.distributed.run", "--nproc_per_node", "2", "-m")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A configuration of a tiny run, with its data."""
+    folder = tmp_path_factory.mktemp("launch")
+    rows = [
+        {"text": " ".join(["one two", "three", "four five six"][n % 3] for n in range(i, i + 5))} for i in range(64)
+    ]
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = {
+        "run_dir": str(folder / "run"),
+        "model": {
+            "config": {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+                       "num_attention_heads": 4, "num_key_value_heads": 2},
+            "train_tokenizer": {"vocab_size": 280},
+            "dtype": "float32",
+        },
+        "data": {"path": str(folder / "data.jsonl"), "max_length": 32},
+        "optimizer": {"lr": 1e-2, "clip_norm": 1.0},
+        "trainer": {"max_steps": 6, "logging_steps": 1, "save_steps": 3, "per_device_train_batch_size": 4,
+                    "dataloader_pin_memory": False},
+    }  # fmt: skip
+    (folder / "config.yaml").write_text(json.dumps(config))
+    return folder
+
+
+def run(folder, *arguments, launcher=(), **options):
+    command = [sys.executable, "-m", *launcher, "lowmem", "train", str(folder / "config.yaml"), *arguments]
+    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=180, **options)
+
+
+def metrics(run_dir):
+    return [line for line in map(json.loads, (run_dir / "metrics.jsonl").open()) if "loss" in line]
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    done = run(folder, f"run_dir={folder}/alone", "trainer.per_device_train_batch_size=8")
+    assert done.returncode == 0, done.stderr
+    return folder / "alone"
+
+
+def test_two_processes_are_one_run(folder, alone, tmp_path):
+    """The same losses, norms and weights as one process with their batches; one set of files; a clean end."""
+    done = run(folder, f"run_dir={tmp_path}/run", launcher=TORCHRUN)
+    assert done.returncode == 0, done.stderr
+    ours, its = metrics(tmp_path / "run"), metrics(alone)
+    assert [line["step"] for line in ours] == [line["step"] for line in its] == list(range(1, 7))
+    for one, other in zip(ours, its, strict=True):
+        for key in ("loss", "grad_norm", "clip_factor", "tokens"):
+            assert one[key] == pytest.approx(other[key], rel=1e-4), key
+    assert done.stdout.count("step 6/6  loss") == 1
+    assert "destroy_process_group" not in done.stderr
+    weights = [load_file(path / "checkpoint-6" / "model.safetensors") for path in (tmp_path / "run", alone)]
+    for name, weight in weights[0].items():
+        torch.testing.assert_close(weight, weights[1][name], rtol=1e-5, atol=1e-5)
+
+
+def test_a_run_goes_on_under_as_many_processes_or_fewer(folder, alone, tmp_path):
+    """Bit for bit under as many; with the same losses under one."""
+    assert run(folder, f"run_dir={tmp_path}/run", launcher=TORCHRUN).returncode == 0
+    whole = load_file(tmp_path / "run" / "checkpoint-6" / "model.safetensors")
+    for launcher, batch in ((TORCHRUN, 4), ((), 8)):
+        subprocess.run(["rm", "-r", str(tmp_path / "run" / "checkpoint-6")], check=True)
+        batch_size = f"trainer.per_device_train_batch_size={batch}"
+        done = run(folder, f"run_dir={tmp_path}/run", batch_size, "--resume", launcher=launcher)
+        assert done.returncode == 0, done.stderr
+        again = load_file(tmp_path / "run" / "checkpoint-6" / "model.safetensors")
+        for name, weight in whole.items():
+            if launcher:
+                assert torch.equal(weight, again[name]), name
+            else:
+                torch.testing.assert_close(weight, again[name], rtol=1e-5, atol=1e-5)
+        assert [line["loss"] for line in metrics(tmp_path / "run")] == pytest.approx(
+            [line["loss"] for line in metrics(alone)], rel=1e-4
+        )
+
+
+def test_a_mistake_ends_every_process(folder, tmp_path):
+    done = run(folder, f"run_dir={tmp_path}/run", "optimizer.rule=adalmo", launcher=TORCHRUN)
+    assert done.returncode != 0
+    assert "Did you mean 'adalomo'" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def children(pid):
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["one is killed", "all are asked to stop"])
+def test_a_run_that_ends_early(folder, tmp_path, number):
+    """A killed rank ends all with an error, and none hangs; asked to stop, they agree on a step and save it."""
+    command = [sys.executable, "-m", *TORCHRUN, "lowmem", "train", str(folder / "config.yaml")]
+    command += [f"run_dir={tmp_path}/run", "trainer.max_steps=100000", "trainer.save_steps=100000"]
+    started = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    while "step" not in (line := started.stdout.readline()):
+        assert line, "it ended before its first step"
+    time.sleep(0.5)
+    os.kill(children(started.pid)[1] if number == signal.SIGKILL else started.pid, number)
+    rest = started.communicate(timeout=120)[0]
+    assert started.returncode != 0
+    saved = list((tmp_path / "run").glob("checkpoint-*"))
+    assert len(saved) == (number == signal.SIGTERM)
+    assert ("stopped at step" in rest) == (number == signal.SIGTERM)
+
+
+def test_processes_that_do_not_find_each_other_are_refused(folder, tmp_path):
+    done = run(folder, f"run_dir={tmp_path}/run", "trainer.use_cpu=false", launcher=TORCHRUN)
+    assert done.returncode != 0
+    assert "2 processes were started, but Accelerate sees this one alone" in done.stderr
