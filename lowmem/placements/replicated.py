@@ -88,7 +88,7 @@ class Replicated(Local):
 
     def _fly(self, name: str) -> None:
         """Begins the average of the gradient whose turn it is."""
-        grad = self._early.pop(name)
+        grad = self._early.pop(name).div_(dist.get_world_size())  # before it is summed: float16 would overflow
         self._begun += 1
         work = dist.all_reduce(flat(grad), async_op=True)
         assert work is not None
@@ -99,7 +99,7 @@ class Replicated(Local):
         while len(self._flying) > under_way:
             slot, grad, work = self._flying.popleft()
             work.wait()
-            yield slot, grad.div_(dist.get_world_size())
+            yield slot, grad
 
     def _apart(self, landed: Reduced, absent: dict[str, Tensor]) -> Reduced:
         """Keeps back the averages of gradients that this rank has not: they may be nobody's."""

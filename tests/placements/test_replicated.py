@@ -214,6 +214,20 @@ def test_an_overflow_on_one_rank_is_everyones(two, policy):
     assert (skipped == 1, step) == ((True, 1) if policy == "immediate" else (False, 0))
 
 
+def large_gradients(rank, dtype):
+    param = torch.nn.Parameter(torch.zeros(4, dtype=dtype))
+    opt = lowmem.FusedOptimizer([param], rule="lomo", lr=1.0)
+    opt.backward((param * torch.full((4,), -40000.0 if rank else -50000.0, dtype=dtype)).sum())
+    return param.detach().float()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_averages_do_not_overflow(two, dtype):
+    """40,000 and 50,000 are float16 numbers, and so is their mean; their sum is not."""
+    for found in two.run(large_gradients, dtype):
+        torch.testing.assert_close(found, torch.full((4,), 45000.0), rtol=2**-8, atol=0.0)
+
+
 def in_a_wrapper(rank):
     wrapped = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 3))
     with pytest.raises(UnsupportedError, match="Take the wrapper away"):
