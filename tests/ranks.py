@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 # Seconds after which ranks that do not answer are taken for hung.
-PATIENCE = 120
+PATIENCE = 40
 
 
 class RankError(AssertionError):

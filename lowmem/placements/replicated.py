@@ -41,7 +41,6 @@ class Replicated(Local):
         self._flying: deque[tuple[Slot, Tensor, dist.Work]] = deque()
 
     def adopt(self, slots: Collection[Slot]) -> None:
-        _refuse_wrapper(slots)
         with torch.no_grad():
             for slot in slots:
                 dist.broadcast(slot.param.detach(), src=0)
@@ -51,6 +50,7 @@ class Replicated(Local):
         self._slots = {slot.name: slot for slot in slots if slot.handle is not None}
         if set(self._order) != self._slots.keys():
             self._order, self._learned = list(reversed(self._slots)), False
+            _refuse_wrapper(slots)  # one that came later than the optimizer
 
     def reduce(self, slot: Slot, grad: Tensor) -> Reduced:
         if slot.name in self._came:

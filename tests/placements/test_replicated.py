@@ -188,6 +188,25 @@ def test_other_layers_in_another_order_on_each_rank(two, settings, batching):
             torch.testing.assert_close(weight, wanted, rtol=1e-5, atol=1e-6)
 
 
+def thaw(rank):
+    """A layer that is frozen at first, between two of its shape."""
+    net = Branches()
+    net.layers[1].weight.requires_grad_(False)
+    opt = lowmem.FusedOptimizer(net.named_parameters(), rule="lomo", lr=0.1)
+    told = []
+    for step in range(4):
+        net.layers[1].weight.requires_grad_(step >= 2)
+        opt.backward((1 + rank) * net((0, 1, 2, 3)))
+        told.append(len(opt.last_step.names))
+    return told, [layer.weight.detach() for layer in net.layers]
+
+
+def test_a_parameter_that_joins_later(two):
+    (told, one), (_, other) = two.run(thaw)
+    assert told == [3, 3, 4, 4]
+    assert all(map(torch.equal, one, other))
+
+
 # -- an overflow, a wrapper, memory ------------------------------------------------------------------------------------
 
 
@@ -228,14 +247,20 @@ def test_averages_do_not_overflow(two, dtype):
         torch.testing.assert_close(found, torch.full((4,), 45000.0), rtol=2**-8, atol=0.0)
 
 
-def in_a_wrapper(rank):
-    wrapped = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 3))
+def in_a_wrapper(rank, wrapped_first):
+    net = torch.nn.Linear(3, 3)
+    wrapped = torch.nn.parallel.DistributedDataParallel(net) if wrapped_first else None
+    opt = lowmem.FusedOptimizer(net.named_parameters(), rule="lomo", lr=0.1)
+    wrapped = wrapped or torch.nn.parallel.DistributedDataParallel(net)
+    before = net.weight.detach().clone()
     with pytest.raises(UnsupportedError, match="Take the wrapper away"):
-        lowmem.FusedOptimizer(wrapped.module.named_parameters())
+        opt.backward(wrapped(torch.ones(1, 3)).sum())
+    return torch.equal(before, net.weight)
 
 
-def test_a_wrapper_is_refused(two):
-    two.run(in_a_wrapper)
+@pytest.mark.parametrize("wrapped_first", [False, True])
+def test_a_wrapper_is_refused(two, wrapped_first):
+    assert two.run(in_a_wrapper, wrapped_first) == [True, True]
 
 
 def alone_among_others(rank):
@@ -256,11 +281,14 @@ def test_replicated_needs_a_group():
 
 
 def peak(rank):
-    net = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(8)))
+    net = torch.nn.ModuleList(torch.nn.Linear(1024, 1024, bias=False) for _ in range(8))
     opt = lowmem.FusedOptimizer(net.named_parameters(), rule="lomo", lr=1e-3)
 
     def step():
-        opt.backward(net(torch.ones(1, 1024)).square().sum())
+        x = torch.ones(1, 1024)
+        for layer in reversed(net):  # gradients come in the order of the parameters, which is not the usual one
+            x = layer(x)
+        opt.backward(x.square().sum())
 
     step()
     tracker = MemTracker()
