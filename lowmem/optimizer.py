@@ -1,9 +1,6 @@
 """The fused optimizer: a `torch.optim.Optimizer` whose work happens in backward."""
 
-import importlib.util
 import logging
-import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem import choice, placements, policies, rules, saving
+from lowmem import choice, compiling, placements, policies, rules, saving
 from lowmem.clipping import Clipping
 from lowmem.cycle import StepCycle
 from lowmem.errors import ConfigError, StepError, UnsupportedError, did_you_mean
@@ -25,9 +22,6 @@ from lowmem.slots import Slot, listed
 from lowmem.updates import Updates
 
 logger = logging.getLogger(__name__)
-
-# With fewer trainable elements the seconds that compilation takes are longer than what it saves.
-COMPILE_FROM = 1 << 25
 
 # Keys of a parameter group that torch, its learning-rate schedulers or the user put there beside hyperparameters.
 _GROUP_KEYS = {"params", "param_names", "name", "initial_lr", "max_lr", "min_lr"}
@@ -114,8 +108,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.rounding = rounding
         if rounding not in ROUNDINGS:
             raise ConfigError(f"rounding {rounding!r} is unknown; known are {', '.join(ROUNDINGS)}")
-        if compile not in (True, False, "auto"):
-            raise ConfigError(f"compile={compile!r}; allowed are True, False and 'auto'")
         if not isinstance(batching, bool):
             raise ConfigError(f"batching={batching!r}; allowed are True and False")
         if lr is not None:
@@ -134,7 +126,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             super().__init__(groups, {**self.rule.defaults, **hyper})
             self._complete = True
             self._refuse_unknown_parameters()
-            self.compiled = self._decide_compile(compile)
+            self.compiled = compiling.decide(compile, self._slots)
             device = next((slot.param.device for slot in self._slots.values()), torch.device("cpu"))
             self._clipping = Clipping(
                 self.rule,
@@ -244,18 +236,6 @@ class FusedOptimizer(torch.optim.Optimizer):
                     raise ConfigError(
                         f"rule {self.rule.name!r}: no parameter is called {name!r}.{did_you_mean(name, known)}"
                     )
-
-    def _decide_compile(self, wanted: bool | str) -> bool:
-        if wanted is False:
-            return False
-        devices = {slot.param.device.type for slot in self._slots.values()}
-        missing = next((device for device in devices if not _has_compiler(device)), None)
-        if missing is not None:
-            if wanted is True:
-                raise ConfigError(f"compile=True, but there is no compiler for {missing!r}; use compile=False")
-            return False
-        trainable = sum(slot.param.numel() for slot in self._slots.values() if slot.param.requires_grad)
-        return wanted is True or trainable >= COMPILE_FROM
 
     # -- the policy ------------------------------------------------------------------------------------------------
 
@@ -499,9 +479,3 @@ def _refuse_loss(loss: Any) -> None:
         raise StepError(f"the loss is {what}; it must be a tensor of one element, as .mean() gives")
     if not loss.requires_grad:
         raise StepError("the loss has no graph: every parameter is frozen, or it was computed under no_grad")
-
-
-def _has_compiler(device: str) -> bool:
-    if device == "cpu":
-        return any(shutil.which(name) for name in (os.environ.get("CXX", ""), "g++", "clang++", "c++") if name)
-    return importlib.util.find_spec("triton") is not None

@@ -34,6 +34,7 @@ LAYERS = [
     "last_step",
     "outcome",
     "saving",
+    "compiling",
     "optimizer",
     "settings",
     "checkpoint",

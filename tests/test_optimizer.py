@@ -537,8 +537,8 @@ def test_sharded_parameter(mark, sharding):
 )
 def test_compile_setting(wanted, compiler, large, compiled, monkeypatch):
     """`auto` compiles where there is a compiler and enough to win; what was asked for and cannot be raises."""
-    monkeypatch.setattr(lowmem.optimizer, "_has_compiler", lambda device: compiler)
-    monkeypatch.setattr(lowmem.optimizer, "COMPILE_FROM", 10 if large else 1000)
+    monkeypatch.setattr(lowmem.compiling, "has_compiler", lambda device: compiler)
+    monkeypatch.setattr(lowmem.compiling, "COMPILE_FROM", 10 if large else 1000)
     param = torch.nn.Parameter(torch.zeros(100))
     if compiled is ConfigError:
         with pytest.raises(ConfigError, match="there is no compiler for 'cpu'; use compile=False"):
