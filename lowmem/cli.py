@@ -19,6 +19,7 @@ from rich.text import Text
 from lowmem import __version__, rules
 from lowmem.errors import LowmemError
 from lowmem.memory.states import state_bytes
+from lowmem.placements import in_group
 from lowmem.rounding import ROUNDINGS
 
 if TYPE_CHECKING:
@@ -179,7 +180,7 @@ def _on_any_rank(here: bool, device: Any) -> bool:
     import torch
     from torch import distributed
 
-    if not (distributed.is_available() and distributed.is_initialized()):
+    if not in_group():
         return here
     flag = torch.tensor(int(here), device=device)
     distributed.all_reduce(flag, op=distributed.ReduceOp.MAX)
@@ -190,7 +191,7 @@ def _leave_group() -> None:
     """A process that ends without leaving its process group aborts."""
     from torch import distributed
 
-    if distributed.is_available() and distributed.is_initialized():
+    if in_group():
         distributed.barrier()
         distributed.destroy_process_group()
 

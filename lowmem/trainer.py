@@ -90,7 +90,7 @@ class FusedTrainerMixin(_Base):
         with nullcontext() if self.accelerator.sync_gradients else self.optimizer.accumulate():
             self.optimizer.backward(loss)
         # with a loss scale an overflow is part of the game, and the schedule waits for it, as with GradScaler
-        scaled = self.optimizer.loss_scale is not None and self.accelerator.sync_gradients
+        scaled = self.accelerator.sync_gradients and self.optimizer.loss_scale is not None
         self.optimizer.step_was_skipped = scaled and self.optimizer.last_step.held_back
 
     def create_optimizer(self, model: nn.Module | None = None) -> FusedOptimizer:
@@ -126,13 +126,14 @@ class FusedTrainerMixin(_Base):
     def _telemetry(self) -> dict[str, Any]:
         """Of the last step: clip factor, loss scale, overflows so far, the rule's statistics, norms if asked for."""
         last = self.optimizer.last_step
+        scale, overflows = last.loss_scale, self.optimizer.overflows  # each is read back from the device
         told: dict[str, Any] = {}
         if last.clip_factor is not None:
             told["clip_factor"] = float(last.clip_factor)
-        if last.loss_scale is not None:
-            told["loss_scale"] = last.loss_scale
-        if last.loss_scale is not None or self.optimizer.overflows:
-            told["overflows"] = self.optimizer.overflows
+        if scale is not None:
+            told["loss_scale"] = scale
+        if scale is not None or overflows:
+            told["overflows"] = overflows
         if self.fused.log_norms:
             told |= {f"{PARAM_NORM}{name}": norm for name, norm in zip(last.names, last.norms.tolist(), strict=True)}
         return {**told, **last.statistics}

@@ -9,9 +9,14 @@ from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.placements.local import Local
 from lowmem.placements.replicated import Replicated
 
-__all__ = ["PLACEMENTS", "Local", "Replicated", "find"]
+__all__ = ["PLACEMENTS", "Local", "Replicated", "find", "in_group"]
 
 PLACEMENTS = {"local": Local, "replicated": Replicated}
+
+
+def in_group() -> bool:
+    """Whether this process is a rank of a process group."""
+    return dist.is_available() and dist.is_initialized()
 
 
 def find(placement: str, params: Iterable[Any]) -> Local:
@@ -33,7 +38,7 @@ def find(placement: str, params: Iterable[Any]) -> Local:
             )
     if placement not in ("auto", *PLACEMENTS):
         raise ConfigError(f"placement {placement!r} is unknown; known are auto, {', '.join(PLACEMENTS)}")
-    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    if placement == "replicated" and not (dist.is_available() and dist.is_initialized()):
+    several = in_group() and dist.get_world_size() > 1
+    if placement == "replicated" and not in_group():
         raise ConfigError("placement='replicated' needs a process group: call torch.distributed.init_process_group()")
     return Replicated() if placement == "replicated" or (placement == "auto" and several) else Local()

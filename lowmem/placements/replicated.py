@@ -13,7 +13,7 @@ from lowmem.errors import StepError, UnsupportedError
 from lowmem.placements.local import Local, Reduced
 from lowmem.slots import Slot
 
-# Averages that may be under way while the backward goes on: what was the last gradient is applied beside the next one.
+# Averages that may be under way while the backward goes on.
 _UNDER_WAY = 1
 
 
@@ -35,7 +35,7 @@ class Replicated(Local):
         self._order: list[str] = []  # in which averages begin
         self._learned = False  # it is the order in which gradients come
         self._slots: dict[str, Slot] = {}
-        self._came: list[str] = []  # in this backward
+        self._came: dict[str, None] = {}  # names in this backward, in the order of their gradients
         self._begun = 0
         self._early: dict[str, Tensor] = {}  # gradients whose turn has not come
         self._flying: deque[tuple[Slot, Tensor, dist.Work]] = deque()
@@ -58,26 +58,24 @@ class Replicated(Local):
                 f"parameter {slot.name!r} got its gradient in two parts within one backward, and the first part is on "
                 "its way to the other ranks. Use checkpoint(..., use_reentrant=False)"
             )
-        self._came.append(slot.name)
+        self._came[slot.name] = None
         self._early[slot.name] = grad
         while self._begun < len(self._order) and self._order[self._begun] in self._early:
             self._fly(self._order[self._begun])
             yield from self._land(_UNDER_WAY)
 
     def flush(self) -> Reduced:
-        came = set(self._came)
-        absent = [name for name in self._order if name not in came]
         found: dict[str, Tensor] = {}
         for name in self._order[self._begun :]:
-            if name not in came:
+            if name not in self._came:
                 self._early[name] = torch.zeros_like(self._slots[name].param)
             self._fly(name)
             yield from self._apart(self._land(_UNDER_WAY), found)
         yield from self._apart(self._land(0), found)
         anywhere = self._came_anywhere()
-        for name in absent:
-            if anywhere[self._order.index(name)]:
-                yield self._slots[name], found.pop(name)
+        for name, grad in found.items():
+            if name in anywhere:
+                yield self._slots[name], grad
         self._learn()
 
     def drop(self) -> None:
@@ -109,16 +107,17 @@ class Replicated(Local):
             else:
                 absent[slot.name] = grad
 
-    def _came_anywhere(self) -> list[bool]:
-        """For each parameter in order, whether some rank has had a gradient of it."""
-        came = set(self._came)
+    def _came_anywhere(self) -> set[str]:
+        """The parameters of which some rank has had a gradient."""
         if not self._order:
-            return []
+            return set()
         device = self._slots[self._order[0]].param.device
-        flags = torch.tensor([name in came for name in self._order], dtype=torch.int32).to(device, non_blocking=True)
+        here = torch.tensor([name in self._came for name in self._order], dtype=torch.int32)
+        flags = here.to(device, non_blocking=True)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-        # only a rank that misses a gradient has to wait for the answer
-        return [True] * len(self._order) if len(came) == len(self._order) else list(map(bool, flags.tolist()))
+        if len(self._came) == len(self._order):  # only a rank that misses a gradient has to wait for the answer
+            return set(self._order)
+        return {name for name, flag in zip(self._order, flags.tolist(), strict=True) if flag}
 
     def _learn(self) -> None:
         """From the first backward on averages begin in the order in which gradients come on rank 0."""

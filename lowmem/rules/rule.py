@@ -50,8 +50,8 @@ class Plan:
 class GroupNorms:
     """What a rule's own clipping by norm may know of a parameter group, before the first update of a step.
 
-    states: of each parameter, empty before its first update.  norms: 2-norm of each gradient as the
-    rule would see it, float32 [parameters], 0 where there is none.  total: the 2-norm over all groups, a scalar.
+    states: of each parameter, empty before its first update.  norms: 2-norm of each gradient as the rule would see it,
+    float32 [parameters], 0 where there is none.  total: the 2-norm over all groups, a scalar.
     kept: what `OwnClip.kept` was in the step before.
     """
 
