@@ -48,11 +48,20 @@ class PolicySettings:
         if self.policy == "auto" and self.replay != "auto" and self.store is not None:
             raise ConfigError("replay is of policy 'two_pass' and store of 'deferred'; give one of them")
 
-    def replay_of(self, policy: str) -> str | None:
-        """How the second pass is had under `policy`, if it has one."""
+    def replay_of(self, policy: str, *, graph_stays: bool) -> str | None:
+        """How the second pass is had under `policy`, if it has one.
+
+        Raises:
+            UnsupportedError: it is to be the graph's, which does not stay.
+        """
         if policy != "two_pass":
             return None
-        return "graph" if self.replay == "auto" else self.replay
+        if self.replay == "graph" and not graph_stays:
+            raise UnsupportedError(
+                "replay='graph': DeepSpeed ZeRO-3 gathers parameters for one backward of each forward, so the graph "
+                "cannot be replayed. Use replay='forward' with opt.backward(lambda: loss), or policy='deferred'"
+            )
+        return ("graph" if graph_stays else "forward") if self.replay == "auto" else self.replay
 
 
 @dataclass(frozen=True)
@@ -70,17 +79,18 @@ class Wish:
     accumulates: bool = False
 
 
-def choose(wanted: PolicySettings, wish: Wish, *, on_cpu: bool) -> tuple[str, str]:
+def choose(wanted: PolicySettings, wish: Wish, *, on_cpu: bool, graph_stays: bool = True) -> tuple[str, str]:
     """The policy asked for, or with `auto` the cheapest that is exact for what was asked; and why.
 
     With accumulation that is `deferred`; without anything to know beforehand `immediate`. In between it is `deferred`
-    on a GPU, whose gradients wait on the host, and `two_pass` on a CPU, where they would take as much as the weights.
+    on a GPU, whose gradients wait on the host, and where the graph cannot be replayed; else `two_pass` on a CPU, where
+    gradients would take as much as the weights.
 
     Raises:
         UnsupportedError: the policy cannot keep the promise that was asked of it.
     """
     if wanted.policy == "auto":
-        return _cheapest(wanted, wish, on_cpu)
+        return _cheapest(wanted, wish, on_cpu and graph_stays, graph_stays)
     if wanted.policy == "immediate" and wish.norm is not None:
         raise UnsupportedError(
             f"{wish.norm}: policy 'immediate' updates a parameter before the norm over all gradients is known, so it "
@@ -101,7 +111,7 @@ def choose(wanted: PolicySettings, wish: Wish, *, on_cpu: bool) -> tuple[str, st
     return wanted.policy, "as asked"
 
 
-def _cheapest(wanted: PolicySettings, wish: Wish, on_cpu: bool) -> tuple[str, str]:
+def _cheapest(wanted: PolicySettings, wish: Wish, replays: bool, graph_stays: bool) -> tuple[str, str]:
     whole = wish.norm or wish.skips or wish.prefers_whole
     if wish.accumulates:
         return "deferred", "gradients of several micro-batches have to be summed"
@@ -110,7 +120,7 @@ def _cheapest(wanted: PolicySettings, wish: Wish, on_cpu: bool) -> tuple[str, st
     if whole is None:
         return "immediate", "nothing asked for needs more than one gradient at a time"
     reason = f"{whole} needs every gradient to be known before the first update"
-    if on_cpu or wanted.replay != "auto":
-        replayed = wanted.replay_of("two_pass")
+    if replays or wanted.replay != "auto":
+        replayed = wanted.replay_of("two_pass", graph_stays=graph_stays)
         return "two_pass", f"{reason}; they are measured in a backward of their own, and the {replayed} is replayed"
-    return "deferred", f"{reason}; they wait on the host"
+    return "deferred", f"{reason}; they wait in a store"

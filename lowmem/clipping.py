@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lowmem.dense import tiles
 from lowmem.errors import ConfigError
+from lowmem.placements import Local, Ranks
 from lowmem.rules import GroupNorms, OwnClip, UpdateRule
 from lowmem.scaling import LossScale
 from lowmem.slots import Slot
@@ -57,6 +58,7 @@ class Clipping:
         clip_norm, norm_type: the norm over all gradients is at most `clip_norm`; 2.0 or inf.
         clip_value: gradients are clamped to ± this.
         scale: the loss scale that they come with.
+        placement: where parameters live; norms of pieces are summed over their ranks.
 
     Raises:
         ConfigError: a value out of range.
@@ -73,13 +75,14 @@ class Clipping:
         norm_type: float,
         clip_value: float | None,
         scale: LossScale,
+        placement: Local,
     ) -> None:
         for option, value in (("clip_norm", clip_norm), ("clip_value", clip_value)):
             if value is not None and not value > 0:
                 raise ConfigError(f"{option}={value!r} is not a number > 0; leave it out for no clipping")
         if norm_type not in (2, math.inf):
             raise ConfigError(f"norm_type={norm_type!r} is neither 2 nor inf")
-        self.rule, self.scale = rule, scale
+        self.rule, self.scale, self._placement = rule, scale, placement
         self._groups, self._slots, self._states = groups, slots, states
         self.norm, self.norm_type, self.value = clip_norm, float(norm_type), clip_value
         self.group_states: dict[int, dict[str, Tensor]] = {}  # number of a group → what its own clipping keeps
@@ -98,9 +101,12 @@ class Clipping:
         return grad.dtype == torch.float32 and (self.scale.value is not None or self.value is not None)
 
     def measure(self, grad: Tensor) -> Measured:
-        """The norms of a gradient. One in float32 is unscaled and clamped in place, as PyTorch would; a narrower one
-        keeps its bits and is read tile by tile.
+        """The norms of a gradient, or of the piece that is here. One in float32 is unscaled and clamped in place, as
+        PyTorch would; a narrower one keeps its bits and is read tile by tile.
         """
+        if not grad.numel():  # nothing of the parameter is here
+            zero = torch.zeros((), dtype=torch.float32, device=grad.device)
+            return Measured(zero, zero, zero)
         factor, limit = self.scale.inverse(grad.device), self.limit(grad.device)
         parts = [self._measure(piece, factor, limit) for piece in _pieces(grad)]
         if len(parts) == 1:
@@ -130,11 +136,13 @@ class Clipping:
         """Settles a step, with no value read back but for an optimizer from elsewhere, which cannot be held back.
 
         Args:
-            measured: name → norms, of each parameter that got a gradient.
+            measured: name → norms, of each parameter that got a gradient (of the piece that is here).
             prepared: the gradients are those that were measured, not others of the same values.
         """
         # norms are summed in parameter order, which decides their last bits
         in_order = {slot.name: measured[slot.name] for slot in self._slots.values() if slot.name in measured}
+        if self._placement.ranks is not None:
+            in_order = self._over_ranks(in_order, self._placement.ranks)
         device = next(iter(in_order.values())).raw.device
         finite = torch.stack([norms.raw.to(device) for norms in in_order.values()]).isfinite().all()
         factor = None
@@ -149,6 +157,17 @@ class Clipping:
             prepared,
             dropped=not self.rule.can_be_held_back and not bool(finite),
         )
+
+    def _over_ranks(self, measured: Mapping[str, Measured], ranks: Ranks) -> dict[str, Measured]:
+        """The norms of whole gradients, from those of their pieces."""
+        device = next(iter(measured.values())).raw.device
+        norms = torch.stack([torch.stack([norm.to(device) for norm in own]) for own in measured.values()]).double()
+        (squares,) = ranks.totals([norms.square()])  # in float32 they would overflow where the norms do not
+        total = squares.sqrt()
+        if self.norm_type != 2:
+            (total[:, 2],) = ranks.largest([norms[:, 2]])
+        rows = total.float().unbind()
+        return {name: Measured(*row.unbind()) for name, row in zip(measured, rows, strict=True)}
 
     def _own_clips(self, measured: Mapping[str, Measured], finite: Tensor, factor: Tensor | None) -> dict[int, OwnClip]:
         """What the rule's own clipping says of each group, given the gradients as `clip_norm` leaves them."""

@@ -5,15 +5,14 @@ import os
 import shutil
 from collections.abc import Collection
 
-from torch import Tensor
-
 from lowmem.errors import ConfigError
+from lowmem.slots import Slot
 
 # With fewer trainable elements the seconds that compilation takes are longer than what it saves.
 COMPILE_FROM = 1 << 25
 
 
-def decide(wanted: bool | str, params: Collection[Tensor]) -> bool:
+def decide(wanted: bool | str, slots: Collection[Slot]) -> bool:
     """Whether to compile: as asked, or with "auto" where it pays.
 
     Raises:
@@ -23,13 +22,13 @@ def decide(wanted: bool | str, params: Collection[Tensor]) -> bool:
         raise ConfigError(f"compile={wanted!r}; allowed are True, False and 'auto'")
     if wanted is False:
         return False
-    devices = {param.device.type for param in params}
+    devices = {slot.param.device.type for slot in slots}
     missing = next((device for device in devices if not has_compiler(device)), None)
     if missing is not None:
         if wanted is True:
             raise ConfigError(f"compile=True, but there is no compiler for {missing!r}; use compile=False")
         return False
-    return wanted is True or sum(param.numel() for param in params if param.requires_grad) >= COMPILE_FROM
+    return wanted is True or sum(slot.span.held for slot in slots if slot.param.requires_grad) >= COMPILE_FROM
 
 
 def has_compiler(device: str) -> bool:

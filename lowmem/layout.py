@@ -1,4 +1,4 @@
-"""How a parameter is seen as [batch, rows, cols], and which rectangles of it a process holds."""
+"""How a parameter is seen as [batch, rows, cols], and which rectangles of it are in the piece that a process holds."""
 
 import itertools
 import math
@@ -65,7 +65,10 @@ class Rect:
 
     def subdivide(self, tile: int) -> Iterator["Rect"]:
         """Rectangles of about `tile` elements each that cover this one: whole slices, whole rows, or parts of a row."""
-        b, r, c = (s.stop - s.start for s in (self.batch, self.rows, self.cols))
+        b, r, c = self.size
+        if not b * r * c:
+            yield self
+            return
         cols = min(c, tile)
         rows = min(r, max(1, tile // cols)) if cols == c else 1
         batch = min(b, max(1, tile // (rows * cols))) if rows == r and cols == c else 1
@@ -94,50 +97,174 @@ class Rect:
 
 
 @dataclass(frozen=True)
+class Span:
+    """The piece of a parameter of `shape` that a process holds: elements from `start` to `stop`, in the order of its
+    dimensions. Where there are other ranks, each holds `size` of them, the last ones fewer or none.
+    """
+
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    size: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the parameter."""
+        return math.prod(self.shape)
+
+    @property
+    def held(self) -> int:
+        """Elements of it that are here."""
+        return self.stop - self.start
+
+
+Box = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class Block:
+    """A rectangle of a parameter, and where in a piece of it that lies.
+
+    rect: in [batch, rows, cols].  start, stop: elements of the flat piece, which seen in `shape` hold it at `index`
+    (None: all of it) with the dimensions in `order`.
+    """
+
+    rect: Rect
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+    index: Box | None
+    order: tuple[int, ...]
+
+    def view(self, piece: Tensor) -> Tensor:
+        """The rectangle in a piece of the parameter: flat, or in its own shape and however that lies in memory."""
+        if piece.shape != self.shape:
+            piece = piece.view(-1)[self.start : self.stop].view(self.shape)
+        if self.index is not None:
+            piece = piece[self.index]
+        return piece.permute(self.order).view(self.rect.size)
+
+
+@dataclass(frozen=True)
 class Layout:
     """Which rectangles of a [batch, rows, cols] parameter a process holds.
 
-    Either they lie one after the other in flat local memory, or `order` says how a whole parameter is cut into them: by
-    each index into its first `loops` dimensions, once the dimensions are in that order.
+    shape: that of the whole parameter as [batch, rows, cols].  blocks: what is here of it, in one piece.
     """
 
     shape: tuple[int, int, int]
-    rects: tuple[Rect, ...]
-    order: tuple[int, ...] | None = None
-    loops: int = 0
+    blocks: tuple[Block, ...]
 
     @classmethod
-    def whole(cls, shape: tuple[int, ...], view: View) -> "Layout":
-        """The whole parameter, on one device."""
-        sizes = view.sizes(shape)
-        groups = [_last_run(dims) for dims in (view.batch, view.rows, view.cols)]
-        loops = tuple(d for looped, _ in groups for d in looped)
-        rects = []
-        for index in itertools.product(*(range(shape[d]) for d in loops)):
-            at = dict(zip(loops, index, strict=True))
-            sides = []
-            for (looped, run), size in zip(groups, sizes, strict=True):
-                length, start = math.prod(shape[d] for d in run), 0
-                for d in looped:
-                    start = start * shape[d] + at[d]
-                sides.append(slice(start * length, (start + 1) * length if looped else size))
-            rects.append(Rect(*sides))
-        return cls(sizes, tuple(rects), loops + tuple(d for _, run in groups for d in run), len(loops))
+    def of(cls, shape: tuple[int, ...], view: View, start: int = 0, stop: int | None = None) -> "Layout":
+        """The elements from `start` to `stop` of a parameter in the order of its dimensions: all of them by default.
 
-    def views(self, local: Tensor) -> list[Tensor]:
-        """A local tensor as one [batch, rows, cols] view a rectangle."""
-        if self.order is None:
-            parts = local.flatten().split([math.prod(rect.size) for rect in self.rects])
-            return [part.view(rect.size) for part, rect in zip(parts, self.rects, strict=True)]
-        ordered = local.permute(self.order)
-        indices = itertools.product(*(range(n) for n in ordered.shape[: self.loops]))
-        return [ordered[index].view(rect.size) for index, rect in zip(indices, self.rects, strict=True)]
+        A range of a matrix is the end of a row, whole rows, and the start of a row.
+        """
+        sizes, numel = view.sizes(shape), math.prod(shape)
+        stop = numel if stop is None else stop
+        if (start, stop) != (0, numel):
+            shape, view = _merged(shape, view)
+        dims = view.batch + view.rows + view.cols
+        if not shape:
+            shape, dims = (1,), (0,)
+        if start >= stop:
+            nothing = Rect(slice(0, 0), slice(0, 1), slice(0, 1))
+            return cls(sizes, (Block(nothing, 0, 0, (0, *shape[1:]), None, dims),))
+        blocks, done = [], 0
+        for box in _boxes(start, stop, shape):
+            extent = tuple(s.stop - s.start for s in box)
+            end = done + math.prod(extent)
+            looped = tuple(d for side in (view.batch, view.rows, view.cols) for d in _looped(side, box, shape))
+            for at in itertools.product(*(range(extent[d]) for d in looped)):
+                inner = dict(zip(looped, at, strict=True))
+                index = tuple(slice(inner.get(d, 0), inner.get(d, n - 1) + 1) for d, n in enumerate(extent))
+                part = tuple(slice(s.start + i.start, s.start + i.stop) for s, i in zip(box, index, strict=True))
+                rect = Rect(*(_side(side, part, shape) for side in (view.batch, view.rows, view.cols)))
+                blocks.append(Block(rect, done, end, extent, index if looped else None, dims))
+            done = end
+        return cls(sizes, tuple(blocks))
+
+    @property
+    def one_line(self) -> bool:
+        """Whether the parameter is a single line, of which every range is a single rectangle."""
+        return self.shape[:2] == (1, 1)
+
+    def lines(self, count: int) -> "Layout":
+        """That of `count` such pieces stacked, of parameters that are `one_line`."""
+        (block,) = self.blocks
+        here = block.rect.size[0] * block.rect.size[2]  # none, where nothing is here
+        rect = Rect(slice(0, count if here else 0), block.rect.rows, block.rect.cols)
+        stacked = Block(rect, 0, count * here, (count, here), None, (0, 1))
+        return Layout((count, 1, self.shape[2]), (stacked,))
+
+    @property
+    def rects(self) -> tuple[Rect, ...]:
+        """The rectangles, in the order of `views`."""
+        return tuple(block.rect for block in self.blocks)
+
+    def views(self, piece: Tensor) -> list[Tensor]:
+        """A piece as one [batch, rows, cols] view a rectangle."""
+        return [block.view(piece) for block in self.blocks]
 
 
-def _last_run(dims: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Dimensions to loop over, and those at the end that follow one another in memory and are seen as one."""
-    cut = len(dims)
-    while cut > 1 and dims[cut - 1] == dims[cut - 2] + 1:
-        cut -= 1
-    cut = max(cut - 1, 0)
-    return dims[:cut], dims[cut:]
+def _merged(shape: tuple[int, ...], view: View) -> tuple[tuple[int, ...], View]:
+    """The same in fewer dimensions: those that follow one another on the same side are one."""
+    sides = (view.batch, view.rows, view.cols)
+    follows = {after for side in sides for d, after in itertools.pairwise(side) if after == d + 1}
+    number, sizes = {}, list[int]()
+    for d, size in enumerate(shape):
+        if d in follows:
+            sizes[-1] *= size
+        else:
+            number[d] = len(sizes)
+            sizes.append(size)
+    batch, rows, cols = (tuple(number[d] for d in side if d in number) for side in sides)
+    return tuple(sizes), View(batch, rows, cols)
+
+
+def _boxes(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[Box]:
+    """The boxes that a range of elements consists of, in its order, each with all of its last dimensions."""
+    if start >= stop:
+        return
+    inner = math.prod(shape[1:])
+    first, last = -(-start // inner), stop // inner
+    if first > last:  # it begins and ends within one index of the first dimension
+        for box in _boxes(start - last * inner, stop - last * inner, shape[1:]):
+            yield slice(last, last + 1), *box
+        return
+    for box in _boxes(start - (first - 1) * inner, inner if start < first * inner else 0, shape[1:]):
+        yield slice(first - 1, first), *box
+    if first < last:
+        yield slice(first, last), *(slice(0, n) for n in shape[1:])
+    for box in _boxes(0, stop - last * inner, shape[1:]):
+        yield slice(last, last + 1), *box
+
+
+def _looped(side: tuple[int, ...], box: Box, shape: tuple[int, ...]) -> list[int]:
+    """Dimensions of one side that are gone through one by one, so that the others are a run of its coordinates, and one
+    of memory.
+    """
+    looped: list[int] = []
+    after: int | None = None  # the first dimension of the run
+    closed = False
+    for d in reversed(side):
+        size = box[d].stop - box[d].start
+        follows = after is None or d + 1 == after
+        if size == 1:
+            closed |= shape[d] > 1
+            after = d if after is not None and follows else after
+        elif closed or not follows:
+            looped.append(d)
+            closed = True
+        else:
+            after, closed = d, size < shape[d]
+    return looped[::-1]
+
+
+def _side(side: tuple[int, ...], box: Box, shape: tuple[int, ...]) -> slice:
+    """Where a box lies among the coordinates of one side."""
+    start, length = 0, 1
+    for d in side:
+        start, length = start * shape[d] + box[d].start, length * (box[d].stop - box[d].start)
+    return slice(start, start + length)

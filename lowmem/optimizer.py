@@ -58,7 +58,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             `torch.amp.GradScaler` does; "immediate" leaves out the parameters whose gradients are not finite.
         replay: of "two_pass": "graph" runs backward through the same graph twice; "forward" computes the loss anew with
             the same random numbers and wants `backward` to be given a callable (modules that count their forwards, such
-            as BatchNorm, count both); "auto" is "graph".
+            as BatchNorm, count both); "auto" is "graph", but under ZeRO-3, which gathers for one backward only.
         store: of "deferred": "host" (page-locked where there is a GPU), "device", or "disk": a memory-mapped file in
             `store_dir`. "host" if None. Giving it asks for "deferred".
         sums: micro-batches are summed in "float32" (4 bytes an element in the store), or in the dtype of the "gradient"
@@ -66,7 +66,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         rounding: "nearest", "stochastic" or "compensated" (keeps 2 bytes a parameter): how a float32 result becomes a
             bfloat16 or float16 weight. float32 weights hold every result exactly.
         placement: "local"; "replicated": every rank of a process group has all parameters and data of its own, and
-            gradients are averaged; "auto" tells by the process group.
+            gradients are averaged; "zero3" and "fsdp2": the ranks share the parameters, as DeepSpeed or `fully_shard`
+            has cut them; "auto" tells by the parameters and the process group.
         compile: True, False, or "auto": compile the sweep where there is a compiler and enough to win.
         seed: of stochastic rounding.
         batching: small parameters of equal shape wait for each other and are updated as one stack, to the same bits.
@@ -126,7 +127,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             super().__init__(groups, {**self.rule.defaults, **hyper})
             self._complete = True
             self._refuse_unknown_parameters()
-            self.compiled = compiling.decide(compile, self._slots)
+            self.compiled = compiling.decide(compile, self._slots.values())
             device = next((slot.param.device for slot in self._slots.values()), torch.device("cpu"))
             self._clipping = Clipping(
                 self.rule,
@@ -137,6 +138,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 norm_type=norm_type,
                 clip_value=clip_value,
                 scale=LossScale(loss_scale, device),
+                placement=self._placement,
             )
             self._updates = Updates(
                 self.rule,
@@ -162,13 +164,21 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._check_names(param_group, f"parameter group {len(self.param_groups)}: ")
         group = listed(param_group, first=len(self._slots))
         placement = placements.find(self._wanted_placement, group["params"])
-        self._placement = getattr(self, "_placement", placement)
+        if not self._slots:
+            self._placement = placement
+        elif type(placement) is not type(self._placement):
+            raise UnsupportedError(
+                f"parameter group {len(self.param_groups)} is in placement {placement.name}, those before it in "
+                f"{self._placement.name}; make an optimizer for each"
+            )
         super().add_param_group(group)
         self.param_groups[-1].setdefault("param_names", [])  # torch leaves it out where there are no parameters
         slots: dict[Tensor, Slot] = {}
         try:
             slots = self._slots_of(self.param_groups[-1])
             self._placement.adopt(slots.values())
+            if self._placement.ranks is not None and slots:
+                self.rule.refuse_pieces(self.param_groups[-1])
             for slot in slots.values():
                 self._attach(slot)
             self._slots.update(slots)
@@ -190,13 +200,13 @@ class FusedOptimizer(torch.optim.Optimizer):
             if name in taken or param in slots:
                 raise ConfigError(f"parameter {name!r} is given twice; each parameter and each name may stand once")
             taken.add(name)
-            slots[param] = Slot(name, param, group)
+            slots[param] = Slot(name, param, group, self._placement.span(param))
         return slots
 
     def _attach(self, slot: Slot) -> None:
         """Hooks a parameter that wants a gradient and has no hook yet; one without elements has nothing to update."""
         param = slot.param
-        if slot.handle is not None or not param.requires_grad or not param.numel():
+        if slot.handle is not None or not param.requires_grad or not slot.span.numel:
             return
         self._settle(slot)
         slot.attach(self._on_gradient)
@@ -206,10 +216,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         param = slot.param
         try:
             self.rule.admit(param, slot.group)
-            slot.plan = self.rule.plan(slot.name, tuple(param.shape), slot.group)
-            slot.layout = self._placement.layout(param, slot.plan.view)
+            slot.plan = self.rule.plan(slot.name, slot.span.shape, slot.group)
+            slot.layout = self._placement.layout(slot, slot.plan.view)
         except UnsupportedError as error:
-            raise UnsupportedError(f"parameter {slot.name!r} of shape {list(param.shape)} {error}") from None
+            raise UnsupportedError(f"parameter {slot.name!r} of shape {list(slot.span.shape)} {error}") from None
 
     def remove(self) -> None:
         """Takes every hook away; the optimizer does nothing from here on."""
@@ -271,14 +281,15 @@ class FusedOptimizer(torch.optim.Optimizer):
             UnsupportedError: the policy that was asked for cannot.
         """
         on_cpu = all(slot.param.device.type == "cpu" for slot in self._slots.values())
-        chosen, reason = choice.choose(self._wanted, self._wish(), on_cpu=on_cpu)
+        graph_stays = self._placement.graph_stays
+        chosen, reason = choice.choose(self._wanted, self._wish(), on_cpu=on_cpu, graph_stays=graph_stays)
         current: policies.Policy | None = getattr(self, "_policy", None)
         if current is not None and (chosen == current.name or current.adds):
             return
         self.policy_reason = reason
         self._policy = policies.make(chosen, self._wanted, self._updates, self._clipping, self._slots)
         self._cycle.adds = self._policy.adds
-        self.replay = self._wanted.replay_of(chosen)
+        self.replay = self._wanted.replay_of(chosen, graph_stays=graph_stays)
         if current is not None or chosen != "immediate":
             logger.info("policy %s: %s", chosen, reason)
 
@@ -421,6 +432,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._cycle.refuse_nothing()
         with torch.no_grad():
             self._policy.complete()
+            self._placement.settle(self._slots.values())
             self._cycle.end()
             self._outcome.close(self._slots.values(), self._policy, self.replay, loss)
         self._opt_called = True  # LR schedulers ask whether an optimizer step came before theirs

@@ -158,8 +158,8 @@ class TwoPass(Policy):
         own = [slot.param for slot in self._slots.values() if slot.handle is not None]
         self.begin()
         if own:  # other leaves of the graph are to get their gradient once, in the second pass
-            scaled = self._clipping.scale.scaled(loss)
-            torch.autograd.backward(scaled, inputs=own, retain_graph=retain_graph)
+            scaled, leaves = self._clipping.scale.scaled(loss), self._updates.placement.measured_leaves(own)
+            torch.autograd.backward(scaled, inputs=leaves, retain_graph=retain_graph)
         self.flush()
 
     def arrived(self, slot: Slot, grad: Tensor) -> None:
@@ -202,6 +202,7 @@ class Deferred(Policy):
     def __init__(self, *args: Any, make_store: Callable[[], GradientStore], sums: torch.dtype | None) -> None:
         super().__init__(*args)
         self._make_store, self._sums = make_store, sums
+        self._sums_whole = self._updates.placement.sums_whole
         self._last = True
         self._measured: dict[str, Measured] = {}
         self._came: set[str] = set()  # in the last micro-batch
@@ -223,11 +224,25 @@ class Deferred(Policy):
         with torch.no_grad():
             for slot in self._slots.values():  # what came in earlier micro-batches alone
                 if slot.name not in self._came and (total := self._store.get(slot)) is not None:
-                    super().take(slot, total)
+                    self._go_on(slot, total)
         self.flush()
         return True
 
     def take(self, slot: Slot, grad: Tensor) -> None:
+        if self._sums_whole:
+            self._add_up(slot, grad)
+        else:
+            super().take(slot, grad)
+
+    def arrived(self, slot: Slot, grad: Tensor) -> None:
+        if self._sums_whole:
+            self._collect(slot, grad)
+        else:
+            self._add_up(slot, grad)
+
+    def _add_up(self, slot: Slot, grad: Tensor) -> None:
+        """Adds a gradient to what came of it in earlier micro-batches; in the last one the sum goes on."""
+        self._came.add(slot.name)
         before = self._store.get(slot)
         if before is not None and slot.name in self._measured and self._clipping.prepares(before):
             raise StepError(
@@ -236,14 +251,20 @@ class Deferred(Policy):
             )
         total = grad if before is None else self._sum(before, grad)
         if self._last:
-            self._came.add(slot.name)
-            super().take(slot, total)
+            self._go_on(slot, total)
         else:
             self._store.keep(slot, total)
 
-    def arrived(self, slot: Slot, grad: Tensor) -> None:
-        self._measured[slot.name] = self._clipping.measure(grad)
-        self._store.keep(slot, grad)
+    def _go_on(self, slot: Slot, total: Tensor) -> None:
+        if self._sums_whole:
+            super().take(slot, total)
+        else:
+            self._collect(slot, total)
+
+    def _collect(self, slot: Slot, total: Tensor) -> None:
+        """Measures what is complete over micro-batches and ranks, and keeps it until the step is decided."""
+        self._measured[slot.name] = self._clipping.measure(total)
+        self._store.keep(slot, total)
 
     def _sum(self, before: Tensor, grad: Tensor) -> Tensor:
         total = before if self._sums is None else before.to(torch.promote_types(before.dtype, self._sums))

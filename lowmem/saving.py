@@ -77,8 +77,8 @@ def _check_param(slot: Slot, kept: Mapping[str, Any], saved_group: Mapping[str, 
     have = {name: (tuple(t.shape), t.dtype) for name, t in kept.items() if isinstance(t, Tensor)}
     if isinstance(updates.rule, ForeignRule):  # only the class knows what else it keeps
         have = {name: kind for name, kind in have.items() if name == RESIDUAL}
-    plan = updates.rule.plan(slot.name, tuple(slot.param.shape), {**slot.group, **saved_group})
-    want = updates.kept(plan, slot.param)
+    plan = updates.rule.plan(slot.name, slot.span.shape, {**slot.group, **saved_group})
+    want = updates.kept(plan, slot)
     if want != have:
         raise CheckpointError(
             f"the saved state of {slot.name!r} has {_listing(have)}, this optimizer's {_listing(want)}"

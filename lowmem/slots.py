@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lowmem.errors import StepError
-from lowmem.layout import Layout
+from lowmem.layout import Layout, Span
 from lowmem.rules import Plan
 
 # Parameters that are hooked: two optimizers on one would update it twice.
@@ -21,14 +21,15 @@ _HOOKED = WeakTensorKeyDictionary()
 class Slot:
     """One parameter of a `FusedOptimizer`.
 
-    group: its parameter group, the live one that schedulers edit.  plan, layout: how it is updated and the piece of it
-    that is here, once hooked.  residual: what compensated rounding keeps.  square_sum: of its last gradient, a float32
-    scalar.  measured: what its rule measured in the last update.
+    group: its parameter group, the live one that schedulers edit.  span: which elements of it are here.  plan, layout:
+    how it is updated and in which rectangles, once hooked.  residual: what compensated rounding keeps.  square_sum: of
+    its last gradient, a float32 scalar.  measured: what its rule measured in the last update.
     """
 
     name: str
     param: Tensor
     group: dict[str, Any]
+    span: Span
     plan: Plan | None = None
     layout: Layout | None = None
     handle: RemovableHandle | None = None

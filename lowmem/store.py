@@ -152,7 +152,7 @@ class Disk(GradientStore):
         self._room: dict[str, Tensor] = {}  # bytes of the file
         self._kept: dict[str, Tensor] = {}
         wide = 0 if sums is None else sums.itemsize
-        self._make_room({s.name: s.param.numel() * max(s.param.element_size(), wide) for s in slots.values()})
+        self._make_room({s.name: s.span.held * max(s.param.element_size(), wide) for s in slots.values()})
 
     def _make_room(self, needed: Mapping[str, int]) -> None:
         """Makes a file with so many bytes for each."""

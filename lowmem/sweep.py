@@ -10,7 +10,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -48,6 +48,16 @@ class Sums:
     col: dict[str, Tensor] = field(default_factory=dict)
     scalar: dict[str, Tensor] = field(default_factory=dict)
     row_max: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Across(Protocol):
+    """The ranks that hold a piece of a parameter each, in whose hands every sum over it is."""
+
+    def totals(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Each float32 tensor summed over the ranks, in one collective."""
+
+    def largest(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Each float32 tensor's largest values over the ranks, in one collective."""
 
 
 class RawTile(NamedTuple):
@@ -218,6 +228,7 @@ class Sweep:
         square_sums: those of the unscaled gradients, float32 [members], where they have been measured already.
         noise_keys: a 31-bit key for each stacked parameter, for what is rounded stochastically.
         stochastic: whether the weight is.
+        across: the ranks that hold the other pieces; None: there are none.
         compiled: run tile functions through torch.compile.
 
     Attributes:
@@ -239,6 +250,7 @@ class Sweep:
         square_sums: Tensor | None = None,
         noise_keys: Sequence[int] = (0,),
         stochastic: bool = False,
+        across: Across | None = None,
         compiled: bool = False,
         tile: int | None = None,
     ) -> None:
@@ -249,7 +261,7 @@ class Sweep:
         self._factor, self._limit, self._clip = factor, limit, clip
         self.own_clip = own_clip
         self._noise_keys, self._stochastic = noise_keys, stochastic and param.dtype in rounding.ROUNDED_DTYPES
-        self._compiled = compiled
+        self._across, self._compiled = across, compiled
         self._guarded = True  # by its own measurement
         self._finite = None if finite is None else finite.expand(len(noise_keys))
         if tile is None:
@@ -339,6 +351,8 @@ class Sweep:
             raise_to(total.row_max, (rect.batch, rect.rows), row_max)
             if measure:
                 add(squares, (batch,), (rect.batch,), {"grad": square_sum})
+        if self._across is not None:
+            _sum_up(self._across, total, squares)
         if measure:
             self._slice_square_sums = squares["grad"]
         return total
@@ -461,6 +475,18 @@ def _cut(whole: Tensor, where: tuple[slice, ...]) -> Tensor:
         return whole.detach()
     part = whole[where]
     return part.view(part.shape).detach()
+
+
+def _sum_up(across: Across, total: Sums, squares: Named) -> None:
+    """Replaces what one rank has summed by what all have."""
+    named = [(into, name) for into in (total.row, total.col, total.scalar, squares) for name in into]
+    if named:
+        parts = across.totals([into[name] for into, name in named])
+        for (into, name), value in zip(named, parts, strict=True):
+            into[name] = value
+    if total.row_max:
+        parts = across.largest(list(total.row_max.values()))
+        total.row_max = dict(zip(total.row_max, parts, strict=True))
 
 
 def _nothing(t: Tile) -> Sums:

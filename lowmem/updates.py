@@ -68,13 +68,13 @@ class Updates:
     def put(self, slot: Slot, grad: Tensor) -> None:
         """Updates a parameter by its gradient, or lets it wait for its like until a stack is full."""
         if slot.param not in self.state:
-            self.state[slot.param] = self._new_state(slot)
-        size = slot.param.numel()
-        if size > SMALL or not self._batching:
+            self._begin_state(slot)
+        size = slot.span.numel
+        if size > SMALL or not self._batching or not self._stackable(slot):
             self._update_one(slot, grad)
             return
         assert slot.plan is not None  # settled when it was hooked
-        like = (id(slot.group), slot.param.shape, slot.param.dtype, grad.dtype, slot.param.device, slot.plan)
+        like = (id(slot.group), slot.span.shape, slot.param.dtype, grad.dtype, slot.param.device, slot.plan)
         waiting = self._waiting.setdefault(like, [])
         waiting.append((slot, grad))
         if len(waiting) >= min(STACK // size, slot.plan.together or STACK):
@@ -84,8 +84,8 @@ class Updates:
         """Updates parameters that got no gradient as if it were zero, where the rule wants every parameter."""
         for slot in slots if self.rule.every_parameter else ():
             if slot.handle is not None and not self.cycle.has_fired(slot.name):
-                zero = torch.zeros((), dtype=slot.param.dtype, device=slot.param.device)
-                self.put(slot, zero.expand_as(slot.param))
+                piece = self.placement.read(slot.param)
+                self.put(slot, piece.new_zeros(()).expand(piece.shape))
 
     def flush(self) -> None:
         """Updates those that still wait: no gradient will come any more."""
@@ -96,32 +96,48 @@ class Updates:
         """Forgets those that wait: their backward died."""
         self._waiting.clear()
 
-    def kept(self, plan: Plan, param: Tensor) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of everything that is kept for a parameter, by name."""
-        shape = tuple(param.shape)
+    def kept(self, plan: Plan, slot: Slot) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Logical shape and dtype of everything that is kept for a parameter, by name."""
+        shape, dtype = slot.span.shape, slot.param.dtype
         found = {
-            name: (plan.view.kept(spec.extent, shape) + spec.extra, spec.dtype or param.dtype)
+            name: (plan.view.kept(spec.extent, shape) + spec.extra, spec.dtype or dtype)
             for name, spec in plan.states.items()
-            if not spec.master or param.dtype != torch.float32
+            if not spec.master or dtype != torch.float32
         }
-        if self._keeps_residual(param):
+        if self._keeps_residual(slot):
             found[RESIDUAL] = shape, torch.int16
         return found
 
-    def _keeps_residual(self, param: Tensor) -> bool:
-        return self.rounding == "compensated" and param.dtype in ROUNDED_DTYPES
+    def is_cut(self, name: str, slot: Slot) -> bool:
+        """Whether a state has an element for each of its parameter's, and so is cut as that is."""
+        return name == RESIDUAL or self.rule.is_full(name, cast(Plan, slot.plan))
 
-    def _new_state(self, slot: Slot) -> dict[str, Any]:
-        plan, param = cast(Plan, slot.plan), slot.param
-        if self._keeps_residual(param):
-            slot.residual = torch.zeros_like(param, dtype=torch.int16)
-        kept = self.kept(plan, param)
-        made = self.placement.new_state
-        return {name: made(spec, param, plan.view) for name, spec in plan.states.items() if name in kept}
+    def _keeps_residual(self, slot: Slot) -> bool:
+        return self.rounding == "compensated" and slot.param.dtype in ROUNDED_DTYPES
+
+    def _begin_state(self, slot: Slot) -> None:
+        plan, piece = cast(Plan, slot.plan), self.placement.read(slot.param)
+        if self._keeps_residual(slot):
+            slot.residual = torch.zeros_like(piece, dtype=torch.int16)
+        state = self.state[slot.param] = {}
+        for name in self.kept(plan, slot).keys() & plan.states:
+            spec = plan.states[name]
+            if spec.master:
+                state[name] = piece.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+                continue
+            full = spec.extent == "full"
+            shape = tuple(piece.shape) if full else plan.view.kept(spec.extent, slot.span.shape)
+            state[name] = piece.new_zeros(shape + spec.extra, dtype=spec.dtype or piece.dtype)
+
+    def _stackable(self, slot: Slot) -> bool:
+        """Whether pieces of parameters like this one are one tile when they are stacked, on every rank."""
+        return self.placement.ranks is None or cast(Layout, slot.layout).one_line
 
     def _update_one(self, slot: Slot, grad: Tensor) -> None:
         assert slot.layout is not None  # settled when it was hooked
-        self._sweep([slot], slot.layout, slot.param, grad, slot.residual, self.state[slot.param])
+        piece = self.placement.read(slot.param)
+        self._sweep([slot], slot.layout, piece, grad, slot.residual, self.state[slot.param])
+        self.placement.write(slot.param, piece)
 
     def _update_stack(self, waiting: Sequence[tuple[Slot, Tensor]]) -> None:
         """Updates parameters as one: everything that is theirs is stacked, and put back where it was."""
@@ -129,13 +145,19 @@ class Updates:
         if len(slots) == 1:
             self._update_one(slots[0], grads[0])
             return
-        params, states = [slot.param.detach() for slot in slots], [self.state[slot.param] for slot in slots]
+        first = slots[0]
+        params, states = [self.placement.read(slot.param) for slot in slots], [self.state[slot.param] for slot in slots]
         residuals = [slot.residual for slot in slots if slot.residual is not None]
         param, residual = torch.stack(params), torch.stack(residuals) if residuals else None
         state = {name: torch.stack([own[name] for own in states]) for name in states[0]}
-        layout = Layout.whole(tuple(param.shape), cast(Plan, slots[0].plan).view.stacked())
+        if self.placement.ranks is None:
+            layout = Layout.of(tuple(param.shape), cast(Plan, first.plan).view.stacked())
+        else:
+            layout = cast(Layout, first.layout).lines(len(slots))
         self._sweep(slots, layout, param, torch.stack(grads), residual, state)
         torch._foreach_copy_(params, param.unbind())
+        for slot, piece in zip(slots, params, strict=True):
+            self.placement.write(slot.param, piece)
         for name, stack in state.items():
             torch._foreach_copy_([own[name] for own in states], stack.unbind())
         if residual is not None:
@@ -153,7 +175,7 @@ class Updates:
         first, step = slots[0], self.cycle.step
         self.cycle.moved = True
         # a dispatch mode (fake tensors, a memory tracker) looks at each operation, and torch.compile has none to show
-        compiled = self._compiled and first.param.numel() > SMALL and not torch._C._len_torch_dispatch_stack()
+        compiled = self._compiled and param.numel() > SMALL and not torch._C._len_torch_dispatch_stack()
         sweep = Sweep(
             layout,
             param,
@@ -162,6 +184,7 @@ class Updates:
             **self._reading(slots, grad),
             noise_keys=[noise_key(self.seed, step, slot.name) for slot in slots],
             stochastic=self.rounding == "stochastic",
+            across=self.placement.ranks,
             compiled=compiled,
         )
         measured = self.rule.update(sweep, first.plan, state, first.group, step) or {}

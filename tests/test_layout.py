@@ -45,7 +45,7 @@ def test_whole_layout_covers_exactly_once(case):
     """Its rectangles, put where they say, are the parameter with its dimensions in the view's order; none is a copy."""
     shape, view = case
     local = torch.arange(float(torch.Size(shape).numel())).view(shape)
-    layout = Layout.whole(shape, view)
+    layout = Layout.of(shape, view)
     seen = torch.full(layout.shape, -1.0)
     for rect, piece in zip(layout.rects, layout.views(local), strict=True):
         assert piece.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
@@ -66,7 +66,7 @@ def test_whole_layout_covers_exactly_once(case):
     ],
 )
 def test_no_more_pieces_than_memory_asks_for(view, pieces):
-    assert len(Layout.whole((4, 3, 2, 5), view).rects) == pieces
+    assert len(Layout.of((4, 3, 2, 5), view).rects) == pieces
 
 
 @st.composite
@@ -93,20 +93,42 @@ def test_subdivide_covers_exactly_once(rect, tile):
 
 
 def test_large_parameter_has_tiles_of_about_the_size_asked_for():
-    tiles = list(Layout.whole((4096, 2048), View.matrix(2)).rects[0].subdivide(CPU_TILE))
+    tiles = list(Layout.of((4096, 2048), View.matrix(2)).rects[0].subdivide(CPU_TILE))
     assert len(tiles) == 4096 * 2048 // CPU_TILE
 
 
-def test_views_split_a_flat_piece():
-    """A flat slice of a matrix: the end of a row, whole rows, the start of one."""
-    rects = (
-        Rect(slice(0, 1), slice(1, 2), slice(3, 5)),
-        Rect(slice(0, 1), slice(2, 4), slice(0, 5)),
-        Rect(slice(0, 1), slice(4, 5), slice(0, 1)),
-    )
-    matrix = torch.arange(30.0).view(1, 6, 5)
-    local = matrix.flatten()[8:21].clone()
-    views = Layout((1, 6, 5), rects).views(local)
-    for rect, view in zip(rects, views, strict=True):
-        assert torch.equal(view, matrix[rect.batch, rect.rows, rect.cols])
-        assert view.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
+@given(views(), st.data())
+@settings(max_examples=500, deadline=None)
+def test_a_range_covers_its_elements_exactly_once(case, data):
+    """A flat piece of a parameter: its rectangles are just its elements, where they belong; none is a copy."""
+    shape, view = case
+    whole = torch.arange(float(torch.Size(shape).numel())).view(shape)
+    start = data.draw(st.integers(0, whole.numel()))
+    stop = data.draw(st.integers(start, whole.numel()))
+    piece = whole.flatten()[start:stop].clone()
+    layout = Layout.of(shape, view, start, stop)
+    seen = torch.full(layout.shape, -1.0)
+    for rect, block in zip(layout.rects, layout.views(piece), strict=True):
+        assert block.numel() == 0 or block.untyped_storage().data_ptr() == piece.untyped_storage().data_ptr()
+        assert (seen[rect.batch, rect.rows, rect.cols] == -1).all()
+        seen[rect.batch, rect.rows, rect.cols] = block
+    want = whole.permute(view.batch + view.rows + view.cols).reshape(layout.shape)
+    assert torch.equal(seen, torch.where((want >= start) & (want < stop), want, -1.0))
+
+
+def test_a_range_of_a_matrix_is_three_rectangles():
+    """The end of a row, whole rows, the start of one."""
+    rects = Layout.of((6, 5), View.matrix(2), 8, 21).rects
+    assert [rect.size for rect in rects] == [(1, 1, 2), (1, 2, 5), (1, 1, 1)]
+    assert len(Layout.of((6, 5), View.vector(2), 8, 21).rects) == 1
+    assert len(Layout.of((6, 5, 3, 2), View.matrix(4), 8, 99).rects) == 3
+
+
+@pytest.mark.parametrize(("start", "stop"), [(3, 7), (0, 9), (9, 9)])
+def test_pieces_of_lines_are_one_tile_when_stacked(start, stop):
+    whole = torch.arange(36.0).view(4, 9)
+    layout = Layout.of((9,), View.vector(1), start, stop).lines(4)
+    assert layout.shape == (4, 1, 9)
+    (rect,), (block,) = layout.rects, layout.views(whole[:, start:stop].contiguous())
+    assert torch.equal(block, whole[rect.batch, rect.cols].unsqueeze(1))
+    assert list(rect.subdivide(2)) and rect.size[0] == (4 if stop > start else 0)

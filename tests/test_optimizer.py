@@ -515,15 +515,6 @@ def test_parameter_that_cannot_be_seen_as_a_matrix():
         lowmem.FusedOptimizer(convolution.named_parameters())
 
 
-@pytest.mark.parametrize(("mark", "sharding"), [("ds_id", "DeepSpeed ZeRO-3"), ("device_mesh", "FSDP2")])
-def test_sharded_parameter(mark, sharding):
-    param = torch.nn.Parameter(torch.zeros(2))
-    setattr(param, mark, 1)
-    for params in ([param], [("w", param)], [{"params": param}]):
-        with pytest.raises(UnsupportedError, match=f"sharded by {sharding}"):
-            lowmem.FusedOptimizer(params)
-
-
 @pytest.mark.parametrize(
     ("wanted", "compiler", "large", "compiled"),
     [

@@ -138,7 +138,7 @@ def test_noise_is_of_the_element(dtype, shape):
     def run(tile, key):
         torch.manual_seed(0)
         param, grad = torch.randn(shape).to(dtype), (1e-3 * torch.randn(shape)).to(dtype)
-        layout = Layout.whole(shape, View.matrix(3))
+        layout = Layout.of(shape, View.matrix(3))
         Sweep(layout, param, grad, noise_keys=[key], stochastic=True, tile=tile).apply(shifted)
         return param
 

@@ -39,7 +39,7 @@ def update(
     for step in range(1, steps + 1):
         grad = torch.randn(shape, generator=source).to(dtype) if grads is None else grads[step - 1]
         one = Sweep(
-            Layout.whole(shape, plan.view),
+            Layout.of(shape, plan.view),
             param,
             grad,
             residual=states.get("residual"),
@@ -106,7 +106,7 @@ def test_reduce_sums_over_tiles(shape, tile, clipped):
     """Rows, columns, totals and the gradient's own norm, the last before its clip; float64 sums are the reference."""
     param, grad = torch.randn(shape), torch.randn(shape)
     limit = torch.tensor(0.5) if clipped else None
-    one = Sweep(Layout.whole(shape, View.matrix(3)), param, grad, factor=torch.tensor(2.0), limit=limit, tile=tile)
+    one = Sweep(Layout.of(shape, View.matrix(3)), param, grad, factor=torch.tensor(2.0), limit=limit, tile=tile)
     sums = one.reduce(everything)
     scaled = 2.0 * grad.double()
     product = (scaled.clamp(-0.5, 0.5) if clipped else scaled) * param.double()
@@ -197,7 +197,7 @@ def test_temporaries_of_one_update(rule, rounding_name):
     states = new_states(plan, shape, torch.bfloat16)
     residual = torch.zeros(shape, dtype=torch.int16) if rounding_name == "compensated" else None
     with MemTracker() as tracker:
-        layout = Layout.whole(shape, plan.view)
+        layout = Layout.of(shape, plan.view)
         one = Sweep(layout, param, grad, residual=residual, stochastic=rounding_name == "stochastic")
         rule.update(one, plan, states, rule.defaults, 1)
     held = sum(tensor.untyped_storage().nbytes() for tensor in (param, grad, *states.values()))

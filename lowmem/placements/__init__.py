@@ -7,11 +7,12 @@ import torch.distributed as dist
 
 from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.placements.local import Local
+from lowmem.placements.ranks import Ranks
 from lowmem.placements.replicated import Replicated
 
-__all__ = ["PLACEMENTS", "Local", "Replicated", "find", "in_group"]
+__all__ = ["PLACEMENTS", "Local", "Ranks", "find", "in_group"]
 
-PLACEMENTS = {"local": Local, "replicated": Replicated}
+PLACEMENTS = ("local", "replicated", "zero3", "fsdp2")
 
 
 def in_group() -> bool:
@@ -25,20 +26,36 @@ def find(placement: str, params: Iterable[Any]) -> Local:
     Whole parameters are replicated where there is a process group of several ranks.
 
     Raises:
-        ConfigError: there is no placement of that name.
-        UnsupportedError: the parameters are sharded.
+        ConfigError: there is no placement of that name, or the parameters are in another.
+        UnsupportedError: some parameters are sharded and others are not.
     """
-    for item in params:
-        param = item[1] if isinstance(item, tuple) else item
-        sharding = "DeepSpeed ZeRO-3" if hasattr(param, "ds_id") else "FSDP2" if hasattr(param, "device_mesh") else None
-        if sharding is not None:
-            raise UnsupportedError(
-                f"a parameter of shape {list(param.shape)} is sharded by {sharding}, and lowmem updates whole "
-                "parameters. Build the model on one device, without sharding it."
-            )
     if placement not in ("auto", *PLACEMENTS):
         raise ConfigError(f"placement {placement!r} is unknown; known are auto, {', '.join(PLACEMENTS)}")
-    several = in_group() and dist.get_world_size() > 1
+    kinds = {_kind(item[1] if isinstance(item, tuple) else item) for item in params}
+    if len(kinds) > 1:
+        named = " and others ".join(sorted(kind or "not at all" for kind in kinds))
+        raise UnsupportedError(
+            f"some parameters are sharded by {named}; shard all that are trained, or make an optimizer for each"
+        )
+    kind = kinds.pop() if kinds else None
+    if kind is None and placement in ("zero3", "fsdp2"):
+        raise ConfigError(f"placement={placement!r}, but the parameters are whole; shard the model first")
+    if kind is not None and placement not in ("auto", kind):
+        raise ConfigError(f"placement={placement!r}, but the parameters are sharded by {kind}")
     if placement == "replicated" and not in_group():
         raise ConfigError("placement='replicated' needs a process group: call torch.distributed.init_process_group()")
+    if kind == "zero3":
+        from lowmem.placements.zero3 import Zero3
+
+        return Zero3()
+    if kind == "fsdp2":
+        from lowmem.placements.fsdp2 import FSDP2
+
+        return FSDP2()
+    several = in_group() and dist.get_world_size() > 1
     return Replicated() if placement == "replicated" or (placement == "auto" and several) else Local()
+
+
+def _kind(param: Any) -> str | None:
+    """What shards a parameter."""
+    return "zero3" if hasattr(param, "ds_id") else "fsdp2" if hasattr(param, "device_mesh") else None

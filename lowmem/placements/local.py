@@ -1,20 +1,32 @@
 """One device holds the whole parameter and its whole gradient."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from lowmem.errors import UnsupportedError
-from lowmem.layout import Layout, View
-from lowmem.rules.rule import StateSpec
+from lowmem.layout import Layout, Span, View
+from lowmem.placements.ranks import Ranks
 from lowmem.slots import Slot
 
 Reduced = Iterator[tuple[Slot, Tensor]]
 
 
 class Local:
-    """Parameters on one device (or several, each parameter whole on one)."""
+    """Parameters on one device (or several, each parameter whole on one).
+
+    Attributes:
+        ranks: those that hold a piece of each parameter; None where each is whole.
+        sums_whole: micro-batches are summed before their gradient is reduced; else each one's is reduced.
+        graph_stays: a second backward may go through the graph of a forward.
+    """
+
+    name: ClassVar[str] = "local"
+    sums_whole: ClassVar[bool] = True
+    graph_stays: ClassVar[bool] = True
+    ranks: Ranks | None = None
 
     def adopt(self, slots: Collection[Slot]) -> None:
         """Takes in parameters that an optimizer is to update."""
@@ -42,9 +54,46 @@ class Local:
     def drop(self) -> None:
         """Forgets what is under way: the backward died."""
 
-    def layout(self, param: Tensor, view: View) -> Layout:
-        """The piece of a parameter that is here: all of it."""
-        layout = Layout.whole(tuple(param.shape), view)
+    def settle(self, slots: Collection[Slot]) -> None:
+        """The updates of a step are done: nothing of the weights before it may stay."""
+
+    def measured_leaves(self, params: Sequence[Tensor]) -> Sequence[Tensor] | None:
+        """What a measuring backward is to reach: these parameters and no other leaf, or None for every leaf."""
+        return params
+
+    # -- the piece of a parameter that is here -----------------------------------------------------------------------
+
+    def span(self, param: Tensor) -> Span:
+        """Which elements of a parameter are here."""
+        return Span(tuple(param.shape), 0, param.numel(), param.numel())
+
+    def read(self, param: Tensor) -> Tensor:
+        """The piece, where it is computed with."""
+        return param.detach()
+
+    def write(self, param: Tensor, piece: Tensor) -> None:
+        """Puts the piece that `read` gave, and that has changed since, where it is kept."""
+
+    def whole(self, param: Tensor) -> Tensor:
+        """All of a parameter. Every rank calls it."""
+        return param.detach()
+
+    @torch.no_grad()
+    def fill(self, param: Tensor, whole: Tensor) -> None:
+        """Gives a parameter the values of `whole`."""
+        param.copy_(whole)
+
+    def join(self, piece: Tensor, span: Span) -> Tensor:
+        """All of a tensor that is cut as a parameter is. Every rank calls it."""
+        return piece
+
+    def cut(self, whole: Tensor, span: Span) -> Tensor:
+        """The piece of a tensor as a parameter is cut."""
+        return whole
+
+    def layout(self, slot: Slot, view: View) -> Layout:
+        """The rectangles of the piece."""
+        layout, param = Layout.of(slot.span.shape, view), slot.param
         try:
             layout.views(param)
         except RuntimeError:
@@ -53,10 +102,3 @@ class Local:
                 "copy; make it contiguous first: param.data = param.data.contiguous()"
             ) from None
         return layout
-
-    def new_state(self, spec: StateSpec, param: Tensor, view: View) -> Tensor:
-        """A state as it is before the first update, where its parameter lives."""
-        if spec.master:
-            return param.detach().to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-        shape = view.kept(spec.extent, tuple(param.shape)) + spec.extra
-        return torch.zeros(shape, dtype=spec.dtype or param.dtype, device=param.device)

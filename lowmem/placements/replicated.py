@@ -31,6 +31,8 @@ class Replicated(Local):
         UnsupportedError: the model is in a `DistributedDataParallel` wrapper, which would average once more.
     """
 
+    name = "replicated"
+
     def __init__(self) -> None:
         self._order: list[str] = []  # in which averages begin
         self._learned = False  # it is the order in which gradients come

@@ -142,6 +142,13 @@ class UpdateRule(ABC):
             ConfigError: the hyperparameters say nothing, or something impossible, for this parameter.
         """
 
+    def is_full(self, state: str, plan: Any) -> bool:
+        """Whether a state has an element for each of its parameter's."""
+        return state in plan.states and plan.states[state].extent == "full"
+
+    def refuse_pieces(self, hyper: Hyper) -> None:  # noqa: B027 (what is written as reduce and apply updates any piece)
+        """Raises `UnsupportedError` if ranks that hold a piece of a parameter each cannot update it."""
+
     @abstractmethod
     def update(self, sweep: Sweep, plan: Any, state: State, hyper: Hyper, step: int) -> Mapping[str, Tensor] | None:
         """One update. `step` counts from 1; `hyper` is the parameter group, its `lr` as the scheduler left it.

@@ -1,0 +1,56 @@
+"""PyTorch FSDP2: `fully_shard` cuts each parameter into blocks of its first dimension, and reduces its gradient."""
+
+from collections.abc import Collection
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Replicate, Shard
+
+from lowmem.errors import UnsupportedError
+from lowmem.layout import Span
+from lowmem.placements.ranks import Ranks
+from lowmem.placements.sharded import Sharded, held_by
+from lowmem.slots import Slot
+
+
+class FSDP2(Sharded):
+    """Parameters of `fully_shard` modules, over one dimension of a mesh; others of it may replicate them.
+
+    FSDP2 averages and cuts a gradient before its hook is run, so nothing is left to reduce.
+
+    Raises:
+        UnsupportedError: a parameter is sharded in another dimension than its first.
+    """
+
+    name = "fsdp2"
+
+    def adopt(self, slots: Collection[Slot]) -> None:
+        for slot in slots:
+            kinds = cast(DTensor, slot.param).placements
+            if sum(type(kind) is Shard and kind.dim == 0 for kind in kinds) != 1 or any(
+                type(kind) not in (Shard, Replicate) for kind in kinds
+            ):
+                raise UnsupportedError(
+                    f"parameter {slot.name!r} is placed as {list(kinds)}; lowmem updates parameters that are sharded "
+                    "once, in dimension 0. Leave shard_placement_fn and tensor parallelism out"
+                )
+        super().adopt(slots)
+
+    def _ranks_of(self, param: Any) -> Ranks:
+        mesh = param.device_mesh
+        return Ranks(mesh.get_group(param.placements.index(Shard(0))), torch.device(mesh.device_type))
+
+    def span(self, param: Any) -> Span:
+        ranks = self.ranks or self._ranks_of(param)
+        shape = tuple(param.shape)
+        rows = -(-shape[0] // ranks.count)
+        return held_by(ranks.rank, shape, rows * torch.Size(shape[1:]).numel())
+
+    def read(self, param: Any) -> Tensor:
+        return cast(Tensor, param.detach().to_local()).view(-1)
+
+    def take(self, param: Tensor) -> Tensor:
+        grad = cast(DTensor, super().take(param))
+        return grad.to_local().view(-1)

@@ -1,0 +1,124 @@
+"""Ranks that share the parameters, by ZeRO-3 or FSDP2, are one device with all of their data."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from nets import ROWS, Net, data
+from ranks import Ranks
+from shards import SHARDS
+
+import lowmem
+from lowmem.rules.rule import TABLE
+
+
+@pytest.fixture(scope="module", params=[2, 3], ids=lambda n: f"{n} ranks")
+def ranks(request):
+    started = Ranks(request.param)
+    yield started
+    started.stop()
+
+
+@pytest.fixture(scope="module")
+def two():
+    started = Ranks(2)
+    yield started
+    started.stop()
+
+
+def make():
+    torch.manual_seed(0)
+    return Net(scalar=(1,))  # neither engine takes a parameter without dimensions
+
+
+def everyones(ids):
+    """All ranks take the same branches: those that take others would wait for one another, whatever the optimizer."""
+    ids[:, 0] = ids[0, 0]
+    return ids
+
+
+def train(net, rows_of, settings, micro_batches=1):
+    opt = lowmem.FusedOptimizer(net.named_parameters(), **{"lr": 1e-2, **settings})
+    for ids in map(everyones, data()):
+        parts = rows_of(ids).tensor_split(micro_batches)
+        for n, part in enumerate(parts, start=1):
+
+            def loss(part=part):
+                return net(part) / micro_batches
+
+            with opt.accumulate() if n < micro_batches else nullcontext():
+                opt.backward(loss if opt.replay == "forward" else loss())
+    report = opt.last_step
+    whole = opt._placement.whole
+    return {
+        "weights": {name: whole(param).clone() for name, param in net.named_parameters()},
+        "told": (report.step, report.names, report.grad_norm.item()),
+        "factor": None if report.clip_factor is None else report.clip_factor.item(),
+        "placement": opt._placement.name,
+    }
+
+
+def shared(rank, kind, settings, micro_batches=1, options=None):
+    net = SHARDS[kind](rank, make, **options or {})
+    return train(net, lambda ids: ids.tensor_split(dist.get_world_size())[rank], settings, micro_batches)
+
+
+def assert_as_one_device(found, kind, settings, micro_batches=1):
+    alone = train(make(), lambda ids: ids, settings, micro_batches)
+    for rank in found:
+        assert rank["placement"] == kind
+        for name, weight in rank["weights"].items():
+            assert torch.equal(weight, found[0]["weights"][name]), name
+            # sums over rows and elements are taken in another order
+            torch.testing.assert_close(weight, alone["weights"][name], rtol=1e-5, atol=1e-5, msg=name)
+        assert rank["told"][:2] == alone["told"][:2]
+        assert rank["told"][2] == pytest.approx(alone["told"][2], rel=1e-4)
+        assert (rank["factor"] is None) == (alone["factor"] is None)
+        assert alone["factor"] is None or rank["factor"] == pytest.approx(alone["factor"], rel=1e-4)
+
+
+RULES = [*sorted(TABLE), "torch.optim.AdamW"]
+OPTIONS = {
+    "adafactor": {
+        "min_dim_size_to_factor": 3,
+        "factor_map": [("convolution.weight", ["ROW", "NONE", "COLUMN", "COLUMN"]), (".*", "HEURISTIC")],
+    }
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("kind", SHARDS)
+def test_every_rule(ranks, kind, rule):
+    settings = {"rule": rule, "lr": 1e-3 if rule == "lion" else 1e-2, **OPTIONS.get(rule, {})}
+    assert_as_one_device(ranks.run(shared, kind, settings), kind, settings)
+
+
+POLICIES = {
+    "two_pass": {"policy": "two_pass", "clip_norm": 0.5},
+    "forward replay": {"replay": "forward", "clip_norm": 0.5},
+    "deferred": {"policy": "deferred", "clip_norm": 0.5},
+    "on disk": {"policy": "deferred", "clip_norm": 0.5, "store": "disk"},
+    "dynamic scale": {"clip_norm": 0.5, "loss_scale": "dynamic"},
+    "largest element": {"clip_norm": 0.05, "norm_type": float("inf"), "clip_value": 0.1},
+    "its own clipping": {"rule": "scaled_adam", "clipping_scale": 0.8, "clipping_update_period": 3},
+    "not batched": {"rule": "adamw", "batching": False},
+}
+
+
+@pytest.mark.parametrize("settings", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("kind", SHARDS)
+def test_every_policy(ranks, kind, settings):
+    assert_as_one_device(ranks.run(shared, kind, settings), kind, settings)
+
+
+def accumulated(rank, kind, settings):
+    """A row a micro-batch."""
+    return shared(rank, kind, settings, micro_batches=ROWS // dist.get_world_size())
+
+
+@pytest.mark.parametrize("settings", [{"clip_norm": 0.5}, {"loss_scale": "dynamic", "sums": "gradient"}], ids=str)
+@pytest.mark.parametrize("kind", SHARDS)
+def test_accumulation(ranks, kind, settings):
+    settings = {"policy": "deferred", **settings}
+    assert_as_one_device(ranks.run(accumulated, kind, settings), kind, settings)
