@@ -2,10 +2,12 @@
 
 import contextlib
 import errno
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from lowmem.errors import LowmemError
+from lowmem.errors import CheckpointError, LowmemError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -31,3 +33,13 @@ def writing(path: Path) -> Iterator[None]:
         way_out = " Free some space there, or set run_dir to another disk." if error.errno in _FULL else ""
         reason = (error.strerror or str(error)).lower()
         raise LowmemError(f"{path}: can't be written: {reason}.{way_out}") from error
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file of a checkpoint holds; raises `CheckpointError` if it is missing or damaged."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from None

@@ -442,10 +442,27 @@ class FusedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next step depends on but the weights: states by parameter name, groups, step, seed.
 
-        Tensors are the live ones, in their own dtype.
+        Tensors are in their own dtype and logical shape: the live ones, or where ranks share parameters, gathered from
+        all, so that every rank has to call it (`lowmem.checkpoint.save_optimizer` gathers one at a time).
 
         Raises:
             StepError: in the middle of a step, or after one that was torn.
+        """
+        state: dict[str, dict[str, Any]] = {}
+        described = self.described()
+        for entry in self.entries():
+            state.setdefault(entry.of, {})[entry.name] = entry.whole()
+        return {**described, "state": state}
+
+    def entries(self) -> Iterator[saving.Entry]:
+        """The states in `state_dict`, one at a time."""
+        return saving.entries(self._slots.values(), self._updates, self._clipping)
+
+    def described(self) -> dict[str, Any]:
+        """What is in `state_dict` beside the states: numbers and words.
+
+        Raises:
+            StepError: as `state_dict` does.
         """
         self._outcome.settle()
         self._cycle.refuse_open("save")
@@ -460,7 +477,6 @@ class FusedOptimizer(torch.optim.Optimizer):
             "step": self._cycle.step,
             "loss_scale": self._clipping.scale.state_dict(),
             "counts": self._outcome.state_dict(),
-            "state": saving.collect(self._slots.values(), self._updates, self._clipping),
             "param_groups": groups,
         }
 

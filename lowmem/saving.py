@@ -1,7 +1,8 @@
 """What an optimizer saves and continues from: states by parameter name, exact, never cast."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -14,19 +15,41 @@ from lowmem.updates import RESIDUAL, Updates
 # What a group's own clipping by norm keeps is saved beside the parameters' states, under this and the group's number.
 _GROUP = "_group"
 
-Named = dict[str, dict[str, Any]]
+
+class Entry(NamedTuple):
+    """One thing that is kept.
+
+    of: the name of its parameter, or of its group.  value: a number or the like, or a tensor, of which `shape` is the
+    logical shape, and `whole` gives all where ranks hold a piece each: every rank calls it.
+    """
+
+    of: str
+    name: str
+    value: Any
+    shape: tuple[int, ...]
+    whole: Callable[[], Any]
 
 
-def collect(slots: Iterable[Slot], updates: Updates, clipping: Clipping) -> Named:
-    """Everything that is kept for each parameter that has had an update, and for each group; the live tensors."""
-    found: Named = {}
+def entries(slots: Iterable[Slot], updates: Updates, clipping: Clipping) -> Iterator[Entry]:
+    """Everything that is kept for each parameter that has had an update, and for each group."""
     for slot in slots:
         kept = dict(updates.state.get(slot.param, {}))
         if slot.residual is not None:
             kept[RESIDUAL] = slot.residual
-        if kept:
-            found[slot.name] = kept
-    return found | {f"{_GROUP}{n}": dict(kept) for n, kept in clipping.group_states.items()}
+        for name, value in kept.items():
+            if isinstance(value, Tensor) and updates.is_cut(name, slot):
+                whole = functools.partial(updates.placement.join, value, slot.span)
+                yield Entry(slot.name, name, value, slot.span.shape, whole)
+            else:
+                yield _small(slot.name, name, value)
+    for n, of_group in clipping.group_states.items():
+        for name, value in of_group.items():
+            yield _small(f"{_GROUP}{n}", name, value)
+
+
+def _small(of: str, name: str, value: Any) -> Entry:
+    """What every rank has."""
+    return Entry(of, name, value, tuple(value.shape) if isinstance(value, Tensor) else (), lambda: value)
 
 
 def refuse_others(saved: Mapping[str, Any], own: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
@@ -63,6 +86,7 @@ def restore(saved: Mapping[str, Any], slots: Iterable[Slot], updates: Updates, c
         slot.residual = None
     for name, kept in of_params.items():
         slot = by_name[name]
+        kept = {key: _piece(key, value, slot, updates) for key, value in kept.items()}
         copied = {key: _own_copy(key, value, slot, updates) for key, value in kept.items()}
         slot.residual = copied.pop(RESIDUAL, None)
         updates.state[slot.param] = copied
@@ -93,6 +117,12 @@ def _check_group(name: str, kept: Mapping[str, Any], groups: Sequence[Mapping[st
     want = dict(updates.rule.group_kept(groups[int(number)]))
     if have != want:
         raise CheckpointError(f"the saved state of group {number} has {have}, this optimizer's {want}")
+
+
+def _piece(key: str, value: Any, slot: Slot, updates: Updates) -> Any:
+    """What this rank keeps of a saved value."""
+    cut = isinstance(value, Tensor) and updates.is_cut(key, slot)
+    return updates.placement.cut(value, slot.span) if cut else value
 
 
 def _own_copy(key: str, value: Any, slot: Slot, updates: Updates) -> Any:

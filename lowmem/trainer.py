@@ -26,6 +26,7 @@ from lowmem.errors import CheckpointError, ConfigError, UnsupportedError
 from lowmem.optimizer import FusedOptimizer
 from lowmem.rules import resolve
 from lowmem.settings import FusedConfig
+from lowmem.weights import load_weights
 
 if TYPE_CHECKING:
     from trl import SFTTrainer
@@ -221,10 +222,10 @@ class FusedTrainerMixin(_Base):
         self.lr_scheduler.load_state_dict(torch.load(folder / checkpoint.SCHEDULER_FILE, weights_only=True))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        checkpoint.load_weights(self.model if model is None else model, Path(resume_from_checkpoint))
+        load_weights(self.model if model is None else model, Path(resume_from_checkpoint))
 
     def _load_best_model(self) -> None:
-        checkpoint.load_weights(self.model, Path(self.state.best_model_checkpoint))
+        load_weights(self.model, Path(self.state.best_model_checkpoint))
 
 
 class _RefuseFinished(TrainerCallback):

@@ -120,8 +120,10 @@ class Updates:
         if self._keeps_residual(slot):
             slot.residual = torch.zeros_like(piece, dtype=torch.int16)
         state = self.state[slot.param] = {}
-        for name in self.kept(plan, slot).keys() & plan.states:
-            spec = plan.states[name]
+        kept = self.kept(plan, slot)
+        for name, spec in plan.states.items():
+            if name not in kept:
+                continue
             if spec.master:
                 state[name] = piece.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
                 continue

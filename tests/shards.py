@@ -12,6 +12,8 @@ def zero3(rank, make, *, built_whole=False, **options):
     os.environ |= {"DS_ACCELERATOR": "cpu", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     import deepspeed
 
+    # it would be compiled, for half a minute, and ranks that are killed leave a lock for which all others wait
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, **options}}
     with deepspeed.zero.Init(config_dict_or_path=config, enabled=not built_whole):

@@ -8,7 +8,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import lowmem
-from lowmem import checkpoint
+from lowmem import checkpoint, weights
 from lowmem.errors import CheckpointError
 
 RULES = {
@@ -37,7 +37,7 @@ def test_a_saved_optimizer_continues_to_the_last_bit(settings, tiny_llama, token
     model.save_pretrained(tmp_path)
 
     other = tiny_llama(torch.bfloat16)
-    checkpoint.load_weights(other, tmp_path)
+    weights.load_weights(other, tmp_path)
     resumed = lowmem.FusedOptimizer(other.named_parameters(), lr=9.0, **settings)
     checkpoint.load_optimizer(resumed, tmp_path / "optimizer.safetensors")
     for batch in after:
@@ -81,7 +81,7 @@ def test_weights_load_from_one_file_or_many(tiny_llama, tmp_path, tied, shard_si
     model.save_pretrained(tmp_path, max_shard_size=shard_size)
     assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (shard_size == "10KB")
     other = tiny_llama(tie_word_embeddings=tied)
-    checkpoint.load_weights(other, tmp_path)
+    weights.load_weights(other, tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
@@ -95,16 +95,16 @@ def test_expert_weights_load_although_files_lay_them_out_differently(tmp_path):
     model = MixtralForCausalLM(config).bfloat16()
     model.save_pretrained(tmp_path)
     other = MixtralForCausalLM(config).bfloat16()
-    checkpoint.load_weights(other, tmp_path)
+    weights.load_weights(other, tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 
 def test_weights_of_another_model_are_refused(tiny_llama, tmp_path):
     tiny_llama().save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match=r"has shape \[32, 64\] in the checkpoint and \[32, 48\] in the model"):
-        checkpoint.load_weights(tiny_llama(intermediate_size=48), tmp_path)
+    with pytest.raises(CheckpointError, match=r"has shape \[64, 32\] in the checkpoint and \[48, 32\] in the model"):
+        weights.load_weights(tiny_llama(intermediate_size=48), tmp_path)
     with pytest.raises(CheckpointError, match="weights are missing, such as"):
-        checkpoint.load_weights(tiny_llama(num_hidden_layers=3), tmp_path)
+        weights.load_weights(tiny_llama(num_hidden_layers=3), tmp_path)
 
 
 def whole_folder(folder, model, opt):

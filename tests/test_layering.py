@@ -15,6 +15,7 @@ PACKAGE = Path(lowmem.__file__).parent
 LAYERS = [
     "errors",
     "files",
+    "tensor_files",
     "rounding",
     "layout",
     "sweep",
@@ -37,6 +38,7 @@ LAYERS = [
     "compiling",
     "optimizer",
     "settings",
+    "weights",
     "checkpoint",
     "memory",
     "trainer",

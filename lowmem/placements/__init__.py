@@ -4,13 +4,14 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.placements.local import Local
 from lowmem.placements.ranks import Ranks
 from lowmem.placements.replicated import Replicated
 
-__all__ = ["PLACEMENTS", "Local", "Ranks", "find", "in_group"]
+__all__ = ["PLACEMENTS", "Local", "Ranks", "fill", "find", "in_group", "shape_of", "whole"]
 
 PLACEMENTS = ("local", "replicated", "zero3", "fsdp2")
 
@@ -44,16 +45,41 @@ def find(placement: str, params: Iterable[Any]) -> Local:
         raise ConfigError(f"placement={placement!r}, but the parameters are sharded by {kind}")
     if placement == "replicated" and not in_group():
         raise ConfigError("placement='replicated' needs a process group: call torch.distributed.init_process_group()")
+    if kind is not None:
+        return _sharded(kind)
+    several = in_group() and dist.get_world_size() > 1
+    return Replicated() if placement == "replicated" or (placement == "auto" and several) else Local()
+
+
+def shape_of(tensor: Tensor) -> tuple[int, ...]:
+    """The logical shape of a parameter or buffer, sharded or not."""
+    return _holding(tensor).span(tensor).shape
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a parameter or buffer. Every rank that holds a piece of it calls it."""
+    return _holding(tensor).whole(tensor)
+
+
+def fill(tensor: Tensor, value: Tensor) -> None:
+    """Gives a parameter or buffer the values of a whole one; each rank takes its piece."""
+    _holding(tensor).fill(tensor, value)
+
+
+def _holding(tensor: Tensor) -> Local:
+    """The placement that a tensor shows to be in."""
+    kind = _kind(tensor)
+    return Local() if kind is None else _sharded(kind)
+
+
+def _sharded(kind: str) -> Local:
     if kind == "zero3":
         from lowmem.placements.zero3 import Zero3
 
         return Zero3()
-    if kind == "fsdp2":
-        from lowmem.placements.fsdp2 import FSDP2
+    from lowmem.placements.fsdp2 import FSDP2
 
-        return FSDP2()
-    several = in_group() and dist.get_world_size() > 1
-    return Replicated() if placement == "replicated" or (placement == "auto" and several) else Local()
+    return FSDP2()
 
 
 def _kind(param: Any) -> str | None:

@@ -3,7 +3,8 @@
 import importlib
 import inspect
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,6 +24,9 @@ _NO_ARGUMENTS = ("params", "param_names", "name", "initial_lr")
 
 # A class is tried on this many elements: from here on low-bit optimizers keep theirs in few bits.
 _TRIAL_SHAPE = (64, 64)
+
+# Steps, and elements of the first part, in which it is tried whether a class treats each element by itself.
+_PIECE_STEPS, _PIECE = 3, 1500
 
 # The state that holds what a class keeps in its parameter group, where that is allowed.
 _GROUP = "group"
@@ -83,6 +87,7 @@ class ForeignRule(UpdateRule):
         }
         # optimi can step on one `param` alone, so what it keeps in the group may be kept for each parameter apart
         self._splits_group = "param" in step
+        self._full: set[str] = set()  # states that have an element for each of their parameter's
         self._states_at_once = False  # the class makes its states when it is constructed, not in its first step
         # by the id of our group: an instance, and those of its arguments that its own group does not show
         self._made: dict[int, tuple[torch.optim.Optimizer, dict[str, Any]]] = {}
@@ -109,6 +114,42 @@ class ForeignRule(UpdateRule):
         self._states_at_once = bool(made.state)
         self._try(made, trial, hyper)
         self._made[id(hyper)] = self._prepared(hyper)
+
+    def refuse_pieces(self, hyper: Hyper) -> None:
+        """By trial: steps on two parts of a matrix have to be the parts of the steps on all of it."""
+        source = torch.Generator().manual_seed(0)
+        start, *grads = (torch.randn(_TRIAL_SHAPE, generator=source) for _ in range(1 + _PIECE_STEPS))
+        moving = {**hyper, "lr": 1e-2} if "lr" in hyper else hyper
+        cut = (slice(0, _PIECE), slice(_PIECE, None))
+        try:
+            with _apart():
+                whole = self._steps(start.clone(), grads, moving).flatten()
+                parts = [
+                    self._steps(start.flatten()[part].clone(), [grad.flatten()[part] for grad in grads], moving)
+                    for part in cut
+                ]
+            reason = None if torch.allclose(whole, torch.cat(parts), rtol=1e-5, atol=1e-7) else "updates them otherwise"
+        except Exception as error:  # whatever the class thinks fit
+            reason = f"does not step on them: {error or type(error).__name__}"
+        if reason is not None:
+            raise UnsupportedError(
+                f"{self.name} needs whole matrices, and ranks that share parameters hold flat pieces ({reason}). It "
+                "runs under placement 'local' and 'replicated'; here use a rule of lowmem, such as 'adalomo', or a "
+                "class that treats each element by itself, such as torch.optim.AdamW"
+            )
+
+    def _steps(self, param: Tensor, grads: Sequence[Tensor], hyper: Hyper) -> Tensor:
+        """Where a class goes from `param`, given these gradients."""
+        param.requires_grad_()
+        made = self._construct(param, hyper)
+        kept = dict(made.state.get(param, {}))
+        for grad in grads:
+            param.grad = grad
+            kept = self._step(made, param, kept, hyper)
+        return param.detach()
+
+    def is_full(self, state: str, plan: Any) -> bool:
+        return state in self._full
 
     def admit(self, param: Tensor, hyper: Hyper) -> None:
         self._construct(param.detach().requires_grad_(), hyper)  # hooks of the class would stay on the parameter itself
@@ -169,12 +210,12 @@ class ForeignRule(UpdateRule):
 
     def _try(self, made: torch.optim.Optimizer, trial: Tensor, hyper: Hyper) -> None:
         """Refuses what shows in a first step. One that fails shows nothing: it may need a GPU, or another shape."""
-        eager = torch.compiler.set_stance("force_eager")  # torchao compiles its step, which takes seconds
-        with warnings.catch_warnings(action="ignore"), torch.random.fork_rng(devices=()), eager:
+        with _apart():
             try:
                 if hasattr(made, "train"):
                     made.train()  # as schedule-free ones ask for
-                self._held(self._step(made, trial, dict(made.state.get(trial, {})), hyper))
+                kept = self._held(self._step(made, trial, dict(made.state.get(trial, {})), hyper))
+                self._full |= {name for name, value in kept.items() if getattr(value, "shape", None) == trial.shape}
             except UnsupportedError:
                 raise
             except Exception:
@@ -205,6 +246,14 @@ class ForeignRule(UpdateRule):
             return self.cls([param], **self._arguments(hyper))
         except Exception as error:  # whatever the class thinks fit
             raise UnsupportedError(f"{self.name} does not accept this: {error or type(error).__name__}") from error
+
+
+@contextmanager
+def _apart() -> Iterator[None]:
+    """A trial leaves no trace, and compiles nothing: torchao's step would take seconds."""
+    eager = torch.compiler.set_stance("force_eager")
+    with warnings.catch_warnings(action="ignore"), torch.random.fork_rng(devices=()), eager:
+        yield
 
 
 def _like(own: Any, value: Any) -> Any:

@@ -10,6 +10,7 @@ from ranks import Ranks
 from shards import SHARDS
 
 import lowmem
+from lowmem.errors import UnsupportedError
 from lowmem.rules.rule import TABLE
 
 
@@ -122,3 +123,90 @@ def accumulated(rank, kind, settings):
 def test_accumulation(ranks, kind, settings):
     settings = {"policy": "deferred", **settings}
     assert_as_one_device(ranks.run(accumulated, kind, settings), kind, settings)
+
+
+# -- optimizers from elsewhere, states ---------------------------------------------------------------------------------
+
+
+def refused(rank, kind, rule, hyper):
+    net = SHARDS[kind](rank, make)
+    with pytest.raises(UnsupportedError, match=r"needs whole matrices.*'replicated'.*torch.optim.AdamW"):
+        lowmem.FusedOptimizer(net.named_parameters(), rule=rule, **hyper)
+
+
+@pytest.mark.parametrize("rule", ["torch.optim.Adafactor", "torch.optim.Muon"])
+@pytest.mark.parametrize("kind", SHARDS)
+def test_optimizers_of_whole_matrices_are_refused(two, kind, rule):
+    two.run(refused, kind, rule, {})
+
+
+@pytest.mark.parametrize(
+    ("rule", "hyper"),
+    [("torch.optim.SGD", {"momentum": 0.9}), ("torch.optim.Adamax", {}), ("torch.optim.RMSprop", {"centered": True})],
+)
+@pytest.mark.parametrize("kind", SHARDS)
+def test_elementwise_optimizers(two, kind, rule, hyper):
+    settings = {"rule": rule, "lr": 1e-3, **hyper}
+    assert_as_one_device(two.run(shared, kind, settings), kind, settings)
+
+
+def steps(net, opt, batches, rank, count):
+    for ids in batches:
+        opt.backward(net(ids.tensor_split(count)[rank]))
+
+
+def continued(rank, kinds, settings, before):
+    """Five steps; then another model, under the next kind, goes on from weights and state."""
+    batches, count = list(map(everyones, data())), dist.get_world_size()
+    net = SHARDS[kinds[0]](rank, make)
+    opt = lowmem.FusedOptimizer(net.named_parameters(), **settings)
+    if before is not None:
+        fill(net, opt, before["weights"])
+        opt.load_state_dict(before["state"])
+    else:
+        steps(net, opt, batches[:5], rank, count)
+    state = opt.state_dict()
+    weights = {name: opt._placement.whole(param).clone() for name, param in net.named_parameters()}
+    other = SHARDS[kinds[1]](rank, make)
+    resumed = lowmem.FusedOptimizer(other.named_parameters(), **settings)
+    fill(other, resumed, weights)
+    resumed.load_state_dict(state)
+    steps(other, resumed, batches[5:], rank, count)
+    return weights, state, {name: resumed._placement.whole(param) for name, param in other.named_parameters()}
+
+
+def fill(net, opt, weights):
+    for name, param in net.named_parameters():
+        opt._placement.fill(param, weights[name])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rule": "adalomo", "rounding": "compensated"},
+        {"rule": "adamw", "lr": 1e-2},
+        {"rule": "lans", "multi_precision": True, "lr": 1e-2},
+        {"rule": "scaled_adam", "clipping_scale": 0.8, "clipping_update_period": 3, "policy": "deferred"},
+        {"rule": "torch.optim.AdamW", "lr": 1e-2},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kinds", [("zero3", "fsdp2"), ("fsdp2", "zero3"), ("zero3", "zero3")], ids="-".join)
+def test_states_are_whole_and_fit_elsewhere(ranks, kinds, settings):
+    """State of one placement continues in another, and on one device, as if nothing had happened."""
+    found = ranks.run(continued, kinds, settings, None)
+    batches = list(map(everyones, data()))
+    net = make()
+    opt = lowmem.FusedOptimizer(net.named_parameters(), **settings)
+    steps(net, opt, batches[:5], 0, 1)
+    reference, (weights, state, _) = opt.state_dict(), found[0]
+    shapes = {name: {k: getattr(v, "shape", None) for k, v in kept.items()} for name, kept in state["state"].items()}
+    assert shapes == {
+        name: {k: getattr(v, "shape", None) for k, v in kept.items()} for name, kept in reference["state"].items()
+    }
+    fill(net, opt, weights)
+    opt.load_state_dict(state)
+    steps(net, opt, batches[5:], 0, 1)
+    for name, param in net.named_parameters():
+        for rank in found:
+            torch.testing.assert_close(rank[2][name], param.detach(), rtol=1e-5, atol=1e-5, msg=name)
