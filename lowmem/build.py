@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, set_seed
 
-from lowmem import data
+from lowmem import data, sharding
 from lowmem.config import ModelConfig, RunConfig
 from lowmem.errors import ConfigError
 from lowmem.rules import resolve
@@ -21,6 +21,7 @@ from lowmem.trainer import FusedSFTTrainer
 if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from trl import SFTConfig
 
 # What a run has where its configuration does not say otherwise; Hugging Face's own default would be in the way.
 _TRAINER_DEFAULTS = {
@@ -80,20 +81,35 @@ def _read_template(path: str) -> str:
         raise ConfigError(f"model.chat_template: {path} can't be read: {error.strerror}.") from error
 
 
-def model(config: RunConfig, tokenizer: "PreTrainedTokenizerBase") -> "PreTrainedModel":
-    """The model in `model.dtype`: pretrained weights, or random ones from `model.config`.
+def arguments(config: RunConfig, found: Samples) -> "SFTConfig":
+    """The arguments of a run's trainer.
+
+    Raises:
+        ConfigError: one that `trl.SFTConfig` refuses.
+    """
+    return _sft_config(config, found, _weight_decay(config.optimizer.fused))
+
+
+def model(config: RunConfig, tokenizer: "PreTrainedTokenizerBase", args: "SFTConfig") -> "PreTrainedModel":
+    """The model in `model.dtype`: pretrained weights, or random ones from `model.config`. Under ZeRO-3 no process ever
+    holds it whole.
 
     Raises:
         ConfigError: the weights cannot be had, or their vocabulary is smaller than the tokenizer's.
+        UnsupportedError: the arguments ask for a sharding that cannot be honoured.
     """
-    set_seed(config.seed)
     wanted = config.model
+    if (cut := sharding.of(args)) is not None:
+        cut.prepare(getattr(torch, wanted.dtype))
+    set_seed(config.seed)
     options: dict[str, Any] = {"dtype": getattr(torch, wanted.dtype), "attn_implementation": wanted.attention}
     try:
         if wanted.path is not None:
             made = AutoModelForCausalLM.from_pretrained(wanted.path, **options)
         else:
             made = AutoModelForCausalLM.from_config(_model_config(wanted.config or {}, tokenizer), **options)
+    except AssertionError as error:  # as when batch sizes do not fit the number of processes
+        raise ConfigError(f"trainer.deepspeed: {_first_line(error)}") from error
     except (OSError, ValueError, ImportError) as error:
         where = "model.path" if wanted.path is not None else "model.config"
         raise ConfigError(f"{where}: no model can be made from it: {_first_line(error)}") from error
@@ -113,7 +129,7 @@ def _model_config(raw: dict[str, Any], tokenizer: "PreTrainedTokenizerBase") -> 
     return AutoConfig.for_model(**{"vocab_size": len(tokenizer), **special, **raw})
 
 
-def trainer(config: RunConfig, found: Samples, made: "PreTrainedModel") -> Any:
+def trainer(config: RunConfig, found: Samples, made: "PreTrainedModel", args: "SFTConfig") -> Any:
     """The `FusedSFTTrainer` of a run, its data tokenized.
 
     Raises:
@@ -122,7 +138,7 @@ def trainer(config: RunConfig, found: Samples, made: "PreTrainedModel") -> Any:
     try:
         return FusedSFTTrainer(
             made,
-            args=_sft_config(config, found, _weight_decay(config.optimizer.fused)),
+            args=args,
             train_dataset=found.train,
             eval_dataset=found.held_out,
             processing_class=found.tokenizer,
@@ -140,8 +156,10 @@ def tokenized(config: RunConfig, found: Samples) -> "Dataset":
     stand_in = LlamaConfig(
         vocab_size=size, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
     )
+    on_one = {key: value for key, value in config.trainer.items() if key not in ("deepspeed", "fsdp", "fsdp_config")}
     with tempfile.TemporaryDirectory() as aside:  # a trainer makes its folder at once
-        return trainer(replace(config, run_dir=aside), found, LlamaForCausalLM(stand_in)).train_dataset
+        config = replace(config, run_dir=aside, trainer=on_one)
+        return trainer(config, found, LlamaForCausalLM(stand_in), arguments(config, found)).train_dataset
 
 
 def _weight_decay(fused: FusedConfig) -> float:
@@ -156,7 +174,7 @@ def _without_decay(fused: FusedConfig) -> FusedConfig:
     return replace(fused, hyper={name: value for name, value in fused.hyper.items() if name != decay})
 
 
-def _sft_config(config: RunConfig, found: Samples, weight_decay: float) -> Any:
+def _sft_config(config: RunConfig, found: Samples, weight_decay: float) -> "SFTConfig":
     from trl import SFTConfig
 
     evaluates = config.trainer.get("eval_strategy", "no") != "no"

@@ -4,9 +4,12 @@ What a user did wrong is one message on stderr and exit status 2; nothing is lef
 """
 
 import argparse
+import logging
+import math
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +22,7 @@ from rich.text import Text
 from lowmem import __version__, rules
 from lowmem.errors import LowmemError
 from lowmem.memory.states import state_bytes
-from lowmem.placements import in_group
+from lowmem.placements import in_group, shape_of
 from lowmem.rounding import ROUNDINGS
 
 if TYPE_CHECKING:
@@ -58,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="lowmem", description="Full-parameter fine-tuning at the memory of the weights."
     )
     parser.add_argument("--version", action="version", version=f"lowmem {__version__}")
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # DeepSpeed's launcher says it, and RANK
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, run: Any, summary: str) -> argparse.ArgumentParser:
@@ -105,8 +109,9 @@ def train(arguments: argparse.Namespace) -> None:
                 err.print(f"passed over a damaged checkpoint: {reason}", style="yellow", soft_wrap=True)
             out.print(f"resuming from {resume_from}", soft_wrap=True)
         found = build.samples(config, resume_from)
-        model = build.model(config, found.tokenizer)
-        trainer = build.trainer(config, found, model)
+        args = build.arguments(config, found)
+        model = build.model(config, found.tokenizer, args)
+        trainer = build.trainer(config, found, model, args)
         trainer.create_optimizer()  # refuses what it cannot update before anything is written
         counts = check_tokenized(trainer.train_dataset, found.train, config.data)
         _describe(config, trainer, counts)
@@ -200,7 +205,7 @@ def _describe(config: "RunConfig", trainer: Any, counts: "TokenCounts") -> None:
     """What is about to be trained, in four lines; samples that were dropped are said."""
     fused, model = config.optimizer.fused, trainer.model
     compiled = ", compiled in the first step (up to a minute)" if trainer.optimizer.compiled else ""
-    parameters = sum(p.numel() for p in model.parameters())
+    parameters = sum(math.prod(shape_of(p)) for p in model.parameters())
     out.print(f"model      {type(model).__name__}, {parameters / 1e6:,.1f}M parameters, {config.model.dtype}")
     settings = f"{fused.rule}, lr {config.optimizer.lr:g}, rounding {fused.rounding}"
     out.print(f"optimizer  {settings}, fused into backward{compiled}", highlight=False)
@@ -338,6 +343,8 @@ def _quiet() -> None:
 
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would warn that it found none
+    warnings.filterwarnings("ignore", category=FutureWarning)  # between libraries, not for their users
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     datasets.disable_progress_bars()

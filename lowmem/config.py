@@ -1,6 +1,7 @@
 """The dataclasses behind a YAML file: read, overridden, checked strictly, written back."""
 
 import contextlib
+import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -45,7 +46,7 @@ ELSEWHERE = {
     "chat_template_path": "set model.chat_template",
     "resume_from_checkpoint": "start the command with --resume",
     "local_rank": "the launcher (torchrun, deepspeed, accelerate) sets it",
-    **dict.fromkeys(("deepspeed", "fsdp", "fsdp_config", "parallelism_config"), "a run is on one device; leave it out"),
+    "parallelism_config": "set deepspeed, or fsdp and fsdp_config",
     "hub_token": "set the environment variable HF_TOKEN: this file is copied into the run folder",
 }
 
@@ -294,7 +295,25 @@ def _trainer(raw: dict[str, Any], source: _Source) -> dict[str, Any]:
             place = source.at(("trainer", name))
             raise ConfigError(f"{place}: 'trainer.{name}' is not set here: {ELSEWHERE[name]}.")
     hints = {name: hint for name, hint in get_type_hints(SFTConfig).items() if name not in ELSEWHERE}
-    return _check_keys(raw, hints, (), ("trainer",), source)
+    hints |= {"fsdp": bool, "deepspeed": dict | str | None}
+    values = _check_keys(raw, hints, (), ("trainer",), source)
+    for name in ("deepspeed", "fsdp_config"):
+        if isinstance(values.get(name), str):  # the run folder is to say what was in it
+            values[name] = _read_json(Path(values[name]), source.at(("trainer", name)))
+    return values
+
+
+def _read_json(path: Path, place: str) -> dict[str, Any]:
+    """An engine's own configuration."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{place}: {path} can't be read: {error.strerror}.") from error
+    except ValueError as error:
+        raise ConfigError(f"{place}: {path} is not JSON: {error}.") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{place}: {path} is no mapping of keys.")
+    return found
 
 
 def _check_model(raw: dict[str, Any], source: _Source) -> None:

@@ -28,6 +28,7 @@ from lowmem.checkpoint import by_number
 from lowmem.errors import ConfigError, LowmemError
 from lowmem.files import write_file, writing
 from lowmem.pictures import Record, draw, loss_keys, new_overflows, series, size
+from lowmem.placements import shape_of
 
 METRICS = "metrics.jsonl"
 
@@ -242,7 +243,7 @@ def _duration(seconds: float) -> str:
 
 
 def _weight_bytes(model: torch.nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in model.parameters())
+    return sum(math.prod(shape_of(p)) * p.element_size() for p in model.parameters())
 
 
 def _memory(device: torch.device) -> dict[str, int]:

@@ -10,6 +10,7 @@ import functools
 import logging
 import os
 import shutil
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
@@ -21,12 +22,12 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import rotate_checkpoints
 
-from lowmem import checkpoint, choice
+from lowmem import checkpoint, choice, sharding
 from lowmem.errors import CheckpointError, ConfigError, UnsupportedError
 from lowmem.optimizer import FusedOptimizer
 from lowmem.rules import resolve
 from lowmem.settings import FusedConfig
-from lowmem.weights import load_weights
+from lowmem.weights import load_weights, save_weights
 
 if TYPE_CHECKING:
     from trl import SFTTrainer
@@ -65,9 +66,12 @@ class FusedTrainerMixin(_Base):
     def __init__(self, *args: Any, fused: FusedConfig | None = None, **kwargs: Any) -> None:
         self.fused = fused or FusedConfig()
         self._staging: Path | None = None
+        self._sharding: sharding.Sharding | None = None
         super().__init__(*args, **kwargs)
+        # the model is cut where it stands, and the trainer's own ways with DeepSpeed and FSDP are not taken
+        self.is_deepspeed_enabled = self.is_fsdp_enabled = False
         _check_arguments(self.args, self.fused)
-        self.fused = _completed(self.fused, self.args)
+        self.fused = _completed(self.fused, self.args, self._sharding)
         self.add_callback(_RefuseFinished())
         if self.optimizer_cls_and_kwargs is not None:
             raise ConfigError("optimizer_cls_and_kwargs: name the class in fused=FusedConfig(rule=...) instead")
@@ -82,10 +86,40 @@ class FusedTrainerMixin(_Base):
     # -- the update ------------------------------------------------------------------------------------------------
 
     def create_accelerator_and_postprocess(self) -> None:
+        self._sharding = sharding.of(self.args)
         super().create_accelerator_and_postprocess()
         self.accelerator.backward = self._fused_backward
         # ranks average in the optimizer's hooks, so the model gets device and autocast, and no wrapper
         self.accelerator.prepare_model = functools.partial(self.accelerator.prepare_model, evaluation_mode=True)
+        if self._sharding is not None:
+            self.accelerator.prepare = functools.partial(self._prepare_cut, self.accelerator.prepare)
+            self.accelerator.no_sync = lambda model: nullcontext()  # pieces of gradients are summed, not gradients
+
+    def _prepare_cut(self, prepare: Callable[..., Any], *objects: Any, **options: Any) -> Any:
+        """Accelerate prepares data; a model is cut instead, and the optimizer left alone."""
+        if not any(isinstance(one, nn.Module | torch.optim.Optimizer) for one in objects):
+            return prepare(*objects, **options)
+        for one in objects:
+            if isinstance(one, nn.Module):
+                self._cut()
+                self.accelerator._models.append(one)
+        return objects if len(objects) > 1 else objects[0]
+
+    def _wrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        if self._sharding is None:
+            return super()._wrap_model(model, *args, **kwargs)
+        self._cut()
+        return model
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        if self._sharding is None:
+            super()._move_model_to_device(model, device)  # else each piece goes there when the model is cut
+
+    def _cut(self) -> None:
+        """Cuts the model over the ranks, where that is asked for, and has nothing gathered."""
+        if self._sharding is not None:
+            self._sharding.cut(self.model, self.accelerator)
+            self._sharding.release(self.model)
 
     def _fused_backward(self, loss: Tensor, **_: Any) -> None:
         with nullcontext() if self.accelerator.sync_gradients else self.optimizer.accumulate():
@@ -95,6 +129,7 @@ class FusedTrainerMixin(_Base):
         self.optimizer.step_was_skipped = scaled and self.optimizer.last_step.held_back
 
     def create_optimizer(self, model: nn.Module | None = None) -> FusedOptimizer:
+        self._cut()
         if self.optimizer is None:
             model = self.model if model is None else model
             named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
@@ -113,6 +148,11 @@ class FusedTrainerMixin(_Base):
             with self.optimizer.accumulate():  # the policy is settled now, not after the first micro-batch
                 pass
         opt = self.optimizer
+        if opt.replay == "forward":
+            raise UnsupportedError(
+                "policy='two_pass': DeepSpeed ZeRO-3 would need the forward once more, and a trainer has computed the "
+                "loss when the optimizer gets it; use policy='deferred' (or 'auto')"
+            )
         logger.info("fused optimizer: %s, policy %s (%s)", opt.rule.name, opt.policy, opt.policy_reason)
         # Accelerate must not wrap the engine; it leaves alone what looks like its own.
         self.optimizer._is_accelerate_prepared = True
@@ -208,11 +248,25 @@ class FusedTrainerMixin(_Base):
             )
         self.accelerator.wait_for_everyone()
 
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if not self.args.should_save:
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As in Hugging Face's trainer; where ranks share the model, every rank calls it."""
+        if self._sharding is None:
+            super().save_model(output_dir, _internal_call)
             return
-        checkpoint.save_optimizer(self.optimizer, Path(output_dir) / checkpoint.OPTIMIZER_FILE)
-        torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / checkpoint.SCHEDULER_FILE)
+        folder = Path(output_dir or self.args.output_dir)
+        self._cut()
+        if self.args.should_save:
+            self._save(str(folder), state_dict={})  # everything but weights
+        save_weights(self.model, folder, write=self.args.should_save)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        write = self.args.should_save
+        if write or self._sharding is not None:
+            checkpoint.save_optimizer(self.optimizer, Path(output_dir) / checkpoint.OPTIMIZER_FILE, write=write)
+        if write:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / checkpoint.SCHEDULER_FILE)
 
     def _load_optimizer_and_scheduler(self, checkpoint_dir: str | None) -> None:
         if checkpoint_dir is None:
@@ -222,9 +276,11 @@ class FusedTrainerMixin(_Base):
         self.lr_scheduler.load_state_dict(torch.load(folder / checkpoint.SCHEDULER_FILE, weights_only=True))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        self._cut()
         load_weights(self.model if model is None else model, Path(resume_from_checkpoint))
 
     def _load_best_model(self) -> None:
+        self._cut()
         load_weights(self.model, Path(self.state.best_model_checkpoint))
 
 
@@ -279,11 +335,6 @@ def _check_arguments(args: TrainingArguments, fused: FusedConfig) -> None:
             "auto_find_batch_size=True retries after a backward ran out of memory, and a fused backward has moved some "
             "weights by then; find the batch size with a short run of its own"
         )
-    if args.deepspeed or args.fsdp:
-        raise UnsupportedError(
-            "sharded training is not available: leave deepspeed and fsdp out. Every rank that torchrun or accelerate "
-            "launch starts holds the whole model"
-        )
     started = int(os.environ.get("WORLD_SIZE", 1))
     if started > 1 and args.world_size == 1:
         raise ConfigError(
@@ -297,13 +348,15 @@ def _check_arguments(args: TrainingArguments, fused: FusedConfig) -> None:
         )
 
 
-def _completed(fused: FusedConfig, args: TrainingArguments) -> FusedConfig:
+def _completed(fused: FusedConfig, args: TrainingArguments, cut: sharding.Sharding | None) -> FusedConfig:
     """The settings with what the trainer's arguments say of them.
 
     Raises:
         UnsupportedError: the policy that was asked for cannot do what they ask for.
     """
-    scale = fused.loss_scale if fused.loss_scale is not None or not args.fp16 else "dynamic"
+    scale = fused.loss_scale
+    if scale is None and args.fp16:
+        scale = "dynamic" if cut is None else cut.loss_scale()
     try:
         completed = replace(fused, clip_norm=args.max_grad_norm or None, loss_scale=scale)
         wanted = choice.PolicySettings(policy=completed.policy)

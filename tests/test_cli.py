@@ -228,7 +228,7 @@ MISTAKES = {
     "sparse only": (["optimizer.rule=torch.optim.SparseAdam"], "sparse"),
     "a vector for Muon": (["optimizer.rule=torch.optim.Muon"], "input_layernorm.weight' of shape [32]"),
     "a logger not there": (["trainer.report_to=wandb"], "wandb"),
-    "sharding": (["trainer.deepspeed={zero_optimization: {stage: 3}}"], "one device"),
+    "sharding without a launcher": (["trainer.deepspeed={zero_optimization: {stage: 3}}"], "was started alone"),
     "unknown policy": (["optimizer.policy=later"], "policy 'later'"),
     "unknown rounding": (["optimizer.rounding=up"], "rounding 'up'"),
     "accumulation in the hook": (

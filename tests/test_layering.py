@@ -41,6 +41,7 @@ LAYERS = [
     "weights",
     "checkpoint",
     "memory",
+    "sharding",
     "trainer",
     "tokenizers",
     "records",

@@ -13,7 +13,7 @@ import torch
 import lowmem
 from lowmem import policies
 from lowmem.errors import ConfigError
-from lowmem.layout import View
+from lowmem.layout import Span, View
 from lowmem.rules import Plan, StateSpec, UpdateRule
 from lowmem.slots import Slot
 from lowmem.store import Disk, Host, Resident, make
@@ -45,7 +45,10 @@ def stores(monkeypatch, tmp_path):
 
 
 def slots_of(*params):
-    return {param: Slot(f"p{n}", param, {}) for n, param in enumerate(params)}
+    return {
+        param: Slot(f"p{n}", param, {}, Span(tuple(param.shape), 0, param.numel(), param.numel()))
+        for n, param in enumerate(params)
+    }
 
 
 def same(one, other):

@@ -11,7 +11,7 @@ from lowmem.placements.local import Local
 from lowmem.placements.ranks import Ranks
 from lowmem.placements.replicated import Replicated
 
-__all__ = ["PLACEMENTS", "Local", "Ranks", "fill", "find", "in_group", "shape_of", "whole"]
+__all__ = ["PLACEMENTS", "Local", "Ranks", "fill", "find", "in_group", "release", "shape_of", "whole"]
 
 PLACEMENTS = ("local", "replicated", "zero3", "fsdp2")
 
@@ -64,6 +64,11 @@ def whole(tensor: Tensor) -> Tensor:
 def fill(tensor: Tensor, value: Tensor) -> None:
     """Gives a parameter or buffer the values of a whole one; each rank takes its piece."""
     _holding(tensor).fill(tensor, value)
+
+
+def release(tensor: Tensor) -> None:
+    """Gives back what is gathered of a parameter or buffer."""
+    _holding(tensor).release(tensor)
 
 
 def _holding(tensor: Tensor) -> Local:

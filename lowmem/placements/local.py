@@ -83,6 +83,9 @@ class Local:
         """Gives a parameter the values of `whole`."""
         param.copy_(whole)
 
+    def release(self, param: Tensor) -> None:
+        """Gives back what is gathered of a parameter."""
+
     def join(self, piece: Tensor, span: Span) -> Tensor:
         """All of a tensor that is cut as a parameter is. Every rank calls it."""
         return piece

@@ -68,6 +68,17 @@ class Zero3(Sharded):
         assert self.ranks is not None
         yield slot, self.ranks.scatter_mean(grad.contiguous().view(-1), slot.span.size)[: slot.span.held]
 
+    def fill(self, param: Tensor, whole: Tensor) -> None:
+        super().fill(param, whole)
+        self.release(param)
+
+    def release(self, param: Any) -> None:
+        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+        if param.ds_status is ZeroParamStatus.AVAILABLE:
+            param.ds_active_sub_modules.clear()
+            param.partition()
+
     @torch.no_grad()
     def settle(self, slots: Collection[Slot]) -> None:
         from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
@@ -79,9 +90,7 @@ class Zero3(Sharded):
                     f"DeepSpeed was still gathering a parameter of shape {list(param.ds_shape)} when the step ended, "
                     "and would go on with weights of the step before. Set stage3_prefetch_bucket_size to 0"
                 )
-            if param.ds_status is ZeroParamStatus.AVAILABLE:
-                param.ds_active_sub_modules.clear()
-                param.partition()
+            self.release(param)
         staying = [param for param in params if param.ds_persist]
         if staying:
             staying[0].all_gather(staying)

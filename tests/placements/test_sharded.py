@@ -210,3 +210,76 @@ def test_states_are_whole_and_fit_elsewhere(ranks, kinds, settings):
     for name, param in net.named_parameters():
         for rank in found:
             torch.testing.assert_close(rank[2][name], param.detach(), rtol=1e-5, atol=1e-5, msg=name)
+
+
+# -- what DeepSpeed may be told ----------------------------------------------------------------------------------------
+
+ZERO3_OPTIONS = {
+    "nothing stays gathered": {"stage3_param_persistence_threshold": 0},
+    "some stay gathered": {"stage3_param_persistence_threshold": 20},
+    "everything stays gathered": {"stage3_param_persistence_threshold": 10**9},
+    "on the host": {"offload_param": {"device": "cpu"}},
+    "nothing prefetched": {"stage3_prefetch_bucket_size": 0},
+    "hierarchical": {"zero_hpz_partition_size": 1},
+    "made whole": {"built_whole": True},
+}
+
+
+@pytest.mark.parametrize("options", ZERO3_OPTIONS.values(), ids=ZERO3_OPTIONS)
+@pytest.mark.parametrize("settings", [{"rule": "adalomo"}, {"rule": "adamw", "clip_norm": 0.5}], ids=str)
+def test_zero3_as_it_is_configured(two, options, settings):
+    assert_as_one_device(two.run(shared, "zero3", settings, 1, options), "zero3", settings)
+
+
+class Wide(torch.nn.Module):
+    """Slices of a MiB or more: smaller ones DeepSpeed does not put into files."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(1024, 1024, bias=False) for _ in range(3))
+        self.embed = torch.nn.Embedding(512, 1024)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return torch.nn.functional.cross_entropy(x @ self.embed.weight.T, ids)  # tied
+
+
+def make_wide():
+    torch.manual_seed(0)
+    return Wide()
+
+
+def three_steps(net, rows_of, settings):
+    opt = lowmem.FusedOptimizer(net.named_parameters(), **settings)
+    for step in range(3):
+        opt.backward(net(rows_of(torch.arange(6) * 17 + step)))
+    whole = opt._placement.whole
+    return {name: whole(param).clone() for name, param in net.named_parameters()}
+
+
+def in_files(rank, settings, folder):
+    offload = {"device": "nvme", "nvme_path": folder, "buffer_count": 8, "buffer_size": 2**20}
+    net = SHARDS["zero3"](rank, make_wide, offload_param=offload)
+    kept_in = {str(param.ds_tensor.final_location) for param in net.parameters()}
+    return three_steps(net, lambda ids: ids.tensor_split(2)[rank], settings), kept_in
+
+
+@pytest.fixture
+def asynchronous_io(monkeypatch):
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    if not AsyncIOBuilder().is_compatible(verbose=False):
+        pytest.skip("DeepSpeed puts parameters into files with libaio, which is not here")
+    AsyncIOBuilder().load(verbose=False)  # compiled once, before ranks need it
+
+
+@pytest.mark.parametrize("settings", [{"rule": "adalomo"}, {"rule": "lans", "clip_norm": 0.5}], ids=str)
+def test_zero3_in_files(two, asynchronous_io, settings, tmp_path):
+    alone = three_steps(make_wide(), lambda ids: ids, settings)
+    for weights, kept_in in two.run(in_files, settings, str(tmp_path)):
+        assert any("nvme" in place for place in kept_in)
+        for name, weight in weights.items():
+            torch.testing.assert_close(weight, alone[name], rtol=1e-5, atol=1e-5, msg=name)
