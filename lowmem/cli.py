@@ -209,6 +209,10 @@ def _describe(config: "RunConfig", trainer: Any, counts: "TokenCounts") -> None:
     out.print(f"model      {type(model).__name__}, {parameters / 1e6:,.1f}M parameters, {config.model.dtype}")
     settings = f"{fused.rule}, lr {config.optimizer.lr:g}, rounding {fused.rounding}"
     out.print(f"optimizer  {settings}, fused into backward{compiled}", highlight=False)
+    if in_group():
+        how = "shares the parameters" if trainer.optimizer.placement in ("zero3", "fsdp2") else "holds all parameters"
+        placed = f"{trainer.optimizer.placement}: each of {trainer.args.world_size} processes {how}"
+        out.print(f"placement  {placed}", highlight=False)
     policy = f"{trainer.optimizer.policy}: {trainer.optimizer.policy_reason}"
     out.print(f"policy     {policy}", highlight=False, soft_wrap=True)
     out.print(

@@ -254,6 +254,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         """When updates happen: "immediate", "two_pass" or "deferred"."""
         return self._policy.name
 
+    @property
+    def placement(self) -> str:
+        """Where parameters live: "local", "replicated", "zero3" or "fsdp2"."""
+        return self._placement.name
+
     def sum_norms_in_order(self, params: Iterable[Tensor]) -> None:
         """Norms over all gradients are summed in the order of `params`, where it is not that of the groups: what
         `clip_grad_norm_` is given decides its last bits. `last_step` lists norms in the same order.

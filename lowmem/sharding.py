@@ -87,6 +87,14 @@ def of(args: TrainingArguments) -> Sharding | None:
     return FSDP2Sharding(args) if args.fsdp else None
 
 
+def _refuse_one_process(asked: str) -> None:
+    if not dist.is_initialized():
+        raise ConfigError(
+            f"{asked}: this process was started alone, and has nobody to share a model with. Start it with a launcher: "
+            "deepspeed --num_gpus N --module lowmem train ..., or torchrun --nproc_per_node N -m lowmem train ..."
+        )
+
+
 class Zero3Sharding(Sharding):
     """By a DeepSpeed engine without an optimizer; its JSON means what it means in Hugging Face's trainer, or raises."""
 
@@ -127,11 +135,7 @@ class Zero3Sharding(Sharding):
     def _start(self) -> None:
         import deepspeed
 
-        if not dist.is_initialized():
-            raise ConfigError(
-                "deepspeed: this process was started alone; start it with a launcher, such as "
-                "deepspeed --num_gpus N --module lowmem train ..., or torchrun --nproc_per_node N -m lowmem train ..."
-            )
+        _refuse_one_process("deepspeed")
         if self._args.device.type == "cpu":
             # it would be compiled, for half a minute, and a process that is killed leaves a lock for which all wait
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -190,6 +194,7 @@ class FSDP2Sharding(Sharding):
             raise UnsupportedError("fsdp: cpu_offload wants an accelerator to offload from; leave it out")
 
     def prepare(self, dtype: torch.dtype) -> None:
+        _refuse_one_process("fsdp")
         if self._settings["cpu_ram_efficient_loading"]:
             os.environ["ACCELERATE_USE_FSDP"] = "true"  # with which rank 0 alone reads weights
 
@@ -201,8 +206,7 @@ class FSDP2Sharding(Sharding):
 
         if isinstance(model, FSDPModule):
             return
-        if not dist.is_initialized():
-            raise ConfigError("fsdp: there is one process; start several, with torchrun --nproc_per_node N ...")
+        _refuse_one_process("fsdp")
         plugin = FullyShardedDataParallelPlugin(**self._settings)
         if self._args.bf16 or self._args.fp16:
             plugin.set_mixed_precision("bf16" if self._args.bf16 else "fp16")

@@ -2,7 +2,9 @@
 
 import json
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,7 +15,9 @@ import torch
 from safetensors.torch import load_file
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-TORCHRUN = ("torch.distributed.run", "--nproc_per_node", "2", "-m")
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m")
+TORCHRUN_3 = ("torch.distributed.run", "--standalone", "--nproc_per_node", "3", "-m")
+DEEPSPEED = ("deepspeed.launcher.runner", "--num_gpus", "2", "--module")
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +46,16 @@ def folder(tmp_path_factory):
 
 
 def run(folder, *arguments, launcher=(), **options):
-    command = [sys.executable, "-m", *launcher, "lowmem", "train", str(folder / "config.yaml"), *arguments]
+    port = ["--master_port", str(free_port())] if launcher == DEEPSPEED else []
+    command = [sys.executable, "-m", *launcher[:-1], *port, *launcher[-1:], "lowmem", "train"]
+    command += [str(folder / "config.yaml"), *arguments]
     return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=180, **options)
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("", 0))
+        return found.getsockname()[1]
 
 
 def metrics(run_dir):
@@ -91,6 +103,84 @@ def test_a_run_goes_on_under_as_many_processes_or_fewer(folder, alone, tmp_path)
         assert [line["loss"] for line in metrics(tmp_path / "run")] == pytest.approx(
             [line["loss"] for line in metrics(alone)], rel=1e-4
         )
+
+
+ZERO3 = {
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": "auto", "reduce_bucket_size": "auto",
+                          "stage3_prefetch_bucket_size": "auto", "overlap_comm": True, "contiguous_gradients": True},
+    "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto", "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"},
+}  # fmt: skip
+SHARDED = {
+    "zero3 and deepspeed": ("trainer.deepspeed=" + json.dumps(ZERO3), DEEPSPEED),
+    "zero3 and torchrun": ("trainer.deepspeed=" + json.dumps(ZERO3), TORCHRUN),
+    "fsdp2": ("trainer.fsdp=true", TORCHRUN),
+}
+
+
+@pytest.mark.parametrize(("shards", "launcher"), SHARDED.values(), ids=SHARDED)
+def test_processes_that_share_a_model(folder, alone, tmp_path, shards, launcher):
+    """From saved weights, with the same losses, norms and weights as one process; evaluated, saved, ended."""
+    settings = [
+        f"model={{path: {alone}/checkpoint-3, dtype: float32}}", "data.eval_fraction=0.25",
+        "trainer.eval_strategy=steps", "trainer.eval_steps=2", "trainer.max_steps=4",
+        "trainer.gradient_accumulation_steps=2", "trainer.per_device_eval_batch_size=8",
+    ]  # fmt: skip
+    one = run(folder, *settings, f"run_dir={tmp_path}/one", "trainer.per_device_train_batch_size=8")
+    assert one.returncode == 0, one.stderr
+    done = run(folder, *settings, f"run_dir={tmp_path}/run", shards, launcher=launcher)
+    assert done.returncode == 0, done.stderr
+    assert "each of 2 processes shares the parameters" in done.stdout
+    assert done.stdout.count("step 4/4  loss") == 1
+    assert "destroy_process_group" not in done.stderr
+    for ours, its in zip(metrics(tmp_path / "run"), metrics(tmp_path / "one"), strict=True):
+        for key in ("loss", "grad_norm", "clip_factor", "tokens"):
+            assert ours[key] == pytest.approx(its[key], rel=1e-4), key
+    files = [{p.name for p in (tmp_path / name / "checkpoint-4").iterdir()} for name in ("run", "one")]
+    assert {name for name in files[0] if "rng_state" not in name} == {n for n in files[1] if "rng_state" not in n}
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        ours, its = (load_file(tmp_path / name / "checkpoint-4" / file) for name in ("run", "one"))
+        assert ours.keys() == its.keys()
+        for name, tensor in its.items():
+            assert tensor.dtype == ours[name].dtype
+            torch.testing.assert_close(ours[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
+    scores = [[line["eval_loss"] for line in map(json.loads, (tmp_path / name / "metrics.jsonl").open())
+               if "eval_loss" in line] for name in ("run", "one")]  # fmt: skip
+    assert len(scores[0]) == 2
+    assert scores[0] == pytest.approx(scores[1], rel=1e-3)  # a mean of the means of batches, which are others
+
+
+def test_a_run_goes_on_however_its_model_is_shared(folder, tmp_path):
+    """ZeRO-3 over two, one device, FSDP2 over three, ZeRO-3 again: the losses of one device all the way; and resumed
+    as it was saved, bit for bit.
+    """
+    constant = ["trainer.lr_scheduler_type=constant", "trainer.save_steps=1"]  # all within an epoch of 64 samples
+    zero3 = "trainer.deepspeed=" + json.dumps(ZERO3)
+    legs = [
+        (1, DEEPSPEED, 6, zero3),
+        (2, (), 12, None),
+        (4, TORCHRUN_3, 4, "trainer.fsdp=true"),
+        (5, DEEPSPEED, 6, zero3),
+    ]
+    for last, launcher, batch, shards in legs:
+        settings = [*constant, f"trainer.max_steps={last}", f"trainer.per_device_train_batch_size={batch}"]
+        settings += [f"run_dir={tmp_path}/run", *([shards] if shards else []), *(["--resume"] if last > 1 else [])]
+        done = run(folder, *settings, launcher=launcher)
+        assert done.returncode == 0, done.stderr
+        if last == 1:  # from here on one device goes on alone
+            shutil.copytree(tmp_path / "run", tmp_path / "one")
+    again = run(folder, *constant, "trainer.max_steps=5", "trainer.per_device_train_batch_size=12", "--resume",
+                f"run_dir={tmp_path}/one")  # fmt: skip
+    assert again.returncode == 0, again.stderr
+    assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, 6))
+    for ours, its in zip(metrics(tmp_path / "run"), metrics(tmp_path / "one"), strict=True):
+        assert ours["loss"] == pytest.approx(its["loss"], rel=1e-5)
+    whole = load_file(tmp_path / "run" / "checkpoint-5" / "model.safetensors")
+    shutil.rmtree(tmp_path / "run" / "checkpoint-5")
+    done = run(folder, *settings, launcher=DEEPSPEED)
+    assert done.returncode == 0, done.stderr
+    for name, weight in load_file(tmp_path / "run" / "checkpoint-5" / "model.safetensors").items():
+        assert torch.equal(weight, whole[name]), name
 
 
 def test_a_mistake_ends_every_process(folder, tmp_path):
