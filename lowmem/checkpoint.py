@@ -4,6 +4,7 @@ States are kept by parameter name in logical shapes and their own dtype. They ar
 weights are, so that saving and resuming need no more memory than training.
 """
 
+import functools
 import json
 import re
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from torch import Tensor
 from lowmem.errors import CheckpointError
 from lowmem.files import read_json
 from lowmem.optimizer import FusedOptimizer
+from lowmem.saving import Stored
 from lowmem.tensor_files import begin, check_safetensors, put
 from lowmem.weights import weight_files
 
@@ -79,11 +81,12 @@ def load_optimizer(optimizer: FusedOptimizer, path: Path) -> None:
         state: dict[str, dict[str, Any]] = whole.pop("values")
         for key in file.keys():  # noqa: SIM118 (no mapping)
             name, _, kept = key.rpartition("/")
-            state[name][kept] = file.get_tensor(key)
-    try:
-        optimizer.load_state_dict({**whole, "state": state})
-    except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from None
+            tensor = file.get_tensor(key)
+            state[name][kept] = Stored(tuple(tensor.shape), tensor.dtype, functools.partial(file.get_tensor, key))
+        try:
+            optimizer.load_state_dict({**whole, "state": state})
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: {error}") from None
 
 
 def check_model(folder: Path) -> None:

@@ -200,6 +200,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             if name in taken or param in slots:
                 raise ConfigError(f"parameter {name!r} is given twice; each parameter and each name may stand once")
             taken.add(name)
+            self._placement.admit(name, param)
             slots[param] = Slot(name, param, group, self._placement.span(param))
         return slots
 

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from lowmem.clipping import Clipping
@@ -14,6 +15,14 @@ from lowmem.updates import RESIDUAL, Updates
 
 # What a group's own clipping by norm keeps is saved beside the parameters' states, under this and the group's number.
 _GROUP = "_group"
+
+
+class Stored(NamedTuple):
+    """A tensor that is in a file: of what shape and dtype, and how to have it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
 
 
 class Entry(NamedTuple):
@@ -86,19 +95,18 @@ def restore(saved: Mapping[str, Any], slots: Iterable[Slot], updates: Updates, c
         slot.residual = None
     for name, kept in of_params.items():
         slot = by_name[name]
-        kept = {key: _piece(key, value, slot, updates) for key, value in kept.items()}
         copied = {key: _own_copy(key, value, slot, updates) for key, value in kept.items()}
         slot.residual = copied.pop(RESIDUAL, None)
         updates.state[slot.param] = copied
     device = next(iter(by_name.values())).param.device if by_name else None
     clipping.group_states = {
-        int(name.removeprefix(_GROUP)): {key: value.detach().to(device, copy=True) for key, value in kept.items()}
+        int(name.removeprefix(_GROUP)): {key: _had(value).detach().to(device, copy=True) for key, value in kept.items()}
         for name, kept in of_groups.items()
     }
 
 
 def _check_param(slot: Slot, kept: Mapping[str, Any], saved_group: Mapping[str, Any], updates: Updates) -> None:
-    have = {name: (tuple(t.shape), t.dtype) for name, t in kept.items() if isinstance(t, Tensor)}
+    have = {name: (tuple(t.shape), t.dtype) for name, t in kept.items() if isinstance(t, Tensor | Stored)}
     if isinstance(updates.rule, ForeignRule):  # only the class knows what else it keeps
         have = {name: kind for name, kind in have.items() if name == RESIDUAL}
     plan = updates.rule.plan(slot.name, slot.span.shape, {**slot.group, **saved_group})
@@ -119,15 +127,17 @@ def _check_group(name: str, kept: Mapping[str, Any], groups: Sequence[Mapping[st
         raise CheckpointError(f"the saved state of group {number} has {have}, this optimizer's {want}")
 
 
-def _piece(key: str, value: Any, slot: Slot, updates: Updates) -> Any:
-    """What this rank keeps of a saved value."""
-    cut = isinstance(value, Tensor) and updates.is_cut(key, slot)
-    return updates.placement.cut(value, slot.span) if cut else value
+def _had(value: Any) -> Any:
+    return value.read() if isinstance(value, Stored) else value
 
 
 def _own_copy(key: str, value: Any, slot: Slot, updates: Updates) -> Any:
+    """What this rank keeps of a saved value, where it keeps it."""
+    value = _had(value)
     if not isinstance(value, Tensor):
         return value
+    if updates.is_cut(key, slot):
+        value = updates.placement.cut(value, slot.span)
     # torch.optim keeps its step counts on the host unless they take part in a kernel
     counts = isinstance(updates.rule, ForeignRule) and key.rpartition(".")[2] == "step"
     on_host = counts and not (slot.group.get("capturable") or slot.group.get("fused"))

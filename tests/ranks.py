@@ -43,7 +43,7 @@ class Ranks:
         """
         for end in self._ends:
             end.send((function, args))
-        answers = [end.recv() if end.poll(PATIENCE) else (False, "did not answer") for end in self._ends]
+        answers = [_answer(end) for end in self._ends]
         failed = [f"rank {rank}: {answer}" for rank, (fine, answer) in enumerate(answers) if not fine]
         if failed:
             self.stop()
@@ -55,6 +55,13 @@ class Ranks:
         for process in self._processes:
             process.kill()
             process.join()
+
+
+def _answer(end: Connection):
+    try:
+        return end.recv() if end.poll(PATIENCE) else (False, "did not answer")
+    except EOFError:
+        return False, "died"
 
 
 def _serve(rank: int, count: int, store: str, end: Connection) -> None:

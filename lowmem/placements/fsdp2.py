@@ -1,6 +1,5 @@
 """PyTorch FSDP2: `fully_shard` cuts each parameter into blocks of its first dimension, and reduces its gradient."""
 
-from collections.abc import Collection
 from typing import Any, cast
 
 import torch
@@ -12,7 +11,6 @@ from lowmem.errors import UnsupportedError
 from lowmem.layout import Span
 from lowmem.placements.ranks import Ranks
 from lowmem.placements.sharded import Sharded, held_by
-from lowmem.slots import Slot
 
 
 class FSDP2(Sharded):
@@ -26,17 +24,14 @@ class FSDP2(Sharded):
 
     name = "fsdp2"
 
-    def adopt(self, slots: Collection[Slot]) -> None:
-        for slot in slots:
-            kinds = cast(DTensor, slot.param).placements
-            if sum(type(kind) is Shard and kind.dim == 0 for kind in kinds) != 1 or any(
-                type(kind) not in (Shard, Replicate) for kind in kinds
-            ):
-                raise UnsupportedError(
-                    f"parameter {slot.name!r} is placed as {list(kinds)}; lowmem updates parameters that are sharded "
-                    "once, in dimension 0. Leave shard_placement_fn and tensor parallelism out"
-                )
-        super().adopt(slots)
+    def admit(self, name: str, param: Tensor) -> None:
+        kinds = [kind for kind in cast(DTensor, param).placements if type(kind) is not Replicate]
+        if kinds != [Shard(0)]:
+            raise UnsupportedError(
+                f"parameter {name!r} is placed as {kinds}; lowmem updates parameters that are sharded once, in "
+                "dimension 0. Leave shard_placement_fn and tensor parallelism out"
+            )
+        super().admit(name, param)
 
     def _ranks_of(self, param: Any) -> Ranks:
         mesh = param.device_mesh

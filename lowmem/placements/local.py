@@ -28,6 +28,9 @@ class Local:
     graph_stays: ClassVar[bool] = True
     ranks: Ranks | None = None
 
+    def admit(self, name: str, param: Tensor) -> None:
+        """Raises `UnsupportedError` for a parameter that cannot be updated where it is."""
+
     def adopt(self, slots: Collection[Slot]) -> None:
         """Takes in parameters that an optimizer is to update."""
 

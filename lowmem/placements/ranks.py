@@ -17,11 +17,15 @@ class Ranks:
     Args:
         group: in which they are.
         device: where its tensors have to be; those that are elsewhere go there and back.
+
+    Attributes:
+        reduces_copies: scattering what is reduced, the group would reduce all of a copy and cut that.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self._device = group, device
         self.count = dist.get_world_size(group)
+        self.reduces_copies = dist.get_backend(group) == "gloo"
         self.rank = dist.get_rank(group)
 
     def totals(self, parts: Sequence[Tensor]) -> list[Tensor]:
@@ -39,15 +43,19 @@ class Ranks:
         return [own.view(part.shape) for own, part in zip(split, parts, strict=True)]
 
     def scatter_mean(self, whole: Tensor, size: int) -> Tensor:
-        """The mean over ranks of a flat tensor, of which rank i gets elements from i·size on: `size` of them, the last
-        ones padding where the tensor ends before. Takes the tensor's memory.
+        """The mean over ranks of a flat tensor, of which rank i gets the elements from i·size on, at most `size` of
+        them. Takes the tensor's memory.
         """
+        numel = whole.numel()
         whole.div_(self.count)  # before it is summed: float16 would overflow
-        if missing := self.count * size - whole.numel():
+        if self.reduces_copies:
+            dist.all_reduce(whole, group=self.group)
+            return whole[self.rank * size : (self.rank + 1) * size].clone()
+        if missing := self.count * size - numel:
             whole = torch.nn.functional.pad(whole, (0, missing))
         piece = whole.new_empty(size)
         _reduce_scatter(piece, whole, group=self.group)
-        return piece
+        return piece[: max(0, min(size, numel - self.rank * size))]
 
     def gather(self, piece: Tensor, size: int) -> Tensor:
         """Flat pieces of at most `size` elements one after the other, each padded to `size`: [count * size], on the

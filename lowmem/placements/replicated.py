@@ -139,3 +139,8 @@ def _refuse_wrapper(slots: Collection[Slot]) -> None:
                 "the model is inside DistributedDataParallel, whose gradients wait in buckets of their own and would "
                 "be averaged twice. Take the wrapper away: ranks average in the hooks of this optimizer"
             )
+        if type(found).__name__ == "FSDPParam" and getattr(found, "_unsharded_param", None) in own:
+            raise UnsupportedError(
+                "the model is sharded by FSDP2, and was still gathered by a forward without a backward when the "
+                "optimizer was made. Call reshard() on every FSDPModule in it first"
+            )

@@ -1,7 +1,7 @@
 """Each rank holds a piece of every parameter: a range of its elements, in the order of its dimensions."""
 
 from abc import abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -22,15 +22,14 @@ class Sharded(Local):
 
     sums_whole = False
 
-    def adopt(self, slots: Collection[Slot]) -> None:
-        for slot in slots:
-            own = self._ranks_of(slot.param)
-            self.ranks = self.ranks or own
-            if own.group != self.ranks.group:
-                raise UnsupportedError(
-                    f"parameter {slot.name!r} is sharded over other ranks than those before it; make an optimizer for "
-                    "each set of ranks"
-                )
+    def admit(self, name: str, param: Tensor) -> None:
+        own = self._ranks_of(param)
+        self.ranks = self.ranks or own
+        if own.group != self.ranks.group:
+            raise UnsupportedError(
+                f"parameter {name!r} is sharded over other ranks than those before it; make an optimizer for each set "
+                "of ranks"
+            )
 
     @abstractmethod
     def _ranks_of(self, param: Tensor) -> Ranks:

@@ -33,14 +33,15 @@ class Zero3(Sharded):
     name = "zero3"
     graph_stays = False
 
+    def admit(self, name: str, param: Tensor) -> None:
+        if hasattr(param, "comm"):
+            raise UnsupportedError(
+                f"parameter {name!r} is sharded by MiCS (mics_shard_size), whose groups of ranks would each train a "
+                "model of their own. Leave it out; zero_hpz_partition_size keeps gathering in the node too"
+            )
+        super().admit(name, param)
+
     def adopt(self, slots: Collection[Slot]) -> None:
-        super().adopt(slots)
-        for slot in slots:
-            if hasattr(slot.param, "comm"):
-                raise UnsupportedError(
-                    f"parameter {slot.name!r} is sharded by MiCS (mics_shard_size), whose groups of ranks would each "
-                    "train a model of their own. Leave it out; zero_hpz_partition_size keeps gathering in the node too"
-                )
         _refuse_engine_optimizer({slot.param for slot in slots})
 
     def _ranks_of(self, param: Any) -> Ranks:
@@ -66,7 +67,7 @@ class Zero3(Sharded):
 
     def reduce(self, slot: Slot, grad: Tensor) -> Reduced:
         assert self.ranks is not None
-        yield slot, self.ranks.scatter_mean(grad.contiguous().view(-1), slot.span.size)[: slot.span.held]
+        yield slot, self.ranks.scatter_mean(grad.contiguous().view(-1), slot.span.size)
 
     def fill(self, param: Tensor, whole: Tensor) -> None:
         super().fill(param, whole)

@@ -1,5 +1,6 @@
 """Ranks that share the parameters, by ZeRO-3 or FSDP2, are one device with all of their data."""
 
+import warnings
 from contextlib import nullcontext
 
 import pytest
@@ -8,10 +9,13 @@ import torch.distributed as dist
 from nets import ROWS, Net, data
 from ranks import Ranks
 from shards import SHARDS
+from torch.distributed._tools.mem_tracker import MemTracker
 
 import lowmem
+from lowmem import checkpoint, placements
 from lowmem.errors import UnsupportedError
 from lowmem.rules.rule import TABLE
+from lowmem.weights import load_weights, save_weights
 
 
 @pytest.fixture(scope="module", params=[2, 3], ids=lambda n: f"{n} ranks")
@@ -283,3 +287,217 @@ def test_zero3_in_files(two, asynchronous_io, settings, tmp_path):
         assert any("nvme" in place for place in kept_in)
         for name, weight in weights.items():
             torch.testing.assert_close(weight, alone[name], rtol=1e-5, atol=1e-5, msg=name)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+class Deep(torch.nn.Module):
+    """Eight layers of 4 MiB."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(1024, 1024, bias=False) for _ in range(8))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().sum()
+
+
+NOTHING_EARLY = ("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_max_reuse_distance")
+BARE = {"zero3": dict.fromkeys(NOTHING_EARLY, 0), "fsdp2": {}}  # DeepSpeed holds what it computes with
+
+
+def peak_of(action, *held):
+    """Bytes of tensors at most while `action` runs, and after it."""
+    tracker = MemTracker()
+    tracker.track_external(*held)
+    with warnings.catch_warnings(action="ignore"), tracker:
+        action()
+    most, rest = (tracker.get_tracker_snapshot(kind)[torch.device("cpu")] for kind in ("peak", "current"))
+    return most["Total"], rest["Total"]
+
+
+def drop(param):
+    param.grad = None
+
+
+def peaks(rank, kind, settings, folder):
+    """Of a step above what stays, of one in which gradients are dropped in the hook; of saving and loading."""
+    net = SHARDS[kind](rank, Deep, **BARE[kind])
+    pieces = [getattr(param, "ds_tensor", param) for param in net.parameters()]
+    x = torch.ones(1, 1024)
+
+    def floor_step():
+        net(x).backward()
+        for param in net.parameters():
+            placements.release(param)
+
+    hooks = [param.register_post_accumulate_grad_hook(drop) for param in net.parameters()]
+    floor_step()
+    floor, _ = peak_of(floor_step, net, *pieces)
+    for hook in hooks:
+        hook.remove()
+    opt = lowmem.FusedOptimizer(net.named_parameters(), lr=1e-3, **settings)
+
+    def step():
+        opt.backward(net(x))
+
+    def save():
+        save_weights(net, folder / "weights", write=rank == 0)
+        checkpoint.save_optimizer(opt, folder / "optimizer.safetensors", write=rank == 0)
+
+    def load():
+        load_weights(net, folder / "weights")
+        checkpoint.load_optimizer(opt, folder / "optimizer.safetensors")
+
+    step()
+    weights = sum(piece.to_local().nbytes if kind == "fsdp2" else piece.nbytes for piece in pieces)
+    most, rest = peak_of(step, net, opt, *pieces)
+    others = {}
+    for name, action in (("saving", save), ("loading", load)):
+        others[name] = peak_of(action, net, opt, *pieces)[0]
+        dist.barrier()
+    return floor - weights, most - rest, weights, most, others
+
+
+@pytest.mark.parametrize("settings", [{"rule": "lomo"}, {"rule": "adalomo"}, {"rule": "adamw"}], ids=str)
+@pytest.mark.parametrize("kind", SHARDS)
+def test_memory_is_pieces_what_the_engine_gathers_and_one_gradient(two, kind, settings, tmp_path):
+    """Above a step that drops its gradients in the hook: a piece of one, and a tile's temporaries on a CPU."""
+    piece, tiles = 2 << 20, 3 << 20
+    for floor, above, weights, most, others in two.run(peaks, kind, settings, tmp_path):
+        assert weights == 16 << 20  # half of them
+        if kind == "zero3":
+            assert floor <= 8.1 * 2**20  # one parameter gathered, one gradient
+        assert above <= floor + piece + tiles
+        assert others["saving"] <= most
+        assert others["loading"] <= most
+
+
+@pytest.mark.parametrize("kind", SHARDS)
+def test_a_store_holds_pieces(two, kind, tmp_path):
+    for floor, above, weights, _, _ in two.run(peaks, kind, {"rule": "lomo", "policy": "deferred"}, tmp_path):
+        assert weights - (1 << 20) <= above <= floor + weights + (1 << 20)
+
+
+# -- what goes wrong ---------------------------------------------------------------------------------------------------
+
+
+def poisoned(rank, kind, policy):
+    net = SHARDS[kind](rank, make)
+    opt = lowmem.FusedOptimizer(net.named_parameters(), rule="adamw", policy=policy, loss_scale="dynamic")
+    before = {name: placements.whole(param).clone() for name, param in net.named_parameters()}
+    ids = torch.ones(2, 5, dtype=torch.int64)
+
+    def loss():
+        return net(ids) * (torch.inf if rank == 1 else 1.0)
+
+    opt.backward(loss if opt.replay == "forward" else loss())
+    moved = {n for n, param in net.named_parameters() if not torch.equal(placements.whole(param), before[n])}
+    return opt.last_step.skipped, moved, opt.state_dict()["step"], opt.loss_scale, len(opt.last_step.nonfinite)
+
+
+@pytest.mark.parametrize("policy", ["two_pass", "deferred", "immediate"])
+@pytest.mark.parametrize("kind", SHARDS)
+def test_an_overflow_on_one_rank_is_everyones(two, kind, policy):
+    one, other = two.run(poisoned, kind, policy)
+    assert one == other
+    skipped, moved, step, scale, nonfinite = one
+    assert not moved
+    assert (skipped, scale) == (nonfinite, 2.0**15)
+    assert step == (policy == "immediate")
+
+
+def engine_with_optimizer(rank):
+    import deepspeed
+
+    SHARDS["zero3"](rank, make)  # has everything initialised
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3},
+        "zero_allow_untested_optimizer": True,
+    }
+    net = make()
+    engine = deepspeed.initialize(model=net, config=config, optimizer=torch.optim.SGD(net.parameters(), lr=0.1))[0]
+    with pytest.raises(UnsupportedError, match="DeepSpeed has an optimizer for these parameters"):
+        lowmem.FusedOptimizer(net.named_parameters())
+    engine.destroy()
+
+
+def test_an_engine_with_an_optimizer_is_refused(two):
+    two.run(engine_with_optimizer)
+
+
+def mics(rank):
+    net = SHARDS["zero3"](rank, make)
+    next(net.parameters()).comm = None
+    with pytest.raises(UnsupportedError, match="MiCS"):
+        lowmem.FusedOptimizer(net.named_parameters())
+
+
+def test_mics_is_refused(two):
+    two.run(mics)
+
+
+def graph_replay(rank):
+    net = SHARDS["zero3"](rank, make)
+    with pytest.raises(UnsupportedError, match=r"replay='graph'.*replay='forward'"):
+        lowmem.FusedOptimizer(net.named_parameters(), clip_norm=1.0, policy="two_pass", replay="graph")
+
+
+def test_graph_replay_is_refused_under_zero3(two):
+    two.run(graph_replay)
+
+
+def still_gathered(rank):
+    from torch.distributed.fsdp import FSDPModule
+
+    net = SHARDS["fsdp2"](rank, make)
+    with torch.no_grad():
+        net(torch.ones(2, 5, dtype=torch.int64))  # nothing follows that would cut the last parameters again
+    opt = lowmem.FusedOptimizer([("embed", net.embed)], lr=0.1)
+    with pytest.raises(UnsupportedError, match=r"reshard\(\)"):
+        opt.backward(net(torch.ones(2, 5, dtype=torch.int64)))
+    for module in net.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    opt.remove()
+    assert lowmem.FusedOptimizer([("embed", net.embed)], lr=0.1).placement == "fsdp2"
+
+
+def test_gathered_parameters_of_fsdp2_are_refused(two):
+    """They are taken for whole ones, and forgotten when they are cut again."""
+    two.run(still_gathered)
+
+
+def in_another_dimension(rank):
+    from torch.distributed.tensor import Shard
+
+    net = SHARDS["fsdp2"](rank, make_wide, shard_placement_fn=lambda param: Shard(param.ndim - 1))
+    with pytest.raises(UnsupportedError, match="dimension 0"):
+        lowmem.FusedOptimizer(net.named_parameters())
+
+
+def test_other_dimensions_are_refused(two):
+    two.run(in_another_dimension)
+
+
+def some_whole(rank):
+    net = SHARDS["fsdp2"](rank, make)
+    whole = torch.nn.Parameter(torch.ones(3))
+    with pytest.raises(UnsupportedError, match="some parameters are sharded by fsdp2 and others not at all"):
+        lowmem.FusedOptimizer([*net.named_parameters(), ("whole", whole)])
+    opt = lowmem.FusedOptimizer(net.named_parameters())
+    with pytest.raises(UnsupportedError, match="placement replicated, those before it in fsdp2"):
+        opt.add_param_group({"params": [("whole", whole)]})
+    for placement in ("local", "zero3"):
+        with pytest.raises(lowmem.LowmemError, match="sharded by fsdp2"):
+            lowmem.FusedOptimizer(net.named_parameters(), placement=placement)
+    with pytest.raises(lowmem.LowmemError, match="shard the model first"):
+        lowmem.FusedOptimizer([whole], placement="fsdp2")
+
+
+def test_a_mixture_is_refused(two):
+    two.run(some_whole)
