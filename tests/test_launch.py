@@ -45,11 +45,15 @@ def folder(tmp_path_factory):
     return folder
 
 
-def run(folder, *arguments, launcher=(), **options):
+def command(folder, *arguments, launcher=()):
     port = ["--master_port", str(free_port())] if launcher == DEEPSPEED else []
-    command = [sys.executable, "-m", *launcher[:-1], *port, *launcher[-1:], "lowmem", "train"]
-    command += [str(folder / "config.yaml"), *arguments]
-    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=180, **options)
+    launched = [sys.executable, "-m", *launcher[:-1], *port, *launcher[-1:], "lowmem", "train"]
+    return [*launched, str(folder / "config.yaml"), *arguments]
+
+
+def run(folder, *arguments, launcher=(), **options):
+    given = command(folder, *arguments, launcher=launcher)
+    return subprocess.run(given, env=ENVIRONMENT, capture_output=True, text=True, timeout=180, **options)
 
 
 def free_port():
@@ -194,21 +198,96 @@ def children(pid):
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["one is killed", "all are asked to stop"])
-def test_a_run_that_ends_early(folder, tmp_path, number):
+def ranks_below(pid):
+    """The processes that a launcher has started, which start none themselves."""
+    found = children(pid)
+    return [pid] if not found else [rank for child in found for rank in ranks_below(child)]
+
+
+ENDINGS = {
+    "one is killed": (TORCHRUN, None, signal.SIGKILL),
+    "one is killed, zero3": (DEEPSPEED, "trainer.deepspeed=" + json.dumps(ZERO3), signal.SIGKILL),
+    "one is killed, fsdp2": (TORCHRUN, "trainer.fsdp=true", signal.SIGKILL),
+    "all are asked to stop": (TORCHRUN, None, signal.SIGTERM),
+    "all are asked to stop, zero3": (TORCHRUN, "trainer.deepspeed=" + json.dumps(ZERO3), signal.SIGTERM),
+}
+
+
+@pytest.mark.parametrize(("launcher", "shards", "number"), ENDINGS.values(), ids=ENDINGS)
+def test_a_run_that_ends_early(folder, tmp_path, launcher, shards, number):
     """A killed rank ends all with an error, and none hangs; asked to stop, they agree on a step and save it."""
-    command = [sys.executable, "-m", *TORCHRUN, "lowmem", "train", str(folder / "config.yaml")]
-    command += [f"run_dir={tmp_path}/run", "trainer.max_steps=100000", "trainer.save_steps=100000"]
-    started = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    while "step" not in (line := started.stdout.readline()):
+    settings = [f"run_dir={tmp_path}/run", "trainer.max_steps=100000", "trainer.save_steps=100000"]
+    started = subprocess.Popen(
+        command(folder, *settings, *([shards] if shards else []), launcher=launcher),
+        env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    while "  loss  " not in (line := started.stdout.readline()):
         assert line, "it ended before its first step"
     time.sleep(0.5)
-    os.kill(children(started.pid)[1] if number == signal.SIGKILL else started.pid, number)
+    os.kill(ranks_below(started.pid)[-1] if number == signal.SIGKILL else started.pid, number)
     rest = started.communicate(timeout=120)[0]
     assert started.returncode != 0
     saved = list((tmp_path / "run").glob("checkpoint-*"))
     assert len(saved) == (number == signal.SIGTERM)
     assert ("stopped at step" in rest) == (number == signal.SIGTERM)
+
+
+def test_batch_sizes_that_do_not_fit_the_processes(folder, tmp_path):
+    shards = "trainer.deepspeed=" + json.dumps(ZERO3 | {"train_batch_size": 7})
+    done = run(folder, f"run_dir={tmp_path}/run", shards, launcher=DEEPSPEED)
+    assert done.returncode != 0
+    assert "trainer.deepspeed: " in done.stderr and "7" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_data_that_does_not_divide(folder, tmp_path):
+    """61 samples over two ranks, in batches of 4: a whole epoch, to its end, on both."""
+    lines = (folder / "data.jsonl").read_text().splitlines(keepends=True)[:61]
+    (tmp_path / "data.jsonl").write_text("".join(lines))
+    settings = [f"data.path={tmp_path}/data.jsonl", "trainer.max_steps=-1", "trainer.num_train_epochs=1"]
+    for name, shards in (("zero3", "trainer.deepspeed=" + json.dumps(ZERO3)), ("fsdp2", "trainer.fsdp=true")):
+        done = run(folder, f"run_dir={tmp_path}/{name}", *settings, shards, launcher=TORCHRUN)
+        assert done.returncode == 0, done.stderr
+        assert len(metrics(tmp_path / name)) == 8
+
+
+# -- job scripts -------------------------------------------------------------------------------------------------------
+
+JOBS = Path(__file__).parents[1] / "scripts" / "jobs"
+SRUN = """#!/usr/bin/env bash
+# starts two tasks on this machine, as srun would
+[ "$1" = --kill-on-bad-exit=1 ] && shift
+for task in 0 1; do SLURM_PROCID=$task SLURM_LOCALID=$task SLURM_NTASKS=2 "$@" & done
+wait -n && wait
+"""
+
+
+@pytest.mark.parametrize("name", ["torchrun", "deepspeed", "accelerate", "slurm"])
+def test_job_scripts(folder, alone, tmp_path, name):
+    """Each starts one run of two processes, with the losses of one."""
+    shim = {"srun": SRUN, "scontrol": "#!/usr/bin/env bash\necho localhost\n"}
+    for tool, text in shim.items():
+        (tmp_path / tool).write_text(text)
+        (tmp_path / tool).chmod(0o755)
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "activate").write_text("")
+    here = f"{tmp_path}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    job = {"SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_ID": "1", "SLURM_SUBMIT_DIR": str(tmp_path)}
+    environment = {**ENVIRONMENT, **job, "PATH": here, "PROCESSES": "2", "PORT": str(free_port())}
+    done = subprocess.run(
+        [str(JOBS / f"{name}.sh"), str(folder / "config.yaml"), f"run_dir={tmp_path}/run"],
+        env=environment, capture_output=True, text=True, timeout=180,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "each of 2 processes holds all parameters" in done.stdout
+    losses = [[line["loss"] for line in metrics(path)] for path in (tmp_path / "run", alone)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_job_scripts_want_something_to_run_on(folder):
+    environment = {**ENVIRONMENT, "PATH": "/usr/bin:/bin"}
+    done = subprocess.run([str(JOBS / "torchrun.sh"), "c.yaml"], env=environment, capture_output=True, text=True)
+    assert (done.returncode, "PROCESSES=2" in done.stderr) == (2, True)
 
 
 def test_processes_that_do_not_find_each_other_are_refused(folder, tmp_path):

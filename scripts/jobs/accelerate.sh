@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# One run over the GPUs of this machine:  scripts/jobs/accelerate.sh CONFIG [key=value ...] [--resume]
+# Over several machines, on each of them: NODES=4 NODE=0 HEAD=first-machine PORT=29500 scripts/jobs/accelerate.sh CONFIG ...
+# (NODE counts from 0). How the model is shared is for CONFIG to say, in trainer.deepspeed or trainer.fsdp.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/processes.sh"
+nodes="${NODES:-1}"
+exec accelerate launch --multi_gpu --num_machines "$nodes" --machine_rank "${NODE:-0}" \
+    --num_processes "$((processes * nodes))" --main_process_ip "${HEAD:-127.0.0.1}" \
+    --main_process_port "${PORT:-29500}" --mixed_precision no --dynamo_backend no -m lowmem train "$@"
