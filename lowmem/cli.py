@@ -123,7 +123,8 @@ def train(arguments: argparse.Namespace) -> None:
             trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
     _leave_group()
     if stopped:
-        last = f"stopped at step {trainer.state.global_step}; go on with: lowmem train {folder}/config.yaml --resume"
+        again = f"{report.command()} train {folder}/config.yaml --resume"
+        last = f"stopped at step {trainer.state.global_step}; go on with: {again}"
     else:
         last = f"done: {folder}/README.md says what is there and how to go on"
     out.print(last, style="bold", highlight=False, soft_wrap=True)

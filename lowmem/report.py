@@ -71,9 +71,16 @@ def write_environment(run_dir: str | Path) -> None:
         "cpu": {"model": _cpu_model(), "count": os.cpu_count()},
         "memory_bytes": psutil.virtual_memory().total,
         "devices": devices,
+        "processes": int(os.environ.get("WORLD_SIZE", 1)),
         "versions": {name: _version(name) for name in packages},
     }
     write_file(Path(run_dir) / "environment.json", (json.dumps(record, indent=2) + "\n").encode())
+
+
+def command() -> str:
+    """What starts lowmem as it was started here."""
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    return "lowmem" if processes == 1 else f"torchrun --nproc_per_node {processes} -m lowmem"
 
 
 def _version(package: str) -> str | None:
@@ -369,7 +376,7 @@ def _going_on(folder: Path, checkpoints: list[Path]) -> list[str]:
         return ["No checkpoint was saved: set `trainer.save_steps` lower to have something to go on from."]
     load = f'model = AutoModelForCausalLM.from_pretrained("{checkpoints[-1]}", dtype="auto")'
     return [
-        "```sh", f"lowmem train {folder}/config.yaml --resume     # from the newest checkpoint",
+        "```sh", f"{command()} train {folder}/config.yaml --resume     # from the newest checkpoint",
         f'lowmem generate {folder} "a prompt"', "```", "",
         "```python", "from transformers import AutoModelForCausalLM, AutoTokenizer", "", load,
         f'tokenizer = AutoTokenizer.from_pretrained("{checkpoints[-1]}")', "```",
