@@ -132,11 +132,12 @@ class FusedTrainerMixin(_Base):
         self._cut()
         if self.optimizer is None:
             model = self.model if model is None else model
-            named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+            named = [(_own_name(n), p) for n, p in model.named_parameters() if p.requires_grad]
             groups: list[dict[str, Any]] = [{"params": named}]
             rule = resolve(self.fused.rule)
             if rule.decay in rule.defaults:
-                decayed, none = set(self.get_decay_parameter_names(model)), rule.without_decay()
+                decayed = set(map(_own_name, self.get_decay_parameter_names(model)))
+                none = rule.without_decay()
                 amount = {rule.decay: self.args.weight_decay or none[rule.decay]}
                 groups = [
                     {"params": [pair for pair in named if pair[0] in decayed], **amount},
@@ -282,6 +283,11 @@ class FusedTrainerMixin(_Base):
     def _load_best_model(self) -> None:
         self._cut()
         load_weights(self.model, Path(self.state.best_model_checkpoint))
+
+
+def _own_name(name: str) -> str:
+    """A parameter's name without what FSDP's activation checkpointing puts into it: a checkpoint fits either way."""
+    return name.replace("_checkpoint_wrapped_module.", "")
 
 
 class _RefuseFinished(TrainerCallback):

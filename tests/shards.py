@@ -1,9 +1,15 @@
 """Models that the ranks of a group share, as DeepSpeed ZeRO-3 or FSDP2 cuts them."""
 
 import os
+from contextlib import nullcontext
 
+import pytest
 import torch
 import torch.distributed as dist
+from nets import Net, data
+
+import lowmem
+from lowmem import placements
 
 
 def zero3(rank, make, *, built_whole=False, **options):
@@ -33,3 +39,73 @@ def fsdp2(rank, make, **options):
 
 
 SHARDS = {"zero3": zero3, "fsdp2": fsdp2}
+
+
+def make():
+    torch.manual_seed(0)
+    return Net(scalar=(1,))  # neither engine takes a parameter without dimensions
+
+
+def everyones(ids):
+    """All ranks take the same branches: those that take others would wait for one another, whatever the optimizer."""
+    ids[:, 0] = ids[0, 0]
+    return ids
+
+
+def train(net, rows_of, settings, micro_batches=1):
+    opt = lowmem.FusedOptimizer(net.named_parameters(), **{"lr": 1e-2, **settings})
+    for ids in map(everyones, data()):
+        parts = rows_of(ids).tensor_split(micro_batches)
+        for n, part in enumerate(parts, start=1):
+
+            def loss(part=part):
+                return net(part) / micro_batches
+
+            with opt.accumulate() if n < micro_batches else nullcontext():
+                opt.backward(loss if opt.replay == "forward" else loss())
+    report = opt.last_step
+    return {
+        "weights": {name: placements.whole(param).clone() for name, param in net.named_parameters()},
+        "told": (report.step, report.names, report.grad_norm.item()),
+        "factor": None if report.clip_factor is None else report.clip_factor.item(),
+        "placement": opt.placement,
+    }
+
+
+def shared(rank, kind, settings, micro_batches=1, options=None):
+    net = SHARDS[kind](rank, make, **options or {})
+    return train(net, lambda ids: ids.tensor_split(dist.get_world_size())[rank], settings, micro_batches)
+
+
+def assert_as_one_device(found, kind, settings, micro_batches=1):
+    alone = train(make(), lambda ids: ids, settings, micro_batches)
+    for rank in found:
+        assert rank["placement"] == kind
+        for name, weight in rank["weights"].items():
+            assert torch.equal(weight, found[0]["weights"][name]), name
+            # sums over rows and elements are taken in another order
+            torch.testing.assert_close(weight, alone["weights"][name], rtol=1e-5, atol=1e-5, msg=name)
+        assert rank["told"][:2] == alone["told"][:2]
+        assert rank["told"][2] == pytest.approx(alone["told"][2], rel=1e-4)
+        assert (rank["factor"] is None) == (alone["factor"] is None)
+        assert alone["factor"] is None or rank["factor"] == pytest.approx(alone["factor"], rel=1e-4)
+
+
+class Wide(torch.nn.Module):
+    """Slices of a MiB or more: smaller ones DeepSpeed does not put into files."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(1024, 1024, bias=False) for _ in range(3))
+        self.embed = torch.nn.Embedding(512, 1024)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return torch.nn.functional.cross_entropy(x @ self.embed.weight.T, ids)  # tied
+
+
+def make_wide():
+    torch.manual_seed(0)
+    return Wide()

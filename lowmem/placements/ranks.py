@@ -19,12 +19,14 @@ class Ranks:
         device: where its tensors have to be; those that are elsewhere go there and back.
 
     Attributes:
+        members: numbers of its ranks in the default group.
         reduces_copies: scattering what is reduced, the group would reduce all of a copy and cut that.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self._device = group, device
         self.count = dist.get_world_size(group)
+        self.members = dist.get_process_group_ranks(group)
         self.reduces_copies = dist.get_backend(group) == "gloo"
         self.rank = dist.get_rank(group)
 

@@ -25,7 +25,7 @@ class Sharded(Local):
     def admit(self, name: str, param: Tensor) -> None:
         own = self._ranks_of(param)
         self.ranks = self.ranks or own
-        if own.group != self.ranks.group:
+        if own.members != self.ranks.members:
             raise UnsupportedError(
                 f"parameter {name!r} is sharded over other ranks than those before it; make an optimizer for each set "
                 "of ranks"

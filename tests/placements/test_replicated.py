@@ -6,26 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from nets import ROWS, Net, data
-from ranks import RankError, Ranks
+from ranks import RankError
 from torch.distributed._tools.mem_tracker import MemTracker
 
 import lowmem
 from lowmem.errors import StepError, UnsupportedError
 from lowmem.rules.rule import TABLE
-
-
-@pytest.fixture(scope="module", params=[2, 3], ids=lambda n: f"{n} ranks")
-def ranks(request):
-    started = Ranks(request.param)
-    yield started
-    started.stop()
-
-
-@pytest.fixture(scope="module")
-def two():
-    started = Ranks(2)
-    yield started
-    started.stop()
 
 
 def train(ids_of, settings, micro_batches=1, seed=0):

@@ -1,0 +1,103 @@
+"""Tensor memory of ranks that share the parameters: in a step, while saving, while loading."""
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from shards import SHARDS
+from torch.distributed._tools.mem_tracker import MemTracker
+
+import lowmem
+from lowmem import checkpoint, placements
+from lowmem.weights import load_weights, save_weights
+
+
+class Deep(torch.nn.Module):
+    """Eight layers of 4 MiB."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(1024, 1024, bias=False) for _ in range(8))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().sum()
+
+
+NOTHING_EARLY = ("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_max_reuse_distance")
+BARE = {"zero3": dict.fromkeys(NOTHING_EARLY, 0), "fsdp2": {}}  # DeepSpeed holds what it computes with
+
+
+def peak_of(action, *held):
+    """Bytes of tensors at most while `action` runs, and after it."""
+    tracker = MemTracker()
+    tracker.track_external(*held)
+    with warnings.catch_warnings(action="ignore"), tracker:
+        action()
+    most, rest = (tracker.get_tracker_snapshot(kind)[torch.device("cpu")] for kind in ("peak", "current"))
+    return most["Total"], rest["Total"]
+
+
+def drop(param):
+    param.grad = None
+
+
+def peaks(rank, kind, settings, folder):
+    """Of a step above what stays, of one in which gradients are dropped in the hook; of saving and loading."""
+    net = SHARDS[kind](rank, Deep, **BARE[kind])
+    pieces = [getattr(param, "ds_tensor", param) for param in net.parameters()]
+    x = torch.ones(1, 1024)
+
+    def floor_step():
+        net(x).backward()
+        for param in net.parameters():
+            placements.release(param)
+
+    hooks = [param.register_post_accumulate_grad_hook(drop) for param in net.parameters()]
+    floor_step()
+    floor, _ = peak_of(floor_step, net, *pieces)
+    for hook in hooks:
+        hook.remove()
+    opt = lowmem.FusedOptimizer(net.named_parameters(), lr=1e-3, **settings)
+
+    def step():
+        opt.backward(net(x))
+
+    def save():
+        save_weights(net, folder / "weights", write=rank == 0)
+        checkpoint.save_optimizer(opt, folder / "optimizer.safetensors", write=rank == 0)
+
+    def load():
+        load_weights(net, folder / "weights")
+        checkpoint.load_optimizer(opt, folder / "optimizer.safetensors")
+
+    step()
+    weights = sum(piece.to_local().nbytes if kind == "fsdp2" else piece.nbytes for piece in pieces)
+    most, rest = peak_of(step, net, opt, *pieces)
+    others = {}
+    for name, action in (("saving", save), ("loading", load)):
+        others[name] = peak_of(action, net, opt, *pieces)[0]
+        dist.barrier()
+    return floor - weights, most - rest, weights, most, others
+
+
+@pytest.mark.parametrize("settings", [{"rule": "lomo"}, {"rule": "adalomo"}, {"rule": "adamw"}], ids=str)
+@pytest.mark.parametrize("kind", SHARDS)
+def test_memory_is_pieces_what_the_engine_gathers_and_one_gradient(two, kind, settings, tmp_path):
+    """Above a step that drops its gradients in the hook: a piece of one, and a tile's temporaries on a CPU."""
+    piece, tiles = 2 << 20, 3 << 20
+    for floor, above, weights, most, others in two.run(peaks, kind, settings, tmp_path):
+        assert weights == 16 << 20  # half of them
+        if kind == "zero3":
+            assert floor <= 8.1 * 2**20  # one parameter gathered, one gradient
+        assert above <= floor + piece + tiles
+        assert others["saving"] <= most
+        assert others["loading"] <= most
+
+
+@pytest.mark.parametrize("kind", SHARDS)
+def test_a_store_holds_pieces(two, kind, tmp_path):
+    for floor, above, weights, _, _ in two.run(peaks, kind, {"rule": "lomo", "policy": "deferred"}, tmp_path):
+        assert weights - (1 << 20) <= above <= floor + weights + (1 << 20)

@@ -1,0 +1,127 @@
+"""Where parameters are shared: an overflow on one rank, and what cannot be right and says so."""
+
+import pytest
+import torch
+from shards import SHARDS, make, make_wide
+
+import lowmem
+from lowmem import placements
+from lowmem.errors import UnsupportedError
+
+
+def poisoned(rank, kind, policy):
+    net = SHARDS[kind](rank, make)
+    opt = lowmem.FusedOptimizer(net.named_parameters(), rule="adamw", policy=policy, loss_scale="dynamic")
+    before = {name: placements.whole(param).clone() for name, param in net.named_parameters()}
+    ids = torch.ones(2, 5, dtype=torch.int64)
+
+    def loss():
+        return net(ids) * (torch.inf if rank == 1 else 1.0)
+
+    opt.backward(loss if opt.replay == "forward" else loss())
+    moved = {n for n, param in net.named_parameters() if not torch.equal(placements.whole(param), before[n])}
+    return opt.last_step.skipped, moved, opt.state_dict()["step"], opt.loss_scale, len(opt.last_step.nonfinite)
+
+
+@pytest.mark.parametrize("policy", ["two_pass", "deferred", "immediate"])
+@pytest.mark.parametrize("kind", SHARDS)
+def test_an_overflow_on_one_rank_is_everyones(two, kind, policy):
+    one, other = two.run(poisoned, kind, policy)
+    assert one == other
+    skipped, moved, step, scale, nonfinite = one
+    assert not moved
+    assert (skipped, scale) == (nonfinite, 2.0**15)
+    assert step == (policy == "immediate")
+
+
+def engine_with_optimizer(rank):
+    import deepspeed
+
+    SHARDS["zero3"](rank, make)  # has everything initialised
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3},
+        "zero_allow_untested_optimizer": True,
+    }
+    net = make()
+    engine = deepspeed.initialize(model=net, config=config, optimizer=torch.optim.SGD(net.parameters(), lr=0.1))[0]
+    with pytest.raises(UnsupportedError, match="DeepSpeed has an optimizer for these parameters"):
+        lowmem.FusedOptimizer(net.named_parameters())
+    engine.destroy()
+
+
+def test_an_engine_with_an_optimizer_is_refused(two):
+    two.run(engine_with_optimizer)
+
+
+def mics(rank):
+    net = SHARDS["zero3"](rank, make)
+    next(net.parameters()).comm = None
+    with pytest.raises(UnsupportedError, match="MiCS"):
+        lowmem.FusedOptimizer(net.named_parameters())
+
+
+def test_mics_is_refused(two):
+    two.run(mics)
+
+
+def graph_replay(rank):
+    net = SHARDS["zero3"](rank, make)
+    with pytest.raises(UnsupportedError, match=r"replay='graph'.*replay='forward'"):
+        lowmem.FusedOptimizer(net.named_parameters(), clip_norm=1.0, policy="two_pass", replay="graph")
+
+
+def test_graph_replay_is_refused_under_zero3(two):
+    two.run(graph_replay)
+
+
+def still_gathered(rank):
+    from torch.distributed.fsdp import FSDPModule
+
+    net = SHARDS["fsdp2"](rank, make)
+    with torch.no_grad():
+        net(torch.ones(2, 5, dtype=torch.int64))  # nothing follows that would cut the last parameters again
+    opt = lowmem.FusedOptimizer([("embed", net.embed)], lr=0.1)
+    with pytest.raises(UnsupportedError, match=r"reshard\(\)"):
+        opt.backward(net(torch.ones(2, 5, dtype=torch.int64)))
+    for module in net.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    opt.remove()
+    assert lowmem.FusedOptimizer([("embed", net.embed)], lr=0.1).placement == "fsdp2"
+
+
+def test_gathered_parameters_of_fsdp2_are_refused(two):
+    """They are taken for whole ones, and forgotten when they are cut again."""
+    two.run(still_gathered)
+
+
+def in_another_dimension(rank):
+    from torch.distributed.tensor import Shard
+
+    net = SHARDS["fsdp2"](rank, make_wide, shard_placement_fn=lambda param: Shard(param.ndim - 1))
+    with pytest.raises(UnsupportedError, match="dimension 0"):
+        lowmem.FusedOptimizer(net.named_parameters())
+
+
+def test_other_dimensions_are_refused(two):
+    two.run(in_another_dimension)
+
+
+def some_whole(rank):
+    net = SHARDS["fsdp2"](rank, make)
+    whole = torch.nn.Parameter(torch.ones(3))
+    with pytest.raises(UnsupportedError, match="some parameters are sharded by fsdp2 and others not at all"):
+        lowmem.FusedOptimizer([*net.named_parameters(), ("whole", whole)])
+    opt = lowmem.FusedOptimizer(net.named_parameters())
+    with pytest.raises(UnsupportedError, match="placement replicated, those before it in fsdp2"):
+        opt.add_param_group({"params": [("whole", whole)]})
+    for placement in ("local", "zero3"):
+        with pytest.raises(lowmem.LowmemError, match="sharded by fsdp2"):
+            lowmem.FusedOptimizer(net.named_parameters(), placement=placement)
+    with pytest.raises(lowmem.LowmemError, match="shard the model first"):
+        lowmem.FusedOptimizer([whole], placement="fsdp2")
+
+
+def test_a_mixture_is_refused(two):
+    two.run(some_whole)

@@ -1,0 +1,57 @@
+"""DeepSpeed ZeRO-3 as it may be configured."""
+
+import pytest
+import torch
+from shards import SHARDS, assert_as_one_device, make_wide, shared
+
+import lowmem
+from lowmem import placements
+
+ZERO3_OPTIONS = {
+    "nothing stays gathered": {"stage3_param_persistence_threshold": 0},
+    "some stay gathered": {"stage3_param_persistence_threshold": 20},
+    "everything stays gathered": {"stage3_param_persistence_threshold": 10**9},
+    "on the host": {"offload_param": {"device": "cpu"}},
+    "nothing prefetched": {"stage3_prefetch_bucket_size": 0},
+    "hierarchical": {"zero_hpz_partition_size": 1},
+    "made whole": {"built_whole": True},
+}
+
+
+@pytest.mark.parametrize("options", ZERO3_OPTIONS.values(), ids=ZERO3_OPTIONS)
+@pytest.mark.parametrize("settings", [{"rule": "adalomo"}, {"rule": "adamw", "clip_norm": 0.5}], ids=str)
+def test_zero3_as_it_is_configured(two, options, settings):
+    assert_as_one_device(two.run(shared, "zero3", settings, 1, options), "zero3", settings)
+
+
+def three_steps(net, rows_of, settings):
+    opt = lowmem.FusedOptimizer(net.named_parameters(), **settings)
+    for step in range(3):
+        opt.backward(net(rows_of(torch.arange(6) * 17 + step)))
+    return {name: placements.whole(param).clone() for name, param in net.named_parameters()}
+
+
+def in_files(rank, settings, folder):
+    offload = {"device": "nvme", "nvme_path": folder, "buffer_count": 8, "buffer_size": 2**20}
+    net = SHARDS["zero3"](rank, make_wide, offload_param=offload)
+    kept_in = {str(param.ds_tensor.final_location) for param in net.parameters()}
+    return three_steps(net, lambda ids: ids.tensor_split(2)[rank], settings), kept_in
+
+
+@pytest.fixture
+def asynchronous_io(monkeypatch):
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    if not AsyncIOBuilder().is_compatible(verbose=False):
+        pytest.skip("DeepSpeed puts parameters into files with libaio, which is not here")
+    AsyncIOBuilder().load(verbose=False)  # compiled once, before ranks need it
+
+
+@pytest.mark.parametrize("settings", [{"rule": "adalomo"}, {"rule": "lans", "clip_norm": 0.5}], ids=str)
+def test_zero3_in_files(two, asynchronous_io, settings, tmp_path):
+    alone = three_steps(make_wide(), lambda ids: ids, settings)
+    for weights, kept_in in two.run(in_files, settings, str(tmp_path)):
+        assert any("nvme" in place for place in kept_in)
+        for name, weight in weights.items():
+            torch.testing.assert_close(weight, alone[name], rtol=1e-5, atol=1e-5, msg=name)
