@@ -192,10 +192,12 @@ class StepCycle:
 
 
 def _inside_custom_backward() -> bool:
-    """Whether a Python autograd function's backward is on the stack: then this backward runs inside another."""
+    """Whether a Python autograd function's backward has begun this one. (That of FSDP2 runs hooks, in the same one.)"""
     frame = sys._getframe()
+    begun = False
     while frame is not None:
-        if frame.f_code is torch.autograd.function.BackwardCFunction.apply.__code__:
+        begun |= frame.f_code is torch.autograd.graph._engine_run_backward.__code__
+        if begun and frame.f_code is torch.autograd.function.BackwardCFunction.apply.__code__:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False

@@ -357,6 +357,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if not self._cycle.idle:
             self._cycle.fail(f"its backward ended with {type(error).__name__}")
         self._policy.drop()
+        self._placement.died()
         if self._cycle.torn is not None:
             error.add_note(f"{self._cycle.torn}; the optimizer refuses to go on until a checkpoint is loaded")
         elif waited:

@@ -38,6 +38,7 @@ _ELSEWHERE: dict[str, tuple[tuple[Any, ...], str]] = {
     "prescale_gradients": ((False,), "gradients are always divided by the number of ranks before they are summed"),
     "gradient_predivide_factor": ((1.0,), "gradients are always divided by the number of ranks before they are summed"),
     "amp.enabled": ((False,), "use bf16 or fp16 of the trainer"),
+    "torch_autocast.enabled": ((False,), "use bf16 of the trainer, with weights in bfloat16"),
     "tensor_parallel.autotp_size": ((0, 1), "matrices are cut by ZeRO-3 alone"),
     "data_types.grad_accum_dtype": ((), "micro-batches are summed in what optimizer.sums says"),
 }

@@ -1,9 +1,13 @@
 """PyTorch FSDP2: `fully_shard` cuts each parameter into blocks of its first dimension, and reduces its gradient."""
 
+import contextlib
+import gc
+from collections.abc import Collection
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
@@ -11,18 +15,23 @@ from lowmem.errors import UnsupportedError
 from lowmem.layout import Span
 from lowmem.placements.ranks import Ranks
 from lowmem.placements.sharded import Sharded, held_by
+from lowmem.slots import Slot
 
 
 class FSDP2(Sharded):
     """Parameters of `fully_shard` modules, over one dimension of a mesh; others of it may replicate them.
 
-    FSDP2 averages and cuts a gradient before its hook is run, so nothing is left to reduce.
+    FSDP2 averages and cuts a gradient before its hook is run, so nothing is left to reduce. What it has still gathered
+    when the step is over (`set_reshard_after_backward(False)`) is cut again: it is the weights of the step before.
 
     Raises:
         UnsupportedError: a parameter is sharded in another dimension than its first.
     """
 
     name = "fsdp2"
+
+    def __init__(self) -> None:
+        self._modules: list[FSDPModule] = []
 
     def admit(self, name: str, param: Tensor) -> None:
         kinds = [kind for kind in cast(DTensor, param).placements if type(kind) is not Replicate]
@@ -32,6 +41,26 @@ class FSDP2(Sharded):
                 "dimension 0. Leave shard_placement_fn and tensor parallelism out"
             )
         super().admit(name, param)
+
+    def adopt(self, slots: Collection[Slot]) -> None:
+        own = {slot.param for slot in slots}
+        for found in gc.get_objects():
+            if issubclass(type(found), FSDPModule) and not own.isdisjoint(found.parameters()):
+                self._modules.append(found)
+            if type(found).__name__ == "FSDPParam" and getattr(found, "_sharded_post_forward_param", None) in own:
+                raise UnsupportedError(
+                    "a forward without a backward has left these parameters cut in another way "
+                    "(reshard_after_forward). Call reshard() on every FSDPModule before the optimizer is made"
+                )
+
+    def settle(self, slots: Collection[Slot]) -> None:
+        for module in self._modules:
+            module.reshard()
+
+    def died(self) -> None:
+        for module in self._modules:
+            with contextlib.suppress(RuntimeError):  # of the outermost one alone; torch before 2.13 has no such way
+                getattr(module, "reset_iter_state", module.reshard)()
 
     def _ranks_of(self, param: Any) -> Ranks:
         mesh = param.device_mesh

@@ -97,6 +97,9 @@ class Local:
         """The piece of a tensor as a parameter is cut."""
         return whole
 
+    def died(self) -> None:
+        """A backward ended with an error: lets the next one begin anew."""
+
     def layout(self, slot: Slot, view: View) -> Layout:
         """The rectangles of the piece."""
         layout, param = Layout.of(slot.span.shape, view), slot.param

@@ -6,7 +6,7 @@ from shards import SHARDS, make, make_wide
 
 import lowmem
 from lowmem import placements
-from lowmem.errors import UnsupportedError
+from lowmem.errors import StepError, UnsupportedError
 
 
 def poisoned(rank, kind, policy):
@@ -125,3 +125,40 @@ def some_whole(rank):
 
 def test_a_mixture_is_refused(two):
     two.run(some_whole)
+
+
+class Chain(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().sum()
+
+
+def dies_and_goes_on(rank, kind):
+    net = SHARDS[kind](rank, Chain)
+    opt = lowmem.FusedOptimizer(net.named_parameters(), rule="lomo", lr=0.1, batching=False)
+    ids = torch.ones(2, 8)
+    opt.backward(net(ids))
+
+    def fail(module, inputs, output):
+        output.register_hook(lambda grad: 1 / 0)
+
+    hook = net.layers[0].register_forward_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        opt.backward(net(ids))
+    hook.remove()
+    with pytest.raises(StepError, match="torn"):
+        opt.backward(net(ids))
+    opt.accept_torn_step()
+    before = {name: placements.whole(param).clone() for name, param in net.named_parameters()}
+    opt.backward(net(ids))
+    return [name for name, param in net.named_parameters() if torch.equal(placements.whole(param), before[name])]
+
+
+@pytest.mark.parametrize("kind", SHARDS)
+def test_after_a_backward_that_died_the_next_one_is_whole(two, kind):
+    assert two.run(dies_and_goes_on, kind) == [[], []]
