@@ -96,7 +96,7 @@ class Wide(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(1024, 1024, bias=False) for _ in range(3))
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(1024, 1024, bias=False) for _ in range(6))
         self.embed = torch.nn.Embedding(512, 1024)
 
     def forward(self, ids):

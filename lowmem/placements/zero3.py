@@ -69,6 +69,12 @@ class Zero3(Sharded):
         assert self.ranks is not None
         yield slot, self.ranks.scatter_mean(grad.contiguous().view(-1), slot.span.size)
 
+    def whole(self, param: Any) -> Tensor:
+        whole = super().whole(param)
+        if _in_file(param):  # the buffers that it is read into are few
+            param.nvme_swapper.remove_partition_and_release_buffers([param])
+        return whole
+
     def fill(self, param: Tensor, whole: Tensor) -> None:
         super().fill(param, whole)
         self.release(param)
