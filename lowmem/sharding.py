@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from transformers import TrainingArguments
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from lowmem import placements
 from lowmem.errors import ConfigError, UnsupportedError
@@ -136,6 +137,8 @@ class Zero3Sharding(Sharding):
     def _start(self) -> None:
         import deepspeed
 
+        if not dist.is_initialized():
+            unset_hf_deepspeed_config()  # else transformers would cut the next model that this process makes
         _refuse_one_process("deepspeed")
         if self._args.device.type == "cpu":
             # it would be compiled, for half a minute, and a process that is killed leaves a lock for which all wait
