@@ -33,7 +33,8 @@ def three_steps(net, rows_of, settings):
 
 def in_files(rank, settings, folder):
     offload = {"device": "nvme", "nvme_path": folder, "buffer_count": 5, "buffer_size": 2**20}
-    net = SHARDS["zero3"](rank, make_wide, offload_param=offload)
+    # what stays gathered keeps a buffer, of which there are fewer than parameters
+    net = SHARDS["zero3"](rank, make_wide, offload_param=offload, stage3_max_reuse_distance=0)
     kept_in = {str(param.ds_tensor.final_location) for param in net.parameters()}
     return three_steps(net, lambda ids: ids.tensor_split(2)[rank], settings), kept_in
 
