@@ -63,14 +63,16 @@ class Rect:
     rows: slice
     cols: slice
 
-    def subdivide(self, tile: int) -> Iterator["Rect"]:
-        """Rectangles of about `tile` elements each that cover this one: whole slices, whole rows, or parts of a row."""
+    def subdivide(self, tile: int, block: int = 1) -> Iterator["Rect"]:
+        """Rectangles of about `tile` elements each that cover this one: whole slices, whole rows, a multiple of `block`
+        at a time, or parts of a row.
+        """
         b, r, c = self.size
         if not b * r * c:
             yield self
             return
         cols = min(c, tile)
-        rows = min(r, max(1, tile // cols)) if cols == c else 1
+        rows = min(r, max(block, tile // cols // block * block)) if cols == c else 1
         batch = min(b, max(1, tile // (rows * cols))) if rows == r and cols == c else 1
         for b0 in range(self.batch.start, self.batch.stop, batch):
             for r0 in range(self.rows.start, self.rows.stop, rows):
@@ -80,6 +82,22 @@ class Rect:
                         slice(r0, min(r0 + rows, self.rows.stop)),
                         slice(c0, min(c0 + cols, self.cols.stop)),
                     )
+
+    def regular(self, block: int, line: int) -> tuple["Rect | None", "Rect | None"]:
+        """This rectangle in two: a multiple of `block` rows, or if it is a single row of `line` elements, twice that at
+        least; and what is left over. Either may be None.
+        """
+        _, r, c = self.size
+        side, size, step = (self.cols, c, line) if r == 1 else (self.rows, r, block)
+        count = size - size % step if size >= 2 * step else 0
+        middle = side.start + count
+
+        def of(part: slice) -> "Rect | None":
+            if part.start == part.stop:
+                return None
+            return Rect(self.batch, self.rows, part) if r == 1 else Rect(self.batch, part, self.cols)
+
+        return of(slice(side.start, middle)), of(slice(middle, side.stop))
 
     def within(self, outer: "Rect") -> tuple[slice, slice, slice]:
         """This rectangle's indices in a tensor that holds just `outer`."""

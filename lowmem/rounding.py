@@ -26,7 +26,7 @@ def widen(stored: Tensor, residual: Tensor | None = None) -> Tensor:
         return stored.float()
     if stored.dtype == torch.bfloat16:
         return (stored.float().view(torch.int32) + residual).view(torch.float32)
-    return stored.float() + residual * (_half_spacing(stored.float()) * 2.0**-15)
+    return stored.float() + residual * (spacing(stored.float(), stored.dtype) * 2.0**-15)
 
 
 def split(value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -42,39 +42,44 @@ def split(value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         return torch.where(finite, rounded, value).to(dtype), torch.where(finite, bits, 0).to(torch.int16)
     stored = value.to(dtype)
     wide = stored.float()
-    cut = (value - wide) / (_half_spacing(wide) * 2.0**-15)
+    cut = (value - wide) / (spacing(wide, dtype) * 2.0**-15)
     return stored, torch.where(wide.isfinite(), cut.round(), 0).to(torch.int16)
 
 
-def narrow_stochastically(value: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
-    """A float32 tile rounded up or down at random so that the mean is the value; `bits` is int32, 32 random bits each.
+def spacing(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """The distance of neighbours in bfloat16 or float16 around a float32 value: a power of two, float32. From 2¹⁰⁰ on
+    it stays what it is there: too small, and what is left over is rounded by the cast.
+
+    By arithmetic, for compiled code on a CPU has no vector instruction that looks at a float's bits: adding between 3/4
+    and 3/2 of its last place raises a float32 by one. Values are raised first, so that this much of them is a number.
+    """
+    size = (value.abs() * 2.0**27).clamp(max=2.0**126)
+    last_place = (size + size * (1.5 * 2.0**-24)) - size
+    more_bits, least = (16, 2.0**-133) if dtype == torch.bfloat16 else (13, 2.0**-24)
+    return (last_place * 2.0 ** (more_bits - 27)).clamp(min=least)
+
+
+def narrow_stochastically(value: Tensor, dtype: torch.dtype, noise: Tensor) -> Tensor:
+    """A float32 tile rounded up or down at random so that the mean is the value; `noise` is float32 in [0, 1).
 
     Values that `dtype` holds exactly, infinities and NaN come out as they are.
     """
-    if dtype == torch.bfloat16:
-        raised = (value.view(torch.int32) + (bits & _LOW16)) & ~_LOW16
-        return torch.where(value.isfinite(), raised.view(torch.float32), value).to(dtype)
-    spacing = _half_spacing(value)
-    scaled = value / spacing  # a power of two: exact, and so is the fraction below
+    gap = spacing(value, dtype)
+    scaled = value / gap  # a power of two: exact, and so is the fraction below
     low = scaled.floor()
-    up = (bits & 0xFFFFFF).float() * 2.0**-24 < scaled - low
-    return torch.where(value.isfinite(), (low + up) * spacing, value).to(dtype)
+    return (torch.where(noise < scaled - low, low + 1.0, low) * gap).to(dtype)
 
 
 def nearest(value: Tensor, dtype: torch.dtype) -> Tensor:
     """A float32 tile rounded to the nearest value of `dtype`, ties to even, still float32.
 
-    In bits and powers of two: a compiler takes a cast there and back for no change at all.
+    In powers of two: a compiler takes a cast there and back for no change at all.
     """
-    if dtype == torch.bfloat16:
-        bits = value.view(torch.int32)
-        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & ~_LOW16).view(torch.float32)
-        return torch.where(value.isfinite(), rounded, value)
-    if dtype == torch.float16:
-        spacing = _half_spacing(value)
-        rounded = (value / spacing).round() * spacing
-        return torch.where(rounded.abs() > 65504, value * torch.inf, rounded)
-    return value
+    if dtype == torch.float32:
+        return value
+    gap = spacing(value, dtype)
+    rounded = (value / gap).round() * gap
+    return torch.where(rounded.abs() > 65504, value * torch.inf, rounded) if dtype == torch.float16 else rounded
 
 
 def nearest_number(value: float, dtype: torch.dtype) -> float:
@@ -93,23 +98,25 @@ def narrow_past(value: Tensor, threshold: Tensor) -> Tensor:
 
     With a threshold that runs evenly over [0, 1) the mean is the value. As Tensor2Tensor has it (its `adafactor.py`).
     """
-    bits = (value.abs() + 1e-30).view(torch.int32)
-    part, low = (bits & _LOW16).float() * 2.0**-16, bits & ~_LOW16
-    nearest_is_low = (part < 0.5) | ((part == 0.5) & ((low >> 16) & 1 == 0))
-    up = torch.where(nearest_is_low, part > threshold, 1.0 - part <= threshold)
-    return ((low + (up.int() << 16)).view(torch.float32) * value.sign()).to(torch.bfloat16)
-
-
-def _half_spacing(value: Tensor) -> Tensor:
-    """The spacing of float16 around a float32 value (2⁻²⁴ among its subnormals), as float32."""
-    exponent = (value.view(torch.int32) >> 23) & 0xFF
-    return ((exponent.clamp(min=113) - 10) << 23).view(torch.float32)
+    size = value.abs() + 1e-30
+    gap = spacing(size, torch.bfloat16)
+    scaled = size / gap
+    low = scaled.floor()
+    part = scaled - low
+    from_low = torch.where(part > threshold, low + 1.0, low)
+    from_high = torch.where(1.0 - part <= threshold, low + 1.0, low)
+    return (torch.where(scaled.round() == low, from_low, from_high) * gap * value.sign()).to(torch.bfloat16)
 
 
 def noise_key(seed: int, step: int, name: str) -> int:
     """A 31-bit key for one parameter at one step."""
     digest = hashlib.blake2b(f"{seed}/{step}/{name}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def noise(bits: Tensor, half: int) -> Tensor:
+    """The lower (0) or upper (1) 16 bits of random int32 as float32 in [0, 1)."""
+    return ((bits >> (16 * half)) & _LOW16).float() * 2.0**-16
 
 
 def mix(x: Tensor) -> Tensor:

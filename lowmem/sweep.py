@@ -6,14 +6,18 @@ through `Layout`, which piece of the parameter this process holds.
 """
 
 import functools
+import math
+import time
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.fx.experimental._config
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from lowmem import rounding
 from lowmem.layout import Layout, Rect
@@ -25,23 +29,33 @@ Scalars = Mapping[str, Tensor | float]
 # Elements a tile. Eager code on a CPU wants a tile's few float32 temporaries in the cache; on a GPU it trades temporary
 # memory against launches. Compiled code has next to no temporaries: there a tile is large, or the whole parameter.
 CPU_TILE = 1 << 17
-CPU_COMPILED_TILE = 1 << 22
+CPU_COMPILED_TILE = 1 << 24
 GPU_TILE = 1 << 22
+
+# Compiled code on a CPU sums columns over this many rows at a time, which the cache holds, and a single line in this
+# many elements at a time. What is left over, and what is too small for such a grid, runs eagerly.
+BLOCK_ROWS = 16
+LINE = 1024
 
 # Compiled code is dynamic in every size but 0 and 1, and special to a dtype, a rounding, a clip: together that can be
 # more than dynamo's own limit of 8 for one function, past which it would fail in the middle of a step.
 SPECIALISATIONS = 64
 
-# What lies between the noise of one rounded tensor and the next of the same update (2³² over the golden ratio, signed).
+# Where much is read or computed for a value, Inductor would put it into a buffer as large as the tile, and go on from it.
+NO_BUFFERS: Any = {f"realize_{kind}_threshold": 1 << 10 for kind in ("reads", "opcount", "acc_reads")}
+
+# What lies between the noise of two rounded tensors and the next two of the same update (2³² over the golden ratio,
+# signed).
 _NEXT_NOISE = -0x61C88647
 
 
 @dataclass
 class Sums:
-    """What a reduce function gives for a tile of [b, r, c], and `Sweep.reduce` for the parameter of [B, R, C].
+    """What a reduce function wants summed, each a tile [b, r, c]; and the sums of the parameter's [B, R, C], as
+    `Sweep.reduce` gives them.
 
-    row: name → sums along a row, [b, r].  col: name → sums along a column, [b, c].  scalar: name → sums over both, [b].
-    row_max: name → the largest along a row, [b, r].
+    row: name → along each row, [B, R].  col: name → along each column, [B, C].  scalar: name → over both, [B].
+    row_max: name → not a sum but the largest along each row, [B, R].
     """
 
     row: dict[str, Tensor] = field(default_factory=dict)
@@ -103,7 +117,8 @@ class Fields:
 
 
 class Tile:
-    """One rectangle as a rule's function sees it: everything float32, everything broadcastable to [b, r, c].
+    """One rectangle as a rule's function sees it: everything float32, everything broadcastable to [b, r, c] (where the
+    sweep wants rows in blocks: [b, n, m, c]).
 
     grad: the gradient, unscaled, clamped by value, multiplied with the clip factor.  param: the weight.
     full, row, col, scalar: what was handed to the sweep.
@@ -111,11 +126,16 @@ class Tile:
 
     def __init__(self, raw: RawTile) -> None:
         self._raw = raw
+        rows = raw.grad.shape[1:-1]
         self.full = Fields({k: v.float() for k, v in raw.full.items()})
-        self.row = Fields({k: v.unsqueeze(-1) for k, v in raw.row.items()})
-        self.col = Fields({k: v.unsqueeze(-2) for k, v in raw.col.items()})
-        self.scalar = Fields({k: v if v.ndim == 0 else v[:, None, None] for k, v in raw.scalar.items()})
+        self.row = Fields({k: v.view(-1, *rows, 1) for k, v in raw.row.items()})
+        self.col = Fields({k: v.view(-1, *(1 for _ in rows), v.shape[-1]) for k, v in raw.col.items()})
+        self.scalar = Fields({k: v if v.ndim == 0 else self.by_slice(v) for k, v in raw.scalar.items()})
         self._cache: dict[str, Tensor] = {}
+
+    def by_slice(self, value: Tensor) -> Tensor:
+        """[b], broadcastable to the tile."""
+        return value.view(-1, *(1 for _ in self._raw.grad.shape[1:]))
 
     def _once(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
         if name not in self._cache:
@@ -145,11 +165,10 @@ class Tile:
         return self._once("grad_square", self.grad.square)
 
     @property
-    def square_sum(self) -> Tensor:
-        """Sum of `unclipped` squared, [b]."""
+    def unclipped_square(self) -> Tensor:
+        """`unclipped` squared."""
         as_it_is = self._raw.limit is None and self._raw.clip is None
-        square = self.grad_square if as_it_is else self.unclipped.square()
-        return square.sum((-2, -1))
+        return self.grad_square if as_it_is else self.unclipped.square()
 
     @property
     def param(self) -> Tensor:
@@ -165,24 +184,54 @@ ReduceFn = Callable[[Tile], Sums]
 ApplyFn = Callable[[Tile], Named]
 
 
-def _reduce_tile(fn: ReduceFn, measure: bool, raw: RawTile) -> tuple[Named, Named, Named, Named, Tensor | None]:
+# Among the sums over everything, the one that measures the gradient.
+_SQUARE = "square of the gradient"
+
+
+def _reduce_tile(fn: ReduceFn, measure: bool, raw: RawTile) -> tuple[Named, Named, Named, Named]:
     tile = Tile(raw)
-    sums = fn(tile)
-    return sums.row, sums.col, sums.scalar, sums.row_max, tile.square_sum if measure else None
+    wanted = fn(tile)
+    totals = {**wanted.scalar, _SQUARE: tile.unclipped_square} if measure else wanted.scalar
+    return (
+        {name: value.sum(-1).flatten(1) for name, value in wanted.row.items()},
+        {name: value.sum(-2) for name, value in wanted.col.items()},
+        {name: _total(value) for name, value in totals.items()},
+        {name: value.amax(-1).flatten(1) for name, value in wanted.row_max.items()},
+    )
+
+
+def _total(value: Tensor) -> Tensor:
+    """Sum over everything but the batch; of each line, [b, lines], in compiled code, which sums lines side by side in
+    vector registers.
+    """
+    if not torch.compiler.is_compiling():
+        return value.sum((-2, -1))
+    if value.shape[-2] == 1:
+        value = value.unflatten(-1, (-1, LINE))
+    return value.sum(-1).flatten(1)
 
 
 def _apply_tile(fn: ApplyFn, stochastic: tuple[str, ...], writing: Writing, raw: RawTile) -> None:
     tile = Tile(raw)
-    finite = None if writing.finite is None else writing.finite[:, None, None]
+    finite = None if writing.finite is None else tile.by_slice(writing.finite)
+    bits: dict[int, Tensor] = {}
+
+    def noise(index: int, cols: int) -> Tensor:
+        """That of the tensor with this index among those rounded with it: two share the random bits of an element."""
+        word, half = divmod(index, 2)
+        if word not in bits:
+            assert writing.noise is not None and writing.first_col is not None
+            col = torch.arange(cols, dtype=torch.int32, device=writing.noise.device) + writing.first_col
+            bits[word] = rounding.mix(writing.noise.unsqueeze(-1) + word * _NEXT_NOISE + col)
+        return rounding.noise(bits[word], half)
+
     for name, value in fn(tile).items():
         target, old = (raw.param, tile.param) if name == "param" else (raw.full[name], raw.full[name])
         if finite is not None:
             value = torch.where(finite, value, old)
         if name in stochastic:
-            assert writing.noise is not None and writing.first_col is not None
-            col = torch.arange(value.shape[-1], dtype=torch.int32, device=value.device) + writing.first_col
-            bits = rounding.mix(writing.noise.unsqueeze(-1) + stochastic.index(name) * _NEXT_NOISE + col)
-            target.copy_(rounding.narrow_stochastically(value, target.dtype, bits))
+            own = noise(stochastic.index(name), value.shape[-1])
+            target.copy_(rounding.narrow_stochastically(value, target.dtype, own))
         elif name == "param" and raw.residual is not None:
             stored, residual = rounding.split(value, raw.param.dtype)
             raw.param.copy_(stored)
@@ -193,20 +242,85 @@ def _apply_tile(fn: ApplyFn, stochastic: tuple[str, ...], writing: Writing, raw:
             target.copy_(value)
 
 
+class CompiledTile:
+    """`body` with `fn` bound, compiled with dynamic shapes: once for every parameter and placement, dtype, and whether
+    there is a batch and the tile begins its memory.
+
+    Attributes:
+        seconds: what compiling has taken so far, of all functions of this process.
+    """
+
+    seconds = 0.0
+
+    def __init__(self, body: Callable[..., Any], fn: Callable[..., Any]) -> None:
+        def tile_function(*args: Any) -> Any:
+            return body(fn, *args)
+
+        # Dynamo keeps what it compiled, and counts it, by code object: each pair gets one of its own.
+        code = tile_function.__code__.replace(co_name=f"{body.__name__.strip('_')}_{fn.__name__}")
+        own = types.FunctionType(code, globals(), closure=tile_function.__closure__)
+        self._run = torch.compile(own, dynamic=True, fullgraph=True, options=NO_BUFFERS)
+        self._kinds: set[tuple[Any, ...]] = set()
+
+    def __call__(self, *args: Any) -> Any:
+        kind = _kind(*args)
+        if kind in self._kinds:
+            return self._run(*args)
+        start = time.perf_counter()
+        # two sizes that are equal the first time are no reason to compile again when they are not
+        with (
+            torch._dynamo.config.patch(recompile_limit=SPECIALISATIONS),
+            torch.fx.experimental._config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
+        ):
+            result = self._run(*args)
+        CompiledTile.seconds += time.perf_counter() - start
+        self._kinds.add(kind)
+        return result
+
+
+def _kind(how: Hashable, *given: Any) -> tuple[Any, ...]:
+    """What compiled code is special to, of the arguments of a tile function."""
+    raw: RawTile = given[-1]
+    tensors = (raw.grad, raw.param, *raw.full.values())
+    begins, missing = raw.grad.storage_offset() == 0, (value is None for values in given for value in values)
+    return how, begins, *(t.dtype for t in tensors), *(size == 1 for size in raw.grad.shape), *missing
+
+
 @functools.cache
 def _tile_function(body: Callable[..., Any], fn: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
-    """`body` with `fn` bound; compiled once a function, with dynamic shapes, for every parameter and placement."""
-    if not compiled:
-        return functools.partial(body, fn)
+    return CompiledTile(body, fn) if compiled else functools.partial(body, fn)
 
-    def tile_function(*args: Any) -> Any:
-        return body(fn, *args)
 
-    # Dynamo keeps what it compiled, and counts it, by code object: each pair gets one of its own.
-    code = tile_function.__code__.replace(co_name=f"{body.__name__.strip('_')}_{fn.__name__}")
-    own = types.FunctionType(code, globals(), closure=tile_function.__closure__)
-    compiled_own = torch.compile(own, dynamic=True, fullgraph=True)
-    return torch._dynamo.config.patch(recompile_limit=SPECIALISATIONS)(compiled_own)
+class Part(NamedTuple):
+    """A tile of the parameter: `rect`, in the layout's rectangle number `of`.
+
+    block: rows that columns are summed over at a time; 1: all at once.  compiled: by compiled code.
+    """
+
+    of: int
+    rect: Rect
+    block: int = 1
+    compiled: bool = False
+
+
+def _parts(rects: Sequence[Rect], device: torch.device, compiled: bool, tile: int | None) -> Iterator[Part]:
+    """The tiles of a parameter. Compiled code gets what is large and regular: its sizes are never 1, nor is a line or a
+    column ever summed in odd pieces, so that it is not compiled again for them.
+    """
+    on_cpu = device.type == "cpu"
+    eager = tile or (CPU_TILE if on_cpu else GPU_TILE)
+    block = BLOCK_ROWS if on_cpu else 1
+    for of, outer in enumerate(rects):
+        if not compiled:
+            yield from (Part(of, rect) for rect in outer.subdivide(eager))
+            continue
+        large = tile or (CPU_COMPILED_TILE if on_cpu else math.prod(outer.size))
+        for rect in outer.subdivide(large, block):
+            regular, rest = rect.regular(block, LINE)
+            if regular is not None:
+                yield Part(of, regular, 1 if regular.size[1] == 1 else block, compiled=True)
+            if rest is not None:
+                yield from (Part(of, piece) for piece in rest.subdivide(eager))
 
 
 class Sweep:
@@ -261,14 +375,14 @@ class Sweep:
         self._factor, self._limit, self._clip = factor, limit, clip
         self.own_clip = own_clip
         self._noise_keys, self._stochastic = noise_keys, stochastic and param.dtype in rounding.ROUNDED_DTYPES
-        self._across, self._compiled = across, compiled
+        self._across = across
         self._guarded = True  # by its own measurement
         self._finite = None if finite is None else finite.expand(len(noise_keys))
-        if tile is None:
-            on_cpu = param.device.type == "cpu"
-            tile = (CPU_COMPILED_TILE if on_cpu else param.numel()) if compiled else CPU_TILE if on_cpu else GPU_TILE
-        self._rects = [(i, r) for i, outer in enumerate(layout.rects) for r in outer.subdivide(max(1, tile))]
-        self._at_once = len(self._rects) == 1 and self._rects[0][1].size == self.shape
+        self._parts = list(_parts(layout.rects, self.device, compiled, tile))
+        self._at_once = len(self._parts) == 1 and self._parts[0].rect.size == self.shape
+        if is_fake(param):  # a dry run computes nothing, and equal tiles take equal memory: one of each size will do
+            self._parts = list({(part.rect.size, part.block): part for part in self._parts}.values())
+        self._passes = 0
         self._params = layout.views(self._param)
         self._grads = layout.views(grad)
         self._residuals = layout.views(residual) if residual is not None else None
@@ -318,11 +432,10 @@ class Sweep:
         col: Vectors | None = None,
         scalar: Scalars | None = None,
     ) -> Sums:
-        """Sums of what `fn` gives for each tile: rows [B, R], columns [B, C], scalars [B], all float32.
+        """Sums of what `fn` names: rows [B, R], columns [B, C], scalars [B], all float32.
 
         The first reduce of a sweep measures the gradient on the way, so measuring costs no pass of its own.
         """
-        run = _tile_function(_reduce_tile, fn, self._compiled)
         measure = self._slice_square_sums is None and self._square_sums is None
         batch, rows, cols = self.shape
         total = Sums()
@@ -342,19 +455,21 @@ class Sweep:
                     into[name] = torch.full((batch, rows), -torch.inf, dtype=torch.float32, device=self.device)
                 into[name][where] = torch.maximum(into[name][where], value)
 
-        squares: dict[str, Tensor] = {}
-        for rect, raw in self._tiles(full, row, col, scalar):
-            row_sums, col_sums, scalar_sums, row_max, square_sum = run(measure, raw)
+        for part, raw in self._tiles(full, row, col, scalar, in_blocks=True):
+            rect, run = part.rect, _tile_function(_reduce_tile, fn, part.compiled)
+            row_sums, col_sums, scalar_sums, row_max = run(measure, raw)
+            if part.compiled:
+                scalar_sums = {name: lines.sum(-1) for name, lines in scalar_sums.items()}
+            if part.block > 1:
+                col_sums = {name: blocks.sum(-2) for name, blocks in col_sums.items()}
             add(total.row, (batch, rows), (rect.batch, rect.rows), row_sums)
             add(total.col, (batch, cols), (rect.batch, rect.cols), col_sums)
             add(total.scalar, (batch,), (rect.batch,), scalar_sums)
             raise_to(total.row_max, (rect.batch, rect.rows), row_max)
-            if measure:
-                add(squares, (batch,), (rect.batch,), {"grad": square_sum})
         if self._across is not None:
-            _sum_up(self._across, total, squares)
+            _sum_up(self._across, total)
         if measure:
-            self._slice_square_sums = squares["grad"]
+            self._slice_square_sums = total.scalar.pop(_SQUARE)
         return total
 
     def apply(
@@ -374,13 +489,13 @@ class Sweep:
         threshold: in [0, 1): bfloat16 weights that would be rounded to the nearest one are rounded up (away from zero)
         where what is cut off is a larger part of their spacing than this.
         """
-        run = _tile_function(_apply_tile, fn, self._compiled)
         rounded: tuple[str, ...] = ("param",) if self._stochastic else ()
         rounded += tuple(name for name in stochastic if (full or {})[name].dtype in rounding.ROUNDED_DTYPES)
         noise = self._noise() if rounded else None
         finite = None if self.finite is None else self._by_slice(self.finite)
         limit = None if threshold is None else self.scalar(threshold)
-        for rect, raw in self._tiles(full, row, col, scalar):
+        for part, raw in self._tiles(full, row, col, scalar):
+            rect, run = part.rect, _tile_function(_apply_tile, fn, part.compiled)
             own = None if noise is None else _cut(noise, (rect.batch, rect.rows))
             first = torch.full((), rect.cols.start, dtype=torch.int32, device=self.device) if rounded else None
             run(rounded, Writing(None if finite is None else _cut(finite, (rect.batch,)), own, first, limit), raw)
@@ -423,25 +538,34 @@ class Sweep:
             self.apply(_replaced, full={"value": param.detach()})
 
     def _tiles(
-        self, full: Vectors | None, row: Vectors | None, col: Vectors | None, scalar: Scalars | None
-    ) -> Iterator[tuple[Rect, RawTile]]:
+        self,
+        full: Vectors | None,
+        row: Vectors | None,
+        col: Vectors | None,
+        scalar: Scalars | None,
+        in_blocks: bool = False,
+    ) -> Iterator[tuple[Part, RawTile]]:
+        """Every second pass goes backwards, and begins with what the one before has left in the cache."""
+        order = self._parts if self._passes % 2 == 0 else self._parts[::-1]
+        self._passes += 1
         batch, rows, cols = self.shape
         fulls = {name: self.layout.views(t) for name, t in (full or {}).items()}
         on_rows = {name: t.view(batch, rows) for name, t in (row or {}).items()}
         on_cols = {name: t.view(batch, cols) for name, t in (col or {}).items()}
         scalars = {name: self.scalar(v) for name, v in (scalar or {}).items()}
-        for i, rect in self._rects:
-            local = rect.within(self.layout.rects[i])
+        for part in order:
+            i, rect = part.of, part.rect
+            local, block = rect.within(self.layout.rects[i]), part.block if in_blocks else 1
             yield (
-                rect,
+                part,
                 RawTile(
-                    grad=_cut(self._grads[i], local),
-                    param=_cut(self._params[i], local),
-                    residual=None if self._residuals is None else _cut(self._residuals[i], local),
+                    grad=_cut(self._grads[i], local, block),
+                    param=_cut(self._params[i], local, block),
+                    residual=None if self._residuals is None else _cut(self._residuals[i], local, block),
                     factor=self._factor,
                     limit=self._limit,
                     clip=self._clip,
-                    full={name: _cut(views[i], local) for name, views in fulls.items()},
+                    full={name: _cut(views[i], local, block) for name, views in fulls.items()},
                     row={name: _cut(t, (rect.batch, rect.rows)) for name, t in on_rows.items()},
                     col={name: _cut(t, (rect.batch, rect.cols)) for name, t in on_cols.items()},
                     scalar={name: t if t.ndim == 0 else _cut(t, (rect.batch,)) for name, t in scalars.items()},
@@ -469,17 +593,20 @@ class Sweep:
         return rounding.mix(line + keys[:, None]).view(batch, rows)
 
 
-def _cut(whole: Tensor, where: tuple[slice, ...]) -> Tensor:
+def _cut(whole: Tensor, where: tuple[slice, ...], block: int = 1) -> Tensor:
     """A part of `whole`, in its memory, with strides of its own and no base: compiled code is valid for just those."""
-    if all(s.start == 0 and s.stop == n for s, n in zip(where, whole.shape, strict=True)):
+    if block == 1 and all(s.start == 0 and s.stop == n for s, n in zip(where, whole.shape, strict=True)):
         return whole.detach()
     part = whole[where]
-    return part.view(part.shape).detach()
+    if block == 1:
+        return part.view(part.shape).detach()
+    batch, rows, cols = part.shape
+    return part.view(batch, rows // block, block, cols).detach()
 
 
-def _sum_up(across: Across, total: Sums, squares: Named) -> None:
+def _sum_up(across: Across, total: Sums) -> None:
     """Replaces what one rank has summed by what all have."""
-    named = [(into, name) for into in (total.row, total.col, total.scalar, squares) for name in into]
+    named = [(into, name) for into in (total.row, total.col, total.scalar) for name in into]
     if named:
         parts = across.totals([into[name] for into, name in named])
         for (into, name), value in zip(named, parts, strict=True):

@@ -82,8 +82,9 @@ def test_split_passes_on_what_is_not_finite(dtype):
 # -- stochastic ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("half", [0, 1])
 @pytest.mark.parametrize("dtype", HALVES)
-def test_stochastic_is_unbiased(dtype):
+def test_stochastic_is_unbiased(dtype, half):
     """The mean of N draws is within 5 standard errors of the value, for values at every fraction and size, and both
     neighbours are met. A rounding with fraction f has the variance f(1-f) of a coin."""
     repeats = 200_000
@@ -94,7 +95,7 @@ def test_stochastic_is_unbiased(dtype):
         value = (low.double() + fraction * (high.double() - low.double())).float()
         fraction = ((value.double() - low.double()) / (high.double() - low.double())).item()  # as float32 can hold it
         bits = rounding.mix(rounding.mix(torch.arange(repeats, dtype=torch.int32) + 1))
-        drawn = rounding.narrow_stochastically(value.expand(repeats), dtype, bits)
+        drawn = rounding.narrow_stochastically(value.expand(repeats), dtype, rounding.noise(bits, half))
         went_up = (drawn == high).double()
         assert ((drawn == low) | (drawn == high)).all()
         assert abs(went_up.mean().item() - fraction) <= 5 * math.sqrt(fraction * (1 - fraction) / repeats)
@@ -103,11 +104,19 @@ def test_stochastic_is_unbiased(dtype):
 @pytest.mark.parametrize("dtype", HALVES)
 def test_stochastic_leaves_exact_values(dtype):
     every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
-    bits = torch.randint(-(1 << 31), 1 << 31, every.shape).int()
-    drawn = rounding.narrow_stochastically(every.float(), dtype, bits)
+    drawn = rounding.narrow_stochastically(every.float(), dtype, torch.rand(every.shape))
     finite = every.isfinite()
     assert torch.equal(drawn[finite], every[finite])
     torch.testing.assert_close(drawn[~finite], every[~finite], equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_nearest_is_a_cast_there_and_back(dtype):
+    """Up to 2¹⁰⁰ in bfloat16, from where on some of the rounding is left to a cast."""
+    value = floats_of_all_kinds()
+    value = torch.cat([value[value.abs() < 2.0**100] if dtype == torch.bfloat16 else value, NOT_FINITE])
+    rounded = rounding.nearest(value, dtype)
+    torch.testing.assert_close(rounded, value.to(dtype).float(), rtol=0, atol=0, equal_nan=True)
 
 
 def test_noise_looks_random():

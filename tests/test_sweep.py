@@ -8,7 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.utils import counters
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
 import lowmem
@@ -97,7 +96,7 @@ def test_updates_do_not_depend_on_the_tile(rule, shape, rounding_name):
 
 def everything(t):
     product = t.grad * t.param
-    return Sums(row={"r": product.sum(-1)}, col={"c": product.sum(-2)}, scalar={"s": product.sum((-2, -1))})
+    return Sums(row={"r": product}, col={"c": product}, scalar={"s": product})
 
 
 @given(st.tuples(*[st.integers(1, 9)] * 3), st.integers(1, 100), st.booleans())
@@ -141,16 +140,18 @@ def test_not_finite_leaves_everything_untouched(rule, rounding_name, shape, bad)
 @pytest.mark.parametrize("rounding_name", rounding.ROUNDINGS)
 @pytest.mark.parametrize("rule", RULES)
 def test_compiled_gives_the_same_numbers(rule, rounding_name):
-    """Compiled code may fuse a multiplication with an addition, and sums in another order."""
-    for shape in [(300,), (64, 48), (3, 20, 30)]:
+    """Compiled code may fuse a multiplication with an addition, and sums in another order. What is left over of lines
+    and of blocks of rows is not compiled, and neither are the last two."""
+    for shape in [(2500,), (70, 48), (3, 67, 30), (31, 50), (300,)]:
         eager = update(rule, shape, rounding_name=rounding_name)
         assert_same_to_float32_rounding(update(rule, shape, rounding_name=rounding_name, compiled=True), eager)
 
 
 @pytest.fixture
 def traced_only(monkeypatch):
-    """torch.compile without code generation: its guards and recompilations are the same, in a tenth of the time."""
+    """torch.compile without code generation: dynamo's guards are the same, in a tenth of the time."""
     sweep._tile_function.cache_clear()
+    monkeypatch.setattr(sweep, "CPU_COMPILED_TILE", 1 << 17)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     yield
     sweep._tile_function.cache_clear()
@@ -163,23 +164,23 @@ def graphs():
 
 @pytest.mark.parametrize(("rule", "functions"), [("lomo", 2), ("adalomo", 5), ("adamw", 2), ("lans", 5)])
 def test_shapes_steps_and_lr_do_not_recompile(traced_only, rule, functions):
-    """A function is compiled anew only for a size of 1 (a vector, one row, one column, a stack) and for where a tile
-    begins (at 0 or not): tiles of any other size, step and learning rate run what is there."""
+    """A function is compiled anew only for a vector, a matrix or a stack, for a stack that is cut, and for where a tile
+    begins (at 0 or not): tiles of any other size, step and learning rate run what is there. The first is square."""
     start = graphs()
-    for shape in [(300,), (64, 48), (3, 20, 30), (900, 211), (1, 70_000), (3, 200, 1000)]:
+    for shape in [(64, 64), (3000,), (3, 96, 30), (3, 70, 30), (900, 211), (1, 170_000), (3, 200, 1000)]:
         update(rule, shape, compiled=True)
     first = graphs() - start
-    assert first <= 4 * functions
-    for shape in [(301,), (70_001,), (48, 64), (64, 64), (5, 30, 20), (17, 5000), (901, 210), (4, 300, 900)]:
+    assert first <= 5 * functions
+    for shape in [(5001,), (300_001,), (99, 64), (128, 128), (5, 64, 20), (47, 5000), (901, 610), (4, 300, 900)]:
         update(rule, shape, compiled=True, steps=4)
-    assert graphs() - start - first <= functions  # a remainder of one row may come first here
+    assert graphs() - start == first
 
 
 def test_more_kinds_than_dynamo_allows_by_default(traced_only):
-    """Dtypes, roundings and sizes of 1 multiply beyond dynamo's limit of 8 and must not stop a step."""
+    """Dtypes, roundings and shapes multiply beyond dynamo's limit of 8 and must not stop a step."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for rounding_name in rounding.ROUNDINGS if dtype != torch.float32 else ("nearest",):
-            for shape in [(1,), (300,), (64, 48)]:
+            for shape in [(3000,), (64, 48), (3000, 64)]:
                 update("lomo", shape, dtype=dtype, rounding_name=rounding_name, compiled=True, steps=1)
 
 
@@ -204,22 +205,3 @@ def test_temporaries_of_one_update(rule, rounding_name):
     held += residual.untyped_storage().nbytes() if residual is not None else 0
     peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
     assert held <= peak <= held + 8 * MIB
-
-
-@pytest.mark.parametrize("batching", [False, True])
-@pytest.mark.parametrize("rounding_name", rounding.ROUNDINGS)
-@pytest.mark.parametrize("rule", RULES)
-def test_nothing_is_read_back(rule, rounding_name, batching):
-    """A tensor without values cannot be read: a whole backward runs on such, clip and loss scale included."""
-    with FakeTensorMode():
-        model = torch.nn.Sequential(torch.nn.Embedding(50, 16), torch.nn.LayerNorm(16), torch.nn.Linear(16, 50))
-        params = [(name, torch.nn.Parameter(p.bfloat16())) for name, p in model.named_parameters()]
-        opt = lowmem.FusedOptimizer(
-            params, rule=rule, rounding=rounding_name, batching=batching, clip_value=1.0, loss_scale=1024
-        )
-        before = [param._version for _, param in params]
-        for _ in range(2):
-            opt.backward(sum((param * param).sum() for _, param in params))
-        if not batching:  # fake tensors do not count a write to a list of them
-            assert all(param._version > version for (_, param), version in zip(params, before, strict=True))
-        assert opt.last_step.grad_norm.shape == ()

@@ -18,8 +18,8 @@ from lowmem.sweep import Sums, Sweep, Tile
 
 
 def largest(t: Tile) -> Sums:
-    """The largest magnitude of each row of the new weight."""
-    return Sums(row_max={"size": moved(t)["param"].abs().amax(-1)})
+    """The magnitude of the new weight, of which the largest of each row is wanted."""
+    return Sums(row_max={"size": moved(t)["param"].abs()})
 
 
 def quantised(t: Tile) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from lowmem.sweep import ReduceFn, Sums, Sweep, Tile
 
 
 def moments(t: Tile) -> Sums:
-    """Row and column sums of g², and the sum of w²."""
+    """Of g² by row and column, and of w²."""
     return _moments(t, t.param.square())
 
 
@@ -26,10 +26,7 @@ def moments_as_stored(t: Tile) -> Sums:
 
 
 def _moments(t: Tile, param_square: Tensor) -> Sums:
-    square = t.grad_square
-    return Sums(
-        row={"square": square.sum(-1)}, col={"square": square.sum(-2)}, scalar={"param": param_square.sum((-2, -1))}
-    )
+    return Sums(row={"square": t.grad_square}, col={"square": t.grad_square}, scalar={"param": param_square})
 
 
 def second_moment(t: Tile) -> Tensor:
@@ -45,18 +42,18 @@ def change(t: Tile) -> Tensor:
 
 
 def change_square(t: Tile) -> Sums:
-    """The sum of `change` squared."""
-    return Sums(scalar={"change": change(t).square().sum((-2, -1))})
+    """Of `change` squared."""
+    return Sums(scalar={"change": change(t).square()})
 
 
 def squares(t: Tile) -> Sums:
-    """The sums of `change` and of w, squared."""
-    return Sums(scalar={**change_square(t).scalar, "param": t.param.square().sum((-2, -1))})
+    """Of `change` and of w, squared."""
+    return Sums(scalar={**change_square(t).scalar, "param": t.param.square()})
 
 
 def squares_as_stored(t: Tile) -> Sums:
     """`squares` with w² in the weight's own dtype."""
-    return Sums(scalar={**change_square(t).scalar, "param": t.stored(t.param.square()).sum((-2, -1))})
+    return Sums(scalar={**change_square(t).scalar, "param": t.stored(t.param.square())})
 
 
 def results(t: Tile, decayed: Tensor, change: Tensor) -> dict[str, Tensor]:

@@ -22,17 +22,13 @@ def weight(t: Tile) -> Tensor:
 
 
 def norms(t: Tile) -> Sums:
-    """Squared norms of the gradient, of the gradient magnified, of the weight and of what is stored of it."""
-
-    def square_sum(x: Tensor) -> Tensor:
-        return x.square().sum((-2, -1))
-
+    """Of squares: of the gradient, of the gradient magnified, of the weight and of what is stored of it."""
     return Sums(
         scalar={
-            "grad": t.grad_square.sum((-2, -1)),
-            "magnified": square_sum(t.grad * _MAGNIFIED),
-            "weight": square_sum(weight(t)),
-            "param": square_sum(t.param),
+            "grad": t.grad_square,
+            "magnified": (t.grad * _MAGNIFIED).square(),
+            "weight": weight(t).square(),
+            "param": t.param.square(),
         }
     )
 
@@ -65,17 +61,15 @@ def first_moved(t: Tile, m: Tensor) -> Tensor:
 
 
 def both_squares(t: Tile) -> Sums:
-    """Squared norms of both parts of the step, with the decay of the weight that has not moved yet."""
+    """Of squares of both parts of the step, with the decay of the weight that has not moved yet."""
     own, decay = parts(t), weight(t) * t.scalar.wd
-    return Sums(
-        scalar={"m": (own.m + decay).square().sum((-2, -1)), "g": (own.g + decay).square().sum((-2, -1))},
-    )
+    return Sums(scalar={"m": (own.m + decay).square(), "g": (own.g + decay).square()})
 
 
 def second_square(t: Tile) -> Sums:
-    """The squared norm of the gradient's part, with the decay of the weight that has moved already."""
+    """Of squares of the gradient's part, with the decay of the weight that has moved already."""
     own = parts(t)
-    return Sums(scalar={"g": (own.g + first_moved(t, own.m) * t.scalar.wd).square().sum((-2, -1))})
+    return Sums(scalar={"g": (own.g + first_moved(t, own.m) * t.scalar.wd).square()})
 
 
 def moved_by_step(t: Tile) -> dict[str, Tensor]:
@@ -184,9 +178,9 @@ class Lans(UpdateRule):
     def update(self, sweep: Sweep, plan: LansPlan, state: State, hyper: Hyper, step: int) -> None:
         beta1, beta2, fused = hyper["beta1"], hyper["beta2"], hyper["variant"] == "fused"
         lr = hyper["lr"] * plan.lr_mult
-        count = next_count(sweep, state) + hyper["begin_num_update"]
         full = {name: kept for name, kept in state.items() if name != "step"}
         sums = sweep.reduce(norms, full=full).scalar
+        count = next_count(sweep, state) + hyper["begin_num_update"]
         scalar: dict[str, Tensor | float] = {
             "inverse_norm": self._inverse_norm(sums, hyper["rescale_grad"]),
             "beta1": beta1,

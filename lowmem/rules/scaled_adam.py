@@ -28,8 +28,8 @@ from lowmem.sweep import Sums, Sweep, Tile
 
 
 def size_gradient(t: Tile) -> Sums:
-    """The gradient of the logarithm of the weight's size, and the sum of w²."""
-    return Sums(scalar={"grad": (t.param * t.grad).sum((-2, -1)), "param": t.param.square().sum((-2, -1))})
+    """Of what makes up the gradient of the logarithm of the weight's size, and of w²."""
+    return Sums(scalar={"grad": t.param * t.grad, "param": t.param.square()})
 
 
 def moved(t: Tile) -> dict[str, Tensor]:
@@ -165,6 +165,7 @@ class ScaledAdam(UpdateRule):
     def update(self, sweep: Sweep, plan: ScaledPlan, state: State, hyper: Hyper, step: int) -> Mapping[str, Tensor]:
         beta1, beta2 = hyper["betas"]
         gain1 = 1.0 - beta1
+        sums = {} if plan.single else sweep.reduce(size_gradient).scalar
         count = next_count(sweep, state)
         bias2 = 1.0 - power(beta2, count)
         scalar: dict[str, Tensor | float] = {"beta1": beta1, "beta2": beta2, "gain2": 1.0 - beta2, "eps": hyper["eps"]}
@@ -173,7 +174,7 @@ class ScaledAdam(UpdateRule):
             scalar |= {"step": -hyper["lr"] * hyper["scalar_lr_scale"] * gain1, "most": hyper["scalar_max"]}
         else:
             bias2 = torch.where(bias2 < 0.99, bias2, 1.0)
-            size, new_size, scale_step = self._learn_size(sweep, state, hyper, count)
+            size, new_size, scale_step = self._learn_size(sweep, state, hyper, count, sums)
             scalar |= {
                 "step": -hyper["lr"] * gain1 * new_size.clamp(min=hyper["param_min_rms"]),
                 "grow": scale_step * gain1,
@@ -184,11 +185,12 @@ class ScaledAdam(UpdateRule):
         shown = torch.full_like(size, float(hyper["show_dominant_parameters"]))
         return {"square_sum": sweep.square_sums * size.square(), "rms": size, "shown": shown}
 
-    def _learn_size(self, sweep: Sweep, state: State, hyper: Hyper, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _learn_size(
+        self, sweep: Sweep, state: State, hyper: Hyper, count: Tensor, sums: dict[str, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """The weight's size as it was known before and is now, and what it is to grow by, each float32 [members]."""
         period, size_lr = hyper["size_update_period"], hyper["lr"] * hyper["scalar_lr_scale"]
         beta2 = hyper["betas"][1] ** period
-        sums = sweep.reduce(size_gradient).scalar
         if sweep.own_clip is not None:
             sums["grad"] = sums["grad"] * sweep.own_clip
         done = count - 1  # updates before this one
