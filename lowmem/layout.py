@@ -1,10 +1,11 @@
 """How a parameter is seen as [batch, rows, cols], and which rectangles of it are in the piece that a process holds."""
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -107,7 +108,7 @@ class Rect:
 
         return shift(self.batch, outer.batch), shift(self.rows, outer.rows), shift(self.cols, outer.cols)
 
-    @property
+    @functools.cached_property
     def size(self) -> tuple[int, int, int]:
         """Batch, rows and cols."""
         batch, rows, cols = (s.stop - s.start for s in (self.batch, self.rows, self.cols))
@@ -125,7 +126,7 @@ class Span:
     stop: int
     size: int
 
-    @property
+    @functools.cached_property
     def numel(self) -> int:
         """Elements of the parameter."""
         return math.prod(self.shape)
@@ -160,7 +161,9 @@ class Block:
             piece = piece.view(-1)[self.start : self.stop].view(self.shape)
         if self.index is not None:
             piece = piece[self.index]
-        return piece.permute(self.order).view(self.rect.size)
+        if self.order != tuple(range(piece.ndim)):
+            piece = piece.permute(self.order)
+        return piece.view(self.rect.size)
 
 
 @dataclass(frozen=True)
@@ -168,10 +171,12 @@ class Layout:
     """Which rectangles of a [batch, rows, cols] parameter a process holds.
 
     shape: that of the whole parameter as [batch, rows, cols].  blocks: what is here of it, in one piece.
+    cuts: how sweeps have cut that into tiles, by what they have cut it for.
     """
 
     shape: tuple[int, int, int]
     blocks: tuple[Block, ...]
+    cuts: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of(cls, shape: tuple[int, ...], view: View, start: int = 0, stop: int | None = None) -> "Layout":
@@ -216,7 +221,7 @@ class Layout:
         stacked = Block(rect, 0, count * here, (count, here), None, (0, 1))
         return Layout((count, 1, self.shape[2]), (stacked,))
 
-    @property
+    @functools.cached_property
     def rects(self) -> tuple[Rect, ...]:
         """The rectangles, in the order of `views`."""
         return tuple(block.rect for block in self.blocks)

@@ -218,6 +218,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         try:
             self.rule.admit(param, slot.group)
             slot.plan = self.rule.plan(slot.name, slot.span.shape, slot.group)
+            slot.alike.clear()
             slot.layout = self._placement.layout(slot, slot.plan.view)
         except UnsupportedError as error:
             raise UnsupportedError(f"parameter {slot.name!r} of shape {list(slot.span.shape)} {error}") from None
@@ -419,11 +420,10 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._policy.drop()  # what a plain backward that died has left
             self._policy.begin()
             torch.autograd.Variable._execution_engine.queue_callback(self._finish_plain)  # type: ignore[attr-defined]
-        with torch.no_grad():
-            try:
-                self._policy.take(slot, self._placement.take(slot.param))
-            except UnsupportedError as error:
-                raise UnsupportedError(f"parameter {slot.name!r} {error}") from None
+        try:
+            self._policy.take(slot, self._placement.take(slot.param))
+        except UnsupportedError as error:
+            raise UnsupportedError(f"parameter {slot.name!r} {error}") from None
 
     def _begin_rule(self) -> None:
         self._choose_policy()  # a group's options may ask for another by now

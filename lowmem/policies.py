@@ -279,6 +279,7 @@ class Deferred(Policy):
             self._store.clear()
         for slot, grad in self._store.drain(slots):
             self._updates.put(slot, grad)
+            del grad  # not to be held while the store fetches the next one
         super().complete()
 
     def drop(self) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -22,7 +23,8 @@ class Slot:
     """One parameter of a `FusedOptimizer`.
 
     group: its parameter group, the live one that schedulers edit.  span: which elements of it are here.  plan, layout:
-    how it is updated and in which rectangles, once hooked.  residual: what compensated rounding keeps.  square_sum: of
+    how it is updated and in which rectangles, once hooked.  alike: equal for parameters that one stack may hold, by
+    gradient dtype.  residual: what compensated rounding keeps.  square_sum: of
     its last gradient, a float32 scalar.  measured: what its rule measured in the last update.
     """
 
@@ -32,6 +34,7 @@ class Slot:
     span: Span
     plan: Plan | None = None
     layout: Layout | None = None
+    alike: dict[torch.dtype, int] = field(default_factory=dict)
     handle: RemovableHandle | None = None
     residual: Tensor | None = None
     square_sum: Tensor | None = None

@@ -6,6 +6,7 @@ through `Layout`, which piece of the parameter this process holds.
 """
 
 import functools
+import gc
 import math
 import time
 import types
@@ -41,7 +42,7 @@ LINE = 1024
 # more than dynamo's own limit of 8 for one function, past which it would fail in the middle of a step.
 SPECIALISATIONS = 64
 
-# Where much is read or computed for a value, Inductor would put it into a buffer as large as the tile, and go on from it.
+# Inductor would put values for which much is read or computed into buffers as large as the tile, and go on from there.
 NO_BUFFERS: Any = {f"realize_{kind}_threshold": 1 << 10 for kind in ("reads", "opcount", "acc_reads")}
 
 # What lies between the noise of two rounded tensors and the next two of the same update (2³² over the golden ratio,
@@ -273,6 +274,7 @@ class CompiledTile:
             torch.fx.experimental._config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
         ):
             result = self._run(*args)
+        gc.collect()  # compiling leaves cycles that hold the gradient
         CompiledTile.seconds += time.perf_counter() - start
         self._kinds.add(kind)
         return result
@@ -281,9 +283,10 @@ class CompiledTile:
 def _kind(how: Hashable, *given: Any) -> tuple[Any, ...]:
     """What compiled code is special to, of the arguments of a tile function."""
     raw: RawTile = given[-1]
-    tensors = (raw.grad, raw.param, *raw.full.values())
-    begins, missing = raw.grad.storage_offset() == 0, (value is None for values in given for value in values)
-    return how, begins, *(t.dtype for t in tensors), *(size == 1 for size in raw.grad.shape), *missing
+    grad = raw.grad
+    tile = grad.dtype, raw.param.dtype, grad.storage_offset() == 0, grad.shape[0] == 1, grad.shape[1] == 1
+    optional = raw.residual, raw.factor, raw.limit, raw.clip, *(given[0] if len(given) > 1 else ())
+    return how, *tile, *(state.dtype for state in raw.full.values()), *(value is None for value in optional)
 
 
 @functools.cache
@@ -294,33 +297,43 @@ def _tile_function(body: Callable[..., Any], fn: Callable[..., Any], compiled: b
 class Part(NamedTuple):
     """A tile of the parameter: `rect`, in the layout's rectangle number `of`.
 
-    block: rows that columns are summed over at a time; 1: all at once.  compiled: by compiled code.
+    whole: it is all of that.  block: rows that columns are summed over at a time; 1: all at once.  compiled: by
+    compiled code.
     """
 
     of: int
     rect: Rect
+    whole: bool
     block: int = 1
     compiled: bool = False
 
 
-def _parts(rects: Sequence[Rect], device: torch.device, compiled: bool, tile: int | None) -> Iterator[Part]:
+def _parts(layout: Layout, on_cpu: bool, compiled: bool, tile: int | None) -> list[Part]:
+    """As `_cut_up` gives them, which it does once for a layout."""
+    cut_for = (on_cpu, compiled, tile)
+    parts: list[Part] | None = layout.cuts.get(cut_for)
+    if parts is None:
+        parts = layout.cuts[cut_for] = list(_cut_up(layout.rects, *cut_for))
+    return parts
+
+
+def _cut_up(rects: Sequence[Rect], on_cpu: bool, compiled: bool, tile: int | None) -> Iterator[Part]:
     """The tiles of a parameter. Compiled code gets what is large and regular: its sizes are never 1, nor is a line or a
     column ever summed in odd pieces, so that it is not compiled again for them.
     """
-    on_cpu = device.type == "cpu"
     eager = tile or (CPU_TILE if on_cpu else GPU_TILE)
     block = BLOCK_ROWS if on_cpu else 1
     for of, outer in enumerate(rects):
         if not compiled:
-            yield from (Part(of, rect) for rect in outer.subdivide(eager))
+            yield from (Part(of, rect, rect == outer) for rect in outer.subdivide(eager))
             continue
         large = tile or (CPU_COMPILED_TILE if on_cpu else math.prod(outer.size))
         for rect in outer.subdivide(large, block):
             regular, rest = rect.regular(block, LINE)
             if regular is not None:
-                yield Part(of, regular, 1 if regular.size[1] == 1 else block, compiled=True)
+                yield Part(of, regular, regular == outer, 1 if regular.size[1] == 1 else block, compiled=True)
             if rest is not None:
-                yield from (Part(of, piece) for piece in rest.subdivide(eager))
+                yield from (Part(of, piece, piece == outer) for piece in rest.subdivide(eager))
 
 
 class Sweep:
@@ -340,12 +353,14 @@ class Sweep:
         finite: boolean scalar, where the step has been decided: False leaves everything as it was. None: the sweep
             finds out for itself, parameter by parameter.
         square_sums: those of the unscaled gradients, float32 [members], where they have been measured already.
-        noise_keys: a 31-bit key for each stacked parameter, for what is rounded stochastically.
+        members: how many parameters are stacked.
+        noise_keys: gives a 31-bit key for each of them, for what is rounded stochastically.
         stochastic: whether the weight is.
         across: the ranks that hold the other pieces; None: there are none.
         compiled: run tile functions through torch.compile.
 
     Attributes:
+        members: as it was given.
         shape: [batch, rows, cols]; where small parameters are stacked, the batch is those of all, one after the other.
     """
 
@@ -362,7 +377,8 @@ class Sweep:
         own_clip: Tensor | None = None,
         finite: Tensor | None = None,
         square_sums: Tensor | None = None,
-        noise_keys: Sequence[int] = (0,),
+        members: int = 1,
+        noise_keys: Callable[[], Sequence[int]] = lambda: (0,),
         stochastic: bool = False,
         across: Across | None = None,
         compiled: bool = False,
@@ -374,11 +390,12 @@ class Sweep:
         self._param, self._grad, self._residual = param.detach(), grad, residual
         self._factor, self._limit, self._clip = factor, limit, clip
         self.own_clip = own_clip
+        self.members = members
         self._noise_keys, self._stochastic = noise_keys, stochastic and param.dtype in rounding.ROUNDED_DTYPES
         self._across = across
         self._guarded = True  # by its own measurement
-        self._finite = None if finite is None else finite.expand(len(noise_keys))
-        self._parts = list(_parts(layout.rects, self.device, compiled, tile))
+        self._finite = None if finite is None else finite.expand(members)
+        self._parts = _parts(layout, param.device.type == "cpu", compiled, tile)
         self._at_once = len(self._parts) == 1 and self._parts[0].rect.size == self.shape
         if is_fake(param):  # a dry run computes nothing, and equal tiles take equal memory: one of each size will do
             self._parts = list({(part.rect.size, part.block): part for part in self._parts}.values())
@@ -393,11 +410,6 @@ class Sweep:
     def count(self) -> int:
         """Elements in each slice of the batch."""
         return self.shape[1] * self.shape[2]
-
-    @property
-    def members(self) -> int:
-        """How many parameters are stacked."""
-        return len(self._noise_keys)
 
     @functools.cached_property
     def square_sums(self) -> Tensor:
@@ -496,16 +508,19 @@ class Sweep:
         limit = None if threshold is None else self.scalar(threshold)
         for part, raw in self._tiles(full, row, col, scalar):
             rect, run = part.rect, _tile_function(_apply_tile, fn, part.compiled)
-            own = None if noise is None else _cut(noise, (rect.batch, rect.rows))
+            here = None if self._at_once else (rect.batch, rect.rows)
+            own = None if noise is None else _cut(noise, here)
             first = torch.full((), rect.cols.start, dtype=torch.int32, device=self.device) if rounded else None
-            run(rounded, Writing(None if finite is None else _cut(finite, (rect.batch,)), own, first, limit), raw)
+            run(rounded, Writing(None if finite is None else _cut(finite, here and here[:1]), own, first, limit), raw)
 
     def store(self, state: Tensor, value: Tensor) -> Tensor:
         """Writes a small state (row, column or slice) and returns what it holds now, in the state's dtype and shape."""
-        kept = value.view_as(state)
-        if self.finite is not None:
+        kept, finite = value.view_as(state), self.finite
+        if finite is not None and self.members == 1:
+            kept = torch.where(finite.view(()), kept, state)
+        elif finite is not None:
             members = (self.members, -1)
-            kept = torch.where(self.finite[:, None], kept.view(members), state.view(members)).view_as(state)
+            kept = torch.where(finite[:, None], kept.view(members), state.view(members)).view_as(state)
         state.copy_(kept)
         return kept
 
@@ -554,8 +569,9 @@ class Sweep:
         on_cols = {name: t.view(batch, cols) for name, t in (col or {}).items()}
         scalars = {name: self.scalar(v) for name, v in (scalar or {}).items()}
         for part in order:
-            i, rect = part.of, part.rect
-            local, block = rect.within(self.layout.rects[i]), part.block if in_blocks else 1
+            i, rect, block = part.of, part.rect, part.block if in_blocks else 1
+            local = None if part.whole else rect.within(self.layout.rects[i])
+            here = None if self._at_once else (rect.batch, rect.rows, rect.cols)
             yield (
                 part,
                 RawTile(
@@ -566,9 +582,9 @@ class Sweep:
                     limit=self._limit,
                     clip=self._clip,
                     full={name: _cut(views[i], local, block) for name, views in fulls.items()},
-                    row={name: _cut(t, (rect.batch, rect.rows)) for name, t in on_rows.items()},
-                    col={name: _cut(t, (rect.batch, rect.cols)) for name, t in on_cols.items()},
-                    scalar={name: t if t.ndim == 0 else _cut(t, (rect.batch,)) for name, t in scalars.items()},
+                    row={name: _cut(t, here and here[:2]) for name, t in on_rows.items()},
+                    col={name: _cut(t, here and here[::2]) for name, t in on_cols.items()},
+                    scalar={name: t if t.ndim == 0 else _cut(t, here and here[:1]) for name, t in scalars.items()},
                 ),
             )
 
@@ -580,6 +596,8 @@ class Sweep:
 
     def _by_slice(self, of_members: Tensor) -> Tensor:
         """What each of the stacked parameters has, for each slice of the batch."""
+        if self.shape[0] == self.members:
+            return of_members
         return of_members.repeat_interleave(self.shape[0] // self.members, output_size=self.shape[0])
 
     def _noise(self) -> Tensor:
@@ -588,20 +606,23 @@ class Sweep:
         lines = batch * rows // self.members
         line = torch.arange(lines, dtype=torch.int32, device=self.device)
         if self.members == 1:
-            return rounding.mix(line + self._noise_keys[0]).view(batch, rows)
-        keys = torch.tensor(self._noise_keys, dtype=torch.int32).to(self.device, non_blocking=True)
+            (key,) = self._noise_keys()
+            return rounding.mix(line + key).view(batch, rows)
+        keys = torch.tensor(self._noise_keys(), dtype=torch.int32).to(self.device, non_blocking=True)
         return rounding.mix(line + keys[:, None]).view(batch, rows)
 
 
-def _cut(whole: Tensor, where: tuple[slice, ...], block: int = 1) -> Tensor:
-    """A part of `whole`, in its memory, with strides of its own and no base: compiled code is valid for just those."""
-    if block == 1 and all(s.start == 0 and s.stop == n for s, n in zip(where, whole.shape, strict=True)):
+def _cut(whole: Tensor, where: tuple[slice, ...] | None, block: int = 1) -> Tensor:
+    """A part of `whole` (None: all of it), in its memory, with strides of its own and no base: compiled code is valid
+    for just those.
+    """
+    if where is None and block == 1:
         return whole.detach()
-    part = whole[where]
-    if block == 1:
-        return part.view(part.shape).detach()
-    batch, rows, cols = part.shape
-    return part.view(batch, rows // block, block, cols).detach()
+    part = whole if where is None else whole[where]
+    batch, *sizes = part.shape
+    if block > 1:
+        sizes = [sizes[0] // block, block, sizes[1]]
+    return part.view(batch, *sizes).detach()
 
 
 def _sum_up(across: Across, total: Sums) -> None:

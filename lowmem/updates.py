@@ -63,7 +63,8 @@ class Updates:
         self.placement, self._clipping = placement, clipping
         self._compiled = compiled
         self._batching = batching and rule.stackable
-        self._waiting: dict[tuple[Any, ...], list[tuple[Slot, Tensor]]] = {}
+        self._kinds: dict[tuple[Any, ...], int] = {}  # of small parameters, numbered: a number is quick to look up
+        self._waiting: dict[int, list[tuple[Slot, Tensor]]] = {}
 
     def put(self, slot: Slot, grad: Tensor) -> None:
         """Updates a parameter by its gradient, or lets it wait for its like until a stack is full."""
@@ -74,11 +75,14 @@ class Updates:
             self._update_one(slot, grad)
             return
         assert slot.plan is not None  # settled when it was hooked
-        like = (id(slot.group), slot.span.shape, slot.param.dtype, grad.dtype, slot.param.device, slot.plan)
-        waiting = self._waiting.setdefault(like, [])
+        kind = slot.alike.get(grad.dtype)
+        if kind is None:
+            like = (id(slot.group), slot.span.shape, slot.param.dtype, grad.dtype, slot.param.device, slot.plan)
+            kind = slot.alike[grad.dtype] = self._kinds.setdefault(like, len(self._kinds))
+        waiting = self._waiting.setdefault(kind, [])
         waiting.append((slot, grad))
         if len(waiting) >= min(STACK // size, slot.plan.together or STACK):
-            self._update_stack(self._waiting.pop(like))
+            self._update_stack(self._waiting.pop(kind))
 
     def put_zeros(self, slots: Iterable[Slot]) -> None:
         """Updates parameters that got no gradient as if it were zero, where the rule wants every parameter."""
@@ -184,14 +188,16 @@ class Updates:
             grad,
             residual=residual,
             **self._reading(slots, grad),
-            noise_keys=[noise_key(self.seed, step, slot.name) for slot in slots],
+            members=len(slots),
+            noise_keys=lambda: [noise_key(self.seed, step, slot.name) for slot in slots],
             stochastic=self.rounding == "stochastic",
             across=self.placement.ranks,
             compiled=compiled,
         )
         measured = self.rule.update(sweep, first.plan, state, first.group, step) or {}
-        for i, slot in enumerate(slots):
-            slot.square_sum = sweep.square_sums[i]
+        for slot, square_sum in zip(slots, sweep.square_sums.unbind(), strict=True):
+            slot.square_sum = square_sum
+        for i, slot in enumerate(slots if measured else ()):
             slot.measured = {name: values[i] for name, values in measured.items()}
 
     def _reading(self, slots: Sequence[Slot], grad: Tensor) -> dict[str, Any]:

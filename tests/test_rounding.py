@@ -148,7 +148,7 @@ def test_noise_is_of_the_element(dtype, shape):
         torch.manual_seed(0)
         param, grad = torch.randn(shape).to(dtype), (1e-3 * torch.randn(shape)).to(dtype)
         layout = Layout.of(shape, View.matrix(3))
-        Sweep(layout, param, grad, noise_keys=[key], stochastic=True, tile=tile).apply(shifted)
+        Sweep(layout, param, grad, noise_keys=lambda: [key], stochastic=True, tile=tile).apply(shifted)
         return param
 
     whole = run(1 << 20, key=5)

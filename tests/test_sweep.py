@@ -42,7 +42,7 @@ def update(
             param,
             grad,
             residual=states.get("residual"),
-            noise_keys=[step],
+            noise_keys=lambda: [step],
             stochastic=rounding_name == "stochastic",
             limit=torch.tensor(2.0),
             compiled=compiled,
