@@ -19,6 +19,7 @@ from lowmem.rounding import ROUNDINGS
 from lowmem.rules import UpdateRule
 from lowmem.scaling import DynamicScale, LossScale
 from lowmem.slots import Slot, listed
+from lowmem.tile import CompiledTile
 from lowmem.updates import Updates
 
 logger = logging.getLogger(__name__)
@@ -404,6 +405,13 @@ class FusedOptimizer(torch.optim.Optimizer):
     def nonfinite_gradients(self) -> int:
         """How many gradients with Inf or NaN were met since the optimizer was made."""
         return int(self._outcome.nonfinite)
+
+    @property
+    def compile_seconds(self) -> float:
+        """How long compiling sweeps has taken in this process: in the first step, and where another kind of tensor came
+        later. It is a third of that where PyTorch's cache on disk knows them.
+        """
+        return CompiledTile.seconds
 
     @property
     def overflows(self) -> int:

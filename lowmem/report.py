@@ -119,7 +119,7 @@ class RunReport(TrainerCallback):  # type: ignore[misc]
     Tokens are those of the batches that were trained on, padding left out, as the Trainer itself counts them
     (`include_num_input_tokens_seen`): the count is saved in checkpoints, so it goes on when a run is resumed. The rate
     is over training time alone: evaluating and saving are not in it. Memory is that of the GPU where there is one, and
-    of the process otherwise, in both cases on the first rank.
+    of the process otherwise, in both cases on the first rank. Compiling, in the first step, is said and not counted.
     """
 
     def __init__(self, run_dir: str | Path, console: Console | None = None) -> None:
@@ -130,6 +130,7 @@ class RunReport(TrainerCallback):  # type: ignore[misc]
         self.weight_bytes = 0
         self.seconds = 0.0  # of training since the last log line
         self.mark = 0.0
+        self.compiling = 0.0  # seconds, of this process so far
         self.logged_tokens = 0
 
     def attach(self, trainer: Trainer) -> None:
@@ -162,17 +163,22 @@ class RunReport(TrainerCallback):  # type: ignore[misc]
         self.weight_bytes = _weight_bytes(model)
         _cut_metrics(self.run_dir / METRICS, state.global_step)
         self.logged_tokens = state.num_input_tokens_seen
+        self.compiling = getattr(kwargs.get("optimizer"), "compile_seconds", 0.0)
         self.mark = time.perf_counter()
         if self.console.is_terminal and not args.disable_tqdm:
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
             self.progress = Progress(*columns, TextColumn("left"), TimeRemainingColumn(), console=self.console)
-            self.progress.add_task("training", total=state.max_steps, completed=state.global_step)
+            first = "compiling" if getattr(kwargs.get("optimizer"), "compiled", False) else "training"
+            self.progress.add_task(first, total=state.max_steps, completed=state.global_step)
             self.progress.start()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
         now = time.perf_counter()
-        self.seconds += now - self.mark
-        self.mark = now
+        compiling = getattr(optimizer, "compile_seconds", 0.0)
+        if state.is_world_process_zero and compiling > self.compiling:
+            self._print(f"compiled the optimizer in {compiling - self.compiling:.1f} s", "dim")
+        self.seconds += now - self.mark - (compiling - self.compiling)
+        self.mark, self.compiling = now, compiling
         self._advance("training", state.global_step)
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

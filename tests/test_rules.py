@@ -10,7 +10,7 @@ import lowmem
 from lowmem.errors import ConfigError
 from lowmem.layout import View
 from lowmem.rules.rule import TABLE
-from lowmem.sweep import Sums
+from lowmem.tile import Sums
 
 # Options with which each rule has all of its states and paths.
 FULL = {

@@ -15,7 +15,8 @@ from lowmem import rounding, sweep
 from lowmem.layout import Layout, View
 from lowmem.rules import resolve
 from lowmem.rules.rule import TABLE
-from lowmem.sweep import Sums, Sweep
+from lowmem.sweep import Sweep
+from lowmem.tile import Sums, tile_function
 
 MIB = 1 << 20
 RULES = sorted(TABLE)
@@ -42,7 +43,7 @@ def update(
             param,
             grad,
             residual=states.get("residual"),
-            noise_keys=lambda: [step],
+            noise_keys=functools.partial(list, [step]),
             stochastic=rounding_name == "stochastic",
             limit=torch.tensor(2.0),
             compiled=compiled,
@@ -150,11 +151,11 @@ def test_compiled_gives_the_same_numbers(rule, rounding_name):
 @pytest.fixture
 def traced_only(monkeypatch):
     """torch.compile without code generation: dynamo's guards are the same, in a tenth of the time."""
-    sweep._tile_function.cache_clear()
+    tile_function.cache_clear()
     monkeypatch.setattr(sweep, "CPU_COMPILED_TILE", 1 << 17)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     yield
-    sweep._tile_function.cache_clear()
+    tile_function.cache_clear()
     torch._dynamo.reset()
 
 

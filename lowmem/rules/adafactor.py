@@ -15,7 +15,8 @@ from lowmem.rules.factor_rules import dimensions, first_match, pairs_of, roles_o
 from lowmem.rules.factored import FactoredPlan, change, mean_alike, precondition, results, shrinking
 from lowmem.rules.factored import moved as moved_jitted
 from lowmem.rules.rule import GroupNorms, Hyper, OwnClip, State, StateSpec, UpdateRule, register
-from lowmem.sweep import ApplyFn, Sweep, Tile
+from lowmem.sweep import Sweep
+from lowmem.tile import ApplyFn, Tile
 
 
 def moved_op_by_op(t: Tile) -> dict[str, Tensor]:

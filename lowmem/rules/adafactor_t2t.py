@@ -14,7 +14,8 @@ from lowmem.layout import View
 from lowmem.rules import require
 from lowmem.rules.factored import FactoredPlan, moved, precondition, shrinking
 from lowmem.rules.rule import Hyper, State, StateSpec, UpdateRule, register, rms
-from lowmem.sweep import Sums, Sweep, Tile
+from lowmem.sweep import Sweep
+from lowmem.tile import Sums, Tile
 
 
 def largest(t: Tile) -> Sums:

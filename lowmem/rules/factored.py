@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from lowmem.rules.rule import Plan
-from lowmem.sweep import ReduceFn, Sums, Sweep, Tile
+from lowmem.sweep import Sweep
+from lowmem.tile import ReduceFn, Sums, Tile
 
 
 def moments(t: Tile) -> Sums:

@@ -10,7 +10,8 @@ from torch import Tensor
 from lowmem.layout import View
 from lowmem.rules import require
 from lowmem.rules.rule import Hyper, Plan, State, StateSpec, UpdateRule, next_count, power, register
-from lowmem.sweep import Sums, Sweep, Tile
+from lowmem.sweep import Sweep
+from lowmem.tile import Sums, Tile
 
 # The squares of gradients below 1e-19 vanish in float32; times this they do not.
 _MAGNIFIED = 2.0**64

@@ -8,7 +8,8 @@ from torch import Tensor
 from lowmem.layout import View
 from lowmem.rules import require
 from lowmem.rules.rule import Hyper, Plan, State, UpdateRule, register
-from lowmem.sweep import Sweep, Tile
+from lowmem.sweep import Sweep
+from lowmem.tile import Tile
 
 
 def moved(t: Tile) -> dict[str, Tensor]:

@@ -24,7 +24,8 @@ from lowmem.rules.rule import (
     register,
     rms,
 )
-from lowmem.sweep import Sums, Sweep, Tile
+from lowmem.sweep import Sweep
+from lowmem.tile import Sums, Tile
 
 
 def size_gradient(t: Tile) -> Sums:
