@@ -1,10 +1,11 @@
 """Where gradients wait until their step is decided: the gradient store of policy `deferred`."""
 
+import functools
 import os
 import tempfile
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ SUMS = ("float32", "gradient")
 
 # Gradients whose copy to the host may still be under way; the one before them is waited for.
 _UNDER_WAY = 1
+
+# Lets what computes next on the stream that asked for a copy wait for its end; the host goes on.
+Wait = Callable[[], object]
 
 # Bytes that each gradient in a file begins at a multiple of: a page, so that no two share one.
 _PAGE = 4096
@@ -74,13 +78,13 @@ class Host(GradientStore):
         self._buffers: dict[str, Tensor] = {}  # stay for the next step
         self._kept: set[str] = set()
         self._streams: dict[torch.device, Any] = {}
-        self._leaving: deque[tuple[Tensor, Any]] = deque()
+        self._leaving: deque[tuple[Tensor, Wait]] = deque()
 
     def get(self, slot: Slot) -> Tensor | None:
         if slot.name not in self._kept:
             return None
-        grad, arrived = self._fetch(slot)
-        _wait(slot.param.device, arrived)
+        grad, wait = self._fetch(slot)
+        wait()
         return grad
 
     def keep(self, slot: Slot, grad: Tensor) -> None:
@@ -89,21 +93,24 @@ class Host(GradientStore):
             buffer = torch.empty_like(grad, device="cpu", pin_memory=grad.device.type != "cpu")
             self._buffers[slot.name] = buffer
         self._kept.add(slot.name)
-        left = self._copy(buffer, grad)
-        self._leaving.append((grad, left))
+        self._leaving.append((grad, self._copy(buffer, grad)))
         self._let_go(_UNDER_WAY)
 
     def drain(self, slots: Iterable[Slot]) -> Iterator[tuple[Slot, Tensor]]:
         self._let_go(0)
         waiting = [slot for slot in slots if slot.name in self._kept]
         coming = self._fetch(waiting[0]) if waiting else None
-        for n, slot in enumerate(waiting):
-            assert coming is not None
-            grad, arrived = coming
-            coming = self._fetch(waiting[n + 1]) if n + 1 < len(waiting) else None
-            _wait(grad.device, arrived)
-            self._kept.discard(slot.name)
-            yield slot, grad
+        try:
+            for n, slot in enumerate(waiting):
+                assert coming is not None
+                grad, wait = coming
+                coming = self._fetch(waiting[n + 1]) if n + 1 < len(waiting) else None
+                wait()
+                self._kept.discard(slot.name)
+                yield slot, grad
+        finally:
+            if coming is not None:  # nobody wants it any more, but it is still being written
+                coming[1]()
 
     def clear(self) -> None:
         self._kept.clear()
@@ -112,27 +119,27 @@ class Host(GradientStore):
     def _let_go(self, under_way: int) -> None:
         """Frees gradients on the device, but for so many, once they have been copied."""
         while len(self._leaving) > under_way:
-            gone, left = self._leaving.popleft()
-            _wait(gone.device, left)
+            _, wait = self._leaving.popleft()
+            wait()
 
-    def _fetch(self, slot: Slot) -> tuple[Tensor, Any]:
+    def _fetch(self, slot: Slot) -> tuple[Tensor, Wait]:
         grad = torch.empty_like(self._buffers[slot.name], device=slot.param.device, pin_memory=False)
         return grad, self._copy(grad, self._buffers[slot.name])
 
-    def _copy(self, into: Tensor, source: Tensor) -> Any:
-        """Copies beside what the device computes; returns the event of its end (None on a CPU, where it has ended)."""
+    def _copy(self, into: Tensor, source: Tensor) -> Wait:
+        """Copies beside what the device computes."""
         device = into.device if source.device.type == "cpu" else source.device
-        if device.type == "cpu":
+        if device.type in ("cpu", "meta"):  # no streams: it has ended
             into.copy_(source)
-            return None
+            return lambda: None
         module = torch.get_device_module(device)
         if device not in self._streams:
             self._streams[device] = module.Stream(device)
-        beside = self._streams[device]
-        beside.wait_stream(module.current_stream(device))
+        beside, asking = self._streams[device], module.current_stream(device)
+        beside.wait_stream(asking)
         with module.stream(beside):
             into.copy_(source, non_blocking=True)
-            return beside.record_event()
+            return functools.partial(asking.wait_event, beside.record_event())
 
 
 class Disk(GradientStore):
@@ -190,12 +197,6 @@ class Disk(GradientStore):
 
     def clear(self) -> None:
         self._kept.clear()
-
-
-def _wait(device: torch.device, event: Any) -> None:
-    """Lets what the device computes next wait for a copy; the host goes on."""
-    if event is not None:
-        torch.get_device_module(device).current_stream(device).wait_event(event)
 
 
 def make(kind: str, folder: str | None, slots: Mapping[Tensor, Slot], sums: torch.dtype | None) -> GradientStore:

@@ -1,0 +1,256 @@
+"""Whole training steps of Llamas with random weights: policies beside each other and beside AdamW, speed and memory."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from gpu import measure
+from gpu.measure import DEVICE, GPU, clear, median, peak, seconds
+from gpu.report import Report
+from gpu.updates import POLICIES
+from torch import Tensor
+
+import lowmem
+
+GIB = 2**30
+
+# name → layers, hidden, inner, vocabulary, heads
+Size = tuple[int, int, int, int, int]
+MODELS: dict[str, Size] = {
+    "8B": (32, 4096, 14336, 128256, 32),
+    "3B": (28, 3072, 8192, 128256, 24),
+    "1B": (16, 2048, 8192, 128256, 32),
+}
+SMALL_MODELS: dict[str, Size] = {"tiny": (2, 64, 128, 512, 4), "tinier": (1, 32, 64, 128, 4)}
+
+Loss = Callable[[Any, Tensor], Tensor]
+Step = Callable[[Tensor], object]
+Optimizer = Callable[[Any], AbstractContextManager[Step]]
+
+
+def llama(layers: int, hidden: int, inner: int, vocab: int, heads: int) -> Any:
+    """Random bfloat16 weights, activation checkpointing."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 4,
+        use_cache=False,
+        attn_implementation="sdpa",
+    )
+    with torch.device(DEVICE):
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            model = LlamaForCausalLM(config)
+        finally:
+            torch.set_default_dtype(torch.float32)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model.train()
+
+
+# -- the loss ----------------------------------------------------------------------------------------------------------
+
+
+class LossInChunks(torch.autograd.Function):
+    """Mean cross-entropy of a language model's head, some tokens at a time: the logits of a batch are never there at
+    once. Its gradients are ready after forward, for a loss that nothing is multiplied with. (torch has such a loss from
+    2.13 on.)
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor) -> Tensor:
+        of_hidden, of_head = torch.empty_like(hidden), torch.zeros_like(head)
+        total = torch.zeros((), device=hidden.device)
+        for part, of_part, wanted in zip(hidden.split(256), of_hidden.split(256), labels.split(256), strict=True):
+            wanted = wanted.unsqueeze(-1)
+            odds = (part @ head.T).float().log_softmax(-1)
+            total -= odds.gather(1, wanted).sum()
+            odds = odds.exp_().scatter_add_(1, wanted, torch.full_like(wanted, -1.0, dtype=torch.float32))
+            change = odds.div_(len(labels)).to(head.dtype)
+            torch.mm(change, head, out=of_part)
+            of_head.addmm_(change.T, part)
+        ctx.save_for_backward(of_hidden, of_head)
+        return total / len(labels)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, Tensor, None]:
+        of_hidden, of_head = ctx.saved_tensors
+        return of_hidden.detach(), of_head.detach(), None  # autograd takes over what nothing else refers to
+
+
+def loss_in_chunks(model: Any, ids: Tensor) -> Tensor:
+    hidden = model.model(input_ids=ids).last_hidden_state
+    return LossInChunks.apply(hidden[0, :-1], model.lm_head.weight, ids[0, 1:])
+
+
+def own_loss(model: Any, ids: Tensor) -> Tensor:
+    return model(input_ids=ids, labels=ids).loss
+
+
+# -- who takes the gradients -------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def fused(model: Any, **settings: Any) -> Iterator[Step]:
+    opt = lowmem.FusedOptimizer(model.named_parameters(), rounding="stochastic", **settings)
+    try:
+        yield opt.backward
+    finally:
+        opt.remove()
+
+
+@contextmanager
+def dropped(model: Any) -> Iterator[Step]:
+    handles = [p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None)) for p in model.parameters()]
+    try:
+        yield Tensor.backward
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def adamw(model: Any) -> Iterator[Step]:
+    opt = torch.optim.AdamW(model.parameters(), fused=True)
+
+    def step(loss: Tensor) -> None:
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+
+    try:
+        yield step
+    finally:
+        opt.zero_grad()
+
+
+# -- parts -------------------------------------------------------------------------------------------------------------
+
+
+def policies_agree(report: Report, small: bool) -> None:
+    """Weights after four clipped steps in float32, beside those of `two_pass`."""
+    weights = {}
+    for name, settings in {**POLICIES, "deferred, disk": {**POLICIES["deferred, host"], "store": "disk"}}.items():
+        if name == "immediate":
+            continue
+        torch.manual_seed(0)
+        model = llama(*SMALL_MODELS["tiny"] if small else (4, 256, 512, 8192, 4)).float()
+        opt = lowmem.FusedOptimizer(model.named_parameters(), lr=1e-3, **settings)
+        for _ in range(4):
+            ids = torch.randint(0, model.config.vocab_size, (2, 64), device=DEVICE)
+            opt.backward(own_loss(model, ids))
+        weights[name] = torch.cat([param.detach().flatten() for param in model.parameters()])
+        apart = float((weights[name] - weights["two_pass"]).abs().max())
+        report.row(f"{name}: largest difference from two_pass", apart, ("<=", 1e-6))
+
+
+def one_billion(report: Report, small: bool) -> None:
+    """A size at which what the host has to queue is a large part of a step."""
+    size = SMALL_MODELS["tinier"] if small else MODELS["1B"]
+    steps(report, "tinier" if small else "1B", size, 64 if small else 2048)
+
+
+def eight_billion(report: Report, small: bool) -> None:
+    """8B, or the next smaller one that fits, 2,048 tokens a step."""
+    for name, size in (SMALL_MODELS if small else MODELS).items():
+        needed, free = _bytes(size), measure.free_memory()
+        if needed > free:
+            report.row(f"{name}: fits", False, needed_gib=needed / GIB, free_gib=free / GIB)
+            continue
+        try:
+            steps(report, name, size, 64 if small else 2048)
+            return
+        except torch.OutOfMemoryError as error:
+            reason = str(error).split("\n")[0]
+        report.row(f"{name}: fits", False, needed_gib=needed / GIB, free_gib=free / GIB, reason=reason)
+        clear()
+
+
+def _bytes(size: Size) -> int:
+    """What the weights take in bfloat16, and a fifth as much for what is above them."""
+    layers, hidden, inner, vocab, _ = size
+    parameters = 2 * vocab * hidden + layers * hidden * (2.5 * hidden + 3 * inner)
+    return int(1.2 * 2 * parameters)
+
+
+def steps(report: Report, name: str, size: Size, tokens: int) -> None:
+    """A step under each policy, and with AdamW and its states resident.
+
+    Raises:
+        torch.OutOfMemoryError: not even `immediate` fits.
+    """
+    model = llama(*size)
+    weights = sum(param.nbytes for param in model.parameters())
+    report.row(f"{name}: bytes of the weights", weights)
+    immediate = train(model, fused, tokens, loss_in_chunks)
+    most = None if immediate["above"] is None else 1 + immediate["above"] / weights
+    report.row(f"{name}, immediate: peak over the weights", most, ("<=", 1.15), **immediate)
+
+    def compare(what: str, optimizer: Optimizer, loss: Loss = loss_in_chunks) -> dict[str, Any] | None:
+        """A row of how much longer a step is than that of `immediate`."""
+        clear()
+        if report.affords(f"{name}, {what}", 15):
+            with report.trial(f"{name}, {what}"):
+                found = train(model, optimizer, tokens, loss)
+                over = found["seconds"] / immediate["seconds"]
+                report.row(f"{name}, {what}: seconds, times immediate", over, **found)
+                return found
+        return None
+
+    compare("gradients dropped", dropped)
+    resident = compare("AdamW(fused=True)", adamw)
+    if resident is not None:
+        faster = immediate["tokens_per_second"] / resident["tokens_per_second"]
+        report.row(f"{name}: tokens a second, times those of AdamW(fused=True)", faster, (">=", 1.0))
+    for policy in ("two_pass", "deferred, host", "deferred, device"):
+        compare(policy, partial(fused, **POLICIES[policy]))
+    whole = compare("immediate, the model's own loss", fused, own_loss)
+    if whole is not None and whole["above"] is not None:
+        over = 1 + whole["above"] / weights
+        report.row(f"{name}, immediate, the model's own loss: peak over the weights", over, ("<=", 1.15))
+    if _has_flash():
+        model.set_attn_implementation("flash_attention_2")
+        compare("immediate, flash_attention_2", fused)
+
+
+def _has_flash() -> bool:
+    try:
+        import flash_attn  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def train(model: Any, optimizer: Optimizer, tokens: int, loss: Loss) -> dict[str, Any]:
+    """Two steps that warm up, then four: seconds, tokens a second, and the most bytes above the weights, optimizer
+    states included.
+    """
+    weights = sum(param.nbytes for param in model.parameters())
+    ids = torch.randint(0, model.config.vocab_size, (1, tokens), device=DEVICE)
+    others = torch.cuda.memory_allocated() - weights if GPU else 0
+    try:
+        with optimizer(model) as step:
+
+            def run() -> None:
+                step(loss(model, ids))
+
+            first = seconds(run)
+            seconds(run)
+            standing = torch.cuda.memory_allocated() if GPU else 0
+            most = peak(run)
+            taken = median(seconds, run, 4)
+    finally:
+        for param in model.parameters():
+            param.grad = None
+    return {
+        "seconds": taken,
+        "tokens_per_second": tokens / taken,
+        "first_step_seconds": first,
+        "above": None if most is None else standing + most - weights - others,
+    }

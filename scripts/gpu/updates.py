@@ -1,0 +1,193 @@
+"""Single updates: compiled against eager, against the floor of the memory's bandwidth, their memory, their dispatch."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from gpu.measure import COMPILES, DEVICE, GPU, clear, device_seconds, draw, host_seconds, median, peak, seconds
+from gpu.report import Report
+from torch import Tensor
+
+import lowmem
+
+RULES = [row.name for row in lowmem.rules.table()]
+POLICIES: dict[str, dict[str, Any]] = {
+    "immediate": {"policy": "immediate"},
+    "two_pass": {"policy": "two_pass", "clip_norm": 1.0},
+    "deferred, host": {"policy": "deferred", "store": "host", "clip_norm": 1.0},
+    "deferred, device": {"policy": "deferred", "store": "device", "clip_norm": 1.0},
+}
+
+
+class Updates:
+    """So many parameters of one size, each with a gradient of its own, and an optimizer.
+
+    Attributes:
+        params: bfloat16.
+        first_seconds: of the first update of all, compilation included.
+    """
+
+    def __init__(self, size: tuple[int, ...], count: int = 1, **settings: Any) -> None:
+        self.params = [torch.nn.Parameter(draw(*size)) for _ in range(count)]
+        self._grads = [draw(*size) for _ in range(count)]
+        self._opt = lowmem.FusedOptimizer(self.params, **settings)
+        self.first_seconds = seconds(lambda: torch.autograd.backward(self.params, self._grads))
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Updates each of them once more, without a backward around it."""
+        for param, grad in zip(self.params, self._grads, strict=True):
+            self._opt._updates.put(self._opt._slots[param], grad)
+
+
+def compiled_against_eager(report: Report, small: bool) -> None:
+    """The same two updates compiled and eager: float32 results that differ in their last bits are seldom rounded to
+    different weights.
+    """
+    matrix = (300, 517)
+    cases = [("adalomo", rounding, matrix) for rounding in ("nearest", "stochastic", "compensated")]
+    cases += [("adalomo", "nearest", size) for size in ((4, 128, 96), (20_000,))]
+    cases += [(rule, "nearest", matrix) for rule in RULES if rule != "adalomo"]
+    if not COMPILES:
+        report.row("compiled against eager", None, reason="there is no compiler")
+        return
+    compiling = 0.0
+    for rule, rounding, size in cases[: 1 if small else None]:
+        what = f"{rule}, {rounding}, {list(size)}: share of weights that are not the eager ones"
+        if not report.affords(what, 15):
+            break
+        with report.trial(what):
+            after = []
+            for compile in (False, True):
+                torch.manual_seed(0)
+                updates = Updates(size, rule=rule, lr=1e-2, rounding=rounding, compile=compile)
+                updates.run()
+                after.append(updates.params[0].detach().float())
+            compiling += updates.first_seconds
+            torch.manual_seed(0)
+            moved = (after[0] - draw(*size)).abs().max()
+            apart = (after[1] - after[0]).abs()
+            report.row(
+                what,
+                float((apart > 1e-3 * moved).float().mean()),
+                ("<=", 1e-3),
+                largest_difference=float(apart.max()),
+                largest_change=float(moved),
+                first_update_seconds=updates.first_seconds,
+            )
+    report.row("seconds of the first compiled updates together", compiling)
+
+
+def no_host_sync(report: Report, small: bool) -> None:
+    """Steps of a large parameter and a stack of small ones, in which torch raises if the host waits for the device."""
+    waits = []
+    for rule, (policy, settings) in itertools.product(RULES, POLICIES.items()):
+        params = [torch.nn.Parameter(draw(*size)) for size in ((256, 256), (64,), (64,))]
+        asked = {"rule": rule, "lr": 1e-3, "rounding": "stochastic", "loss_scale": "dynamic", "compile": False}
+        opt = lowmem.FusedOptimizer(params, **asked, **settings)
+        try:
+            for _ in range(3):
+                loss = torch.stack([param.float().square().sum() for param in params]).sum()
+                if GPU:
+                    torch.cuda.set_sync_debug_mode("error")
+                opt.backward(loss)
+        except RuntimeError as error:
+            waits.append(f"{rule}, {policy}: {error}")
+        finally:
+            if GPU:
+                torch.cuda.set_sync_debug_mode("default")
+        opt.remove()
+    report.row("rules and policies that wait for the device", len(waits) if GPU else None, ("<=", 0), where=waits)
+
+
+def update_against_floor(report: Report, small: bool) -> None:
+    """An update of a bfloat16 matrix beside a copy that moves as many bytes as it must: 3 gradient reads, 2 weight
+    reads, 1 write. Every matrix and every copy is in memory of its own, far more of it than a cache holds.
+    """
+    contenders: dict[str, dict[str, Any]] = {
+        "adalomo": {"rule": "adalomo"},
+        "adalomo, stochastic": {"rule": "adalomo", "rounding": "stochastic"},
+        "adalomo, compensated": {"rule": "adalomo", "rounding": "compensated"},
+        "adalomo, eager": {"rule": "adalomo", "compile": False},
+        "AdamW(fused=True)": {"rule": torch.optim.AdamW, "fused": True, "lr": 1e-3},
+    }
+    for side, count in ((160, 2),) if small else ((4096, 16), (8192, 4)):
+        floor = floor_seconds(6 * 2 * side * side, count)
+        report.row(f"floor, {side} x {side}: bytes a second", 12 * side * side / floor, seconds=floor)
+        for name, settings in contenders.items():
+            what = f"update, {name}, {side} x {side}: times the floor"
+            if not report.affords(what, 15):
+                return
+            with report.trial(what):
+                updates = Updates((side, side), count, **{"compile": COMPILES and not small, **settings})
+                taken = median(device_seconds, updates.run) / count
+                report.row(
+                    what,
+                    taken / floor,
+                    ("<=", 1.3) if name == "adalomo" else None,
+                    seconds=taken,
+                    host_seconds=median(host_seconds, updates.run) / count,
+                    first_step_seconds=updates.first_seconds,
+                )
+            updates = None
+            clear()
+
+
+def floor_seconds(moved: int, count: int) -> float:
+    """Of a copy that reads and writes so many bytes together."""
+    pairs = torch.zeros(count, 2, moved // 2, dtype=torch.uint8, device=DEVICE)
+
+    def copy_all() -> None:
+        for into, source in pairs:
+            into.copy_(source)
+
+    copy_all()
+    return median(device_seconds, copy_all) / count
+
+
+def update_memory(report: Report, small: bool) -> None:
+    """Temporary memory of one update by every rule, in parts of the parameter's bytes."""
+    side = 160 if small else 4096
+    for rule, rounding in itertools.product(RULES, ("nearest", "stochastic")):
+        what = f"temporary memory, {rule}, {rounding}: of the parameter's"
+        if not report.affords(what, 15):
+            return
+        with report.trial(what):
+            updates = Updates((side, side), rule=rule, rounding=rounding, compile=COMPILES and not small)
+            taken, most = median(device_seconds, updates.run), peak(updates.run)
+            report.row(
+                what,
+                None if most is None else most / (2 * side * side),
+                ("<=", 0.01),
+                bytes=most,
+                seconds=taken,
+                first_step_seconds=updates.first_seconds,
+            )
+        updates = None
+        clear()
+
+
+def dispatch(report: Report, small: bool) -> None:
+    """What 720 small tensors cost the host in a backward, beside a hook that only drops their gradients."""
+    count = 720
+    grads = [draw(32, 32) for _ in range(count)]
+
+    def host(prepare: Callable[[list[Tensor]], object]) -> float:
+        params: list[Tensor] = [torch.nn.Parameter(draw(32, 32)) for _ in range(count)]
+        prepared = prepare(params)  # hooks that go on firing
+        torch.autograd.backward(params, grads)
+        taken = median(host_seconds, lambda: torch.autograd.backward(params, grads))
+        del prepared
+        return taken
+
+    def drop(param: Tensor) -> None:
+        param.grad = None
+
+    bare = host(lambda params: [param.register_post_accumulate_grad_hook(drop) for param in params])
+    report.row("a bare hook: host seconds a tensor", bare / count)
+    settings: dict[str, Any]
+    for settings in ({"rule": "lomo"}, {"rule": "adalomo"}, {"rule": "adalomo", "batching": False}):
+        taken = host(lambda params, settings=settings: lowmem.FusedOptimizer(params, **settings))
+        name = ", ".join(f"{key}={value}" for key, value in settings.items())
+        report.row(f"dispatch of {count} tensors, {name}: times a bare hook", taken / bare, host_seconds=taken / count)

@@ -1,0 +1,157 @@
+"""The check that a GPU machine runs: tried small, where nothing is installed but torch and what transformers needs."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+SCRIPTS = Path(__file__).parent.parent / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+from gpu import measure, steps  # noqa: E402
+from gpu.report import Report  # noqa: E402
+
+# Imports as on a machine without what trainers and the command line need.
+BARE = """
+import runpy, sys
+from importlib.machinery import PathFinder
+
+MISSING = {"accelerate", "datasets", "deepspeed", "matplotlib", "psutil", "rich", "trl"}
+
+class Bare(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in MISSING else super().find_spec(name, path, target)
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = Bare
+sys.argv = sys.argv[1:]
+sys.path[0] = str(sys.argv[0].rpartition("/")[0])
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+PARTS = ["environment", "attention", "no_host_sync", "compiled_against_eager", "update_against_floor", "dispatch"]
+PARTS += ["eight_billion", "update_memory", "one_billion", "policies_agree"]
+
+
+def check(out, *arguments):
+    """What a run on a bare machine reports."""
+    command = [sys.executable, "-c", BARE, str(SCRIPTS / "gpu_check.py"), "--small", "--out", str(out), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(out.read_text())
+    assert json.loads(done.stdout) == found
+    assert list(found) == ["seconds", *PARTS]
+    return {part: found[part]["rows"] for part in PARTS}
+
+
+def test_every_part_runs_on_a_bare_machine(tmp_path):
+    found = check(tmp_path / "found.json")
+    for part, rows in found.items():
+        assert rows, part
+        for row in rows:
+            assert {"what", "measured", "goal", "met"} <= set(row), row  # not skipped, no error
+            assert (row["met"] is None) == (row["goal"] is None or row["measured"] is None)
+    goals = {row["goal"] for rows in found.values() for row in rows}
+    assert goals >= {"<= 1.3", "<= 1.15", ">= 1", "<= 0.01", "<= 0"}
+
+
+def test_what_the_budget_does_not_allow_is_left_out(tmp_path):
+    for part, rows in check(tmp_path / "found.json", "--budget", "0").items():
+        assert [row["what"] for row in rows] == [part]
+        assert "left of the budget" in rows[0]["skipped"]
+
+
+# -- the report --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def report(tmp_path):
+    return Report(tmp_path / "found.json", budget=100)
+
+
+def rows_of(report, tmp_path):
+    """As they are on disk."""
+    found = json.loads((tmp_path / "found.json").read_text())
+    return [row for part in report.parts for row in found[part]["rows"]]
+
+
+@pytest.mark.parametrize(
+    ("measured", "goal", "met"),
+    [
+        (1.0, ("<=", 1.0), True),
+        (1.1, ("<=", 1.0), False),
+        (1.0, (">=", 1.0), True),
+        (0.9, (">=", 1.0), False),
+        (None, (">=", 1.0), None),
+        (1.0, None, None),
+    ],
+)
+def test_whether_a_goal_is_met(measured, goal, met, report, tmp_path):
+    with report.part("one"):
+        report.row("it", measured, goal)
+        assert [row["met"] for row in rows_of(report, tmp_path)] == [met]  # at once
+    assert len(list(report.goals())) == (goal is not None)
+
+
+def test_a_part_that_fails_does_not_take_others_with_it(report, tmp_path, capsys):
+    with report.part("one"):
+        report.row("before", 1)
+        raise ValueError("broken")
+    with report.part("two"):
+        report.row("after", 2)
+    before, broken, after = rows_of(report, tmp_path)
+    assert (before["measured"], broken["error"], after["measured"]) == (1, "ValueError: broken", 2)
+    assert report.failed
+
+
+def test_want_of_memory_is_no_failure(report, tmp_path, capsys):
+    with report.part("one"), report.trial("large"):
+        raise torch.OutOfMemoryError("too large")
+    assert not report.failed
+    assert rows_of(report, tmp_path)[0]["what"] == "large"
+
+
+# -- whole steps -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["known before", "found out"])
+def test_a_model_that_does_not_fit_gives_way_to_a_smaller_one(known, report, monkeypatch, tmp_path, capsys):
+    make, made = steps.llama, []
+
+    def llama(*size):
+        made.append(size)
+        if not known and len(made) == 1:
+            raise torch.OutOfMemoryError("too large")
+        return make(*size)
+
+    monkeypatch.setattr(steps, "llama", llama)
+    monkeypatch.setattr(measure, "free_memory", lambda: 100_000 if known else 10**9)
+    with report.part("one"):
+        steps.eight_billion(report, small=True)
+    rows = rows_of(report, tmp_path)
+    assert (rows[0]["what"], rows[0]["measured"]) == ("tiny: fits", False)
+    assert all(row["what"].startswith("tinier") for row in rows[1:])
+    assert len(rows) > 5
+    assert made[-1] == steps.SMALL_MODELS["tinier"]
+
+
+def test_the_loss_in_chunks_is_the_models_own():
+    model = steps.llama(*steps.SMALL_MODELS["tiny"]).float()
+    ids = torch.randint(0, 512, (1, 600), device=measure.DEVICE)
+    found = []
+    for loss in (steps.own_loss, steps.loss_in_chunks):
+        value = loss(model, ids)
+        value.backward()
+        found.append((value.detach(), [param.grad for param in model.parameters()]))
+        model.zero_grad()
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_the_gradient_of_the_loss_in_chunks_is_not_copied():
+    hidden, head = torch.randn(300, 8, requires_grad=True), torch.nn.Parameter(torch.randn(20, 8))
+    loss = steps.LossInChunks.apply(hidden, head, torch.randint(0, 20, (300,)))
+    _, of_head = loss.grad_fn.saved_tensors
+    loss.backward()
+    assert head.grad.data_ptr() == of_head.data_ptr()
