@@ -20,6 +20,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,8 +29,6 @@ os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")  # before torch
 
 import torch
 import torch.distributed as dist
-from side_by_side import Loss, Step, drop_gradients, ordinary, save
-from step import fused
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -40,6 +39,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lowmem import placements
+from lowmem.bench.comparison import save
+from lowmem.bench.contenders import Loss, Step, drop_gradients, fused, ordinary
 from lowmem.placements import Ranks
 
 Options = argparse.Namespace
@@ -122,8 +123,8 @@ def by_engine(engine: Any) -> Step:
     return step
 
 
-ADALOMO = fused("adalomo", lr=1e-3, compile=True)
-ADAMW = fused("adamw", lr=1e-4, compile=True)
+ADALOMO = partial(fused, rule="adalomo", compile=True)
+ADAMW = partial(fused, rule="adamw", compile=True)
 FLOOR = "ZeRO-3, floor"
 CONTENDERS: dict[str, tuple[Place, Callable[[Any], Step]]] = {
     FLOOR: (zero3, floor),
@@ -132,9 +133,9 @@ CONTENDERS: dict[str, tuple[Place, Callable[[Any], Step]]] = {
     "ZeRO-3, DeepSpeed's AdamW": (engine, by_engine),
     "FSDP2, lowmem adalomo": (fsdp2, ADALOMO),
     "FSDP2, lowmem adamw": (fsdp2, ADAMW),
-    "FSDP2, AdamW(foreach=True)": (fsdp2, ordinary(torch.optim.AdamW, lr=1e-4, foreach=True)),
+    "FSDP2, AdamW(foreach=True)": (fsdp2, partial(ordinary, cls=torch.optim.AdamW, foreach=True)),
     "replicated, lowmem adalomo": (whole, ADALOMO),
-    "replicated, DDP and AdamW": (data_parallel, ordinary(torch.optim.AdamW, lr=1e-4, fused=True)),
+    "replicated, DDP and AdamW": (data_parallel, partial(ordinary, cls=torch.optim.AdamW, fused=True)),
 }
 PEERS = {name.partition(",")[0]: name for name in CONTENDERS}  # the last of each placement
 
@@ -294,7 +295,9 @@ def main() -> None:
         name: {key: statistics.median(row[key] for row in rows) for key in rows[0]} for name, rows in found.items()
     }
     tell(results, options)
-    save(results, options, "sharded")
+    settings = {key: value for key, value in vars(options).items() if key != "out"}
+    options.out.mkdir(parents=True, exist_ok=True)
+    save(options.out / "sharded.json", settings, results=results)
     draw(results, options)
 
 

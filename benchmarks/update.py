@@ -8,6 +8,7 @@ installed are left out.
 """
 
 import argparse
+import importlib
 import importlib.util
 import json
 import os
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -24,39 +26,30 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import lowmem
-from lowmem.layout import Layout
-from lowmem.placements.local import Local
-from lowmem.sweep import Sweep
 
 BASE = "AdamW(fused=True)"
 Made = tuple[Callable[[], object], Callable[[], list[Tensor]]]  # what updates, and what it keeps
+Make = Callable[[Tensor, Tensor], Made]
 
 
-def ours(
-    name: str, rounding: str = "nearest", compiled: bool = True, **options: object
-) -> Callable[[Tensor, Tensor], Made]:
+def ours(rule: str, compile: bool = True, **settings: object) -> Make:
     def make(param: Tensor, grad: Tensor) -> Made:
-        rule = lowmem.rules.resolve(name)
-        hyper = {**rule.defaults, "lr": 1e-3, **options}
-        shape = tuple(param.shape)
-        plan = rule.plan("weight", shape, hyper)
-        state = {key: Local().new_state(spec, param, plan.view) for key, spec in plan.states.items()}
-        residual = torch.zeros_like(param, dtype=torch.int16) if rounding == "compensated" else None
-        layout, step = Layout.whole(shape, plan.view), 0
+        opt = lowmem.FusedOptimizer([("weight", param)], rule=rule, lr=1e-3, compile=compile, **settings)
+        (slot,) = opt._slots.values()
 
-        def update() -> None:
-            nonlocal step
-            step += 1
-            stochastic = rounding == "stochastic"
-            sweep = Sweep(layout, param, grad, residual=residual, stochastic=stochastic, compiled=compiled)
-            rule.update(sweep, plan, state, hyper, step)
+        def update() -> None:  # what the hook does, without a backward to come from
+            opt._cycle.step += 1
+            opt._updates.put(slot, grad)
 
-        return update, lambda: [*state.values(), *([residual] if residual is not None else [])]
+        def kept() -> list[Tensor]:
+            return [*opt.state[param].values(), *([] if slot.residual is None else [slot.residual])]
+
+        return update, kept
 
     return make
 
 
-def torchs(cls: type[torch.optim.Optimizer], **settings: object) -> Callable[[Tensor, Tensor], Made]:
+def torchs(cls: type[torch.optim.Optimizer], **settings: object) -> Make:
     def make(param: Tensor, grad: Tensor) -> Made:
         optimizer = cls([param], lr=1e-3, **settings)
         param.grad = grad
@@ -82,19 +75,55 @@ def lomo_optim(param: Tensor, grad: Tensor) -> Made:
     return update, lambda: [part["weight"] for part in kept]
 
 
+def optimi(name: str) -> Make:
+    def make(param: Tensor, grad: Tensor) -> Made:
+        return torchs(getattr(importlib.import_module("optimi"), name))(param, grad)
+
+    return make
+
+
+def kahan(param: Tensor, grad: Tensor) -> Made:
+    return torchs(importlib.import_module("optimi").AdamW, kahan_sum=True)(param, grad)
+
+
+@dataclass(frozen=True)
+class Contender:
+    """make: of a parameter and its gradient.  peer: whose work is the nearest.  package: what has to be installed."""
+
+    make: Make
+    peer: str | None = None
+    dtype: torch.dtype = torch.bfloat16
+    package: str | None = None
+
+
+WIDE = ", float32 weights"
 RULES = [row.name for row in lowmem.rules.table()]
-CONTENDERS = {
-    **{rule: ours(rule) for rule in RULES},
-    "adamw, bfloat16 moments": ours("adamw", dtype_moments="bfloat16"),
-    "adalomo, stochastic": ours("adalomo", "stochastic"),
-    "adalomo, compensated": ours("adalomo", "compensated"),
-    **{f"{rule}, eager": ours(rule, compiled=False) for rule in RULES},
-    BASE: torchs(torch.optim.AdamW, fused=True),
-    "AdamW": torchs(torch.optim.AdamW),
-    "torch Adafactor": torchs(torch.optim.Adafactor),
-    "lomo_optim AdaLomo": lomo_optim,
+# Of rules that nobody else has here: what keeps as much, in one pass.
+PEERS = {
+    "lomo": "SGD(fused=True)",
+    "adalomo": "lomo_optim AdaLomo",
+    "adafactor": "torch Adafactor",
+    "adafactor_t2t": "torch Adafactor",
+    "lion": "optimi Lion",
 }
-NEEDS = {"lomo_optim AdaLomo": "lomo_optim"}
+CONTENDERS = {
+    **{rule: Contender(ours(rule), PEERS.get(rule, "AdamW")) for rule in RULES},
+    "adamw, bfloat16 moments": Contender(ours("adamw", dtype_moments="bfloat16"), BASE),
+    "adamw, compensated": Contender(ours("adamw", rounding="compensated"), "optimi AdamW, Kahan"),
+    "adalomo, stochastic": Contender(ours("adalomo", rounding="stochastic"), "lomo_optim AdaLomo"),
+    "adalomo, compensated": Contender(ours("adalomo", rounding="compensated"), "lomo_optim AdaLomo"),
+    f"adamw{WIDE}": Contender(ours("adamw"), f"{BASE}{WIDE}", torch.float32),
+    f"adalomo{WIDE}": Contender(ours("adalomo"), f"{BASE}{WIDE}", torch.float32),
+    **{f"{rule}, eager": Contender(ours(rule, compile=False)) for rule in RULES},
+    BASE: Contender(torchs(torch.optim.AdamW, fused=True)),
+    f"{BASE}{WIDE}": Contender(torchs(torch.optim.AdamW, fused=True), dtype=torch.float32),
+    "AdamW": Contender(torchs(torch.optim.AdamW)),
+    "SGD(fused=True)": Contender(torchs(torch.optim.SGD, fused=True)),
+    "torch Adafactor": Contender(torchs(torch.optim.Adafactor)),
+    "lomo_optim AdaLomo": Contender(lomo_optim, package="lomo_optim"),
+    "optimi Lion": Contender(optimi("Lion"), package="optimi"),
+    "optimi AdamW, Kahan": Contender(kahan, package="optimi"),
+}
 
 
 def temporary(update: Callable[[], object]) -> int:
@@ -112,8 +141,9 @@ def temporary(update: Callable[[], object]) -> int:
 def one(name: str, size: int, repeats: int) -> dict[str, float]:
     """One contender, in this process."""
     torch.manual_seed(0)
-    param = torch.nn.Parameter(torch.randn(size, size).bfloat16())
-    update, kept = CONTENDERS[name](param, torch.randn(size, size).bfloat16())
+    contender = CONTENDERS[name]
+    param = torch.nn.Parameter(torch.randn(size, size).to(contender.dtype))
+    update, kept = contender.make(param, torch.randn(size, size).to(contender.dtype))
     with torch.no_grad():
         for _ in range(3):
             update()
@@ -138,7 +168,9 @@ def main() -> None:
     if options.one:
         print(json.dumps(one(options.one, options.size, options.repeats)))
         return
-    names = [n for n in options.only or CONTENDERS if n not in NEEDS or importlib.util.find_spec(NEEDS[n])]
+    wanted = options.only or CONTENDERS
+    needed = {name: CONTENDERS[name].package for name in wanted}
+    names = [name for name in wanted if needed[name] is None or importlib.util.find_spec(needed[name])]
     found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     for turn in range(options.rounds):
         for name in names:
@@ -149,20 +181,24 @@ def main() -> None:
     results = {
         name: {key: statistics.median(run[key] for run in runs) for key in runs[0]} for name, runs in found.items()
     }
-    base = results.get(BASE)
-    print("| contender | ms | x fused AdamW | temporary, MiB | state, bytes a weight |")
-    print("| --- | --- | --- | --- | --- |")
+    print("| contender | ms | x its peer | nearest peer | x fused AdamW | temporary, MiB | state, bytes a weight |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
     for name, row in results.items():
-        ratio = f"{row['seconds'] / base['seconds']:.2f}" if base else "-"
-        cells = f"{row['seconds'] * 1e3:.1f} | {ratio} | {row['temporary'] / 2**20:.2f} | {row['state']:.3g}"
-        print(f"| {name} | {cells} |")
+        peer = CONTENDERS[name].peer or ""
+        cells = f"{row['seconds'] * 1e3:.1f} | {ratio(results, name, peer)} | {peer} | {ratio(results, name, BASE)}"
+        print(f"| {name} | {cells} | {row['temporary'] / 2**20:.2f} | {row['state']:.3g} |")
     settings = {key: getattr(options, key) for key in ("size", "repeats", "rounds")}
     machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "torch": torch.__version__}
     options.out.mkdir(parents=True, exist_ok=True)
     report = {"settings": settings, "machine": machine, "results": results}
     (options.out / "update.json").write_text(json.dumps(report, indent=2) + "\n")
-    if base:
-        draw(results, base, options.size, options.out / "update.png")
+    if BASE in results:
+        draw(results, results[BASE], options.size, options.out / "update.png")
+
+
+def ratio(results: dict[str, dict[str, float]], name: str, base: str) -> str:
+    """The time of an update in those of another; a dash where that was not measured."""
+    return f"{results[name]['seconds'] / results[base]['seconds']:.2f}" if base in results else "-"
 
 
 def draw(results: dict[str, dict[str, float]], base: dict[str, float], size: int, path: Path) -> None:
@@ -171,7 +207,7 @@ def draw(results: dict[str, dict[str, float]], base: dict[str, float], size: int
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    names = [name for name in reversed(results) if not name.endswith("eager")]
+    names = [name for name in reversed(results) if not name.endswith(("eager", WIDE))]
     mine = ["#2a8f7c" if name.split(",")[0] in RULES else "#c9ced6" for name in names]
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 0.34 * len(names) + 1.2), sharey=True, layout="constrained")
     panels = (

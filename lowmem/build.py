@@ -66,7 +66,7 @@ def _tokenizer(model: ModelConfig, train: "Dataset", resume_from: Path | None) -
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model.tokenizer: no tokenizer can be loaded from {name!r}: {_first_line(error)}") from error
+        raise ConfigError(f"model.tokenizer: no tokenizer can be loaded from {name!r}: {first_line(error)}") from error
     if template is not None:
         tokenizer.chat_template = template
     if tokenizer.pad_token is None:  # padding is masked everywhere, so any token serves
@@ -107,12 +107,12 @@ def model(config: RunConfig, tokenizer: "PreTrainedTokenizerBase", args: "SFTCon
         if wanted.path is not None:
             made = AutoModelForCausalLM.from_pretrained(wanted.path, **options)
         else:
-            made = AutoModelForCausalLM.from_config(_model_config(wanted.config or {}, tokenizer), **options)
+            made = AutoModelForCausalLM.from_config(model_config(wanted.config or {}, tokenizer), **options)
     except AssertionError as error:  # as when batch sizes do not fit the number of processes
-        raise ConfigError(f"trainer.deepspeed: {_first_line(error)}") from error
+        raise ConfigError(f"trainer.deepspeed: {first_line(error)}") from error
     except (OSError, ValueError, ImportError) as error:
         where = "model.path" if wanted.path is not None else "model.config"
-        raise ConfigError(f"{where}: no model can be made from it: {_first_line(error)}") from error
+        raise ConfigError(f"{where}: no model can be made from it: {first_line(error)}") from error
     size = made.get_input_embeddings().num_embeddings
     if size < len(tokenizer):
         raise ConfigError(
@@ -122,7 +122,7 @@ def model(config: RunConfig, tokenizer: "PreTrainedTokenizerBase", args: "SFTCon
     return made
 
 
-def _model_config(raw: dict[str, Any], tokenizer: "PreTrainedTokenizerBase") -> Any:
+def model_config(raw: dict[str, Any], tokenizer: "PreTrainedTokenizerBase") -> Any:
     from transformers import AutoConfig
 
     special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
@@ -147,7 +147,7 @@ def trainer(config: RunConfig, found: Samples, made: "PreTrainedModel", args: "S
     except (RuntimeError, ImportError) as error:
         if "installed" not in str(error):
             raise
-        raise ConfigError(f"trainer: {_first_line(error)}") from error  # what trainer.report_to asks for
+        raise ConfigError(f"trainer: {first_line(error)}") from error  # what trainer.report_to asks for
 
 
 def tokenized(config: RunConfig, found: Samples) -> "Dataset":
@@ -189,15 +189,19 @@ def _sft_config(config: RunConfig, found: Samples, weight_decay: float) -> "SFTC
         "learning_rate": config.optimizer.lr,
         "weight_decay": weight_decay,
         "max_grad_norm": config.optimizer.fused.clip_norm or 0.0,
+        "activation_checkpointing": not (config.trainer.get("fsdp_config") or {}).get("activation_checkpointing"),
         **config.trainer,
     }
+    if given["activation_checkpointing"]:  # torch's own default is reentrant as soon as another key is given
+        kwargs = config.trainer.get("activation_checkpointing_kwargs") or {}
+        given["activation_checkpointing_kwargs"] = {"use_reentrant": False, **kwargs}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         try:
             return SFTConfig(**given)
         except ValueError as error:
-            raise ConfigError(f"trainer: {_first_line(error)}") from error
+            raise ConfigError(f"trainer: {first_line(error)}") from error
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0]

@@ -1,9 +1,10 @@
-"""The command line: `lowmem train`, `inspect`, `generate`, `rules`.
+"""The command line: `lowmem train`, `inspect`, `generate`, `plan`, `rules`, `bench`.
 
 What a user did wrong is one message on stderr and exit status 2; nothing is left half written.
 """
 
 import argparse
+import json
 import logging
 import math
 import os
@@ -20,7 +21,10 @@ from rich.table import Table
 from rich.text import Text
 
 from lowmem import __version__, rules
+from lowmem.bench import comparison
+from lowmem.bench.contenders import FLOOR, chosen
 from lowmem.errors import LowmemError
+from lowmem.files import writing
 from lowmem.memory.states import state_bytes
 from lowmem.placements import in_group, shape_of
 from lowmem.rounding import ROUNDINGS
@@ -28,6 +32,7 @@ from lowmem.rounding import ROUNDINGS
 if TYPE_CHECKING:
     from lowmem.config import RunConfig
     from lowmem.data import TokenCounts
+    from lowmem.memory.plan import StepMemory
 
 # Under a launcher every process runs the whole command; the first one speaks, and the others when they fail.
 RANK = int(os.environ.get("RANK", 0))
@@ -36,7 +41,11 @@ err = Console(stderr=True, quiet=RANK > 0)
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Runs one command and exits: 0 done, 2 a user's mistake, 130 interrupted before training began."""
+    """Runs one command and exits.
+
+    0 is done, 1 a bench in which this package itself failed or a plan that does not fit, 2 a user's mistake, 130
+    interrupted before training began.
+    """
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
     # argparse takes no further key=value once an option came between
@@ -86,7 +95,17 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="longest answer (256)")
     made.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (the default)")
     made.add_argument("--seed", type=int, default=0, metavar="N", help="of sampling (0)")
+    made = command("plan", plan, "What a run will take, itemised, before anything is downloaded or allocated.")
+    config_arguments(made)
+    made.add_argument("--memory", metavar="SIZE", help="as in 24GiB: whether a step fits, and if not, what would")
+    made.add_argument("--device", choices=("gpu", "cpu"), default="gpu", help="where the run is to train (gpu)")
+    made.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    made.add_argument("--picture", type=Path, metavar="FILE", help="draw what is alive through the step, as PNG")
     command("rules", show_rules, "The table of rules: name, bytes per parameter, what each keeps, source.")
+    made = command("bench", run_bench, "A training step by this package and its peers, side by side: time and memory.")
+    comparison.add_arguments(made, batch=1, tokens=128, rounds=3, out=Path("runs/bench"))
+    made.add_argument("--rule", action="append", default=[], metavar="NAME", help="this rule of ours too; repeatable")
+    made.add_argument("--only", action="append", default=[], metavar="NAME", help="this contender alone; repeatable")
     return parser
 
 
@@ -203,7 +222,7 @@ def _leave_group() -> None:
 
 
 def _describe(config: "RunConfig", trainer: Any, counts: "TokenCounts") -> None:
-    """What is about to be trained, in four lines; samples that were dropped are said."""
+    """What is about to be trained, in five lines; samples that were dropped are said."""
     fused, model = config.optimizer.fused, trainer.model
     compiled = ", compiled in the first step (up to a minute)" if trainer.optimizer.compiled else ""
     parameters = sum(math.prod(shape_of(p)) for p in model.parameters())
@@ -216,6 +235,7 @@ def _describe(config: "RunConfig", trainer: Any, counts: "TokenCounts") -> None:
         out.print(f"placement  {placed}", highlight=False)
     policy = f"{trainer.optimizer.policy}: {trainer.optimizer.policy_reason}"
     out.print(f"policy     {policy}", highlight=False, soft_wrap=True)
+    out.print(f"loss       {_loss(trainer.args)}", highlight=False, soft_wrap=True)
     out.print(
         f"data       {counts.samples:,} samples, {counts.tokens:,} tokens, loss on {counts.trained_tokens:,}",
         highlight=False,
@@ -237,6 +257,18 @@ def _describe(config: "RunConfig", trainer: Any, counts: "TokenCounts") -> None:
         )
     if counts.without_target:
         err.print(f"{counts.without_target} samples add nothing to the loss", style="yellow")
+
+
+def _loss(args: Any) -> str:
+    """How the loss is computed, and what becomes of activations until backward."""
+    logits = "logits in tiles"
+    if args.label_smoothing_factor:
+        logits = f"labels smoothed by {args.label_smoothing_factor:g}, which takes all logits at once"
+    kwargs = args.activation_checkpointing_kwargs or {}
+    recomputed = args.activation_checkpointing or (args.fsdp and args.fsdp_config.get("activation_checkpointing"))
+    activations = "recomputed in backward" if recomputed else "kept for backward"
+    offloaded = ", on the host until then" if args.activation_offloading or kwargs.get("offload") else ""
+    return f"{args.loss_type}, {logits}; activations {activations}{offloaded}"
 
 
 # -- inspect -------------------------------------------------------------------------------------------------------
@@ -314,6 +346,85 @@ def generate(arguments: argparse.Namespace) -> None:
     )
 
 
+# -- plan ----------------------------------------------------------------------------------------------------------
+
+
+def plan(arguments: argparse.Namespace) -> None:
+    """`lowmem plan`."""
+    _quiet()
+    from lowmem import planning
+    from lowmem.config import load
+    from lowmem.files import write_file
+    from lowmem.pictures import draw_step, size
+
+    config, device = load(arguments.config, arguments.overrides), arguments.device
+    memory = None if arguments.memory is None else planning.parse_bytes(arguments.memory)
+    planned = planning.plan(config, device)
+    step = planned.step
+    for topic, words in planned.of.items():
+        out.print(f"{topic:10} {words}", highlight=False, soft_wrap=True)
+    out.print()
+    out.print(_step_table(step))
+    out.print(f"\nNot counted: {planning.NOT_COUNTED[device]}.", highlight=False, soft_wrap=True)
+    found = {"device": device, **planned.of, **step.figures(), "memory": memory, "ways": {}}
+    too_much = memory is not None and step.peak > memory
+    if memory is not None:
+        margin = f"{size(abs(memory - step.peak))} {'too much' if too_much else 'to spare'}"
+        fits = "does not fit" if too_much else "fits"
+        out.print(f"\n{fits} into {size(memory)}: {margin}", style="bold", highlight=False)
+    if memory is not None and too_much:
+        found["ways"] = _ways(arguments, config, memory)
+    if arguments.json is not None:
+        write_file(arguments.json, (json.dumps(found, indent=2) + "\n").encode())
+    if arguments.picture is not None:
+        title = f"{Path(arguments.config).stem}: memory through a step"
+        write_file(arguments.picture, draw_step(step, title, memory))
+    if too_much:
+        sys.exit(1)
+
+
+def _step_table(step: "StepMemory") -> Table:
+    from lowmem.pictures import size
+
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(f"the peak, in {step.during}")
+    table.add_column("", justify="right", no_wrap=True)
+    table.add_column("")
+    for kind, count in step.items.items():
+        largest = (f"{like}: {size(of_it)}" for like, of_it in step.temporaries if of_it >= count / 10)
+        table.add_row(kind, size(count), ", ".join(largest) if kind == "temporaries" else "")
+    table.add_row("together", size(step.peak), style="bold")
+    table.add_row("the floor", size(step.floor), "weights, states, buffers, batch and the largest gradient")
+    if step.host_peak >= 2**20:
+        table.add_row("on the host", size(step.host_peak), "gradients that wait, and what is offloaded")
+    return table
+
+
+def _ways(arguments: argparse.Namespace, config: "RunConfig", memory: int) -> dict[str, int]:
+    """Plans what would take less, each by itself and, where none is enough, all of it; override → bytes at the peak."""
+    from lowmem import planning
+    from lowmem.config import load
+    from lowmem.pictures import size
+
+    def peak(*overrides: str) -> int | None:
+        try:
+            changed = load(arguments.config, [*arguments.overrides, *overrides])
+            return planning.plan(changed, arguments.device).step.peak
+        except LowmemError:  # it does not go with something else that is set
+            return None
+
+    found: dict[str, int] = {}
+    for way in planning.ways(config, arguments.device):
+        if (needed := peak(way)) is not None:
+            found[way] = needed
+    if found and min(found.values()) > memory and (needed := peak(*found)) is not None:
+        found[" ".join(found)] = needed
+    for way, needed in found.items():
+        verdict = "[green]fits[/green]" if needed <= memory else "does not fit"
+        out.print(f"  {way}  {size(needed)}, {verdict}", highlight=False, soft_wrap=True)
+    return found
+
+
 # -- rules ---------------------------------------------------------------------------------------------------------
 
 
@@ -338,6 +449,27 @@ def show_rules(arguments: argparse.Namespace) -> None:
             highlight=False,
             soft_wrap=True,
         )
+
+
+# -- bench ---------------------------------------------------------------------------------------------------------
+
+
+def run_bench(arguments: argparse.Namespace) -> None:
+    """`lowmem bench`."""
+    contenders = chosen(arguments.rule, arguments.only)
+    folder: Path = arguments.out
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    try:
+        found = comparison.compare(contenders, comparison.workload_of(arguments), arguments.rounds, err)
+        comparison.tell(found, FLOOR, out)
+        comparison.save_all(found, FLOOR, folder, "bench")
+    finally:
+        if not any(folder.iterdir()):
+            folder.rmdir()
+    out.print(f"\n{folder}/bench.json and bench.png have it", highlight=False, soft_wrap=True)
+    if any(contenders[name].kind != "peer" for name in found.failed):
+        sys.exit(1)
 
 
 def _quiet() -> None:

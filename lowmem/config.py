@@ -44,10 +44,31 @@ ELSEWHERE = {
     "dataset_num_proc": "set data.workers",
     "model_init_kwargs": "set model.dtype and model.attention",
     "chat_template_path": "set model.chat_template",
+    "gradient_checkpointing": "set trainer.activation_checkpointing, which is its name now",
+    "gradient_checkpointing_kwargs": "set trainer.activation_checkpointing_kwargs, which is its name now",
     "resume_from_checkpoint": "start the command with --resume",
     "local_rank": "the launcher (torchrun, deepspeed, accelerate) sets it",
     "parallelism_config": "set deepspeed, or fsdp and fsdp_config",
     "hub_token": "set the environment variable HF_TOKEN: this file is copied into the run folder",
+}
+
+# Fields of SFTConfig that are narrower here than there.
+NARROWED = {
+    "fsdp": bool,
+    "deepspeed": dict | str | None,
+    "loss_type": Literal["nll", "dft"],
+    "activation_checkpointing": bool,
+    "activation_checkpointing_kwargs": dict | None,
+}
+
+# What `activation_checkpointing_kwargs` may hold: keys of transformers, of TRL (selective) and of torch's `checkpoint`.
+CHECKPOINTING = {
+    "every_n_layers": int,
+    "offload": bool,
+    "selective": bool,
+    "use_reentrant": bool,
+    "preserve_rng_state": bool,
+    "determinism_check": Literal["default", "none"],
 }
 
 
@@ -295,8 +316,9 @@ def _trainer(raw: dict[str, Any], source: _Source) -> dict[str, Any]:
             place = source.at(("trainer", name))
             raise ConfigError(f"{place}: 'trainer.{name}' is not set here: {ELSEWHERE[name]}.")
     hints = {name: hint for name, hint in get_type_hints(SFTConfig).items() if name not in ELSEWHERE}
-    hints |= {"fsdp": bool, "deepspeed": dict | str | None}
-    values = _check_keys(raw, hints, (), ("trainer",), source)
+    values = _check_keys(raw, hints | NARROWED, (), ("trainer",), source)
+    kwargs = values.get("activation_checkpointing_kwargs") or {}
+    _check_keys(kwargs, CHECKPOINTING, (), ("trainer", "activation_checkpointing_kwargs"), source)
     for name in ("deepspeed", "fsdp_config"):
         if isinstance(values.get(name), str):  # the run folder is to say what was in it
             values[name] = _read_json(Path(values[name]), source.at(("trainer", name)))

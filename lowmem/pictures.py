@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from lowmem.memory.plan import KINDS, StepMemory
 from lowmem.trainer import PARAM_NORM
 
 if TYPE_CHECKING:
@@ -169,6 +170,43 @@ def memory_picture(records: list[Record], name: str) -> "Figure":
     axes.axhline(weights / one, color="#333333", lw=1.2, ls=(0, (5, 3)), label=f"weights: {size(weights)}")
     axes.set(title=f"{name}: memory", xlabel="step", ylabel=f"memory ({unit_name})", ylim=(0, max(peak) / one * 1.25))
     axes.legend(loc="upper left", ncols=3)
+    return figure
+
+
+def draw_step(step: StepMemory, title: str, memory: int | None) -> bytes:
+    """What is alive through one step, by kind, as PNG; a line at `memory` bytes, where that is given."""
+    import matplotlib
+
+    with matplotlib.rc_context(_STYLE):
+        return _png(_step_picture(step, title, memory))
+
+
+def _step_picture(step: StepMemory, title: str, memory: int | None) -> "Figure":
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4.8), layout="constrained")
+    axes = figure.subplots()
+    total = np.sum(list(step.live.values()), axis=0)
+    starts = np.arange(0, len(total), math.ceil(len(total) / _COLUMNS))
+    # of all moments that share a column, the one at which most is alive
+    moments = [start + int(part.argmax()) for start, part in zip(starts, np.split(total, starts[1:]), strict=True)]
+    one, unit_name = unit(step.peak)
+    colors = (_PALE, _VIOLET, "#c9ced6", _EVAL[0], _BLUE, _EVAL[1])
+    layers = [step.live[kind][moments] / one for kind in KINDS]
+    labels = [f"{kind}: {size(step.items[kind])}" for kind in KINDS]
+    axes.stackplot(moments, layers, labels=labels, colors=colors, lw=0, step="mid")
+    for start, end in step.backwards:
+        axes.axvspan(start, end, ymin=0.985, color="#333333", lw=0)
+        axes.text((start + end) / 2, 0.97, "backward", transform=axes.get_xaxis_transform(), ha="center", va="top",
+                  fontsize=8, color="#555555")  # fmt: skip
+    axes.plot(step.moment, step.peak / one, "o", color="#333333", ms=5)
+    axes.annotate(f"peak {size(step.peak)}", (step.moment, step.peak / one), xytext=(6, 5), textcoords="offset points")
+    if memory is not None:
+        axes.axhline(memory / one, color=_EVAL[0], lw=1.5, ls=(0, (5, 3)), label=f"there is: {size(memory)}")
+    most = max(step.peak, memory or 0) / one
+    axes.set(title=title, xlabel="births and deaths of tensors", ylabel=f"tensors ({unit_name})", ylim=(0, most * 1.12))
+    axes.set_xlim(0, len(total) - 1)
+    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), title="at the peak", reverse=True)
     return figure
 
 

@@ -21,8 +21,9 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import rotate_checkpoints
+from transformers.utils import is_liger_kernel_available
 
-from lowmem import checkpoint, choice, sharding
+from lowmem import checkpoint, choice, head, sharding
 from lowmem.errors import CheckpointError, ConfigError, UnsupportedError
 from lowmem.optimizer import FusedOptimizer
 from lowmem.rules import resolve
@@ -30,7 +31,7 @@ from lowmem.settings import FusedConfig
 from lowmem.weights import load_weights, save_weights
 
 if TYPE_CHECKING:
-    from trl import SFTTrainer
+    from trl import SFTConfig, SFTTrainer
 
     class _Base(Trainer):
         optimizer: Any
@@ -86,6 +87,7 @@ class FusedTrainerMixin(_Base):
     # -- the update ------------------------------------------------------------------------------------------------
 
     def create_accelerator_and_postprocess(self) -> None:
+        _check_activations(self.args)
         self._sharding = sharding.of(self.args)
         super().create_accelerator_and_postprocess()
         self.accelerator.backward = self._fused_backward
@@ -154,6 +156,8 @@ class FusedTrainerMixin(_Base):
                 "policy='two_pass': DeepSpeed ZeRO-3 would need the forward once more, and a trainer has computed the "
                 "loss when the optimizer gets it; use policy='deferred' (or 'auto')"
             )
+        if opt.policy == "two_pass":
+            _check_replay(self.args)
         logger.info("fused optimizer: %s, policy %s (%s)", opt.rule.name, opt.policy, opt.policy_reason)
         # Accelerate must not wrap the engine; it leaves alone what looks like its own.
         self.optimizer._is_accelerate_prepared = True
@@ -336,6 +340,8 @@ def _check_arguments(args: TrainingArguments, fused: FusedConfig) -> None:
             "fp16=True: Accelerate has no fp16 autocast on a CPU and would leave it out without a word; use bf16=True, "
             "or weights in bfloat16"
         )
+    if args.use_liger_kernel and not is_liger_kernel_available():
+        raise ConfigError("use_liger_kernel=True wants a package: pip install liger-kernel, or leave it out")
     if args.auto_find_batch_size:
         raise UnsupportedError(
             "auto_find_batch_size=True retries after a backward ran out of memory, and a fused backward has moved some "
@@ -351,6 +357,40 @@ def _check_arguments(args: TrainingArguments, fused: FusedConfig) -> None:
         raise UnsupportedError(
             f"one process sees {args.n_gpu} GPUs, and DataParallel would split each batch over them: start a process "
             f"for each (torchrun --nproc_per_node {args.n_gpu} ...), or let it see one (CUDA_VISIBLE_DEVICES=0)"
+        )
+
+
+def _check_activations(args: TrainingArguments) -> None:
+    """Raises for every setting of activations that would be ignored, or that does not fit this device."""
+    kwargs = args.activation_checkpointing_kwargs or {}
+    if kwargs and not args.activation_checkpointing:
+        raise ConfigError(
+            f"activation_checkpointing_kwargs={kwargs} has no effect without activation_checkpointing; set that to "
+            "true, or leave them out"
+        )
+    if args.activation_checkpointing and args.fsdp and args.fsdp_config.get("activation_checkpointing"):
+        raise ConfigError(
+            "activation_checkpointing and fsdp_config.activation_checkpointing would recompute every layer twice; set "
+            "one of them to false"
+        )
+    offload = "activation_checkpointing_kwargs={'offload': True}" if kwargs.get("offload") else None
+    if getattr(args, "activation_offloading", False):
+        offload = "activation_offloading=True"
+    if offload and args.device.type == "cpu":
+        raise ConfigError(f"{offload}: this run computes on the host, where its activations are already; leave it out")
+
+
+def _check_replay(args: TrainingArguments) -> None:
+    """Raises for settings of activations with which a graph cannot be replayed."""
+    if (args.activation_checkpointing_kwargs or {}).get("use_reentrant"):
+        raise UnsupportedError(
+            "activation_checkpointing_kwargs={'use_reentrant': True}: policy 'two_pass' does not see the parameters "
+            "inside; set use_reentrant to false, or use policy='deferred'"
+        )
+    if getattr(args, "activation_offloading", False):
+        raise UnsupportedError(
+            "activation_offloading=True brings every activation back once, and policy 'two_pass' needs it twice; use "
+            "policy='deferred', or offload with activation_checkpointing_kwargs={'offload': True}"
         )
 
 
@@ -388,12 +428,33 @@ def _check_ready(optimizer: FusedOptimizer, args: TrainingArguments) -> None:
         )
 
 
+def _check_smoothing(args: "SFTConfig") -> None:
+    """Raises where TRL's SFT trainer would ignore smoothed labels, or compute them and fail."""
+    asked = f"label_smoothing_factor={args.label_smoothing_factor}"
+    if args.label_smoothing_factor and args.loss_type != "nll":
+        raise ConfigError(f"{asked} has no effect with loss_type={args.loss_type!r}; leave one of them out")
+    if args.label_smoothing_factor and args.deepspeed:
+        raise UnsupportedError(
+            f"{asked}: TRL then computes the logits of each batch twice, in two ways, and DeepSpeed ZeRO-3 gathers the "
+            "head for one of them; use fsdp, or leave it out"
+        )
+
+
 @functools.cache
 def _sft_trainer() -> "type[SFTTrainer]":
     from trl import SFTTrainer
 
     class FusedSFTTrainer(FusedTrainerMixin, SFTTrainer):
-        """`trl.SFTTrainer` with fused updates."""
+        """`trl.SFTTrainer` with fused updates. Logits exist in tiles, unless labels are smoothed."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            head.check(self.model)
+            _check_smoothing(self.args)
+
+        def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+            with head.tiles(inputs["input_ids"].device):
+                return super().compute_loss(model, inputs, *args, **kwargs)
 
     FusedSFTTrainer.__module__ = __name__
     FusedSFTTrainer.__qualname__ = "FusedSFTTrainer"

@@ -183,7 +183,7 @@ def test_an_unknown_key_like_no_other_is_told_the_known_ones(write):
         ("trainer.bf16=yes", "true or false or null", "'yes' (a string)"),
         ("trainer.group_by=1", "unknown key", "trainer.group_by"),
         ("trainer.report_to=[1]", "'trainer.report_to' must be", "[1] (a list)"),
-        ("trainer.gradient_checkpointing=1", "must be true or false", "1 (an integer)"),
+        ("trainer.activation_checkpointing=1", "must be true or false", "1 (an integer)"),
         ("trainer=null", "'trainer' must be a mapping", "found null"),
         ("optimizer=adamw", "'optimizer' must be a mapping", "'adamw' (a string)"),
         ("optimizer.lr='1e-3'", "'optimizer.lr' must be a number", "'1e-3' (a string)"),
