@@ -4,7 +4,6 @@ import json
 import math
 import os
 import platform
-import re
 import resource
 import shlex
 import statistics
@@ -12,7 +11,6 @@ import subprocess
 import sys
 import time
 from datetime import datetime
-from importlib import metadata
 from numbers import Real
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 
+from lowmem import machine
 from lowmem.checkpoint import by_number
 from lowmem.errors import ConfigError, LowmemError
 from lowmem.files import write_file, writing
@@ -68,11 +67,11 @@ def write_environment(run_dir: str | Path) -> None:
         "git": _git(),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "cpu": {"model": _cpu_model(), "count": os.cpu_count()},
+        "cpu": {"model": machine.cpu(), "count": os.cpu_count()},
         "memory_bytes": psutil.virtual_memory().total,
         "devices": devices,
         "processes": int(os.environ.get("WORLD_SIZE", 1)),
-        "versions": {name: _version(name) for name in packages},
+        "versions": {name: machine.version(name) for name in packages},
     }
     write_file(Path(run_dir) / "environment.json", (json.dumps(record, indent=2) + "\n").encode())
 
@@ -81,19 +80,6 @@ def command() -> str:
     """What starts lowmem as it was started here."""
     processes = int(os.environ.get("WORLD_SIZE", 1))
     return "lowmem" if processes == 1 else f"torchrun --nproc_per_node {processes} -m lowmem"
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _cpu_model() -> str:
-    info = Path("/proc/cpuinfo")
-    found = re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE) if info.exists() else None
-    return found[1] if found else platform.processor() or platform.machine()
 
 
 def _git() -> Record | None:

@@ -15,6 +15,7 @@ PACKAGE = Path(lowmem.__file__).parent
 LAYERS = [
     "errors",
     "files",
+    "machine",
     "tensor_files",
     "rounding",
     "layout",

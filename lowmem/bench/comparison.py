@@ -7,8 +7,6 @@ import argparse
 import io
 import json
 import os
-import platform
-import re
 import statistics
 import tempfile
 from collections.abc import Mapping
@@ -21,10 +19,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from lowmem.bench.contenders import PEERS, Contender, version
+from lowmem.bench.contenders import PEERS, Contender
 from lowmem.bench.measurement import SIZES, Figures, Workload, alone
 from lowmem.errors import ConfigError
 from lowmem.files import write_file
+from lowmem.machine import cpu, version
 
 _COLORS = {"floor": "#e6e6e6", "ours": "#2a8f7c", "peer": "#c9ced6"}
 
@@ -121,7 +120,7 @@ def headline(settings: Mapping[str, Any]) -> str:
     shape = f"{settings['layers']} layers, hidden {settings['hidden']:,}, vocabulary {settings['vocabulary']:,}"
     tokens = f"{settings['batch']} × {settings['tokens']} tokens"
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    where = gpu or f"{_cpu()}, {settings['threads']} of {os.cpu_count()} cores"
+    where = gpu or f"{cpu()}, {settings['threads']} of {os.cpu_count()} cores"
     rounds = f"medians of {settings['rounds']} rounds of {settings['steps']} steps"
     return (
         f"Llama of {settings['parameters']:,} parameters ({shape}), {settings['dtype']}, {tokens}\n"
@@ -134,17 +133,11 @@ def machine() -> dict[str, Any]:
     packages = sorted({peer.package for peer in PEERS.values() if peer.package is not None})
     return {
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "cpu": _cpu(),
+        "cpu": cpu(),
         "cores": os.cpu_count(),
         "torch": torch.__version__,
         "packages": {name: found for name in packages if (found := version(name)) is not None},
     }
-
-
-def _cpu() -> str:
-    info = Path("/proc/cpuinfo")
-    named = re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE) if info.exists() else None
-    return named[1] if named else platform.processor() or platform.machine()
 
 
 def table(found: Comparison, base: str) -> Table:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from importlib import metadata
 from typing import Any, Literal
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from lowmem import rules
 from lowmem.errors import ConfigError, did_you_mean
+from lowmem.machine import version
 from lowmem.optimizer import FusedOptimizer
 
 Loss = Callable[[], Tensor]
@@ -185,11 +185,3 @@ def chosen(more_rules: Sequence[str] = (), only: Sequence[str] = ()) -> dict[str
                 "another rule of lowmem."
             )
     return {name: known[name] for name in known if name in only or not only}
-
-
-def version(package: str) -> str | None:
-    """Of a package as pip names it; None where it is not installed."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
