@@ -30,7 +30,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import lowmem
-from lowmem.tokenizers import train_tokenizer
+from lowmem.run.tokenizers import train_tokenizer
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 from make_docstrings import functions, module_name, signature, source_files

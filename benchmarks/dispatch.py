@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import lowmem
-from lowmem.bench.comparison import machine
+from benchmarks.comparison import machine
 
 RULES = ("lomo", "adalomo", "adamw")
 

@@ -20,8 +20,8 @@ from torch._subclasses import FakeTensorMode
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 import lowmem
-from lowmem.bench.comparison import machine
-from lowmem.memory.plan import step_memory
+from benchmarks.comparison import machine
+from lowmem.run.memory import step_memory
 
 # Layers, hidden size and that inside a layer; the vocabulary is 8192.
 SIZES = {

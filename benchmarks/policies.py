@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from lowmem.bench import comparison
-from lowmem.bench.contenders import Contender, drop_gradients, fused, ordinary
+from benchmarks import comparison
+from benchmarks.baselines import Contender, drop_gradients, fused, ordinary
 
 BASE = "immediate"
 EIGHT = ", 8 micro-batches"

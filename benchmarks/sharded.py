@@ -38,9 +38,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from benchmarks.baselines import Loss, Step, drop_gradients, fused, ordinary
+from benchmarks.comparison import save
 from lowmem import placements
-from lowmem.bench.comparison import save
-from lowmem.bench.contenders import Loss, Step, drop_gradients, fused, ordinary
 from lowmem.placements import Ranks
 
 Options = argparse.Namespace

@@ -5,10 +5,10 @@ Every parameter is updated the moment its gradient exists, inside backward, by a
 
 from lowmem import rules
 from lowmem.errors import LowmemError
-from lowmem.last_step import LastStep
 from lowmem.optimizer import FusedOptimizer
-from lowmem.scaling import DynamicScale
-from lowmem.settings import FusedConfig
+from lowmem.options import FusedConfig
+from lowmem.step.loss_scaler import DynamicScale
+from lowmem.step.report import LastStep
 
 __version__ = "0.1.0"
 __all__ = ["DynamicScale", "FusedConfig", "FusedOptimizer", "LastStep", "LowmemError", "rules"]

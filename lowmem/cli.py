@@ -1,4 +1,4 @@
-"""The command line: `lowmem train`, `inspect`, `generate`, `plan`, `rules`, `bench`.
+"""The command line: `lowmem train`, `inspect`, `generate`, `plan`, `rules`.
 
 What a user did wrong is one message on stderr and exit status 2; nothing is left half written.
 """
@@ -21,18 +21,15 @@ from rich.table import Table
 from rich.text import Text
 
 from lowmem import __version__, rules
-from lowmem.bench import comparison
-from lowmem.bench.contenders import FLOOR, chosen
 from lowmem.errors import LowmemError
-from lowmem.files import writing
-from lowmem.memory.states import state_bytes
 from lowmem.placements import in_group, shape_of
-from lowmem.rounding import ROUNDINGS
+from lowmem.run.memory import state_bytes
+from lowmem.tiles.storage import ROUNDINGS
 
 if TYPE_CHECKING:
-    from lowmem.config import RunConfig
-    from lowmem.data import TokenCounts
-    from lowmem.memory.plan import StepMemory
+    from lowmem.run.config import RunConfig
+    from lowmem.run.data import TokenCounts
+    from lowmem.run.memory import StepMemory
 
 # Under a launcher every process runs the whole command; the first one speaks, and the others when they fail.
 RANK = int(os.environ.get("RANK", 0))
@@ -43,7 +40,7 @@ err = Console(stderr=True, quiet=RANK > 0)
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Runs one command and exits.
 
-    0 is done, 1 a bench in which this package itself failed or a plan that does not fit, 2 a user's mistake, 130
+    0 is done, 1 a plan that does not fit, 2 a user's mistake, 130
     interrupted before training began.
     """
     parser = _parser()
@@ -102,10 +99,6 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     made.add_argument("--picture", type=Path, metavar="FILE", help="draw what is alive through the step, as PNG")
     command("rules", show_rules, "The table of rules: name, bytes per parameter, what each keeps, source.")
-    made = command("bench", run_bench, "A training step by this package and its peers, side by side: time and memory.")
-    comparison.add_arguments(made, batch=1, tokens=128, rounds=3, out=Path("runs/bench"))
-    made.add_argument("--rule", action="append", default=[], metavar="NAME", help="this rule of ours too; repeatable")
-    made.add_argument("--only", action="append", default=[], metavar="NAME", help="this contender alone; repeatable")
     return parser
 
 
@@ -115,9 +108,10 @@ def _parser() -> argparse.ArgumentParser:
 def train(arguments: argparse.Namespace) -> None:
     """`lowmem train`."""
     _quiet()
-    from lowmem import build, checkpoint, report
-    from lowmem.config import load, save
-    from lowmem.data import check_tokenized
+    from lowmem.hf import checkpoint
+    from lowmem.run import build, report
+    from lowmem.run.config import load, save
+    from lowmem.run.data import check_tokenized
 
     config = load(arguments.config, arguments.overrides)
     with _run_folder(config, arguments.resume) as folder:
@@ -152,7 +146,7 @@ def train(arguments: argparse.Namespace) -> None:
 @contextmanager
 def _run_folder(config: "RunConfig", resume: bool) -> Iterator[Path]:
     """The run folder; taken away again if the run fails before it has written anything there. Rank 0 makes it."""
-    from lowmem.report import start_run_folder
+    from lowmem.run.report import start_run_folder
 
     if RANK:
         yield Path(config.run_dir)
@@ -277,9 +271,9 @@ def _loss(args: Any) -> str:
 def inspect(arguments: argparse.Namespace) -> None:
     """`lowmem inspect`."""
     _quiet()
-    from lowmem import build
-    from lowmem.config import load
-    from lowmem.data import check_tokenized, segments
+    from lowmem.run import build
+    from lowmem.run.config import load
+    from lowmem.run.data import check_tokenized, segments
 
     config = load(arguments.config, arguments.overrides)
     found = build.samples(config)
@@ -317,7 +311,7 @@ def generate(arguments: argparse.Namespace) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer, set_seed
 
-    from lowmem import checkpoint
+    from lowmem.hf import checkpoint
 
     folder = Path(arguments.run_dir)
     if (folder / "config.json").exists():
@@ -352,10 +346,10 @@ def generate(arguments: argparse.Namespace) -> None:
 def plan(arguments: argparse.Namespace) -> None:
     """`lowmem plan`."""
     _quiet()
-    from lowmem import planning
-    from lowmem.config import load
     from lowmem.files import write_file
-    from lowmem.pictures import draw_step, size
+    from lowmem.run import plan as planning
+    from lowmem.run.config import load
+    from lowmem.run.pictures import draw_step, size
 
     config, device = load(arguments.config, arguments.overrides), arguments.device
     memory = None if arguments.memory is None else planning.parse_bytes(arguments.memory)
@@ -384,7 +378,7 @@ def plan(arguments: argparse.Namespace) -> None:
 
 
 def _step_table(step: "StepMemory") -> Table:
-    from lowmem.pictures import size
+    from lowmem.run.pictures import size
 
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(f"the peak, in {step.during}")
@@ -402,9 +396,9 @@ def _step_table(step: "StepMemory") -> Table:
 
 def _ways(arguments: argparse.Namespace, config: "RunConfig", memory: int) -> dict[str, int]:
     """Plans what would take less, each by itself and, where none is enough, all of it; override → bytes at the peak."""
-    from lowmem import planning
-    from lowmem.config import load
-    from lowmem.pictures import size
+    from lowmem.run import plan as planning
+    from lowmem.run.config import load
+    from lowmem.run.pictures import size
 
     def peak(*overrides: str) -> int | None:
         try:
@@ -449,27 +443,6 @@ def show_rules(arguments: argparse.Namespace) -> None:
             highlight=False,
             soft_wrap=True,
         )
-
-
-# -- bench ---------------------------------------------------------------------------------------------------------
-
-
-def run_bench(arguments: argparse.Namespace) -> None:
-    """`lowmem bench`."""
-    contenders = chosen(arguments.rule, arguments.only)
-    folder: Path = arguments.out
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    try:
-        found = comparison.compare(contenders, comparison.workload_of(arguments), arguments.rounds, err)
-        comparison.tell(found, FLOOR, out)
-        comparison.save_all(found, FLOOR, folder, "bench")
-    finally:
-        if not any(folder.iterdir()):
-            folder.rmdir()
-    out.print(f"\n{folder}/bench.json and bench.png have it", highlight=False, soft_wrap=True)
-    if any(contenders[name].kind != "peer" for name in found.failed):
-        sys.exit(1)
 
 
 def _quiet() -> None:

@@ -1,28 +1,35 @@
 """The fused optimizer: a `torch.optim.Optimizer` whose work happens in backward."""
 
+import importlib.util
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import os
+import shutil
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowmem import choice, compiling, placements, policies, rules, saving
-from lowmem.clipping import Clipping
-from lowmem.cycle import StepCycle
+from lowmem import placements, rules
 from lowmem.errors import ConfigError, StepError, UnsupportedError, did_you_mean
-from lowmem.last_step import LastStep
-from lowmem.outcome import Outcome
-from lowmem.replay import repeatable
-from lowmem.rounding import ROUNDINGS
+from lowmem.placements.record import Slot, listed
 from lowmem.rules import UpdateRule
-from lowmem.scaling import DynamicScale, LossScale
-from lowmem.slots import Slot, listed
-from lowmem.tile import CompiledTile
-from lowmem.updates import Updates
+from lowmem.step import policies
+from lowmem.step import state_dict as states
+from lowmem.step.clipping import Clipping
+from lowmem.step.cycle import StepCycle
+from lowmem.step.loss_scaler import DynamicScale, LossScale
+from lowmem.step.policies import repeatable
+from lowmem.step.report import LastStep, Outcome
+from lowmem.step.updates import Updates
+from lowmem.tiles.storage import ROUNDINGS
+from lowmem.tiles.tile import CompiledTile
 
 logger = logging.getLogger(__name__)
+
+# With fewer trainable elements the seconds that compilation takes are longer than what it saves.
+COMPILE_FROM = 1 << 25
 
 # Keys of a parameter group that torch, its learning-rate schedulers or the user put there beside hyperparameters.
 _GROUP_KEYS = {"params", "param_names", "name", "initial_lr", "max_lr", "min_lr"}
@@ -123,12 +130,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         if not groups:
             raise ConfigError("no parameters were given")
         self._wanted_placement = placement
-        self._wanted = choice.PolicySettings(policy, replay, store, store_dir, sums)
+        self._wanted = policies.PolicySettings(policy, replay, store, store_dir, sums)
         try:
             super().__init__(groups, {**self.rule.defaults, **hyper})
             self._complete = True
             self._refuse_unknown_parameters()
-            self.compiled = compiling.decide(compile, self._slots.values())
+            self.compiled = decide_compilation(compile, self._slots.values())
             device = next((slot.param.device for slot in self._slots.values()), torch.device("cpu"))
             self._clipping = Clipping(
                 self.rule,
@@ -270,12 +277,12 @@ class FusedOptimizer(torch.optim.Optimizer):
             if param in self._slots:
                 self._slots[param] = self._slots.pop(param)
 
-    def _wish(self) -> choice.Wish:
+    def _wish(self) -> policies.Wish:
         scale = self._clipping.scale
         options = (self.rule.needs_norm(group) for group in self.param_groups)
         norm = next((option for option in options if option is not None), None)
         scaled = scale.value is not None and not self.rule.can_be_held_back
-        return choice.Wish(
+        return policies.Wish(
             norm=f"clip_norm={self._clipping.norm!r}" if self._clipping.norm is not None else norm,
             skips="loss_scale with an optimizer from elsewhere" if scaled else None,
             prefers_whole="a dynamic loss scale" if scale.dynamic else None,
@@ -290,7 +297,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         on_cpu = all(slot.param.device.type == "cpu" for slot in self._slots.values())
         graph_stays = self._placement.graph_stays
-        chosen, reason = choice.choose(self._wanted, self._wish(), on_cpu=on_cpu, graph_stays=graph_stays)
+        chosen, reason = policies.choose(self._wanted, self._wish(), on_cpu=on_cpu, graph_stays=graph_stays)
         current: policies.Policy | None = getattr(self, "_policy", None)
         if current is not None and (chosen == current.name or current.adds):
             return
@@ -458,7 +465,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Everything that the next step depends on but the weights: states by parameter name, groups, step, seed.
 
         Tensors are in their own dtype and logical shape: the live ones, or where ranks share parameters, gathered from
-        all, so that every rank has to call it (`lowmem.checkpoint.save_optimizer` gathers one at a time).
+        all, so that every rank has to call it (`lowmem.hf.checkpoint.save_optimizer` gathers one at a time).
 
         Raises:
             StepError: in the middle of a step, or after one that was torn.
@@ -469,9 +476,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             state.setdefault(entry.of, {})[entry.name] = entry.whole()
         return {**described, "state": state}
 
-    def entries(self) -> Iterator[saving.Entry]:
+    def entries(self) -> Iterator[states.Entry]:
         """The states in `state_dict`, one at a time."""
-        return saving.entries(self._slots.values(), self._updates, self._clipping)
+        return states.entries(self._slots.values(), self._updates, self._clipping)
 
     def described(self) -> dict[str, Any]:
         """What is in `state_dict` beside the states: numbers and words.
@@ -501,9 +508,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises:
             CheckpointError: it is of another rule or rounding, or its parameters or groups are not this optimizer's.
         """
-        saving.refuse_others(state_dict, {"rule": self.rule.name, "rounding": self.rounding}, self.param_groups)
+        states.refuse_others(state_dict, {"rule": self.rule.name, "rounding": self.rounding}, self.param_groups)
         self._clipping.scale.check_saved(state_dict.get("loss_scale"))
-        saving.restore(state_dict, self._slots.values(), self._updates, self._clipping)
+        states.restore(state_dict, self._slots.values(), self._updates, self._clipping)
         for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({k: v for k, v in saved_group.items() if k != "params"})
         for slot in self._slots.values():
@@ -522,3 +529,29 @@ def _refuse_loss(loss: Any) -> None:
         raise StepError(f"the loss is {what}; it must be a tensor of one element, as .mean() gives")
     if not loss.requires_grad:
         raise StepError("the loss has no graph: every parameter is frozen, or it was computed under no_grad")
+
+
+def decide_compilation(wanted: bool | str, slots: Collection[Slot]) -> bool:
+    """Whether to compile: as asked, or with "auto" where it pays.
+
+    Raises:
+        ConfigError: it is none of True, False and "auto", or True where there is no compiler.
+    """
+    if wanted not in (True, False, "auto"):
+        raise ConfigError(f"compile={wanted!r}; allowed are True, False and 'auto'")
+    if wanted is False:
+        return False
+    devices = {slot.param.device.type for slot in slots}
+    missing = next((device for device in devices if not has_compiler(device)), None)
+    if missing is not None:
+        if wanted is True:
+            raise ConfigError(f"compile=True, but there is no compiler for {missing!r}; use compile=False")
+        return False
+    return wanted is True or sum(slot.span.held for slot in slots if slot.param.requires_grad) >= COMPILE_FROM
+
+
+def has_compiler(device: str) -> bool:
+    """Whether torch.compile has what it needs for a type of device."""
+    if device == "cpu":
+        return any(shutil.which(name) for name in (os.environ.get("CXX", ""), "g++", "clang++", "c++") if name)
+    return importlib.util.find_spec("triton") is not None

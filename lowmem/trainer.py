@@ -23,12 +23,13 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import rotate_checkpoints
 from transformers.utils import is_liger_kernel_available
 
-from lowmem import checkpoint, choice, head, sharding
 from lowmem.errors import CheckpointError, ConfigError, UnsupportedError
+from lowmem.hf import checkpoint, head, sharding
+from lowmem.hf.weights import load_weights, save_weights
 from lowmem.optimizer import FusedOptimizer
+from lowmem.options import FusedConfig
 from lowmem.rules import resolve
-from lowmem.settings import FusedConfig
-from lowmem.weights import load_weights, save_weights
+from lowmem.step import policies
 
 if TYPE_CHECKING:
     from trl import SFTConfig, SFTTrainer
@@ -405,8 +406,8 @@ def _completed(fused: FusedConfig, args: TrainingArguments, cut: sharding.Shardi
         scale = "dynamic" if cut is None else cut.loss_scale()
     try:
         completed = replace(fused, clip_norm=args.max_grad_norm or None, loss_scale=scale)
-        wanted = choice.PolicySettings(policy=completed.policy)
-        choice.choose(wanted, choice.Wish(accumulates=args.gradient_accumulation_steps > 1), on_cpu=True)
+        wanted = policies.PolicySettings(policy=completed.policy)
+        policies.choose(wanted, policies.Wish(accumulates=args.gradient_accumulation_steps > 1), on_cpu=True)
     except UnsupportedError as error:
         raise UnsupportedError(
             f"{error} (max_grad_norm={args.max_grad_norm}, "

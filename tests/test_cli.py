@@ -188,7 +188,7 @@ def test_a_text_run_continues_its_prompt(config, run_dir, tmp_path, capsys):
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_shipped_config_is_whole(path):
-    from lowmem.config import load
+    from lowmem.run.config import load
 
     config = load(path)
     assert config.trainer["save_steps"] if "save_strategy" not in config.trainer else True
@@ -287,7 +287,7 @@ def test_resuming_nothing_is_said(config, run_dir, capsys):
 
 
 def test_a_tokenizer_without_chat_template_is_refused(config, run_dir, tmp_path, capsys):
-    from lowmem.tokenizers import train_tokenizer
+    from lowmem.run.tokenizers import train_tokenizer
 
     plain = train_tokenizer(["some text"], 300)
     plain.chat_template = None

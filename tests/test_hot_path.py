@@ -11,10 +11,10 @@ from pretended_gpu import Failed, watched
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lowmem
-from lowmem.layout import Span
-from lowmem.rounding import ROUNDINGS
-from lowmem.slots import Slot
-from lowmem.store import Host
+from lowmem.placements.record import Slot
+from lowmem.step.offload import Host
+from lowmem.tiles.layout import Span
+from lowmem.tiles.storage import ROUNDINGS
 
 RULES = [row.name for row in lowmem.rules.table()]
 POLICIES = {

@@ -1,4 +1,4 @@
-"""Imports go one way, and the core needs torch alone."""
+"""Imports go one way, folder by folder, and the core needs torch alone."""
 
 import ast
 import subprocess
@@ -11,64 +11,19 @@ import lowmem
 
 PACKAGE = Path(lowmem.__file__).parent
 
-# Each may import only from those above it (and, in a folder, from its own files).
-LAYERS = [
-    "errors",
-    "files",
-    "machine",
-    "tensor_files",
-    "rounding",
-    "layout",
-    "tile",
-    "sweep",
-    "dense",
-    "rules",
-    "slots",
-    "placements",
-    "scaling",
-    "cycle",
-    "clipping",
-    "updates",
-    "store",
-    "replay",
-    "choice",
-    "policies",
-    "readback",
-    "last_step",
-    "outcome",
-    "saving",
-    "compiling",
-    "optimizer",
-    "settings",
-    "weights",
-    "checkpoint",
-    "memory",
-    "sharding",
-    "head",
-    "trainer",
-    "tokenizers",
-    "records",
-    "data",
-    "config",
-    "build",
-    "planning",
-    "pictures",
-    "report",
-    "bench",
-    "cli",
-    "__main__",
-]
-MODULES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")
-MODULES += sorted(path.relative_to(PACKAGE) for path in PACKAGE.glob("*/__init__.py"))
+# Each folder or file at the top imports from those above it, and inside a folder files may import one another.
+ORDER = ["errors", "files", "tiles", "rules", "placements", "step", "options", "optimizer"]
+ORDER += ["hf", "trainer", "run", "cli", "__main__"]
+MODULES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE)
+MODULES += sorted(path.relative_to(PACKAGE) for path in PACKAGE.glob("*.py") if path.name != "__init__.py")
 
 
-def layer(path):
+def room(path):
     return path.parts[0].removesuffix(".py")
 
 
-def imported_layers(path):
-    """Layers that a file imports from, wherever in the file it does."""
-    found = set()
+def imports(path):
+    """Names of modules of this package that a file imports, wherever in the file it does."""
     for node in ast.walk(ast.parse((PACKAGE / path).read_text())):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -77,18 +32,29 @@ def imported_layers(path):
             names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
         else:
             continue
-        found |= {name.split(".")[1] for name in names if name.startswith("lowmem.")}
-    return found & set(LAYERS)
+        yield from (name for name in names if name.split(".")[0] == "lowmem")
 
 
 @pytest.mark.parametrize("path", MODULES, ids=str)
 def test_imports_come_from_above(path):
-    own = layer(path)
-    assert own in LAYERS, f"{path} has no place in the order of the layers"
-    allowed = set(LAYERS[: LAYERS.index(own)])
-    if len(path.parts) > 1:
-        allowed.add(own)
-    assert imported_layers(path) <= allowed
+    allowed = ORDER[: ORDER.index(room(path)) + (len(path.parts) > 1)]
+    imported = {name.split(".")[1] for name in imports(path) if "." in name} & set(ORDER)
+    assert imported <= set(allowed)
+
+
+def test_no_circle_inside_a_folder():
+    """Files of a folder may import one another, but not in a circle."""
+    modules = {".".join(("lowmem", *path.with_suffix("").parts)).removesuffix(".__init__"): path for path in MODULES}
+    waiting = {name: {other for other in imports(path) if other in modules} - {name} for name, path in modules.items()}
+    while waiting:
+        ready = [name for name, needed in waiting.items() if not needed & waiting.keys()]
+        assert ready, f"circle among {sorted(waiting)}"
+        for name in ready:
+            del waiting[name]
+
+
+def test_at_most_eight_files_at_the_top():
+    assert len(list(PACKAGE.glob("*.py"))) <= 8
 
 
 def test_the_core_needs_torch_alone():

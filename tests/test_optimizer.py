@@ -528,8 +528,8 @@ def test_parameter_that_cannot_be_seen_as_a_matrix():
 )
 def test_compile_setting(wanted, compiler, large, compiled, monkeypatch):
     """`auto` compiles where there is a compiler and enough to win; what was asked for and cannot be raises."""
-    monkeypatch.setattr(lowmem.compiling, "has_compiler", lambda device: compiler)
-    monkeypatch.setattr(lowmem.compiling, "COMPILE_FROM", 10 if large else 1000)
+    monkeypatch.setattr(lowmem.options, "has_compiler", lambda device: compiler)
+    monkeypatch.setattr(lowmem.options, "COMPILE_FROM", 10 if large else 1000)
     param = torch.nn.Parameter(torch.zeros(100))
     if compiled is ConfigError:
         with pytest.raises(ConfigError, match="there is no compiler for 'cpu'; use compile=False"):

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, Trainin
 
 import lowmem
 from lowmem.errors import CheckpointError, ConfigError, UnsupportedError
-from lowmem.tokenizers import train_tokenizer
+from lowmem.run.tokenizers import train_tokenizer
 from lowmem.trainer import FusedSFTTrainer, FusedTrainer, FusedTrainerMixin
 
 

@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
 from lowmem.errors import UnsupportedError
-from lowmem.layout import Span
 from lowmem.placements.ranks import Ranks
+from lowmem.placements.record import Slot
 from lowmem.placements.sharded import Sharded, held_by
-from lowmem.slots import Slot
+from lowmem.tiles.layout import Span
 
 
 class FSDP2(Sharded):

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from lowmem.errors import UnsupportedError
-from lowmem.layout import Layout, Span, View
 from lowmem.placements.ranks import Ranks
-from lowmem.slots import Slot
+from lowmem.placements.record import Slot
+from lowmem.tiles.layout import Layout, Span, View
 
 Reduced = Iterator[tuple[Slot, Tensor]]
 

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowmem.dense import flat
 from lowmem.errors import StepError, UnsupportedError
 from lowmem.placements.local import Local, Reduced
-from lowmem.slots import Slot
+from lowmem.placements.record import Slot
+from lowmem.tiles.sweep import flat
 
 # Averages that may be under way while the backward goes on.
 _UNDER_WAY = 1

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from lowmem.errors import StepError, UnsupportedError
-from lowmem.layout import Span
 from lowmem.placements.local import Reduced
 from lowmem.placements.ranks import Ranks
+from lowmem.placements.record import Slot
 from lowmem.placements.sharded import Sharded, held_by
-from lowmem.slots import Slot
+from lowmem.tiles.layout import Span
 
 
 class Zero3(Sharded):

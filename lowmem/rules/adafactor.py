@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from lowmem.errors import ConfigError
-from lowmem.layout import View
-from lowmem.rounding import nearest_number
 from lowmem.rules import require
 from lowmem.rules.factor_rules import dimensions, first_match, pairs_of, roles_of
 from lowmem.rules.factored import FactoredPlan, change, mean_alike, precondition, results, shrinking
 from lowmem.rules.factored import moved as moved_jitted
 from lowmem.rules.rule import GroupNorms, Hyper, OwnClip, State, StateSpec, UpdateRule, register
-from lowmem.sweep import Sweep
-from lowmem.tile import ApplyFn, Tile
+from lowmem.tiles.layout import View
+from lowmem.tiles.storage import nearest_number
+from lowmem.tiles.sweep import Sweep
+from lowmem.tiles.tile import ApplyFn, Tile
 
 
 def moved_op_by_op(t: Tile) -> dict[str, Tensor]:

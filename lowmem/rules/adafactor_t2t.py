@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from lowmem.errors import UnsupportedError
-from lowmem.layout import View
 from lowmem.rules import require
 from lowmem.rules.factored import FactoredPlan, moved, precondition, shrinking
 from lowmem.rules.rule import Hyper, State, StateSpec, UpdateRule, register, rms
-from lowmem.sweep import Sweep
-from lowmem.tile import Sums, Tile
+from lowmem.tiles.layout import View
+from lowmem.tiles.sweep import Sweep
+from lowmem.tiles.tile import Sums, Tile
 
 
 def largest(t: Tile) -> Sums:

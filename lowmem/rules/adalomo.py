@@ -5,11 +5,11 @@ Lv et al. 2023, arXiv:2310.10195, algorithm 1.
 
 from typing import Any, ClassVar
 
-from lowmem.layout import View
 from lowmem.rules import require
 from lowmem.rules.factored import FactoredPlan, moved, precondition, shrinking
 from lowmem.rules.rule import Hyper, State, StateSpec, UpdateRule, register, rms
-from lowmem.sweep import Sweep
+from lowmem.tiles.layout import View
+from lowmem.tiles.sweep import Sweep
 
 
 @register("adalomo")

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from lowmem.rules.rule import Plan
-from lowmem.sweep import Sweep
-from lowmem.tile import ReduceFn, Sums, Tile
+from lowmem.tiles.sweep import Sweep
+from lowmem.tiles.tile import ReduceFn, Sums, Tile
 
 
 def moments(t: Tile) -> Sums:

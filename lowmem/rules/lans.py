@@ -7,11 +7,11 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from lowmem.layout import View
 from lowmem.rules import require
 from lowmem.rules.rule import Hyper, Plan, State, StateSpec, UpdateRule, next_count, power, register
-from lowmem.sweep import Sweep
-from lowmem.tile import Sums, Tile
+from lowmem.tiles.layout import View
+from lowmem.tiles.sweep import Sweep
+from lowmem.tiles.tile import Sums, Tile
 
 # The squares of gradients below 1e-19 vanish in float32; times this they do not.
 _MAGNIFIED = 2.0**64

@@ -5,11 +5,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lowmem.layout import View
 from lowmem.rules import require
 from lowmem.rules.rule import Hyper, Plan, State, StateSpec, UpdateRule, register
-from lowmem.sweep import Sweep
-from lowmem.tile import Tile
+from lowmem.tiles.layout import View
+from lowmem.tiles.sweep import Sweep
+from lowmem.tiles.tile import Tile
 
 
 def moved(t: Tile) -> dict[str, Tensor]:

@@ -5,7 +5,7 @@ import math
 import torch
 
 from lowmem.errors import ConfigError
-from lowmem.rounding import STORED_DTYPES
+from lowmem.tiles.storage import STORED_DTYPES
 
 
 def that(condition: bool, option: str, value: object, allowed: str) -> None:

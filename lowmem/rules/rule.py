@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from lowmem.errors import ConfigError, UnsupportedError
-from lowmem.layout import Extent, View
-from lowmem.rounding import STORED_DTYPES
-from lowmem.sweep import Sweep
+from lowmem.tiles.layout import Extent, View
+from lowmem.tiles.storage import STORED_DTYPES
+from lowmem.tiles.sweep import Sweep
 
 Hyper = Mapping[str, Any]
 State = dict[str, Any]

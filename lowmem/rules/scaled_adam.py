@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from lowmem.errors import ConfigError
-from lowmem.layout import View
 from lowmem.rules import require
 from lowmem.rules.rule import (
     GroupNorms,
@@ -24,8 +23,9 @@ from lowmem.rules.rule import (
     register,
     rms,
 )
-from lowmem.sweep import Sweep
-from lowmem.tile import Sums, Tile
+from lowmem.tiles.layout import View
+from lowmem.tiles.sweep import Sweep
+from lowmem.tiles.tile import Sums, Tile
 
 
 def size_gradient(t: Tile) -> Sums:

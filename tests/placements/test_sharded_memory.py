@@ -9,8 +9,9 @@ from shards import SHARDS
 from torch.distributed._tools.mem_tracker import MemTracker
 
 import lowmem
-from lowmem import checkpoint, placements
-from lowmem.weights import load_weights, save_weights
+from lowmem import placements
+from lowmem.hf import checkpoint
+from lowmem.hf.weights import load_weights, save_weights
 
 
 class Deep(torch.nn.Module):

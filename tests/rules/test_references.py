@@ -20,7 +20,7 @@ from reference.scaled_adam import ScaledAdam
 
 import lowmem
 from lowmem.rules.rule import TABLE
-from lowmem.sweep import CPU_TILE
+from lowmem.tiles.sweep import CPU_TILE
 
 REFERENCES = {
     "lomo": Lomo,

@@ -1,1 +1,0 @@
-"""Peers side by side: a training step by this package and by others, in one run."""

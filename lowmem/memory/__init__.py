@@ -1,1 +1,0 @@
-"""What training takes: measured, not declared."""

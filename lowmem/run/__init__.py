@@ -1,0 +1,1 @@
+"""One run of the command line: configuration, data, training, report."""

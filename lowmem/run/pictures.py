@@ -1,0 +1,292 @@
+"""Pictures of a run, drawn from the records of its metrics alone."""
+
+import itertools
+import math
+import re
+from io import BytesIO
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lowmem.run.memory import KINDS, StepMemory
+from lowmem.trainer import PARAM_NORM
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Record = dict[str, Any]
+
+_STYLE = {
+    "font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#888888",
+    "axes.labelcolor": "#333333", "axes.grid": True, "grid.color": "#e6e6e6", "grid.linewidth": 0.8,
+    "axes.axisbelow": True, "axes.titleweight": "bold", "axes.titlesize": 12, "axes.titlelocation": "left",
+    "xtick.color": "#555555", "ytick.color": "#555555", "legend.frameon": False, "axes.xmargin": 0.02,
+}  # fmt: skip
+_BLUE, _PALE, _GREEN, _VIOLET, _EVAL = "#1f5fa8", "#b5cbe6", "#2a8f7c", "#7b5ea7", ("#d1495b", "#e08e2b", "#5b8c2a")
+
+# Of the heat map: rows that can have a label each, and columns that can be told apart.
+_LABELS, _COLUMNS = 40, 600
+
+
+def draw(records: list[Record], name: str) -> dict[str, bytes]:
+    """The pictures of the run `name`, as PNG by file name; norms.png only where norms of parameters were logged."""
+    import matplotlib
+
+    with matplotlib.rc_context(_STYLE):
+        figures = {"loss.png": loss_picture(records, name), "memory.png": memory_picture(records, name)}
+        if any(key.startswith(PARAM_NORM) for record in records for key in record):
+            figures["norms.png"] = norms_picture(records, name)
+        return {file_name: _png(figure) for file_name, figure in figures.items()}
+
+
+def _png(figure: "Figure") -> bytes:
+    png = BytesIO()
+    figure.savefig(png, format="png", dpi=150)
+    return png.getvalue()
+
+
+# --- What is drawn ------------------------------------------------------------------------------------------------
+
+
+def series(records: list[Record], key: str) -> tuple[list[int], list[float]]:
+    """The steps and values of one metric; what was not finite is a gap."""
+    rows = [(record["step"], record[key]) for record in records if key in record]
+    return [step for step, _ in rows], [math.nan if value is None else value for _, value in rows]
+
+
+def loss_keys(records: list[Record]) -> list[str]:
+    """The evaluation losses: one, or one for each held-out set."""
+    keys = dict.fromkeys(key for record in records for key in record)
+    return [key for key in keys if re.fullmatch(r"eval_(.+_)?(?<!aux_)loss", key)]
+
+
+def new_overflows(records: list[Record]) -> list[int]:
+    """How many overflows came with each record that counts them."""
+    counts = [0, *(record["overflows"] for record in records if "overflows" in record)]
+    return [now - before for before, now in itertools.pairwise(counts)]
+
+
+def unit(count: float) -> tuple[int, str]:
+    """What bytes are counted in."""
+    return (2**30, "GiB") if count >= 2**30 else (2**20, "MiB")
+
+
+def size(count: float) -> str:
+    """Bytes for people."""
+    one, name = unit(count)
+    return f"{count / one:.2f} {name}"
+
+
+def _smoothed(values: list[float]) -> np.ndarray[Any, Any]:
+    """A centred Gaussian average, about a twentieth of the run wide; gaps weigh nothing."""
+    there = np.isfinite(values)
+    width = max(len(values) / 60, 1.5)
+    kernel = np.exp(-0.5 * (np.arange(-round(3 * width), round(3 * width) + 1) / width) ** 2)
+    total = np.convolve(np.where(there, values, 0.0), kernel, mode="same")
+    weight = np.convolve(there, kernel, mode="same")
+    return np.divide(total, weight, out=np.full_like(total, np.nan), where=weight > 0)
+
+
+# --- Loss ---------------------------------------------------------------------------------------------------------
+
+
+def loss_picture(records: list[Record], name: str) -> "Figure":
+    """Loss, gradient norm and learning rate; below them clip factor and loss scale, where they were logged."""
+    from matplotlib.figure import Figure
+
+    below = {"clip_factor": _clip_panel, "loss_scale": _scale_panel}
+    more = [panel for key, panel in below.items() if any(key in record for record in records)]
+    figure = Figure(figsize=(9, 7 + 1.4 * len(more)), layout="constrained")
+    loss, norm, rate, *rest = figure.subplots(
+        3 + len(more), 1, sharex=True, height_ratios=(3.2, *[1] * (2 + len(more)))
+    )
+    steps, values = series(records, "loss")
+    many = len(values) >= 20
+    loss.plot(steps, values, color=_PALE if many else _BLUE, lw=1 if many else 2, label="training")
+    if many:
+        loss.plot(steps, _smoothed(values), color=_BLUE, lw=2, label="training, smoothed")
+    for key, color in zip(loss_keys(records), _EVAL * len(records), strict=False):
+        label = key.removeprefix("eval_").removesuffix("loss").replace("_", " ").strip()
+        loss.plot(*series(records, key), color=color, lw=1.2, marker="o", ms=5, label=f"evaluation {label}".strip())
+    loss.set(title=f"{name}: loss", ylabel="loss (nats per token)")
+    loss.legend(loc="upper right")
+    _panel(norm, *series(records, "grad_norm"), _VIOLET, "gradient norm")
+    _panel(rate, *series(records, "learning_rate"), _GREEN, "learning rate")
+    rate.set(ylim=(0, None))
+    rate.ticklabel_format(axis="y", scilimits=(-2, 3), useMathText=True)
+    for panel, axes in zip(more, rest, strict=True):
+        panel(axes, records)
+    [rate, *rest][-1].set(xlabel="step")
+    figure.align_ylabels()
+    return figure
+
+
+def _panel(axes: "Axes", steps: list[int], values: list[float], color: str, label: str) -> None:
+    axes.plot(steps, values, color=color, lw=1.3)
+    axes.set_ylabel(label)
+    positive = [value for value in values if value > 0]
+    if positive and max(positive) > 30 * min(positive) and label == "gradient norm":
+        axes.set_yscale("log")
+
+
+def _clip_panel(axes: "Axes", records: list[Record]) -> None:
+    steps, factors = series(records, "clip_factor")
+    factors = [factor or math.nan for factor in factors]  # 0 comes of an infinite norm, whose step was left out
+    _panel(axes, steps, factors, _EVAL[1], "clip factor")
+    axes.set(ylim=(0, 1.05))
+
+
+def _scale_panel(axes: "Axes", records: list[Record]) -> None:
+    steps, scales = series(records, "loss_scale")
+    axes.step(steps, scales, where="post", color=_BLUE, lw=1.3)
+    axes.set_yscale("log", base=2)
+    axes.set(ylabel="loss scale", ylim=(min(scales) / 2, max(scales) * 2))
+    met = [i for i, new in enumerate(new_overflows(records)) if new]
+    if met:
+        at = [steps[i] for i in met], [scales[i] for i in met]
+        axes.plot(*at, "x", color=_EVAL[0], ms=6, mew=1.5, label="overflow")
+        axes.legend(loc="lower right", bbox_to_anchor=(1, 0.95), borderaxespad=0)
+
+
+# --- Memory -------------------------------------------------------------------------------------------------------
+
+
+def memory_picture(records: list[Record], name: str) -> "Figure":
+    """Memory in use and at its peak, beside the weights."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4.5), layout="constrained")
+    axes = figure.subplots()
+    steps, used = series(records, "memory")
+    _, peak = series(records, "peak_memory")
+    weights = records[-1]["weight_bytes"]
+    one, unit_name = unit(max(peak))
+    axes.fill_between(steps, [value / one for value in used], color=_PALE, alpha=0.45, lw=0)
+    axes.plot(steps, [value / one for value in used], color=_BLUE, lw=1.5, label="in use when logged")
+    axes.step(
+        steps, [value / one for value in peak], where="post", color=_EVAL[0], lw=2, label=f"peak: {size(max(peak))}"
+    )
+    axes.axhline(weights / one, color="#333333", lw=1.2, ls=(0, (5, 3)), label=f"weights: {size(weights)}")
+    axes.set(title=f"{name}: memory", xlabel="step", ylabel=f"memory ({unit_name})", ylim=(0, max(peak) / one * 1.25))
+    axes.legend(loc="upper left", ncols=3)
+    return figure
+
+
+def draw_step(step: StepMemory, title: str, memory: int | None) -> bytes:
+    """What is alive through one step, by kind, as PNG; a line at `memory` bytes, where that is given."""
+    import matplotlib
+
+    with matplotlib.rc_context(_STYLE):
+        return _png(_step_picture(step, title, memory))
+
+
+def _step_picture(step: StepMemory, title: str, memory: int | None) -> "Figure":
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4.8), layout="constrained")
+    axes = figure.subplots()
+    total = np.sum(list(step.live.values()), axis=0)
+    starts = np.arange(0, len(total), math.ceil(len(total) / _COLUMNS))
+    # of all moments that share a column, the one at which most is alive
+    moments = [start + int(part.argmax()) for start, part in zip(starts, np.split(total, starts[1:]), strict=True)]
+    one, unit_name = unit(step.peak)
+    colors = (_PALE, _VIOLET, "#c9ced6", _EVAL[0], _BLUE, _EVAL[1])
+    layers = [step.live[kind][moments] / one for kind in KINDS]
+    labels = [f"{kind}: {size(step.items[kind])}" for kind in KINDS]
+    axes.stackplot(moments, layers, labels=labels, colors=colors, lw=0, step="mid")
+    for start, end in step.backwards:
+        axes.axvspan(start, end, ymin=0.985, color="#333333", lw=0)
+        axes.text((start + end) / 2, 0.97, "backward", transform=axes.get_xaxis_transform(), ha="center", va="top",
+                  fontsize=8, color="#555555")  # fmt: skip
+    axes.plot(step.moment, step.peak / one, "o", color="#333333", ms=5)
+    axes.annotate(f"peak {size(step.peak)}", (step.moment, step.peak / one), xytext=(6, 5), textcoords="offset points")
+    if memory is not None:
+        axes.axhline(memory / one, color=_EVAL[0], lw=1.5, ls=(0, (5, 3)), label=f"there is: {size(memory)}")
+    most = max(step.peak, memory or 0) / one
+    axes.set(title=title, xlabel="births and deaths of tensors", ylabel=f"tensors ({unit_name})", ylim=(0, most * 1.12))
+    axes.set_xlim(0, len(total) - 1)
+    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), title="at the peak", reverse=True)
+    return figure
+
+
+# --- Norms --------------------------------------------------------------------------------------------------------
+
+
+def norms_picture(records: list[Record], name: str) -> "Figure":
+    """A heat map: the gradient norm of each parameter, in the order of the records, by step."""
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+    from matplotlib.ticker import MaxNLocator
+
+    records = [record for record in records if any(key.startswith(PARAM_NORM) for key in record)]
+    keys = list(dict.fromkeys(key for record in records for key in record if key.startswith(PARAM_NORM)))
+    with np.errstate(divide="ignore"):
+        logs = np.log10(np.array([[record.get(key, 0.0) for key in keys] for record in records], dtype=float))
+    starts = np.arange(0, len(records), math.ceil(len(records) / _COLUMNS))
+    logs = np.maximum.reduceat(logs, starts)  # the largest of what shares a column; NaN is larger than any
+    finite = logs[np.isfinite(logs)]
+    low, high = (finite.min(), finite.max()) if finite.size else (0.0, 0.0)
+
+    rows = min(max(len(keys), 8), _LABELS)
+    figure = Figure(figsize=(9, 1.6 + 0.17 * rows), layout="constrained")
+    axes = figure.subplots()
+    colours = colormaps["viridis"].with_extremes(bad=_EVAL[0], under="white")
+    edges = _edges([record["step"] for record in records])[[*starts, -1]]
+    cells = np.where(np.isneginf(logs), low - 1, logs).T
+    # a decade at least: less is noise, and should not look like more
+    image = axes.pcolormesh(
+        edges, np.arange(len(keys) + 1) - 0.5, cells, cmap=colours, vmin=low, vmax=max(high, low + 1)
+    )
+    at, labels = zip(*_row_labels([key.removeprefix(PARAM_NORM) for key in keys]), strict=True)
+    axes.set_yticks(at, labels, fontsize=7)
+    axes.tick_params(axis="y", length=2)
+    axes.invert_yaxis()
+    axes.grid(False)
+    axes.set(title=f"{_abbreviated(name)}: gradient norm of each parameter", xlabel="step")
+    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, min_n_ticks=1))
+    figure.colorbar(image, ax=axes, label="log$_{10}$ of the norm", pad=0.02, aspect=30).outline.set_visible(False)
+    legend = [
+        Patch(facecolor=colour, edgecolor="#888888", label=label)
+        for colour, label, there in (
+            (_EVAL[0], "not finite", np.isnan(logs)), ("white", "zero, or no gradient", np.isneginf(logs)),
+        )
+        if there.any()
+    ]  # fmt: skip
+    if legend:
+        beside_the_x_label = {"loc": "upper right", "bbox_to_anchor": (1, 0), "borderaxespad": 2.8}
+        axes.legend(handles=legend, ncols=2, fontsize=8, handlelength=1, **beside_the_x_label)
+    return figure
+
+
+def _edges(steps: list[int]) -> np.ndarray[Any, Any]:
+    """Where the column of each step begins, and the last one ends: half-way to its neighbours."""
+    if len(steps) == 1:
+        return np.array([steps[0] - 0.5, steps[0] + 0.5])
+    at = np.array(steps)
+    middles = (at[:-1] + at[1:]) / 2
+    return np.array([2 * at[0] - middles[0], *middles, 2 * at[-1] - middles[-1]])
+
+
+def _row_labels(names: list[str]) -> list[tuple[float, str]]:
+    """Where to write which label beside rows: each parameter's if there is room, else one for each numbered block."""
+    short = [re.sub(r"^(model|transformer)\.|\.weight$", "", name) for name in names]
+    if len(short) <= _LABELS:
+        return [(row, _abbreviated(name)) for row, name in enumerate(short)]
+    blocks = [found[0] if (found := re.match(r"(.*?\.)?\d+(?=\.)", name)) else name for name in short]
+    first, labels = 0, []
+    for block, members in itertools.groupby(blocks):
+        count = len(list(members))
+        labels.append((first + (count - 1) / 2, _abbreviated(block)))
+        first += count
+    kept: list[tuple[float, str]] = []
+    for row, label in labels[:: math.ceil(len(labels) / _LABELS)]:
+        if not kept or row - kept[-1][0] >= 0.6 * len(names) / _LABELS:  # a line of text below the one before
+            kept.append((row, label))
+    return kept
+
+
+def _abbreviated(name: str, most: int = 34) -> str:
+    """Beginning and end of a long name: they say more than its middle."""
+    return name if len(name) <= most else f"{name[: most // 3]}…{name[-(most - most // 3 - 1) :]}"

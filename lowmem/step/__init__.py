@@ -1,0 +1,1 @@
+"""One training step, from finished gradients to its report."""

@@ -1,0 +1,1 @@
+"""Float32 tiles in, stored values out."""

@@ -1,0 +1,267 @@
+"""What is done with one tile: a rule's function of it, its sums, how its results are written; eager or compiled."""
+
+import functools
+import gc
+import time
+import types
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.fx.experimental._config
+from torch import Tensor
+
+from lowmem.tiles import storage
+
+Named = dict[str, Tensor]
+
+# Compiled code on a CPU sums columns over this many rows at a time, which the cache holds, and a single line in this
+# many elements at a time. What is left over, and what is too small for such a grid, runs eagerly.
+BLOCK_ROWS = 16
+LINE = 1024
+
+# Compiled code is dynamic in every size but 0 and 1, and special to a dtype, a rounding, a clip: together that can be
+# more than dynamo's own limit of 8 for one function, past which it would fail in the middle of a step.
+SPECIALISATIONS = 64
+
+# Inductor would put values for which much is read or computed into buffers as large as the tile, and go on from there.
+NO_BUFFERS: Any = {f"realize_{kind}_threshold": 1 << 10 for kind in ("reads", "opcount", "acc_reads")}
+
+# What lies between the noise of two rounded tensors and the next two of the same update (2³² over the golden ratio,
+# signed).
+_NEXT_NOISE = -0x61C88647
+
+
+@dataclass
+class Sums:
+    """What a reduce function wants summed, each a tile [b, r, c]; and the sums of the parameter's [B, R, C], as
+    `Sweep.reduce` gives them.
+
+    row: name → along each row, [B, R].  col: name → along each column, [B, C].  scalar: name → over both, [B].
+    row_max: name → not a sum but the largest along each row, [B, R].
+    """
+
+    row: dict[str, Tensor] = field(default_factory=dict)
+    col: dict[str, Tensor] = field(default_factory=dict)
+    scalar: dict[str, Tensor] = field(default_factory=dict)
+    row_max: dict[str, Tensor] = field(default_factory=dict)
+
+
+class RawTile(NamedTuple):
+    """The stored tensors of one tile: what compiled code is given."""
+
+    grad: Tensor
+    param: Tensor
+    residual: Tensor | None
+    factor: Tensor | None
+    limit: Tensor | None
+    clip: Tensor | None
+    full: Named
+    row: Named
+    col: Named
+    scalar: Named
+
+
+class Writing(NamedTuple):
+    """What a tile's results are written with, beside its `RawTile`.
+
+    finite: [b], False where everything stays as it was; None: nothing is held back.  noise: int32 [b, r], which with an
+    element's column, from first_col on, gives its random bits; None if nothing is rounded with them.  threshold: in
+    [0, 1), the part of a bfloat16 weight's spacing past which it is rounded up; None for nearest.
+    """
+
+    finite: Tensor | None
+    noise: Tensor | None
+    first_col: Tensor | None
+    threshold: Tensor | None
+
+
+class Fields:
+    """Tensors by name, as attributes."""
+
+    def __init__(self, named: Named) -> None:
+        self._named = named
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._named
+
+    def __getattr__(self, name: str) -> Tensor:
+        return self._named[name]
+
+
+class Tile:
+    """One rectangle as a rule's function sees it: everything float32, everything broadcastable to [b, r, c] (where the
+    sweep wants rows in blocks: [b, n, m, c]).
+
+    grad: the gradient, unscaled, clamped by value, multiplied with the clip factor.  param: the weight.
+    full, row, col, scalar: what was handed to the sweep.
+    """
+
+    def __init__(self, raw: RawTile) -> None:
+        self._raw = raw
+        rows = raw.grad.shape[1:-1]
+        self.full = Fields({k: v.float() for k, v in raw.full.items()})
+        self.row = Fields({k: v.view(-1, *rows, 1) for k, v in raw.row.items()})
+        self.col = Fields({k: v.view(-1, *(1 for _ in rows), v.shape[-1]) for k, v in raw.col.items()})
+        self.scalar = Fields({k: v if v.ndim == 0 else self.by_slice(v) for k, v in raw.scalar.items()})
+        self._cache: dict[str, Tensor] = {}
+
+    def by_slice(self, value: Tensor) -> Tensor:
+        """[b], broadcastable to the tile."""
+        return value.view(-1, *(1 for _ in self._raw.grad.shape[1:]))
+
+    def _once(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
+        if name not in self._cache:
+            self._cache[name] = compute()
+        return self._cache[name]
+
+    @property
+    def unclipped(self) -> Tensor:
+        """The gradient unscaled, not yet clipped in any way."""
+        factor, grad = self._raw.factor, self._raw.grad
+        return self._once("unclipped", lambda: grad.float() if factor is None else grad.float() * factor)
+
+    @property
+    def grad(self) -> Tensor:
+        """The gradient, unscaled and clipped."""
+        limit, clip = self._raw.limit, self._raw.clip
+
+        def clipped() -> Tensor:
+            grad = self.unclipped if limit is None else self.unclipped.clamp(-limit, limit)
+            return grad if clip is None else grad * clip
+
+        return self._once("grad", clipped)
+
+    @property
+    def grad_square(self) -> Tensor:
+        """The gradient squared, computed once for the rule and the measurement."""
+        return self._once("grad_square", self.grad.square)
+
+    @property
+    def unclipped_square(self) -> Tensor:
+        """`unclipped` squared."""
+        as_it_is = self._raw.limit is None and self._raw.clip is None
+        return self.grad_square if as_it_is else self.unclipped.square()
+
+    @property
+    def param(self) -> Tensor:
+        """The weight."""
+        return self._once("param", lambda: storage.widen(self._raw.param, self._raw.residual))
+
+    def stored(self, value: Tensor, like: str = "param") -> Tensor:
+        """A float32 tile as it comes out of being stored like the weight, or a full state: arithmetic in its dtype."""
+        return storage.nearest(value, (self._raw.param if like == "param" else self._raw.full[like]).dtype)
+
+
+ReduceFn = Callable[[Tile], Sums]
+ApplyFn = Callable[[Tile], Named]
+
+
+# Among the sums over everything, the one that measures the gradient.
+SQUARE = "square of the gradient"
+
+
+def reduce_tile(fn: ReduceFn, measure: bool, raw: RawTile) -> tuple[Named, Named, Named, Named]:
+    tile = Tile(raw)
+    wanted = fn(tile)
+    totals = {**wanted.scalar, SQUARE: tile.unclipped_square} if measure else wanted.scalar
+    return (
+        {name: value.sum(-1).flatten(1) for name, value in wanted.row.items()},
+        {name: value.sum(-2) for name, value in wanted.col.items()},
+        {name: _total(value) for name, value in totals.items()},
+        {name: value.amax(-1).flatten(1) for name, value in wanted.row_max.items()},
+    )
+
+
+def _total(value: Tensor) -> Tensor:
+    """Sum over everything but the batch; of each line, [b, lines], in compiled code, which sums lines side by side in
+    vector registers.
+    """
+    if not torch.compiler.is_compiling():
+        return value.sum((-2, -1))
+    if value.shape[-2] == 1:
+        value = value.unflatten(-1, (-1, LINE))
+    return value.sum(-1).flatten(1)
+
+
+def apply_tile(fn: ApplyFn, stochastic: tuple[str, ...], writing: Writing, raw: RawTile) -> None:
+    tile = Tile(raw)
+    finite = None if writing.finite is None else tile.by_slice(writing.finite)
+    bits: dict[int, Tensor] = {}
+
+    def noise(index: int, cols: int) -> Tensor:
+        """That of the tensor with this index among those rounded with it: two share the random bits of an element."""
+        word, half = divmod(index, 2)
+        if word not in bits:
+            assert writing.noise is not None and writing.first_col is not None
+            col = torch.arange(cols, dtype=torch.int32, device=writing.noise.device) + writing.first_col
+            bits[word] = storage.mix(writing.noise.unsqueeze(-1) + word * _NEXT_NOISE + col)
+        return storage.noise(bits[word], half)
+
+    for name, value in fn(tile).items():
+        target, old = (raw.param, tile.param) if name == "param" else (raw.full[name], raw.full[name])
+        if finite is not None:
+            value = torch.where(finite, value, old)
+        if name in stochastic:
+            own = noise(stochastic.index(name), value.shape[-1])
+            target.copy_(storage.narrow_stochastically(value, target.dtype, own))
+        elif name == "param" and raw.residual is not None:
+            stored, residual = storage.split(value, raw.param.dtype)
+            raw.param.copy_(stored)
+            raw.residual.copy_(residual)
+        elif name == "param" and writing.threshold is not None and target.dtype == torch.bfloat16:
+            target.copy_(storage.narrow_past(value, writing.threshold))
+        else:
+            target.copy_(value)
+
+
+class CompiledTile:
+    """`body` with `fn` bound, compiled with dynamic shapes: once for every parameter and placement, dtype, and whether
+    there is a batch and the tile begins its memory.
+
+    Attributes:
+        seconds: what compiling has taken so far, of all functions of this process.
+    """
+
+    seconds = 0.0
+
+    def __init__(self, body: Callable[..., Any], fn: Callable[..., Any]) -> None:
+        def bound(*args: Any) -> Any:
+            return body(fn, *args)
+
+        # Dynamo keeps what it compiled, and counts it, by code object: each pair gets one of its own.
+        code = bound.__code__.replace(co_name=f"{body.__name__}_{fn.__name__}")
+        own = types.FunctionType(code, globals(), closure=bound.__closure__)
+        self._run = torch.compile(own, dynamic=True, fullgraph=True, options=NO_BUFFERS)
+        self._kinds: set[tuple[Any, ...]] = set()
+
+    def __call__(self, *args: Any) -> Any:
+        kind = _kind(*args)
+        if kind in self._kinds:
+            return self._run(*args)
+        start = time.perf_counter()
+        # two sizes that are equal the first time are no reason to compile again when they are not
+        with (
+            torch._dynamo.config.patch(recompile_limit=SPECIALISATIONS),
+            torch.fx.experimental._config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
+        ):
+            result = self._run(*args)
+        gc.collect()  # compiling leaves cycles that hold the gradient
+        CompiledTile.seconds += time.perf_counter() - start
+        self._kinds.add(kind)
+        return result
+
+
+def _kind(how: Hashable, *given: Any) -> tuple[Any, ...]:
+    """What compiled code is special to, of the arguments of a tile function."""
+    raw: RawTile = given[-1]
+    grad = raw.grad
+    tile = grad.dtype, raw.param.dtype, grad.storage_offset() == 0, grad.shape[0] == 1, grad.shape[1] == 1
+    optional = raw.residual, raw.factor, raw.limit, raw.clip, *(given[0] if len(given) > 1 else ())
+    return how, *tile, *(state.dtype for state in raw.full.values()), *(value is None for value in optional)
+
+
+@functools.cache
+def tile_function(body: Callable[..., Any], fn: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
+    return CompiledTile(body, fn) if compiled else functools.partial(body, fn)

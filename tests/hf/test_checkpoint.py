@@ -1,0 +1,170 @@
+"""What is saved is whole, by name, and comes back as it was; what is damaged is recognised."""
+
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+
+import lowmem
+from lowmem.errors import CheckpointError
+from lowmem.hf import checkpoint, weights
+
+RULES = {
+    "adalomo": {"rule": "adalomo", "rounding": "stochastic"},
+    "compensated": {"rule": "adalomo", "rounding": "compensated"},
+    "AdamW": {"rule": torch.optim.AdamW, "betas": (0.8, 0.9)},
+    "nothing kept": {"rule": "lomo"},
+    "dynamic scale": {"clip_norm": 0.5, "loss_scale": lowmem.DynamicScale(init=1024.0, interval=2)},
+    "norms of a group": {"rule": "scaled_adam", "clipping_scale": 0.8, "clipping_update_period": 2, "store": "disk"},
+}
+
+
+def trained(model, batches, **settings):
+    opt = lowmem.FusedOptimizer(model.named_parameters(), lr=1e-2, **settings)
+    for batch in batches:
+        opt.backward(model(**batch).loss)
+    return opt
+
+
+@pytest.mark.parametrize("settings", RULES.values(), ids=RULES)
+def test_a_saved_optimizer_continues_to_the_last_bit(settings, tiny_llama, token_batches, tmp_path):
+    before, after = token_batches(6)[:3], token_batches(6)[3:]
+    model = tiny_llama(torch.bfloat16)
+    opt = trained(model, before, **settings)
+    checkpoint.save_optimizer(opt, tmp_path / "optimizer.safetensors")
+    model.save_pretrained(tmp_path)
+
+    other = tiny_llama(torch.bfloat16)
+    weights.load_weights(other, tmp_path)
+    resumed = lowmem.FusedOptimizer(other.named_parameters(), lr=9.0, **settings)
+    checkpoint.load_optimizer(resumed, tmp_path / "optimizer.safetensors")
+    for batch in after:
+        opt.backward(model(**batch).loss)
+        resumed.backward(other(**batch).loss)
+    assert resumed.param_groups[0]["lr"] == 1e-2
+    assert resumed.loss_scale == opt.loss_scale
+    assert resumed.overflows == opt.overflows
+    for (name, weight), again in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(weight, again), name
+
+
+def test_states_are_saved_by_parameter_name_in_logical_shapes(tiny_llama, token_batches, tmp_path):
+    model = tiny_llama(torch.bfloat16)
+    checkpoint.save_optimizer(trained(model, token_batches(1)), tmp_path / "o.safetensors")
+    with safe_open(tmp_path / "o.safetensors", framework="pt") as file:
+        row = file.get_tensor("model.layers.0.mlp.up_proj.weight/exp_avg_sq_row")
+        assert row.shape == (64,)
+        assert row.dtype == torch.float32
+        assert file.get_tensor("model.norm.weight/exp_avg_sq").shape == (32,)
+
+
+def test_a_torn_step_is_not_saved(tiny_llama, token_batches, tmp_path):
+    model = tiny_llama()
+    opt = lowmem.FusedOptimizer(model.named_parameters(), batching=False)
+    model.model.embed_tokens.weight.register_hook(lambda _: 1 / 0)  # the last of all gradients
+    with pytest.raises(ZeroDivisionError):
+        opt.backward(model(**token_batches(1)[0]).loss)
+    with pytest.raises(lowmem.LowmemError, match="torn"):
+        checkpoint.save_optimizer(opt, tmp_path / "o.safetensors")
+    assert not (tmp_path / "o.safetensors").exists()
+
+
+@pytest.mark.parametrize("shard_size", ["1GB", "10KB"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_load_from_one_file_or_many(tiny_llama, tmp_path, tied, shard_size):
+    model = tiny_llama(tie_word_embeddings=tied)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.normal_()
+    model.save_pretrained(tmp_path, max_shard_size=shard_size)
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (shard_size == "10KB")
+    other = tiny_llama(tie_word_embeddings=tied)
+    weights.load_weights(other, tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+
+
+def test_expert_weights_load_although_files_lay_them_out_differently(tmp_path):
+    config = MixtralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=4, num_local_experts=4,
+    )  # fmt: skip
+    model = MixtralForCausalLM(config).bfloat16()
+    model.save_pretrained(tmp_path)
+    other = MixtralForCausalLM(config).bfloat16()
+    weights.load_weights(other, tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_weights_of_another_model_are_refused(tiny_llama, tmp_path):
+    tiny_llama().save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"has shape \[64, 32\] in the checkpoint and \[48, 32\] in the model"):
+        weights.load_weights(tiny_llama(intermediate_size=48), tmp_path)
+    with pytest.raises(CheckpointError, match="weights are missing, such as"):
+        weights.load_weights(tiny_llama(num_hidden_layers=3), tmp_path)
+
+
+def whole_folder(folder, model, opt):
+    """A checkpoint as far as resuming asks."""
+    folder.mkdir(parents=True)
+    model.save_pretrained(folder)
+    checkpoint.save_optimizer(opt, folder / checkpoint.OPTIMIZER_FILE)
+    (folder / checkpoint.TRAINER_STATE_FILE).write_text("{}")
+    torch.save({}, folder / checkpoint.SCHEDULER_FILE)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+DAMAGE = {
+    "weights cut short": (lambda f: cut(f / "model.safetensors"), "model.safetensors is cut short"),
+    "states cut short": (lambda f: cut(f / "optimizer.safetensors"), "optimizer.safetensors is cut short"),
+    "weights empty": (lambda f: (f / "model.safetensors").write_bytes(b""), "header cannot be read"),
+    "weights overwritten": (lambda f: (f / "model.safetensors").write_bytes(b"x" * 99), "header cannot be read"),
+    "weights gone": (lambda f: (f / "model.safetensors").unlink(), "model.safetensors is missing"),
+    "states gone": (lambda f: (f / "optimizer.safetensors").unlink(), "cannot be resumed from"),
+    "state file half": (lambda f: (f / "trainer_state.json").write_text('{"a'), "trainer_state.json is damaged"),
+    "scheduler gone": (lambda f: (f / "scheduler.pt").unlink(), "scheduler.pt is missing"),
+}
+
+
+@pytest.mark.parametrize(("damage", "said"), DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(damage, said, tiny_llama, token_batches, tmp_path):
+    model = tiny_llama()
+    opt = trained(model, token_batches(1))
+    for number in (2, 9, 10):
+        whole_folder(tmp_path / f"checkpoint-{number}", model, opt)
+    assert checkpoint.find_last(tmp_path) == (tmp_path / "checkpoint-10", [])
+    damage(tmp_path / "checkpoint-10")
+    found, reasons = checkpoint.find_last(tmp_path)
+    assert found == tmp_path / "checkpoint-9"
+    assert said in reasons[0]
+    assert "checkpoint-10" in reasons[0]
+    with pytest.raises(CheckpointError, match=said):
+        checkpoint.check_resumable(tmp_path / "checkpoint-10")
+
+
+def test_where_no_checkpoint_is_whole_all_are_named(tmp_path):
+    (tmp_path / "checkpoint-1").mkdir()
+    (tmp_path / ".saving").mkdir()
+    with pytest.raises(CheckpointError, match=r"no whole checkpoint in .*checkpoint-1.model.safetensors is missing"):
+        checkpoint.find_last(tmp_path)
+
+
+def test_a_foreign_safetensors_file_is_no_optimizer(tiny_llama, tmp_path):
+    model = tiny_llama()
+    model.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match="not written by lowmem"):
+        checkpoint.load_optimizer(lowmem.FusedOptimizer(model.named_parameters()), tmp_path / "model.safetensors")
+
+
+def test_the_metadata_is_plain_json(tiny_llama, token_batches, tmp_path):
+    checkpoint.save_optimizer(trained(tiny_llama(), token_batches(2)), tmp_path / "o.safetensors")
+    with safe_open(tmp_path / "o.safetensors", framework="pt") as file:
+        described = json.loads(file.metadata()["lowmem"])
+    assert described["step"] == 2
+    assert described["rule"] == "adalomo"

@@ -1,0 +1,406 @@
+"""The loss from tiles of logits, activations recomputed or offloaded: the same gradients, less memory, or a message.
+
+TRL's head is what trainers and runs use; PyTorch's `linear_cross_entropy` is there for loops.
+"""
+
+import dataclasses
+import json
+import re
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+import trl
+from datasets import Dataset
+from torch.distributed._tools.mem_tracker import MemTracker
+from transformers import AutoConfig, AutoModelForCausalLM
+from trl.models.activation_offloading import get_act_offloading_ctx_manager
+from trl.trainer.utils import add_fused_lm_head
+
+import lowmem
+from lowmem import cli
+from lowmem import trainer as trainer_module
+from lowmem.errors import ConfigError, UnsupportedError
+from lowmem.hf import head
+from lowmem.run import build
+from lowmem.run.config import load
+from lowmem.run.tokenizers import train_tokenizer
+from lowmem.trainer import FusedSFTTrainer, FusedTrainer
+
+MIB = 1 << 20
+pytestmark = pytest.mark.filterwarnings("ignore:Expected a tensor")
+
+
+def own_loss(model, input_ids, labels):
+    return model(input_ids=input_ids, labels=labels).loss
+
+
+def trl_loss(model, input_ids, labels):
+    return model(input_ids=input_ids, labels=labels, fused_lm_head=True).loss
+
+
+def torch_loss(model, input_ids, labels):
+    hidden = model.model(input_ids).last_hidden_state[:, :-1].flatten(0, 1)
+    losses = torch.nn.functional.linear_cross_entropy(
+        hidden, model.lm_head.weight, labels[:, 1:].flatten(), reduction="none",
+        options=torch.nn.LinearCrossEntropyOptions(),
+    )  # fmt: skip
+    return losses.float().mean()
+
+
+needs_torch_head = pytest.mark.skipif(
+    not hasattr(torch.nn, "LinearCrossEntropyOptions"), reason="this PyTorch has no linear_cross_entropy in tiles"
+)
+TILED = [pytest.param(trl_loss, id="trl"), pytest.param(torch_loss, id="torch", marks=needs_torch_head)]
+
+
+@pytest.fixture
+def model(tiny_llama):
+    """A factory of small Llamas with TRL's head, as its trainers add it."""
+
+    def make(dtype=torch.float32, checkpointing=False, **config):
+        made = tiny_llama(dtype, checkpointing, **config)
+        add_fused_lm_head(made)
+        return made
+
+    return make
+
+
+# --- In a loop ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss", TILED)
+@pytest.mark.parametrize("tied", [False, True])
+def test_tiles_give_the_models_own_loss_and_gradients(loss, tied, model, token_batches):
+    """Sums in another order: 1e-5 of a gradient in float32."""
+    (batch,) = token_batches(1)
+    found = []
+    for one in (own_loss, loss):
+        net = model(tie_word_embeddings=tied)
+        value = one(net, **batch)
+        value.backward()
+        found.append((value.detach(), [param.grad for param in net.parameters()]))
+    (its, expected), (value, grads) = found
+    torch.testing.assert_close(value, its, rtol=1e-6, atol=0)
+    for grad, want in zip(grads, expected, strict=True):
+        assert (grad - want).norm() <= 1e-5 * want.norm()
+
+
+POLICIES = {
+    "immediate": ({}, 1),
+    "two_pass": ({"clip_norm": 0.5, "policy": "two_pass"}, 1),
+    "deferred": ({"clip_norm": 0.5}, 3),
+}
+
+
+@pytest.mark.parametrize(("options", "micro_batches"), POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("loss", TILED)
+@pytest.mark.parametrize("tied", [False, True])
+def test_fused_training_on_tiles_is_ordinary_training_to_the_last_bit(
+    loss, tied, options, micro_batches, model, token_batches
+):
+    """A tied weight gets one whole gradient, the head's and the embedding's together."""
+    settings = {"lr": 1e-2, "foreach": False}
+    fused, plain = (model(tie_word_embeddings=tied, attention_dropout=0.1, checkpointing=True) for _ in range(2))
+    opt = lowmem.FusedOptimizer(fused.named_parameters(), rule=torch.optim.AdamW, **settings, **options)
+    adamw = torch.optim.AdamW(plain.parameters(), **settings)
+    for step in range(3):
+        batches = token_batches(3 * micro_batches)[step::3]
+        torch.manual_seed(step)
+        for n, batch in enumerate(batches, start=1):
+            with opt.accumulate() if n < micro_batches else nullcontext():
+                opt.backward(loss(fused, **batch) / micro_batches)
+        torch.manual_seed(step)
+        for batch in batches:
+            (loss(plain, **batch) / micro_batches).backward()
+        if "clip_norm" in options:
+            torch.nn.utils.clip_grad_norm_(plain.parameters(), options["clip_norm"])
+        adamw.step()
+        adamw.zero_grad()
+    assert opt.policy == options.get("policy", "immediate" if micro_batches == 1 else "deferred")
+    assert all(map(torch.equal, fused.parameters(), plain.parameters()))
+
+
+@pytest.mark.parametrize("policy", ["immediate", "deferred"])
+def test_offloaded_activations_give_the_same_weights(policy, model, token_batches, monkeypatch):
+    """TRL's offloading takes the host for an accelerator here: every activation goes away and comes back."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
+    nets = [model(checkpointing=True, tie_word_embeddings=True) for _ in range(2)]
+    offloading = get_act_offloading_ctx_manager(nets[0], use_pin_memory=False, use_streams=False, min_offload_size=1)
+    for net, context in zip(nets, (offloading, nullcontext()), strict=True):
+        opt = lowmem.FusedOptimizer(net.named_parameters(), lr=1e-2, policy=policy)
+        for batch in token_batches(3):
+            with context:
+                loss = trl_loss(net, **batch)
+                assert context is not offloading or any(entry[1] for entry in offloading.tracker.values())
+                opt.backward(loss)
+    assert all(map(torch.equal, *(net.parameters() for net in nets)))
+
+
+# --- In TRL's trainer ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tokenizer():
+    return train_tokenizer(["some words to learn from, and some more of them"], 270)
+
+
+@pytest.fixture
+def make(tiny_llama, tokenizer, tmp_path):
+    """A factory of trainers on rows of equal length; keyword arguments are training arguments."""
+    rows = Dataset.from_list([{"input_ids": ids, "labels": ids} for ids in torch.randint(97, (24, 12)).tolist()])
+
+    def factory(cls=FusedSFTTrainer, model=None, fused=None, **arguments):
+        mine = {"processing_class": tokenizer} if cls is FusedSFTTrainer else {}
+        config = trl.SFTConfig(
+            **{
+                "output_dir": str(tmp_path), "max_steps": 5, "per_device_train_batch_size": 4, "learning_rate": 1e-2,
+                "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "bf16": False, "max_grad_norm": 0.0,
+                "dataloader_pin_memory": False, "activation_checkpointing": False, **arguments,
+            }
+        )  # fmt: skip
+        return cls(model or tiny_llama(tie_word_embeddings=True), args=config, train_dataset=rows, fused=fused, **mine)
+
+    return factory
+
+
+TRAINED = {
+    "immediate": {},
+    "clipped in two passes": {"max_grad_norm": 0.5},
+    "clipped and accumulated": {
+        "max_grad_norm": 0.5,
+        "gradient_accumulation_steps": 2,
+        "per_device_train_batch_size": 2,
+    },
+    "checkpointed": {"activation_checkpointing": True},
+    "every second layer": {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"every_n_layers": 2}},
+    "selective": {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"selective": True}},
+}
+
+
+@pytest.mark.parametrize("arguments", TRAINED.values(), ids=TRAINED)
+def test_the_trainer_learns_what_the_models_own_loss_teaches(arguments, make):
+    weights = []
+    for cls, own in ((FusedSFTTrainer, {}), (FusedTrainer, {"activation_checkpointing_kwargs": None})):
+        trainer = make(cls, **{**arguments, **own})
+        trainer.train()
+        weights.append([param.detach() for param in trainer.model.parameters()])
+    for mine, its in zip(*weights, strict=True):
+        torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-5)
+
+
+def test_logits_never_exist_whole(make, tiny_llama, token_batches):
+    """The model's own loss holds three tensors of their size in float32; tiles of them hold less than one."""
+    vocabulary, size = 32_000, (4, 128)
+    (batch,) = token_batches(1, size, vocabulary)
+    logits = size[0] * size[1] * vocabulary * 4
+    net = tiny_llama(vocab_size=vocabulary)
+    trainer = make(model=net)
+    opt = trainer.create_optimizer()
+    peaks = []
+    for tiled in (False, True):
+        tracker = MemTracker()
+        tracker.track_external(net, opt)
+        with tracker:
+            inputs = {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
+            opt.backward(trainer.compute_loss(net, inputs) if tiled else own_loss(net, **batch))
+        (peak,) = tracker.get_tracker_snapshot("peak").values()
+        (rest,) = tracker.get_tracker_snapshot("current").values()
+        peaks.append(peak["Total"] - rest["Total"])
+    own, tiles = peaks
+    assert own >= 3 * logits
+    assert tiles <= own - 2 * logits
+
+
+# --- What is refused ----------------------------------------------------------------------------------------------
+
+TOKENS = {"pad_token_id": 0, "eos_token_id": 1, "sep_token_id": 1, "bos_token_id": 2, "cls_token_id": 2}
+LAYER_BEFORE_THE_HEAD = {
+    "modernbert-decoder": TOKENS,
+    "bert": {"is_decoder": True},
+    "electra": {"is_decoder": True, "embedding_size": 16},
+}
+
+
+def small(kind, **config):
+    """A small model of some kind; sizes by whatever name it has for them."""
+    sizes = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    widths = {"ffn_dim": 48, "word_embed_proj_dim": 16} if kind == "opt" else {"intermediate_size": 48}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**sizes, **widths, **config})).eval()
+
+
+def apart(model):
+    """The largest difference of log probabilities by the model's own head and by TRL's."""
+    ids = torch.randint(97, (1, 16))
+    with torch.no_grad():
+        own = model(input_ids=ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+        return (own - model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs).abs().max()
+
+
+@pytest.mark.parametrize("kind", LAYER_BEFORE_THE_HEAD)
+def test_a_model_whose_head_is_more_than_a_matrix_is_refused(kind, make):
+    """TRL would leave a layer out, without a word if the shapes fit."""
+    net = small(kind, **LAYER_BEFORE_THE_HEAD[kind])
+    with pytest.raises(
+        UnsupportedError, match=f"{type(net).__name__}: TRL's SFTTrainer .*' lies between.* FusedTrainer"
+    ):
+        make(model=net)
+    if kind != "electra":
+        add_fused_lm_head(net)
+        assert apart(net) > 0.1
+
+
+ONE_MATRIX = {
+    "gemma2": {"head_dim": 8, "final_logit_softcapping": 5.0},
+    "cohere": {"logit_scale": 4.0},
+    "granite": {"logits_scaling": 8.0},
+    "opt": {},
+    "phi": {},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8},
+}
+
+
+@pytest.mark.parametrize("kind", ONE_MATRIX)
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_whose_head_is_a_matrix_is_not(kind, tied):
+    """Nor one that scales or caps its logits, or adds a bias: TRL does too."""
+    net = small(kind, tie_word_embeddings=tied, **ONE_MATRIX[kind])
+    head.check(net)
+    add_fused_lm_head(net)
+    assert apart(net) < 1e-5
+
+
+TWICE = lowmem.FusedConfig(policy="two_pass")
+REFUSED = {
+    "offloading on a CPU": ({"activation_offloading": True}, ConfigError, "activation_offloading=True: .*leave it out"),
+    "offloaded checkpoints on a CPU": (
+        {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"offload": True}},
+        ConfigError,
+        "'offload': True.*leave it out",
+    ),
+    "without checkpointing": (
+        {"activation_checkpointing_kwargs": {"every_n_layers": 2}},
+        ConfigError,
+        "no effect without activation_checkpointing",
+    ),
+    "smoothing of dft": (
+        {"loss_type": "dft", "label_smoothing_factor": 0.1},
+        ConfigError,
+        "label_smoothing_factor=0.1 has no effect with loss_type='dft'",
+    ),
+    "reentrant in two passes": (
+        {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": True}, "fused": TWICE},
+        UnsupportedError,
+        "set use_reentrant to false, or use policy='deferred'",
+    ),
+}
+
+
+@pytest.mark.parametrize(("arguments", "error", "said"), REFUSED.values(), ids=REFUSED)
+def test_what_would_be_ignored_or_cannot_be_is_refused_before_the_first_step(arguments, error, said, make):
+    with pytest.raises(error, match=said):
+        make(**arguments).create_optimizer()
+
+
+def test_offloading_wants_the_activations_once(make, monkeypatch):
+    trainer = make(fused=TWICE)
+    trainer.args.activation_offloading = True  # as on a GPU
+    with pytest.raises(UnsupportedError, match=r"two_pass.*policy='deferred', or offload with"):
+        trainer.create_optimizer()
+
+
+def test_smoothed_labels_are_not_for_zero3():
+    """With two forwards of a batch in turn it fails within a few steps, in the midst of a run."""
+    args = SimpleNamespace(label_smoothing_factor=0.1, loss_type="nll", deepspeed="zero3.json")
+    with pytest.raises(UnsupportedError, match=r"label_smoothing_factor=0\.1: .*ZeRO-3.*use fsdp"):
+        trainer_module._check_smoothing(args)
+
+
+# --- In a configuration -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def config(tmp_path):
+    """A run of two steps, as a file."""
+    rows = [{"prompt": f"what is {i}?", "completion": f"one more than {i - 1}"} for i in range(16)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    written = {
+        "run_dir": str(tmp_path / "run"),
+        "model": {"config": {"model_type": "llama", **sizes}, "train_tokenizer": {"vocab_size": 280},
+                  "dtype": "float32"},
+        "data": {"path": str(tmp_path / "data.jsonl"), "max_length": 32},
+        "optimizer": {"lr": 1e-2},
+        "trainer": {"max_steps": 2, "per_device_train_batch_size": 4, "save_strategy": "no"},
+    }  # fmt: skip
+    (tmp_path / "run.yaml").write_text(json.dumps(written))
+    return tmp_path / "run.yaml"
+
+
+@pytest.mark.parametrize(
+    ("trainer", "wanted"),
+    [
+        ({}, (True, {"use_reentrant": False})),
+        ({"activation_checkpointing": False}, (False, None)),
+        (
+            {"activation_checkpointing_kwargs": {"every_n_layers": 2}},
+            (True, {"use_reentrant": False, "every_n_layers": 2}),
+        ),
+        ({"activation_checkpointing_kwargs": {"use_reentrant": True}}, (True, {"use_reentrant": True})),
+        ({"fsdp_config": {"activation_checkpointing": True}}, (False, None)),
+    ],
+)
+def test_activations_are_recomputed_without_reentrance_unless_asked_otherwise(trainer, wanted, config):
+    run = load(config)
+    args = build.arguments(dataclasses.replace(run, trainer={**run.trainer, **trainer}), build.samples(run))
+    assert (args.activation_checkpointing, args.activation_checkpointing_kwargs) == wanted
+    assert args.loss_type == "nll"
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("loss_type=chunked_nll", "'trainer.loss_type' must be one of 'nll', 'dft'"),
+        ("activation_checkpointing=null", "'trainer.activation_checkpointing' must be true or false"),
+        (
+            "activation_checkpointing_kwargs={every_n_layer: 2}",
+            "unknown key 'trainer.activation_checkpointing_kwargs.every_n_layer'. Did you mean 'every_n_layers'?",
+        ),
+        (
+            "activation_checkpointing_kwargs={use_reentrant: 1}",
+            "'trainer.activation_checkpointing_kwargs.use_reentrant' must be true or false",
+        ),
+    ],
+)
+def test_mistaken_settings_are_named(override, said, config):
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        load(config, [f"trainer.{override}"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([], "nll, logits in tiles; activations recomputed in backward"),
+        (["activation_checkpointing=false"], "nll, logits in tiles; activations kept for backward"),
+        (["loss_type=dft"], "dft, logits in tiles; activations recomputed in backward"),
+        (
+            ["label_smoothing_factor=0.1"],
+            "nll, labels smoothed by 0.1, which takes all logits at once; activations recomputed in backward",
+        ),
+    ],
+)
+def test_a_run_says_how_its_loss_is_computed(overrides, said, config, capsys):
+    with pytest.raises(SystemExit) as done:
+        cli.main(["train", str(config), *(f"trainer.{one}" for one in overrides)])
+    assert done.value.code == 0
+    assert f"loss       {said}\n" in capsys.readouterr().out
+
+
+def test_a_head_that_is_refused_leaves_no_run_folder(config, tmp_path, capsys):
+    sizes = "hidden_size: 32, intermediate_size: 48, num_hidden_layers: 1, num_attention_heads: 4"
+    with pytest.raises(SystemExit) as done:
+        cli.main(["train", str(config), f"model.config={{model_type: bert, is_decoder: true, {sizes}}}"])
+    assert done.value.code == 2
+    assert "BertLMHeadModel: TRL's SFTTrainer" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

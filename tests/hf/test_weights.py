@@ -1,0 +1,377 @@
+"""Weights saved one parameter at a time are the files of `save_pretrained`, and come back as they were."""
+
+import filecmp
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Ranks
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.conversion_mapping import get_model_conversion_mapping
+
+from lowmem import files
+from lowmem.errors import CheckpointError
+from lowmem.hf import weights
+
+SIZES = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+MODELS = {
+    "llama": {"model_type": "llama"},
+    "tied llama": {"model_type": "llama", "tie_word_embeddings": True},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 3},
+    "qwen3_moe": {"model_type": "qwen3_moe", "num_experts": 12, **EXPERTS},
+    "gpt_oss": {"model_type": "gpt_oss", "num_local_experts": 3, **EXPERTS},
+    # some layers dense, some of experts, and a buffer among the weights
+    "deepseek_v3": {
+        "model_type": "deepseek_v3", "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
+        "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+        **EXPERTS, "num_key_value_heads": 4,
+    },
+    # three weights are one tensor in files
+    "nomic_bert": {"model_type": "nomic_bert"},
+    # rows are interleaved in files
+    "inkling2": {
+        "model_type": "inkling2_text", "n_routed_experts": 4, "swa_num_attention_heads": 4, "swa_head_dim": 8,
+        "swa_num_key_value_heads": 2, "d_rel": 4, **EXPERTS,
+    },
+}  # fmt: skip
+
+
+def new(kind, seed=0, dtype=torch.bfloat16, **changed):
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(**{**SIZES, **MODELS[kind], **changed})
+    auto = AutoModel if kind == "nomic_bert" else AutoModelForCausalLM
+    model = auto.from_config(config, dtype=dtype).eval()
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.copy_(torch.randn(tensor.shape) * 0.1)
+    return model
+
+
+class Sharded:
+    """A model whose parameters are empty: they are kept here, and what is made whole is watched."""
+
+    def __init__(self, model):
+        self._kept = {param: param.detach().clone() for param in model.parameters()}
+        self._alive = []
+        self.asked = []
+        self.most_alive = 0
+        for param in model.parameters():
+            param.data = torch.empty(0, dtype=param.dtype)
+
+    def shape_of(self, tensor):
+        return tuple(self._kept.get(tensor, tensor).shape)
+
+    def gather(self, tensor):
+        return self._watched(tensor, self._kept.get(tensor, tensor).clone())
+
+    def fill(self, tensor, whole):
+        assert tuple(whole.shape) == self.shape_of(tensor)
+        self._kept.get(tensor, tensor).copy_(self._watched(tensor, whole))
+
+    def _watched(self, tensor, whole):
+        self.asked.append(self.shape_of(tensor))
+        self._alive = [storage for storage in self._alive if not storage.expired()]
+        self._alive.append(StorageWeakRef(whole.untyped_storage()))
+        self.most_alive = max(self.most_alive, len(self._alive))
+        return whole
+
+    def whole_again(self, model):
+        for param in model.parameters():
+            param.data = self._kept[param]
+
+
+def save(model, folder, **options):
+    weights.save_weights(model, folder, shape_of=lambda t: t.shape, gather=lambda t: t, write=True, **options)
+
+
+def load(model, folder):
+    weights.load_weights(model, folder, shape_of=lambda t: t.shape, fill=lambda t, whole: t.copy_(whole))
+
+
+def assert_same_files(folder, other):
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == sorted(path.name for path in other.iterdir())
+    assert filecmp.cmpfiles(folder, other, names, shallow=False)[0] == names
+
+
+def assert_same_state(model, other):
+    state = model.state_dict()
+    assert state.keys() == other.state_dict().keys()
+    for name, tensor in other.state_dict().items():
+        assert tensor.dtype == state[name].dtype
+        assert torch.equal(tensor, state[name]), name
+
+
+@pytest.mark.parametrize("shard_size", ["50GB", "20KB"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_files_are_those_of_save_pretrained(kind, shard_size, tmp_path):
+    model = new(kind)
+    model.save_pretrained(tmp_path / "theirs", max_shard_size=shard_size)
+    assert (len(list(tmp_path.glob("theirs/*.safetensors"))) > 1) == (shard_size == "20KB")
+    save(model, tmp_path / "ours", max_shard_size=shard_size)
+    assert_same_files(tmp_path / "theirs", tmp_path / "ours")
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_model_loaded_by_transformers_is_the_same(kind, tmp_path):
+    model = new(kind, dtype=torch.float32)
+    save(model, tmp_path / "first", max_shard_size="40KB")
+    again = type(model).from_pretrained(tmp_path / "first").eval()
+    assert_same_state(model, again)
+    ids = torch.randint(3, 64, (2, 8))
+    assert torch.equal(model(input_ids=ids)[0], again(input_ids=ids)[0])
+    again.save_pretrained(tmp_path / "theirs")
+    save(again, tmp_path / "ours")
+    assert_same_files(tmp_path / "theirs", tmp_path / "ours")
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_sharded_models_are_saved_and_loaded_with_one_whole_weight_at_a_time(kind, tmp_path):
+    model = new(kind)
+    model.save_pretrained(tmp_path / "theirs")
+    saved = Sharded(model)
+    weights.save_weights(model, tmp_path / "ours", shape_of=saved.shape_of, gather=saved.gather, write=True)
+    assert_same_files(tmp_path / "theirs", tmp_path / "ours")
+
+    other = new(kind, seed=1)
+    loaded = Sharded(other)
+    weights.load_weights(other, tmp_path / "ours", shape_of=loaded.shape_of, fill=loaded.fill)
+    saved.whole_again(model)
+    loaded.whole_again(other)
+    assert_same_state(model, other)
+    assert saved.most_alive == loaded.most_alive == (3 if kind == "nomic_bert" else 1)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "deepseek_v3"])
+def test_experts_in_files_are_views_of_the_whole_weight(kind):
+    files = weights._Files(new(kind), lambda tensor: tensor.shape)
+    converted = [group for group in files.groups if group.converted]
+    assert converted
+    for group in converted:
+        (experts,) = (torch.empty(weight.shape) for weight in group.weights.values())
+        for name, piece in files.convert(group, [experts]).items():
+            assert piece.shape == files.tensors[name].shape
+            assert piece.untyped_storage().data_ptr() == experts.data_ptr()
+
+
+def test_conversions_that_ask_the_model_for_shapes_are_told_whole_ones(tmp_path):
+    text = {**SIZES, **EXPERTS, "num_experts": 3, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    text["rope_parameters"]["mrope_section"] = [2, 1, 1]
+    vision = {"depth": 1, "hidden_size": 32, "num_heads": 4, "intermediate_size": 48, "out_hidden_size": 32}
+    config = AutoConfig.for_model("qwen3_vl_moe", text_config=text, vision_config=vision)
+    model = AutoModelForImageTextToText.from_config(config)
+    model.save_pretrained(tmp_path / "theirs")
+    shards = Sharded(model)
+    weights.save_weights(model, tmp_path / "ours", shape_of=shards.shape_of, gather=shards.gather, write=True)
+    assert_same_files(tmp_path / "theirs", tmp_path / "ours")
+
+
+def test_a_rank_that_does_not_write_takes_part_in_the_same_order(tmp_path):
+    shapes = []
+    for write in (True, False):
+        model = new("mixtral")
+        shards = Sharded(model)
+        folder = tmp_path / str(write)
+        weights.save_weights(model, folder, shape_of=shards.shape_of, gather=shards.gather, write=write)
+        assert folder.exists() == write
+        assert shards.most_alive == 1
+        shapes.append(shards.asked)
+    assert shapes[0] == shapes[1]
+    assert len(shapes[0]) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_weights_load_from_one_file_or_many(kind, tmp_path):
+    model = new(kind)
+    for number, shard_size in enumerate(["50GB", "20KB"]):
+        model.save_pretrained(tmp_path / shard_size, max_shard_size=shard_size)
+        other = new(kind, seed=number + 1)
+        load(other, tmp_path / shard_size)
+        assert_same_state(model, other)
+
+
+def test_rows_go_to_files_some_at_a_time_however_they_lie_in_memory(tmp_path, monkeypatch):
+    model = new("mixtral")
+    model.save_pretrained(tmp_path / "theirs")
+    monkeypatch.setattr(files, "_AT_ONCE", 100)
+    aslant = {"shape_of": lambda t: t.shape, "gather": lambda t: t.detach().mT.contiguous().mT if t.ndim > 1 else t}
+    weights.save_weights(model, tmp_path / "ours", **aslant, write=True)
+    assert_same_files(tmp_path / "theirs", tmp_path / "ours")
+
+
+class Plain(nn.Module):
+    """Buffers, a scalar, an empty weight, several dtypes, and one weight under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(5)
+        self.first = nn.Linear(5, 5, dtype=torch.bfloat16)
+        self.second = nn.Linear(5, 5, dtype=torch.bfloat16)
+        self.second.weight = self.first.weight
+        self.none = nn.Parameter(torch.empty(0, 3))
+        self.register_buffer("flags", torch.rand(3) > 0.5)
+        self.norm.running_mean.normal_()
+        self.norm.num_batches_tracked.fill_(3)
+
+
+def test_other_modules_are_their_weights_alone(tmp_path):
+    module, other = Plain(), Plain()
+    save(module, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+    (tmp_path / "theirs").mkdir()
+    once = {name: tensor for name, tensor in module.state_dict().items() if name != "second.weight"}
+    save_file(once, tmp_path / "theirs" / "model.safetensors", metadata={"format": "pt"})
+    assert filecmp.cmp(tmp_path / "model.safetensors", tmp_path / "theirs" / "model.safetensors", shallow=False)
+    load(other, tmp_path)
+    assert_same_state(module, other)
+
+
+def test_weights_of_another_dtype_are_cast(tmp_path):
+    for kind in ("tied llama", "mixtral", "inkling2"):
+        model, other = new(kind, dtype=torch.float32), new(kind, seed=1)
+        model.save_pretrained(tmp_path / kind)
+        load(other, tmp_path / kind)
+        assert_same_state(model.to(torch.bfloat16), other.to(torch.bfloat16))
+
+
+def test_files_may_lay_weights_out_as_memory_does_and_have_any_of_their_names(tmp_path):
+    model, other = new("mixtral"), new("mixtral", seed=1)
+    model.save_pretrained(tmp_path / "unconverted", save_original_format=False)
+    assert "model.layers.0.mlp.experts.gate_up_proj" in load_file(tmp_path / "unconverted" / "model.safetensors")
+    load(other, tmp_path / "unconverted")
+    assert_same_state(model, other)
+
+    model, other = new("tied llama"), new("tied llama", seed=1)
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if name != "model.embed_tokens.weight"}
+    save_file(tensors, tmp_path / "model.safetensors")
+    load(other, tmp_path)
+    assert_same_state(model, other)
+
+
+def rewritten(folder, change):
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+EXPERT = "model.layers.1.mlp.experts.2.gate_proj.weight"
+DAMAGE = {
+    "no folder": (lambda f: [path.unlink() for path in f.iterdir()], r"model\.safetensors is missing"),
+    "cut short": (
+        lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-10]),
+        r"model\.safetensors is cut short",
+    ),
+    "no header": (lambda f: (f / "model.safetensors").write_bytes(b"x" * 99), "header cannot be read"),
+    "one missing": (
+        lambda f: rewritten(f, lambda t: t.pop("model.norm.weight")),
+        "1 weights are missing, such as 'model.norm.weight'",
+    ),
+    "an expert missing": (
+        lambda f: rewritten(f, lambda t: t.pop(EXPERT)),
+        f"1 weights are missing, such as '{EXPERT}'",
+    ),
+    "one unknown": (
+        lambda f: rewritten(f, lambda t: t.update({"head.bias": torch.ones(3)})),
+        "the model has no weight 'head.bias'; the checkpoint is of another model",
+    ),
+    "another shape": (
+        lambda f: rewritten(f, lambda t: t.update({"model.norm.weight": torch.ones(31)})),
+        r"'model.norm.weight' has shape \[31\] in the checkpoint and \[32\] in the model; the checkpoint is of another",
+    ),
+    "an expert of another shape": (
+        lambda f: rewritten(f, lambda t: t.update({EXPERT: torch.ones(16, 31)})),
+        rf"{EXPERT}' has shape \[16, 31\] in the checkpoint and \[16, 32\] in the model",
+    ),
+}
+
+
+@pytest.mark.parametrize(("damage", "said"), DAMAGE.values(), ids=DAMAGE)
+def test_what_does_not_fit_is_refused_and_nothing_is_copied(damage, said, tmp_path):
+    new("qwen3_moe").save_pretrained(tmp_path)
+    damage(tmp_path)
+    other = new("qwen3_moe", seed=1)
+    with pytest.raises(CheckpointError, match=said) as caught:
+        load(other, tmp_path)
+    assert str(tmp_path) in str(caught.value)
+    assert_same_state(new("qwen3_moe", seed=1), other)
+
+
+def test_a_missing_shard_is_named(tmp_path):
+    new("llama").save_pretrained(tmp_path, max_shard_size="20KB")
+    gone = sorted(tmp_path.glob("model-*.safetensors"))[1]
+    gone.unlink()
+    with pytest.raises(CheckpointError, match=f"{gone.name} is missing"):
+        load(new("llama"), tmp_path)
+
+
+def test_models_with_other_layers_or_experts_are_refused(tmp_path):
+    new("mixtral").save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"weights are missing, such as 'model\.layers\.2"):
+        load(new("mixtral", num_hidden_layers=3), tmp_path)
+    with pytest.raises(CheckpointError, match=r"the model has no weight 'model\.layers\.1"):
+        load(new("mixtral", num_hidden_layers=1), tmp_path)
+    with pytest.raises(CheckpointError, match=r"has shape \[3, 32\] in the checkpoint and \[4, 32\]"):
+        load(new("mixtral", num_local_experts=4), tmp_path)
+
+
+def test_a_conversion_that_loading_did_not_use_is_not_undone(tmp_path):
+    """Under ZeRO-3 transformers keeps all that it might have used, such as names of the first BERT."""
+    config = AutoConfig.for_model("bert", **SIZES)
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path / "theirs")
+    model._weight_conversions = get_model_conversion_mapping(model)
+    save(model, tmp_path / "ours")
+    assert_same_files(tmp_path / "theirs", tmp_path / "ours")
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def fill_shard(tensor, values):
+    if isinstance(tensor, DTensor):
+        values = distribute_tensor(values.to(tensor.dtype), tensor.device_mesh, tensor.placements)
+        tensor.to_local().copy_(values.to_local())
+    else:
+        tensor.copy_(values)
+
+
+def fully_sharded(kind, seed):
+    model = new(kind, seed)
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    return model
+
+
+def save_and_load(rank, kind, folder):
+    model = fully_sharded(kind, seed=0)
+    weights.save_weights(model, folder, shape_of=lambda t: t.shape, gather=whole, write=rank == 0)
+    dist.barrier()
+    other = fully_sharded(kind, seed=1)
+    weights.load_weights(other, folder, shape_of=lambda t: t.shape, fill=fill_shard)
+    return {name: whole(tensor) for name, tensor in other.state_dict().items()}
+
+
+def test_ranks_that_share_a_model_write_the_files_of_one_device(tmp_path):
+    ranks = Ranks(2)
+    try:
+        for kind in ("tied llama", "mixtral", "inkling2"):
+            model = new(kind)
+            model.save_pretrained(tmp_path / kind / "theirs")
+            for loaded in ranks.run(save_and_load, kind, tmp_path / kind / "ours"):
+                for name, tensor in model.state_dict().items():
+                    assert torch.equal(tensor, loaded[name]), name
+            assert_same_files(tmp_path / kind / "theirs", tmp_path / kind / "ours")
+    finally:
+        ranks.stop()

@@ -1,0 +1,434 @@
+"""What every rule of the package does alike, the table, and what hyperparameters are refused."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import lowmem
+from lowmem.errors import ConfigError
+from lowmem.rules.rule import TABLE
+from lowmem.tiles.layout import View
+from lowmem.tiles.tile import Sums
+
+# Options with which each rule has all of its states and paths.
+FULL = {
+    "lomo": {"weight_decay": 0.1},
+    "adalomo": {"weight_decay": 0.1},
+    "adafactor": {"beta1": 0.9, "min_dim_size_to_factor": 2, "weight_decay_rate": 0.1},
+    "adafactor_t2t": {"beta1": 0.9},
+    "scaled_adam": {"size_update_period": 2},
+    "lans": {"wd": 0.1},
+    "adamw": {"weight_decay": 0.1},
+    "lion": {"weight_decay": 0.1},
+}
+RULES = [pytest.param(rule, options, id=rule) for rule, options in FULL.items()]
+VARIANTS = [
+    *RULES,
+    pytest.param("adafactor", {"variant": "op_by_op", "beta1": 0.9, "dtype_momentum": "bfloat16"}, id="op_by_op"),
+    pytest.param("lans", {"variant": "step", "wd": 0.1, "multi_precision": True}, id="multi_precision"),
+    pytest.param("scaled_adam", {"size_update_period": 2, "dtype_moments": "bfloat16"}, id="scaled_adam-bfloat16"),
+    pytest.param("adamw", {"dtype_moments": "float16"}, id="adamw-float16"),
+]
+
+
+def test_every_rule_is_here():
+    assert FULL.keys() == TABLE.keys()
+
+
+def made(rule, start, **options):
+    """Parameters called w0, w1, ... with these values, and an optimizer over them."""
+    params = [torch.nn.Parameter(value.clone()) for value in start]
+    named = [(f"w{i}", param) for i, param in enumerate(params)]
+    return params, lowmem.FusedOptimizer(named, rule=rule, **{"lr": 0.1, **options})
+
+
+def everything(params, opt):
+    """Weights and states by name."""
+    found = {f"w{i}": param.detach().clone() for i, param in enumerate(params)}
+    for name, kept in opt.state_dict()["state"].items():
+        found |= {f"{name}.{state}": t.clone() for state, t in kept.items()}
+    return found
+
+
+def assert_same(one, other):
+    assert one.keys() == other.keys()
+    for name in one:
+        assert one[name].dtype == other[name].dtype
+        assert torch.equal(one[name], other[name]), name
+
+
+# -- what every rule does ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("rule", "options"), VARIANTS)
+def test_loss_scale_leaves_no_trace(give_gradients, rule, options, dtype):
+    """A power of two scales and unscales exactly; the clip by value sees the unscaled gradient."""
+    start = [torch.randn(5, 7).to(dtype)]
+    grads = [torch.randn(5, 7).to(dtype) for _ in range(3)]
+    runs = [made(rule, start, **options, clip_value=0.3, loss_scale=scale) for scale in (None, 1024)]
+    for params, opt in runs:
+        for grad in grads:
+            give_gradients(opt, (params[0], grad))
+    assert not torch.equal(runs[0][0][0], start[0])
+    assert_same(everything(*runs[0]), everything(*runs[1]))
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic", "compensated"])
+@pytest.mark.parametrize("shape", [(), (1,), (6,), (1, 5), (5, 7), (3, 4, 5)])
+@pytest.mark.parametrize(("rule", "options"), VARIANTS)
+def test_alone_or_in_a_stack(give_gradients, rule, options, shape, rounding):
+    """The same bits, also where one of the stack has no gradient in some step, and so counts fewer than the others."""
+    start = [torch.randn(shape).bfloat16() * 4.0**i for i in range(5)]
+    runs = [made(rule, start, **options, rounding=rounding, batching=batching) for batching in (False, True)]
+    for step in range(4):
+        grads = [torch.randn(shape).bfloat16() for _ in start]
+        for params, opt in runs:
+            present = [(param, grad) for i, (param, grad) in enumerate(zip(params, grads, strict=True)) if i != step]
+            give_gradients(opt, *present)
+    assert_same(everything(*runs[0]), everything(*runs[1]))
+
+
+@pytest.mark.parametrize("roles", ["RCNB", "NBRC", "CNBR", "RNCN"])
+def test_alone_or_in_a_stack_by_a_factor_rule(give_gradients, roles):
+    """Slices of one NONE dimension belong together, within each slice of the BATCH and each parameter of the stack."""
+    rule = [{"R": "ROW", "C": "COLUMN", "N": "NONE", "B": "BATCH"}[role] for role in roles]
+    start = [torch.randn(2, 3, 4, 3) * 4.0**i for i in range(4)]
+    runs = [made("adafactor", start, factor_map=[(".*", rule)], batching=batching) for batching in (False, True)]
+    for _ in range(3):
+        grads = [torch.randn(2, 3, 4, 3) for _ in start]
+        for params, opt in runs:
+            give_gradients(opt, *zip(params, grads, strict=True))
+    assert_same(everything(*runs[0]), everything(*runs[1]))
+
+
+@pytest.mark.parametrize("bad", [math.nan, -math.inf, 3e19])
+@pytest.mark.parametrize("batching", [False, True])
+@pytest.mark.parametrize("shape", [(3,), (4, 5), (2, 3, 4)])
+@pytest.mark.parametrize(
+    ("rule", "options"), [*VARIANTS, pytest.param("adafactor_t2t", {"simulated_quantize_bits": 8}, id="quantised")]
+)
+def test_a_gradient_that_is_not_finite_leaves_its_parameter_as_it_was(
+    give_gradients, rule, options, shape, batching, bad
+):
+    """Weight, states and count, by itself or in a stack whose others go on; so does one whose squares overflow. Once it
+    has a gradient again it is as if nothing had been."""
+    start = [torch.randn(shape) for _ in range(3)]
+    (params, opt), (others, without) = (made(rule, start, **options, batching=batching) for _ in range(2))
+    for step in range(3):
+        grads = [torch.randn(shape) for _ in start]
+        if step == 1:
+            before = everything(params, opt)
+            grads[1].view(-1)[-1] = bad
+        give_gradients(opt, *zip(params, grads, strict=True))
+        if step == 1:
+            assert opt.last_step.nonfinite == ["w1"]
+            now = everything(params, opt)
+            assert_same(*({k: v for k, v in found.items() if k.startswith("w1")} for found in (before, now)))
+            assert not torch.equal(now["w0"], before["w0"])
+            assert not torch.equal(now["w2"], before["w2"])
+        if rule != "scaled_adam":  # where a parameter without a gradient goes on
+            pairs = list(zip(others, grads, strict=True))
+            give_gradients(without, *(pairs[::2] if step == 1 else pairs))
+    if rule != "scaled_adam":
+        assert_same(everything(params, opt), everything(others, without))
+
+
+@pytest.mark.parametrize("rule", [rule for rule, cls in TABLE.items() if cls.decay in cls.defaults])
+def test_without_decay_nothing_decays(give_gradients, rule):
+    """What trainers give to norms and biases: with a gradient of zeros they stay as they are."""
+    decayed, kept = (torch.nn.Parameter(torch.ones(4, 4)) for _ in range(2))
+    own = TABLE[rule]()
+    options = {own.decay: 0.1, **({"weight_decay_rate_lr_exponent": 0.5} if rule == "adafactor" else {})}
+    groups = [{"params": [decayed]}, {"params": [kept], **own.without_decay()}]
+    opt = lowmem.FusedOptimizer(groups, rule=rule, lr=0.1, **options)
+    give_gradients(opt, (decayed, torch.zeros(4, 4)), (kept, torch.zeros(4, 4)))
+    assert (decayed < 1).all()
+    assert (kept == 1).all()
+
+
+# -- stacks of matrices ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rule", "options", "row", "col"),
+    [
+        ("adalomo", {"weight_decay": 0.1}, "exp_avg_sq_row", "exp_avg_sq_col"),
+        ("adafactor", {"min_dim_size_to_factor": 2, "beta1": 0.9}, "v_row", "v_col"),
+        ("adafactor_t2t", {"beta1": 0.9}, "vr", "vc"),
+    ],
+)
+@pytest.mark.parametrize("shape", [(2, 5, 7), (9, 4, 3), (3, 6, 6)])
+def test_experts_are_matrices_of_their_own(give_gradients, rule, options, row, col, shape):
+    """A stack [E, in, out] is factored for each expert without being asked, and updates as its slices do by themselves,
+    whatever their sizes."""
+    sizes = 10.0 ** (torch.arange(shape[0]) - shape[0] // 2)
+    start = torch.randn(shape) * sizes[:, None, None]
+    (whole,), one = made(rule, [start], **options)
+    parts, many = made(rule, list(start), **options)
+    for _ in range(3):
+        grad = torch.randn(shape) * sizes.flip(0)[:, None, None]
+        give_gradients(one, (whole, grad))
+        give_gradients(many, *zip(parts, grad, strict=True))
+    for expert, part in enumerate(parts):  # the same sums in another order
+        torch.testing.assert_close(whole[expert], part, rtol=1e-5, atol=1e-6 * sizes[expert].item())
+        kept, own = one.state_dict()["state"]["w0"], many.state_dict()["state"][f"w{expert}"]
+        assert {row, col} <= kept.keys() == own.keys()
+        assert kept[row].numel() + kept[col].numel() == shape[0] * (shape[1] + shape[2])
+        for name, state in own.items():
+            torch.testing.assert_close(kept[name][expert], state, rtol=1e-5, atol=1e-6 * sizes[expert].item())
+
+
+def test_convolutions_are_matrices(give_gradients):
+    """For adalomo, a convolution is the matrix [out, in * kernel]."""
+    start = torch.randn(3, 4, 2, 2)
+    (whole,), one = made("adalomo", [start])
+    (matrix,), other = made("adalomo", [start.flatten(1)])
+    for _ in range(3):
+        grad = torch.randn(3, 4, 2, 2)
+        give_gradients(one, (whole, grad))
+        give_gradients(other, (matrix, grad.flatten(1)))
+    torch.testing.assert_close(whole.flatten(1), matrix, rtol=1e-6, atol=1e-7)
+
+
+# -- hyperparameters ---------------------------------------------------------------------------------------------------
+
+NO_RATES = [-0.1, 1.0, math.nan, "0.9"]  # no decay rates of a running mean
+OUT_OF_RANGE = {
+    "lomo": {"lr": ("a number >= 0", [-0.1, math.nan, "fast"]), "weight_decay": ("a number >= 0", [-1, None])},
+    "adalomo": {
+        "lr": ("a number >= 0", [math.inf, True]),
+        "eps": ("a number >", [(0.0, 1e-3), (1e-30, -1e-3)]),
+        "decay_rate": ("a number < 0", [0.0, 0.8]),
+        "clip_threshold": ("a number > 0", [0.0, None]),
+        "weight_decay": ("a number >= 0", [True, -0.1]),
+    },
+    "adafactor": {
+        "lr": ("a number >= 0", [-1e-3]),
+        "factored": ("True or False", [None, 1]),
+        "multiply_by_parameter_scale": ("a list of (regular expression, value)", [None, 1.0, "yes"]),
+        "beta1": ("a number >= 0 and < 1, or None", NO_RATES),
+        "decay_rate": ("a number > 0", [0.0, -0.8, None]),
+        "step_offset": ("a whole number >= 0", [-1, 0.5, True, None]),
+        "clipping_threshold": ("a number > 0, or None", [0.0, -1.0, "1"]),
+        "weight_decay_rate": ("a number >= 0, or None", [-0.1, math.inf]),
+        "min_dim_size_to_factor": ("a whole number >= 0", [-1, 0.5, None]),
+        "epsilon1": ("a number >= 0", [-1e-30, None]),
+        "epsilon2": ("a number >= 0", [-1e-3, math.nan]),
+        "dtype_momentum": ("bfloat16", ["int8", torch.float64, None]),
+        "weight_decay_rate_lr_exponent": ("a number >= 0, or None", ["1", math.nan, -1.0]),
+        "global_norm_clip_threshold": ("a number >= 0, or None", [-1.0, True]),
+        "max_parameter_scale": ("a number > 0, or None", [0.0, -1.0]),
+        "skip_nan_updates": ("True or False", [None, 0]),
+        "variant": ("'jit' or 'op_by_op'", ["eager", None]),
+    },
+    "adafactor_t2t": {
+        "lr": ("a number >= 0, or None", [-1e-3, "auto"]),
+        "multiply_by_parameter_scale": ("True or False", [None, []]),
+        "decay_type": ("'pow' or 'adam'", ["Adam", None]),
+        "memory_exponent": ("a number > 0 and <= 1", [0.0, 1.1, None]),
+        "beta2": ("a number > 0 and < 1", [0.0, 1.0]),
+        "decay_rate": ("a number >= 0 and < 1, or None", NO_RATES),
+        "beta1": ("a number >= 0 and < 1", [*NO_RATES, None]),
+        "clipping_threshold": ("a number > 0, or None", [0.0]),
+        "factored": ("True or False", [None]),
+        "factor_stacks": ("True or False", [1]),
+        "simulated_quantize_bits": ("a whole number >= 2 and <= 22", [0, 1, 23, 8.0, True]),
+        "dtype_momentum": ("or None for the weight's own", ["float8", 16]),
+    },
+    "scaled_adam": {
+        "lr": ("a number >= 0", [-1.0]),
+        "clipping_scale": ("a number > 0, or None", [0.0, -2.0]),
+        "betas": ("two numbers", [0.9, (0.9,), None]),
+        "scalar_lr_scale": ("a number >= 0", [-0.1]),
+        "eps": ("a number >= 0", [-1e-8]),
+        "param_min_rms": ("a number >= 0", [-1e-5]),
+        "param_max_rms": ("a number > 0", [0.0]),
+        "scalar_max": ("a number > 0", [0.0]),
+        "size_update_period": ("a whole number >= 1", [0, 1.5]),
+        "clipping_update_period": ("a whole number >= 1", [0, None]),
+        "clip_update": ("True or False", [None]),
+        "show_dominant_parameters": ("True or False", ["no"]),
+        "dtype_moments": ("bfloat16", ["half"]),
+    },
+    "lans": {
+        "lr": ("a number >= 0", [-1.0]),
+        "beta1": ("a number >= 0 and < 1", NO_RATES),
+        "beta2": ("a number >= 0 and < 1", NO_RATES),
+        "epsilon": ("a number >= 0", [-1e-6]),
+        "wd": ("a number >= 0", [-0.1, None]),
+        "lower_bound": ("a number >= 0, or None", [-1.0]),
+        "upper_bound": ("a number >= 0, or None", [-1.0]),
+        "clip_gradient": ("a number >= 0, or None", [-1.0, math.inf]),
+        "rescale_grad": ("a number", [None, math.inf]),
+        "lr_mult": ("parameter name → a number", [2.0, [("w", 2.0)]]),
+        "wd_mult": ("a number >= 0", [{"param0": -1.0}, {"param0": None}]),
+        "begin_num_update": ("a whole number >= 0", [-1, 0.5]),
+        "multi_precision": ("True or False", [None]),
+        "aggregate_num": ("a whole number >= 1 and <= 45", [0, 46, 4.0]),
+        "variant": ("'fused' or 'step'", ["jit"]),
+        "dtype_moments": ("bfloat16", ["fp8"]),
+    },
+    "adamw": {
+        "lr": ("a number >= 0", [-1.0]),
+        "betas": ("a number >= 0 and < 1", [(1.0, 0.9), (0.9, 1.0), (-0.1, 0.9), (0.9, None)]),
+        "eps": ("a number >= 0", [-1e-8]),
+        "weight_decay": ("a number >= 0", [-0.1]),
+        "dtype_moments": ("bfloat16", ["int8"]),
+    },
+    "lion": {
+        "lr": ("a number >= 0", [-1.0]),
+        "betas": ("a number >= 0 and < 1", [(1.0, 0.9), (0.9, 1.0)]),
+        "weight_decay": ("a number >= 0", [-0.1]),
+        "dtype_moments": ("bfloat16", ["int8"]),
+    },
+}
+# What these refuse depends on names and shapes: tests/rules/test_factor_rules.py.
+BY_NAME = {"adafactor": {"factor_map", "logical_factor_rules", "param_logical_axes"}}
+
+
+@pytest.mark.parametrize(
+    ("rule", "option", "value", "allowed"),
+    [
+        pytest.param(rule, option, value, allowed, id=f"{rule}-{option}-{value}")
+        for rule, options in OUT_OF_RANGE.items()
+        for option, (allowed, values) in options.items()
+        for value in values
+    ],
+)
+def test_hyperparameter_out_of_range(rule, option, value, allowed):
+    param = torch.nn.Parameter(torch.zeros(3))
+    for groups in ([param], [{"params": [param], option: value}]):
+        given_to_all = {option: value} if groups == [param] else {}
+        with pytest.raises(ConfigError, match=option) as error:
+            lowmem.FusedOptimizer(groups, rule=rule, **given_to_all)
+        assert allowed in str(error.value)
+
+
+def test_every_hyperparameter_has_a_range():
+    for rule, options in OUT_OF_RANGE.items():
+        assert options.keys() | BY_NAME.get(rule, set()) == TABLE[rule].defaults.keys()
+    assert OUT_OF_RANGE.keys() == TABLE.keys()
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+def test_table():
+    rows = {row.name: row for row in lowmem.rules.table()}
+    assert list(rows) == sorted(TABLE)
+    assert rows["lomo"].state_bytes == 0
+    assert rows["adalomo"].state_bytes == (4096 + 4096) * 4 / 4096**2
+    assert rows["adalomo"].defaults["decay_rate"] == -0.8
+    sources = {
+        "lomo": "arXiv:2306.09782",
+        "adalomo": "arXiv:2310.10195",
+        "adafactor": "arXiv:1804.04235; T5X",
+        "adafactor_t2t": "arXiv:1804.04235; Tensor2Tensor",
+        "scaled_adam": "icefall",
+        "lans": "arXiv:2006.13484",
+        "adamw": "arXiv:1711.05101",
+        "lion": "arXiv:2302.06675",
+    }
+    assert all(sources[name] in row.source for name, row in rows.items())
+
+
+def test_table_says_how_exact_each_rule_is():
+    assert all(row.exactness != "not said" for row in lowmem.rules.table())
+    assert "torch.optim.AdamW" in next(row for row in lowmem.rules.table() if row.name == "adamw").exactness
+
+
+@pytest.fixture
+def clean_table():
+    known = dict(TABLE)
+    yield
+    TABLE.clear()
+    TABLE.update(known)
+
+
+def test_table_counts_every_kind_of_state(clean_table):
+    """Of a bfloat16 parameter: what is as large as it and in its own dtype, a float32 copy, a row."""
+
+    @lowmem.rules.register("keeper")
+    class Keeper(lowmem.rules.Lomo):
+        def plan(self, name, shape, hyper):
+            spec = lowmem.rules.StateSpec
+            states = {"own": spec("full", None), "copy": spec("full", master=True), "row": spec("row", extra=(2,))}
+            return lowmem.rules.Plan(View.matrix(len(shape)), states)
+
+    (row,) = (row for row in lowmem.rules.table() if row.name == "keeper")
+    assert row.state_bytes == 2 + 4 + 2 * 4 / 4096
+
+
+@pytest.mark.parametrize("rule", FULL)
+def test_table_says_what_is_kept(rule, give_gradients):
+    """The bytes that a step leaves in the state of an n x n parameter are a quadratic function of n, which three
+    parameters settle."""
+    sizes = [128, 160, 192]
+    params = {str(n): torch.nn.Parameter(torch.randn(n, n).bfloat16()) for n in sizes}
+    opt = lowmem.FusedOptimizer(params.items(), rule=rule)
+    give_gradients(opt, *((param, torch.randn_like(param)) for param in params.values()))
+    states = opt.state_dict()["state"]
+    kept = [sum(state.nbytes for state in states.get(name, {}).values()) for name in params]
+    (row,) = (row for row in lowmem.rules.table() if row.name == rule)
+    assert row.state_bytes == pytest.approx(np.polyval(np.polyfit(sizes, kept, 2), 4096) / 4096**2, abs=1e-9)
+    assert row.defaults == TABLE[rule].defaults
+
+
+def largest_rows(t):
+    return Sums(row={"size": t.grad.abs()})
+
+
+def signed(t):
+    momentum = t.full.momentum * t.scalar.beta + t.grad * (1.0 - t.scalar.beta)
+    return {"param": t.param - t.scalar.lr * t.row.size * momentum.sign(), "momentum": momentum}
+
+
+def test_rule_from_outside(clean_table, give_gradients):
+    """A rule that reduces, keeps a state and is found by name, class and instance."""
+
+    @lowmem.rules.register("row_signs")
+    class RowSigns(lowmem.rules.UpdateRule):
+        source, keeps, defaults = "here", "momentum", {"lr": 0.1, "beta": 0.9}
+
+        def check(self, hyper):
+            pass
+
+        def plan(self, name, shape, hyper):
+            return lowmem.rules.Plan(View.matrix(len(shape)), {"momentum": lowmem.rules.StateSpec("full")})
+
+        def update(self, sweep, plan, state, hyper, step):
+            size = sweep.reduce(largest_rows).row["size"] / sweep.shape[2]
+            sweep.apply(signed, full=dict(state), row={"size": size}, scalar={k: hyper[k] for k in ("lr", "beta")})
+
+    assert "row_signs" in {row.name for row in lowmem.rules.table()}
+    grad = torch.tensor([[1.0, -3.0], [0.5, 0.5]])
+    for rule in ("row_signs", RowSigns, RowSigns()):
+        param = torch.nn.Parameter(torch.zeros(2, 2))
+        opt = lowmem.FusedOptimizer([("w", param)], rule=rule)
+        give_gradients(opt, (param, grad))
+        torch.testing.assert_close(param.detach(), torch.tensor([[-0.2, 0.2], [-0.05, -0.05]]))
+        torch.testing.assert_close(opt.state_dict()["state"]["w"]["momentum"], 0.1 * grad)
+        opt.remove()
+    with pytest.raises(ConfigError, match="'row_signs' is registered already"):
+        lowmem.rules.register("row_signs")(RowSigns)
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ("adalmo", "Did you mean 'adalomo'"),
+        ("scaledadam", "Did you mean 'scaled_adam'"),
+        ("nothing_like_it", "Known are adafactor, adafactor_t2t, adalomo, adamw, lans, lion, lomo, scaled_adam, and"),
+        ("torch.optim.AdamX", "Did you mean 'Adam"),
+        ("no_such_package.AdamW", "no_such_package is not installed"),
+        ("torch.nn.Linear", "not a torch.optim.Optimizer class"),
+        (torch.nn.Linear, "neither a name"),
+        (3, "neither a name"),
+    ],
+)
+def test_unknown_rule(rule, message):
+    with pytest.raises(ConfigError, match=message):
+        lowmem.FusedOptimizer([torch.nn.Parameter(torch.zeros(2))], rule=rule)

@@ -1,0 +1,315 @@
+"""Configurations: what is read, what is refused and how that is said, and that what is written reads back."""
+
+import pytest
+import yaml
+from trl import SFTConfig
+
+from lowmem.errors import ConfigError, ConfigTypeError, LowmemError
+from lowmem.run.config import ELSEWHERE, load, save
+from lowmem.run.data import DataConfig, sft_arguments
+
+TEXT = """\
+run_dir: runs/one
+model:
+  config: {model_type: llama, hidden_size: 64, rope_theta: 1e6}
+  train_tokenizer: {vocab_size: 512}
+data:
+  path: data.jsonl
+optimizer:
+  rule: adalomo
+  lr: 1e-3
+trainer:
+  max_steps: 20
+  eval_strategy: no
+"""
+
+
+@pytest.fixture
+def write(tmp_path):
+    """A function that writes a configuration, `TEXT` with one piece of it replaced."""
+
+    def write(old="", new="", text=TEXT):
+        assert old in text
+        path = tmp_path / "run.yaml"
+        path.write_text(text.replace(old, new, 1) if old else text)
+        return path
+
+    return write
+
+
+def refused(path, *overrides, error=ConfigError):
+    with pytest.raises(error) as caught:
+        load(path, overrides)
+    return str(caught.value)
+
+
+# --- What is read -------------------------------------------------------------------------------------------------
+
+
+def test_sections_become_dataclasses(write):
+    config = load(write())
+    assert config.run_dir == "runs/one"
+    assert config.model.train_tokenizer.vocab_size == 512
+    assert config.model.config["rope_theta"] == 1e6
+    assert config.data == DataConfig(path="data.jsonl")
+    assert config.optimizer.lr == 1e-3
+    assert config.optimizer.fused.rule == "adalomo"
+    assert config.trainer == {"max_steps": 20, "eval_strategy": "no"}
+
+
+@pytest.mark.parametrize("written", ["1e-3", "1.0e-3", "0.001", "1E-3", ".1e-2"])
+def test_a_number_is_a_number_however_it_is_written(written, write):
+    assert load(write("lr: 1e-3", f"lr: {written}")).optimizer.lr == 1e-3
+    assert load(write(), [f"optimizer.lr={written}"]).optimizer.lr == 1e-3
+
+
+def test_a_whole_number_may_have_an_exponent(write):
+    steps = load(write(), ["trainer.max_steps=1e3"]).trainer["max_steps"]
+    assert (steps, type(steps)) == (1000, int)
+
+
+def test_words_and_dates_stay_strings(write):
+    config = load(write("run_dir: runs/one", "run_dir: 2024-01-01"), ["data.split=on", "data.eval_split=1:30"])
+    assert (config.run_dir, config.data.split, config.data.eval_split) == ("2024-01-01", "on", "1:30")
+
+
+def test_overrides_reach_any_depth_and_win(write):
+    config = load(
+        write(),
+        ["trainer.max_steps=10", "model.config.num_hidden_layers=2", "data.columns.output=answer", "data.split=a=b"],
+    )
+    assert config.trainer["max_steps"] == 10
+    assert config.model.config["num_hidden_layers"] == 2 and config.model.config["hidden_size"] == 64
+    assert config.data.columns == {"output": "answer"}
+    assert config.data.split == "a=b"
+
+
+def test_an_override_replaces_a_whole_section(write):
+    assert load(write(), ["trainer={save_steps: 5}"]).trainer == {"save_steps": 5}
+
+
+def test_an_override_can_choose_pretrained_weights(write):
+    model = load(write(), ["model.config=null", "model.train_tokenizer=", "model.path=org/name"]).model
+    assert (model.path, model.config, model.train_tokenizer) == ("org/name", None, None)
+
+
+def test_hyperparameters_of_the_rule_lie_beside_the_engine_s_settings(write):
+    config = load(write(), ["optimizer.clip_threshold=2", "optimizer.eps=[1e-30, 1e-4]", "optimizer.clip_value=1"])
+    fused = config.optimizer.fused
+    assert fused.hyper == {"clip_threshold": 2, "eps": (1e-30, 1e-4)}
+    assert fused.clip_value == 1
+
+
+def test_a_foreign_optimizer_s_own_hyperparameters_are_known(write):
+    config = load(write(), ["optimizer.rule=torch.optim.AdamW", "optimizer.betas=[0.9, 0.95]"])
+    assert config.optimizer.fused.hyper == {"betas": (0.9, 0.95)}
+
+
+def test_one_seed_for_all(write):
+    config = load(write(), ["seed=7"])
+    assert (config.seed, config.optimizer.fused.seed) == (7, 7)
+    assert "set seed" in refused(write(), "optimizer.seed=3")
+
+
+def test_merge_keys_work(write):
+    path = write(text=TEXT.replace("trainer:\n", "trainer:\n  <<: {save_steps: 5}\n"))
+    assert load(path).trainer == {"save_steps": 5, "max_steps": 20, "eval_strategy": "no"}
+
+
+# --- What is written ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["optimizer.lr=1e-5", "optimizer.eps=[1e-30, 1e-4]", "optimizer.loss_scale=1024", "seed=3"],
+        ["model.config=null", "model.train_tokenizer=null", "model.path=org/name", "data.columns={output: b}"],
+        ["data.split='1e-3'", "data.eval_split='true'", "run_dir='010'", "trainer.run_name=über"],
+        ["trainer.lr_scheduler_kwargs={min_lr: 1e-6}", "trainer.report_to=[tensorboard]", "trainer.bf16=false"],
+    ],
+)
+def test_what_is_saved_reads_back_equal(overrides, write, tmp_path):
+    config = load(write(), overrides)
+    save(config, tmp_path / "saved.yaml")
+    assert load(tmp_path / "saved.yaml") == config
+
+
+def test_other_yaml_readers_see_the_same_values(write, tmp_path):
+    save(load(write(), ["optimizer.lr=1e-5"]), tmp_path / "saved.yaml")
+    plain = yaml.safe_load((tmp_path / "saved.yaml").read_text())
+    assert plain["optimizer"]["lr"] == 1e-5
+    assert plain["trainer"]["eval_strategy"] == "no"
+
+
+def test_a_file_that_cannot_be_written_is_named_and_nothing_is_left(write, tmp_path):
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "inside").touch()
+    with pytest.raises(LowmemError, match=r"taken: can't be written: .*directory"):
+        save(load(write()), tmp_path / "taken")
+    assert not list(tmp_path.glob(".*.tmp"))
+
+
+# --- What is refused ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "key", "guess"),
+    [
+        ("max_steps", "max_step", 11, "trainer.max_step", "max_steps"),
+        ("path: data", "paths: data", 6, "data.paths", "path"),
+        ("hidden_size", "hiden_size", 3, "model.config.hiden_size", "hidden_size"),
+        ("vocab_size", "vocab", 4, "model.train_tokenizer.vocab", "vocab_size"),
+        ("trainer:", "trainr:", 10, "trainr", "trainer"),
+        ("lr: 1e-3", "lr: 1e-3\n  clip_treshold: 1", 10, "optimizer.clip_treshold", "clip_threshold"),
+    ],
+)
+def test_an_unknown_key_is_named_with_its_line_and_the_nearest(old, new, line, key, guess, write):
+    path = write(old, new)
+    assert refused(path).startswith(f"{path}, line {line}: unknown key '{key}'. Did you mean '{guess}'?")
+
+
+def test_an_unknown_key_like_no_other_is_told_the_known_ones(write):
+    said = refused(write(), "model.zzz=1")
+    assert "override 'model.zzz=1': unknown key 'model.zzz'" in said and "train_tokenizer" in said
+
+
+@pytest.mark.parametrize(
+    ("override", "wanted", "found"),
+    [
+        ("trainer.max_steps=many", "'trainer.max_steps' must be an integer", "'many' (a string)"),
+        ("trainer.max_steps=1.5", "an integer", "1.5 (a number)"),
+        ("trainer.max_steps=true", "an integer", "found true"),
+        ("trainer.bf16=yes", "true or false or null", "'yes' (a string)"),
+        ("trainer.group_by=1", "unknown key", "trainer.group_by"),
+        ("trainer.report_to=[1]", "'trainer.report_to' must be", "[1] (a list)"),
+        ("trainer.activation_checkpointing=1", "must be true or false", "1 (an integer)"),
+        ("trainer=null", "'trainer' must be a mapping", "found null"),
+        ("optimizer=adamw", "'optimizer' must be a mapping", "'adamw' (a string)"),
+        ("optimizer.lr='1e-3'", "'optimizer.lr' must be a number", "'1e-3' (a string)"),
+        ("optimizer.loss_scale=true", "a number or 'dynamic' or a mapping or null", "found true"),
+        ("optimizer.eps=[1e-30]", "'optimizer.eps' must be a list of 2", "a list"),
+        ("optimizer.clip_threshold=high", "'optimizer.clip_threshold' must be a number", "'high'"),
+        ("data.columns={output: 3}", "'data.columns.output' must be a string", "3 (an integer)"),
+        ("data.path=[a, b]", "'data.path' must be a string", "['a', 'b'] (a list)"),
+        ("model.train_tokenizer.vocab_size=big", "'model.train_tokenizer.vocab_size' must be an integer", "'big'"),
+        ("seed=one", "'seed' must be an integer", "'one'"),
+    ],
+)
+def test_a_wrong_type_is_named_with_what_is_wanted_and_found(override, wanted, found, write):
+    error = ConfigTypeError if wanted != "unknown key" else ConfigError
+    said = refused(write(), override, error=error)
+    assert said.startswith(f"override {override!r}: ")
+    assert wanted in said and found in said
+
+
+def test_a_wrong_type_in_the_file_has_its_line(write):
+    path = write("lr: 1e-3", "lr: fast")
+    assert refused(path, error=ConfigTypeError).startswith(f"{path}, line 9: 'optimizer.lr' must be a number")
+
+
+@pytest.mark.parametrize(
+    ("override", "guess"), [("model.dtype=bf16", "bfloat16"), ("trainer.lr_scheduler_type=cosin", "cosine")]
+)
+def test_a_choice_that_is_not_there_names_the_nearest(override, guess, write):
+    said = refused(write(), override, error=ConfigTypeError)
+    assert "must be one of" in said and f"Did you mean '{guess}'?" in said
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_what_another_section_owns_is_refused_and_the_way_named(name, write):
+    said = refused(write(), f"trainer.{name}=1")
+    assert f"'trainer.{name}' is not set here: {ELSEWHERE[name]}" in said
+
+
+def test_the_owned_names_exist_and_cover_what_the_data_sets():
+    assert set(ELSEWHERE) <= set(SFTConfig.__dataclass_fields__)
+
+    class Rows:
+        column_names = ("text",)
+
+    assert set(sft_arguments(DataConfig(path="a.txt"), Rows())) <= set(ELSEWHERE)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["model.path=org/name"], "give either model.path"),
+        (["model.config=null", "model.train_tokenizer=null"], "give either model.path"),
+        (["model.tokenizer=org/name"], "model.tokenizer or model.train_tokenizer, not both"),
+        (["model.train_tokenizer=null"], "model.config brings no tokenizer: set model.tokenizer"),
+        (["model.train_tokenizer.vocab_size=0"], "vocab_size must be positive, found 0"),
+        (["model.config.model_type=lama"], "model.config.model_type 'lama' is unknown. Did you mean 'llama'?"),
+        (["model.config={hidden_size: 64}"], "model_type None is unknown"),
+        (["model.config.hidden_size=abc"], "expected int, got str"),
+        (["optimizer.lr=0"], "optimizer.lr must be a positive number, found 0"),
+        (["optimizer.lr=.nan"], "optimizer.lr must be a positive number, found nan"),
+        (["optimizer.rule=adalmo"], "Did you mean 'adalomo'?"),
+        (["optimizer.weight_decay=-1"], "weight_decay=-1 is out of range"),
+        (["optimizer.rounding=up"], "rounding 'up'"),
+        (["seed=-1"], "seed must not be negative, found -1"),
+        (["run_dir=''"], "run_dir must name a folder"),
+        (["data.kind=poem"], "data.kind is 'poem'"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused_where_it_stands(overrides, said, write):
+    message = refused(write(), *overrides)
+    assert said in message
+    assert f"override {overrides[0]!r}" in message
+
+
+@pytest.mark.parametrize(
+    ("lines", "missing"),
+    [
+        ("run_dir: runs/one\n", "run_dir"),
+        ("data:\n  path: data.jsonl\n", "data"),
+        ("  path: data.jsonl\n", "data.path"),
+        ("  lr: 1e-3\n", "optimizer.lr"),
+    ],
+)
+def test_missing_keys_are_named(lines, missing, write):
+    path = write(lines, "" if missing != "data.path" else "  split: train\n")
+    said = refused(path)
+    assert str(path) in said and said.endswith(f"missing {missing}.")
+
+
+def test_a_key_written_twice_is_refused_with_both_lines(write):
+    path = write("lr: 1e-3", "lr: 1e-3\n  lr: 2e-3")
+    assert refused(path).startswith(f"{path}, line 10: key 'optimizer.lr' is written twice (first in line 9)")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("run_dir: [a\nmodel: 3\n", "line 2: not valid YAML"),
+        ("run_dir:\n\t- a\n", "line 2: not valid YAML"),
+        ("run_dir: a\0", "not valid YAML"),
+        ("run_dir: !!python/object:os.system {}", "not valid YAML"),
+        ("- run_dir\n", "a configuration is a mapping"),
+        ("", "a configuration is a mapping of keys (run_dir, model, ...), found null"),
+    ],
+)
+def test_a_file_that_is_no_mapping_is_refused(text, said, write):
+    path = write(text=text)
+    message = refused(path)
+    assert message.startswith(str(path)) and said in message
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    assert "absent.yaml: the configuration can't be read: No such file" in refused(tmp_path / "absent.yaml")
+    assert "can't be read: Is a directory" in refused(tmp_path)
+    (tmp_path / "latin.yaml").write_bytes(b"run_dir: \xe9\n")
+    assert "it is not UTF-8 text" in refused(tmp_path / "latin.yaml")
+
+
+@pytest.mark.parametrize("override", ["trainer.max_steps", "=3", "trainer.=3", ""])
+def test_an_override_that_is_none_is_refused(override, write):
+    assert f"override {override!r}: an override is written key=value" in refused(write(), override)
+
+
+def test_an_override_below_a_value_is_refused(write):
+    assert "data.path is 'data.jsonl' (a string), it has no keys" in refused(write(), "data.path.first=3")
+
+
+def test_an_override_of_bad_yaml_is_refused(write):
+    assert "override 'trainer.report_to=[a', line 1: not valid YAML" in refused(write(), "trainer.report_to=[a")

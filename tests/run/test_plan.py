@@ -1,0 +1,116 @@
+"""Plans of runs: what is told, whether it fits, what would make it fit, and what cannot be planned."""
+
+import json
+
+import pytest
+import torch
+import yaml
+
+from lowmem import cli
+from lowmem.errors import ConfigError, UnsupportedError
+from lowmem.run import plan
+from lowmem.run.config import load
+
+RUN = {
+    "run_dir": "runs/planned",
+    "model": {
+        "config": {
+            "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+            "num_attention_heads": 2, "vocab_size": 4096,
+        },
+        "dtype": "bfloat16",
+        "train_tokenizer": {"vocab_size": 512},
+    },
+    "data": {"path": "data/none.jsonl", "max_length": 64},
+    "optimizer": {"rule": "adalomo", "lr": 1e-3},
+    "trainer": {"per_device_train_batch_size": 2, "max_steps": 1},
+}  # fmt: skip
+PARAMETERS = 2 * 4096 * 64 + 2 * (4 * 64 * 64 + 3 * 64 * 128 + 2 * 64) + 64
+
+
+@pytest.fixture
+def write(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(RUN))
+    return str(path)
+
+
+def planned(path, *overrides, device="gpu"):
+    return plan.plan(load(path, overrides), device).step
+
+
+@pytest.mark.parametrize("device", ["gpu", "cpu"])
+def test_weights_and_states(write, device):
+    step = planned(write, "optimizer.rule=adamw", device=device)
+    assert step.items["weights"] == 2 * PARAMETERS
+    assert step.items["optimizer states"] == pytest.approx(8 * PARAMETERS, rel=0.01)
+    assert step.largest_gradient == 2 * 4096 * 64
+    assert step.floor < step.peak
+
+
+def test_settings_show(write):
+    """More rows take more, recomputing takes less, gradients that wait are there, compensation is 2 bytes a weight."""
+    plain = planned(write)
+    assert planned(write, "trainer.per_device_train_batch_size=8").peak > plain.peak
+    kept = planned(write, "trainer.activation_checkpointing=false")
+    assert kept.items["activations"] > plain.items["activations"]
+    waiting = planned(write, "trainer.gradient_accumulation_steps=4")
+    assert waiting.host_peak >= 2 * PARAMETERS
+    residual = planned(write, "optimizer.rounding=compensated")
+    assert residual.items["optimizer states"] - plain.items["optimizer states"] == 2 * PARAMETERS
+
+
+def test_whether_it_fits(write, tmp_path, capsys):
+    """Exit status 0 or 1, the same figures in the file, and a picture."""
+    told, picture = tmp_path / "plan.json", tmp_path / "plan.png"
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["plan", write, "--memory", "1GiB", "--json", str(told), "--picture", str(picture)])
+    assert ended.value.code == 0
+    assert "fits into 1.00 GiB" in capsys.readouterr().out
+    found = json.loads(told.read_text())
+    assert found["peak"] == planned(write).peak
+    assert sum(found["items"].values()) == found["peak"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_would_make_it_fit(write, capsys):
+    needed = planned(write, "optimizer.rule=adamw").peak
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["plan", write, "optimizer.rule=adamw", "--memory", f"{needed / 1.2 / 1e6:.3f}MB"])
+    assert ended.value.code == 1
+    out = capsys.readouterr().out
+    assert "does not fit" in out
+    assert "rule: adalomo" in out and ", fits" in out
+
+
+@pytest.mark.parametrize("text", ["24 bananas", "GiB", "-3GiB", "0GiB", ""])
+def test_what_is_no_amount_of_memory(text):
+    with pytest.raises(ConfigError, match="24GiB"):
+        plan.parse_bytes(text)
+
+
+def test_amounts_of_memory():
+    assert plan.parse_bytes("24GiB") == 24 * 2**30
+    assert plan.parse_bytes("1.5 GB") == 1_500_000_000
+
+
+@pytest.mark.parametrize(
+    ("override", "instead"),
+    [("trainer.fsdp=true", "trainer.fsdp=false"), ("trainer.bf16=true", "model.dtype")],
+)
+def test_what_cannot_be_planned_is_refused(write, override, instead):
+    with pytest.raises(UnsupportedError, match=instead):
+        planned(write, override)
+
+
+def test_a_model_that_is_not_here(write):
+    overrides = ("model.config=null", "model.path=nobody/nothing", "model.train_tokenizer=null")
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        planned(write, *overrides)
+
+
+def test_nothing_is_left_behind(write):
+    """A plan patches PyTorch and TRL while it runs, and only then."""
+    before = torch.is_autocast_enabled
+    planned(write)
+    assert torch.is_autocast_enabled is before

@@ -1,0 +1,455 @@
+"""Steps that are decided before their first update (`two_pass`, `deferred`): what each is, and its interlocks."""
+
+import itertools
+import logging
+import random
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import lowmem
+from lowmem.errors import StepError, UnsupportedError
+from lowmem.step.policies import PolicySettings, Wish, choose
+
+DECIDED = ("two_pass", "deferred")
+
+
+class Boom(Exception):
+    pass
+
+
+class Net(torch.nn.Module):
+    """Three layers, each [4, 4], with dropout in between: `early` gets its gradient last."""
+
+    def __init__(self):
+        super().__init__()
+        self.early, self.middle, self.late = (torch.nn.Linear(4, 4, bias=False) for _ in range(3))
+        self.dropout = torch.nn.Dropout(0.3)
+
+    def forward(self, x=None):
+        x = torch.ones(2, 4) if x is None else x
+        return self.late(self.dropout(self.middle(self.dropout(self.early(x))))).square().sum()
+
+
+@pytest.fixture
+def net():
+    return Net()
+
+
+def make(net, policy, **options):
+    return lowmem.FusedOptimizer(net.named_parameters(), **{"rule": "lomo", "lr": 0.1, "policy": policy, **options})
+
+
+def weights(net):
+    return [param.detach().clone() for param in net.parameters()]
+
+
+def same(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def dies_at(parameter):
+    """From here on a backward dies before the gradient of `parameter` is there."""
+    return parameter.register_hook(lambda _: (_ for _ in ()).throw(Boom("somewhere in backward")))
+
+
+# -- which policy ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wish", "on_cpu", "on_gpu"),
+    [
+        (Wish(), "immediate", "immediate"),
+        (Wish(norm="clip_norm=1.0"), "two_pass", "deferred"),
+        (Wish(skips="a loss scale"), "two_pass", "deferred"),
+        (Wish(prefers_whole="a dynamic loss scale"), "two_pass", "deferred"),
+        (Wish(accumulates=True), "deferred", "deferred"),
+        (Wish(norm="clip_norm=1.0", accumulates=True), "deferred", "deferred"),
+    ],
+)
+def test_auto_is_the_cheapest_that_is_exact(wish, on_cpu, on_gpu):
+    for place, expected in ((True, on_cpu), (False, on_gpu)):
+        policy, reason = choose(PolicySettings(), wish, on_cpu=place)
+        assert policy == expected
+        assert (wish.norm or "") in reason or wish.accumulates
+
+
+@pytest.mark.parametrize(
+    ("settings", "wish", "refused"),
+    [
+        ({"policy": "immediate"}, Wish(norm="clip_norm=1.0"), True),
+        ({"policy": "immediate"}, Wish(skips="a loss scale"), True),
+        ({"policy": "immediate"}, Wish(prefers_whole="a dynamic loss scale"), False),
+        ({"policy": "immediate"}, Wish(accumulates=True), True),
+        ({"policy": "two_pass"}, Wish(norm="clip_norm=1.0"), False),
+        ({"policy": "two_pass"}, Wish(accumulates=True), True),
+        ({"policy": "deferred"}, Wish(norm="clip_norm=1.0", accumulates=True), False),
+    ],
+)
+def test_a_policy_that_was_asked_for_is_taken_or_refused(settings, wish, refused):
+    with pytest.raises(UnsupportedError, match="policy") if refused else nullcontext():
+        assert choose(PolicySettings(**settings), wish, on_cpu=True)[0] == settings["policy"]
+
+
+def test_a_store_asks_for_deferred_and_a_replay_for_two_pass(net):
+    assert make(net, "auto", store="host", clip_norm=1.0).policy == "deferred"
+    other = make(Net(), "auto", replay="forward", clip_norm=1.0)
+    assert (other.policy, other.replay) == ("two_pass", "forward")
+
+
+def test_auto_follows_what_is_asked_later(net, caplog):
+    caplog.set_level(logging.INFO, logger="lowmem")
+    opt = make(net, "auto", rule="scaled_adam", lr=0.01)
+    opt.backward(net())
+    assert (opt.policy, caplog.messages) == ("immediate", [])
+    opt.param_groups[0]["clipping_scale"] = 2.0
+    opt.backward(net())
+    assert opt.policy == "two_pass"
+    with opt.accumulate():
+        opt.backward(net())
+    opt.backward(net())
+    assert opt.policy == "deferred"
+    opt.backward(net())  # and is not changed back
+    assert opt.policy == "deferred"
+    assert [message.partition(":")[0] for message in caplog.messages] == ["policy two_pass", "policy deferred"]
+
+
+def test_what_is_asked_later_of_the_hook_is_refused(net):
+    opt = make(net, "immediate", rule="scaled_adam", lr=0.01)
+    opt.param_groups[0]["clipping_scale"] = 2.0
+    before = weights(net)
+    with pytest.raises(UnsupportedError, match=r"clipping_scale=2\.0.*'immediate'"):
+        opt.backward(net())
+    assert same(before, weights(net))
+
+
+@pytest.mark.parametrize("policy", ["immediate", "two_pass"])
+def test_accumulation_without_a_store_is_refused(net, policy):
+    opt = make(net, policy)
+    with pytest.raises(UnsupportedError, match=f"'{policy}' cannot accumulate.*'deferred'"), opt.accumulate():
+        pytest.fail("refused before anything runs")
+
+
+# -- two passes --------------------------------------------------------------------------------------------------------
+
+
+def test_both_replays_are_the_same_step_with_the_same_random_numbers(net):
+    results = []
+    for replay in ("graph", "forward"):
+        one = Net()
+        one.load_state_dict(net.state_dict())
+        torch.manual_seed(3)
+        random.seed(3)
+        opt = make(one, "two_pass", replay=replay, clip_norm=0.5)
+        for _ in range(5):
+            opt.backward(lambda one=one: one() * (1.0 + random.random()))
+        opt.state_dict()  # raises if a second pass was another computation
+        results.append([*weights(one), torch.rand(3), torch.tensor(random.random())])
+    assert same(*results)
+
+
+def test_forward_replay_wants_a_callable(net):
+    opt = make(net, "two_pass", replay="forward")
+    with pytest.raises(StepError, match=r"opt\.backward\(lambda: loss\)"):
+        opt.backward(net())
+
+
+def test_the_replay_is_stated(net):
+    for options, stated in (({}, "graph"), ({"replay": "forward"}, "forward")):
+        opt = make(net, "two_pass", **options)
+        opt.backward(net)
+        assert (opt.replay, opt.last_step.replay) == (stated, stated)
+        opt.remove()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing(net, use_reentrant):
+    """Exact without reentrance; with it the measuring pass cannot see inside, which is an error before any update."""
+    plain = Net()
+    plain.load_state_dict(net.state_dict())
+    x = torch.ones(2, 4, requires_grad=True)
+    losses = {plain: lambda: plain(x), net: lambda: checkpoint(net, x, use_reentrant=use_reentrant)}
+    opts = {one: make(one, "two_pass", clip_norm=0.5) for one in losses}
+    for one, loss in losses.items():
+        torch.manual_seed(3)
+        before = weights(one)
+        for _ in range(3):
+            refused = one is net and use_reentrant
+            with pytest.raises(StepError, match="use_reentrant=False") if refused else nullcontext():
+                opts[one].backward(loss())
+            assert same(before, weights(one)) or not refused
+    assert same(weights(plain), weights(net)) != use_reentrant
+
+
+def test_leaves_of_others_get_their_gradient_once(net):
+    """An input, or a parameter that another optimizer trains."""
+    x, grads = torch.ones(2, 4, requires_grad=True), []
+    for ordinary in (True, False):
+        x.grad = None
+        net.zero_grad()
+        torch.manual_seed(3)
+        if ordinary:
+            net(x).backward()
+        else:
+            late = [("late", net.late.weight)]
+            lowmem.FusedOptimizer(late, rule="lomo", policy="two_pass", clip_norm=1.0).backward(net(x))
+        grads.append([x.grad, net.early.weight.grad])
+    assert same(*grads)
+
+
+class Forgetful(torch.autograd.Function):
+    """Scales its saved gradient in place, as some fused losses do: right once, wrong when replayed."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.grad = 2 * x.detach()
+        return x.square().sum()
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return ctx.grad.mul_(3.0)
+
+
+def test_a_replay_that_is_another_computation_is_noticed(net):
+    opt = make(net, "two_pass", clip_norm=0.5)
+    x = torch.ones(2, 4)
+    opt.backward(Forgetful.apply(net.early(x)) + 0 * net(x))
+    with pytest.raises(StepError, match=r"step 1 is torn: its second pass had other gradients.*'deferred'"):
+        opt.backward(net())
+    with pytest.raises(StepError, match="torn"):
+        opt.state_dict()
+    opt.accept_torn_step()
+    opt.backward(net())
+
+
+def test_a_forward_that_is_not_the_same_twice_is_noticed(net):
+    opt = make(net, "two_pass", clip_norm=0.5, replay="forward")
+    calls = itertools.count()
+    opt.backward(lambda: net() * (1 + next(calls)))
+    with pytest.raises(StepError, match="second pass had other gradients"):
+        opt.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "said"),
+    [
+        (
+            ("late", "middle"),
+            ("late",),
+            r"second pass gave no gradient to 'middle\.weight', which had one in the first",
+        ),
+        (("late",), ("late", "middle"), r"'middle\.weight' got a gradient in the second pass and none in the first"),
+    ],
+)
+def test_passes_over_other_parameters_are_noticed(net, first, second, said):
+    opt = make(net, "two_pass", clip_norm=0.5, replay="forward", batching=False)
+    turn = itertools.cycle([first, second])
+    with pytest.raises(StepError, match=said):
+        opt.backward(lambda: sum(getattr(net, name).weight.sum() for name in next(turn)))
+
+
+@pytest.mark.parametrize("in_pass", [1, 2])
+def test_a_pass_that_dies(net, in_pass):
+    """In the measuring pass nothing is lost; in the second one the step is torn."""
+    opt = make(net, "two_pass", clip_norm=0.5, batching=False)
+    before, passes = weights(net), itertools.count(1)
+
+    def die(_):
+        if next(passes) == in_pass:
+            raise Boom("somewhere in backward")
+
+    handle = net.middle.weight.register_hook(die)
+    with pytest.raises(Boom):
+        opt.backward(net())
+    handle.remove()
+    net.zero_grad()
+    if in_pass == 1:
+        assert same(before, weights(net))
+        opt.backward(net())
+        assert opt.last_step.step == 1
+        return
+    with pytest.raises(StepError, match="step 1 is torn: its backward ended with Boom after 1 parameter"):
+        opt.backward(net())
+
+
+# -- a factor is of its own step ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", DECIDED)
+def test_no_factor_of_another_step_is_used(net, policy):
+    opt = make(net, policy, clip_norm=1e-3)
+    opt.backward(net())
+    assert opt.last_step.clip_factor < 0.1
+    handle = dies_at(net.early.weight)
+    with pytest.raises(Boom):
+        opt.backward(1e3 * net())
+    handle.remove()
+    net.zero_grad()
+    opt.backward(1e-6 * net())
+    assert opt.last_step.clip_factor == 1.0
+
+
+@pytest.mark.parametrize("policy", DECIDED)
+def test_a_plain_backward_has_not_been_measured(net, policy):
+    opt = make(net, policy, clip_norm=1.0)
+    before = weights(net)
+    with pytest.raises(StepError, match=f"policy '{policy}'.*nothing has been measured.*opt.backward"):
+        net().backward()
+    assert same(before, weights(net))
+    opt.zero_grad()
+    opt.backward(net())
+
+
+@pytest.mark.parametrize("policy", DECIDED)
+def test_a_second_backward_before_step(net, policy):
+    opt = make(net, policy, clip_norm=1.0)
+    opt.backward(net())
+    opt.step()
+    opt.backward(net())
+    before = weights(net)
+    with pytest.raises(StepError, match=r"a second backward before step\(\)"):
+        opt.backward(net())
+    assert same(before, weights(net))
+
+
+# -- gradients that come in parts --------------------------------------------------------------------------------------
+
+
+class Tied(torch.nn.Module):
+    """One weight, inside a reentrant checkpoint and outside: its hook fires twice in a backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared = torch.nn.Linear(4, 4, bias=False)
+
+    def forward(self, use_reentrant=True):
+        x = torch.ones(2, 4, requires_grad=True)
+        return self.shared(checkpoint(self.shared, x, use_reentrant=use_reentrant)).square().sum()
+
+
+def test_two_passes_refuse_a_hook_that_fires_twice():
+    tied = Tied()
+    opt = make(tied, "two_pass", replay="forward")
+    with pytest.raises(StepError, match=r"use_reentrant=False"):
+        opt.backward(lambda: tied())
+
+
+def test_a_store_sums_a_gradient_that_comes_in_parts():
+    results = []
+    for use_reentrant in (False, True):
+        torch.manual_seed(0)
+        tied = Tied()
+        opt = make(tied, "deferred", clip_norm=0.5)
+        for _ in range(3):
+            opt.backward(tied(use_reentrant))
+        results.append(weights(tied)[0])
+    torch.testing.assert_close(*results, rtol=1e-6, atol=1e-7)  # the parts are added in another order
+
+
+# -- accumulation ------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_moves_before_the_last_micro_batch(net):
+    opt = make(net, "deferred")
+    before = weights(net)
+    for _ in range(3):
+        with opt.accumulate():
+            opt.backward(net())
+        assert same(before, weights(net))
+        assert opt.last_step is None
+        with pytest.raises(StepError, match=r"cannot save in the middle of step 1: .* wait for the last one"):
+            opt.state_dict()
+    opt.backward(net())
+    assert not same(before, weights(net))
+    assert opt.state_dict()["step"] == opt.last_step.step == 1
+
+
+def test_a_micro_batch_that_dies_takes_its_step_with_it(net):
+    """Nothing is torn, and the step begun again is the step."""
+    other = Net()
+    other.load_state_dict(net.state_dict())
+    opts = {one: make(one, "deferred", clip_norm=0.5) for one in (net, other)}
+    with opts[net].accumulate():
+        opts[net].backward(net())
+        handle = dies_at(net.early.weight)
+        with pytest.raises(Boom) as died:
+            opts[net].backward(net())
+        handle.remove()
+    assert "the 1 micro-batch(es) before it were dropped" in died.value.__notes__[0]
+    net.zero_grad()
+    for one, opt in opts.items():
+        torch.manual_seed(3)
+        with opt.accumulate():
+            opt.backward(one())
+        opt.backward(one())
+        assert opt.last_step.step == 1
+    assert same(weights(net), weights(other))
+
+
+def test_loading_forgets_a_step_that_waits(net):
+    opt = make(net, "deferred")
+    saved = opt.state_dict()
+    with opt.accumulate():
+        opt.backward(1e3 * net())
+    opt.load_state_dict(saved)
+    opt.backward(net())
+    assert opt.last_step.step == 1
+    assert opt.last_step.grad_norm < 1e2
+
+
+def test_accumulation_inside_accumulation(net):
+    opt = make(net, "deferred")
+    with opt.accumulate():
+        with opt.accumulate():
+            opt.backward(net())
+        opt.backward(net())
+    assert opt.last_step is None
+    opt.backward(net())
+    assert opt.last_step.step == 1
+
+
+# -- what is not finite ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", ["adalomo", "adamw", "scaled_adam", "torch.optim.AdamW"])
+@pytest.mark.parametrize("policy", DECIDED)
+def test_a_loss_that_is_nan_is_a_step_that_never_was(net, policy, rule, caplog):
+    opt = make(net, policy, rule=rule, lr=0.01)
+    opt.backward(net())
+    before, saved = weights(net), {n: dict(s) for n, s in opt.state_dict()["state"].items()}
+    kept = {n: {k: v.clone() for k, v in s.items() if isinstance(v, torch.Tensor)} for n, s in saved.items()}
+    opt.backward(net() * torch.nan)
+    assert opt.last_step.held_back
+    assert opt.last_step.skipped == 3
+    after = opt.state_dict()
+    assert after["step"] == 1
+    assert same(before, weights(net))
+    for name, states in kept.items():
+        assert same(states.values(), [after["state"][name][key] for key in states])
+    assert "step 2 was held back as a whole" in caplog.text
+    assert "its loss is not finite either" in caplog.text
+    opt.backward(net())
+    assert (opt.last_step.step, opt.overflows, opt.nonfinite_gradients) == (2, 1, 3)
+
+
+def test_a_loss_that_is_nan_under_immediate_is_told(net, caplog):
+    opt = make(net, "immediate", rule="adalomo")
+    before = weights(net)
+    for _ in range(2):
+        opt.backward(net() * torch.nan)
+    opt.backward(net() * 0.0)
+    assert same(before, weights(net))
+    warned = [record.levelname for record in caplog.records if "not finite" in record.message]
+    assert warned == ["WARNING"]  # once
+    assert opt.overflows == 2
+
+
+@pytest.mark.parametrize("policy", DECIDED)
+def test_all_parameters_unused(net, policy):
+    opt = make(net, policy)
+    with pytest.raises(StepError, match="no parameter of this optimizer got a gradient"):
+        opt.backward(torch.ones((), requires_grad=True) * 2)
+    opt.backward(net())
+    assert opt.last_step.step == 1

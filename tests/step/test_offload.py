@@ -1,0 +1,506 @@
+"""The gradient store hands back what it was given, and sums of micro-batches are those of `.grad`."""
+
+import errno
+import itertools
+import os
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import lowmem
+from lowmem.errors import ConfigError
+from lowmem.placements.record import Slot
+from lowmem.rules import Plan, StateSpec, UpdateRule
+from lowmem.step import policies
+from lowmem.step.offload import Disk, Host, Resident, make
+from lowmem.tiles.layout import Span, View
+
+# Host is made for a device that is not the host; here it copies from memory to memory, without streams.
+MAKE = {
+    "resident": lambda folder, slots, sums: Resident(),
+    "host": lambda folder, slots, sums: Host(),
+    "disk": lambda folder, slots, sums: Disk(folder, slots, sums),
+}
+KINDS = pytest.mark.parametrize("kind", MAKE)
+
+
+@pytest.fixture
+def stores(monkeypatch, tmp_path):
+    """A function: optimizers that are made from then on wait in a store of that kind. Returns the stores they made."""
+
+    def use(kind):
+        made = []
+
+        def make_store(_, folder, slots, sums):
+            made.append(MAKE[kind](tmp_path, slots, sums))
+            return made[-1]
+
+        monkeypatch.setattr(policies, "make_store", make_store)
+        return made
+
+    return use
+
+
+def slots_of(*params):
+    return {
+        param: Slot(f"p{n}", param, {}, Span(tuple(param.shape), 0, param.numel(), param.numel()))
+        for n, param in enumerate(params)
+    }
+
+
+def same(one, other):
+    """Bits, layout in memory and dtype."""
+    return one.dtype == other.dtype and one.stride() == other.stride() and torch.equal(one, other)
+
+
+# -- what is kept ------------------------------------------------------------------------------------------------------
+
+GRADIENTS = {
+    "a number": lambda: torch.randn(()),
+    "a vector": lambda: torch.randn(1025),
+    "a matrix": lambda: torch.randn(3, 7),
+    "transposed": lambda: torch.randn(6, 5).t(),
+    "permuted": lambda: torch.randn(4, 3, 5).permute(2, 0, 1),
+    "channels last": lambda: torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "not finite": lambda: torch.tensor([[float("inf"), -float("inf")], [0.0, -0.0]]),
+}
+
+
+@KINDS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_is_kept_comes_back(kind, dtype, tmp_path):
+    """Bit for bit, each lying as it lay, beside others of every size, step after step."""
+    for step in range(3):
+        torch.manual_seed(step)
+        grads = [make_gradient().to(dtype) for make_gradient in GRADIENTS.values()]
+        if step == 0:
+            slots = slots_of(*(torch.nn.Parameter(torch.empty_like(grad)) for grad in grads))
+            store = MAKE[kind](tmp_path, slots, None)
+        for slot, grad in reversed(list(zip(slots.values(), grads, strict=True))):
+            store.keep(slot, grad.clone())
+        assert all(same(store.get(slot), grad) for slot, grad in zip(slots.values(), grads, strict=True))
+        drained = list(store.drain(slots.values()))
+        assert [slot.name for slot, _ in drained] == [slot.name for slot in slots.values()]
+        assert all(same(found, grad) for (_, found), grad in zip(drained, grads, strict=True))
+        assert all(store.get(slot) is None for slot in slots.values())
+
+
+@KINDS
+def test_only_what_is_kept_comes_back(kind, tmp_path):
+    slots = slots_of(*(torch.nn.Parameter(torch.zeros(3)) for _ in range(4)))
+    first, second, third, _ = slots.values()
+    store = MAKE[kind](tmp_path, slots, None)
+    assert store.get(first) is None
+    assert list(store.drain(slots.values())) == []
+    store.keep(third, torch.full((3,), 3.0))
+    store.keep(second, torch.full((3,), 2.0))
+    assert [(slot.name, grad[0].item()) for slot, grad in store.drain(slots.values())] == [("p1", 2.0), ("p2", 3.0)]
+    store.keep(first, torch.ones(3))
+    store.clear()
+    assert store.get(first) is None
+    assert list(store.drain(slots.values())) == []
+
+
+@KINDS
+def test_what_is_kept_takes_the_place_of_what_was(kind, tmp_path):
+    """Also in another dtype, as where a second micro-batch makes a float32 sum of a bfloat16 gradient."""
+    slots = slots_of(*(torch.nn.Parameter(torch.zeros(2000, dtype=torch.bfloat16)) for _ in range(3)))
+    store = MAKE[kind](tmp_path, slots, torch.float32)
+    narrow = [torch.randn(2000).bfloat16() for _ in slots]
+    wide = [torch.randn(2000) for _ in slots]
+    for values in (narrow, wide, narrow):
+        for slot, value in zip(slots.values(), values, strict=True):
+            store.keep(slot, value.clone())
+        assert all(same(store.get(slot), value) for slot, value in zip(slots.values(), values, strict=True))
+        store.keep(next(iter(slots.values())), values[1].clone())
+        assert same(store.get(next(iter(slots.values()))), values[1])
+    store.clear()
+
+
+@KINDS
+def test_a_gradient_that_lies_otherwise_in_the_next_step(kind, tmp_path):
+    """As after its parameter was made contiguous: rules see the gradient in the parameter's own layout."""
+    slots = slots_of(torch.nn.Parameter(torch.zeros(4, 6)))
+    (slot,) = slots.values()
+    store = MAKE[kind](tmp_path, slots, None)
+    for grad in (torch.randn(6, 4).t(), torch.randn(4, 6), torch.randn(6, 4).t()):
+        store.keep(slot, grad.clone())
+        ((_, found),) = store.drain([slot])
+        assert same(found, grad)
+
+
+@KINDS
+def test_what_was_handed_back_stays(kind, tmp_path):
+    """What comes for one parameter while another is applied does not write over it."""
+    slots = slots_of(*(torch.nn.Parameter(torch.zeros(5)) for _ in range(3)))
+    store = MAKE[kind](tmp_path, slots, None)
+    for n, slot in enumerate(slots.values()):
+        store.keep(slot, torch.full((5,), float(n)))
+    handed = []
+    for slot, grad in store.drain(slots.values()):
+        handed.append(grad)
+        assert [each[0].item() for each in handed] == list(range(len(handed)))
+        assert store.get(slot) is None
+
+
+# -- sums of micro-batches ---------------------------------------------------------------------------------------------
+
+
+def seen(t):
+    return {"seen": t.grad}
+
+
+class Witness(UpdateRule):
+    """A rule that moves nothing, and keeps the gradient as rules see it: in float32, unrounded."""
+
+    name = source = keeps = "witness"
+    defaults = {"lr": 0.0}  # noqa: RUF012
+
+    def check(self, hyper):
+        pass
+
+    def plan(self, name, shape, hyper):
+        channels_first_or_last = View((0,), (1,), (2, 3))
+        view = channels_first_or_last if len(shape) == 4 else View.vector(len(shape))
+        return Plan(view, {"seen": StateSpec("full")})
+
+    def update(self, sweep, plan, state, hyper, step):
+        sweep.apply(seen, full={"seen": state["seen"]})
+
+
+def micro_batches(count, shapes, dtype, seed=0):
+    """Gradients of each parameter in each micro-batch, None where it has none: all, the first alone, the last alone."""
+    source = torch.Generator().manual_seed(seed)
+    drawn = [[torch.randn(shape, generator=source).to(dtype) for shape in shapes] for _ in range(count)]
+    for n, grads in enumerate(drawn):
+        grads[1] = grads[1] if n == 0 else None
+        grads[2] = grads[2] if n == count - 1 else None
+    return drawn
+
+
+def loss_of(params, grads):
+    """A loss whose gradients are just those given."""
+    pairs = [(param, grad) for param, grad in zip(params, grads, strict=True) if grad is not None]
+    return torch.stack([(param * grad).sum().float() for param, grad in pairs]).sum()
+
+
+def give_step(opt, params, steps):
+    for n, grads in enumerate(steps, start=1):
+        with opt.accumulate() if n < len(steps) else nullcontext():
+            opt.backward(loss_of(params, grads))
+
+
+def as_torch_sums(params, steps):
+    """`.grad` of parameters like these, after the backwards of all micro-batches."""
+    own = [torch.nn.Parameter(param.detach().clone()) for param in params]
+    for grads in steps:
+        loss_of(own, grads).backward()
+    return [param.grad for param in own]
+
+
+SHAPES = [(3, 4), (5,), (2, 3, 2), (), (20_000,)]
+
+
+@KINDS
+@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize("sums", ["float32", "gradient"])
+def test_float32_sums_are_those_of_grad(kind, sums, count, stores):
+    """Bit for bit, and a step's sums leave nothing to the next."""
+    made = stores(kind)
+    params = [torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+    opt = lowmem.FusedOptimizer(params, rule=Witness(), policy="deferred", sums=sums)
+    for step in range(3):
+        steps = micro_batches(count, SHAPES, torch.float32, seed=step)
+        give_step(opt, params, steps)
+        for param, want in zip(params, as_torch_sums(params, steps), strict=True):
+            assert torch.equal(opt.state[param]["seen"], want)
+    assert len(made) == 1  # and it is the store that was asked for
+
+
+@KINDS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_in_the_gradients_dtype_are_those_of_grad(kind, dtype, stores):
+    stores(kind)
+    params = [torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in SHAPES]
+    opt = lowmem.FusedOptimizer(params, rule=Witness(), policy="deferred", sums="gradient")
+    steps = micro_batches(7, SHAPES, dtype)
+    give_step(opt, params, steps)
+    for param, want in zip(params, as_torch_sums(params, steps), strict=True):
+        assert torch.equal(opt.state[param]["seen"], want.float())
+
+
+@KINDS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_float32_sums_of_narrow_gradients(kind, dtype, stores):
+    """Seven numbers, six roundings of at most 2⁻²⁴ of what has been summed so far; `.grad` is off by far more."""
+    stores(kind)
+    params = [torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in SHAPES]
+    opt = lowmem.FusedOptimizer(params, rule=Witness(), policy="deferred", sums="float32")
+    steps = micro_batches(7, SHAPES, dtype)
+    give_step(opt, params, steps)
+    for n, (param, rounded) in enumerate(zip(params, as_torch_sums(params, steps), strict=True)):
+        given = [grads[n].double().numpy() for grads in steps if grads[n] is not None]
+        exact, size = np.sum(given, axis=0), np.sum(np.abs(given), axis=0)
+        allowed = 6 * 2.0**-24 * size
+        found = opt.state[param]["seen"].double().numpy()
+        assert (np.abs(found - exact) <= allowed).all()
+        if len(given) > 1 and param.numel() > 1:
+            assert (np.abs(rounded.double().numpy() - exact) > allowed).any()
+
+
+@pytest.mark.parametrize(
+    ("sums", "count", "want"),
+    [
+        ("float32", 1, ["bfloat16"]),  # a single one is stored as it is, and so is the first of several
+        ("float32", 3, ["bfloat16", "float32", "float32"]),
+        ("gradient", 1, ["bfloat16"]),
+        ("gradient", 3, ["bfloat16"] * 3),
+    ],
+)
+def test_what_gradients_wait_in(sums, count, want, monkeypatch):
+    kept = []
+
+    class Noting(Resident):
+        def keep(self, slot, grad):
+            kept.append(str(grad.dtype).removeprefix("torch."))
+            super().keep(slot, grad)
+
+    monkeypatch.setattr(policies, "make_store", lambda *_: Noting())
+    param = torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
+    opt = lowmem.FusedOptimizer([param], rule="lomo", policy="deferred", sums=sums)
+    give_step(opt, [param], [[torch.ones(4, dtype=torch.bfloat16)]] * count)
+    assert kept == want
+
+
+@KINDS
+def test_a_backward_that_dies_leaves_nothing(kind, stores):
+    """Nor do the micro-batches before it; the step begins again, and is right."""
+    stores(kind)
+    params = [torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+    opt = lowmem.FusedOptimizer(params, rule=Witness(), policy="deferred")
+    steps = micro_batches(3, SHAPES, torch.float32)
+    give_step(opt, params, steps)  # the store has been used before
+
+    def boom(_):
+        raise RuntimeError("somewhere in backward")
+
+    with opt.accumulate():
+        opt.backward(loss_of(params, steps[0]))
+    spoilt = params[0].register_hook(boom)
+    with pytest.raises(RuntimeError, match="somewhere") as died:
+        opt.backward(loss_of(params, [grad if n in (0, 4) else None for n, grad in enumerate(steps[1])]))
+    assert "the 1 micro-batch(es) before it were dropped with it" in died.value.__notes__[0]
+    spoilt.remove()
+    opt.state_dict()  # no step is torn, and none waits
+    assert opt.last_step.step == opt.state_dict()["step"] == 1
+    fresh = micro_batches(2, SHAPES, torch.float32, seed=9)
+    give_step(opt, params, fresh)
+    for param, want in zip(params, as_torch_sums(params, fresh), strict=True):
+        assert torch.equal(opt.state[param]["seen"], want)
+
+
+@KINDS
+def test_micro_batches_that_are_given_up(kind, stores):
+    """A user who goes on with the weights as they are begins the step anew."""
+    stores(kind)
+    param = torch.nn.Parameter(torch.zeros(3))
+    opt = lowmem.FusedOptimizer([param], rule=Witness(), policy="deferred")
+    with opt.accumulate():
+        opt.backward(param.sum())
+    opt.accept_torn_step()
+    opt.backward(2 * param.sum())
+    assert (opt.state[param]["seen"] == 2).all()
+
+
+@KINDS
+def test_a_step_that_is_held_back_leaves_nothing(kind, stores):
+    stores(kind)
+    params = [torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+    opt = lowmem.FusedOptimizer(params, rule=Witness(), policy="deferred", loss_scale="dynamic")
+    steps = micro_batches(2, SHAPES, torch.float32)
+    give_step(opt, params, [steps[0], [grad if grad is None else grad * torch.inf for grad in steps[1]]])
+    assert opt.last_step.held_back
+    give_step(opt, params, steps)
+    for param, want in zip(params, as_torch_sums(params, steps), strict=True):
+        assert torch.equal(opt.state[param]["seen"], want)
+
+
+@KINDS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_channels_last(kind, dtype, stores):
+    """What lies otherwise in memory is summed and measured element by element all the same."""
+    stores(kind)
+    shape = (2, 3, 4, 5)
+    param = torch.nn.Parameter(torch.zeros(shape, dtype=dtype).to(memory_format=torch.channels_last))
+    opt = lowmem.FusedOptimizer([param], rule=Witness(), policy="deferred", clip_norm=1e9, sums="gradient")
+    steps = [[torch.randn(shape).to(dtype)], [torch.randn(shape).to(dtype).to(memory_format=torch.channels_last)]]
+    give_step(opt, [param], steps)
+    (want,) = as_torch_sums([param], steps)
+    assert want.stride() == param.stride() != torch.zeros(shape).stride()
+    assert torch.equal(opt.state[param]["seen"], want.float())
+    assert opt.last_step.grad_norm.item() == pytest.approx(np.linalg.norm(want.double().numpy()), rel=1e-6)
+
+
+class Net(torch.nn.Module):
+    """Small parameters of equal shapes, which are updated in stacks, and one that is larger."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = torch.nn.Linear(6, 160)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(160, 160) for _ in range(2))
+        self.norms = torch.nn.ModuleList(torch.nn.LayerNorm(160) for _ in range(3))
+        self.gain = torch.nn.Parameter(torch.ones(()))
+        self.to(dtype)
+
+    def loss(self, seed):
+        source = torch.Generator().manual_seed(seed)
+        x = self.norms[0](self.first(torch.randn(4, 6, generator=source).to(self.gain.dtype)))
+        for layer, norm in zip(self.layers, self.norms[1:], strict=True):
+            x = torch.tanh(norm(layer(x)))
+        return (x * self.gain).float().square().mean()
+
+
+@pytest.mark.parametrize(("dtype", "sums"), [("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "gradient")])
+@pytest.mark.parametrize("rule", ["lomo", "adamw", "adalomo", "scaled_adam"])
+def test_every_store_gives_the_same_bits(rule, dtype, sums, stores):
+    found = []
+    for kind in MAKE:
+        stores(kind)
+        net = Net(getattr(torch, dtype))
+        options = {"clip_norm": 0.01, "clip_value": 0.002, "loss_scale": 64.0, "sums": sums, "policy": "deferred"}
+        opt = lowmem.FusedOptimizer(net.named_parameters(), rule=rule, lr=0.01, batching=True, **options)
+        for step in range(5):
+            for micro in range(3):
+                with opt.accumulate() if micro < 2 else nullcontext():
+                    opt.backward(net.loss(10 * step + micro) / 3)
+            assert opt.last_step.clip_factor < 1
+        state = opt.state_dict()["state"]
+        kept = [value for name in sorted(state) for _, value in sorted(state[name].items())]
+        found.append([*net.parameters(), *kept, opt.last_step.norms])
+    start = list(Net(getattr(torch, dtype)).parameters())
+    assert not all(map(torch.equal, found[0][: len(start)], start))
+    for others in found[1:]:
+        assert all(map(torch.equal, found[0], others))
+
+
+# -- on disk -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_file_has_no_name(tmp_path):
+    """Nothing is left behind, however a run ends: the file is gone from its folder while it is in use."""
+    param = torch.nn.Parameter(torch.zeros(4))
+    opt = lowmem.FusedOptimizer([param], rule="lomo", lr=1.0, store="disk", store_dir=str(tmp_path))
+    with opt.accumulate():
+        opt.backward((param * 2).sum())
+    assert isinstance(opt._policy._store, Disk)
+    assert list(tmp_path.iterdir()) == []
+    opt.backward((param * 3).sum())
+    assert (param == -5).all()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_gradients_are_in_the_file(tmp_path):
+    """And not in memory of our own; no two of them in one place."""
+    slots = slots_of(*(torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES))
+    store = Disk(tmp_path, slots, torch.float32)
+    for slot in slots.values():
+        store.keep(slot, torch.ones_like(slot.param))
+    kept = [store.get(slot) for slot in slots.values()]
+    taken = sorted((grad.data_ptr(), grad.data_ptr() + grad.nbytes) for grad in kept)
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(taken))
+    maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
+    ranges = [[int(bound, 16) for bound in line.split()[0].split("-")] for line in maps]
+    assert all(any(low <= start and end <= high for low, high in ranges) for start, end in taken)
+    assert all(" rw-s " in line for line in maps)  # what is written goes to the file
+
+
+@KINDS
+def test_a_gradient_wider_than_its_parameter(kind, stores):
+    """As torch allows by `grad_dtype`: it has room of its own, too."""
+    stores(kind)
+    params = [torch.nn.Parameter(torch.zeros(2048, dtype=torch.bfloat16)) for _ in range(2)]
+    params[0].grad_dtype = torch.float32
+    opt = lowmem.FusedOptimizer(params, rule=Witness(), policy="deferred", sums="gradient")
+    opt.backward((params[1].float() * 3).sum() + (params[0].float() * 2).sum())
+    assert [opt.state[param]["seen"].unique().tolist() for param in params] == [[2.0], [3.0]]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sums", "wide"), [("bfloat16", "float32", 4), ("bfloat16", "gradient", 2), ("float32", "gradient", 4)]
+)
+def test_how_much_room_it_takes(dtype, sums, wide, monkeypatch, tmp_path):
+    """What sums need, a page for each parameter at least; it is taken before anything is written to it."""
+    asked = []
+    allocate = os.posix_fallocate
+    monkeypatch.setattr(os, "posix_fallocate", lambda fd, at, size: (asked.append(size), allocate(fd, at, size)))
+    params = [torch.nn.Parameter(torch.zeros(shape, dtype=getattr(torch, dtype))) for shape in ((10_000,), (3,))]
+    options = {"store": "disk", "store_dir": str(tmp_path), "sums": sums}
+    opt = lowmem.FusedOptimizer(params, rule="lomo", **options)
+    opt.backward(sum(param.sum() for param in params))
+    assert asked == [-(-10_000 * wide // 4096) * 4096 + 4096]
+
+
+@pytest.mark.parametrize("folder", [None, "own"])
+def test_no_room(folder, monkeypatch, tmp_path):
+    """Says how much it needs, and where; nothing has moved, and with room the step goes on."""
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    param = torch.nn.Parameter(torch.zeros(2000))
+    where = {} if folder is None else {"store_dir": str(tmp_path)}
+    opt = lowmem.FusedOptimizer([param], rule="lomo", lr=1.0, store="disk", **where)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "posix_fallocate", full)
+        place = str(tmp_path) if folder else ""
+        with pytest.raises(ConfigError, match=rf"needs 8,192 bytes in .*{place}.*No space left.*Set store_dir"):
+            opt.backward(param.sum())
+    assert list(tmp_path.iterdir()) == []
+    assert (param == 0).all()
+    assert param.grad is None
+    opt.backward(param.sum())
+    assert (param == -1).all()
+    assert opt.state_dict()["step"] == 1
+
+
+def test_a_folder_that_is_gone(tmp_path):
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    param = torch.nn.Parameter(torch.zeros(3))
+    opt = lowmem.FusedOptimizer([param], rule="lomo", store="disk", store_dir=str(folder))
+    folder.rmdir()
+    with pytest.raises(ConfigError, match="gone: No such file or directory"):
+        opt.backward(param.sum())
+
+
+@pytest.mark.parametrize("store", ["host", "device", "disk"])
+def test_parameters_that_come_later(store):
+    """A group that is added, and a parameter that is unfrozen, after gradients have waited for the first time."""
+    first, frozen, later = (torch.nn.Parameter(torch.zeros(3)) for _ in range(3))
+    frozen.requires_grad_(False)
+    opt = lowmem.FusedOptimizer([("first", first), ("frozen", frozen)], rule="lomo", lr=1.0, store=store)
+    opt.backward(first.sum())
+    frozen.requires_grad_(True)
+    opt.add_param_group({"params": [("later", later)]})
+    opt.backward(first.sum() + 2 * frozen.sum() + 3 * later.sum())
+    assert [param[0].item() for param in (first, frozen, later)] == [-2.0, -2.0, -3.0]
+
+
+# -- which one it is ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "made"), [("host", Resident), ("device", Resident), ("disk", Disk)])
+def test_which_store_is_made_on_a_cpu(kind, made, tmp_path):
+    """There host and device are one memory, and nothing is copied."""
+    slots = slots_of(torch.nn.Parameter(torch.zeros(3)))
+    assert type(make(kind, str(tmp_path), slots, torch.float32)) is made
+
+
+@pytest.mark.parametrize(("kind", "made"), [("host", Host), ("device", Resident), ("disk", Disk)])
+def test_which_store_is_made_elsewhere(kind, made, tmp_path):
+    slots = slots_of(torch.nn.Parameter(torch.zeros(3, device="meta")))
+    assert type(make(kind, str(tmp_path), slots, torch.float32)) is made

@@ -1,0 +1,148 @@
+"""Small parameters updated as stacks get the bits that they get alone."""
+
+import itertools
+
+import pytest
+import torch
+from torch.distributed._tools.mem_tracker import MemTracker
+
+import lowmem
+from lowmem.rules.rule import TABLE
+from lowmem.step import updates
+from lowmem.tiles.storage import ROUNDINGS
+
+SHAPES = [(), (1,), (7,), (64,), (5, 3), (48, 33), (33, 48), (1, 9), (9, 1), (1, 1), (2, 5, 4), (3, 1, 8), (2, 3, 2, 2)]
+MIXED = {
+    "adafactor": {
+        "min_dim_size_to_factor": 3,
+        "factor_map": [("4d", ["COLUMN", "NONE", "ROW", "BATCH"]), (".*", "HEURISTIC")],
+    }
+}
+OPTIONS = [
+    *((rule, MIXED.get(rule, {})) for rule in sorted(TABLE)),
+    ("adafactor", {"factored": False, "beta1": 0.9, "dtype_momentum": "bfloat16", "skip_nan_updates": True}),
+    ("adafactor_t2t", {"beta1": 0.9, "lr": 0.01}),
+    ("scaled_adam", {"size_update_period": 2, "dtype_moments": "bfloat16"}),
+    ("lans", {"variant": "step", "wd": 0.1, "multi_precision": True, "aggregate_num": 2}),
+    ("adamw", {"dtype_moments": "bfloat16"}),
+]
+CASES = [pytest.param(rule, options, id=f"{rule}-{','.join(options)}") for rule, options in OPTIONS]
+
+
+def run(rule, options, *, batching, dtype=torch.float32, rounding="nearest", steps=5, copies=5):
+    """Trains several parameters of each shape, some without a gradient now and then, and one with NaN."""
+    source = torch.Generator().manual_seed(0)
+    params = {
+        f"{len(shape)}d.{i}.{copy}": torch.nn.Parameter(torch.randn(shape, generator=source).to(dtype))
+        for (i, shape), copy in itertools.product(enumerate(SHAPES), range(copies))
+    }
+    opt = lowmem.FusedOptimizer(params.items(), rule=rule, rounding=rounding, batching=batching, **options)
+    for step in range(steps):
+        loss = 0.0
+        for n, param in enumerate(params.values()):
+            grad = torch.randn(param.shape, generator=source).to(dtype)
+            if step == 2 and n % 7 == 0:
+                grad.view(-1)[-1] = torch.nan
+            if (n + step) % 4:
+                loss = loss + (param * grad).sum().float()
+        opt.param_groups[0]["lr"] = 0.01 / (step + 1)
+        opt.backward(loss)
+    states = opt.state_dict()["state"]
+    return opt, params, {f"{name}/{key}": t for name, kept in states.items() for key, t in kept.items()}
+
+
+def assert_same_bits(one, other):
+    assert one.keys() == other.keys()
+    different = [
+        name for name in one if not torch.equal(one[name].nan_to_num(nan=7.0), other[name].nan_to_num(nan=7.0))
+    ]
+    assert not different
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rule", "options"), CASES)
+def test_a_stack_is_its_members(rule, options, dtype):
+    _, stacked, stacked_states = run(rule, options, batching=True, dtype=dtype)
+    _, alone, states = run(rule, options, batching=False, dtype=dtype)
+    assert_same_bits(stacked, alone)
+    assert_same_bits(stacked_states, states)
+
+
+@pytest.mark.parametrize("rule", ["adalomo", "adamw"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_rounding_in_a_stack(rule, dtype, rounding):
+    """Random bits are of the parameter and its element, and residuals go with their weights."""
+    _, stacked, stacked_states = run(rule, {}, batching=True, dtype=dtype, rounding=rounding)
+    _, alone, states = run(rule, {}, batching=False, dtype=dtype, rounding=rounding)
+    assert_same_bits(stacked, alone)
+    assert_same_bits(stacked_states, states)
+    assert ("1d.2.0/residual" in states) == (rounding == "compensated")
+
+
+@pytest.fixture
+def stacks(monkeypatch):
+    """How many parameters each update was of, with their elements."""
+    seen = []
+    sweep = updates.Updates._sweep
+
+    def noted(self, slots, *args):
+        seen.append((len(slots), slots[0].param.numel()))
+        sweep(self, slots, *args)
+
+    monkeypatch.setattr(updates.Updates, "_sweep", noted)
+    return seen
+
+
+def quadratic(params):
+    return sum((param.float() ** 2).sum() for param in params)
+
+
+def test_what_is_stacked(stacks):
+    """Like with like: shape, dtype, group. Large parameters go at once, and everything if it is switched off."""
+    small, large = [torch.nn.Parameter(torch.ones(8, 8)) for _ in range(6)], torch.nn.Parameter(torch.ones(256, 256))
+    half = torch.nn.Parameter(torch.ones(8, 8).bfloat16())
+    groups = [{"params": [*small[:4], half, large]}, {"params": small[4:], "lr": 0.1}]
+    opt = lowmem.FusedOptimizer(groups, rule="lomo", lr=0.01)
+    opt.backward(quadratic([*small, half, large]))
+    assert sorted(stacks) == [(1, 64), (1, 65536), (2, 64), (4, 64)]
+    opt.remove()
+    stacks.clear()
+    opt = lowmem.FusedOptimizer(small, rule="lomo", batching=False)
+    opt.backward(quadratic(small))
+    assert stacks == [(1, 64)] * 6
+
+
+def test_a_full_stack_does_not_wait(stacks, monkeypatch):
+    monkeypatch.setattr(updates, "STACK", 64 * 4)
+    params = [torch.nn.Parameter(torch.ones(8, 8)) for _ in range(10)]
+    lowmem.FusedOptimizer(params, rule="lomo").backward(quadratic(params))
+    assert stacks == [(4, 64), (4, 64), (2, 64)]
+
+
+@pytest.mark.parametrize(
+    ("rule", "options", "sizes"), [("lans", {"aggregate_num": 3}, [3, 3, 1]), (torch.optim.SGD, {}, [1] * 7)]
+)
+def test_how_many_a_rule_takes(stacks, rule, options, sizes):
+    params = [torch.nn.Parameter(torch.ones(8)) for _ in range(7)]
+    lowmem.FusedOptimizer(params, rule=rule, lr=0.1, **options).backward(quadratic(params))
+    assert [size for size, _ in stacks] == sizes
+
+
+@pytest.mark.filterwarnings("ignore:Expected a tensor")
+def test_memory_of_what_waits():
+    """800 vectors of 4,096 are 12.5 MiB; no more than a full stack of their gradients and its copies live at a time."""
+    params = [torch.nn.Parameter(torch.randn(4096)) for _ in range(800)]
+    opt = lowmem.FusedOptimizer(params, rule="lomo", lr=0.01)
+    held = sum(param.nbytes for param in params)
+    one_stack = 4 * updates.STACK
+    with MemTracker() as tracker:
+        tracker.track_external(*params)
+        opt.backward(sum((param * param.detach()).sum() for param in params))
+    peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+    assert held < peak <= held + 6 * one_stack  # gradients, both stacks, and the tiles' temporaries
+
+
+def test_batching_is_a_switch():
+    with pytest.raises(lowmem.LowmemError, match="batching='yes'; allowed are True and False"):
+        lowmem.FusedOptimizer([torch.nn.Parameter(torch.ones(1))], batching="yes")

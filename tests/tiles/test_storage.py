@@ -1,0 +1,211 @@
+"""Roundings: what compensated rounding splits it gives back, stochastic rounding is unbiased and repeatable."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import lowmem
+from lowmem.tiles import storage
+from lowmem.tiles.layout import Layout, View
+from lowmem.tiles.sweep import Sweep
+
+HALVES = [torch.bfloat16, torch.float16]
+LARGEST = {torch.bfloat16: torch.finfo(torch.bfloat16).max, torch.float16: torch.finfo(torch.float16).max}
+# the last two NaN have every bit of their mantissa set: adding to it would reach exponent and sign
+NOT_FINITE = torch.tensor([0x7F800000, -0x800000, 0x7FC00000, 0x7FFFFFFF, -1], dtype=torch.int32).view(torch.float32)
+
+
+def same_bits(a, b):
+    integer = {2: torch.int16, 4: torch.int32}[a.element_size()]
+    return torch.equal(a.view(integer), b.view(integer))
+
+
+def floats_of_all_kinds():
+    """Each exponent and sign with edge and random mantissas: zeros, subnormals, ties, the largest; no Inf or NaN."""
+    mantissas = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0x17FFF, 0x18000, 0x7FFFFF, 0x7F8000, 0x7F7FFF])
+    mantissas = torch.cat([mantissas, torch.randint(1 << 23, (500,))])
+    bits = ((torch.arange(255) << 23)[:, None] + mantissas).flatten().int()
+    return torch.cat([bits, bits | -(1 << 31)]).view(torch.float32)
+
+
+# -- compensated ---------------------------------------------------------------------------------------------------
+
+
+def assert_split_is_exact(value):
+    stored, residual = storage.split(value, torch.bfloat16)
+    assert stored.dtype == torch.bfloat16
+    assert residual.dtype == torch.int16
+    assert same_bits(storage.widen(stored, residual), value)
+    assert same_bits(residual, value.view(torch.int16).view(*value.shape, 2)[..., 0].contiguous())
+
+
+def test_bfloat16_split_is_exact():
+    """Weight and residual hold every finite float32; the residual is its low 16 bits."""
+    value = floats_of_all_kinds()
+    assert_split_is_exact(value)
+    representable = value.abs() <= LARGEST[torch.bfloat16]
+    stored, _ = storage.split(value, torch.bfloat16)
+    nearest = value[representable].bfloat16()
+    tie = (value[representable].view(torch.int32) & 0xFFFF) == 0x8000
+    assert same_bits(stored[representable][~tie], nearest[~tie])  # a tie goes away from zero, torch's to even
+
+
+@given(st.lists(st.floats(allow_nan=False, allow_infinity=False, width=32), min_size=1, max_size=50))
+@settings(deadline=None)
+def test_bfloat16_split_of_any_float(values):
+    assert_split_is_exact(torch.tensor(values, dtype=torch.float32))
+
+
+def test_float16_split_keeps_what_it_promises():
+    """Exact for a normal float16, whose 10 bits and 16 of residual hold float32's 23; below 2⁻¹⁴ within 2⁻⁴⁰."""
+    value = floats_of_all_kinds()
+    value = value[value.abs() < 65520]  # what does not round to infinity
+    stored, residual = storage.split(value, torch.float16)
+    assert same_bits(stored, value.half())
+    error = (storage.widen(stored, residual).double() - value.double()).abs()
+    normal = value.abs() >= 2**-14
+    assert error[normal].max() == 0
+    assert error[~normal].max() <= 2**-40
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_split_passes_on_what_is_not_finite(dtype):
+    stored, residual = storage.split(NOT_FINITE, dtype)
+    assert torch.equal(residual, torch.zeros(5, dtype=torch.int16))
+    torch.testing.assert_close(storage.widen(stored, residual), NOT_FINITE, equal_nan=True)
+
+
+# -- stochastic ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("half", [0, 1])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_stochastic_is_unbiased(dtype, half):
+    """The mean of N draws is within 5 standard errors of the value, for values at every fraction and size, and both
+    neighbours are met. A rounding with fraction f has the variance f(1-f) of a coin."""
+    repeats = 200_000
+    smallest = 2.0**-24 if dtype == torch.float16 else 2.0**-133  # subnormals
+    for size, fraction in [(1.0, 0.1), (1.0, 0.5), (-3.0, 0.9), (1e-3, 0.01), (300.0, 0.3), (smallest * 4, 0.25)]:
+        low = torch.tensor(size, dtype=dtype)
+        high = torch.nextafter(low, torch.tensor(math.copysign(math.inf, size), dtype=dtype))
+        value = (low.double() + fraction * (high.double() - low.double())).float()
+        fraction = ((value.double() - low.double()) / (high.double() - low.double())).item()  # as float32 can hold it
+        bits = storage.mix(storage.mix(torch.arange(repeats, dtype=torch.int32) + 1))
+        drawn = storage.narrow_stochastically(value.expand(repeats), dtype, storage.noise(bits, half))
+        went_up = (drawn == high).double()
+        assert ((drawn == low) | (drawn == high)).all()
+        assert abs(went_up.mean().item() - fraction) <= 5 * math.sqrt(fraction * (1 - fraction) / repeats)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_stochastic_leaves_exact_values(dtype):
+    every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
+    drawn = storage.narrow_stochastically(every.float(), dtype, torch.rand(every.shape))
+    finite = every.isfinite()
+    assert torch.equal(drawn[finite], every[finite])
+    torch.testing.assert_close(drawn[~finite], every[~finite], equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_nearest_is_a_cast_there_and_back(dtype):
+    """Up to 2¹⁰⁰ in bfloat16, from where on some of the rounding is left to a cast."""
+    value = floats_of_all_kinds()
+    value = torch.cat([value[value.abs() < 2.0**100] if dtype == torch.bfloat16 else value, NOT_FINITE])
+    rounded = storage.nearest(value, dtype)
+    torch.testing.assert_close(rounded, value.to(dtype).float(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_noise_looks_random():
+    """Each of 32 bits is a fair coin and independent of the same bit of the neighbour, within 5 standard errors of 2¹⁸
+    coins; keys are all different."""
+    rows = storage.mix(torch.arange(512, dtype=torch.int32) + storage.noise_key(0, 1, "w"))
+    bits = storage.mix(rows[:, None] + torch.arange(512, dtype=torch.int32))
+    limit = 5 * 0.5 / math.sqrt(bits.numel())
+    planes = torch.stack([(bits >> i) & 1 for i in range(32)]).double()
+    assert (planes.mean((1, 2)) - 0.5).abs().max() <= limit
+    for axis in (1, 2):
+        agree = (planes == planes.roll(1, axis)).double().mean((1, 2))
+        assert (agree - 0.5).abs().max() <= limit
+    keys = {storage.noise_key(seed, step, name) for seed in range(5) for step in range(50) for name in "ab"}
+    assert len(keys) == 500
+    assert all(0 <= key < 1 << 31 for key in keys)
+
+
+def shifted(t):
+    return {"param": t.param + t.grad}
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("shape", [(1, 1, 700), (1, 37, 19), (4, 5, 30)])
+def test_noise_is_of_the_element(dtype, shape):
+    """The same element gets the same bits whatever tile it lies in, and others under another key."""
+
+    def run(tile, key):
+        torch.manual_seed(0)
+        param, grad = torch.randn(shape).to(dtype), (1e-3 * torch.randn(shape)).to(dtype)
+        layout = Layout.of(shape, View.matrix(3))
+        Sweep(layout, param, grad, noise_keys=lambda: [key], stochastic=True, tile=tile).apply(shifted)
+        return param
+
+    whole = run(1 << 20, key=5)
+    assert all(torch.equal(run(tile, key=5), whole) for tile in (1, 7, 64, 100))
+    assert not torch.equal(run(1 << 20, key=6), whole)
+
+
+# -- through the optimizer -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("rounding_name", ["stochastic", "compensated"])
+def test_resume_continues_bit_for_bit(dtype, rounding_name, give_gradients):
+    grads = [torch.randn(9, 11).to(dtype) for _ in range(6)]
+
+    def optimizer(weight, **more):
+        param = torch.nn.Parameter(weight.clone())
+        return param, lowmem.FusedOptimizer([("w", param)], lr=0.01, rounding=rounding_name, **more)
+
+    start = torch.randn(9, 11).to(dtype)
+    straight, opt = optimizer(start, seed=3)
+    for grad in grads[:3]:
+        give_gradients(opt, (straight, grad))
+    resumed, later = optimizer(straight.detach())  # its own seed gives way to the saved one
+    later.load_state_dict(opt.state_dict())
+    for grad in grads[3:]:
+        give_gradients(opt, (straight, grad))
+        give_gradients(later, (resumed, grad))
+    assert same_bits(straight.detach(), resumed.detach())
+    if rounding_name == "stochastic":
+        other, different = optimizer(start, seed=4)
+        for grad in grads:
+            give_gradients(different, (other, grad))
+        assert not same_bits(other.detach(), straight.detach())
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_small_steps_move_16_bit_weights(dtype, give_gradients):
+    """200 steps, each a thousandth of a weight's spacing at most: nearest stalls, the others go where float32 goes."""
+    start = 1 + torch.rand(64, 64)
+    start = start.to(dtype)
+    grad = torch.ones(64, 64, dtype=dtype)
+    lr = torch.finfo(dtype).eps * 1e-3
+    moved = {}
+    for name in (*storage.ROUNDINGS, "float32"):
+        weight = start.float() if name == "float32" else start.clone()
+        param = torch.nn.Parameter(weight)
+        options = {} if name == "float32" else {"rounding": name}
+        opt = lowmem.FusedOptimizer([("w", param)], rule="lomo", lr=lr, **options)
+        for _ in range(200):
+            give_gradients(opt, (param, grad.to(param.dtype)))
+        residual = opt.state_dict()["state"].get("w", {}).get("residual")
+        moved[name] = storage.widen(param.detach(), residual).double() - start.double()
+    assert moved["nearest"].abs().max() == 0
+    # bfloat16 keeps all of float32; float16's residual has 2 bits more than float32 at this size
+    torch.testing.assert_close(moved["compensated"], moved["float32"], rtol=0, atol=0)
+    # 0.2 of a spacing on average over 4096 weights, whose mean has a standard error of 0.4/64 of a spacing
+    mean = moved["stochastic"].mean().item()
+    assert abs(mean - moved["float32"].mean().item()) <= 5 * 0.4 / 64 * torch.finfo(dtype).eps
+    assert np.sign(mean) == -1

@@ -1,0 +1,208 @@
+"""The sweep: tiles cover exactly once, nothing depends on them, compiled code gives the same numbers."""
+
+import functools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._dynamo.utils import counters
+from torch.distributed._tools.mem_tracker import MemTracker
+
+import lowmem
+from lowmem.rules import resolve
+from lowmem.rules.rule import TABLE
+from lowmem.tiles import storage, sweep
+from lowmem.tiles.layout import Layout, View
+from lowmem.tiles.sweep import Sweep
+from lowmem.tiles.tile import Sums, tile_function
+
+MIB = 1 << 20
+RULES = sorted(TABLE)
+ELEMENTWISE = ("lomo", "adamw", "lion")  # their results are of one element each: no sums to take in another order
+OPTIONS = {"adafactor": {"min_dim_size_to_factor": 4, "beta1": 0.9}, "lans": {"variant": "step"}}
+
+
+def update(
+    rule, shape, *, dtype=torch.bfloat16, rounding_name="nearest", steps=2, tile=None, compiled=False, grads=None
+):
+    """A parameter and its states after some updates by a rule, from a fixed start; lr changes with each step."""
+    hyper = OPTIONS.get(rule, {})
+    rule, source = resolve(rule), torch.Generator().manual_seed(0)
+    param = torch.randn(shape, generator=source).to(dtype)
+    hyper = {**rule.defaults, rule.decay: 0.01, **hyper}
+    plan = rule.plan("w", shape, hyper)
+    states = new_states(plan, shape, dtype)
+    if rounding_name == "compensated":
+        states["residual"] = torch.zeros(shape, dtype=torch.int16)
+    for step in range(1, steps + 1):
+        grad = torch.randn(shape, generator=source).to(dtype) if grads is None else grads[step - 1]
+        one = Sweep(
+            Layout.of(shape, plan.view),
+            param,
+            grad,
+            residual=states.get("residual"),
+            noise_keys=functools.partial(list, [step]),
+            stochastic=rounding_name == "stochastic",
+            limit=torch.tensor(2.0),
+            compiled=compiled,
+            tile=tile,
+        )
+        kept = {name: state for name, state in states.items() if name != "residual"}
+        rule.update(one, plan, kept, {**hyper, "lr": 0.1 / step}, step)
+    return param, states
+
+
+def new_states(plan, shape, dtype):
+    sizes = {name: plan.view.kept(spec.extent, shape) + spec.extra for name, spec in plan.states.items()}
+    return {name: torch.zeros(sizes[name], dtype=spec.dtype or dtype) for name, spec in plan.states.items()}
+
+
+def assert_same_to_float32_rounding(got, want):
+    """Some float32 roundings apart, each 2.4e-7 for weights up to 4: of a bfloat16 weight that may be a whole spacing,
+    if it lies at a tie, which few do; with its residual it is the float32 value itself."""
+    (got_param, got_states), (want_param, want_states) = got, want
+    if "residual" in want_states:
+        got_value, want_value = (storage.widen(p, s["residual"]) for p, s in (got, want))
+        torch.testing.assert_close(got_value, want_value, rtol=0, atol=2e-6)
+    else:
+        torch.testing.assert_close(got_param, want_param, rtol=2**-7, atol=2e-6)
+        assert (got_param != want_param).sum() <= 1 + 0.01 * got_param.numel()
+    for name in want_states.keys() - {"residual"}:
+        size = 5e-6 * want_states[name].abs().max().item()  # a momentum is a sum of steps of both signs
+        torch.testing.assert_close(got_states[name], want_states[name], rtol=1e-6, atol=size)
+
+
+# -- tiles -------------------------------------------------------------------------------------------------------------
+
+
+SHAPES = [(), (1,), (300,), (7, 40), (1, 9), (9, 1), (3, 8, 10)]
+
+
+@pytest.mark.parametrize("rounding_name", storage.ROUNDINGS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("rule", RULES)
+def test_updates_do_not_depend_on_the_tile(rule, shape, rounding_name):
+    """Elementwise rules agree bit for bit. The sums of the others are in another order."""
+    whole, whole_states = update(rule, shape, rounding_name=rounding_name, tile=1 << 20)
+    for tile in (1, 7, 50):
+        parts, states = update(rule, shape, rounding_name=rounding_name, tile=tile)
+        if rule in ELEMENTWISE:
+            assert torch.equal(parts, whole)
+            assert all(torch.equal(states[name], whole_states[name]) for name in states)
+        else:
+            assert_same_to_float32_rounding((parts, states), (whole, whole_states))
+
+
+def everything(t):
+    product = t.grad * t.param
+    return Sums(row={"r": product}, col={"c": product}, scalar={"s": product})
+
+
+@given(st.tuples(*[st.integers(1, 9)] * 3), st.integers(1, 100), st.booleans())
+@settings(deadline=None)
+def test_reduce_sums_over_tiles(shape, tile, clipped):
+    """Rows, columns, totals and the gradient's own norm, the last before its clip; float64 sums are the reference."""
+    param, grad = torch.randn(shape), torch.randn(shape)
+    limit = torch.tensor(0.5) if clipped else None
+    one = Sweep(Layout.of(shape, View.matrix(3)), param, grad, factor=torch.tensor(2.0), limit=limit, tile=tile)
+    sums = one.reduce(everything)
+    scaled = 2.0 * grad.double()
+    product = (scaled.clamp(-0.5, 0.5) if clipped else scaled) * param.double()
+    close = functools.partial(torch.testing.assert_close, rtol=1e-5, atol=1e-5, check_dtype=False)
+    close(sums.row["r"], product.sum(2))
+    close(sums.col["c"], product.sum(1))
+    close(sums.scalar["s"], product.sum((1, 2)))
+    close(one.square_sums, scaled.square().sum()[None])
+
+
+# -- gradients that are not finite -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("shape", [(40,), (6, 7), (3, 4, 5)])
+@pytest.mark.parametrize("rounding_name", storage.ROUNDINGS)
+@pytest.mark.parametrize("rule", RULES)
+def test_not_finite_leaves_everything_untouched(rule, rounding_name, shape, bad):
+    good, spoilt = torch.randn(shape).bfloat16(), torch.randn(shape).bfloat16()
+    spoilt.view(-1)[-1] = bad
+    run = functools.partial(update, rule, shape, rounding_name=rounding_name, tile=8)
+    before, states_before = run(steps=1, grads=[good])
+    after, states_after = run(steps=2, grads=[good, spoilt])
+    assert torch.equal(before, after)
+    assert all(torch.equal(states_before[name], states_after[name]) for name in states_before)
+
+
+# -- compiled ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not lowmem.options.has_compiler("cpu"), reason="no C++ compiler")
+@pytest.mark.parametrize("rounding_name", storage.ROUNDINGS)
+@pytest.mark.parametrize("rule", RULES)
+def test_compiled_gives_the_same_numbers(rule, rounding_name):
+    """Compiled code may fuse a multiplication with an addition, and sums in another order. What is left over of lines
+    and of blocks of rows is not compiled, and neither are the last two."""
+    for shape in [(2500,), (70, 48), (3, 67, 30), (31, 50), (300,)]:
+        eager = update(rule, shape, rounding_name=rounding_name)
+        assert_same_to_float32_rounding(update(rule, shape, rounding_name=rounding_name, compiled=True), eager)
+
+
+@pytest.fixture
+def traced_only(monkeypatch):
+    """torch.compile without code generation: dynamo's guards are the same, in a tenth of the time."""
+    tile_function.cache_clear()
+    monkeypatch.setattr(sweep, "CPU_COMPILED_TILE", 1 << 17)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    yield
+    tile_function.cache_clear()
+    torch._dynamo.reset()
+
+
+def graphs():
+    return counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize(("rule", "functions"), [("lomo", 2), ("adalomo", 5), ("adamw", 2), ("lans", 5)])
+def test_shapes_steps_and_lr_do_not_recompile(traced_only, rule, functions):
+    """A function is compiled anew only for a vector, a matrix or a stack, for a stack that is cut, and for where a tile
+    begins (at 0 or not): tiles of any other size, step and learning rate run what is there. The first is square."""
+    start = graphs()
+    for shape in [(64, 64), (3000,), (3, 96, 30), (3, 70, 30), (900, 211), (1, 170_000), (3, 200, 1000)]:
+        update(rule, shape, compiled=True)
+    first = graphs() - start
+    assert first <= 5 * functions
+    for shape in [(5001,), (300_001,), (99, 64), (128, 128), (5, 64, 20), (47, 5000), (901, 610), (4, 300, 900)]:
+        update(rule, shape, compiled=True, steps=4)
+    assert graphs() - start == first
+
+
+def test_more_kinds_than_dynamo_allows_by_default(traced_only):
+    """Dtypes, roundings and shapes multiply beyond dynamo's limit of 8 and must not stop a step."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for rounding_name in storage.ROUNDINGS if dtype != torch.float32 else ("nearest",):
+            for shape in [(3000,), (64, 48), (3000, 64)]:
+                update("lomo", shape, dtype=dtype, rounding_name=rounding_name, compiled=True, steps=1)
+
+
+# -- memory and syncs --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:Expected a tensor")
+@pytest.mark.parametrize("rounding_name", storage.ROUNDINGS)
+@pytest.mark.parametrize("rule", RULES)
+def test_temporaries_of_one_update(rule, rounding_name):
+    """A 2048 x 2048 bfloat16 parameter is 8 MiB, a float32 copy of it 16; an update stays below 8 with all it needs."""
+    rule, shape = resolve(rule), (2048, 2048)
+    param, grad = torch.randn(shape).bfloat16(), torch.randn(shape).bfloat16()
+    plan = rule.plan("w", shape, rule.defaults)
+    states = new_states(plan, shape, torch.bfloat16)
+    residual = torch.zeros(shape, dtype=torch.int16) if rounding_name == "compensated" else None
+    with MemTracker() as tracker:
+        layout = Layout.of(shape, plan.view)
+        one = Sweep(layout, param, grad, residual=residual, stochastic=rounding_name == "stochastic")
+        rule.update(one, plan, states, rule.defaults, 1)
+    held = sum(tensor.untyped_storage().nbytes() for tensor in (param, grad, *states.values()))
+    held += residual.untyped_storage().nbytes() if residual is not None else 0
+    peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+    assert held <= peak <= held + 8 * MIB
