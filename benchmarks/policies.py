@@ -40,7 +40,7 @@ CONTENDERS = {
     "ordinary AdamW(fused=True)": Contender(ADAMW),
     f"floor{EIGHT}": Contender(drop_gradients, "floor", micro_batches=8),
     f"deferred, float32 sums{EIGHT}": deferred(8),
-    f"deferred, bfloat16 sums{EIGHT}": deferred(8, sums="gradient"),
+    f"deferred, bfloat16 sums{EIGHT}": deferred(8, accumulation_dtype="gradient"),
     f"deferred, on disk{EIGHT}": deferred(8, store="disk"),
     f"ordinary AdamW(fused=True){EIGHT}": Contender(ADAMW, micro_batches=8),
 }

@@ -35,14 +35,14 @@ Make = Callable[[Tensor, Tensor], Made]
 def ours(rule: str, compile: bool = True, **settings: object) -> Make:
     def make(param: Tensor, grad: Tensor) -> Made:
         opt = lowmem.FusedOptimizer([("weight", param)], rule=rule, lr=1e-3, compile=compile, **settings)
-        (slot,) = opt._slots.values()
+        (record,) = opt._records.values()
 
         def update() -> None:  # what the hook does, without a backward to come from
             opt._cycle.step += 1
-            opt._updates.put(slot, grad)
+            opt._updates.put(record, grad)
 
         def kept() -> list[Tensor]:
-            return [*opt.state[param].values(), *([] if slot.residual is None else [slot.residual])]
+            return [*opt.state[param].values(), *([] if record.residual is None else [record.residual])]
 
         return update, kept
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lowmem import placements, rules
 from lowmem.errors import ConfigError, StepError, UnsupportedError, did_you_mean
-from lowmem.placements.record import Slot, listed
+from lowmem.placements.record import ParamRecord, listed
 from lowmem.rules import UpdateRule
 from lowmem.step import policies
 from lowmem.step import state_dict as states
@@ -69,8 +69,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             as BatchNorm, count both); "auto" is "graph", but under ZeRO-3, which gathers for one backward only.
         store: of "deferred": "host" (page-locked where there is a GPU), "device", or "disk": a memory-mapped file in
             `store_dir`. "host" if None. Giving it asks for "deferred".
-        sums: micro-batches are summed in "float32" (4 bytes an element in the store), or in the dtype of the "gradient"
-            (2 for bfloat16, rounded at every micro-batch, as `.grad` is). A step of one micro-batch stores it as it is.
+        accumulation_dtype: micro-batches are summed in "float32" (4 bytes per element in the store), or in the dtype of
+            the "gradient" (2 for bfloat16, rounded at every micro-batch, as `.grad` is). A step of one micro-batch
+            stores it as it is.
         rounding: "nearest", "stochastic" or "compensated" (keeps 2 bytes a parameter): how a float32 result becomes a
             bfloat16 or float16 weight. float32 weights hold every result exactly.
         placement: "local"; "replicated": every rank of a process group has all parameters and data of its own, and
@@ -105,7 +106,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         replay: str = "auto",
         store: str | None = None,
         store_dir: str | None = None,
-        sums: str = "float32",
+        accumulation_dtype: str = "float32",
         rounding: str = "nearest",
         placement: str = "auto",
         compile: bool | str = "auto",
@@ -123,24 +124,24 @@ class FusedOptimizer(torch.optim.Optimizer):
             hyper["lr"] = lr
         self._check_names(hyper, "")
         self._cycle = StepCycle()
-        self._slots: dict[Tensor, Slot] = {}
+        self._records: dict[Tensor, ParamRecord] = {}
         self._complete = False  # all the groups are here that it is made with
         self._accumulating = False
         groups = list(params)
         if not groups:
             raise ConfigError("no parameters were given")
         self._wanted_placement = placement
-        self._wanted = policies.PolicySettings(policy, replay, store, store_dir, sums)
+        self._wanted = policies.PolicySettings(policy, replay, store, store_dir, accumulation_dtype)
         try:
             super().__init__(groups, {**self.rule.defaults, **hyper})
             self._complete = True
             self._refuse_unknown_parameters()
-            self.compiled = decide_compilation(compile, self._slots.values())
-            device = next((slot.param.device for slot in self._slots.values()), torch.device("cpu"))
+            self.compiled = decide_compilation(compile, self._records.values())
+            device = next((record.param.device for record in self._records.values()), torch.device("cpu"))
             self._clipping = Clipping(
                 self.rule,
                 self.param_groups,
-                self._slots,
+                self._records,
                 self.state,
                 clip_norm=clip_norm,
                 norm_type=norm_type,
@@ -170,9 +171,9 @@ class FusedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, checks its hyperparameters and hooks its trainable parameters."""
         self._check_names(param_group, f"parameter group {len(self.param_groups)}: ")
-        group = listed(param_group, first=len(self._slots))
+        group = listed(param_group, first=len(self._records))
         placement = placements.find(self._wanted_placement, group["params"])
-        if not self._slots:
+        if not self._records:
             self._placement = placement
         elif type(placement) is not type(self._placement):
             raise UnsupportedError(
@@ -181,61 +182,61 @@ class FusedOptimizer(torch.optim.Optimizer):
             )
         super().add_param_group(group)
         self.param_groups[-1].setdefault("param_names", [])  # torch leaves it out where there are no parameters
-        slots: dict[Tensor, Slot] = {}
+        records: dict[Tensor, ParamRecord] = {}
         try:
-            slots = self._slots_of(self.param_groups[-1])
-            self._placement.adopt(slots.values())
-            if self._placement.ranks is not None and slots:
+            records = self._records_of(self.param_groups[-1])
+            self._placement.adopt(records.values())
+            if self._placement.ranks is not None and records:
                 self.rule.refuse_pieces(self.param_groups[-1])
-            for slot in slots.values():
-                self._attach(slot)
-            self._slots.update(slots)
+            for record in records.values():
+                self._attach(record)
+            self._records.update(records)
             if self._complete:
                 self._refuse_unknown_parameters()
                 self._choose_policy()
         except BaseException:  # the group is added whole or not at all
-            for param, slot in slots.items():
-                slot.detach()
-                self._slots.pop(param, None)
+            for param, record in records.items():
+                record.detach()
+                self._records.pop(param, None)
             self.param_groups.pop()
             raise
 
-    def _slots_of(self, group: dict[str, Any]) -> dict[Tensor, Slot]:
+    def _records_of(self, group: dict[str, Any]) -> dict[Tensor, ParamRecord]:
         self.rule.check(group)
-        taken = {slot.name for slot in self._slots.values()}
-        slots: dict[Tensor, Slot] = {}
+        taken = {record.name for record in self._records.values()}
+        records: dict[Tensor, ParamRecord] = {}
         for name, param in zip(group["param_names"], group["params"], strict=True):
-            if name in taken or param in slots:
+            if name in taken or param in records:
                 raise ConfigError(f"parameter {name!r} is given twice; each parameter and each name may stand once")
             taken.add(name)
             self._placement.admit(name, param)
-            slots[param] = Slot(name, param, group, self._placement.span(param))
-        return slots
+            records[param] = ParamRecord(name, param, group, self._placement.span(param))
+        return records
 
-    def _attach(self, slot: Slot) -> None:
+    def _attach(self, record: ParamRecord) -> None:
         """Hooks a parameter that wants a gradient and has no hook yet; one without elements has nothing to update."""
-        param = slot.param
-        if slot.handle is not None or not param.requires_grad or not slot.span.numel:
+        param = record.param
+        if record.handle is not None or not param.requires_grad or not record.span.numel:
             return
-        self._settle(slot)
-        slot.attach(self._on_gradient)
+        self._settle(record)
+        record.attach(self._on_gradient)
 
-    def _settle(self, slot: Slot) -> None:
+    def _settle(self, record: ParamRecord) -> None:
         """Decides how a parameter is updated, by what its group says now."""
-        param = slot.param
+        param = record.param
         try:
-            self.rule.admit(param, slot.group)
-            slot.plan = self.rule.plan(slot.name, slot.span.shape, slot.group)
-            slot.alike.clear()
-            slot.layout = self._placement.layout(slot, slot.plan.view)
+            self.rule.admit(param, record.group)
+            record.plan = self.rule.plan(record.name, record.span.shape, record.group)
+            record.alike.clear()
+            record.layout = self._placement.layout(record, record.plan.view)
         except UnsupportedError as error:
-            raise UnsupportedError(f"parameter {slot.name!r} of shape {list(slot.span.shape)} {error}") from None
+            raise UnsupportedError(f"parameter {record.name!r} of shape {list(record.span.shape)} {error}") from None
 
     def remove(self) -> None:
         """Takes every hook away; the optimizer does nothing from here on."""
-        for slot in self._slots.values():
-            slot.detach()
-        self._slots.clear()
+        for record in self._records.values():
+            record.detach()
+        self._records.clear()
 
     def _check_names(self, given: Mapping[str, Any], where: str) -> None:
         known = self.rule.defaults
@@ -249,7 +250,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 )
 
     def _refuse_unknown_parameters(self) -> None:
-        known = [slot.name for slot in self._slots.values()]
+        known = [record.name for record in self._records.values()]
         for group in self.param_groups if known else []:
             for name in self.rule.names(group):
                 if name not in known:
@@ -274,8 +275,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         `clip_grad_norm_` is given decides its last bits. `last_step` lists norms in the same order.
         """
         for param in params:
-            if param in self._slots:
-                self._slots[param] = self._slots.pop(param)
+            if param in self._records:
+                self._records[param] = self._records.pop(param)
 
     def _wish(self) -> policies.Wish:
         scale = self._clipping.scale
@@ -295,14 +296,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises:
             UnsupportedError: the policy that was asked for cannot.
         """
-        on_cpu = all(slot.param.device.type == "cpu" for slot in self._slots.values())
+        on_cpu = all(record.param.device.type == "cpu" for record in self._records.values())
         graph_stays = self._placement.graph_stays
         chosen, reason = policies.choose(self._wanted, self._wish(), on_cpu=on_cpu, graph_stays=graph_stays)
         current: policies.Policy | None = getattr(self, "_policy", None)
         if current is not None and (chosen == current.name or current.adds):
             return
         self.policy_reason = reason
-        self._policy = policies.make(chosen, self._wanted, self._updates, self._clipping, self._slots)
+        self._policy = policies.make(chosen, self._wanted, self._updates, self._clipping, self._records)
         self._cycle.adds = self._policy.adds
         self.replay = self._wanted.replay_of(chosen, graph_stays=graph_stays)
         if current is not None or chosen != "immediate":
@@ -345,12 +346,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         if self.replay == "forward":
             if isinstance(loss, Tensor):
                 raise StepError("replay='forward' computes the loss twice: pass a callable, opt.backward(lambda: loss)")
-            loss = again = repeatable(loss, (slot.param.device for slot in self._slots.values()))
+            loss = again = repeatable(loss, (record.param.device for record in self._records.values()))
         value = loss if isinstance(loss, Tensor) else loss()
         _refuse_loss(value)
-        for slot in self._slots.values():
-            self._attach(slot)  # it may have been frozen until now
-            slot.refuse_leftover()
+        for record in self._records.values():
+            self._attach(record)  # it may have been frozen until now
+            record.refuse_leftover()
         self._cycle.begin(explicit=True)
         try:
             complete = self._policy.run(value, again, last=not self._accumulating)
@@ -421,24 +422,24 @@ class FusedOptimizer(torch.optim.Optimizer):
         return CompiledTile.seconds
 
     @property
-    def overflows(self) -> int:
+    def nonfinite_steps(self) -> int:
         """How many steps met a gradient with Inf or NaN since the optimizer was made."""
-        return int(self._outcome.overflows)
+        return int(self._outcome.nonfinite_steps)
 
-    def _on_gradient(self, slot: Slot, _: Tensor) -> None:
+    def _on_gradient(self, record: ParamRecord, _: Tensor) -> None:
         """The hook: the gradient of one parameter is complete."""
         if self._cycle.idle:
             self._policy.allow_plain_backward()
             self._outcome.settle()
             self._begin_rule()
-        if self._cycle.fired(slot.name):
+        if self._cycle.fired(record.name):
             self._policy.drop()  # what a plain backward that died has left
             self._policy.begin()
             torch.autograd.Variable._execution_engine.queue_callback(self._finish_plain)  # type: ignore[attr-defined]
         try:
-            self._policy.take(slot, self._placement.take(slot.param))
+            self._policy.take(record, self._placement.take(record.param))
         except UnsupportedError as error:
-            raise UnsupportedError(f"parameter {slot.name!r} {error}") from None
+            raise UnsupportedError(f"parameter {record.name!r} {error}") from None
 
     def _begin_rule(self) -> None:
         self._choose_policy()  # a group's options may ask for another by now
@@ -454,9 +455,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._cycle.refuse_nothing()
         with torch.no_grad():
             self._policy.complete()
-            self._placement.settle(self._slots.values())
+            self._placement.settle(self._records.values())
             self._cycle.end()
-            self._outcome.close(self._slots.values(), self._policy, self.replay, loss)
+            self._outcome.close(self._records.values(), self._policy, self.replay, loss)
         self._opt_called = True  # LR schedulers ask whether an optimizer step came before theirs
 
     # -- saving ----------------------------------------------------------------------------------------------------
@@ -478,7 +479,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def entries(self) -> Iterator[states.Entry]:
         """The states in `state_dict`, one at a time."""
-        return states.entries(self._slots.values(), self._updates, self._clipping)
+        return states.entries(self._records.values(), self._updates, self._clipping)
 
     def described(self) -> dict[str, Any]:
         """What is in `state_dict` beside the states: numbers and words.
@@ -510,12 +511,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         states.refuse_others(state_dict, {"rule": self.rule.name, "rounding": self.rounding}, self.param_groups)
         self._clipping.scale.check_saved(state_dict.get("loss_scale"))
-        states.restore(state_dict, self._slots.values(), self._updates, self._clipping)
+        states.restore(state_dict, self._records.values(), self._updates, self._clipping)
         for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({k: v for k, v in saved_group.items() if k != "params"})
-        for slot in self._slots.values():
-            if slot.handle is not None:
-                self._settle(slot)
+        for record in self._records.values():
+            if record.handle is not None:
+                self._settle(record)
         self._clipping.scale.load_state_dict(state_dict.get("loss_scale"))
         self._updates.seed = state_dict["seed"]
         self._policy.drop()
@@ -531,7 +532,7 @@ def _refuse_loss(loss: Any) -> None:
         raise StepError("the loss has no graph: every parameter is frozen, or it was computed under no_grad")
 
 
-def decide_compilation(wanted: bool | str, slots: Collection[Slot]) -> bool:
+def decide_compilation(wanted: bool | str, records: Collection[ParamRecord]) -> bool:
     """Whether to compile: as asked, or with "auto" where it pays.
 
     Raises:
@@ -541,13 +542,13 @@ def decide_compilation(wanted: bool | str, slots: Collection[Slot]) -> bool:
         raise ConfigError(f"compile={wanted!r}; allowed are True, False and 'auto'")
     if wanted is False:
         return False
-    devices = {slot.param.device.type for slot in slots}
+    devices = {record.param.device.type for record in records}
     missing = next((device for device in devices if not has_compiler(device)), None)
     if missing is not None:
         if wanted is True:
             raise ConfigError(f"compile=True, but there is no compiler for {missing!r}; use compile=False")
         return False
-    return wanted is True or sum(slot.span.held for slot in slots if slot.param.requires_grad) >= COMPILE_FROM
+    return wanted is True or sum(record.span.held for record in records if record.param.requires_grad) >= COMPILE_FROM
 
 
 def has_compiler(device: str) -> bool:

@@ -28,7 +28,7 @@ class FusedConfig:
     replay: str = "auto"
     store: str | None = None
     store_dir: str | None = None
-    sums: str = "float32"
+    accumulation_dtype: str = "float32"
     rounding: str = "nearest"
     compile: str | bool = "auto"
     seed: int = 0

@@ -129,7 +129,7 @@ class FusedTrainerMixin(_Base):
             self.optimizer.backward(loss)
         # with a loss scale an overflow is part of the game, and the schedule waits for it, as with GradScaler
         scaled = self.accelerator.sync_gradients and self.optimizer.loss_scale is not None
-        self.optimizer.step_was_skipped = scaled and self.optimizer.last_step.held_back
+        self.optimizer.step_was_skipped = scaled and self.optimizer.last_step.skipped
 
     def create_optimizer(self, model: nn.Module | None = None) -> FusedOptimizer:
         self._cut()
@@ -171,16 +171,16 @@ class FusedTrainerMixin(_Base):
         super().log({**logs, **(self._telemetry() if told else {})}, *args, **kwargs)
 
     def _telemetry(self) -> dict[str, Any]:
-        """Of the last step: clip factor, loss scale, overflows so far, the rule's statistics, norms if asked for."""
+        """Of the last step: clip coefficient, loss scale, non-finite steps so far, the rule's statistics, norms."""
         last = self.optimizer.last_step
-        scale, overflows = last.loss_scale, self.optimizer.overflows  # each is read back from the device
+        scale, nonfinite_steps = last.loss_scale, self.optimizer.nonfinite_steps  # each is read back from the device
         told: dict[str, Any] = {}
-        if last.clip_factor is not None:
-            told["clip_factor"] = float(last.clip_factor)
+        if last.clip_coef is not None:
+            told["clip_coef"] = float(last.clip_coef)
         if scale is not None:
             told["loss_scale"] = scale
-        if scale is not None or overflows:
-            told["overflows"] = overflows
+        if scale is not None or nonfinite_steps:
+            told["nonfinite_steps"] = nonfinite_steps
         if self.fused.log_norms:
             told |= {f"{PARAM_NORM}{name}": norm for name, norm in zip(last.names, last.norms.tolist(), strict=True)}
         return {**told, **last.statistics}

@@ -65,9 +65,9 @@ def train(net, rows_of, settings, micro_batches=1):
                 opt.backward(loss if opt.replay == "forward" else loss())
     report = opt.last_step
     return {
-        "weights": {name: placements.whole(param).clone() for name, param in net.named_parameters()},
+        "weights": {name: placements.full_tensor(param).clone() for name, param in net.named_parameters()},
         "told": (report.step, report.names, report.grad_norm.item()),
-        "factor": None if report.clip_factor is None else report.clip_factor.item(),
+        "factor": None if report.clip_coef is None else report.clip_coef.item(),
         "placement": opt.placement,
     }
 

@@ -190,8 +190,8 @@ def test_contenders_train_as_they_say(tiny_llama):
 
     expected, gradients = trained(partial(ordinary, **adamw), tiny_llama, rows)
     assert gradients == 0 and not all(map(torch.equal, expected, start))
-    weights, _ = trained(partial(fused, rule=torch.optim.AdamW, foreach=False, sums="gradient", policy="deferred"),
-                         tiny_llama, rows)  # fmt: skip
+    settings = {"rule": torch.optim.AdamW, "foreach": False, "accumulation_dtype": "gradient", "policy": "deferred"}
+    weights, _ = trained(partial(fused, **settings), tiny_llama, rows)
     torch.testing.assert_close(weights, expected, rtol=0, atol=0)
 
     expected, _ = trained(partial(ordinary, **adamw), tiny_llama, rows[:1])

@@ -124,8 +124,8 @@ def train_fused(model, rule, accumulation, callable_loss=False, **options):
             with opt.accumulate() if n < accumulation else nullcontext():
                 loss = (lambda ids=ids: loss_of(model, ids, accumulation)) if callable_loss else None
                 losses.append(opt.backward(loss or loss_of(model, ids, accumulation)))
-        if opt.last_step.clip_factor is not None:
-            factors.append(float(opt.last_step.clip_factor))
+        if opt.last_step.clip_coef is not None:
+            factors.append(float(opt.last_step.clip_coef))
     return factors, losses, opt
 
 
@@ -171,12 +171,12 @@ def test_with_a_dynamic_loss_scale(kind, rule, policy, accumulation):
     clip_norm = usual_norm(kind, rule, accumulation)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=4)
     _, losses = train_ordinarily(ordinary, rule, accumulation, clip_norm=clip_norm, scaler=scaler)
-    scale = lowmem.DynamicScale(init=2.0**12, interval=4)
+    scale = lowmem.DynamicScale(init_scale=2.0**12, growth_interval=4)
     _, fused_losses, opt = train_fused(fused, rule, accumulation, clip_norm=clip_norm, loss_scale=scale, policy=policy)
     assert torch.equal(torch.stack(fused_losses), torch.stack(losses))
     assert_same_bits(ordinary, fused)
     assert opt.loss_scale == scaler.get_scale() == 2.0 ** (12 + 6 - 2)
-    assert (opt.state_dict()["step"], opt.overflows) == (STEPS - 2, 2)
+    assert (opt.state_dict()["step"], opt.nonfinite_steps) == (STEPS - 2, 2)
 
 
 @pytest.mark.parametrize("kind", ["dense", "experts"])

@@ -11,7 +11,7 @@ from pretended_gpu import Failed, watched
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lowmem
-from lowmem.placements.record import Slot
+from lowmem.placements.record import ParamRecord
 from lowmem.step.offload import Host
 from lowmem.tiles.layout import Span
 from lowmem.tiles.storage import ROUNDINGS
@@ -125,7 +125,7 @@ ELEMENTS = 10_000
 
 def slots_of(count):
     params = [torch.nn.Parameter(torch.zeros(ELEMENTS, device="gpu")) for _ in range(count)]
-    return [Slot(f"p{n}", param, {}, Span((ELEMENTS,), 0, ELEMENTS, ELEMENTS)) for n, param in enumerate(params)]
+    return [ParamRecord(f"p{n}", param, {}, Span((ELEMENTS,), 0, ELEMENTS, ELEMENTS)) for n, param in enumerate(params)]
 
 
 def gradient():
@@ -135,21 +135,21 @@ def gradient():
 def step_of_two_micro_batches():
     """Returns how many gradients are on the device at most while they come, and while they are applied."""
     with watched() as watch:
-        slots, store = slots_of(6), Host()
+        records, store = slots_of(6), Host()
         standing = watch.held
-        for slot in slots:
-            store.keep(slot, gradient())
-        for slot in slots:
-            store.keep(slot, store.get(slot).add_(gradient()))
-        for slot in slots:
+        for record in records:
+            store.keep(record, gradient())
+        for record in records:
+            store.keep(record, store.get(record).add_(gradient()))
+        for record in records:
             watch.most = 0
-            store.keep(slot, gradient())
+            store.keep(record, gradient())
         coming = watch.most - standing
         watch.most = 0
-        for slot, grad in store.drain(slots):
-            slot.param.detach().sub_(grad)
+        for record, grad in store.drain(records):
+            record.param.detach().sub_(grad)
             del grad
-        store.keep(slots[0], gradient())
+        store.keep(records[0], gradient())
         return coming / ELEMENTS / 4, (watch.most - standing) / ELEMENTS / 4
 
 
@@ -159,15 +159,15 @@ def test_how_many_gradients_are_on_the_device(pretending):
 
 def give_up(how):
     with watched() as watch:
-        slots, store = slots_of(3), Host()
+        records, store = slots_of(3), Host()
         standing = watch.held
-        for slot in slots:
-            store.keep(slot, gradient())
+        for record in records:
+            store.keep(record, gradient())
         if how == "while they are applied":
-            next(store.drain(slots))
+            next(store.drain(records))
         store.clear()
         assert watch.held == standing
-        assert not list(store.drain(slots))
+        assert not list(store.drain(records))
 
 
 @pytest.mark.parametrize("how", ["while they come", "while they are applied"])
@@ -194,8 +194,8 @@ def test_a_wait_that_is_forgotten_is_noticed(stream_method, pretending):
 def forget_what_leaves():
     """As if a store gave gradients back before they are copied."""
     with watched():
-        (slot,), store = slots_of(1), Host()
-        store.keep(slot, gradient())
+        (record,), store = slots_of(1), Host()
+        store.keep(record, gradient())
         store._leaving.clear()
         gradient()
 

@@ -80,7 +80,7 @@ def test_two_processes_are_one_run(folder, alone, tmp_path):
     ours, its = metrics(tmp_path / "run"), metrics(alone)
     assert [line["step"] for line in ours] == [line["step"] for line in its] == list(range(1, 7))
     for one, other in zip(ours, its, strict=True):
-        for key in ("loss", "grad_norm", "clip_factor", "tokens"):
+        for key in ("loss", "grad_norm", "clip_coef", "tokens"):
             assert one[key] == pytest.approx(other[key], rel=1e-4), key
     assert done.stdout.count("step 6/6  loss") == 1
     assert "destroy_process_group" not in done.stderr
@@ -138,7 +138,7 @@ def test_processes_that_share_a_model(folder, alone, tmp_path, shards, launcher)
     assert done.stdout.count("step 4/4  loss") == 1
     assert "destroy_process_group" not in done.stderr
     for ours, its in zip(metrics(tmp_path / "run"), metrics(tmp_path / "one"), strict=True):
-        for key in ("loss", "grad_norm", "clip_factor", "tokens"):
+        for key in ("loss", "grad_norm", "clip_coef", "tokens"):
             assert ours[key] == pytest.approx(its[key], rel=1e-4), key
     files = [{p.name for p in (tmp_path / name / "checkpoint-4").iterdir()} for name in ("run", "one")]
     assert {name for name in files[0] if "rng_state" not in name} == {n for n in files[1] if "rng_state" not in n}

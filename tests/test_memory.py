@@ -147,7 +147,7 @@ PLANS = {
     "on disk": ({"policy": "deferred", "store": "disk"}, 1, torch.float32, 1, 0),
     "on disk, 8": ({"policy": "deferred", "store": "disk"}, 8, torch.float32, 1, 0),
     "bfloat16": ({"policy": "deferred"}, 1, torch.bfloat16, 0, 1),
-    "bfloat16, 8": ({"policy": "deferred", "sums": "gradient"}, 8, torch.bfloat16, 1, 1),
+    "bfloat16, 8": ({"policy": "deferred", "accumulation_dtype": "gradient"}, 8, torch.bfloat16, 1, 1),
     # float32 sums of bfloat16 gradients are twice as large; the second micro-batch makes them, beside both gradients
     "float32 sums, 8": ({"policy": "deferred"}, 8, torch.bfloat16, 2, 2),
     "float32 sums on disk, 8": ({"policy": "deferred", "store": "disk"}, 8, torch.bfloat16, 3, 0),

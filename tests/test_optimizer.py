@@ -276,7 +276,7 @@ def test_last_step(loss_scale, give_gradients):
     assert step.loss_scale == (1024 if loss_scale == 1024 else None)
     torch.testing.assert_close(step.norms, torch.tensor([5.0, math.sqrt(24)]))
     torch.testing.assert_close(step.grad_norm, torch.tensor(7.0))
-    assert (step.nonfinite, step.skipped, opt.nonfinite_gradients) == ([], 0, 0)
+    assert (step.nonfinite, step.skipped_params, opt.nonfinite_gradients) == ([], 0, 0)
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
@@ -288,7 +288,7 @@ def test_nonfinite_gradients_are_left_out_and_reported(rule, bad, give_gradients
         before = good.detach().clone()
         give_gradients(opt, (good, torch.ones(3, 3)), (spoilt, torch.full((3, 3), bad)))
         assert opt.last_step.nonfinite == ["spoilt"]
-        assert opt.last_step.skipped == 1
+        assert opt.last_step.skipped_params == 1
         assert opt.nonfinite_gradients == count
         assert (good < before).all()
         assert (spoilt == 1).all()
@@ -466,7 +466,7 @@ def test_failed_construction_leaves_no_hook():
         ({"store_dir": "/tmp"}, ConfigError, "no effect without store='disk'"),
         ({"store": "disk", "store_dir": "/no/such/folder"}, ConfigError, "is no folder"),
         ({"store": "host", "policy": "two_pass"}, ConfigError, "they are of 'deferred'"),
-        ({"sums": "float64"}, ConfigError, "Known are float32, gradient"),
+        ({"accumulation_dtype": "float64"}, ConfigError, "Known are float32, gradient"),
         ({"replay": "forward", "policy": "deferred"}, ConfigError, "it is of 'two_pass'"),
         ({"loss_scale": "static"}, ConfigError, "neither a number >= 0"),
     ],
@@ -528,8 +528,8 @@ def test_parameter_that_cannot_be_seen_as_a_matrix():
 )
 def test_compile_setting(wanted, compiler, large, compiled, monkeypatch):
     """`auto` compiles where there is a compiler and enough to win; what was asked for and cannot be raises."""
-    monkeypatch.setattr(lowmem.options, "has_compiler", lambda device: compiler)
-    monkeypatch.setattr(lowmem.options, "COMPILE_FROM", 10 if large else 1000)
+    monkeypatch.setattr(lowmem.optimizer, "has_compiler", lambda device: compiler)
+    monkeypatch.setattr(lowmem.optimizer, "COMPILE_FROM", 10 if large else 1000)
     param = torch.nn.Parameter(torch.zeros(100))
     if compiled is ConfigError:
         with pytest.raises(ConfigError, match="there is no compiler for 'cpu'; use compile=False"):

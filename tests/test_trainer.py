@@ -92,23 +92,23 @@ def test_clipping_and_accumulation_are_the_trainers_own_to_the_last_bit(
     assert [e["loss"] for e in logs[0]] == [e["loss"] for e in logs[1]]
     if max_grad_norm:
         assert [e["grad_norm"] for e in logs[0]] == [e["grad_norm"] for e in logs[1]]
-        assert {e["clip_factor"] < 1 for e in logs[0]} == {True, False}
+        assert {e["clip_coef"] < 1 for e in logs[0]} == {True, False}
     else:
-        assert not any("clip_factor" in e for e in logs[0])
+        assert not any("clip_coef" in e for e in logs[0])
 
 
 def test_telemetry_reaches_the_log(make):
-    fused = lowmem.FusedConfig(loss_scale=lowmem.DynamicScale(init=1024.0, interval=3), log_norms=True)
+    fused = lowmem.FusedConfig(loss_scale=lowmem.DynamicScale(init_scale=1024.0, growth_interval=3), log_norms=True)
     trainer = make(fused=fused, max_grad_norm=0.5)
     trainer.train()
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert [entry["loss_scale"] for entry in logs] == [1024.0] * 3 + [2048.0] * 3 + [4096.0] * 2
-    assert {entry["overflows"] for entry in logs} == {0}
+    assert {entry["nonfinite_steps"] for entry in logs} == {0}
     for entry in logs:
         norms = [value for key, value in entry.items() if key.startswith("grad_norm/")]
         assert len(norms) == len(trainer.optimizer.last_step.names)
         assert entry["grad_norm"] == pytest.approx(math.hypot(*norms), rel=1e-5)
-        assert entry["clip_factor"] == pytest.approx(min(1.0, 0.5 / entry["grad_norm"]), rel=1e-4)
+        assert entry["clip_coef"] == pytest.approx(min(1.0, 0.5 / entry["grad_norm"]), rel=1e-4)
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -138,7 +138,7 @@ def test_an_overflow_is_a_step_left_out_and_the_schedule_waits(make, accumulatio
     assert unmoved == [step in (2, 5) for step in range(8)]
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert [entry["loss_scale"] for entry in logs] == [2.0**16] * 3 + [2.0**15] * 3 + [2.0**14] * 2
-    assert [entry["overflows"] for entry in logs] == [0, 0, 1, 1, 1, 2, 2, 2]
+    assert [entry["nonfinite_steps"] for entry in logs] == [0, 0, 1, 1, 1, 2, 2, 2]
     rates = [entry["learning_rate"] for entry in logs]
     assert [after == before for before, after in itertools.pairwise(rates)] == [step in (2, 5) for step in range(7)]
     assert trainer.optimizer.state_dict()["step"] == 6
@@ -196,7 +196,7 @@ RESUMED = {
     "clipped": (3, {}, {"max_grad_norm": 0.7}),
     "accumulated and scaled": (
         3,
-        {"loss_scale": lowmem.DynamicScale(init=64.0, interval=2)},
+        {"loss_scale": lowmem.DynamicScale(init_scale=64.0, growth_interval=2)},
         {"gradient_accumulation_steps": 2, "max_grad_norm": 0.7, "per_device_train_batch_size": 2},
     ),
 }
@@ -214,7 +214,7 @@ def test_a_resumed_run_ends_in_the_same_weights(make, tiny_llama, stop, options,
     again.train(resume_from_checkpoint=f"{again.args.output_dir}/checkpoint-{stop}")
     assert all(torch.equal(a, b) for a, b in zip(weights(whole), weights(again), strict=True))
     logged = [trainer.state.log_history[-2] for trainer in (again, whole)]
-    for key in ("loss", "grad_norm", "clip_factor", "loss_scale"):
+    for key in ("loss", "grad_norm", "clip_coef", "loss_scale"):
         assert logged[0].get(key) == logged[1].get(key)
 
 
@@ -428,7 +428,7 @@ def test_the_fused_loss_of_trl_is_the_same_twice(tiny_llama, tokenizer, tmp_path
         )
         trainer.train()
         trainer.optimizer.state_dict()  # raises if the replay was another computation
-        assert trainer.optimizer.last_step.clip_factor < 1
+        assert trainer.optimizer.last_step.clip_coef < 1
         runs.append(weights(trainer))
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 

@@ -41,7 +41,7 @@ _ELSEWHERE: dict[str, tuple[tuple[Any, ...], str]] = {
     "amp.enabled": ((False,), "use bf16 or fp16 of the trainer"),
     "torch_autocast.enabled": ((False,), "use bf16 of the trainer, with weights in bfloat16"),
     "tensor_parallel.autotp_size": ((0, 1), "matrices are cut by ZeRO-3 alone"),
-    "data_types.grad_accum_dtype": ((), "micro-batches are summed in what optimizer.sums says"),
+    "data_types.grad_accum_dtype": ((), "micro-batches are summed in what optimizer.accumulation_dtype says"),
 }
 
 
@@ -174,9 +174,9 @@ class Zero3Sharding(Sharding):
         if fixed := described.get("loss_scale"):
             return float(fixed)
         return DynamicScale(
-            init=2.0 ** described.get("initial_scale_power", 16),
-            interval=described.get("loss_scale_window", 1000),
-            least=float(described.get("min_loss_scale", 1)),
+            init_scale=2.0 ** described.get("initial_scale_power", 16),
+            growth_interval=described.get("loss_scale_window", 1000),
+            min_scale=float(described.get("min_loss_scale", 1)),
             hysteresis=described.get("hysteresis", 2),
         )
 

@@ -42,7 +42,7 @@ def save_weights(
     folder: Path,
     *,
     shape_of: ShapeOf = placements.shape_of,
-    gather: Gather = placements.whole,
+    gather: Gather = placements.full_tensor,
     write: bool = True,
     max_shard_size: int | str = "50GB",
 ) -> None:

@@ -11,7 +11,7 @@ from lowmem.placements.local import Local
 from lowmem.placements.ranks import Ranks
 from lowmem.placements.replicated import Replicated
 
-__all__ = ["PLACEMENTS", "Local", "Ranks", "fill", "find", "in_group", "release", "shape_of", "whole"]
+__all__ = ["PLACEMENTS", "Local", "Ranks", "fill", "find", "full_tensor", "in_group", "release", "shape_of"]
 
 PLACEMENTS = ("local", "replicated", "zero3", "fsdp2")
 
@@ -56,9 +56,9 @@ def shape_of(tensor: Tensor) -> tuple[int, ...]:
     return _holding(tensor).span(tensor).shape
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """All of a parameter or buffer. Every rank that holds a piece of it calls it."""
-    return _holding(tensor).whole(tensor)
+    return _holding(tensor).full_tensor(tensor)
 
 
 def fill(tensor: Tensor, value: Tensor) -> None:

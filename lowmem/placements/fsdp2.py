@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 
 from lowmem.errors import UnsupportedError
 from lowmem.placements.ranks import Ranks
-from lowmem.placements.record import Slot
+from lowmem.placements.record import ParamRecord
 from lowmem.placements.sharded import Sharded, held_by
 from lowmem.tiles.layout import Span
 
@@ -42,8 +42,8 @@ class FSDP2(Sharded):
             )
         super().admit(name, param)
 
-    def adopt(self, slots: Collection[Slot]) -> None:
-        own = {slot.param for slot in slots}
+    def adopt(self, records: Collection[ParamRecord]) -> None:
+        own = {record.param for record in records}
         for found in gc.get_objects():
             if issubclass(type(found), FSDPModule) and not own.isdisjoint(found.parameters()):
                 self._modules.append(found)
@@ -53,7 +53,7 @@ class FSDP2(Sharded):
                     "(reshard_after_forward). Call reshard() on every FSDPModule before the optimizer is made"
                 )
 
-    def settle(self, slots: Collection[Slot]) -> None:
+    def settle(self, records: Collection[ParamRecord]) -> None:
         for module in self._modules:
             module.reshard()
 

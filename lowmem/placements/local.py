@@ -8,10 +8,10 @@ from torch import Tensor
 
 from lowmem.errors import UnsupportedError
 from lowmem.placements.ranks import Ranks
-from lowmem.placements.record import Slot
+from lowmem.placements.record import ParamRecord
 from lowmem.tiles.layout import Layout, Span, View
 
-Reduced = Iterator[tuple[Slot, Tensor]]
+Reduced = Iterator[tuple[ParamRecord, Tensor]]
 
 
 class Local:
@@ -31,11 +31,11 @@ class Local:
     def admit(self, name: str, param: Tensor) -> None:
         """Raises `UnsupportedError` for a parameter that cannot be updated where it is."""
 
-    def adopt(self, slots: Collection[Slot]) -> None:
+    def adopt(self, records: Collection[ParamRecord]) -> None:
         """Takes in parameters that an optimizer is to update."""
 
-    def begin(self, slots: Collection[Slot]) -> None:
-        """A backward begins in which gradients are reduced; `slots` are all that may get one."""
+    def begin(self, records: Collection[ParamRecord]) -> None:
+        """A backward begins in which gradients are reduced; `records` are all that may get one."""
 
     def take(self, param: Tensor) -> Tensor:
         """Takes the finished gradient off the parameter: the caller's reference is the only one."""
@@ -46,9 +46,9 @@ class Local:
             raise UnsupportedError("has a sparse gradient; make its module with sparse=False")
         return grad
 
-    def reduce(self, slot: Slot, grad: Tensor) -> Reduced:
+    def reduce(self, record: ParamRecord, grad: Tensor) -> Reduced:
         """Takes a finished gradient in, and gives those that are ready by now, averaged over ranks."""
-        yield slot, grad
+        yield record, grad
 
     def flush(self) -> Reduced:
         """Gives the rest: the backward has ended."""
@@ -57,7 +57,7 @@ class Local:
     def drop(self) -> None:
         """Forgets what is under way: the backward died."""
 
-    def settle(self, slots: Collection[Slot]) -> None:
+    def settle(self, records: Collection[ParamRecord]) -> None:
         """The updates of a step are done: nothing of the weights before it may stay."""
 
     def measured_leaves(self, params: Sequence[Tensor]) -> Sequence[Tensor] | None:
@@ -77,7 +77,7 @@ class Local:
     def write(self, param: Tensor, piece: Tensor) -> None:
         """Puts the piece that `read` gave, and that has changed since, where it is kept."""
 
-    def whole(self, param: Tensor) -> Tensor:
+    def full_tensor(self, param: Tensor) -> Tensor:
         """All of a parameter. Every rank calls it."""
         return param.detach()
 
@@ -89,7 +89,7 @@ class Local:
     def release(self, param: Tensor) -> None:
         """Gives back what is gathered of a parameter."""
 
-    def join(self, piece: Tensor, span: Span) -> Tensor:
+    def gather(self, piece: Tensor, span: Span) -> Tensor:
         """All of a tensor that is cut as a parameter is. Every rank calls it."""
         return piece
 
@@ -100,9 +100,9 @@ class Local:
     def died(self) -> None:
         """A backward ended with an error: lets the next one begin anew."""
 
-    def layout(self, slot: Slot, view: View) -> Layout:
+    def layout(self, record: ParamRecord, view: View) -> Layout:
         """The rectangles of the piece."""
-        layout, param = Layout.of(slot.span.shape, view), slot.param
+        layout, param = Layout.of(record.span.shape, view), record.param
         try:
             layout.views(param)
         except RuntimeError:

@@ -19,7 +19,7 @@ _HOOKED = WeakTensorKeyDictionary()
 
 
 @dataclass
-class Slot:
+class ParamRecord:
     """One parameter of a `FusedOptimizer`.
 
     group: its parameter group, the live one that schedulers edit.  span: which elements of it are here.  plan, layout:
@@ -40,7 +40,7 @@ class Slot:
     square_sum: Tensor | None = None
     measured: Mapping[str, Tensor] = field(default_factory=dict)
 
-    def attach(self, hook: Callable[["Slot", Tensor], None]) -> None:
+    def attach(self, hook: Callable[["ParamRecord", Tensor], None]) -> None:
         """Hooks the parameter.
 
         Raises:

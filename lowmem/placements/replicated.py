@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lowmem.errors import StepError, UnsupportedError
 from lowmem.placements.local import Local, Reduced
-from lowmem.placements.record import Slot
+from lowmem.placements.record import ParamRecord
 from lowmem.tiles.sweep import flat
 
 # Averages that may be under way while the backward goes on.
@@ -36,32 +36,32 @@ class Replicated(Local):
     def __init__(self) -> None:
         self._order: list[str] = []  # in which averages begin
         self._learned = False  # it is the order in which gradients come
-        self._slots: dict[str, Slot] = {}
+        self._records: dict[str, ParamRecord] = {}
         self._came: dict[str, None] = {}  # names in this backward, in the order of their gradients
         self._begun = 0
         self._early: dict[str, Tensor] = {}  # gradients whose turn has not come
-        self._flying: deque[tuple[Slot, Tensor, dist.Work]] = deque()
+        self._flying: deque[tuple[ParamRecord, Tensor, dist.Work]] = deque()
 
-    def adopt(self, slots: Collection[Slot]) -> None:
+    def adopt(self, records: Collection[ParamRecord]) -> None:
         with torch.no_grad():
-            for slot in slots:
-                dist.broadcast(slot.param.detach(), src=0)
+            for record in records:
+                dist.broadcast(record.param.detach(), src=0)
 
-    def begin(self, slots: Collection[Slot]) -> None:
+    def begin(self, records: Collection[ParamRecord]) -> None:
         self.drop()
-        self._slots = {slot.name: slot for slot in slots if slot.handle is not None}
-        if set(self._order) != self._slots.keys():
-            self._order, self._learned = list(reversed(self._slots)), False
-            _refuse_wrapper(slots)  # one that came later than the optimizer
+        self._records = {record.name: record for record in records if record.handle is not None}
+        if set(self._order) != self._records.keys():
+            self._order, self._learned = list(reversed(self._records)), False
+            _refuse_wrapper(records)  # one that came later than the optimizer
 
-    def reduce(self, slot: Slot, grad: Tensor) -> Reduced:
-        if slot.name in self._came:
+    def reduce(self, record: ParamRecord, grad: Tensor) -> Reduced:
+        if record.name in self._came:
             raise StepError(
-                f"parameter {slot.name!r} got its gradient in two parts within one backward, and the first part is on "
-                "its way to the other ranks. Use checkpoint(..., use_reentrant=False)"
+                f"parameter {record.name!r} got its gradient in two parts within one backward, and the first part is "
+                "on its way to the other ranks. Use checkpoint(..., use_reentrant=False)"
             )
-        self._came[slot.name] = None
-        self._early[slot.name] = grad
+        self._came[record.name] = None
+        self._early[record.name] = grad
         while self._begun < len(self._order) and self._order[self._begun] in self._early:
             self._fly(self._order[self._begun])
             yield from self._land(_UNDER_WAY)
@@ -70,14 +70,14 @@ class Replicated(Local):
         found: dict[str, Tensor] = {}
         for name in self._order[self._begun :]:
             if name not in self._came:
-                self._early[name] = torch.zeros_like(self._slots[name].param)
+                self._early[name] = torch.zeros_like(self._records[name].param)
             self._fly(name)
             yield from self._apart(self._land(_UNDER_WAY), found)
         yield from self._apart(self._land(0), found)
         anywhere = self._came_anywhere()
         for name, grad in found.items():
             if name in anywhere:
-                yield self._slots[name], grad
+                yield self._records[name], grad
         self._learn()
 
     def drop(self) -> None:
@@ -92,28 +92,28 @@ class Replicated(Local):
         self._begun += 1
         work = dist.all_reduce(flat(grad), async_op=True)
         assert work is not None
-        self._flying.append((self._slots[name], grad, work))
+        self._flying.append((self._records[name], grad, work))
 
     def _land(self, under_way: int) -> Reduced:
         """Gives finished averages until so many are left."""
         while len(self._flying) > under_way:
-            slot, grad, work = self._flying.popleft()
+            record, grad, work = self._flying.popleft()
             work.wait()
-            yield slot, grad
+            yield record, grad
 
     def _apart(self, landed: Reduced, absent: dict[str, Tensor]) -> Reduced:
         """Keeps back the averages of gradients that this rank has not: they may be nobody's."""
-        for slot, grad in landed:
-            if slot.name in self._came:
-                yield slot, grad
+        for record, grad in landed:
+            if record.name in self._came:
+                yield record, grad
             else:
-                absent[slot.name] = grad
+                absent[record.name] = grad
 
     def _came_anywhere(self) -> set[str]:
         """The parameters of which some rank has had a gradient."""
         if not self._order:
             return set()
-        device = self._slots[self._order[0]].param.device
+        device = self._records[self._order[0]].param.device
         here = torch.tensor([name in self._came for name in self._order], dtype=torch.int32)
         flags = here.to(device, non_blocking=True)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
@@ -131,8 +131,8 @@ class Replicated(Local):
         self._order, self._learned = order[0], True
 
 
-def _refuse_wrapper(slots: Collection[Slot]) -> None:
-    own = {slot.param for slot in slots}
+def _refuse_wrapper(records: Collection[ParamRecord]) -> None:
+    own = {record.param for record in records}
     for found in gc.get_objects():
         if type(found) is torch.nn.parallel.DistributedDataParallel and not own.isdisjoint(found.parameters()):
             raise UnsupportedError(

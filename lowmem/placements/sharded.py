@@ -9,7 +9,7 @@ from torch import Tensor
 from lowmem.errors import UnsupportedError
 from lowmem.placements.local import Local
 from lowmem.placements.ranks import Ranks
-from lowmem.placements.record import Slot
+from lowmem.placements.record import ParamRecord
 from lowmem.tiles.layout import Layout, Span, View
 
 
@@ -35,26 +35,26 @@ class Sharded(Local):
     def _ranks_of(self, param: Tensor) -> Ranks:
         """Those over which a parameter is cut."""
 
-    def layout(self, slot: Slot, view: View) -> Layout:
-        return Layout.of(slot.span.shape, view, slot.span.start, slot.span.stop)
+    def layout(self, record: ParamRecord, view: View) -> Layout:
+        return Layout.of(record.span.shape, view, record.span.start, record.span.stop)
 
     def measured_leaves(self, params: Sequence[Tensor]) -> Sequence[Tensor] | None:
         return None  # the leaves of the graph are gathered parameters, which come and go
 
-    def whole(self, param: Tensor) -> Tensor:
-        return self._join(self._ranks_of(param), self.read(param), self.span(param))
+    def full_tensor(self, param: Tensor) -> Tensor:
+        return self._gather(self._ranks_of(param), self.read(param), self.span(param))
 
     def fill(self, param: Tensor, whole: Tensor) -> None:
         piece = self.read(param)
         piece.copy_(self.cut(whole, self.span(param)))
         self.write(param, piece)
 
-    def join(self, piece: Tensor, span: Span) -> Tensor:
+    def gather(self, piece: Tensor, span: Span) -> Tensor:
         assert self.ranks is not None
-        return self._join(self.ranks, piece, span)
+        return self._gather(self.ranks, piece, span)
 
     @staticmethod
-    def _join(ranks: Ranks, piece: Tensor, span: Span) -> Tensor:
+    def _gather(ranks: Ranks, piece: Tensor, span: Span) -> Tensor:
         return ranks.gather(piece, span.size)[: span.numel].view(span.shape)
 
     def cut(self, whole: Tensor, span: Span) -> Tensor:

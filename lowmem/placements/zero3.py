@@ -14,7 +14,7 @@ from torch import Tensor
 from lowmem.errors import StepError, UnsupportedError
 from lowmem.placements.local import Reduced
 from lowmem.placements.ranks import Ranks
-from lowmem.placements.record import Slot
+from lowmem.placements.record import ParamRecord
 from lowmem.placements.sharded import Sharded, held_by
 from lowmem.tiles.layout import Span
 
@@ -41,8 +41,8 @@ class Zero3(Sharded):
             )
         super().admit(name, param)
 
-    def adopt(self, slots: Collection[Slot]) -> None:
-        _refuse_engine_optimizer({slot.param for slot in slots})
+    def adopt(self, records: Collection[ParamRecord]) -> None:
+        _refuse_engine_optimizer({record.param for record in records})
 
     def _ranks_of(self, param: Any) -> Ranks:
         return Ranks(param.ds_process_group, param.device)
@@ -65,12 +65,12 @@ class Zero3(Sharded):
             param.nvme_swapper.swap_out_and_release([param])
         param.ds_secondary_tensor = None  # hierarchical partitioning's copy, made anew at the next gather
 
-    def reduce(self, slot: Slot, grad: Tensor) -> Reduced:
+    def reduce(self, record: ParamRecord, grad: Tensor) -> Reduced:
         assert self.ranks is not None
-        yield slot, self.ranks.scatter_mean(grad.contiguous().view(-1), slot.span.size)
+        yield record, self.ranks.scatter_mean(grad.contiguous().view(-1), record.span.size)
 
-    def whole(self, param: Any) -> Tensor:
-        whole = super().whole(param)
+    def full_tensor(self, param: Any) -> Tensor:
+        whole = super().full_tensor(param)
         if _in_file(param):  # the buffers that it is read into are few
             param.nvme_swapper.remove_partition_and_release_buffers([param])
         return whole
@@ -87,10 +87,10 @@ class Zero3(Sharded):
             param.partition()
 
     @torch.no_grad()
-    def settle(self, slots: Collection[Slot]) -> None:
+    def settle(self, records: Collection[ParamRecord]) -> None:
         from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-        params: list[Any] = [slot.param for slot in slots if slot.handle is not None]
+        params: list[Any] = [record.param for record in records if record.handle is not None]
         for param in params:
             if param.ds_status is ZeroParamStatus.INFLIGHT:
                 raise StepError(

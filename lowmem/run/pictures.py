@@ -61,9 +61,9 @@ def loss_keys(records: list[Record]) -> list[str]:
     return [key for key in keys if re.fullmatch(r"eval_(.+_)?(?<!aux_)loss", key)]
 
 
-def new_overflows(records: list[Record]) -> list[int]:
-    """How many overflows came with each record that counts them."""
-    counts = [0, *(record["overflows"] for record in records if "overflows" in record)]
+def new_nonfinite_steps(records: list[Record]) -> list[int]:
+    """How many nonfinite_steps came with each record that counts them."""
+    counts = [0, *(record["nonfinite_steps"] for record in records if "nonfinite_steps" in record)]
     return [now - before for before, now in itertools.pairwise(counts)]
 
 
@@ -95,7 +95,7 @@ def loss_picture(records: list[Record], name: str) -> "Figure":
     """Loss, gradient norm and learning rate; below them clip factor and loss scale, where they were logged."""
     from matplotlib.figure import Figure
 
-    below = {"clip_factor": _clip_panel, "loss_scale": _scale_panel}
+    below = {"clip_coef": _clip_panel, "loss_scale": _scale_panel}
     more = [panel for key, panel in below.items() if any(key in record for record in records)]
     figure = Figure(figsize=(9, 7 + 1.4 * len(more)), layout="constrained")
     loss, norm, rate, *rest = figure.subplots(
@@ -131,7 +131,7 @@ def _panel(axes: "Axes", steps: list[int], values: list[float], color: str, labe
 
 
 def _clip_panel(axes: "Axes", records: list[Record]) -> None:
-    steps, factors = series(records, "clip_factor")
+    steps, factors = series(records, "clip_coef")
     factors = [factor or math.nan for factor in factors]  # 0 comes of an infinite norm, whose step was left out
     _panel(axes, steps, factors, _EVAL[1], "clip factor")
     axes.set(ylim=(0, 1.05))
@@ -142,7 +142,7 @@ def _scale_panel(axes: "Axes", records: list[Record]) -> None:
     axes.step(steps, scales, where="post", color=_BLUE, lw=1.3)
     axes.set_yscale("log", base=2)
     axes.set(ylabel="loss scale", ylim=(min(scales) / 2, max(scales) * 2))
-    met = [i for i, new in enumerate(new_overflows(records)) if new]
+    met = [i for i, new in enumerate(new_nonfinite_steps(records)) if new]
     if met:
         at = [steps[i] for i in met], [scales[i] for i in met]
         axes.plot(*at, "x", color=_EVAL[0], ms=6, mew=1.5, label="overflow")

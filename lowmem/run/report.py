@@ -26,7 +26,7 @@ from lowmem.errors import ConfigError, LowmemError
 from lowmem.files import cpu, version, write_file, writing
 from lowmem.hf.checkpoint import by_number
 from lowmem.placements import shape_of
-from lowmem.run.pictures import Record, draw, loss_keys, new_overflows, series, size
+from lowmem.run.pictures import Record, draw, loss_keys, new_nonfinite_steps, series, size
 
 METRICS = "metrics.jsonl"
 
@@ -215,15 +215,15 @@ def _log_line(record: Record, max_steps: int) -> str | None:
         )
     if "loss" in record:
         norm, name = record.get("grad_norm", math.nan), record.get(DOMINANT)
-        clip = f"  clip {_factor(record['clip_factor']):>5}" if "clip_factor" in record else ""
+        clip = f"  clip {_factor(record['clip_coef']):>5}" if "clip_coef" in record else ""
         scale = f"  scale {record['loss_scale']:>10,.10g}" if "loss_scale" in record else ""
         # what may come and go stands last
-        overflows = f"  overflows {record['overflows']:,}" if record.get("overflows") else ""
+        nonfinite_steps = f"  nonfinite_steps {record['nonfinite_steps']:,}" if record.get("nonfinite_steps") else ""
         dominant = f"  {record['dominant_proportion']:.0%} of the norm is {name}" if name else ""
         return (
             f"{step}  loss {record['loss']:>8.4f}  grad norm {norm:>9.3e}{clip}{scale}  "
             f"lr {record.get('learning_rate', 0.0):.2e}  {record['tokens_per_second']:>9,.0f} tokens/s  "
-            f"peak {size(record['peak_memory']):>10}{overflows}{dominant}"
+            f"peak {size(record['peak_memory']):>10}{nonfinite_steps}{dominant}"
         )
     scores = {name.removeprefix("eval_"): value for name, value in record.items() if name.startswith("eval_")}
     shown = [f"{name.replace('_', ' ')} {v:.4f}" for name, v in scores.items() if not name.endswith(_TIMING)]
@@ -352,12 +352,12 @@ def _results(records: list[Record]) -> list[tuple[str, str]]:
     rates = [value for value in series(records, "tokens_per_second")[1] if math.isfinite(value)]
     if rates:
         results.append(("tokens/s, median", f"{statistics.median(rates):,.0f}"))
-    factors = [value for value in series(records, "clip_factor")[1] if value > 0]  # 0 is the factor of an overflow
+    factors = [value for value in series(records, "clip_coef")[1] if value > 0]  # 0 is the factor of an overflow
     if factors:
         clipped = sum(value < 1 for value in factors) / len(factors)
         results.append(("clipped", f"{clipped:.0%} of the logged steps"))
-    if overflows := sum(new_overflows(records)):
-        results.append(("overflows", f"{overflows:,} steps with a gradient that was not finite"))
+    if nonfinite_steps := sum(new_nonfinite_steps(records)):
+        results.append(("nonfinite_steps", f"{nonfinite_steps:,} steps with a gradient that was not finite"))
     peak = max(record["peak_memory"] for record in records)
     return [*results, ("peak memory", f"{size(peak)} (weights {size(records[-1]['weight_bytes'])})")]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lowmem.errors import ConfigError
 from lowmem.placements import Local, Ranks
-from lowmem.placements.record import Slot
+from lowmem.placements.record import ParamRecord
 from lowmem.rules import GroupNorms, OwnClip, UpdateRule
 from lowmem.step.loss_scaler import LossScale
 from lowmem.tiles.sweep import tiles
@@ -54,7 +54,7 @@ class Clipping:
 
     Args:
         rule: of the optimizer; it may have clipping by norm of its own.
-        groups, slots, states: of the optimizer, as they are at any time.
+        groups, records, states: of the optimizer, as they are at any time.
         clip_norm, norm_type: the norm over all gradients is at most `clip_norm`; 2.0 or inf.
         clip_value: gradients are clamped to ± this.
         scale: the loss scale that they come with.
@@ -68,7 +68,7 @@ class Clipping:
         self,
         rule: UpdateRule,
         groups: Sequence[Mapping[str, Any]],
-        slots: Mapping[Tensor, Slot],
+        records: Mapping[Tensor, ParamRecord],
         states: Mapping[Tensor, Mapping[str, Any]],
         *,
         clip_norm: float | None,
@@ -83,7 +83,7 @@ class Clipping:
         if norm_type not in (2, math.inf):
             raise ConfigError(f"norm_type={norm_type!r} is neither 2 nor inf")
         self.rule, self.scale, self._placement = rule, scale, placement
-        self._groups, self._slots, self._states = groups, slots, states
+        self._groups, self._records, self._states = groups, records, states
         self.norm, self.norm_type, self.value = clip_norm, float(norm_type), clip_value
         self.group_states: dict[int, dict[str, Tensor]] = {}  # number of a group → what its own clipping keeps
         self._limits: dict[torch.device, Tensor] = {}
@@ -140,7 +140,7 @@ class Clipping:
             prepared: the gradients are those that were measured, not others of the same values.
         """
         # norms are summed in parameter order, which decides their last bits
-        in_order = {slot.name: measured[slot.name] for slot in self._slots.values() if slot.name in measured}
+        in_order = {record.name: measured[record.name] for record in self._records.values() if record.name in measured}
         if self._placement.ranks is not None:
             in_order = self._over_ranks(in_order, self._placement.ranks)
         device = next(iter(in_order.values())).raw.device
@@ -180,15 +180,17 @@ class Clipping:
         found = {}
         for n in wanting:
             group = self._groups[n]
-            members = [slot for slot in self._slots.values() if slot.group is group and slot.handle is not None]
+            members = [
+                record for record in self._records.values() if record.group is group and record.handle is not None
+            ]
             if not members:
                 continue
             own = found[id(group)] = self.rule.clip_by_norm(
                 GroupNorms(
                     hyper=group,
-                    norms=torch.stack([norms.get(slot.name, zero) for slot in members]),
+                    norms=torch.stack([norms.get(record.name, zero) for record in members]),
                     total=total,
-                    states=[self._states.get(slot.param, {}) for slot in members],
+                    states=[self._states.get(record.param, {}) for record in members],
                     kept=self.group_states.get(n, {}),
                 )
             )

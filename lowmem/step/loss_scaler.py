@@ -15,28 +15,28 @@ from lowmem.errors import CheckpointError, ConfigError
 class DynamicScale:
     """A loss scale that finds its own size, by the rule of `torch.amp.GradScaler`.
 
-    It begins at `init`, is multiplied with `growth` after `interval` steps without overflow, and with `backoff` after
-    an overflow, but never below `least`. With `hysteresis` above 1 it takes so many overflows since it last grew before
-    it backs off, as in Megatron.
+    It starts at `init_scale`. It is multiplied by `growth_factor` after `growth_interval` steps without an overflow,
+    and by `backoff_factor` after an overflow, but never falls below `min_scale`. With `hysteresis` above 1, that many
+    overflows have to occur since it last grew before it backs off, as in Megatron.
 
     Raises:
         ConfigError: a value out of range.
     """
 
-    init: float = 65536.0
-    growth: float = 2.0
-    backoff: float = 0.5
-    interval: int = 2000
-    least: float = 1.0
+    init_scale: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    min_scale: float = 1.0
     hysteresis: int = 1
 
     def __post_init__(self) -> None:
         for name, fine, wanted in (
-            ("least", _is_scale, "a number > 0 that float32 holds"),
-            ("init", lambda value: _is_scale(value) and value >= self.least, "a finite number >= least"),
-            ("growth", lambda value: _is_number(value) and value > 1, "a number > 1"),
-            ("backoff", lambda value: _is_number(value) and 0 < value < 1, "a number between 0 and 1"),
-            ("interval", _is_count, "a whole number >= 1"),
+            ("min_scale", _is_scale, "a number > 0 that float32 holds"),
+            ("init_scale", lambda value: _is_scale(value) and value >= self.min_scale, "a finite number >= min_scale"),
+            ("growth_factor", lambda value: _is_number(value) and value > 1, "a number > 1"),
+            ("backoff_factor", lambda value: _is_number(value) and 0 < value < 1, "a number between 0 and 1"),
+            ("growth_interval", _is_count, "a whole number >= 1"),
             ("hysteresis", _is_count, "a whole number >= 1"),
         ):
             value = getattr(self, name)
@@ -57,7 +57,7 @@ class LossScale:
 
     def __init__(self, wanted: "float | str | DynamicScale | None", device: torch.device) -> None:
         self.rule = DynamicScale() if wanted == "dynamic" else wanted if isinstance(wanted, DynamicScale) else None
-        first = self.rule.init if self.rule else _fixed(wanted)
+        first = self.rule.init_scale if self.rule else _fixed(wanted)
         self._scale: Tensor | None = None
         if first is not None:
             self._scale = torch.full((), first, dtype=torch.float32, device=device)
@@ -95,11 +95,14 @@ class LossScale:
         finite = finite.to(self._scale.device)
         good = torch.where(finite, self._good + 1, 0)
         patience = torch.where(finite, self._patience, (self._patience - 1).clamp(min=0))
-        due, tired = good >= self.rule.interval, ~finite & (patience == 0)  # a saved count may be beyond the interval
+        due, tired = (
+            good >= self.rule.growth_interval,
+            ~finite & (patience == 0),
+        )  # a saved count may be beyond the interval
         exact = self._scale.double()  # GradScaler multiplies in float64
-        grown = (exact * self.rule.growth).float()
+        grown = (exact * self.rule.growth_factor).float()
         grown = torch.where(grown.isfinite(), grown, self._scale)
-        shrunk = (exact * self.rule.backoff).float().clamp(min=self.rule.least)
+        shrunk = (exact * self.rule.backoff_factor).float().clamp(min=self.rule.min_scale)
         self._scale = torch.where(due, grown, torch.where(tired, shrunk, self._scale))
         self._good = torch.where(due, 0, good).to(torch.int32)
         self._patience = torch.where(due, self.rule.hysteresis, patience).to(torch.int32)
@@ -107,7 +110,7 @@ class LossScale:
 
     def at_least(self) -> Tensor | None:
         """Whether a dynamic scale cannot back off any further: a boolean scalar."""
-        return None if self.rule is None or self._scale is None else self._scale <= self.rule.least
+        return None if self.rule is None or self._scale is None else self._scale <= self.rule.min_scale
 
     def state_dict(self) -> dict[str, float] | None:
         """What a dynamic scale has come to; None for one that does not change."""

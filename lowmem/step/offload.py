@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from lowmem.errors import ConfigError
-from lowmem.placements.record import Slot
+from lowmem.placements.record import ParamRecord
 
 STORES = ("host", "device", "disk")
-SUMS = ("float32", "gradient")
+ACCUMULATION_DTYPES = ("float32", "gradient")
 
 # Gradients whose copy to the host may still be under way; the one before them is waited for.
 _UNDER_WAY = 1
@@ -32,16 +32,16 @@ class GradientStore(ABC):
     """Keeps a gradient a parameter between the backwards of a step, and hands each back once."""
 
     @abstractmethod
-    def get(self, slot: Slot) -> Tensor | None:
+    def get(self, record: ParamRecord) -> Tensor | None:
         """What is kept of a parameter, where the parameter is; None if nothing is."""
 
     @abstractmethod
-    def keep(self, slot: Slot, grad: Tensor) -> None:
+    def keep(self, record: ParamRecord, grad: Tensor) -> None:
         """Keeps `grad`, in place of what was kept. The store owns it from here on."""
 
     @abstractmethod
-    def drain(self, slots: Iterable[Slot]) -> Iterator[tuple[Slot, Tensor]]:
-        """Hands back what is kept, in the order of `slots`, and forgets it as it goes."""
+    def drain(self, records: Iterable[ParamRecord]) -> Iterator[tuple[ParamRecord, Tensor]]:
+        """Hands back what is kept, in the order of `records`, and forgets it as it goes."""
 
     @abstractmethod
     def clear(self) -> None:
@@ -54,16 +54,16 @@ class Resident(GradientStore):
     def __init__(self) -> None:
         self._kept: dict[str, Tensor] = {}
 
-    def get(self, slot: Slot) -> Tensor | None:
-        return self._kept.get(slot.name)
+    def get(self, record: ParamRecord) -> Tensor | None:
+        return self._kept.get(record.name)
 
-    def keep(self, slot: Slot, grad: Tensor) -> None:
-        self._kept[slot.name] = grad
+    def keep(self, record: ParamRecord, grad: Tensor) -> None:
+        self._kept[record.name] = grad
 
-    def drain(self, slots: Iterable[Slot]) -> Iterator[tuple[Slot, Tensor]]:
-        for slot in slots:
-            if slot.name in self._kept:
-                yield slot, self._kept.pop(slot.name)
+    def drain(self, records: Iterable[ParamRecord]) -> Iterator[tuple[ParamRecord, Tensor]]:
+        for record in records:
+            if record.name in self._kept:
+                yield record, self._kept.pop(record.name)
 
     def clear(self) -> None:
         self._kept.clear()
@@ -80,34 +80,34 @@ class Host(GradientStore):
         self._streams: dict[torch.device, Any] = {}
         self._leaving: deque[tuple[Tensor, Wait]] = deque()
 
-    def get(self, slot: Slot) -> Tensor | None:
-        if slot.name not in self._kept:
+    def get(self, record: ParamRecord) -> Tensor | None:
+        if record.name not in self._kept:
             return None
-        grad, wait = self._fetch(slot)
+        grad, wait = self._fetch(record)
         wait()
         return grad
 
-    def keep(self, slot: Slot, grad: Tensor) -> None:
-        buffer = self._buffers.get(slot.name)
+    def keep(self, record: ParamRecord, grad: Tensor) -> None:
+        buffer = self._buffers.get(record.name)
         if buffer is None or (buffer.dtype, buffer.stride()) != (grad.dtype, grad.stride()):
             buffer = torch.empty_like(grad, device="cpu", pin_memory=grad.device.type != "cpu")
-            self._buffers[slot.name] = buffer
-        self._kept.add(slot.name)
+            self._buffers[record.name] = buffer
+        self._kept.add(record.name)
         self._leaving.append((grad, self._copy(buffer, grad)))
         self._let_go(_UNDER_WAY)
 
-    def drain(self, slots: Iterable[Slot]) -> Iterator[tuple[Slot, Tensor]]:
+    def drain(self, records: Iterable[ParamRecord]) -> Iterator[tuple[ParamRecord, Tensor]]:
         self._let_go(0)
-        waiting = [slot for slot in slots if slot.name in self._kept]
+        waiting = [record for record in records if record.name in self._kept]
         coming = self._fetch(waiting[0]) if waiting else None
         try:
-            for n, slot in enumerate(waiting):
+            for n, record in enumerate(waiting):
                 assert coming is not None
                 grad, wait = coming
                 coming = self._fetch(waiting[n + 1]) if n + 1 < len(waiting) else None
                 wait()
-                self._kept.discard(slot.name)
-                yield slot, grad
+                self._kept.discard(record.name)
+                yield record, grad
         finally:
             if coming is not None:  # nobody wants it any more, but it is still being written
                 coming[1]()
@@ -122,9 +122,9 @@ class Host(GradientStore):
             _, wait = self._leaving.popleft()
             wait()
 
-    def _fetch(self, slot: Slot) -> tuple[Tensor, Wait]:
-        grad = torch.empty_like(self._buffers[slot.name], device=slot.param.device, pin_memory=False)
-        return grad, self._copy(grad, self._buffers[slot.name])
+    def _fetch(self, record: ParamRecord) -> tuple[Tensor, Wait]:
+        grad = torch.empty_like(self._buffers[record.name], device=record.param.device, pin_memory=False)
+        return grad, self._copy(grad, self._buffers[record.name])
 
     def _copy(self, into: Tensor, source: Tensor) -> Wait:
         """Copies beside what the device computes."""
@@ -147,19 +147,19 @@ class Disk(GradientStore):
 
     Args:
         folder: where the file is made; None for the system's folder of temporary files.
-        slots: every parameter that may come.
+        records: every parameter that may come.
         sums: the dtype in which micro-batches are summed; None for the gradient's own.
 
     Raises:
         ConfigError: the folder is not there, or has no room.
     """
 
-    def __init__(self, folder: str | None, slots: Mapping[Tensor, Slot], sums: torch.dtype | None) -> None:
+    def __init__(self, folder: str | None, records: Mapping[Tensor, ParamRecord], sums: torch.dtype | None) -> None:
         self._folder = folder
         self._room: dict[str, Tensor] = {}  # bytes of the file
         self._kept: dict[str, Tensor] = {}
         wide = 0 if sums is None else sums.itemsize
-        self._make_room({s.name: s.span.held * max(s.param.element_size(), wide) for s in slots.values()})
+        self._make_room({s.name: s.span.held * max(s.param.element_size(), wide) for s in records.values()})
 
     def _make_room(self, needed: Mapping[str, int]) -> None:
         """Makes a file with so many bytes for each."""
@@ -176,32 +176,34 @@ class Disk(GradientStore):
             ) from error
         self._room |= dict(zip(sizes, mapped[:total].split(list(sizes.values())), strict=True))
 
-    def get(self, slot: Slot) -> Tensor | None:
-        kept = self._kept.get(slot.name)
-        return None if kept is None else kept.to(slot.param.device)
+    def get(self, record: ParamRecord) -> Tensor | None:
+        kept = self._kept.get(record.name)
+        return None if kept is None else kept.to(record.param.device)
 
-    def keep(self, slot: Slot, grad: Tensor) -> None:
-        kept = self._kept.get(slot.name)
+    def keep(self, record: ParamRecord, grad: Tensor) -> None:
+        kept = self._kept.get(record.name)
         if kept is None or kept.dtype != grad.dtype:
-            if slot.name not in self._room or self._room[slot.name].numel() < grad.nbytes:  # added later, or wider
-                self._make_room({slot.name: grad.nbytes})
-            raw = self._room[slot.name][: grad.nbytes].view(grad.dtype)
-            kept = self._kept[slot.name] = raw.as_strided(grad.shape, grad.stride())
+            if record.name not in self._room or self._room[record.name].numel() < grad.nbytes:  # added later, or wider
+                self._make_room({record.name: grad.nbytes})
+            raw = self._room[record.name][: grad.nbytes].view(grad.dtype)
+            kept = self._kept[record.name] = raw.as_strided(grad.shape, grad.stride())
         if kept.data_ptr() != grad.data_ptr():
             kept.copy_(grad)
 
-    def drain(self, slots: Iterable[Slot]) -> Iterator[tuple[Slot, Tensor]]:
-        for slot in slots:
-            if slot.name in self._kept:
-                yield slot, self._kept.pop(slot.name).to(slot.param.device)
+    def drain(self, records: Iterable[ParamRecord]) -> Iterator[tuple[ParamRecord, Tensor]]:
+        for record in records:
+            if record.name in self._kept:
+                yield record, self._kept.pop(record.name).to(record.param.device)
 
     def clear(self) -> None:
         self._kept.clear()
 
 
-def make(kind: str, folder: str | None, slots: Mapping[Tensor, Slot], sums: torch.dtype | None) -> GradientStore:
+def make(
+    kind: str, folder: str | None, records: Mapping[Tensor, ParamRecord], sums: torch.dtype | None
+) -> GradientStore:
     """The store asked for. On a CPU `host` and `device` are the same memory, and nothing is copied."""
     if kind == "disk":
-        return Disk(folder, slots, sums)
-    on_cpu = all(slot.param.device.type == "cpu" for slot in slots.values())
+        return Disk(folder, records, sums)
+    on_cpu = all(record.param.device.type == "cpu" for record in records.values())
     return Resident() if kind == "device" or on_cpu else Host()

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from lowmem.errors import ConfigError, StepError, UnsupportedError, did_you_mean
-from lowmem.placements.record import Slot
+from lowmem.placements.record import ParamRecord
 from lowmem.step.clipping import Clipping, Measured
 from lowmem.step.cycle import StepCycle
-from lowmem.step.offload import STORES, SUMS, GradientStore
+from lowmem.step.offload import ACCUMULATION_DTYPES, STORES, GradientStore
 from lowmem.step.offload import make as make_store
 from lowmem.step.updates import Updates
 from lowmem.tiles.sweep import add
@@ -66,14 +66,14 @@ class PolicySettings:
     replay: str = "auto"
     store: str | None = None
     store_dir: str | None = None
-    sums: str = "float32"
+    accumulation_dtype: str = "float32"
 
     def __post_init__(self) -> None:
         for option, value, known in (
             ("policy", self.policy, ("auto", *POLICIES)),
             ("replay", self.replay, REPLAYS),
             ("store", self.store, (None, *STORES)),
-            ("sums", self.sums, SUMS),
+            ("accumulation_dtype", self.accumulation_dtype, ACCUMULATION_DTYPES),
         ):
             if value not in known:
                 names = [name for name in known if name is not None]
@@ -85,8 +85,12 @@ class PolicySettings:
             raise ConfigError(
                 f"store_dir={self.store_dir!r} is no folder; make it, or leave it out for a temporary one"
             )
-        if self.policy in ("immediate", "two_pass") and (self.store is not None or self.sums != "float32"):
-            raise ConfigError(f"store and sums have no effect under policy {self.policy!r}; they are of 'deferred'")
+        if self.policy in ("immediate", "two_pass") and (
+            self.store is not None or self.accumulation_dtype != "float32"
+        ):
+            raise ConfigError(
+                f"store and accumulation_dtype have no effect under policy {self.policy!r}; they are of 'deferred'"
+            )
         if self.policy in ("immediate", "deferred") and self.replay != "auto":
             raise ConfigError(f"replay has no effect under policy {self.policy!r}; it is of 'two_pass'")
         if self.policy == "auto" and self.replay != "auto" and self.store is not None:
@@ -175,14 +179,14 @@ _SAME_NORM = {"rtol": 2e-2, "atol": 1e-4}
 
 
 def make(
-    name: str, wanted: PolicySettings, updates: Updates, clipping: Clipping, slots: Mapping[Tensor, Slot]
+    name: str, wanted: PolicySettings, updates: Updates, clipping: Clipping, records: Mapping[Tensor, ParamRecord]
 ) -> "Policy":
     """The policy of that name."""
     if name != "deferred":
-        return {"immediate": Immediate, "two_pass": TwoPass}[name](updates, clipping, slots)
-    sums = torch.float32 if wanted.sums == "float32" else None
-    made = functools.partial(make_store, wanted.store or "host", wanted.store_dir, slots, sums)
-    return Deferred(updates, clipping, slots, make_store=made, sums=sums)
+        return {"immediate": Immediate, "two_pass": TwoPass}[name](updates, clipping, records)
+    sums = torch.float32 if wanted.accumulation_dtype == "float32" else None
+    made = functools.partial(make_store, wanted.store or "host", wanted.store_dir, records, sums)
+    return Deferred(updates, clipping, records, make_store=made, sums=sums)
 
 
 class Policy(ABC):
@@ -191,8 +195,8 @@ class Policy(ABC):
     name: ClassVar[str]
     adds: ClassVar[bool] = False  # gradients that come in parts are summed
 
-    def __init__(self, updates: Updates, clipping: Clipping, slots: Mapping[Tensor, Slot]) -> None:
-        self._updates, self._clipping, self._slots = updates, clipping, slots
+    def __init__(self, updates: Updates, clipping: Clipping, records: Mapping[Tensor, ParamRecord]) -> None:
+        self._updates, self._clipping, self._records = updates, clipping, records
 
     @property
     def _cycle(self) -> StepCycle:
@@ -217,22 +221,22 @@ class Policy(ABC):
 
     def begin(self) -> None:
         """A backward begins, whose gradients are reduced."""
-        self._updates.placement.begin(self._slots.values())
+        self._updates.placement.begin(self._records.values())
 
-    def take(self, slot: Slot, grad: Tensor) -> None:
+    def take(self, record: ParamRecord, grad: Tensor) -> None:
         """The gradient of a parameter is complete on this rank, and the caller's reference the only one."""
-        for ready, reduced in self._updates.placement.reduce(slot, grad):
+        for ready, reduced in self._updates.placement.reduce(record, grad):
             self.arrived(ready, reduced)
 
     @abstractmethod
-    def arrived(self, slot: Slot, grad: Tensor) -> None:
+    def arrived(self, record: ParamRecord, grad: Tensor) -> None:
         """A gradient is what it is to be over all ranks."""
 
     def complete(self) -> None:
         """Every gradient of the step has come: finishes its updates."""
         decision = self._updates.decision
         if decision is None or not decision.dropped:
-            self._updates.put_zeros(self._slots.values())
+            self._updates.put_zeros(self._records.values())
         self._updates.flush()
 
     def replayed(self) -> Tensor | None:
@@ -248,9 +252,9 @@ class Policy(ABC):
     @torch.no_grad()
     def flush(self) -> None:
         """Lets what is still under way arrive: a backward has ended."""
-        for slot, grad in self._updates.placement.flush():
-            self._cycle.notice(slot.name)
-            self.arrived(slot, grad)
+        for record, grad in self._updates.placement.flush():
+            self._cycle.notice(record.name)
+            self.arrived(record, grad)
 
     def _backward(self, loss: Tensor) -> None:
         self.begin()
@@ -272,8 +276,8 @@ class Immediate(Policy):
         self._backward(loss)
         return True
 
-    def arrived(self, slot: Slot, grad: Tensor) -> None:
-        self._updates.put(slot, grad)
+    def arrived(self, record: ParamRecord, grad: Tensor) -> None:
+        self._updates.put(record, grad)
 
 
 class TwoPass(Policy):
@@ -307,24 +311,24 @@ class TwoPass(Policy):
         return True
 
     def _measure(self, loss: Tensor, retain_graph: bool) -> None:
-        own = [slot.param for slot in self._slots.values() if slot.handle is not None]
+        own = [record.param for record in self._records.values() if record.handle is not None]
         self.begin()
         if own:  # other leaves of the graph are to get their gradient once, in the second pass
             scaled, leaves = self._clipping.scale.scaled(loss), self._updates.placement.measured_leaves(own)
             torch.autograd.backward(scaled, inputs=leaves, retain_graph=retain_graph)
         self.flush()
 
-    def arrived(self, slot: Slot, grad: Tensor) -> None:
+    def arrived(self, record: ParamRecord, grad: Tensor) -> None:
         if self._measured is not None:
-            self._measured[slot.name] = self._clipping.measure(grad)
+            self._measured[record.name] = self._clipping.measure(grad)
             return
         decision = self._updates.decision
-        if decision is None or slot.name not in decision.measured:
+        if decision is None or record.name not in decision.measured:
             raise StepError(
-                f"parameter {slot.name!r} got a gradient in the second pass and none in the first, which reentrant "
+                f"parameter {record.name!r} got a gradient in the second pass and none in the first, which reentrant "
                 "activation checkpointing hides it from. Use checkpoint(..., use_reentrant=False), or policy='deferred'"
             )
-        self._updates.put(slot, grad)
+        self._updates.put(record, grad)
 
     def replayed(self) -> Tensor | None:
         """By the norms of both passes."""
@@ -333,9 +337,9 @@ class TwoPass(Policy):
         if decision.dropped:
             return None
         device = decision.finite.device
-        fired = [slot for slot in self._slots.values() if slot.name in decision.measured]
-        first = torch.stack([decision.measured[slot.name].raw.to(device) for slot in fired])
-        second = torch.stack([cast(Tensor, slot.square_sum).to(device) for slot in fired]).sqrt()
+        fired = [record for record in self._records.values() if record.name in decision.measured]
+        first = torch.stack([decision.measured[record.name].raw.to(device) for record in fired])
+        second = torch.stack([cast(Tensor, record.square_sum).to(device) for record in fired]).sqrt()
         allowed = _SAME_NORM["rtol"] * first + _SAME_NORM["atol"] * torch.linalg.vector_norm(first)
         return ((first - second).abs() <= allowed).all() | ~decision.finite
 
@@ -374,49 +378,49 @@ class Deferred(Policy):
             self._cycle.wait()
             return False
         with torch.no_grad():
-            for slot in self._slots.values():  # what came in earlier micro-batches alone
-                if slot.name not in self._came and (total := self._store.get(slot)) is not None:
-                    self._go_on(slot, total)
+            for record in self._records.values():  # what came in earlier micro-batches alone
+                if record.name not in self._came and (total := self._store.get(record)) is not None:
+                    self._go_on(record, total)
         self.flush()
         return True
 
-    def take(self, slot: Slot, grad: Tensor) -> None:
+    def take(self, record: ParamRecord, grad: Tensor) -> None:
         if self._sums_whole:
-            self._add_up(slot, grad)
+            self._add_up(record, grad)
         else:
-            super().take(slot, grad)
+            super().take(record, grad)
 
-    def arrived(self, slot: Slot, grad: Tensor) -> None:
+    def arrived(self, record: ParamRecord, grad: Tensor) -> None:
         if self._sums_whole:
-            self._collect(slot, grad)
+            self._collect(record, grad)
         else:
-            self._add_up(slot, grad)
+            self._add_up(record, grad)
 
-    def _add_up(self, slot: Slot, grad: Tensor) -> None:
+    def _add_up(self, record: ParamRecord, grad: Tensor) -> None:
         """Adds a gradient to what came of it in earlier micro-batches; in the last one the sum goes on."""
-        self._came.add(slot.name)
-        before = self._store.get(slot)
-        if before is not None and slot.name in self._measured and self._clipping.prepares(before):
+        self._came.add(record.name)
+        before = self._store.get(record)
+        if before is not None and record.name in self._measured and self._clipping.prepares(before):
             raise StepError(
-                f"parameter {slot.name!r} got its gradient in two parts within one backward, and the first part has "
+                f"parameter {record.name!r} got its gradient in two parts within one backward, and the first part has "
                 "been unscaled or clamped for the whole already. Use checkpoint(..., use_reentrant=False)"
             )
         total = grad if before is None else self._sum(before, grad)
         if self._last:
-            self._go_on(slot, total)
+            self._go_on(record, total)
         else:
-            self._store.keep(slot, total)
+            self._store.keep(record, total)
 
-    def _go_on(self, slot: Slot, total: Tensor) -> None:
+    def _go_on(self, record: ParamRecord, total: Tensor) -> None:
         if self._sums_whole:
-            super().take(slot, total)
+            super().take(record, total)
         else:
-            self._collect(slot, total)
+            self._collect(record, total)
 
-    def _collect(self, slot: Slot, total: Tensor) -> None:
+    def _collect(self, record: ParamRecord, total: Tensor) -> None:
         """Measures what is complete over micro-batches and ranks, and keeps it until the step is decided."""
-        self._measured[slot.name] = self._clipping.measure(total)
-        self._store.keep(slot, total)
+        self._measured[record.name] = self._clipping.measure(total)
+        self._store.keep(record, total)
 
     def _sum(self, before: Tensor, grad: Tensor) -> Tensor:
         total = before if self._sums is None else before.to(torch.promote_types(before.dtype, self._sums))
@@ -425,12 +429,12 @@ class Deferred(Policy):
 
     def complete(self) -> None:
         """Decides the step, and updates parameter by parameter."""
-        slots = list(self._slots.values())
+        records = list(self._records.values())
         decision = self._updates.decision = self._clipping.decide(self._measured, prepared=True)
         if decision.dropped:
             self._store.clear()
-        for slot, grad in self._store.drain(slots):
-            self._updates.put(slot, grad)
+        for record, grad in self._store.drain(records):
+            self._updates.put(record, grad)
             del grad  # not to be held while the store fetches the next one
         super().complete()
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from lowmem.errors import StepError
-from lowmem.placements.record import Slot
+from lowmem.placements.record import ParamRecord
 from lowmem.rules import UpdateRule
 from lowmem.step.clipping import Clipping
 from lowmem.step.policies import Policy
@@ -25,7 +25,7 @@ class LastStep:
 
     norms: the 2-norm of each parameter's unscaled, unclipped gradient, float32 [parameters], in parameter order.
     names: the parameters that got a gradient, in the same order.
-    clip_factor: what `clip_norm` multiplied every gradient with, a float32 scalar; None if nothing is clipped so.
+    clip_coef: what `clip_norm` multiplied every gradient with, a float32 scalar; None if nothing is clipped so.
     replay: what the second pass of `two_pass` was: "graph" or "forward".
     """
 
@@ -33,7 +33,7 @@ class LastStep:
     policy: str
     norms: Tensor
     names: tuple[str, ...]
-    clip_factor: Tensor | None = None
+    clip_coef: Tensor | None = None
     replay: str | None = None
     _scale: Tensor | None = None
     _describe: Callable[[], dict[str, float | str]] = dict
@@ -59,14 +59,14 @@ class LastStep:
         return [name for name, norm in zip(self.names, self.norms.tolist(), strict=True) if not math.isfinite(norm)]
 
     @property
-    def held_back(self) -> bool:
+    def skipped(self) -> bool:
         """Whether the step was left out as a whole, as an overflow does under `two_pass` and `deferred`."""
         return self.policy != "immediate" and bool(self.nonfinite)
 
     @property
-    def skipped(self) -> int:
+    def skipped_params(self) -> int:
         """How many parameters were left untouched: all, or, under `immediate`, those that `nonfinite` names."""
-        return len(self.names) if self.held_back else len(self.nonfinite)
+        return len(self.names) if self.skipped else len(self.nonfinite)
 
 
 class Readback:
@@ -100,76 +100,77 @@ class Outcome:
 
     Attributes:
         last: the report of the last step, None before the first.
-        nonfinite, overflows: gradients with Inf or NaN so far, and steps that met one: int64 scalars on the device.
+        nonfinite, nonfinite_steps: gradients with Inf or NaN so far, and steps that met one: int64 scalars on the
+            device.
     """
 
     def __init__(self, updates: Updates, clipping: Clipping, device: torch.device) -> None:
         self._updates, self._clipping, self._device = updates, clipping, device
         self.last: LastStep | None = None
         self.nonfinite = torch.zeros((), dtype=torch.int64, device=device)
-        self.overflows = torch.zeros_like(self.nonfinite)
+        self.nonfinite_steps = torch.zeros_like(self.nonfinite)
         self._flags: Readback | None = None
         self._hopeless: str | None = None
 
-    def close(self, slots: Collection[Slot], policy: Policy, replay: str | None, loss: Tensor | None) -> None:
+    def close(self, records: Collection[ParamRecord], policy: Policy, replay: str | None, loss: Tensor | None) -> None:
         """Reports the step that has just ended.
 
         Args:
-            slots: of every parameter, in the order of the report.
+            records: of every parameter, in the order of the report.
             policy, replay: how it was taken.
             loss: not scaled; None after a plain backward.
         """
         decision, scale = self._updates.decision, self._clipping.scale
-        fired = [slot for slot in slots if self._updates.cycle.has_fired(slot.name)]
+        fired = [record for record in records if self._updates.cycle.has_fired(record.name)]
         if decision is None:
-            norms = torch.stack([cast(Tensor, slot.square_sum).to(self._device) for slot in fired]).sqrt()
+            norms = torch.stack([cast(Tensor, record.square_sum).to(self._device) for record in fired]).sqrt()
         else:
-            norms = torch.stack([decision.measured[slot.name].raw.to(self._device) for slot in fired])
+            norms = torch.stack([decision.measured[record.name].raw.to(self._device) for record in fired])
         self.last = LastStep(
             self._updates.cycle.step,
             policy.name,
             norms,
-            tuple(slot.name for slot in fired),
-            clip_factor=None if decision is None else decision.factor,
+            tuple(record.name for record in fired),
+            clip_coef=None if decision is None else decision.factor,
             replay=replay,
             _scale=scale.value,
-            _describe=self._described(slots),
+            _describe=self._described(records),
         )
         nonfinite = norms.isfinite().logical_not().sum()
         finite = nonfinite == 0
         self.nonfinite = self.nonfinite + nonfinite
-        self.overflows = self.overflows + ~finite
+        self.nonfinite_steps = self.nonfinite_steps + ~finite
         yes = torch.ones_like(finite)
         flags = (finite, policy.replayed(), None if loss is None else loss.isfinite().all(), scale.at_least())
         self._flags = Readback(torch.stack([yes if flag is None else flag.to(self._device) for flag in flags]).float())
         scale.update(finite)
 
-    def _described(self, slots: Iterable[Slot]) -> Callable[[], dict[str, float | str]]:
+    def _described(self, records: Iterable[ParamRecord]) -> Callable[[], dict[str, float | str]]:
         """The rule's statistics of this step, worked out when they are asked for."""
         rule: UpdateRule = self._updates.rule
-        measured = [slot for slot in slots if slot.measured]
+        measured = [record for record in records if record.measured]
         if not measured:
             return dict
-        names = [slot.name for slot in measured]
+        names = [record.name for record in measured]
         values = {
-            name: torch.stack([slot.measured[name].to(self._device) for slot in measured])
+            name: torch.stack([record.measured[name].to(self._device) for record in measured])
             for name in measured[0].measured
         }
-        for slot in measured:
-            slot.measured = {}
+        for record in measured:
+            record.measured = {}
         kept = [dict(self._clipping.group_states[n]) for n in sorted(self._clipping.group_states)]
         return functools.partial(rule.statistics, names, values, kept)
 
     def state_dict(self) -> dict[str, int]:
         """The counts, for a run that is resumed to go on with."""
-        return {"nonfinite": int(self.nonfinite), "overflows": int(self.overflows)}
+        return {"nonfinite": int(self.nonfinite), "nonfinite_steps": int(self.nonfinite_steps)}
 
     def load_state_dict(self, saved: Mapping[str, int] | None) -> None:
         """Goes on counting from what `state_dict` gave; what happened last does not matter any more."""
         self._flags = self._hopeless = None
-        saved = saved or {"nonfinite": 0, "overflows": 0}
+        saved = saved or {"nonfinite": 0, "nonfinite_steps": 0}
         self.nonfinite = torch.full_like(self.nonfinite, saved["nonfinite"])
-        self.overflows = torch.full_like(self.overflows, saved["overflows"])
+        self.nonfinite_steps = torch.full_like(self.nonfinite_steps, saved["nonfinite_steps"])
 
     def settle(self) -> None:
         """The host learns how the last step ended: one that was held back as a whole does not count."""
@@ -194,17 +195,19 @@ class Outcome:
 
     def _tell_of_overflow(self, loss_finite: bool, least: bool) -> None:
         last, dynamic = cast(LastStep, self.last), self._clipping.scale.dynamic
-        what = "was held back as a whole" if last.held_back else f"met {last.skipped} gradient(s) that are not finite"
+        what = (
+            "was held back as a whole" if last.skipped else f"met {last.skipped_params} gradient(s) that are not finite"
+        )
         cause = "" if loss_finite else "; its loss is not finite either"
         told = f"step {last.step} {what}: that of {_some(last.nonfinite)} is not finite{cause}"
-        if last.held_back:
+        if last.skipped:
             self._updates.cycle.take_back()
         if dynamic and least:
             self._hopeless = (
                 f"{told}, and the loss scale cannot back off below its least value. The gradients overflow by "
                 "themselves: look at the data of this step, or take a lower learning rate"
             )
-        usual = dynamic or int(self.overflows) > 1  # one line is enough; the count goes on
+        usual = dynamic or int(self.nonfinite_steps) > 1  # one line is enough; the count goes on
         logger.log(logging.INFO if usual else logging.WARNING, "%s", told)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lowmem.errors import CheckpointError
-from lowmem.placements.record import Slot
+from lowmem.placements.record import ParamRecord
 from lowmem.rules import ForeignRule
 from lowmem.step.clipping import Clipping
 from lowmem.step.updates import RESIDUAL, Updates
@@ -39,18 +39,18 @@ class Entry(NamedTuple):
     whole: Callable[[], Any]
 
 
-def entries(slots: Iterable[Slot], updates: Updates, clipping: Clipping) -> Iterator[Entry]:
+def entries(records: Iterable[ParamRecord], updates: Updates, clipping: Clipping) -> Iterator[Entry]:
     """Everything that is kept for each parameter that has had an update, and for each group."""
-    for slot in slots:
-        kept = dict(updates.state.get(slot.param, {}))
-        if slot.residual is not None:
-            kept[RESIDUAL] = slot.residual
+    for record in records:
+        kept = dict(updates.state.get(record.param, {}))
+        if record.residual is not None:
+            kept[RESIDUAL] = record.residual
         for name, value in kept.items():
-            if isinstance(value, Tensor) and updates.is_cut(name, slot):
-                whole = functools.partial(updates.placement.join, value, slot.span)
-                yield Entry(slot.name, name, value, slot.span.shape, whole)
+            if isinstance(value, Tensor) and updates.is_cut(name, record):
+                whole = functools.partial(updates.placement.gather, value, record.span)
+                yield Entry(record.name, name, value, record.span.shape, whole)
             else:
-                yield _small(slot.name, name, value)
+                yield _small(record.name, name, value)
     for n, of_group in clipping.group_states.items():
         for name, value in of_group.items():
             yield _small(f"{_GROUP}{n}", name, value)
@@ -76,13 +76,13 @@ def refuse_others(saved: Mapping[str, Any], own: Mapping[str, Any], groups: Sequ
         )
 
 
-def restore(saved: Mapping[str, Any], slots: Iterable[Slot], updates: Updates, clipping: Clipping) -> None:
+def restore(saved: Mapping[str, Any], records: Iterable[ParamRecord], updates: Updates, clipping: Clipping) -> None:
     """Copies saved states to their parameters' devices; everything is checked before anything is replaced.
 
     Raises:
         CheckpointError: a state is not what this optimizer keeps.
     """
-    by_name = {slot.name: slot for slot in slots}
+    by_name = {record.name: record for record in records}
     group_of = {name: group for group in saved["param_groups"] for name in group["params"]}
     of_params = {name: kept for name, kept in saved["state"].items() if name in by_name}
     of_groups = {name: kept for name, kept in saved["state"].items() if name not in by_name}
@@ -91,13 +91,13 @@ def restore(saved: Mapping[str, Any], slots: Iterable[Slot], updates: Updates, c
     for name, kept in of_groups.items():
         _check_group(name, kept, saved["param_groups"], updates)
     updates.state.clear()
-    for slot in by_name.values():
-        slot.residual = None
+    for record in by_name.values():
+        record.residual = None
     for name, kept in of_params.items():
-        slot = by_name[name]
-        copied = {key: _own_copy(key, value, slot, updates) for key, value in kept.items()}
-        slot.residual = copied.pop(RESIDUAL, None)
-        updates.state[slot.param] = copied
+        record = by_name[name]
+        copied = {key: _own_copy(key, value, record, updates) for key, value in kept.items()}
+        record.residual = copied.pop(RESIDUAL, None)
+        updates.state[record.param] = copied
     device = next(iter(by_name.values())).param.device if by_name else None
     clipping.group_states = {
         int(name.removeprefix(_GROUP)): {key: _had(value).detach().to(device, copy=True) for key, value in kept.items()}
@@ -105,15 +105,17 @@ def restore(saved: Mapping[str, Any], slots: Iterable[Slot], updates: Updates, c
     }
 
 
-def _check_param(slot: Slot, kept: Mapping[str, Any], saved_group: Mapping[str, Any], updates: Updates) -> None:
+def _check_param(
+    record: ParamRecord, kept: Mapping[str, Any], saved_group: Mapping[str, Any], updates: Updates
+) -> None:
     have = {name: (tuple(t.shape), t.dtype) for name, t in kept.items() if isinstance(t, Tensor | Stored)}
     if isinstance(updates.rule, ForeignRule):  # only the class knows what else it keeps
         have = {name: kind for name, kind in have.items() if name == RESIDUAL}
-    plan = updates.rule.plan(slot.name, slot.span.shape, {**slot.group, **saved_group})
-    want = updates.kept(plan, slot)
+    plan = updates.rule.plan(record.name, record.span.shape, {**record.group, **saved_group})
+    want = updates.kept(plan, record)
     if want != have:
         raise CheckpointError(
-            f"the saved state of {slot.name!r} has {_listing(have)}, this optimizer's {_listing(want)}"
+            f"the saved state of {record.name!r} has {_listing(have)}, this optimizer's {_listing(want)}"
         )
 
 
@@ -131,17 +133,17 @@ def _had(value: Any) -> Any:
     return value.read() if isinstance(value, Stored) else value
 
 
-def _own_copy(key: str, value: Any, slot: Slot, updates: Updates) -> Any:
+def _own_copy(key: str, value: Any, record: ParamRecord, updates: Updates) -> Any:
     """What this rank keeps of a saved value, where it keeps it."""
     value = _had(value)
     if not isinstance(value, Tensor):
         return value
-    if updates.is_cut(key, slot):
-        value = updates.placement.cut(value, slot.span)
+    if updates.is_cut(key, record):
+        value = updates.placement.cut(value, record.span)
     # torch.optim keeps its step counts on the host unless they take part in a kernel
     counts = isinstance(updates.rule, ForeignRule) and key.rpartition(".")[2] == "step"
-    on_host = counts and not (slot.group.get("capturable") or slot.group.get("fused"))
-    return value.detach().to("cpu" if on_host else slot.param.device, copy=True)
+    on_host = counts and not (record.group.get("capturable") or record.group.get("fused"))
+    return value.detach().to("cpu" if on_host else record.param.device, copy=True)
 
 
 def _listing(states: Mapping[str, tuple[tuple[int, ...], Any]]) -> str:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lowmem.placements.local import Local
-from lowmem.placements.record import Slot
+from lowmem.placements.record import ParamRecord
 from lowmem.rules import OwnClip, Plan, UpdateRule
 from lowmem.step.clipping import Clipping, Decision
 from lowmem.step.cycle import StepCycle
@@ -64,32 +64,39 @@ class Updates:
         self._compiled = compiled
         self._batching = batching and rule.stackable
         self._kinds: dict[tuple[Any, ...], int] = {}  # of small parameters, numbered: a number is quick to look up
-        self._waiting: dict[int, list[tuple[Slot, Tensor]]] = {}
+        self._waiting: dict[int, list[tuple[ParamRecord, Tensor]]] = {}
 
-    def put(self, slot: Slot, grad: Tensor) -> None:
+    def put(self, record: ParamRecord, grad: Tensor) -> None:
         """Updates a parameter by its gradient, or lets it wait for its like until a stack is full."""
-        if slot.param not in self.state:
-            self._begin_state(slot)
-        size = slot.span.numel
-        if size > SMALL or not self._batching or not self._stackable(slot):
-            self._update_one(slot, grad)
+        if record.param not in self.state:
+            self._begin_state(record)
+        size = record.span.numel
+        if size > SMALL or not self._batching or not self._stackable(record):
+            self._update_one(record, grad)
             return
-        assert slot.plan is not None  # settled when it was hooked
-        kind = slot.alike.get(grad.dtype)
+        assert record.plan is not None  # settled when it was hooked
+        kind = record.alike.get(grad.dtype)
         if kind is None:
-            like = (id(slot.group), slot.span.shape, slot.param.dtype, grad.dtype, slot.param.device, slot.plan)
-            kind = slot.alike[grad.dtype] = self._kinds.setdefault(like, len(self._kinds))
+            like = (
+                id(record.group),
+                record.span.shape,
+                record.param.dtype,
+                grad.dtype,
+                record.param.device,
+                record.plan,
+            )
+            kind = record.alike[grad.dtype] = self._kinds.setdefault(like, len(self._kinds))
         waiting = self._waiting.setdefault(kind, [])
-        waiting.append((slot, grad))
-        if len(waiting) >= min(STACK // size, slot.plan.together or STACK):
+        waiting.append((record, grad))
+        if len(waiting) >= min(STACK // size, record.plan.together or STACK):
             self._update_stack(self._waiting.pop(kind))
 
-    def put_zeros(self, slots: Iterable[Slot]) -> None:
+    def put_zeros(self, records: Iterable[ParamRecord]) -> None:
         """Updates parameters that got no gradient as if it were zero, where the rule wants every parameter."""
-        for slot in slots if self.rule.every_parameter else ():
-            if slot.handle is not None and not self.cycle.has_fired(slot.name):
-                piece = self.placement.read(slot.param)
-                self.put(slot, piece.new_zeros(()).expand(piece.shape))
+        for record in records if self.rule.every_parameter else ():
+            if record.handle is not None and not self.cycle.has_fired(record.name):
+                piece = self.placement.read(record.param)
+                self.put(record, piece.new_zeros(()).expand(piece.shape))
 
     def flush(self) -> None:
         """Updates those that still wait: no gradient will come any more."""
@@ -100,31 +107,31 @@ class Updates:
         """Forgets those that wait: their backward died."""
         self._waiting.clear()
 
-    def kept(self, plan: Plan, slot: Slot) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def kept(self, plan: Plan, record: ParamRecord) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Logical shape and dtype of everything that is kept for a parameter, by name."""
-        shape, dtype = slot.span.shape, slot.param.dtype
+        shape, dtype = record.span.shape, record.param.dtype
         found = {
             name: (plan.view.kept(spec.extent, shape) + spec.extra, spec.dtype or dtype)
             for name, spec in plan.states.items()
             if not spec.master or dtype != torch.float32
         }
-        if self._keeps_residual(slot):
+        if self._keeps_residual(record):
             found[RESIDUAL] = shape, torch.int16
         return found
 
-    def is_cut(self, name: str, slot: Slot) -> bool:
+    def is_cut(self, name: str, record: ParamRecord) -> bool:
         """Whether a state has an element for each of its parameter's, and so is cut as that is."""
-        return name == RESIDUAL or self.rule.is_full(name, cast(Plan, slot.plan))
+        return name == RESIDUAL or self.rule.is_full(name, cast(Plan, record.plan))
 
-    def _keeps_residual(self, slot: Slot) -> bool:
-        return self.rounding == "compensated" and slot.param.dtype in ROUNDED_DTYPES
+    def _keeps_residual(self, record: ParamRecord) -> bool:
+        return self.rounding == "compensated" and record.param.dtype in ROUNDED_DTYPES
 
-    def _begin_state(self, slot: Slot) -> None:
-        plan, piece = cast(Plan, slot.plan), self.placement.read(slot.param)
-        if self._keeps_residual(slot):
-            slot.residual = torch.zeros_like(piece, dtype=torch.int16)
-        state = self.state[slot.param] = {}
-        kept = self.kept(plan, slot)
+    def _begin_state(self, record: ParamRecord) -> None:
+        plan, piece = cast(Plan, record.plan), self.placement.read(record.param)
+        if self._keeps_residual(record):
+            record.residual = torch.zeros_like(piece, dtype=torch.int16)
+        state = self.state[record.param] = {}
+        kept = self.kept(plan, record)
         for name, spec in plan.states.items():
             if name not in kept:
                 continue
@@ -132,38 +139,41 @@ class Updates:
                 state[name] = piece.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
                 continue
             full = spec.extent == "full"
-            shape = tuple(piece.shape) if full else plan.view.kept(spec.extent, slot.span.shape)
+            shape = tuple(piece.shape) if full else plan.view.kept(spec.extent, record.span.shape)
             state[name] = piece.new_zeros(shape + spec.extra, dtype=spec.dtype or piece.dtype)
 
-    def _stackable(self, slot: Slot) -> bool:
+    def _stackable(self, record: ParamRecord) -> bool:
         """Whether pieces of parameters like this one are one tile when they are stacked, on every rank."""
-        return self.placement.ranks is None or cast(Layout, slot.layout).one_line
+        return self.placement.ranks is None or cast(Layout, record.layout).one_line
 
-    def _update_one(self, slot: Slot, grad: Tensor) -> None:
-        assert slot.layout is not None  # settled when it was hooked
-        piece = self.placement.read(slot.param)
-        self._sweep([slot], slot.layout, piece, grad, slot.residual, self.state[slot.param])
-        self.placement.write(slot.param, piece)
+    def _update_one(self, record: ParamRecord, grad: Tensor) -> None:
+        assert record.layout is not None  # settled when it was hooked
+        piece = self.placement.read(record.param)
+        self._sweep([record], record.layout, piece, grad, record.residual, self.state[record.param])
+        self.placement.write(record.param, piece)
 
-    def _update_stack(self, waiting: Sequence[tuple[Slot, Tensor]]) -> None:
+    def _update_stack(self, waiting: Sequence[tuple[ParamRecord, Tensor]]) -> None:
         """Updates parameters as one: everything that is theirs is stacked, and put back where it was."""
-        slots, grads = [slot for slot, _ in waiting], [grad for _, grad in waiting]
-        if len(slots) == 1:
-            self._update_one(slots[0], grads[0])
+        records, grads = [record for record, _ in waiting], [grad for _, grad in waiting]
+        if len(records) == 1:
+            self._update_one(records[0], grads[0])
             return
-        first = slots[0]
-        params, states = [self.placement.read(slot.param) for slot in slots], [self.state[slot.param] for slot in slots]
-        residuals = [slot.residual for slot in slots if slot.residual is not None]
+        first = records[0]
+        params, states = (
+            [self.placement.read(record.param) for record in records],
+            [self.state[record.param] for record in records],
+        )
+        residuals = [record.residual for record in records if record.residual is not None]
         param, residual = torch.stack(params), torch.stack(residuals) if residuals else None
         state = {name: torch.stack([own[name] for own in states]) for name in states[0]}
         if self.placement.ranks is None:
             layout = Layout.of(tuple(param.shape), cast(Plan, first.plan).view.stacked())
         else:
-            layout = cast(Layout, first.layout).lines(len(slots))
-        self._sweep(slots, layout, param, torch.stack(grads), residual, state)
+            layout = cast(Layout, first.layout).lines(len(records))
+        self._sweep(records, layout, param, torch.stack(grads), residual, state)
         torch._foreach_copy_(params, param.unbind())
-        for slot, piece in zip(slots, params, strict=True):
-            self.placement.write(slot.param, piece)
+        for record, piece in zip(records, params, strict=True):
+            self.placement.write(record.param, piece)
         for name, stack in state.items():
             torch._foreach_copy_([own[name] for own in states], stack.unbind())
         if residual is not None:
@@ -171,14 +181,14 @@ class Updates:
 
     def _sweep(
         self,
-        slots: Sequence[Slot],
+        records: Sequence[ParamRecord],
         layout: Layout,
         param: Tensor,
         grad: Tensor,
         residual: Tensor | None,
         state: dict[str, Any],
     ) -> None:
-        first, step = slots[0], self.cycle.step
+        first, step = records[0], self.cycle.step
         self.cycle.moved = True
         # a dispatch mode (fake tensors, a memory tracker) looks at each operation, and torch.compile has none to show
         compiled = self._compiled and param.numel() > SMALL and not torch._C._len_torch_dispatch_stack()
@@ -187,26 +197,26 @@ class Updates:
             param,
             grad,
             residual=residual,
-            **self._reading(slots, grad),
-            members=len(slots),
-            noise_keys=lambda: [noise_key(self.seed, step, slot.name) for slot in slots],
+            **self._reading(records, grad),
+            members=len(records),
+            noise_keys=lambda: [noise_key(self.seed, step, record.name) for record in records],
             stochastic=self.rounding == "stochastic",
             across=self.placement.ranks,
             compiled=compiled,
         )
         measured = self.rule.update(sweep, first.plan, state, first.group, step) or {}
-        for slot, square_sum in zip(slots, sweep.square_sums.unbind(), strict=True):
-            slot.square_sum = square_sum
-        for i, slot in enumerate(slots if measured else ()):
-            slot.measured = {name: values[i] for name, values in measured.items()}
+        for record, square_sum in zip(records, sweep.square_sums.unbind(), strict=True):
+            record.square_sum = square_sum
+        for i, record in enumerate(records if measured else ()):
+            record.measured = {name: values[i] for name, values in measured.items()}
 
-    def _reading(self, slots: Sequence[Slot], grad: Tensor) -> dict[str, Any]:
+    def _reading(self, records: Sequence[ParamRecord], grad: Tensor) -> dict[str, Any]:
         """What a gradient goes through on its way into the rule."""
         device, decision = grad.device, self.decision
         factor, limit = self._clipping.scale.inverse(device), self._clipping.limit(device)
         if decision is None:
             return {"factor": factor, "limit": limit}
-        own = decision.own.get(id(slots[0].group), OwnClip())
+        own = decision.own.get(id(records[0].group), OwnClip())
         parts = [part.to(device) for part in (decision.factor, own.factor) if part is not None]
         reading = {
             "clip": functools.reduce(torch.mul, parts) if parts else None,
@@ -215,7 +225,7 @@ class Updates:
         }
         if decision.prepared:
             zero = torch.zeros((), dtype=torch.float32, device=device)
-            norms = [decision.measured[s.name].raw if s.name in decision.measured else zero for s in slots]
+            norms = [decision.measured[s.name].raw if s.name in decision.measured else zero for s in records]
             reading["square_sums"] = torch.stack(norms).square()
         if decision.prepared and grad.dtype == torch.float32:
             return reading

@@ -27,7 +27,7 @@ def train(ids_of, settings, micro_batches=1, seed=0):
     return {
         "weights": {name: param.detach() for name, param in net.named_parameters()},
         "told": (report.step, report.names, report.grad_norm.item()),
-        "factor": None if report.clip_factor is None else report.clip_factor.item(),
+        "factor": None if report.clip_coef is None else report.clip_coef.item(),
         "placement": type(opt._placement).__name__,
     }
 
@@ -86,7 +86,9 @@ def accumulated(rank, settings):
     return own_rows(rank, settings, micro_batches=ROWS // dist.get_world_size())
 
 
-@pytest.mark.parametrize("settings", [{"clip_norm": 0.5}, {"loss_scale": "dynamic", "sums": "gradient"}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"clip_norm": 0.5}, {"loss_scale": "dynamic", "accumulation_dtype": "gradient"}], ids=str
+)
 def test_accumulation(ranks, settings):
     """Micro-batches of equal size: their mean over ranks and micro-batches is that of the whole batch."""
     settings = {"policy": "deferred", **settings}
@@ -169,7 +171,7 @@ def poisoned(rank, policy):
         net.embed.register_hook(lambda grad: grad * torch.inf)
     opt.backward(net(torch.randint(7, (2, 5))))
     moved = {name for name, param in net.named_parameters() if not torch.equal(param, before[name])}
-    return opt.last_step.nonfinite, opt.last_step.skipped, moved, opt.state_dict()["step"], opt.loss_scale
+    return opt.last_step.nonfinite, opt.last_step.skipped_params, moved, opt.state_dict()["step"], opt.loss_scale
 
 
 @pytest.mark.parametrize("policy", ["two_pass", "deferred", "immediate"])

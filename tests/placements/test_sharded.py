@@ -49,7 +49,9 @@ def accumulated(rank, kind, settings):
     return shared(rank, kind, settings, micro_batches=ROWS // dist.get_world_size())
 
 
-@pytest.mark.parametrize("settings", [{"clip_norm": 0.5}, {"loss_scale": "dynamic", "sums": "gradient"}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"clip_norm": 0.5}, {"loss_scale": "dynamic", "accumulation_dtype": "gradient"}], ids=str
+)
 @pytest.mark.parametrize("kind", SHARDS)
 def test_accumulation(ranks, kind, settings):
     settings = {"policy": "deferred", **settings}
@@ -97,13 +99,13 @@ def continued(rank, kinds, settings, before):
     else:
         steps(net, opt, batches[:5], rank, count)
     state = opt.state_dict()
-    weights = {name: opt._placement.whole(param).clone() for name, param in net.named_parameters()}
+    weights = {name: opt._placement.full_tensor(param).clone() for name, param in net.named_parameters()}
     other = SHARDS[kinds[1]](rank, make)
     resumed = lowmem.FusedOptimizer(other.named_parameters(), **settings)
     fill(other, resumed, weights)
     resumed.load_state_dict(state)
     steps(other, resumed, batches[5:], rank, count)
-    return weights, state, {name: resumed._placement.whole(param) for name, param in other.named_parameters()}
+    return weights, state, {name: resumed._placement.full_tensor(param) for name, param in other.named_parameters()}
 
 
 def fill(net, opt, weights):

@@ -148,7 +148,7 @@ def train(net, own, settings, loop):
         LOOPS[loop](net, opt, own, step)
         scores.append(score(net))
         norms.append(opt.last_step.grad_norm.item())
-    return {name: placements.whole(param).clone() for name, param in named.items()}, scores, norms
+    return {name: placements.full_tensor(param).clone() for name, param in named.items()}, scores, norms
 
 
 def shared(rank, kind, model, settings, loop, options):
@@ -248,7 +248,7 @@ def train_bits(net, settings):
     opt = lowmem.FusedOptimizer(net.named_parameters(), **settings)
     for step in range(STEPS):
         opt.backward(loss_of(net, batch(step)))
-    return {n: placements.whole(p).clone() for n, p in net.named_parameters()}
+    return {n: placements.full_tensor(p).clone() for n, p in net.named_parameters()}
 
 
 def bits(rank, kind, model, settings):
@@ -264,7 +264,7 @@ def dropped_out(rank, kind):
         for step in range(STEPS):
             torch.manual_seed(10 * step + rank)
             as_told(net, opt, lambda ids: ids.tensor_split(2)[rank], step)
-        found.append({n: placements.whole(p).clone() for n, p in net.named_parameters()})
+        found.append({n: placements.full_tensor(p).clone() for n, p in net.named_parameters()})
         opt.remove()
     return found
 

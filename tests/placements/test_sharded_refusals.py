@@ -12,15 +12,15 @@ from lowmem.errors import StepError, UnsupportedError
 def poisoned(rank, kind, policy):
     net = SHARDS[kind](rank, make)
     opt = lowmem.FusedOptimizer(net.named_parameters(), rule="adamw", policy=policy, loss_scale="dynamic")
-    before = {name: placements.whole(param).clone() for name, param in net.named_parameters()}
+    before = {name: placements.full_tensor(param).clone() for name, param in net.named_parameters()}
     ids = torch.ones(2, 5, dtype=torch.int64)
 
     def loss():
         return net(ids) * (torch.inf if rank == 1 else 1.0)
 
     opt.backward(loss if opt.replay == "forward" else loss())
-    moved = {n for n, param in net.named_parameters() if not torch.equal(placements.whole(param), before[n])}
-    return opt.last_step.skipped, moved, opt.state_dict()["step"], opt.loss_scale, len(opt.last_step.nonfinite)
+    moved = {n for n, param in net.named_parameters() if not torch.equal(placements.full_tensor(param), before[n])}
+    return opt.last_step.skipped_params, moved, opt.state_dict()["step"], opt.loss_scale, len(opt.last_step.nonfinite)
 
 
 @pytest.mark.parametrize("policy", ["two_pass", "deferred", "immediate"])
@@ -154,9 +154,9 @@ def dies_and_goes_on(rank, kind):
     with pytest.raises(StepError, match="torn"):
         opt.backward(net(ids))
     opt.accept_torn_step()
-    before = {name: placements.whole(param).clone() for name, param in net.named_parameters()}
+    before = {name: placements.full_tensor(param).clone() for name, param in net.named_parameters()}
     opt.backward(net(ids))
-    return [name for name, param in net.named_parameters() if torch.equal(placements.whole(param), before[name])]
+    return [name for name, param in net.named_parameters() if torch.equal(placements.full_tensor(param), before[name])]
 
 
 @pytest.mark.parametrize("kind", SHARDS)

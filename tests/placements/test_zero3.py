@@ -28,7 +28,7 @@ def three_steps(net, rows_of, settings):
     opt = lowmem.FusedOptimizer(net.named_parameters(), **settings)
     for step in range(3):
         opt.backward(net(rows_of(torch.arange(6) * 17 + step)))
-    return {name: placements.whole(param).clone() for name, param in net.named_parameters()}
+    return {name: placements.full_tensor(param).clone() for name, param in net.named_parameters()}
 
 
 def in_files(rank, settings, folder):

@@ -67,7 +67,7 @@ def test_smoothing_keeps_a_constant_and_passes_over_gaps():
 
 
 def test_the_clip_factor_has_a_panel_where_it_was_logged_and_overflows_are_gaps():
-    figure = pictures.loss_picture(steps(4, clip_factor=[0.25, 0.0, None, 1.0]), "one")
+    figure = pictures.loss_picture(steps(4, clip_coef=[0.25, 0.0, None, 1.0]), "one")
     _, _, rate, clip = figure.axes
     assert (clip.get_ylabel(), clip.get_xlabel(), rate.get_xlabel()) == ("clip factor", "step", "")
     assert clip.get_ylim() == (0, 1.05)
@@ -77,26 +77,26 @@ def test_the_clip_factor_has_a_panel_where_it_was_logged_and_overflows_are_gaps(
 
 def test_the_loss_scale_has_a_panel_with_overflows_where_their_count_rose():
     scales, counts = [8.0, 8.0, 4.0, 4.0, 2.0], [0, 1, 1, 3, 3]
-    logged = steps(5, clip_factor=[1.0] * 5, loss_scale=scales, overflows=counts)
+    logged = steps(5, clip_coef=[1.0] * 5, loss_scale=scales, nonfinite_steps=counts)
     logged.insert(2, {"step": 2, "eval_loss": 1.0, **MEMORY})
     *_, clip, scale = pictures.loss_picture(logged, "one").axes
     assert (clip.get_xlabel(), scale.get_xlabel(), scale.get_ylabel()) == ("", "step", "loss scale")
     assert scale.get_yscale() == "log" and scale.yaxis.get_transform().base == 2
     assert scale.get_ylim() == (1, 16)
-    line, overflows = scale.lines
+    line, nonfinite_steps = scale.lines
     assert line.get_ydata().tolist() == scales
-    assert overflows.get_xydata().tolist() == [[2, 8], [4, 4]]
+    assert nonfinite_steps.get_xydata().tolist() == [[2, 8], [4, 4]]
     assert [text.get_text() for text in scale.get_legend().get_texts()] == ["overflow"]
 
 
 def test_without_overflow_there_is_no_legend_for_it():
-    *_, scale = pictures.loss_picture(steps(2, loss_scale=[8.0, 8.0], overflows=[0, 0]), "one").axes
+    *_, scale = pictures.loss_picture(steps(2, loss_scale=[8.0, 8.0], nonfinite_steps=[0, 0]), "one").axes
     assert len(scale.lines) == 1 and scale.get_legend() is None
 
 
 def test_overflows_are_those_that_are_new():
-    told = [{"overflows": count} for count in (2, 2, 5, 6, 6)]
-    assert pictures.new_overflows([{}, *told, {}]) == [2, 0, 3, 1, 0]
+    told = [{"nonfinite_steps": count} for count in (2, 2, 5, 6, 6)]
+    assert pictures.new_nonfinite_steps([{}, *told, {}]) == [2, 0, 3, 1, 0]
 
 
 # --- Memory -------------------------------------------------------------------------------------------------------

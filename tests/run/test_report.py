@@ -109,10 +109,10 @@ def test_one_aligned_line_each_logging_step(trainer, run_dir):
 def test_lines_with_clip_factor_loss_scale_and_overflows_stay_aligned():
     record = {"step": 7, "loss": 2.5, "grad_norm": 3.0, "tokens_per_second": 50.0, "peak_memory": 2**30}
     told = [
-        {"clip_factor": 1.0, "loss_scale": 65536.0, "overflows": 0},
-        {"clip_factor": 0.4321, "loss_scale": 16777216.0, "overflows": 0},
-        {"clip_factor": 0.0012, "loss_scale": 0.5, "overflows": 1234},
-        {"clip_factor": math.nan, "loss_scale": 1.0, "overflows": 1234},
+        {"clip_coef": 1.0, "loss_scale": 65536.0, "nonfinite_steps": 0},
+        {"clip_coef": 0.4321, "loss_scale": 16777216.0, "nonfinite_steps": 0},
+        {"clip_coef": 0.0012, "loss_scale": 0.5, "nonfinite_steps": 1234},
+        {"clip_coef": math.nan, "loss_scale": 1.0, "nonfinite_steps": 1234},
     ]
     lines = [report._log_line({**record, **more}, 10) for more in told]
     for word in ("clip", "scale", "lr", "tokens/s", "peak"):
@@ -120,9 +120,9 @@ def test_lines_with_clip_factor_loss_scale_and_overflows_stay_aligned():
     for line, shown in zip(lines, ("clip  1.00", "clip  0.43", "clip 1e-03", "clip   nan"), strict=True):
         assert shown in line
     assert "scale     65,536  lr" in lines[0] and "scale 16,777,216  lr" in lines[1] and "scale        0.5" in lines[2]
-    assert "overflows" not in lines[0] and lines[2].endswith("  overflows 1,234")
+    assert "nonfinite_steps" not in lines[0] and lines[2].endswith("  nonfinite_steps 1,234")
     plain = report._log_line(record, 10)
-    assert not any(word in plain for word in ("clip", "scale", "overflows"))
+    assert not any(word in plain for word in ("clip", "scale", "nonfinite_steps"))
 
 
 def test_what_a_fused_trainer_tells_of_its_steps_is_reported(run_dir, tiny_llama):
@@ -438,16 +438,16 @@ def test_the_readme_tells_how_it_went_and_how_to_go_on(logged):
 def test_the_readme_tells_of_clipping_and_overflows_where_there_were_any(logged):
     write_readme(logged)
     text = (logged / "README.md").read_text()
-    assert "| clipped |" not in text and "| overflows |" not in text
+    assert "| clipped |" not in text and "| nonfinite_steps |" not in text
     told = [(0.5, 0), (1.0, 0), (0.0, 1), (None, 2), (0.25, 2), (0.1, 2), (1.0, 3)]
     last = read_metrics(logged)[-1]
     with (logged / "metrics.jsonl").open("a") as file:
-        for factor, overflows in told:
-            file.write(json.dumps({**last, "clip_factor": factor, "overflows": overflows}) + "\n")
+        for factor, nonfinite_steps in told:
+            file.write(json.dumps({**last, "clip_coef": factor, "nonfinite_steps": nonfinite_steps}) + "\n")
     write_readme(logged)
     text = (logged / "README.md").read_text()
     assert "| clipped | 60% of the logged steps |" in text
-    assert "| overflows | 3 steps with a gradient that was not finite |" in text
+    assert "| nonfinite_steps | 3 steps with a gradient that was not finite |" in text
 
 
 def test_the_readme_of_a_run_without_checkpoint_says_so(logged):

@@ -82,8 +82,8 @@ def fused(zoo, *, accumulation=1, **options):
         for micro in range(accumulation):
             with opt.accumulate() if micro + 1 < accumulation else nullcontext():
                 opt.backward(zoo.loss(step, micro))
-        if opt.last_step.clip_factor is not None:
-            factors.append(float(opt.last_step.clip_factor))
+        if opt.last_step.clip_coef is not None:
+            factors.append(float(opt.last_step.clip_coef))
     return factors, opt
 
 
@@ -152,7 +152,7 @@ def test_the_norm_is_summed_in_parameter_order(policy):
     assert came[:40] != sorted(came[:40])
     assert torch.equal(opt.last_step.norms, norms)
     assert torch.equal(opt.last_step.grad_norm, forwards)
-    assert torch.equal(opt.last_step.clip_factor, 1.0 / (forwards + 1e-6))
+    assert torch.equal(opt.last_step.clip_coef, 1.0 / (forwards + 1e-6))
 
 
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
@@ -164,11 +164,11 @@ def test_the_clip_factor_by_hand(policy, norm_type):
     given(opt, (p, torch.tensor([3.0, -4.0])), (q, torch.tensor([-12.0])))
     factor = 1.3 / {2.0: 13.0, math.inf: 12.0}[norm_type]
     # torch adds 1e-6 to the norm
-    assert opt.last_step.clip_factor.item() == pytest.approx(factor, rel=1e-6)
+    assert opt.last_step.clip_coef.item() == pytest.approx(factor, rel=1e-6)
     assert torch.cat([p, q]).tolist() == pytest.approx([-3 * factor, 4 * factor, 12 * factor], rel=1e-6)
     assert opt.last_step.grad_norm.item() == pytest.approx(13.0)  # the report's is of the whole gradient, and a 2-norm
     given(opt, (p, torch.tensor([0.3, -0.4])))
-    assert opt.last_step.clip_factor.item() == 1.0
+    assert opt.last_step.clip_coef.item() == 1.0
     assert opt.last_step.names == ("p",)
 
 
@@ -215,7 +215,7 @@ def test_narrow_gradients_are_measured_in_float32(dtype, loss_scale, clip_value,
     order = 2 if norm_type == 2 else np.inf
     total = np.linalg.norm(np.concatenate(clamped), order)
     assert opt.last_step.norms.tolist() == pytest.approx([np.linalg.norm(each) for each in exact], rel=3e-5)
-    assert opt.last_step.clip_factor.item() == pytest.approx(1.0 / (total + 1e-6), rel=3e-5)
+    assert opt.last_step.clip_coef.item() == pytest.approx(1.0 / (total + 1e-6), rel=3e-5)
     for param, each in zip(params, clamped, strict=True):  # one rounding to the weight's dtype, subnormals included
         found = param.detach().double().numpy().ravel()
         spacing = torch.finfo(dtype).eps
@@ -262,7 +262,7 @@ def test_parameters_that_are_not_contiguous(policy, dtype, layout):
             given(opt, (each, grad))
         want = np.linalg.norm(grad.double().numpy())
         assert opt.last_step.grad_norm.item() == pytest.approx(want, rel=1e-6)
-        assert opt.last_step.clip_factor.item() == pytest.approx(0.5 / want, rel=2e-6)
+        assert opt.last_step.clip_coef.item() == pytest.approx(0.5 / want, rel=2e-6)
     torch.testing.assert_close(param, plain, rtol=1e-6 if dtype == torch.float32 else torch.finfo(dtype).eps, atol=1e-6)
 
 
@@ -283,7 +283,7 @@ def test_channels_last():
         )
         for _ in range(3):
             opt.backward(net(x).square().mean())
-        factors.append(opt.last_step.clip_factor.item())
+        factors.append(opt.last_step.clip_coef.item())
     assert factors[0] < 1
     # other kernels of convolution, and sums in another order
     assert factors[0] == pytest.approx(factors[1], rel=1e-5)
@@ -308,7 +308,7 @@ class Shared(torch.nn.Module):
 def test_a_gradient_in_two_parts(options, dtype):
     """It is measured, unscaled and clamped as a whole; where that cannot be, it is refused before anything moves."""
     whole, parts, start = Shared().to(dtype), Shared().to(dtype), Shared().to(dtype)
-    options = {**options, "policy": "deferred", "sums": "gradient"}  # as autograd sums the parts
+    options = {**options, "policy": "deferred", "accumulation_dtype": "gradient"}  # as autograd sums the parts
     reports = []
     for net, reentrant in ((whole, False), (parts, True)):
         opt = lowmem.FusedOptimizer(net.named_parameters(), rule="lomo", lr=0.1, **options)
@@ -339,7 +339,7 @@ def test_what_the_norm_is_of(rule, norm_type, policy):
     limit = math.inf if rule == "adalomo" else 0.5
     counted = np.concatenate([grad.double().numpy().ravel().clip(-limit, limit) for grad in grads])
     norm = np.linalg.norm(counted, 2 if norm_type == 2 else np.inf)
-    assert opt.last_step.clip_factor.item() == pytest.approx(0.1 / (norm + 1e-6), rel=1e-6)
+    assert opt.last_step.clip_coef.item() == pytest.approx(0.1 / (norm + 1e-6), rel=1e-6)
     assert opt.last_step.grad_norm.item() == pytest.approx(
         np.linalg.norm(np.concatenate([grad.double().numpy().ravel() for grad in grads])), rel=1e-6
     )
@@ -640,7 +640,7 @@ def test_scaled_adam_a_step_that_is_held_back_leaves_no_trace(at, bad, policy):
             if spoilt and step == at:
                 before = group_state(opt)
                 give(opt, params, [values(0)[0] * bad, *gradients(step)[1:]])
-                assert opt.last_step.held_back
+                assert opt.last_step.skipped
                 if before:
                     assert equal(group_state(opt), before)
             give(opt, params, gradients(step))
@@ -722,7 +722,7 @@ def test_a_damaged_group_state(name, changes, message):
 def test_what_clips_by_norm_and_a_loss_scale():
     """The model norm is of unscaled gradients, and an overflow's is not counted."""
     runs = [scaled_adam(values(0), clipping_scale=0.8, policy="deferred", loss_scale=s) for s in (None, 1024.0)]
-    runs.append(scaled_adam(values(0), clipping_scale=0.8, policy="deferred", loss_scale=DynamicScale(init=8.0)))
+    runs.append(scaled_adam(values(0), clipping_scale=0.8, policy="deferred", loss_scale=DynamicScale(init_scale=8.0)))
     for step in range(20):
         for params, opt in runs:
             give(opt, params, gradients(step))

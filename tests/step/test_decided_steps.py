@@ -281,14 +281,14 @@ def test_a_pass_that_dies(net, in_pass):
 def test_no_factor_of_another_step_is_used(net, policy):
     opt = make(net, policy, clip_norm=1e-3)
     opt.backward(net())
-    assert opt.last_step.clip_factor < 0.1
+    assert opt.last_step.clip_coef < 0.1
     handle = dies_at(net.early.weight)
     with pytest.raises(Boom):
         opt.backward(1e3 * net())
     handle.remove()
     net.zero_grad()
     opt.backward(1e-6 * net())
-    assert opt.last_step.clip_factor == 1.0
+    assert opt.last_step.clip_coef == 1.0
 
 
 @pytest.mark.parametrize("policy", DECIDED)
@@ -421,8 +421,8 @@ def test_a_loss_that_is_nan_is_a_step_that_never_was(net, policy, rule, caplog):
     before, saved = weights(net), {n: dict(s) for n, s in opt.state_dict()["state"].items()}
     kept = {n: {k: v.clone() for k, v in s.items() if isinstance(v, torch.Tensor)} for n, s in saved.items()}
     opt.backward(net() * torch.nan)
-    assert opt.last_step.held_back
-    assert opt.last_step.skipped == 3
+    assert opt.last_step.skipped
+    assert opt.last_step.skipped_params == 3
     after = opt.state_dict()
     assert after["step"] == 1
     assert same(before, weights(net))
@@ -431,7 +431,7 @@ def test_a_loss_that_is_nan_is_a_step_that_never_was(net, policy, rule, caplog):
     assert "step 2 was held back as a whole" in caplog.text
     assert "its loss is not finite either" in caplog.text
     opt.backward(net())
-    assert (opt.last_step.step, opt.overflows, opt.nonfinite_gradients) == (2, 1, 3)
+    assert (opt.last_step.step, opt.nonfinite_steps, opt.nonfinite_gradients) == (2, 1, 3)
 
 
 def test_a_loss_that_is_nan_under_immediate_is_told(net, caplog):
@@ -443,7 +443,7 @@ def test_a_loss_that_is_nan_under_immediate_is_told(net, caplog):
     assert same(before, weights(net))
     warned = [record.levelname for record in caplog.records if "not finite" in record.message]
     assert warned == ["WARNING"]  # once
-    assert opt.overflows == 2
+    assert opt.nonfinite_steps == 2
 
 
 @pytest.mark.parametrize("policy", DECIDED)

@@ -66,7 +66,9 @@ class Scaler:
     ],
 )
 def test_as_grad_scaler(init, growth, backoff, interval, share):
-    ours = made(init=init, growth=growth, backoff=backoff, interval=interval, least=1e-30)
+    ours = made(
+        init_scale=init, growth_factor=growth, backoff_factor=backoff, growth_interval=interval, min_scale=1e-30
+    )
     theirs = Scaler(init, growth, backoff, interval)
     for overflow in pattern(300, share):
         if theirs.scaler.get_scale() > 1e-20:  # GradScaler's knows no least
@@ -76,7 +78,7 @@ def test_as_grad_scaler(init, growth, backoff, interval, share):
 def test_the_default_is_grad_scalers():
     ours, theirs = LossScale("dynamic", CPU), torch.amp.GradScaler("cpu").state_dict()
     rule = ours.rule
-    assert (rule.growth, rule.backoff, rule.interval) == tuple(
+    assert (rule.growth_factor, rule.backoff_factor, rule.growth_interval) == tuple(
         theirs[name] for name in ("growth_factor", "backoff_factor", "growth_interval")
     )
     assert float(ours.value) == theirs["scale"]
@@ -110,7 +112,13 @@ class Megatron:
 @pytest.mark.parametrize("interval", [1, 4])
 def test_hysteresis_as_megatron(interval, hysteresis, share):
     """Powers of two, so that Python's float64 and our float32 hold the same; a share that balances the interval."""
-    options = {"init": 2.0**16, "growth": 2.0, "backoff": 0.5, "interval": interval, "least": 4.0}
+    options = {
+        "init_scale": 2.0**16,
+        "growth_factor": 2.0,
+        "backoff_factor": 0.5,
+        "growth_interval": interval,
+        "min_scale": 4.0,
+    }
     ours, theirs = made(**options, hysteresis=hysteresis), Megatron(**options, hysteresis=hysteresis)
     for overflow in pattern(300, share):
         if theirs.scale < 2.0**100:  # Megatron's knows no end
@@ -126,7 +134,7 @@ def test_never_below_least():
     assert made(init=1.0, interval=1).at_least()
 
 
-@pytest.mark.parametrize("init", [2.0**127, 3e38])
+@pytest.mark.parametrize("init_scale", [2.0**127, 3e38])
 def test_never_infinite(init):
     scale = made(init=init, growth=2.0, interval=1)
     for _ in range(5):
@@ -172,11 +180,11 @@ def test_no_scale(wanted):
 @pytest.mark.parametrize(
     ("field", "wrong", "message"),
     [
-        ("init", [0.5, 1e39, math.inf, math.nan, "2", None], "a finite number >= least"),  # the least is 1
-        ("growth", [1.0, 0.5, math.inf, math.nan, "2"], "a number > 1"),
-        ("backoff", [0.0, 1.0, -0.5, math.nan, None], "a number between 0 and 1"),
-        ("interval", [0, -1, 1.5, math.nan, math.inf, "2"], "a whole number >= 1"),
-        ("least", [0.0, -1.0, math.inf, math.nan, "1"], "a number > 0"),
+        ("init_scale", [0.5, 1e39, math.inf, math.nan, "2", None], "a finite number >= min_scale"),  # the least is 1
+        ("growth_factor", [1.0, 0.5, math.inf, math.nan, "2"], "a number > 1"),
+        ("backoff_factor", [0.0, 1.0, -0.5, math.nan, None], "a number between 0 and 1"),
+        ("growth_interval", [0, -1, 1.5, math.nan, math.inf, "2"], "a whole number >= 1"),
+        ("min_scale", [0.0, -1.0, math.inf, math.nan, "1"], "a number > 0"),
         ("hysteresis", [0, 1.5, math.nan, math.inf, None], "a whole number >= 1"),
     ],
 )
@@ -194,14 +202,14 @@ def test_what_is_no_scale(wanted):
 
 def test_saved_in_the_middle():
     """Every step of a pattern is a place to be saved in: trackers as well as the scale continue."""
-    options = {"init": 256.0, "interval": 4, "hysteresis": 3, "least": 2.0}
-    overflows = pattern(60, 0.3)
+    options = {"init_scale": 256.0, "growth_interval": 4, "hysteresis": 3, "min_scale": 2.0}
+    nonfinite_steps = pattern(60, 0.3)
     whole = made(**options)
-    for done, overflow in enumerate(overflows):
+    for done, overflow in enumerate(nonfinite_steps):
         learn(whole, overflow)
         resumed, went_on = made(**options), copy.deepcopy(whole)
         resumed.load_state_dict(whole.state_dict())
-        later = overflows[done + 1 :]
+        later = nonfinite_steps[done + 1 :]
         assert [learn(resumed, each) for each in later] == [learn(went_on, each) for each in later]
 
 
@@ -240,10 +248,10 @@ def test_saved_incompletely(missing):
         made().load_state_dict(saved)
 
 
-# -- training with overflows -------------------------------------------------------------------------------------------
+# -- training with overflows --------------------------------------------------------------------------------------
 
 STEPS = 14
-SCALE = {"init": 2.0**10, "growth": 2.0, "backoff": 0.5, "interval": 3}
+SCALE = {"init_scale": 2.0**10, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3}
 
 # step → (micro-batch or the last one, layer, what the layer's gradient is multiplied with). Two in a row, one after a
 # growth; the layer whose gradient comes first, the one whose gradient comes last, and one in between.
@@ -317,7 +325,11 @@ class Ordinary:
         self.shadows = [torch.nn.Parameter(param.detach().float()) for param in net.parameters()]
         self.optimizer = optimizer_of(rule, self.shadows)
         self.scaler = torch.amp.GradScaler(
-            "cpu", SCALE["init"], SCALE["growth"], SCALE["backoff"], growth_interval=SCALE["interval"]
+            "cpu",
+            SCALE["init_scale"],
+            SCALE["growth_factor"],
+            SCALE["backoff_factor"],
+            growth_interval=SCALE["growth_interval"],
         )
 
     def backward(self, step, accumulation):
@@ -358,11 +370,11 @@ def test_whole_steps_are_left_out_as_by_grad_scaler(rule, kind, policy, accumula
         train_fused_step(opt, net, step, accumulation, autocast)
         assert opt.loss_scale == theirs.scaler.get_scale()
         assert all(map(torch.equal, weights(net), weights(ordinary)))
-        assert opt.last_step.held_back == (step in OVERFLOWS)
+        assert opt.last_step.skipped == (step in OVERFLOWS)
         assert all(map(torch.equal, weights(net), before)) == (step in OVERFLOWS)
         left_out += step in OVERFLOWS
         assert opt.state_dict()["step"] == step + 1 - left_out
-    assert opt.overflows == len(OVERFLOWS)
+    assert opt.nonfinite_steps == len(OVERFLOWS)
     assert opt.last_step.step == STEPS - len(OVERFLOWS)
 
 
@@ -373,7 +385,7 @@ def test_a_step_that_is_left_out_leaves_no_trace_in_states(rule, policy):
     opt = fused_on(net, rule, policy=policy)
     train_fused_step(opt, net, 0)
     saved = copy.deepcopy(opt.state_dict())
-    for step in (2, 3):  # two overflows in a row
+    for step in (2, 3):  # two nonfinite_steps in a row
         train_fused_step(opt, net, step)
     now = opt.state_dict()
     assert now["state"].keys() == saved["state"].keys() and saved["state"]
@@ -389,9 +401,9 @@ def test_what_the_report_says_of_a_step_that_was_left_out(policy):
     opt = fused_on(net, "lomo", policy=policy)
     train_fused_step(opt, net, 2)
     last = opt.last_step
-    assert (last.held_back, last.nonfinite, last.skipped) == (True, ["layers.2.weight"], 6)
+    assert (last.skipped, last.nonfinite, last.skipped_params) == (True, ["layers.2.weight"], 6)
     assert (last.loss_scale, opt.loss_scale) == (1024.0, 512.0)  # what it was made with; what comes next
-    assert (opt.overflows, opt.nonfinite_gradients) == (1, 1)
+    assert (opt.nonfinite_steps, opt.nonfinite_gradients) == (1, 1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -415,8 +427,8 @@ def test_immediate_leaves_out_the_spoilt_parameters_alone(kind):
         spoilt = [f"layers.{OVERFLOWS[step][1]}.weight"] if step in OVERFLOWS else []
         stayed = [name for (name, p), old in zip(net.named_parameters(), before, strict=True) if torch.equal(p, old)]
         assert opt.last_step.nonfinite == stayed == spoilt
-        assert (opt.last_step.skipped, opt.last_step.held_back) == (len(spoilt), False)
-    assert (opt.overflows, opt.nonfinite_gradients) == (len(OVERFLOWS), len(OVERFLOWS))
+        assert (opt.last_step.skipped_params, opt.last_step.skipped) == (len(spoilt), False)
+    assert (opt.nonfinite_steps, opt.nonfinite_gradients) == (len(OVERFLOWS), len(OVERFLOWS))
     assert opt.state_dict()["step"] == STEPS  # a step that was taken in part counts
 
 
@@ -426,7 +438,7 @@ def test_gradients_and_steps_are_counted_apart(give_gradients):
     for spoilt in (2, 0, 3):
         grads = [torch.full((2,), math.inf if n < spoilt else 1.0) for n in range(3)]
         give_gradients(opt, *zip(params, grads, strict=True))
-    assert (opt.overflows, opt.nonfinite_gradients) == (2, 5)
+    assert (opt.nonfinite_steps, opt.nonfinite_gradients) == (2, 5)
 
 
 @pytest.mark.parametrize("loss_scale", [None, 1000.0, "dynamic"])
@@ -450,7 +462,7 @@ def test_policies_by_themselves():
 @pytest.mark.parametrize("policy", ["immediate", "two_pass", "deferred"])
 def test_an_overflow_at_the_least_scale_raises_at_the_next_backward(policy):
     net = Net()
-    opt = fused_on(net, "lomo", policy=policy, loss_scale=DynamicScale(init=4.0, least=2.0))
+    opt = fused_on(net, "lomo", policy=policy, loss_scale=DynamicScale(init_scale=4.0, min_scale=2.0))
     train_fused_step(opt, net, 0)
     train_fused_step(opt, net, 2)  # backs off to the least
     train_fused_step(opt, net, 3)
@@ -468,7 +480,7 @@ def test_a_fixed_scale_is_never_hopeless():
     opt = fused_on(net, "lomo", policy="deferred", loss_scale=1024)
     for step in (2, 3, 4):
         train_fused_step(opt, net, step)
-    assert (opt.overflows, opt.loss_scale, opt.last_step.held_back) == (2, 1024.0, False)
+    assert (opt.nonfinite_steps, opt.loss_scale, opt.last_step.skipped) == (2, 1024.0, False)
 
 
 # -- saving and resuming -----------------------------------------------------------------------------------------------
@@ -495,13 +507,13 @@ def test_resumed_training_is_the_same(saved_after, policy):
         assert resumed.loss_scale == scales[step]
     assert all(map(torch.equal, weights(other), weights(net)))
     assert resumed.state_dict()["step"] == opt.state_dict()["step"]
-    assert (resumed.overflows, resumed.nonfinite_gradients) == (opt.overflows, opt.nonfinite_gradients)
+    assert (resumed.nonfinite_steps, resumed.nonfinite_gradients) == (opt.nonfinite_steps, opt.nonfinite_gradients)
 
 
 def test_loading_forgets_an_overflow_that_nobody_was_told_of():
     """The report of a step that is gone belongs to no step any more."""
     net = Net()
-    opt = fused_on(net, "lomo", policy="deferred", loss_scale=DynamicScale(init=2.0, least=2.0))
+    opt = fused_on(net, "lomo", policy="deferred", loss_scale=DynamicScale(init_scale=2.0, min_scale=2.0))
     train_fused_step(opt, net, 0)
     saved = copy.deepcopy(opt.state_dict())
     train_fused_step(opt, net, 2)

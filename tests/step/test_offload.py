@@ -12,7 +12,7 @@ import torch
 
 import lowmem
 from lowmem.errors import ConfigError
-from lowmem.placements.record import Slot
+from lowmem.placements.record import ParamRecord
 from lowmem.rules import Plan, StateSpec, UpdateRule
 from lowmem.step import policies
 from lowmem.step.offload import Disk, Host, Resident, make
@@ -20,9 +20,9 @@ from lowmem.tiles.layout import Span, View
 
 # Host is made for a device that is not the host; here it copies from memory to memory, without streams.
 MAKE = {
-    "resident": lambda folder, slots, sums: Resident(),
-    "host": lambda folder, slots, sums: Host(),
-    "disk": lambda folder, slots, sums: Disk(folder, slots, sums),
+    "resident": lambda folder, records, sums: Resident(),
+    "host": lambda folder, records, sums: Host(),
+    "disk": lambda folder, records, sums: Disk(folder, records, sums),
 }
 KINDS = pytest.mark.parametrize("kind", MAKE)
 
@@ -34,8 +34,8 @@ def stores(monkeypatch, tmp_path):
     def use(kind):
         made = []
 
-        def make_store(_, folder, slots, sums):
-            made.append(MAKE[kind](tmp_path, slots, sums))
+        def make_store(_, folder, records, sums):
+            made.append(MAKE[kind](tmp_path, records, sums))
             return made[-1]
 
         monkeypatch.setattr(policies, "make_store", make_store)
@@ -46,7 +46,7 @@ def stores(monkeypatch, tmp_path):
 
 def slots_of(*params):
     return {
-        param: Slot(f"p{n}", param, {}, Span(tuple(param.shape), 0, param.numel(), param.numel()))
+        param: ParamRecord(f"p{n}", param, {}, Span(tuple(param.shape), 0, param.numel(), param.numel()))
         for n, param in enumerate(params)
     }
 
@@ -77,73 +77,76 @@ def test_what_is_kept_comes_back(kind, dtype, tmp_path):
         torch.manual_seed(step)
         grads = [make_gradient().to(dtype) for make_gradient in GRADIENTS.values()]
         if step == 0:
-            slots = slots_of(*(torch.nn.Parameter(torch.empty_like(grad)) for grad in grads))
-            store = MAKE[kind](tmp_path, slots, None)
-        for slot, grad in reversed(list(zip(slots.values(), grads, strict=True))):
-            store.keep(slot, grad.clone())
-        assert all(same(store.get(slot), grad) for slot, grad in zip(slots.values(), grads, strict=True))
-        drained = list(store.drain(slots.values()))
-        assert [slot.name for slot, _ in drained] == [slot.name for slot in slots.values()]
+            records = slots_of(*(torch.nn.Parameter(torch.empty_like(grad)) for grad in grads))
+            store = MAKE[kind](tmp_path, records, None)
+        for record, grad in reversed(list(zip(records.values(), grads, strict=True))):
+            store.keep(record, grad.clone())
+        assert all(same(store.get(record), grad) for record, grad in zip(records.values(), grads, strict=True))
+        drained = list(store.drain(records.values()))
+        assert [record.name for record, _ in drained] == [record.name for record in records.values()]
         assert all(same(found, grad) for (_, found), grad in zip(drained, grads, strict=True))
-        assert all(store.get(slot) is None for slot in slots.values())
+        assert all(store.get(record) is None for record in records.values())
 
 
 @KINDS
 def test_only_what_is_kept_comes_back(kind, tmp_path):
-    slots = slots_of(*(torch.nn.Parameter(torch.zeros(3)) for _ in range(4)))
-    first, second, third, _ = slots.values()
-    store = MAKE[kind](tmp_path, slots, None)
+    records = slots_of(*(torch.nn.Parameter(torch.zeros(3)) for _ in range(4)))
+    first, second, third, _ = records.values()
+    store = MAKE[kind](tmp_path, records, None)
     assert store.get(first) is None
-    assert list(store.drain(slots.values())) == []
+    assert list(store.drain(records.values())) == []
     store.keep(third, torch.full((3,), 3.0))
     store.keep(second, torch.full((3,), 2.0))
-    assert [(slot.name, grad[0].item()) for slot, grad in store.drain(slots.values())] == [("p1", 2.0), ("p2", 3.0)]
+    assert [(record.name, grad[0].item()) for record, grad in store.drain(records.values())] == [
+        ("p1", 2.0),
+        ("p2", 3.0),
+    ]
     store.keep(first, torch.ones(3))
     store.clear()
     assert store.get(first) is None
-    assert list(store.drain(slots.values())) == []
+    assert list(store.drain(records.values())) == []
 
 
 @KINDS
 def test_what_is_kept_takes_the_place_of_what_was(kind, tmp_path):
     """Also in another dtype, as where a second micro-batch makes a float32 sum of a bfloat16 gradient."""
-    slots = slots_of(*(torch.nn.Parameter(torch.zeros(2000, dtype=torch.bfloat16)) for _ in range(3)))
-    store = MAKE[kind](tmp_path, slots, torch.float32)
-    narrow = [torch.randn(2000).bfloat16() for _ in slots]
-    wide = [torch.randn(2000) for _ in slots]
+    records = slots_of(*(torch.nn.Parameter(torch.zeros(2000, dtype=torch.bfloat16)) for _ in range(3)))
+    store = MAKE[kind](tmp_path, records, torch.float32)
+    narrow = [torch.randn(2000).bfloat16() for _ in records]
+    wide = [torch.randn(2000) for _ in records]
     for values in (narrow, wide, narrow):
-        for slot, value in zip(slots.values(), values, strict=True):
-            store.keep(slot, value.clone())
-        assert all(same(store.get(slot), value) for slot, value in zip(slots.values(), values, strict=True))
-        store.keep(next(iter(slots.values())), values[1].clone())
-        assert same(store.get(next(iter(slots.values()))), values[1])
+        for record, value in zip(records.values(), values, strict=True):
+            store.keep(record, value.clone())
+        assert all(same(store.get(record), value) for record, value in zip(records.values(), values, strict=True))
+        store.keep(next(iter(records.values())), values[1].clone())
+        assert same(store.get(next(iter(records.values()))), values[1])
     store.clear()
 
 
 @KINDS
 def test_a_gradient_that_lies_otherwise_in_the_next_step(kind, tmp_path):
     """As after its parameter was made contiguous: rules see the gradient in the parameter's own layout."""
-    slots = slots_of(torch.nn.Parameter(torch.zeros(4, 6)))
-    (slot,) = slots.values()
-    store = MAKE[kind](tmp_path, slots, None)
+    records = slots_of(torch.nn.Parameter(torch.zeros(4, 6)))
+    (record,) = records.values()
+    store = MAKE[kind](tmp_path, records, None)
     for grad in (torch.randn(6, 4).t(), torch.randn(4, 6), torch.randn(6, 4).t()):
-        store.keep(slot, grad.clone())
-        ((_, found),) = store.drain([slot])
+        store.keep(record, grad.clone())
+        ((_, found),) = store.drain([record])
         assert same(found, grad)
 
 
 @KINDS
 def test_what_was_handed_back_stays(kind, tmp_path):
     """What comes for one parameter while another is applied does not write over it."""
-    slots = slots_of(*(torch.nn.Parameter(torch.zeros(5)) for _ in range(3)))
-    store = MAKE[kind](tmp_path, slots, None)
-    for n, slot in enumerate(slots.values()):
-        store.keep(slot, torch.full((5,), float(n)))
+    records = slots_of(*(torch.nn.Parameter(torch.zeros(5)) for _ in range(3)))
+    store = MAKE[kind](tmp_path, records, None)
+    for n, record in enumerate(records.values()):
+        store.keep(record, torch.full((5,), float(n)))
     handed = []
-    for slot, grad in store.drain(slots.values()):
+    for record, grad in store.drain(records.values()):
         handed.append(grad)
         assert [each[0].item() for each in handed] == list(range(len(handed)))
-        assert store.get(slot) is None
+        assert store.get(record) is None
 
 
 # -- sums of micro-batches ---------------------------------------------------------------------------------------------
@@ -211,7 +214,7 @@ def test_float32_sums_are_those_of_grad(kind, sums, count, stores):
     """Bit for bit, and a step's sums leave nothing to the next."""
     made = stores(kind)
     params = [torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
-    opt = lowmem.FusedOptimizer(params, rule=Witness(), policy="deferred", sums=sums)
+    opt = lowmem.FusedOptimizer(params, rule=Witness(), policy="deferred", accumulation_dtype=sums)
     for step in range(3):
         steps = micro_batches(count, SHAPES, torch.float32, seed=step)
         give_step(opt, params, steps)
@@ -225,7 +228,7 @@ def test_float32_sums_are_those_of_grad(kind, sums, count, stores):
 def test_sums_in_the_gradients_dtype_are_those_of_grad(kind, dtype, stores):
     stores(kind)
     params = [torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in SHAPES]
-    opt = lowmem.FusedOptimizer(params, rule=Witness(), policy="deferred", sums="gradient")
+    opt = lowmem.FusedOptimizer(params, rule=Witness(), policy="deferred", accumulation_dtype="gradient")
     steps = micro_batches(7, SHAPES, dtype)
     give_step(opt, params, steps)
     for param, want in zip(params, as_torch_sums(params, steps), strict=True):
@@ -238,7 +241,7 @@ def test_float32_sums_of_narrow_gradients(kind, dtype, stores):
     """Seven numbers, six roundings of at most 2⁻²⁴ of what has been summed so far; `.grad` is off by far more."""
     stores(kind)
     params = [torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in SHAPES]
-    opt = lowmem.FusedOptimizer(params, rule=Witness(), policy="deferred", sums="float32")
+    opt = lowmem.FusedOptimizer(params, rule=Witness(), policy="deferred", accumulation_dtype="float32")
     steps = micro_batches(7, SHAPES, dtype)
     give_step(opt, params, steps)
     for n, (param, rounded) in enumerate(zip(params, as_torch_sums(params, steps), strict=True)):
@@ -264,13 +267,13 @@ def test_what_gradients_wait_in(sums, count, want, monkeypatch):
     kept = []
 
     class Noting(Resident):
-        def keep(self, slot, grad):
+        def keep(self, record, grad):
             kept.append(str(grad.dtype).removeprefix("torch."))
-            super().keep(slot, grad)
+            super().keep(record, grad)
 
     monkeypatch.setattr(policies, "make_store", lambda *_: Noting())
     param = torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
-    opt = lowmem.FusedOptimizer([param], rule="lomo", policy="deferred", sums=sums)
+    opt = lowmem.FusedOptimizer([param], rule="lomo", policy="deferred", accumulation_dtype=sums)
     give_step(opt, [param], [[torch.ones(4, dtype=torch.bfloat16)]] * count)
     assert kept == want
 
@@ -322,7 +325,7 @@ def test_a_step_that_is_held_back_leaves_nothing(kind, stores):
     opt = lowmem.FusedOptimizer(params, rule=Witness(), policy="deferred", loss_scale="dynamic")
     steps = micro_batches(2, SHAPES, torch.float32)
     give_step(opt, params, [steps[0], [grad if grad is None else grad * torch.inf for grad in steps[1]]])
-    assert opt.last_step.held_back
+    assert opt.last_step.skipped
     give_step(opt, params, steps)
     for param, want in zip(params, as_torch_sums(params, steps), strict=True):
         assert torch.equal(opt.state[param]["seen"], want)
@@ -335,7 +338,9 @@ def test_channels_last(kind, dtype, stores):
     stores(kind)
     shape = (2, 3, 4, 5)
     param = torch.nn.Parameter(torch.zeros(shape, dtype=dtype).to(memory_format=torch.channels_last))
-    opt = lowmem.FusedOptimizer([param], rule=Witness(), policy="deferred", clip_norm=1e9, sums="gradient")
+    opt = lowmem.FusedOptimizer(
+        [param], rule=Witness(), policy="deferred", clip_norm=1e9, accumulation_dtype="gradient"
+    )
     steps = [[torch.randn(shape).to(dtype)], [torch.randn(shape).to(dtype).to(memory_format=torch.channels_last)]]
     give_step(opt, [param], steps)
     (want,) = as_torch_sums([param], steps)
@@ -371,13 +376,19 @@ def test_every_store_gives_the_same_bits(rule, dtype, sums, stores):
     for kind in MAKE:
         stores(kind)
         net = Net(getattr(torch, dtype))
-        options = {"clip_norm": 0.01, "clip_value": 0.002, "loss_scale": 64.0, "sums": sums, "policy": "deferred"}
+        options = {
+            "clip_norm": 0.01,
+            "clip_value": 0.002,
+            "loss_scale": 64.0,
+            "accumulation_dtype": sums,
+            "policy": "deferred",
+        }
         opt = lowmem.FusedOptimizer(net.named_parameters(), rule=rule, lr=0.01, batching=True, **options)
         for step in range(5):
             for micro in range(3):
                 with opt.accumulate() if micro < 2 else nullcontext():
                     opt.backward(net.loss(10 * step + micro) / 3)
-            assert opt.last_step.clip_factor < 1
+            assert opt.last_step.clip_coef < 1
         state = opt.state_dict()["state"]
         kept = [value for name in sorted(state) for _, value in sorted(state[name].items())]
         found.append([*net.parameters(), *kept, opt.last_step.norms])
@@ -405,11 +416,11 @@ def test_the_file_has_no_name(tmp_path):
 
 def test_gradients_are_in_the_file(tmp_path):
     """And not in memory of our own; no two of them in one place."""
-    slots = slots_of(*(torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES))
-    store = Disk(tmp_path, slots, torch.float32)
-    for slot in slots.values():
-        store.keep(slot, torch.ones_like(slot.param))
-    kept = [store.get(slot) for slot in slots.values()]
+    records = slots_of(*(torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES))
+    store = Disk(tmp_path, records, torch.float32)
+    for record in records.values():
+        store.keep(record, torch.ones_like(record.param))
+    kept = [store.get(record) for record in records.values()]
     taken = sorted((grad.data_ptr(), grad.data_ptr() + grad.nbytes) for grad in kept)
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(taken))
     maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
@@ -424,7 +435,7 @@ def test_a_gradient_wider_than_its_parameter(kind, stores):
     stores(kind)
     params = [torch.nn.Parameter(torch.zeros(2048, dtype=torch.bfloat16)) for _ in range(2)]
     params[0].grad_dtype = torch.float32
-    opt = lowmem.FusedOptimizer(params, rule=Witness(), policy="deferred", sums="gradient")
+    opt = lowmem.FusedOptimizer(params, rule=Witness(), policy="deferred", accumulation_dtype="gradient")
     opt.backward((params[1].float() * 3).sum() + (params[0].float() * 2).sum())
     assert [opt.state[param]["seen"].unique().tolist() for param in params] == [[2.0], [3.0]]
 
@@ -438,7 +449,7 @@ def test_how_much_room_it_takes(dtype, sums, wide, monkeypatch, tmp_path):
     allocate = os.posix_fallocate
     monkeypatch.setattr(os, "posix_fallocate", lambda fd, at, size: (asked.append(size), allocate(fd, at, size)))
     params = [torch.nn.Parameter(torch.zeros(shape, dtype=getattr(torch, dtype))) for shape in ((10_000,), (3,))]
-    options = {"store": "disk", "store_dir": str(tmp_path), "sums": sums}
+    options = {"store": "disk", "store_dir": str(tmp_path), "accumulation_dtype": sums}
     opt = lowmem.FusedOptimizer(params, rule="lomo", **options)
     opt.backward(sum(param.sum() for param in params))
     assert asked == [-(-10_000 * wide // 4096) * 4096 + 4096]
@@ -496,11 +507,11 @@ def test_parameters_that_come_later(store):
 @pytest.mark.parametrize(("kind", "made"), [("host", Resident), ("device", Resident), ("disk", Disk)])
 def test_which_store_is_made_on_a_cpu(kind, made, tmp_path):
     """There host and device are one memory, and nothing is copied."""
-    slots = slots_of(torch.nn.Parameter(torch.zeros(3)))
-    assert type(make(kind, str(tmp_path), slots, torch.float32)) is made
+    records = slots_of(torch.nn.Parameter(torch.zeros(3)))
+    assert type(make(kind, str(tmp_path), records, torch.float32)) is made
 
 
 @pytest.mark.parametrize(("kind", "made"), [("host", Host), ("device", Resident), ("disk", Disk)])
 def test_which_store_is_made_elsewhere(kind, made, tmp_path):
-    slots = slots_of(torch.nn.Parameter(torch.zeros(3, device="meta")))
-    assert type(make(kind, str(tmp_path), slots, torch.float32)) is made
+    records = slots_of(torch.nn.Parameter(torch.zeros(3, device="meta")))
+    assert type(make(kind, str(tmp_path), records, torch.float32)) is made

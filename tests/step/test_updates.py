@@ -86,9 +86,9 @@ def stacks(monkeypatch):
     seen = []
     sweep = updates.Updates._sweep
 
-    def noted(self, slots, *args):
-        seen.append((len(slots), slots[0].param.numel()))
-        sweep(self, slots, *args)
+    def noted(self, records, *args):
+        seen.append((len(records), records[0].param.numel()))
+        sweep(self, records, *args)
 
     monkeypatch.setattr(updates.Updates, "_sweep", noted)
     return seen

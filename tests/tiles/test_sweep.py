@@ -137,7 +137,7 @@ def test_not_finite_leaves_everything_untouched(rule, rounding_name, shape, bad)
 # -- compiled ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not lowmem.options.has_compiler("cpu"), reason="no C++ compiler")
+@pytest.mark.skipif(not lowmem.optimizer.has_compiler("cpu"), reason="no C++ compiler")
 @pytest.mark.parametrize("rounding_name", storage.ROUNDINGS)
 @pytest.mark.parametrize("rule", RULES)
 def test_compiled_gives_the_same_numbers(rule, rounding_name):
