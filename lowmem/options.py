@@ -1,45 +1,281 @@
-"""The settings of a fused optimizer as trainers and YAML files hold them."""
+"""The options of a fused optimizer, declared once: `FusedOptimizer`, trainers and YAML files use this dataclass."""
 
-from collections.abc import Iterable
+import math
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, get_args
 
-from lowmem.optimizer import FusedOptimizer
-from lowmem.step.loss_scaler import DynamicScale
+import torch
+
+from lowmem import rules
+from lowmem.errors import ConfigError, did_you_mean
+from lowmem.rules import UpdateRule
+from lowmem.tiles import storage
+
+Policy = Literal["auto", "immediate", "two_pass", "deferred"]
+Replay = Literal["auto", "graph", "forward"]
+Store = Literal["host", "device", "disk"]
+Placement = Literal["auto", "local", "replicated", "zero3", "fsdp2"]
+
+# Keys of a parameter group that torch, its learning-rate schedulers or this package put there beside hyperparameters.
+GROUP_KEYS = {"params", "param_names", "name", "initial_lr", "max_lr", "min_lr", *rules.ENGINE_KEYS}
+
+
+@dataclass(frozen=True)
+class DynamicScale:
+    """A loss scale that finds its own size, by the rule of `torch.amp.GradScaler`.
+
+    It starts at `init_scale`. It is multiplied by `growth_factor` after `growth_interval` steps without an overflow,
+    and by `backoff_factor` after an overflow, but never falls below `min_scale`. With `hysteresis` above 1, that many
+    overflows have to occur since it last grew before it backs off, as in Megatron.
+
+    Raises:
+        ConfigError: a value out of range.
+    """
+
+    init_scale: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    min_scale: float = 1.0
+    hysteresis: int = 1
+
+    def __post_init__(self) -> None:
+        for name, valid, allowed in (
+            ("min_scale", _is_scale, "a number > 0 that float32 holds"),
+            ("init_scale", lambda value: _is_scale(value) and value >= self.min_scale, "a finite number >= min_scale"),
+            ("growth_factor", lambda value: _is_number(value) and value > 1, "a number > 1"),
+            ("backoff_factor", lambda value: _is_number(value) and 0 < value < 1, "a number between 0 and 1"),
+            ("growth_interval", _is_count, "a whole number >= 1"),
+            ("hysteresis", _is_count, "a whole number >= 1"),
+        ):
+            value = getattr(self, name)
+            if not valid(value):
+                raise ConfigError(f"loss_scale.{name}={value!r} is not {allowed}")
 
 
 @dataclass(frozen=True)
 class FusedConfig:
-    """The settings of a `FusedOptimizer` but for parameters and learning rate, as trainers and YAML files hold them.
+    """The options of a `FusedOptimizer`, except for the parameters.
 
-    `hyper` holds hyperparameters of the rule; `log_norms` has a trainer log the norm of each parameter's gradient.
-    Settings are checked when the config is made.
+    Gradients are unscaled, clamped by `clip_value`, then clipped by `clip_norm`, as by `scaler.unscale_`,
+    `clip_grad_value_` and `clip_grad_norm_` in this order. (AdaLomo measures before it clamps, as its source does.)
+
+    Attributes:
+        rule: a name (`lowmem.rules.table()`), an `UpdateRule`, a `torch.optim.Optimizer` class, or its import path.
+        lr: learning rate; the rule's own default if None.
+        hyper: other hyperparameters of the rule.
+        groups: parameter groups by name, where parameters come with names: each is a dict with a regular expression
+            under "match", and options of its own: "rule", and hyperparameters of that rule. A parameter belongs to the
+            first group whose expression is found in its name, else to the default group. What a group with a rule of
+            its own does not set is that rule's default, `lr` included.
+        policy: "immediate": update in the hook. "two_pass": backward twice, first to measure. "deferred": offload
+            gradients until the step is decided. "auto": the cheapest that is exact for what is asked, also later on
+            (`FusedOptimizer.policy_reason` says why).
+        clip_norm: the norm over all gradients is at most this, as with `torch.nn.utils.clip_grad_norm_`; refused under
+            "immediate". In float32 on a CPU the same bits.
+        norm_type: of `clip_norm`: 2.0, or inf for the largest element.
+        clip_value: gradients are clamped to +- this.
+        loss_scale: `backward` multiplies the loss by it and gradients are divided by it: a number, "dynamic", or a
+            `DynamicScale`. After an overflow "two_pass" and "deferred" skip the whole step, as `torch.amp.GradScaler`
+            does; "immediate" skips the parameters whose gradients are not finite.
+        replay: how "two_pass" gets its second pass. "graph" runs backward through the same graph twice; "forward"
+            computes the loss again with the same random numbers, and `backward` has to be given a callable (modules
+            that count their forwards, such as BatchNorm, count both); "auto" is "graph", except under ZeRO-3, which
+            gathers for one backward only.
+        store: where "deferred" offloads gradients to: "host" (pinned memory where there is a GPU), "device", or "disk",
+            a memory-mapped file in `store_dir`. None is "host". Setting it asks for "deferred".
+        store_dir: directory of the file of `store="disk"`; None uses a temporary one.
+        accumulation_dtype: micro-batches are summed in "float32" (4 bytes per element in the store), or in the dtype of
+            the "gradient" (2 for bfloat16, rounded at every micro-batch, as `.grad` is). A step of one micro-batch
+            stores its gradient as it is.
+        rounding: how a float32 result is stored in a bfloat16 or float16 weight: "nearest", "stochastic", "compensated"
+            (adds 2 bytes per parameter), "master" (a float32 copy, adds 4 bytes), or a registered storage. float32
+            weights hold every result exactly. A param group may have its own.
+        state_storage: how elementwise optimizer states are stored: "float32", "bfloat16" or "float16" (both rounded
+            stochastically), or a registered storage. A param group may have its own.
+        placement: "local"; "replicated": every rank of a process group has all parameters and data of its own, and
+            gradients are averaged; "zero3" and "fsdp2": parameters are sharded over the ranks by DeepSpeed or
+            `fully_shard`; "auto" finds it from the parameters and the process group.
+        compile: True, False, or "auto": compile the sweep where there is a compiler and enough to gain.
+        seed: of stochastic rounding.
+        batching: small parameters of equal shape wait for each other and are updated as one stack, to the same bits.
+        log_norms: trainers log the norm of each parameter's gradient.
 
     Raises:
-        ConfigError, UnsupportedError: as `FusedOptimizer` would.
+        ConfigError: a name, value or combination that is not allowed.
+        UnsupportedError: a rule that cannot run fused.
     """
 
-    rule: str = "adalomo"
-    policy: str = "auto"
+    rule: str | UpdateRule | type = "adalomo"
+    lr: float | None = None
+    hyper: dict[str, Any] = field(default_factory=dict)
+    groups: tuple[dict[str, Any], ...] = ()
+    policy: Policy = "auto"
     clip_norm: float | None = None
     norm_type: float = 2.0
     clip_value: float | None = None
     loss_scale: float | Literal["dynamic"] | DynamicScale | None = None
-    replay: str = "auto"
-    store: str | None = None
+    replay: Replay = "auto"
+    store: Store | None = None
     store_dir: str | None = None
-    accumulation_dtype: str = "float32"
+    accumulation_dtype: Literal["float32", "gradient"] = "float32"
     rounding: str = "nearest"
-    compile: str | bool = "auto"
+    state_storage: str = "float32"
+    placement: Placement = "auto"
+    compile: bool | Literal["auto"] = "auto"
     seed: int = 0
     batching: bool = True
     log_norms: bool = False
-    hyper: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.build([{"params": []}], lr=1e-3)
+        self._check_choices()
+        self._check_policy()
+        for option in ("clip_norm", "clip_value"):
+            value = getattr(self, option)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{option}={value!r} is not a number > 0; omit it for no clipping")
+        if self.norm_type not in (2, math.inf):
+            raise ConfigError(f"norm_type={self.norm_type!r} is neither 2 nor inf")
+        initial_scale(self.loss_scale)
+        storage.check("rounding", self.rounding, storage.roundings())
+        storage.check("state_storage", self.state_storage, storage.state_storages())
+        rule = rules.resolve(self.rule)
+        check_hyper(rule, self.given)
+        for n, group in enumerate(self.groups):
+            self._check_group(rule, group, f"groups[{n}]: ")
 
-    def build(self, params: Iterable[Any], **hyper: Any) -> FusedOptimizer:
-        """The optimizer over `params`; `hyper` (lr, weight_decay, ...) gives way to this config's own `hyper`."""
-        settings = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("hyper", "log_norms")}
-        return FusedOptimizer(params, **settings, **{**hyper, **self.hyper})
+    @property
+    def given(self) -> dict[str, Any]:
+        """The hyperparameters that are set, `lr` among them."""
+        return {**({} if self.lr is None else {"lr": self.lr}), **self.hyper}
+
+    @classmethod
+    def of(cls, rule: str | UpdateRule | type, options: Mapping[str, Any]) -> "FusedConfig":
+        """The options of `FusedOptimizer`'s arguments: what is not an option is a hyperparameter of the rule."""
+        names = {option.name for option in fields(cls)} - {"hyper"}
+        hyper = {name: value for name, value in options.items() if name not in names}
+        return cls(rule=rule, **{name: options[name] for name in options.keys() & names}, hyper=hyper)
+
+    def param_groups(self, named: Iterable[tuple[str, Any]]) -> list[dict[str, Any]]:
+        """(name, parameter) pairs in groups as `torch.optim` takes them: the default group first, then `groups`.
+
+        Raises:
+            ConfigError: an expression matches no parameter.
+        """
+        default: dict[str, Any] = {"params": []}
+        matched = [{key: value for key, value in group.items() if key != "match"} for group in self.groups]
+        for group in matched:
+            group["params"] = []
+        for name, param in named:
+            first = next((n for n, group in enumerate(self.groups) if re.search(group["match"], name)), None)
+            (default if first is None else matched[first])["params"].append((name, param))
+        for n, group in enumerate(matched):
+            if not group["params"]:
+                raise ConfigError(
+                    f"groups[{n}]: match={self.groups[n]['match']!r} is found in no parameter's name that an earlier "
+                    "group does not take"
+                )
+        return [group for group in (default, *matched) if group["params"]]
+
+    def _check_choices(self) -> None:
+        for option, choices in (
+            ("policy", get_args(Policy)),
+            ("replay", get_args(Replay)),
+            ("store", (None, *get_args(Store))),
+            ("accumulation_dtype", ("float32", "gradient")),
+            ("placement", get_args(Placement)),
+        ):
+            value = getattr(self, option)
+            if value not in choices:
+                names = [name for name in choices if name is not None]
+                raise ConfigError(
+                    f"{option} {value!r} is unknown.{did_you_mean(str(value), names)} Known are {', '.join(names)}"
+                )
+        if self.compile not in (True, False, "auto"):
+            raise ConfigError(f"compile={self.compile!r}; allowed are True, False and 'auto'")
+        for option in ("batching", "log_norms"):
+            if not isinstance(getattr(self, option), bool):
+                raise ConfigError(f"{option}={getattr(self, option)!r}; allowed are True and False")
+
+    def _check_policy(self) -> None:
+        if self.store_dir is not None and self.store != "disk":
+            raise ConfigError(f"store_dir={self.store_dir!r} has no effect without store='disk'")
+        if self.store_dir is not None and not Path(self.store_dir).is_dir():
+            raise ConfigError(
+                f"store_dir={self.store_dir!r} is not a directory. Create it, or omit store_dir to use a temporary one"
+            )
+        if self.policy in ("immediate", "two_pass") and (
+            self.store is not None or self.accumulation_dtype != "float32"
+        ):
+            raise ConfigError(
+                f"store and accumulation_dtype have no effect under policy {self.policy!r}; they are of 'deferred'"
+            )
+        if self.policy in ("immediate", "deferred") and self.replay != "auto":
+            raise ConfigError(f"replay has no effect under policy {self.policy!r}; it is of 'two_pass'")
+        if self.policy == "auto" and self.replay != "auto" and self.store is not None:
+            raise ConfigError("replay is of policy 'two_pass' and store of 'deferred'; set only one of them")
+
+    def _check_group(self, default: UpdateRule, group: Mapping[str, Any], place: str) -> None:
+        if not isinstance(group, Mapping) or not isinstance(group.get("match"), str):
+            raise ConfigError(f"{place}a group is a mapping with a regular expression under 'match'; found {group!r}")
+        try:
+            re.compile(group["match"])
+        except re.error as error:
+            raise ConfigError(f"{place}match={group['match']!r} is not a regular expression: {error}") from None
+        rule = rules.resolve(group["rule"]) if "rule" in group else default
+        hyper = {key: value for key, value in group.items() if key not in ("match", *rules.ENGINE_KEYS)}
+        check_hyper(rule, hyper, place)
+        if "rounding" in group:
+            storage.check(f"{place}rounding", group["rounding"], storage.roundings())
+        if "state_storage" in group:
+            storage.check(f"{place}state_storage", group["state_storage"], storage.state_storages())
+
+
+def check_hyper(rule: UpdateRule, hyper: Mapping[str, Any], place: str = "") -> None:
+    """Raises `ConfigError` for a hyperparameter that a rule does not have, or that is out of range."""
+    for key in () if rule.open_ended else hyper:
+        if key not in rule.defaults and key not in GROUP_KEYS:
+            raise ConfigError(
+                f"{place}rule {rule.name!r} has no hyperparameter {key!r}.{did_you_mean(key, rule.defaults)} "
+                f"It has {', '.join(rule.defaults)}."
+            )
+    try:
+        rule.check({**rule.defaults, **hyper})
+    except ConfigError as error:
+        raise ConfigError(f"{place}{error}") from None
+
+
+def initial_scale(requested: Any) -> float | None:
+    """The loss scale that `loss_scale` starts from; None for no scaling.
+
+    Raises:
+        ConfigError: it is neither None, a number, "dynamic" nor a `DynamicScale`.
+    """
+    if requested == "dynamic":
+        requested = DynamicScale()
+    if isinstance(requested, DynamicScale):
+        return requested.init_scale
+    if requested is None:
+        return None
+    if not _is_number(requested) or (requested != 0 and not _is_scale(requested)):
+        raise ConfigError(
+            f"loss_scale={requested!r} is neither a number >= 0 (0: none) nor 'dynamic' nor a DynamicScale"
+        )
+    return None if requested in (0, 1) else float(requested)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_scale(value: Any) -> bool:
+    """Whether it and its inverse are numbers of float32."""
+    limits = torch.finfo(torch.float32)
+    return _is_number(value) and limits.tiny <= value <= limits.max
+
+
+def _is_count(value: Any) -> bool:
+    return _is_number(value) and value >= 1 and int(value) == value

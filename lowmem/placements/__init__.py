@@ -7,11 +7,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowmem.errors import ConfigError, UnsupportedError
-from lowmem.placements.local import Local
+from lowmem.placements.base import Local, Placement, Shard
 from lowmem.placements.ranks import Ranks
 from lowmem.placements.replicated import Replicated
 
-__all__ = ["PLACEMENTS", "Local", "Ranks", "fill", "find", "full_tensor", "in_group", "release", "shape_of"]
+__all__ = ["PLACEMENTS", "Placement", "Ranks", "fill", "find", "full_tensor", "in_group", "release", "shape_of"]
 
 PLACEMENTS = ("local", "replicated", "zero3", "fsdp2")
 
@@ -21,10 +21,10 @@ def in_group() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def find(placement: str, params: Iterable[Any]) -> Local:
-    """The placement asked for, or with `auto` the one that the parameters, or (name, parameter) pairs, are in.
+def find(placement: str, params: Iterable[Any]) -> Placement:
+    """The placement that was asked for, or with `auto` the one of the parameters, or (name, parameter) pairs.
 
-    Whole parameters are replicated where there is a process group of several ranks.
+    Parameters that are not sharded are replicated where there is a process group of several ranks.
 
     Raises:
         ConfigError: there is no placement of that name, or the parameters are in another.
@@ -40,7 +40,7 @@ def find(placement: str, params: Iterable[Any]) -> Local:
         )
     kind = kinds.pop() if kinds else None
     if kind is None and placement in ("zero3", "fsdp2"):
-        raise ConfigError(f"placement={placement!r}, but the parameters are whole; shard the model first")
+        raise ConfigError(f"placement={placement!r}, but the parameters are not sharded; shard the model first")
     if kind is not None and placement not in ("auto", kind):
         raise ConfigError(f"placement={placement!r}, but the parameters are sharded by {kind}")
     if placement == "replicated" and not in_group():
@@ -53,31 +53,30 @@ def find(placement: str, params: Iterable[Any]) -> Local:
 
 def shape_of(tensor: Tensor) -> tuple[int, ...]:
     """The logical shape of a parameter or buffer, sharded or not."""
-    return _holding(tensor).span(tensor).shape
+    return _shard_of(tensor).span(tensor).shape
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """All of a parameter or buffer. Every rank that holds a piece of it calls it."""
-    return _holding(tensor).full_tensor(tensor)
+    """All of a parameter or buffer. Every rank that holds a shard of it calls it."""
+    return _shard_of(tensor).full_tensor(tensor)
 
 
-def fill(tensor: Tensor, value: Tensor) -> None:
-    """Gives a parameter or buffer the values of a whole one; each rank takes its piece."""
-    _holding(tensor).fill(tensor, value)
+def fill(tensor: Tensor, full: Tensor) -> None:
+    """Copies the values of a full tensor into a parameter or buffer; each rank takes its shard."""
+    _shard_of(tensor).fill(tensor, full)
 
 
 def release(tensor: Tensor) -> None:
-    """Gives back what is gathered of a parameter or buffer."""
-    _holding(tensor).release(tensor)
+    """Frees what is gathered of a parameter or buffer."""
+    _shard_of(tensor).release(tensor)
 
 
-def _holding(tensor: Tensor) -> Local:
-    """The placement that a tensor shows to be in."""
+def _shard_of(tensor: Tensor) -> Shard:
     kind = _kind(tensor)
-    return Local() if kind is None else _sharded(kind)
+    return Shard() if kind is None else _sharded(kind).shard
 
 
-def _sharded(kind: str) -> Local:
+def _sharded(kind: str) -> Placement:
     if kind == "zero3":
         from lowmem.placements.zero3 import Zero3
 

@@ -1,80 +1,94 @@
-"""PyTorch FSDP2: `fully_shard` cuts each parameter into blocks of its first dimension, and reduces its gradient."""
+"""PyTorch FSDP2: `fully_shard` cuts each parameter into blocks of its first dimension and reduces its gradient."""
 
 import contextlib
-import gc
 from collections.abc import Collection
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Replicate, Shard
+from torch.distributed.tensor.placement_types import Replicate
+from torch.distributed.tensor.placement_types import Shard as ShardPlacement
 
 from lowmem.errors import UnsupportedError
 from lowmem.placements.ranks import Ranks
 from lowmem.placements.record import ParamRecord
-from lowmem.placements.sharded import Sharded, held_by
+from lowmem.placements.sharded import FlatShard, Sharded, ShardedReducer, span_of_rank
 from lowmem.tiles.layout import Span
 
 
-class FSDP2(Sharded):
-    """Parameters of `fully_shard` modules, over one dimension of a mesh; others of it may replicate them.
+class _Rows(FlatShard):
+    """The rows of a DTensor that are on this rank."""
 
-    FSDP2 averages and cuts a gradient before its hook is run, so nothing is left to reduce. What it has still gathered
-    when the step is over (`set_reshard_after_backward(False)`) is cut again: it is the weights of the step before.
+    def admit(self, name: str, param: Tensor) -> None:
+        kinds = [kind for kind in cast(DTensor, param).placements if type(kind) is not Replicate]
+        if kinds != [ShardPlacement(0)]:
+            raise UnsupportedError(
+                f"parameter {name!r} is placed as {kinds}; lowmem updates parameters that are sharded once, in "
+                "dimension 0. Omit shard_placement_fn and tensor parallelism"
+            )
+        super().admit(name, param)
+
+    def ranks_of(self, param: Any) -> Ranks:
+        mesh = param.device_mesh
+        return Ranks(mesh.get_group(param.placements.index(ShardPlacement(0))), torch.device(mesh.device_type))
+
+    def span(self, param: Any) -> Span:
+        ranks = self.ranks or self.ranks_of(param)
+        shape = tuple(param.shape)
+        rows = -(-shape[0] // ranks.world_size)
+        return span_of_rank(ranks.rank, shape, rows * torch.Size(shape[1:]).numel())
+
+    def read(self, param: Any) -> Tensor:
+        return cast(Tensor, param.detach().to_local()).view(-1)
+
+
+class _Reduced(ShardedReducer):
+    """FSDP2 has averaged and cut a gradient before its hook runs."""
+
+    def take(self, param: Tensor) -> Tensor:
+        return cast(DTensor, super().take(param)).to_local().view(-1)
+
+
+class FSDP2(Sharded):
+    """Parameters of `fully_shard` modules, over one dimension of a mesh; other dimensions may replicate them.
+
+    Modules that are still gathered when a step is over (`set_reshard_after_backward(False)`) hold the weights before
+    it, so they are resharded. That is why the model is needed.
 
     Raises:
-        UnsupportedError: a parameter is sharded in another dimension than its first.
+        UnsupportedError: a parameter is sharded in another dimension than its first, or the model was not passed.
     """
 
     name = "fsdp2"
 
     def __init__(self) -> None:
+        super().__init__(_Rows(), _Reduced())
         self._modules: list[FSDPModule] = []
 
-    def admit(self, name: str, param: Tensor) -> None:
-        kinds = [kind for kind in cast(DTensor, param).placements if type(kind) is not Replicate]
-        if kinds != [Shard(0)]:
+    def adopt(self, records: Collection[ParamRecord], model: nn.Module | None) -> None:
+        if model is None:
             raise UnsupportedError(
-                f"parameter {name!r} is placed as {kinds}; lowmem updates parameters that are sharded once, in "
-                "dimension 0. Leave shard_placement_fn and tensor parallelism out"
+                "parameters of fully_shard modules: pass the model too, FusedOptimizer(model.named_parameters(), "
+                "model=model, ...), because its modules are resharded after each step"
             )
-        super().admit(name, param)
-
-    def adopt(self, records: Collection[ParamRecord]) -> None:
-        own = {record.param for record in records}
-        for found in gc.get_objects():
-            if issubclass(type(found), FSDPModule) and not own.isdisjoint(found.parameters()):
-                self._modules.append(found)
-            if type(found).__name__ == "FSDPParam" and getattr(found, "_sharded_post_forward_param", None) in own:
-                raise UnsupportedError(
-                    "a forward without a backward has left these parameters cut in another way "
-                    "(reshard_after_forward). Call reshard() on every FSDPModule before the optimizer is made"
-                )
+        self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self.settle(records)
+        params = set(model.parameters())
+        if strange := [record.name for record in records if record.param not in params]:
+            raise UnsupportedError(
+                f"parameter {strange[0]!r} is not a parameter of the model while that is sharded: a forward without a "
+                "backward left it sharded in another way (reshard_after_forward), or it belongs to another model. Call "
+                "reshard() on every FSDPModule before model.named_parameters()"
+            )
 
     def settle(self, records: Collection[ParamRecord]) -> None:
         for module in self._modules:
             module.reshard()
 
-    def died(self) -> None:
+    def recover(self) -> None:
         for module in self._modules:
-            with contextlib.suppress(RuntimeError):  # of the outermost one alone; torch before 2.13 has no such way
+            # only the root module has the state that is reset; torch before 2.13 has no reset_iter_state
+            with contextlib.suppress(RuntimeError):
                 getattr(module, "reset_iter_state", module.reshard)()
-
-    def _ranks_of(self, param: Any) -> Ranks:
-        mesh = param.device_mesh
-        return Ranks(mesh.get_group(param.placements.index(Shard(0))), torch.device(mesh.device_type))
-
-    def span(self, param: Any) -> Span:
-        ranks = self.ranks or self._ranks_of(param)
-        shape = tuple(param.shape)
-        rows = -(-shape[0] // ranks.count)
-        return held_by(ranks.rank, shape, rows * torch.Size(shape[1:]).numel())
-
-    def read(self, param: Any) -> Tensor:
-        return cast(Tensor, param.detach().to_local()).view(-1)
-
-    def take(self, param: Tensor) -> Tensor:
-        grad = cast(DTensor, super().take(param))
-        return grad.to_local().view(-1)

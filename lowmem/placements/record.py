@@ -1,7 +1,7 @@
-"""A parameter and what the engine knows of it: its place, its hook, what rounding keeps for it."""
+"""A parameter record: one parameter and what the engine knows about it."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,40 +11,49 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lowmem.errors import StepError
-from lowmem.rules import Plan
+from lowmem.rules import ParamSpec, UpdateRule
 from lowmem.tiles.layout import Layout, Span
+from lowmem.tiles.storage import Storage
 
 # Parameters that are hooked: two optimizers on one would update it twice.
 _HOOKED = WeakTensorKeyDictionary()
 
 
-@dataclass
+@dataclass(eq=False)
 class ParamRecord:
     """One parameter of a `FusedOptimizer`.
 
-    group: its parameter group, the live one that schedulers edit.  span: which elements of it are here.  plan, layout:
-    how it is updated and in which rectangles, once hooked.  alike: equal for parameters that one stack may hold, by
-    gradient dtype.  residual: what compensated rounding keeps.  square_sum: of
-    its last gradient, a float32 scalar.  measured: what its rule measured in the last update.
+    Attributes:
+        group: its parameter group, the live one that schedulers edit.
+        rule: of the group.
+        span: which elements of it are on this rank.
+        spec, layout: how it is updated and in which rectangles, once it is hooked.
+        storage: of the weight.  state_storages: of its states of the parameter's size.
+        extra: the tensors that the storage of the weight holds beside the parameter, once it was updated.
+        stacks: number of the stack that it may join, by gradient dtype.
+        square_sum: of its last gradient, float32 scalar.  size: what its rule weights the norm of that by.
     """
 
     name: str
     param: Tensor
     group: dict[str, Any]
+    rule: UpdateRule
     span: Span
-    plan: Plan | None = None
+    spec: ParamSpec | None = None
     layout: Layout | None = None
-    alike: dict[torch.dtype, int] = field(default_factory=dict)
+    storage: Storage | None = None
+    state_storages: dict[str, Storage] = field(default_factory=dict)
+    extra: tuple[Tensor, ...] = ()
+    stacks: dict[torch.dtype, int] = field(default_factory=dict)
     handle: RemovableHandle | None = None
-    residual: Tensor | None = None
     square_sum: Tensor | None = None
-    measured: Mapping[str, Tensor] = field(default_factory=dict)
+    size: Tensor | None = None
 
     def attach(self, hook: Callable[["ParamRecord", Tensor], None]) -> None:
         """Hooks the parameter.
 
         Raises:
-            StepError: another optimizer hooked it, or a gradient is left over in `.grad`.
+            StepError: another optimizer hooked it, or `.grad` holds a gradient already.
         """
         if self.param in _HOOKED:
             raise StepError(
@@ -56,23 +65,23 @@ class ParamRecord:
         self.refuse_leftover()
 
     def detach(self) -> None:
-        """Takes the hook away."""
+        """Removes the hook."""
         if self.handle is not None:
             self.handle.remove()
             self.handle = None
             del _HOOKED[self.param]
 
     def refuse_leftover(self) -> None:
-        """Raises `StepError` if a hooked parameter holds a gradient that the next one would be added to."""
+        """Raises `StepError` if a hooked parameter has a gradient that the next one would be added to."""
         if self.handle is not None and self.param.grad is not None:
             raise StepError(
                 f"parameter {self.name!r} has a gradient in .grad already, which this step would add to its own. "
-                "Call zero_grad() first; nothing can accumulate in .grad, because gradients are freed as they come."
+                "Call zero_grad() first; nothing can accumulate in .grad, because gradients are freed in the hooks."
             )
 
 
 def listed(group: dict[str, Any], first: int) -> dict[str, Any]:
-    """A parameter group whose `params` can be read more than once; numbered from `first`, if it has no names."""
+    """A parameter group whose `params` can be iterated more than once; numbered from `first` where it has no names."""
     params = group["params"]
     params = [params] if isinstance(params, Tensor) else params if isinstance(params, set) else list(params)
     if "param_names" not in group and not any(isinstance(item, tuple) for item in params):

@@ -1,82 +1,62 @@
-"""DeepSpeed ZeRO-3: parameters are cut over the ranks, and DeepSpeed gathers each while its module computes.
+"""DeepSpeed ZeRO-3: parameters are sharded, and DeepSpeed gathers each one while its module computes.
 
 The engine has no optimizer of its own. Its hooks on modules gather and release; the gradient is reduced here.
 """
 
-import gc
-import sys
 from collections.abc import Collection
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lowmem.errors import StepError, UnsupportedError
-from lowmem.placements.local import Reduced
+from lowmem.placements.base import Reduced
 from lowmem.placements.ranks import Ranks
 from lowmem.placements.record import ParamRecord
-from lowmem.placements.sharded import Sharded, held_by
+from lowmem.placements.sharded import FlatShard, Sharded, ShardedReducer, span_of_rank
 from lowmem.tiles.layout import Span
 
 
-class Zero3(Sharded):
-    """Parameters made under `deepspeed.zero.Init`, or converted by `deepspeed.initialize`.
-
-    In the hook the gradient is reduce-scattered, and this rank's slice is updated on the device that computes, also
-    where DeepSpeed keeps it on the host or in a file. What DeepSpeed has still gathered when the step is over, it
-    releases, since it is the weights of the step before; those that are to stay gathered are gathered anew.
-
-    Raises:
-        UnsupportedError: another optimizer has these parameters, or they are sharded in a way of MiCS.
-    """
-
-    name = "zero3"
-    graph_stays = False
+class _Partition(FlatShard):
+    """This rank's slice of a parameter, which DeepSpeed keeps on the device, on the host or in a file."""
 
     def admit(self, name: str, param: Tensor) -> None:
         if hasattr(param, "comm"):
             raise UnsupportedError(
                 f"parameter {name!r} is sharded by MiCS (mics_shard_size), whose groups of ranks would each train a "
-                "model of their own. Leave it out; zero_hpz_partition_size keeps gathering in the node too"
+                "model of their own. Omit it; zero_hpz_partition_size also gathers within a node"
             )
         super().admit(name, param)
 
-    def adopt(self, records: Collection[ParamRecord]) -> None:
-        _refuse_engine_optimizer({record.param for record in records})
-
-    def _ranks_of(self, param: Any) -> Ranks:
+    def ranks_of(self, param: Any) -> Ranks:
         return Ranks(param.ds_process_group, param.device)
 
     def span(self, param: Any) -> Span:
-        ranks = self.ranks or self._ranks_of(param)
-        return held_by(ranks.rank, tuple(param.ds_shape), param.ds_tensor.ds_numel)
+        ranks = self.ranks or self.ranks_of(param)
+        return span_of_rank(ranks.rank, tuple(param.ds_shape), param.ds_tensor.ds_numel)
 
     def read(self, param: Any) -> Tensor:
         _swap_in(param)
-        piece: Tensor = param.ds_tensor.detach()[: self.span(param).held]
-        return piece.to(param.device)
+        shard: Tensor = param.ds_tensor.detach()[: self.span(param).held]
+        return shard.to(param.device)
 
-    def write(self, param: Any, piece: Tensor) -> None:
+    def write(self, param: Any, shard: Tensor) -> None:
         stored = param.ds_tensor
-        if stored.data_ptr() != piece.data_ptr():
+        if stored.data_ptr() != shard.data_ptr():
             _swap_in(param)
-            stored.detach()[: piece.numel()].copy_(piece)
+            stored.detach()[: shard.numel()].copy_(shard)
         if _in_file(param):
             param.nvme_swapper.swap_out_and_release([param])
-        param.ds_secondary_tensor = None  # hierarchical partitioning's copy, made anew at the next gather
-
-    def reduce(self, record: ParamRecord, grad: Tensor) -> Reduced:
-        assert self.ranks is not None
-        yield record, self.ranks.scatter_mean(grad.contiguous().view(-1), record.span.size)
+        param.ds_secondary_tensor = None  # the copy of hierarchical partitioning, made again at the next gather
 
     def full_tensor(self, param: Any) -> Tensor:
-        whole = super().full_tensor(param)
-        if _in_file(param):  # the buffers that it is read into are few
+        full = super().full_tensor(param)
+        if _in_file(param):  # there are few buffers that it is read into
             param.nvme_swapper.remove_partition_and_release_buffers([param])
-        return whole
+        return full
 
-    def fill(self, param: Tensor, whole: Tensor) -> None:
-        super().fill(param, whole)
+    def fill(self, param: Tensor, full: Tensor) -> None:
+        super().fill(param, full)
         self.release(param)
 
     def release(self, param: Any) -> None:
@@ -85,6 +65,44 @@ class Zero3(Sharded):
         if param.ds_status is ZeroParamStatus.AVAILABLE:
             param.ds_active_sub_modules.clear()
             param.partition()
+
+
+class _ReduceScatter(ShardedReducer):
+    """Reduce-scatters each gradient in its hook."""
+
+    def __init__(self, shard: FlatShard) -> None:
+        self._shard = shard
+
+    def reduce(self, record: ParamRecord, grad: Tensor) -> Reduced:
+        assert self._shard.ranks is not None
+        yield record, self._shard.ranks.reduce_scatter_mean(grad.contiguous().view(-1), record.span.size)
+
+
+class Zero3(Sharded):
+    """Parameters made under `deepspeed.zero.Init`, or converted by `deepspeed.initialize`.
+
+    This rank's slice is updated on the device that computes, also where DeepSpeed keeps it on the host or in a file.
+    Parameters that are still gathered when the step is over hold the weights before it: they are released, and those
+    that DeepSpeed keeps gathered (`stage3_param_persistence_threshold`) are gathered again.
+
+    Raises:
+        UnsupportedError: another optimizer has these parameters, or they are sharded by MiCS.
+    """
+
+    name = "zero3"
+    replays_graph = False
+
+    def __init__(self) -> None:
+        shard = _Partition()
+        super().__init__(shard, _ReduceScatter(shard))
+
+    def adopt(self, records: Collection[ParamRecord], model: nn.Module | None) -> None:
+        # DeepSpeed 0.19, runtime/zero/stage3.py, _link_all_hp_params: its optimizer marks the parameters that it has
+        if any(hasattr(record.param, "_z3_optimizer") for record in records):
+            raise UnsupportedError(
+                "DeepSpeed has an optimizer for these parameters, which would update them too. Omit 'optimizer' in its "
+                "configuration and pass none to deepspeed.initialize(model=model, config=...)"
+            )
 
     @torch.no_grad()
     def settle(self, records: Collection[ParamRecord]) -> None:
@@ -95,12 +113,12 @@ class Zero3(Sharded):
             if param.ds_status is ZeroParamStatus.INFLIGHT:
                 raise StepError(
                     f"DeepSpeed was still gathering a parameter of shape {list(param.ds_shape)} when the step ended, "
-                    "and would go on with weights of the step before. Set stage3_prefetch_bucket_size to 0"
+                    "and would continue with the weights before it. Set stage3_prefetch_bucket_size to 0"
                 )
-            self.release(param)
-        staying = [param for param in params if param.ds_persist]
-        if staying:
-            staying[0].all_gather(staying)
+            self.shard.release(param)
+        persistent = [param for param in params if param.ds_persist]
+        if persistent:
+            persistent[0].all_gather(persistent)
 
 
 def _in_file(param: Any) -> bool:
@@ -109,22 +127,10 @@ def _in_file(param: Any) -> bool:
 
 
 def _swap_in(param: Any) -> None:
-    """Has this rank's slice in memory."""
+    """Loads this rank's slice into memory if it is in a file."""
     from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 
     if param.ds_tensor.status is PartitionedParamStatus.INFLIGHT:
         param.nvme_swapper.synchronize_reads()
     if param.ds_tensor.status is PartitionedParamStatus.NOT_AVAILABLE:
         param.nvme_swapper.swap_in([param], async_op=False)
-
-
-def _refuse_engine_optimizer(params: set[Tensor]) -> None:
-    stage3: Any = sys.modules.get("deepspeed.runtime.zero.stage3")
-    for found in gc.get_objects() if stage3 is not None else ():
-        if type(found) is stage3.DeepSpeedZeroOptimizer_Stage3 and not params.isdisjoint(
-            p for group in found.fp16_groups for p in group
-        ):
-            raise UnsupportedError(
-                "DeepSpeed has an optimizer for these parameters, which would update them too. Leave 'optimizer' out "
-                "of its configuration and hand none to deepspeed.initialize(model=model, config=...)"
-            )

@@ -20,21 +20,22 @@ from lowmem.rules.foreign import ForeignRule, import_optimizer
 from lowmem.rules.lans import Lans
 from lowmem.rules.lion import Lion
 from lowmem.rules.lomo import Lomo
-from lowmem.rules.rule import TABLE, GroupNorms, OwnClip, Plan, StateSpec, UpdateRule, register
+from lowmem.rules.rule import ENGINE_KEYS, TABLE, GroupClip, GroupNorms, ParamSpec, StateSpec, UpdateRule, register
 from lowmem.rules.scaled_adam import ScaledAdam
 
 __all__ = [
+    "ENGINE_KEYS",
     "AdaLomo",
     "Adafactor",
     "AdafactorT2T",
     "AdamW",
     "ForeignRule",
+    "GroupClip",
     "GroupNorms",
     "Lans",
     "Lion",
     "Lomo",
-    "OwnClip",
-    "Plan",
+    "ParamSpec",
     "RuleInfo",
     "ScaledAdam",
     "StateSpec",
@@ -47,7 +48,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class RuleInfo:
-    """A row of the table; `state_bytes` is what the rule keeps for each element of a 4096 × 4096 bfloat16 parameter."""
+    """A row of the table; `state_bytes` is the size of its states per element of a 4096 × 4096 bfloat16 parameter."""
 
     name: str
     state_bytes: float
@@ -84,16 +85,15 @@ def resolve(rule: str | UpdateRule | type) -> UpdateRule:
 
 def table() -> list[RuleInfo]:
     """The rules of this package and those registered from outside, by name."""
-    rows = []
+    rows, shape = [], (4096, 4096)
     for name in sorted(TABLE):
         rule = TABLE[name]()
-        shape = (4096, 4096)
-        plan = rule.plan("", shape, rule.defaults)
-        kept = 0
-        for spec in plan.states.values():
-            elements = math.prod(plan.view.kept(spec.extent, shape) + spec.extra)
-            kept += elements * (spec.dtype or torch.bfloat16).itemsize
+        spec = rule.spec("", shape, rule.defaults)
+        nbytes = 0.0
+        for state in spec.states.values():
+            dtype = torch.bfloat16 if state.dtype == "weight" else state.dtype or torch.float32
+            nbytes += math.prod(spec.view.state_shape(state.extent, shape) + state.extra) * dtype.itemsize
         rows.append(
-            RuleInfo(name, kept / math.prod(shape), rule.keeps, rule.exactness, dict(rule.defaults), rule.source)
+            RuleInfo(name, nbytes / math.prod(shape), rule.keeps, rule.exactness, dict(rule.defaults), rule.source)
         )
     return rows

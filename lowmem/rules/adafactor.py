@@ -10,9 +10,9 @@ from torch import Tensor
 from lowmem.errors import ConfigError
 from lowmem.rules import require
 from lowmem.rules.factor_rules import dimensions, first_match, pairs_of, roles_of
-from lowmem.rules.factored import FactoredPlan, change, mean_alike, precondition, results, shrinking
+from lowmem.rules.factored import FactoredSpec, change, mean_alike, precondition, results, shrinking
 from lowmem.rules.factored import moved as moved_jitted
-from lowmem.rules.rule import GroupNorms, Hyper, OwnClip, State, StateSpec, UpdateRule, register
+from lowmem.rules.rule import GroupClip, GroupNorms, Hyper, State, StateSpec, UpdateRule, register
 from lowmem.tiles.layout import View
 from lowmem.tiles.storage import nearest_number
 from lowmem.tiles.sweep import Sweep
@@ -50,7 +50,7 @@ MOVED: dict[tuple[str, bool], ApplyFn] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class NamedPlan(FactoredPlan):
+class AdafactorSpec(FactoredSpec):
     """swapped: rows of the view are what the source calls columns, since those lie closer together in memory."""
 
     swapped: bool = False
@@ -172,11 +172,11 @@ class Adafactor(UpdateRule):
         threshold = hyper["global_norm_clip_threshold"]
         return f"global_norm_clip_threshold={threshold!r}" if threshold else None
 
-    def clip_by_norm(self, group: GroupNorms) -> OwnClip:
+    def clip_by_norm(self, group: GroupNorms) -> GroupClip:
         threshold = group.hyper["global_norm_clip_threshold"]
-        return OwnClip(threshold * (1.0 / group.total).clamp(max=1.0 / threshold))
+        return GroupClip(threshold * (1.0 / group.total).clamp(max=1.0 / threshold))
 
-    def plan(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> NamedPlan:
+    def spec(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> AdafactorSpec:
         scaled = hyper["multiply_by_parameter_scale"]
         if not isinstance(scaled, bool):
             scaled = first_match(
@@ -188,7 +188,8 @@ class Adafactor(UpdateRule):
         batch, none, rows, cols = dimensions(name, shape, hyper)
         if not rows and not cols:
             view = View(batch, (), none)
-            return NamedPlan(view, {"v": StateSpec("full"), **momentum}, factored=False, scaled=scaled)
+            states = {"v": StateSpec("full", signed=False), **momentum}
+            return AdafactorSpec(view, states, factored=False, scaled=scaled)
         swapped = max(rows, default=-1) > max(cols, default=-1)
         alike = View(none).sizes(shape)[0]
         if swapped:
@@ -199,17 +200,17 @@ class Adafactor(UpdateRule):
             **momentum,
         }
         view = View(batch + none, rows, cols)
-        return NamedPlan(view, states, factored=True, alike=alike, scaled=scaled, swapped=swapped)
+        return AdafactorSpec(view, states, factored=True, alike=alike, scaled=scaled, swapped=swapped)
 
-    def update(self, sweep: Sweep, plan: NamedPlan, state: State, hyper: Hyper, step: int) -> None:
+    def update(self, sweep: Sweep, spec: AdafactorSpec, state: State, hyper: Hyper, step: int) -> None:
         lr, wd, skip_nan = hyper["lr"], hyper["weight_decay_rate"], hyper["skip_nan_updates"]
         if hyper["weight_decay_rate_lr_exponent"]:
             wd = (wd or 1.0) * lr ** hyper["weight_decay_rate_lr_exponent"]
         if skip_nan:
             sweep.pass_nonfinite()
         op_by_op = hyper["variant"] == "op_by_op"
-        if plan.factored:
-            row, col = ("v_col", "v_row") if plan.swapped else ("v_row", "v_col")
+        if spec.factored:
+            row, col = ("v_col", "v_row") if spec.swapped else ("v_row", "v_col")
             moment = {"row": state[row], "col": state[col]}
         else:
             moment = {"v": state["v"]}
@@ -218,19 +219,19 @@ class Adafactor(UpdateRule):
             moment,
             gain=(step - hyper["step_offset"]) ** -hyper["decay_rate"],
             eps=hyper["epsilon1"],
-            normalised="col" if plan.swapped else "row",
+            normalised="col" if spec.swapped else "row",
             as_stored=op_by_op,
             skip_nan=skip_nan,
         )
         rounded = sweep.stored if op_by_op else _unrounded
         scale = sweep.scalar(lr)
-        if plan.scaled:
-            size = rounded(rounded(mean_alike(done.param, sweep.count, plan.alike)).sqrt())
+        if spec.scaled:
+            size = rounded(rounded(mean_alike(done.param, sweep.count, spec.alike)).sqrt())
             size = size.clamp(min=rounded(sweep.scalar(hyper["epsilon2"])))
             if hyper["max_parameter_scale"] is not None:
                 size = size.clamp(max=rounded(sweep.scalar(hyper["max_parameter_scale"])))
             scale = rounded(size * rounded(scale))
-        shrink = shrinking(mean_alike(done.change, sweep.count, plan.alike).sqrt(), hyper["clipping_threshold"])
+        shrink = shrinking(mean_alike(done.change, sweep.count, spec.alike).sqrt(), hyper["clipping_threshold"])
         handed = done.handed(keep=rounded(sweep.scalar(1.0 - (wd or 0.0))), step=scale / shrink)
         if "m" in state:
             handed["full"] = {**handed.get("full", {}), "m": state["m"]}

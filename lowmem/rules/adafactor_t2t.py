@@ -1,8 +1,6 @@
 """Adafactor as Tensor2Tensor has it: own schedules, unbiased bfloat16, simulated quantisation (its `adafactor.py`)."""
 
-import functools
 import math
-import struct
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,9 +9,10 @@ from torch import Tensor
 
 from lowmem.errors import UnsupportedError
 from lowmem.rules import require
-from lowmem.rules.factored import FactoredPlan, moved, precondition, shrinking
+from lowmem.rules.factored import FactoredSpec, moved, precondition, shrinking
 from lowmem.rules.rule import Hyper, State, StateSpec, UpdateRule, register, rms
 from lowmem.tiles.layout import View
+from lowmem.tiles.storage import golden_ratio_noise
 from lowmem.tiles.sweep import Sweep
 from lowmem.tiles.tile import Sums, Tile
 
@@ -30,7 +29,7 @@ def quantised(t: Tile) -> dict[str, Tensor]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuantisedPlan(FactoredPlan):
+class QuantisedSpec(FactoredSpec):
     """quantised: the weight is rounded to `simulated_quantize_bits`."""
 
     quantised: bool
@@ -100,24 +99,29 @@ class AdafactorT2T(UpdateRule):
                 f"is {param.dtype}; simulated_quantize_bits rounds float32 weights. Convert it, or leave that out."
             )
 
-    def plan(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> QuantisedPlan:
+    def rounding(self, hyper: Hyper) -> str:
+        return "golden_ratio"
+
+    def spec(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> QuantisedSpec:
         ndim = len(shape)
         stack = ndim == 3 and hyper["factored"] and hyper["factor_stacks"]
         factored = stack or (ndim == 2 and hyper["factored"])
         dims = tuple(range(ndim))
         view = View.matrix(ndim) if stack else View((), dims[:-1], dims[-1:])
-        states = {"vr": StateSpec("row"), "vc": StateSpec("col")} if factored else {"v": StateSpec("full")}
+        states = (
+            {"vr": StateSpec("row"), "vc": StateSpec("col")} if factored else {"v": StateSpec("full", signed=False)}
+        )
         if hyper["beta1"]:
-            states["m"] = StateSpec("full", require.dtype("dtype_momentum", hyper["dtype_momentum"]))
+            states["m"] = StateSpec("full", require.dtype("dtype_momentum", hyper["dtype_momentum"]) or "weight")
         bits = hyper["simulated_quantize_bits"] is not None and ndim >= 2 and shape[-1] > 1
         scaled = hyper["multiply_by_parameter_scale"]
-        return QuantisedPlan(view, states, factored=factored, scaled=scaled, quantised=bits)
+        return QuantisedSpec(view, states, factored=factored, scaled=scaled, quantised=bits)
 
-    def update(self, sweep: Sweep, plan: QuantisedPlan, state: State, hyper: Hyper, step: int) -> None:
-        moment = {"row": state["vr"], "col": state["vc"]} if plan.factored else {"v": state["v"]}
+    def update(self, sweep: Sweep, spec: QuantisedSpec, state: State, hyper: Hyper, step: int) -> None:
+        moment = {"row": state["vr"], "col": state["vc"]} if spec.factored else {"v": state["v"]}
         done = precondition(sweep, moment, gain=1.0 - decay(step, hyper), eps=1e-30, as_stored=True)
         scale = sweep.scalar(learning_rate(step, hyper))
-        if plan.scaled:  # in the weight's own dtype, as the source computes it
+        if spec.scaled:  # in the weight's own dtype, as the source computes it
             size = sweep.stored(sweep.stored(done.param / sweep.count).sqrt())
             scale = scale * size.clamp(min=sweep.stored(sweep.scalar(1e-3)))
         shrink = shrinking(rms(done.change, sweep.count), hyper["clipping_threshold"])
@@ -125,14 +129,13 @@ class AdafactorT2T(UpdateRule):
         if "m" in state:
             handed["full"] = {**handed.get("full", {}), "m": state["m"]}
             handed["scalar"] |= {"beta1": hyper["beta1"], "gain1": 1.0 - hyper["beta1"]}
-        noise = quantisation_noise(step)
-        if not plan.quantised:
-            sweep.apply(moved, **handed, threshold=noise)
+        if not spec.quantised:
+            sweep.apply(moved, **handed)
             return
         size = sweep.reduce(largest, **handed).row_max["size"]
         quantum = (size + 1e-9) / (2 ** (hyper["simulated_quantize_bits"] - 1) - 1)
         handed["row"] = {**handed.get("row", {}), "quantum": quantum}
-        handed["scalar"]["noise"] = noise
+        handed["scalar"]["noise"] = golden_ratio_noise(step)
         sweep.apply(quantised, **handed)
 
 
@@ -151,16 +154,3 @@ def learning_rate(step: int, hyper: Hyper) -> float:
     if hyper["lr"] is not None:
         return float(hyper["lr"])
     return min(1.0 / math.sqrt(step), 0.01) * (1.0 if hyper["multiply_by_parameter_scale"] else 0.05)
-
-
-@functools.lru_cache(maxsize=1)
-def quantisation_noise(step: int) -> float:
-    """(step times the golden ratio) mod 1 in float32, bit by bit of `step`, so that it is the source's own number."""
-    phi, noise = (5**0.5 - 1) / 2, 0.0
-    for i in range(30):
-        noise = _float32(noise + _float32((phi * 2**i) % 1.0) * (step >> i & 1))
-    return noise % 1.0
-
-
-def _float32(value: float) -> float:
-    return float(struct.unpack("f", struct.pack("f", value))[0])

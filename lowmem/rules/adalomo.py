@@ -6,7 +6,7 @@ Lv et al. 2023, arXiv:2310.10195, algorithm 1.
 from typing import Any, ClassVar
 
 from lowmem.rules import require
-from lowmem.rules.factored import FactoredPlan, moved, precondition, shrinking
+from lowmem.rules.factored import FactoredSpec, moved, precondition, shrinking
 from lowmem.rules.rule import Hyper, State, StateSpec, UpdateRule, register, rms
 from lowmem.tiles.layout import View
 from lowmem.tiles.sweep import Sweep
@@ -52,15 +52,15 @@ class AdaLomo(UpdateRule):
         require.number("clip_threshold", hyper["clip_threshold"], above=0)
         require.number("weight_decay", hyper["weight_decay"], least=0)
 
-    def plan(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> FactoredPlan:
+    def spec(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> FactoredSpec:
         view = View.matrix(len(shape))
         if len(shape) < 2:
-            return FactoredPlan(view, {"exp_avg_sq": StateSpec("full")}, factored=False)
+            return FactoredSpec(view, {"exp_avg_sq": StateSpec("full", signed=False)}, factored=False)
         states = {"exp_avg_sq_row": StateSpec("row"), "exp_avg_sq_col": StateSpec("col")}
-        return FactoredPlan(view, states, factored=True)
+        return FactoredSpec(view, states, factored=True)
 
-    def update(self, sweep: Sweep, plan: FactoredPlan, state: State, hyper: Hyper, step: int) -> None:
-        if plan.factored:
+    def update(self, sweep: Sweep, spec: FactoredSpec, state: State, hyper: Hyper, step: int) -> None:
+        if spec.factored:
             moment = {"row": state["exp_avg_sq_row"], "col": state["exp_avg_sq_col"]}
         else:
             moment = {"v": state["exp_avg_sq"]}

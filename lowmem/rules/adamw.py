@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lowmem.rules import require
-from lowmem.rules.rule import Hyper, Plan, State, StateSpec, UpdateRule, next_count, power, register
+from lowmem.rules.rule import Hyper, ParamSpec, State, StateSpec, UpdateRule, next_count, power, register
 from lowmem.tiles.layout import View
 from lowmem.tiles.sweep import Sweep
 from lowmem.tiles.tile import Tile
@@ -27,8 +27,7 @@ class AdamW(UpdateRule):
 
     In float32 this is `torch.optim.AdamW(foreach=False)`, bit for bit on the CPU where the sweep is not compiled.
 
-    Options: `betas` in [0, 1), `eps` ≥ 0, `weight_decay` ≥ 0, `dtype_moments`: "float32", or "bfloat16" or "float16",
-    stochastically rounded.
+    Options: `betas` in [0, 1), `eps` ≥ 0, `weight_decay` ≥ 0.
     """
 
     source = "Loshchilov and Hutter 2019, arXiv:1711.05101"
@@ -39,7 +38,6 @@ class AdamW(UpdateRule):
         "betas": (0.9, 0.999),
         "eps": 1e-8,
         "weight_decay": 0.01,
-        "dtype_moments": "float32",
     }
 
     def check(self, hyper: Hyper) -> None:
@@ -47,14 +45,16 @@ class AdamW(UpdateRule):
         require.betas("betas", hyper["betas"])
         require.number("eps", hyper["eps"], least=0)
         require.number("weight_decay", hyper["weight_decay"], least=0)
-        require.dtype("dtype_moments", hyper["dtype_moments"])
 
-    def plan(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> Plan:
-        moment = StateSpec("full", require.dtype("dtype_moments", hyper["dtype_moments"]))
-        states = {"step": StateSpec("slice", torch.int64), "exp_avg": moment, "exp_avg_sq": moment}
-        return Plan(View.vector(len(shape)), states)
+    def spec(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> ParamSpec:
+        states = {
+            "step": StateSpec("slice", torch.int64),
+            "exp_avg": StateSpec("full"),
+            "exp_avg_sq": StateSpec("full", signed=False),
+        }
+        return ParamSpec(View.vector(len(shape)), states)
 
-    def update(self, sweep: Sweep, plan: Plan, state: State, hyper: Hyper, step: int) -> None:
+    def update(self, sweep: Sweep, spec: ParamSpec, state: State, hyper: Hyper, step: int) -> None:
         beta1, beta2 = hyper["betas"]
         lr = hyper["lr"]
         count = next_count(sweep, state)
@@ -68,4 +68,4 @@ class AdamW(UpdateRule):
             "step": (-lr / (1.0 - power(beta1, count))).float(),
         }
         full = {name: state[name] for name in ("exp_avg", "exp_avg_sq")}
-        sweep.apply(moved, full=full, scalar=scalar, stochastic=tuple(full))
+        sweep.apply(moved, full=full, scalar=scalar)

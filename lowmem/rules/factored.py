@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem.rules.rule import Plan
+from lowmem.rules.rule import ParamSpec
 from lowmem.tiles.sweep import Sweep
 from lowmem.tiles.tile import ReduceFn, Sums, Tile
 
@@ -73,7 +73,7 @@ def moved(t: Tile) -> dict[str, Tensor]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FactoredPlan(Plan):
+class FactoredSpec(ParamSpec):
     """factored: v is kept as `row` and `col` states, else whole.  alike: so many slices of the batch, one after the
     other, share their scale and clip.  scaled: steps are relative to the weight's own size.
     """

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lowmem.errors import ConfigError, UnsupportedError, did_you_mean
-from lowmem.rules.rule import Hyper, Plan, State, UpdateRule
+from lowmem.rules.rule import ENGINE_KEYS, Hyper, ParamSpec, State, UpdateRule
 from lowmem.tiles.layout import View
 from lowmem.tiles.sweep import Sweep
 
@@ -103,13 +103,13 @@ def _unpack(form: Any, tensors: dict[str, Any]) -> Any:
 _DISTRIBUTIONS = {"lomo_optim": "lomo-optim", "optimi": "torch-optimi"}
 
 # Keys of a parameter group that are no arguments, even of a constructor that takes any.
-_NO_ARGUMENTS = ("params", "param_names", "name", "initial_lr")
+_NO_ARGUMENTS = ("params", "param_names", "name", "initial_lr", *ENGINE_KEYS)
 
 # A class is tried on this many elements: from here on low-bit optimizers keep theirs in few bits.
 _TRIAL_SHAPE = (64, 64)
 
-# Steps, and elements of the first part, in which it is tried whether a class treats each element by itself.
-_PIECE_STEPS, _PIECE = 3, 1500
+# Steps, and elements of the first part, of the trial whether a class treats each element by itself.
+_PART_STEPS, _PART = 3, 1500
 
 # The state that holds what a class keeps in its parameter group, where that is allowed.
 _GROUP = "group"
@@ -133,7 +133,7 @@ class ForeignRule(UpdateRule):
     keeps = "what the class keeps"
     exactness = "the class's own step(), bit for bit"
     stackable = False
-    can_be_held_back = False
+    can_be_skipped = False
 
     def __init__(self, cls: type[torch.optim.Optimizer]) -> None:
         self.cls = cls
@@ -178,47 +178,52 @@ class ForeignRule(UpdateRule):
     def check(self, hyper: Hyper) -> None:
         for key, value in hyper.items():
             if value is inspect.Parameter.empty:
-                raise ConfigError(f"{self.name} has no default for {key!r}; give it")
+                raise ConfigError(f"{self.name} has no default for {key!r}; set it")
         if hyper.get("gradient_release"):
             raise UnsupportedError(
-                f"{self.name}: gradient_release=True wants hooks of its own, and lowmem frees gradients anyway. "
+                f"{self.name}: gradient_release=True registers hooks of its own, and lowmem frees gradients anyway. "
                 "Leave it out."
             )
+
+    def adopt(self, hyper: Hyper, sharded: bool) -> None:
+        """By trial: takes a step on a small tensor, and where parameters are sharded also on two parts of one."""
         trial = torch.ones(_TRIAL_SHAPE, dtype=torch.float32, device="cpu").requires_grad_()
         trial.grad = torch.ones_like(trial)
-        made = self._construct(trial, hyper)
-        for key, value in made.param_groups[0].items():
+        optimizer = self._construct(trial, hyper)
+        for key, value in optimizer.param_groups[0].items():
             if value is not None and key in hyper and hyper[key] is None:
                 raise ConfigError(
-                    f"{self.name} makes {key}={value!r} of {key}=None, out of its other settings, and may make it "
-                    f"something else when a run is resumed. Give {key} a value."
+                    f"{self.name} derives {key}={value!r} from its other settings where {key}=None, and may derive "
+                    f"something else when a run is resumed. Set {key}."
                 )
-        self._refuse_state("beside its parameters", [str(key) for key in made.state if key is not trial])
-        self._states_at_once = bool(made.state)
-        self._try(made, trial, hyper)
+        self._refuse_state("beside its parameters", [str(key) for key in optimizer.state if key is not trial])
+        self._states_at_once = bool(optimizer.state)
+        self._try(optimizer, trial, hyper)
         self._made[id(hyper)] = self._prepared(hyper)
+        if sharded:
+            self._try_parts(hyper)
 
-    def refuse_pieces(self, hyper: Hyper) -> None:
-        """By trial: steps on two parts of a matrix have to be the parts of the steps on all of it."""
+    def _try_parts(self, hyper: Hyper) -> None:
+        """Steps on two parts of a matrix have to be the parts of the steps on all of it."""
         source = torch.Generator().manual_seed(0)
-        start, *grads = (torch.randn(_TRIAL_SHAPE, generator=source) for _ in range(1 + _PIECE_STEPS))
+        start, *grads = (torch.randn(_TRIAL_SHAPE, generator=source) for _ in range(1 + _PART_STEPS))
         moving = {**hyper, "lr": 1e-2} if "lr" in hyper else hyper
-        cut = (slice(0, _PIECE), slice(_PIECE, None))
+        cut = (slice(0, _PART), slice(_PART, None))
         try:
-            with _apart():
-                whole = self._steps(start.clone(), grads, moving).flatten()
+            with _isolated():
+                full = self._steps(start.clone(), grads, moving).flatten()
                 parts = [
                     self._steps(start.flatten()[part].clone(), [grad.flatten()[part] for grad in grads], moving)
                     for part in cut
                 ]
-            reason = None if torch.allclose(whole, torch.cat(parts), rtol=1e-5, atol=1e-7) else "updates them otherwise"
-        except Exception as error:  # whatever the class thinks fit
+            reason = None if torch.allclose(full, torch.cat(parts), rtol=1e-5, atol=1e-7) else "updates them otherwise"
+        except Exception as error:  # a class may raise anything
             reason = f"does not step on them: {error or type(error).__name__}"
         if reason is not None:
             raise UnsupportedError(
-                f"{self.name} needs whole matrices, and ranks that share parameters hold flat pieces ({reason}). It "
-                "runs under placement 'local' and 'replicated'; here use a rule of lowmem, such as 'adalomo', or a "
-                "class that treats each element by itself, such as torch.optim.AdamW"
+                f"{self.name} needs full matrices, and ranks hold flat shards of them ({reason}). It runs with "
+                "placement 'local' and 'replicated'; here use a rule of lowmem, such as 'adalomo', or a class that "
+                "treats each element by itself, such as torch.optim.AdamW"
             )
 
     def _steps(self, param: Tensor, grads: Sequence[Tensor], hyper: Hyper) -> Tensor:
@@ -231,16 +236,16 @@ class ForeignRule(UpdateRule):
             kept = self._step(made, param, kept, hyper)
         return param.detach()
 
-    def is_full(self, state: str, plan: Any) -> bool:
+    def is_full(self, state: str, spec: Any) -> bool:
         return state in self._full
 
     def admit(self, param: Tensor, hyper: Hyper) -> None:
         self._construct(param.detach().requires_grad_(), hyper)  # hooks of the class would stay on the parameter itself
 
-    def plan(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> Plan:
-        return Plan(View.vector(len(shape)))  # states are made by the class itself at the first update
+    def spec(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> ParamSpec:
+        return ParamSpec(View.vector(len(shape)))  # states are made by the class itself at the first update
 
-    def update(self, sweep: Sweep, plan: Plan, state: State, hyper: Hyper, step: int) -> None:
+    def update(self, sweep: Sweep, spec: ParamSpec, state: State, hyper: Hyper, step: int) -> None:
         with sweep.materialized() as param:
             kept = unpacked(state)
             if self._states_at_once and not kept:
@@ -253,7 +258,11 @@ class ForeignRule(UpdateRule):
         """Lets `made` step on `param`, of which it has `kept` so far; returns what it keeps now."""
         own_group = made.param_groups[0]
         split = kept.pop(_GROUP, {}) if self._splits_group else {}
-        given = {key: _like(own_group.get(key), value) for key, value in hyper.items() if key != "param_names"}
+        given = {
+            key: _like(own_group.get(key), value)
+            for key, value in hyper.items()
+            if key not in ("param_names", *ENGINE_KEYS)
+        }
         group = {**own_group, **given, **split, "params": [param]}
         stored = param.detach()
         before_group, before_self = _marked(group), _marked(_counters(made))
@@ -293,7 +302,7 @@ class ForeignRule(UpdateRule):
 
     def _try(self, made: torch.optim.Optimizer, trial: Tensor, hyper: Hyper) -> None:
         """Refuses what shows in a first step. One that fails shows nothing: it may need a GPU, or another shape."""
-        with _apart():
+        with _isolated():
             try:
                 if hasattr(made, "train"):
                     made.train()  # as schedule-free ones ask for
@@ -332,7 +341,7 @@ class ForeignRule(UpdateRule):
 
 
 @contextmanager
-def _apart() -> Iterator[None]:
+def _isolated() -> Iterator[None]:
     """A trial leaves no trace, and compiles nothing: torchao's step would take seconds."""
     eager = torch.compiler.set_stance("force_eager")
     with warnings.catch_warnings(action="ignore"), torch.random.fork_rng(devices=()), eager:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lowmem.rules import require
-from lowmem.rules.rule import Hyper, Plan, State, StateSpec, UpdateRule, next_count, power, register
+from lowmem.rules.rule import Hyper, ParamSpec, State, StateSpec, UpdateRule, next_count, power, register
 from lowmem.tiles.layout import View
 from lowmem.tiles.sweep import Sweep
 from lowmem.tiles.tile import Sums, Tile
@@ -17,19 +17,14 @@ from lowmem.tiles.tile import Sums, Tile
 _MAGNIFIED = 2.0**64
 
 
-def weight(t: Tile) -> Tensor:
-    """The weight, or its float32 master copy."""
-    return t.full.weight32 if "weight32" in t.full else t.param
-
-
 def norms(t: Tile) -> Sums:
-    """Of squares: of the gradient, of the gradient magnified, of the weight and of what is stored of it."""
+    """Of squares: of the gradient, of the gradient magnified, of the weight and of the weight in its own dtype."""
     return Sums(
         scalar={
             "grad": t.grad_square,
             "magnified": (t.grad * _MAGNIFIED).square(),
-            "weight": weight(t).square(),
-            "param": t.param.square(),
+            "weight": t.param.square(),
+            "stored": t.stored(t.param).square(),
         }
     )
 
@@ -58,12 +53,12 @@ def parts(t: Tile) -> Parts:
 
 def first_moved(t: Tile, m: Tensor) -> Tensor:
     """The weight after the momentum's part of the step."""
-    return weight(t) - (m + weight(t) * t.scalar.wd) * t.scalar.step_m
+    return t.param - (m + t.param * t.scalar.wd) * t.scalar.step_m
 
 
 def both_squares(t: Tile) -> Sums:
     """Of squares of both parts of the step, with the decay of the weight that has not moved yet."""
-    own, decay = parts(t), weight(t) * t.scalar.wd
+    own, decay = parts(t), t.param * t.scalar.wd
     return Sums(scalar={"m": (own.m + decay).square(), "g": (own.g + decay).square()})
 
 
@@ -76,21 +71,18 @@ def second_square(t: Tile) -> Sums:
 def moved_by_step(t: Tile) -> dict[str, Tensor]:
     own = parts(t)
     first = first_moved(t, own.m)
-    return _results(t, own, first - (own.g + first * t.scalar.wd) * t.scalar.step_g)
+    new = first - (own.g + first * t.scalar.wd) * t.scalar.step_g
+    return {"param": new, "mean": own.mean, "var": own.var}
 
 
 def moved_fused(t: Tile) -> dict[str, Tensor]:
-    own, decay = parts(t), weight(t) * t.scalar.wd
-    return _results(t, own, weight(t) - ((own.m + decay) * t.scalar.step_m + (own.g + decay) * t.scalar.step_g))
-
-
-def _results(t: Tile, own: Parts, new: Tensor) -> dict[str, Tensor]:
-    master = {"weight32": new} if "weight32" in t.full else {}
-    return {"param": new, "mean": own.mean, "var": own.var, **master}
+    own, decay = parts(t), t.param * t.scalar.wd
+    new = t.param - ((own.m + decay) * t.scalar.step_m + (own.g + decay) * t.scalar.step_g)
+    return {"param": new, "mean": own.mean, "var": own.var}
 
 
 @dataclass(frozen=True, kw_only=True)
-class LansPlan(Plan):
+class LansSpec(ParamSpec):
     """What the learning rate and the weight decay are multiplied with for this parameter."""
 
     lr_mult: float
@@ -112,9 +104,9 @@ class Lans(UpdateRule):
 
     Options: `beta1`, `beta2` in [0, 1), `epsilon` ≥ 0, `wd` ≥ 0, `lower_bound`, `upper_bound`, `clip_gradient` ≥ 0 or
     None, `rescale_grad` (it leaves its sign only), `lr_mult` and `wd_mult`: parameter name → factor, `begin_num_update`
-    ≥ 0: where a parameter's own count of updates begins, `multi_precision`: a float32 master copy of weights that are
-    stored in 16 bits, `aggregate_num` in [1, 45]: at most so many small parameters are updated together (None: as many
-    as fit), `dtype_moments`: "float32", or "bfloat16" or "float16", stochastically rounded.
+    ≥ 0: where a parameter's own count of updates begins, `multi_precision`: a float32 master copy of 16-bit weights, as
+    rounding "master", `aggregate_num` in [1, 45]: at most so many small parameters are updated together (None: as many
+    as fit).
     """
 
     source = "Zheng et al. 2020, arXiv:2006.13484"
@@ -137,7 +129,6 @@ class Lans(UpdateRule):
         "multi_precision": False,
         "aggregate_num": None,
         "variant": "fused",
-        "dtype_moments": "float32",
     }
 
     def check(self, hyper: Hyper) -> None:
@@ -158,17 +149,20 @@ class Lans(UpdateRule):
         if hyper["aggregate_num"] is not None:
             require.count("aggregate_num", hyper["aggregate_num"], least=1, most=45)
         require.that(hyper["variant"] in ("fused", "step"), "variant", hyper["variant"], "'fused' or 'step'")
-        require.dtype("dtype_moments", hyper["dtype_moments"])
+
+    def rounding(self, hyper: Hyper) -> str:
+        return "master" if hyper["multi_precision"] else "nearest"
 
     def names(self, hyper: Hyper) -> Iterable[str]:
         return (*(hyper["lr_mult"] or {}), *(hyper["wd_mult"] or {}))
 
-    def plan(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> LansPlan:
-        moment = StateSpec("full", require.dtype("dtype_moments", hyper["dtype_moments"]))
-        states = {"step": StateSpec("slice", torch.int64), "mean": moment, "var": moment}
-        if hyper["multi_precision"]:
-            states["weight32"] = StateSpec("full", master=True)
-        return LansPlan(
+    def spec(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> LansSpec:
+        states = {
+            "step": StateSpec("slice", torch.int64),
+            "mean": StateSpec("full"),
+            "var": StateSpec("full", signed=False),
+        }
+        return LansSpec(
             View.vector(len(shape)),
             states,
             hyper["aggregate_num"],
@@ -176,9 +170,9 @@ class Lans(UpdateRule):
             wd_mult=(hyper["wd_mult"] or {}).get(name, 1.0),
         )
 
-    def update(self, sweep: Sweep, plan: LansPlan, state: State, hyper: Hyper, step: int) -> None:
+    def update(self, sweep: Sweep, spec: LansSpec, state: State, hyper: Hyper, step: int) -> None:
         beta1, beta2, fused = hyper["beta1"], hyper["beta2"], hyper["variant"] == "fused"
-        lr = hyper["lr"] * plan.lr_mult
+        lr = hyper["lr"] * spec.lr_mult
         full = {name: kept for name, kept in state.items() if name != "step"}
         sums = sweep.reduce(norms, full=full).scalar
         count = next_count(sweep, state) + hyper["begin_num_update"]
@@ -191,18 +185,18 @@ class Lans(UpdateRule):
             "correction1": (1.0 - power(beta1, count)).float(),
             "correction2": (1.0 - power(beta2, count)).float(),
             "epsilon": hyper["epsilon"],
-            "wd": hyper["wd"] * plan.wd_mult,
+            "wd": hyper["wd"] * spec.wd_mult,
         }
         if hyper["clip_gradient"] is not None:
             scalar["clip"] = hyper["clip_gradient"]
-        size = (sums["param"] if fused else sums["weight"]).sqrt()
+        size = (sums["stored"] if fused else sums["weight"]).sqrt()
         size = size.clamp(hyper["lower_bound"], hyper["upper_bound"]) if self._bounded(hyper) else size
         squares = sweep.reduce(both_squares, full=full, scalar=scalar).scalar
         scalar["step_m"] = lr * beta1 * trust(size, squares["m"])
         if not fused:
             squares = sweep.reduce(second_square, full=full, scalar=scalar).scalar
         scalar["step_g"] = lr * (1.0 - beta1) * trust(size, squares["g"])
-        sweep.apply(moved_fused if fused else moved_by_step, full=full, scalar=scalar, stochastic=("mean", "var"))
+        sweep.apply(moved_fused if fused else moved_by_step, full=full, scalar=scalar)
 
     @staticmethod
     def _bounded(hyper: Hyper) -> bool:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lowmem.rules import require
-from lowmem.rules.rule import Hyper, Plan, State, StateSpec, UpdateRule, register
+from lowmem.rules.rule import Hyper, ParamSpec, State, StateSpec, UpdateRule, register
 from lowmem.tiles.layout import View
 from lowmem.tiles.sweep import Sweep
 from lowmem.tiles.tile import Tile
@@ -22,8 +22,7 @@ def moved(t: Tile) -> dict[str, Tensor]:
 class Lion(UpdateRule):
     """w ← (1 - lr·weight_decay)·w - lr·sign(β₁m + (1-β₁)g), then m ← β₂m + (1-β₂)g.
 
-    Options: `betas` in [0, 1), `weight_decay` ≥ 0, `dtype_moments`: "float32", or "bfloat16" or "float16",
-    stochastically rounded.
+    Options: `betas` in [0, 1), `weight_decay` ≥ 0.
     """
 
     source = "Chen et al. 2023, arXiv:2302.06675"
@@ -33,20 +32,17 @@ class Lion(UpdateRule):
         "lr": 1e-4,
         "betas": (0.9, 0.99),
         "weight_decay": 0.0,
-        "dtype_moments": "float32",
     }
 
     def check(self, hyper: Hyper) -> None:
         require.number("lr", hyper["lr"], least=0)
         require.betas("betas", hyper["betas"])
         require.number("weight_decay", hyper["weight_decay"], least=0)
-        require.dtype("dtype_moments", hyper["dtype_moments"])
 
-    def plan(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> Plan:
-        moment = StateSpec("full", require.dtype("dtype_moments", hyper["dtype_moments"]))
-        return Plan(View.vector(len(shape)), {"exp_avg": moment})
+    def spec(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> ParamSpec:
+        return ParamSpec(View.vector(len(shape)), {"exp_avg": StateSpec("full")})
 
-    def update(self, sweep: Sweep, plan: Plan, state: State, hyper: Hyper, step: int) -> None:
+    def update(self, sweep: Sweep, spec: ParamSpec, state: State, hyper: Hyper, step: int) -> None:
         beta1, beta2 = hyper["betas"]
         lr = hyper["lr"]
         scalar = {
@@ -57,4 +53,4 @@ class Lion(UpdateRule):
             "keep": 1.0 - lr * hyper["weight_decay"],
             "step": -lr,
         }
-        sweep.apply(moved, full={"exp_avg": state["exp_avg"]}, scalar=scalar, stochastic=("exp_avg",))
+        sweep.apply(moved, full={"exp_avg": state["exp_avg"]}, scalar=scalar)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lowmem.rules import require
-from lowmem.rules.rule import Hyper, Plan, State, UpdateRule, register
+from lowmem.rules.rule import Hyper, ParamSpec, State, UpdateRule, register
 from lowmem.tiles.layout import View
 from lowmem.tiles.sweep import Sweep
 from lowmem.tiles.tile import Tile
@@ -32,9 +32,9 @@ class Lomo(UpdateRule):
         require.number("lr", hyper["lr"], least=0)
         require.number("weight_decay", hyper["weight_decay"], least=0)
 
-    def plan(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> Plan:
-        return Plan(View.vector(len(shape)))
+    def spec(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> ParamSpec:
+        return ParamSpec(View.vector(len(shape)))
 
-    def update(self, sweep: Sweep, plan: Plan, state: State, hyper: Hyper, step: int) -> None:
+    def update(self, sweep: Sweep, spec: ParamSpec, state: State, hyper: Hyper, step: int) -> None:
         keep = 1.0 - hyper["lr"] * hyper["weight_decay"]
         sweep.apply(moved, scalar={"keep": keep, "step": -hyper["lr"]})

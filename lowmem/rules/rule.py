@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,29 +16,33 @@ from lowmem.tiles.sweep import Sweep
 Hyper = Mapping[str, Any]
 State = dict[str, Any]
 
+# Keys of a parameter group that are options of the engine, not hyperparameters of a rule.
+ENGINE_KEYS = ("rule", "rounding", "state_storage")
+
 
 @dataclass(frozen=True)
 class StateSpec:
-    """One state of a parameter, zero before its first update.
+    """What one state of a parameter is; it is zero before the first update.
 
     extent: `full` has an element for each of the parameter's; `row`, `col` and `slice` have the parameter's batch
     dimensions and, in this order, its row dimensions, its column dimensions, or none.
-    dtype: None for the weight's own.  extra: dimensions after those.
-    master: a float32 copy of the weight, which is kept only where that is stored in fewer bits.
+    dtype: None leaves it to the user's `state_storage` where the extent is `full`, and is float32 elsewhere. A dtype is
+    part of the rule, rounded to the nearest value; "weight" is the dtype of the weight.
+    extra: dimensions after those of the extent.  signed: whether elements may be negative.
     """
 
     extent: Extent
-    dtype: torch.dtype | None = torch.float32
+    dtype: torch.dtype | Literal["weight"] | None = None
     extra: tuple[int, ...] = ()
-    master: bool = False
+    signed: bool = True
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What is settled for a parameter before its first update; a rule may add to it what it knows by name.
+class ParamSpec:
+    """What a rule settles about a parameter before its first update. A rule may add what it knows by the name.
 
-    view: its dimensions as [batch, rows, cols].  states: name → what is kept.
-    together: at most so many small parameters of equal plan are updated as one stack; None: as many as fit.
+    view: its dimensions as [batch, rows, cols].  states: name → what it is.
+    together: at most so many small parameters of equal spec are updated as one stack; None: as many as fit.
     """
 
     view: View
@@ -48,33 +52,32 @@ class Plan:
 
 @dataclass(frozen=True)
 class GroupNorms:
-    """What a rule's own clipping by norm may know of a parameter group, before the first update of a step.
+    """The gradients of a parameter group as a rule's own clipping by norm sees them, before the first update of a step.
 
-    states: of each parameter, empty before its first update.  norms: 2-norm of each gradient as the rule would see it,
-    float32 [parameters], 0 where there is none.  total: the 2-norm over all groups, a scalar.
-    kept: what `OwnClip.kept` was in the step before.
+    norms: 2-norm of each gradient as the rule would read it, float32 [parameters], 0 where there is none.
+    total: the 2-norm over all groups, float32 scalar.
+    states: of each parameter, empty before its first update.
+    memory: what the rule keeps for the group, see `UpdateRule.group_memory`.
     """
 
     hyper: Hyper
     norms: Tensor
     total: Tensor
     states: Sequence[Mapping[str, Any]]
-    kept: Mapping[str, Tensor]
+    memory: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
-class OwnClip:
-    """What a rule's own clipping by norm says of a step.
+class GroupClip:
+    """The result of a rule's own clipping by norm.
 
-    factor: float32 scalar that the engine multiplies gradients with; None: with nothing.  apart: float32 scalar that
-    updates read as `sweep.own_clip`, and do with as they like.  kept: what is kept for the group.  before: what it was,
-    or would have been, before this step.
+    coef: float32 scalar that gradients of the group are multiplied by.  by_rule: it does not multiply gradients, and
+    updates read it as `sweep.rule_clip_coef`.  memory: what the rule keeps for the group from now on.
     """
 
-    factor: Tensor | None = None
-    apart: Tensor | None = None
-    kept: Mapping[str, Tensor] = field(default_factory=dict)
-    before: Mapping[str, Tensor] = field(default_factory=dict)
+    coef: Tensor
+    by_rule: bool = False
+    memory: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class UpdateRule(ABC):
@@ -82,26 +85,46 @@ class UpdateRule(ABC):
 
     A subclass names its hyperparameters in `defaults` and is entered into the table by `@register`.
 
-    Small parameters of equal plan may come as one stack: `sweep.shape` then has the batches of all, one after the
-    other, and states have a leading dimension. What a rule computes, it computes for each slice of the batch by itself,
-    or within the groups of slices that its plan knows.
+    Small parameters of equal spec may be updated as one stack: `sweep.shape` then has the batches of all of them, one
+    after the other, and states have a leading dimension. What a rule computes, it computes within each slice of the
+    batch, or within the groups of slices that its spec knows.
+
+    Attributes:
+        name, source, keeps, exactness, defaults: for the table of rules.
+        decay: the name of its weight decay, if it has one.
+        open_ended: it takes hyperparameters beyond `defaults`.
+        stackable: small parameters of equal spec may be updated as one stack.
+        every_parameter: a parameter without gradient is updated as if its gradient were zero.
+        norm_before_clip_value: clip_norm measures gradients before clip_value clamps them.
+        can_be_skipped: its update can be undone on the device, before the host knows that the step is skipped.
     """
 
     name: ClassVar[str]
     source: ClassVar[str]
     keeps: ClassVar[str]
-    exactness: ClassVar[str] = "not said"  # of what it is the equal, and to how much
+    exactness: ClassVar[str] = "not stated"
     defaults: ClassVar[dict[str, Any]]
-    decay: ClassVar[str] = "weight_decay"  # what its weight decay is called, if it has one
-    open_ended: ClassVar[bool] = False  # takes hyperparameters beyond `defaults`
-    stackable: ClassVar[bool] = True  # small parameters of equal plan may be updated as one stack
-    every_parameter: ClassVar[bool] = False  # one that gets no gradient is updated as if it were zero
-    norm_before_clip_value: ClassVar[bool] = False  # clip_norm measures gradients before clip_value clamps them
-    can_be_held_back: ClassVar[bool] = True  # an update can be undone on the device, before anybody knows
+    decay: ClassVar[str] = "weight_decay"
+    open_ended: ClassVar[bool] = False
+    stackable: ClassVar[bool] = True
+    every_parameter: ClassVar[bool] = False
+    norm_before_clip_value: ClassVar[bool] = False
+    can_be_skipped: ClassVar[bool] = True
 
     @abstractmethod
     def check(self, hyper: Hyper) -> None:
-        """Raises `ConfigError` for a hyperparameter outside its range."""
+        """Raises `ConfigError` for a hyperparameter that is out of range."""
+
+    def adopt(self, hyper: Hyper, sharded: bool) -> None:  # noqa: B027 (most rules have nothing to try)
+        """An optimizer takes a parameter group with these hyperparameters, and updates shards if `sharded`.
+
+        Raises:
+            UnsupportedError: the rule cannot.
+        """
+
+    def rounding(self, hyper: Hyper) -> str:
+        """The storage of weights that the source of this rule has where the user asks for rounding "nearest"."""
+        return "nearest"
 
     def admit(self, param: Tensor, hyper: Hyper) -> None:
         """Raises `UnsupportedError` for a parameter that this rule cannot update."""
@@ -111,60 +134,62 @@ class UpdateRule(ABC):
                 "or use a torch.optim class, which steps in the parameter's own dtype."
             )
 
-    def begin(self, hyper: Hyper, step: int) -> None:  # noqa: B027 (most have nothing against any step)
+    def begin(self, hyper: Hyper, step: int) -> None:  # noqa: B027 (most rules accept every step)
         """Raises `ConfigError` for hyperparameters that do not fit the step that begins; nothing has moved yet."""
 
     def names(self, hyper: Hyper) -> Iterable[str]:
-        """The parameters that hyperparameters name; each has to exist."""
+        """Names of parameters in the hyperparameters; each has to exist."""
         return ()
 
     def needs_norm(self, hyper: Hyper) -> str | None:
-        """The hyperparameter, with its value, that needs the norm of the whole gradient before the first update."""
+        """The hyperparameter, with its value, that needs the norm over all gradients before the first update."""
         return None
 
-    def clip_by_norm(self, group: GroupNorms) -> OwnClip:
-        """The rule's own clipping of a group that `needs_norm`, once a step."""
+    def clip_by_norm(self, group: GroupNorms) -> GroupClip:
+        """The rule's own clipping of a group that `needs_norm`, once per step. A skipped step leaves no trace in
+        `GroupClip.memory`.
+        """
         raise AssertionError(f"{self.name} needs no norm")
 
-    def group_kept(self, hyper: Hyper) -> Mapping[str, tuple[int, ...]]:
-        """Shapes of what `clip_by_norm` keeps for a group, float32, by name."""
+    def group_memory(self, hyper: Hyper) -> dict[str, Tensor]:
+        """What `clip_by_norm` keeps for a group, float32, as it is before the first step."""
         return {}
 
     def without_decay(self) -> dict[str, Any]:
-        """The hyperparameters of a group whose weights are not to decay, as norms and biases."""
+        """The hyperparameters of a group whose weights do not decay, such as norms and biases."""
         return {self.decay: 0.0}
 
     @abstractmethod
-    def plan(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> Plan:
-        """How the parameter `name` of `shape` is updated; `update` is given it.
+    def spec(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> ParamSpec:
+        """How the parameter `name` of `shape` is updated; `update` receives it.
 
         Raises:
             ConfigError: the hyperparameters say nothing, or something impossible, for this parameter.
         """
 
-    def is_full(self, state: str, plan: Any) -> bool:
+    def is_full(self, state: str, spec: Any) -> bool:
         """Whether a state has an element for each of its parameter's."""
-        return state in plan.states and plan.states[state].extent == "full"
-
-    def refuse_pieces(self, hyper: Hyper) -> None:  # noqa: B027 (what is written as reduce and apply updates any piece)
-        """Raises `UnsupportedError` if ranks that hold a piece of a parameter each cannot update it."""
+        return state in spec.states and spec.states[state].extent == "full"
 
     @abstractmethod
-    def update(self, sweep: Sweep, plan: Any, state: State, hyper: Hyper, step: int) -> Mapping[str, Tensor] | None:
-        """One update. `step` counts from 1; `hyper` is the parameter group, its `lr` as the scheduler left it.
+    def update(self, sweep: Sweep, spec: Any, state: State, hyper: Hyper, step: int) -> Tensor | None:
+        """One update. `step` counts from 1; `hyper` is the parameter group, with `lr` as the scheduler left it.
 
         Returns:
-            Measurements of each stacked parameter, float32 [members] by name, for `statistics`; None for none.
+            For a rule with `statistics`, the size that the norm of each stacked gradient is weighted by, float32
+            [members]; else None.
         """
 
     def statistics(
-        self, names: Sequence[str], measured: Mapping[str, Tensor], kept: Sequence[Mapping[str, Tensor]]
+        self, names: Sequence[str], squares: Tensor, sizes: Tensor, groups: Sequence[tuple[Hyper, Mapping[str, Tensor]]]
     ) -> dict[str, float | str]:
         """What the log says of a step.
 
         Args:
-            names, measured: what `update` returned, [parameters], in the order of `names`.
-            kept: what `clip_by_norm` has kept for each group that it clips.
+            names: the parameters that were updated.
+            squares: of the norms of their unscaled gradients, float32 [parameters].
+            sizes: what `update` returned for them, float32 [parameters].
+            groups: the hyperparameters of each group and what `clip_by_norm` keeps for it.
         """
         return {}
 
@@ -192,9 +217,9 @@ def rms(square_sum: Tensor, count: int) -> Tensor:
 
 
 def next_count(sweep: Sweep, state: State) -> Tensor:
-    """Counts an update in the state `step` and returns the count, this update included, int64 [members].
+    """Counts an update in the state `step` and returns the count with this update, int64 [members].
 
-    It is kept on the device: an update that the guard holds back does not count, and nobody has to wait to know.
+    The count is on the device: a skipped update does not count, and the host does not wait to know.
     """
     count: Tensor = state["step"] + 1
     sweep.store(state["step"], count)
@@ -206,5 +231,5 @@ def power(base: float, exponent: Tensor) -> Tensor:
 
     torch computes contiguous tensors on a CPU with vector instructions, which round otherwise, but for the last few.
     """
-    apart = exponent.double().unsqueeze(-1).expand(*exponent.shape, 2).contiguous()[..., 0]
-    return torch.pow(base, apart)
+    strided = exponent.double().unsqueeze(-1).expand(*exponent.shape, 2).contiguous()[..., 0]
+    return torch.pow(base, strided)

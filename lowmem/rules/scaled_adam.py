@@ -11,10 +11,10 @@ from torch import Tensor
 from lowmem.errors import ConfigError
 from lowmem.rules import require
 from lowmem.rules.rule import (
+    GroupClip,
     GroupNorms,
     Hyper,
-    OwnClip,
-    Plan,
+    ParamSpec,
     State,
     StateSpec,
     UpdateRule,
@@ -45,7 +45,7 @@ def moved(t: Tile) -> dict[str, Tensor]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScaledPlan(Plan):
+class ScaledSpec(ParamSpec):
     """single: the parameter has one element, and so no size of its own to be relative to."""
 
     single: bool
@@ -62,11 +62,10 @@ class ScaledAdam(UpdateRule):
 
     Options: `betas` in [0, 1), `scalar_lr_scale` ≥ 0, `eps` ≥ 0, `param_min_rms` ≥ 0 (below it a weight is not shrunk
     any more, and its step is of this size), `param_max_rms` > 0 (above it a weight is shrunk), `scalar_max` > 0 (a
-    single element is clamped to it before it moves), `size_update_period` ≥ 1, `dtype_moments`: "float32", or
-    "bfloat16" or "float16", stochastically rounded; `clipping_scale` > 0 clips the norm of g·rms(w) over the whole
-    model to this many medians of the last `clipping_update_period` ones. `clip_update`: whether that clips the whole
-    update, as the source documents it, or only what learns the size, as it does. `show_dominant_parameters`: statistics
-    name the parameter that the norm is mostly of.
+    single element is clamped to it before it moves), `size_update_period` ≥ 1, `clipping_scale` > 0 clips the norm of
+    g·rms(w) over the group to this many medians of the last `clipping_update_period` ones. `clip_update`: whether that
+    clips the update, as the source documents it, or only what learns the size, as it does. `show_dominant_parameters`:
+    statistics name the parameter that contributes most to the norm.
 
     As in the source, the bias of v is corrected while it is more than 1 %, and that of delta never; each group clips by
     its own norms; nothing is clipped before the first `clipping_update_period` steps are over, and the "median" is
@@ -91,7 +90,6 @@ class ScaledAdam(UpdateRule):
         "clipping_update_period": 100,
         "clip_update": True,
         "show_dominant_parameters": True,
-        "dtype_moments": "float32",
     }
 
     def check(self, hyper: Hyper) -> None:
@@ -107,70 +105,67 @@ class ScaledAdam(UpdateRule):
         require.count("clipping_update_period", hyper["clipping_update_period"], least=1)
         require.flag("clip_update", hyper["clip_update"])
         require.flag("show_dominant_parameters", hyper["show_dominant_parameters"])
-        require.dtype("dtype_moments", hyper["dtype_moments"])
 
     def needs_norm(self, hyper: Hyper) -> str | None:
         scale = hyper["clipping_scale"]
         return None if scale is None else f"clipping_scale={scale!r}"
 
-    def group_kept(self, hyper: Hyper) -> Mapping[str, tuple[int, ...]]:
-        period = hyper["clipping_update_period"]
-        return {"model_norms": (period,), "model_norm_threshold": (), "num_clipped": (), "percent_clipped": ()}
-
-    def clip_by_norm(self, group: GroupNorms) -> OwnClip:
-        period, scale = group.hyper["clipping_update_period"], group.hyper["clipping_scale"]
-        zero = torch.zeros_like(group.total)
-        if group.kept and (kept_steps := len(group.kept["model_norms"])) != period:
-            raise ConfigError(
-                f"clipping_update_period={period}, but the norms of the last {kept_steps} steps are kept; it cannot "
-                "change while training"
-            )
-        kept = group.kept or {
-            "model_norms": zero.new_zeros(period),
-            **dict.fromkeys(("model_norm_threshold", "num_clipped"), torch.full_like(zero, math.nan)),
-            "percent_clipped": zero,
+    def group_memory(self, hyper: Hyper) -> dict[str, Tensor]:
+        if hyper["clipping_scale"] is None:
+            return {}
+        unknown = torch.full((), math.nan)
+        return {
+            "model_norms": torch.zeros(hyper["clipping_update_period"]),
+            "model_norm_threshold": unknown,
+            "num_clipped": unknown,
+            "percent_clipped": torch.zeros(()),
         }
+
+    def clip_by_norm(self, group: GroupNorms) -> GroupClip:
+        period, scale = group.hyper["clipping_update_period"], group.hyper["clipping_scale"]
+        memory, zero = group.memory, torch.zeros_like(group.total)
+        if (steps := len(memory["model_norms"])) != period:
+            raise ConfigError(
+                f"clipping_update_period={period}, but the norms of the last {steps} steps are kept; it cannot change "
+                "during training"
+            )
         sizes = [state["param_rms"].to(zero.device) if "param_rms" in state else zero + 1.0 for state in group.states]
         norm = torch.linalg.vector_norm(group.norms * torch.stack(sizes))
         done = group.states[0]["step"].to(zero.device) if group.states[0] else torch.zeros_like(zero, dtype=torch.int64)
 
         here = torch.arange(period, device=zero.device) == done % period
-        norms = torch.where(here & (done > 0), norm, kept["model_norms"])
+        norms = torch.where(here & (done > 0), norm, memory["model_norms"])
         due = (done % period == 0) & (done > 0)
-        median = norms.sort().values[period // 4 * 2]
-        threshold = torch.where(due, scale * median, kept["model_norm_threshold"])
-        clipped, percent = kept["num_clipped"], kept["percent_clipped"]
-        percent = torch.where(due, clipped.nan_to_num(0.0) * (100.0 / period), percent)
-        clipped = torch.where(due, zero, clipped)
-        factor = (threshold / (norm + 1e-20)).clamp(max=1.0)
-        factor = torch.where(factor.isnan(), 1.0, factor)  # there is no threshold yet
-        clipped = clipped + (factor < 1.0)
-        new = {
-            "model_norms": norms,
-            "model_norm_threshold": threshold,
-            "num_clipped": clipped,
-            "percent_clipped": percent,
-        }
-        role = "factor" if group.hyper["clip_update"] else "apart"
-        return OwnClip(**{role: factor}, kept=new, before=kept)
+        threshold = torch.where(due, scale * norms.sort().values[period // 4 * 2], memory["model_norm_threshold"])
+        clipped = memory["num_clipped"]
+        percent = torch.where(due, clipped.nan_to_num(0.0) * (100.0 / period), memory["percent_clipped"])
+        coef = (threshold / (norm + 1e-20)).clamp(max=1.0)
+        coef = torch.where(coef.isnan(), 1.0, coef)  # there is no threshold yet
+        clipped = torch.where(due, zero, clipped) + (coef < 1.0)
+        names = ("model_norms", "model_norm_threshold", "num_clipped", "percent_clipped")
+        new = dict(zip(names, (norms, threshold, clipped, percent), strict=True))
+        return GroupClip(coef, by_rule=not group.hyper["clip_update"], memory=new)
 
-    def plan(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> ScaledPlan:
-        moment = StateSpec("full", require.dtype("dtype_moments", hyper["dtype_moments"]))
-        states = {"step": StateSpec("slice", torch.int64), "delta": moment, "exp_avg_sq": moment}
+    def spec(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> ScaledSpec:
+        states = {
+            "step": StateSpec("slice", torch.int64),
+            "delta": StateSpec("full"),
+            "exp_avg_sq": StateSpec("full", signed=False),
+        }
         single = all(n == 1 for n in shape)
         if not single:
             states["param_rms"] = states["scale_exp_avg_sq"] = StateSpec("slice")
             states["scale_grads"] = StateSpec("slice", extra=(hyper["size_update_period"],))
-        return ScaledPlan(View.vector(len(shape)), states, single=single)
+        return ScaledSpec(View.vector(len(shape)), states, single=single)
 
-    def update(self, sweep: Sweep, plan: ScaledPlan, state: State, hyper: Hyper, step: int) -> Mapping[str, Tensor]:
+    def update(self, sweep: Sweep, spec: ScaledSpec, state: State, hyper: Hyper, step: int) -> Tensor:
         beta1, beta2 = hyper["betas"]
         gain1 = 1.0 - beta1
-        sums = {} if plan.single else sweep.reduce(size_gradient).scalar
+        sums = {} if spec.single else sweep.reduce(size_gradient).scalar
         count = next_count(sweep, state)
         bias2 = 1.0 - power(beta2, count)
         scalar: dict[str, Tensor | float] = {"beta1": beta1, "beta2": beta2, "gain2": 1.0 - beta2, "eps": hyper["eps"]}
-        if plan.single:
+        if spec.single:
             size = torch.ones_like(bias2, dtype=torch.float32)
             scalar |= {"step": -hyper["lr"] * hyper["scalar_lr_scale"] * gain1, "most": hyper["scalar_max"]}
         else:
@@ -182,9 +177,8 @@ class ScaledAdam(UpdateRule):
             }
         scalar["correction2"] = (1.0 / bias2).float()
         full = {name: state[name] for name in ("delta", "exp_avg_sq")}
-        sweep.apply(moved, full=full, scalar=scalar, stochastic=tuple(full))
-        shown = torch.full_like(size, float(hyper["show_dominant_parameters"]))
-        return {"square_sum": sweep.square_sums * size.square(), "rms": size, "shown": shown}
+        sweep.apply(moved, full=full, scalar=scalar)
+        return size
 
     def _learn_size(
         self, sweep: Sweep, state: State, hyper: Hyper, count: Tensor, sums: dict[str, Tensor]
@@ -192,8 +186,8 @@ class ScaledAdam(UpdateRule):
         """The weight's size as it was known before and is now, and what it is to grow by, each float32 [members]."""
         period, size_lr = hyper["size_update_period"], hyper["lr"] * hyper["scalar_lr_scale"]
         beta2 = hyper["betas"][1] ** period
-        if sweep.own_clip is not None:
-            sums["grad"] = sums["grad"] * sweep.own_clip
+        if sweep.rule_clip_coef is not None:
+            sums["grad"] = sums["grad"] * sweep.rule_clip_coef
         done = count - 1  # updates before this one
         turn = done % period
         measured, old = rms(sums["param"], sweep.count), state["param_rms"].view(-1)
@@ -217,23 +211,24 @@ class ScaledAdam(UpdateRule):
         return before, size, torch.where(due, scale_step, 0.0)
 
     def statistics(
-        self, names: Sequence[str], measured: Mapping[str, Tensor], kept: Sequence[Mapping[str, Tensor]]
+        self, names: Sequence[str], squares: Tensor, sizes: Tensor, groups: Sequence[tuple[Hyper, Mapping[str, Tensor]]]
     ) -> dict[str, float | str]:
-        squares, sizes, shown = (measured[name].tolist() for name in ("square_sum", "rms", "shown"))
-        total = sum(squares)
-        told: dict[str, float | str] = {"model_norm": math.sqrt(total)}
-        for n, group in enumerate(kept):
-            of = f"_group{n}" if len(kept) > 1 else ""
-            norms = group["model_norms"].sort().values.tolist()
+        weighted = (squares * sizes.square()).tolist()
+        total = sum(weighted)
+        values: dict[str, float | str] = {"model_norm": math.sqrt(total)}
+        clipped = [memory for _, memory in groups if memory]
+        for n, memory in enumerate(clipped):
+            suffix = f"_group{n}" if len(clipped) > 1 else ""
+            norms = memory["model_norms"].sort().values.tolist()
             for quarter in range(5):
-                told[f"model_norm_quartile{quarter}{of}"] = norms[min(len(norms) - 1, len(norms) // 4 * quarter)]
-            told[f"model_norm_threshold{of}"] = float(group["model_norm_threshold"])
-            told[f"percent_clipped{of}"] = float(group["percent_clipped"])
-        if any(shown) and total != 0:
-            dominant = max(range(len(names)), key=lambda i: squares[i] if math.isfinite(squares[i]) else math.inf)
-            told |= {
+                values[f"model_norm_quartile{quarter}{suffix}"] = norms[min(len(norms) - 1, len(norms) // 4 * quarter)]
+            values[f"model_norm_threshold{suffix}"] = float(memory["model_norm_threshold"])
+            values[f"percent_clipped{suffix}"] = float(memory["percent_clipped"])
+        if any(hyper["show_dominant_parameters"] for hyper, _ in groups) and total != 0:
+            dominant = max(range(len(names)), key=lambda i: weighted[i] if math.isfinite(weighted[i]) else math.inf)
+            values |= {
                 "dominant_parameter": names[dominant],
-                "dominant_proportion": squares[dominant] / total if math.isfinite(total) else 1.0,
-                "dominant_rms": sizes[dominant],
+                "dominant_proportion": weighted[dominant] / total if math.isfinite(total) else 1.0,
+                "dominant_rms": sizes[dominant].item(),
             }
-        return told
+        return values

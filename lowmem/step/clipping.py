@@ -1,10 +1,10 @@
-"""Norms of gradients, and what a step clips by them: measured before the first update, decided once for all.
+"""Norms of gradients, and the decision about a step: measured before the first update, settled once for all updates.
 
 The order is that of a loop which calls `scaler.unscale_`, `clip_grad_value_` and `clip_grad_norm_`: gradients are
-unscaled, clamped by value, and multiplied with one factor from the norm of what that leaves.
+unscaled, clamped by value, and multiplied by one clip coefficient from the norm of the result.
 """
 
-import math
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -12,61 +12,59 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowmem.errors import ConfigError
-from lowmem.placements import Local, Ranks
+from lowmem.placements import Ranks
 from lowmem.placements.record import ParamRecord
-from lowmem.rules import GroupNorms, OwnClip, UpdateRule
-from lowmem.step.loss_scaler import LossScale
-from lowmem.tiles.sweep import tiles
+from lowmem.rules import GroupClip, GroupNorms
+from lowmem.step.loss_scaler import LossScaler
+from lowmem.tiles.sweep import Reading, tiles
 
 
-class Measured(NamedTuple):
+class Norms(NamedTuple):
     """Norms of one parameter's gradient, float32 scalars on its device.
 
-    raw: 2-norm of the unscaled gradient.  clamped: the same after the clip by value.  counted: what `clip_norm` is of.
+    raw: 2-norm of the unscaled gradient.  clamped: the same after the clip by value.  clipped_by: what `clip_norm`
+    measures.
     """
 
     raw: Tensor
     clamped: Tensor
-    counted: Tensor
+    clipped_by: Tensor
 
 
 @dataclass(frozen=True)
 class Decision:
     """What is settled about a step before its first update.
 
-    finite: boolean scalar; False holds every update back.  factor: `clip_norm`'s, float32 scalar, or None.
-    own: id of a parameter group → its rule's own clipping.  measured: parameter → its norms.
+    finite: boolean scalar; False skips every update.  clip_coef: of `clip_norm`, float32 scalar, or None.
+    groups: id of a parameter group → its rule's own clipping.  norms: parameter → its norms.
     prepared: float32 gradients have been unscaled and clamped in place.
-    dropped: the host knows that the step is held back, and nothing needs to be run.
+    skipped: the host knows that the step is skipped, and nothing needs to run.
     """
 
     finite: Tensor
-    factor: Tensor | None = None
-    own: Mapping[int, OwnClip] = field(default_factory=dict)
-    measured: Mapping[str, Measured] = field(default_factory=dict)
+    clip_coef: Tensor | None = None
+    groups: Mapping[int, GroupClip] = field(default_factory=dict)
+    norms: Mapping[str, Norms] = field(default_factory=dict)
     prepared: bool = False
-    dropped: bool = False
+    skipped: bool = False
 
 
 class Clipping:
-    """What is asked of the gradients of a step, and what they are measured and clipped by.
+    """What the gradients of a step are measured and clipped by.
 
     Args:
-        rule: of the optimizer; it may have clipping by norm of its own.
-        groups, records, states: of the optimizer, as they are at any time.
+        groups, records, states: of the optimizer, live.
         clip_norm, norm_type: the norm over all gradients is at most `clip_norm`; 2.0 or inf.
-        clip_value: gradients are clamped to ± this.
-        scale: the loss scale that they come with.
-        placement: where parameters live; norms of pieces are summed over their ranks.
+        clip_value: gradients are clamped to +-`clip_value`.
+        scaler: of the loss.
+        ranks: that hold a shard of each gradient, over which norms are summed; None if gradients are complete.
 
-    Raises:
-        ConfigError: a value out of range.
+    Attributes:
+        memory: index of a group → what its rule's own clipping keeps for it.
     """
 
     def __init__(
         self,
-        rule: UpdateRule,
         groups: Sequence[Mapping[str, Any]],
         records: Mapping[Tensor, ParamRecord],
         states: Mapping[Tensor, Mapping[str, Any]],
@@ -74,18 +72,13 @@ class Clipping:
         clip_norm: float | None,
         norm_type: float,
         clip_value: float | None,
-        scale: LossScale,
-        placement: Local,
+        scaler: LossScaler,
+        ranks: Ranks | None,
     ) -> None:
-        for option, value in (("clip_norm", clip_norm), ("clip_value", clip_value)):
-            if value is not None and not value > 0:
-                raise ConfigError(f"{option}={value!r} is not a number > 0; leave it out for no clipping")
-        if norm_type not in (2, math.inf):
-            raise ConfigError(f"norm_type={norm_type!r} is neither 2 nor inf")
-        self.rule, self.scale, self._placement = rule, scale, placement
+        self.scaler, self._ranks = scaler, ranks
         self._groups, self._records, self._states = groups, records, states
         self.norm, self.norm_type, self.value = clip_norm, float(norm_type), clip_value
-        self.group_states: dict[int, dict[str, Tensor]] = {}  # number of a group → what its own clipping keeps
+        self.memory: dict[int, dict[str, Tensor]] = {}
         self._limits: dict[torch.device, Tensor] = {}
 
     def limit(self, device: torch.device) -> Tensor | None:
@@ -96,109 +89,126 @@ class Clipping:
             self._limits[device] = torch.full((), self.value, dtype=torch.float32, device=device)
         return self._limits[device]
 
-    def prepares(self, grad: Tensor) -> bool:
-        """Whether `measure` changes the gradient."""
-        return grad.dtype == torch.float32 and (self.scale.value is not None or self.value is not None)
+    def changes(self, grad: Tensor) -> bool:
+        """Whether `measure` changes the gradient in place."""
+        return grad.dtype == torch.float32 and (self.scaler.value is not None or self.value is not None)
 
-    def measure(self, grad: Tensor) -> Measured:
-        """The norms of a gradient, or of the piece that is here. One in float32 is unscaled and clamped in place, as
-        PyTorch would; a narrower one keeps its bits and is read tile by tile.
+    def measure(self, record: ParamRecord, grad: Tensor) -> Norms:
+        """The norms of a gradient, or of this rank's shard of it. A float32 gradient is unscaled and clamped in place,
+        as PyTorch would; a 16-bit one keeps its bits and is read tile by tile.
         """
-        if not grad.numel():  # nothing of the parameter is here
+        if not grad.numel():  # this rank holds nothing of the parameter
             zero = torch.zeros((), dtype=torch.float32, device=grad.device)
-            return Measured(zero, zero, zero)
-        factor, limit = self.scale.inverse(grad.device), self.limit(grad.device)
-        parts = [self._measure(piece, factor, limit) for piece in _pieces(grad)]
+            return Norms(zero, zero, zero)
+        inverse_scale, limit = self.scaler.inverse(grad.device), self.limit(grad.device)
+        before_limit = record.rule.norm_before_clip_value
+        parts = [self._measure(tile, inverse_scale, limit, before_limit) for tile in _float32_tiles(grad)]
         if len(parts) == 1:
             return parts[0]
-        raw, clamped, counted = (torch.stack(norms) for norms in zip(*parts, strict=True))
-        return Measured(torch.linalg.vector_norm(raw), torch.linalg.vector_norm(clamped), self._total(counted))
+        raw, clamped, clipped_by = (torch.stack(norms) for norms in zip(*parts, strict=True))
+        return Norms(torch.linalg.vector_norm(raw), torch.linalg.vector_norm(clamped), self._norm_of(clipped_by))
 
-    def _measure(self, piece: Tensor, factor: Tensor | None, limit: Tensor | None) -> Measured:
-        if factor is not None:
-            piece.mul_(factor)
-        raw = clamped = torch.linalg.vector_norm(piece)
-        counted = self._counted(piece, raw)
+    def _measure(self, tile: Tensor, inverse_scale: Tensor | None, limit: Tensor | None, before_limit: bool) -> Norms:
+        if inverse_scale is not None:
+            tile.mul_(inverse_scale)
+        raw = clamped = torch.linalg.vector_norm(tile)
+        clipped_by = raw if self.norm_type == 2 else self._norm_of(tile)
         if limit is not None:
-            piece.clamp_(-limit, limit)
-            clamped = torch.linalg.vector_norm(piece)
-            if not self.rule.norm_before_clip_value:
-                counted = self._counted(piece, clamped)
-        return Measured(raw, clamped, counted)
+            tile.clamp_(-limit, limit)
+            clamped = torch.linalg.vector_norm(tile)
+            if not before_limit:
+                clipped_by = clamped if self.norm_type == 2 else self._norm_of(tile)
+        return Norms(raw, clamped, clipped_by)
 
-    def _counted(self, values: Tensor, two_norm: Tensor) -> Tensor:
-        return two_norm if self.norm_type == 2 else self._total(values)
-
-    def _total(self, values: Tensor) -> Tensor:
+    def _norm_of(self, values: Tensor) -> Tensor:
         return torch.linalg.vector_norm(values, self.norm_type)
 
-    def decide(self, measured: Mapping[str, Measured], *, prepared: bool) -> Decision:
-        """Settles a step, with no value read back but for an optimizer from elsewhere, which cannot be held back.
+    def decide(self, measured: Mapping[str, Norms], *, prepared: bool) -> Decision:
+        """Settles a step. No value is read back, except for a foreign optimizer, whose update cannot be undone.
 
         Args:
-            measured: name → norms, of each parameter that got a gradient (of the piece that is here).
-            prepared: the gradients are those that were measured, not others of the same values.
+            measured: name → norms, of each parameter that got a gradient.
+            prepared: the gradients that will be applied are those that were measured, not others of equal values.
         """
         # norms are summed in parameter order, which decides their last bits
-        in_order = {record.name: measured[record.name] for record in self._records.values() if record.name in measured}
-        if self._placement.ranks is not None:
-            in_order = self._over_ranks(in_order, self._placement.ranks)
-        device = next(iter(in_order.values())).raw.device
-        finite = torch.stack([norms.raw.to(device) for norms in in_order.values()]).isfinite().all()
-        factor = None
+        fired = [record for record in self._records.values() if record.name in measured]
+        norms = {record.name: measured[record.name] for record in fired}
+        if self._ranks is not None:
+            norms = self._over_ranks(norms, self._ranks)
+        device = next(iter(norms.values())).raw.device
+        finite = torch.stack([each.raw.to(device) for each in norms.values()]).isfinite().all()
+        coef = None
         if self.norm is not None:
-            total = self._total(torch.stack([norms.counted.to(device) for norms in in_order.values()]))
-            factor = (self.norm / (total + 1e-6)).clamp(max=1.0)
-        return Decision(
-            finite,
-            factor,
-            self._own_clips(in_order, finite, factor),
-            in_order,
-            prepared,
-            dropped=not self.rule.can_be_held_back and not bool(finite),
-        )
+            total = self._norm_of(torch.stack([each.clipped_by.to(device) for each in norms.values()]))
+            coef = (self.norm / (total + 1e-6)).clamp(max=1.0)
+        skipped = not all(record.rule.can_be_skipped for record in fired) and not bool(finite)
+        return Decision(finite, coef, self._clip_groups(norms, finite, coef), norms, prepared, skipped)
 
-    def _over_ranks(self, measured: Mapping[str, Measured], ranks: Ranks) -> dict[str, Measured]:
-        """The norms of whole gradients, from those of their pieces."""
+    def _over_ranks(self, measured: Mapping[str, Norms], ranks: Ranks) -> dict[str, Norms]:
+        """The norms of full gradients, from those of their shards."""
         device = next(iter(measured.values())).raw.device
-        norms = torch.stack([torch.stack([norm.to(device) for norm in own]) for own in measured.values()]).double()
-        (squares,) = ranks.totals([norms.square()])  # in float32 they would overflow where the norms do not
+        norms = torch.stack([torch.stack([norm.to(device) for norm in each]) for each in measured.values()]).double()
+        (squares,) = ranks.all_reduce_sum([norms.square()])  # in float32 they would overflow where the norms do not
         total = squares.sqrt()
         if self.norm_type != 2:
-            (total[:, 2],) = ranks.largest([norms[:, 2]])
-        rows = total.float().unbind()
-        return {name: Measured(*row.unbind()) for name, row in zip(measured, rows, strict=True)}
+            (total[:, 2],) = ranks.all_reduce_max([norms[:, 2]])
+        return {name: Norms(*row.unbind()) for name, row in zip(measured, total.float().unbind(), strict=True)}
 
-    def _own_clips(self, measured: Mapping[str, Measured], finite: Tensor, factor: Tensor | None) -> dict[int, OwnClip]:
-        """What the rule's own clipping says of each group, given the gradients as `clip_norm` leaves them."""
-        wanting = [n for n, group in enumerate(self._groups) if self.rule.needs_norm(group) is not None]
-        if not wanting:
+    def _clip_groups(self, norms: Mapping[str, Norms], finite: Tensor, coef: Tensor | None) -> dict[int, GroupClip]:
+        """The clipping of each rule that has its own, given the gradients as `clip_norm` leaves them."""
+        members: dict[int, list[ParamRecord]] = {}
+        for record in self._records.values():
+            if record.handle is not None and record.rule.needs_norm(record.group) is not None:
+                members.setdefault(id(record.group), []).append(record)
+        if not members:
             return {}
         zero = torch.zeros_like(finite, dtype=torch.float32)
-        norms = {name: n.clamped.to(zero.device) * (1.0 if factor is None else factor) for name, n in measured.items()}
-        total = torch.linalg.vector_norm(torch.stack(list(norms.values())))
-        found = {}
-        for n in wanting:
-            group = self._groups[n]
-            members = [
-                record for record in self._records.values() if record.group is group and record.handle is not None
-            ]
-            if not members:
+        read = {name: each.clamped.to(zero.device) * (1.0 if coef is None else coef) for name, each in norms.items()}
+        total = torch.linalg.vector_norm(torch.stack(list(read.values())))
+        clips = {}
+        for n, group in enumerate(self._groups):
+            if not (records := members.get(id(group), [])):
                 continue
-            own = found[id(group)] = self.rule.clip_by_norm(
+            rule = records[0].rule
+            memory = self.memory.get(n) or {k: v.to(zero.device) for k, v in rule.group_memory(group).items()}
+            clip = clips[id(group)] = rule.clip_by_norm(
                 GroupNorms(
                     hyper=group,
-                    norms=torch.stack([norms.get(record.name, zero) for record in members]),
+                    norms=torch.stack([read.get(record.name, zero) for record in records]),
                     total=total,
-                    states=[self._states.get(record.param, {}) for record in members],
-                    kept=self.group_states.get(n, {}),
+                    states=[self._states.get(record.param, {}) for record in records],
+                    memory=memory,
                 )
             )
-            # a step that is held back leaves no trace here either
-            self.group_states[n] = {name: torch.where(finite, new, own.before[name]) for name, new in own.kept.items()}
-        return found
+            # a skipped step leaves no trace here either
+            self.memory[n] = {name: torch.where(finite, new, memory[name]) for name, new in clip.memory.items()}
+        return clips
+
+    def reading(self, records: Sequence[ParamRecord], grad: Tensor, decision: Decision | None) -> Reading:
+        """What happens to the gradient of (stacked) parameters of one group on its way into their rule."""
+        device = grad.device
+        inverse_scale, limit = self.scaler.inverse(device), self.limit(device)
+        if decision is None:
+            return Reading(inverse_scale, limit)
+        group = decision.groups.get(id(records[0].group))
+        by_engine = group.coef if group is not None and not group.by_rule else None
+        coefs = [coef.to(device) for coef in (decision.clip_coef, by_engine) if coef is not None]
+        square_sums = None
+        if decision.prepared:
+            zero = torch.zeros((), dtype=torch.float32, device=device)
+            norms = [decision.norms[r.name].raw if r.name in decision.norms else zero for r in records]
+            square_sums = torch.stack(norms).square()
+        done = decision.prepared and grad.dtype == torch.float32
+        return Reading(
+            None if done else inverse_scale,
+            None if done else limit,
+            functools.reduce(torch.mul, coefs) if coefs else None,
+            group.coef.to(device) if group is not None and group.by_rule else None,
+            decision.finite.to(device),
+            square_sums,
+        )
 
 
-def _pieces(grad: Tensor) -> Iterable[Tensor]:
+def _float32_tiles(grad: Tensor) -> Iterable[Tensor]:
     """The gradient itself if it is float32, else float32 copies of its tiles."""
     return [grad] if grad.dtype == torch.float32 else (tile.float() for tile in tiles(grad))

@@ -1,4 +1,4 @@
-"""The life cycle of a step, which every policy obeys: what would not be ordinary training is noticed and named."""
+"""The life cycle of a step: what would differ from ordinary training is detected and named in an error."""
 
 import sys
 
@@ -13,25 +13,26 @@ _NESTED = (
 
 
 class StepCycle:
-    """One step: idle → open while a backward runs → idle; torn when it died after it had moved weights.
+    """One step: idle → open while a backward runs → idle; torn if it failed after weights had moved.
 
-    A step may take several backwards: micro-batches, between which it is `waiting`, or a measuring pass and another.
+    A step may take several backwards: micro-batches, between which it is `waiting`, or a measuring and an updating
+    pass.
     `begin` is explicit in `FusedOptimizer.backward`, or implied by the first hook of a plain `loss.backward()`.
 
     Attributes:
         step: the number of this step, or of the last one.
         moved: whether an update of it has begun.
-        waiting: how many micro-batches of an unfinished step have been through their backward.
-        adds: whether a gradient that comes in two parts is summed; if not, the second part raises.
+        waiting: how many micro-batches of an unfinished step have ended.
+        accumulates: whether a gradient that arrives in two parts is summed; if not, the second part raises.
     """
 
     def __init__(self) -> None:
         self.step = 0
         self.moved = False
         self.waiting = 0
-        self.adds = False
+        self.accumulates = False
         self.torn: str | None = None
-        self._graph_task: int | None = None  # of a plain backward: tells a new one from the one that was begun
+        self._graph_task: int | None = None  # of a plain backward, to recognise a new one
         self._open = False
         self._explicit = False
         self._fired: set[str] = set()  # in this step
@@ -48,12 +49,12 @@ class StepCycle:
         """Opens a step, or the next micro-batch of one that waits.
 
         Raises:
-            StepError: the step before is torn or still open, or this backward would have to accumulate.
+            StepError: the previous step is torn or still open, or this backward would have to accumulate.
         """
-        self._notice_death()
+        self._detect_failure()
         self.refuse_torn("train on")
         if self._open:
-            raise StepError("a backward began inside another one's step; let the first one finish")
+            raise StepError("a backward started inside the step of another one; let the first one finish")
         if self._loop_steps and self._steps and not self.waiting:
             raise StepError(
                 "a second backward before step(): the first one has updated the weights already. To accumulate "
@@ -75,13 +76,13 @@ class StepCycle:
         """Notes a parameter's finished gradient; True if this hook opened the step itself (a plain backward).
 
         Raises:
-            StepError: the parameter's hook fired twice, or the backward before this one died.
+            StepError: the parameter's hook fired twice, or the previous backward failed.
         """
-        self._notice_death()
+        self._detect_failure()
         opened = not self._open
         if opened:
             self.begin(explicit=False)
-        if name in self._fired_now and not self.adds:
+        if name in self._fired_now and not self.accumulates:
             raise StepError(
                 f"parameter {name!r} got its gradient in two parts within one backward, and the first part has been "
                 "taken for the whole already. Reentrant activation checkpointing of a module whose weight is used "
@@ -92,7 +93,7 @@ class StepCycle:
         return opened
 
     def notice(self, name: str) -> None:
-        """Notes a gradient that came of other ranks."""
+        """Notes a gradient that only other ranks have."""
         self._fired.add(name)
         self._fired_now.add(name)
 
@@ -110,7 +111,7 @@ class StepCycle:
         return sorted(self._fired - self._fired_now)
 
     def wait(self) -> None:
-        """A micro-batch is over; the step waits for the next one."""
+        """A micro-batch has ended; the step waits for the next one."""
         self.refuse_nothing()
         self._open = False
         self.waiting += 1
@@ -131,24 +132,27 @@ class StepCycle:
             )
 
     def fail(self, reason: str) -> None:
-        """A backward died: nothing happened yet if no update has begun, else the step is torn."""
+        """A backward failed: nothing has happened if no update had started, else the step is torn."""
         self._open = False
         if self.moved:
             done = len(self._fired_now)
-            self.tear(f"{reason} after {done} parameter(s) had got their gradient, so the weights are a mixture of two")
+            self.tear(
+                f"{reason} after {done} parameter(s) got their gradient, so some weights are of this step and others "
+                "of the one before"
+            )
         else:
             self._undo()
 
     def tear(self, reason: str) -> None:
-        """Refuses to go on from this step's weights."""
+        """Refuses to continue from the weights of this step."""
         self.torn = f"step {self.step} is torn: {reason}"
 
-    def take_back(self) -> None:
-        """The last step turned out to have been held back as a whole: it does not count."""
+    def uncount(self) -> None:
+        """The last step turned out to have been skipped: it does not count."""
         self.step -= 1
 
-    def _notice_death(self) -> None:
-        """A plain backward that dies tells nobody: it is found out by the next one."""
+    def _detect_failure(self) -> None:
+        """A plain backward that fails reports nothing: the next one detects it."""
         if self._open and not self._explicit and torch._C._current_graph_task_id() != self._graph_task:
             self.fail(_NESTED if _inside_custom_backward() else "a plain loss.backward() ended with an error")
 
@@ -163,7 +167,7 @@ class StepCycle:
         self._steps = 0
 
     def refuse_torn(self, intention: str) -> None:
-        """Raises `StepError` if the weights are not what a step leaves."""
+        """Raises `StepError` if the last step is torn."""
         if self.torn is not None:
             raise StepError(
                 f"cannot {intention}: {self.torn}. Load a checkpoint (load_state_dict), or accept the weights as they "
@@ -172,7 +176,7 @@ class StepCycle:
 
     def refuse_open(self, intention: str) -> None:
         """Raises `StepError` in the middle of a step, or if one is torn."""
-        self._notice_death()
+        self._detect_failure()
         self.refuse_torn(intention)
         if self._open:
             raise StepError(f"cannot {intention} in the middle of step {self.step}: its backward is still running")
@@ -183,7 +187,7 @@ class StepCycle:
             )
 
     def reset(self, step: int) -> None:
-        """A clean state at `step`: after loading, or on the user's word."""
+        """A clean state at `step`: after loading, or when the user accepts a torn step."""
         self.step = step
         self.torn = None
         self._open = False

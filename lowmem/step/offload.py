@@ -1,4 +1,4 @@
-"""Where gradients wait until their step is decided: the gradient store of policy `deferred`."""
+"""Gradient offload: where policy `deferred` stores gradients until their step is decided."""
 
 import functools
 import os
@@ -13,75 +13,73 @@ import torch
 from torch import Tensor
 
 from lowmem.errors import ConfigError
+from lowmem.options import FusedConfig
 from lowmem.placements.record import ParamRecord
 
-STORES = ("host", "device", "disk")
-ACCUMULATION_DTYPES = ("float32", "gradient")
+# Copies of gradients to the host that may be in flight.
+MAX_IN_FLIGHT = 1
 
-# Gradients whose copy to the host may still be under way; the one before them is waited for.
-_UNDER_WAY = 1
-
-# Lets what computes next on the stream that asked for a copy wait for its end; the host goes on.
+# Makes the stream that asked for a copy wait for its end; the host continues.
 Wait = Callable[[], object]
 
-# Bytes that each gradient in a file begins at a multiple of: a page, so that no two share one.
+# Gradients in a file start at multiples of this many bytes: a page, so that no two share one.
 _PAGE = 4096
 
 
 class GradientStore(ABC):
-    """Keeps a gradient a parameter between the backwards of a step, and hands each back once."""
+    """Stores one gradient per parameter between the backwards of a step, and returns each once."""
 
     @abstractmethod
     def get(self, record: ParamRecord) -> Tensor | None:
-        """What is kept of a parameter, where the parameter is; None if nothing is."""
+        """Returns the stored gradient on the parameter's device, or None."""
 
     @abstractmethod
     def keep(self, record: ParamRecord, grad: Tensor) -> None:
-        """Keeps `grad`, in place of what was kept. The store owns it from here on."""
+        """Stores `grad` in place of what was stored. The caller must not use it afterwards."""
 
     @abstractmethod
     def drain(self, records: Iterable[ParamRecord]) -> Iterator[tuple[ParamRecord, Tensor]]:
-        """Hands back what is kept, in the order of `records`, and forgets it as it goes."""
+        """Yields what is stored, in the order of `records`, and forgets it on the way."""
 
     @abstractmethod
     def clear(self) -> None:
-        """Forgets everything that is kept."""
+        """Forgets everything."""
 
 
 class Resident(GradientStore):
-    """Gradients stay where their parameters are: nothing is copied."""
+    """Gradients stay on the device of their parameters: nothing is copied."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, Tensor] = {}
+        self._stored: dict[str, Tensor] = {}
 
     def get(self, record: ParamRecord) -> Tensor | None:
-        return self._kept.get(record.name)
+        return self._stored.get(record.name)
 
     def keep(self, record: ParamRecord, grad: Tensor) -> None:
-        self._kept[record.name] = grad
+        self._stored[record.name] = grad
 
     def drain(self, records: Iterable[ParamRecord]) -> Iterator[tuple[ParamRecord, Tensor]]:
         for record in records:
-            if record.name in self._kept:
-                yield record, self._kept.pop(record.name)
+            if record.name in self._stored:
+                yield record, self._stored.pop(record.name)
 
     def clear(self) -> None:
-        self._kept.clear()
+        self._stored.clear()
 
 
 class Host(GradientStore):
-    """Gradients wait in page-locked memory of the host. A stream of its own copies them while the device computes, and
-    copies the next one back while one is applied: at most two are on the device.
+    """Gradients are in pinned memory of the host. A separate stream copies them while the device computes, and copies
+    the next one back while one is applied: at most two are on the device.
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[str, Tensor] = {}  # stay for the next step
-        self._kept: set[str] = set()
+        self._buffers: dict[str, Tensor] = {}  # reused in the next step
+        self._stored: set[str] = set()
         self._streams: dict[torch.device, Any] = {}
         self._leaving: deque[tuple[Tensor, Wait]] = deque()
 
     def get(self, record: ParamRecord) -> Tensor | None:
-        if record.name not in self._kept:
+        if record.name not in self._stored:
             return None
         grad, wait = self._fetch(record)
         wait()
@@ -92,13 +90,13 @@ class Host(GradientStore):
         if buffer is None or (buffer.dtype, buffer.stride()) != (grad.dtype, grad.stride()):
             buffer = torch.empty_like(grad, device="cpu", pin_memory=grad.device.type != "cpu")
             self._buffers[record.name] = buffer
-        self._kept.add(record.name)
+        self._stored.add(record.name)
         self._leaving.append((grad, self._copy(buffer, grad)))
-        self._let_go(_UNDER_WAY)
+        self._wait_for_copies(MAX_IN_FLIGHT)
 
     def drain(self, records: Iterable[ParamRecord]) -> Iterator[tuple[ParamRecord, Tensor]]:
-        self._let_go(0)
-        waiting = [record for record in records if record.name in self._kept]
+        self._wait_for_copies(0)
+        waiting = [record for record in records if record.name in self._stored]
         coming = self._fetch(waiting[0]) if waiting else None
         try:
             for n, record in enumerate(waiting):
@@ -106,19 +104,19 @@ class Host(GradientStore):
                 grad, wait = coming
                 coming = self._fetch(waiting[n + 1]) if n + 1 < len(waiting) else None
                 wait()
-                self._kept.discard(record.name)
+                self._stored.discard(record.name)
                 yield record, grad
         finally:
-            if coming is not None:  # nobody wants it any more, but it is still being written
+            if coming is not None:  # no longer needed, but it is still being written
                 coming[1]()
 
     def clear(self) -> None:
-        self._kept.clear()
-        self._let_go(0)
+        self._stored.clear()
+        self._wait_for_copies(0)
 
-    def _let_go(self, under_way: int) -> None:
-        """Frees gradients on the device, but for so many, once they have been copied."""
-        while len(self._leaving) > under_way:
+    def _wait_for_copies(self, in_flight: int) -> None:
+        """Frees gradients on the device whose copies have ended, until so many copies are in flight."""
+        while len(self._leaving) > in_flight:
             _, wait = self._leaving.popleft()
             wait()
 
@@ -127,9 +125,9 @@ class Host(GradientStore):
         return grad, self._copy(grad, self._buffers[record.name])
 
     def _copy(self, into: Tensor, source: Tensor) -> Wait:
-        """Copies beside what the device computes."""
+        """Copies while the device computes."""
         device = into.device if source.device.type == "cpu" else source.device
-        if device.type in ("cpu", "meta"):  # no streams: it has ended
+        if device.type in ("cpu", "meta"):  # there are no streams, so the copy has ended
             into.copy_(source)
             return lambda: None
         module = torch.get_device_module(device)
@@ -143,26 +141,26 @@ class Host(GradientStore):
 
 
 class Disk(GradientStore):
-    """Gradients wait in a memory-mapped file, which has no name any more once it is open and so never outlives the run.
+    """Gradients are in a memory-mapped file that has no name once it is open, and so never outlives the process.
 
     Args:
-        folder: where the file is made; None for the system's folder of temporary files.
-        records: every parameter that may come.
-        sums: the dtype in which micro-batches are summed; None for the gradient's own.
+        folder: where the file is created; None for the system's directory of temporary files.
+        records: every parameter that may get a gradient.
+        in_float32: whether micro-batches are summed in float32, and not in the dtype of the gradient.
 
     Raises:
-        ConfigError: the folder is not there, or has no room.
+        ConfigError: the directory does not exist, or has no room.
     """
 
-    def __init__(self, folder: str | None, records: Mapping[Tensor, ParamRecord], sums: torch.dtype | None) -> None:
+    def __init__(self, folder: str | None, records: Mapping[Tensor, ParamRecord], in_float32: bool) -> None:
         self._folder = folder
         self._room: dict[str, Tensor] = {}  # bytes of the file
-        self._kept: dict[str, Tensor] = {}
-        wide = 0 if sums is None else sums.itemsize
-        self._make_room({s.name: s.span.held * max(s.param.element_size(), wide) for s in records.values()})
+        self._stored: dict[str, Tensor] = {}
+        least = 4 if in_float32 else 0
+        self._make_room({r.name: r.span.held * max(r.param.element_size(), least) for r in records.values()})
 
     def _make_room(self, needed: Mapping[str, int]) -> None:
-        """Makes a file with so many bytes for each."""
+        """Creates a file with this many bytes for each name."""
         sizes = {name: -(-size // _PAGE) * _PAGE for name, size in needed.items()}
         total = sum(sizes.values())
         try:
@@ -172,38 +170,36 @@ class Disk(GradientStore):
         except OSError as error:
             raise ConfigError(
                 f"store='disk' needs {total:,} bytes in {Path(self._folder or tempfile.gettempdir())}: "
-                f"{error.strerror}. Set store_dir to a folder with room."
+                f"{error.strerror}. Set store_dir to a directory with room."
             ) from error
         self._room |= dict(zip(sizes, mapped[:total].split(list(sizes.values())), strict=True))
 
     def get(self, record: ParamRecord) -> Tensor | None:
-        kept = self._kept.get(record.name)
-        return None if kept is None else kept.to(record.param.device)
+        stored = self._stored.get(record.name)
+        return None if stored is None else stored.to(record.param.device)
 
     def keep(self, record: ParamRecord, grad: Tensor) -> None:
-        kept = self._kept.get(record.name)
-        if kept is None or kept.dtype != grad.dtype:
+        stored = self._stored.get(record.name)
+        if stored is None or stored.dtype != grad.dtype:
             if record.name not in self._room or self._room[record.name].numel() < grad.nbytes:  # added later, or wider
                 self._make_room({record.name: grad.nbytes})
             raw = self._room[record.name][: grad.nbytes].view(grad.dtype)
-            kept = self._kept[record.name] = raw.as_strided(grad.shape, grad.stride())
-        if kept.data_ptr() != grad.data_ptr():
-            kept.copy_(grad)
+            stored = self._stored[record.name] = raw.as_strided(grad.shape, grad.stride())
+        if stored.data_ptr() != grad.data_ptr():
+            stored.copy_(grad)
 
     def drain(self, records: Iterable[ParamRecord]) -> Iterator[tuple[ParamRecord, Tensor]]:
         for record in records:
-            if record.name in self._kept:
-                yield record, self._kept.pop(record.name).to(record.param.device)
+            if record.name in self._stored:
+                yield record, self._stored.pop(record.name).to(record.param.device)
 
     def clear(self) -> None:
-        self._kept.clear()
+        self._stored.clear()
 
 
-def make(
-    kind: str, folder: str | None, records: Mapping[Tensor, ParamRecord], sums: torch.dtype | None
-) -> GradientStore:
-    """The store asked for. On a CPU `host` and `device` are the same memory, and nothing is copied."""
-    if kind == "disk":
-        return Disk(folder, records, sums)
+def make_store(config: FusedConfig, records: Mapping[Tensor, ParamRecord]) -> GradientStore:
+    """The store that `config` asks for. On a CPU `host` and `device` are the same memory, and nothing is copied."""
+    if config.store == "disk":
+        return Disk(config.store_dir, records, config.accumulation_dtype == "float32")
     on_cpu = all(record.param.device.type == "cpu" for record in records.values())
-    return Resident() if kind == "device" or on_cpu else Host()
+    return Resident() if config.store == "device" or on_cpu else Host()

@@ -1,202 +1,156 @@
-"""When an update happens: in the hook, in a second backward, or when the gradients of a whole step are there."""
+"""When an update happens: in the hook, in a second backward, or when the gradients of a whole step are complete."""
 
-import functools
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lowmem.errors import ConfigError, StepError, UnsupportedError, did_you_mean
+from lowmem.errors import StepError, UnsupportedError
+from lowmem.options import FusedConfig
+from lowmem.placements import Placement
 from lowmem.placements.record import ParamRecord
-from lowmem.step.clipping import Clipping, Measured
+from lowmem.step.clipping import Clipping, Decision, Norms
 from lowmem.step.cycle import StepCycle
-from lowmem.step.offload import ACCUMULATION_DTYPES, STORES, GradientStore
-from lowmem.step.offload import make as make_store
+from lowmem.step.offload import GradientStore, make_store
 from lowmem.step.updates import Updates
 from lowmem.tiles.sweep import add
 
-REPLAYS = ("auto", "graph", "forward")
+# A second pass whose gradients differ in norm by more than this, relative and in parts of the total, is no replay.
+_RTOL, _ATOL = 2e-2, 1e-4
+
+
+# -- which policy ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What is asked of a policy.
+
+    norm: the option that needs the norm over all gradients before the first update.  skip: what needs a step with an
+    overflow to be skipped as a whole.  exact_skip: what is exact only if it is.  accumulation: several micro-batches
+    are one step.
+    """
+
+    norm: str | None = None
+    skip: str | None = None
+    exact_skip: str | None = None
+    accumulation: bool = False
+
+
+def choose(config: FusedConfig, needs: Needs, *, on_cpu: bool, replays_graph: bool = True) -> tuple[str, str]:
+    """The policy that was asked for, or with `auto` the cheapest that is exact for what is needed; and the reason.
+
+    With accumulation that is `deferred`; with nothing to know beforehand `immediate`. In between it is `deferred` on a
+    GPU, whose gradients are offloaded to the host, and where the graph cannot be replayed; else `two_pass` on a CPU,
+    where offloaded gradients would take as much memory as the weights.
+
+    Raises:
+        UnsupportedError: the policy cannot do what is needed.
+    """
+    if config.policy == "auto":
+        return _cheapest(config, needs, on_cpu and replays_graph, replays_graph)
+    if config.policy == "immediate" and needs.norm is not None:
+        raise UnsupportedError(
+            f"{needs.norm}: policy 'immediate' updates a parameter before the norm over all gradients is known, so it "
+            "cannot clip by it. Use policy='two_pass', 'deferred' or 'auto', or omit the option (in a Hugging Face "
+            "trainer: max_grad_norm=0); clip_value and a rule's own update clipping work."
+        )
+    if config.policy == "immediate" and needs.skip is not None:
+        raise UnsupportedError(
+            f"{needs.skip}: under policy 'immediate' an overflowing update must be skipped parameter by parameter, "
+            "which that optimizer cannot do. Use policy='two_pass' or 'deferred', a rule of lowmem, or bfloat16 "
+            "without a loss scale."
+        )
+    if config.policy != "deferred" and needs.accumulation:
+        raise UnsupportedError(
+            f"policy {config.policy!r} cannot accumulate gradients, because it stores none. Use policy='deferred' (or "
+            "'auto'), which sums them in its store, or one larger batch."
+        )
+    return config.policy, "as requested"
+
+
+def _cheapest(config: FusedConfig, needs: Needs, replays: bool, replays_graph: bool) -> tuple[str, str]:
+    beforehand = needs.norm or needs.skip or needs.exact_skip
+    if needs.accumulation:
+        return "deferred", "gradients of several micro-batches are summed"
+    if config.store is not None:
+        return "deferred", f"store={config.store!r} asks for it"
+    if beforehand is None:
+        return "immediate", "updates during backward, one gradient in memory at a time"
+    reason = f"{beforehand} needs all gradients before the first update"
+    if replays or config.replay != "auto":
+        replay = replay_of("two_pass", config, replays_graph=replays_graph)
+        return "two_pass", f"{reason}, so they are measured in a first backward, and the {replay} is replayed"
+    return "deferred", f"{reason}, so gradients are offloaded until the step is decided"
+
+
+def replay_of(policy: str, config: FusedConfig, *, replays_graph: bool) -> str | None:
+    """How `policy` gets its second pass, if it has one.
+
+    Raises:
+        UnsupportedError: it should replay the graph, which is gone.
+    """
+    if policy != "two_pass":
+        return None
+    if config.replay == "graph" and not replays_graph:
+        raise UnsupportedError(
+            "replay='graph': DeepSpeed ZeRO-3 gathers parameters for one backward of each forward, so the graph "
+            "cannot be replayed. Use replay='forward' with opt.backward(lambda: loss), or policy='deferred'"
+        )
+    return ("graph" if replays_graph else "forward") if config.replay == "auto" else config.replay
 
 
 def repeatable(forward: Callable[[], Tensor], devices: Iterable[torch.device]) -> Callable[[], Tensor]:
     """`forward` that draws the same random numbers in every call: those that it would draw now."""
-    state = RandomState(devices)
+    python, cpu = random.getstate(), torch.get_rng_state()
+    others = {device for device in devices if device.type != "cpu"}
+    states = {device: torch.get_device_module(device).get_rng_state(device) for device in others}
 
     def again() -> Tensor:
-        state.restore()
+        random.setstate(python)
+        torch.set_rng_state(cpu)
+        for device, state in states.items():
+            torch.get_device_module(device).set_rng_state(state, device)
         return forward()
 
     return again
 
 
-class RandomState:
-    """The state of every generator that a forward may draw from: Python's, torch's, and those of the devices in use."""
-
-    def __init__(self, devices: Iterable[torch.device]) -> None:
-        self._python = random.getstate()
-        self._torch = torch.get_rng_state()
-        others = {device for device in devices if device.type != "cpu"}
-        self._devices = {device: torch.get_device_module(device).get_rng_state(device) for device in others}
-
-    def restore(self) -> None:
-        """Puts them back as they were."""
-        random.setstate(self._python)
-        torch.set_rng_state(self._torch)
-        for device, state in self._devices.items():
-            torch.get_device_module(device).set_rng_state(state, device)
+# -- the policies ------------------------------------------------------------------------------------------------------
 
 
-POLICIES = ("immediate", "two_pass", "deferred")
+class Pass(NamedTuple):
+    """One backward: of `loss`, which is not scaled, to the leaves `inputs` (None: all)."""
 
-
-@dataclass(frozen=True)
-class PolicySettings:
-    """What a user says of policies.
-
-    Raises:
-        ConfigError: a value that is not allowed, or that has no effect.
-    """
-
-    policy: str = "auto"
-    replay: str = "auto"
-    store: str | None = None
-    store_dir: str | None = None
-    accumulation_dtype: str = "float32"
-
-    def __post_init__(self) -> None:
-        for option, value, known in (
-            ("policy", self.policy, ("auto", *POLICIES)),
-            ("replay", self.replay, REPLAYS),
-            ("store", self.store, (None, *STORES)),
-            ("accumulation_dtype", self.accumulation_dtype, ACCUMULATION_DTYPES),
-        ):
-            if value not in known:
-                names = [name for name in known if name is not None]
-                hint = did_you_mean(str(value), names)
-                raise ConfigError(f"{option} {value!r} is unknown.{hint} Known are {', '.join(names)}")
-        if self.store_dir is not None and self.store != "disk":
-            raise ConfigError(f"store_dir={self.store_dir!r} has no effect without store='disk'")
-        if self.store_dir is not None and not Path(self.store_dir).is_dir():
-            raise ConfigError(
-                f"store_dir={self.store_dir!r} is no folder; make it, or leave it out for a temporary one"
-            )
-        if self.policy in ("immediate", "two_pass") and (
-            self.store is not None or self.accumulation_dtype != "float32"
-        ):
-            raise ConfigError(
-                f"store and accumulation_dtype have no effect under policy {self.policy!r}; they are of 'deferred'"
-            )
-        if self.policy in ("immediate", "deferred") and self.replay != "auto":
-            raise ConfigError(f"replay has no effect under policy {self.policy!r}; it is of 'two_pass'")
-        if self.policy == "auto" and self.replay != "auto" and self.store is not None:
-            raise ConfigError("replay is of policy 'two_pass' and store of 'deferred'; give one of them")
-
-    def replay_of(self, policy: str, *, graph_stays: bool) -> str | None:
-        """How the second pass is had under `policy`, if it has one.
-
-        Raises:
-            UnsupportedError: it is to be the graph's, which does not stay.
-        """
-        if policy != "two_pass":
-            return None
-        if self.replay == "graph" and not graph_stays:
-            raise UnsupportedError(
-                "replay='graph': DeepSpeed ZeRO-3 gathers parameters for one backward of each forward, so the graph "
-                "cannot be replayed. Use replay='forward' with opt.backward(lambda: loss), or policy='deferred'"
-            )
-        return ("graph" if graph_stays else "forward") if self.replay == "auto" else self.replay
-
-
-@dataclass(frozen=True)
-class Wish:
-    """What is asked of a policy.
-
-    norm: the option that needs the norm over all gradients before the first update.  skips: what needs a step with an
-    overflow to be left out as a whole.  prefers_whole: what is exact only if it is.  accumulates: several micro-batches
-    are one step.
-    """
-
-    norm: str | None = None
-    skips: str | None = None
-    prefers_whole: str | None = None
-    accumulates: bool = False
-
-
-def choose(wanted: PolicySettings, wish: Wish, *, on_cpu: bool, graph_stays: bool = True) -> tuple[str, str]:
-    """The policy asked for, or with `auto` the cheapest that is exact for what was asked; and why.
-
-    With accumulation that is `deferred`; without anything to know beforehand `immediate`. In between it is `deferred`
-    on a GPU, whose gradients wait on the host, and where the graph cannot be replayed; else `two_pass` on a CPU, where
-    gradients would take as much as the weights.
-
-    Raises:
-        UnsupportedError: the policy cannot keep the promise that was asked of it.
-    """
-    if wanted.policy == "auto":
-        return _cheapest(wanted, wish, on_cpu and graph_stays, graph_stays)
-    if wanted.policy == "immediate" and wish.norm is not None:
-        raise UnsupportedError(
-            f"{wish.norm}: policy 'immediate' updates a parameter before the norm over all gradients is known, so it "
-            "cannot clip by it. Use policy='two_pass', 'deferred' or 'auto', or leave the option out (in a Hugging "
-            "Face trainer: max_grad_norm=0); clip_value and a rule's own update clipping work."
-        )
-    if wanted.policy == "immediate" and wish.skips is not None:
-        raise UnsupportedError(
-            f"{wish.skips}: under policy 'immediate' an overflowing update must be left out parameter by parameter, "
-            "which that optimizer cannot do. Use policy='two_pass' or 'deferred', a rule of lowmem, or bfloat16 "
-            "without a loss scale."
-        )
-    if wanted.policy != "deferred" and wish.accumulates:
-        raise UnsupportedError(
-            f"policy {wanted.policy!r} cannot accumulate gradients: it keeps none. Use policy='deferred' (or 'auto'), "
-            "which sums them in its store, or one larger batch."
-        )
-    return wanted.policy, "as asked"
-
-
-def _cheapest(wanted: PolicySettings, wish: Wish, replays: bool, graph_stays: bool) -> tuple[str, str]:
-    whole = wish.norm or wish.skips or wish.prefers_whole
-    if wish.accumulates:
-        return "deferred", "gradients of several micro-batches have to be summed"
-    if wanted.store is not None:
-        return "deferred", f"store={wanted.store!r} asks for it"
-    if whole is None:
-        return "immediate", "nothing asked for needs more than one gradient at a time"
-    reason = f"{whole} needs every gradient to be known before the first update"
-    if replays or wanted.replay != "auto":
-        replayed = wanted.replay_of("two_pass", graph_stays=graph_stays)
-        return "two_pass", f"{reason}; they are measured in a backward of their own, and the {replayed} is replayed"
-    return "deferred", f"{reason}; they wait in a store"
-
-
-# A second pass whose gradients have other norms than this, relative and in parts of the norm over all, is no replay.
-_SAME_NORM = {"rtol": 2e-2, "atol": 1e-4}
-
-
-def make(
-    name: str, wanted: PolicySettings, updates: Updates, clipping: Clipping, records: Mapping[Tensor, ParamRecord]
-) -> "Policy":
-    """The policy of that name."""
-    if name != "deferred":
-        return {"immediate": Immediate, "two_pass": TwoPass}[name](updates, clipping, records)
-    sums = torch.float32 if wanted.accumulation_dtype == "float32" else None
-    made = functools.partial(make_store, wanted.store or "host", wanted.store_dir, records, sums)
-    return Deferred(updates, clipping, records, make_store=made, sums=sums)
+    loss: Tensor
+    inputs: Sequence[Tensor] | None = None
+    retain_graph: bool = False
 
 
 class Policy(ABC):
-    """When gradients become updates. The engine calls `run` for a backward, and `take` for each gradient in it."""
+    """When gradients become updates.
+
+    The engine runs the backwards that `passes` yields. Every gradient goes through `accumulate`, the placement's
+    reducer, and `ready`; `complete` finishes the step.
+    """
 
     name: ClassVar[str]
-    adds: ClassVar[bool] = False  # gradients that come in parts are summed
+    accumulates: ClassVar[bool] = False
 
-    def __init__(self, updates: Updates, clipping: Clipping, records: Mapping[Tensor, ParamRecord]) -> None:
-        self._updates, self._clipping, self._records = updates, clipping, records
+    def __init__(
+        self,
+        config: FusedConfig,
+        updates: Updates,
+        clipping: Clipping,
+        placement: Placement,
+        records: Mapping[Tensor, ParamRecord],
+    ) -> None:
+        self._config, self._updates, self._clipping = config, updates, clipping
+        self._placement, self._records = placement, records
 
     @property
     def _cycle(self) -> StepCycle:
@@ -205,239 +159,204 @@ class Policy(ABC):
     def allow_plain_backward(self) -> None:
         """Raises `StepError` if a plain `loss.backward()` is not enough."""
         raise StepError(
-            f"policy {self.name!r} has more to do than one plain loss.backward(): nothing has been measured, so "
-            "nothing is updated. Call opt.backward(loss)."
+            f"policy {self.name!r} needs more than one plain loss.backward(): nothing has been measured, so nothing is "
+            "updated. Call opt.backward(loss)."
         )
 
     @abstractmethod
-    def run(self, loss: Tensor, again: Callable[[], Tensor] | None, last: bool) -> bool:
-        """Runs the backward of a loss; True if the step is complete with it.
+    def passes(self, loss: Tensor, again: Callable[[], Tensor] | None, last: bool) -> Iterator[Pass]:
+        """The backwards of a loss, each of which has run when the next one is asked for.
 
         Args:
             loss: a scalar, not scaled.
-            again: computes it anew, with the same random numbers; None if the graph is there to be replayed.
+            again: computes it again with the same random numbers; None if the graph can be replayed.
             last: False for a micro-batch that others of the same step will follow.
         """
 
-    def begin(self) -> None:
-        """A backward begins, whose gradients are reduced."""
-        self._updates.placement.begin(self._records.values())
+    def accumulate(self, record: ParamRecord, grad: Tensor) -> Tensor | None:
+        """Adds a full gradient to those of earlier micro-batches. Returns what is to be reduced now, if any."""
+        return grad
 
-    def take(self, record: ParamRecord, grad: Tensor) -> None:
-        """The gradient of a parameter is complete on this rank, and the caller's reference the only one."""
-        for ready, reduced in self._updates.placement.reduce(record, grad):
-            self.arrived(ready, reduced)
+    def leftovers(self) -> Iterator[tuple[ParamRecord, Tensor]]:
+        """Full gradients of earlier micro-batches whose parameters got none in the last one."""
+        yield from ()
 
     @abstractmethod
-    def arrived(self, record: ParamRecord, grad: Tensor) -> None:
-        """A gradient is what it is to be over all ranks."""
+    def ready(self, record: ParamRecord, grad: Tensor) -> None:
+        """A gradient is averaged over ranks and cut."""
 
-    def complete(self) -> None:
-        """Every gradient of the step has come: finishes its updates."""
-        decision = self._updates.decision
-        if decision is None or not decision.dropped:
-            self._updates.put_zeros(self._records.values())
-        self._updates.flush()
+    @abstractmethod
+    def complete(self) -> Decision | None:
+        """Finishes the updates of a step whose gradients are all ready; returns what was decided beforehand."""
 
-    def replayed(self) -> Tensor | None:
-        """Whether what was measured is what was applied, a boolean scalar; None where it is the same thing."""
+    def _finish(self, decision: Decision | None) -> Decision | None:
+        if decision is None or not decision.skipped:
+            self._updates.put_zeros(self._records.values(), decision)
+        self._updates.flush(decision)
+        return decision
+
+    def replayed(self, decision: Decision | None) -> Tensor | None:
+        """Whether what was measured is what was applied, boolean scalar; None where it is the same gradient."""
         return None
 
     def drop(self) -> None:
-        """Forgets the gradients of the step: their backward died."""
+        """Forgets the gradients of the step: their backward failed."""
         self._updates.drop()
-        self._updates.placement.drop()
-        self._updates.decision = None
-
-    @torch.no_grad()
-    def flush(self) -> None:
-        """Lets what is still under way arrive: a backward has ended."""
-        for record, grad in self._updates.placement.flush():
-            self._cycle.notice(record.name)
-            self.arrived(record, grad)
-
-    def _backward(self, loss: Tensor) -> None:
-        self.begin()
-        self._clipping.scale.scaled(loss).backward()
-        self.flush()
 
 
 class Immediate(Policy):
-    """In the hook. Nothing is known of the step before its first update."""
+    """In the hook. Nothing is known about the step before its first update."""
 
     name = "immediate"
 
     def allow_plain_backward(self) -> None:
-        if self._clipping.scale.value is not None:
+        if self._clipping.scaler.value is not None:
             raise StepError("with a loss scale the loss must be scaled: call opt.backward(loss)")
 
-    def run(self, loss: Tensor, again: Callable[[], Tensor] | None, last: bool) -> bool:
-        self._updates.decision = None
-        self._backward(loss)
-        return True
+    def passes(self, loss: Tensor, again: Callable[[], Tensor] | None, last: bool) -> Iterator[Pass]:
+        yield Pass(loss)
 
-    def arrived(self, record: ParamRecord, grad: Tensor) -> None:
-        self._updates.put(record, grad)
+    def ready(self, record: ParamRecord, grad: Tensor) -> None:
+        self._updates.put(record, grad, None)
+
+    def complete(self) -> Decision | None:
+        return self._finish(None)
 
 
 class TwoPass(Policy):
     """Backward twice: the first measures each gradient and drops it, the second updates."""
 
     name = "two_pass"
-    _measured: dict[str, Measured] | None = None  # while measuring
+    _measured: dict[str, Norms] | None = None  # while measuring
+    _decision: Decision | None = None
 
-    def run(self, loss: Tensor, again: Callable[[], Tensor] | None, last: bool) -> bool:
-        self._updates.decision = None
-        self._measured = {}
-        try:
-            self._measure(loss, retain_graph=again is None)
-            self._cycle.next_pass()
-            decision = self._clipping.decide(self._measured, prepared=False)
-        finally:
-            self._measured = None
-        if decision.dropped:
-            self._updates.decision = decision
-            return True
-        if again is not None:
-            loss = again()
-        self._updates.decision = decision
-        self._backward(loss)
+    def passes(self, loss: Tensor, again: Callable[[], Tensor] | None, last: bool) -> Iterator[Pass]:
+        hooked = [record.param for record in self._records.values() if record.handle is not None]
+        self._decision, self._measured = None, {}
+        if hooked:  # other leaves of the graph get their gradient once, in the second pass
+            yield Pass(loss, self._placement.leaves(hooked), retain_graph=again is None)
+        self._cycle.next_pass()
+        self._decision = self._clipping.decide(self._measured, prepared=False)
+        self._measured = None
+        if self._decision.skipped:
+            return
+        yield Pass(loss if again is None else again())
         if missed := self._cycle.missed():
             self._cycle.moved = True
             raise StepError(
                 f"the second pass gave no gradient to {missed[0]!r}, which had one in the first: the two are not the "
                 "same computation. Use policy='deferred'"
             )
-        return True
 
-    def _measure(self, loss: Tensor, retain_graph: bool) -> None:
-        own = [record.param for record in self._records.values() if record.handle is not None]
-        self.begin()
-        if own:  # other leaves of the graph are to get their gradient once, in the second pass
-            scaled, leaves = self._clipping.scale.scaled(loss), self._updates.placement.measured_leaves(own)
-            torch.autograd.backward(scaled, inputs=leaves, retain_graph=retain_graph)
-        self.flush()
-
-    def arrived(self, record: ParamRecord, grad: Tensor) -> None:
+    def ready(self, record: ParamRecord, grad: Tensor) -> None:
         if self._measured is not None:
-            self._measured[record.name] = self._clipping.measure(grad)
+            self._measured[record.name] = self._clipping.measure(record, grad)
             return
-        decision = self._updates.decision
-        if decision is None or record.name not in decision.measured:
+        if self._decision is None or record.name not in self._decision.norms:
             raise StepError(
                 f"parameter {record.name!r} got a gradient in the second pass and none in the first, which reentrant "
                 "activation checkpointing hides it from. Use checkpoint(..., use_reentrant=False), or policy='deferred'"
             )
-        self._updates.put(record, grad)
+        self._updates.put(record, grad, self._decision)
 
-    def replayed(self) -> Tensor | None:
-        """By the norms of both passes."""
-        decision = self._updates.decision
+    def complete(self) -> Decision | None:
+        return self._finish(self._decision)
+
+    def replayed(self, decision: Decision | None) -> Tensor | None:
+        """Compares the norms of both passes."""
         assert decision is not None
-        if decision.dropped:
+        if decision.skipped:
             return None
         device = decision.finite.device
-        fired = [record for record in self._records.values() if record.name in decision.measured]
-        first = torch.stack([decision.measured[record.name].raw.to(device) for record in fired])
-        second = torch.stack([cast(Tensor, record.square_sum).to(device) for record in fired]).sqrt()
-        allowed = _SAME_NORM["rtol"] * first + _SAME_NORM["atol"] * torch.linalg.vector_norm(first)
+        fired = [record for record in self._records.values() if record.name in decision.norms]
+        first = torch.stack([decision.norms[record.name].raw.to(device) for record in fired])
+        squares = [record.square_sum for record in fired]
+        second = torch.stack([square.to(device) for square in squares if square is not None]).sqrt()
+        allowed = _RTOL * first + _ATOL * torch.linalg.vector_norm(first)
         return ((first - second).abs() <= allowed).all() | ~decision.finite
-
-
-class Deferred(Policy):
-    """Gradients wait in a store, where those of several micro-batches are summed, until the step is decided.
-
-    Args:
-        make_store: makes what they wait in, when the first one comes.
-        sums: the dtype of sums of micro-batches; None: that of the gradient. A single one keeps its own.
-    """
-
-    name = "deferred"
-    adds = True
-
-    def __init__(self, *args: Any, make_store: Callable[[], GradientStore], sums: torch.dtype | None) -> None:
-        super().__init__(*args)
-        self._make_store, self._sums = make_store, sums
-        self._sums_whole = self._updates.placement.sums_whole
-        self._last = True
-        self._measured: dict[str, Measured] = {}
-        self._came: set[str] = set()  # in the last micro-batch
-
-    @functools.cached_property
-    def _store(self) -> GradientStore:
-        return self._make_store()
-
-    def run(self, loss: Tensor, again: Callable[[], Tensor] | None, last: bool) -> bool:
-        self._updates.decision = None
-        self._last = last
-        self._measured, self._came = {}, set()
-        if last:
-            self.begin()
-        self._clipping.scale.scaled(loss).backward()
-        if not last:
-            self._cycle.wait()
-            return False
-        with torch.no_grad():
-            for record in self._records.values():  # what came in earlier micro-batches alone
-                if record.name not in self._came and (total := self._store.get(record)) is not None:
-                    self._go_on(record, total)
-        self.flush()
-        return True
-
-    def take(self, record: ParamRecord, grad: Tensor) -> None:
-        if self._sums_whole:
-            self._add_up(record, grad)
-        else:
-            super().take(record, grad)
-
-    def arrived(self, record: ParamRecord, grad: Tensor) -> None:
-        if self._sums_whole:
-            self._collect(record, grad)
-        else:
-            self._add_up(record, grad)
-
-    def _add_up(self, record: ParamRecord, grad: Tensor) -> None:
-        """Adds a gradient to what came of it in earlier micro-batches; in the last one the sum goes on."""
-        self._came.add(record.name)
-        before = self._store.get(record)
-        if before is not None and record.name in self._measured and self._clipping.prepares(before):
-            raise StepError(
-                f"parameter {record.name!r} got its gradient in two parts within one backward, and the first part has "
-                "been unscaled or clamped for the whole already. Use checkpoint(..., use_reentrant=False)"
-            )
-        total = grad if before is None else self._sum(before, grad)
-        if self._last:
-            self._go_on(record, total)
-        else:
-            self._store.keep(record, total)
-
-    def _go_on(self, record: ParamRecord, total: Tensor) -> None:
-        if self._sums_whole:
-            super().take(record, total)
-        else:
-            self._collect(record, total)
-
-    def _collect(self, record: ParamRecord, total: Tensor) -> None:
-        """Measures what is complete over micro-batches and ranks, and keeps it until the step is decided."""
-        self._measured[record.name] = self._clipping.measure(total)
-        self._store.keep(record, total)
-
-    def _sum(self, before: Tensor, grad: Tensor) -> Tensor:
-        total = before if self._sums is None else before.to(torch.promote_types(before.dtype, self._sums))
-        add(total, grad)
-        return total
-
-    def complete(self) -> None:
-        """Decides the step, and updates parameter by parameter."""
-        records = list(self._records.values())
-        decision = self._updates.decision = self._clipping.decide(self._measured, prepared=True)
-        if decision.dropped:
-            self._store.clear()
-        for record, grad in self._store.drain(records):
-            self._updates.put(record, grad)
-            del grad  # not to be held while the store fetches the next one
-        super().complete()
 
     def drop(self) -> None:
         super().drop()
-        self._store.clear()
+        self._measured = self._decision = None
+
+
+class Deferred(Policy):
+    """Gradients are offloaded, and those of several micro-batches summed, until the step is decided."""
+
+    name = "deferred"
+    accumulates = True
+    _made: GradientStore | None = None
+
+    @property
+    def _store(self) -> GradientStore:
+        if self._made is None:
+            self._made = make_store(self._config, self._records)
+        return self._made
+
+    @property
+    def _sums_full(self) -> bool:
+        """Whether micro-batches are summed before they are reduced."""
+        return self._placement.reducer.accumulates_first
+
+    def passes(self, loss: Tensor, again: Callable[[], Tensor] | None, last: bool) -> Iterator[Pass]:
+        self._last = last
+        self._measured: dict[str, Norms] = {}
+        self._arrived: set[str] = set()  # in this micro-batch
+        yield Pass(loss)
+
+    def accumulate(self, record: ParamRecord, grad: Tensor) -> Tensor | None:
+        return self._add(record, grad) if self._sums_full else grad
+
+    def leftovers(self) -> Iterator[tuple[ParamRecord, Tensor]]:
+        for record in self._records.values() if self._last else ():
+            if record.name not in self._arrived and (total := self._store.get(record)) is not None:
+                if self._sums_full:
+                    yield record, total
+                else:
+                    self._collect(record, total)
+
+    def ready(self, record: ParamRecord, grad: Tensor) -> None:
+        total = grad if self._sums_full else self._add(record, grad)
+        if total is not None:
+            self._collect(record, total)
+
+    def _add(self, record: ParamRecord, grad: Tensor) -> Tensor | None:
+        """Adds a gradient to those of earlier micro-batches; returns the sum in the last one."""
+        self._arrived.add(record.name)
+        before = self._store.get(record)
+        if before is not None and record.name in self._measured and self._clipping.changes(before):
+            raise StepError(
+                f"parameter {record.name!r} got its gradient in two parts within one backward, and the first part has "
+                "been unscaled or clamped already. Use checkpoint(..., use_reentrant=False)"
+            )
+        total = grad
+        if before is not None:
+            wide = self._config.accumulation_dtype == "float32"
+            total = before.to(torch.promote_types(before.dtype, torch.float32)) if wide else before
+            add(total, grad)
+        if self._last:
+            return total
+        self._store.keep(record, total)
+        return None
+
+    def _collect(self, record: ParamRecord, total: Tensor) -> None:
+        """Measures what is complete over micro-batches and ranks, and stores it until the step is decided."""
+        self._measured[record.name] = self._clipping.measure(record, total)
+        self._store.keep(record, total)
+
+    def complete(self) -> Decision | None:
+        decision = self._clipping.decide(self._measured, prepared=True)
+        if decision.skipped:
+            self._store.clear()
+        for record, grad in self._store.drain(list(self._records.values())):
+            self._updates.put(record, grad, decision)
+            del grad  # not to be held while the store fetches the next one
+        return self._finish(decision)
+
+    def drop(self) -> None:
+        super().drop()
+        if self._made is not None:
+            self._made.clear()
+
+
+POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (Immediate, TwoPass, Deferred)}

@@ -1,232 +1,253 @@
-"""From finished gradients to sweeps: a large parameter at once, small ones in stacks of their like."""
+"""From reduced gradients to sweeps: a large parameter by itself, small ones in stacks."""
 
-import functools
 from collections.abc import Iterable, MutableMapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowmem.placements.local import Local
+from lowmem.placements import Placement
+from lowmem.placements.base import Shard
 from lowmem.placements.record import ParamRecord
-from lowmem.rules import OwnClip, Plan, UpdateRule
+from lowmem.rules import StateSpec
 from lowmem.step.clipping import Clipping, Decision
 from lowmem.step.cycle import StepCycle
-from lowmem.tiles.layout import Layout
-from lowmem.tiles.storage import ROUNDED_DTYPES, noise_key
-from lowmem.tiles.sweep import Sweep
-
-# The saved name of what compensated rounding keeps.
-RESIDUAL = "residual"
+from lowmem.tiles.layout import Layout, Span
+from lowmem.tiles.storage import Held, Nearest, Storage, noise_key, of_state, of_weight
+from lowmem.tiles.sweep import Sweep, begin_storage
 
 # Elements up to which a parameter is small: launching its update takes longer than the update. Small parameters are
 # never compiled, so that alone or in a stack they get the same bits, and torch sums so few elements in one order only.
 SMALL = 1 << 14
 
-# Elements in a stack: what waits in it is part of the memory of "one gradient".
+# Elements in a stack: the gradients that wait for it are part of the memory of "one gradient".
 STACK = 1 << 18
 
 
 class Updates:
-    """Runs a rule on parameters whose gradients are finished.
+    """Runs the rules of parameters whose gradients are reduced.
 
     Args:
-        rule: the rule.
         state: parameter → its states, made before its first update.
-        cycle: the step that updates are of.
-        placement: where parameters live.
-        clipping: what gradients are multiplied with and clamped to as they are read.
-        rounding, seed: how results become stored weights.
-        batching: stack small parameters of equal plan, shape, dtype, device and group.
+        cycle: the life cycle of the step.
+        placement: where parameters are.
+        clipping: what happens to gradients as they are read.
+        seed: of stochastic rounding.
+        batching: stack small parameters of equal spec, shape, dtype, device and group.
         compiled: run sweeps of large parameters through torch.compile.
-
-    Attributes:
-        decision: what has been settled about the step; None where nothing is known before the first update.
     """
 
     def __init__(
         self,
-        rule: UpdateRule,
         state: MutableMapping[Tensor, dict[str, Any]],
         cycle: StepCycle,
         *,
-        placement: Local,
+        placement: Placement,
         clipping: Clipping,
-        rounding: str,
         seed: int,
         batching: bool,
         compiled: bool,
     ) -> None:
-        self.rule, self.state, self.cycle = rule, state, cycle
-        self.rounding, self.seed = rounding, seed
-        self.decision: Decision | None = None
-        self.placement, self._clipping = placement, clipping
-        self._compiled = compiled
-        self._batching = batching and rule.stackable
-        self._kinds: dict[tuple[Any, ...], int] = {}  # of small parameters, numbered: a number is quick to look up
-        self._waiting: dict[int, list[tuple[ParamRecord, Tensor]]] = {}
+        self.state, self.cycle, self.seed = state, cycle, seed
+        self._shard, self._clipping = placement.shard, clipping
+        self._compiled, self._batching = compiled, batching
+        self._kinds: dict[tuple[Any, ...], int] = {}  # of stacks, numbered: a number is quick to look up
+        self._stacks: dict[int, list[tuple[ParamRecord, Tensor]]] = {}
 
-    def put(self, record: ParamRecord, grad: Tensor) -> None:
-        """Updates a parameter by its gradient, or lets it wait for its like until a stack is full."""
+    def put(self, record: ParamRecord, grad: Tensor, decision: Decision | None) -> None:
+        """Updates a parameter, or lets its gradient wait until a stack of such parameters is full."""
         if record.param not in self.state:
             self._begin_state(record)
         size = record.span.numel
         if size > SMALL or not self._batching or not self._stackable(record):
-            self._update_one(record, grad)
+            self._update_one(record, grad, decision)
             return
-        assert record.plan is not None  # settled when it was hooked
-        kind = record.alike.get(grad.dtype)
+        assert record.spec is not None  # settled when it was hooked
+        kind = record.stacks.get(grad.dtype)
         if kind is None:
-            like = (
-                id(record.group),
-                record.span.shape,
-                record.param.dtype,
-                grad.dtype,
-                record.param.device,
-                record.plan,
-            )
-            kind = record.alike[grad.dtype] = self._kinds.setdefault(like, len(self._kinds))
-        waiting = self._waiting.setdefault(kind, [])
-        waiting.append((record, grad))
-        if len(waiting) >= min(STACK // size, record.plan.together or STACK):
-            self._update_stack(self._waiting.pop(kind))
+            param = record.param
+            like = id(record.group), record.span.shape, param.dtype, grad.dtype, param.device, record.spec
+            kind = record.stacks[grad.dtype] = self._kinds.setdefault(like, len(self._kinds))
+        stack = self._stacks.setdefault(kind, [])
+        stack.append((record, grad))
+        if len(stack) >= min(STACK // size, record.spec.together or STACK):
+            self._update_stack(self._stacks.pop(kind), decision)
 
-    def put_zeros(self, records: Iterable[ParamRecord]) -> None:
-        """Updates parameters that got no gradient as if it were zero, where the rule wants every parameter."""
-        for record in records if self.rule.every_parameter else ():
-            if record.handle is not None and not self.cycle.has_fired(record.name):
-                piece = self.placement.read(record.param)
-                self.put(record, piece.new_zeros(()).expand(piece.shape))
+    def put_zeros(self, records: Iterable[ParamRecord], decision: Decision | None) -> None:
+        """Updates parameters that got no gradient as if it were zero, where their rule asks for it."""
+        for record in records:
+            if record.rule.every_parameter and record.handle is not None and not self.cycle.has_fired(record.name):
+                shard = self._shard.read(record.param)
+                self.put(record, shard.new_zeros(()).expand(shard.shape), decision)
 
-    def flush(self) -> None:
-        """Updates those that still wait: no gradient will come any more."""
-        while self._waiting:
-            self._update_stack(self._waiting.popitem()[1])
+    def flush(self, decision: Decision | None) -> None:
+        """Updates stacks that are not full: no gradient will arrive in this step."""
+        while self._stacks:
+            self._update_stack(self._stacks.popitem()[1], decision)
 
     def drop(self) -> None:
-        """Forgets those that wait: their backward died."""
-        self._waiting.clear()
-
-    def kept(self, plan: Plan, record: ParamRecord) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Logical shape and dtype of everything that is kept for a parameter, by name."""
-        shape, dtype = record.span.shape, record.param.dtype
-        found = {
-            name: (plan.view.kept(spec.extent, shape) + spec.extra, spec.dtype or dtype)
-            for name, spec in plan.states.items()
-            if not spec.master or dtype != torch.float32
-        }
-        if self._keeps_residual(record):
-            found[RESIDUAL] = shape, torch.int16
-        return found
-
-    def is_cut(self, name: str, record: ParamRecord) -> bool:
-        """Whether a state has an element for each of its parameter's, and so is cut as that is."""
-        return name == RESIDUAL or self.rule.is_full(name, cast(Plan, record.plan))
-
-    def _keeps_residual(self, record: ParamRecord) -> bool:
-        return self.rounding == "compensated" and record.param.dtype in ROUNDED_DTYPES
+        """Forgets gradients that wait for a stack: their backward failed."""
+        self._stacks.clear()
 
     def _begin_state(self, record: ParamRecord) -> None:
-        plan, piece = cast(Plan, record.plan), self.placement.read(record.param)
-        if self._keeps_residual(record):
-            record.residual = torch.zeros_like(piece, dtype=torch.int16)
+        spec, storage, shard = record.spec, record.storage, self._shard.read(record.param)
+        assert spec is not None and storage is not None and record.layout is not None
+        record.extra = tuple(
+            shard.new_zeros(_grouped(shard.shape, part.group), dtype=part.dtype) for part in storage.parts[1:]
+        )
+        if record.extra:
+            begin_storage(record.layout, Held(storage, (shard, *record.extra)))
         state = self.state[record.param] = {}
-        kept = self.kept(plan, record)
-        for name, spec in plan.states.items():
-            if name not in kept:
+        for name, each in spec.states.items():
+            if each.extent != "full":
+                shape = spec.view.state_shape(each.extent, record.span.shape) + each.extra
+                state[name] = shard.new_zeros(shape, dtype=_small_dtype(each))
                 continue
-            if spec.master:
-                state[name] = piece.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-                continue
-            full = spec.extent == "full"
-            shape = tuple(piece.shape) if full else plan.view.kept(spec.extent, record.span.shape)
-            state[name] = piece.new_zeros(shape + spec.extra, dtype=spec.dtype or piece.dtype)
+            for part in record.state_storages[name].parts:
+                shape = _grouped(shard.shape, part.group)
+                state[part_name(name, part.name)] = shard.new_zeros(shape, dtype=part.dtype)
 
     def _stackable(self, record: ParamRecord) -> bool:
-        """Whether pieces of parameters like this one are one tile when they are stacked, on every rank."""
-        return self.placement.ranks is None or cast(Layout, record.layout).one_line
+        """Whether shards of parameters like this one are one tile when they are stacked, on every rank."""
+        assert record.layout is not None
+        return record.rule.stackable and (self._shard.ranks is None or record.layout.one_line)
 
-    def _update_one(self, record: ParamRecord, grad: Tensor) -> None:
-        assert record.layout is not None  # settled when it was hooked
-        piece = self.placement.read(record.param)
-        self._sweep([record], record.layout, piece, grad, record.residual, self.state[record.param])
-        self.placement.write(record.param, piece)
+    def _update_one(self, record: ParamRecord, grad: Tensor, decision: Decision | None) -> None:
+        assert record.layout is not None
+        shard = self._shard.read(record.param)
+        self._sweep([record], record.layout, (shard, *record.extra), grad, self.state[record.param], decision)
+        self._shard.write(record.param, shard)
 
-    def _update_stack(self, waiting: Sequence[tuple[ParamRecord, Tensor]]) -> None:
-        """Updates parameters as one: everything that is theirs is stacked, and put back where it was."""
-        records, grads = [record for record, _ in waiting], [grad for _, grad in waiting]
+    def _update_stack(self, stack: Sequence[tuple[ParamRecord, Tensor]], decision: Decision | None) -> None:
+        """Updates parameters as one: their tensors are stacked, and written back to where they were."""
+        records, grads = [record for record, _ in stack], [grad for _, grad in stack]
         if len(records) == 1:
-            self._update_one(records[0], grads[0])
+            self._update_one(records[0], grads[0], decision)
             return
         first = records[0]
-        params, states = (
-            [self.placement.read(record.param) for record in records],
-            [self.state[record.param] for record in records],
-        )
-        residuals = [record.residual for record in records if record.residual is not None]
-        param, residual = torch.stack(params), torch.stack(residuals) if residuals else None
-        state = {name: torch.stack([own[name] for own in states]) for name in states[0]}
-        if self.placement.ranks is None:
-            layout = Layout.of(tuple(param.shape), cast(Plan, first.plan).view.stacked())
+        assert first.spec is not None and first.layout is not None
+        shards = [self._shard.read(record.param) for record in records]
+        weights = list(zip(*((shard, *r.extra) for shard, r in zip(shards, records, strict=True)), strict=True))
+        stacked = tuple(torch.stack(tensors) for tensors in weights)
+        states = [self.state[record.param] for record in records]
+        state = {name: torch.stack([each[name] for each in states]) for name in states[0]}
+        if self._shard.ranks is None:
+            layout = Layout.of(tuple(stacked[0].shape), first.spec.view.stacked())
         else:
-            layout = cast(Layout, first.layout).lines(len(records))
-        self._sweep(records, layout, param, torch.stack(grads), residual, state)
-        torch._foreach_copy_(params, param.unbind())
-        for record, piece in zip(records, params, strict=True):
-            self.placement.write(record.param, piece)
-        for name, stack in state.items():
-            torch._foreach_copy_([own[name] for own in states], stack.unbind())
-        if residual is not None:
-            torch._foreach_copy_(residuals, residual.unbind())
+            layout = first.layout.lines(len(records))
+        self._sweep(records, layout, stacked, torch.stack(grads), state, decision)
+        for tensors, stacked_tensor in zip(weights, stacked, strict=True):
+            torch._foreach_copy_(tensors, stacked_tensor.unbind())
+        for record, shard in zip(records, shards, strict=True):
+            self._shard.write(record.param, shard)
+        for name, stacked_state in state.items():
+            torch._foreach_copy_([each[name] for each in states], stacked_state.unbind())
 
     def _sweep(
         self,
         records: Sequence[ParamRecord],
         layout: Layout,
-        param: Tensor,
+        weight: tuple[Tensor, ...],
         grad: Tensor,
-        residual: Tensor | None,
         state: dict[str, Any],
+        decision: Decision | None,
     ) -> None:
         first, step = records[0], self.cycle.step
+        assert first.storage is not None
         self.cycle.moved = True
         # a dispatch mode (fake tensors, a memory tracker) looks at each operation, and torch.compile has none to show
-        compiled = self._compiled and param.numel() > SMALL and not torch._C._len_torch_dispatch_stack()
+        compiled = self._compiled and weight[0].numel() > SMALL and not torch._C._len_torch_dispatch_stack()
         sweep = Sweep(
             layout,
-            param,
+            Held(first.storage, weight),
             grad,
-            residual=residual,
-            **self._reading(records, grad),
+            self._clipping.reading(records, grad, decision),
             members=len(records),
             noise_keys=lambda: [noise_key(self.seed, step, record.name) for record in records],
-            stochastic=self.rounding == "stochastic",
-            across=self.placement.ranks,
+            step=step,
+            across=self._shard.ranks,
             compiled=compiled,
         )
-        measured = self.rule.update(sweep, first.plan, state, first.group, step) or {}
+        named: dict[str, Any] = state
+        if first.state_storages:
+            named = dict(state)
+            for name, storage in first.state_storages.items():
+                parts = tuple(named.pop(part_name(name, part.name)) for part in storage.parts)
+                named[name] = Held(storage, parts)
+        sizes = first.rule.update(sweep, first.spec, named, first.group, step)
         for record, square_sum in zip(records, sweep.square_sums.unbind(), strict=True):
             record.square_sum = square_sum
-        for i, record in enumerate(records if measured else ()):
-            record.measured = {name: values[i] for name, values in measured.items()}
+        for record, size in zip(records, () if sizes is None else sizes.unbind(), strict=sizes is not None):
+            record.size = size
 
-    def _reading(self, records: Sequence[ParamRecord], grad: Tensor) -> dict[str, Any]:
-        """What a gradient goes through on its way into the rule."""
-        device, decision = grad.device, self.decision
-        factor, limit = self._clipping.scale.inverse(device), self._clipping.limit(device)
-        if decision is None:
-            return {"factor": factor, "limit": limit}
-        own = decision.own.get(id(records[0].group), OwnClip())
-        parts = [part.to(device) for part in (decision.factor, own.factor) if part is not None]
-        reading = {
-            "clip": functools.reduce(torch.mul, parts) if parts else None,
-            "own_clip": None if own.apart is None else own.apart.to(device),
-            "finite": decision.finite.to(device),
-        }
-        if decision.prepared:
-            zero = torch.zeros((), dtype=torch.float32, device=device)
-            norms = [decision.measured[s.name].raw if s.name in decision.measured else zero for s in records]
-            reading["square_sums"] = torch.stack(norms).square()
-        if decision.prepared and grad.dtype == torch.float32:
-            return reading
-        return {"factor": factor, "limit": limit, **reading}
+
+def settle(record: ParamRecord, shard: Shard) -> None:
+    """Decides how a parameter is updated and stored, by what its group says now.
+
+    A storage with groups holds parameters whose rows consist of complete groups, also when they are sharded. Others,
+    mostly vectors, are held as float32 states, and weights rounded to the nearest value.
+
+    Raises:
+        UnsupportedError: its rule cannot update it.
+    """
+    group, shape, dtype = record.group, record.span.shape, record.param.dtype
+    record.spec = spec = record.rule.spec(record.name, shape, group)
+    record.stacks.clear()
+    record.layout = shard.layout(record, spec.view)
+
+    def fitting(storage: Storage, other: Storage) -> Storage:
+        fits = spec.view.has_groups(shape, storage.group) and record.span.size % storage.group == 0
+        return storage if fits else other
+
+    rounding = group["rounding"] if group["rounding"] != "nearest" else record.rule.rounding(group)
+    record.storage = fitting(of_weight(rounding, dtype), Nearest(dtype))
+    record.state_storages = {}
+    for name, state in spec.states.items():
+        if state.extent == "full":
+            if state.dtype is None:
+                chosen = fitting(of_state(group["state_storage"], state.signed), Nearest(torch.float32))
+            else:
+                chosen = Nearest(dtype if state.dtype == "weight" else state.dtype)
+            record.state_storages[name] = chosen
+
+
+def part_name(state: str, part: str) -> str:
+    """The name under which one tensor of a state's storage is kept and saved."""
+    return f"{state}.{part}" if part else state
+
+
+def tensors_of(record: ParamRecord) -> dict[str, tuple[tuple[int, ...], torch.dtype, int]]:
+    """The tensors that are kept for a parameter, by name: logical shape, dtype, and of how many elements each holds one
+    value, if it is sharded as the parameter is, else 0.
+    """
+    assert record.spec is not None and record.storage is not None
+    shape = record.span.shape
+    tensors: dict[str, tuple[tuple[int, ...], torch.dtype, int]] = {}
+
+    def add(prefix: str, storage: Storage, skip: int) -> None:
+        for part in storage.parts[skip:]:
+            name = part_name(prefix, part.name) if prefix else part.name
+            tensors[name] = _grouped(shape, part.group), part.dtype, part.group
+
+    for name, each in record.spec.states.items():
+        if each.extent == "full":
+            add(name, record.state_storages[name], 0)
+        else:
+            logical = record.spec.view.state_shape(each.extent, shape) + each.extra
+            tensors[name] = logical, _small_dtype(each), 0
+    add("", record.storage, 1)
+    return tensors
+
+
+def _small_dtype(state: StateSpec) -> torch.dtype:
+    """The dtype of a state that is smaller than its parameter."""
+    return state.dtype if isinstance(state.dtype, torch.dtype) else torch.float32
+
+
+def grouped_span(span: Span, group: int) -> Span:
+    """The span of a tensor with one value per `group` elements."""
+    return Span(_grouped(span.shape, group), span.start // group, span.stop // group, span.size // group)
+
+
+def _grouped(shape: Sequence[int], group: int) -> tuple[int, ...]:
+    return tuple(shape) if group == 1 else (*shape[:-1], shape[-1] // group)

@@ -43,12 +43,16 @@ class View:
         batch, rows, cols = (math.prod(shape[d] for d in dims) for dims in (self.batch, self.rows, self.cols))
         return batch, rows, cols
 
-    def kept(self, extent: Extent, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def state_shape(self, extent: Extent, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The logical shape of a state: the parameter's own, or its batch dimensions and those of rows or cols."""
         if extent == "full":
             return shape
         dims = self.batch + {"row": self.rows, "col": self.cols, "slice": ()}[extent]
         return tuple(shape[d] for d in dims)
+
+    def has_groups(self, shape: tuple[int, ...], group: int) -> bool:
+        """Whether rows consist of groups of `group` elements that follow one another in memory."""
+        return group == 1 or (self.cols[-1:] == (len(shape) - 1,) and shape[-1] % group == 0)
 
     def stacked(self) -> "View":
         """The view of several parameters of this view, stacked along a new first dimension."""
@@ -155,15 +159,23 @@ class Block:
     index: Box | None
     order: tuple[int, ...]
 
-    def view(self, piece: Tensor) -> Tensor:
-        """The rectangle in a piece of the parameter: flat, or in its own shape and however that lies in memory."""
-        if piece.shape != self.shape:
-            piece = piece.view(-1)[self.start : self.stop].view(self.shape)
-        if self.index is not None:
-            piece = piece[self.index]
-        if self.order != tuple(range(piece.ndim)):
-            piece = piece.permute(self.order)
-        return piece.view(self.rect.size)
+    def view(self, shard: Tensor, group: int = 1) -> Tensor:
+        """The rectangle in a shard of the parameter: flat, or in its own shape and however that lies in memory.
+
+        A tensor with one value per `group` elements of a row gives [batch, rows, cols / group].
+        """
+        shape, index, (batch, rows, cols) = self.shape, self.index, self.rect.size
+        if group > 1:
+            shape = *shape[:-1], shape[-1] // group
+            if index is not None:
+                index = *index[:-1], slice(index[-1].start // group, index[-1].stop // group)
+        if shard.shape != shape:
+            shard = shard.view(-1)[self.start // group : self.stop // group].view(shape)
+        if index is not None:
+            shard = shard[index]
+        if self.order != tuple(range(shard.ndim)):
+            shard = shard.permute(self.order)
+        return shard.view(batch, rows, cols // group)
 
 
 @dataclass(frozen=True)
@@ -226,9 +238,9 @@ class Layout:
         """The rectangles, in the order of `views`."""
         return tuple(block.rect for block in self.blocks)
 
-    def views(self, piece: Tensor) -> list[Tensor]:
-        """A piece as one [batch, rows, cols] view a rectangle."""
-        return [block.view(piece) for block in self.blocks]
+    def views(self, shard: Tensor, group: int = 1) -> list[Tensor]:
+        """A shard as one [batch, rows, cols] view per rectangle; see `Block.view`."""
+        return [block.view(shard, group) for block in self.blocks]
 
 
 def _merged(shape: tuple[int, ...], view: View) -> tuple[tuple[int, ...], View]:

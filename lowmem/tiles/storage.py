@@ -1,21 +1,275 @@
-"""How float32 results become stored weights: `nearest`, `stochastic`, `compensated`.
+"""Storage: how float32 values are held between two sweeps.
 
-Pure elementwise functions of one tile. float32 weights hold every result exactly, so all three agree there.
-Random bits come from a counter (seed, step, parameter, element), never from a generator: the same bits fall on the
-same element whatever the tile, the rank or a resume in between, and dropout's random state is left alone.
+A storage says which tensors hold a float32 tensor, how a tile of them is decoded to float32, and how a float32 tile is
+encoded. Weights, optimizer states and waiting gradients all have one. A rule never learns which.
+
+    @lowmem.storage.register("int8_64")
+    @dataclass(frozen=True)
+    class Int8(Storage): ...
+
+Random bits come from a counter (seed, step, parameter, element), never from a generator: an element gets the same bits
+whatever the tile, the rank or a resume in between, and the random state that dropout uses does not change.
 """
 
+import functools
 import hashlib
 import struct
-from typing import Literal
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-Rounding = Literal["nearest", "stochastic", "compensated"]
-ROUNDINGS: tuple[Rounding, ...] = ("nearest", "stochastic", "compensated")
+from lowmem.errors import ConfigError, did_you_mean
+
 ROUNDED_DTYPES = (torch.bfloat16, torch.float16)
 STORED_DTYPES = (torch.float32, *ROUNDED_DTYPES)
+
+# Groups may not cross the tiles that a row is cut into, and those are multiples of this many elements.
+LARGEST_GROUP = 1024
+
+
+class Part(NamedTuple):
+    """One of the tensors of a storage: its dtype, and of how many elements of a row it holds one value."""
+
+    name: str
+    dtype: torch.dtype
+    group: int = 1
+
+
+class Random(NamedTuple):
+    """What encoding may draw from.
+
+    uniform: gives float32 in [0, 1) in the shape of the tile, one number per element.  shared: float32 scalar in [0, 1)
+    that all elements of a step have in common.
+    """
+
+    uniform: Callable[[], Tensor]
+    shared: Tensor | None
+
+
+class Storage(ABC):
+    """How a float32 tensor is held. Subclasses are frozen dataclasses: equal ones share compiled code.
+
+    Attributes:
+        parts: the tensors. The first one has an element for each element of the float32 tensor. Zeros in all of them
+            decode to zeros.
+        noise: "element" if `encode` draws a number per element, "step" if it draws one per step.
+    """
+
+    parts: tuple[Part, ...]
+    noise: ClassVar[Literal["element", "step"] | None] = None
+
+    @abstractmethod
+    def decode(self, stored: tuple[Tensor, ...]) -> Tensor:
+        """The float32 values [..., n] of tiles of the parts: [..., n / group] each."""
+
+    @abstractmethod
+    def encode(self, value: Tensor, random: Random) -> tuple[Tensor, ...]:
+        """Tiles of the parts for float32 values [..., n]."""
+
+    @property
+    def bytes_per_element(self) -> float:
+        """Bytes of all parts per element."""
+        return sum(part.dtype.itemsize / part.group for part in self.parts)
+
+    @functools.cached_property
+    def group(self) -> int:
+        """Elements of a row that are encoded together."""
+        return max(part.group for part in self.parts)
+
+
+@dataclass(frozen=True)
+class Float(Storage):
+    """A storage whose first part is the tensor itself in a float dtype."""
+
+    dtype: torch.dtype
+
+    @property
+    def parts(self) -> tuple[Part, ...]:  # type: ignore[override]
+        return (Part("", self.dtype),)
+
+    def decode(self, stored: tuple[Tensor, ...]) -> Tensor:
+        return stored[0].float()
+
+
+class Nearest(Float):
+    """Rounded to the nearest value, ties to even. float32 holds every result exactly."""
+
+    def encode(self, value: Tensor, random: Random) -> tuple[Tensor, ...]:
+        return (value.to(self.dtype),)
+
+
+class Stochastic(Float):
+    """Rounded up or down at random, so that the mean is the value."""
+
+    noise = "element"
+
+    def encode(self, value: Tensor, random: Random) -> tuple[Tensor, ...]:
+        return (narrow_stochastically(value, self.dtype, random.uniform()),)
+
+
+class GoldenRatio(Float):
+    """bfloat16 rounded up where what is cut off exceeds a threshold that all elements of a step share and that runs
+    evenly through [0, 1) over the steps, as in Tensor2Tensor (its `adafactor.py`). float16 is rounded to the nearest.
+    """
+
+    noise = "step"
+
+    def encode(self, value: Tensor, random: Random) -> tuple[Tensor, ...]:
+        if self.dtype != torch.bfloat16:
+            return (value.to(self.dtype),)
+        assert random.shared is not None
+        return (narrow_past(value, random.shared),)
+
+
+class Compensated(Float):
+    """Kahan summation: what rounding to the nearest value cut off is kept beside it, in 16 bits."""
+
+    @property
+    def parts(self) -> tuple[Part, ...]:  # type: ignore[override]
+        return Part("", self.dtype), Part("residual", torch.int16)
+
+    def decode(self, stored: tuple[Tensor, ...]) -> Tensor:
+        return widen(*stored)
+
+    def encode(self, value: Tensor, random: Random) -> tuple[Tensor, ...]:
+        return split(value, self.dtype)
+
+
+class Master(Float):
+    """Rounded to the nearest value, with a float32 copy beside it."""
+
+    @property
+    def parts(self) -> tuple[Part, ...]:  # type: ignore[override]
+        return Part("", self.dtype), Part("master", torch.float32)
+
+    def decode(self, stored: tuple[Tensor, ...]) -> Tensor:
+        return stored[1]
+
+    def encode(self, value: Tensor, random: Random) -> tuple[Tensor, ...]:
+        return value.to(self.dtype), value
+
+
+@dataclass(frozen=True)
+class Shown(Storage):
+    """A weight that another storage holds; the parameter shows its value to the model, in the parameter's dtype."""
+
+    dtype: torch.dtype
+    held: Storage
+
+    @property
+    def parts(self) -> tuple[Part, ...]:  # type: ignore[override]
+        return Part("", self.dtype), *(part._replace(name=part.name or "codes") for part in self.held.parts)
+
+    @property
+    def noise(self) -> Literal["element", "step"] | None:  # type: ignore[override]
+        return self.held.noise
+
+    def decode(self, stored: tuple[Tensor, ...]) -> Tensor:
+        return self.held.decode(stored[1:])
+
+    def encode(self, value: Tensor, random: Random) -> tuple[Tensor, ...]:
+        held = self.held.encode(value, random)
+        return self.held.decode(held).to(self.dtype), *held
+
+
+@dataclass(frozen=True)
+class FromParameter(Storage):
+    """Reads a weight from its parameter alone and encodes it for another storage: the first time."""
+
+    parts: tuple[Part, ...]
+    held: Storage
+
+    def decode(self, stored: tuple[Tensor, ...]) -> Tensor:
+        return stored[0].float()
+
+    def encode(self, value: Tensor, random: Random) -> tuple[Tensor, ...]:
+        half = torch.full_like(value, 0.5)  # not at random: the weight stays what it is, as far as it can be held
+        return self.held.encode(value, Random(lambda: half, half[..., :1]))
+
+
+StorageClass = TypeVar("StorageClass", bound=type[Storage])
+TABLE: dict[str, type[Storage]] = {
+    "nearest": Nearest,
+    "stochastic": Stochastic,
+    "compensated": Compensated,
+    "master": Master,
+    "golden_ratio": GoldenRatio,
+}
+
+# Dtypes by name, in which a state may be held: float32 as it is, the others rounded stochastically.
+STATE_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in STORED_DTYPES}
+
+
+def register(name: str) -> Callable[[StorageClass], StorageClass]:
+    """Adds a storage to the table, for `rounding` and `state_storage`. It is constructed with `signed`: whether what it
+    holds may be negative.
+
+    Raises:
+        ConfigError: the name is taken, or a group of the storage does not divide 1,024.
+    """
+
+    def enter(cls: StorageClass) -> StorageClass:
+        if name in TABLE or name in STATE_DTYPES:
+            raise ConfigError(f"storage {name!r} is registered already; choose another name")
+        if LARGEST_GROUP % cls(signed=True).group:  # type: ignore[call-arg]
+            raise ConfigError(f"storage {name!r}: the size of a group must divide {LARGEST_GROUP}")
+        TABLE[name] = cls
+        return cls
+
+    return enter
+
+
+def roundings() -> list[str]:
+    """Names that `rounding` takes."""
+    return list(TABLE)
+
+
+def state_storages() -> list[str]:
+    """Names that `state_storage` takes."""
+    return [*STATE_DTYPES, *(name for name, cls in TABLE.items() if not issubclass(cls, Float))]
+
+
+def check(option: str, name: Any, known: list[str]) -> None:
+    """Raises `ConfigError` if `option` names no storage that is known."""
+    if name not in known:
+        raise ConfigError(f"{option} {name!r} is unknown.{did_you_mean(str(name), known)} Known are {', '.join(known)}")
+
+
+@functools.cache
+def of_weight(rounding: str, dtype: torch.dtype) -> Storage:
+    """The storage of a weight whose parameter has this dtype. One that holds every result exactly needs no rounding."""
+    cls = TABLE[rounding]
+    if not issubclass(cls, Float):
+        return Shown(dtype, cls(signed=True))  # type: ignore[call-arg]
+    return cls(dtype) if dtype in ROUNDED_DTYPES else Nearest(dtype)
+
+
+@functools.cache
+def of_state(name: str, signed: bool) -> Storage:
+    """The storage of an elementwise state."""
+    if name not in STATE_DTYPES:
+        return TABLE[name](signed=signed)  # type: ignore[call-arg]
+    dtype = STATE_DTYPES[name]
+    return Stochastic(dtype) if dtype in ROUNDED_DTYPES else Nearest(dtype)
+
+
+class Held(NamedTuple):
+    """A state of the parameter's size as a sweep reads and writes it: its storage and the tensors of that."""
+
+    storage: Storage
+    parts: tuple[Tensor, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the first part."""
+        return self.storage.parts[0].dtype
+
+
+# -- rounding ----------------------------------------------------------------------------------------------------------
 
 _LOW16 = 0xFFFF
 
@@ -114,8 +368,8 @@ def noise_key(seed: int, step: int, name: str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def noise(bits: Tensor, half: int) -> Tensor:
-    """The lower (0) or upper (1) 16 bits of random int32 as float32 in [0, 1)."""
+def uniform(bits: Tensor, half: int) -> Tensor:
+    """The lower (0) or upper (1) 16 bits of random int32 values as float32 in [0, 1)."""
     return ((bits >> (16 * half)) & _LOW16).float() * 2.0**-16
 
 
@@ -126,3 +380,16 @@ def mix(x: Tensor) -> Tensor:
     x = x ^ ((x >> 15) & 0x1FFFF)
     x = x * -0x7B935975  # 0x846CA68B as a signed number
     return x ^ ((x >> 16) & _LOW16)
+
+
+@functools.lru_cache(maxsize=1)
+def golden_ratio_noise(step: int) -> float:
+    """(step times the golden ratio) mod 1 in float32, bit by bit of `step`, to the bits of Tensor2Tensor's."""
+    phi, noise = (5**0.5 - 1) / 2, 0.0
+    for i in range(30):
+        noise = _float32(noise + _float32((phi * 2**i) % 1.0) * (step >> i & 1))
+    return noise % 1.0
+
+
+def _float32(value: float) -> float:
+    return float(struct.unpack("f", struct.pack("f", value))[0])

@@ -1,27 +1,29 @@
 """The sweep: one pass over a parameter, its gradient and its states, tile by tile, in float32.
 
 A rule hands module-level functions of one `Tile` to `Sweep.reduce` and `Sweep.apply`. Everything a rule must not know
-stands here and in `tile.py`: tile size, device, stored dtype, rounding, compilation, how many small parameters are
-stacked into one and, through `Layout`, which piece of the parameter this process holds.
+is in this folder: tile size, device, storage, compilation, how many small parameters are stacked into one and, through
+`Layout`, which shard of the parameter this process holds.
 """
 
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from lowmem.tiles import storage
 from lowmem.tiles.layout import Layout, Rect
+from lowmem.tiles.storage import FromParameter, Held, Nearest, golden_ratio_noise, mix, nearest
 from lowmem.tiles.tile import (
     BLOCK_ROWS,
     LINE,
     SQUARE,
     ApplyFn,
+    Formats,
     RawTile,
     ReduceFn,
     Sums,
@@ -32,31 +34,11 @@ from lowmem.tiles.tile import (
     tile_function,
 )
 
-
-def flat(tensor: Tensor) -> Tensor:
-    """The elements in the order of their memory, whatever the order of dimensions: a view of one dimension."""
-    return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
-
-
-def tiles(tensor: Tensor) -> tuple[Tensor, ...]:
-    """`flat` in pieces."""
-    return flat(tensor).split(CPU_TILE if tensor.device.type == "cpu" else GPU_TILE)
-
-
-def add(total: Tensor, grad: Tensor) -> None:
-    """Adds a gradient to a sum in the same layout, to which it may be narrower.
-
-    torch would make a copy of the whole gradient in the dtype of the sum, in four times the time on a CPU.
-    """
-    if grad.dtype == total.dtype or grad.stride() != total.stride():
-        total.add_(grad)
-        return
-    for into, part in zip(tiles(total), tiles(grad), strict=True):
-        into.add_(part)
-
-
 Vectors = Mapping[str, Tensor]
 Scalars = Mapping[str, Tensor | float]
+States = Mapping[str, Held]
+Slices = tuple[slice, ...] | None
+Views = list[tuple[list[Tensor], int]]
 
 # Elements a tile. Eager code on a CPU wants a tile's few float32 temporaries in the cache; on a GPU it trades temporary
 # memory against launches. Compiled code has next to no temporaries: there a tile is large, or the whole parameter.
@@ -66,39 +48,59 @@ GPU_TILE = 1 << 22
 
 
 class Across(Protocol):
-    """The ranks that hold a piece of a parameter each, in whose hands every sum over it is."""
+    """The ranks that hold a shard of the parameter each."""
 
-    def totals(self, parts: Sequence[Tensor]) -> list[Tensor]:
+    def all_reduce_sum(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Each float32 tensor summed over the ranks, in one collective."""
 
-    def largest(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Each float32 tensor's largest values over the ranks, in one collective."""
+    def all_reduce_max(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The elementwise maximum of each float32 tensor over the ranks, in one collective."""
 
 
-class Part(NamedTuple):
-    """A tile of the parameter: `rect`, in the layout's rectangle number `of`.
+@dataclass(frozen=True)
+class Reading:
+    """What happens to a gradient as it is read, and what the step has settled about it.
 
-    whole: it is all of that.  block: rows that columns are summed over at a time; 1: all at once.  compiled: by
-    compiled code.
+    inverse_scale: float32 scalar that the gradient is multiplied by first, or None.
+    limit: float32 scalar >= 0; the gradient is clamped to +-limit after that, or None.
+    clip_coef: float32 scalar that it is multiplied by after that, or None.
+    rule_clip_coef: clip coefficient of the rule's own clipping that the rule applies itself, or None.
+    finite: boolean scalar; False leaves everything as it is. None: the sweep decides for itself, per parameter.
+    square_sums: those of the unscaled gradients, float32 [members], where they have been measured already.
+    """
+
+    inverse_scale: Tensor | None = None
+    limit: Tensor | None = None
+    clip_coef: Tensor | None = None
+    rule_clip_coef: Tensor | None = None
+    finite: Tensor | None = None
+    square_sums: Tensor | None = None
+
+
+class Cut(NamedTuple):
+    """A tile of the parameter: `rect`, in rectangle number `of` of the layout.
+
+    complete: it covers that rectangle.  block: rows that columns are summed over at a time; 1: all at once.
+    compiled: processed by compiled code.
     """
 
     of: int
     rect: Rect
-    whole: bool
+    complete: bool
     block: int = 1
     compiled: bool = False
 
 
-def _parts(layout: Layout, on_cpu: bool, compiled: bool, tile: int | None) -> list[Part]:
+def _cuts(layout: Layout, on_cpu: bool, compiled: bool, tile: int | None) -> list[Cut]:
     """As `_cut_up` gives them, which it does once for a layout."""
     cut_for = (on_cpu, compiled, tile)
-    parts: list[Part] | None = layout.cuts.get(cut_for)
+    parts: list[Cut] | None = layout.cuts.get(cut_for)
     if parts is None:
         parts = layout.cuts[cut_for] = list(_cut_up(layout.rects, *cut_for))
     return parts
 
 
-def _cut_up(rects: Sequence[Rect], on_cpu: bool, compiled: bool, tile: int | None) -> Iterator[Part]:
+def _cut_up(rects: Sequence[Rect], on_cpu: bool, compiled: bool, tile: int | None) -> Iterator[Cut]:
     """The tiles of a parameter. Compiled code gets what is large and regular: its sizes are never 1, nor is a line or a
     column ever summed in odd pieces, so that it is not compiled again for them.
     """
@@ -106,15 +108,18 @@ def _cut_up(rects: Sequence[Rect], on_cpu: bool, compiled: bool, tile: int | Non
     block = BLOCK_ROWS if on_cpu else 1
     for of, outer in enumerate(rects):
         if not compiled:
-            yield from (Part(of, rect, rect == outer) for rect in outer.subdivide(eager))
+            yield from (Cut(of, rect, rect == outer) for rect in outer.subdivide(eager))
             continue
         large = tile or (CPU_COMPILED_TILE if on_cpu else math.prod(outer.size))
         for rect in outer.subdivide(large, block):
             regular, rest = rect.regular(block, LINE)
             if regular is not None:
-                yield Part(of, regular, regular == outer, 1 if regular.size[1] == 1 else block, compiled=True)
+                yield Cut(of, regular, regular == outer, 1 if regular.size[1] == 1 else block, compiled=True)
             if rest is not None:
-                yield from (Part(of, piece, piece == outer) for piece in rest.subdivide(eager))
+                yield from (Cut(of, piece, piece == outer) for piece in rest.subdivide(eager))
+
+
+NO_READING = Reading()
 
 
 class Sweep:
@@ -124,68 +129,56 @@ class Sweep:
     from step to step never becomes a constant of compiled code.
 
     Args:
-        layout: the local piece of the parameter in [batch, rows, cols].
-        param, grad: the local piece, in the stored dtype.
-        residual: what compensated rounding keeps, int16, like `param`; None for other roundings.
-        factor: float32 scalar that the gradient is multiplied with as it is read (unscale, norm clip), or None.
-        limit: float32 scalar ≥ 0, the gradient is clamped to ±limit after `factor`, or None.
-        clip: float32 scalar that it is multiplied with after that, or None.
-        own_clip: for the rule, what its own clipping by norm said of the step.
-        finite: boolean scalar, where the step has been decided: False leaves everything as it was. None: the sweep
-            finds out for itself, parameter by parameter.
-        square_sums: those of the unscaled gradients, float32 [members], where they have been measured already.
+        layout: the local shard of the parameter in [batch, rows, cols].
+        weight: the local shard of the parameter and what its storage holds beside it.
+        grad: the local shard of the gradient, in the dtype it came in.
+        reading: what happens to the gradient as it is read.
         members: how many parameters are stacked.
-        noise_keys: gives a 31-bit key for each of them, for what is rounded stochastically.
-        stochastic: whether the weight is.
-        across: the ranks that hold the other pieces; None: there are none.
+        noise_keys: gives a 31-bit key for each of them, for storages that draw a number per element.
+        step: of training, for storages that draw a number per step.
+        across: the ranks that hold the other shards; None if there are none.
         compiled: run tile functions through torch.compile.
+        tile: elements per tile; None: chosen by device.
 
     Attributes:
         members: as it was given.
         shape: [batch, rows, cols]; where small parameters are stacked, the batch is those of all, one after the other.
+        rule_clip_coef: for the rule, the coefficient of its own clipping by norm, or None.
     """
 
     def __init__(
         self,
         layout: Layout,
-        param: Tensor,
+        weight: Held,
         grad: Tensor,
+        reading: Reading = NO_READING,
         *,
-        residual: Tensor | None = None,
-        factor: Tensor | None = None,
-        limit: Tensor | None = None,
-        clip: Tensor | None = None,
-        own_clip: Tensor | None = None,
-        finite: Tensor | None = None,
-        square_sums: Tensor | None = None,
         members: int = 1,
         noise_keys: Callable[[], Sequence[int]] = lambda: (0,),
-        stochastic: bool = False,
+        step: int = 1,
         across: Across | None = None,
         compiled: bool = False,
         tile: int | None = None,
     ) -> None:
         self.layout = layout
         self.shape = layout.shape
+        self._weight, self._grad, self._reading = weight, grad, reading
+        param = weight.parts[0]
         self.device = param.device
-        self._param, self._grad, self._residual = param.detach(), grad, residual
-        self._factor, self._limit, self._clip = factor, limit, clip
-        self.own_clip = own_clip
+        self.rule_clip_coef = reading.rule_clip_coef
         self.members = members
-        self._noise_keys, self._stochastic = noise_keys, stochastic and param.dtype in storage.ROUNDED_DTYPES
-        self._across = across
+        self._noise_keys, self._step, self._across = noise_keys, step, across
         self._guarded = True  # by its own measurement
-        self._finite = None if finite is None else finite.expand(members)
-        self._parts = _parts(layout, param.device.type == "cpu", compiled, tile)
-        self._at_once = len(self._parts) == 1 and self._parts[0].rect.size == self.shape
+        self._finite = None if reading.finite is None else reading.finite.expand(members)
+        self._cuts = _cuts(layout, param.device.type == "cpu", compiled, tile)
+        self._at_once = len(self._cuts) == 1 and self._cuts[0].rect.size == self.shape
         if is_fake(param):  # a dry run computes nothing, and equal tiles take equal memory: one of each size will do
-            self._parts = list({(part.rect.size, part.block): part for part in self._parts}.values())
+            self._cuts = list({(cut.rect.size, cut.block): cut for cut in self._cuts}.values())
         self._passes = 0
-        self._params = layout.views(self._param)
+        self._params = self._views(weight)
         self._grads = layout.views(grad)
-        self._residuals = layout.views(residual) if residual is not None else None
         self._slice_square_sums: Tensor | None = None  # [B], known after the first reduce
-        self._square_sums = square_sums
+        self._square_sums = reading.square_sums
 
     @property
     def count(self) -> int:
@@ -194,7 +187,7 @@ class Sweep:
 
     @functools.cached_property
     def square_sums(self) -> Tensor:
-        """Sum of the squares of each parameter's whole unscaled, unclipped gradient: float32 [members]."""
+        """Sum of the squares of each parameter's unscaled, unclipped gradient over all shards: float32 [members]."""
         if self._square_sums is not None:
             return self._square_sums
         if self._slice_square_sums is None:
@@ -206,21 +199,21 @@ class Sweep:
     def finite(self) -> Tensor | None:
         """Whether each gradient is free of Inf and NaN (and its squares of overflow): boolean [members], on the device.
 
-        `apply` and `store` leave everything of a parameter as it was where it is False. None: nothing is held back.
+        `apply` and `store` leave everything of a parameter as it was where it is False. None: everything is written.
         """
         if self._finite is None and self._guarded:
             self._finite = self.square_sums.isfinite()
         return self._finite
 
     def pass_nonfinite(self) -> None:
-        """Holds nothing back by itself from here on: the rule says what a gradient that is not finite does."""
+        """Writes everything from here on: the rule says what a gradient that is not finite does."""
         self._guarded = False
 
     def reduce(
         self,
         fn: ReduceFn,
         *,
-        full: Vectors | None = None,
+        full: States | None = None,
         row: Vectors | None = None,
         col: Vectors | None = None,
         scalar: Scalars | None = None,
@@ -248,12 +241,13 @@ class Sweep:
                     into[name] = torch.full((batch, rows), -torch.inf, dtype=torch.float32, device=self.device)
                 into[name][where] = torch.maximum(into[name][where], value)
 
-        for part, raw in self._tiles(full, row, col, scalar, in_blocks=True):
-            rect, run = part.rect, tile_function(reduce_tile, fn, part.compiled)
+        formats = Formats.of(self._weight.storage, full or {})
+        for cut, raw in self._tiles(full, row, col, scalar, in_blocks=True):
+            rect, run = cut.rect, tile_function(reduce_tile, fn, formats, cut.compiled)
             row_sums, col_sums, scalar_sums, row_max = run(measure, raw)
-            if part.compiled:
+            if cut.compiled:
                 scalar_sums = {name: lines.sum(-1) for name, lines in scalar_sums.items()}
-            if part.block > 1:
+            if cut.block > 1:
                 col_sums = {name: blocks.sum(-2) for name, blocks in col_sums.items()}
             add(total.row, (batch, rows), (rect.batch, rect.rows), row_sums)
             add(total.col, (batch, cols), (rect.batch, rect.cols), col_sums)
@@ -269,30 +263,24 @@ class Sweep:
         self,
         fn: ApplyFn,
         *,
-        full: Vectors | None = None,
+        full: States | None = None,
         row: Vectors | None = None,
         col: Vectors | None = None,
         scalar: Scalars | None = None,
-        stochastic: Sequence[str] = (),
-        threshold: float | None = None,
     ) -> None:
-        """Writes what `fn` gives for each tile: `param`, and states of the parameter's size by their name in `full`.
-
-        stochastic: states that, if they are kept in 16 bits, are rounded to them at random, unbiased.
-        threshold: in [0, 1): bfloat16 weights that would be rounded to the nearest one are rounded up (away from zero)
-        where what is cut off is a larger part of their spacing than this.
-        """
-        rounded: tuple[str, ...] = ("param",) if self._stochastic else ()
-        rounded += tuple(name for name in stochastic if (full or {})[name].dtype in storage.ROUNDED_DTYPES)
-        noise = self._noise() if rounded else None
+        """Writes what `fn` gives for each tile: `param`, and states of the parameter's size by their name in `full`."""
+        formats = Formats.of(self._weight.storage, full or {})
+        storages = [formats.param, *(storage for _, storage in formats.full)]
+        noise = self._noise() if formats.drawing else None
+        drawn = any(storage.noise == "step" for storage in storages)
+        shared = self.scalar(golden_ratio_noise(self._step)) if drawn else None
         finite = None if self.finite is None else self._by_slice(self.finite)
-        limit = None if threshold is None else self.scalar(threshold)
-        for part, raw in self._tiles(full, row, col, scalar):
-            rect, run = part.rect, tile_function(apply_tile, fn, part.compiled)
+        for cut, raw in self._tiles(full, row, col, scalar):
+            rect, run = cut.rect, tile_function(apply_tile, fn, formats, cut.compiled)
             here = None if self._at_once else (rect.batch, rect.rows)
-            own = None if noise is None else _cut(noise, here)
-            first = torch.full((), rect.cols.start, dtype=torch.int32, device=self.device) if rounded else None
-            run(rounded, Writing(None if finite is None else _cut(finite, here and here[:1]), own, first, limit), raw)
+            bits = None if noise is None else _cut(noise, here)
+            first = None if noise is None else torch.full((), rect.cols.start, dtype=torch.int32, device=self.device)
+            run(Writing(None if finite is None else _cut(finite, here and here[:1]), bits, first, shared), raw)
 
     def store(self, state: Tensor, value: Tensor) -> Tensor:
         """Writes a small state (row, column or slice) and returns what it holds now, in the state's dtype and shape."""
@@ -307,67 +295,71 @@ class Sweep:
 
     def stored(self, value: Tensor) -> Tensor:
         """As `Tile.stored`, for small tensors."""
-        return storage.nearest(value, self._param.dtype)
+        return nearest(value, self._weight.parts[0].dtype)
 
     @contextmanager
     def materialized(self) -> Iterator[Tensor]:
-        """The local piece as one leaf tensor with `.grad`, for optimizers that are not written as reduce and apply.
+        """The local shard as one leaf tensor with `.grad`, for optimizers that are not written as reduce and apply.
 
-        It is the stored weight itself where that can hold the result (float32, or nearest rounding), else a float32
-        copy that is written back tile by tile. The gradient is unscaled and clipped in place.
+        It is the parameter itself where that can hold the result (float32, or nearest rounding), else a float32 copy
+        that is written back tile by tile. The gradient is unscaled and clipped in place.
         """
         _ = self.square_sums  # measured before anything changes the gradient
         self.pass_nonfinite()
-        grad = self._grad
-        if self._factor is not None:
-            grad.mul_(self._factor)
-        if self._limit is not None:
-            grad.clamp_(-self._limit, self._limit)
-        if self._clip is not None:
-            grad.mul_(self._clip)
-        exact = self._residual is None and not self._stochastic
-        param = self._param.detach() if exact else storage.widen(self._param, self._residual)
+        grad, reading, storage = self._grad, self._reading, self._weight.storage
+        if reading.inverse_scale is not None:
+            grad.mul_(reading.inverse_scale)
+        if reading.limit is not None:
+            grad.clamp_(-reading.limit, reading.limit)
+        if reading.clip_coef is not None:
+            grad.mul_(reading.clip_coef)
+        exact = isinstance(storage, Nearest)
+        param = self._weight.parts[0].detach() if exact else storage.decode(self._weight.parts)
         param.requires_grad_()
         param.grad = grad.to(param.dtype)
         yield param
         if not exact:
-            self.apply(_replaced, full={"value": param.detach()})
+            self.apply(_replaced, full={"value": Held(Nearest(torch.float32), (param.detach(),))})
+
+    def _views(self, held: Held) -> Views:
+        """Each tensor of a storage by rectangle, and the size of its groups."""
+        return [
+            (self.layout.views(tensor, part.group), part.group)
+            for part, tensor in zip(held.storage.parts, held.parts, strict=True)
+        ]
 
     def _tiles(
         self,
-        full: Vectors | None,
+        full: States | None,
         row: Vectors | None,
         col: Vectors | None,
         scalar: Scalars | None,
         in_blocks: bool = False,
-    ) -> Iterator[tuple[Part, RawTile]]:
+    ) -> Iterator[tuple[Cut, RawTile]]:
         """Every second pass goes backwards, and begins with what the one before has left in the cache."""
-        order = self._parts if self._passes % 2 == 0 else self._parts[::-1]
+        order = self._cuts if self._passes % 2 == 0 else self._cuts[::-1]
         self._passes += 1
         batch, rows, cols = self.shape
-        fulls = {name: self.layout.views(t) for name, t in (full or {}).items()}
+        fulls = {name: self._views(held) for name, held in (full or {}).items()}
         on_rows = {name: t.view(batch, rows) for name, t in (row or {}).items()}
         on_cols = {name: t.view(batch, cols) for name, t in (col or {}).items()}
         scalars = {name: self.scalar(v) for name, v in (scalar or {}).items()}
-        for part in order:
-            i, rect, block = part.of, part.rect, part.block if in_blocks else 1
-            local = None if part.whole else rect.within(self.layout.rects[i])
+        for cut in order:
+            i, rect, block = cut.of, cut.rect, cut.block if in_blocks else 1
+            local = None if cut.complete else rect.within(self.layout.rects[i])
             here = None if self._at_once else (rect.batch, rect.rows, rect.cols)
-            yield (
-                part,
-                RawTile(
-                    grad=_cut(self._grads[i], local, block),
-                    param=_cut(self._params[i], local, block),
-                    residual=None if self._residuals is None else _cut(self._residuals[i], local, block),
-                    factor=self._factor,
-                    limit=self._limit,
-                    clip=self._clip,
-                    full={name: _cut(views[i], local, block) for name, views in fulls.items()},
-                    row={name: _cut(t, here and here[:2]) for name, t in on_rows.items()},
-                    col={name: _cut(t, here and here[::2]) for name, t in on_cols.items()},
-                    scalar={name: t if t.ndim == 0 else _cut(t, here and here[:1]) for name, t in scalars.items()},
-                ),
+            raw = RawTile(
+                grad=_cut(self._grads[i], local, block),
+                param=_tiles_of(self._params, i, local, block),
+                inverse_scale=self._reading.inverse_scale,
+                limit=self._reading.limit,
+                clip_coef=self._reading.clip_coef,
+                full={name: _tiles_of(views, i, local, block) for name, views in fulls.items()},
+                row={name: _cut(t, here and here[:2]) for name, t in on_rows.items()},
+                col={name: _cut(t, here and here[::2]) for name, t in on_cols.items()},
+                scalar={name: t if t.ndim == 0 else _cut(t, here and here[:1]) for name, t in scalars.items()},
             )
+            yield cut, raw
 
     def scalar(self, value: Tensor | float) -> Tensor:
         """A number as a float32 scalar on the parameter's device (filled there: no copy from the host)."""
@@ -388,18 +380,26 @@ class Sweep:
         line = torch.arange(lines, dtype=torch.int32, device=self.device)
         if self.members == 1:
             (key,) = self._noise_keys()
-            return storage.mix(line + key).view(batch, rows)
+            return mix(line + key).view(batch, rows)
         keys = torch.tensor(self._noise_keys(), dtype=torch.int32).to(self.device, non_blocking=True)
-        return storage.mix(line + keys[:, None]).view(batch, rows)
+        return mix(line + keys[:, None]).view(batch, rows)
 
 
-def _cut(whole: Tensor, where: tuple[slice, ...] | None, block: int = 1) -> Tensor:
-    """A part of `whole` (None: all of it), in its memory, with strides of its own and no base: compiled code is valid
+def _tiles_of(views: Views, of: int, local: Slices, block: int) -> tuple[Tensor, ...]:
+    """One tile of each tensor of a storage, in rectangle number `of`."""
+    return tuple(_cut(tensors[of], local, block, group) for tensors, group in views)
+
+
+def _cut(tensor: Tensor, where: Slices, block: int = 1, group: int = 1) -> Tensor:
+    """A part of a tensor (None: all of it), in its memory, with strides of its own and no base: compiled code is valid
     for just those.
     """
     if where is None and block == 1:
-        return whole.detach()
-    part = whole if where is None else whole[where]
+        return tensor.detach()
+    if where is not None and group > 1:
+        *lines, cols = where
+        where = *lines, slice(cols.start // group, cols.stop // group)
+    part = tensor if where is None else tensor[where]
     batch, *sizes = part.shape
     if block > 1:
         sizes = [sizes[0] // block, block, sizes[1]]
@@ -410,12 +410,24 @@ def _sum_up(across: Across, total: Sums) -> None:
     """Replaces what one rank has summed by what all have."""
     named = [(into, name) for into in (total.row, total.col, total.scalar) for name in into]
     if named:
-        parts = across.totals([into[name] for into, name in named])
+        parts = across.all_reduce_sum([into[name] for into, name in named])
         for (into, name), value in zip(named, parts, strict=True):
             into[name] = value
     if total.row_max:
-        parts = across.largest(list(total.row_max.values()))
+        parts = across.all_reduce_max(list(total.row_max.values()))
         total.row_max = dict(zip(total.row_max, parts, strict=True))
+
+
+def begin_storage(layout: Layout, weight: Held) -> None:
+    """Encodes a weight, before its first update, into the tensors that its storage holds beside the parameter."""
+    storage = FromParameter(weight.storage.parts, weight.storage)
+    sweep = Sweep(layout, Held(storage, weight.parts), weight.parts[0])
+    sweep.pass_nonfinite()
+    sweep.apply(_unchanged)
+
+
+def _unchanged(t: Tile) -> dict[str, Tensor]:
+    return {"param": t.param}
 
 
 def _nothing(t: Tile) -> Sums:
@@ -424,3 +436,28 @@ def _nothing(t: Tile) -> Sums:
 
 def _replaced(t: Tile) -> dict[str, Tensor]:
     return {"param": t.full.value}
+
+
+# -- outside of a sweep ------------------------------------------------------------------------------------------------
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """The elements in the order of their memory, whatever the order of dimensions: a view of one dimension."""
+    return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
+
+
+def tiles(tensor: Tensor) -> tuple[Tensor, ...]:
+    """`flat` in pieces."""
+    return flat(tensor).split(CPU_TILE if tensor.device.type == "cpu" else GPU_TILE)
+
+
+def add(total: Tensor, grad: Tensor) -> None:
+    """Adds a gradient to a sum in the same layout, to which it may be narrower.
+
+    torch would make a copy of the whole gradient in the dtype of the sum, in four times the time on a CPU.
+    """
+    if grad.dtype == total.dtype or grad.stride() != total.stride():
+        total.add_(grad)
+        return
+    for into, part in zip(tiles(total), tiles(grad), strict=True):
+        into.add_(part)

@@ -4,7 +4,7 @@ import functools
 import gc
 import time
 import types
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ import torch
 import torch.fx.experimental._config
 from torch import Tensor
 
-from lowmem.tiles import storage
+from lowmem.tiles.storage import Held, Random, Storage, mix, nearest, uniform
 
 Named = dict[str, Tensor]
 
@@ -48,16 +48,34 @@ class Sums:
     row_max: dict[str, Tensor] = field(default_factory=dict)
 
 
+Parts = tuple[Tensor, ...]
+
+
+class Formats(NamedTuple):
+    """The storage of the weight, and by name those of the states that a tile function reads and writes."""
+
+    param: Storage
+    full: tuple[tuple[str, Storage], ...]
+
+    @classmethod
+    def of(cls, param: Storage, full: Mapping[str, Held]) -> "Formats":
+        return cls(param, tuple((name, held.storage) for name, held in full.items()))
+
+    @property
+    def drawing(self) -> list[str]:
+        """Names of what draws a random number per element when it is encoded."""
+        return [name for name, storage in (("param", self.param), *self.full) if storage.noise == "element"]
+
+
 class RawTile(NamedTuple):
     """The stored tensors of one tile: what compiled code is given."""
 
     grad: Tensor
-    param: Tensor
-    residual: Tensor | None
-    factor: Tensor | None
+    param: Parts
+    inverse_scale: Tensor | None
     limit: Tensor | None
-    clip: Tensor | None
-    full: Named
+    clip_coef: Tensor | None
+    full: dict[str, Parts]
     row: Named
     col: Named
     scalar: Named
@@ -66,15 +84,15 @@ class RawTile(NamedTuple):
 class Writing(NamedTuple):
     """What a tile's results are written with, beside its `RawTile`.
 
-    finite: [b], False where everything stays as it was; None: nothing is held back.  noise: int32 [b, r], which with an
-    element's column, from first_col on, gives its random bits; None if nothing is rounded with them.  threshold: in
-    [0, 1), the part of a bfloat16 weight's spacing past which it is rounded up; None for nearest.
+    finite: [b], False where everything stays as it is; None: everything is written.  noise: int32 [b, r], which with
+    the column of an element, counted from first_col, gives its random bits; None if nothing draws them.  shared: the
+    number in [0, 1) that all elements of the step share; None if nothing draws it.
     """
 
     finite: Tensor | None
     noise: Tensor | None
     first_col: Tensor | None
-    threshold: Tensor | None
+    shared: Tensor | None
 
 
 class Fields:
@@ -94,14 +112,14 @@ class Tile:
     """One rectangle as a rule's function sees it: everything float32, everything broadcastable to [b, r, c] (where the
     sweep wants rows in blocks: [b, n, m, c]).
 
-    grad: the gradient, unscaled, clamped by value, multiplied with the clip factor.  param: the weight.
+    grad: the gradient, unscaled, clamped by value, multiplied by the clip coefficient.  param: the weight.
     full, row, col, scalar: what was handed to the sweep.
     """
 
-    def __init__(self, raw: RawTile) -> None:
-        self._raw = raw
+    def __init__(self, formats: Formats, raw: RawTile) -> None:
+        self._formats, self._raw = formats, raw
         rows = raw.grad.shape[1:-1]
-        self.full = Fields({k: v.float() for k, v in raw.full.items()})
+        self.full = Fields({name: storage.decode(raw.full[name]) for name, storage in formats.full})
         self.row = Fields({k: v.view(-1, *rows, 1) for k, v in raw.row.items()})
         self.col = Fields({k: v.view(-1, *(1 for _ in rows), v.shape[-1]) for k, v in raw.col.items()})
         self.scalar = Fields({k: v if v.ndim == 0 else self.by_slice(v) for k, v in raw.scalar.items()})
@@ -119,17 +137,17 @@ class Tile:
     @property
     def unclipped(self) -> Tensor:
         """The gradient unscaled, not yet clipped in any way."""
-        factor, grad = self._raw.factor, self._raw.grad
-        return self._once("unclipped", lambda: grad.float() if factor is None else grad.float() * factor)
+        inverse_scale, grad = self._raw.inverse_scale, self._raw.grad
+        return self._once("unclipped", lambda: grad.float() if inverse_scale is None else grad.float() * inverse_scale)
 
     @property
     def grad(self) -> Tensor:
         """The gradient, unscaled and clipped."""
-        limit, clip = self._raw.limit, self._raw.clip
+        limit, clip_coef = self._raw.limit, self._raw.clip_coef
 
         def clipped() -> Tensor:
             grad = self.unclipped if limit is None else self.unclipped.clamp(-limit, limit)
-            return grad if clip is None else grad * clip
+            return grad if clip_coef is None else grad * clip_coef
 
         return self._once("grad", clipped)
 
@@ -141,17 +159,17 @@ class Tile:
     @property
     def unclipped_square(self) -> Tensor:
         """`unclipped` squared."""
-        as_it_is = self._raw.limit is None and self._raw.clip is None
+        as_it_is = self._raw.limit is None and self._raw.clip_coef is None
         return self.grad_square if as_it_is else self.unclipped.square()
 
     @property
     def param(self) -> Tensor:
         """The weight."""
-        return self._once("param", lambda: storage.widen(self._raw.param, self._raw.residual))
+        return self._once("param", lambda: self._formats.param.decode(self._raw.param))
 
     def stored(self, value: Tensor, like: str = "param") -> Tensor:
-        """A float32 tile as it comes out of being stored like the weight, or a full state: arithmetic in its dtype."""
-        return storage.nearest(value, (self._raw.param if like == "param" else self._raw.full[like]).dtype)
+        """A float32 tile rounded to the dtype of the weight, or of a full state: arithmetic in that dtype."""
+        return nearest(value, (self._raw.param if like == "param" else self._raw.full[like])[0].dtype)
 
 
 ReduceFn = Callable[[Tile], Sums]
@@ -162,15 +180,15 @@ ApplyFn = Callable[[Tile], Named]
 SQUARE = "square of the gradient"
 
 
-def reduce_tile(fn: ReduceFn, measure: bool, raw: RawTile) -> tuple[Named, Named, Named, Named]:
-    tile = Tile(raw)
-    wanted = fn(tile)
-    totals = {**wanted.scalar, SQUARE: tile.unclipped_square} if measure else wanted.scalar
+def reduce_tile(fn: ReduceFn, formats: Formats, measure: bool, raw: RawTile) -> tuple[Named, Named, Named, Named]:
+    tile = Tile(formats, raw)
+    sums = fn(tile)
+    totals = {**sums.scalar, SQUARE: tile.unclipped_square} if measure else sums.scalar
     return (
-        {name: value.sum(-1).flatten(1) for name, value in wanted.row.items()},
-        {name: value.sum(-2) for name, value in wanted.col.items()},
+        {name: value.sum(-1).flatten(1) for name, value in sums.row.items()},
+        {name: value.sum(-2) for name, value in sums.col.items()},
         {name: _total(value) for name, value in totals.items()},
-        {name: value.amax(-1).flatten(1) for name, value in wanted.row_max.items()},
+        {name: value.amax(-1).flatten(1) for name, value in sums.row_max.items()},
     )
 
 
@@ -185,40 +203,31 @@ def _total(value: Tensor) -> Tensor:
     return value.sum(-1).flatten(1)
 
 
-def apply_tile(fn: ApplyFn, stochastic: tuple[str, ...], writing: Writing, raw: RawTile) -> None:
-    tile = Tile(raw)
+def apply_tile(fn: ApplyFn, formats: Formats, writing: Writing, raw: RawTile) -> None:
+    tile = Tile(formats, raw)
     finite = None if writing.finite is None else tile.by_slice(writing.finite)
+    storages, drawing = {"param": formats.param, **dict(formats.full)}, formats.drawing
     bits: dict[int, Tensor] = {}
 
-    def noise(index: int, cols: int) -> Tensor:
-        """That of the tensor with this index among those rounded with it: two share the random bits of an element."""
-        word, half = divmod(index, 2)
+    def draw(name: str, cols: int) -> Tensor:
+        """Random numbers for what is encoded under this name: two tensors share the random bits of an element."""
+        word, half = divmod(drawing.index(name), 2)
         if word not in bits:
             assert writing.noise is not None and writing.first_col is not None
             col = torch.arange(cols, dtype=torch.int32, device=writing.noise.device) + writing.first_col
-            bits[word] = storage.mix(writing.noise.unsqueeze(-1) + word * _NEXT_NOISE + col)
-        return storage.noise(bits[word], half)
+            bits[word] = mix(writing.noise.unsqueeze(-1) + word * _NEXT_NOISE + col)
+        return uniform(bits[word], half)
 
     for name, value in fn(tile).items():
-        target, old = (raw.param, tile.param) if name == "param" else (raw.full[name], raw.full[name])
-        if finite is not None:
-            value = torch.where(finite, value, old)
-        if name in stochastic:
-            own = noise(stochastic.index(name), value.shape[-1])
-            target.copy_(storage.narrow_stochastically(value, target.dtype, own))
-        elif name == "param" and raw.residual is not None:
-            stored, residual = storage.split(value, raw.param.dtype)
-            raw.param.copy_(stored)
-            raw.residual.copy_(residual)
-        elif name == "param" and writing.threshold is not None and target.dtype == torch.bfloat16:
-            target.copy_(storage.narrow_past(value, writing.threshold))
-        else:
-            target.copy_(value)
+        random = Random(functools.partial(draw, name, value.shape[-1]), writing.shared)
+        encoded = storages[name].encode(value, random)
+        for target, new in zip(raw.param if name == "param" else raw.full[name], encoded, strict=True):
+            target.copy_(new if finite is None else torch.where(finite, new, target))
 
 
 class CompiledTile:
-    """`body` with `fn` bound, compiled with dynamic shapes: once for every parameter and placement, dtype, and whether
-    there is a batch and the tile begins its memory.
+    """`body` with `fn` and the storages bound, compiled with dynamic shapes: once for every parameter and placement,
+    dtype, and whether there is a batch and the tile starts its memory.
 
     Attributes:
         seconds: what compiling has taken so far, of all functions of this process.
@@ -226,9 +235,9 @@ class CompiledTile:
 
     seconds = 0.0
 
-    def __init__(self, body: Callable[..., Any], fn: Callable[..., Any]) -> None:
+    def __init__(self, body: Callable[..., Any], fn: Callable[..., Any], formats: Formats) -> None:
         def bound(*args: Any) -> Any:
-            return body(fn, *args)
+            return body(fn, formats, *args)
 
         # Dynamo keeps what it compiled, and counts it, by code object: each pair gets one of its own.
         code = bound.__code__.replace(co_name=f"{body.__name__}_{fn.__name__}")
@@ -253,15 +262,16 @@ class CompiledTile:
         return result
 
 
-def _kind(how: Hashable, *given: Any) -> tuple[Any, ...]:
-    """What compiled code is special to, of the arguments of a tile function."""
-    raw: RawTile = given[-1]
+def _kind(how: "bool | Writing", raw: RawTile) -> tuple[Any, ...]:
+    """What compiled code is specialised to, of the arguments of a tile function."""
     grad = raw.grad
-    tile = grad.dtype, raw.param.dtype, grad.storage_offset() == 0, grad.shape[0] == 1, grad.shape[1] == 1
-    optional = raw.residual, raw.factor, raw.limit, raw.clip, *(given[0] if len(given) > 1 else ())
-    return how, *tile, *(state.dtype for state in raw.full.values()), *(value is None for value in optional)
+    tile = grad.dtype, grad.storage_offset() == 0, grad.shape[0] == 1, grad.shape[1] == 1
+    optional = raw.inverse_scale, raw.limit, raw.clip_coef, *(how if isinstance(how, Writing) else ())
+    return how is True, *tile, *(value is None for value in optional)
 
 
 @functools.cache
-def tile_function(body: Callable[..., Any], fn: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
-    return CompiledTile(body, fn) if compiled else functools.partial(body, fn)
+def tile_function(
+    body: Callable[..., Any], fn: Callable[..., Any], formats: Formats, compiled: bool
+) -> Callable[..., Any]:
+    return CompiledTile(body, fn, formats) if compiled else functools.partial(body, fn, formats)

@@ -1,0 +1,143 @@
+"""What a placement is: a shard of each parameter on this rank, and a reducer that brings the gradient there."""
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from lowmem.errors import UnsupportedError
+from lowmem.placements.ranks import Ranks
+from lowmem.placements.record import ParamRecord
+from lowmem.tiles.layout import Layout, Span, View
+
+Reduced = Iterator[tuple[ParamRecord, Tensor]]
+
+
+class Shard:
+    """The elements of a parameter that this rank holds: here all of them, on one device.
+
+    Attributes:
+        ranks: the ranks that hold a shard of each parameter; None where each parameter is complete.
+    """
+
+    ranks: Ranks | None = None
+
+    def admit(self, name: str, param: Tensor) -> None:
+        """Raises `UnsupportedError` for a parameter that cannot be updated where it is."""
+
+    def span(self, param: Tensor) -> Span:
+        """Which elements of a parameter this rank holds."""
+        return Span(tuple(param.shape), 0, param.numel(), param.numel())
+
+    def read(self, param: Tensor) -> Tensor:
+        """The shard on the device that computes: the parameter's own memory where that is possible."""
+        return param.detach()
+
+    def write(self, param: Tensor, shard: Tensor) -> None:
+        """Puts a shard that `read` returned, and that has changed since, where it is stored."""
+
+    def gather(self, shard: Tensor, span: Span) -> Tensor:
+        """The full tensor of one that is sharded as a parameter is. Every rank calls it."""
+        return shard
+
+    def cut(self, full: Tensor, span: Span) -> Tensor:
+        """This rank's shard of a full tensor."""
+        return full
+
+    def full_tensor(self, param: Tensor) -> Tensor:
+        """All of a parameter. Every rank calls it."""
+        return param.detach()
+
+    @torch.no_grad()
+    def fill(self, param: Tensor, full: Tensor) -> None:
+        """Copies the values of a full tensor into a parameter; each rank takes its shard."""
+        param.copy_(full)
+
+    def release(self, param: Tensor) -> None:
+        """Frees what is gathered of a parameter."""
+
+    def layout(self, record: ParamRecord, view: View) -> Layout:
+        """The rectangles that the shard consists of."""
+        layout, param = Layout.of(record.span.shape, view), record.param
+        try:
+            layout.views(param)
+        except RuntimeError:
+            raise UnsupportedError(
+                f"has strides {param.stride()}, which cannot be viewed as {list(layout.shape)} without a copy. Make "
+                "it contiguous first: param.data = param.data.contiguous()"
+            ) from None
+        return layout
+
+
+class Reducer:
+    """The way of a gradient to the shard that it updates: here there is nothing to reduce.
+
+    Attributes:
+        accumulates_first: micro-batches are summed before their gradient is reduced; otherwise each one is reduced.
+    """
+
+    accumulates_first: ClassVar[bool] = True
+
+    def take(self, param: Tensor) -> Tensor:
+        """Takes the complete gradient off a parameter: the caller has the only reference."""
+        grad = param.grad
+        assert grad is not None
+        param.grad = None
+        if grad.layout != torch.strided:
+            raise UnsupportedError("has a sparse gradient; create its module with sparse=False")
+        return grad
+
+    def begin(self, records: Collection[ParamRecord]) -> None:
+        """A backward begins in which gradients are reduced; `records` are all that may get one."""
+
+    def reduce(self, record: ParamRecord, grad: Tensor) -> Reduced:
+        """Starts to reduce a gradient, and yields those that are ready: averaged over ranks, and cut."""
+        yield record, grad
+
+    def flush(self) -> Reduced:
+        """Yields the rest: the backward has ended."""
+        yield from ()
+
+    def drop(self) -> None:
+        """Forgets the gradients in flight: their backward failed."""
+
+
+class Placement:
+    """Where parameters are and how their gradients get there.
+
+    Attributes:
+        replays_graph: a second backward may run through the graph of a forward.
+    """
+
+    name: ClassVar[str]
+    replays_graph: ClassVar[bool] = True
+
+    def __init__(self, shard: Shard, reducer: Reducer) -> None:
+        self.shard, self.reducer = shard, reducer
+
+    def adopt(self, records: Collection[ParamRecord], model: nn.Module | None) -> None:
+        """An optimizer takes these parameters, of `model` where the user passed it.
+
+        Raises:
+            UnsupportedError: something else updates them, or the model is needed and was not passed.
+        """
+
+    def leaves(self, params: Sequence[Tensor]) -> Sequence[Tensor] | None:
+        """What a measuring backward computes gradients of: these parameters and no other leaf, or None for all."""
+        return params
+
+    def settle(self, records: Collection[ParamRecord]) -> None:
+        """The updates of a step are done: frees copies of the weights before it."""
+
+    def recover(self) -> None:
+        """Resets the placement after a failed backward so that the next one can start."""
+
+
+class Local(Placement):
+    """Every parameter complete on one device (several devices, if each parameter is complete on one)."""
+
+    name = "local"
+
+    def __init__(self) -> None:
+        super().__init__(Shard(), Reducer())
