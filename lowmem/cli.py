@@ -131,8 +131,7 @@ def train(arguments: argparse.Namespace) -> None:
         if RANK == 0:
             save(config, folder / "config.yaml")
             report.write_environment(folder)
-        with report.RunReport(folder, out) as run, _stop_on_signal(trainer) as stopped:
-            run.attach(trainer)
+        with report.RunReport(folder, out).attached(trainer), _stop_on_signal(trainer) as stopped:
             trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
     _leave_group()
     if stopped:
