@@ -129,6 +129,12 @@ def save(path: Path, settings: Mapping[str, Any], **parts: Any) -> None:
     write_file(path, (json.dumps(report, indent=2, default=str) + "\n").encode())
 
 
+def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The tensors of an optimizer's state, those of compensated rounding included."""
+    states = optimizer.state_dict()["state"].values()
+    return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+
+
 def print_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Prints a Markdown table with aligned columns."""
     lines = [headings, *rows]
