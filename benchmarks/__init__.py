@@ -1,1 +1,1 @@
-"""Benchmarks against other optimizers. Each command runs from the repository root, as in `python -m benchmarks.step`."""
+"""Benchmarks against other optimizers. Run from the repository root: `python -m benchmarks.step`."""

@@ -57,12 +57,12 @@ def run(methods: Mapping[str, Method], base: str, options: argparse.Namespace, n
     workload = Workload(options.size, options.batch, options.tokens, options.dtype, options.steps)
     chosen = select(methods, options.only)
     with reports.output(options.out, name):
-        found = compare(chosen, workload, options.rounds, Console(stderr=True))
-        report(found, base)
-        parts = {"results": found.results, "failed": found.failed, "left_out": found.left_out}
-        reports.save(options.out / f"{name}.json", found.settings, **parts)
-        draw(found, base, options.out / f"{name}.png")
-    if any(chosen[name].kind != "peer" for name in found.failed):
+        comparison = compare(chosen, workload, options.rounds, Console(stderr=True))
+        report(comparison, base)
+        parts = {"results": comparison.results, "failed": comparison.failed, "left_out": comparison.left_out}
+        reports.save(options.out / f"{name}.json", comparison.settings, **parts)
+        draw(comparison, base, options.out / f"{name}.png")
+    if any(chosen[name].kind != "peer" for name in comparison.failed):
         sys.exit(1)
 
 
@@ -94,42 +94,42 @@ def title(settings: Mapping[str, Any]) -> str:
     )
 
 
-def report(found: Comparison, base: str) -> None:
+def report(comparison: Comparison, base: str) -> None:
     """Prints what was measured, and a row for each method, with times and the process peak relative to `base`."""
-    print(f"{title(found.settings)}\n")
-    base_process = found.results.get(base, {}).get("process_peak")
-    tokens = found.settings["batch"] * found.settings["tokens"]
-    rows = []
-    for name in found.methods:
-        if name in found.results:
-            row = found.results[name]
+    print(f"{title(comparison.settings)}\n")
+    base_process = comparison.results.get(base, {}).get("process_peak")
+    tokens = comparison.settings["batch"] * comparison.settings["tokens"]
+    rows: list[tuple[str, ...]] = []
+    for name in comparison.methods:
+        if name in comparison.results:
+            row = comparison.results[name]
             process = row.get("process_peak")
             more = None if process is None or base_process is None else (process - base_process) / 2**20
             cells = (
                 f"{row['seconds']:.3f}",
-                formatted(found.ratio(name, base), ".2f"),
+                formatted(comparison.ratio(name, base), ".2f"),
                 f"{tokens / row['seconds']:,.0f}",
-                f"{found.over_weights(name) / 2**20:,.0f}",
+                f"{comparison.over_weights(name) / 2**20:,.0f}",
                 formatted(more, ",.0f"),
                 f"{row['first_step']:.1f}",
             )
             rows.append((name, *cells))
-        elif name in found.failed:
+        elif name in comparison.failed:
             rows.append((name, "failed", *["–"] * 5))
     over = ("tensors over weights, MiB", f"process over {base}, MiB", "first step, s")
     print_table(("method", "s/step", f"× {base}", "tokens/s", *over), rows)
-    print_missing(found.failed, found.left_out)
+    print_missing(comparison.failed, comparison.left_out)
 
 
-def draw(found: Comparison, base: str, path: Path) -> None:
+def draw(comparison: Comparison, base: str, path: Path) -> None:
     """Draws the time and tensor memory of each method as bars."""
-    names = list(found.results)
-    colors = [reports.COLORS[found.methods[name].kind] for name in names]
-    times = [found.ratio(name, base) or found.results[name]["seconds"] for name in names]
-    memory = [found.over_weights(name) / found.settings["weights"] for name in names]
-    time_label = f"time of a step, × {base}" if base in found.results else "time of a step, seconds"
+    names = list(comparison.results)
+    colors = [reports.COLORS[comparison.methods[name].kind] for name in names]
+    times = [comparison.ratio(name, base) or comparison.results[name]["seconds"] for name in names]
+    memory = [comparison.over_weights(name) / comparison.settings["weights"] for name in names]
+    time_label = f"time of a step, × {base}" if base in comparison.results else "time of a step, seconds"
     panels = (
         Bars(time_label, {"time": (times, colors)}),
         Bars("tensor memory over the weights, × weights", {"memory": (memory, colors)}),
     )
-    draw_bars(path, title(found.settings), names, panels)
+    draw_bars(path, title(comparison.settings), names, panels)

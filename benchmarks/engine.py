@@ -21,7 +21,7 @@ def update_one(opt: lowmem.FusedOptimizer, param: Tensor, grad: Tensor) -> None:
 
 @contextmanager
 def reduce_scatter_as_nccl() -> Iterator[None]:
-    """Calls reduce-scatter where NCCL would be asked for it. On gloo lowmem itself calls all-reduce and takes a shard."""
+    """Makes lowmem call reduce-scatter as on NCCL. On gloo it calls all-reduce itself and takes its shard."""
     scatter_mean = Ranks.scatter_mean
 
     def as_on_nccl(self: Ranks, tensor: Tensor, size: int) -> Tensor:

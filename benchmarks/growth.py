@@ -1,13 +1,14 @@
-"""How cost grows with the model: the time that AdaLomo adds to a step, and the step's memory, from 10M to 1B parameters.
+"""How cost grows with the model: the time that AdaLomo adds to a step, and the step's memory, up to 1B parameters.
 
     python -m benchmarks.growth [--tokens 128 --steps 5] [--timed 300M]
 
 Memory is that of a planned step, whose tensors have no data, and that of a real step up to the largest model that is
-timed. The time is that of a step less that of a step whose gradients are dropped in their hooks; both are medians. Lines are
-fitted by least squares of relative deviations.
+timed. The time is that of a step less that of a step whose gradients are dropped in their hooks; both are medians.
+Lines are fitted by least squares of relative deviations.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch._subclasses import FakeTensorMode
 
 import lowmem
 from benchmarks import reports
-from benchmarks.baselines import drop_gradients, fused
+from benchmarks.baselines import Step, drop_gradients, fused
 from benchmarks.measurement import median_seconds
 from benchmarks.models import llama, loss_of
 from benchmarks.reports import command, headline, picture, print_table
@@ -53,11 +54,11 @@ def memory(size: str, tokens: int, dtype: str) -> dict[str, int]:
 def seconds(size: str, tokens: int, dtype: str, steps: int) -> dict[str, float]:
     """Of a step that drops its gradients, and of one that updates, compiled."""
     times = {}
-    for name, make in (("floor", drop_gradients), ("step", fused)):
+    makers: dict[str, Callable[..., Step]] = {"floor": drop_gradients, "step": partial(fused, compile=True)}
+    for name, make in makers.items():
         model, loss = workload(size, tokens, dtype)
-        step = make(model, compile=True) if make is fused else make(model)
-        times[name] = median_seconds(lambda step=step, loss=loss: step([loss]), steps, warmup=2)
-        del model, loss, step
+        times[name] = median_seconds(partial(make(model), [loss]), steps, warmup=2)
+        del model, loss
     return times
 
 

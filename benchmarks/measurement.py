@@ -121,7 +121,7 @@ def peak_resident() -> int:
 
 
 def _events(run: Callable[[], object]) -> list[Any]:
-    """What the profiler records during a call, in the order of time. `[memory]` events have `nbytes`, freed negative."""
+    """What the profiler records during a call, in the order of time. A `[memory]` event that frees has `nbytes` < 0."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         run()
     assert profiled.profiler is not None

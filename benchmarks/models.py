@@ -8,9 +8,18 @@ from torch import Tensor
 
 
 def llama(
-    layers: int, hidden: int, intermediate: int, vocabulary: int, dtype: str, device: str | torch.device = "cpu", **config: Any
+    layers: int,
+    hidden: int,
+    intermediate: int,
+    vocabulary: int,
+    dtype: str,
+    device: str | torch.device = "cpu",
+    *,
+    checkpointing: bool = True,
+    seed: int = 0,
+    **config: Any,
 ) -> Any:
-    """Returns a Llama in training mode with activation checkpointing and attention heads of 64 elements.
+    """Returns a Llama in training mode, by default with activation checkpointing and attention heads of 64 elements.
 
     Args:
         config: further arguments of `LlamaConfig`.
@@ -25,10 +34,11 @@ def llama(
         num_hidden_layers=layers,
         **options,
     )
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(llama_config, dtype=getattr(torch, dtype))
-    model.activation_checkpointing_enable({"use_reentrant": False})
+    if checkpointing:
+        model.activation_checkpointing_enable({"use_reentrant": False})
     return model.train()
 
 

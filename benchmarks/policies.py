@@ -8,6 +8,7 @@ All methods get the same tokens per step; those named `8 micro-batches` get them
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -19,11 +20,11 @@ BASE = "immediate"
 EIGHT = ", 8 micro-batches"
 
 
-def ours(micro_batches: int = 1, **options: object) -> Method:
+def ours(micro_batches: int = 1, **options: Any) -> Method:
     return Method(partial(fused, **{"rule": "adalomo", **options}), "ours", micro_batches=micro_batches)
 
 
-def deferred(micro_batches: int = 1, **options: object) -> Method:
+def deferred(micro_batches: int = 1, **options: Any) -> Method:
     return ours(micro_batches, policy="deferred", clip_norm=1.0, **options)
 
 

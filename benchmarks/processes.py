@@ -42,7 +42,9 @@ def alone(function: Callable[..., Any], *args: Any, folder: Path | None = None) 
         folder.mkdir(exist_ok=True)
         environment |= {"TMPDIR": str(folder), "TORCHINDUCTOR_CACHE_DIR": str(folder)}
     # a module that runs as a command is called __main__, but its spec has its name
-    call = pickle.dumps((sys.modules[function.__module__].__spec__.name, function.__qualname__, args))
+    spec = sys.modules[function.__module__].__spec__
+    assert spec is not None
+    call = pickle.dumps((spec.name, function.__qualname__, args))
     process = subprocess.Popen(
         [sys.executable, "-P", "-c", "from benchmarks.processes import serve; serve()"],
         env=environment,
@@ -60,9 +62,9 @@ def alone(function: Callable[..., Any], *args: Any, folder: Path | None = None) 
             raise
     if not answer:
         raise MeasurementError(f"its process exited with status {process.returncode}")
-    result, error = pickle.loads(answer)
-    if error is not None:
-        raise MeasurementError(error)
+    result, failure = pickle.loads(answer)
+    if failure is not None:
+        raise MeasurementError(failure)
     return result
 
 
@@ -71,11 +73,12 @@ def serve() -> None:
     with os.fdopen(os.dup(1), "wb") as answers:
         os.dup2(2, 1)  # so that nothing that a library prints gets into the answer
         module, name, args = pickle.load(sys.stdin.buffer)
+        result = failure = None
         try:
-            answer = getattr(importlib.import_module(module), name)(*args), None
+            result = getattr(importlib.import_module(module), name)(*args)
         except Exception as error:
-            answer = None, "".join(traceback.format_exception_only(error)).strip().splitlines()[0]
-        pickle.dump(answer, answers)
+            failure = "".join(traceback.format_exception_only(error)).strip().splitlines()[0]
+        pickle.dump((result, failure), answers)
 
 
 def in_rounds(

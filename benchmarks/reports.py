@@ -43,9 +43,9 @@ def make_parser(doc: str, counts: Mapping[str, tuple[int, str]], dtype: bool = T
     for name, (default, what) in counts.items():
         parser.add_argument(f"--{name}", type=count, default=default, metavar="N", help=f"{what} ({default})")
     if dtype:
-        default = default_dtype()
+        usual = default_dtype()
         parser.add_argument(
-            "--dtype", choices=("bfloat16", "float32"), default=default, help=f"dtype of the weights ({default})"
+            "--dtype", choices=("bfloat16", "float32"), default=usual, help=f"dtype of the weights ({usual})"
         )
     parser.add_argument("--out", type=Path, default=OUT, metavar="DIR", help=f"where the results are written ({OUT})")
     return parser
@@ -90,8 +90,8 @@ def has_bfloat16() -> bool:
     if torch.cuda.is_available():
         return torch.cuda.is_bf16_supported(including_emulation=False)
     info = Path("/proc/cpuinfo")
-    found = re.search(r"^(?:flags|Features)\s*:(.*)$", info.read_text(), re.MULTILINE) if info.exists() else None
-    return found is not None and not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(found[1].split())
+    flags = re.search(r"^(?:flags|Features)\s*:(.*)$", info.read_text(), re.MULTILINE) if info.exists() else None
+    return flags is not None and not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags[1].split())
 
 
 def default_dtype() -> str:
@@ -108,7 +108,7 @@ def machine() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "bfloat16_instructions": has_bfloat16(),
         "torch": torch.__version__,
-        "packages": {name: found for name in PACKAGES if (found := version(name)) is not None},
+        "packages": {name: number for name in PACKAGES if (number := version(name)) is not None},
     }
 
 

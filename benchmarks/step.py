@@ -1,6 +1,6 @@
 """A training step by lowmem and by its peers: time and memory.
 
-    python -m benchmarks.step [--size 100M --batch 1 --tokens 128] [--rule lion] [--only floor --only "AdamW, fused"]
+python -m benchmarks.step [--size 100M --batch 1 --tokens 128] [--rule lion] [--only floor --only "AdamW, fused"]
 """
 
 from collections.abc import Sequence

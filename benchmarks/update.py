@@ -52,7 +52,7 @@ def lowmem_update(param: Tensor, grad: Tensor, rule: str, compile: bool = True, 
     return lambda: update_one(opt, param, grad), lambda: reports.state_tensors(opt)
 
 
-def torch_update(param: Tensor, grad: Tensor, cls: type[torch.optim.Optimizer], **options: Any) -> Update:
+def torch_update(param: Tensor, grad: Tensor, cls: Callable[..., torch.optim.Optimizer], **options: Any) -> Update:
     optimizer = cls([param], lr=1e-3, **options)
     param.grad = grad
     return optimizer.step, lambda: reports.state_tensors(optimizer)
@@ -78,7 +78,7 @@ def ours(rule: str, nearest: str | None = None, dtype: Any = None, **options: An
     return UpdateMethod(partial(lowmem_update, rule=rule, **options), "ours", nearest=nearest, dtype=dtype)
 
 
-def torchs(cls: type[torch.optim.Optimizer], dtype: Any = None, **options: Any) -> UpdateMethod:
+def torchs(cls: Callable[..., torch.optim.Optimizer], dtype: Any = None, **options: Any) -> UpdateMethod:
     return UpdateMethod(partial(torch_update, cls=cls, **options), dtype=dtype)
 
 
