@@ -149,7 +149,7 @@ def hooked(model: nn.Module, cls: Callable[..., torch.optim.Optimizer], **option
 
 
 def import_lomo_optim() -> Any:
-    """LOMO's own package. lomo-optim 0.1.1 (adalomo.py, line 87 on) calls `.cuda()` on its states even without a GPU."""
+    """LOMO's own package. lomo-optim 0.1.1 (adalomo.py, line 87) calls `.cuda()` on its states even without a GPU."""
     if not torch.cuda.is_available():
         torch.Tensor.cuda = torch.Tensor.cpu  # type: ignore[method-assign, assignment]
     return importlib.import_module("lomo_optim")

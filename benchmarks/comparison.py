@@ -27,9 +27,8 @@ def make_parser(doc: str, batch: int, tokens: int, rounds: int) -> argparse.Argu
         "steps": (5, "timed steps per round"),
         "rounds": (rounds, "how often all methods are measured in turn"),
     }
-    parser = reports.make_parser(doc, counts)
+    parser = reports.make_parser(doc, counts, only="method")
     parser.add_argument("--size", choices=SIZES, default="100M", help="approximate parameters of the Llama (100M)")
-    parser.add_argument("--only", action="append", default=[], metavar="NAME", help="only this method; repeatable")
     return parser
 
 

@@ -253,9 +253,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         "every": (15, "steps between evaluations"),
     }
     jobs = {"jobs": (1, "concurrent runs, of one thread each")}
-    parser = reports.make_parser(__doc__, {**sizes, **jobs}, dtype=False)
+    parser = reports.make_parser(__doc__, {**sizes, **jobs}, dtype=False, only="optimizer")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and batches (0)")
-    parser.add_argument("--only", action="append", default=[], metavar="NAME", help="only this optimizer; repeatable")
     options = parser.parse_args(argv)
     settings = Settings(**{name: getattr(options, name) for name in (*sizes, "seed")})
     names = list(select(CANDIDATES, options.only))

@@ -20,18 +20,22 @@ from lowmem.errors import LowmemError
 from lowmem.files import cpu, version, write_file, writing
 
 OUT = Path("runs/bench")
+CPUINFO = Path("/proc/cpuinfo")
 COLORS = {"floor": "#e6e6e6", "ours": "#2a8f7c", "peer": "#c9ced6"}
 
 
 # -- options -----------------------------------------------------------------------------------------------------------
 
 
-def make_parser(doc: str, counts: Mapping[str, tuple[int, str]], dtype: bool = True) -> argparse.ArgumentParser:
+def make_parser(
+    doc: str, counts: Mapping[str, tuple[int, str]], *, dtype: bool = True, only: str | None = None
+) -> argparse.ArgumentParser:
     """Returns a parser with `--out`, usually `--dtype`, and an option for each count.
 
     Args:
         doc: the command's docstring; its first line is the description.
         counts: default and description by name.
+        only: what `--only` selects, if there is that option.
     """
 
     def count(text: str) -> int:
@@ -47,6 +51,9 @@ def make_parser(doc: str, counts: Mapping[str, tuple[int, str]], dtype: bool = T
         parser.add_argument(
             "--dtype", choices=("bfloat16", "float32"), default=usual, help=f"dtype of the weights ({usual})"
         )
+    if only is not None:
+        what = f"only this {only}; repeatable"
+        parser.add_argument("--only", action="append", default=[], metavar="NAME", help=what)
     parser.add_argument("--out", type=Path, default=OUT, metavar="DIR", help=f"where the results are written ({OUT})")
     return parser
 
@@ -89,8 +96,8 @@ def has_bfloat16() -> bool:
     """Whether the GPU, or the CPU where there is none, has bfloat16 instructions; without them it emulates bfloat16."""
     if torch.cuda.is_available():
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    info = Path("/proc/cpuinfo")
-    flags = re.search(r"^(?:flags|Features)\s*:(.*)$", info.read_text(), re.MULTILINE) if info.exists() else None
+    text = CPUINFO.read_text() if CPUINFO.exists() else ""
+    flags = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
     return flags is not None and not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags[1].split())
 
 

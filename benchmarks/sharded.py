@@ -279,9 +279,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "steps": (5, "timed steps per round"),
         "rounds": (1, "how often all methods are measured in turn"),
     }
-    parser = reports.make_parser(__doc__, counts)
-    parser.add_argument("--only", action="append", default=[], metavar="NAME", help="only this method; repeatable")
-    options = parser.parse_args(argv)
+    options = reports.make_parser(__doc__, counts, only="method").parse_args(argv)
     names, left_out = runnable(select(METHODS, options.only))
     # imported once for all ranks; this module itself is imported again in every rank
     multiprocessing.set_forkserver_preload(["deepspeed", "benchmarks.reports", "benchmarks.measurement", LLAMA])

@@ -142,9 +142,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "repeats": (9, "timed updates per round"),
         "rounds": (3, "how often all methods are measured in turn"),
     }
-    parser = reports.make_parser(__doc__, counts)
-    parser.add_argument("--only", action="append", default=[], metavar="NAME", help="only this method; repeatable")
-    options = parser.parse_args(argv)
+    options = reports.make_parser(__doc__, counts, only="method").parse_args(argv)
     names, left_out = runnable(select(methods(options.dtype), options.only))
 
     def one(name: str, folder: Path) -> Figures:
