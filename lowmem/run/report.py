@@ -26,7 +26,8 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCall
 from lowmem.errors import ConfigError, LowmemError
 from lowmem.files import cpu, version, write_file, writing
 from lowmem.hf.checkpoint import by_number
-from lowmem.placements import shape_of
+from lowmem.placements import in_group, shape_of
+from lowmem.run.config import RunConfig
 from lowmem.run.pictures import Record, draw, loss_keys, series, size
 
 METRICS = "metrics.jsonl"
@@ -73,6 +74,34 @@ def write_environment(run_dir: str | Path) -> None:
         "versions": {name: version(name) for name in packages},
     }
     write_file(Path(run_dir) / "environment.json", (json.dumps(record, indent=2) + "\n").encode())
+
+
+def describe(config: RunConfig, trainer: Any) -> dict[str, str]:
+    """What a run trains and how, by topic, for its first lines and for a plan."""
+    model, args, optimizer, fused = trainer.model, trainer.args, trainer.optimizer, config.optimizer.fused
+    parameters = sum(math.prod(shape_of(p)) for p in model.parameters())
+    compiled = ", compiled in the first step (up to a minute)" if optimizer.compiled else ""
+    rules = f"{fused.rule}, lr {config.optimizer.lr:g}"
+    topics = {
+        "model": f"{type(model).__name__}, {parameters / 1e6:,.1f}M parameters, {config.model.dtype}",
+        "optimizer": f"{rules}, rounding {fused.rounding}, fused into backward{compiled}",
+    }
+    if in_group():
+        sharded = optimizer.placement in ("zero3", "fsdp2")
+        where = "the model is sharded over" if sharded else "the full model is on each of"
+        topics["placement"] = f"{optimizer.placement}: {where} {args.world_size} ranks"
+    logits = "logits in tiles"
+    if args.label_smoothing_factor:
+        logits = f"labels smoothed by {args.label_smoothing_factor:g}, which takes all logits at once"
+    recomputed = args.activation_checkpointing or (args.fsdp and args.fsdp_config.get("activation_checkpointing"))
+    activations = "recomputed in backward" if recomputed else "kept for backward"
+    kwargs = args.activation_checkpointing_kwargs or {}
+    offloaded = ", offloaded to the host" if args.activation_offloading or kwargs.get("offload") else ""
+    return {
+        **topics,
+        "policy": f"{optimizer.policy}: {optimizer.policy_reason}",
+        "loss": f"{args.loss_type}, {logits}; activations {activations}{offloaded}",
+    }
 
 
 def command() -> str:
