@@ -87,9 +87,8 @@ def describe(config: RunConfig, trainer: Any) -> dict[str, str]:
         "optimizer": f"{rules}, rounding {fused.rounding}, fused into backward{compiled}",
     }
     if in_group():
-        sharded = optimizer.placement in ("zero3", "fsdp2")
-        where = "the model is sharded over" if sharded else "the full model is on each of"
-        topics["placement"] = f"{optimizer.placement}: {where} {args.world_size} ranks"
+        share = "a shard of the parameters" if optimizer.placement in ("zero3", "fsdp2") else "all parameters"
+        topics["placement"] = f"{optimizer.placement}: each of {args.world_size} processes holds {share}"
     logits = "logits in tiles"
     if args.label_smoothing_factor:
         logits = f"labels smoothed by {args.label_smoothing_factor:g}, which takes all logits at once"
