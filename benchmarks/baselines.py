@@ -1,44 +1,50 @@
-"""Who takes a training step: this package, its peers, and the floor, which updates nothing."""
+"""Methods of taking a training step: lowmem, its peers, and the floor, which updates nothing."""
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from lowmem import rules
+from lowmem import FusedOptimizer, rules
 from lowmem.errors import ConfigError, did_you_mean
 from lowmem.files import version
-from lowmem.optimizer import FusedOptimizer
 
 Loss = Callable[[], Tensor]
 
-# Takes a step, given the losses of its micro-batches, each computed when it is called.
+# Takes a step, given one callable per micro-batch that computes its loss.
 Step = Callable[[Sequence[Loss]], None]
 
 FLOOR = "floor"
 LR = 1e-4
 
+# What peers need beyond torch, as pip names it.
+PACKAGES = ("flashoptim", "lomo-optim", "torch-optimi", "torchao")
+
 
 @dataclass(frozen=True)
-class Contender:
-    """Who takes a step, and what that needs: a package to be installed, a GPU.
+class Method:
+    """A method of updating weights.
 
-    `make` turns a model into its step. It goes to another process: a function of a module, or a `partial` of one.
+    Attributes:
+        make: builds it. It is sent to another process: a function of a module, or a `partial` of one.
+        package: must be installed, as pip names it.
+        gpu: it needs a GPU.
+        micro_batches: into how many the batch of a step is split.
     """
 
-    make: Callable[[nn.Module], Step]
+    make: Callable[..., Any]
     kind: Literal["floor", "ours", "peer"] = "peer"
     package: str | None = None
     gpu: bool = False
     micro_batches: int = 1
 
     def missing(self) -> str | None:
-        """What it needs and is not here, or None."""
+        """What it needs and this machine does not have, or None."""
         if self.package is not None and version(self.package) is None:
             return f"pip install {self.package}"
         if self.gpu and not torch.cuda.is_available():
@@ -46,26 +52,59 @@ class Contender:
         return None
 
 
-def backward_alone(losses: Sequence[Loss]) -> None:
-    """The step of those whose work is in hooks."""
+M = TypeVar("M")
+
+
+def select(methods: Mapping[str, M], only: Iterable[str]) -> dict[str, M]:
+    """The methods named in `only`, or all if it is empty.
+
+    Raises:
+        ConfigError: a name is unknown.
+    """
+    for name in only:
+        if name not in methods:
+            raise ConfigError(
+                f"method {name!r} is unknown.{did_you_mean(name, methods)} Known are {'; '.join(methods)}."
+            )
+    return {name: method for name, method in methods.items() if name in only or not only}
+
+
+def runnable(methods: Mapping[str, Method]) -> tuple[list[str], dict[str, str]]:
+    """The methods that can run on this machine, and what the others need.
+
+    Raises:
+        ConfigError: none can run.
+    """
+    left_out = {name: why for name, method in methods.items() if (why := method.missing())}
+    if len(left_out) == len(methods):
+        needs = "; ".join(f"{name}: {why}" for name, why in left_out.items())
+        raise ConfigError(f"none of the methods can run here. {needs}")
+    return [name for name in methods if name not in left_out], left_out
+
+
+# -- steps -------------------------------------------------------------------------------------------------------------
+
+
+def _backward(losses: Sequence[Loss]) -> None:
+    """The step of methods that update in hooks."""
     for loss in losses:
         loss().backward()
 
 
 def drop_gradients(model: nn.Module) -> Step:
-    """The floor: every gradient is dropped the moment it exists, and nothing is updated."""
+    """The floor: every gradient is dropped as soon as it exists, and nothing is updated."""
 
     def drop(param: Tensor) -> None:
         param.grad = None
 
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(drop)
-    return backward_alone
+    return _backward
 
 
-def fused(model: nn.Module, **settings: Any) -> Step:
-    """A `FusedOptimizer` with these settings."""
-    opt = FusedOptimizer(model.named_parameters(), **{"lr": LR, **settings})
+def fused(model: nn.Module, **options: Any) -> Step:
+    """A `FusedOptimizer` with these options."""
+    opt = FusedOptimizer(model.named_parameters(), **{"lr": LR, **options})
 
     def step(losses: Sequence[Loss]) -> None:
         for n, loss in enumerate(losses, start=1):
@@ -80,10 +119,10 @@ def fused(model: nn.Module, **settings: Any) -> Step:
 
 
 def ordinary(
-    model: nn.Module, cls: Callable[..., torch.optim.Optimizer], clip_norm: float | None = None, **settings: Any
+    model: nn.Module, cls: Callable[..., torch.optim.Optimizer], clip_norm: float | None = None, **options: Any
 ) -> Step:
     """Gradients accumulate in `.grad`, are clipped, and then applied."""
-    optimizer = cls(model.parameters(), **{"lr": LR, **settings})
+    optimizer = cls(model.parameters(), **{"lr": LR, **options})
 
     def step(losses: Sequence[Loss]) -> None:
         for loss in losses:
@@ -96,9 +135,9 @@ def ordinary(
     return step
 
 
-def hooked(model: nn.Module, cls: Callable[..., torch.optim.Optimizer], **settings: Any) -> Step:
-    """One torch optimizer per parameter, which steps in its hook: PyTorch's tutorial, torchtune."""
-    optimizers: dict[Tensor, torch.optim.Optimizer] = {p: cls([p], lr=LR, **settings) for p in model.parameters()}
+def hooked(model: nn.Module, cls: Callable[..., torch.optim.Optimizer], **options: Any) -> Step:
+    """One torch optimizer per parameter, which steps in its hook, as in PyTorch's tutorial and torchtune."""
+    optimizers: dict[Tensor, torch.optim.Optimizer] = {p: cls([p], lr=LR, **options) for p in model.parameters()}
 
     def update(param: Tensor) -> None:
         optimizers[param].step()
@@ -106,14 +145,19 @@ def hooked(model: nn.Module, cls: Callable[..., torch.optim.Optimizer], **settin
 
     for param in optimizers:
         param.register_post_accumulate_grad_hook(update)
-    return backward_alone
+    return _backward
+
+
+def import_lomo_optim() -> Any:
+    """LOMO's own package. lomo-optim 0.1.1 (adalomo.py, line 87) calls `.cuda()` on its states even without a GPU."""
+    if not torch.cuda.is_available():
+        torch.Tensor.cuda = torch.Tensor.cpu  # type: ignore[method-assign, assignment]
+    return importlib.import_module("lomo_optim")
 
 
 def lomo_optim(model: nn.Module, name: str) -> Step:
-    """Lomo or AdaLomo of the package that LOMO's authors wrote."""
-    if not torch.cuda.is_available():
-        torch.Tensor.cuda = torch.Tensor.cpu  # type: ignore[method-assign, assignment]  # it names the device
-    optimizer = getattr(importlib.import_module("lomo_optim"), name)(model, lr=LR)
+    """`Lomo` or `AdaLomo` by LOMO's authors."""
+    optimizer = getattr(import_lomo_optim(), name)(model, lr=LR)
 
     def step(losses: Sequence[Loss]) -> None:
         (loss,) = losses
@@ -126,44 +170,42 @@ def optimi(model: nn.Module) -> Step:
     """AdamW with gradient release."""
     package = importlib.import_module("optimi")
     package.prepare_for_gradient_release(model, package.AdamW(model.parameters(), lr=LR, gradient_release=True))
-    return backward_alone
+    return _backward
 
 
 def torchao(model: nn.Module) -> Step:
-    """AdamW whose moments have 8 bits."""
+    """AdamW with 8-bit moments."""
     return ordinary(model, importlib.import_module("torchao.optim").AdamW8bit)
 
 
 def flashoptim(model: nn.Module) -> Step:
-    """AdamW with gradient release; its moments have 8 bits, bfloat16 weights have 8 more."""
+    """AdamW with gradient release, 8-bit moments, and 8 more bits per bfloat16 weight."""
     package = importlib.import_module("flashoptim")
     package.enable_gradient_release(model, package.FlashAdamW(model.parameters(), lr=LR))
-    return backward_alone
+    return _backward
 
 
 PEERS = {
-    "AdamW, fused": Contender(partial(ordinary, cls=torch.optim.AdamW, fused=True)),
-    "AdamW, foreach": Contender(partial(ordinary, cls=torch.optim.AdamW, foreach=True)),
-    "AdamW, fused, in hooks": Contender(partial(hooked, cls=torch.optim.AdamW, fused=True)),
-    "torch Adafactor": Contender(partial(ordinary, cls=torch.optim.Adafactor)),
-    "lomo_optim Lomo": Contender(partial(lomo_optim, name="Lomo"), package="lomo-optim"),
-    "lomo_optim AdaLomo": Contender(partial(lomo_optim, name="AdaLomo"), package="lomo-optim"),
-    "optimi AdamW": Contender(optimi, package="torch-optimi"),
-    "torchao AdamW8bit": Contender(torchao, package="torchao"),
-    "FlashOptim AdamW": Contender(flashoptim, package="flashoptim", gpu=True),
+    "AdamW, fused": Method(partial(ordinary, cls=torch.optim.AdamW, fused=True)),
+    "AdamW, foreach": Method(partial(ordinary, cls=torch.optim.AdamW, foreach=True)),
+    "AdamW, fused, in hooks": Method(partial(hooked, cls=torch.optim.AdamW, fused=True)),
+    "torch Adafactor": Method(partial(ordinary, cls=torch.optim.Adafactor)),
+    "lomo_optim Lomo": Method(partial(lomo_optim, name="Lomo"), package="lomo-optim"),
+    "lomo_optim AdaLomo": Method(partial(lomo_optim, name="AdaLomo"), package="lomo-optim"),
+    "optimi AdamW": Method(optimi, package="torch-optimi"),
+    "torchao AdamW8bit": Method(torchao, package="torchao"),
+    "FlashOptim AdamW": Method(flashoptim, package="flashoptim", gpu=True),
 }
 
 
-def chosen(more_rules: Sequence[str] = (), only: Sequence[str] = ()) -> dict[str, Contender]:
-    """The floor, ours and the peers, by name.
+def all_methods(more_rules: Sequence[str] = ()) -> dict[str, Method]:
+    """The floor, lowmem and the peers, by name.
 
     Args:
-        more_rules: rules of ours beside the usual ones, as `FusedOptimizer` takes them by name.
-        only: the names of those wanted; all where it is empty.
+        more_rules: names of lowmem's rules, or import paths, which are measured besides the usual ones.
 
     Raises:
         ConfigError, UnsupportedError: there is no such rule, or it cannot run fused.
-        ConfigError: there is no such contender.
     """
     for rule in more_rules:
         rules.resolve(rule)
@@ -173,15 +215,8 @@ def chosen(more_rules: Sequence[str] = (), only: Sequence[str] = ()) -> dict[str
         "lowmem adamw": {"rule": "adamw"},
         **{f"lowmem {rule}": {"rule": rule} for rule in more_rules},
     }
-    known = {
-        FLOOR: Contender(drop_gradients, "floor"),
-        **{name: Contender(partial(fused, **settings), "ours") for name, settings in ours.items()},
+    return {
+        FLOOR: Method(drop_gradients, "floor"),
+        **{name: Method(partial(fused, **options), "ours") for name, options in ours.items()},
         **PEERS,
     }
-    for name in only:
-        if name not in known:
-            raise ConfigError(
-                f"contender {name!r} is unknown.{did_you_mean(name, known)} Known are {'; '.join(known)}; --rule adds "
-                "another rule of lowmem."
-            )
-    return {name: known[name] for name in known if name in only or not only}

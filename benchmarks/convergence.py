@@ -1,66 +1,67 @@
 """How well the rules train: one small Llama, the same text in the same order, each optimizer at its best learning rate.
 
-    python benchmarks/convergence.py [--steps 255 --jobs 2] [--only adalomo] [--out benchmarks/results]
+    python -m benchmarks.convergence [--steps 255 --jobs 2] [--only adalomo]
 
-The text is every docstring of this machine's Python standard library, behind its signature. AdamW is torch's own and
-takes ordinary steps; all others run through `FusedOptimizer`. Each has a grid of learning rates, which grows while the
-best one lies on its edge. Finished runs are kept in the results folder, so that an interrupted benchmark goes on.
+The text is every docstring of this machine's Python standard library, after its signature. AdamW is torch's and takes
+ordinary steps; all others run through `FusedOptimizer`. Each has a grid of learning rates, which is extended while the
+best one lies on its edge. Finished runs are stored in the results folder, so that an interrupted benchmark continues.
 """
 
-import argparse
 import ast
 import functools
 import itertools
 import json
 import math
 import multiprocessing
-import os
-import platform
 import random
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import lowmem
+from benchmarks import reports
+from benchmarks.baselines import select
+from benchmarks.models import llama
+from benchmarks.reports import command, headline, picture, print_table
 from lowmem.run.tokenizers import train_tokenizer
+from scripts.make_docstrings import functions, module_name, signature, source_files
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
-from make_docstrings import functions, module_name, signature, source_files
-
-GROWTH = 3  # how often a grid may grow by one learning rate
-WARMUP = 0.05  # of the steps; from there on the learning rate falls to zero in a line
+EXTENSIONS = 3  # how often a grid may be extended by one learning rate
+WARMUP = 0.05  # of the steps; after it the learning rate decays linearly to zero
 
 
 @dataclass(frozen=True)
-class Contender:
-    """An optimizer as it is made, and where its search for a learning rate begins."""
+class Candidate:
+    """An optimizer, and the learning rates with which its search begins.
+
+    `ordinary`: it is torch's, and steps after backward.
+    """
 
     rule: str | type
     lrs: tuple[float, ...]
-    settings: tuple[tuple[str, Any], ...] = ()
-    ordinary: bool = False  # torch's own loop, with a step() after backward
+    hyper: tuple[tuple[str, Any], ...] = ()
+    ordinary: bool = False
 
 
 NO_DECAY = (("weight_decay", 0.0),)
-CONTENDERS = {
-    "AdamW": Contender(torch.optim.AdamW, (1e-3, 2e-3, 4e-3, 8e-3), (("betas", (0.9, 0.95)), *NO_DECAY), ordinary=True),
-    "AdamW, β₂ 0.999": Contender(torch.optim.AdamW, (1e-3, 2e-3, 4e-3, 8e-3), NO_DECAY, ordinary=True),
-    "adalomo": Contender("adalomo", (1e-2, 2e-2, 4e-2, 8e-2)),
-    "adafactor": Contender("adafactor", (1e-2, 2e-2, 4e-2, 8e-2), (("min_dim_size_to_factor", 32),)),
-    "adafactor_t2t": Contender("adafactor_t2t", (1e-2, 2e-2, 4e-2, 8e-2)),
-    "scaled_adam": Contender("scaled_adam", (1.5e-2, 3e-2, 6e-2, 1.2e-1)),
-    "lans": Contender("lans", (2.5e-3, 5e-3, 1e-2, 2e-2)),
-    "lomo": Contender("lomo", (1e-1, 3e-1, 1.0, 3.0)),
+CANDIDATES = {
+    "AdamW": Candidate(torch.optim.AdamW, (1e-3, 2e-3, 4e-3, 8e-3), (("betas", (0.9, 0.95)), *NO_DECAY), ordinary=True),
+    "AdamW, β₂ 0.999": Candidate(torch.optim.AdamW, (1e-3, 2e-3, 4e-3, 8e-3), NO_DECAY, ordinary=True),
+    "adalomo": Candidate("adalomo", (1e-2, 2e-2, 4e-2, 8e-2)),
+    "adafactor": Candidate("adafactor", (1e-2, 2e-2, 4e-2, 8e-2), (("min_dim_size_to_factor", 32),)),
+    "adafactor_t2t": Candidate("adafactor_t2t", (1e-2, 2e-2, 4e-2, 8e-2)),
+    "scaled_adam": Candidate("scaled_adam", (1.5e-2, 3e-2, 6e-2, 1.2e-1)),
+    "lans": Candidate("lans", (2.5e-3, 5e-3, 1e-2, 2e-2)),
+    "lomo": Candidate("lomo", (1e-1, 3e-1, 1.0, 3.0)),
 }
-# Colours and line widths; the factored rules are one another's equals here, and are drawn as rims of one line.
+# Colors and line widths. The curves of the factored rules coincide, so that wider lines are drawn below narrower ones.
 LOOKS = {
     "AdamW": ("#333333", 1.8), "AdamW, β₂ 0.999": ("#a5a5a5", 1.8), "adafactor": ("#4c72b0", 6.5),
     "adafactor_t2t": ("#b9d3f0", 4.0), "adalomo": ("#2a8f7c", 1.8), "scaled_adam": ("#c44e52", 1.8),
@@ -84,9 +85,9 @@ class Settings:
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run: held-out loss in nats a token after so many tokens; of one that diverged, infinity at its end."""
+    """A finished run: held-out losses in nats per token, after so many tokens; the last is infinite if it diverged."""
 
-    contender: str
+    optimizer: str
     lr: float
     tokens: list[int]
     losses: list[float]
@@ -99,12 +100,12 @@ class Run:
 
 
 def documents() -> Iterator[str]:
-    """Every docstring of the standard library behind its signature, module by module."""
+    """Every docstring of the standard library after its signature, module by module."""
     root = Path(sysconfig.get_path("stdlib"))
     for path in source_files(root):
         try:
             tree = ast.parse(path.read_bytes())
-        except (SyntaxError, ValueError):  # the library ships broken files on purpose, for its tests
+        except (SyntaxError, ValueError):  # the library contains broken files on purpose, for its tests
             continue
         parts = [f"# {module_name(path, root)}\n{ast.get_docstring(tree) or ''}"]
         for inside, function in functions(tree):
@@ -122,40 +123,40 @@ def corpus(settings: Settings) -> tuple[torch.Tensor, torch.Tensor]:
     held_out = max(1, len(texts) // 20)
     tokenizer = train_tokenizer(texts[held_out:], settings.vocab)
 
-    def rows(chosen: list[str]) -> torch.Tensor:
-        ids = torch.tensor([token for text in chosen for token in tokenizer(text)["input_ids"]])
+    def rows(some: list[str]) -> torch.Tensor:
+        ids = torch.tensor([token for text in some for token in tokenizer(text)["input_ids"]])
         return ids[: len(ids) // settings.length * settings.length].view(-1, settings.length)
 
     train = rows(texts[held_out:])
-    return train[torch.randperm(len(train), generator=torch.Generator().manual_seed(settings.seed))], rows(
-        texts[:held_out]
-    )
+    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(settings.seed))
+    return train[order], rows(texts[:held_out])
 
 
-def model_of(settings: Settings) -> LlamaForCausalLM:
-    torch.manual_seed(settings.seed)
-    config = LlamaConfig(
-        vocab_size=settings.vocab,
-        hidden_size=settings.hidden,
-        intermediate_size=settings.hidden * 3,
-        num_hidden_layers=settings.layers,
-        num_attention_heads=settings.hidden // 32,
-        num_key_value_heads=settings.hidden // 64,
+def model_of(settings: Settings) -> Any:
+    return llama(
+        settings.layers,
+        settings.hidden,
+        settings.hidden * 3,
+        settings.vocab,
+        "float32",
+        checkpointing=False,
+        seed=settings.seed,
         max_position_embeddings=settings.length,
         tie_word_embeddings=True,
+        num_attention_heads=settings.hidden // 32,
+        num_key_value_heads=settings.hidden // 64,
     )
-    return LlamaForCausalLM(config).train()
 
 
 def stepping(
-    contender: Contender, model: torch.nn.Module, lr: float
-) -> tuple[torch.optim.Optimizer, Callable[..., None]]:
-    """An optimizer over the model, and what takes a step by a loss."""
-    if not contender.ordinary:
-        fused = lowmem.FusedOptimizer(model.named_parameters(), contender.rule, lr=lr, **dict(contender.settings))
+    candidate: Candidate, model: torch.nn.Module, lr: float
+) -> tuple[torch.optim.Optimizer, Callable[..., object]]:
+    """Returns an optimizer of the model, and a function that takes a step by a loss."""
+    if not candidate.ordinary:
+        fused = lowmem.FusedOptimizer(model.named_parameters(), candidate.rule, lr=lr, **dict(candidate.hyper))
         return fused, fused.backward
-    assert isinstance(contender.rule, type)
-    optimizer = contender.rule(model.parameters(), lr=lr, **dict(contender.settings))
+    assert isinstance(candidate.rule, type)
+    optimizer = candidate.rule(model.parameters(), lr=lr, **dict(candidate.hyper))
 
     def step(loss: torch.Tensor) -> None:
         loss.backward()
@@ -165,12 +166,8 @@ def stepping(
     return optimizer, step
 
 
-def bytes_kept(optimizer: torch.optim.Optimizer) -> int:
-    return sum(t.nbytes for kept in optimizer.state.values() for t in kept.values() if isinstance(t, torch.Tensor))
-
-
 @torch.no_grad()
-def held_out_loss(model: LlamaForCausalLM, rows: torch.Tensor) -> float:
+def held_out_loss(model: Any, rows: torch.Tensor) -> float:
     model.eval()
     losses = [model(input_ids=part, labels=part).loss.item() * len(part) for part in rows.split(64)]
     model.train()
@@ -178,13 +175,13 @@ def held_out_loss(model: LlamaForCausalLM, rows: torch.Tensor) -> float:
 
 
 def train(name: str, lr: float, settings: Settings) -> Run:
-    """One run from the same weights over the same batches."""
+    """Trains from the same weights on the same batches as every run."""
     torch.set_num_threads(1)
     start = time.perf_counter()
     rows, held_out = corpus(settings)
     held_out = held_out[:256]
     model = model_of(settings)
-    optimizer, step = stepping(CONTENDERS[name], model, lr)
+    optimizer, step = stepping(CANDIDATES[name], model, lr)
     warmup = max(1, round(settings.steps * WARMUP))
 
     def factor(done: int) -> float:
@@ -204,33 +201,36 @@ def train(name: str, lr: float, settings: Settings) -> Run:
             if not losses[-1] < 2 * losses[0]:
                 losses[-1] = math.inf
                 break
-    kept = bytes_kept(optimizer) / sum(p.numel() for p in model.parameters())
-    return Run(name, lr, tokens, losses, kept, time.perf_counter() - start)
+    state = sum(tensor.nbytes for tensor in reports.state_tensors(optimizer))
+    parameters = sum(p.numel() for p in model.parameters())
+    return Run(name, lr, tokens, losses, state / parameters, time.perf_counter() - start)
 
 
 def key_of(name: str, settings: Settings) -> str:
-    """What a finished run depends on but its learning rate."""
-    made = CONTENDERS[name]
-    return repr((made.rule, made.settings, made.ordinary, settings))
+    """Everything that a run depends on except its learning rate."""
+    candidate = CANDIDATES[name]
+    return repr((candidate.rule, candidate.hyper, candidate.ordinary, settings))
 
 
 def best_of(runs: list[Run]) -> Run:
     return min(runs, key=lambda run: run.final)
 
 
-def wanted(runs: dict[str, list[Run]], names: list[str], grown: dict[str, int]) -> list[tuple[str, float]]:
-    """Runs still to be done: the rest of a grid, or the learning rate beyond its edge if that was best."""
-    found = []
+def missing_runs(
+    runs: dict[str, list[Run]], names: Sequence[str], extensions: dict[str, int]
+) -> list[tuple[str, float]]:
+    """Runs that are still to be done: the rest of a grid, or the learning rate beyond its edge if that was best."""
+    todo = []
     for name in names:
         done = {run.lr for run in runs[name]}
-        missing = [lr for lr in CONTENDERS[name].lrs if lr not in done]
-        if not missing and grown[name] < GROWTH:
+        missing = [lr for lr in CANDIDATES[name].lrs if lr not in done]
+        if not missing and extensions[name] < EXTENSIONS:
             lrs, best = sorted(done), best_of(runs[name]).lr
-            ratio = CONTENDERS[name].lrs[1] / CONTENDERS[name].lrs[0]
+            ratio = CANDIDATES[name].lrs[1] / CANDIDATES[name].lrs[0]
             missing = [best * ratio] if best == lrs[-1] else [best / ratio] if best == lrs[0] else []
-            grown[name] += 1
-        found += [(name, lr) for lr in missing]
-    return found
+            extensions[name] += 1
+        todo += [(name, lr) for lr in missing]
+    return todo
 
 
 def tokens_to(run: Run, loss: float) -> float | None:
@@ -241,104 +241,94 @@ def tokens_to(run: Run, loss: float) -> float | None:
     return None
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+@command
+def main(argv: Sequence[str] | None = None) -> None:
     sizes = {
-        "steps": 255,
-        "hidden": 128,
-        "layers": 4,
-        "batch": 16,
-        "length": 128,
-        "vocab": 2048,
-        "every": 15,
-        "seed": 0,
+        "steps": (255, "steps of a run"),
+        "hidden": (128, "hidden size"),
+        "layers": (4, "layers"),
+        "batch": (16, "rows per step"),
+        "length": (128, "tokens per row"),
+        "vocab": (2048, "vocabulary"),
+        "every": (15, "steps between evaluations"),
     }
-    for option, default in sizes.items():
-        parser.add_argument(f"--{option}", type=int, default=default)
-    parser.add_argument("--jobs", type=int, default=1, help="runs side by side, one thread each")
-    parser.add_argument("--only", choices=CONTENDERS, action="append", help="this contender alone; may be repeated")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    options = parser.parse_args()
-    settings = Settings(**{name: getattr(options, name) for name in sizes})
-    names = options.only or list(CONTENDERS)
-    options.out.mkdir(parents=True, exist_ok=True)
-    cache = options.out / "convergence.runs.jsonl"
-    runs: dict[str, list[Run]] = {name: [] for name in CONTENDERS}
-    for line in cache.read_text().splitlines() if cache.exists() else []:
-        kept = json.loads(line)
-        if kept.pop("key") == key_of(kept["contender"], settings):
-            runs[kept["contender"]].append(Run(**kept))
-    grown = dict.fromkeys(names, 0)
-    with (
-        ProcessPoolExecutor(options.jobs, mp_context=multiprocessing.get_context("spawn")) as pool,
-        cache.open("a") as file,
-    ):
-        while todo := wanted(runs, names, grown):
+    jobs = {"jobs": (1, "concurrent runs, of one thread each")}
+    parser = reports.make_parser(__doc__, {**sizes, **jobs}, dtype=False, only="optimizer")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and batches (0)")
+    options = parser.parse_args(argv)
+    settings = Settings(**{name: getattr(options, name) for name in (*sizes, "seed")})
+    names = list(select(CANDIDATES, options.only))
+    with reports.output(options.out, "convergence"):
+        report(finished_runs(names, settings, options.jobs, options.out), settings, options.out)
+
+
+def finished_runs(names: Sequence[str], settings: Settings, jobs: int, folder: Path) -> dict[str, list[Run]]:
+    """Does the runs that are not stored in the folder yet, and returns all of them by optimizer."""
+    stored = folder / "convergence.runs.jsonl"
+    runs: dict[str, list[Run]] = {name: [] for name in names}
+    for line in stored.read_text().splitlines() if stored.exists() else []:
+        fields = json.loads(line)
+        name = fields["optimizer"]
+        if name in runs and fields.pop("key") == key_of(name, settings):
+            runs[name].append(Run(**fields))
+    extensions = dict.fromkeys(names, 0)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context) as pool, stored.open("a") as file:
+        while todo := missing_runs(runs, names, extensions):
             futures = [pool.submit(train, name, lr, settings) for name, lr in todo]
             for number, future in enumerate(futures, 1):
                 run = future.result()
-                runs[run.contender].append(run)
-                file.write(json.dumps({**asdict(run), "key": key_of(run.contender, settings)}) + "\n")
+                runs[run.optimizer].append(run)
+                file.write(json.dumps({**asdict(run), "key": key_of(run.optimizer, settings)}) + "\n")
                 file.flush()
-                shown = f"{run.contender:14} lr {run.lr:8.2e}  loss {run.final:.4f}  {run.seconds:.0f} s"
+                shown = f"{run.optimizer:14} lr {run.lr:8.2e}  loss {run.final:.4f}  {run.seconds:.0f} s"
                 print(f"{number}/{len(futures)}  {shown}", file=sys.stderr, flush=True)
-    runs = {name: sorted(runs[name], key=lambda run: run.lr) for name in names}
-    report(runs, settings, options.out)
+    return {name: sorted(runs[name], key=lambda run: run.lr) for name in names}
 
 
 def report(runs: dict[str, list[Run]], settings: Settings, folder: Path) -> None:
-    """A table on the terminal, the figures as JSON, the curves as a picture."""
+    """Prints the table, and writes the figures and the curves."""
     best = {name: best_of(found) for name, found in runs.items()}
     adamw = best.get("AdamW")
-    print("| optimizer | best lr | held-out loss | over AdamW | tokens to AdamW's loss at half | state, bytes |")
-    print("| --- | --- | --- | --- | --- | --- |")
+    rows = []
     for name, run in sorted(best.items(), key=lambda item: item[1].final):
-        over = reached = "-"
+        over = reached = "–"
         if adamw is not None:
             half = adamw.losses[len(adamw.losses) // 2]
             count, base = tokens_to(run, half), tokens_to(adamw, half)
             assert base is not None
             over = f"{run.final - adamw.final:+.3f}"
-            reached = f"{count:,.0f} ({count / base:.2f} x)" if count is not None else "not reached"
-        print(f"| {name} | {run.lr:.3g} | {run.final:.3f} | {over} | {reached} | {run.state_bytes:.2f} |")
-    rows, held_out = corpus(settings)
-    text = {
-        "rows": len(rows),
-        "held_out": len(held_out),
-        "parameters": sum(p.numel() for p in model_of(settings).parameters()),
-    }
-    machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "torch": torch.__version__}
-    found = {"settings": asdict(settings), "text": text, "machine": machine}
+            reached = f"{count:,.0f} ({count / base:.2f} ×)" if count is not None else "not reached"
+        rows.append((name, f"{run.lr:.3g}", f"{run.final:.3f}", over, reached, f"{run.state_bytes:.2f}"))
+    print(f"{headline('float32')}\n")
+    losses = ("held-out loss", "over AdamW", "tokens to AdamW's loss at half")
+    print_table(("optimizer", "best lr", *losses, "state, bytes per weight"), rows)
+    train_rows, held_out = corpus(settings)
+    parameters = sum(p.numel() for p in model_of(settings).parameters())
+    text = {"rows": len(train_rows), "held_out": len(held_out), "parameters": parameters}
     listed = {name: {"best_lr": best[name].lr, "runs": [asdict(run) for run in runs[name]]} for name in runs}
-    (folder / "convergence.json").write_text(json.dumps({**found, "contenders": listed}, indent=1) + "\n")
-    draw(runs, best, settings, text["parameters"], folder / "convergence.png")
+    reports.save(folder / "convergence.json", asdict(settings), text=text, optimizers=listed)
+    draw(runs, best, settings, parameters, folder / "convergence.png")
 
 
 def draw(runs: dict[str, list[Run]], best: dict[str, Run], settings: Settings, parameters: int, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.9), width_ratios=(3, 2), layout="constrained")
-    for name, (color, width) in LOOKS.items():
-        if name not in best:
-            continue
-        run, finite = best[name], [r for r in runs[name] if math.isfinite(r.final)]
-        label = f"{name}  lr {run.lr:.2g}  {run.final:.2f}"
-        left.plot([t / 1000 for t in run.tokens], run.losses, color=color, lw=width, label=label)
-        right.plot([r.lr for r in finite], [r.final for r in finite], color=color, lw=width, marker="o", ms=width + 2)
-    lowest = min(run.final for run in best.values())
-    left.set(xlabel="thousand tokens", ylabel="held-out loss, nats a token", ylim=(lowest - 0.15, lowest + 3.2))
-    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False, fontsize=9)
-    right.set(xlabel="peak learning rate", xscale="log", ylabel="at the end", ylim=(lowest - 0.1, lowest + 2.2))
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
+    """Draws the loss against tokens at the best learning rate, and the last loss against the learning rate."""
     tokens = settings.steps * settings.batch * settings.length
-    figure.suptitle(
-        f"Llama of {parameters / 1e6:.1f}M parameters on docstrings, {tokens / 1e3:,.0f} thousand tokens, float32"
-    )
-    figure.savefig(path, dpi=150)
+    title = f"Llama of {parameters / 1e6:.1f}M parameters on docstrings, {tokens / 1e3:,.0f} thousand tokens, float32"
+    with picture(path, title, (11, 4.9), 2, width_ratios=(3, 2)) as (left, right):
+        for name, (color, width) in LOOKS.items():
+            if name not in best:
+                continue
+            run, finite = best[name], [r for r in runs[name] if math.isfinite(r.final)]
+            label = f"{name}  lr {run.lr:.2g}  {run.final:.2f}"
+            left.plot([t / 1000 for t in run.tokens], run.losses, color=color, lw=width, label=label)
+            lrs, finals = [r.lr for r in finite], [r.final for r in finite]
+            right.plot(lrs, finals, color=color, lw=width, marker="o", ms=width + 2)
+        lowest = min(run.final for run in best.values())
+        left.set(xlabel="thousand tokens", ylabel="held-out loss, nats per token", ylim=(lowest - 0.15, lowest + 3.2))
+        legend = left.get_legend_handles_labels()
+        left.figure.legend(*legend, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+        right.set(xlabel="peak learning rate", xscale="log", ylabel="at the end", ylim=(lowest - 0.1, lowest + 2.2))
 
 
 if __name__ == "__main__":

@@ -1,36 +1,36 @@
-"""What hooks and dispatch cost: a backward into 720 small tensors, beside one bare hook each that drops the gradient.
+"""The cost of hooks and dispatch: a backward into many small tensors, and the same with a bare hook per tensor.
 
-    python benchmarks/dispatch.py [--count 720 --repeats 15] [--out benchmarks/results]
+    python -m benchmarks.dispatch [--count 720 --repeats 15]
 
-With 64 elements a tensor next to nothing is computed, and what is left is the cost of hooks; with 64 x 64 the update is
-in it too. Ours are run eagerly, as small tensors always are. Milliseconds of the backward alone, medians.
+A bare hook only drops the gradient. With 64 elements per tensor the update computes next to nothing, and the time is
+that of hooks; with 64 × 64 the update counts too. Small tensors are always updated eagerly. Times are medians of the
+backward alone.
 """
 
-import argparse
-import json
-import statistics
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from statistics import median
 
 import torch
 from torch import Tensor
 
 import lowmem
-from benchmarks.comparison import machine
+from benchmarks import reports
+from benchmarks.reports import command, headline, print_table
 
 RULES = ("lomo", "adalomo", "adamw")
+BARE = "bare hook"
 
 
 def milliseconds(params: Sequence[Tensor], backward: Callable[[Tensor], object], repeats: int) -> float:
-    """Of a backward into all of them, after three that warm up."""
-    taken = []
+    """Times a backward into all tensors, after three to warm up."""
+    times = []
     for _ in range(repeats + 3):
         loss = torch.stack([param.sum() for param in params]).sum()
         start = time.perf_counter()
         backward(loss)
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken[3:]) * 1e3
+        times.append(time.perf_counter() - start)
+    return median(times[3:]) * 1e3
 
 
 def drop(param: Tensor) -> None:
@@ -38,41 +38,41 @@ def drop(param: Tensor) -> None:
 
 
 def bare(params: Sequence[Tensor], repeats: int) -> float:
-    """One hook a parameter that drops the gradient."""
     hooks = [param.register_post_accumulate_grad_hook(drop) for param in params]
-    found = milliseconds(params, torch.Tensor.backward, repeats)
+    result = milliseconds(params, torch.Tensor.backward, repeats)
     for hook in hooks:
         hook.remove()
-    return found
+    return result
 
 
 def fused(params: Sequence[Tensor], rule: str, repeats: int) -> float:
     opt = lowmem.FusedOptimizer(params, rule=rule, lr=1e-5)
-    found = milliseconds(params, opt.backward, repeats)
+    result = milliseconds(params, opt.backward, repeats)
     opt.remove()
-    return found
+    return result
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    for option, default in (("count", 720), ("repeats", 15)):
-        parser.add_argument(f"--{option}", type=int, default=default)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    options = parser.parse_args()
-    results = {}
-    print(f"| {options.count} tensors of | contender | ms | x a bare hook |\n| --- | --- | --- | --- |")
-    for shape in ((64,), (64, 64)):
-        params = [torch.nn.Parameter(torch.randn(shape).bfloat16()) for _ in range(options.count)]
-        found = {"bare hook": bare(params, options.repeats)}
-        found |= {f"lowmem {rule}": fused(params, rule, options.repeats) for rule in RULES}
-        size = " x ".join(map(str, shape))
-        results[size] = found
-        for name, taken in found.items():
-            print(f"| {size} | {name} | {taken:.1f} | {taken / found['bare hook']:.2f} |")
-    settings = {"count": options.count, "repeats": options.repeats, "threads": torch.get_num_threads()}
-    options.out.mkdir(parents=True, exist_ok=True)
-    report = {"settings": settings, "machine": machine(), "milliseconds": results}
-    (options.out / "dispatch.json").write_text(json.dumps(report, indent=2) + "\n")
+@command
+def main(argv: Sequence[str] | None = None) -> None:
+    counts = {"count": (720, "number of tensors"), "repeats": (15, "timed backwards")}
+    options = reports.make_parser(__doc__, counts).parse_args(argv)
+    results: dict[str, dict[str, float]] = {}
+    with reports.output(options.out, "dispatch"):
+        for shape in ((64,), (64, 64)):
+            values = (torch.randn(shape).to(getattr(torch, options.dtype)) for _ in range(options.count))
+            params = [torch.nn.Parameter(value) for value in values]
+            times = {BARE: bare(params, options.repeats)}
+            times |= {f"lowmem {rule}": fused(params, rule, options.repeats) for rule in RULES}
+            results[" x ".join(map(str, shape))] = times
+        print(f"A backward into {options.count} tensors; {headline(options.dtype)}\n")
+        rows = [
+            (size, name, f"{taken:.1f}", f"{taken / times[BARE]:.2f}")
+            for size, times in results.items()
+            for name, taken in times.items()
+        ]
+        print_table(("elements", "method", "ms", "× bare hook"), rows)
+        settings = {"count": options.count, "repeats": options.repeats, "dtype": options.dtype}
+        reports.save(options.out / "dispatch.json", settings, milliseconds=results)
 
 
 if __name__ == "__main__":

@@ -1,20 +1,13 @@
-"""What a training step takes by one contender, in a process of its own.
+"""Measures the time and memory of a training step in this process.
 
-On a GPU tensor memory is the most that the allocator has given out; on a CPU every allocation is counted.
+On a GPU tensor memory is the maximum that the allocator has handed out; on a CPU every allocation is counted.
 """
 
 import gc
-import os
-import pickle
-import signal
 import statistics
-import subprocess
-import sys
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,10 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks.baselines import Contender
-
-# Of one contender: seconds, first_step, tensor_peak and process_peak, the last on Linux only.
-Figures = dict[str, float]
+from benchmarks.baselines import Method
+from benchmarks.models import llama, loss_of
+from benchmarks.processes import Figures
 
 # Layers, hidden size and vocabulary of a Llama of about that many parameters.
 SIZES = {
@@ -39,7 +31,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Workload:
-    """The steps that are measured: how many, of `batch` rows of `tokens` tokens, by a Llama of one of `SIZES`."""
+    """Steps of `batch` rows of `tokens` tokens each, taken by a Llama of one of `SIZES`; `steps` of them are timed."""
 
     size: str
     batch: int
@@ -49,7 +41,7 @@ class Workload:
     threads: int = field(default_factory=torch.get_num_threads)
 
     def settings(self) -> dict[str, Any]:
-        """All of it in numbers; the weights in bytes."""
+        """Its fields and the model's sizes; `weights` is in bytes."""
         layers, hidden, vocabulary = SIZES[self.size]
         layer = 4 * hidden**2 + 3 * hidden * _intermediate(hidden) + 2 * hidden
         parameters = 2 * vocabulary * hidden + layers * layer + hidden
@@ -64,117 +56,104 @@ class Workload:
 
     def model(self, device: str) -> nn.Module:
         """Random weights, with activation checkpointing."""
-        from transformers import AutoModelForCausalLM, LlamaConfig
-
         layers, hidden, vocabulary = SIZES[self.size]
-        config = LlamaConfig(
-            vocab_size=vocabulary,
-            hidden_size=hidden,
-            intermediate_size=_intermediate(hidden),
-            num_hidden_layers=layers,
-            num_attention_heads=hidden // 64,
-            use_cache=False,
-        )
-        torch.manual_seed(0)
-        with torch.device(device):
-            model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, self.dtype))
-        model.activation_checkpointing_enable({"use_reentrant": False})
-        return model.train()
+        return llama(layers, hidden, _intermediate(hidden), vocabulary, self.dtype, device)
 
 
 def _intermediate(hidden: int) -> int:
-    """Llama's: two thirds of four times, up to the next multiple of 256."""
+    """Llama's: 8/3 of the hidden size, rounded up to a multiple of 256."""
     return -(-hidden * 8 // 3 // 256) * 256
 
 
-def measure(contender: Contender, workload: Workload) -> Figures:
-    """One contender, in this process: seconds a step and of the first one, peak bytes of tensors and of the process."""
+def median_seconds(run: Callable[[], object], repeats: int, warmup: int = 0) -> float:
+    """The median time of a call, on a GPU from idle to idle."""
+    for _ in range(warmup):
+        run()
+    return statistics.median(_seconds(run) for _ in range(repeats))
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    gpu = torch.cuda.is_available()
+    if gpu:
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    run()
+    if gpu:
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def measure(method: Method, workload: Workload) -> Figures:
+    """Measures the training steps of one method.
+
+    Returns:
+        `seconds` per step and of the `first_step`, `tensor_peak` in bytes, and on Linux `process_peak`.
+    """
+    torch.set_num_threads(workload.threads)
     gpu = torch.cuda.is_available()
     device = "cuda" if gpu else "cpu"
     model = workload.model(device)
-    step = contender.make(model)
-    vocabulary = SIZES[workload.size][-1]
-    rows = torch.randint(vocabulary, (workload.batch, workload.tokens), device=device)
+    take = method.make(model)
+    rows = torch.randint(SIZES[workload.size][-1], (workload.batch, workload.tokens), device=device)
+    losses = [loss_of(model, ids) for ids in rows.tensor_split(method.micro_batches)]
 
-    def loss_of(ids: Tensor) -> Tensor:
-        return model(input_ids=ids, labels=ids).loss
+    def step() -> None:
+        take(losses)
 
-    losses = [partial(loss_of, ids) for ids in rows.tensor_split(contender.micro_batches)]
-
-    def timed() -> float:
-        if gpu:
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        step(losses)
-        if gpu:
-            torch.cuda.synchronize()
-        return time.perf_counter() - start
-
-    first, _ = timed(), timed()
-    figures = {"seconds": statistics.median(timed() for _ in range(workload.steps)), "first_step": first}
-    status = Path("/proc/self/status")
-    if status.exists():  # ru_maxrss begins with that of the process that started this one
-        (peak,) = (line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-        figures["process_peak"] = int(peak.split()[1]) * 1024
-    gc.collect()  # compiling leaves cycles behind that hold a gradient until the collector comes by
+    first = _seconds(step)
+    figures = {"seconds": median_seconds(step, workload.steps, warmup=1), "first_step": first}
+    if Path("/proc/self/status").exists():
+        figures["process_peak"] = peak_resident()
+    gc.collect()  # compilation leaves reference cycles that hold a gradient until they are collected
     if gpu:
         torch.cuda.reset_peak_memory_stats()
-        step(losses)
+        step()
         figures["tensor_peak"] = torch.cuda.max_memory_allocated()
     else:
-        figures["tensor_peak"] = _most_allocated(lambda: step(losses))
+        figures["tensor_peak"] = peak_of_tensors(step)
     return figures
 
 
-def _most_allocated(step: Callable[[], None]) -> int:
-    """The most bytes that a CPU's tensors take at a time during a step; files that are mapped are not counted."""
+def peak_resident() -> int:
+    """The peak resident memory of this process in bytes. (`ru_maxrss` starts at that of the parent process.)"""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
+def _events(run: Callable[[], object]) -> list[Any]:
+    """What the profiler records during a call, in the order of time. A `[memory]` event that frees has `nbytes` < 0."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        step()  # frees what was allocated before, which the profiler does not see
+        run()
+    assert profiled.profiler is not None
+    return sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+
+
+def peak_of_temporaries(run: Callable[[], object]) -> int:
+    """The most bytes that a call allocates on the CPU at a time."""
+    now = peak = 0
+    for event in _events(run):
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            peak = max(peak, now)
+    return peak
+
+
+def peak_of_tensors(step: Callable[[], object]) -> int:
+    """The most bytes that all CPU tensors take at a time during a step. Memory-mapped files are not counted."""
+
+    def steps() -> None:
+        step()  # frees what was allocated before profiling began, which the profiler does not see
         with record_function("steady"):
             step()
-    assert profiled.profiler is not None
-    events = sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+
+    events = _events(steps)
     start = next(event.start_ns() for event in events if event.name() == "steady")
-    now = most = 0
+    now = peak = 0
     for event in events:
         if event.name() == "[memory]":
             now += event.nbytes()
-            most = max(most, now) if event.start_ns() >= start else now
-    plain = (found for found in gc.get_objects() if type(found) in (Tensor, nn.Parameter))  # others consist of these
+            peak = max(peak, now) if event.start_ns() >= start else now
+    # tensor subclasses consist of plain tensors
+    plain = (tensor for tensor in gc.get_objects() if type(tensor) in (Tensor, nn.Parameter))
     storages = {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in plain)}
-    return most - now + sum(storage.nbytes() for storage in storages.values() if storage.filename is None)
-
-
-def alone(contender: Contender, workload: Workload, folder: Path) -> Figures | str:
-    """What `measure` finds in a process of its own, or why it found nothing.
-
-    `folder` is for the code that it compiles and whatever else it puts into a file.
-    """
-    folder.mkdir(exist_ok=True)
-    command = [sys.executable, "-P", "-c", "from benchmarks import measurement; measurement.serve()"]
-    files = {"TMPDIR": str(folder), "TORCHINDUCTOR_CACHE_DIR": str(folder)}
-    environment = {**os.environ, **files, "PYTHONPATH": os.pathsep.join(sys.path)}
-    pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
-    with subprocess.Popen(
-        command, env=environment, stdin=pipe, stdout=pipe, stderr=nowhere, start_new_session=True
-    ) as process:
-        try:
-            answer, _ = process.communicate(pickle.dumps((contender, workload)))
-        except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)  # and what it compiles with
-            process.wait()
-            raise
-    return pickle.loads(answer) if answer else f"its process ended with status {process.returncode}"
-
-
-def serve() -> None:
-    """That process: answers on stdout with figures, or the line that says why there are none."""
-    with os.fdopen(os.dup(1), "wb") as answers:
-        os.dup2(2, 1)  # what libraries say is no answer
-        contender, workload = pickle.load(sys.stdin.buffer)
-        torch.set_num_threads(workload.threads)
-        try:
-            answer: Figures | str = measure(contender, workload)
-        except Exception as error:
-            answer = "".join(traceback.format_exception_only(error)).strip().splitlines()[0]
-        pickle.dump(answer, answers)
+    return peak - now + sum(storage.nbytes() for storage in storages.values() if storage.filename is None)

@@ -1,88 +1,78 @@
-"""A training step over several ranks, lowmem beside its peers in each placement: seconds, bytes moved, and memory.
+"""A training step over several ranks, by lowmem and by its peers in each placement: time, bytes sent, and memory.
 
-    python benchmarks/sharded.py [--ranks 2 --layers 4 --hidden 384 --tokens 128 --batch 1] [--dtype float32]
-                                 [--steps 5 --rounds 1] [--out benchmarks/results]
+    python -m benchmarks.sharded [--ranks 2 --layers 4 --hidden 384 --tokens 128 --batch 1]
 
-The ranks are processes of a gloo group on this machine's CPU, each with tokens of its own. `floor` is the ZeRO-3 model
-whose gradients are dropped the moment they exist: what DeepSpeed's gathering costs. Seconds are the slowest rank's, to
-be read as ratios to the floor, or to the peer in the same placement. What moves is weighed as it is handed to a
-collective: the bytes that a rank sends if they go round in a ring, whatever gloo does with them.
+The ranks are processes of a gloo group on this machine's CPU, each with its own tokens. `floor` is the ZeRO-3 model
+whose gradients are dropped as soon as they exist: the cost of DeepSpeed's gathering. Times are the slowest rank's, as
+ratios to the floor, or to the peer in the same placement. The bytes that a rank sends are computed from the arguments
+of each collective for a ring, whatever gloo does.
 """
 
 import argparse
 import gc
 import multiprocessing
 import os
-import statistics
-import sys
 import tempfile
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
-from unittest import mock
 
-os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")  # before torch and DeepSpeed look for others
+os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")  # before torch and DeepSpeed look for accelerators
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.spawn import start_processes
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, LlamaConfig
 
-from benchmarks.baselines import Loss, Step, drop_gradients, fused, ordinary
-from benchmarks.comparison import save
-from lowmem import placements
-from lowmem.placements import Ranks
+from benchmarks import reports
+from benchmarks.baselines import Loss, Method, Step, drop_gradients, fused, ordinary, runnable, select
+from benchmarks.engine import reduce_scatter_as_nccl, release
+from benchmarks.measurement import peak_resident
+from benchmarks.models import llama, loss_of
+from benchmarks.processes import Figures, MeasurementError, in_rounds, medians
+from benchmarks.reports import COLORS, Bars, command, draw_bars, formatted, headline, print_missing, print_table
 
 Options = argparse.Namespace
-Place = Callable[[Options], Any]  # a model, or what trains it, on the ranks
-MOVED = {"gathers": "#b9d3f0", "gradients": "#4c72b0", "sums": "#dd8452"}  # what moves, and its colour
-# Collectives by a part of their names: the argument that is whole, what it is, and how often a rank sends all but one
-# rank's part of it in a ring.
+SENT = {"gathers": "#b9d3f0", "gradients": "#4c72b0", "sums": "#dd8452"}  # what a rank sends, and its color
+LLAMA = "transformers.models.llama.modeling_llama"
+# Collectives by a part of their names: the argument that holds the full tensor, what it is, and how many times a rank
+# sends all of it except one rank's share in a ring.
 COLLECTIVES = {"allgather": (0, "gathers", 1), "reduce_scatter": (1, "gradients", 1), "allreduce": (0, "gradients", 2)}
 
 
-def whole(options: Options) -> Any:
-    """Random weights, with activation checkpointing."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=32000,
-        hidden_size=options.hidden,
-        intermediate_size=options.hidden * 8 // 3,
-        num_hidden_layers=options.layers,
-        num_attention_heads=options.hidden // 64,
-        use_cache=False,
-    )
-    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, options.dtype))
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model.train()
+def full_model(options: Options) -> Any:
+    return llama(options.layers, options.hidden, options.hidden * 8 // 3, 32000, options.dtype)
 
 
 def data_parallel(options: Options) -> torch.nn.Module:
-    return torch.nn.parallel.DistributedDataParallel(whole(options), gradient_as_bucket_view=True)
+    return torch.nn.parallel.DistributedDataParallel(full_model(options), gradient_as_bucket_view=True)
 
 
 def fsdp2(options: Options) -> torch.nn.Module:
-    model, mesh = whole(options), init_device_mesh("cpu", (options.ranks,))
+    model, mesh = full_model(options), init_device_mesh("cpu", (options.ranks,))
     for module in (*model.model.layers, model.model.embed_tokens, model.lm_head, model):
         fully_shard(module, mesh=mesh)
     return model
 
 
 def engine(options: Options, adamw: bool = True) -> Any:
-    """DeepSpeed's, with the sizes of Hugging Face's `auto`; layers are released early, as where a model is large."""
+    """DeepSpeed's engine with the sizes of Hugging Face's `auto`; layers are released early, as in a large model."""
     import deepspeed
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled, for half a minute
+    # DeepSpeed 0.19 (comm/torch.py, build_shm_op) would compile it, which takes half a minute
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
     zero = {
         "stage": 3,
@@ -94,7 +84,7 @@ def engine(options: Options, adamw: bool = True) -> Any:
     bf16 = {"enabled": options.dtype == "bfloat16"}
     config = {"train_micro_batch_size_per_gpu": options.batch, "bf16": bf16, "zero_optimization": zero}
     with deepspeed.zero.Init(config_dict_or_path=config):
-        model = whole(options)
+        model = full_model(options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True) if adamw else None
     return deepspeed.initialize(model=model, config=config, optimizer=optimizer)[0]
 
@@ -109,7 +99,7 @@ def floor(model: torch.nn.Module) -> Step:
     def step(losses: Sequence[Loss]) -> None:
         drop(losses)
         for param in model.parameters():
-            placements.release(param)  # as every step that changes it has to
+            release(param)  # as every step that changes it must
 
     return step
 
@@ -126,94 +116,100 @@ def by_engine(engine: Any) -> Step:
 ADALOMO = partial(fused, rule="adalomo", compile=True)
 ADAMW = partial(fused, rule="adamw", compile=True)
 FLOOR = "ZeRO-3, floor"
-CONTENDERS: dict[str, tuple[Place, Callable[[Any], Step]]] = {
-    FLOOR: (zero3, floor),
-    "ZeRO-3, lowmem adalomo": (zero3, ADALOMO),
-    "ZeRO-3, lowmem adamw": (zero3, ADAMW),
-    "ZeRO-3, DeepSpeed's AdamW": (engine, by_engine),
-    "FSDP2, lowmem adalomo": (fsdp2, ADALOMO),
-    "FSDP2, lowmem adamw": (fsdp2, ADAMW),
-    "FSDP2, AdamW(foreach=True)": (fsdp2, partial(ordinary, cls=torch.optim.AdamW, foreach=True)),
-    "replicated, lowmem adalomo": (whole, ADALOMO),
-    "replicated, DDP and AdamW": (data_parallel, partial(ordinary, cls=torch.optim.AdamW, fused=True)),
+
+
+@dataclass(frozen=True)
+class RankMethod(Method):
+    """A method of taking a training step on every rank. `place` builds its model, or DeepSpeed's engine."""
+
+    place: Callable[[Options], Any] = full_model
+
+
+METHODS = {
+    FLOOR: RankMethod(floor, "floor", "deepspeed", place=zero3),
+    "ZeRO-3, lowmem adalomo": RankMethod(ADALOMO, "ours", "deepspeed", place=zero3),
+    "ZeRO-3, lowmem adamw": RankMethod(ADAMW, "ours", "deepspeed", place=zero3),
+    "ZeRO-3, DeepSpeed's AdamW": RankMethod(by_engine, package="deepspeed", place=engine),
+    "FSDP2, lowmem adalomo": RankMethod(ADALOMO, "ours", place=fsdp2),
+    "FSDP2, lowmem adamw": RankMethod(ADAMW, "ours", place=fsdp2),
+    "FSDP2, AdamW(foreach=True)": RankMethod(partial(ordinary, cls=torch.optim.AdamW, foreach=True), place=fsdp2),
+    "replicated, lowmem adalomo": RankMethod(ADALOMO, "ours"),
+    "replicated, DDP and AdamW": RankMethod(partial(ordinary, cls=torch.optim.AdamW, fused=True), place=data_parallel),
 }
-PEERS = {name.partition(",")[0]: name for name in CONTENDERS}  # the last of each placement
+PEERS = {name.partition(",")[0]: name for name in METHODS}  # the last of each placement
 
 
-class Moved(TorchDispatchMode):
-    """Weighs what is handed to collectives. `cut`: parameters are, and no gradient is reduced to all ranks."""
+class Sent(TorchDispatchMode):
+    """Counts the bytes that a rank sends in collectives.
 
-    def __init__(self, ranks: int, cut: bool) -> None:
+    `sharded`: the parameters are, so that no gradient is all-reduced.
+    """
+
+    def __init__(self, ranks: int, sharded: bool) -> None:
         super().__init__()
         self.bytes: Counter[str] = Counter()
-        self._ranks, self._cut = ranks, cut
+        self._ranks, self._sharded = ranks, sharded
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         space, _, name = func._schema.name.partition("::")
         if "c10d" in space and name == "broadcast_":
             self.bytes["sums"] += sum(tensor.nbytes for tensor in args[0])
         elif "c10d" in space:
-            (kind,) = (kind for kind in COLLECTIVES if kind in name)  # raises where one would go uncounted
+            (kind,) = (kind for kind in COLLECTIVES if kind in name)  # raises for a collective that is not listed
             which, what, times = COLLECTIVES[kind]
             tensors = tree_leaves(args[which])
-            if kind == "allreduce" and (self._cut or not tensors[0].is_floating_point()):
+            if kind == "allreduce" and (self._sharded or not tensors[0].is_floating_point()):
                 what = "sums"
             self.bytes[what] += times * sum(tensor.nbytes for tensor in tensors) * (self._ranks - 1) // self._ranks
         return func(*args, **(kwargs or {}))
 
 
-def measure(name: str, options: Options, rank: int) -> dict[str, float]:
-    """One contender, on this rank."""
-    place, make = CONTENDERS[name]
-    model = place(options)
-    step = make(model)
+def measure(name: str, options: Options, rank: int) -> Figures:
+    """Measures one method on this rank."""
+    method = METHODS[name]
+    model = method.place(options)
+    step = method.make(model)
     torch.manual_seed(rank)
-    ids = torch.randint(0, 32000, (options.batch, options.tokens))
+    compute = loss_of(model, torch.randint(0, 32000, (options.batch, options.tokens)))
     tracker = MemTracker()
 
     def loss() -> torch.Tensor:
-        tracker.reset_mod_stats()  # it cannot track a module's second forward otherwise
-        return model(input_ids=ids, labels=ids).loss
+        tracker.reset_mod_stats()  # MemTracker of torch 2.13 cannot track a second forward of a module otherwise
+        return compute()
 
     for _ in range(3):
         step([loss])
-    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak, which was that of making the model
-    seconds = []
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak, which was that of building the model
+    times = []
     for _ in range(options.steps):
         dist.barrier()
         start = time.perf_counter()
         step([loss])
-        seconds.append(time.perf_counter() - start)
-    (resident,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+        times.append(time.perf_counter() - start)
+    resident = peak_resident()
 
-    kinds = (torch.Tensor, torch.nn.Parameter, DTensor)  # and no fake ones, which compiling leaves behind
-    tracker.track_external(*(found for found in gc.get_objects() if type(found) in kinds))
+    kinds = (torch.Tensor, torch.nn.Parameter, DTensor)  # not the fake tensors that compilation leaves behind
+    tracker.track_external(*(tensor for tensor in gc.get_objects() if type(tensor) in kinds))
     with tracker:
         step([loss])
-        step([loss])  # by now everything has been seen that lives between steps
+        step([loss])  # by now the tracker has seen everything that lives between steps
 
-    scatter_mean = Ranks.scatter_mean
-
-    def as_on_nccl(self: Ranks, whole: torch.Tensor, size: int) -> torch.Tensor:
-        self.reduces_copies = False  # what is asked of NCCL: gloo gets an all-reduce, since it would make one of it
-        return scatter_mean(self, whole, size)
-
-    moved = Moved(options.ranks, cut=place not in (whole, data_parallel))
-    with mock.patch.object(Ranks, "scatter_mean", as_on_nccl), moved:
+    sent = Sent(options.ranks, sharded=method.place not in (full_model, data_parallel))
+    with reduce_scatter_as_nccl(), sent:
         step([loss])
     return {
-        "seconds": statistics.median(seconds),
-        **{what: moved.bytes[what] for what in MOVED},
+        "seconds": median(times),
+        **{what: sent.bytes[what] for what in SENT},
         "tensor_peak": sum(device["Total"] for device in tracker.get_tracker_snapshot("peak").values()),
-        "resident": int(resident.split()[1]) * 1024,
+        "resident": resident,
         "weights": sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in model.parameters()),
     }
 
 
 def serve(rank: int, name: str, options: Options, store: str, answers: Any) -> None:
-    """A rank, in a process of its own."""
+    """Runs a rank in its own process."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(options.ranks))
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0")  # DeepSpeed wants them set; the group is in the file
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0")  # DeepSpeed reads them; the group uses the file store
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // options.ranks))
     warnings.filterwarnings("ignore")
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=options.ranks)
@@ -221,84 +217,83 @@ def serve(rank: int, name: str, options: Options, store: str, answers: Any) -> N
     dist.destroy_process_group()
 
 
-def run(name: str, options: Options) -> dict[str, float]:
-    """One contender; of each figure the rank's that has most."""
+def on_ranks(name: str, options: Options) -> Figures:
+    """Measures one method, and returns the largest value of each figure over the ranks."""
     answers = multiprocessing.get_context("forkserver").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         args = (name, options, f"{folder}/store", answers)
-        start_processes(serve, args, options.ranks, start_method="forkserver")
+        try:
+            start_processes(serve, args, options.ranks, start_method="forkserver")
+        except (ProcessRaisedException, ProcessExitedException) as error:
+            raise MeasurementError(str(error).strip().splitlines()[-1]) from error
     ranks = [answers.get() for _ in range(options.ranks)]
     return {key: max(rank[key] for rank in ranks) for key in ranks[0]}
 
 
-def tell(results: dict[str, dict[str, float]], options: Options) -> None:
-    """Prints the table."""
-    columns, base = (*MOVED, "tensor_peak", "resident"), results[FLOOR]
-    print(f"\n{'MiB a rank':28}{'s/step':>8}{'× floor':>9}{'× peer':>8}" + "".join(f"{key:>13}" for key in columns))
+def report(results: dict[str, Figures], options: Options) -> None:
+    """Prints the table and what other ways would send."""
+    columns = (*SENT, "tensor_peak", "resident")
+
+    def ratio(row: Figures, base: str) -> str:
+        return formatted(row["seconds"] / results[base]["seconds"] if base in results else None, ".2f")
+
+    rows = []
     for name, row in results.items():
-        seconds, peer = row["seconds"], results[PEERS[name.partition(",")[0]]]
-        cells = "".join(f"{row[key] / 2**20:13.{4 if key == 'sums' else 1}f}" for key in columns)
-        print(f"{name:28}{seconds:8.3f}{seconds / base['seconds']:9.2f}{seconds / peer['seconds']:8.2f}{cells}")
-    reduced = 2 * (1 - 1 / options.ranks) * base["weights"]
-    gathered = reduced + base["gathers"]
-    print(f"\nan all-reduce of every gradient: {reduced / 2**20:.1f} MiB")
-    print(f"LOMO's way under ZeRO-3, which gathers as the floor and reduces so: {gathered / 2**20:.1f} MiB")
+        cells = [f"{row[key] / 2**20:.{4 if key == 'sums' else 1}f}" for key in columns]
+        peer = PEERS[name.partition(",")[0]]
+        rows.append((name, f"{row['seconds']:.3f}", ratio(row, FLOOR), ratio(row, peer), *cells))
+    sizes = ("weights, MiB", "gradients, MiB", "sums, MiB", "tensors, MiB", "process, MiB")
+    print_table(("per rank", "s/step", "× floor", "× peer", *sizes), rows)
+    if FLOOR in results:
+        reduced = 2 * (1 - 1 / options.ranks) * results[FLOOR]["weights"]
+        gathered = reduced + results[FLOOR]["gathers"]
+        print(f"\nan all-reduce of every gradient: {reduced / 2**20:.1f} MiB")
+        print(f"LOMO under ZeRO-3, which gathers as the floor does and all-reduces: {gathered / 2**20:.1f} MiB")
 
 
-def draw(results: dict[str, dict[str, float]], options: Options) -> None:
-    """Draws time, bytes moved and memory of each contender as bars."""
-    import matplotlib
+def draw(results: dict[str, Figures], title: str, path: Path) -> None:
+    """Draws time, bytes sent and memory of each method as bars."""
+    colors = [COLORS[METHODS[name].kind] for name in results]
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    def values(key: str, unit: float) -> list[float]:
+        return [row[key] / unit for row in results.values()]
 
-    names = list(results)[::-1]
-    figure, panels = plt.subplots(1, 3, figsize=(13, 1.2 + 0.31 * len(names)), sharey=True, layout="constrained")
-    looks = ["#e6e6e6" if name == FLOOR else "#2a8f7c" if "lowmem" in name else "#c9ced6" for name in names]
-    drawn: tuple[tuple[str, dict[str, Any], float, str], ...] = (
-        ("time of a step, × floor", {"seconds": looks}, results[FLOOR]["seconds"], "{:.2f}"),
-        ("sent by a rank in a step, MiB", MOVED, 2**20, "{:.0f}"),
-        ("most in tensors on a rank, MiB", {"tensor_peak": looks}, 2**20, "{:.0f}"),
+    base = results.get(FLOOR)
+    label, unit = ("time of a step, × floor", base["seconds"]) if base else ("time of a step, seconds", 1.0)
+    panels = (
+        Bars(label, {"time": (values("seconds", unit), colors)}),
+        Bars("sent by a rank, MiB", {key: (values(key, 2**20), color) for key, color in SENT.items()}, "{:.0f}"),
+        Bars("peak of tensors on a rank, MiB", {"memory": (values("tensor_peak", 2**20), colors)}, "{:.0f}"),
     )
-    for axes, (label, parts, unit, form) in zip(panels, drawn, strict=True):
-        ends = [0.0] * len(names)
-        for key, color in parts.items():
-            values = [results[name][key] / unit for name in names]
-            bars = axes.barh(names, values, left=ends, color=color, label=key)
-            ends = [end + value for end, value in zip(ends, values, strict=True)]
-        axes.bar_label(bars, [form.format(end) for end in ends], padding=3, fontsize=9)
-        axes.set_xlabel(label)
-        axes.margins(x=0.2)
-        axes.spines[["top", "right"]].set_visible(False)
-    panels[1].legend(fontsize=8, frameon=False)
-    millions = results[FLOOR]["weights"] / getattr(torch, options.dtype).itemsize / 1e6
-    shape = f"{options.batch} × {options.tokens} tokens a rank, {options.ranks} ranks on {os.cpu_count()} CPU cores"
-    figure.suptitle(f"Llama of {millions:.0f}M parameters, {options.dtype}, checkpointing, {shape}")
-    figure.savefig(options.out / "sharded.png", dpi=150)
+    draw_bars(path, title, list(results), panels)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    defaults = {"ranks": 2, "layers": 4, "hidden": 384, "tokens": 128, "batch": 1, "steps": 5, "rounds": 1}
-    for option, default in defaults.items():
-        parser.add_argument(f"--{option}", type=int, default=default)
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    options = parser.parse_args()
-    multiprocessing.set_forkserver_preload(["__main__", "deepspeed"])  # imported once, for all ranks
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in CONTENDERS}
-    for turn in range(options.rounds):
-        for name, rows in found.items():
-            print(f"round {turn + 1}/{options.rounds}: {name}", file=sys.stderr)
-            rows.append(run(name, options))
-    results = {
-        name: {key: statistics.median(row[key] for row in rows) for key in rows[0]} for name, rows in found.items()
+@command
+def main(argv: Sequence[str] | None = None) -> None:
+    counts = {
+        "ranks": (2, "processes"),
+        "layers": (4, "layers of the Llama"),
+        "hidden": (384, "its hidden size"),
+        "tokens": (128, "tokens per row"),
+        "batch": (1, "rows per rank"),
+        "steps": (5, "timed steps per round"),
+        "rounds": (1, "how often all methods are measured in turn"),
     }
-    tell(results, options)
-    settings = {key: value for key, value in vars(options).items() if key != "out"}
-    options.out.mkdir(parents=True, exist_ok=True)
-    save(options.out / "sharded.json", settings, results=results)
-    draw(results, options)
+    options = reports.make_parser(__doc__, counts, only="method").parse_args(argv)
+    names, left_out = runnable(select(METHODS, options.only))
+    # imported once for all ranks; this module itself is imported again in every rank
+    multiprocessing.set_forkserver_preload(["deepspeed", "benchmarks.reports", "benchmarks.measurement", LLAMA])
+    with reports.output(options.out, "sharded"):
+        runs, failed = in_rounds(names, options.rounds, lambda name, _: on_ranks(name, options), Console(stderr=True))
+        results = {name: medians(rows) for name, rows in runs.items()}
+        shape = f"{options.layers} layers, hidden {options.hidden}, {options.batch} × {options.tokens} tokens per rank"
+        title = f"Llama with {shape}, {options.ranks} ranks, activation checkpointing\n{headline(options.dtype)}"
+        print(f"{title}\n")
+        report(results, options)
+        print_missing(failed, left_out)
+        settings = {key: getattr(options, key) for key in (*counts, "dtype")}
+        reports.save(options.out / "sharded.json", settings, results=results, failed=failed, left_out=left_out)
+        draw(results, title, options.out / "sharded.png")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
-"""Exceptions for users. Each message says what is wrong, where, and the way out."""
+"""Exceptions for users. Each message says what is wrong, where, and what to write instead."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
 
 
 class LowmemError(ValueError):
-    """Base of every error this package raises on purpose; the command line prints it and exits with 2."""
+    """Base class of the errors that this package raises; the command line prints them and exits with status 2."""
 
 
 class ConfigError(LowmemError):
-    """A key, value or hyperparameter that the configuration does not allow."""
+    """A key, value or hyperparameter that is not allowed."""
 
 
 class ConfigTypeError(ConfigError, TypeError):
@@ -21,18 +21,18 @@ class DataError(LowmemError):
 
 
 class UnsupportedError(LowmemError):
-    """A combination that cannot be honoured exactly; the message names the alternative."""
+    """A combination that cannot give the same result as ordinary training; the message names an alternative."""
 
 
 class StepError(LowmemError):
-    """The step life cycle was broken: a second backward, a hook that fired twice, a torn step."""
+    """The calls of a step came in the wrong order: a second backward, a hook that fired twice, a torn step."""
 
 
 class CheckpointError(LowmemError):
-    """A checkpoint that is missing, damaged, or belongs to something else."""
+    """A checkpoint that is missing, damaged, or belongs to another run."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """` Did you mean 'x'?` for the closest of `known`, or an empty string."""
+    """Returns ` Did you mean 'x'?` with the closest of `known`, or an empty string."""
     close = get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f" Did you mean {close[0]!r}?" if close else ""

@@ -121,7 +121,7 @@ class FusedTrainerMixin(_Base):
     def _cut(self) -> None:
         """Cuts the model over the ranks, where that is asked for, and has nothing gathered."""
         if self._sharding is not None:
-            self._sharding.cut(self.model, self.accelerator)
+            self._sharding.shard(self.model, self.accelerator)
             self._sharding.release(self.model)
 
     def _fused_backward(self, loss: Tensor, **_: Any) -> None:

@@ -1,9 +1,9 @@
-"""Write instruction data from this machine's Python standard library: signatures, and what their docstrings say.
+"""Writes instruction data from the installed Python standard library: signatures and the summaries of docstrings.
 
     python scripts/make_docstrings.py --out data/docstrings.jsonl --limit 5000 --seed 0
 
 Each line is `{"instruction": "Document this function of json:\ndef loads(s, ...)", "output": "Deserialize ..."}`.
-The same Python version, limit and seed give the same file. Tests, idle and generated tables are left out.
+The same Python version, limit and seed give the same file. Tests, idlelib and lib2to3 are left out.
 """
 
 import argparse
@@ -30,7 +30,7 @@ def source_files(root: Path) -> Iterator[Path]:
 
 
 def functions(tree: ast.AST, inside: str = "") -> Iterator[tuple[str, Function]]:
-    """Every function and method with the name of its class; not functions within functions."""
+    """Every function and method with the name of its class, without functions inside functions."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.ClassDef):
             yield from functions(node, f"{inside}.{node.name}" if inside else node.name)
@@ -47,7 +47,7 @@ def signature(function: Function) -> str:
 
 
 def summary(docstring: str) -> str:
-    """The first paragraph in one line; of a paragraph that is too long, the sentences that fit."""
+    """The first paragraph in one line, or as many of its sentences as fit."""
     text = re.sub(r"\s+", " ", docstring.strip().split("\n\n")[0]).strip()
     if len(text) <= LONGEST_OUTPUT:
         return text
@@ -69,15 +69,15 @@ def is_prose(text: str) -> bool:
 def pairs(path: Path, module: str) -> Iterator[dict[str, str]]:
     try:
         tree = ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError):  # the library ships broken files on purpose, for its tests
+    except (SyntaxError, ValueError):  # the library contains broken files for its own tests
         return
     for inside, function in functions(tree):
         head, output = signature(function), summary(ast.get_docstring(function) or "")
-        if output.startswith(f"{function.name}("):  # the signature once more
+        if output.startswith(f"{function.name}("):  # the docstring repeats the signature
             continue
         if is_prose(output) and head.isascii() and len(head) <= LONGEST_SIGNATURE:
-            what = f"method of {module}.{inside}" if inside else f"function of {module}"
-            yield {"instruction": f"Document this {what}:\n{head}", "output": output}
+            kind = f"method of {module}.{inside}" if inside else f"function of {module}"
+            yield {"instruction": f"Document this {kind}:\n{head}", "output": output}
 
 
 def module_name(path: Path, root: Path) -> str:
@@ -86,36 +86,36 @@ def module_name(path: Path, root: Path) -> str:
 
 
 def collect(root: Path) -> tuple[list[dict[str, str]], int]:
-    """All pairs under `root`, no instruction and no output twice, and the number of modules they come from."""
-    found, modules = [], 0
+    """All pairs in `root`, without duplicate instructions or outputs, and the number of modules they come from."""
+    unique, modules = [], 0
     seen: set[str] = set()
     for path in source_files(root):
-        before = len(found)
+        before = len(unique)
         for pair in pairs(path, module_name(path, root)):
             if seen.isdisjoint(pair.values()):
                 seen.update(pair.values())
-                found.append(pair)
-        modules += len(found) > before
-    return found, modules
+                unique.append(pair)
+        modules += len(unique) > before
+    return unique, modules
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="the JSONL file to write")
-    parser.add_argument("--limit", type=int, help="write at most so many pairs (default: all)")
-    parser.add_argument("--seed", type=int, default=0, help="of the shuffle")
+    parser.add_argument("--limit", type=int, help="the largest number of pairs to write (default: all)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the shuffle")
     arguments = parser.parse_args()
     if arguments.limit is not None and arguments.limit < 1:
         parser.error(f"--limit is {arguments.limit}; it must be at least 1")
 
-    found, modules = collect(Path(sysconfig.get_path("stdlib")))
-    random.Random(arguments.seed).shuffle(found)
-    chosen = found[: arguments.limit]
+    all_pairs, modules = collect(Path(sysconfig.get_path("stdlib")))
+    random.Random(arguments.seed).shuffle(all_pairs)
+    chosen = all_pairs[: arguments.limit]
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    aside = arguments.out.with_name(f"{arguments.out.name}.{os.getpid()}.tmp")
-    aside.write_text("".join(json.dumps(pair) + "\n" for pair in chosen), encoding="utf-8")
-    aside.replace(arguments.out)
-    print(f"{arguments.out}: {len(chosen)} of {len(found)} pairs from {modules} modules")
+    temporary = arguments.out.with_name(f"{arguments.out.name}.{os.getpid()}.tmp")
+    temporary.write_text("".join(json.dumps(pair) + "\n" for pair in chosen), encoding="utf-8")
+    temporary.replace(arguments.out)
+    print(f"{arguments.out}: {len(chosen)} of {len(all_pairs)} pairs from {modules} modules")
 
 
 if __name__ == "__main__":

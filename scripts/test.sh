@@ -1,10 +1,17 @@
 #!/usr/bin/env bash
-# The whole suite with lint and type checks, in an environment of its own making. Arguments go to pytest.
+# Lint, type checks and the test suite, in an environment that it creates. Arguments are passed to pytest.
+#   scripts/test.sh           what every change has to pass
+#   scripts/test.sh --full    also the tests that are skipped unless LOWMEM_FULL=1 is set
 set -euo pipefail
+if [ "${1:-}" = --full ]; then
+    export LOWMEM_FULL=1
+    shift
+fi
 export EXTRAS=dev
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 ruff check .
 ruff format --check .
 mypy
-# two processes of one thread each: small tensors gain nothing from more threads
-OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 DS_ACCELERATOR=cpu python -m pytest --numprocesses "${TEST_PROCESSES:-2}" "$@"
+# two processes with one thread each: more threads do not make small tensors faster
+OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 DS_ACCELERATOR=cpu \
+    python -m pytest --numprocesses "${TEST_PROCESSES:-2}" --durations=20 "$@"

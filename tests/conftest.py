@@ -1,16 +1,55 @@
-"""What the tests share: one thread, a fixed seed, a small Llama, and a loss with just the gradients asked for."""
+"""What the tests share: one thread, a fixed seed, ranks, a small Llama, and a loss with just the gradients asked for."""
 
-import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+import os
+import tempfile
+from pathlib import Path
 
-# Tests run side by side, and their tensors are too small to be worth a second thread.
+# Read when packages are imported, here and in the processes that tests start. Tests run side by side, and their tensors
+# are too small to be worth a second thread. Compiled code is shared by all processes, and by the next run of the suite.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ.setdefault(
+    "TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"lowmem-tests-inductor-{os.getuid()}")
+)
+os.environ.setdefault("TORCHINDUCTOR_FX_GRAPH_CACHE", "1")
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from ranks import Ranks  # noqa: E402
+from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
+
 torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
 def fixed_seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def ranks_of():
+    """A function: the ranks of a group of so many, which stay for all tests."""
+    groups = {}
+
+    def of(count):
+        if count not in groups:
+            groups[count] = Ranks(count)
+        return groups[count]
+
+    yield of
+    for group in groups.values():
+        group.stop()
+
+
+@pytest.fixture(params=[2, 3], ids=lambda n: f"{n} ranks")
+def ranks(request, ranks_of):
+    return ranks_of(request.param)
+
+
+@pytest.fixture
+def two(ranks_of):
+    return ranks_of(2)
 
 
 @pytest.fixture(scope="session")

@@ -1,15 +1,16 @@
 """Ranks of a gloo process group, to run a test's function on: real processes that stay for the next one."""
 
-import multiprocessing
 import tempfile
+import time
 import traceback
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 
 import torch
 import torch.distributed as dist
+from processes import CONTEXT, PATIENCE
 
-# Seconds after which ranks that do not answer are taken for hung.
-PATIENCE = 40
+# Seconds that the other ranks have to answer after one has failed: they may wait for it.
+GRACE = 5
 
 
 class RankError(AssertionError):
@@ -24,16 +25,16 @@ class Ranks:
         self._start()
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
         store = tempfile.NamedTemporaryFile(delete=False)  # noqa: SIM115 (lives as long as the group)
-        pipes = [context.Pipe() for _ in range(self.count)]
-        self._ends = [ours for ours, _ in pipes]
+        pipes = [CONTEXT.Pipe() for _ in range(self.count)]
+        self._ends = [parent for parent, _ in pipes]
         self._processes = [
-            context.Process(target=_serve, args=(rank, self.count, store.name, theirs), daemon=True)
-            for rank, (_, theirs) in enumerate(pipes)
+            CONTEXT.Process(target=_serve, args=(rank, self.count, store.name, child), daemon=True)
+            for rank, (_, child) in enumerate(pipes)
         ]
-        for process in self._processes:
+        for process, (_, child) in zip(self._processes, pipes, strict=True):
             process.start()
+            child.close()  # so that a rank that dies closes its pipe
 
     def run(self, function, *args):
         """What `function(rank, *args)` returns on each rank, in their order.
@@ -43,25 +44,33 @@ class Ranks:
         """
         for end in self._ends:
             end.send((function, args))
-        answers = [_answer(end) for end in self._ends]
-        failed = [f"rank {rank}: {answer}" for rank, (fine, answer) in enumerate(answers) if not fine]
+        answers = self._answers()
+        failed = [f"rank {rank}: {answer}" for rank, (succeeded, answer) in enumerate(answers) if not succeeded]
         if failed:
             self.stop()
             self._start()
             raise RankError("\n".join(failed))
         return [answer for _, answer in answers]
 
+    def _answers(self) -> list[tuple[bool, object]]:
+        answers: list[tuple[bool, object]] = [(False, "did not answer")] * self.count
+        ranks = {end: rank for rank, end in enumerate(self._ends)}
+        deadline = time.monotonic() + PATIENCE
+        while ranks and (left := deadline - time.monotonic()) > 0:
+            for end in wait(list(ranks), left):
+                rank = ranks.pop(end)
+                try:
+                    answers[rank] = end.recv()
+                except EOFError:
+                    answers[rank] = False, "died"
+                if not answers[rank][0]:
+                    deadline = min(deadline, time.monotonic() + GRACE)
+        return answers
+
     def stop(self) -> None:
         for process in self._processes:
             process.kill()
             process.join()
-
-
-def _answer(end: Connection):
-    try:
-        return end.recv() if end.poll(PATIENCE) else (False, "did not answer")
-    except EOFError:
-        return False, "died"
 
 
 def _serve(rank: int, count: int, store: str, end: Connection) -> None:

@@ -1,6 +1,8 @@
 """Models that the ranks of a group share, as DeepSpeed ZeRO-3 or FSDP2 cuts them."""
 
+import functools
 import os
+import pickle
 from contextlib import nullcontext
 
 import pytest
@@ -77,8 +79,14 @@ def shared(rank, kind, settings, micro_batches=1, options=None):
     return train(net, lambda ids: ids.tensor_split(dist.get_world_size())[rank], settings, micro_batches)
 
 
+@functools.cache
+def on_one_device(case):
+    settings, micro_batches = pickle.loads(case)
+    return train(make(), lambda ids: ids, settings, micro_batches)
+
+
 def assert_as_one_device(found, kind, settings, micro_batches=1):
-    alone = train(make(), lambda ids: ids, settings, micro_batches)
+    alone = on_one_device(pickle.dumps((settings, micro_batches)))
     for rank in found:
         assert rank["placement"] == kind
         for name, weight in rank["weights"].items():

@@ -1,4 +1,4 @@
-"""Peers side by side: what is measured, what is said of it, what becomes of those that fail; but for no time."""
+"""Benchmarks against peers: what is measured, what is reported, what happens to methods that fail; except for times."""
 
 import contextlib
 import json
@@ -9,28 +9,35 @@ import subprocess
 import sys
 import time
 from functools import partial
+from pathlib import Path
 
 import psutil
 import pytest
 import torch
 from rich.console import Console
 
-from benchmarks import comparison, contenders, measurement
-from benchmarks.baselines import FLOOR, Contender, chosen, drop_gradients, fused, hooked, ordinary
-from benchmarks.comparison import Comparison
-from benchmarks.measurement import SIZES, Workload, alone
-from lowmem import cli
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import (  # noqa: E402
+    baselines,
+    comparison,
+    convergence,
+    dispatch,
+    growth,
+    measurement,
+    policies,
+    reports,
+    step,
+    update,
+)
+from benchmarks.baselines import FLOOR, Method, all_methods, drop_gradients, fused, hooked, ordinary, select  # noqa: E402
+from benchmarks.comparison import Comparison  # noqa: E402
+from benchmarks.measurement import SIZES, Workload  # noqa: E402
+from benchmarks.processes import MeasurementError, alone  # noqa: E402
 
 SMALL = ("--size", "1M", "--tokens", "8", "--steps", "1", "--rounds", "1")
 WORKLOAD = Workload("1M", batch=1, tokens=8, dtype="float32", steps=1)
-
-
-def bench(capsys, folder, *arguments):
-    """Runs `lowmem bench` into a folder; its exit status, stdout and stderr."""
-    with pytest.raises(SystemExit) as done:
-        cli.main(["bench", *arguments, "--out", str(folder)])
-    printed = capsys.readouterr()
-    return done.value.code, printed.out, printed.err
 
 
 def only(*names):
@@ -41,65 +48,152 @@ def figures(seconds, process_peak=2**30, **more):
     return {"seconds": seconds, "first_step": 1.0, "tensor_peak": 2**24, "process_peak": process_peak, **more}
 
 
+def status(main, *arguments):
+    with pytest.raises(SystemExit) as done:
+        main(arguments)
+    return done.value.code
+
+
 @pytest.fixture
 def nothing_installed(monkeypatch):
-    monkeypatch.setattr(contenders, "version", lambda package: None)
+    monkeypatch.setattr(baselines, "version", lambda package: None)
 
 
 @pytest.fixture
-def pretend(monkeypatch):
-    """A function: lets each contender find what is given by its name, one run after the other, and no process start."""
+def in_this_process(monkeypatch):
+    """Starts no process for a measurement."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for module in (comparison, update):
+        monkeypatch.setattr(module, "alone", lambda function, *args, folder=None: function(*args))
+
+
+@pytest.fixture
+def simulate(monkeypatch):
+    """A function: each method gets the figures or errors listed under its name, one per round, and runs nothing."""
 
     def give(**runs):
-        found = {name: iter(rows) for name, rows in runs.items()}
-        monkeypatch.setattr(comparison, "alone", lambda contender, workload, folder: next(found[contender.package]))
-        monkeypatch.setattr(Contender, "missing", lambda self: None)
-        return {name: Contender(drop_gradients, "ours" if name == "ours" else "peer", name) for name in runs}
+        listed = {name: iter(rows) for name, rows in runs.items()}
+
+        def measured(function, method, workload, folder):
+            row = next(listed[method.package])
+            if isinstance(row, str):
+                raise MeasurementError(row)
+            return row
+
+        monkeypatch.setattr(comparison, "alone", measured)
+        monkeypatch.setattr(Method, "missing", lambda self: None)
+        return {name: Method(drop_gradients, "ours" if name == "ours" else "peer", name) for name in runs}
 
     return give
 
 
-# -- The command ---------------------------------------------------------------------------------------------------
+# -- the commands ------------------------------------------------------------------------------------------------------
 
 
-def test_a_bench_from_end_to_end(nothing_installed, monkeypatch, tmp_path, capsys):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # for the processes that are measured
+def test_steps_are_measured_compared_and_written(nothing_installed, in_this_process, tmp_path, capsys):
     folder = tmp_path / "new" / "bench"
-    code, out, err = bench(capsys, folder, *SMALL, *only(FLOOR, "AdamW, fused", "FlashOptim AdamW"))
-    assert code == 0, err
-    assert "Llama of 1,049,472 parameters (3 layers, hidden 128, vocabulary 1,024), bfloat16, 1 × 8 tokens" in out
+    step.main([*SMALL, "--dtype", "bfloat16", *only(FLOOR, "AdamW, fused", "FlashOptim AdamW"), "--out", str(folder)])
+    out, err = capsys.readouterr()
+    assert "Llama of 1,049,472 parameters (3 layers, hidden 128, vocabulary 1,024), 1 × 8 tokens" in out
+    assert "; bfloat16" in out
     assert "left out: FlashOptim AdamW (pip install flashoptim)" in out
+    assert "wrote step.json and step.png to " in out
     assert "round 1 of 1: AdamW, fused, " in err
-    assert sorted(path.name for path in folder.iterdir()) == ["bench.json", "bench.png"]
-    assert (folder / "bench.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert sorted(path.name for path in folder.iterdir()) == ["step.json", "step.png"]
+    assert (folder / "step.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
-    report = json.loads((folder / "bench.json").read_text())
+    report = json.loads((folder / "step.json").read_text())
     assert report["settings"]["threads"] == torch.get_num_threads()
     assert report["machine"]["torch"] == torch.__version__
     assert list(report["left_out"]) == ["FlashOptim AdamW"] and report["failed"] == {}
     floor, adamw = (report["results"][name] for name in (FLOOR, "AdamW, fused"))
     weights = report["settings"]["weights"]
     assert weights == 2 * 1_049_472
-    assert floor["tensor_peak"] < 2 * weights  # no gradient but the largest, and activations
-    assert 4 * weights <= adamw["tensor_peak"] < 5 * weights  # gradients and two states
-    (line,) = (line for line in out.splitlines() if line.startswith("AdamW, fused "))
-    assert line.split()[3] == f"{adamw['seconds'] / floor['seconds']:.2f}"
-    assert line.split()[5] == f"{(adamw['tensor_peak'] - weights) / 2**20:.0f}"
+    assert floor["tensor_peak"] < 2 * weights  # no gradient except the largest, and activations
+    assert 4 * weights <= adamw["tensor_peak"] < 5 * weights  # gradients and two moments
+    (line,) = (line for line in out.splitlines() if line.startswith("| AdamW, fused "))
+    cells = [cell.strip() for cell in line.split("|")]
+    assert cells[3] == f"{adamw['seconds'] / floor['seconds']:.2f}"
+    assert cells[5] == f"{(adamw['tensor_peak'] - weights) / 2**20:.0f}"
+
+
+def test_updates_are_measured_and_written(nothing_installed, in_this_process, tmp_path, capsys):
+    names = ("adamw, eager", "adalomo, eager", update.BASE, "optimi Lion")
+    update.main(["--size", "64", "--repeats", "1", "--rounds", "1", *only(*names), "--out", str(tmp_path)])
+    assert "left out: optimi Lion (pip install torch-optimi)" in capsys.readouterr().out
+    results = json.loads((tmp_path / "update.json").read_text())["results"]
+    assert results["adamw, eager"]["state"] == pytest.approx(8, rel=1e-3)
+    assert results["adalomo, eager"]["state"] == 4 * (64 + 64) / 64**2
+    assert (tmp_path / "update.png").exists()
+
+
+def test_updates_that_need_bfloat16_are_left_out_in_float32():
+    assert update.methods("bfloat16") == update.METHODS
+    assert update.METHODS.keys() - update.methods("float32").keys() >= {
+        "adamw, compensated",
+        f"adamw{update.WIDE}",
+        f"{update.BASE}{update.WIDE}",
+    }
+
+
+def test_the_cost_of_hooks_is_measured_and_written(tmp_path, capsys):
+    dispatch.main(["--count", "3", "--repeats", "1", "--out", str(tmp_path)])
+    results = json.loads((tmp_path / "dispatch.json").read_text())["milliseconds"]
+    assert list(results["64 x 64"]) == ["bare hook", "lowmem lomo", "lowmem adalomo", "lowmem adamw"]
+
+
+def test_growth_is_fitted_drawn_and_written(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(growth, "SIZES", {"1K": (1, 64, 64), "2K": (1, 64, 128)})
+    monkeypatch.setattr(growth, "seconds", lambda size, *rest: {"floor": 1.0, "step": {"1K": 2.0, "2K": 3.0}[size]})
+    growth.main(["--tokens", "2", "--timed", "2K", "--dtype", "float32", "--out", str(tmp_path)])
+    report = json.loads((tmp_path / "growth.json").read_text())
+    for row in report["results"].values():
+        assert row["peak"] == row["real peak"] > row["weights"]
+    assert report["lines"]["update, seconds over parameters"]["deviation"] < 1e-9
+    assert (tmp_path / "growth.png").exists()
+
+
+def test_optimizers_are_trained_searched_and_drawn(monkeypatch, tmp_path, capsys):
+    sizes = {"steps": 2, "hidden": 64, "layers": 1, "batch": 2, "length": 4, "vocab": 300, "every": 1, "seed": 0}
+    settings = convergence.Settings(**sizes)
+    rows = torch.arange(8 * 4).view(8, 4)
+    monkeypatch.setattr(convergence, "corpus", lambda settings: (rows, rows))
+    names = ["AdamW", "lomo"]
+    runs = {name: [convergence.train(name, lr, settings) for lr in (1e-2, 2e-2)] for name in names}
+    assert [run.tokens for run in runs["lomo"]] == [[0, 8, 16]] * 2
+    assert runs["AdamW"][0].state_bytes == pytest.approx(8, rel=0.01)
+    convergence.report(runs, settings, tmp_path)
+    assert json.loads((tmp_path / "convergence.json").read_text())["optimizers"].keys() == set(names)
+    assert (tmp_path / "convergence.png").exists()
+
+    best = convergence.best_of(runs["AdamW"]).lr
+    done = {"AdamW": [run for run in runs["AdamW"] if run.lr == best] * 4}
+    monkeypatch.setitem(convergence.CANDIDATES, "AdamW", convergence.Candidate(torch.optim.AdamW, (best,) * 2))
+    assert convergence.missing_runs(done, ["AdamW"], {"AdamW": 3}) == []
+
+
+def test_every_command_has_a_help_that_names_its_options(capsys):
+    for module in (step, policies, update, dispatch, growth, convergence):
+        assert status(module.main, "--help") == 0
+        assert "--out DIR" in capsys.readouterr().out
 
 
 def test_ctrl_c_leaves_nothing_behind(tmp_path):
-    command = [sys.executable, "-m", "lowmem", "bench", *SMALL, "--out", str(tmp_path / "bench")]
+    command = [sys.executable, "-m", "benchmarks.step", *SMALL, "--out", str(tmp_path / "bench")]
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     environment = {**os.environ, "TMPDIR": str(temporary)}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as main:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes, env=environment, cwd=ROOT) as main:
         while not (
-            measured := [p for p in psutil.Process(main.pid).children() if "measurement.serve" in "".join(p.cmdline())]
+            measured := [
+                p for p in psutil.Process(main.pid).children() if "benchmarks.processes" in "".join(p.cmdline())
+            ]
         ):
             assert main.poll() is None
             time.sleep(0.05)
         err = None
-        while err is None:  # Python drops one that comes in the middle of a finalizer; whoever pressed it presses again
+        while err is None:  # Python drops an interrupt that comes in the middle of a finalizer; press again
             main.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 _, err = main.communicate(timeout=15)
@@ -111,63 +205,84 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path):
 
 
 MISTAKES = {
-    "unknown contender": (
-        ["--only", "AdamW, fuse"],
-        "contender 'AdamW, fuse' is unknown. Did you mean 'AdamW, fused'?",
-    ),
-    "no list of names": (
-        ["--only", "x"],
-        "floor; lowmem adalomo; lowmem adalomo, stochastic; lowmem adamw; AdamW, fused",
-    ),
+    "unknown method": (["--only", "AdamW, fuse"], "method 'AdamW, fuse' is unknown. Did you mean 'AdamW, fused'?"),
+    "list of names": (["--only", "x"], "floor; lowmem adalomo; lowmem adalomo, stochastic; lowmem adamw; AdamW, fused"),
     "unknown rule": (["--rule", "lionn"], "Did you mean 'lion'?"),
     "unknown size": (["--size", "3M"], "invalid choice: '3M'"),
-    "not a count": (["--rounds", "0"], "'0' is not a count of one or more"),
-    "nothing can run": (["--only", "FlashOptim AdamW"], "no contender can run here. FlashOptim AdamW: pip install"),
+    "not a count": (["--rounds", "0"], "'0' is not a positive integer"),
+    "nothing can run": (
+        ["--only", "FlashOptim AdamW"],
+        "none of the methods can run here. FlashOptim AdamW: pip install",
+    ),
 }
 
 
-@pytest.mark.parametrize(("arguments", "said"), MISTAKES.values(), ids=MISTAKES)
-def test_a_mistake_is_one_message_and_nothing_is_left(arguments, said, nothing_installed, tmp_path, capsys):
-    code, out, err = bench(capsys, tmp_path / "bench", *arguments)
-    assert (code, out) == (2, "")
-    assert said in err
+@pytest.mark.parametrize(("arguments", "message"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_one_message_and_nothing_is_left(arguments, message, nothing_installed, tmp_path, capsys):
+    assert status(step.main, *arguments, "--out", str(tmp_path / "bench")) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert message in err
     assert not (tmp_path / "bench").exists()
 
 
-def test_a_folder_that_cannot_be_made_is_said_before_anything_runs(tmp_path, capsys):
+def test_a_folder_that_cannot_be_created_is_reported_before_anything_runs(tmp_path, capsys):
     (tmp_path / "file").write_text("mine")
-    code, _, err = bench(capsys, tmp_path / "file")
-    assert code == 2 and "can't be written" in err
+    assert status(step.main, "--out", str(tmp_path / "file")) == 2
+    assert "can't be written" in capsys.readouterr().err
     assert (tmp_path / "file").read_text() == "mine"
 
 
-@pytest.mark.parametrize(("who", "status"), [("ours", 1), ("peer", 0)])
-def test_the_exit_status_is_of_ours_alone(who, status, pretend, monkeypatch, tmp_path, capsys):
-    taking_part = pretend(**{"other": [figures(1.0)], who: ["ValueError: no"]})
-    monkeypatch.setattr(cli, "chosen", lambda rules, only: taking_part)
-    code, out, _ = bench(capsys, tmp_path, *SMALL)
-    assert code == status
-    assert f"{who} failed: ValueError: no" in out
-    report = json.loads((tmp_path / "bench.json").read_text())
+@pytest.mark.parametrize("who", ["ours", "peer"])
+def test_only_a_failure_of_lowmem_is_an_exit_status(who, simulate, monkeypatch, tmp_path, capsys):
+    methods = simulate(**{"other": [figures(1.0)], who: ["ValueError: no"]})
+    monkeypatch.setattr(step, "all_methods", lambda rules: methods)
+    arguments = [*SMALL, "--out", str(tmp_path)]
+    if who == "ours":
+        assert status(step.main, *arguments) == 1
+    else:
+        step.main(arguments)
+    assert f"{who} failed: ValueError: no" in capsys.readouterr().out
+    report = json.loads((tmp_path / "step.json").read_text())
     assert report["failed"] == {who: "ValueError: no"} and list(report["results"]) == ["other"]
-    assert (tmp_path / "bench.png").exists()
+    assert (tmp_path / "step.png").exists()
 
 
-# -- Contenders ----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("line", "dtype"),
+    [
+        ("flags\t\t: fpu avx512f avx512_bf16", "bfloat16"),
+        ("flags\t\t: amx_bf16 fpu", "bfloat16"),
+        ("Features\t: fp asimd bf16", "bfloat16"),
+        ("flags\t\t: fpu avx512f", "float32"),
+        ("", "float32"),
+    ],
+)
+def test_float32_is_the_default_where_the_cpu_emulates_bfloat16(line, dtype, monkeypatch, tmp_path):
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{line}\nbugs\t\t: none\n")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(reports, "CPUINFO", tmp_path / "cpuinfo")
+    assert comparison.make_parser("Doc.", 1, 1, 1).parse_args([]).dtype == dtype
+    emulated = dtype == "float32"
+    assert ("no bfloat16 instructions" in reports.headline(dtype)) == emulated
+    assert reports.machine()["bfloat16_instructions"] != emulated
 
 
-def test_rules_of_ours_can_be_added_and_all_can_go_to_another_process():
-    known = chosen(["lion", "torch.optim.SGD"])
-    assert {"lowmem lion", "lowmem torch.optim.SGD"} <= known.keys()
-    assert pickle.loads(pickle.dumps(known)).keys() == known.keys()
-    assert [name for name, contender in known.items() if contender.kind == "floor"] == [FLOOR]
-    assert list(chosen(["lion"], ["lowmem lion", FLOOR])) == [FLOOR, "lowmem lion"]
+# -- methods -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_peer_that_is_not_installed_says_what_installs_it():
-    assert Contender(drop_gradients, package="no-such-package").missing() == "pip install no-such-package"
-    assert Contender(drop_gradients, package="torch").missing() is None
-    assert (Contender(drop_gradients, gpu=True).missing() is None) == torch.cuda.is_available()
+def test_rules_can_be_added_and_every_method_can_be_sent_to_another_process():
+    methods = all_methods(["lion", "torch.optim.SGD"])
+    assert {"lowmem lion", "lowmem torch.optim.SGD"} <= methods.keys()
+    assert pickle.loads(pickle.dumps(methods)).keys() == methods.keys()
+    assert [name for name, method in methods.items() if method.kind == "floor"] == [FLOOR]
+    assert list(select(methods, ["lowmem lion", FLOOR])) == [FLOOR, "lowmem lion"]
+
+
+def test_a_peer_that_is_not_installed_says_how_to_install_it():
+    assert Method(drop_gradients, package="no-such-package").missing() == "pip install no-such-package"
+    assert Method(drop_gradients, package="torch").missing() is None
+    assert (Method(drop_gradients, gpu=True).missing() is None) == torch.cuda.is_available()
 
 
 def trained(make, tiny_llama, rows):
@@ -180,7 +295,7 @@ def trained(make, tiny_llama, rows):
     return [p.detach() for p in model.parameters()], sum(p.grad is not None for p in model.parameters())
 
 
-def test_contenders_train_as_they_say(tiny_llama):
+def test_methods_train_as_documented(tiny_llama):
     adamw = {"cls": torch.optim.AdamW, "foreach": False}
     rows = torch.randint(97, (2, 8)).split(1)
     start = [p.detach() for p in tiny_llama().parameters()]
@@ -190,8 +305,8 @@ def test_contenders_train_as_they_say(tiny_llama):
 
     expected, gradients = trained(partial(ordinary, **adamw), tiny_llama, rows)
     assert gradients == 0 and not all(map(torch.equal, expected, start))
-    settings = {"rule": torch.optim.AdamW, "foreach": False, "accumulation_dtype": "gradient", "policy": "deferred"}
-    weights, _ = trained(partial(fused, **settings), tiny_llama, rows)
+    options = {"rule": torch.optim.AdamW, "foreach": False, "accumulation_dtype": "gradient", "policy": "deferred"}
+    weights, _ = trained(partial(fused, **options), tiny_llama, rows)
     torch.testing.assert_close(weights, expected, rtol=0, atol=0)
 
     expected, _ = trained(partial(ordinary, **adamw), tiny_llama, rows[:1])
@@ -200,7 +315,7 @@ def test_contenders_train_as_they_say(tiny_llama):
     assert gradients == 0
 
 
-# -- One measurement -----------------------------------------------------------------------------------------------
+# -- one measurement ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -214,65 +329,72 @@ def test_the_settings_count_the_parameters_that_the_model_has(size):
     assert settings["parameters"] == pytest.approx(about, rel=0.06)
 
 
-def test_what_a_step_allocates_is_counted_and_what_it_frees_as_well():
-    kept = [torch.zeros(2**20)]
+def test_what_a_step_allocates_and_frees_is_counted():
+    live = [torch.zeros(2**20)]
 
     def transient():
         for _ in range(3):
             torch.zeros(2**20)
 
     def replaced():
-        kept.append(torch.zeros(2**20))
-        del kept[0]
+        live.append(torch.zeros(2**20))
+        del live[0]
 
-    nothing = measurement._most_allocated(lambda: None)
-    assert nothing >= kept[0].nbytes
-    assert measurement._most_allocated(transient) == nothing + 4 * 2**20
-    assert measurement._most_allocated(replaced) == nothing + 4 * 2**20
-
-
-def dies(model):
-    os.abort()
+    nothing = measurement.peak_of_tensors(lambda: None)
+    assert nothing >= live[0].nbytes
+    assert measurement.peak_of_tensors(transient) == nothing + 4 * 2**20
+    assert measurement.peak_of_tensors(replaced) == nothing + 4 * 2**20
+    assert measurement.peak_of_temporaries(transient) == 4 * 2**20
 
 
-def test_a_failure_is_its_line_and_a_death_its_status(tmp_path):
-    why = alone(Contender(partial(ordinary, cls=torch.optim.LBFGS)), WORKLOAD, tmp_path)
-    assert why.startswith("TypeError: ") and "closure" in why and "\n" not in why
-    assert alone(Contender(dies), WORKLOAD, tmp_path) == f"its process ended with status {-signal.SIGABRT}"
+def test_a_process_returns_its_result_its_error_or_its_status(tmp_path):
+    assert alone(os.getpid, folder=tmp_path / "new") != os.getpid()
+    with pytest.raises(MeasurementError, match=r"^json.decoder.JSONDecodeError: Expecting value: line 1 column 1 .*$"):
+        alone(json.loads, "")
+    with pytest.raises(MeasurementError, match=f"^its process exited with status {-signal.SIGABRT}$"):
+        alone(os.abort)
 
 
-# -- All of them ---------------------------------------------------------------------------------------------------
+def test_a_command_can_call_its_own_functions_in_a_process(tmp_path):
+    lines = ("from benchmarks.processes import alone", "def six():", "    return 6", "if __name__ == '__main__':")
+    (tmp_path / "mine.py").write_text("\n".join((*lines, "    print(alone(six))")))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "mine"]
+    assert subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True).stdout == "6\n"
 
 
-def test_figures_are_medians_and_the_first_step_the_longest(pretend, capsys):
-    firsts = [figures(seconds, first_step=first) for seconds, first in ((3.0, 9.0), (1.0, 2.0), (2.0, 2.0))]
-    taking_part = pretend(ours=firsts, peer=[figures(4.0), "ValueError: no"])
-    found = comparison.compare(taking_part, WORKLOAD, 3, Console(stderr=True))
-    assert found.results == {"ours": figures(2.0, first_step=9.0)}
-    assert found.failed == {"peer": "ValueError: no"}  # and it is not tried again
+# -- all of them -------------------------------------------------------------------------------------------------------
+
+
+def test_figures_are_medians_and_the_first_step_is_the_longest(simulate, capsys):
+    rows = [figures(seconds, first_step=first) for seconds, first in ((3.0, 9.0), (1.0, 2.0), (2.0, 2.0))]
+    methods = simulate(ours=rows, peer=[figures(4.0), "ValueError: no"])
+    result = comparison.compare(methods, WORKLOAD, 3, Console(stderr=True))
+    assert result.results == {"ours": figures(2.0, first_step=9.0)}
+    assert result.failed == {"peer": "ValueError: no"}  # and it is not tried again
     assert "round 2 of 3: peer, failed: ValueError: no\n" in capsys.readouterr().err
 
 
-def rows_of(found, base, capsys):
-    console = Console(width=40)  # as narrow as it may be, no figure is cut off
-    comparison.tell(found, base, console)
-    return [line.split() for line in capsys.readouterr().out.splitlines()]
+def rows_of(result, base, capsys):
+    comparison.report(result, base)
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()]
 
 
-def test_the_table_is_of_what_was_measured(capsys):
+def test_the_table_shows_what_was_measured(capsys):
     settings = {**WORKLOAD.settings(), "rounds": 1}
     peak = settings["weights"] + 5 * 2**20
-    taking_part = {name: Contender(drop_gradients) for name in ("a", "b", "c")}
+    methods = {name: Method(drop_gradients) for name in ("a", "b", "c")}
     results = {
         "a": figures(0.5, tensor_peak=peak),
         "b": figures(1.25, process_peak=2**30 - 7 * 2**20, tensor_peak=peak),
     }
-    found = Comparison(taking_part, settings, results, failed={"c": "ValueError: [no]"})
-    rows = rows_of(found, "a", capsys)
+    result = Comparison(methods, settings, results, failed={"c": "ValueError: [no]"})
+    rows = rows_of(result, "a", capsys)
     assert ["a", "0.500", "1.00", "16", "5", "0", "1.0"] in rows
     assert ["b", "1.250", "2.50", "6", "5", "-7", "1.0"] in rows
     assert ["c", "failed", *["–"] * 5] in rows
-    assert ["c", "failed:", "ValueError:", "[no]"] in rows
-    assert ["a", "0.500", "–", "16", "5", "–", "1.0"] in rows_of(found, "floor", capsys)
+    comparison.report(result, "a")
+    assert "c failed: ValueError: [no]" in capsys.readouterr().out
+    assert ["a", "0.500", "–", "16", "5", "–", "1.0"] in rows_of(result, "floor", capsys)
     del results["b"]["process_peak"]
-    assert ["b", "1.250", "2.50", "6", "5", "–", "1.0"] in rows_of(found, "a", capsys)
+    assert ["b", "1.250", "2.50", "6", "5", "–", "1.0"] in rows_of(result, "a", capsys)

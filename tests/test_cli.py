@@ -1,4 +1,4 @@
-"""The commands as a user types them: a run from end to end, and every mistake as one message with exit status 2."""
+"""The commands as a user types them: a run from end to end, and each mistake as one message with exit status 2."""
 
 import json
 import os
@@ -65,11 +65,10 @@ def test_a_run_from_end_to_end(config, run_dir, capsys):
     code, out, err = lowmem(capsys, "train", config, "trainer.max_steps=8", "optimizer.clip_threshold=0.9")
     assert (code, err) == (0, "")
     assert "LlamaForCausalLM" in out
-    assert "policy     immediate: nothing asked for needs more than one gradient at a time\n" in out
+    assert "policy     immediate: " in out
     assert out.count("grad norm") == 4
     assert "evaluation" in out
-    found = {path.name for path in run_dir.iterdir()}
-    assert found == {
+    assert {path.name for path in run_dir.iterdir()} == {
         "config.yaml", "environment.json", "metrics.jsonl", "loss.png", "memory.png", "README.md",
         "checkpoint-4", "checkpoint-8",
     }  # fmt: skip
@@ -91,7 +90,7 @@ def test_a_run_from_end_to_end(config, run_dir, capsys):
     assert (code, again) == (0, out)
 
 
-def test_the_saved_config_is_the_run_once_more(config, run_dir, capsys):
+def test_the_saved_config_repeats_the_run(config, run_dir, capsys):
     lowmem(capsys, "train", config, "optimizer.rounding=stochastic", "model.dtype=bfloat16")
     code, _, _ = lowmem(capsys, "train", run_dir / "config.yaml", f"run_dir={run_dir}-2")
     assert code == 0
@@ -102,7 +101,7 @@ def test_the_saved_config_is_the_run_once_more(config, run_dir, capsys):
     assert first == second
 
 
-def test_updates_that_rounding_would_lose_are_said(config, run_dir, capsys):
+def test_updates_that_rounding_would_lose_are_warned_about(config, run_dir, capsys):
     for dtype, rounding, warned in (
         ("bfloat16", "nearest", True),
         ("bfloat16", "stochastic", False),
@@ -114,21 +113,21 @@ def test_updates_that_rounding_would_lose_are_said(config, run_dir, capsys):
         assert ("rounding nearest lose" in err) == warned
 
 
-def test_resuming_goes_on_from_the_newest_whole_checkpoint(config, run_dir, capsys):
+def test_resuming_continues_from_the_newest_complete_checkpoint(config, run_dir, capsys):
     lowmem(capsys, "train", config)
     weights = run_dir / "checkpoint-6" / "model.safetensors"
-    whole = weights.read_bytes()
-    weights.write_bytes(whole[:-8])
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-8])
     code, out, err = lowmem(capsys, "train", run_dir / "config.yaml", "--resume")
     assert code == 0
     assert "resuming from" in out and "checkpoint-4" in out
-    assert "passed over a damaged checkpoint" in err and "cut short" in err
-    assert weights.read_bytes() == whole
+    assert "skipped a damaged checkpoint" in err and "model.safetensors" in err
+    assert weights.read_bytes() == content
     steps = [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert steps == sorted(steps)
 
 
-def test_inspect_shows_what_the_loss_is_taken_on(config, run_dir, capsys):
+def test_inspect_shows_the_tokens_on_which_the_loss_is_computed(config, run_dir, capsys):
     code, out, _ = lowmem(capsys, "inspect", config, "--samples", 2)
     assert code == 0
     assert out.count("tokens, loss on") == 3
@@ -187,7 +186,7 @@ def test_a_text_run_continues_its_prompt(config, run_dir, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_every_shipped_config_is_whole(path):
+def test_every_shipped_config_loads(path):
     from lowmem.run.config import load
 
     config = load(path)
@@ -247,15 +246,15 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize(("change", "said"), MISTAKES.values(), ids=MISTAKES)
-def test_a_mistake_is_one_message_and_nothing_is_left(change, said, config, run_dir, tmp_path, capsys):
+@pytest.mark.parametrize(("change", "message"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_one_message_and_nothing_is_left(change, message, config, run_dir, tmp_path, capsys):
     overrides = change if isinstance(change, list) else []
     if callable(change):
         change(tmp_path)
     code, _, err = lowmem(capsys, "train", config, *overrides)
     assert code == 2
     assert err.startswith("error: ")
-    assert said in err
+    assert message in err
     assert "Traceback" not in err
     assert not run_dir.exists()
 
@@ -265,11 +264,11 @@ def test_an_existing_run_folder_is_not_touched(config, run_dir, capsys):
     (run_dir / "notes.txt").write_text("mine")
     code, _, err = lowmem(capsys, "train", config)
     assert code == 2
-    assert "holds a run already" in err and "--resume" in err
+    assert "already contains a run" in err and "--resume" in err
     assert [path.name for path in run_dir.iterdir()] == ["notes.txt"]
 
 
-def test_a_finished_run_is_left_as_it_is(config, run_dir, capsys):
+def test_a_finished_run_is_not_changed(config, run_dir, capsys):
     lowmem(capsys, "train", config, "trainer.max_steps=2")
     weights = (run_dir / "checkpoint-2" / "model.safetensors").read_bytes()
     code, _, err = lowmem(capsys, "train", run_dir / "config.yaml", "--resume")
@@ -280,8 +279,8 @@ def test_a_finished_run_is_left_as_it_is(config, run_dir, capsys):
     assert lowmem(capsys, "train", run_dir / "config.yaml", "--resume", "trainer.max_steps=3")[0] == 0
 
 
-def test_resuming_nothing_is_said(config, run_dir, capsys):
-    assert "holds no run to resume" in lowmem(capsys, "train", config, "--resume")[2]
+def test_resuming_without_a_run_is_refused(config, run_dir, capsys):
+    assert "does not contain a run to resume" in lowmem(capsys, "train", config, "--resume")[2]
     assert not run_dir.exists()
     assert "no whole checkpoint" in lowmem(capsys, "generate", run_dir, "hello")[2]
 
@@ -298,8 +297,8 @@ def test_a_tokenizer_without_chat_template_is_refused(config, run_dir, tmp_path,
     assert not run_dir.exists()
 
 
-def test_reentrant_checkpointing_trains_as_the_other_kind_does(config, run_dir, capsys):
-    # each weight has one gradient a backward here; where one has several, the optimizer's own tests see it refused
+def test_reentrant_checkpointing_trains_like_non_reentrant(config, run_dir, capsys):
+    # each weight has one gradient per backward here; the optimizer's own tests cover weights with several
     losses = []
     for kind in ("true", "false"):
         checkpointing = ("trainer.activation_checkpointing=true", "model.config.tie_word_embeddings=true")
@@ -326,7 +325,7 @@ def test_ctrl_c_ends_with_a_loadable_checkpoint(config, run_dir, capsys):
         out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     assert "stopping after this step" in err
-    assert "go on with: lowmem train" in out and "--resume" in out
+    assert "continue with: lowmem train" in out and "--resume" in out
     (folder,) = run_dir.glob("checkpoint-*")
     AutoModelForCausalLM.from_pretrained(folder)
     step = int(folder.name.removeprefix("checkpoint-"))
@@ -335,7 +334,7 @@ def test_ctrl_c_ends_with_a_loadable_checkpoint(config, run_dir, capsys):
     assert f"resuming from {folder}" in out
 
 
-def test_a_full_disk_is_said_and_leaves_no_half_checkpoint(config, run_dir):
+def test_a_full_disk_is_reported_and_leaves_no_partial_checkpoint(config, run_dir):
     limit = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); " \
             "resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000)); "  # fmt: skip
     code = limit + f"from lowmem.cli import main; main(['train', {str(config)!r}])"

@@ -1,4 +1,4 @@
-"""The docstring script: the same file each time, pairs of the promised form, nothing half-written."""
+"""The docstring script: the same file each time, pairs of the documented form, no partial files."""
 
 import importlib.util
 import json
@@ -23,7 +23,7 @@ def script():
     return module
 
 
-def test_a_limited_file_is_the_start_of_the_whole_one(tmp_path):
+def test_a_limited_file_is_the_start_of_the_full_one(tmp_path):
     done = run("--out", tmp_path / "new" / "all.jsonl", "--seed", "3")
     assert done.returncode == 0, done.stderr
     limited = run("--out", tmp_path / "some.jsonl", "--seed", "3", "--limit", "50")

@@ -1,4 +1,4 @@
-"""TRL's fused head, which computes the loss from tiles of logits: whether it is a model's own, and tiles for a CPU."""
+"""TRL's fused head, which computes the loss from tiles of logits: the models that it suits, and the size of a tile."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,39 +8,43 @@ import torch
 
 from lowmem.errors import UnsupportedError
 
-# Columns of a tile on a CPU.
-_WIDTH = 2048
+# Columns of a tile of logits on a CPU.
+_CPU_COLUMNS = 2048
 
 
 def check(model: Any) -> None:
-    """Raises `UnsupportedError` for a model with more between its last hidden state and its logits than one matrix.
+    """Raises `UnsupportedError` for a model that has layers between its last hidden state and its output embedding.
 
-    TRL would leave that out, train without it and say nothing.
+    TRL 1.16 (trainer/utils.py, add_fused_lm_head) would train without those layers and would not warn.
     """
-    matrix = model.get_output_embeddings()
-    parts = [model.base_model] if matrix is None else [model.base_model, matrix]
-    known = {id(param) for part in parts for param in part.parameters()}
+    embedding = model.get_output_embeddings()
+    modules = [model.base_model] if embedding is None else [model.base_model, embedding]
+    known = {id(param) for module in modules for param in module.parameters()}
     others = [name for name, param in model.named_parameters() if id(param) not in known]
-    if matrix is None or others:
-        found = f"{others[0]!r} lies between" if others else "there is no such matrix"
+    if embedding is None or others:
+        reason = f"{others[0]!r} lies between" if others else "there is no such matrix"
         raise UnsupportedError(
-            f"{type(model).__name__}: TRL's SFTTrainer computes logits from the last hidden state by one matrix, the "
-            f"output embedding, and in this model {found}. Take a model whose head is one matrix; in Python, "
-            "FusedTrainer takes the loss that a model computes itself"
+            f"{type(model).__name__}: TRL's SFTTrainer multiplies the last hidden state by one matrix, the output "
+            f"embedding, to compute logits, and in this model {reason}. Use a model whose head is one matrix, or, in "
+            "Python, FusedTrainer, which uses the loss that the model computes"
         )
 
 
 @contextmanager
 def tiles(device: torch.device) -> Iterator[None]:
-    """Smaller tiles on a CPU, where the head makes some eight float32 copies of a tile of 4096 x 32768 logits."""
+    """Makes the tiles smaller on a CPU.
+
+    TRL 1.16 (trainer/utils.py) has no option for their size, and allocates about eight float32 tensors of
+    4096 x 32768 logits.
+    """
     if device.type != "cpu":
         yield
         return
     from trl.trainer import utils
 
-    width = utils._CHUNKED_LOGPROB_CHUNK_SIZE
-    utils._CHUNKED_LOGPROB_CHUNK_SIZE = _WIDTH
+    columns = utils._CHUNKED_LOGPROB_CHUNK_SIZE
+    utils._CHUNKED_LOGPROB_CHUNK_SIZE = _CPU_COLUMNS
     try:
         yield
     finally:
-        utils._CHUNKED_LOGPROB_CHUNK_SIZE = width
+        utils._CHUNKED_LOGPROB_CHUNK_SIZE = columns

@@ -1,13 +1,13 @@
-"""A model's weights, to Hugging Face files and back, one parameter at a time.
+"""The weights of a model, saved to and loaded from Hugging Face files one parameter at a time.
 
-Files are those of `save_pretrained`. What is held beside the model is one whole parameter, or those that lie in files
-together, so that sharded models are saved and loaded too: how a parameter becomes whole, and how a rank takes its part
-of one, `placements` says.
+The files are those of `save_pretrained`. transformers 5.23 (modeling_utils.py, save_pretrained) needs every tensor of a
+file in host memory to write it, the full model where it is sharded, and a copy of every weight that it converts. Here
+only one full parameter exists at a time, or those that a conversion combines.
 """
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,79 +26,59 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from lowmem import placements
 from lowmem.errors import CheckpointError
-from lowmem.files import begin, check_safetensors, put, read_json
+from lowmem.files import begin_safetensors, check_safetensors, read_json, write_tensor
 
-ShapeOf = Callable[[Tensor], tuple[int, ...]]
-Gather = Callable[[Tensor], Tensor]
-Fill = Callable[[Tensor, Tensor], None]
-Places = dict[str, tuple[BinaryIO, int]]
+Offsets = dict[str, tuple[BinaryIO, int]]
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 
-def save_weights(
-    model: nn.Module,
-    folder: Path,
-    *,
-    shape_of: ShapeOf = placements.shape_of,
-    gather: Gather = placements.full_tensor,
-    write: bool = True,
-    max_shard_size: int | str = "50GB",
-) -> None:
-    """Writes what `save_pretrained` writes on one device: weights and configuration. Of other modules, weights alone.
-
-    Every rank calls it: `gather` is called for the same tensors in the same order on all.
+def save_weights(model: nn.Module, folder: Path, *, write: bool = True, max_shard_size: int | str = "50GB") -> None:
+    """Writes what `save_pretrained` writes on one device: weights and configuration, or weights alone of a module that
+    is not a `PreTrainedModel`. Every rank calls it.
 
     Args:
-        shape_of: the logical shape of a parameter or buffer of the model.
-        gather: the whole of it, in that shape.
         write: whether this rank writes; the others touch no file.
-        max_shard_size: bytes of one file, as `save_pretrained` takes them.
+        max_shard_size: largest size of a file, as in `save_pretrained`.
 
     Raises:
         OSError: a file cannot be written.
     """
-    files = _Files(model, shape_of)
+    layout = _FileLayout(model)
     with ExitStack() as stack, torch.no_grad():
-        places: Places | None = None
+        offsets: Offsets = {}
         if write:
             folder.mkdir(parents=True, exist_ok=True)
             if isinstance(model, PreTrainedModel):
-                model.save_pretrained(folder, state_dict={})  # everything but weights
-            count = sum(math.prod(shape_of(param)) for param in model.parameters())
-            places = _begin(folder, files.tensors, max_shard_size, count, stack)
-        for group in files.groups:
-            _save(files, group, gather, places)
+                model.save_pretrained(folder, state_dict={})  # everything except weights
+            count = sum(math.prod(placements.shape_of(param)) for param in model.parameters())
+            offsets = _begin_files(folder, layout.tensors, max_shard_size, count, stack)
+        for group in layout.groups:
+            _save(layout, group, offsets)
 
 
-def load_weights(
-    model: nn.Module, folder: Path, *, shape_of: ShapeOf = placements.shape_of, fill: Fill = placements.fill
-) -> None:
-    """Copies the weights of a checkpoint into a model. Every rank reads, and nothing is copied unless everything fits.
-
-    Args:
-        shape_of: the logical shape of a parameter or buffer of the model.
-        fill: copies what belongs to this rank out of the whole of it, which comes in that shape and in any dtype.
+def load_weights(model: nn.Module, folder: Path) -> None:
+    """Copies the weights of a checkpoint into a model. Every rank reads; nothing is copied unless everything fits.
 
     Raises:
-        CheckpointError: the weights are missing or cut short, or their names or shapes are not this model's.
+        CheckpointError: the weights are missing or cut short, or have other names or shapes than the model's.
     """
     paths = weight_files(folder)
     for path in paths:
         check_safetensors(path)
-    files = _Files(model, shape_of)
+    layout = _FileLayout(model)
     with ExitStack() as stack, torch.no_grad():
         saved: dict[str, Any] = {}
         for path in paths:
             file = stack.enter_context(safe_open(path, framework="pt"))
             saved |= dict.fromkeys(file.keys(), file)
-        for group in _find(files, saved, folder):
-            _load(files, group, saved, fill)
+        for group in _match(layout, saved, folder):
+            _load(layout, group, saved)
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that a folder's weights are in, there or not."""
+    """The files in which the weights of a directory should be."""
     index = folder / INDEX_FILE
     if not index.exists():
         return [folder / WEIGHTS_FILE]
@@ -107,19 +87,22 @@ def weight_files(folder: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class _Group:
-    """Weights of the model, and the tensors in files that they become together; stand-ins without data, by name."""
+    """Weights of the model and the tensors in files that a conversion makes of them, on `meta`, by name."""
 
     weights: dict[str, Tensor]
     tensors: dict[str, Tensor]
     converted: bool = False
 
 
-class _Files:
-    """How a model's weights lie in files: all `tensors`, in the order of `save_pretrained`, and in `groups`."""
+class _FileLayout:
+    """How the weights of a model are laid out in files: `tensors` in the order of `save_pretrained`, and `groups`."""
 
-    def __init__(self, model: nn.Module, shape_of: ShapeOf) -> None:
-        self.own: dict[str, Tensor] = dict(model.state_dict(keep_vars=True))
-        weights = {name: torch.empty(shape_of(t), dtype=t.dtype, device="meta") for name, t in self.own.items()}
+    def __init__(self, model: nn.Module) -> None:
+        self.state: dict[str, Tensor] = dict(model.state_dict(keep_vars=True))
+        weights = {
+            name: torch.empty(placements.shape_of(tensor), dtype=tensor.dtype, device="meta")
+            for name, tensor in self.state.items()
+        }
         if isinstance(model, PreTrainedModel):
             for name in model._keys_to_ignore_on_save or ():
                 weights.pop(name, None)
@@ -128,88 +111,87 @@ class _Files:
             self.tensors = revert_weight_conversion(self._model, weights)
             self.groups = list(self._grouped(weights))
         else:
-            first: dict[int, str] = {}
-            for name, tensor in self.own.items():
-                first.setdefault(id(tensor), name)
-            self.tensors = {name: weights[name] for name in first.values()}
+            first_names: dict[int, str] = {}
+            for name, tensor in self.state.items():
+                first_names.setdefault(id(tensor), name)
+            self.tensors = {name: weights[name] for name in first_names.values()}
             self.groups = [_Group({name: weight}, {name: weight}) for name, weight in self.tensors.items()]
 
     def _grouped(self, weights: dict[str, Tensor]) -> Iterator[_Group]:
         renamed = {id(tensor): name for name, tensor in self.tensors.items()}
         converters = _converters(self._model)
-        together: dict[str, dict[str, Tensor]] = {}
+        combined: dict[str, dict[str, Tensor]] = {}
         for name, weight in weights.items():
             if id(weight) in renamed:
                 yield _Group({name: weight}, {renamed[id(weight)]: weight})
             else:
-                together.setdefault(apply_converters(name, converters)[0], {})[name] = weight
-        for members in together.values():
+                combined.setdefault(apply_converters(name, converters)[0], {})[name] = weight
+        for members in combined.values():
             names = revert_weight_conversion(self._model, members)
             yield _Group(members, {name: self.tensors[name] for name in names}, converted=True)
 
-    def convert(self, group: _Group, wholes: Iterable[Tensor]) -> dict[str, Tensor]:
-        """The tensors of files, which are views of the whole weights where that is possible."""
+    def convert(self, group: _Group, weights: Iterable[Tensor]) -> dict[str, Tensor]:
+        """The tensors in files, which are views of the weights where that is possible."""
         if group.converted:
-            with _NoStraightening():
-                named = dict(zip(group.weights, wholes, strict=True))
-                wholes = revert_weight_conversion(self._model, named).values()
-        return dict(zip(group.tensors, wholes, strict=True))
+            with _SkipContiguous():
+                named = dict(zip(group.weights, weights, strict=True))
+                weights = revert_weight_conversion(self._model, named).values()
+        return dict(zip(group.tensors, weights, strict=True))
 
 
 def _unsharded(model: Any, weights: dict[str, Tensor]) -> Any:
-    """The model as conversions would see it on one device."""
-    own_class = type(model).__mro__[2] if isinstance(model, FSDPModule) else type(model)
-    unsharded: Any = object.__new__(own_class)
+    """The model as it would be on one device, for conversions that read its class and the shapes of its parameters."""
+    unsharded_class = type(model).__mro__[2] if isinstance(model, FSDPModule) else type(model)
+    unsharded: Any = object.__new__(unsharded_class)
     unsharded.__dict__ |= model.__dict__ | {"get_parameter": weights.__getitem__}
-    if (loaded_by := getattr(model, "_weight_conversions", None)) is not None:
-        unsharded._weight_conversions = [c for c in loaded_by if c.was_used()]  # ZeRO-3 keeps the others, too
+    if (conversions := getattr(model, "_weight_conversions", None)) is not None:
+        # transformers 5.23 (core_model_loading.py) drops unused conversions after loading, but not under ZeRO-3
+        unsharded._weight_conversions = [c for c in conversions if c.was_used()]
     return unsharded
 
 
 def _converters(model: Any) -> list[Any]:
-    """What `revert_weight_conversion` converts with."""
+    """The converters that `revert_weight_conversion` uses."""
     conversions = getattr(model, "_weight_conversions", None)
     if conversions is None:
         conversions = get_model_conversion_mapping(model, add_legacy=False)
     return [c.reverse_transform() for c in reversed(conversions) if isinstance(c, WeightConverter)]
 
 
-class _NoStraightening(TorchFunctionMode):
-    """Leaves out copies that only straighten memory: pieces of a tensor stay views of it."""
+class _SkipContiguous(TorchFunctionMode):
+    """Turns `Tensor.contiguous` off, with which conversions would copy parts that can stay views."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return args[0] if func is Tensor.contiguous else func(*args, **(kwargs or {}))
 
 
-def _save(files: _Files, group: _Group, gather: Gather, places: Places | None) -> None:
-    wholes = [gather(files.own[name]).detach() for name in group.weights]
-    if places is None:
-        return
-    for name, tensor in files.convert(group, wholes).items():
-        file, start = places[name]
-        put(file, start, tensor)
+def _save(layout: _FileLayout, group: _Group, offsets: Offsets) -> None:
+    weights = [placements.full_tensor(layout.state[name]).detach() for name in group.weights]
+    if offsets:
+        for name, tensor in layout.convert(group, weights).items():
+            write_tensor(*offsets[name], tensor)
 
 
-def _find(files: _Files, saved: dict[str, Any], folder: Path) -> list[_Group]:
-    """The groups as they are saved: weights may lie in files as they do in memory, too, and by any of their names.
+def _match(layout: _FileLayout, saved: dict[str, Any], folder: Path) -> list[_Group]:
+    """The groups as they are saved. Files may also have weights unconverted, and under any name of a tied weight.
 
     Raises:
-        CheckpointError: what is saved is not just what is looked for.
+        CheckpointError: the saved names or shapes are not those of the model.
     """
-    unknown = saved.keys() - files.tensors.keys() - files.own.keys()
+    unknown = saved.keys() - layout.tensors.keys() - layout.state.keys()
     if unknown:
         raise CheckpointError(f"{folder}: the model has no weight {min(unknown)!r}; the checkpoint is of another model")
-    plain = {id(tensor): name for name, tensor in files.own.items() if name in saved}
-    found: list[_Group] = []
+    unconverted = {id(tensor): name for name, tensor in layout.state.items() if name in saved}
+    groups: list[_Group] = []
     missing: list[str] = []
-    for group in files.groups:
+    for group in layout.groups:
         if group.tensors.keys() <= saved.keys():
-            found.append(group)
-        elif all(id(files.own[name]) in plain for name in group.weights):
-            found += [_Group({name: t}, {plain[id(files.own[name])]: t}) for name, t in group.weights.items()]
+            groups.append(group)
+        elif all(id(layout.state[name]) in unconverted for name in group.weights):
+            groups += [_Group({name: t}, {unconverted[id(layout.state[name])]: t}) for name, t in group.weights.items()]
         else:
             missing += [name for name in group.tensors if name not in saved]
-    for name, tensor in (pair for group in found for pair in group.tensors.items()):
+    for name, tensor in (pair for group in groups for pair in group.tensors.items()):
         if (shape := saved[name].get_slice(name).get_shape()) != list(tensor.shape):
             raise CheckpointError(
                 f"{folder}: weight {name!r} has shape {shape} in the checkpoint and {list(tensor.shape)} in the model; "
@@ -217,27 +199,27 @@ def _find(files: _Files, saved: dict[str, Any], folder: Path) -> list[_Group]:
             )
     if missing:
         raise CheckpointError(f"{folder}: {len(missing)} weights are missing, such as {missing[0]!r}")
-    return found
+    return groups
 
 
-def _load(files: _Files, group: _Group, saved: dict[str, Any], fill: Fill) -> None:
+def _load(layout: _FileLayout, group: _Group, saved: dict[str, Any]) -> None:
     if not group.converted:
         (weight,), (name,) = group.weights, group.tensors
-        fill(files.own[weight], saved[name].get_tensor(name))
+        placements.fill(layout.state[weight], saved[name].get_tensor(name))
         return
     shapes = [weight.shape for weight in group.weights.values()]
     memory = torch.empty(sum(map(math.prod, shapes)), dtype=next(iter(group.tensors.values())).dtype)
-    wholes = _split(memory, shapes)
-    pieces = files.convert(group, wholes)
-    if all(piece.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr() for piece in pieces.values()):
-        for name, piece in pieces.items():
-            piece.copy_(saved[name].get_tensor(name))
-    else:  # the conversion copies: where each element comes from, it tells by what it does with their numbers
-        numbers = files.convert(group, _split(torch.arange(len(memory)), shapes))
-        for name, number in numbers.items():
-            memory[number] = saved[name].get_tensor(name).to(memory.dtype)
-    for name, whole in zip(group.weights, wholes, strict=True):
-        fill(files.own[name], whole)
+    weights = _split(memory, shapes)
+    tensors = layout.convert(group, weights)
+    if all(tensor.untyped_storage().data_ptr() == memory.data_ptr() for tensor in tensors.values()):
+        for name, tensor in tensors.items():
+            tensor.copy_(saved[name].get_tensor(name))
+    else:  # the conversion copies: converting the index of each element shows where it comes from
+        indices = layout.convert(group, _split(torch.arange(len(memory)), shapes))
+        for name, index in indices.items():
+            memory[index] = saved[name].get_tensor(name).to(memory.dtype)
+    for name, tensor in zip(group.weights, weights, strict=True):
+        placements.fill(layout.state[name], tensor)
 
 
 def _split(memory: Tensor, shapes: list[torch.Size]) -> list[Tensor]:
@@ -245,11 +227,13 @@ def _split(memory: Tensor, shapes: list[torch.Size]) -> list[Tensor]:
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def _begin(folder: Path, tensors: dict[str, Tensor], max_shard_size: int | str, count: int, stack: ExitStack) -> Places:
-    """Begins the files of a model of `count` parameters, with an index where they are many.
+def _begin_files(
+    folder: Path, tensors: dict[str, Tensor], max_shard_size: int | str, count: int, stack: ExitStack
+) -> Offsets:
+    """Begins the files of a model with `count` parameters, and writes their index if there are several.
 
     Returns:
-        Where each tensor's bytes go: a file, open while `stack` is, and the offset in it.
+        The file of each tensor, which `stack` closes, and its offset there.
     """
     split = split_state_dict_into_shards_factory(
         tensors,
@@ -262,9 +246,9 @@ def _begin(folder: Path, tensors: dict[str, Tensor], max_shard_size: int | str, 
         metadata = {"total_parameters": count, **split.metadata}
         index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    places: Places = {}
-    for name, inside in split.filename_to_tensors.items():
+    offsets: Offsets = {}
+    for name, members in split.filename_to_tensors.items():
         file = stack.enter_context((folder / name).open("wb"))
-        starts = begin(file, {tensor: tensors[tensor] for tensor in inside}, {"format": "pt"})
-        places |= {tensor: (file, start) for tensor, start in starts.items()}
-    return places
+        starts = begin_safetensors(file, {tensor: tensors[tensor] for tensor in members}, {"format": "pt"})
+        offsets |= {tensor: (file, start) for tensor, start in starts.items()}
+    return offsets

@@ -1,4 +1,4 @@
-"""What one training step takes, itemised: of fake tensors a plan, of real ones a measurement."""
+"""The memory of one training step by kind: a prediction with fake tensors, a measurement with real ones."""
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -16,104 +16,97 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lowmem.optimizer import FusedOptimizer
 
 
-def state_bytes(rule: Any, rounding: str = "nearest", size: int = 1024, **hyper: Any) -> float:
-    """Bytes that are kept for each element of a `size` × `size` bfloat16 matrix after its first update.
+def state_bytes(rule: Any, rounding: str = "nearest", size: int = 1024, **options: Any) -> float:
+    """Bytes of optimizer state per element of a `size` × `size` bfloat16 matrix, measured after one update.
 
     Args:
-        rule, rounding, hyper: as `FusedOptimizer` takes them.
+        rule, rounding, options: as `FusedOptimizer` takes them.
     """
-    param = torch.nn.Parameter(torch.ones(size, size, dtype=torch.bfloat16))
-    opt = FusedOptimizer([("weight", param)], rule=rule, rounding=rounding, compile=False, **hyper)
+    param = nn.Parameter(torch.ones(size, size, dtype=torch.bfloat16))
+    opt = FusedOptimizer([("weight", param)], rule=rule, rounding=rounding, compile=False, **options)
     opt.backward(param.sum())
-    kept = opt.state_dict()["state"].get("weight", {})
-    return sum(t.nbytes for t in kept.values() if isinstance(t, Tensor)) / param.numel()
+    state = opt.state_dict()["state"].get("weight", {})
+    return sum(value.nbytes for value in state.values() if isinstance(value, Tensor)) / param.numel()
+
+
+# What memory is used for, in the order of tables and pictures.
+WEIGHTS, STATES, BUFFERS = "weights", "optimizer states", "buffers and batch"
+GRADIENTS, ACTIVATIONS, TEMPORARIES = "gradients", "activations", "temporaries"
+KINDS = (WEIGHTS, STATES, BUFFERS, GRADIENTS, ACTIVATIONS, TEMPORARIES)
 
 
 @dataclass(eq=False)
-class Storage:
+class _Allocation:
     """Memory that one or several tensors share.
 
-    born, died: when, on the clock of the `LiveBytes` that saw it; died is None while it lives.
-    kind: what it is; "" until it is named.  like: dtype and shape of the tensor that it was first seen in.
+    tensor: dtype and shape of the first tensor that was seen in it.  born, died: moments on the tracker's clock; died
+    is None while the memory is in use.  kind: one of KINDS, or "" while it is unknown.
     """
 
     nbytes: int
     device: torch.device
+    tensor: str
     born: int
-    like: str
-    kind: str = ""
     died: int | None = None
+    kind: str = ""
 
 
-class LiveBytes(TorchDispatchMode):
-    """While it is active, sees each storage that an operation makes.
+class _Tracker(TorchDispatchMode):
+    """While active, records the memory of every tensor that an operation returns; views are counted once.
 
-    Views share their storage and are counted once. What a kernel takes for itself and gives back is no tensor, and not
-    seen.
-
-    Attributes:
-        now: a clock that goes on by one with every birth and every death.
-        seen: every storage, in order of birth.
+    Memory that a kernel allocates and frees internally is not seen.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = 0
-        self.seen: list[Storage] = []
-        self._known = WeakIdKeyDictionary()
+        self.now = 0  # a clock that advances by one with every allocation and every release
+        self.allocations: list[_Allocation] = []
+        self._by_storage = WeakIdKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for made in tree_leaves(result):
-            if isinstance(made, Tensor):
-                self._of(made)
+        for value in tree_leaves(result):
+            if isinstance(value, Tensor):
+                self._allocation(value)
         return result
 
-    def name(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Says what the memory of some tensors is; it is counted from here on if it was not seen before."""
+    def label(self, tensors: Iterable[Tensor], kind: str) -> None:
+        """Sets the kind of the tensors' memory, which is counted from now on if it was not seen before."""
         for tensor in tensors:
-            self._of(tensor).kind = kind
+            self._allocation(tensor).kind = kind
 
-    def name_living(self, kind: str, since: int) -> None:
-        """Says what everything is that was born at `since` or later, lives, and has no name."""
-        for storage in reversed(self.seen):
-            if storage.born < since:
-                break
-            if storage.died is None and not storage.kind:
-                storage.kind = kind
+    def label_unknown(self, kind: str, since: int) -> None:
+        """Sets the kind of all live memory without one that was allocated at `since` or later."""
+        for allocation in self.allocations:
+            if allocation.born >= since and allocation.died is None and not allocation.kind:
+                allocation.kind = kind
 
-    def _of(self, tensor: Tensor) -> Storage:
-        held = tensor.untyped_storage()
-        storage: Storage | None = self._known.get(held)
-        if storage is None:
-            like = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-            storage = self._known[held] = Storage(held.nbytes(), tensor.device, self._tick(), like)
-            self.seen.append(storage)
-            weakref.finalize(held, self._end, storage).atexit = False
-        return storage
+    def _allocation(self, tensor: Tensor) -> _Allocation:
+        storage = tensor.untyped_storage()
+        allocation: _Allocation | None = self._by_storage.get(storage)
+        if allocation is None:
+            name = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+            allocation = self._by_storage[storage] = _Allocation(storage.nbytes(), tensor.device, name, self._tick())
+            self.allocations.append(allocation)
+            weakref.finalize(storage, self._release, allocation).atexit = False
+        return allocation
 
-    def _end(self, storage: Storage) -> None:
-        storage.died = self._tick()
+    def _release(self, allocation: _Allocation) -> None:
+        allocation.died = self._tick()
 
     def _tick(self) -> int:
         self.now += 1
         return self.now
 
 
-# What memory is for, in the order of tables and pictures.
-WEIGHTS, STATES, GIVEN = "weights", "optimizer states", "buffers and batch"
-GRADIENTS, ACTIVATIONS, TEMPORARIES = "gradients", "activations", "temporaries"
-KINDS = (WEIGHTS, STATES, GIVEN, GRADIENTS, ACTIVATIONS, TEMPORARIES)
-
-
 @dataclass(frozen=True)
 class StepMemory:
     """Bytes of tensors through one training step, once the optimizer has its states.
 
-    live: kind → bytes on the model's device, [moments]; a moment is the birth or death of a tensor.
+    live: kind → bytes on the model's device, [moments]; every allocation and every release is a moment.
     host: bytes on the host, where that is another memory, [moments].
-    backwards: the moments at which each micro-batch's backward begins and ends.
-    largest_gradient: bytes.  temporaries: dtype, shape and bytes of the largest at the peak, largest first.
+    backwards: the first and last moment of each micro-batch's backward.
+    largest_gradient: bytes.  temporaries: dtype, shape and bytes of the three largest at the peak, largest first.
     """
 
     live: dict[str, np.ndarray]
@@ -124,7 +117,7 @@ class StepMemory:
 
     @property
     def moment(self) -> int:
-        """When the peak is."""
+        """The moment of the peak."""
         return _peak(self.live)
 
     @property
@@ -139,8 +132,8 @@ class StepMemory:
 
     @property
     def floor(self) -> int:
-        """What no way of training in this package goes below: weights, states, buffers, batch and one gradient."""
-        return sum(self.items[kind] for kind in (WEIGHTS, STATES, GIVEN)) + self.largest_gradient
+        """What fused training needs in any case: weights, states, buffers, the batch and the largest gradient."""
+        return sum(self.items[kind] for kind in (WEIGHTS, STATES, BUFFERS)) + self.largest_gradient
 
     @property
     def host_peak(self) -> int:
@@ -149,13 +142,14 @@ class StepMemory:
 
     @property
     def during(self) -> str:
-        """In which part of the step the peak is."""
+        """The part of the step that the peak is in."""
         return "backward" if any(start <= self.moment <= end for start, end in self.backwards) else "forward"
 
     def figures(self) -> dict[str, Any]:
-        """All of it but the course of the step, for a file."""
-        sums = {"peak": self.peak, "during": self.during, "floor": self.floor, "host": self.host_peak}
-        return {**sums, "items": self.items, "largest_gradient": self.largest_gradient, "temporaries": self.temporaries}
+        """Everything except the course over time, as plain values for a file."""
+        totals = {"peak": self.peak, "during": self.during, "floor": self.floor, "host": self.host_peak}
+        largest = {"largest_gradient": self.largest_gradient, "temporaries": self.temporaries}
+        return {**totals, "items": self.items, **largest}
 
 
 def step_memory(
@@ -166,75 +160,69 @@ def step_memory(
 ) -> StepMemory:
     """Takes an optimizer's first step and accounts for every tensor in it.
 
-    What the first step leaves behind, states above all, later ones begin with: it is counted from the beginning.
+    Optimizer states are created in this step, but counted from its beginning, as in all later steps.
 
     Args:
-        model: in training mode; its parameters have no hooks of an optimizer yet.
-        make_optimizer: makes the one that takes the step.
-        losses: the losses of the step's micro-batches, each computed when it is called.
+        model: in training mode; its parameters have no optimizer hooks yet.
+        make_optimizer: returns the optimizer that takes the step.
+        losses: one callable per micro-batch, which computes its loss.
         batch: tensors that live through the step.
     """
-    live = LiveBytes()
-    live.name(model.parameters(), WEIGHTS)
-    live.name([*model.buffers(), *batch], GIVEN)
-    # before the optimizer's own hooks, which take the gradient away
+    tracker = _Tracker()
+    tracker.label(model.parameters(), WEIGHTS)
+    tracker.label([*model.buffers(), *batch], BUFFERS)
+    tracker.now = 0
+    # registered before the optimizer's own hooks, which free the gradient
     hooks = [
-        param.register_post_accumulate_grad_hook(lambda param: live.name([param.grad], GRADIENTS))
+        param.register_post_accumulate_grad_hook(lambda param: tracker.label([param.grad], GRADIENTS))
         for param in model.parameters()
         if param.requires_grad
     ]
-    began, backwards = live.now, []
+    backwards = []
     try:
-        with live:
+        with tracker:
             optimizer = make_optimizer()
-            for n, loss in enumerate(losses, start=1):
-                start = live.now
-                with optimizer.accumulate() if n < len(losses) else nullcontext():
+            for number, loss in enumerate(losses, start=1):
+                last = number == len(losses)
+                forward = tracker.now
+                with nullcontext() if last else optimizer.accumulate():
                     value = loss()
-                    live.name_living(ACTIVATIONS, since=start)
-                    turn = live.now
+                    tracker.label_unknown(ACTIVATIONS, since=forward)
+                    backward = tracker.now
                     optimizer.backward(value)
                     del value
-                if n < len(losses):
-                    live.name_living(GRADIENTS, since=turn)  # sums that wait
-                backwards.append((turn - began, live.now - began))
-            live.name((entry.whole() for entry in optimizer.entries()), STATES)
+                if not last:
+                    tracker.label_unknown(GRADIENTS, since=backward)  # what is accumulated
+                backwards.append((backward, tracker.now))
+            tracker.label((entry.whole() for entry in optimizer.entries()), STATES)
     finally:
         for hook in hooks:
             hook.remove()
-    return _accounted(live, began, next(model.parameters()).device, tuple(backwards))
+    return _by_kind(tracker, next(model.parameters()).device, tuple(backwards))
 
 
-def _peak(counts: dict[str, np.ndarray]) -> int:
-    """The moment at which most is there."""
-    return int(np.sum(list(counts.values()), axis=0).argmax())
+def _peak(live: dict[str, np.ndarray]) -> int:
+    return int(np.sum(list(live.values()), axis=0).argmax())
 
 
-def _accounted(live: LiveBytes, began: int, device: torch.device, backwards: tuple[tuple[int, int], ...]) -> StepMemory:
-    """The storages that were seen, as bytes by kind and moment."""
-    changes = {kind: np.zeros(live.now - began + 2, dtype=np.int64) for kind in (*KINDS, "host")}
-
-    def lives(storage: Storage) -> tuple[int, int]:
-        kept = storage.kind in (WEIGHTS, STATES, GIVEN)
-        ends = live.now + 1 if storage.died is None else storage.died
-        return (0 if kept else storage.born - began), ends - began
-
-    def kind_of(storage: Storage) -> str:
-        return "host" if storage.device.type != device.type else storage.kind or TEMPORARIES
-
-    for storage in live.seen:
-        born, died = lives(storage)
-        changes[kind_of(storage)][born] += storage.nbytes
-        changes[kind_of(storage)][died] -= storage.nbytes
-    counts = {kind: change.cumsum()[:-1] for kind, change in changes.items()}
-    host = counts.pop("host")
-    moment = _peak(counts)
-    there = [s for s in live.seen if lives(s)[0] <= moment < lives(s)[1] and kind_of(s) == TEMPORARIES]
-    there.sort(key=lambda storage: storage.nbytes, reverse=True)
+def _by_kind(tracker: _Tracker, device: torch.device, backwards: tuple[tuple[int, int], ...]) -> StepMemory:
+    """The recorded allocations as bytes by kind and moment."""
+    host, end = "host", tracker.now + 1
+    changes = {kind: np.zeros(end + 1, dtype=np.int64) for kind in (*KINDS, host)}
+    lives = []  # kind, first moment, moment after the last, allocation
+    for allocation in tracker.allocations:
+        kind = host if allocation.device.type != device.type else allocation.kind or TEMPORARIES
+        born = 0 if allocation.kind in (WEIGHTS, STATES, BUFFERS) else allocation.born
+        lives.append((kind, born, end if allocation.died is None else allocation.died, allocation))
+    for kind, born, died, allocation in lives:
+        changes[kind][born] += allocation.nbytes
+        changes[kind][died] -= allocation.nbytes
+    live = {kind: change.cumsum()[:-1] for kind, change in changes.items()}
+    host_bytes = live.pop(host)
+    moment = _peak(live)
+    temporaries = [a for kind, born, died, a in lives if kind == TEMPORARIES and born <= moment < died]
+    temporaries.sort(key=lambda allocation: allocation.nbytes, reverse=True)
+    gradients = [allocation.nbytes for allocation in tracker.allocations if allocation.kind == GRADIENTS]
     return StepMemory(
-        counts,
-        host,
-        backwards,
-        max((s.nbytes for s in live.seen if s.kind == GRADIENTS), default=0),
-        tuple((storage.like, storage.nbytes) for storage in there[:3]),
+        live, host_bytes, backwards, max(gradients, default=0), tuple((a.tensor, a.nbytes) for a in temporaries[:3])
     )

@@ -1,19 +1,21 @@
-"""Pictures of a run, drawn from the records of its metrics alone."""
+"""Pictures of a run, drawn from its logged metrics, and of a planned step."""
 
 import itertools
 import math
 import re
 from io import BytesIO
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import matplotlib
 import numpy as np
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
 
 from lowmem.run.memory import KINDS, StepMemory
 from lowmem.trainer import PARAM_NORM
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 Record = dict[str, Any]
 
@@ -25,14 +27,12 @@ _STYLE = {
 }  # fmt: skip
 _BLUE, _PALE, _GREEN, _VIOLET, _EVAL = "#1f5fa8", "#b5cbe6", "#2a8f7c", "#7b5ea7", ("#d1495b", "#e08e2b", "#5b8c2a")
 
-# Of the heat map: rows that can have a label each, and columns that can be told apart.
+# Most labels beside the heat map, and most columns of a picture.
 _LABELS, _COLUMNS = 40, 600
 
 
 def draw(records: list[Record], name: str) -> dict[str, bytes]:
-    """The pictures of the run `name`, as PNG by file name; norms.png only where norms of parameters were logged."""
-    import matplotlib
-
+    """Draws the pictures of the run `name`: file name → PNG. norms.png needs logged norms of parameters."""
     with matplotlib.rc_context(_STYLE):
         figures = {"loss.png": loss_picture(records, name), "memory.png": memory_picture(records, name)}
         if any(key.startswith(PARAM_NORM) for record in records for key in record):
@@ -40,7 +40,7 @@ def draw(records: list[Record], name: str) -> dict[str, bytes]:
         return {file_name: _png(figure) for file_name, figure in figures.items()}
 
 
-def _png(figure: "Figure") -> bytes:
+def _png(figure: Figure) -> bytes:
     png = BytesIO()
     figure.savefig(png, format="png", dpi=150)
     return png.getvalue()
@@ -50,161 +50,148 @@ def _png(figure: "Figure") -> bytes:
 
 
 def series(records: list[Record], key: str) -> tuple[list[int], list[float]]:
-    """The steps and values of one metric; what was not finite is a gap."""
+    """The steps and values of one metric; a value that was not finite is NaN."""
     rows = [(record["step"], record[key]) for record in records if key in record]
     return [step for step, _ in rows], [math.nan if value is None else value for _, value in rows]
 
 
 def loss_keys(records: list[Record]) -> list[str]:
-    """The evaluation losses: one, or one for each held-out set."""
+    """The names of evaluation losses: one, or one per evaluation dataset."""
     keys = dict.fromkeys(key for record in records for key in record)
     return [key for key in keys if re.fullmatch(r"eval_(.+_)?(?<!aux_)loss", key)]
 
 
 def new_nonfinite_steps(records: list[Record]) -> list[int]:
-    """How many nonfinite_steps came with each record that counts them."""
+    """The number of new non-finite steps in each record that counts them."""
     counts = [0, *(record["nonfinite_steps"] for record in records if "nonfinite_steps" in record)]
     return [now - before for before, now in itertools.pairwise(counts)]
 
 
-def unit(count: float) -> tuple[int, str]:
-    """What bytes are counted in."""
-    return (2**30, "GiB") if count >= 2**30 else (2**20, "MiB")
+def unit(nbytes: float) -> tuple[int, str]:
+    """The unit for an amount of memory, in bytes, and its name."""
+    return (2**30, "GiB") if nbytes >= 2**30 else (2**20, "MiB")
 
 
-def size(count: float) -> str:
-    """Bytes for people."""
-    one, name = unit(count)
-    return f"{count / one:.2f} {name}"
+def size(nbytes: float) -> str:
+    """An amount of memory as text, such as 1.50 GiB."""
+    scale, name = unit(nbytes)
+    return f"{nbytes / scale:.2f} {name}"
 
 
 def _smoothed(values: list[float]) -> np.ndarray[Any, Any]:
-    """A centred Gaussian average, about a twentieth of the run wide; gaps weigh nothing."""
-    there = np.isfinite(values)
+    """A centred Gaussian average, about a twentieth of the run wide; NaNs have no weight."""
+    finite = np.isfinite(values)
     width = max(len(values) / 60, 1.5)
     kernel = np.exp(-0.5 * (np.arange(-round(3 * width), round(3 * width) + 1) / width) ** 2)
-    total = np.convolve(np.where(there, values, 0.0), kernel, mode="same")
-    weight = np.convolve(there, kernel, mode="same")
+    total = np.convolve(np.where(finite, values, 0.0), kernel, mode="same")
+    weight = np.convolve(finite, kernel, mode="same")
     return np.divide(total, weight, out=np.full_like(total, np.nan), where=weight > 0)
 
 
 # --- Loss ---------------------------------------------------------------------------------------------------------
 
 
-def loss_picture(records: list[Record], name: str) -> "Figure":
-    """Loss, gradient norm and learning rate; below them clip factor and loss scale, where they were logged."""
-    from matplotlib.figure import Figure
-
-    below = {"clip_coef": _clip_panel, "loss_scale": _scale_panel}
-    more = [panel for key, panel in below.items() if any(key in record for record in records)]
-    figure = Figure(figsize=(9, 7 + 1.4 * len(more)), layout="constrained")
-    loss, norm, rate, *rest = figure.subplots(
-        3 + len(more), 1, sharex=True, height_ratios=(3.2, *[1] * (2 + len(more)))
-    )
+def loss_picture(records: list[Record], name: str) -> Figure:
+    """Loss, gradient norm and learning rate; below them clip coefficient and loss scale, where they were logged."""
+    optional = {"clip_coef": _clip_panel, "loss_scale": _scale_panel}
+    panels = [panel for key, panel in optional.items() if any(key in record for record in records)]
+    figure = Figure(figsize=(9, 7 + 1.4 * len(panels)), layout="constrained")
+    heights = (3.2, 1, 1, *[1] * len(panels))
+    loss, norm, rate, *rest = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
     steps, values = series(records, "loss")
-    many = len(values) >= 20
-    loss.plot(steps, values, color=_PALE if many else _BLUE, lw=1 if many else 2, label="training")
-    if many:
+    if len(values) < 20:
+        loss.plot(steps, values, color=_BLUE, lw=2, label="training")
+    else:
+        loss.plot(steps, values, color=_PALE, lw=1, label="training")
         loss.plot(steps, _smoothed(values), color=_BLUE, lw=2, label="training, smoothed")
-    for key, color in zip(loss_keys(records), _EVAL * len(records), strict=False):
+    for key, color in zip(loss_keys(records), itertools.cycle(_EVAL)):
         label = key.removeprefix("eval_").removesuffix("loss").replace("_", " ").strip()
         loss.plot(*series(records, key), color=color, lw=1.2, marker="o", ms=5, label=f"evaluation {label}".strip())
     loss.set(title=f"{name}: loss", ylabel="loss (nats per token)")
     loss.legend(loc="upper right")
-    _panel(norm, *series(records, "grad_norm"), _VIOLET, "gradient norm")
-    _panel(rate, *series(records, "learning_rate"), _GREEN, "learning rate")
-    rate.set(ylim=(0, None))
+    steps, values = series(records, "grad_norm")
+    norm.plot(steps, values, color=_VIOLET, lw=1.3)
+    norm.set(ylabel="gradient norm")
+    positive = [value for value in values if value > 0]
+    if positive and max(positive) > 30 * min(positive):
+        norm.set_yscale("log")
+    rate.plot(*series(records, "learning_rate"), color=_GREEN, lw=1.3)
+    rate.set(ylabel="learning rate", ylim=(0, None))
     rate.ticklabel_format(axis="y", scilimits=(-2, 3), useMathText=True)
-    for panel, axes in zip(more, rest, strict=True):
+    for panel, axes in zip(panels, rest, strict=True):
         panel(axes, records)
     [rate, *rest][-1].set(xlabel="step")
     figure.align_ylabels()
     return figure
 
 
-def _panel(axes: "Axes", steps: list[int], values: list[float], color: str, label: str) -> None:
-    axes.plot(steps, values, color=color, lw=1.3)
-    axes.set_ylabel(label)
-    positive = [value for value in values if value > 0]
-    if positive and max(positive) > 30 * min(positive) and label == "gradient norm":
-        axes.set_yscale("log")
+def _clip_panel(axes: Axes, records: list[Record]) -> None:
+    steps, coefs = series(records, "clip_coef")
+    coefs = [coef or math.nan for coef in coefs]  # 0 comes from an infinite norm, whose step was skipped
+    axes.plot(steps, coefs, color=_EVAL[1], lw=1.3)
+    axes.set(ylabel="clip coefficient", ylim=(0, 1.05))
 
 
-def _clip_panel(axes: "Axes", records: list[Record]) -> None:
-    steps, factors = series(records, "clip_coef")
-    factors = [factor or math.nan for factor in factors]  # 0 comes of an infinite norm, whose step was left out
-    _panel(axes, steps, factors, _EVAL[1], "clip factor")
-    axes.set(ylim=(0, 1.05))
-
-
-def _scale_panel(axes: "Axes", records: list[Record]) -> None:
+def _scale_panel(axes: Axes, records: list[Record]) -> None:
     steps, scales = series(records, "loss_scale")
     axes.step(steps, scales, where="post", color=_BLUE, lw=1.3)
     axes.set_yscale("log", base=2)
     axes.set(ylabel="loss scale", ylim=(min(scales) / 2, max(scales) * 2))
-    met = [i for i, new in enumerate(new_nonfinite_steps(records)) if new]
-    if met:
-        at = [steps[i] for i in met], [scales[i] for i in met]
-        axes.plot(*at, "x", color=_EVAL[0], ms=6, mew=1.5, label="overflow")
+    skipped = [(steps[i], scales[i]) for i, count in enumerate(new_nonfinite_steps(records)) if count]
+    if skipped:
+        axes.plot(*zip(*skipped, strict=True), "x", color=_EVAL[0], ms=6, mew=1.5, label="skipped step")
         axes.legend(loc="lower right", bbox_to_anchor=(1, 0.95), borderaxespad=0)
 
 
 # --- Memory -------------------------------------------------------------------------------------------------------
 
 
-def memory_picture(records: list[Record], name: str) -> "Figure":
-    """Memory in use and at its peak, beside the weights."""
-    from matplotlib.figure import Figure
-
+def memory_picture(records: list[Record], name: str) -> Figure:
+    """Memory in use, its peak so far, and the size of the weights."""
     figure = Figure(figsize=(9, 4.5), layout="constrained")
     axes = figure.subplots()
     steps, used = series(records, "memory")
     _, peak = series(records, "peak_memory")
     weights = records[-1]["weight_bytes"]
-    one, unit_name = unit(max(peak))
-    axes.fill_between(steps, [value / one for value in used], color=_PALE, alpha=0.45, lw=0)
-    axes.plot(steps, [value / one for value in used], color=_BLUE, lw=1.5, label="in use when logged")
-    axes.step(
-        steps, [value / one for value in peak], where="post", color=_EVAL[0], lw=2, label=f"peak: {size(max(peak))}"
-    )
-    axes.axhline(weights / one, color="#333333", lw=1.2, ls=(0, (5, 3)), label=f"weights: {size(weights)}")
-    axes.set(title=f"{name}: memory", xlabel="step", ylabel=f"memory ({unit_name})", ylim=(0, max(peak) / one * 1.25))
+    scale, unit_name = unit(max(peak))
+    axes.fill_between(steps, np.divide(used, scale), color=_PALE, alpha=0.45, lw=0)
+    axes.plot(steps, np.divide(used, scale), color=_BLUE, lw=1.5, label="in use when logged")
+    axes.step(steps, np.divide(peak, scale), where="post", color=_EVAL[0], lw=2, label=f"peak: {size(max(peak))}")
+    axes.axhline(weights / scale, color="#333333", lw=1.2, ls=(0, (5, 3)), label=f"weights: {size(weights)}")
+    axes.set(title=f"{name}: memory", xlabel="step", ylabel=f"memory ({unit_name})", ylim=(0, max(peak) / scale * 1.25))
     axes.legend(loc="upper left", ncols=3)
     return figure
 
 
 def draw_step(step: StepMemory, title: str, memory: int | None) -> bytes:
-    """What is alive through one step, by kind, as PNG; a line at `memory` bytes, where that is given."""
-    import matplotlib
-
+    """Draws memory by kind through one step as PNG, with a line at `memory` bytes unless that is None."""
     with matplotlib.rc_context(_STYLE):
         return _png(_step_picture(step, title, memory))
 
 
-def _step_picture(step: StepMemory, title: str, memory: int | None) -> "Figure":
-    from matplotlib.figure import Figure
-
+def _step_picture(step: StepMemory, title: str, memory: int | None) -> Figure:
     figure = Figure(figsize=(9, 4.8), layout="constrained")
     axes = figure.subplots()
     total = np.sum(list(step.live.values()), axis=0)
     starts = np.arange(0, len(total), math.ceil(len(total) / _COLUMNS))
-    # of all moments that share a column, the one at which most is alive
+    # each column shows the largest of its moments
     moments = [start + int(part.argmax()) for start, part in zip(starts, np.split(total, starts[1:]), strict=True)]
-    one, unit_name = unit(step.peak)
+    scale, unit_name = unit(step.peak)
     colors = (_PALE, _VIOLET, "#c9ced6", _EVAL[0], _BLUE, _EVAL[1])
-    layers = [step.live[kind][moments] / one for kind in KINDS]
+    layers = [step.live[kind][moments] / scale for kind in KINDS]
     labels = [f"{kind}: {size(step.items[kind])}" for kind in KINDS]
     axes.stackplot(moments, layers, labels=labels, colors=colors, lw=0, step="mid")
     for start, end in step.backwards:
         axes.axvspan(start, end, ymin=0.985, color="#333333", lw=0)
         axes.text((start + end) / 2, 0.97, "backward", transform=axes.get_xaxis_transform(), ha="center", va="top",
                   fontsize=8, color="#555555")  # fmt: skip
-    axes.plot(step.moment, step.peak / one, "o", color="#333333", ms=5)
-    axes.annotate(f"peak {size(step.peak)}", (step.moment, step.peak / one), xytext=(6, 5), textcoords="offset points")
+    peak = step.peak / scale
+    axes.plot(step.moment, peak, "o", color="#333333", ms=5)
+    axes.annotate(f"peak {size(step.peak)}", (step.moment, peak), xytext=(6, 5), textcoords="offset points")
     if memory is not None:
-        axes.axhline(memory / one, color=_EVAL[0], lw=1.5, ls=(0, (5, 3)), label=f"there is: {size(memory)}")
-    most = max(step.peak, memory or 0) / one
-    axes.set(title=title, xlabel="births and deaths of tensors", ylabel=f"tensors ({unit_name})", ylim=(0, most * 1.12))
+        axes.axhline(memory / scale, color=_EVAL[0], lw=1.5, ls=(0, (5, 3)), label=f"available: {size(memory)}")
+    top = max(step.peak, memory or 0) / scale * 1.12
+    axes.set(title=title, xlabel="allocations and releases", ylabel=f"tensors ({unit_name})", ylim=(0, top))
     axes.set_xlim(0, len(total) - 1)
     axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), title="at the peak", reverse=True)
     return figure
@@ -213,47 +200,37 @@ def _step_picture(step: StepMemory, title: str, memory: int | None) -> "Figure":
 # --- Norms --------------------------------------------------------------------------------------------------------
 
 
-def norms_picture(records: list[Record], name: str) -> "Figure":
-    """A heat map: the gradient norm of each parameter, in the order of the records, by step."""
-    from matplotlib import colormaps
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-    from matplotlib.ticker import MaxNLocator
-
+def norms_picture(records: list[Record], name: str) -> Figure:
+    """A heat map of each parameter's gradient norm by step, parameters in the order of the records."""
     records = [record for record in records if any(key.startswith(PARAM_NORM) for key in record)]
     keys = list(dict.fromkeys(key for record in records for key in record if key.startswith(PARAM_NORM)))
     with np.errstate(divide="ignore"):
         logs = np.log10(np.array([[record.get(key, 0.0) for key in keys] for record in records], dtype=float))
     starts = np.arange(0, len(records), math.ceil(len(records) / _COLUMNS))
-    logs = np.maximum.reduceat(logs, starts)  # the largest of what shares a column; NaN is larger than any
+    logs = np.maximum.reduceat(logs, starts)  # each column shows its largest value; NaN wins
     finite = logs[np.isfinite(logs)]
     low, high = (finite.min(), finite.max()) if finite.size else (0.0, 0.0)
 
     rows = min(max(len(keys), 8), _LABELS)
     figure = Figure(figsize=(9, 1.6 + 0.17 * rows), layout="constrained")
     axes = figure.subplots()
-    colours = colormaps["viridis"].with_extremes(bad=_EVAL[0], under="white")
+    colors = colormaps["viridis"].with_extremes(bad=_EVAL[0], under="white")
     edges = _edges([record["step"] for record in records])[[*starts, -1]]
     cells = np.where(np.isneginf(logs), low - 1, logs).T
-    # a decade at least: less is noise, and should not look like more
-    image = axes.pcolormesh(
-        edges, np.arange(len(keys) + 1) - 0.5, cells, cmap=colours, vmin=low, vmax=max(high, low + 1)
-    )
+    high = max(high, low + 1)  # colors span at least a decade, so that noise does not look like more
+    image = axes.pcolormesh(edges, np.arange(len(keys) + 1) - 0.5, cells, cmap=colors, vmin=low, vmax=high)
     at, labels = zip(*_row_labels([key.removeprefix(PARAM_NORM) for key in keys]), strict=True)
     axes.set_yticks(at, labels, fontsize=7)
     axes.tick_params(axis="y", length=2)
     axes.invert_yaxis()
     axes.grid(False)
-    axes.set(title=f"{_abbreviated(name)}: gradient norm of each parameter", xlabel="step")
+    axes.set(title=f"{_shortened(name)}: gradient norm of each parameter", xlabel="step")
     axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, min_n_ticks=1))
     figure.colorbar(image, ax=axes, label="log$_{10}$ of the norm", pad=0.02, aspect=30).outline.set_visible(False)
+    special = ("not finite", _EVAL[0], np.isnan(logs)), ("zero, or no gradient", "white", np.isneginf(logs))
     legend = [
-        Patch(facecolor=colour, edgecolor="#888888", label=label)
-        for colour, label, there in (
-            (_EVAL[0], "not finite", np.isnan(logs)), ("white", "zero, or no gradient", np.isneginf(logs)),
-        )
-        if there.any()
-    ]  # fmt: skip
+        Patch(facecolor=color, edgecolor="#888888", label=label) for label, color, cells in special if cells.any()
+    ]
     if legend:
         beside_the_x_label = {"loc": "upper right", "bbox_to_anchor": (1, 0), "borderaxespad": 2.8}
         axes.legend(handles=legend, ncols=2, fontsize=8, handlelength=1, **beside_the_x_label)
@@ -261,7 +238,7 @@ def norms_picture(records: list[Record], name: str) -> "Figure":
 
 
 def _edges(steps: list[int]) -> np.ndarray[Any, Any]:
-    """Where the column of each step begins, and the last one ends: half-way to its neighbours."""
+    """The left edge of each step's column, half-way to its neighbor, and the right edge of the last."""
     if len(steps) == 1:
         return np.array([steps[0] - 0.5, steps[0] + 0.5])
     at = np.array(steps)
@@ -270,23 +247,23 @@ def _edges(steps: list[int]) -> np.ndarray[Any, Any]:
 
 
 def _row_labels(names: list[str]) -> list[tuple[float, str]]:
-    """Where to write which label beside rows: each parameter's if there is room, else one for each numbered block."""
+    """Rows and their labels: every parameter if there is room, otherwise one label per numbered block."""
     short = [re.sub(r"^(model|transformer)\.|\.weight$", "", name) for name in names]
     if len(short) <= _LABELS:
-        return [(row, _abbreviated(name)) for row, name in enumerate(short)]
-    blocks = [found[0] if (found := re.match(r"(.*?\.)?\d+(?=\.)", name)) else name for name in short]
+        return [(row, _shortened(name)) for row, name in enumerate(short)]
+    blocks = [match[0] if (match := re.match(r"(.*?\.)?\d+(?=\.)", name)) else name for name in short]
     first, labels = 0, []
     for block, members in itertools.groupby(blocks):
         count = len(list(members))
-        labels.append((first + (count - 1) / 2, _abbreviated(block)))
+        labels.append((first + (count - 1) / 2, _shortened(block)))
         first += count
-    kept: list[tuple[float, str]] = []
+    shown: list[tuple[float, str]] = []
     for row, label in labels[:: math.ceil(len(labels) / _LABELS)]:
-        if not kept or row - kept[-1][0] >= 0.6 * len(names) / _LABELS:  # a line of text below the one before
-            kept.append((row, label))
-    return kept
+        if not shown or row - shown[-1][0] >= 0.6 * len(names) / _LABELS:  # at least a line of text below the last one
+            shown.append((row, label))
+    return shown
 
 
-def _abbreviated(name: str, most: int = 34) -> str:
-    """Beginning and end of a long name: they say more than its middle."""
-    return name if len(name) <= most else f"{name[: most // 3]}…{name[-(most - most // 3 - 1) :]}"
+def _shortened(name: str, length: int = 34) -> str:
+    """A long name without its middle."""
+    return name if len(name) <= length else f"{name[: length // 3]}…{name[-(length - length // 3 - 1) :]}"

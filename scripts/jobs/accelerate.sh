@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # One run over the GPUs of this machine:  scripts/jobs/accelerate.sh CONFIG [key=value ...] [--resume]
 # Over several machines, on each of them: NODES=4 NODE=0 HEAD=first-machine PORT=29500 scripts/jobs/accelerate.sh CONFIG ...
-# (NODE counts from 0). How the model is shared is for CONFIG to say, in trainer.deepspeed or trainer.fsdp.
+# (NODE counts from 0). trainer.deepspeed or trainer.fsdp in CONFIG shards the model over the ranks.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/processes.sh"
 nodes="${NODES:-1}"

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # One run over the GPUs of this machine:  scripts/jobs/deepspeed.sh CONFIG [key=value ...] [--resume]
 # Over several machines, on the first one: HOSTFILE=hosts scripts/jobs/deepspeed.sh CONFIG ...
-# (a line a machine, such as "host1 slots=8"; the others are reached by ssh without a password).
+# (one line per machine, such as "host1 slots=8"; the first reaches the others by ssh without a password).
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/processes.sh"
+command -v deepspeed >/dev/null || { echo 'DeepSpeed is not installed: pip install "lowmem[deepspeed]"' >&2; exit 2; }
 if [ -n "${HOSTFILE:-}" ]; then
     where=(--hostfile "$HOSTFILE")
 else

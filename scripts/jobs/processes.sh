@@ -1,4 +1,4 @@
-# Sourced by the scripts beside it: how many processes to start on this machine, one for each GPU unless PROCESSES says.
+# Sourced by the scripts beside it: the number of processes to start on this machine, by default one per GPU.
 processes="${PROCESSES:-$({ nvidia-smi --list-gpus 2>/dev/null || true; } | wc -l)}"
 if [ "$processes" -eq 0 ]; then
     echo "there is no GPU here; PROCESSES=2 starts two processes on the CPU" >&2

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # One run over the nodes of a SLURM job:  sbatch --nodes 4 scripts/jobs/slurm.sh CONFIG [key=value ...]
-# Five minutes before its time is over the run saves a checkpoint and ends; submitted again with --resume, it goes on.
+# Five minutes before the time limit the run saves a checkpoint and ends. Submit it again with --resume to continue.
 #SBATCH --job-name=lowmem
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=8
@@ -14,7 +14,7 @@ cd "${SLURM_SUBMIT_DIR:-.}"
 source .venv/bin/activate
 MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
 export MASTER_ADDR MASTER_PORT="${PORT:-$((20000 + SLURM_JOB_ID % 20000))}"
-# Every task is a rank: signals reach it at once, and one that fails ends all.
+# Every task is a rank, so signals reach it directly, and a rank that fails ends the job.
 exec srun --kill-on-bad-exit=1 bash -c '
     export RANK="$SLURM_PROCID" LOCAL_RANK="$SLURM_LOCALID" WORLD_SIZE="$SLURM_NTASKS"
     exec python -m lowmem train "$@"' lowmem "$@"

@@ -1,4 +1,4 @@
-"""What is saved is whole, by name, and comes back as it was; what is damaged is recognised."""
+"""What is saved is complete, by parameter name, and loads to the same bits; damage is recognised."""
 
 import json
 
@@ -15,7 +15,7 @@ RULES = {
     "adalomo": {"rule": "adalomo", "rounding": "stochastic"},
     "compensated": {"rule": "adalomo", "rounding": "compensated"},
     "AdamW": {"rule": torch.optim.AdamW, "betas": (0.8, 0.9)},
-    "nothing kept": {"rule": "lomo"},
+    "no states": {"rule": "lomo"},
     "dynamic scale": {"clip_norm": 0.5, "loss_scale": lowmem.DynamicScale(init_scale=1024.0, growth_interval=2)},
     "norms of a group": {"rule": "scaled_adam", "clipping_scale": 0.8, "clipping_update_period": 2, "store": "disk"},
 }
@@ -107,8 +107,8 @@ def test_weights_of_another_model_are_refused(tiny_llama, tmp_path):
         weights.load_weights(tiny_llama(num_hidden_layers=3), tmp_path)
 
 
-def whole_folder(folder, model, opt):
-    """A checkpoint as far as resuming asks."""
+def write_checkpoint(folder, model, opt):
+    """Everything that resuming reads."""
     folder.mkdir(parents=True)
     model.save_pretrained(folder)
     checkpoint.save_optimizer(opt, folder / checkpoint.OPTIMIZER_FILE)
@@ -116,13 +116,13 @@ def whole_folder(folder, model, opt):
     torch.save({}, folder / checkpoint.SCHEDULER_FILE)
 
 
-def cut(path):
+def truncate(path):
     path.write_bytes(path.read_bytes()[:-10])
 
 
 DAMAGE = {
-    "weights cut short": (lambda f: cut(f / "model.safetensors"), "model.safetensors is cut short"),
-    "states cut short": (lambda f: cut(f / "optimizer.safetensors"), "optimizer.safetensors is cut short"),
+    "weights cut short": (lambda f: truncate(f / "model.safetensors"), "model.safetensors is cut short"),
+    "states cut short": (lambda f: truncate(f / "optimizer.safetensors"), "optimizer.safetensors is cut short"),
     "weights empty": (lambda f: (f / "model.safetensors").write_bytes(b""), "header cannot be read"),
     "weights overwritten": (lambda f: (f / "model.safetensors").write_bytes(b"x" * 99), "header cannot be read"),
     "weights gone": (lambda f: (f / "model.safetensors").unlink(), "model.safetensors is missing"),
@@ -132,30 +132,30 @@ DAMAGE = {
 }
 
 
-@pytest.mark.parametrize(("damage", "said"), DAMAGE.values(), ids=DAMAGE)
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(damage, said, tiny_llama, token_batches, tmp_path):
+@pytest.mark.parametrize(("damage", "message"), DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_checkpoint_is_skipped_for_the_one_before(damage, message, tiny_llama, token_batches, tmp_path):
     model = tiny_llama()
     opt = trained(model, token_batches(1))
     for number in (2, 9, 10):
-        whole_folder(tmp_path / f"checkpoint-{number}", model, opt)
+        write_checkpoint(tmp_path / f"checkpoint-{number}", model, opt)
     assert checkpoint.find_last(tmp_path) == (tmp_path / "checkpoint-10", [])
     damage(tmp_path / "checkpoint-10")
-    found, reasons = checkpoint.find_last(tmp_path)
-    assert found == tmp_path / "checkpoint-9"
-    assert said in reasons[0]
+    last, reasons = checkpoint.find_last(tmp_path)
+    assert last == tmp_path / "checkpoint-9"
+    assert message in reasons[0]
     assert "checkpoint-10" in reasons[0]
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=message):
         checkpoint.check_resumable(tmp_path / "checkpoint-10")
 
 
-def test_where_no_checkpoint_is_whole_all_are_named(tmp_path):
+def test_where_no_checkpoint_is_complete_all_are_named(tmp_path):
     (tmp_path / "checkpoint-1").mkdir()
     (tmp_path / ".saving").mkdir()
-    with pytest.raises(CheckpointError, match=r"no whole checkpoint in .*checkpoint-1.model.safetensors is missing"):
+    with pytest.raises(CheckpointError, match=r"no complete checkpoint in .*checkpoint-1.model.safetensors is missing"):
         checkpoint.find_last(tmp_path)
 
 
-def test_a_foreign_safetensors_file_is_no_optimizer(tiny_llama, tmp_path):
+def test_another_safetensors_file_is_refused(tiny_llama, tmp_path):
     model = tiny_llama()
     model.save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match="not written by lowmem"):
@@ -165,6 +165,6 @@ def test_a_foreign_safetensors_file_is_no_optimizer(tiny_llama, tmp_path):
 def test_the_metadata_is_plain_json(tiny_llama, token_batches, tmp_path):
     checkpoint.save_optimizer(trained(tiny_llama(), token_batches(2)), tmp_path / "o.safetensors")
     with safe_open(tmp_path / "o.safetensors", framework="pt") as file:
-        described = json.loads(file.metadata()["lowmem"])
-    assert described["step"] == 2
-    assert described["rule"] == "adalomo"
+        metadata = json.loads(file.metadata()["lowmem"])
+    assert metadata["step"] == 2
+    assert metadata["rule"] == "adalomo"

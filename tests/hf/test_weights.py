@@ -1,4 +1,4 @@
-"""Weights saved one parameter at a time are the files of `save_pretrained`, and come back as they were."""
+"""Weights saved one parameter at a time are the files of `save_pretrained`, and load to the same bits."""
 
 import filecmp
 
@@ -9,12 +9,11 @@ from ranks import Ranks
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.conversion_mapping import get_model_conversion_mapping
 
-from lowmem import files
+from lowmem import files, placements
 from lowmem.errors import CheckpointError
 from lowmem.hf import weights
 
@@ -35,7 +34,7 @@ MODELS = {
         "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
         **EXPERTS, "num_key_value_heads": 4,
     },
-    # three weights are one tensor in files
+    # three weights are combined into one tensor in files
     "nomic_bert": {"model_type": "nomic_bert"},
     # rows are interleaved in files
     "inkling2": {
@@ -56,45 +55,52 @@ def new(kind, seed=0, dtype=torch.bfloat16, **changed):
     return model
 
 
-class Sharded:
-    """A model whose parameters are empty: they are kept here, and what is made whole is watched."""
+class FakePlacement:
+    """Replaces `lowmem.placements`: parameters are empty, their values are here, and full tensors are counted."""
 
     def __init__(self, model):
-        self._kept = {param: param.detach().clone() for param in model.parameters()}
+        self._values = {param: param.detach().clone() for param in model.parameters()}
         self._alive = []
-        self.asked = []
+        self.shapes = []
         self.most_alive = 0
         for param in model.parameters():
             param.data = torch.empty(0, dtype=param.dtype)
 
     def shape_of(self, tensor):
-        return tuple(self._kept.get(tensor, tensor).shape)
+        return tuple(self._values.get(tensor, tensor).shape)
 
-    def gather(self, tensor):
-        return self._watched(tensor, self._kept.get(tensor, tensor).clone())
+    def full_tensor(self, tensor):
+        return self._count(tensor, self._values.get(tensor, tensor).clone())
 
-    def fill(self, tensor, whole):
-        assert tuple(whole.shape) == self.shape_of(tensor)
-        self._kept.get(tensor, tensor).copy_(self._watched(tensor, whole))
+    def fill(self, tensor, full):
+        assert tuple(full.shape) == self.shape_of(tensor)
+        self._values.get(tensor, tensor).copy_(self._count(tensor, full))
 
-    def _watched(self, tensor, whole):
-        self.asked.append(self.shape_of(tensor))
+    def _count(self, tensor, full):
+        self.shapes.append(self.shape_of(tensor))
         self._alive = [storage for storage in self._alive if not storage.expired()]
-        self._alive.append(StorageWeakRef(whole.untyped_storage()))
+        self._alive.append(StorageWeakRef(full.untyped_storage()))
         self.most_alive = max(self.most_alive, len(self._alive))
-        return whole
+        return full
 
-    def whole_again(self, model):
+    def restore(self, model):
         for param in model.parameters():
-            param.data = self._kept[param]
+            param.data = self._values[param]
 
 
-def save(model, folder, **options):
-    weights.save_weights(model, folder, shape_of=lambda t: t.shape, gather=lambda t: t, write=True, **options)
+@pytest.fixture
+def shard(monkeypatch):
+    """Takes the values out of a model's parameters; `save` and `load` find them in the `FakePlacement` returned."""
+
+    def replace(model):
+        placement = FakePlacement(model)
+        monkeypatch.setattr(weights, "placements", placement)
+        return placement
+
+    return replace
 
 
-def load(model, folder):
-    weights.load_weights(model, folder, shape_of=lambda t: t.shape, fill=lambda t, whole: t.copy_(whole))
+save, load = weights.save_weights, weights.load_weights
 
 
 def assert_same_files(folder, other):
@@ -135,56 +141,56 @@ def test_a_model_loaded_by_transformers_is_the_same(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_sharded_models_are_saved_and_loaded_with_one_whole_weight_at_a_time(kind, tmp_path):
+def test_sharded_models_are_saved_and_loaded_with_one_full_weight_at_a_time(kind, tmp_path, shard):
     model = new(kind)
     model.save_pretrained(tmp_path / "theirs")
-    saved = Sharded(model)
-    weights.save_weights(model, tmp_path / "ours", shape_of=saved.shape_of, gather=saved.gather, write=True)
+    saved = shard(model)
+    save(model, tmp_path / "ours")
     assert_same_files(tmp_path / "theirs", tmp_path / "ours")
 
     other = new(kind, seed=1)
-    loaded = Sharded(other)
-    weights.load_weights(other, tmp_path / "ours", shape_of=loaded.shape_of, fill=loaded.fill)
-    saved.whole_again(model)
-    loaded.whole_again(other)
+    loaded = shard(other)
+    load(other, tmp_path / "ours")
+    saved.restore(model)
+    loaded.restore(other)
     assert_same_state(model, other)
     assert saved.most_alive == loaded.most_alive == (3 if kind == "nomic_bert" else 1)
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "deepseek_v3"])
-def test_experts_in_files_are_views_of_the_whole_weight(kind):
-    files = weights._Files(new(kind), lambda tensor: tensor.shape)
-    converted = [group for group in files.groups if group.converted]
+def test_experts_in_files_are_views_of_the_full_weight(kind):
+    layout = weights._FileLayout(new(kind))
+    converted = [group for group in layout.groups if group.converted]
     assert converted
     for group in converted:
         (experts,) = (torch.empty(weight.shape) for weight in group.weights.values())
-        for name, piece in files.convert(group, [experts]).items():
-            assert piece.shape == files.tensors[name].shape
-            assert piece.untyped_storage().data_ptr() == experts.data_ptr()
+        for name, expert in layout.convert(group, [experts]).items():
+            assert expert.shape == layout.tensors[name].shape
+            assert expert.untyped_storage().data_ptr() == experts.data_ptr()
 
 
-def test_conversions_that_ask_the_model_for_shapes_are_told_whole_ones(tmp_path):
+def test_conversions_that_read_shapes_of_the_model_get_logical_ones(tmp_path, shard):
     text = {**SIZES, **EXPERTS, "num_experts": 3, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
     text["rope_parameters"]["mrope_section"] = [2, 1, 1]
     vision = {"depth": 1, "hidden_size": 32, "num_heads": 4, "intermediate_size": 48, "out_hidden_size": 32}
     config = AutoConfig.for_model("qwen3_vl_moe", text_config=text, vision_config=vision)
     model = AutoModelForImageTextToText.from_config(config)
     model.save_pretrained(tmp_path / "theirs")
-    shards = Sharded(model)
-    weights.save_weights(model, tmp_path / "ours", shape_of=shards.shape_of, gather=shards.gather, write=True)
+    shard(model)
+    save(model, tmp_path / "ours")
     assert_same_files(tmp_path / "theirs", tmp_path / "ours")
 
 
-def test_a_rank_that_does_not_write_takes_part_in_the_same_order(tmp_path):
+def test_a_rank_that_does_not_write_gathers_in_the_same_order(tmp_path, shard):
     shapes = []
     for write in (True, False):
         model = new("mixtral")
-        shards = Sharded(model)
+        placement = shard(model)
         folder = tmp_path / str(write)
-        weights.save_weights(model, folder, shape_of=shards.shape_of, gather=shards.gather, write=write)
+        save(model, folder, write=write)
         assert folder.exists() == write
-        assert shards.most_alive == 1
-        shapes.append(shards.asked)
+        assert placement.most_alive == 1
+        shapes.append(placement.shapes)
     assert shapes[0] == shapes[1]
     assert len(shapes[0]) == len(list(model.parameters()))
 
@@ -199,12 +205,14 @@ def test_weights_load_from_one_file_or_many(kind, tmp_path):
         assert_same_state(model, other)
 
 
-def test_rows_go_to_files_some_at_a_time_however_they_lie_in_memory(tmp_path, monkeypatch):
+def test_rows_are_written_in_chunks_whatever_their_strides(tmp_path, monkeypatch):
     model = new("mixtral")
     model.save_pretrained(tmp_path / "theirs")
-    monkeypatch.setattr(files, "_AT_ONCE", 100)
-    aslant = {"shape_of": lambda t: t.shape, "gather": lambda t: t.detach().mT.contiguous().mT if t.ndim > 1 else t}
-    weights.save_weights(model, tmp_path / "ours", **aslant, write=True)
+    monkeypatch.setattr(files, "_CHUNK_BYTES", 100)
+    monkeypatch.setattr(
+        weights.placements, "full_tensor", lambda t: t.detach().mT.contiguous().mT if t.ndim > 1 else t.detach()
+    )
+    save(model, tmp_path / "ours")
     assert_same_files(tmp_path / "theirs", tmp_path / "ours")
 
 
@@ -223,7 +231,7 @@ class Plain(nn.Module):
         self.norm.num_batches_tracked.fill_(3)
 
 
-def test_other_modules_are_their_weights_alone(tmp_path):
+def test_other_modules_are_saved_as_weights_alone(tmp_path):
     module, other = Plain(), Plain()
     save(module, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
@@ -243,7 +251,7 @@ def test_weights_of_another_dtype_are_cast(tmp_path):
         assert_same_state(model.to(torch.bfloat16), other.to(torch.bfloat16))
 
 
-def test_files_may_lay_weights_out_as_memory_does_and_have_any_of_their_names(tmp_path):
+def test_files_may_have_weights_unconverted_and_under_any_tied_name(tmp_path):
     model, other = new("mixtral"), new("mixtral", seed=1)
     model.save_pretrained(tmp_path / "unconverted", save_original_format=False)
     assert "model.layers.0.mlp.experts.gate_up_proj" in load_file(tmp_path / "unconverted" / "model.safetensors")
@@ -266,7 +274,7 @@ def rewritten(folder, change):
 
 EXPERT = "model.layers.1.mlp.experts.2.gate_proj.weight"
 DAMAGE = {
-    "no folder": (lambda f: [path.unlink() for path in f.iterdir()], r"model\.safetensors is missing"),
+    "no files": (lambda f: [path.unlink() for path in f.iterdir()], r"model\.safetensors is missing"),
     "cut short": (
         lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-10]),
         r"model\.safetensors is cut short",
@@ -295,12 +303,12 @@ DAMAGE = {
 }
 
 
-@pytest.mark.parametrize(("damage", "said"), DAMAGE.values(), ids=DAMAGE)
-def test_what_does_not_fit_is_refused_and_nothing_is_copied(damage, said, tmp_path):
+@pytest.mark.parametrize(("damage", "message"), DAMAGE.values(), ids=DAMAGE)
+def test_what_does_not_fit_is_refused_and_nothing_is_copied(damage, message, tmp_path):
     new("qwen3_moe").save_pretrained(tmp_path)
     damage(tmp_path)
     other = new("qwen3_moe", seed=1)
-    with pytest.raises(CheckpointError, match=said) as caught:
+    with pytest.raises(CheckpointError, match=message) as caught:
         load(other, tmp_path)
     assert str(tmp_path) in str(caught.value)
     assert_same_state(new("qwen3_moe", seed=1), other)
@@ -325,25 +333,13 @@ def test_models_with_other_layers_or_experts_are_refused(tmp_path):
 
 
 def test_a_conversion_that_loading_did_not_use_is_not_undone(tmp_path):
-    """Under ZeRO-3 transformers keeps all that it might have used, such as names of the first BERT."""
+    """Under ZeRO-3 transformers keeps all conversions that might apply, such as old names of BERT's weights."""
     config = AutoConfig.for_model("bert", **SIZES)
     model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(tmp_path / "theirs")
     model._weight_conversions = get_model_conversion_mapping(model)
     save(model, tmp_path / "ours")
     assert_same_files(tmp_path / "theirs", tmp_path / "ours")
-
-
-def whole(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def fill_shard(tensor, values):
-    if isinstance(tensor, DTensor):
-        values = distribute_tensor(values.to(tensor.dtype), tensor.device_mesh, tensor.placements)
-        tensor.to_local().copy_(values.to_local())
-    else:
-        tensor.copy_(values)
 
 
 def fully_sharded(kind, seed):
@@ -356,14 +352,14 @@ def fully_sharded(kind, seed):
 
 def save_and_load(rank, kind, folder):
     model = fully_sharded(kind, seed=0)
-    weights.save_weights(model, folder, shape_of=lambda t: t.shape, gather=whole, write=rank == 0)
+    save(model, folder, write=rank == 0)
     dist.barrier()
     other = fully_sharded(kind, seed=1)
-    weights.load_weights(other, folder, shape_of=lambda t: t.shape, fill=fill_shard)
-    return {name: whole(tensor) for name, tensor in other.state_dict().items()}
+    load(other, folder)
+    return {name: placements.full_tensor(tensor) for name, tensor in other.state_dict().items()}
 
 
-def test_ranks_that_share_a_model_write_the_files_of_one_device(tmp_path):
+def test_ranks_with_shards_write_the_files_of_one_device(tmp_path):
     ranks = Ranks(2)
     try:
         for kind in ("tied llama", "mixtral", "inkling2"):

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from nets import ROWS, data
+from products import pairwise
 from shards import SHARDS, assert_as_one_device, everyones, make, shared
 
 import lowmem
@@ -11,6 +12,7 @@ from lowmem.errors import UnsupportedError
 from lowmem.rules.rule import TABLE
 
 RULES = [*sorted(TABLE), "torch.optim.AdamW"]
+COUNTS = [2, 3]  # of ranks
 OPTIONS = {
     "adafactor": {
         "min_dim_size_to_factor": 3,
@@ -19,11 +21,10 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("kind", SHARDS)
-def test_every_rule(ranks, kind, rule):
+@pytest.mark.parametrize(("count", "kind", "rule"), pairwise(COUNTS, SHARDS, RULES))
+def test_every_rule(ranks_of, count, kind, rule):
     settings = {"rule": rule, "lr": 1e-3 if rule == "lion" else 1e-2, **OPTIONS.get(rule, {})}
-    assert_as_one_device(ranks.run(shared, kind, settings), kind, settings)
+    assert_as_one_device(ranks_of(count).run(shared, kind, settings), kind, settings)
 
 
 POLICIES = {
@@ -38,10 +39,10 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("settings", POLICIES.values(), ids=POLICIES)
-@pytest.mark.parametrize("kind", SHARDS)
-def test_every_policy(ranks, kind, settings):
-    assert_as_one_device(ranks.run(shared, kind, settings), kind, settings)
+@pytest.mark.parametrize(("count", "kind", "policy"), pairwise(COUNTS, SHARDS, POLICIES))
+def test_every_policy(ranks_of, count, kind, policy):
+    settings = POLICIES[policy]
+    assert_as_one_device(ranks_of(count).run(shared, kind, settings), kind, settings)
 
 
 def accumulated(rank, kind, settings):
@@ -49,13 +50,16 @@ def accumulated(rank, kind, settings):
     return shared(rank, kind, settings, micro_batches=ROWS // dist.get_world_size())
 
 
-@pytest.mark.parametrize(
-    "settings", [{"clip_norm": 0.5}, {"loss_scale": "dynamic", "accumulation_dtype": "gradient"}], ids=str
-)
-@pytest.mark.parametrize("kind", SHARDS)
-def test_accumulation(ranks, kind, settings):
-    settings = {"policy": "deferred", **settings}
-    assert_as_one_device(ranks.run(accumulated, kind, settings), kind, settings)
+ACCUMULATED = {
+    "clipped": {"clip_norm": 0.5},
+    "scaled, in the dtype of gradients": {"loss_scale": "dynamic", "accumulation_dtype": "gradient"},
+}
+
+
+@pytest.mark.parametrize(("count", "kind", "settings"), pairwise(COUNTS, SHARDS, ACCUMULATED))
+def test_accumulation(ranks_of, count, kind, settings):
+    settings = {"policy": "deferred", **ACCUMULATED[settings]}
+    assert_as_one_device(ranks_of(count).run(accumulated, kind, settings), kind, settings)
 
 
 # -- optimizers from elsewhere, states ---------------------------------------------------------------------------------
@@ -113,21 +117,23 @@ def fill(net, opt, weights):
         opt._placement.fill(param, weights[name])
 
 
+CONTINUED = {
+    "adalomo, compensated": {"rule": "adalomo", "rounding": "compensated"},
+    "adamw": {"rule": "adamw", "lr": 1e-2},
+    "lans, multi_precision": {"rule": "lans", "multi_precision": True, "lr": 1e-2},
+    "scaled_adam": {"rule": "scaled_adam", "clipping_scale": 0.8, "clipping_update_period": 3, "policy": "deferred"},
+    "torch.optim.AdamW": {"rule": "torch.optim.AdamW", "lr": 1e-2},
+}
+
+
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {"rule": "adalomo", "rounding": "compensated"},
-        {"rule": "adamw", "lr": 1e-2},
-        {"rule": "lans", "multi_precision": True, "lr": 1e-2},
-        {"rule": "scaled_adam", "clipping_scale": 0.8, "clipping_update_period": 3, "policy": "deferred"},
-        {"rule": "torch.optim.AdamW", "lr": 1e-2},
-    ],
-    ids=str,
+    ("count", "kinds", "settings"),
+    pairwise(COUNTS, ["zero3-fsdp2", "fsdp2-zero3", "zero3-zero3"], CONTINUED),
 )
-@pytest.mark.parametrize("kinds", [("zero3", "fsdp2"), ("fsdp2", "zero3"), ("zero3", "zero3")], ids="-".join)
-def test_states_are_whole_and_fit_elsewhere(ranks, kinds, settings):
+def test_states_are_whole_and_fit_elsewhere(ranks_of, count, kinds, settings):
     """State of one placement continues in another, and on one device, as if nothing had happened."""
-    found = ranks.run(continued, kinds, settings, None)
+    settings = CONTINUED[settings]
+    found = ranks_of(count).run(continued, kinds.split("-"), settings, None)
     batches = list(map(everyones, data()))
     net = make()
     opt = lowmem.FusedOptimizer(net.named_parameters(), **settings)

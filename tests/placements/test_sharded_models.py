@@ -1,11 +1,12 @@
 """Language models of Hugging Face whose ranks share them, used as loops use them: the result is that of one device."""
 
+import functools
+import pickle
 from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Ranks
 from shards import SHARDS, zero3
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -20,11 +21,9 @@ SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidd
          "num_key_value_heads": 2, "use_cache": False}  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def four():
-    started = Ranks(4)
-    yield started
-    started.stop()
+@pytest.fixture
+def four(ranks_of):
+    return ranks_of(4)
 
 
 def make(model="llama", dtype=torch.float32, checkpointing=False, **config):
@@ -157,9 +156,15 @@ def shared(rank, kind, model, settings, loop, options):
     return train(net, lambda ids: ids.tensor_split(count)[rank], settings, loop)
 
 
+@functools.cache
+def on_one_device(case):
+    model, settings, loop = pickle.loads(case)
+    return train(make(**model), lambda ids: ids, settings, loop)
+
+
 def both(ranks, kind, model, settings, loop="as told", options=None):
     found = ranks.run(shared, kind, model, settings, loop, options or {})
-    return found, train(make(**model), lambda ids: ids, settings, loop)
+    return found, on_one_device(pickle.dumps((model, settings, loop)))
 
 
 def assert_as_one_device(found, alone, tolerance=1e-5):

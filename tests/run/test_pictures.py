@@ -1,4 +1,4 @@
-"""What the pictures of a run show, from records made up here."""
+"""What the pictures of a run show, from invented records."""
 
 import math
 
@@ -15,13 +15,13 @@ MEMORY = {"memory": 3 * 2**30, "peak_memory": 4 * 2**30, "weight_bytes": 2**30}
 @pytest.fixture
 def records():
     """Forty logged steps, two evaluations and a loss that was not finite."""
-    made = []
+    lines = []
     for step in range(1, 41):
         loss = None if step == 9 else 5 / step
-        made.append({"step": step, "loss": loss, "grad_norm": 1.0, "learning_rate": 1e-3, **MEMORY})
+        lines.append({"step": step, "loss": loss, "grad_norm": 1.0, "learning_rate": 1e-3, **MEMORY})
         if step % 20 == 0:
-            made.append({"step": step, "eval_loss": 6 / step, **MEMORY})
-    return made
+            lines.append({"step": step, "eval_loss": 6 / step, **MEMORY})
+    return lines
 
 
 def steps(count, **metrics):
@@ -66,16 +66,16 @@ def test_smoothing_keeps_a_constant_and_passes_over_gaps():
     assert middle.argmax() == 20 and middle.max() < 0.5
 
 
-def test_the_clip_factor_has_a_panel_where_it_was_logged_and_overflows_are_gaps():
+def test_the_clip_coefficient_has_a_panel_where_it_was_logged_and_skipped_steps_are_gaps():
     figure = pictures.loss_picture(steps(4, clip_coef=[0.25, 0.0, None, 1.0]), "one")
     _, _, rate, clip = figure.axes
-    assert (clip.get_ylabel(), clip.get_xlabel(), rate.get_xlabel()) == ("clip factor", "step", "")
+    assert (clip.get_ylabel(), clip.get_xlabel(), rate.get_xlabel()) == ("clip coefficient", "step", "")
     assert clip.get_ylim() == (0, 1.05)
     assert clip.lines[0].get_ydata() == pytest.approx([0.25, math.nan, math.nan, 1.0], nan_ok=True)
     assert figure.get_size_inches()[1] > 7
 
 
-def test_the_loss_scale_has_a_panel_with_overflows_where_their_count_rose():
+def test_the_loss_scale_has_a_panel_that_marks_skipped_steps():
     scales, counts = [8.0, 8.0, 4.0, 4.0, 2.0], [0, 1, 1, 3, 3]
     logged = steps(5, clip_coef=[1.0] * 5, loss_scale=scales, nonfinite_steps=counts)
     logged.insert(2, {"step": 2, "eval_loss": 1.0, **MEMORY})
@@ -83,20 +83,20 @@ def test_the_loss_scale_has_a_panel_with_overflows_where_their_count_rose():
     assert (clip.get_xlabel(), scale.get_xlabel(), scale.get_ylabel()) == ("", "step", "loss scale")
     assert scale.get_yscale() == "log" and scale.yaxis.get_transform().base == 2
     assert scale.get_ylim() == (1, 16)
-    line, nonfinite_steps = scale.lines
+    line, skipped = scale.lines
     assert line.get_ydata().tolist() == scales
-    assert nonfinite_steps.get_xydata().tolist() == [[2, 8], [4, 4]]
-    assert [text.get_text() for text in scale.get_legend().get_texts()] == ["overflow"]
+    assert skipped.get_xydata().tolist() == [[2, 8], [4, 4]]
+    assert [text.get_text() for text in scale.get_legend().get_texts()] == ["skipped step"]
 
 
-def test_without_overflow_there_is_no_legend_for_it():
+def test_without_skipped_steps_there_is_no_legend_for_them():
     *_, scale = pictures.loss_picture(steps(2, loss_scale=[8.0, 8.0], nonfinite_steps=[0, 0]), "one").axes
     assert len(scale.lines) == 1 and scale.get_legend() is None
 
 
-def test_overflows_are_those_that_are_new():
-    told = [{"nonfinite_steps": count} for count in (2, 2, 5, 6, 6)]
-    assert pictures.new_nonfinite_steps([{}, *told, {}]) == [2, 0, 3, 1, 0]
+def test_new_nonfinite_steps_are_differences_of_the_count():
+    counts = [{"nonfinite_steps": count} for count in (2, 2, 5, 6, 6)]
+    assert pictures.new_nonfinite_steps([{}, *counts, {}]) == [2, 0, 3, 1, 0]
 
 
 # --- Memory -------------------------------------------------------------------------------------------------------
@@ -112,16 +112,16 @@ def test_the_memory_picture_names_peak_and_weights(records):
 
 
 def heat_map(records):
-    """Axes, colour bar and cells [parameters, columns] of the picture of norms."""
+    """Axes, color bar and cells [parameters, columns] of the picture of norms."""
     axes, bar = pictures.norms_picture(records, "one").axes
     (mesh,) = axes.collections
     return axes, bar, mesh
 
 
 def test_the_norms_are_drawn_by_parameter_and_step():
-    made = norms(**{"model.b.weight": [1.0, 10.0], "model.a.bias": [0.01, 100.0]})
-    made.append({"step": 3, "train_loss": 1.0, **MEMORY})
-    axes, bar, mesh = heat_map(made)
+    records = norms(**{"model.b.weight": [1.0, 10.0], "model.a.bias": [0.01, 100.0]})
+    records.append({"step": 3, "train_loss": 1.0, **MEMORY})
+    axes, bar, mesh = heat_map(records)
     assert mesh.get_array().tolist() == [[0, 1], [-2, 2]]
     assert (mesh.norm.vmin, mesh.norm.vmax) == (-2, 2)
     assert axes.get_title() == "one: gradient norm of each parameter"
@@ -132,9 +132,9 @@ def test_the_norms_are_drawn_by_parameter_and_step():
 
 
 def test_norms_that_are_not_finite_zero_or_missing_stand_out():
-    made = norms(bad=[1.0, None], zero=[0.0, 1.0], late=[1.0, 1.0])
-    del made[0]["grad_norm/late"]
-    axes, _, mesh = heat_map(made)
+    records = norms(bad=[1.0, None], zero=[0.0, 1.0], late=[1.0, 1.0])
+    del records[0]["grad_norm/late"]
+    axes, _, mesh = heat_map(records)
     shown = mesh.to_rgba(mesh.get_array())[..., :3]
     red, white = to_rgb(pictures._EVAL[0]), to_rgb("white")
     finite = shown[0, 0].tolist()
@@ -144,22 +144,22 @@ def test_norms_that_are_not_finite_zero_or_missing_stand_out():
 
 
 @pytest.mark.parametrize("values", [[None, None], [0.0, None], [1.0, 1.5]])
-def test_the_colours_are_of_a_decade_at_least(values):
+def test_the_colors_span_at_least_a_decade(values):
     _, _, mesh = heat_map(norms(a=values))
     assert (mesh.norm.vmin, mesh.norm.vmax) == (0, 1)
 
 
 def test_columns_stand_at_their_steps():
-    made = norms(a=[1.0, 1.0, 1.0])
-    for record, step in zip(made, (10, 20, 60), strict=True):
+    records = norms(a=[1.0, 1.0, 1.0])
+    for record, step in zip(records, (10, 20, 60), strict=True):
         record["step"] = step
-    _, _, mesh = heat_map(made)
+    _, _, mesh = heat_map(records)
     assert mesh.get_coordinates()[0, :, 0].tolist() == [5, 15, 40, 80]
-    _, _, mesh = heat_map(made[:1])
+    _, _, mesh = heat_map(records[:1])
     assert mesh.get_coordinates()[0, :, 0].tolist() == [9.5, 10.5]
 
 
-def test_of_many_steps_the_largest_norm_is_shown_and_no_overflow_is_lost():
+def test_of_many_steps_the_largest_norm_is_shown_and_none_that_is_not_finite_is_lost():
     values = [1.0] * 5000
     values[1234], values[4321] = 10.0, None
     _, _, mesh = heat_map(norms(a=values))
@@ -203,6 +203,6 @@ def test_labels_never_run_into_each_other(names):
 
 
 def test_the_picture_grows_with_its_rows_up_to_a_page():
-    made = [norms(**{f"p{n}": [1.0] for n in range(count)}) for count in (2, 40, 400)]
-    small, full, most = (pictures.norms_picture(records, "one").get_size_inches()[1] for records in made)
-    assert small < full == most
+    runs = [norms(**{f"p{n}": [1.0] for n in range(count)}) for count in (2, 40, 400)]
+    small, full, largest = (pictures.norms_picture(records, "one").get_size_inches()[1] for records in runs)
+    assert small < full == largest

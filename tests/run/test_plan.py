@@ -1,4 +1,4 @@
-"""Plans of runs: what is told, whether it fits, what would make it fit, and what cannot be planned."""
+"""Plans of runs: their figures, whether a run fits, what would make it fit, and what cannot be planned."""
 
 import json
 
@@ -48,28 +48,28 @@ def test_weights_and_states(write, device):
     assert step.floor < step.peak
 
 
-def test_settings_show(write):
-    """More rows take more, recomputing takes less, gradients that wait are there, compensation is 2 bytes a weight."""
+def test_options_change_the_memory(write):
+    """The batch size, checkpointing, offloaded gradients, and compensated rounding (2 bytes per weight)."""
     plain = planned(write)
     assert planned(write, "trainer.per_device_train_batch_size=8").peak > plain.peak
-    kept = planned(write, "trainer.activation_checkpointing=false")
-    assert kept.items["activations"] > plain.items["activations"]
-    waiting = planned(write, "trainer.gradient_accumulation_steps=4")
-    assert waiting.host_peak >= 2 * PARAMETERS
+    stored = planned(write, "trainer.activation_checkpointing=false")
+    assert stored.items["activations"] > plain.items["activations"]
+    offloaded = planned(write, "trainer.gradient_accumulation_steps=4")
+    assert offloaded.host_peak >= 2 * PARAMETERS
     residual = planned(write, "optimizer.rounding=compensated")
     assert residual.items["optimizer states"] - plain.items["optimizer states"] == 2 * PARAMETERS
 
 
 def test_whether_it_fits(write, tmp_path, capsys):
     """Exit status 0 or 1, the same figures in the file, and a picture."""
-    told, picture = tmp_path / "plan.json", tmp_path / "plan.png"
+    file, picture = tmp_path / "plan.json", tmp_path / "plan.png"
     with pytest.raises(SystemExit) as ended:
-        cli.main(["plan", write, "--memory", "1GiB", "--json", str(told), "--picture", str(picture)])
+        cli.main(["plan", write, "--memory", "1GiB", "--json", str(file), "--picture", str(picture)])
     assert ended.value.code == 0
-    assert "fits into 1.00 GiB" in capsys.readouterr().out
-    found = json.loads(told.read_text())
-    assert found["peak"] == planned(write).peak
-    assert sum(found["items"].values()) == found["peak"]
+    assert "fits in 1.00 GiB" in capsys.readouterr().out
+    figures = json.loads(file.read_text())
+    assert figures["peak"] == planned(write).peak
+    assert sum(figures["items"].values()) == figures["peak"]
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -84,7 +84,7 @@ def test_what_would_make_it_fit(write, capsys):
 
 
 @pytest.mark.parametrize("text", ["24 bananas", "GiB", "-3GiB", "0GiB", ""])
-def test_what_is_no_amount_of_memory(text):
+def test_text_that_is_not_an_amount_of_memory_is_refused(text):
     with pytest.raises(ConfigError, match="24GiB"):
         plan.parse_bytes(text)
 
@@ -103,14 +103,14 @@ def test_what_cannot_be_planned_is_refused(write, override, instead):
         planned(write, override)
 
 
-def test_a_model_that_is_not_here(write):
+def test_a_model_whose_configuration_cannot_be_read(write):
     overrides = ("model.config=null", "model.path=nobody/nothing", "model.train_tokenizer=null")
     with pytest.raises(ConfigError, match=r"config\.json"):
         planned(write, *overrides)
 
 
-def test_nothing_is_left_behind(write):
-    """A plan patches PyTorch and TRL while it runs, and only then."""
+def test_patches_are_undone(write):
+    """A plan patches PyTorch and TRL only while it runs."""
     before = torch.is_autocast_enabled
     planned(write)
     assert torch.is_autocast_enabled is before

@@ -1,4 +1,4 @@
-"""What a run leaves behind, driven by real trainers on a tiny model. Its pictures: test_pictures.py."""
+"""The run folder, written by real trainers of a tiny model. Its pictures: test_pictures.py."""
 
 import errno
 import io
@@ -50,9 +50,9 @@ def trainer(run_dir, tiny_llama):
     """A factory of trainers that log every step; six steps are one epoch."""
 
     def make(**arguments):
-        given = {"max_steps": 4, "save_strategy": "no", "disable_tqdm": False, **arguments}
+        arguments = {"max_steps": 4, "save_strategy": "no", "disable_tqdm": False, **arguments}
         args = TrainingArguments(
-            run_dir, use_cpu=True, per_device_train_batch_size=2, logging_steps=1, report_to="none", **given
+            run_dir, use_cpu=True, per_device_train_batch_size=2, logging_steps=1, report_to="none", **arguments
         )
         return InOrder(tiny_llama(), args=args, train_dataset=Rows(), eval_dataset=Rows())
 
@@ -60,13 +60,12 @@ def trainer(run_dir, tiny_llama):
 
 
 def train(trainer, run_dir, terminal=False, resume=None):
-    """What is said while a trainer runs under a report."""
-    said = io.StringIO()
-    console = Console(file=said, force_terminal=terminal, width=160)
-    with RunReport(run_dir, console) as running:
-        running.attach(trainer)
+    """What is printed while a trainer runs under a report."""
+    printed = io.StringIO()
+    console = Console(file=printed, force_terminal=terminal, width=160)
+    with RunReport(run_dir, console).attached(trainer):
         trainer.train(resume_from_checkpoint=resume)
-    return said.getvalue()
+    return printed.getvalue()
 
 
 @pytest.fixture
@@ -106,48 +105,48 @@ def test_one_aligned_line_each_logging_step(trainer, run_dir):
     assert "trained in 0:00:" in lines[-1] and "52 tokens" in lines[-1]
 
 
-def test_lines_with_clip_factor_loss_scale_and_overflows_stay_aligned():
+def test_lines_with_clip_coefficient_loss_scale_and_skipped_steps_stay_aligned():
     record = {"step": 7, "loss": 2.5, "grad_norm": 3.0, "tokens_per_second": 50.0, "peak_memory": 2**30}
-    told = [
+    metrics = [
         {"clip_coef": 1.0, "loss_scale": 65536.0, "nonfinite_steps": 0},
         {"clip_coef": 0.4321, "loss_scale": 16777216.0, "nonfinite_steps": 0},
         {"clip_coef": 0.0012, "loss_scale": 0.5, "nonfinite_steps": 1234},
         {"clip_coef": math.nan, "loss_scale": 1.0, "nonfinite_steps": 1234},
     ]
-    lines = [report._log_line({**record, **more}, 10) for more in told]
+    lines = [report._log_line({**record, **more}, 10) for more in metrics]
     for word in ("clip", "scale", "lr", "tokens/s", "peak"):
         assert len({line.index(word) for line in lines}) == 1, word
     for line, shown in zip(lines, ("clip  1.00", "clip  0.43", "clip 1e-03", "clip   nan"), strict=True):
         assert shown in line
     assert "scale     65,536  lr" in lines[0] and "scale 16,777,216  lr" in lines[1] and "scale        0.5" in lines[2]
-    assert "nonfinite_steps" not in lines[0] and lines[2].endswith("  nonfinite_steps 1,234")
+    assert "skipped steps" not in lines[0] and lines[2].endswith("  skipped steps 1,234")
     plain = report._log_line(record, 10)
-    assert not any(word in plain for word in ("clip", "scale", "nonfinite_steps"))
+    assert not any(word in plain for word in ("clip", "scale", "steps"))
+    assert report._log_line({**record, "nonfinite_steps": 2}, 10).endswith("  non-finite steps 2")
 
 
-def test_what_a_fused_trainer_tells_of_its_steps_is_reported(run_dir, tiny_llama):
-    given = {"max_steps": 2, "logging_steps": 1, "max_grad_norm": 0.01, "save_strategy": "no", "report_to": "none"}
-    args = TrainingArguments(run_dir, use_cpu=True, per_device_train_batch_size=2, **given)
+def test_metrics_of_a_fused_trainer_are_reported(run_dir, tiny_llama):
+    options = {"max_steps": 2, "logging_steps": 1, "max_grad_norm": 0.01, "save_strategy": "no", "report_to": "none"}
+    args = TrainingArguments(run_dir, use_cpu=True, per_device_train_batch_size=2, **options)
     fused = FusedConfig(rule="lomo", loss_scale="dynamic", log_norms=True)
-    made = FusedTrainer(tiny_llama(), args=args, fused=fused, train_dataset=Rows())
-    lines = [line for line in train(made, run_dir).splitlines() if "tokens/s" in line]
+    trainer = FusedTrainer(tiny_llama(), args=args, fused=fused, train_dataset=Rows())
+    lines = [line for line in train(trainer, run_dir).splitlines() if "tokens/s" in line]
     assert len(lines) == 2
     assert all("  clip " in line and "  scale     65,536  " in line for line in lines)
-    told = [key for key in read_metrics(run_dir)[0] if key.startswith("grad_norm/")]
-    assert told == [f"grad_norm/{name}" for name, _ in made.model.named_parameters()]
+    norms = [key for key in read_metrics(run_dir)[0] if key.startswith("grad_norm/")]
+    assert norms == [f"grad_norm/{name}" for name, _ in trainer.model.named_parameters()]
     text = (run_dir / "README.md").read_text()
     assert "| clipped | 100% of the logged steps |" in text and "![norms.png](norms.png)" in text
 
 
 def test_the_trainer_s_own_printer_is_replaced(trainer, run_dir, capsys):
-    made = trainer(disable_tqdm=True)
-    assert any(isinstance(callback, PrinterCallback) for callback in made.callback_handler.callbacks)
-    train(made, run_dir)
+    quiet = trainer(disable_tqdm=True)
+    assert any(isinstance(callback, PrinterCallback) for callback in quiet.callback_handler.callbacks)
+    train(quiet, run_dir)
     assert capsys.readouterr().out == ""
-    made = trainer()
-    RunReport(run_dir).attach(made)
-    kinds = (PrinterCallback, ProgressCallback)
-    assert not any(isinstance(callback, kinds) for callback in made.callback_handler.callbacks)
+    with RunReport(run_dir).attached(trained := trainer()):
+        kinds = (PrinterCallback, ProgressCallback)
+        assert not any(isinstance(callback, kinds) for callback in trained.callback_handler.callbacks)
 
 
 def test_a_bar_on_a_terminal_and_none_elsewhere(trainer, run_dir):
@@ -157,8 +156,8 @@ def test_a_bar_on_a_terminal_and_none_elsewhere(trainer, run_dir):
 
 
 def test_metrics_hold_every_number_and_the_tokens_without_padding(trainer, run_dir):
-    made = trainer()
-    train(made, run_dir)
+    trained = trainer()
+    train(trained, run_dir)
     steps = [line for line in read_metrics(run_dir) if "loss" in line]
     assert [line["step"] for line in steps] == [1, 2, 3, 4]
     assert [line["tokens"] for line in steps] == [13, 26, 39, 52]
@@ -166,17 +165,17 @@ def test_metrics_hold_every_number_and_the_tokens_without_padding(trainer, run_d
         assert {"epoch", "grad_norm", "learning_rate", "time"} <= set(line)
         assert line["tokens_per_second"] > 0
         assert 0 < line["memory"] <= line["peak_memory"] * 1.1
-        assert line["weight_bytes"] == sum(p.numel() for p in made.model.parameters()) * 4
+        assert line["weight_bytes"] == sum(p.numel() for p in trained.model.parameters()) * 4
 
 
-def test_a_log_that_is_no_number_is_left_out(trainer, run_dir):
+def test_a_logged_value_that_is_not_a_number_is_left_out(trainer, run_dir):
     class Note(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
-            made.log({"note": "text", "rows": 3})
+            trained.log({"note": "text", "rows": 3})
 
-    made = trainer(max_steps=1)
-    made.add_callback(Note())
-    train(made, run_dir)
+    trained = trainer(max_steps=1)
+    trained.add_callback(Note())
+    train(trained, run_dir)
     line = read_metrics(run_dir)[0]
     assert line["rows"] == 3 and "note" not in line
 
@@ -186,9 +185,9 @@ def test_the_rate_leaves_out_the_time_of_evaluation(trainer, run_dir, clock):
         def on_evaluate(self, args, state, control, **kwargs):
             clock[0] += 1000.0
 
-    made = trainer(eval_strategy="steps", eval_steps=1)
-    made.add_callback(Slow())
-    train(made, run_dir)
+    trained = trainer(eval_strategy="steps", eval_steps=1)
+    trained.add_callback(Slow())
+    train(trained, run_dir)
     rates = [line["tokens_per_second"] for line in read_metrics(run_dir) if "loss" in line]
     assert rates == [13.0] * 4
 
@@ -202,17 +201,17 @@ def test_a_line_is_there_as_soon_as_it_is_logged(trainer, run_dir):
             self.seen += (len(path.read_text().splitlines()) if path.exists() else 0,)
 
     look = Look()
-    made = trainer()
-    made.add_callback(look)
-    train(made, run_dir)
+    trained = trainer()
+    trained.add_callback(look)
+    train(trained, run_dir)
     assert look.seen == (0, 1, 2, 3)
 
 
 def test_what_is_not_finite_is_still_json(trainer, run_dir):
-    made = trainer(logging_nan_inf_filter=False)
+    trained = trainer(logging_nan_inf_filter=False)
     with torch.no_grad():
-        made.model.lm_head.weight.fill_(math.nan)
-    assert "loss      nan" in train(made, run_dir)
+        trained.model.lm_head.weight.fill_(math.nan)
+    assert "loss      nan" in train(trained, run_dir)
 
     def no_constant(name):
         raise AssertionError(f"{name} is not JSON")
@@ -223,10 +222,10 @@ def test_what_is_not_finite_is_still_json(trainer, run_dir):
 
 
 def test_a_resumed_run_repeats_no_step_and_counts_on(trainer, run_dir, clock):
-    made = trainer(max_steps=5, save_strategy="steps", save_steps=2)
-    made.add_callback(Fail(3, RuntimeError("gone")))
+    trained = trainer(max_steps=5, save_strategy="steps", save_steps=2)
+    trained.add_callback(Fail(3, RuntimeError("gone")))
     with pytest.raises(RuntimeError, match="gone"):
-        train(made, run_dir)
+        train(trained, run_dir)
     assert [line["step"] for line in read_metrics(run_dir)] == [1, 2, 3]
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "lo')  # the process died while it wrote
@@ -240,35 +239,34 @@ def test_a_resumed_run_repeats_no_step_and_counts_on(trainer, run_dir, clock):
 
 @pytest.mark.parametrize("error", [RuntimeError("gone"), KeyboardInterrupt()])
 def test_a_run_that_fails_still_leaves_its_pictures(error, trainer, run_dir):
-    made = trainer()
-    made.add_callback(Fail(2, error))
-    said = io.StringIO()
-    with pytest.raises(type(error)), RunReport(run_dir, Console(file=said, force_terminal=True)) as running:
-        running.attach(made)
-        made.train()
-    assert said.getvalue().rstrip().endswith(SHOW_CURSOR)  # the bar gave the terminal back
+    trained = trainer()
+    trained.add_callback(Fail(2, error))
+    printed = io.StringIO()
+    console = Console(file=printed, force_terminal=True)
+    with pytest.raises(type(error)), RunReport(run_dir, console).attached(trained):
+        trained.train()
+    assert printed.getvalue().rstrip().endswith(SHOW_CURSOR)  # the progress bar restored the terminal
     assert (run_dir / "loss.png").read_bytes().startswith(PNG)
     assert "| steps | 2 |" in (run_dir / "README.md").read_text()
 
 
 def test_a_run_that_fails_before_its_first_line_leaves_nothing(trainer, run_dir):
-    made = trainer()
-    made.add_callback(Fail(0, RuntimeError("gone")))
+    trained = trainer()
+    trained.add_callback(Fail(0, RuntimeError("gone")))
     with pytest.raises(RuntimeError, match="gone"):
-        train(made, run_dir)
+        train(trained, run_dir)
     assert not (run_dir / "README.md").exists()
 
 
 def test_a_picture_that_fails_does_not_hide_what_ended_the_run(trainer, run_dir):
-    made = trainer()
-    made.add_callback(Fail(2, RuntimeError("gone")))
+    trained = trainer()
+    trained.add_callback(Fail(2, RuntimeError("gone")))
     (run_dir / "loss.png").mkdir()
     (run_dir / "loss.png" / "inside").touch()
-    said = io.StringIO()
-    with pytest.raises(RuntimeError, match="gone"), RunReport(run_dir, Console(file=said)) as running:
-        running.attach(made)
-        made.train()
-    assert "loss.png: can't be written" in said.getvalue()
+    printed = io.StringIO()
+    with pytest.raises(RuntimeError, match="gone"), RunReport(run_dir, Console(file=printed)).attached(trained):
+        trained.train()
+    assert "loss.png: can't be written" in printed.getvalue()
 
 
 def test_a_full_disk_names_the_file_and_the_way_out(trainer, run_dir, monkeypatch):
@@ -279,9 +277,9 @@ def test_a_full_disk_names_the_file_and_the_way_out(trainer, run_dir, monkeypatc
     monkeypatch.setattr(report, "_cut_metrics", lambda path, step: None)
     with pytest.raises(LowmemError) as caught:
         train(trainer(), run_dir)
-    said = str(caught.value)
-    assert f"{run_dir}/metrics.jsonl: can't be written: no space left on device" in said
-    assert "set run_dir" in said
+    message = str(caught.value)
+    assert f"{run_dir}/metrics.jsonl: can't be written: no space left on device" in message
+    assert "set run_dir" in message
 
 
 # --- Files --------------------------------------------------------------------------------------------------------
@@ -309,18 +307,18 @@ def test_only_a_full_disk_is_told_to_free_space(tmp_path):
 
 def test_a_new_run_gets_its_folder(tmp_path):
     assert start_run_folder(tmp_path / "runs" / "new", resume=False).is_dir()
-    assert start_run_folder(tmp_path / "runs" / "new", resume=False).is_dir()  # it is empty still
+    assert start_run_folder(tmp_path / "runs" / "new", resume=False).is_dir()  # it is still empty
 
 
 def test_a_folder_with_a_run_is_refused_unless_resumed(tmp_path):
     (tmp_path / "config.yaml").touch()
-    with pytest.raises(ConfigError, match=r"holds a run already\. Go on with it by --resume, set run_dir .* delete"):
+    with pytest.raises(ConfigError, match=r"already contains a run\. Continue it with --resume, set run_dir .* delete"):
         start_run_folder(tmp_path, resume=False)
     assert start_run_folder(tmp_path, resume=True) == tmp_path
 
 
 def test_nothing_to_resume_is_refused_and_makes_no_folder(tmp_path):
-    with pytest.raises(ConfigError, match="holds no run to resume"):
+    with pytest.raises(ConfigError, match="does not contain a run to resume"):
         start_run_folder(tmp_path / "absent", resume=True)
     assert not (tmp_path / "absent").exists()
 
@@ -337,13 +335,13 @@ def test_the_environment_says_where_and_with_what(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["lowmem", "train", "my run.yaml"])
     monkeypatch.chdir(tmp_path)  # no repository
     write_environment(tmp_path)
-    found = json.loads((tmp_path / "environment.json").read_text())
-    assert found["command"] == "lowmem train 'my run.yaml'"
-    assert found["git"] is None
-    assert found["versions"]["torch"] == torch.__version__
-    assert found["cpu"]["count"] >= 1 and found["cpu"]["model"]
-    assert found["memory_bytes"] > 2**28
-    assert found["python"].startswith(f"{sys.version_info.major}.{sys.version_info.minor}.")
+    environment = json.loads((tmp_path / "environment.json").read_text())
+    assert environment["command"] == "lowmem train 'my run.yaml'"
+    assert environment["git"] is None
+    assert environment["versions"]["torch"] == torch.__version__
+    assert environment["cpu"]["count"] >= 1 and environment["cpu"]["model"]
+    assert environment["memory_bytes"] > 2**28
+    assert environment["python"].startswith(f"{sys.version_info.major}.{sys.version_info.minor}.")
 
 
 def test_the_commit_and_its_changes_are_noted(tmp_path, monkeypatch):
@@ -359,7 +357,7 @@ def test_the_commit_and_its_changes_are_noted(tmp_path, monkeypatch):
     assert report._git() == {"commit": clean["commit"], "dirty": True}
 
 
-# --- What is left behind ------------------------------------------------------------------------------------------
+# --- The run folder ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -407,7 +405,7 @@ def test_pictures_of_nothing_are_refused(tmp_path):
     with pytest.raises(LowmemError, match=r"metrics\.jsonl: can't be read: No such file"):
         plot_run(tmp_path)
     (tmp_path / "metrics.jsonl").touch()
-    with pytest.raises(LowmemError, match="nothing was logged yet"):
+    with pytest.raises(LowmemError, match="nothing is logged yet"):
         plot_run(tmp_path)
 
 
@@ -418,7 +416,7 @@ def test_a_damaged_line_is_named(logged):
         read_metrics(logged)
 
 
-def test_the_readme_tells_how_it_went_and_how_to_go_on(logged):
+def test_the_readme_says_how_it_went_and_how_to_continue(logged):
     for name in ("checkpoint-20", "checkpoint-100", "checkpoint-9.tmp"):
         (logged / name).mkdir()
     (logged / "config.yaml").touch()
@@ -435,19 +433,19 @@ def test_the_readme_tells_how_it_went_and_how_to_go_on(logged):
     assert "checkpoint-9.tmp" not in text and "environment.json" not in text
 
 
-def test_the_readme_tells_of_clipping_and_overflows_where_there_were_any(logged):
+def test_the_readme_counts_clipped_and_nonfinite_steps_where_there_were_any(logged):
     write_readme(logged)
     text = (logged / "README.md").read_text()
-    assert "| clipped |" not in text and "| nonfinite_steps |" not in text
-    told = [(0.5, 0), (1.0, 0), (0.0, 1), (None, 2), (0.25, 2), (0.1, 2), (1.0, 3)]
+    assert "| clipped |" not in text and "| non-finite steps |" not in text
+    metrics = [(0.5, 0), (1.0, 0), (0.0, 1), (None, 2), (0.25, 2), (0.1, 2), (1.0, 3)]
     last = read_metrics(logged)[-1]
     with (logged / "metrics.jsonl").open("a") as file:
-        for factor, nonfinite_steps in told:
-            file.write(json.dumps({**last, "clip_coef": factor, "nonfinite_steps": nonfinite_steps}) + "\n")
+        for coef, nonfinite_steps in metrics:
+            file.write(json.dumps({**last, "clip_coef": coef, "nonfinite_steps": nonfinite_steps}) + "\n")
     write_readme(logged)
     text = (logged / "README.md").read_text()
     assert "| clipped | 60% of the logged steps |" in text
-    assert "| nonfinite_steps | 3 steps with a gradient that was not finite |" in text
+    assert "| non-finite steps | 3, with a gradient that was not finite |" in text
 
 
 def test_the_readme_of_a_run_without_checkpoint_says_so(logged):

@@ -1,0 +1,81 @@
+"""docs/private_uses.md lists every private part of another package that lowmem uses, and every one still exists."""
+
+import ast
+import functools
+import importlib.metadata
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("transformers", "trl", "accelerate", "deepspeed")
+# Modules whose names are documented.
+PUBLIC = {
+    "accelerate.utils", "transformers.integrations.deepspeed", "transformers.trainer_utils", "transformers.utils",
+}  # fmt: skip
+
+
+def table():
+    """Package, version, file of the package, names in it, our files."""
+    rows = []
+    for line in (ROOT / "docs" / "private_uses.md").read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("| ") and cells[0] != "package" and not cells[0].startswith("-"):
+            package, version, file, names, places, _ = cells
+            rows.append((package, version, file.strip("`"), code(names), code(places)))
+    return rows
+
+
+def code(cell):
+    return re.findall(r"`([^`]+)`", cell)
+
+
+@functools.cache
+def identifiers(path):
+    """Every identifier in a Python file, and every string, since some attributes are read by getattr."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        match node:
+            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name) | ast.keyword(arg=str(name)):
+                names.add(name)
+            case ast.Constant(value=str(name)):
+                names.add(name)
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.alias(name=name):
+                names.add(name)
+    return names
+
+
+@pytest.mark.parametrize("row", table(), ids=lambda row: f"{row[0]}-{Path(row[2]).stem}")
+def test_every_listed_name_exists(row):
+    package, version, file, names, places = row
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    assert importlib.metadata.version(package).startswith(version + ".")
+    path = Path(importlib.util.find_spec(package).origin).parent / file
+    assert set(names) <= identifiers(path), f"{path} no longer has {set(names) - identifiers(path)}"
+    for name in names:
+        assert any(name in identifiers(ROOT / place) for place in places), f"none of {places} uses {name}"
+
+
+def test_every_private_import_is_listed():
+    """Everything that is imported from a module of these packages below their documented ones."""
+    listed = {(package, name) for package, _, file, names, _ in table() for name in [*names, Path(file).stem]}
+    missing = []
+    for path in (ROOT / "lowmem").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ImportFrom) or not node.module:
+                continue
+            package = node.module.split(".")[0]
+            private = package in PACKAGES and node.module != package and node.module not in PUBLIC
+            private |= package == "torch" and "._" in node.module
+            if private:
+                missing += [f"{path.name}: {a.name}" for a in node.names if (package, a.name) not in listed]
+    assert not missing
+
+
+def test_packages_with_private_parts_have_upper_bounds():
+    text = (ROOT / "pyproject.toml").read_text()
+    for package in PACKAGES:
+        assert re.search(rf'"{package}>=[\d.]+,<[\d.]+"', text), package

@@ -1,0 +1,105 @@
+"""Processes forked from a server that has imported the packages already: starting one takes no time.
+
+A test may so start several, where the process is the point and how it was started is not.
+"""
+
+import multiprocessing
+import os
+import runpy
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from multiprocessing.connection import wait
+from pathlib import Path
+
+# Seconds after which processes are taken for hung. No test waits for it, however slow or busy the machine is.
+PATIENCE = 600
+
+# Seconds that the other processes of a group have to end by themselves after one has failed.
+GRACE = 60
+
+CONTEXT = multiprocessing.get_context("forkserver")
+# not lowmem.cli: it reads its rank from the environment when it is imported
+CONTEXT.set_forkserver_preload(
+    [
+        "pytest", "torch", "torch.distributed.fsdp", "torch.distributed._tools.mem_tracker", "torch._dynamo",
+        "transformers.models.llama.modeling_llama", "transformers.models.mixtral.modeling_mixtral",
+        "transformers.models.llama.tokenization_llama", "transformers.trainer", "datasets", "accelerate", "deepspeed",
+        "lowmem", "lowmem.trainer", "lowmem.hf.checkpoint", "lowmem.run.build", "lowmem.run.data", "lowmem.run.report",
+    ]
+)  # fmt: skip
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return listener.getsockname()[1]
+
+
+class Launched:
+    """`python -m module arguments`, in `count` processes with the environment that torchrun gives its ranks.
+
+    With a count of 0 it is one process without ranks. Standard output and standard error go to files.
+    """
+
+    def __init__(self, count: int, module: str, *arguments: str, environment: dict[str, str] | None = None) -> None:
+        self.command = [module, *arguments]
+        self._folder = tempfile.TemporaryDirectory()
+        group = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())} if count else {}
+        self.processes = []
+        for rank in range(max(count, 1)):
+            numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+            variables = {**(environment or os.environ), **group}
+            variables |= {name: str(number) for name, number in numbers.items()} if count else {}
+            self.processes.append(
+                CONTEXT.Process(
+                    target=_execute, args=(self.command, variables, self._file("out", rank), self._file("err", rank))
+                )
+            )
+        for process in self.processes:
+            process.start()
+
+    def _file(self, kind: str, rank: int) -> str:
+        return str(Path(self._folder.name) / f"{kind}{rank}")
+
+    def output(self, kind: str = "out") -> str:
+        """What all processes have written so far; `kind` is out or err."""
+        files = (Path(self._file(kind, rank)) for rank in range(len(self.processes)))
+        return "".join(file.read_text() for file in files if file.exists())
+
+    def wait_for(self, text: str) -> None:
+        """Returns once a process has written `text`."""
+        end = time.monotonic() + PATIENCE
+        while text not in self.output():
+            assert any(process.is_alive() for process in self.processes), "it ended before: " + self.output("err")
+            assert time.monotonic() < end, f"no {text!r} in {PATIENCE} s"
+            time.sleep(0.05)
+
+    def finish(self) -> subprocess.CompletedProcess[str]:
+        """Waits for all processes; the status is that of the first that failed."""
+        end, failed = time.monotonic() + PATIENCE, 0
+        running = {process.sentinel: process for process in self.processes}
+        while running and (left := end - time.monotonic()) > 0:
+            for sentinel in wait(list(running), left):
+                process = running.pop(sentinel)
+                process.join()
+                if process.exitcode and not failed:
+                    failed, end = process.exitcode, min(end, time.monotonic() + GRACE)
+        for process in running.values():
+            process.kill()
+            process.join()
+        done = subprocess.CompletedProcess(self.command, failed, self.output(), self.output("err"))
+        self._folder.cleanup()
+        assert not running, f"{len(running)} of {len(self.processes)} processes hung: {done.stderr}"
+        return done
+
+
+def _execute(command: list[str], environment: dict[str, str], out: str, err: str) -> None:
+    for number, name in ((1, out), (2, err)):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = list(command)
+    runpy.run_module(command[0], run_name="__main__", alter_sys=True)

@@ -1,0 +1,39 @@
+"""Cases of a test from the values of its parameters."""
+
+import itertools
+import os
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+FULL = bool(os.environ.get("LOWMEM_FULL"))
+
+
+def pairwise(*axes: Iterable[Any], full: bool = FULL) -> list[tuple[Any, ...]]:
+    """Tuples of one value from each axis, such that every pair of values of two axes occurs in one of them.
+
+    That is far fewer than the full product of three axes or more, which `full` asks for (by default where the environment
+    variable LOWMEM_FULL is set). The same axes always give the same cases, in the order of the product.
+    """
+    values = [list(axis) for axis in axes]
+    sizes = [range(len(axis)) for axis in values]
+    if full or len(values) < 3:
+        return list(itertools.product(*values))
+    rows, used = [], Counter[tuple[int, int]]()
+    columns = list(itertools.combinations(range(len(values)), 2))
+    missing = {(a, i, b, j): None for a, b in columns for i in sizes[a] for j in sizes[b]}  # a set with an order
+
+    def pairs(row: dict[int, int]) -> Iterable[tuple[int, int, int, int]]:
+        return ((a, row[a], b, row[b]) for a, b in itertools.combinations(sorted(row), 2))
+
+    while missing:
+        a, i, b, j = next(iter(missing))
+        row = {a: i, b: j}
+        for axis in sorted(set(range(len(values))) - {a, b}, key=lambda axis: -len(values[axis])):
+            gain = {n: sum(pair in missing for pair in pairs(row | {axis: n})) for n in sizes[axis]}
+            row[axis] = max(sizes[axis], key=lambda n: (gain[n], -used[axis, n], -n))
+        for pair in pairs(row):
+            missing.pop(pair, None)
+        used.update(row.items())
+        rows.append(tuple(row[axis] for axis in range(len(values))))
+    return [tuple(axis[n] for axis, n in zip(values, row, strict=True)) for row in sorted(rows)]

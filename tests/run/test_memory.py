@@ -1,0 +1,119 @@
+"""The memory of a step: fake tensors give the same as real ones, and PyTorch's MemTracker agrees. Bytes of states."""
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+import lowmem
+from lowmem.run.memory import ACTIVATIONS, GRADIENTS, STATES, WEIGHTS, state_bytes, step_memory
+from lowmem.tiles.storage import ROUNDINGS
+
+ROWS, TOKENS, VOCABULARY = 2, 24, 600
+
+SETTINGS = {
+    "adalomo": {"rule": "adalomo"},
+    "adamw, float32": {"rule": "adamw", "dtype": torch.float32},
+    "compensated": {"rule": "adalomo", "rounding": "compensated"},
+    "clipped by norm": {"rule": "adalomo", "clip_norm": 1.0, "policy": "deferred"},
+    "two passes": {"rule": "lomo", "clip_norm": 1.0, "policy": "two_pass"},
+    "three micro-batches": {"rule": "adalomo", "micro_batches": 3},
+    "tied": {"rule": "adalomo", "tied": True},
+    "recomputed": {"rule": "adalomo", "recomputed": True},
+}
+
+
+def step_arguments(rule, *, dtype=torch.bfloat16, tied=False, recomputed=False, micro_batches=1, **options):
+    """The arguments of `step_memory` for a small Llama, created under the active mode."""
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+        tie_word_embeddings=tied, use_cache=False, attn_implementation="eager",
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+    if recomputed:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    ids = torch.ones(ROWS, TOKENS, dtype=torch.int64)
+    named = list(model.named_parameters())
+
+    def optimizer():
+        return lowmem.FusedOptimizer(named, rule=rule, lr=1e-3, compile=False, **options)
+
+    def loss():
+        return model(input_ids=ids, labels=ids).loss
+
+    return model, optimizer, [loss] * micro_batches, [ids]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_fake_tensors_give_the_memory_of_real_ones(name):
+    """The peak and its items."""
+    real = step_memory(*step_arguments(**SETTINGS[name]))
+    with FakeTensorMode():
+        fake = step_memory(*step_arguments(**SETTINGS[name]))
+    assert fake.peak == pytest.approx(real.peak, rel=0.01)  # scalars are allocated in other ways
+    for kind in (WEIGHTS, STATES, GRADIENTS):
+        assert fake.items[kind] == pytest.approx(real.items[kind], abs=64)
+    assert fake.floor == pytest.approx(real.floor, abs=64)
+    assert fake.items[ACTIVATIONS] == pytest.approx(real.items[ACTIVATIONS], rel=0.01, abs=64)
+
+
+def test_mem_tracker_counts_the_same():
+    """In a second step, which begins with the optimizer's states."""
+    step = step_memory(*step_arguments(**SETTINGS["adalomo"]))
+    model, optimizer, (loss,), _ = step_arguments(**SETTINGS["adalomo"])
+    opt, tracker = optimizer(), MemTracker()
+    opt.backward(loss())
+    tracker.track_external(model)
+    with tracker:
+        opt.backward(loss())
+        tracker.reset_mod_stats()
+        opt.backward(loss())
+    counted = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+    assert step.peak == pytest.approx(counted, rel=0.02)  # MemTracker rounds each storage up to 512 bytes
+
+
+def test_items_sum_to_the_peak():
+    step = step_memory(*step_arguments(**SETTINGS["adamw, float32"]))
+    weights = step.items[WEIGHTS]
+    assert sum(step.items.values()) == step.peak
+    assert step.items[STATES] == pytest.approx(2 * weights, rel=0.01)
+    assert step.largest_gradient == VOCABULARY * 64 * 4
+    assert step.during in ("forward", "backward")
+    assert step.figures()["peak"] == step.peak
+
+
+def test_checkpointing_saves_activations():
+    stored = step_memory(*step_arguments(**SETTINGS["adalomo"]))
+    recomputed = step_memory(*step_arguments(**SETTINGS["recomputed"]))
+    assert recomputed.items[ACTIVATIONS] < stored.items[ACTIVATIONS]
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize(
+    ("rule", "options", "expected"),
+    [
+        ("lomo", {}, 0),
+        ("adalomo", {}, 2 * 64 * 4 / 64**2),
+        (
+            "adafactor",
+            {"min_dim_size_to_factor": 64, "beta1": 0.9, "dtype_momentum": "bfloat16"},
+            2 + 2 * 64 * 4 / 64**2,
+        ),
+        ("adafactor", {}, 4),
+        ("adafactor_t2t", {"beta1": 0.9}, 2 + 2 * 64 * 4 / 64**2),
+        ("scaled_adam", {}, 8 + (8 + 4 + 4 + 4 * 4) / 64**2),
+        ("lans", {"multi_precision": True}, 12 + 8 / 64**2),
+        ("adamw", {}, 8 + 8 / 64**2),
+        ("adamw", {"dtype_moments": "bfloat16"}, 4 + 8 / 64**2),
+        ("lion", {"dtype_moments": "float16"}, 2),
+        (torch.optim.SGD, {}, 0),
+    ],
+)
+def test_state_bytes(rule, options, expected, rounding):
+    assert state_bytes(rule, rounding, size=64, **options) == expected + 2 * (rounding == "compensated")
+
+
+@pytest.mark.parametrize("row", lowmem.rules.table(), ids=lambda row: row.name)
+def test_the_table_of_rules_declares_what_is_measured(row):
+    assert state_bytes(row.name) == pytest.approx(row.state_bytes, abs=0.01)  # of 4096 x 4096, and of 1024 x 1024
