@@ -198,7 +198,9 @@ def states(case: Case, step: int, opt: lowmem.FusedOptimizer) -> dict[str, Tenso
         if param.startswith("_group") and param in kept:
             found[key] = kept[param][name]
         elif param in kept:
-            found[key] = in_order(opt.rule.plan(param, shape_of(case, param), group_of[param]), name, kept[param][name])
+            group = group_of[param]
+            spec = lowmem.rules.resolve(group["rule"]).spec(param, shape_of(case, param), group)
+            found[key] = in_order(spec, name, kept[param][name])
         else:
             found[key] = torch.full_like(reference, math.nan if param.startswith("_group") else 0.0)
     return found
@@ -208,12 +210,12 @@ def shape_of(case: Case, param: str) -> tuple[int, ...]:
     return next(tuple(entry["shape"]) for entry in case.entry["params"] if entry["name"] == param)
 
 
-def in_order(plan: lowmem.rules.Plan, name: str, state: Tensor) -> Tensor:
+def in_order(spec: lowmem.rules.ParamSpec, name: str, state: Tensor) -> Tensor:
     """A state with its dimensions in the order that they have in the parameter."""
-    extent = plan.states[name].extent
+    extent = spec.states[name].extent
     if extent not in ("row", "col"):
         return state
-    dims = plan.view.batch + (plan.view.rows if extent == "row" else plan.view.cols)
+    dims = spec.view.batch + (spec.view.rows if extent == "row" else spec.view.cols)
     return state.permute(sorted(range(len(dims)), key=dims.__getitem__))
 
 

@@ -8,7 +8,7 @@ from golden.load_golden import load_case
 
 import lowmem
 from lowmem.errors import UnsupportedError
-from lowmem.rules.adafactor_t2t import quantisation_noise
+from lowmem.tiles.storage import golden_ratio_noise
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 
@@ -91,14 +91,14 @@ def test_noise_is_the_sources_to_the_bit(name):
     case = load_case(GOLDEN, name)
     recorded = case.tensors["aux/quantization_noise"]
     first = case.entry["initial_step"] + 1
-    ours = torch.tensor([quantisation_noise(step) for step in range(first, first + case.steps)])
+    ours = torch.tensor([golden_ratio_noise(step) for step in range(first, first + case.steps)])
     assert torch.equal(ours, recorded)
 
 
 def test_noise_runs_evenly():
     """Of any 100 steps in a row each tenth of [0, 1) has its share."""
     for first in (1, 1_000_003):
-        noise = torch.tensor([quantisation_noise(step) for step in range(first, first + 100)])
+        noise = torch.tensor([golden_ratio_noise(step) for step in range(first, first + 100)])
         assert ((noise >= 0) & (noise < 1)).all()
         assert all(8 <= count <= 12 for count in torch.histc(noise, 10, 0.0, 1.0).tolist())
 

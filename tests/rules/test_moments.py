@@ -26,7 +26,7 @@ def test_unbiased(give_gradients, rule, moments, options, dtype):
     runs = []
     for kept_in in ("float32", str(dtype)):
         param = torch.nn.Parameter(torch.ones(ELEMENTS))
-        opt = lowmem.FusedOptimizer([param], rule=rule, dtype_moments=kept_in.removeprefix("torch."), **options)
+        opt = lowmem.FusedOptimizer([param], rule=rule, state_storage=kept_in.removeprefix("torch."), **options)
         runs.append((param, opt))
     largest = dict.fromkeys(moments, 0.0)
     for step in range(STEPS):

@@ -116,8 +116,8 @@ ELSEWHERE = {
         *("factored", "min_dim_size_to_factor", "factor_map", "logical_factor_rules", "param_logical_axes"),
         "dtype_momentum",
     },
-    "scaled_adam": {"clipping_scale", "dtype_moments", "show_dominant_parameters"},
-    **{rule: {"dtype_moments"} for rule in ("lans", "adamw", "lion")},
+    "scaled_adam": {"clipping_scale", "state_storage", "show_dominant_parameters"},
+    **{rule: {"state_storage"} for rule in ("lans", "adamw", "lion")},
 }
 SHAPES = st.lists(st.integers(1, 9), max_size=4).map(tuple)
 

@@ -28,8 +28,8 @@ VARIANTS = [
     *RULES,
     pytest.param("adafactor", {"variant": "op_by_op", "beta1": 0.9, "dtype_momentum": "bfloat16"}, id="op_by_op"),
     pytest.param("lans", {"variant": "step", "wd": 0.1, "multi_precision": True}, id="multi_precision"),
-    pytest.param("scaled_adam", {"size_update_period": 2, "dtype_moments": "bfloat16"}, id="scaled_adam-bfloat16"),
-    pytest.param("adamw", {"dtype_moments": "float16"}, id="adamw-float16"),
+    pytest.param("scaled_adam", {"size_update_period": 2, "state_storage": "bfloat16"}, id="scaled_adam-bfloat16"),
+    pytest.param("adamw", {"state_storage": "float16"}, id="adamw-float16"),
 ]
 
 
@@ -251,7 +251,7 @@ OUT_OF_RANGE = {
         "clipping_update_period": ("a whole number >= 1", [0, None]),
         "clip_update": ("True or False", [None]),
         "show_dominant_parameters": ("True or False", ["no"]),
-        "dtype_moments": ("bfloat16", ["half"]),
+        "state_storage": ("bfloat16", ["half"]),
     },
     "lans": {
         "lr": ("a number >= 0", [-1.0]),
@@ -269,20 +269,20 @@ OUT_OF_RANGE = {
         "multi_precision": ("True or False", [None]),
         "aggregate_num": ("a whole number >= 1 and <= 45", [0, 46, 4.0]),
         "variant": ("'fused' or 'step'", ["jit"]),
-        "dtype_moments": ("bfloat16", ["fp8"]),
+        "state_storage": ("bfloat16", ["fp8"]),
     },
     "adamw": {
         "lr": ("a number >= 0", [-1.0]),
         "betas": ("a number >= 0 and < 1", [(1.0, 0.9), (0.9, 1.0), (-0.1, 0.9), (0.9, None)]),
         "eps": ("a number >= 0", [-1e-8]),
         "weight_decay": ("a number >= 0", [-0.1]),
-        "dtype_moments": ("bfloat16", ["int8"]),
+        "state_storage": ("bfloat16", ["int8"]),
     },
     "lion": {
         "lr": ("a number >= 0", [-1.0]),
         "betas": ("a number >= 0 and < 1", [(1.0, 0.9), (0.9, 1.0)]),
         "weight_decay": ("a number >= 0", [-0.1]),
-        "dtype_moments": ("bfloat16", ["int8"]),
+        "state_storage": ("bfloat16", ["int8"]),
     },
 }
 # What these refuse depends on names and shapes: tests/rules/test_factor_rules.py.
@@ -353,10 +353,10 @@ def test_table_counts_every_kind_of_state(clean_table):
 
     @lowmem.rules.register("keeper")
     class Keeper(lowmem.rules.Lomo):
-        def plan(self, name, shape, hyper):
+        def spec(self, name, shape, hyper):
             spec = lowmem.rules.StateSpec
             states = {"own": spec("full", None), "copy": spec("full", master=True), "row": spec("row", extra=(2,))}
-            return lowmem.rules.Plan(View.matrix(len(shape)), states)
+            return lowmem.rules.ParamSpec(View.matrix(len(shape)), states)
 
     (row,) = (row for row in lowmem.rules.table() if row.name == "keeper")
     assert row.state_bytes == 2 + 4 + 2 * 4 / 4096
@@ -396,10 +396,10 @@ def test_rule_from_outside(clean_table, give_gradients):
         def check(self, hyper):
             pass
 
-        def plan(self, name, shape, hyper):
-            return lowmem.rules.Plan(View.matrix(len(shape)), {"momentum": lowmem.rules.StateSpec("full")})
+        def spec(self, name, shape, hyper):
+            return lowmem.rules.ParamSpec(View.matrix(len(shape)), {"momentum": lowmem.rules.StateSpec("full")})
 
-        def update(self, sweep, plan, state, hyper, step):
+        def update(self, sweep, spec, state, hyper, step):
             size = sweep.reduce(largest_rows).row["size"] / sweep.shape[2]
             sweep.apply(signed, full=dict(state), row={"size": size}, scalar={k: hyper[k] for k in ("lr", "beta")})
 

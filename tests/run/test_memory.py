@@ -105,8 +105,8 @@ def test_checkpointing_saves_activations():
         ("scaled_adam", {}, 8 + (8 + 4 + 4 + 4 * 4) / 64**2),
         ("lans", {"multi_precision": True}, 12 + 8 / 64**2),
         ("adamw", {}, 8 + 8 / 64**2),
-        ("adamw", {"dtype_moments": "bfloat16"}, 4 + 8 / 64**2),
-        ("lion", {"dtype_moments": "float16"}, 2),
+        ("adamw", {"state_storage": "bfloat16"}, 4 + 8 / 64**2),
+        ("lion", {"state_storage": "float16"}, 2),
         (torch.optim.SGD, {}, 0),
     ],
 )

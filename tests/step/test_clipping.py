@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import lowmem
 from lowmem.errors import CheckpointError, StepError, UnsupportedError
+from lowmem.options import DynamicScale
 from lowmem.rules.rule import TABLE
-from lowmem.step.loss_scaler import DynamicScale
 
 STEPS = 6
 POLICIES = [("two_pass", 1), ("deferred", 1), ("deferred", 3)]

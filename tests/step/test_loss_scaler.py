@@ -14,13 +14,14 @@ from torch.nn import functional
 
 import lowmem
 from lowmem.errors import CheckpointError, ConfigError, StepError
-from lowmem.step.loss_scaler import DynamicScale, LossScale
+from lowmem.options import DynamicScale
+from lowmem.step.loss_scaler import LossScaler
 
 CPU = torch.device("cpu")
 
 
 def made(**rule):
-    return LossScale(DynamicScale(**rule), CPU)
+    return LossScaler(DynamicScale(**rule), CPU)
 
 
 def learn(scale, overflow):
@@ -76,7 +77,7 @@ def test_as_grad_scaler(init, growth, backoff, interval, share):
 
 
 def test_the_default_is_grad_scalers():
-    ours, theirs = LossScale("dynamic", CPU), torch.amp.GradScaler("cpu").state_dict()
+    ours, theirs = LossScaler("dynamic", CPU), torch.amp.GradScaler("cpu").state_dict()
     rule = ours.rule
     assert (rule.growth_factor, rule.backoff_factor, rule.growth_interval) == tuple(
         theirs[name] for name in ("growth_factor", "backoff_factor", "growth_interval")
@@ -154,7 +155,7 @@ def test_a_value_stays_as_it_was():
 @pytest.mark.parametrize("wanted", [3.0, 1000.0, 65536.0, 7])
 def test_the_inverse_is_grad_scalers(wanted):
     """The reciprocal in float64, rounded once."""
-    scale = LossScale(wanted, CPU)
+    scale = LossScaler(wanted, CPU)
     want = torch.tensor(float(wanted)).double().reciprocal().float()
     assert torch.equal(scale.inverse(CPU), want)
     assert scale.inverse(CPU).dtype == torch.float32
@@ -162,7 +163,7 @@ def test_the_inverse_is_grad_scalers(wanted):
 
 @pytest.mark.parametrize("overflow", [False, True])
 def test_a_fixed_scale_stays(overflow):
-    scale = LossScale(1000, CPU)
+    scale = LossScaler(1000, CPU)
     scale.update(torch.tensor(not overflow))
     assert (float(scale.value), float(scale.scaled(torch.tensor(2.0)))) == (1000.0, 2000.0)
     assert (scale.dynamic, scale.at_least(), scale.state_dict()) == (False, None, None)
@@ -170,7 +171,7 @@ def test_a_fixed_scale_stays(overflow):
 
 @pytest.mark.parametrize("wanted", [None, 0, 1, 1.0])
 def test_no_scale(wanted):
-    scale = LossScale(wanted, CPU)
+    scale = LossScaler(wanted, CPU)
     loss = torch.tensor(3.0)
     scale.update(torch.tensor(False))
     assert (scale.value, scale.inverse(CPU), scale.dynamic, scale.at_least()) == (None, None, False, None)
@@ -197,7 +198,7 @@ def test_a_value_out_of_range(field, wrong, message):
 @pytest.mark.parametrize("wanted", [-1, math.inf, math.nan, True, False, "big", "", [2.0], 1e39, 1e-46])
 def test_what_is_no_scale(wanted):
     with pytest.raises(ConfigError, match=r"loss_scale="):
-        LossScale(wanted, CPU)
+        LossScaler(wanted, CPU)
 
 
 def test_saved_in_the_middle():
@@ -226,9 +227,9 @@ def test_saved_beyond_the_interval():
 def test_saved_without_a_scale():
     """A run that had no dynamic scale says nothing to one that has; and one that has none takes none."""
     scale = made(init=64.0)
-    scale.load_state_dict(LossScale(8, CPU).state_dict())
+    scale.load_state_dict(LossScaler(8, CPU).state_dict())
     assert float(scale.value) == 64.0
-    fixed = LossScale(8, CPU)
+    fixed = LossScaler(8, CPU)
     fixed.load_state_dict(scale.state_dict())
     assert float(fixed.value) == 8.0
 

@@ -13,7 +13,7 @@ import torch
 import lowmem
 from lowmem.errors import ConfigError
 from lowmem.placements.record import ParamRecord
-from lowmem.rules import Plan, StateSpec, UpdateRule
+from lowmem.rules import ParamSpec, StateSpec, UpdateRule
 from lowmem.step import policies
 from lowmem.step.offload import Disk, Host, Resident, make
 from lowmem.tiles.layout import Span, View
@@ -165,12 +165,12 @@ class Witness(UpdateRule):
     def check(self, hyper):
         pass
 
-    def plan(self, name, shape, hyper):
+    def spec(self, name, shape, hyper):
         channels_first_or_last = View((0,), (1,), (2, 3))
         view = channels_first_or_last if len(shape) == 4 else View.vector(len(shape))
-        return Plan(view, {"seen": StateSpec("full")})
+        return ParamSpec(view, {"seen": StateSpec("full")})
 
-    def update(self, sweep, plan, state, hyper, step):
+    def update(self, sweep, spec, state, hyper, step):
         sweep.apply(seen, full={"seen": state["seen"]})
 
 

@@ -22,9 +22,9 @@ OPTIONS = [
     *((rule, MIXED.get(rule, {})) for rule in sorted(TABLE)),
     ("adafactor", {"factored": False, "beta1": 0.9, "dtype_momentum": "bfloat16", "skip_nan_updates": True}),
     ("adafactor_t2t", {"beta1": 0.9, "lr": 0.01}),
-    ("scaled_adam", {"size_update_period": 2, "dtype_moments": "bfloat16"}),
+    ("scaled_adam", {"size_update_period": 2, "state_storage": "bfloat16"}),
     ("lans", {"variant": "step", "wd": 0.1, "multi_precision": True, "aggregate_num": 2}),
-    ("adamw", {"dtype_moments": "bfloat16"}),
+    ("adamw", {"state_storage": "bfloat16"}),
 ]
 CASES = [pytest.param(rule, options, id=f"{rule}-{','.join(options)}") for rule, options in OPTIONS]
 

@@ -15,11 +15,13 @@ from lowmem.rules import resolve
 from lowmem.rules.rule import TABLE
 from lowmem.tiles import storage, sweep
 from lowmem.tiles.layout import Layout, View
-from lowmem.tiles.sweep import Sweep
+from lowmem.tiles.storage import Held
+from lowmem.tiles.sweep import Reading, Sweep
 from lowmem.tiles.tile import Sums, tile_function
 
 MIB = 1 << 20
 RULES = sorted(TABLE)
+ROUNDINGS = ("nearest", "stochastic", "compensated", "master")
 ELEMENTWISE = ("lomo", "adamw", "lion")  # their results are of one element each: no sums to take in another order
 OPTIONS = {"adafactor": {"min_dim_size_to_factor": 4, "beta1": 0.9}, "lans": {"variant": "step"}}
 
@@ -32,31 +34,37 @@ def update(
     rule, source = resolve(rule), torch.Generator().manual_seed(0)
     param = torch.randn(shape, generator=source).to(dtype)
     hyper = {**rule.defaults, rule.decay: 0.01, **hyper}
-    plan = rule.plan("w", shape, hyper)
-    states = new_states(plan, shape, dtype)
-    if rounding_name == "compensated":
-        states["residual"] = torch.zeros(shape, dtype=torch.int16)
+    spec = rule.spec("w", shape, hyper)
+    states = new_states(spec, shape, dtype)
+    weight = storage.of_weight(rule.rounding(hyper) if rounding_name == "nearest" else rounding_name, dtype)
+    extra = {part.name: torch.zeros(shape, dtype=part.dtype) for part in weight.parts[1:]}
     for step in range(1, steps + 1):
         grad = torch.randn(shape, generator=source).to(dtype) if grads is None else grads[step - 1]
         one = Sweep(
-            Layout.of(shape, plan.view),
-            param,
+            Layout.of(shape, spec.view),
+            Held(weight, (param, *extra.values())),
             grad,
-            residual=states.get("residual"),
+            Reading(limit=torch.tensor(2.0)),
             noise_keys=functools.partial(list, [step]),
-            stochastic=rounding_name == "stochastic",
-            limit=torch.tensor(2.0),
+            step=step,
             compiled=compiled,
             tile=tile,
         )
-        kept = {name: state for name, state in states.items() if name != "residual"}
-        rule.update(one, plan, kept, {**hyper, "lr": 0.1 / step}, step)
-    return param, states
+        rule.update(one, spec, held(spec, states), {**hyper, "lr": 0.1 / step}, step)
+    return param, {**states, **extra}
 
 
-def new_states(plan, shape, dtype):
-    sizes = {name: plan.view.kept(spec.extent, shape) + spec.extra for name, spec in plan.states.items()}
-    return {name: torch.zeros(sizes[name], dtype=spec.dtype or dtype) for name, spec in plan.states.items()}
+def new_states(spec, shape, dtype):
+    sizes = {name: spec.view.state_shape(each.extent, shape) + each.extra for name, each in spec.states.items()}
+    dtypes = {name: dtype if each.dtype == "weight" else each.dtype or torch.float32
+              for name, each in spec.states.items()}  # fmt: skip
+    return {name: torch.zeros(sizes[name], dtype=dtypes[name]) for name in sizes}
+
+
+def held(spec, states):
+    """States as a sweep takes them: those of the parameter's size with their storage."""
+    full = {name for name, each in spec.states.items() if each.extent == "full"}
+    return {name: Held(storage.Nearest(t.dtype), (t,)) if name in full else t for name, t in states.items()}
 
 
 def assert_same_to_float32_rounding(got, want):
@@ -80,7 +88,7 @@ def assert_same_to_float32_rounding(got, want):
 SHAPES = [(), (1,), (300,), (7, 40), (1, 9), (9, 1), (3, 8, 10)]
 
 
-@pytest.mark.parametrize("rounding_name", storage.ROUNDINGS)
+@pytest.mark.parametrize("rounding_name", ROUNDINGS)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("rule", RULES)
 def test_updates_do_not_depend_on_the_tile(rule, shape, rounding_name):
@@ -106,7 +114,9 @@ def test_reduce_sums_over_tiles(shape, tile, clipped):
     """Rows, columns, totals and the gradient's own norm, the last before its clip; float64 sums are the reference."""
     param, grad = torch.randn(shape), torch.randn(shape)
     limit = torch.tensor(0.5) if clipped else None
-    one = Sweep(Layout.of(shape, View.matrix(3)), param, grad, factor=torch.tensor(2.0), limit=limit, tile=tile)
+    reading = Reading(inverse_scale=torch.tensor(2.0), limit=limit)
+    weight = Held(storage.Nearest(torch.float32), (param,))
+    one = Sweep(Layout.of(shape, View.matrix(3)), weight, grad, reading, tile=tile)
     sums = one.reduce(everything)
     scaled = 2.0 * grad.double()
     product = (scaled.clamp(-0.5, 0.5) if clipped else scaled) * param.double()
@@ -122,7 +132,7 @@ def test_reduce_sums_over_tiles(shape, tile, clipped):
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("shape", [(40,), (6, 7), (3, 4, 5)])
-@pytest.mark.parametrize("rounding_name", storage.ROUNDINGS)
+@pytest.mark.parametrize("rounding_name", ROUNDINGS)
 @pytest.mark.parametrize("rule", RULES)
 def test_not_finite_leaves_everything_untouched(rule, rounding_name, shape, bad):
     good, spoilt = torch.randn(shape).bfloat16(), torch.randn(shape).bfloat16()
@@ -138,7 +148,7 @@ def test_not_finite_leaves_everything_untouched(rule, rounding_name, shape, bad)
 
 
 @pytest.mark.skipif(not lowmem.optimizer.has_compiler("cpu"), reason="no C++ compiler")
-@pytest.mark.parametrize("rounding_name", storage.ROUNDINGS)
+@pytest.mark.parametrize("rounding_name", ROUNDINGS)
 @pytest.mark.parametrize("rule", RULES)
 def test_compiled_gives_the_same_numbers(rule, rounding_name):
     """Compiled code may fuse a multiplication with an addition, and sums in another order. What is left over of lines
@@ -180,7 +190,7 @@ def test_shapes_steps_and_lr_do_not_recompile(traced_only, rule, functions):
 def test_more_kinds_than_dynamo_allows_by_default(traced_only):
     """Dtypes, roundings and shapes multiply beyond dynamo's limit of 8 and must not stop a step."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        for rounding_name in storage.ROUNDINGS if dtype != torch.float32 else ("nearest",):
+        for rounding_name in ROUNDINGS if dtype != torch.float32 else ("nearest",):
             for shape in [(3000,), (64, 48), (3000, 64)]:
                 update("lomo", shape, dtype=dtype, rounding_name=rounding_name, compiled=True, steps=1)
 
@@ -189,20 +199,19 @@ def test_more_kinds_than_dynamo_allows_by_default(traced_only):
 
 
 @pytest.mark.filterwarnings("ignore:Expected a tensor")
-@pytest.mark.parametrize("rounding_name", storage.ROUNDINGS)
+@pytest.mark.parametrize("rounding_name", ROUNDINGS)
 @pytest.mark.parametrize("rule", RULES)
 def test_temporaries_of_one_update(rule, rounding_name):
     """A 2048 x 2048 bfloat16 parameter is 8 MiB, a float32 copy of it 16; an update stays below 8 with all it needs."""
     rule, shape = resolve(rule), (2048, 2048)
     param, grad = torch.randn(shape).bfloat16(), torch.randn(shape).bfloat16()
-    plan = rule.plan("w", shape, rule.defaults)
-    states = new_states(plan, shape, torch.bfloat16)
-    residual = torch.zeros(shape, dtype=torch.int16) if rounding_name == "compensated" else None
+    spec = rule.spec("w", shape, rule.defaults)
+    states = new_states(spec, shape, torch.bfloat16)
+    weight = storage.of_weight(rounding_name, torch.bfloat16)
+    extra = [torch.zeros(shape, dtype=part.dtype) for part in weight.parts[1:]]
     with MemTracker() as tracker:
-        layout = Layout.of(shape, plan.view)
-        one = Sweep(layout, param, grad, residual=residual, stochastic=rounding_name == "stochastic")
-        rule.update(one, plan, states, rule.defaults, 1)
-    held = sum(tensor.untyped_storage().nbytes() for tensor in (param, grad, *states.values()))
-    held += residual.untyped_storage().nbytes() if residual is not None else 0
+        one = Sweep(Layout.of(shape, spec.view), Held(weight, (param, *extra)), grad)
+        rule.update(one, spec, held(spec, states), rule.defaults, 1)
+    kept = sum(tensor.untyped_storage().nbytes() for tensor in (param, grad, *extra, *states.values()))
     peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
-    assert held <= peak <= held + 8 * MIB
+    assert kept <= peak <= kept + 8 * MIB
