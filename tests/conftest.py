@@ -1,4 +1,4 @@
-"""What the tests share: one thread, a fixed seed, ranks, a small Llama, and a loss with just the gradients asked for."""
+"""What the tests share: one thread, a fixed seed, ranks, a small Llama, and a loss with the gradients asked for."""
 
 import os
 import tempfile
@@ -14,10 +14,10 @@ os.environ.setdefault(
 )
 os.environ.setdefault("TORCHINDUCTOR_FX_GRAPH_CACHE", "1")
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
-from ranks import Ranks  # noqa: E402
-from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
+import pytest
+import torch
+from ranks import Ranks
+from transformers import LlamaConfig, LlamaForCausalLM
 
 torch.set_num_threads(1)
 
