@@ -14,14 +14,14 @@ sys.path.insert(0, str(SCRIPTS))
 from gpu import measure, steps  # noqa: E402
 from gpu.report import Report  # noqa: E402
 
-# Hides the packages that only trainers and the command line need, and traces functions without generating code for them.
+# Hides the packages that only trainers and the command line need. Functions are traced, but no code is generated.
 BARE = """
 import functools, runpy, sys
 from importlib.machinery import PathFinder
 
 import torch
 
-MISSING = {"accelerate", "datasets", "deepspeed", "matplotlib", "psutil", "rich", "trl"}
+MISSING = {"accelerate", "datasets", "deepspeed", "matplotlib", "psutil", "pydantic", "rich", "ruamel", "trl"}
 
 class Bare(PathFinder):
     @classmethod
