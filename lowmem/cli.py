@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 # Under a launcher every process runs the command. Only rank 0 prints, except that any rank reports its own failure.
 RANK = int(os.environ.get("RANK", 0))
-out = Console(quiet=RANK > 0)
-err = Console(stderr=True, quiet=RANK > 0)
+out = Console(quiet=RANK > 0, highlight=False)
+err = Console(quiet=RANK > 0, highlight=False, stderr=True)
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -101,9 +101,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-# -- train ---------------------------------------------------------------------------------------------------------
-
-
 def train(arguments: argparse.Namespace) -> None:
     """`lowmem train`."""
     _quiet()
@@ -126,21 +123,18 @@ def train(arguments: argparse.Namespace) -> None:
         trainer = build.trainer(config, samples, model, args)
         trainer.create_optimizer()  # raises what it does not support before anything is written
         counts = check_tokenized(trainer.train_dataset, samples.train, config.data)
-        _print_topics(report.describe(config, trainer))
-        _describe_data(counts)
-        _warn_about_dtype(config)
+        _describe(config, trainer, counts)
         if RANK == 0:
             save(config, folder / "config.yaml")
             report.write_environment(folder)
         with report.RunReport(folder, out).attached(trainer), _stop_on_signal(trainer) as signals:
             trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
     _leave_group()
+    end = f"done: see {folder}/README.md for the results and how to continue"
     if signals:
         resume = f"{report.command()} train {folder}/config.yaml --resume"
-        last = f"stopped at step {trainer.state.global_step}; continue with: {resume}"
-    else:
-        last = f"done: see {folder}/README.md for the results and how to continue"
-    out.print(last, style="bold", highlight=False, soft_wrap=True)
+        end = f"stopped at step {trainer.state.global_step}; continue with: {resume}"
+    out.print(end, style="bold", soft_wrap=True)
 
 
 @contextmanager
@@ -210,38 +204,22 @@ def _leave_group() -> None:
         distributed.destroy_process_group()
 
 
-def _print_topics(topics: dict[str, str]) -> None:
-    for topic, text in topics.items():
-        out.print(f"{topic:10} {text}", highlight=False, soft_wrap=True)
+def _describe(config: "RunConfig", trainer: Any, counts: "TokenCounts") -> None:
+    """Prints what is about to be trained, and warnings."""
+    from lowmem.run import report
 
-
-def _warn(message: str) -> None:
-    err.print(message, style="yellow", soft_wrap=True)
-
-
-def _describe_data(counts: "TokenCounts") -> None:
-    trained = f"{counts.tokens:,} tokens, loss on {counts.trained_tokens:,}"
-    _print_topics({"data": f"{counts.samples:,} samples, {trained}"})
-    if counts.dropped:
-        _warn(
-            f"{len(counts.dropped)} samples have no answer token within max_length and are left out, "
-            f"such as {counts.dropped[0]}"
-        )
-    if counts.without_target:
-        _warn(f"{counts.without_target} samples do not contribute to the loss")
-
-
-def _warn_about_dtype(config: "RunConfig") -> None:
+    data = f"{counts.samples:,} samples, {counts.tokens:,} tokens, loss on {counts.trained_tokens:,}"
+    _print_topics({**report.describe(config, trainer), "data": data})
     dtype = config.model.dtype
     if dtype != "float32" and config.optimizer.fused.rounding == "nearest":
         lost = "0.2 %" if dtype == "bfloat16" else "0.02 %"
-        _warn(
-            f"{dtype} weights with rounding nearest lose every update smaller than about {lost} of the weight; "
-            "optimizer.rounding=stochastic loses none and needs no more memory"
-        )
-
-
-# -- inspect -------------------------------------------------------------------------------------------------------
+        _warn(f"{dtype} weights with rounding nearest lose every update smaller than about {lost} of the weight; "
+              "optimizer.rounding=stochastic loses none and needs no more memory")  # fmt: skip
+    if counts.dropped:
+        _warn(f"{len(counts.dropped)} samples have no answer token within max_length and are left out, "
+              f"such as {counts.dropped[0]}")  # fmt: skip
+    if counts.without_target:
+        _warn(f"{counts.without_target} samples do not contribute to the loss")
 
 
 def inspect(arguments: argparse.Namespace) -> None:
@@ -259,8 +237,8 @@ def inspect(arguments: argparse.Namespace) -> None:
     opening, closing = ("", "") if out.is_terminal else ("⟦", "⟧")
     for number, row in enumerate(rows.select(range(min(arguments.samples, len(rows)))), start=1):
         parts = segments(row, samples.tokenizer)
-        tokens, trained = sum(p.tokens for p in parts), sum(p.tokens for p in parts if p.trained)
-        out.rule(f"sample {number}: {tokens} tokens, loss on {trained}", style="dim")
+        trained_tokens = sum(part.tokens for part in parts if part.trained)
+        out.rule(f"sample {number}: {sum(part.tokens for part in parts)} tokens, loss on {trained_tokens}", style="dim")
         text = Text()
         for part in parts:
             text.append(f"{opening}{part.text}{closing}" if part.trained else part.text,
@@ -268,17 +246,10 @@ def inspect(arguments: argparse.Namespace) -> None:
         out.print(text, soft_wrap=True)
     out.rule(style="dim")
     legend = "in green" if out.is_terminal else "in ⟦ ⟧"
-    share = counts.trained_tokens / counts.tokens
-    out.print(
-        f"The loss is computed on the text {legend}. All {counts.samples:,} samples: {counts.tokens:,} tokens, "
-        f"loss on {counts.trained_tokens:,} ({share:.0%}); {counts.at_max_length:,} fill max_length, "
-        f"{len(counts.dropped):,} are left out",
-        highlight=False,
-        soft_wrap=True,
-    )
-
-
-# -- generate ------------------------------------------------------------------------------------------------------
+    trained = f"loss on {counts.trained_tokens:,} ({counts.trained_tokens / counts.tokens:.0%})"
+    other = f"{counts.at_max_length:,} fill max_length, {len(counts.dropped):,} are left out"
+    out.print(f"The loss is computed on the text {legend}.", soft_wrap=True)
+    out.print(f"All {counts.samples:,} samples: {counts.tokens:,} tokens, {trained}; {other}", soft_wrap=True)
 
 
 def generate(arguments: argparse.Namespace) -> None:
@@ -300,24 +271,19 @@ def generate(arguments: argparse.Namespace) -> None:
         messages = [{"role": "user", "content": arguments.prompt}]
         if arguments.system:
             messages.insert(0, {"role": "system", "content": arguments.system})
-        inputs = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
+        options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+        inputs = tokenizer.apply_chat_template(messages, **options)
     else:
         inputs = tokenizer(arguments.prompt, return_tensors="pt")
-    sampling: dict[str, Any] = {"do_sample": False}
-    if arguments.temperature > 0:
-        sampling = {"do_sample": True, "temperature": arguments.temperature}
+    sampled = arguments.temperature > 0
     set_seed(arguments.seed)
     model.generate(
         **inputs.to(model.device),
         max_new_tokens=arguments.max_new_tokens,
         streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
-        **sampling,
+        do_sample=sampled,
+        **({"temperature": arguments.temperature} if sampled else {}),
     )
-
-
-# -- plan ----------------------------------------------------------------------------------------------------------
 
 
 def plan(arguments: argparse.Namespace) -> None:
@@ -333,14 +299,14 @@ def plan(arguments: argparse.Namespace) -> None:
     _print_topics(summary)
     out.print()
     out.print(_step_table(step))
-    out.print(f"\nNot counted: {planning.NOT_COUNTED[device]}.", highlight=False, soft_wrap=True)
+    out.print(f"\nNot counted: {planning.NOT_COUNTED[device]}.", soft_wrap=True)
     figures = {"device": device, **summary, **step.figures(), "memory": memory, "ways": {}}
     fits = True
     if memory is not None:
         fits = step.peak <= memory
         margin = f"{size(abs(memory - step.peak))} {'to spare' if fits else 'too much'}"
         verdict = "fits in" if fits else "does not fit in"
-        out.print(f"\n{verdict} {size(memory)}: {margin}", style="bold", highlight=False)
+        out.print(f"\n{verdict} {size(memory)}: {margin}", style="bold")
         if not fits:
             figures["ways"] = _ways(arguments, config, memory)
     if arguments.json is not None:
@@ -394,11 +360,8 @@ def _ways(arguments: argparse.Namespace, config: "RunConfig", memory: int) -> di
         peaks[" ".join(peaks)] = nbytes
     for way, nbytes in peaks.items():
         verdict = "[green]fits[/green]" if nbytes <= memory else "does not fit"
-        out.print(f"  {way}  {size(nbytes)}, {verdict}", highlight=False, soft_wrap=True)
+        out.print(f"  {way}  {size(nbytes)}, {verdict}", soft_wrap=True)
     return peaks
-
-
-# -- rules ---------------------------------------------------------------------------------------------------------
 
 
 def show_rules(arguments: argparse.Namespace) -> None:
@@ -413,7 +376,16 @@ def show_rules(arguments: argparse.Namespace) -> None:
     for row in rows:
         hyper = ", ".join(f"{name}={value}" for name, value in row.defaults.items())
         header = f"\n[bold]{row.name}[/bold]  {row.source}"
-        out.print(f"{header}\n  equals {row.exactness}\n  {hyper}", highlight=False, soft_wrap=True)
+        out.print(f"{header}\n  equals {row.exactness}\n  {hyper}", soft_wrap=True)
+
+
+def _print_topics(topics: dict[str, str]) -> None:
+    for topic, text in topics.items():
+        out.print(f"{topic:10} {text}", soft_wrap=True)
+
+
+def _warn(message: str) -> None:
+    err.print(message, style="yellow", soft_wrap=True)
 
 
 def _quiet() -> None:

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""What only a GPU can tell, in one command under nine minutes on a bare machine with torch and transformers.
+"""Measures on a GPU, in under nine minutes, with nothing installed but torch and transformers.
 
     python scripts/gpu_check.py [--out gpu_check.json] [--budget 500] [--small]
 
-Each part writes rows: what was measured, its goal if it has one, and whether that is met. The report is on disk after
-every row, so that a run that is killed leaves what it had. A part that fails is reported with its error, one that needs
-more seconds than are left of the budget is left out and says so, and the others go on. `--small` shrinks everything, so
+Each part adds rows: what was measured, its goal if it has one, and whether the goal is met. The report is written after
+every row, so that a run that is killed leaves it. If a part fails, its error is reported, and the others go on. A part
+that needs more seconds than are left of the budget is skipped with a row that says so. `--small` shrinks everything, so
 that the script itself can be tried without a GPU.
 """
 
@@ -43,7 +43,7 @@ def environment(report: Report, small: bool) -> None:
 
 
 def attention(report: Report, small: bool) -> None:
-    """Which kernels there are for the attention of an 8B Llama over 2,048 tokens, and which torch takes."""
+    """Which kernels can compute the attention of an 8B Llama over 2,048 tokens, and which of them torch selects."""
     try:
         import flash_attn
 
@@ -57,7 +57,7 @@ def attention(report: Report, small: bool) -> None:
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
     taken = SDPBackend(torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=True))
-    report.row("SDPA takes", taken.name, seconds=median(device_seconds, attend))
+    report.row("SDPA selects", taken.name, seconds=median(device_seconds, attend))
     enabled = {
         SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled(),
         SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled(),
@@ -69,11 +69,11 @@ def attention(report: Report, small: bool) -> None:
         try:
             with sdpa_kernel(backend):
                 report.row(what, median(device_seconds, attend), enabled=is_enabled)
-        except RuntimeError as error:  # torch has no such kernel for this
+        except RuntimeError as error:  # no such kernel for these inputs
             report.row(what, None, enabled=is_enabled, reason=str(error).split("\n")[0])
 
 
-# Each with about the seconds that it takes on an H200, compilation included.
+# Each part with the seconds that it takes on an H200, compilation included.
 PARTS: tuple[tuple[Callable[[Report, bool], None], float], ...] = (
     (environment, 5),
     (attention, 5),

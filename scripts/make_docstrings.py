@@ -87,8 +87,9 @@ def module_name(path: Path, root: Path) -> str:
 
 def collect(root: Path) -> tuple[list[dict[str, str]], int]:
     """All pairs in `root`, without duplicate instructions or outputs, and the number of modules they come from."""
-    unique, modules = [], 0
+    unique: list[dict[str, str]] = []
     seen: set[str] = set()
+    modules = 0
     for path in source_files(root):
         before = len(unique)
         for pair in pairs(path, module_name(path, root)):

@@ -1,4 +1,4 @@
-"""What the tests share: one thread, a fixed seed, ranks, a small Llama, and a loss with just the gradients asked for."""
+"""What the tests share: one thread, a fixed seed, ranks, a small Llama, and a loss with the gradients asked for."""
 
 import os
 import tempfile

@@ -1,7 +1,7 @@
-"""A GPU that is none, in a process of its own: its tensors have no values, and its streams know what they waited for.
+"""A simulated GPU in a separate process. Its tensors have no values, and its streams record what they have waited for.
 
-What could go wrong on a GPU, or not, raises: memory that two streams use with no order between them, or that is free
-for its own stream to hand out again before another one is done with it.
+A race that could go wrong on a GPU always raises: memory that two streams use without an order between them, or memory
+that its stream may reuse before another stream has finished with it.
 """
 
 import multiprocessing
@@ -18,20 +18,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
-# Seconds after which a call that does not return is taken for hung.
+# Seconds after which a call that has not returned is considered hung.
 PATIENCE = 60
 
 
 class Race(Exception):
-    """Two streams are in each other's way."""
+    """Two streams use the same memory without an order between them."""
 
 
 class Failed(AssertionError):
-    """A call in the process raised; its traceback is the message."""
+    """A call in the process raised an error, whose traceback is the message."""
 
 
 class Stream:
-    """Counts what is queued on it, and knows how much of every stream comes before what is queued next."""
+    """Counts the operations queued on it, and records how many of every stream come before the next one."""
 
     def __init__(self, device=None):
         self.seen = {self: 0}
@@ -48,7 +48,7 @@ class Stream:
 
 
 class Module(_DummyBackendModule):
-    """What `torch.get_device_module` gives."""
+    """What `torch.get_device_module` returns."""
 
     Stream = Stream
 
@@ -72,7 +72,7 @@ MODULE = Module()
 
 @dataclass
 class Memory:
-    """A storage, the stream that it is of (none is the host's), and who uses it: (stream, count) of each."""
+    """A storage, the stream that allocated it (None for host memory), and its uses as (stream, count)."""
 
     storage: StorageWeakRef
     size: int
@@ -82,11 +82,11 @@ class Memory:
 
 
 class Watch(TorchDispatchMode):
-    """Looks at every operation on the GPU.
+    """Checks every operation on the GPU.
 
     Attributes:
-        held: bytes on the GPU.
-        most: the most that they were since it was last set.
+        held: bytes that are allocated on the GPU.
+        most: their maximum since it was last set.
     """
 
     def __init__(self):
@@ -103,7 +103,7 @@ class Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         self._collect()
         result = func(*args, **kwargs)
-        if func.namespace == "prim":  # asks for the device of a tensor, and the like
+        if func.namespace == "prim":  # queries, such as the device of a tensor
             return result
         values = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
         read, written = [], []
@@ -111,13 +111,13 @@ class Watch(TorchDispatchMode):
             writes = argument.alias_info is not None and argument.alias_info.is_write
             (written if writes else read).extend(_tensors(values.get(argument.name)))
         known = {_key(tensor) for tensor in (*read, *written)}
-        made = [tensor for tensor in _tensors(result) if _key(tensor) not in known]
-        if any(tensor.device.type == "gpu" for tensor in (*read, *written, *made)):
+        new = [tensor for tensor in _tensors(result) if _key(tensor) not in known]
+        if any(tensor.device.type == "gpu" for tensor in (*read, *written, *new)):
             stream = MODULE.current_stream()
-            for tensor in made:
+            for tensor in new:
                 self._memory(tensor, stream)
-            if (made or written) and "empty" not in func.__name__:  # a view and an allocation use nothing
-                self._use(func, stream, read, [*written, *made])
+            if (new or written) and "empty" not in func.__name__:  # a view or an allocation uses no memory
+                self._use(func, stream, read, [*written, *new])
             self.most = max(self.most, self.held)
         return result
 
@@ -140,9 +140,9 @@ class Watch(TorchDispatchMode):
         return self._memories[_key(tensor)]
 
     def _collect(self):
-        """What nothing refers to any more, its stream may hand out again."""
-        gone = [key for key, memory in self._memories.items() if memory.storage.expired()]
-        for memory in map(self._memories.pop, gone):
+        """Frees memory that is no longer referenced: its stream may reuse it."""
+        freed = [key for key, memory in self._memories.items() if memory.storage.expired()]
+        for memory in map(self._memories.pop, freed):
             if memory.owner is not None:
                 used = memory.written + memory.read
                 _refuse_race(memory.owner, used, "memory was given back that another stream still uses")
@@ -163,23 +163,23 @@ def _key(tensor):
 
 @contextmanager
 def watched() -> Iterator[Watch]:
-    """Tensors that are made inside have no values, and what is done with them is looked at."""
+    """Tensors created inside have no values, and every operation on them is checked."""
     with FakeTensorMode(), Watch() as watch:
         yield watch
 
 
 class Process:
-    """A process that has a device "gpu". Functions are named by their module, so they must not be nested."""
+    """A process with a device "gpu". Functions are pickled, so they must be those of a module."""
 
     def __init__(self):
         context = multiprocessing.get_context("spawn")
         self._pool = ProcessPoolExecutor(1, context, _begin)
 
     def run(self, function, *args):
-        """What `function(*args)` returns there.
+        """Returns `function(*args)`, called in the process.
 
         Raises:
-            Failed: it raised.
+            Failed: the function raised an error.
         """
         return self._pool.submit(_call, function, *args).result(PATIENCE)
 

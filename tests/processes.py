@@ -21,13 +21,14 @@ PATIENCE = 600
 GRACE = 60
 
 CONTEXT = multiprocessing.get_context("forkserver")
-# not lowmem.cli: it reads its rank from the environment when it is imported
+# not lowmem.cli and lowmem.run.build: they read from the environment, when they are imported, how many ranks there are
 CONTEXT.set_forkserver_preload(
     [
         "pytest", "torch", "torch.distributed.fsdp", "torch.distributed._tools.mem_tracker", "torch._dynamo",
         "transformers.models.llama.modeling_llama", "transformers.models.mixtral.modeling_mixtral",
-        "transformers.models.llama.tokenization_llama", "transformers.trainer", "datasets", "accelerate", "deepspeed",
-        "lowmem", "lowmem.trainer", "lowmem.hf.checkpoint", "lowmem.run.build", "lowmem.run.data", "lowmem.run.report",
+        "transformers.models.llama.tokenization_llama", "transformers.trainer", "trl.trainer.sft_trainer", "datasets",
+        "accelerate", "deepspeed", "matplotlib.figure", "matplotlib.backends.backend_agg",
+        "lowmem.trainer", "lowmem.hf.checkpoint", "lowmem.run.data", "lowmem.run.report",
     ]
 )  # fmt: skip
 
@@ -94,6 +95,11 @@ class Launched:
         self._folder.cleanup()
         assert not running, f"{len(running)} of {len(self.processes)} processes hung: {done.stderr}"
         return done
+
+    @property
+    def statuses(self) -> list[int | None]:
+        """Exit status of each process, None while it runs."""
+        return [process.exitcode for process in self.processes]
 
 
 def _execute(command: list[str], environment: dict[str, str], out: str, err: str) -> None:

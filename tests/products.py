@@ -12,8 +12,8 @@ FULL = bool(os.environ.get("LOWMEM_FULL"))
 def pairwise(*axes: Iterable[Any], full: bool = FULL) -> list[tuple[Any, ...]]:
     """Tuples of one value from each axis, such that every pair of values of two axes occurs in one of them.
 
-    That is far fewer than the full product of three axes or more, which `full` asks for (by default where the environment
-    variable LOWMEM_FULL is set). The same axes always give the same cases, in the order of the product.
+    That is far fewer than the full product of three axes or more, which `full` asks for (by default where the
+    environment variable LOWMEM_FULL is set). The same axes always give the same cases, in the order of the product.
     """
     values = [list(axis) for axis in axes]
     sizes = [range(len(axis)) for axis in values]

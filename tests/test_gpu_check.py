@@ -1,4 +1,4 @@
-"""The check that a GPU machine runs: tried small, where nothing is installed but torch and what transformers needs."""
+"""The GPU check with small sizes, as on a machine with nothing installed but torch and transformers."""
 
 import json
 import subprocess
@@ -14,12 +14,14 @@ sys.path.insert(0, str(SCRIPTS))
 from gpu import measure, steps  # noqa: E402
 from gpu.report import Report  # noqa: E402
 
-# Imports as on a machine without what trainers and the command line need.
+# Hides the packages that only trainers and the command line need. Functions are traced, but no code is generated.
 BARE = """
-import runpy, sys
+import functools, runpy, sys
 from importlib.machinery import PathFinder
 
-MISSING = {"accelerate", "datasets", "deepspeed", "matplotlib", "psutil", "rich", "trl"}
+import torch
+
+MISSING = {"accelerate", "datasets", "deepspeed", "matplotlib", "psutil", "pydantic", "rich", "ruamel", "trl"}
 
 class Bare(PathFinder):
     @classmethod
@@ -27,6 +29,7 @@ class Bare(PathFinder):
         return None if name.partition(".")[0] in MISSING else super().find_spec(name, path, target)
 
 sys.meta_path[sys.meta_path.index(PathFinder)] = Bare
+torch.compile = functools.partial(torch.compile, backend="aot_eager")
 sys.argv = sys.argv[1:]
 sys.path[0] = str(sys.argv[0].rpartition("/")[0])
 runpy.run_path(sys.argv[0], run_name="__main__")
@@ -36,29 +39,29 @@ PARTS += ["eight_billion", "update_memory", "one_billion", "policies_agree"]
 
 
 def check(out, *arguments):
-    """What a run on a bare machine reports."""
+    """Runs the check as on a bare machine; returns its rows by part."""
     command = [sys.executable, "-c", BARE, str(SCRIPTS / "gpu_check.py"), "--small", "--out", str(out), *arguments]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    found = json.loads(out.read_text())
-    assert json.loads(done.stdout) == found
-    assert list(found) == ["seconds", *PARTS]
-    return {part: found[part]["rows"] for part in PARTS}
+    report = json.loads(out.read_text())
+    assert json.loads(done.stdout) == report
+    assert list(report) == ["seconds", *PARTS]
+    return {part: report[part]["rows"] for part in PARTS}
 
 
 def test_every_part_runs_on_a_bare_machine(tmp_path):
-    found = check(tmp_path / "found.json")
-    for part, rows in found.items():
+    report = check(tmp_path / "report.json")
+    for part, rows in report.items():
         assert rows, part
         for row in rows:
             assert {"what", "measured", "goal", "met"} <= set(row), row  # not skipped, no error
             assert (row["met"] is None) == (row["goal"] is None or row["measured"] is None)
-    goals = {row["goal"] for rows in found.values() for row in rows}
+    goals = {row["goal"] for rows in report.values() for row in rows}
     assert goals >= {"<= 1.3", "<= 1.15", ">= 1", "<= 0.01", "<= 0"}
 
 
-def test_what_the_budget_does_not_allow_is_left_out(tmp_path):
-    for part, rows in check(tmp_path / "found.json", "--budget", "0").items():
+def test_parts_that_the_budget_does_not_allow_are_skipped(tmp_path):
+    for part, rows in check(tmp_path / "report.json", "--budget", "0").items():
         assert [row["what"] for row in rows] == [part]
         assert "left of the budget" in rows[0]["skipped"]
 
@@ -68,13 +71,13 @@ def test_what_the_budget_does_not_allow_is_left_out(tmp_path):
 
 @pytest.fixture
 def report(tmp_path):
-    return Report(tmp_path / "found.json", budget=100)
+    return Report(tmp_path / "report.json", budget=100)
 
 
 def rows_of(report, tmp_path):
-    """As they are on disk."""
-    found = json.loads((tmp_path / "found.json").read_text())
-    return [row for part in report.parts for row in found[part]["rows"]]
+    """The rows in the file."""
+    written = json.loads((tmp_path / "report.json").read_text())
+    return [row for part in report.parts for row in written[part]["rows"]]
 
 
 @pytest.mark.parametrize(
@@ -95,7 +98,7 @@ def test_whether_a_goal_is_met(measured, goal, met, report, tmp_path):
     assert len(list(report.goals())) == (goal is not None)
 
 
-def test_a_part_that_fails_does_not_take_others_with_it(report, tmp_path, capsys):
+def test_other_parts_run_after_one_has_failed(report, tmp_path, capsys):
     with report.part("one"):
         report.row("before", 1)
         raise ValueError("broken")
@@ -106,7 +109,7 @@ def test_a_part_that_fails_does_not_take_others_with_it(report, tmp_path, capsys
     assert report.failed
 
 
-def test_want_of_memory_is_no_failure(report, tmp_path, capsys):
+def test_out_of_memory_is_not_a_failure(report, tmp_path, capsys):
     with report.part("one"), report.trial("large"):
         raise torch.OutOfMemoryError("too large")
     assert not report.failed
@@ -116,15 +119,15 @@ def test_want_of_memory_is_no_failure(report, tmp_path, capsys):
 # -- whole steps -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("known", [True, False], ids=["known before", "found out"])
-def test_a_model_that_does_not_fit_gives_way_to_a_smaller_one(known, report, monkeypatch, tmp_path, capsys):
-    make, made = steps.llama, []
+@pytest.mark.parametrize("known", [True, False], ids=["by its size", "by an error"])
+def test_a_smaller_model_is_measured_if_one_does_not_fit(known, report, monkeypatch, tmp_path, capsys):
+    build, built = steps.llama, []
 
     def llama(*size):
-        made.append(size)
-        if not known and len(made) == 1:
+        built.append(size)
+        if not known and len(built) == 1:
             raise torch.OutOfMemoryError("too large")
-        return make(*size)
+        return build(*size)
 
     monkeypatch.setattr(steps, "llama", llama)
     monkeypatch.setattr(measure, "free_memory", lambda: 100_000 if known else 10**9)
@@ -134,19 +137,19 @@ def test_a_model_that_does_not_fit_gives_way_to_a_smaller_one(known, report, mon
     assert (rows[0]["what"], rows[0]["measured"]) == ("tiny: fits", False)
     assert all(row["what"].startswith("tinier") for row in rows[1:])
     assert len(rows) > 5
-    assert made[-1] == steps.SMALL_MODELS["tinier"]
+    assert built[-1] == steps.SMALL_MODELS["tinier"]
 
 
-def test_the_loss_in_chunks_is_the_models_own():
+def test_the_loss_in_chunks_equals_the_loss_of_the_model():
     model = steps.llama(*steps.SMALL_MODELS["tiny"]).float()
     ids = torch.randint(0, 512, (1, 600), device=measure.DEVICE)
-    found = []
-    for loss in (steps.own_loss, steps.loss_in_chunks):
+    results = []
+    for loss in (steps.model_loss, steps.loss_in_chunks):
         value = loss(model, ids)
         value.backward()
-        found.append((value.detach(), [param.grad for param in model.parameters()]))
+        results.append((value.detach(), [param.grad for param in model.parameters()]))
         model.zero_grad()
-    torch.testing.assert_close(found[1], found[0])
+    torch.testing.assert_close(results[1], results[0])
 
 
 def test_the_gradient_of_the_loss_in_chunks_is_not_copied():

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,11 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import PATIENCE, Launched, free_port
+from products import FULL
 from safetensors.torch import load_file
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m")
-TORCHRUN_3 = ("torch.distributed.run", "--standalone", "--nproc_per_node", "3", "-m")
 DEEPSPEED = ("deepspeed.launcher.runner", "--num_gpus", "2", "--module")
 
 
@@ -45,21 +45,19 @@ def folder(tmp_path_factory):
     return folder
 
 
-def command(folder, *arguments, launcher=()):
+def run(folder, *arguments, ranks=0):
+    """One process, or so many ranks, with the environment that a launcher gives them."""
+    return launched(folder, *arguments, ranks=ranks).finish()
+
+
+def launched(folder, *arguments, ranks=0):
+    return Launched(ranks, "lowmem", "train", str(folder / "config.yaml"), *arguments, environment=ENVIRONMENT)
+
+
+def command(folder, *arguments, launcher):
     port = ["--master_port", str(free_port())] if launcher == DEEPSPEED else []
-    launched = [sys.executable, "-m", *launcher[:-1], *port, *launcher[-1:], "lowmem", "train"]
-    return [*launched, str(folder / "config.yaml"), *arguments]
-
-
-def run(folder, *arguments, launcher=(), **options):
-    given = command(folder, *arguments, launcher=launcher)
-    return subprocess.run(given, env=ENVIRONMENT, capture_output=True, text=True, timeout=180, **options)
-
-
-def free_port():
-    with socket.socket() as found:
-        found.bind(("", 0))
-        return found.getsockname()[1]
+    start = [sys.executable, "-m", *launcher[:-1], *port, *launcher[-1:], "lowmem", "train"]
+    return [*start, str(folder / "config.yaml"), *arguments]
 
 
 def metrics(run_dir):
@@ -73,34 +71,43 @@ def alone(folder):
     return folder / "alone"
 
 
-def test_two_processes_are_one_run(folder, alone, tmp_path):
-    """The same losses, norms and weights as one process with their batches; one set of files; a clean end."""
-    done = run(folder, f"run_dir={tmp_path}/run", launcher=TORCHRUN)
-    assert done.returncode == 0, done.stderr
-    ours, its = metrics(tmp_path / "run"), metrics(alone)
-    assert [line["step"] for line in ours] == [line["step"] for line in its] == list(range(1, 7))
+def assert_same_metrics(run_dir, alone):
+    """Of all steps, and loss, norm and clip coefficient of each."""
+    ours, its = metrics(run_dir), metrics(alone)
+    assert [line["step"] for line in ours] == [line["step"] for line in its] == list(range(1, 1 + len(its)))
     for one, other in zip(ours, its, strict=True):
         for key in ("loss", "grad_norm", "clip_coef", "tokens"):
             assert one[key] == pytest.approx(other[key], rel=1e-4), key
+
+
+def assert_one_run(done, run_dir, alone):
+    """The same losses, norms and weights as one process with their batches; one set of files; a clean end."""
+    assert done.returncode == 0, done.stderr
+    assert_same_metrics(run_dir, alone)
+    assert len(metrics(alone)) == 6
     assert done.stdout.count("step 6/6  loss") == 1
     assert "destroy_process_group" not in done.stderr
-    weights = [load_file(path / "checkpoint-6" / "model.safetensors") for path in (tmp_path / "run", alone)]
+    weights = [load_file(path / "checkpoint-6" / "model.safetensors") for path in (run_dir, alone)]
     for name, weight in weights[0].items():
         torch.testing.assert_close(weight, weights[1][name], rtol=1e-5, atol=1e-5)
 
 
+def test_two_processes_are_one_run(folder, alone, tmp_path):
+    assert_one_run(run(folder, f"run_dir={tmp_path}/run", ranks=2), tmp_path / "run", alone)
+
+
 def test_a_run_goes_on_under_as_many_processes_or_fewer(folder, alone, tmp_path):
     """Bit for bit under as many; with the same losses under one."""
-    assert run(folder, f"run_dir={tmp_path}/run", launcher=TORCHRUN).returncode == 0
+    assert run(folder, f"run_dir={tmp_path}/run", ranks=2).returncode == 0
     whole = load_file(tmp_path / "run" / "checkpoint-6" / "model.safetensors")
-    for launcher, batch in ((TORCHRUN, 4), ((), 8)):
-        subprocess.run(["rm", "-r", str(tmp_path / "run" / "checkpoint-6")], check=True)
+    for ranks, batch in ((2, 4), (0, 8)):
+        shutil.rmtree(tmp_path / "run" / "checkpoint-6")
         batch_size = f"trainer.per_device_train_batch_size={batch}"
-        done = run(folder, f"run_dir={tmp_path}/run", batch_size, "--resume", launcher=launcher)
+        done = run(folder, f"run_dir={tmp_path}/run", batch_size, "--resume", ranks=ranks)
         assert done.returncode == 0, done.stderr
         again = load_file(tmp_path / "run" / "checkpoint-6" / "model.safetensors")
         for name, weight in whole.items():
-            if launcher:
+            if ranks:
                 assert torch.equal(weight, again[name]), name
             else:
                 torch.testing.assert_close(weight, again[name], rtol=1e-5, atol=1e-5)
@@ -115,15 +122,11 @@ ZERO3 = {
     "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
     "gradient_clipping": "auto", "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"},
 }  # fmt: skip
-SHARDED = {
-    "zero3 and deepspeed": ("trainer.deepspeed=" + json.dumps(ZERO3), DEEPSPEED),
-    "zero3 and torchrun": ("trainer.deepspeed=" + json.dumps(ZERO3), TORCHRUN),
-    "fsdp2": ("trainer.fsdp=true", TORCHRUN),
-}
+SHARDED = {"zero3": "trainer.deepspeed=" + json.dumps(ZERO3), "fsdp2": "trainer.fsdp=true"}
 
 
-@pytest.mark.parametrize(("shards", "launcher"), SHARDED.values(), ids=SHARDED)
-def test_processes_that_share_a_model(folder, alone, tmp_path, shards, launcher):
+@pytest.mark.parametrize("shards", SHARDED.values(), ids=SHARDED)
+def test_processes_that_share_a_model(folder, alone, tmp_path, shards):
     """From saved weights, with the same losses, norms and weights as one process; evaluated, saved, ended."""
     settings = [
         f"model={{path: {alone}/checkpoint-3, dtype: float32}}", "data.eval_fraction=0.25",
@@ -132,14 +135,12 @@ def test_processes_that_share_a_model(folder, alone, tmp_path, shards, launcher)
     ]  # fmt: skip
     one = run(folder, *settings, f"run_dir={tmp_path}/one", "trainer.per_device_train_batch_size=8")
     assert one.returncode == 0, one.stderr
-    done = run(folder, *settings, f"run_dir={tmp_path}/run", shards, launcher=launcher)
+    done = run(folder, *settings, f"run_dir={tmp_path}/run", shards, ranks=2)
     assert done.returncode == 0, done.stderr
-    assert "each of 2 processes shares the parameters" in done.stdout
+    assert "each of 2 processes holds a shard of the parameters" in done.stdout
     assert done.stdout.count("step 4/4  loss") == 1
     assert "destroy_process_group" not in done.stderr
-    for ours, its in zip(metrics(tmp_path / "run"), metrics(tmp_path / "one"), strict=True):
-        for key in ("loss", "grad_norm", "clip_coef", "tokens"):
-            assert ours[key] == pytest.approx(its[key], rel=1e-4), key
+    assert_same_metrics(tmp_path / "run", tmp_path / "one")
     files = [{p.name for p in (tmp_path / name / "checkpoint-4").iterdir()} for name in ("run", "one")]
     assert {name for name in files[0] if "rng_state" not in name} == {n for n in files[1] if "rng_state" not in n}
     for file in ("model.safetensors", "optimizer.safetensors"):
@@ -161,15 +162,15 @@ def test_a_run_goes_on_however_its_model_is_shared(folder, tmp_path):
     constant = ["trainer.lr_scheduler_type=constant", "trainer.save_steps=1"]  # all within an epoch of 64 samples
     zero3 = "trainer.deepspeed=" + json.dumps(ZERO3)
     legs = [
-        (1, DEEPSPEED, 6, zero3),
-        (2, (), 12, None),
-        (4, TORCHRUN_3, 4, "trainer.fsdp=true"),
-        (5, DEEPSPEED, 6, zero3),
+        (1, 2, 6, zero3),
+        (2, 0, 12, None),
+        (4, 3, 4, "trainer.fsdp=true"),
+        (5, 2, 6, zero3),
     ]
-    for last, launcher, batch, shards in legs:
+    for last, ranks, batch, shards in legs:
         settings = [*constant, f"trainer.max_steps={last}", f"trainer.per_device_train_batch_size={batch}"]
         settings += [f"run_dir={tmp_path}/run", *([shards] if shards else []), *(["--resume"] if last > 1 else [])]
-        done = run(folder, *settings, launcher=launcher)
+        done = run(folder, *settings, ranks=ranks)
         assert done.returncode == 0, done.stderr
         if last == 1:  # from here on one device goes on alone
             shutil.copytree(tmp_path / "run", tmp_path / "one")
@@ -181,14 +182,14 @@ def test_a_run_goes_on_however_its_model_is_shared(folder, tmp_path):
         assert ours["loss"] == pytest.approx(its["loss"], rel=1e-5)
     whole = load_file(tmp_path / "run" / "checkpoint-5" / "model.safetensors")
     shutil.rmtree(tmp_path / "run" / "checkpoint-5")
-    done = run(folder, *settings, launcher=DEEPSPEED)
+    done = run(folder, *settings, ranks=2)
     assert done.returncode == 0, done.stderr
     for name, weight in load_file(tmp_path / "run" / "checkpoint-5" / "model.safetensors").items():
         assert torch.equal(weight, whole[name]), name
 
 
 def test_a_mistake_ends_every_process(folder, tmp_path):
-    done = run(folder, f"run_dir={tmp_path}/run", "optimizer.rule=adalmo", launcher=TORCHRUN)
+    done = run(folder, f"run_dir={tmp_path}/run", "optimizer.rule=adalmo", ranks=2)
     assert done.returncode != 0
     assert "Did you mean 'adalomo'" in done.stderr
     assert not (tmp_path / "run").exists()
@@ -207,9 +208,9 @@ def ranks_below(pid):
 ENDINGS = {
     "one is killed": (TORCHRUN, None, signal.SIGKILL),
     "one is killed, zero3": (DEEPSPEED, "trainer.deepspeed=" + json.dumps(ZERO3), signal.SIGKILL),
-    "one is killed, fsdp2": (TORCHRUN, "trainer.fsdp=true", signal.SIGKILL),
+    "one is killed, fsdp2": (None, "trainer.fsdp=true", signal.SIGKILL),
     "all are asked to stop": (TORCHRUN, None, signal.SIGTERM),
-    "all are asked to stop, zero3": (TORCHRUN, "trainer.deepspeed=" + json.dumps(ZERO3), signal.SIGTERM),
+    "all are asked to stop, zero3": (None, "trainer.deepspeed=" + json.dumps(ZERO3), signal.SIGTERM),
 }
 
 
@@ -217,24 +218,45 @@ ENDINGS = {
 def test_a_run_that_ends_early(folder, tmp_path, launcher, shards, number):
     """A killed rank ends all with an error, and none hangs; asked to stop, they agree on a step and save it."""
     settings = [f"run_dir={tmp_path}/run", "trainer.max_steps=100000", "trainer.save_steps=100000"]
+    settings += [shards] if shards else []
+    output = end_launched(launcher, folder, settings, number) if launcher else end_ranks(folder, settings, number)
+    saved = list((tmp_path / "run").glob("checkpoint-*"))
+    assert len(saved) == (number == signal.SIGTERM)
+    assert ("stopped at step" in output) == (number == signal.SIGTERM)
+
+
+def end_launched(launcher, folder, settings, number):
+    """A launcher is asked to stop; or one of its ranks is killed, and it has to end the others."""
     started = subprocess.Popen(
-        command(folder, *settings, *([shards] if shards else []), launcher=launcher),
+        command(folder, *settings, launcher=launcher),
         env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     while "  loss  " not in (line := started.stdout.readline()):
         assert line, "it ended before its first step"
     time.sleep(0.5)
     os.kill(ranks_below(started.pid)[-1] if number == signal.SIGKILL else started.pid, number)
-    rest = started.communicate(timeout=120)[0]
+    rest = started.communicate(timeout=PATIENCE)[0]
     assert started.returncode != 0
-    saved = list((tmp_path / "run").glob("checkpoint-*"))
-    assert len(saved) == (number == signal.SIGTERM)
-    assert ("stopped at step" in rest) == (number == signal.SIGTERM)
+    return rest
+
+
+def end_ranks(folder, settings, number):
+    """All ranks are asked to stop; or one is killed, and the others have nobody who ends them."""
+    started = launched(folder, *settings, ranks=2)
+    started.wait_for("  loss  ")
+    for process in started.processes[number == signal.SIGKILL :]:
+        os.kill(process.pid, number)
+    done = started.finish()
+    if number == signal.SIGKILL:
+        assert started.statuses[0] > 0
+    else:
+        assert started.statuses == [0, 0]
+    return done.stdout
 
 
 def test_batch_sizes_that_do_not_fit_the_processes(folder, tmp_path):
     shards = "trainer.deepspeed=" + json.dumps(ZERO3 | {"train_batch_size": 7})
-    done = run(folder, f"run_dir={tmp_path}/run", shards, launcher=DEEPSPEED)
+    done = run(folder, f"run_dir={tmp_path}/run", shards, ranks=2)
     assert done.returncode != 0
     assert "trainer.deepspeed: " in done.stderr and "7" in done.stderr
     assert not (tmp_path / "run").exists()
@@ -246,7 +268,7 @@ def test_data_that_does_not_divide(folder, tmp_path):
     (tmp_path / "data.jsonl").write_text("".join(lines))
     settings = [f"data.path={tmp_path}/data.jsonl", "trainer.max_steps=-1", "trainer.num_train_epochs=1"]
     for name, shards in (("zero3", "trainer.deepspeed=" + json.dumps(ZERO3)), ("fsdp2", "trainer.fsdp=true")):
-        done = run(folder, f"run_dir={tmp_path}/{name}", *settings, shards, launcher=TORCHRUN)
+        done = run(folder, f"run_dir={tmp_path}/{name}", *settings, shards, ranks=2)
         assert done.returncode == 0, done.stderr
         assert len(metrics(tmp_path / name)) == 8
 
@@ -262,9 +284,14 @@ wait -n && wait
 """
 
 
-@pytest.mark.parametrize("name", ["torchrun", "deepspeed", "accelerate", "slurm"])
-def test_job_scripts(folder, alone, tmp_path, name):
-    """Each starts one run of two processes, with the losses of one."""
+# the launcher of DeepSpeed and its ZeRO-3 together; the launcher is otherwise as the others are
+STARTED = [("torchrun", None), ("deepspeed", "zero3"), ("accelerate", None), ("slurm", None)]
+STARTED += [("deepspeed", None), ("torchrun", "zero3"), ("torchrun", "fsdp2")] if FULL else []
+
+
+@pytest.mark.parametrize(("name", "shards"), STARTED)
+def test_job_scripts(folder, alone, tmp_path, name, shards):
+    """Each starts one run of two processes, with the losses and weights of one."""
     shim = {"srun": SRUN, "scontrol": "#!/usr/bin/env bash\necho localhost\n"}
     for tool, text in shim.items():
         (tmp_path / tool).write_text(text)
@@ -274,14 +301,18 @@ def test_job_scripts(folder, alone, tmp_path, name):
     here = f"{tmp_path}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     job = {"SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_ID": "1", "SLURM_SUBMIT_DIR": str(tmp_path)}
     environment = {**ENVIRONMENT, **job, "PATH": here, "PROCESSES": "2", "PORT": str(free_port())}
+    overrides = [f"model={{path: {alone}/checkpoint-3, dtype: float32}}"] if shards else []  # as random weights differ
+    if shards:
+        one = run(folder, f"run_dir={tmp_path}/one", "trainer.per_device_train_batch_size=8", *overrides)
+        assert one.returncode == 0, one.stderr
+        alone, overrides = tmp_path / "one", [*overrides, SHARDED[shards]]
     done = subprocess.run(
-        [str(JOBS / f"{name}.sh"), str(folder / "config.yaml"), f"run_dir={tmp_path}/run"],
-        env=environment, capture_output=True, text=True, timeout=180,
+        [str(JOBS / f"{name}.sh"), str(folder / "config.yaml"), f"run_dir={tmp_path}/run", *overrides],
+        env=environment, capture_output=True, text=True, timeout=PATIENCE,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "each of 2 processes holds all parameters" in done.stdout
-    losses = [[line["loss"] for line in metrics(path)] for path in (tmp_path / "run", alone)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert_one_run(done, tmp_path / "run", alone)
+    held = "holds a shard of the parameters" if shards else "holds all parameters"
+    assert f"each of 2 processes {held}" in done.stdout
 
 
 def test_job_scripts_want_something_to_run_on(folder):
@@ -291,6 +322,6 @@ def test_job_scripts_want_something_to_run_on(folder):
 
 
 def test_processes_that_do_not_find_each_other_are_refused(folder, tmp_path):
-    done = run(folder, f"run_dir={tmp_path}/run", "trainer.use_cpu=false", launcher=TORCHRUN)
+    done = run(folder, f"run_dir={tmp_path}/run", "trainer.use_cpu=false", ranks=2)
     assert done.returncode != 0
     assert "2 processes were started, but Accelerate sees this one alone" in done.stderr

@@ -46,9 +46,6 @@ def _png(figure: Figure) -> bytes:
     return png.getvalue()
 
 
-# --- What is drawn ------------------------------------------------------------------------------------------------
-
-
 def series(records: list[Record], key: str) -> tuple[list[int], list[float]]:
     """The steps and values of one metric; a value that was not finite is NaN."""
     rows = [(record["step"], record[key]) for record in records if key in record]
@@ -86,9 +83,6 @@ def _smoothed(values: list[float]) -> np.ndarray[Any, Any]:
     total = np.convolve(np.where(finite, values, 0.0), kernel, mode="same")
     weight = np.convolve(finite, kernel, mode="same")
     return np.divide(total, weight, out=np.full_like(total, np.nan), where=weight > 0)
-
-
-# --- Loss ---------------------------------------------------------------------------------------------------------
 
 
 def loss_picture(records: list[Record], name: str) -> Figure:
@@ -143,9 +137,6 @@ def _scale_panel(axes: Axes, records: list[Record]) -> None:
         axes.legend(loc="lower right", bbox_to_anchor=(1, 0.95), borderaxespad=0)
 
 
-# --- Memory -------------------------------------------------------------------------------------------------------
-
-
 def memory_picture(records: list[Record], name: str) -> Figure:
     """Memory in use, its peak so far, and the size of the weights."""
     figure = Figure(figsize=(9, 4.5), layout="constrained")
@@ -195,9 +186,6 @@ def _step_picture(step: StepMemory, title: str, memory: int | None) -> Figure:
     axes.set_xlim(0, len(total) - 1)
     axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), title="at the peak", reverse=True)
     return figure
-
-
-# --- Norms --------------------------------------------------------------------------------------------------------
 
 
 def norms_picture(records: list[Record], name: str) -> Figure:

@@ -55,7 +55,7 @@ NOT_COUNTED = {
 # Rules with almost no states.
 _SMALL_STATES = ("lomo", "adalomo", "adafactor", "adafactor_t2t")
 
-# Enough micro-batches for every kind: the first, the one with which accumulation starts, and the last.
+# A micro-batch after the third needs the same memory as the third.
 _MICRO_BATCHES = 3
 
 # TRL offloads activations of at least so many bytes.

@@ -119,9 +119,6 @@ def _git() -> Record | None:
     return {"commit": commit.stdout.strip(), "dirty": bool(status.stdout.strip())}
 
 
-# --- While it runs ------------------------------------------------------------------------------------------------
-
-
 class RunReport(TrainerCallback):  # type: ignore[misc]
     """Writes log lines, metrics.jsonl and, on a terminal, a progress bar; at the end, even after an error, pictures
     and README.
@@ -279,9 +276,6 @@ def _memory(device: torch.device) -> dict[str, int]:
     return {"memory": psutil.Process().memory_info().rss, "peak_memory": peak}
 
 
-# --- metrics.jsonl ------------------------------------------------------------------------------------------------
-
-
 def _json_line(record: Record) -> str:
     """One line of metrics.jsonl. JSON has no NaN and no infinity: they become null."""
     finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
@@ -326,8 +320,6 @@ def plot_run(run_dir: str | Path) -> list[Path]:
         write_file(folder / name, png)
     return [folder / name for name in pictures]
 
-
-# --- README -------------------------------------------------------------------------------------------------------
 
 _FILES = {
     "config.yaml": "the full configuration, including overrides; `lowmem train` accepts it",

@@ -1,4 +1,4 @@
-"""A small tokenizer of one's own: byte-level BPE with a chat template, for models that start from nothing."""
+"""Trains a small tokenizer, byte-level BPE with a chat template, for models that start from random weights."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>")
 SPECIAL_TOKENS = (BEGIN, END, PAD, *ROLE_TOKENS)
 SMALLEST_VOCABULARY = 256 + len(SPECIAL_TOKENS)
 
-# A role's token begins its message; the answers, with the token that ends them, are marked for the loss.
+# A message begins with the token of its role. The answers, with their end token, are marked for the loss.
 CHAT_TEMPLATE = """\
 {{- bos_token -}}
 {%- for message in messages -%}
@@ -34,10 +34,16 @@ CHAT_TEMPLATE = """\
 def train_tokenizer(
     texts: Iterable[str], vocab_size: int, chat_template: str | None = None
 ) -> "PreTrainedTokenizerFast":
-    """A byte-level BPE tokenizer for Transformers; the same texts give the same tokenizer.
+    """Trains a byte-level BPE tokenizer for Transformers. It decodes every text that it encodes to the same text.
 
-    Any text can be encoded, and comes back unchanged. `vocab_size` counts bytes and special tokens too; texts too few
-    to fill it give a smaller vocabulary. Raises `ConfigError` where it could not even hold those.
+    Args:
+        texts: the same texts give the same tokenizer.
+        vocab_size: size of the vocabulary with the 256 bytes and the special tokens. It is smaller if there is too
+            little text.
+        chat_template: Jinja; None uses `CHAT_TEMPLATE`.
+
+    Raises:
+        ConfigError: `vocab_size` has no room for the bytes and the special tokens.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast

@@ -1,4 +1,4 @@
-"""Seconds of the host and of the device apart, and bytes."""
+"""Measures the time of the host and of the device separately, and memory."""
 
 import gc
 import os
@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lowmem.optimizer import has_compiler
+from benchmarks.engine import has_compiler
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -28,14 +28,14 @@ def sync() -> None:
 
 
 def clear() -> None:
-    """Gives back what nothing refers to any more; an optimizer and its hooks refer to each other."""
+    """Frees what is no longer referenced, reference cycles of optimizers and their hooks included."""
     if GPU:
         gc.collect()
         torch.cuda.empty_cache()
 
 
 def free_memory() -> int:
-    """Bytes that are free on the device."""
+    """The free bytes of the device."""
     clear()
     return torch.cuda.mem_get_info()[0] if GPU else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
@@ -45,7 +45,7 @@ def median(measure: Callable[[Run], float], run: Run, repeats: int = 7) -> float
 
 
 def seconds(run: Run) -> float:
-    """Of one call, from an idle device to an idle device."""
+    """The time of a call, from an idle device to an idle device."""
     sync()
     start = time.perf_counter()
     run()
@@ -54,7 +54,7 @@ def seconds(run: Run) -> float:
 
 
 def host_seconds(run: Run) -> float:
-    """Of one call, until everything is queued."""
+    """The time of a call until everything is queued."""
     sync()
     start = time.perf_counter()
     run()
@@ -62,8 +62,10 @@ def host_seconds(run: Run) -> float:
 
 
 def device_seconds(run: Run) -> float:
-    """Of what one call queues. The device sleeps until that is in the queue, so that it never waits for the host; more
-    than the thousand kernels that a queue holds would have to wait.
+    """The time that the device takes for what a call queues.
+
+    The device sleeps until everything is queued, so that it never waits for the host. A queue holds about a thousand
+    kernels; a call must not launch more.
     """
     if not GPU:
         return seconds(run)
@@ -79,7 +81,7 @@ def device_seconds(run: Run) -> float:
 
 
 def peak(run: Run) -> int | None:
-    """Most bytes allocated during a call, above what was allocated before it; None where nobody counts."""
+    """The peak of allocated bytes during a call, above those before it; None on a CPU, where they are not counted."""
     if not GPU:
         return None
     sync()

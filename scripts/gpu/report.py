@@ -1,4 +1,4 @@
-"""What a check found: rows by part, in a file that is up to date after every row, and the seconds that are left."""
+"""The report of the check: rows by part, written to a file after every row, and the time budget."""
 
 import json
 import sys
@@ -16,10 +16,10 @@ Goal = tuple[str, float]
 
 
 class Report:
-    """Written to `out`; `budget` is in seconds from now.
+    """A report that is written to `out`; `budget` is in seconds from now.
 
     Attributes:
-        failed: something raised, other than for want of memory.
+        failed: something raised an error other than out-of-memory.
     """
 
     def __init__(self, out: Path, budget: float) -> None:
@@ -33,15 +33,15 @@ class Report:
         return time.perf_counter() - self._began
 
     def row(self, what: str, measured: Any, goal: Goal | None = None, **more: Any) -> None:
-        """One thing that was measured; None where this machine cannot."""
+        """Adds a measurement; `measured` is None where this machine cannot measure it."""
         met = None
         if goal is not None and measured is not None:
             met = measured <= goal[1] if goal[0] == "<=" else measured >= goal[1]
-        said = None if goal is None else f"{goal[0]} {goal[1]:g}"
-        self._add({"what": what, "measured": measured, "goal": said, "met": met, **more})
+        text = None if goal is None else f"{goal[0]} {goal[1]:g}"
+        self._add({"what": what, "measured": measured, "goal": text, "met": met, **more})
 
     def affords(self, what: str, seconds: float) -> bool:
-        """Whether so many seconds are left of the budget; a row says so where they are not."""
+        """Whether `seconds` are left of the budget; if not, adds a row that says so."""
         left = self._budget - self.seconds
         if left < seconds:
             self._add({"what": what, "skipped": f"needs about {seconds:g} s, {left:.0f} s are left of the budget"})
@@ -49,7 +49,7 @@ class Report:
 
     @contextmanager
     def trial(self, what: str) -> Iterator[None]:
-        """If something inside raises, that is a row, and the rest goes on."""
+        """Adds a row for an error that is raised inside, and goes on."""
         try:
             yield
         except Exception as error:
@@ -59,7 +59,7 @@ class Report:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """What is found inside belongs to the part `name`."""
+        """Rows that are added inside belong to the part `name`."""
         began, self._rows = self.seconds, []
         part = self.parts[name] = {"rows": self._rows}
         with self.trial(name):
@@ -69,7 +69,7 @@ class Report:
         print(f"{name}: {part['seconds']} s", file=sys.stderr)
 
     def goals(self) -> Iterator[dict[str, Any]]:
-        """The rows that have one."""
+        """The rows that have a goal."""
         for part in self.parts.values():
             yield from (row for row in part["rows"] if row.get("goal"))
 

@@ -1,4 +1,4 @@
-"""Whole training steps of Llamas with random weights: policies beside each other and beside AdamW, speed and memory."""
+"""Training steps of Llamas with random weights: time and memory of every policy and of AdamW."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -13,6 +13,7 @@ from gpu.updates import POLICIES
 from torch import Tensor
 
 import lowmem
+from benchmarks import models
 
 GIB = 2**30
 
@@ -31,35 +32,18 @@ Optimizer = Callable[[Any], AbstractContextManager[Step]]
 
 
 def llama(layers: int, hidden: int, inner: int, vocab: int, heads: int) -> Any:
-    """Random bfloat16 weights, activation checkpointing."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads // 4,
-        use_cache=False,
-        attn_implementation="sdpa",
-    )
-    with torch.device(DEVICE):
-        torch.set_default_dtype(torch.bfloat16)
-        try:
-            model = LlamaForCausalLM(config)
-        finally:
-            torch.set_default_dtype(torch.float32)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model.train()
+    """Random bfloat16 weights, with activation checkpointing."""
+    options = {"num_attention_heads": heads, "num_key_value_heads": heads // 4, "attn_implementation": "sdpa"}
+    return models.llama(layers, hidden, inner, vocab, "bfloat16", DEVICE, **options)
 
 
 # -- the loss ----------------------------------------------------------------------------------------------------------
 
 
 class LossInChunks(torch.autograd.Function):
-    """Mean cross-entropy of a language model's head, some tokens at a time: the logits of a batch are never there at
-    once. Its gradients are ready after forward, for a loss that nothing is multiplied with. (torch has such a loss from
+    """The mean cross-entropy of a language model's head, computed for 256 tokens at a time to save memory.
+
+    Gradients are computed in forward, so that the loss must not be multiplied by anything. (torch has such a loss from
     2.13 on.)
     """
 
@@ -67,21 +51,21 @@ class LossInChunks(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor) -> Tensor:
         of_hidden, of_head = torch.empty_like(hidden), torch.zeros_like(head)
         total = torch.zeros((), device=hidden.device)
-        for part, of_part, wanted in zip(hidden.split(256), of_hidden.split(256), labels.split(256), strict=True):
-            wanted = wanted.unsqueeze(-1)
-            odds = (part @ head.T).float().log_softmax(-1)
-            total -= odds.gather(1, wanted).sum()
-            odds = odds.exp_().scatter_add_(1, wanted, torch.full_like(wanted, -1.0, dtype=torch.float32))
-            change = odds.div_(len(labels)).to(head.dtype)
-            torch.mm(change, head, out=of_part)
-            of_head.addmm_(change.T, part)
+        for chunk, of_chunk, targets in zip(hidden.split(256), of_hidden.split(256), labels.split(256), strict=True):
+            targets = targets.unsqueeze(-1)
+            probs = (chunk @ head.T).float().log_softmax(-1)
+            total -= probs.gather(1, targets).sum()
+            probs = probs.exp_().scatter_add_(1, targets, torch.full_like(targets, -1.0, dtype=torch.float32))
+            of_logits = probs.div_(len(labels)).to(head.dtype)
+            torch.mm(of_logits, head, out=of_chunk)
+            of_head.addmm_(of_logits.T, chunk)
         ctx.save_for_backward(of_hidden, of_head)
         return total / len(labels)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, Tensor, None]:
         of_hidden, of_head = ctx.saved_tensors
-        return of_hidden.detach(), of_head.detach(), None  # autograd takes over what nothing else refers to
+        return of_hidden.detach(), of_head.detach(), None  # autograd does not copy what nothing else refers to
 
 
 def loss_in_chunks(model: Any, ids: Tensor) -> Tensor:
@@ -89,16 +73,16 @@ def loss_in_chunks(model: Any, ids: Tensor) -> Tensor:
     return LossInChunks.apply(hidden[0, :-1], model.lm_head.weight, ids[0, 1:])
 
 
-def own_loss(model: Any, ids: Tensor) -> Tensor:
-    return model(input_ids=ids, labels=ids).loss
+def model_loss(model: Any, ids: Tensor) -> Tensor:
+    return models.loss_of(model, ids)()
 
 
-# -- who takes the gradients -------------------------------------------------------------------------------------------
+# -- optimizers --------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def fused(model: Any, **settings: Any) -> Iterator[Step]:
-    opt = lowmem.FusedOptimizer(model.named_parameters(), rounding="stochastic", **settings)
+def fused(model: Any, **options: Any) -> Iterator[Step]:
+    opt = lowmem.FusedOptimizer(model.named_parameters(), rounding="stochastic", **options)
     try:
         yield opt.backward
     finally:
@@ -134,30 +118,30 @@ def adamw(model: Any) -> Iterator[Step]:
 
 
 def policies_agree(report: Report, small: bool) -> None:
-    """Weights after four clipped steps in float32, beside those of `two_pass`."""
+    """Compares the weights after four clipped float32 steps with those of `two_pass`."""
     weights = {}
-    for name, settings in {**POLICIES, "deferred, disk": {**POLICIES["deferred, host"], "store": "disk"}}.items():
+    for name, options in {**POLICIES, "deferred, disk": {**POLICIES["deferred, host"], "store": "disk"}}.items():
         if name == "immediate":
             continue
         torch.manual_seed(0)
         model = llama(*SMALL_MODELS["tiny"] if small else (4, 256, 512, 8192, 4)).float()
-        opt = lowmem.FusedOptimizer(model.named_parameters(), lr=1e-3, **settings)
+        opt = lowmem.FusedOptimizer(model.named_parameters(), lr=1e-3, **options)
         for _ in range(4):
             ids = torch.randint(0, model.config.vocab_size, (2, 64), device=DEVICE)
-            opt.backward(own_loss(model, ids))
+            opt.backward(model_loss(model, ids))
         weights[name] = torch.cat([param.detach().flatten() for param in model.parameters()])
-        apart = float((weights[name] - weights["two_pass"]).abs().max())
-        report.row(f"{name}: largest difference from two_pass", apart, ("<=", 1e-6))
+        difference = float((weights[name] - weights["two_pass"]).abs().max())
+        report.row(f"{name}: largest difference from two_pass", difference, ("<=", 1e-6))
 
 
 def one_billion(report: Report, small: bool) -> None:
-    """A size at which what the host has to queue is a large part of a step."""
+    """A size at which launching kernels on the host is a large part of a step."""
     size = SMALL_MODELS["tinier"] if small else MODELS["1B"]
     steps(report, "tinier" if small else "1B", size, 64 if small else 2048)
 
 
 def eight_billion(report: Report, small: bool) -> None:
-    """8B, or the next smaller one that fits, 2,048 tokens a step."""
+    """8B, or the next smaller model that fits, with 2,048 tokens per step."""
     for name, size in (SMALL_MODELS if small else MODELS).items():
         needed, free = _bytes(size), measure.free_memory()
         if needed > free:
@@ -173,14 +157,14 @@ def eight_billion(report: Report, small: bool) -> None:
 
 
 def _bytes(size: Size) -> int:
-    """What the weights take in bfloat16, and a fifth as much for what is above them."""
+    """The bfloat16 weights, and a fifth as much for everything else."""
     layers, hidden, inner, vocab, _ = size
     parameters = 2 * vocab * hidden + layers * hidden * (2.5 * hidden + 3 * inner)
     return int(1.2 * 2 * parameters)
 
 
 def steps(report: Report, name: str, size: Size, tokens: int) -> None:
-    """A step under each policy, and with AdamW and its states resident.
+    """Measures a step under each policy, and with AdamW and its states on the device.
 
     Raises:
         torch.OutOfMemoryError: not even `immediate` fits.
@@ -193,27 +177,27 @@ def steps(report: Report, name: str, size: Size, tokens: int) -> None:
     report.row(f"{name}, immediate: peak over the weights", most, ("<=", 1.15), **immediate)
 
     def compare(what: str, optimizer: Optimizer, loss: Loss = loss_in_chunks) -> dict[str, Any] | None:
-        """A row of how much longer a step is than that of `immediate`."""
+        """Adds a row with the time of a step relative to `immediate`."""
         clear()
         if report.affords(f"{name}, {what}", 15):
             with report.trial(f"{name}, {what}"):
-                found = train(model, optimizer, tokens, loss)
-                over = found["seconds"] / immediate["seconds"]
-                report.row(f"{name}, {what}: seconds, times immediate", over, **found)
-                return found
+                figures = train(model, optimizer, tokens, loss)
+                over = figures["seconds"] / immediate["seconds"]
+                report.row(f"{name}, {what}: seconds, times immediate", over, **figures)
+                return figures
         return None
 
     compare("gradients dropped", dropped)
     resident = compare("AdamW(fused=True)", adamw)
     if resident is not None:
         faster = immediate["tokens_per_second"] / resident["tokens_per_second"]
-        report.row(f"{name}: tokens a second, times those of AdamW(fused=True)", faster, (">=", 1.0))
+        report.row(f"{name}: tokens per second, times those of AdamW(fused=True)", faster, (">=", 1.0))
     for policy in ("two_pass", "deferred, host", "deferred, device"):
         compare(policy, partial(fused, **POLICIES[policy]))
-    whole = compare("immediate, the model's own loss", fused, own_loss)
-    if whole is not None and whole["above"] is not None:
-        over = 1 + whole["above"] / weights
-        report.row(f"{name}, immediate, the model's own loss: peak over the weights", over, ("<=", 1.15))
+    all_logits = compare("immediate, the model's loss", fused, model_loss)
+    if all_logits is not None and all_logits["above"] is not None:
+        over = 1 + all_logits["above"] / weights
+        report.row(f"{name}, immediate, the model's loss: peak over the weights", over, ("<=", 1.15))
     if _has_flash():
         model.set_attn_implementation("flash_attention_2")
         compare("immediate, flash_attention_2", fused)
@@ -228,8 +212,8 @@ def _has_flash() -> bool:
 
 
 def train(model: Any, optimizer: Optimizer, tokens: int, loss: Loss) -> dict[str, Any]:
-    """Two steps that warm up, then four: seconds, tokens a second, and the most bytes above the weights, optimizer
-    states included.
+    """Measures four steps after two to warm up: time, tokens per second, and the peak of bytes above the weights,
+    optimizer states included.
     """
     weights = sum(param.nbytes for param in model.parameters())
     ids = torch.randint(0, model.config.vocab_size, (1, tokens), device=DEVICE)
@@ -242,8 +226,8 @@ def train(model: Any, optimizer: Optimizer, tokens: int, loss: Loss) -> dict[str
 
             first = seconds(run)
             seconds(run)
-            standing = torch.cuda.memory_allocated() if GPU else 0
-            most = peak(run)
+            before = torch.cuda.memory_allocated() if GPU else 0
+            above = peak(run)
             taken = median(seconds, run, 4)
     finally:
         for param in model.parameters():
@@ -252,5 +236,5 @@ def train(model: Any, optimizer: Optimizer, tokens: int, loss: Loss) -> dict[str
         "seconds": taken,
         "tokens_per_second": tokens / taken,
         "first_step_seconds": first,
-        "above": None if most is None else standing + most - weights - others,
+        "above": None if above is None else before + above - weights - others,
     }

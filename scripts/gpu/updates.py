@@ -1,4 +1,4 @@
-"""Single updates: compiled against eager, against the floor of the memory's bandwidth, their memory, their dispatch."""
+"""Single updates: compiled against eager, time against memory bandwidth, temporary memory, cost of dispatch."""
 
 import itertools
 from collections.abc import Callable
@@ -10,6 +10,7 @@ from gpu.report import Report
 from torch import Tensor
 
 import lowmem
+from benchmarks.engine import update_one
 
 RULES = [row.name for row in lowmem.rules.table()]
 POLICIES: dict[str, dict[str, Any]] = {
@@ -21,42 +22,43 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 
 class Updates:
-    """So many parameters of one size, each with a gradient of its own, and an optimizer.
+    """`count` bfloat16 parameters of one size, their gradients, and an optimizer.
 
     Attributes:
-        params: bfloat16.
-        first_seconds: of the first update of all, compilation included.
+        first_seconds: the time of the first update of all parameters, compilation included.
     """
 
-    def __init__(self, size: tuple[int, ...], count: int = 1, **settings: Any) -> None:
+    def __init__(self, size: tuple[int, ...], count: int = 1, **options: Any) -> None:
         self.params = [torch.nn.Parameter(draw(*size)) for _ in range(count)]
         self._grads = [draw(*size) for _ in range(count)]
-        for value in (*self.params, *self._grads):  # rounding divides by the distance of neighbours, which is tiny at 0
+        for value in (*self.params, *self._grads):  # rounding divides by the spacing of floats, which is tiny at 0
             value.detach()[..., 0] = 0.0
-        self._opt = lowmem.FusedOptimizer(self.params, **settings)
+        self._opt = lowmem.FusedOptimizer(self.params, **options)
         self.first_seconds = seconds(lambda: torch.autograd.backward(self.params, self._grads))
 
     @torch.no_grad()
     def run(self) -> None:
-        """Updates each of them once more, without a backward around it."""
+        """Updates every parameter once, without a backward pass."""
         for param, grad in zip(self.params, self._grads, strict=True):
-            self._opt._updates.put(self._opt._slots[param], grad)
+            update_one(self._opt, param, grad)
 
 
 def compiled_against_eager(report: Report, small: bool) -> None:
-    """The same two updates compiled and eager: float32 results that differ in their last bits are seldom rounded to
-    different weights.
+    """Compares two compiled updates with two eager ones: float32 results that differ in their last bits are rarely
+    rounded to different weights.
     """
     matrix = (300, 517)
     cases = [("adalomo", rounding, matrix) for rounding in ("nearest", "stochastic", "compensated")]
     cases += [("adalomo", "nearest", size) for size in ((4, 128, 96), (20_000,))]
     cases += [(rule, "nearest", matrix) for rule in RULES if rule != "adalomo"]
+    if small:
+        cases = [("lomo", "nearest", (150, 160))]  # the fastest to compile
     if not COMPILES:
         report.row("compiled against eager", None, reason="there is no compiler")
         return
     compiling = 0.0
-    for rule, rounding, size in cases[: 1 if small else None]:
-        what = f"{rule}, {rounding}, {list(size)}: share of weights that are not the eager ones"
+    for rule, rounding, size in cases:
+        what = f"{rule}, {rounding}, {list(size)}: share of weights that differ from the eager ones"
         if not report.affords(what, 15):
             break
         with report.trial(what):
@@ -68,26 +70,26 @@ def compiled_against_eager(report: Report, small: bool) -> None:
                 after.append(updates.params[0].detach().float())
             compiling += updates.first_seconds
             torch.manual_seed(0)
-            moved = (after[0] - draw(*size)).abs().max()
-            apart = (after[1] - after[0]).abs()
+            largest_change = (after[0] - draw(*size)).abs().max()
+            difference = (after[1] - after[0]).abs()
             report.row(
                 what,
-                float((~(apart <= 1e-3 * moved)).float().mean()),  # NaN is apart, too
+                float((~(difference <= 1e-3 * largest_change)).float().mean()),  # NaN differs, too
                 ("<=", 1e-3),
-                largest_difference=float(apart.max()),
-                largest_change=float(moved),
+                largest_difference=float(difference.max()),
+                largest_change=float(largest_change),
                 first_update_seconds=updates.first_seconds,
             )
     report.row("seconds of the first compiled updates together", compiling)
 
 
 def no_host_sync(report: Report, small: bool) -> None:
-    """Steps of a large parameter and a stack of small ones, in which torch raises if the host waits for the device."""
+    """Takes steps of a large parameter and a stack of small ones; torch raises if the host waits for the device."""
     waits = []
-    for rule, (policy, settings) in itertools.product(RULES, POLICIES.items()):
+    for rule, (policy, options) in itertools.product(RULES[:2] if small else RULES, POLICIES.items()):
         params = [torch.nn.Parameter(draw(*size)) for size in ((256, 256), (64,), (64,))]
-        asked = {"rule": rule, "lr": 1e-3, "rounding": "stochastic", "loss_scale": "dynamic", "compile": False}
-        opt = lowmem.FusedOptimizer(params, **asked, **settings)
+        common = {"rule": rule, "lr": 1e-3, "rounding": "stochastic", "loss_scale": "dynamic", "compile": False}
+        opt = lowmem.FusedOptimizer(params, **common, **options)
         try:
             for _ in range(3):
                 loss = torch.stack([param.float().square().sum() for param in params]).sum()
@@ -104,10 +106,10 @@ def no_host_sync(report: Report, small: bool) -> None:
 
 
 def update_against_floor(report: Report, small: bool) -> None:
-    """An update of a bfloat16 matrix beside a copy that moves as many bytes as it must: 3 gradient reads, 2 weight
-    reads, 1 write. Every matrix and every copy is in memory of its own, far more of it than a cache holds.
+    """Compares an update of a bfloat16 matrix with a copy of as many bytes as the update has to move: 3 reads of the
+    gradient, 2 reads and 1 write of the weight. All matrices together are far larger than a cache.
     """
-    contenders: dict[str, dict[str, Any]] = {
+    methods: dict[str, dict[str, Any]] = {
         "adalomo": {"rule": "adalomo"},
         "adalomo, stochastic": {"rule": "adalomo", "rounding": "stochastic"},
         "adalomo, compensated": {"rule": "adalomo", "rounding": "compensated"},
@@ -116,13 +118,13 @@ def update_against_floor(report: Report, small: bool) -> None:
     }
     for side, count in ((160, 2),) if small else ((4096, 16), (8192, 4)):
         floor = floor_seconds(6 * 2 * side * side, count)
-        report.row(f"floor, {side} x {side}: bytes a second", 12 * side * side / floor, seconds=floor)
-        for name, settings in contenders.items():
+        report.row(f"floor, {side} x {side}: bytes per second", 12 * side * side / floor, seconds=floor)
+        for name, options in methods.items():
             what = f"update, {name}, {side} x {side}: times the floor"
             if not report.affords(what, 15):
                 return
             with report.trial(what):
-                updates = Updates((side, side), count, **{"compile": COMPILES and not small, **settings})
+                updates = Updates((side, side), count, **{"compile": COMPILES and not small, **options})
                 taken = median(device_seconds, updates.run) / count
                 report.row(
                     what,
@@ -137,7 +139,7 @@ def update_against_floor(report: Report, small: bool) -> None:
 
 
 def floor_seconds(moved: int, count: int) -> float:
-    """Of a copy that reads and writes so many bytes together."""
+    """The time of a copy that reads and writes `moved` bytes in all."""
     pairs = torch.zeros(count, 2, moved // 2, dtype=torch.uint8, device=DEVICE)
 
     def copy_all() -> None:
@@ -149,7 +151,7 @@ def floor_seconds(moved: int, count: int) -> float:
 
 
 def update_memory(report: Report, small: bool) -> None:
-    """Temporary memory of one update by every rule, in parts of the parameter's bytes."""
+    """The temporary memory of an update by every rule, relative to the parameter's bytes."""
     side = 160 if small else 4096
     for rule, rounding in itertools.product(RULES, ("nearest", "stochastic")):
         what = f"temporary memory, {rule}, {rounding}: of the parameter's"
@@ -171,13 +173,13 @@ def update_memory(report: Report, small: bool) -> None:
 
 
 def dispatch(report: Report, small: bool) -> None:
-    """What 720 small tensors cost the host in a backward, beside a hook that only drops their gradients."""
-    count = 720
+    """The time of the host for a backward into many small tensors, relative to hooks that only drop gradients."""
+    count = 40 if small else 720
     grads = [draw(32, 32) for _ in range(count)]
 
     def host(prepare: Callable[[list[Tensor]], object]) -> float:
         params: list[Tensor] = [torch.nn.Parameter(draw(32, 32)) for _ in range(count)]
-        prepared = prepare(params)  # hooks that go on firing
+        prepared = prepare(params)  # keeps the hooks alive
         torch.autograd.backward(params, grads)
         taken = median(host_seconds, lambda: torch.autograd.backward(params, grads))
         del prepared
@@ -187,9 +189,9 @@ def dispatch(report: Report, small: bool) -> None:
         param.grad = None
 
     bare = host(lambda params: [param.register_post_accumulate_grad_hook(drop) for param in params])
-    report.row("a bare hook: host seconds a tensor", bare / count)
-    settings: dict[str, Any]
-    for settings in ({"rule": "lomo"}, {"rule": "adalomo"}, {"rule": "adalomo", "batching": False}):
-        taken = host(lambda params, settings=settings: lowmem.FusedOptimizer(params, **settings))
-        name = ", ".join(f"{key}={value}" for key, value in settings.items())
+    report.row("a bare hook: host seconds per tensor", bare / count)
+    options: dict[str, Any]
+    for options in ({"rule": "lomo"}, {"rule": "adalomo"}, {"rule": "adalomo", "batching": False}):
+        taken = host(lambda params, options=options: lowmem.FusedOptimizer(params, **options))
+        name = ", ".join(f"{key}={value}" for key, value in options.items())
         report.row(f"dispatch of {count} tensors, {name}: times a bare hook", taken / bare, host_seconds=taken / count)

@@ -79,3 +79,16 @@ def test_packages_with_private_parts_have_upper_bounds():
     text = (ROOT / "pyproject.toml").read_text()
     for package in PACKAGES:
         assert re.search(rf'"{package}>=[\d.]+,<[\d.]+"', text), package
+
+
+def test_deepspeed_is_imported_only_by_functions_of_zero3():
+    """It is an optional dependency: everything else works without it."""
+    importing = set()
+    for path in (ROOT / "lowmem").rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            modules = [a.name for a in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", None)]
+            if any(module and module.split(".")[0] == "deepspeed" for module in modules):
+                assert node not in tree.body, path
+                importing.add(path.name)
+    assert importing == {"sharding.py", "zero3.py"}

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from products import pairwise
 from torch._dynamo.utils import counters
 from torch.distributed._tools.mem_tracker import MemTracker
 
@@ -88,9 +89,7 @@ def assert_same_to_float32_rounding(got, want):
 SHAPES = [(), (1,), (300,), (7, 40), (1, 9), (9, 1), (3, 8, 10)]
 
 
-@pytest.mark.parametrize("rounding_name", ROUNDINGS)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("rule", "shape", "rounding_name"), pairwise(RULES, SHAPES, ROUNDINGS))
 def test_updates_do_not_depend_on_the_tile(rule, shape, rounding_name):
     """Elementwise rules agree bit for bit. The sums of the others are in another order."""
     whole, whole_states = update(rule, shape, rounding_name=rounding_name, tile=1 << 20)
@@ -130,10 +129,10 @@ def test_reduce_sums_over_tiles(shape, tile, clipped):
 # -- gradients that are not finite -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("shape", [(40,), (6, 7), (3, 4, 5)])
-@pytest.mark.parametrize("rounding_name", ROUNDINGS)
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    ("rule", "rounding_name", "shape", "bad"),
+    pairwise(RULES, ROUNDINGS, [(40,), (6, 7), (3, 4, 5)], [math.nan, math.inf, -math.inf]),
+)
 def test_not_finite_leaves_everything_untouched(rule, rounding_name, shape, bad):
     good, spoilt = torch.randn(shape).bfloat16(), torch.randn(shape).bfloat16()
     spoilt.view(-1)[-1] = bad
@@ -148,14 +147,15 @@ def test_not_finite_leaves_everything_untouched(rule, rounding_name, shape, bad)
 
 
 @pytest.mark.skipif(not lowmem.optimizer.has_compiler("cpu"), reason="no C++ compiler")
-@pytest.mark.parametrize("rounding_name", ROUNDINGS)
-@pytest.mark.parametrize("rule", RULES)
-def test_compiled_gives_the_same_numbers(rule, rounding_name):
+@pytest.mark.parametrize(
+    ("rule", "rounding_name", "shape"),
+    pairwise(RULES, ROUNDINGS, [(2500,), (70, 48), (3, 67, 30), (31, 50), (300,)]),
+)
+def test_compiled_gives_the_same_numbers(rule, rounding_name, shape):
     """Compiled code may fuse a multiplication with an addition, and sums in another order. What is left over of lines
-    and of blocks of rows is not compiled, and neither are the last two."""
-    for shape in [(2500,), (70, 48), (3, 67, 30), (31, 50), (300,)]:
-        eager = update(rule, shape, rounding_name=rounding_name)
-        assert_same_to_float32_rounding(update(rule, shape, rounding_name=rounding_name, compiled=True), eager)
+    and of blocks of rows is not compiled, and neither are the last two shapes."""
+    eager = update(rule, shape, rounding_name=rounding_name)
+    assert_same_to_float32_rounding(update(rule, shape, rounding_name=rounding_name, compiled=True), eager)
 
 
 @pytest.fixture
