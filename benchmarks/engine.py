@@ -16,17 +16,17 @@ __all__ = ["has_compiler", "reduce_scatter_as_nccl", "release", "update_one"]
 def update_one(opt: lowmem.FusedOptimizer, param: Tensor, grad: Tensor) -> None:
     """Updates one parameter as its hook does, but without a backward pass."""
     opt._cycle.step += 1
-    opt._updates.put(opt._records[param], grad)
+    opt._updates.put(opt._records[param], grad, None)
 
 
 @contextmanager
 def reduce_scatter_as_nccl() -> Iterator[None]:
     """Makes lowmem call reduce-scatter as on NCCL. On gloo it calls all-reduce itself and takes its shard."""
-    scatter_mean = Ranks.scatter_mean
+    reduce_scatter_mean = Ranks.reduce_scatter_mean
 
     def as_on_nccl(self: Ranks, tensor: Tensor, size: int) -> Tensor:
-        self.reduces_copies = False
-        return scatter_mean(self, tensor, size)
+        self.scatters_by_reducing = False
+        return reduce_scatter_mean(self, tensor, size)
 
-    with mock.patch.object(Ranks, "scatter_mean", as_on_nccl):
+    with mock.patch.object(Ranks, "reduce_scatter_mean", as_on_nccl):
         yield
