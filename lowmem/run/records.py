@@ -1,83 +1,73 @@
-"""Files and Hub data sets into checked rows: each record is read, recognised and converted, or named in an error."""
+"""Data files and Hub data sets become checked rows; what cannot be trained on is named by file and record.
+
+`datasets` holds the rows, but the files are read here: the readers of datasets 5.2 turn a missing field into null and
+the text "007" of a CSV file into the number 7, fill short lines of a CSV file, and don't name the line of an error.
+"""
 
 import csv
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
 from itertools import groupby, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from lowmem.errors import DataError, did_you_mean
+from lowmem.run.checks import Problem, mapping, problems
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 Record = dict[str, Any]
 
-# `datasets` knows functions by name alone, so what it caches is made to depend on the code that wrote it.
-CODE = (Path(__file__), Path(__file__).with_name("data.py"))
+# The cache of `datasets` identifies a function by its name alone, so cached rows also depend on these files.
+CODE = [Path(__file__).with_name(name) for name in ("checks.py", "data.py", "records.py")]
 
-ROLES = {role: role for role in ("system", "user", "assistant")}
-SHAREGPT_ROLES = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
-# Fields that would change what is trained on are refused; any other extra field is metadata and is left out.
+
+# --- Kinds --------------------------------------------------------------------------------------------------------
+
+
+def _refuse(value: Any) -> Any:
+    if value not in (None, "", []):
+        raise ValueError("is not supported. Delete it where it is not needed.")
+    return value
+
+
+def _messages(role: str, content: str, roles: Any) -> Any:
+    message = mapping({role: roles, content: str}, dict.fromkeys(REFUSED_IN_MESSAGES, Refused))
+    return Annotated[list[message], Field(min_length=1)]  # type: ignore[valid-type]
+
+
+# Fields that would change what is trained on are refused. Any other extra field is metadata and is ignored.
+Refused = Annotated[Any, AfterValidator(_refuse)]
 REFUSED_IN_RECORDS = ("tools", "images", "image")
 REFUSED_IN_MESSAGES = ("tool_calls", "reasoning_content", "thinking", "weight")
 
-
-def _from_messages(record: Record, place: str) -> Record:
-    return {"messages": _messages(record["messages"], "messages", place)}
-
-
-def _from_sharegpt(record: Record, place: str) -> Record:
-    turns = _messages(record["conversations"], "conversations", place, ("from", "value"), SHAREGPT_ROLES)
-    return {"messages": turns}
-
-
-def _from_prompt_completion(record: Record, place: str) -> Record:
-    if isinstance(record["prompt"], str):
-        return {name: _string(record[name], name, place) for name in ("prompt", "completion")}
-    prompt = _messages(record["prompt"], "prompt", place)
-    completion = _messages(record["completion"], "completion", place)
-    if any(message["role"] != "assistant" for message in completion):
-        raise DataError(f"{place}: 'completion' holds more than answers. Use kind messages for several turns.")
-    return {"prompt": prompt, "completion": completion}
-
-
-def _from_instruction(record: Record, place: str) -> Record:
-    question = _string(record["instruction"], "instruction", place)
-    if record.get("input") not in (None, ""):
-        question += "\n\n" + _string(record["input"], "input", place)
-    answer = _string(record["output"], "output", place)
-    return {
-        "prompt": [{"role": "user", "content": question}],
-        "completion": [{"role": "assistant", "content": answer}],
-    }
-
-
-def _from_text(record: Record, place: str) -> Record:
-    return {"text": _string(record["text"], "text", place)}
-
-
-class Kind(NamedTuple):
-    """What a record of one kind must hold, and how it becomes a row."""
-
-    needs: tuple[str, ...]
-    convert: Callable[[Record, str], Record]
-
-
-KINDS = {
-    "messages": Kind(("messages",), _from_messages),
-    "prompt_completion": Kind(("prompt", "completion"), _from_prompt_completion),
-    "instruction": Kind(("instruction", "output"), _from_instruction),
-    "sharegpt": Kind(("conversations",), _from_sharegpt),
-    "text": Kind(("text",), _from_text),
+MESSAGES = _messages("role", "content", Literal["system", "user", "assistant"])
+ANSWERS = _messages("role", "content", Literal["assistant"])
+TURNS = _messages("from", "value", Literal["system", "human", "user", "gpt", "assistant"])
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}  # the other roles have the usual names
+KINDS: dict[str, dict[str, Any]] = {
+    "messages": {"messages": MESSAGES},
+    "prompt_completion": {"prompt": MESSAGES, "completion": ANSWERS},
+    "instruction": {"instruction": str, "output": str},
+    "sharegpt": {"conversations": TURNS},
+    "text": {"text": str},
 }
-FIELDS = {name for kind in KINDS.values() for name in kind.needs} | {"input"}
+FieldName = Literal["messages", "prompt", "completion", "instruction", "input", "output", "conversations", "text"]
+
+
+@cache
+def _check(kind: str, strings: bool) -> TypeAdapter[Record]:
+    optional = dict.fromkeys(REFUSED_IN_RECORDS, Refused) | ({"input": str | None} if kind == "instruction" else {})
+    return TypeAdapter(mapping({"prompt": str, "completion": str} if strings else KINDS[kind], optional))
 
 
 def _matching(record: Record) -> list[str]:
-    return [name for name, kind in KINDS.items() if all(need in record for need in kind.needs)]
+    return [kind for kind, names in KINDS.items() if all(name in record for name in names)]
 
 
 def _recognise(record: Record, place: str) -> str:
@@ -85,7 +75,7 @@ def _recognise(record: Record, place: str) -> str:
         case [kind]:
             return kind
         case []:
-            needs = "; ".join(f"{name}: {', '.join(kind.needs)}" for name, kind in KINDS.items())
+            needs = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in KINDS.items())
             raise DataError(
                 f"{place}: no kind fits the fields {', '.join(record)}. The kinds need {needs}. "
                 "Name what corresponds in data.columns."
@@ -94,141 +84,111 @@ def _recognise(record: Record, place: str) -> str:
             raise DataError(f"{place}: the fields fit the kinds {', '.join(several)}. Set data.kind to one of them.")
 
 
-def _check_fields(record: Record, kind: str, place: str) -> None:
-    _refuse(record, REFUSED_IN_RECORDS, place)
-    needs = KINDS[kind].needs
-    missing = [name for name in needs if name not in record]
-    if missing and (other := _matching(record)):
-        raise DataError(f"{place}: is of kind {other[0]!r} amid records of kind {kind!r}. Keep one kind per data set.")
-    if missing:
-        raise DataError(
-            f"{place}: the field {missing[0]!r} is missing; kind {kind!r} needs {' and '.join(needs)} "
-            f"(found: {', '.join(record)})."
-        )
+def _row(record: Record, kind: str, place: str) -> Record:
+    """Checks a record and converts it to the columns that TRL takes."""
+    strings = kind == "prompt_completion" and isinstance(record.get("prompt"), str)
+    try:
+        _check(kind, strings).validate_python(record, strict=True)
+    except ValidationError as error:
+        raise DataError(_message(record, kind, place, problems(error, record)[0])) from None
+    if kind == "instruction":
+        question = "\n\n".join(filter(None, (record["instruction"], record.get("input"))))
+        return {"prompt": _chat([("user", question)]), "completion": _chat([("assistant", record["output"])])}
+    if kind == "sharegpt":
+        return {"messages": _chat((turn["from"], turn["value"]) for turn in record["conversations"])}
+    if strings or kind == "text":
+        return {name: record[name] for name in KINDS[kind]}
+    return {name: _chat((turn["role"], turn["content"]) for turn in record[name]) for name in KINDS[kind]}
 
 
-def _messages(
-    value: Any,
-    name: str,
-    place: str,
-    keys: tuple[str, str] = ("role", "content"),
-    roles: Mapping[str, str] = ROLES,
-) -> list[Record]:
-    """A list of messages as `{"role": …, "content": …}`, every part of it checked."""
-    if not isinstance(value, list):
-        raise DataError(f"{place}: {name!r} is {_type(value)}; it must be a list of messages.")
-    if not value:
-        raise DataError(f"{place}: {name!r} holds no message. Delete the record.")
-    messages = []
-    for number, message in enumerate(value, 1):
-        where = f"{place}, message {number}"
-        if not isinstance(message, dict):
-            raise DataError(f"{where}: is {_type(message)}; it must be an object with {keys[0]!r} and {keys[1]!r}.")
-        for key in keys:
-            if key not in message:
-                raise DataError(f"{where}: {key!r} is missing (found: {', '.join(message)}).")
-        _refuse(message, REFUSED_IN_MESSAGES, where)
-        role, content = (_string(message[key], key, where) for key in keys)
-        if role not in roles:
-            hint = did_you_mean(role, roles)
-            raise DataError(f"{where}: the role {role!r} is unknown; known: {', '.join(roles)}.{hint}")
-        messages.append({"role": roles[role], "content": content})
-    return messages
+def _chat(turns: Iterable[tuple[str, str]]) -> list[Record]:
+    return [{"role": SHAREGPT_ROLES.get(role, role), "content": content} for role, content in turns]
 
 
-def _refuse(record: Record, names: tuple[str, ...], place: str) -> None:
-    for name in names:
-        if record.get(name) not in (None, "", []):
-            raise DataError(f"{place}: {name!r} is not supported. Delete it where it is not needed.")
+def _message(record: Record, kind: str, place: str, problem: Problem) -> str:
+    field, *deeper = problem.path
+    if deeper:  # the index of a message and a field of it
+        place, record = f"{place}, message {deeper[0] + 1} of {field!r}", record[field][deeper[0]]
+    subject = repr(problem.path[-1]) if len(deeper) != 1 else "it"
+    if problem.kind != "missing":
+        return f"{place}: {subject} {problem.text}"
+    if not deeper and (other := _matching(record)):
+        return f"{place}: is of kind {other[0]!r} amid records of kind {kind!r}. Keep one kind per data set."
+    needs = "" if deeper else f" Kind {kind!r} needs {' and '.join(KINDS[kind])}."
+    return f"{place}: {subject} is missing (found: {', '.join(record)}).{needs}"
 
 
-def _string(value: Any, name: str, place: str) -> str:
-    if not isinstance(value, str):
-        raise DataError(f"{place}: {name!r} is {_type(value)}; it must be a string.")
-    return value
+# --- Files --------------------------------------------------------------------------------------------------------
 
 
-def _type(value: Any) -> str:
-    if value is None:
-        return "null"
-    names = {bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list", dict: "an object"}
-    return names.get(type(value), f"a {type(value).__name__}")
+def read_rows(path: str, key: str, split: str, **options: Any) -> "Dataset":
+    """Reads all rows of `path`, each with its `source`.
 
+    The rows are cached by `datasets` until the size or time of a file changes.
 
-def read_rows(
-    path: str, key: str, split: str, kind: str, columns: Mapping[str, str], limit: int | None, need_answers: bool
-) -> "Dataset":
-    """All rows of `path`, each with its `source`; `key` is the configuration's name for `path`, for messages.
+    Args:
+        path: a file, a directory or a Hub name.
+        key: the name of `path` in the configuration, for messages.
+        split: the split of a data set of the Hub.
+        options: `kind`, `columns`, `limit` (of records) and `need_answers` (in chats).
 
-    Rows are written once to the cache of `datasets`, which sees by time and size when a file has changed.
-    Raises `DataError` for the first file or record that cannot be used.
+    Raises:
+        DataError: the first file or record that cannot be used.
     """
     from datasets import Dataset
     from datasets.exceptions import DatasetGenerationError
 
     files = _files(path, key)
-    arguments = {
-        "name": path,
-        "source": _from_hub(path, key, split) if files is None else files,
-        "stamps": tuple(_stamp(file) for file in (*CODE, *(files or ()))),
-        "kind": kind,
-        "columns": tuple(columns.items()),
-        "limit": limit,
-        "need_answers": need_answers,
-    }
+    status = [(str(file.resolve()), file.stat()) for file in (*CODE, *(files or ()))]
+    versions = tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in status)
+    source = _from_hub(path, key, split) if files is None else files
     try:
-        return Dataset.from_generator(_rows, gen_kwargs=arguments)
+        return Dataset.from_generator(_rows, gen_kwargs={"name": path, "source": source, "_": versions, **options})
     except DatasetGenerationError as error:
         raise error.__cause__ or error from None
-
-
-def _stamp(file: Path) -> tuple[str, int, int]:
-    status = file.stat()
-    return str(file.resolve()), status.st_size, status.st_mtime_ns
 
 
 def _rows(
     name: str,
     source: "tuple[Path, ...] | Dataset",
-    stamps: tuple[tuple[str, int, int], ...],
     kind: str,
-    columns: tuple[tuple[str, str], ...],
+    columns: Mapping[FieldName, str],
     limit: int | None,
     need_answers: bool,
+    **_: Any,
 ) -> Iterator[Record]:
-    """Checked rows, one a record. `stamps` is here for the cache's sake."""
+    """The row of each record."""
     form = None
     for place, record in islice(_records(name, source), limit):
         if not isinstance(record, dict):
-            raise DataError(f"{place}: is {_type(record)}; it must be an object with named fields.")
+            raise DataError(f"{place}: should be an object with named fields, found a {type(record).__name__}.")
         record = _renamed(record, columns, place)
         kind = _recognise(record, place) if kind == "auto" else kind
-        _check_fields(record, kind, place)
-        row = KINDS[kind].convert(record, place)
+        row = _row(record, kind, place)
         if need_answers and "messages" in row and all(message["role"] != "assistant" for message in row["messages"]):
             raise DataError(f"{place}: no message is from the assistant, so there is no answer to train on. Delete it.")
-        form = form or [type(value) for value in row.values()]
-        if form != [type(value) for value in row.values()]:
+        form = form or {type(value) for value in row.values()}
+        if form != {type(value) for value in row.values()}:
             raise DataError(f"{place}: prompts are strings in some records and messages in others. Keep one of them.")
         yield {**row, "source": place}
     if form is None:
-        raise DataError(f"{name}: holds no record. Give data with at least one.")
+        raise DataError(f"{name}: there are no records.")
 
 
-def _renamed(record: Record, columns: tuple[tuple[str, str], ...], place: str) -> Record:
-    for ours, theirs in columns:
+def _renamed(record: Record, columns: Mapping[FieldName, str], place: str) -> Record:
+    for field, theirs in columns.items():
         if theirs not in record:
             hint = did_you_mean(theirs, record)
             raise DataError(
-                f"{place}: data.columns takes {ours!r} from {theirs!r}, which is missing "
+                f"{place}: data.columns takes {field!r} from {theirs!r}, which is missing "
                 f"(found: {', '.join(record)}).{hint}"
             )
-    kept = {name: value for name, value in record.items() if name not in dict(columns).values()}
-    return kept | {ours: record[theirs] for ours, theirs in columns}
+    others = {name: value for name, value in record.items() if name not in columns.values()}
+    return others | {field: record[theirs] for field, theirs in columns.items()}
 
 
 def _records(name: str, source: "tuple[Path, ...] | Dataset") -> Iterator[tuple[str, Any]]:
-    """Every record with its place, "data/x.jsonl, record 12", counted from 1 in each file."""
+    """Each record and where it is, as in "data/x.jsonl, record 12"; every file counts from 1."""
     if not isinstance(source, tuple):
         yield from ((f"{name}, record {number}", record) for number, record in enumerate(source, 1))
         return
@@ -240,39 +200,30 @@ def _records(name: str, source: "tuple[Path, ...] | Dataset") -> Iterator[tuple[
         except UnicodeDecodeError as error:
             raise DataError(f"{file}: not UTF-8 text (byte {error.start}). Convert the file to UTF-8.") from error
         if number == 0:
-            raise DataError(f"{file}: the file is empty. Fill it or take it away.")
+            raise DataError(f"{file}: the file is empty. Fill it or delete it.")
 
 
 def _read_jsonl(path: Path) -> Iterator[Any]:
     with path.open(encoding="utf-8-sig") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                try:
-                    yield json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise DataError(
-                        f"{path}, line {number}: not valid JSON ({error.msg} at column {error.colno}). "
-                        "Fix or delete the line."
-                    ) from error
+        yield from (_parse(line, path, number) for number, line in enumerate(lines) if line.strip())
 
 
 def _read_json(path: Path) -> Iterator[Any]:
-    """A list of records; or, as many a .json file is, one record a line."""
-    with path.open(encoding="utf-8-sig") as file:
-        if not next((line for line in file if line.strip()), "").lstrip().startswith("["):
-            yield from _read_jsonl(path)
-            return
-        file.seek(0)
-        try:
-            yield from json.load(file)
-        except json.JSONDecodeError as error:
-            raise DataError(
-                f"{path}, line {error.lineno}: not valid JSON ({error.msg} at column {error.colno}). Fix the file."
-            ) from error
+    """A list of records, or, as in many .json files, one record per line."""
+    text = path.read_text(encoding="utf-8-sig")
+    yield from _parse(text, path) if text.lstrip().startswith("[") else _read_jsonl(path)
+
+
+def _parse(text: str, path: Path, lines_before: int = 0) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        line = f"{path}, line {lines_before + error.lineno}"
+        raise DataError(f"{line}: not valid JSON ({error.msg} at column {error.colno}). Fix or delete it.") from error
 
 
 def _read_csv(path: Path) -> Iterator[Record]:
-    csv.field_size_limit(2**31 - 1)  # a text may be longer than the 128 KiB that a field is allowed by default
+    csv.field_size_limit(2**31 - 1)  # the default limit of a field is 128 KiB
     with path.open(encoding="utf-8-sig", newline="") as lines:
         rows = csv.DictReader(lines, strict=True)
         try:
@@ -294,7 +245,7 @@ def _read_parquet(path: Path) -> Iterator[Record]:
     try:
         file = pyarrow.parquet.ParquetFile(path)
     except pyarrow.ArrowInvalid as error:
-        raise DataError(f"{path}: not a Parquet file ({error}). Write it anew.") from error
+        raise DataError(f"{path}: not a Parquet file ({error}). Write it again.") from error
     for batch in file.iter_batches(batch_size=1000):
         yield from batch.to_pylist()
 
@@ -316,20 +267,19 @@ READERS: dict[str, Callable[[Path], Iterator[Any]]] = {
 
 
 def _files(path: str, key: str) -> tuple[Path, ...] | None:
-    """The files that `path` names, or None where it can only be a Hub name."""
-    target = Path(path).expanduser()
-    known = ", ".join(READERS)
+    """The files at `path`, or None where it can only be a Hub name."""
+    target, known = Path(path).expanduser(), ", ".join(READERS)
     if target.is_dir():
         files = tuple(file for file in sorted(target.iterdir()) if file.suffix.lower() in READERS)
         if not files:
-            raise DataError(f"{key}: the folder {path} holds no file that can be read ({known}).")
+            raise DataError(f"{key}: the directory {path} has no file of a known type ({known}).")
         return files
     if target.is_file():
         if target.suffix.lower() not in READERS:
             raise DataError(f"{key}: {path} is of an unknown type {target.suffix!r}; known: {known}.")
         return (target,)
     if target.suffix.lower() in READERS or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?", path):
-        raise DataError(f"{key}: there is no {path}.{_nearest(target)}")
+        raise DataError(f"{key}: {path} does not exist.{_nearest(target)}")
     return None
 
 
@@ -341,13 +291,13 @@ def _from_hub(path: str, key: str, split: str) -> "Dataset":
         return load_dataset(name, subset or None, split=split)
     except (OSError, ValueError, RuntimeError) as error:
         raise DataError(
-            f"{key}: {path!r} is no file here, and the Hub did not give it as a data set with the split {split!r} "
-            f"({error}).{_nearest(Path(path))} Check the name and the network; without one, fetch it elsewhere with "
-            f"`hf download --repo-type dataset {name}` and name its folder."
+            f"{key}: {path!r} is not a local file, and the Hub gave no data set with the split {split!r} ({error})."
+            f"{_nearest(Path(path))} Check the name and the network. Without a network, download the data elsewhere "
+            f"with `hf download --repo-type dataset {name}`, and name the directory."
         ) from error
 
 
 def _nearest(target: Path) -> str:
     if not target.parent.is_dir():
-        return f" There is no folder {target.parent} either."
+        return f" The directory {target.parent} does not exist either."
     return did_you_mean(str(target), map(str, target.parent.iterdir()))

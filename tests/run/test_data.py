@@ -1,4 +1,4 @@
-"""Data: what is read becomes what TRL takes, the loss is on exactly the answers, and each error says the way out."""
+"""Data: what is read becomes what TRL takes, the loss is on exactly the answers, and each error says what to do."""
 
 import json
 import re
@@ -9,6 +9,7 @@ import pytest
 import torch
 import trl
 from datasets import Dataset
+from pydantic import ValidationError
 from transformers import LlamaConfig, LlamaForCausalLM
 from trl import SFTConfig, SFTTrainer
 
@@ -21,7 +22,7 @@ MARKLESS_TEMPLATE = re.sub(r"\{%- (end)?generation -%\}", "", CHAT_TEMPLATE)
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
+def empty_cache(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.chdir(tmp_path)
 
@@ -107,7 +108,10 @@ QUESTION_AND_ANSWER = {"prompt": [user("Add\n\n1 2")], "completion": [assistant(
 @pytest.mark.parametrize(
     ("record", "row"),
     [
-        ({"messages": [user("a"), assistant("b")], "id": 7}, {"messages": [user("a"), assistant("b")]}),
+        (
+            {"messages": [user("a"), assistant("b") | {"tool_calls": None, "name": "x"}], "input": 7, "tools": []},
+            {"messages": [user("a"), assistant("b")]},
+        ),
         ({"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": "b"}),
         (
             {"prompt": [user("a")], "completion": [assistant("b")]},
@@ -148,12 +152,12 @@ def test_every_format_gives_the_same_rows():
         assert rows(DataConfig(name)) == expected, name
 
 
-def test_txt_gives_a_sample_a_paragraph():
+def test_txt_gives_one_sample_per_paragraph():
     Path("d.txt").write_text("one\ntwo\n\n  \nthree\n")
     assert rows(DataConfig("d.txt")) == [{"text": "one\ntwo"}, {"text": "three"}]
 
 
-def test_a_folder_is_read_in_the_order_of_names_and_sources_are_said():
+def test_a_directory_is_read_in_the_order_of_names_and_each_row_has_its_source():
     write("folder/b.jsonl", [{"text": "second"}])
     write("folder/a.jsonl", [{"text": "first"}, {"text": "and"}])
     Path("folder/README.md").write_text("not data")
@@ -181,7 +185,7 @@ def test_a_changed_file_is_read_again():
     assert rows(config) == [{"text": "new text"}]
 
 
-def test_eval_fraction_parts_the_data_and_the_seed_chooses():
+def test_eval_fraction_splits_the_data_by_the_seed():
     config = DataConfig(write("d.jsonl", [{"text": str(n)} for n in range(20)]), eval_fraction=0.25)
     train, held_out = load(config)
     assert len(train) == 15 and len(held_out) == 5
@@ -190,22 +194,22 @@ def test_eval_fraction_parts_the_data_and_the_seed_chooses():
     assert set(load(replace(config, seed=1))[1]["text"]) != set(held_out["text"])
 
 
-def test_eval_path_is_read_beside():
+def test_eval_path_is_read_as_held_out_data():
     train, held_out = load(DataConfig(write("a.jsonl", [{"text": "a"}]), eval_path=write("b.jsonl", [{"text": "b"}])))
     assert (train["text"][:], held_out["text"][:]) == (["a"], ["b"])
 
 
-def test_a_hub_name_is_asked_for_with_configuration_and_split(monkeypatch):
+def test_a_hub_name_is_loaded_with_configuration_and_split(monkeypatch):
     asked = []
 
     def load_dataset(name, subset, split):
         asked.append((name, subset, split))
-        return Dataset.from_list([{"text": "from afar"}])
+        return Dataset.from_list([{"text": "from the Hub"}])
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     train, _ = load(DataConfig("org/name:small", split="validation"))
     assert asked == [("org/name", "small", "validation")]
-    assert train[:] == {"text": ["from afar"], "source": ["org/name:small, record 1"]}
+    assert train[:] == {"text": ["from the Hub"], "source": ["org/name:small, record 1"]}
 
 
 def test_texts_yields_every_string():
@@ -296,7 +300,7 @@ def test_packed_text_loses_no_token(tokenizer):
     assert check_tokenized(trainer.train_dataset, train, config).tokens == 3 * len(ids)
 
 
-def test_samples_cut_before_their_answer_are_named(tokenizer):
+def test_samples_cut_before_their_answer_are_listed(tokenizer):
     long = [user("what is " * 40), assistant("it is")]
     config = DataConfig(write("d.jsonl", [*CHATS[:2], {"messages": long}]), max_length=32)
     trainer, train = prepared(config, tokenizer)
@@ -324,7 +328,7 @@ def test_the_first_token_which_nothing_predicts_is_not_trained_on(tokenizer):
     assert (counts.tokens, counts.trained_tokens) == (10, 8)
 
 
-# ------------------------------------------------------------------------------------- templates that cannot serve
+# ------------------------------------------------------------------------------------- templates that cannot be used
 
 
 def refused(records, tokenizer, **settings):
@@ -353,7 +357,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(markless):
     assert "data.answer_only" in message
 
 
-def test_a_template_that_asks_otherwise_than_it_answers_is_refused(markless):
+def test_a_template_that_prompts_differently_than_it_answers_is_refused(markless):
     markless.chat_template = MARKLESS_TEMPLATE + "{% if add_generation_prompt %}<think>{% endif %}"
     assert "rewrites earlier turns (message 2)" in refused(CHATS, markless)
 
@@ -404,31 +408,36 @@ OK = {"text": "a"}
     ("records", "settings", "parts"),
     [
         ([{"instruction": "a", "output": "b"}, {"instruction": "a", "input": "b"}], {},
-         ["d.jsonl, record 2: the field 'output' is missing", "needs instruction and output", "instruction, input"]),
-        ([INSTRUCTIONS[0] | {"input": 5}], {}, ["record 1", "'input' is a number"]),
+         ["d.jsonl, record 2: 'output' is missing", "needs instruction and output", "(found: instruction, input)"]),
+        ([INSTRUCTIONS[0] | {"input": 5}], {}, ["record 1", "'input' should be a valid string, found 5"]),
         ([{"prompt": "a"}], {"kind": "prompt_completion"}, ["record 1", "'completion' is missing"]),
-        ([{"messages": [user("a"), assistant(5)]}], {}, ["record 1, message 2", "'content' is a number", "a string"]),
-        ([{"messages": "hello"}], {}, ["record 1", "'messages' is a string", "a list of messages"]),
-        ([{"messages": []}], {}, ["record 1", "holds no message"]),
-        ([{"messages": ["hello"]}], {}, ["message 1", "is a string", "'role' and 'content'"]),
-        ([{"messages": [{"role": "user"}]}], {}, ["message 1", "'content' is missing (found: role)"]),
-        ([{"messages": [{"role": "asistant", "content": "a"}]}], {}, ["'asistant' is unknown", "Did you mean 'assis"]),
+        ([{"messages": [user("a"), assistant(5)]}], {},
+         ["record 1, message 2 of 'messages': 'content' should be a valid string, found 5"]),
+        ([{"messages": "hello"}], {}, ["record 1: 'messages' should be a valid list, found \"hello\""]),
+        ([{"messages": []}], {}, ["record 1: 'messages' should have at least 1 item, found []"]),
+        ([{"messages": ["hello"]}], {}, ["message 1 of 'messages': it should be a valid dictionary, found \"hello\""]),
+        ([{"messages": [{"role": "user"}]}], {}, ["message 1 of 'messages': 'content' is missing (found: role)"]),
+        ([{"messages": [{"role": "asistant", "content": "a"}]}], {},
+         ["'role' should be 'system', ", "Did you mean 'assis"]),
         ([{"messages": [user("a")]}], {}, ["record 1", "no message is from the assistant"]),
         ([{"messages": [user("a"), assistant("b") | {"tool_calls": [{}]}]}], {}, ["message 2", "'tool_calls' is not"]),
+        ([{"conversations": [{"from": "gpt", "value": "a", "weight": 0}]}], {}, ["message 1", "'weight' is not supp"]),
         ([{"messages": [user("a"), assistant("b") | {"weight": 0}]}], {}, ["message 2", "'weight' is not supported"]),
         ([{"messages": [user("a"), assistant("b")], "tools": "[]"}], {}, ["record 1", "'tools' is not supported"]),
-        ([{"conversations": [{"from": "robot", "value": "a"}]}], {}, ["'robot' is unknown", "human", "gpt"]),
-        ([{"prompt": [user("a")], "completion": [user("b")]}], {}, ["'completion' holds more than answers"]),
+        ([{"conversations": [{"from": "robot", "value": "a"}]}], {},
+         ["'from' should be 'system', 'human'", "found \"robot\""]),
+        ([{"prompt": [user("a")], "completion": [user("b")]}], {},
+         ["message 1 of 'completion': 'role' should be 'assistant'"]),
         ([{"prompt": "a", "completion": "b"}, {"prompt": [user("a")], "completion": [assistant("b")]}], {},
          ["record 2", "strings in some records and messages in others"]),
-        ([OK, {"text": None}], {}, ["record 2", "'text' is null"]),
-        ([OK, [1]], {}, ["record 2: is a list", "an object with named fields"]),
+        ([OK, {"text": None}], {}, ["record 2: 'text' should be a valid string, found null"]),
+        ([OK, [1]], {}, ["record 2: should be an object with named fields, found a list"]),
         ([OK, CHATS[0]], {}, ["record 2", "kind 'messages' amid records of kind 'text'", "one kind"]),
         ([{"body": "a"}], {}, ["record 1", "no kind fits the fields body", "data.columns"]),
         ([{"instruction": "a", "output": "b", "text": "a b"}], {}, ["kinds instruction, text", "data.kind"]),
         ([OK], {"columns": {"text": "boddy"}}, ["takes 'text' from 'boddy'", "found: text"]),
         ([OK], {"answer_only": True}, ["text and has no answers", "data.answer_only"]),
-        ([OK] * 3, {"eval_fraction": 0.1}, ["data.eval_fraction 0.1 of 3 records holds out none", "0.333"]),
+        ([OK] * 3, {"eval_fraction": 0.1}, ["data.eval_fraction 0.1 of 3 records holds out no record", "0.333"]),
         ([], {}, ["d.jsonl: the file is empty"]),
     ],
 )  # fmt: skip
@@ -463,15 +472,15 @@ def test_a_bad_file_is_named(name, content, parts):
 
 def test_a_missing_file_names_the_nearest_one():
     write("docs.jsonl", [OK])
-    with pytest.raises(DataError, match=r"data\.path: there is no dosc\.jsonl\. Did you mean 'docs\.jsonl'\?"):
+    with pytest.raises(DataError, match=r"data\.path: dosc\.jsonl does not exist\. Did you mean 'docs\.jsonl'\?"):
         load(DataConfig("dosc.jsonl"))
-    with pytest.raises(DataError, match=r"data\.eval_path: there is no far/x\.jsonl\. There is no folder far either"):
+    with pytest.raises(DataError, match=r"data\.eval_path: far/x\.jsonl does not exist\. The directory far does not"):
         load(DataConfig("docs.jsonl", eval_path="far/x.jsonl"))
 
 
-def test_a_folder_without_data_is_refused():
+def test_a_directory_without_data_is_refused():
     Path("folder").mkdir()
-    with pytest.raises(DataError, match=r"the folder folder holds no file that can be read \(\.jsonl"):
+    with pytest.raises(DataError, match=r"the directory folder has no file of a known type \(\.jsonl"):
         load(DataConfig("folder"))
 
 
@@ -485,28 +494,28 @@ def test_a_hub_name_without_a_network(monkeypatch):
 
 def test_held_out_data_of_another_kind_is_refused():
     config = DataConfig(write("a.jsonl", [OK]), eval_path=write("b.jsonl", CHATS))
-    with pytest.raises(DataError, match=r"b\.jsonl gives messages and a\.jsonl gives text"):
+    with pytest.raises(DataError, match=r"b\.jsonl has messages but a\.jsonl has text"):
         load(config)
 
 
 @pytest.mark.parametrize(
     ("settings", "part"),
     [
-        ({"path": ""}, "data.path is empty"),
-        ({"kind": "chat"}, "data.kind is 'chat'; it must be one of: auto, messages"),
-        ({"columns": {"promt": "q"}}, "'promt' is no field; known: completion"),
-        ({"max_length": 1}, "data.max_length is 1; it must be a whole number of at least 2"),
-        ({"max_length": 10.0}, "data.max_length is 10.0"),
-        ({"max_samples": 0}, "data.max_samples is 0; it must be a whole number of at least 1"),
-        ({"workers": True}, "data.workers is True"),
-        ({"seed": -1}, "data.seed is -1"),
-        ({"eval_fraction": "a tenth"}, "data.eval_fraction is 'a tenth'"),
-        ({"eval_fraction": 1.0}, "data.eval_fraction is 1.0; it must be at least 0 and below 1"),
+        ({"path": ""}, "path\n  String should have at least 1 character"),
+        ({"kind": "chat"}, "kind\n  Input should be 'auto', 'messages'"),
+        ({"columns": {"promt": "q"}}, "columns.promt.[key]\n  Input should be 'messages', 'prompt'"),
+        ({"max_length": 1}, "max_length\n  Input should be greater than or equal to 2"),
+        ({"max_length": 10.5}, "max_length\n  Input should be a valid integer"),
+        ({"max_samples": 0}, "max_samples\n  Input should be greater than or equal to 1"),
+        ({"workers": True}, "workers\n  Input should be a valid integer"),
+        ({"seed": -1}, "seed\n  Input should be greater than or equal to 0"),
+        ({"eval_fraction": "a tenth"}, "eval_fraction\n  Input should be a valid number"),
+        ({"eval_fraction": 1.0}, "eval_fraction\n  Input should be less than 1"),
         ({"eval_fraction": 0.1, "eval_path": "x.jsonl"}, "both set"),
     ],
 )
 def test_a_value_out_of_range_is_named(settings, part):
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ValidationError) as caught:
         DataConfig(**{"path": "d.jsonl"} | settings)
     assert part in str(caught.value)
 
