@@ -113,7 +113,7 @@ def _message(record: Record, kind: str, place: str, problem: Problem) -> str:
     if problem.kind != "missing":
         return f"{place}: {subject} {problem.text}"
     if not deeper and (other := _matching(record)):
-        return f"{place}: is of kind {other[0]!r} amid records of kind {kind!r}. Keep one kind per data set."
+        return f"{place}: is of kind {other[0]!r}, expected kind {kind!r}. Keep one kind per data set."
     needs = "" if deeper else f" Kind {kind!r} needs {' and '.join(KINDS[kind])}."
     return f"{place}: {subject} is missing (found: {', '.join(record)}).{needs}"
 

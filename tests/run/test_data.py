@@ -432,7 +432,7 @@ OK = {"text": "a"}
          ["record 2", "strings in some records and messages in others"]),
         ([OK, {"text": None}], {}, ["record 2: 'text' should be a valid string, found null"]),
         ([OK, [1]], {}, ["record 2: should be an object with named fields, found a list"]),
-        ([OK, CHATS[0]], {}, ["record 2", "kind 'messages' amid records of kind 'text'", "one kind"]),
+        ([OK, CHATS[0]], {}, ["record 2", "kind 'messages', expected kind 'text'", "one kind"]),
         ([{"body": "a"}], {}, ["record 1", "no kind fits the fields body", "data.columns"]),
         ([{"instruction": "a", "output": "b", "text": "a b"}], {}, ["kinds instruction, text", "data.kind"]),
         ([OK], {"columns": {"text": "boddy"}}, ["takes 'text' from 'boddy'", "found: text"]),
