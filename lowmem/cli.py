@@ -26,7 +26,7 @@ from lowmem.errors import LowmemError
 from lowmem.files import write_file
 from lowmem.placements import in_group
 from lowmem.run.memory import state_bytes
-from lowmem.tiles.storage import ROUNDINGS
+from lowmem.tiles import storage
 
 # What imports transformers, trl or datasets is imported in functions, so that `lowmem --help` is fast.
 if TYPE_CHECKING:
@@ -206,15 +206,19 @@ def _leave_group() -> None:
 
 def _describe(config: "RunConfig", trainer: Any, counts: "TokenCounts") -> None:
     """Prints what is about to be trained, and warnings."""
-    from lowmem.run import report
+    from lowmem.run import build, report
 
     data = f"{counts.samples:,} samples, {counts.tokens:,} tokens, loss on {counts.trained_tokens:,}"
     _print_topics({**report.describe(config, trainer), "data": data})
-    dtype = config.model.dtype
-    if dtype != "float32" and config.optimizer.fused.rounding == "nearest":
+    dtype, optimizer = config.model.dtype, config.optimizer
+    rule = rules.resolve(optimizer.rule)
+    nearest = optimizer.rounding == "nearest" == rule.rounding({**rule.defaults, **optimizer.hyper})
+    if nearest and dtype != "float32":
         lost = "0.2 %" if dtype == "bfloat16" else "0.02 %"
         _warn(f"{dtype} weights with rounding nearest lose every update smaller than about {lost} of the weight; "
               "optimizer.rounding=stochastic loses none and needs no more memory")  # fmt: skip
+    if slow := build.slow_bfloat16(config, trainer.args.device):
+        _warn(slow)
     if counts.dropped:
         _warn(f"{len(counts.dropped)} samples have no answer token within max_length and are left out, "
               f"such as {counts.dropped[0]}")  # fmt: skip
@@ -228,11 +232,19 @@ def inspect(arguments: argparse.Namespace) -> None:
     from lowmem.run import build
     from lowmem.run.config import load
     from lowmem.run.data import check_tokenized, segments
+    from lowmem.run.plan import empty_model
 
     config = load(arguments.config, arguments.overrides)
     samples = build.samples(config)
     rows = build.tokenized(config, samples)
     counts = check_tokenized(rows, samples.train, config.data)
+    if config.optimizer.groups:
+        with torch.device("meta"):
+            model = empty_model(config.model, samples.tokenizer)
+        for group in config.optimizer.param_groups(model.named_parameters()):
+            names = [name for name, _ in group["params"]]
+            examples = ", ".join([*names[:3], *["..."][: len(names) - 3]])
+            _print_topics({group.get("rule", config.optimizer.rule): f"{len(names)} parameters: {examples}"})
     # brackets mark the trained parts where there are no colors
     opening, closing = ("", "") if out.is_terminal else ("⟦", "⟧")
     for number, row in enumerate(rows.select(range(min(arguments.samples, len(rows)))), start=1):
@@ -366,11 +378,20 @@ def _ways(arguments: argparse.Namespace, config: "RunConfig", memory: int) -> di
 
 def show_rules(arguments: argparse.Namespace) -> None:
     """`lowmem rules`."""
-    table = _table("rule", *ROUNDINGS, "keeps", numbers=ROUNDINGS)
+    table = _table("rule", "states", "keeps", numbers=["states"])
     rows = rules.table()
-    for name, keeps in [*((row.name, row.keeps) for row in rows), ("torch.optim.AdamW", "what the class keeps")]:
-        table.add_row(name, *(f"{state_bytes(name, rounding):.3g}" for rounding in ROUNDINGS), keeps)
-    out.print("Bytes kept per bfloat16 weight, in addition to its own 2, by rounding (measured, 1024 x 1024)\n")
+    foreign = ("torch.optim.AdamW", "what the class keeps; float32 with another rounding than nearest")
+    for name, keeps in [*((row.name, row.keeps) for row in rows), foreign]:
+        table.add_row(name, f"{state_bytes(name):.3g}", keeps)
+    out.print("Bytes of optimizer states per parameter (measured on a 1024 x 1024 bfloat16 matrix)\n")
+    out.print(table)
+    out.print("\nBytes per element of a bfloat16 weight, by rounding, and of an elementwise state, by state_storage\n")
+    table = _table("storage", "weight", "state", numbers=["weight", "state"])
+    weights = {name: storage.of_weight(name, torch.bfloat16) for name in storage.roundings()}
+    states = {name: storage.of_state(name, signed=True) for name in storage.state_storages()}
+    for name in {**weights, **states}:
+        cells = (f"{held[name].bytes_per_element:.4g}" if name in held else "" for held in (weights, states))
+        table.add_row(name, *cells)
     out.print(table)
     out.print("\nAny torch.optim.Optimizer is a rule by its import path. The rules of this package:")
     for row in rows:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lowmem import cli
+from lowmem.run import build
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
 
@@ -138,14 +140,33 @@ def test_inspect_shows_the_tokens_on_which_the_loss_is_computed(config, run_dir,
     assert "⟦<|user|>def get_" in out
 
 
+def test_the_rule_of_each_group_is_shown(config, capsys):
+    groups = "optimizer.groups=[{match: norm|embed, rule: adamw, lr: 1e-3}]"
+    code, out, _ = lowmem(capsys, "inspect", config, groups, "--samples", 0)
+    assert code == 0
+    assert "adalomo    8 parameters: model.layers.0.self_attn.q_proj.weight" in out
+    assert "adamw      4 parameters: model.embed_tokens.weight" in out
+    code, out, err = lowmem(capsys, "train", config, groups, "trainer.max_steps=1", "trainer.save_strategy=no")
+    assert (code, err) == (0, "")
+    assert re.search(r"optimizer  adalomo, lr 0.05: [\d,]+ parameters; adamw, lr 0.001: [\d,]+ parameters;", out)
+    assert "no_such_name" in lowmem(capsys, "inspect", config, "optimizer.groups=[{match: no_such_name}]")[2]
+
+
+def test_bfloat16_on_a_slow_cpu_is_warned_about(config, capsys, monkeypatch):
+    monkeypatch.setattr(build, "slow_bfloat16", lambda config, device: f"bfloat16 is slow on {device}")
+    code, _, err = lowmem(capsys, "train", config, "trainer.max_steps=1", "trainer.save_strategy=no")
+    assert (code, err) == (0, "bfloat16 is slow on cpu\n")
+
+
 def test_rules_prints_what_is_measured(capsys):
     code, out, _ = lowmem(capsys, "rules")
     assert code == 0
     table = out.partition("import path")[0]
-    rows = {line.split()[0]: line.split()[1:4] for line in table.splitlines() if line}
-    assert rows["lomo"] == ["0", "0", "2"]
-    assert rows["adamw"] == ["8", "8", "10"]
-    assert rows["torch.optim.AdamW"] == ["4", "8", "10"]  # bfloat16 states, or those of a float32 copy
+    rows = {line.split()[0]: line.split()[1:3] for line in table.splitlines() if line}
+    assert rows["lomo"] == ["0", "nothing"]
+    assert rows["adamw"][0] == "8"
+    assert rows["torch.optim.AdamW"][0] == "4"
+    assert rows["compensated"] == ["4"] and rows["bfloat16"] == ["2"]  # a weight, a state
     assert "clip_threshold=1.0" in out and "arXiv:2310.10195" in out
 
 
@@ -282,7 +303,7 @@ def test_a_finished_run_is_not_changed(config, run_dir, capsys):
 def test_resuming_without_a_run_is_refused(config, run_dir, capsys):
     assert "does not contain a run to resume" in lowmem(capsys, "train", config, "--resume")[2]
     assert not run_dir.exists()
-    assert "no whole checkpoint" in lowmem(capsys, "generate", run_dir, "hello")[2]
+    assert "no complete checkpoint" in lowmem(capsys, "generate", run_dir, "hello")[2]
 
 
 def test_a_tokenizer_without_chat_template_is_refused(config, run_dir, tmp_path, capsys):

@@ -194,7 +194,7 @@ def step_memory(
                 if not last:
                     tracker.label_unknown(GRADIENTS, since=backward)  # what is accumulated
                 backwards.append((backward, tracker.now))
-            tracker.label((entry.whole() for entry in optimizer.entries()), STATES)
+            tracker.label((entry.value for entry in optimizer._entries() if isinstance(entry.value, Tensor)), STATES)
     finally:
         for hook in hooks:
             hook.remove()

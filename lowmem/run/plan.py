@@ -25,7 +25,6 @@ from trl import SFTConfig
 from trl.kernels import chunked_logprob
 
 from lowmem.errors import ConfigError, UnsupportedError
-from lowmem.rules import resolve
 from lowmem.run import build
 from lowmem.run.config import ModelConfig, RunConfig, TokenizerTraining
 from lowmem.run.memory import StepMemory, step_memory
@@ -91,7 +90,7 @@ def plan(config: RunConfig, device: str) -> RunPlan:
         masked = args.per_device_train_batch_size > 1 or args.packing
         fake = FakeTensorMode(allow_non_fake_inputs=True)  # torch.tensor(n, device="meta") is not a fake tensor
         with fake, place:
-            model = _model(config.model, samples.tokenizer, _MASKED if masked else _UNMASKED)
+            model = empty_model(config.model, samples.tokenizer, _MASKED if masked else _UNMASKED)
         model.hf_device_map = {"": place.type}  # keeps the trainer from moving the model
         trainer = build.trainer(config, samples, model, args)
         largest = [trainer.train_dataset[n % len(rows)] for n in range(args.per_device_train_batch_size)]
@@ -123,17 +122,21 @@ def plan(config: RunConfig, device: str) -> RunPlan:
 
 def ways(config: RunConfig, device: str) -> Iterator[str]:
     """Overrides of a configuration that reduce the memory of a step."""
-    trainer, fused = config.trainer, config.optimizer.fused
+    trainer, optimizer = config.trainer, config.optimizer
+    own_rules = {group["rule"] for group in optimizer.groups if "rule" in group}
+    large_states = {optimizer.rule, *own_rules} - {*_SMALL_STATES}
     if not trainer.get("activation_checkpointing", True):
         yield "trainer.activation_checkpointing=true"
     if trainer.get("label_smoothing_factor"):
         yield "trainer.label_smoothing_factor=0"
     if config.model.dtype == "float32":
         yield "model.dtype=bfloat16"
-    if fused.rounding == "compensated":
+    if optimizer.rounding in ("compensated", "master"):
         yield "optimizer.rounding=stochastic"
-    if resolve(fused.rule).name not in _SMALL_STATES:
-        yield f"optimizer={{rule: adalomo, lr: {config.optimizer.lr:g}, rounding: {fused.rounding}}}"
+    if large_states and optimizer.state_storage == "float32":
+        yield "optimizer.state_storage=bfloat16"
+    if large_states:
+        yield f"optimizer={{rule: adalomo, lr: {optimizer.lr:g}, rounding: {optimizer.rounding}}}"
     rows = trainer.get("per_device_train_batch_size", SFTConfig.per_device_train_batch_size)
     for batch_size in dict.fromkeys((rows // 2, 1)) if rows > 1 else ():
         yield f"trainer.per_device_train_batch_size={batch_size}"
@@ -174,7 +177,7 @@ def _without_offloading(trainer: dict[str, Any]) -> dict[str, Any]:
     return trainer
 
 
-def _model(model: ModelConfig, tokenizer: "PreTrainedTokenizerBase", sdpa: str) -> "PreTrainedModel":
+def empty_model(model: ModelConfig, tokenizer: "PreTrainedTokenizerBase", sdpa: str = "sdpa") -> "PreTrainedModel":
     """The model from its configuration, on the device of the context, with `sdpa` in place of attention "sdpa"."""
     attention = sdpa if model.attention == "sdpa" else model.attention
     try:

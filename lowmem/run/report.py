@@ -78,13 +78,18 @@ def write_environment(run_dir: str | Path) -> None:
 
 def describe(config: RunConfig, trainer: Any) -> dict[str, str]:
     """What a run trains and how, by topic, for its first lines and for a plan."""
-    model, args, optimizer, fused = trainer.model, trainer.args, trainer.optimizer, config.optimizer.fused
-    parameters = sum(math.prod(shape_of(p)) for p in model.parameters())
+    model, args, optimizer = trainer.model, trainer.args, trainer.optimizer
+    sizes: dict[str, int] = {}  # rule and learning rate → parameters
+    for group in optimizer.param_groups:
+        rule = group["rule"] if group["lr"] is None else f"{group['rule']}, lr {group['lr']:g}"
+        sizes[rule] = sizes.get(rule, 0) + sum(math.prod(shape_of(p)) for p in group["params"])
+    rules = "; ".join(f"{rule}: {_count(size)}" for rule, size in sizes.items()) if len(sizes) > 1 else rule
+    states = "" if config.optimizer.state_storage == "float32" else f", states in {config.optimizer.state_storage}"
     compiled = ", compiled in the first step (up to a minute)" if optimizer.compiled else ""
-    rules = f"{fused.rule}, lr {config.optimizer.lr:g}"
+    parameters = _count(sum(math.prod(shape_of(p)) for p in model.parameters()))
     topics = {
-        "model": f"{type(model).__name__}, {parameters / 1e6:,.1f}M parameters, {config.model.dtype}",
-        "optimizer": f"{rules}, rounding {fused.rounding}, fused into backward{compiled}",
+        "model": f"{type(model).__name__}, {parameters}, {config.model.dtype}",
+        "optimizer": f"{rules}; rounding {config.optimizer.rounding}{states}, fused into backward{compiled}",
     }
     if in_group():
         share = "a shard of the parameters" if optimizer.placement in ("zero3", "fsdp2") else "all parameters"
@@ -101,6 +106,10 @@ def describe(config: RunConfig, trainer: Any) -> dict[str, str]:
         "policy": f"{optimizer.policy}: {optimizer.policy_reason}",
         "loss": f"{args.loss_type}, {logits}; activations {activations}{offloaded}",
     }
+
+
+def _count(parameters: int) -> str:
+    return f"{parameters / 1e6:,.1f}M parameters" if parameters >= 1e5 else f"{parameters:,} parameters"
 
 
 def command() -> str:

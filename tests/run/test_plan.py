@@ -60,6 +60,12 @@ def test_options_change_the_memory(write):
     assert residual.items["optimizer states"] - plain.items["optimizer states"] == 2 * PARAMETERS
 
 
+def test_states_of_a_group_with_its_own_rule(write):
+    """Float32 moments of the embedding and the output matrix, 8 bytes per parameter."""
+    planned_groups = planned(write, "optimizer.groups=[{match: embed_tokens|lm_head, rule: adamw, lr: 1e-3}]")
+    assert planned_groups.items["optimizer states"] == pytest.approx(8 * 2 * 4096 * 64, rel=0.05)
+
+
 def test_whether_it_fits(write, tmp_path, capsys):
     """Exit status 0 or 1, the same figures in the file, and a picture."""
     file, picture = tmp_path / "plan.json", tmp_path / "plan.png"
