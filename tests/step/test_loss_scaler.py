@@ -113,31 +113,28 @@ class Megatron:
 @pytest.mark.parametrize("interval", [1, 4])
 def test_hysteresis_as_megatron(interval, hysteresis, share):
     """Powers of two, so that Python's float64 and our float32 hold the same; a share that balances the interval."""
-    options = {
-        "init_scale": 2.0**16,
-        "growth_factor": 2.0,
-        "backoff_factor": 0.5,
-        "growth_interval": interval,
-        "min_scale": 4.0,
-    }
-    ours, theirs = made(**options, hysteresis=hysteresis), Megatron(**options, hysteresis=hysteresis)
+    ours = made(
+        init_scale=2.0**16, growth_factor=2.0, backoff_factor=0.5, growth_interval=interval, min_scale=4.0,
+        hysteresis=hysteresis,
+    )  # fmt: skip
+    theirs = Megatron(2.0**16, 2.0, 0.5, interval, 4.0, hysteresis)
     for overflow in pattern(300, share):
         if theirs.scale < 2.0**100:  # Megatron's knows no end
             assert learn(ours, overflow) == theirs.learn(overflow)
 
 
 def test_never_below_least():
-    scale = made(init=100.0, backoff=0.5, least=30.0)
+    scale = made(init_scale=100.0, backoff_factor=0.5, min_scale=30.0)
     assert not scale.at_least()
     assert [learn(scale, True) for _ in range(3)] == [50.0, 30.0, 30.0]
     assert scale.at_least()
-    assert float(made(init=1.0, interval=1).value) == 1.0
-    assert made(init=1.0, interval=1).at_least()
+    assert float(made(init_scale=1.0, growth_interval=1).value) == 1.0
+    assert made(init_scale=1.0, growth_interval=1).at_least()
 
 
-@pytest.mark.parametrize("init_scale", [2.0**127, 3e38])
+@pytest.mark.parametrize("init", [2.0**127, 3e38])
 def test_never_infinite(init):
-    scale = made(init=init, growth=2.0, interval=1)
+    scale = made(init_scale=init, growth_factor=2.0, growth_interval=1)
     for _ in range(5):
         assert learn(scale, False) == torch.tensor(init).item()
     assert learn(scale, True) == torch.tensor(init).item() / 2
@@ -145,7 +142,7 @@ def test_never_infinite(init):
 
 def test_a_value_stays_as_it_was():
     """What a step has been given does not change under it."""
-    scale = made(init=8.0, interval=1)
+    scale = made(init_scale=8.0, growth_interval=1)
     before = scale.value
     inverse = scale.inverse(CPU)
     learn(scale, True)
@@ -216,17 +213,17 @@ def test_saved_in_the_middle():
 
 def test_saved_beyond_the_interval():
     """Resumed with a shorter interval than has gone by, it grows at the next step, and not never."""
-    saved = made(init=8.0, interval=100)
+    saved = made(init_scale=8.0, growth_interval=100)
     for _ in range(50):
         learn(saved, False)
-    resumed = made(init=8.0, interval=10)
+    resumed = made(init_scale=8.0, growth_interval=10)
     resumed.load_state_dict(saved.state_dict())
     assert [learn(resumed, False) for _ in range(12)] == [16.0] * 10 + [32.0] * 2
 
 
 def test_saved_without_a_scale():
     """A run that had no dynamic scale says nothing to one that has; and one that has none takes none."""
-    scale = made(init=64.0)
+    scale = made(init_scale=64.0)
     scale.load_state_dict(LossScaler(8, CPU).state_dict())
     assert float(scale.value) == 64.0
     fixed = LossScaler(8, CPU)
@@ -235,9 +232,9 @@ def test_saved_without_a_scale():
 
 
 def test_a_loaded_scale_is_divided_by():
-    scale = made(init=64.0)
+    scale = made(init_scale=64.0)
     scale.inverse(CPU)
-    scale.load_state_dict(made(init=8.0).state_dict())
+    scale.load_state_dict(made(init_scale=8.0).state_dict())
     assert float(scale.inverse(CPU)) == 1 / 8
 
 
