@@ -1,4 +1,4 @@
-"""Inside Hugging Face's and TRL's trainers: the same training, arguments honoured or refused, resumed bit for bit."""
+"""Trainers of Hugging Face and TRL: the same training, arguments honoured or refused, resumed bit for bit."""
 
 import itertools
 import math
@@ -10,6 +10,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import lowmem
+from lowmem import rules
 from lowmem.errors import CheckpointError, ConfigError, UnsupportedError
 from lowmem.run.tokenizers import train_tokenizer
 from lowmem.trainer import FusedSFTTrainer, FusedTrainer, FusedTrainerMixin
@@ -22,7 +23,7 @@ def samples():
 
 @pytest.fixture
 def make(tiny_llama, samples, tmp_path):
-    """A factory of trainers over the small Llama; keyword arguments are training arguments."""
+    """A factory of trainers of a small Llama; keyword arguments are training arguments."""
 
     def factory(cls=FusedTrainer, model=None, fused=None, run="run", optimizers=(None, None), **arguments):
         defaults = {
@@ -47,6 +48,10 @@ def weights(trainer):
     return [p.detach().clone() for p in trainer.model.parameters()]
 
 
+def groups_by_name(trainer):
+    return {name: group for group in trainer.create_optimizer().param_groups for name in group["param_names"]}
+
+
 def test_fused_training_is_the_trainers_own_to_the_last_bit(make):
     ordinary = make(Trainer, lr_scheduler_type="cosine", warmup_steps=2, weight_decay=0.1)
     ordinary.train()
@@ -58,11 +63,11 @@ def test_fused_training_is_the_trainers_own_to_the_last_bit(make):
     )
     fused.train()
     assert all(torch.equal(a, b) for a, b in zip(weights(ordinary), weights(fused), strict=True))
-    for mine, its in zip(fused.state.log_history, ordinary.state.log_history, strict=True):
+    for actual, expected in zip(fused.state.log_history, ordinary.state.log_history, strict=True):
         for key in ("loss", "learning_rate"):
-            assert mine.get(key) == its.get(key)
-        if "grad_norm" in its:  # summed over tiles here, over whole tensors there
-            assert mine["grad_norm"] == pytest.approx(its["grad_norm"], rel=1e-5)
+            assert actual.get(key) == expected.get(key)
+        if "grad_norm" in expected:  # summed over tiles, and over full tensors
+            assert actual["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +102,7 @@ def test_clipping_and_accumulation_are_the_trainers_own_to_the_last_bit(
         assert not any("clip_coef" in e for e in logs[0])
 
 
-def test_telemetry_reaches_the_log(make):
+def test_metrics_are_logged(make):
     fused = lowmem.FusedConfig(loss_scale=lowmem.DynamicScale(init_scale=1024.0, growth_interval=3), log_norms=True)
     trainer = make(fused=fused, max_grad_norm=0.5)
     trainer.train()
@@ -112,7 +117,7 @@ def test_telemetry_reaches_the_log(make):
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_an_overflow_is_a_step_left_out_and_the_schedule_waits(make, accumulation):
+def test_a_non_finite_gradient_skips_the_step_and_the_schedule(make, accumulation):
     """As with GradScaler: the trainer counts the step, the optimizer and the schedule do not."""
     trainer = make(
         fused=lowmem.FusedConfig(rule="adamw", loss_scale="dynamic"),
@@ -120,12 +125,12 @@ def test_an_overflow_is_a_step_left_out_and_the_schedule_waits(make, accumulatio
         gradient_accumulation_steps=accumulation,
         per_device_train_batch_size=2,
     )
-    seen = []
+    snapshots = []
 
     class Poison(TrainerCallback):
         def on_step_begin(self, args, state, control, model, **_):
             weight = model.model.layers[0].mlp.up_proj.weight
-            seen.append(weights(trainer))
+            snapshots.append(weights(trainer))
             self.handle = weight.register_hook(lambda grad: grad * (torch.inf if state.global_step in (2, 5) else 1))
 
         def on_step_end(self, *args, **_):
@@ -133,8 +138,8 @@ def test_an_overflow_is_a_step_left_out_and_the_schedule_waits(make, accumulatio
 
     trainer.add_callback(Poison())
     trainer.train()
-    seen.append(weights(trainer))
-    unmoved = [all(map(torch.equal, a, b)) for a, b in itertools.pairwise(seen)]
+    snapshots.append(weights(trainer))
+    unmoved = [all(map(torch.equal, a, b)) for a, b in itertools.pairwise(snapshots)]
     assert unmoved == [step in (2, 5) for step in range(8)]
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert [entry["loss_scale"] for entry in logs] == [2.0**16] * 3 + [2.0**15] * 3 + [2.0**14] * 2
@@ -144,21 +149,21 @@ def test_an_overflow_is_a_step_left_out_and_the_schedule_waits(make, accumulatio
     assert trainer.optimizer.state_dict()["step"] == 6
 
 
-def test_gradients_are_gone_and_the_optimizer_is_not_wrapped(make):
+def test_gradients_are_freed_and_the_optimizer_is_not_wrapped(make):
     trainer = make()
-    seen = []
+    steps = []
 
     class Look(TrainerCallback):
         def on_pre_optimizer_step(self, args, state, control, model, optimizer, **_):
-            seen.append((type(optimizer), any(p.grad is not None for p in model.parameters())))
+            steps.append((type(optimizer), any(p.grad is not None for p in model.parameters())))
 
     trainer.add_callback(Look())
     trainer.train()
-    assert seen == [(lowmem.FusedOptimizer, False)] * 8
+    assert steps == [(lowmem.FusedOptimizer, False)] * 8
 
 
 @pytest.mark.parametrize(
-    ("fused", "asked", "decayed", "spared"),
+    ("fused", "weight_decay", "decayed", "others"),
     [
         ({"rule": "adalomo"}, 0.3, {"weight_decay": 0.3}, {"weight_decay": 0.0}),
         ({"rule": "adamw"}, 0.0, {"weight_decay": 0.0}, {"weight_decay": 0.0}),
@@ -172,21 +177,63 @@ def test_gradients_are_gone_and_the_optimizer_is_not_wrapped(make):
         ),
     ],
 )
-def test_norms_and_biases_are_not_decayed(make, fused, asked, decayed, spared):
-    groups = make(fused=lowmem.FusedConfig(**fused), weight_decay=asked).create_optimizer().param_groups
-    group_of = {name: group for group in groups for name in group["param_names"]}
-    for name, want in (("model.layers.0.mlp.up_proj.weight", decayed), ("model.norm.weight", spared)):
-        assert {key: group_of[name][key] for key in want} == want
+def test_norms_and_biases_are_not_decayed(make, fused, weight_decay, decayed, others):
+    group_of = groups_by_name(make(fused=lowmem.FusedConfig(**fused), weight_decay=weight_decay))
+    for name, expected in (("model.layers.0.mlp.up_proj.weight", decayed), ("model.norm.weight", others)):
+        assert {key: group_of[name][key] for key in expected} == expected
 
 
-def test_what_a_rule_says_of_a_step_reaches_the_log(make):
+GROUPS = (
+    {"match": "embed_tokens|lm_head", "rule": "lans", "beta1": 0.8},
+    {"match": r"mlp\.", "lr": 0.5},
+    {"match": "self_attn|input_layernorm", "rule": "adamw", "lr": 0.25, "weight_decay": 0.125},
+)
+EXPECTED = {  # rule, lr and weight decay of some parameters
+    "lm_head.weight": ("lans", rules.resolve("lans").defaults["lr"], {"wd": rules.resolve("lans").defaults["wd"]}),
+    "model.layers.0.mlp.up_proj.weight": ("adalomo", 0.5, {"weight_decay": 0.3}),
+    "model.layers.1.self_attn.q_proj.weight": ("adamw", 0.25, {"weight_decay": 0.125}),
+    "model.layers.1.input_layernorm.weight": ("adamw", 0.25, {"weight_decay": 0.0}),
+    "model.norm.weight": ("adalomo", 1e-2, {"weight_decay": 0.0}),
+}
+
+
+def test_groups_of_rules_are_split_by_decay(make):
+    """A group that names another rule takes that rule's defaults; the other groups take the trainer's arguments."""
+    trainer = make(fused=lowmem.FusedConfig(groups=GROUPS), weight_decay=0.3, lr_scheduler_type="linear", max_steps=2)
+    group_of = groups_by_name(trainer)
+    for name, (rule, lr, decay) in EXPECTED.items():
+        group = group_of[name]
+        assert (rules.resolve(group.get("rule", "adalomo")).name, group["lr"]) == (rule, lr), name
+        assert {key: group[key] for key in decay} == decay, name
+    before = {name: param.detach().clone() for name, param in trainer.model.named_parameters()}
+    trainer.train()
+    assert not any(torch.equal(param, before[name]) for name, param in trainer.model.named_parameters())
+    assert {group["lr"] / group["initial_lr"] for group in trainer.optimizer.param_groups} == {0.0}
+
+
+def test_options_and_trainers_construct_no_optimizer_to_try_it(make, monkeypatch):
+    constructed = []
+    init = torch.optim.AdamW.__init__
+
+    def counted(self, *args, **options):
+        constructed.append(self)
+        init(self, *args, **options)
+
+    monkeypatch.setattr(torch.optim.AdamW, "__init__", counted)
+    trainer = make(fused=lowmem.FusedConfig(rule="torch.optim.AdamW"))
+    assert not constructed
+    trainer.create_optimizer()
+    assert constructed
+
+
+def test_statistics_of_a_rule_are_logged(make):
     trainer = make(fused=lowmem.FusedConfig(rule="scaled_adam"))
     trainer.train()
     last = trainer.state.log_history[-2]
-    said = trainer.optimizer.last_step.statistics
+    statistics = trainer.optimizer.last_step.statistics
     assert last["step"] == 8
-    assert said["dominant_parameter"] in dict(trainer.model.named_parameters())
-    assert {key: last[key] for key in said} == said
+    assert statistics["dominant_parameter"] in dict(trainer.model.named_parameters())
+    assert {key: last[key] for key in statistics} == statistics
 
 
 RESUMED = {
@@ -204,21 +251,21 @@ RESUMED = {
 
 @pytest.mark.parametrize(("stop", "options", "arguments"), RESUMED.values(), ids=RESUMED)
 def test_a_resumed_run_ends_in_the_same_weights(make, tiny_llama, stop, options, arguments):
-    # 40 samples of batch 4 are 10 steps an epoch: the run goes over an epoch's end
+    # 40 samples in batches of 4 are 10 steps per epoch: the run passes the end of an epoch
     settings = {"save_strategy": "steps", "save_steps": stop, "max_steps": 13, "lr_scheduler_type": "cosine"}
     settings |= arguments
     fused = lowmem.FusedConfig(rounding="stochastic", **options)
-    whole = make(model=tiny_llama(torch.bfloat16, attention_dropout=0.2), fused=fused, **settings)
-    whole.train()
-    again = make(model=tiny_llama(torch.bfloat16, attention_dropout=0.2), fused=fused, **settings)
-    again.train(resume_from_checkpoint=f"{again.args.output_dir}/checkpoint-{stop}")
-    assert all(torch.equal(a, b) for a, b in zip(weights(whole), weights(again), strict=True))
-    logged = [trainer.state.log_history[-2] for trainer in (again, whole)]
+    uninterrupted = make(model=tiny_llama(torch.bfloat16, attention_dropout=0.2), fused=fused, **settings)
+    uninterrupted.train()
+    resumed = make(model=tiny_llama(torch.bfloat16, attention_dropout=0.2), fused=fused, **settings)
+    resumed.train(resume_from_checkpoint=f"{resumed.args.output_dir}/checkpoint-{stop}")
+    assert all(torch.equal(a, b) for a, b in zip(weights(uninterrupted), weights(resumed), strict=True))
+    logged = [trainer.state.log_history[-2] for trainer in (resumed, uninterrupted)]
     for key in ("loss", "grad_norm", "clip_coef", "loss_scale"):
         assert logged[0].get(key) == logged[1].get(key)
 
 
-def test_true_resumes_from_the_newest_whole_checkpoint(make, tmp_path, caplog):
+def test_true_resumes_from_the_last_complete_checkpoint(make, tmp_path, caplog):
     trainer = make(save_strategy="steps", save_steps=2)
     trainer.train()
     newest = tmp_path / "run" / "checkpoint-8" / "model.safetensors"
@@ -227,11 +274,11 @@ def test_true_resumes_from_the_newest_whole_checkpoint(make, tmp_path, caplog):
     again.train(resume_from_checkpoint=True)
     assert "checkpoint-8/model.safetensors is cut short" in caplog.text
     assert [entry["step"] for entry in again.state.log_history if "loss" in entry][-2:] == [7, 8]
-    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
         make(run="another").train(resume_from_checkpoint=True)
 
 
-def test_checkpoints_are_model_folders_and_old_ones_go_by_number(make, tmp_path):
+def test_checkpoints_are_model_directories_and_the_oldest_are_removed(make, tmp_path):
     trainer = make(save_strategy="steps", save_steps=1, max_steps=11, save_total_limit=2)
     trainer.train()
     folders = sorted(path.name for path in (tmp_path / "run").iterdir())
@@ -240,7 +287,7 @@ def test_checkpoints_are_model_folders_and_old_ones_go_by_number(make, tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(weights(trainer), loaded.parameters(), strict=True))
 
 
-def test_a_save_that_dies_leaves_no_checkpoint(make, tmp_path, monkeypatch):
+def test_a_save_that_fails_leaves_no_checkpoint(make, tmp_path, monkeypatch):
     trainer = make(save_strategy="steps", save_steps=4)
 
     def full(*_):
@@ -265,20 +312,20 @@ def test_the_best_checkpoint_is_kept_and_loaded(make, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "arguments", "said"),
+    ("options", "arguments", "message"),
     [
         ({}, {"max_grad_norm": 1.0}, r"max_grad_norm=1\.0.*clip_norm=None"),
         ({"clip_norm": 2.0}, {}, r"max_grad_norm=0\.0.*clip_norm=2\.0"),
     ],
 )
-def test_a_ready_optimizer_follows_the_arguments_or_raises(make, tiny_llama, options, arguments, said):
+def test_an_optimizer_that_contradicts_the_arguments_is_refused(make, tiny_llama, options, arguments, message):
     model = tiny_llama()
     opt = lowmem.FusedOptimizer(model.named_parameters(), rule="lomo", **options)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         make(model=model, optimizers=(opt, None), **arguments)
 
 
-def test_a_ready_optimizer_may_be_handed_over(make, tiny_llama):
+def test_a_fused_optimizer_may_be_passed(make, tiny_llama):
     model = tiny_llama()
     opt = lowmem.FusedOptimizer(model.named_parameters(), rule="lomo", lr=0.5)
     trainer = make(model=model)
@@ -312,12 +359,7 @@ REFUSED = {
         UnsupportedError,
         "gradient_accumulation_steps=2",
     ),
-    "two clip norms": (
-        {"max_grad_norm": 1.0, "fused": lowmem.FusedConfig(clip_norm=2.0)},
-        ConfigError,
-        "clip_norm=2.0",
-    ),
-    "forward replay": ({"fused": lowmem.FusedConfig(replay="forward")}, UnsupportedError, "leave replay out"),
+    "forward replay": ({"fused": lowmem.FusedConfig(replay="forward")}, UnsupportedError, "omit replay"),
     "fp16 on a CPU": ({"fp16": True}, ConfigError, "fp16"),
     "another optimizer": ({"optim": "adafactor"}, ConfigError, "optim="),
     "its betas": ({"adam_beta1": 0.8}, ConfigError, "adam_beta1=0.8"),
@@ -325,25 +367,32 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("arguments", "error", "said"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_kept_exact_raises_before_the_first_step(make, arguments, error, said):
-    with pytest.raises(error, match=said):
+@pytest.mark.parametrize(("arguments", "error", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_exact_raises_before_the_first_step(make, arguments, error, message):
+    with pytest.raises(error, match=message):
         make(**arguments)
 
 
-MISCONFIGURED = {
-    "lr": ({"lr": 1.0}, "learning_rate"),
-    "weight_decay": ({"weight_decay": 0.1}, "weight_decay"),
+CONTRADICTIONS = {
+    "lr": ({"lr": 1.0}, r"FusedConfig\.lr=1\.0 contradicts learning_rate=0\.01"),
+    "weight decay": ({"hyper": {"weight_decay": 0.1}}, r"hyper\['weight_decay'\]=0\.1 contradicts weight_decay=0\.0"),
+    "clip norm": ({"clip_norm": 2.0}, r"FusedConfig\.clip_norm=2\.0 contradicts max_grad_norm=0\.0"),
 }
 
 
-@pytest.mark.parametrize(("hyper", "said"), MISCONFIGURED.values(), ids=MISCONFIGURED)
-def test_what_a_trainer_sets_is_not_set_twice(make, hyper, said):
-    with pytest.raises(ConfigError, match=said):
-        make(fused=lowmem.FusedConfig(hyper=hyper))
+@pytest.mark.parametrize(("options", "message"), CONTRADICTIONS.values(), ids=CONTRADICTIONS)
+def test_options_that_contradict_arguments_are_refused(make, options, message):
+    with pytest.raises(ConfigError, match=message):
+        make(fused=lowmem.FusedConfig(**options))
 
 
-def test_an_ordinary_optimizer_handed_over_is_refused(tiny_llama, samples, tmp_path):
+def test_options_may_repeat_arguments(make):
+    options = lowmem.FusedConfig(lr=1e-2, clip_norm=0.5, hyper={"weight_decay": 0.1})
+    optimizer = make(fused=options, max_grad_norm=0.5, weight_decay=0.1).create_optimizer()
+    assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(1e-2, 0.1), (1e-2, 0.0)]
+
+
+def test_another_optimizer_is_refused(tiny_llama, samples, tmp_path):
     model = tiny_llama()
     with pytest.raises(ConfigError, match="needs a FusedOptimizer"):
         FusedTrainer(
@@ -354,7 +403,7 @@ def test_an_ordinary_optimizer_handed_over_is_refused(tiny_llama, samples, tmp_p
         )
 
 
-def test_an_optimizer_class_handed_over_is_refused(tiny_llama, samples, tmp_path):
+def test_an_optimizer_class_is_refused(tiny_llama, samples, tmp_path):
     with pytest.raises(ConfigError, match="optimizer_cls_and_kwargs"):
         FusedTrainer(
             model=tiny_llama(),
@@ -364,7 +413,7 @@ def test_an_optimizer_class_handed_over_is_refused(tiny_llama, samples, tmp_path
         )
 
 
-def test_training_twice_goes_on_with_the_same_optimizer(make):
+def test_training_twice_continues_with_the_same_optimizer(make):
     trainer = make()
     trainer.train()
     trainer.train()
@@ -381,11 +430,11 @@ def test_the_mixin_fits_any_trainer(make):
     assert trainer.optimizer.last_step.step == 8
 
 
-def trl_arguments(cls, tmp_path, **more):
+def trl_arguments(cls, tmp_path, **options):
     return cls(
         output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=2, learning_rate=1e-2, logging_steps=1,
         save_strategy="no", report_to="none", disable_tqdm=True, bf16=False, dataloader_pin_memory=False,
-        **{"max_grad_norm": 0.0, **more},
+        **{"max_grad_norm": 0.0, **options},
     )  # fmt: skip
 
 
@@ -397,13 +446,13 @@ def tokenizer():
 def test_the_sft_trainer_trains_as_its_own_does(tiny_llama, tokenizer, tmp_path):
     rows = [{"prompt": f"question {i}", "completion": f" answer {i} of many"} for i in range(8)]
 
-    def trained(cls, optim, **more):
+    def trained(cls, optim, **options):
         trainer = cls(
             tiny_llama(vocab_size=len(tokenizer)),
             args=trl_arguments(trl.SFTConfig, tmp_path, optim=optim),
             train_dataset=Dataset.from_list(rows),
             processing_class=tokenizer,
-            **more,
+            **options,
         )
         trainer.train()
         return weights(trainer)
@@ -415,7 +464,7 @@ def test_the_sft_trainer_trains_as_its_own_does(tiny_llama, tokenizer, tmp_path)
 
 
 def test_the_fused_loss_of_trl_is_the_same_twice(tiny_llama, tokenizer, tmp_path):
-    """Its head computes loss and gradient in pieces; replaying its graph gives the gradients that were measured."""
+    """Its head computes loss and gradient in tiles; a second backward gives the gradients that were measured."""
     rows = [{"prompt": f"question {i}", "completion": f" answer {i} of many"} for i in range(8)]
     runs = []
     for policy in ("two_pass", "deferred"):

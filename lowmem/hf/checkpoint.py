@@ -39,13 +39,13 @@ def save_optimizer(optimizer: FusedOptimizer, path: Path, *, write: bool = True)
         CheckpointError: a state or a group has a value that is neither a tensor nor JSON.
         StepError: the step is torn.
     """
-    metadata, entries = optimizer.described(), list(optimizer.entries())
+    metadata, entries = optimizer._metadata(), list(optimizer._entries())
     values: dict[str, dict[str, Any]] = {}
     tensors: dict[str, Tensor] = {}
     for entry in entries:
-        plain = values.setdefault(entry.of, {})
+        plain = values.setdefault(entry.owner, {})
         if isinstance(entry.value, Tensor):
-            tensors[f"{entry.of}/{entry.name}"] = torch.empty(entry.shape, dtype=entry.value.dtype, device="meta")
+            tensors[f"{entry.owner}/{entry.name}"] = torch.empty(entry.shape, dtype=entry.value.dtype, device="meta")
         else:
             plain[entry.name] = entry.value
     try:
@@ -58,9 +58,9 @@ def save_optimizer(optimizer: FusedOptimizer, path: Path, *, write: bool = True)
         offsets = begin_safetensors(file, tensors, {"format": "pt", "lowmem": text}) if file is not None else {}
         for entry in entries:
             if isinstance(entry.value, Tensor):
-                tensor = entry.whole()
+                tensor = entry.gather()
                 if file is not None:
-                    write_tensor(file, offsets[f"{entry.of}/{entry.name}"], tensor)
+                    write_tensor(file, offsets[f"{entry.owner}/{entry.name}"], tensor)
 
 
 def load_optimizer(optimizer: FusedOptimizer, path: Path) -> None:

@@ -19,7 +19,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from lowmem import placements
 from lowmem.errors import ConfigError, UnsupportedError
-from lowmem.step.loss_scaler import DynamicScale
+from lowmem.options import DynamicScale
 
 # Keys of a DeepSpeed configuration that something else decides here: the values that change nothing, and the advice.
 _DECIDED_ELSEWHERE: dict[str, tuple[tuple[Any, ...], str]] = {

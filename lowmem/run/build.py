@@ -1,6 +1,7 @@
-"""From a `RunConfig` to what trains: tokenizer, data, model, trainer, each checked before the next is made."""
+"""Creates tokenizer, data, model and trainer from a `RunConfig`, each checked before the next is created."""
 
 import os
+import re
 import tempfile
 import warnings
 from dataclasses import dataclass, replace
@@ -12,7 +13,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from lowmem.errors import ConfigError
 from lowmem.hf import sharding
-from lowmem.options import FusedConfig
 from lowmem.rules import resolve
 from lowmem.run import data
 from lowmem.run.config import ModelConfig, RunConfig
@@ -24,20 +24,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
     from trl import SFTConfig
 
-# What a run has where its configuration does not say otherwise; Hugging Face's own default would be in the way.
+# Arguments of the trainer where a configuration does not set them and SFTConfig's defaults do not suit a run.
 _TRAINER_DEFAULTS = {
     "report_to": "none",
     "bf16": False,
     "dataloader_pin_memory": torch.cuda.is_available(),
-    "disable_tqdm": False,  # else it follows the libraries' log level, and takes the report's bar with it
-    # several processes on CPUs find each other only if told
+    "disable_tqdm": False,  # else it follows the libraries' log level, and removes the progress bar of the report
+    # transformers 5.23 (training_args.py) joins several processes on CPUs only with use_cpu
     "use_cpu": not torch.accelerator.is_available() and int(os.environ.get("WORLD_SIZE", 1)) > 1,
 }
+
+_CPUINFO = Path("/proc/cpuinfo")
 
 
 @dataclass
 class Samples:
-    """The data of a run as its tokenizer and TRL will see it."""
+    """The data of a run as its tokenizer and TRL get it."""
 
     tokenizer: "PreTrainedTokenizerBase"
     train: "Dataset"
@@ -45,11 +47,11 @@ class Samples:
 
 
 def samples(config: RunConfig, resume_from: Path | None = None) -> Samples:
-    """Reads the data and makes the tokenizer; a run that is resumed has one in its checkpoint already.
+    """Reads the data and loads or trains the tokenizer, which a resumed run loads from its checkpoint.
 
     Raises:
         DataError: what is wrong with the data, by file and record.
-        ConfigError: the tokenizer cannot be had.
+        ConfigError: the tokenizer cannot be loaded.
     """
     train, held_out = data.load(config.data)
     tokenizer = _tokenizer(config.model, train, resume_from)
@@ -70,7 +72,7 @@ def _tokenizer(model: ModelConfig, train: "Dataset", resume_from: Path | None) -
         raise ConfigError(f"model.tokenizer: no tokenizer can be loaded from {name!r}: {first_line(error)}") from error
     if template is not None:
         tokenizer.chat_template = template
-    if tokenizer.pad_token is None:  # padding is masked everywhere, so any token serves
+    if tokenizer.pad_token is None:  # padding is masked everywhere, so any token will do
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
@@ -82,45 +84,73 @@ def _read_template(path: str) -> str:
         raise ConfigError(f"model.chat_template: {path} can't be read: {error.strerror}.") from error
 
 
-def arguments(config: RunConfig, found: Samples) -> "SFTConfig":
-    """The arguments of a run's trainer.
+def arguments(config: RunConfig, samples: Samples) -> "SFTConfig":
+    """The arguments of the trainer.
 
     Raises:
-        ConfigError: one that `trl.SFTConfig` refuses.
+        ConfigError: `trl.SFTConfig` refuses one, or DeepSpeed is needed and not installed.
     """
-    return _sft_config(config, found, _weight_decay(config.optimizer.fused))
+    from trl import SFTConfig
+
+    if config.trainer.get("deepspeed"):
+        sharding.require_deepspeed()
+    if config.trainer.get("eval_strategy", "no") != "no" and samples.held_out is None:
+        raise ConfigError("trainer.eval_strategy asks to evaluate, but no data is held out: set data.eval_fraction or "
+                          "data.eval_path")  # fmt: skip
+    rule = resolve(config.optimizer.rule)
+    options = {**rule.defaults, **config.optimizer.hyper}
+    arguments = {
+        **_TRAINER_DEFAULTS,
+        **data.sft_arguments(config.data, samples.train),
+        "output_dir": config.run_dir,
+        "seed": config.seed,
+        "learning_rate": config.optimizer.lr,
+        "weight_decay": options.get(rule.decay) or 0.0,
+        "max_grad_norm": config.optimizer.clip_norm or 0.0,
+        "activation_checkpointing": not (config.trainer.get("fsdp_config") or {}).get("activation_checkpointing"),
+        **config.trainer,
+    }
+    if arguments["activation_checkpointing"]:  # if any other key is set, torch's default is reentrant
+        kwargs = config.trainer.get("activation_checkpointing_kwargs") or {}
+        arguments["activation_checkpointing_kwargs"] = {"use_reentrant": False, **kwargs}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        try:
+            return SFTConfig(**arguments)
+        except ValueError as error:
+            raise ConfigError(f"trainer: {first_line(error)}") from error
 
 
 def model(config: RunConfig, tokenizer: "PreTrainedTokenizerBase", args: "SFTConfig") -> "PreTrainedModel":
-    """The model in `model.dtype`: pretrained weights, or random ones from `model.config`. Under ZeRO-3 no process ever
-    holds it whole.
+    """The model in `model.dtype`, with pretrained weights or with random ones from `model.config`. Under ZeRO-3 no
+    process ever holds the full model.
 
     Raises:
-        ConfigError: the weights cannot be had, or their vocabulary is smaller than the tokenizer's.
-        UnsupportedError: the arguments ask for a sharding that cannot be honoured.
+        ConfigError: the weights cannot be loaded, or their vocabulary is smaller than the tokenizer's.
+        UnsupportedError: the arguments ask for a sharding that is not supported.
     """
-    wanted = config.model
-    if (cut := sharding.of(args)) is not None:
-        cut.prepare(getattr(torch, wanted.dtype))
+    dtype = getattr(torch, config.model.dtype)
+    if (sharded := sharding.of(args)) is not None:
+        sharded.prepare(dtype)
     set_seed(config.seed)
-    options: dict[str, Any] = {"dtype": getattr(torch, wanted.dtype), "attn_implementation": wanted.attention}
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": config.model.attention}
     try:
-        if wanted.path is not None:
-            made = AutoModelForCausalLM.from_pretrained(wanted.path, **options)
+        if config.model.path is not None:
+            model = AutoModelForCausalLM.from_pretrained(config.model.path, **options)
         else:
-            made = AutoModelForCausalLM.from_config(model_config(wanted.config or {}, tokenizer), **options)
-    except AssertionError as error:  # as when batch sizes do not fit the number of processes
+            model = AutoModelForCausalLM.from_config(model_config(config.model.config or {}, tokenizer), **options)
+    except AssertionError as error:  # such as batch sizes that do not fit the number of processes
         raise ConfigError(f"trainer.deepspeed: {first_line(error)}") from error
     except (OSError, ValueError, ImportError) as error:
-        where = "model.path" if wanted.path is not None else "model.config"
-        raise ConfigError(f"{where}: no model can be made from it: {first_line(error)}") from error
-    size = made.get_input_embeddings().num_embeddings
+        key = "model.path" if config.model.path is not None else "model.config"
+        raise ConfigError(f"{key}: no model can be created from it: {first_line(error)}") from error
+    size = model.get_input_embeddings().num_embeddings
     if size < len(tokenizer):
         raise ConfigError(
-            f"the tokenizer has {len(tokenizer)} tokens and the model embeds {size}. Leave model.config.vocab_size "
-            "out, or choose a tokenizer of this model."
+            f"the tokenizer has {len(tokenizer)} tokens and the model embeds {size}. Omit model.config.vocab_size, or "
+            "choose a tokenizer of this model."
         )
-    return made
+    return model
 
 
 def model_config(raw: dict[str, Any], tokenizer: "PreTrainedTokenizerBase") -> Any:
@@ -130,78 +160,58 @@ def model_config(raw: dict[str, Any], tokenizer: "PreTrainedTokenizerBase") -> A
     return AutoConfig.for_model(**{"vocab_size": len(tokenizer), **special, **raw})
 
 
-def trainer(config: RunConfig, found: Samples, made: "PreTrainedModel", args: "SFTConfig") -> Any:
-    """The `FusedSFTTrainer` of a run, its data tokenized.
+def trainer(config: RunConfig, samples: Samples, model: "PreTrainedModel", args: "SFTConfig") -> Any:
+    """The `FusedSFTTrainer` of a run, with its data tokenized.
 
     Raises:
-        ConfigError, UnsupportedError: an argument that a fused trainer refuses.
+        ConfigError, UnsupportedError: a fused trainer refuses an argument.
     """
     try:
         return FusedSFTTrainer(
-            made,
+            model,
             args=args,
-            train_dataset=found.train,
-            eval_dataset=found.held_out,
-            processing_class=found.tokenizer,
-            fused=_without_decay(config.optimizer.fused),
+            train_dataset=samples.train,
+            eval_dataset=samples.held_out,
+            processing_class=samples.tokenizer,
+            fused=config.optimizer,
         )
     except (RuntimeError, ImportError) as error:
         if "installed" not in str(error):
             raise
-        raise ConfigError(f"trainer: {first_line(error)}") from error  # what trainer.report_to asks for
+        raise ConfigError(f"trainer: {first_line(error)}") from error  # a package that trainer.report_to needs
 
 
-def tokenized(config: RunConfig, found: Samples) -> "Dataset":
-    """The training data as the trainer of this run tokenizes and packs it, without loading the run's model."""
-    size = len(found.tokenizer)
+def tokenized(config: RunConfig, samples: Samples) -> "Dataset":
+    """The training data as the trainer tokenizes and packs it, without loading the model of the run."""
     stand_in = LlamaConfig(
-        vocab_size=size, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
-    )
-    on_one = {key: value for key, value in config.trainer.items() if key not in ("deepspeed", "fsdp", "fsdp_config")}
-    with tempfile.TemporaryDirectory() as aside:  # a trainer makes its folder at once
-        config = replace(config, run_dir=aside, trainer=on_one)
-        return trainer(config, found, LlamaForCausalLM(stand_in), arguments(config, found)).train_dataset
-
-
-def _weight_decay(fused: FusedConfig) -> float:
-    """The weight decay that a configuration asks for under its rule's own name, or else the rule's default."""
-    rule = resolve(fused.rule)
-    return fused.hyper.get(rule.decay, rule.defaults.get(rule.decay)) or 0.0
-
-
-def _without_decay(fused: FusedConfig) -> FusedConfig:
-    """The settings but for weight decay, which in a trainer is the trainer's and spares norms and biases."""
-    decay = resolve(fused.rule).decay
-    return replace(fused, hyper={name: value for name, value in fused.hyper.items() if name != decay})
-
-
-def _sft_config(config: RunConfig, found: Samples, weight_decay: float) -> "SFTConfig":
-    from trl import SFTConfig
-
-    evaluates = config.trainer.get("eval_strategy", "no") != "no"
-    if evaluates and found.held_out is None:
-        raise ConfigError("trainer.eval_strategy asks to evaluate, but nothing is held out: set data.eval_fraction or "
-                          "data.eval_path")  # fmt: skip
-    given = {
-        **_TRAINER_DEFAULTS,
-        **data.sft_arguments(config.data, found.train),
-        "output_dir": config.run_dir,
-        "seed": config.seed,
-        "learning_rate": config.optimizer.lr,
-        "weight_decay": weight_decay,
-        "max_grad_norm": config.optimizer.fused.clip_norm or 0.0,
-        "activation_checkpointing": not (config.trainer.get("fsdp_config") or {}).get("activation_checkpointing"),
-        **config.trainer,
+        vocab_size=len(samples.tokenizer), hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+        num_attention_heads=1,
+    )  # fmt: skip
+    one_device = {
+        key: value for key, value in config.trainer.items() if key not in ("deepspeed", "fsdp", "fsdp_config")
     }
-    if given["activation_checkpointing"]:  # torch's own default is reentrant as soon as another key is given
-        kwargs = config.trainer.get("activation_checkpointing_kwargs") or {}
-        given["activation_checkpointing_kwargs"] = {"use_reentrant": False, **kwargs}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        try:
-            return SFTConfig(**given)
-        except ValueError as error:
-            raise ConfigError(f"trainer: {first_line(error)}") from error
+    with tempfile.TemporaryDirectory() as temporary:  # a trainer creates its output directory at once
+        config = replace(config, run_dir=temporary, trainer=one_device)
+        return trainer(config, samples, LlamaForCausalLM(stand_in), arguments(config, samples)).train_dataset
+
+
+def has_bfloat16(device: torch.device) -> bool:
+    """Whether a device has instructions for bfloat16; True where that is not known."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    if device.type != "cpu" or not _CPUINFO.exists():
+        return True
+    flags = re.search(r"^(flags|Features)\s*:(.*)$", _CPUINFO.read_text(), re.MULTILINE)
+    return flags is None or not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags[2].split())
+
+
+def slow_bfloat16(config: RunConfig, device: torch.device) -> str | None:
+    """A warning if a run asks for bfloat16 on a device without instructions for it."""
+    asked = config.model.dtype == "bfloat16" or config.trainer.get("bf16", False)
+    if not asked or has_bfloat16(device):
+        return None
+    key = "model.dtype=float32" if config.model.dtype == "bfloat16" else "trainer.bf16=false"
+    return f"this {device.type.upper()} has no bfloat16 instructions, so bfloat16 is slow here; set {key}"
 
 
 def first_line(error: Exception) -> str:

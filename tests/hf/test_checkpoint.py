@@ -167,4 +167,4 @@ def test_the_metadata_is_plain_json(tiny_llama, token_batches, tmp_path):
     with safe_open(tmp_path / "o.safetensors", framework="pt") as file:
         metadata = json.loads(file.metadata()["lowmem"])
     assert metadata["step"] == 2
-    assert metadata["rule"] == "adalomo"
+    assert metadata["param_groups"][0]["rule"] == "adalomo"

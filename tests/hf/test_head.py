@@ -1,6 +1,6 @@
 """The loss from tiles of logits, activations recomputed or offloaded: the same gradients, less memory, or a message.
 
-TRL's head is what trainers and runs use; PyTorch's `linear_cross_entropy` is there for loops.
+Trainers and runs use TRL's head; loops can use PyTorch's `linear_cross_entropy`.
 """
 
 import dataclasses
@@ -20,9 +20,8 @@ from trl.trainer.utils import add_fused_lm_head
 
 import lowmem
 from lowmem import cli
-from lowmem import trainer as trainer_module
 from lowmem.errors import ConfigError, UnsupportedError
-from lowmem.hf import head
+from lowmem.hf import arguments, head
 from lowmem.run import build
 from lowmem.run.config import load
 from lowmem.run.tokenizers import train_tokenizer
@@ -60,9 +59,9 @@ def model(tiny_llama):
     """A factory of small Llamas with TRL's head, as its trainers add it."""
 
     def make(dtype=torch.float32, checkpointing=False, **config):
-        made = tiny_llama(dtype, checkpointing, **config)
-        add_fused_lm_head(made)
-        return made
+        model = tiny_llama(dtype, checkpointing, **config)
+        add_fused_lm_head(model)
+        return model
 
     return make
 
@@ -72,19 +71,19 @@ def model(tiny_llama):
 
 @pytest.mark.parametrize("loss", TILED)
 @pytest.mark.parametrize("tied", [False, True])
-def test_tiles_give_the_models_own_loss_and_gradients(loss, tied, model, token_batches):
-    """Sums in another order: 1e-5 of a gradient in float32."""
+def test_tiles_give_the_loss_and_gradients_of_the_model(loss, tied, model, token_batches):
+    """The order of summation differs: 1e-5 of a gradient in float32."""
     (batch,) = token_batches(1)
-    found = []
-    for one in (own_loss, loss):
+    results = []
+    for compute in (own_loss, loss):
         net = model(tie_word_embeddings=tied)
-        value = one(net, **batch)
+        value = compute(net, **batch)
         value.backward()
-        found.append((value.detach(), [param.grad for param in net.parameters()]))
-    (its, expected), (value, grads) = found
-    torch.testing.assert_close(value, its, rtol=1e-6, atol=0)
-    for grad, want in zip(grads, expected, strict=True):
-        assert (grad - want).norm() <= 1e-5 * want.norm()
+        results.append((value.detach(), [param.grad for param in net.parameters()]))
+    (own_value, own_grads), (value, grads) = results
+    torch.testing.assert_close(value, own_value, rtol=1e-6, atol=0)
+    for grad, own_grad in zip(grads, own_grads, strict=True):
+        assert (grad - own_grad).norm() <= 1e-5 * own_grad.norm()
 
 
 POLICIES = {
@@ -100,7 +99,7 @@ POLICIES = {
 def test_fused_training_on_tiles_is_ordinary_training_to_the_last_bit(
     loss, tied, options, micro_batches, model, token_batches
 ):
-    """A tied weight gets one whole gradient, the head's and the embedding's together."""
+    """A tied weight gets one gradient, the sum of the head's and the embedding's."""
     settings = {"lr": 1e-2, "foreach": False}
     fused, plain = (model(tie_word_embeddings=tied, attention_dropout=0.1, checkpointing=True) for _ in range(2))
     opt = lowmem.FusedOptimizer(fused.named_parameters(), rule=torch.optim.AdamW, **settings, **options)
@@ -124,7 +123,7 @@ def test_fused_training_on_tiles_is_ordinary_training_to_the_last_bit(
 
 @pytest.mark.parametrize("policy", ["immediate", "deferred"])
 def test_offloaded_activations_give_the_same_weights(policy, model, token_batches, monkeypatch):
-    """TRL's offloading takes the host for an accelerator here: every activation goes away and comes back."""
+    """TRL's offloading takes the CPU for an accelerator here: every activation is offloaded and loaded."""
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
     nets = [model(checkpointing=True, tie_word_embeddings=True) for _ in range(2)]
     offloading = get_act_offloading_ctx_manager(nets[0], use_pin_memory=False, use_streams=False, min_offload_size=1)
@@ -152,7 +151,7 @@ def make(tiny_llama, tokenizer, tmp_path):
     rows = Dataset.from_list([{"input_ids": ids, "labels": ids} for ids in torch.randint(97, (24, 12)).tolist()])
 
     def factory(cls=FusedSFTTrainer, model=None, fused=None, **arguments):
-        mine = {"processing_class": tokenizer} if cls is FusedSFTTrainer else {}
+        options = {"processing_class": tokenizer} if cls is FusedSFTTrainer else {}
         config = trl.SFTConfig(
             **{
                 "output_dir": str(tmp_path), "max_steps": 5, "per_device_train_batch_size": 4, "learning_rate": 1e-2,
@@ -160,7 +159,9 @@ def make(tiny_llama, tokenizer, tmp_path):
                 "dataloader_pin_memory": False, "activation_checkpointing": False, **arguments,
             }
         )  # fmt: skip
-        return cls(model or tiny_llama(tie_word_embeddings=True), args=config, train_dataset=rows, fused=fused, **mine)
+        return cls(
+            model or tiny_llama(tie_word_embeddings=True), args=config, train_dataset=rows, fused=fused, **options
+        )
 
     return factory
 
@@ -180,18 +181,18 @@ TRAINED = {
 
 
 @pytest.mark.parametrize("arguments", TRAINED.values(), ids=TRAINED)
-def test_the_trainer_learns_what_the_models_own_loss_teaches(arguments, make):
+def test_the_trainer_trains_as_with_the_loss_of_the_model(arguments, make):
     weights = []
-    for cls, own in ((FusedSFTTrainer, {}), (FusedTrainer, {"activation_checkpointing_kwargs": None})):
-        trainer = make(cls, **{**arguments, **own})
+    for cls, options in ((FusedSFTTrainer, {}), (FusedTrainer, {"activation_checkpointing_kwargs": None})):
+        trainer = make(cls, **{**arguments, **options})
         trainer.train()
         weights.append([param.detach() for param in trainer.model.parameters()])
-    for mine, its in zip(*weights, strict=True):
-        torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-5)
+    for actual, expected in zip(*weights, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_logits_never_exist_whole(make, tiny_llama, token_batches):
-    """The model's own loss holds three tensors of their size in float32; tiles of them hold less than one."""
+def test_logits_exist_only_in_tiles(make, tiny_llama, token_batches):
+    """The loss of the model allocates three float32 tensors of their size; tiles allocate less than one."""
     vocabulary, size = 32_000, (4, 128)
     (batch,) = token_batches(1, size, vocabulary)
     logits = size[0] * size[1] * vocabulary * 4
@@ -224,14 +225,14 @@ LAYER_BEFORE_THE_HEAD = {
 
 
 def small(kind, **config):
-    """A small model of some kind; sizes by whatever name it has for them."""
+    """A small model of a type."""
     sizes = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
     widths = {"ffn_dim": 48, "word_embed_proj_dim": 16} if kind == "opt" else {"intermediate_size": 48}
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**sizes, **widths, **config})).eval()
 
 
-def apart(model):
-    """The largest difference of log probabilities by the model's own head and by TRL's."""
+def difference(model):
+    """The largest difference between log probabilities of the model's head and of TRL's."""
     ids = torch.randint(97, (1, 16))
     with torch.no_grad():
         own = model(input_ids=ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
@@ -240,7 +241,7 @@ def apart(model):
 
 @pytest.mark.parametrize("kind", LAYER_BEFORE_THE_HEAD)
 def test_a_model_whose_head_is_more_than_a_matrix_is_refused(kind, make):
-    """TRL would leave a layer out, without a word if the shapes fit."""
+    """TRL would omit a layer, without an error if the shapes fit."""
     net = small(kind, **LAYER_BEFORE_THE_HEAD[kind])
     with pytest.raises(
         UnsupportedError, match=f"{type(net).__name__}: TRL's SFTTrainer .*' lies between.* FusedTrainer"
@@ -248,7 +249,7 @@ def test_a_model_whose_head_is_more_than_a_matrix_is_refused(kind, make):
         make(model=net)
     if kind != "electra":
         add_fused_lm_head(net)
-        assert apart(net) > 0.1
+        assert difference(net) > 0.1
 
 
 ONE_MATRIX = {
@@ -263,21 +264,21 @@ ONE_MATRIX = {
 
 @pytest.mark.parametrize("kind", ONE_MATRIX)
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_model_whose_head_is_a_matrix_is_not(kind, tied):
-    """Nor one that scales or caps its logits, or adds a bias: TRL does too."""
+def test_a_model_whose_head_is_a_matrix_is_accepted(kind, tied):
+    """Also one that scales or caps its logits, or adds a bias, as TRL does."""
     net = small(kind, tie_word_embeddings=tied, **ONE_MATRIX[kind])
     head.check(net)
     add_fused_lm_head(net)
-    assert apart(net) < 1e-5
+    assert difference(net) < 1e-5
 
 
 TWICE = lowmem.FusedConfig(policy="two_pass")
 REFUSED = {
-    "offloading on a CPU": ({"activation_offloading": True}, ConfigError, "activation_offloading=True: .*leave it out"),
+    "offloading on a CPU": ({"activation_offloading": True}, ConfigError, "activation_offloading=True: .*omit it"),
     "offloaded checkpoints on a CPU": (
         {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"offload": True}},
         ConfigError,
-        "'offload': True.*leave it out",
+        "'offload': True.*omit it",
     ),
     "without checkpointing": (
         {"activation_checkpointing_kwargs": {"every_n_layers": 2}},
@@ -297,24 +298,24 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("arguments", "error", "said"), REFUSED.values(), ids=REFUSED)
-def test_what_would_be_ignored_or_cannot_be_is_refused_before_the_first_step(arguments, error, said, make):
-    with pytest.raises(error, match=said):
+@pytest.mark.parametrize(("arguments", "error", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_would_be_ignored_or_is_not_supported_is_refused_before_the_first_step(arguments, error, message, make):
+    with pytest.raises(error, match=message):
         make(**arguments).create_optimizer()
 
 
-def test_offloading_wants_the_activations_once(make, monkeypatch):
+def test_offloading_and_two_backward_passes_are_refused(make, monkeypatch):
     trainer = make(fused=TWICE)
     trainer.args.activation_offloading = True  # as on a GPU
     with pytest.raises(UnsupportedError, match=r"two_pass.*policy='deferred', or offload with"):
         trainer.create_optimizer()
 
 
-def test_smoothed_labels_are_not_for_zero3():
-    """With two forwards of a batch in turn it fails within a few steps, in the midst of a run."""
+def test_smoothed_labels_are_refused_under_zero3():
+    """TRL's two forwards per batch fail there after a few steps."""
     args = SimpleNamespace(label_smoothing_factor=0.1, loss_type="nll", deepspeed="zero3.json")
     with pytest.raises(UnsupportedError, match=r"label_smoothing_factor=0\.1: .*ZeRO-3.*use fsdp"):
-        trainer_module._check_smoothing(args)
+        arguments.check_smoothing(args)
 
 
 # --- In a configuration -------------------------------------------------------------------------------------------
@@ -339,7 +340,7 @@ def config(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("trainer", "wanted"),
+    ("trainer", "expected"),
     [
         ({}, (True, {"use_reentrant": False})),
         ({"activation_checkpointing": False}, (False, None)),
@@ -351,15 +352,15 @@ def config(tmp_path):
         ({"fsdp_config": {"activation_checkpointing": True}}, (False, None)),
     ],
 )
-def test_activations_are_recomputed_without_reentrance_unless_asked_otherwise(trainer, wanted, config):
+def test_activation_checkpointing_is_not_reentrant_by_default(trainer, expected, config):
     run = load(config)
     args = build.arguments(dataclasses.replace(run, trainer={**run.trainer, **trainer}), build.samples(run))
-    assert (args.activation_checkpointing, args.activation_checkpointing_kwargs) == wanted
+    assert (args.activation_checkpointing, args.activation_checkpointing_kwargs) == expected
     assert args.loss_type == "nll"
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "message"),
     [
         ("loss_type=chunked_nll", "'trainer.loss_type' must be one of 'nll', 'dft'"),
         ("activation_checkpointing=null", "'trainer.activation_checkpointing' must be true or false"),
@@ -373,13 +374,13 @@ def test_activations_are_recomputed_without_reentrance_unless_asked_otherwise(tr
         ),
     ],
 )
-def test_mistaken_settings_are_named(override, said, config):
-    with pytest.raises(ConfigError, match=re.escape(said)):
+def test_mistaken_options_are_named(override, message, config):
+    with pytest.raises(ConfigError, match=re.escape(message)):
         load(config, [f"trainer.{override}"])
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "loss"),
     [
         ([], "nll, logits in tiles; activations recomputed in backward"),
         (["activation_checkpointing=false"], "nll, logits in tiles; activations kept for backward"),
@@ -390,14 +391,14 @@ def test_mistaken_settings_are_named(override, said, config):
         ),
     ],
 )
-def test_a_run_says_how_its_loss_is_computed(overrides, said, config, capsys):
+def test_a_run_prints_how_its_loss_is_computed(overrides, loss, config, capsys):
     with pytest.raises(SystemExit) as done:
         cli.main(["train", str(config), *(f"trainer.{one}" for one in overrides)])
     assert done.value.code == 0
-    assert f"loss       {said}\n" in capsys.readouterr().out
+    assert f"loss       {loss}\n" in capsys.readouterr().out
 
 
-def test_a_head_that_is_refused_leaves_no_run_folder(config, tmp_path, capsys):
+def test_a_head_that_is_refused_leaves_no_run_directory(config, tmp_path, capsys):
     sizes = "hidden_size: 32, intermediate_size: 48, num_hidden_layers: 1, num_attention_heads: 4"
     with pytest.raises(SystemExit) as done:
         cli.main(["train", str(config), f"model.config={{model_type: bert, is_decoder: true, {sizes}}}"])

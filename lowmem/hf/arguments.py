@@ -1,0 +1,158 @@
+"""Checks a trainer's arguments: what would be ignored, or would not give the same result, raises before training."""
+
+import os
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
+
+from transformers import TrainingArguments
+from transformers.utils import is_liger_kernel_available
+
+from lowmem.errors import ConfigError, UnsupportedError
+from lowmem.hf.sharding import Sharding
+from lowmem.optimizer import FusedOptimizer
+from lowmem.options import FusedConfig
+from lowmem.rules import resolve
+from lowmem.step.policies import Needs, choose
+
+if TYPE_CHECKING:
+    from trl import SFTConfig
+
+# Arguments of the optimizer that a fused trainer does not create.
+_REPLACED = ("optim", "optim_args", "optim_target_modules", "adam_beta1", "adam_beta2", "adam_epsilon")
+
+
+def check_arguments(args: TrainingArguments, fused: FusedConfig) -> None:
+    """Raises for arguments of the trainer that would be ignored, or that contradict `fused` or are not supported."""
+    defaults = {f.name: f.default for f in fields(type(args))}
+    for name in _REPLACED:
+        value = getattr(args, name)
+        if value is not None and value != defaults[name]:
+            raise ConfigError(
+                f"{name}={value!r} belongs to the optimizer that a fused trainer replaces; give the rule and its "
+                "hyperparameters in fused=FusedConfig(rule=..., hyper={...})"
+            )
+    rule = resolve(fused.rule)
+    if rule.decay not in rule.defaults and args.weight_decay:
+        raise ConfigError(f"weight_decay={args.weight_decay}: rule {fused.rule!r} has no weight decay; omit it")
+    both = {
+        "learning_rate": ("lr", fused.lr),
+        "weight_decay": (f"hyper[{rule.decay!r}]", fused.hyper.get(rule.decay)),
+        "max_grad_norm": ("clip_norm", fused.clip_norm),
+    }
+    for argument, (option, value) in both.items():
+        if value is not None and value != (given := getattr(args, argument)):
+            hint = " (its default is 1.0, and 0 does not clip)" if argument == "max_grad_norm" else ""
+            raise ConfigError(
+                f"FusedConfig.{option}={value!r} contradicts {argument}={given!r}; in a trainer set {argument}{hint}"
+            )
+    if fused.replay == "forward":
+        raise UnsupportedError(
+            "replay='forward' computes the loss twice, and a trainer has computed it when the optimizer gets it; omit "
+            "replay (backward then uses the graph twice), or use policy='deferred'"
+        )
+    if args.fp16 and args.device.type == "cpu":
+        raise ConfigError(
+            "fp16=True: Accelerate has no fp16 autocast on a CPU and ignores it without a warning; use bf16=True, or "
+            "weights in bfloat16"
+        )
+    if args.use_liger_kernel and not is_liger_kernel_available():
+        raise ConfigError("use_liger_kernel=True needs a package: pip install liger-kernel, or omit it")
+    if args.auto_find_batch_size:
+        raise UnsupportedError(
+            "auto_find_batch_size=True retries after a backward that ran out of memory, and a fused backward has "
+            "updated some weights by then; find the batch size in a separate short run"
+        )
+    started = int(os.environ.get("WORLD_SIZE", 1))
+    if started > 1 and args.world_size == 1:
+        raise ConfigError(
+            f"{started} processes were started, but Accelerate sees only this one, and each would train a separate "
+            "model: on a CPU set use_cpu=True"
+        )
+    if args.n_gpu > 1:
+        raise UnsupportedError(
+            f"one process sees {args.n_gpu} GPUs, and DataParallel would split each batch over them: start one process "
+            f"per GPU (torchrun --nproc_per_node {args.n_gpu} ...), or make one visible (CUDA_VISIBLE_DEVICES=0)"
+        )
+
+
+def check_activations(args: TrainingArguments) -> None:
+    """Raises for options of activations that would be ignored, or that do not fit this device."""
+    kwargs = args.activation_checkpointing_kwargs or {}
+    if kwargs and not args.activation_checkpointing:
+        raise ConfigError(
+            f"activation_checkpointing_kwargs={kwargs} has no effect without activation_checkpointing; set that to "
+            "true, or omit them"
+        )
+    if args.activation_checkpointing and args.fsdp and args.fsdp_config.get("activation_checkpointing"):
+        raise ConfigError(
+            "activation_checkpointing and fsdp_config.activation_checkpointing would recompute every layer twice; set "
+            "one of them to false"
+        )
+    offload = "activation_checkpointing_kwargs={'offload': True}" if kwargs.get("offload") else None
+    if getattr(args, "activation_offloading", False):
+        offload = "activation_offloading=True"
+    if offload and args.device.type == "cpu":
+        raise ConfigError(f"{offload}: this run computes on the CPU, where its activations already are; omit it")
+
+
+def check_replay(args: TrainingArguments) -> None:
+    """Raises for options of activations with which backward cannot use a graph twice."""
+    if (args.activation_checkpointing_kwargs or {}).get("use_reentrant"):
+        raise UnsupportedError(
+            "activation_checkpointing_kwargs={'use_reentrant': True}: policy 'two_pass' cannot measure gradients of "
+            "parameters in checkpointed layers; set use_reentrant to false, or use policy='deferred'"
+        )
+    if getattr(args, "activation_offloading", False):
+        raise UnsupportedError(
+            "activation_offloading=True loads every activation once, and policy 'two_pass' needs it twice; use "
+            "policy='deferred', or offload with activation_checkpointing_kwargs={'offload': True}"
+        )
+
+
+def check_optimizer(optimizer: Any, args: TrainingArguments) -> None:
+    """Raises unless the optimizer in the trainer's `optimizers` does what its arguments ask for."""
+    if not isinstance(optimizer, FusedOptimizer):
+        raise ConfigError(
+            f"optimizers=({type(optimizer).__name__}, ...): a fused trainer needs a FusedOptimizer; name the class in "
+            "fused=FusedConfig(rule=...) instead"
+        )
+    if (args.max_grad_norm or None) != optimizer.clip_norm:
+        raise ConfigError(
+            f"max_grad_norm={args.max_grad_norm}, but the optimizer has clip_norm={optimizer.clip_norm}; set both to "
+            "the same (0 and None do not clip)"
+        )
+    if args.fp16 and optimizer.loss_scale is None:
+        raise ConfigError('fp16=True, but the optimizer has no loss scale; create it with loss_scale="dynamic"')
+
+
+def check_smoothing(args: "SFTConfig") -> None:
+    """Raises where TRL's SFTTrainer would ignore label smoothing or fail."""
+    option = f"label_smoothing_factor={args.label_smoothing_factor}"
+    if args.label_smoothing_factor and args.loss_type != "nll":
+        raise ConfigError(f"{option} has no effect with loss_type={args.loss_type!r}; omit one of them")
+    if args.label_smoothing_factor and args.deepspeed:
+        raise UnsupportedError(
+            f"{option}: TRL then computes the logits of each batch twice, in two ways, and DeepSpeed ZeRO-3 gathers "
+            "the head for one of them; use fsdp, or omit it"
+        )
+
+
+def complete(fused: FusedConfig, args: TrainingArguments, sharded: Sharding | None) -> FusedConfig:
+    """Completes the options with the trainer's arguments.
+
+    Raises:
+        UnsupportedError: the policy in `fused` does not support the arguments.
+    """
+    scale = fused.loss_scale
+    if scale is None and args.fp16:
+        scale = "dynamic" if sharded is None else sharded.loss_scale()
+    try:
+        completed = replace(fused, clip_norm=args.max_grad_norm or None, loss_scale=scale)
+        norm = None if completed.clip_norm is None else f"clip_norm={completed.clip_norm}"
+        choose(completed, Needs(norm=norm, accumulation=args.gradient_accumulation_steps > 1), on_cpu=True)
+    except UnsupportedError as error:
+        raise UnsupportedError(
+            f"{error} (max_grad_norm={args.max_grad_norm}, "
+            f"gradient_accumulation_steps={args.gradient_accumulation_steps})"
+        ) from None
+    return completed
