@@ -1,6 +1,7 @@
 """Methods of taking a training step: lowmem, its peers, and the floor, which updates nothing."""
 
 import importlib
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -82,6 +83,12 @@ def runnable(methods: Mapping[str, Method]) -> tuple[list[str], dict[str, str]]:
     return [name for name in methods if name not in left_out], left_out
 
 
+def exit_if_ours_failed(methods: Mapping[str, Method], failed: Iterable[str]) -> None:
+    """Exits with status 1 if the floor or lowmem failed; a peer may."""
+    if any(methods[name].kind != "peer" for name in failed):
+        sys.exit(1)
+
+
 # -- steps -------------------------------------------------------------------------------------------------------------
 
 
@@ -104,7 +111,7 @@ def drop_gradients(model: nn.Module) -> Step:
 
 def fused(model: nn.Module, **options: Any) -> Step:
     """A `FusedOptimizer` with these options."""
-    opt = FusedOptimizer(model.named_parameters(), **{"lr": LR, **options})
+    opt = FusedOptimizer(model.named_parameters(), model=model, **{"lr": LR, **options})
 
     def step(losses: Sequence[Loss]) -> None:
         for n, loss in enumerate(losses, start=1):

@@ -4,7 +4,6 @@ Times are to be read as ratios to those of one method, the base.
 """
 
 import argparse
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks import reports
-from benchmarks.baselines import Method, runnable, select
+from benchmarks.baselines import Method, exit_if_ours_failed, runnable, select
 from benchmarks.measurement import SIZES, Workload, measure
 from benchmarks.processes import Figures, alone, in_rounds, medians
 from benchmarks.reports import Bars, draw_bars, formatted, headline, print_missing, print_table
@@ -61,8 +60,7 @@ def run(methods: Mapping[str, Method], base: str, options: argparse.Namespace, n
         parts = {"results": comparison.results, "failed": comparison.failed, "left_out": comparison.left_out}
         reports.save(options.out / f"{name}.json", comparison.settings, **parts)
         draw(comparison, base, options.out / f"{name}.png")
-    if any(chosen[name].kind != "peer" for name in comparison.failed):
-        sys.exit(1)
+    exit_if_ours_failed(methods, comparison.failed)
 
 
 def compare(methods: Mapping[str, Method], workload: Workload, rounds: int, console: Console) -> Comparison:

@@ -37,7 +37,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks import reports
-from benchmarks.baselines import Loss, Method, Step, drop_gradients, fused, ordinary, runnable, select
+from benchmarks.baselines import (
+    Loss,
+    Method,
+    Step,
+    drop_gradients,
+    exit_if_ours_failed,
+    fused,
+    ordinary,
+    runnable,
+    select,
+)
 from benchmarks.engine import reduce_scatter_as_nccl, release
 from benchmarks.measurement import peak_resident
 from benchmarks.models import llama, loss_of
@@ -294,6 +304,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         settings = {key: getattr(options, key) for key in (*counts, "dtype")}
         reports.save(options.out / "sharded.json", settings, results=results, failed=failed, left_out=left_out)
         draw(results, title, options.out / "sharded.png")
+    exit_if_ours_failed(METHODS, failed)
 
 
 if __name__ == "__main__":

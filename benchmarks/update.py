@@ -20,7 +20,7 @@ from torch import Tensor
 
 import lowmem
 from benchmarks import reports
-from benchmarks.baselines import Method, import_lomo_optim, runnable, select
+from benchmarks.baselines import Method, exit_if_ours_failed, import_lomo_optim, runnable, select
 from benchmarks.engine import update_one
 from benchmarks.measurement import median_seconds, peak_of_temporaries
 from benchmarks.processes import Figures, alone, in_rounds, medians
@@ -91,7 +91,7 @@ NEAREST = {
 }
 METHODS = {
     **{rule: ours(rule, NEAREST.get(rule, "AdamW")) for rule in RULES},
-    "adamw, bfloat16 moments": ours("adamw", BASE, "bfloat16", dtype_moments="bfloat16"),
+    "adamw, bfloat16 moments": ours("adamw", BASE, "bfloat16", state_storage="bfloat16"),
     "adamw, compensated": ours("adamw", "optimi AdamW, Kahan", "bfloat16", rounding="compensated"),
     "adalomo, stochastic": ours("adalomo", "lomo_optim AdaLomo", "bfloat16", rounding="stochastic"),
     "adalomo, compensated": ours("adalomo", "lomo_optim AdaLomo", "bfloat16", rounding="compensated"),
@@ -169,6 +169,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         reports.save(options.out / "update.json", settings, results=results, failed=failed, left_out=left_out)
         if BASE in results:
             draw(results, settings, options.out / "update.png")
+    exit_if_ours_failed(METHODS, failed)
 
 
 def draw(results: dict[str, Figures], settings: dict[str, Any], path: Path) -> None:
