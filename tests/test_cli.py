@@ -249,7 +249,7 @@ MISTAKES = {
     "a vector for Muon": (["optimizer.rule=torch.optim.Muon"], "input_layernorm.weight' of shape [32]"),
     "a logger not there": (["trainer.report_to=wandb"], "wandb"),
     "sharding without a launcher": (["trainer.deepspeed={zero_optimization: {stage: 3}}"], "was started alone"),
-    "unknown policy": (["optimizer.policy=later"], "policy 'later'"),
+    "unknown policy": (["optimizer.policy=later"], "optimizer.policy"),
     "unknown rounding": (["optimizer.rounding=up"], "rounding 'up'"),
     "accumulation in the hook": (
         ["trainer.gradient_accumulation_steps=4", "optimizer.policy=immediate"],
