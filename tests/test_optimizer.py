@@ -1,5 +1,6 @@
 """The fused optimizer: it equals ordinary training, reports what a step was, and saves and resumes exactly."""
 
+import dataclasses
 import io
 import math
 
@@ -252,9 +253,10 @@ def test_parameter_without_elements(give_gradients):
 
 def test_config_builds():
     config = lowmem.FusedConfig(rule="lomo", clip_value=0.5, rounding="stochastic", seed=7, hyper={"weight_decay": 0.3})
-    opt = config.build([torch.nn.Parameter(torch.zeros(2))], lr=0.2, weight_decay=0.1)
-    assert opt.rule.name == "lomo"
-    assert (opt._clipping.value, opt.rounding, opt.seed) == (0.5, "stochastic", 7)
+    params = [torch.nn.Parameter(torch.zeros(2))]
+    opt = lowmem.FusedOptimizer.from_config(params, config, lr=0.2, weight_decay=0.1)
+    assert opt.config == dataclasses.replace(config, lr=0.2)
+    assert (opt._clipping.value, opt.param_groups[0]["rounding"], opt.seed) == (0.5, "stochastic", 7)
     assert (opt.param_groups[0]["lr"], opt.param_groups[0]["weight_decay"]) == (0.2, 0.3)
 
 
@@ -464,7 +466,7 @@ def test_failed_construction_leaves_no_hook():
         ({"replay": "both"}, ConfigError, "Known are auto, graph, forward"),
         ({"store": "disc"}, ConfigError, "Did you mean 'disk'"),
         ({"store_dir": "/tmp"}, ConfigError, "no effect without store='disk'"),
-        ({"store": "disk", "store_dir": "/no/such/folder"}, ConfigError, "is no folder"),
+        ({"store": "disk", "store_dir": "/no/such/folder"}, ConfigError, "is not a directory"),
         ({"store": "host", "policy": "two_pass"}, ConfigError, "they are of 'deferred'"),
         ({"accumulation_dtype": "float64"}, ConfigError, "Known are float32, gradient"),
         ({"replay": "forward", "policy": "deferred"}, ConfigError, "it is of 'two_pass'"),
@@ -511,7 +513,7 @@ def test_two_parameters_of_one_name():
 
 def test_parameter_that_cannot_be_seen_as_a_matrix():
     convolution = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
-    with pytest.raises(UnsupportedError, match=r"'weight' of shape \[4, 3, 3, 3\].*make it contiguous"):
+    with pytest.raises(UnsupportedError, match=r"'weight' of shape \[4, 3, 3, 3\].*Make it contiguous"):
         lowmem.FusedOptimizer(convolution.named_parameters())
 
 

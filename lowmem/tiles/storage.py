@@ -144,7 +144,7 @@ class Master(Float):
 
     @property
     def parts(self) -> tuple[Part, ...]:  # type: ignore[override]
-        return Part("", self.dtype), Part("master", torch.float32)
+        return Part("", self.dtype), Part("weight32", torch.float32)
 
     def decode(self, stored: tuple[Tensor, ...]) -> Tensor:
         return stored[1]

@@ -212,7 +212,7 @@ def shape_of(case: Case, param: str) -> tuple[int, ...]:
 
 def in_order(spec: lowmem.rules.ParamSpec, name: str, state: Tensor) -> Tensor:
     """A state with its dimensions in the order that they have in the parameter."""
-    extent = spec.states[name].extent
+    extent = spec.states[name].extent if name in spec.states else "full"  # what a storage holds beside the weight
     if extent not in ("row", "col"):
         return state
     dims = spec.view.batch + (spec.view.rows if extent == "row" else spec.view.cols)

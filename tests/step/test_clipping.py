@@ -632,7 +632,7 @@ def equal(one, other):
 @pytest.mark.parametrize("policy", ["two_pass", "deferred"])
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 @pytest.mark.parametrize("at", SPOILT_AT.values(), ids=SPOILT_AT.keys())
-def test_scaled_adam_a_step_that_is_held_back_leaves_no_trace(at, bad, policy):
+def test_scaled_adam_a_skipped_step_leaves_no_trace(at, bad, policy):
     """Neither in what the group keeps, nor in what comes after."""
     runs = [scaled_adam(values(0), clipping_scale=0.8, policy=policy) for _ in range(2)]
     for step in range(2 * PERIOD + 5):
@@ -648,7 +648,7 @@ def test_scaled_adam_a_step_that_is_held_back_leaves_no_trace(at, bad, policy):
     assert all(map(torch.equal, runs[0][0], runs[1][0]))
 
 
-def test_scaled_adam_clipping_that_begins_with_a_step_that_is_held_back():
+def test_scaled_adam_clipping_that_begins_with_a_skipped_step():
     """What the group begins with is what it would have begun with in the next step."""
     params, opt = scaled_adam(values(0), policy="deferred")
     for step in range(PERIOD + 2):
@@ -696,9 +696,9 @@ DAMAGED = {
     "another period": ("_group0", {"model_norms": torch.zeros(PERIOD + 1)}, r"group 0 has .*model_norms"),
     "something more": ("_group0", {"more": torch.zeros(())}, "group 0 has .*more"),
     "something missing": ("_group0", {"num_clipped": None}, "group 0 has "),
-    "a group that is not": ("_group1", {}, "a state of '_group1', which is no parameter"),
-    "no number": ("_groupx", {}, "a state of '_groupx', which is no parameter"),
-    "no group": ("nobody", {}, "a state of 'nobody', which is no parameter"),
+    "a group that is not": ("_group1", {}, "a state of '_group1', which is not a parameter"),
+    "no number": ("_groupx", {}, "a state of '_groupx', which is not a parameter"),
+    "no group": ("nobody", {}, "a state of 'nobody', which is not a parameter"),
 }
 
 

@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import lowmem
 from lowmem.errors import StepError, UnsupportedError
-from lowmem.step.policies import PolicySettings, Wish, choose
+from lowmem.options import FusedConfig
+from lowmem.step.policies import Needs, choose
 
 DECIDED = ("two_pass", "deferred")
 
@@ -61,36 +62,36 @@ def dies_at(parameter):
 @pytest.mark.parametrize(
     ("wish", "on_cpu", "on_gpu"),
     [
-        (Wish(), "immediate", "immediate"),
-        (Wish(norm="clip_norm=1.0"), "two_pass", "deferred"),
-        (Wish(skips="a loss scale"), "two_pass", "deferred"),
-        (Wish(prefers_whole="a dynamic loss scale"), "two_pass", "deferred"),
-        (Wish(accumulates=True), "deferred", "deferred"),
-        (Wish(norm="clip_norm=1.0", accumulates=True), "deferred", "deferred"),
+        (Needs(), "immediate", "immediate"),
+        (Needs(norm="clip_norm=1.0"), "two_pass", "deferred"),
+        (Needs(skip="a loss scale"), "two_pass", "deferred"),
+        (Needs(exact_skip="a dynamic loss scale"), "two_pass", "deferred"),
+        (Needs(accumulation=True), "deferred", "deferred"),
+        (Needs(norm="clip_norm=1.0", accumulation=True), "deferred", "deferred"),
     ],
 )
 def test_auto_is_the_cheapest_that_is_exact(wish, on_cpu, on_gpu):
     for place, expected in ((True, on_cpu), (False, on_gpu)):
-        policy, reason = choose(PolicySettings(), wish, on_cpu=place)
+        policy, reason = choose(FusedConfig(), wish, on_cpu=place)
         assert policy == expected
-        assert (wish.norm or "") in reason or wish.accumulates
+        assert (wish.norm or "") in reason or wish.accumulation
 
 
 @pytest.mark.parametrize(
     ("settings", "wish", "refused"),
     [
-        ({"policy": "immediate"}, Wish(norm="clip_norm=1.0"), True),
-        ({"policy": "immediate"}, Wish(skips="a loss scale"), True),
-        ({"policy": "immediate"}, Wish(prefers_whole="a dynamic loss scale"), False),
-        ({"policy": "immediate"}, Wish(accumulates=True), True),
-        ({"policy": "two_pass"}, Wish(norm="clip_norm=1.0"), False),
-        ({"policy": "two_pass"}, Wish(accumulates=True), True),
-        ({"policy": "deferred"}, Wish(norm="clip_norm=1.0", accumulates=True), False),
+        ({"policy": "immediate"}, Needs(norm="clip_norm=1.0"), True),
+        ({"policy": "immediate"}, Needs(skip="a loss scale"), True),
+        ({"policy": "immediate"}, Needs(exact_skip="a dynamic loss scale"), False),
+        ({"policy": "immediate"}, Needs(accumulation=True), True),
+        ({"policy": "two_pass"}, Needs(norm="clip_norm=1.0"), False),
+        ({"policy": "two_pass"}, Needs(accumulation=True), True),
+        ({"policy": "deferred"}, Needs(norm="clip_norm=1.0", accumulation=True), False),
     ],
 )
 def test_a_policy_that_was_asked_for_is_taken_or_refused(settings, wish, refused):
     with pytest.raises(UnsupportedError, match="policy") if refused else nullcontext():
-        assert choose(PolicySettings(**settings), wish, on_cpu=True)[0] == settings["policy"]
+        assert choose(FusedConfig(**settings), wish, on_cpu=True)[0] == settings["policy"]
 
 
 def test_a_store_asks_for_deferred_and_a_replay_for_two_pass(net):
@@ -428,7 +429,7 @@ def test_a_loss_that_is_nan_is_a_step_that_never_was(net, policy, rule, caplog):
     assert same(before, weights(net))
     for name, states in kept.items():
         assert same(states.values(), [after["state"][name][key] for key in states])
-    assert "step 2 was held back as a whole" in caplog.text
+    assert "step 2 was skipped" in caplog.text
     assert "its loss is not finite either" in caplog.text
     opt.backward(net())
     assert (opt.last_step.step, opt.nonfinite_steps, opt.nonfinite_gradients) == (2, 1, 3)

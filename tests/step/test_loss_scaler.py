@@ -78,7 +78,7 @@ def test_as_grad_scaler(init, growth, backoff, interval, share):
 
 def test_the_default_is_grad_scalers():
     ours, theirs = LossScaler("dynamic", CPU), torch.amp.GradScaler("cpu").state_dict()
-    rule = ours.rule
+    rule = ours._dynamic
     assert (rule.growth_factor, rule.backoff_factor, rule.growth_interval) == tuple(
         theirs[name] for name in ("growth_factor", "backoff_factor", "growth_interval")
     )
@@ -125,11 +125,11 @@ def test_hysteresis_as_megatron(interval, hysteresis, share):
 
 def test_never_below_least():
     scale = made(init_scale=100.0, backoff_factor=0.5, min_scale=30.0)
-    assert not scale.at_least()
+    assert not scale.at_minimum()
     assert [learn(scale, True) for _ in range(3)] == [50.0, 30.0, 30.0]
-    assert scale.at_least()
+    assert scale.at_minimum()
     assert float(made(init_scale=1.0, growth_interval=1).value) == 1.0
-    assert made(init_scale=1.0, growth_interval=1).at_least()
+    assert made(init_scale=1.0, growth_interval=1).at_minimum()
 
 
 @pytest.mark.parametrize("init", [2.0**127, 3e38])
@@ -163,7 +163,7 @@ def test_a_fixed_scale_stays(overflow):
     scale = LossScaler(1000, CPU)
     scale.update(torch.tensor(not overflow))
     assert (float(scale.value), float(scale.scaled(torch.tensor(2.0)))) == (1000.0, 2000.0)
-    assert (scale.dynamic, scale.at_least(), scale.state_dict()) == (False, None, None)
+    assert (scale.dynamic, scale.at_minimum(), scale.state_dict()) == (False, None, None)
 
 
 @pytest.mark.parametrize("wanted", [None, 0, 1, 1.0])
@@ -171,7 +171,7 @@ def test_no_scale(wanted):
     scale = LossScaler(wanted, CPU)
     loss = torch.tensor(3.0)
     scale.update(torch.tensor(False))
-    assert (scale.value, scale.inverse(CPU), scale.dynamic, scale.at_least()) == (None, None, False, None)
+    assert (scale.value, scale.inverse(CPU), scale.dynamic, scale.at_minimum()) == (None, None, False, None)
     assert scale.scaled(loss) is loss
 
 

@@ -12,17 +12,18 @@ import torch
 
 import lowmem
 from lowmem.errors import ConfigError
+from lowmem.options import FusedConfig
 from lowmem.placements.record import ParamRecord
-from lowmem.rules import ParamSpec, StateSpec, UpdateRule
+from lowmem.rules import Lomo, ParamSpec, StateSpec, UpdateRule
 from lowmem.step import policies
-from lowmem.step.offload import Disk, Host, Resident, make
+from lowmem.step.offload import Disk, Host, Resident, make_store
 from lowmem.tiles.layout import Span, View
 
 # Host is made for a device that is not the host; here it copies from memory to memory, without streams.
 MAKE = {
-    "resident": lambda folder, records, sums: Resident(),
-    "host": lambda folder, records, sums: Host(),
-    "disk": lambda folder, records, sums: Disk(folder, records, sums),
+    "resident": lambda folder, records, in_float32: Resident(),
+    "host": lambda folder, records, in_float32: Host(),
+    "disk": lambda folder, records, in_float32: Disk(folder, records, in_float32),
 }
 KINDS = pytest.mark.parametrize("kind", MAKE)
 
@@ -34,11 +35,11 @@ def stores(monkeypatch, tmp_path):
     def use(kind):
         made = []
 
-        def make_store(_, folder, records, sums):
-            made.append(MAKE[kind](tmp_path, records, sums))
+        def make(config, records):
+            made.append(MAKE[kind](tmp_path, records, config.accumulation_dtype == "float32"))
             return made[-1]
 
-        monkeypatch.setattr(policies, "make_store", make_store)
+        monkeypatch.setattr(policies, "make_store", make)
         return made
 
     return use
@@ -46,7 +47,7 @@ def stores(monkeypatch, tmp_path):
 
 def slots_of(*params):
     return {
-        param: ParamRecord(f"p{n}", param, {}, Span(tuple(param.shape), 0, param.numel(), param.numel()))
+        param: ParamRecord(f"p{n}", param, {}, Lomo(), Span(tuple(param.shape), 0, param.numel(), param.numel()))
         for n, param in enumerate(params)
     }
 
@@ -78,7 +79,7 @@ def test_what_is_kept_comes_back(kind, dtype, tmp_path):
         grads = [make_gradient().to(dtype) for make_gradient in GRADIENTS.values()]
         if step == 0:
             records = slots_of(*(torch.nn.Parameter(torch.empty_like(grad)) for grad in grads))
-            store = MAKE[kind](tmp_path, records, None)
+            store = MAKE[kind](tmp_path, records, False)
         for record, grad in reversed(list(zip(records.values(), grads, strict=True))):
             store.keep(record, grad.clone())
         assert all(same(store.get(record), grad) for record, grad in zip(records.values(), grads, strict=True))
@@ -92,7 +93,7 @@ def test_what_is_kept_comes_back(kind, dtype, tmp_path):
 def test_only_what_is_kept_comes_back(kind, tmp_path):
     records = slots_of(*(torch.nn.Parameter(torch.zeros(3)) for _ in range(4)))
     first, second, third, _ = records.values()
-    store = MAKE[kind](tmp_path, records, None)
+    store = MAKE[kind](tmp_path, records, False)
     assert store.get(first) is None
     assert list(store.drain(records.values())) == []
     store.keep(third, torch.full((3,), 3.0))
@@ -111,7 +112,7 @@ def test_only_what_is_kept_comes_back(kind, tmp_path):
 def test_what_is_kept_takes_the_place_of_what_was(kind, tmp_path):
     """Also in another dtype, as where a second micro-batch makes a float32 sum of a bfloat16 gradient."""
     records = slots_of(*(torch.nn.Parameter(torch.zeros(2000, dtype=torch.bfloat16)) for _ in range(3)))
-    store = MAKE[kind](tmp_path, records, torch.float32)
+    store = MAKE[kind](tmp_path, records, True)
     narrow = [torch.randn(2000).bfloat16() for _ in records]
     wide = [torch.randn(2000) for _ in records]
     for values in (narrow, wide, narrow):
@@ -128,7 +129,7 @@ def test_a_gradient_that_lies_otherwise_in_the_next_step(kind, tmp_path):
     """As after its parameter was made contiguous: rules see the gradient in the parameter's own layout."""
     records = slots_of(torch.nn.Parameter(torch.zeros(4, 6)))
     (record,) = records.values()
-    store = MAKE[kind](tmp_path, records, None)
+    store = MAKE[kind](tmp_path, records, False)
     for grad in (torch.randn(6, 4).t(), torch.randn(4, 6), torch.randn(6, 4).t()):
         store.keep(record, grad.clone())
         ((_, found),) = store.drain([record])
@@ -139,7 +140,7 @@ def test_a_gradient_that_lies_otherwise_in_the_next_step(kind, tmp_path):
 def test_what_was_handed_back_stays(kind, tmp_path):
     """What comes for one parameter while another is applied does not write over it."""
     records = slots_of(*(torch.nn.Parameter(torch.zeros(5)) for _ in range(3)))
-    store = MAKE[kind](tmp_path, records, None)
+    store = MAKE[kind](tmp_path, records, False)
     for n, record in enumerate(records.values()):
         store.keep(record, torch.full((5,), float(n)))
     handed = []
@@ -319,7 +320,7 @@ def test_micro_batches_that_are_given_up(kind, stores):
 
 
 @KINDS
-def test_a_step_that_is_held_back_leaves_nothing(kind, stores):
+def test_a_skipped_step_leaves_nothing(kind, stores):
     stores(kind)
     params = [torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
     opt = lowmem.FusedOptimizer(params, rule=Witness(), policy="deferred", loss_scale="dynamic")
@@ -417,7 +418,7 @@ def test_the_file_has_no_name(tmp_path):
 def test_gradients_are_in_the_file(tmp_path):
     """And not in memory of our own; no two of them in one place."""
     records = slots_of(*(torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES))
-    store = Disk(tmp_path, records, torch.float32)
+    store = Disk(tmp_path, records, True)
     for record in records.values():
         store.keep(record, torch.ones_like(record.param))
     kept = [store.get(record) for record in records.values()]
@@ -508,10 +509,12 @@ def test_parameters_that_come_later(store):
 def test_which_store_is_made_on_a_cpu(kind, made, tmp_path):
     """There host and device are one memory, and nothing is copied."""
     records = slots_of(torch.nn.Parameter(torch.zeros(3)))
-    assert type(make(kind, str(tmp_path), records, torch.float32)) is made
+    config = FusedConfig(store=kind, store_dir=str(tmp_path) if kind == "disk" else None)
+    assert type(make_store(config, records)) is made
 
 
 @pytest.mark.parametrize(("kind", "made"), [("host", Host), ("device", Resident), ("disk", Disk)])
 def test_which_store_is_made_elsewhere(kind, made, tmp_path):
     records = slots_of(torch.nn.Parameter(torch.zeros(3, device="meta")))
-    assert type(make(kind, str(tmp_path), records, torch.float32)) is made
+    config = FusedConfig(store=kind, store_dir=str(tmp_path) if kind == "disk" else None)
+    assert type(make_store(config, records)) is made

@@ -266,5 +266,5 @@ def test_backward_inside_a_step(net, opt):
         opt.backward(net())
 
     net.early.weight.register_hook(again)
-    with pytest.raises(StepError, match="a backward began inside another"):
+    with pytest.raises(StepError, match="a backward started inside the step of another"):
         opt.backward(net())
