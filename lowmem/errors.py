@@ -12,10 +12,6 @@ class ConfigError(LowmemError):
     """A key, value or hyperparameter that is not allowed."""
 
 
-class ConfigTypeError(ConfigError, TypeError):
-    """A value of the wrong type."""
-
-
 class DataError(LowmemError):
     """A file, record or sample that cannot be trained on."""
 

@@ -1,4 +1,4 @@
-"""`lowmem train` as launchers start it: real processes over gloo, which are one run."""
+"""`lowmem train` under launchers: several processes over gloo are one run."""
 
 import json
 import os
@@ -46,7 +46,7 @@ def folder(tmp_path_factory):
 
 
 def run(folder, *arguments, ranks=0):
-    """One process, or so many ranks, with the environment that a launcher gives them."""
+    """One process, or as many ranks as given, with the environment that a launcher sets."""
     return launched(folder, *arguments, ranks=ranks).finish()
 
 
@@ -65,39 +65,40 @@ def metrics(run_dir):
 
 
 @pytest.fixture(scope="module")
-def alone(folder):
-    done = run(folder, f"run_dir={folder}/alone", "trainer.per_device_train_batch_size=8")
+def one_process(folder):
+    """The run directory of the run in one process."""
+    done = run(folder, f"run_dir={folder}/one", "trainer.per_device_train_batch_size=8")
     assert done.returncode == 0, done.stderr
-    return folder / "alone"
+    return folder / "one"
 
 
-def assert_same_metrics(run_dir, alone):
+def assert_same_metrics(run_dir, one_process):
     """Of all steps, and loss, norm and clip coefficient of each."""
-    ours, its = metrics(run_dir), metrics(alone)
-    assert [line["step"] for line in ours] == [line["step"] for line in its] == list(range(1, 1 + len(its)))
-    for one, other in zip(ours, its, strict=True):
+    actual, expected = metrics(run_dir), metrics(one_process)
+    assert [line["step"] for line in actual] == [line["step"] for line in expected] == list(range(1, 1 + len(expected)))
+    for line, reference in zip(actual, expected, strict=True):
         for key in ("loss", "grad_norm", "clip_coef", "tokens"):
-            assert one[key] == pytest.approx(other[key], rel=1e-4), key
+            assert line[key] == pytest.approx(reference[key], rel=1e-4), key
 
 
-def assert_one_run(done, run_dir, alone):
-    """The same losses, norms and weights as one process with their batches; one set of files; a clean end."""
+def assert_one_run(done, run_dir, one_process):
+    """The same losses, norms and weights as one process on the same batches, and one set of files."""
     assert done.returncode == 0, done.stderr
-    assert_same_metrics(run_dir, alone)
-    assert len(metrics(alone)) == 6
+    assert_same_metrics(run_dir, one_process)
+    assert len(metrics(one_process)) == 6
     assert done.stdout.count("step 6/6  loss") == 1
     assert "destroy_process_group" not in done.stderr
-    weights = [load_file(path / "checkpoint-6" / "model.safetensors") for path in (run_dir, alone)]
+    weights = [load_file(path / "checkpoint-6" / "model.safetensors") for path in (run_dir, one_process)]
     for name, weight in weights[0].items():
         torch.testing.assert_close(weight, weights[1][name], rtol=1e-5, atol=1e-5)
 
 
-def test_two_processes_are_one_run(folder, alone, tmp_path):
-    assert_one_run(run(folder, f"run_dir={tmp_path}/run", ranks=2), tmp_path / "run", alone)
+def test_two_processes_are_one_run(folder, one_process, tmp_path):
+    assert_one_run(run(folder, f"run_dir={tmp_path}/run", ranks=2), tmp_path / "run", one_process)
 
 
-def test_a_run_goes_on_under_as_many_processes_or_fewer(folder, alone, tmp_path):
-    """Bit for bit under as many; with the same losses under one."""
+def test_a_run_resumes_with_as_many_processes_or_fewer(folder, one_process, tmp_path):
+    """Bit for bit with as many, with the same losses in one."""
     assert run(folder, f"run_dir={tmp_path}/run", ranks=2).returncode == 0
     whole = load_file(tmp_path / "run" / "checkpoint-6" / "model.safetensors")
     for ranks, batch in ((2, 4), (0, 8)):
@@ -112,7 +113,7 @@ def test_a_run_goes_on_under_as_many_processes_or_fewer(folder, alone, tmp_path)
             else:
                 torch.testing.assert_close(weight, again[name], rtol=1e-5, atol=1e-5)
         assert [line["loss"] for line in metrics(tmp_path / "run")] == pytest.approx(
-            [line["loss"] for line in metrics(alone)], rel=1e-4
+            [line["loss"] for line in metrics(one_process)], rel=1e-4
         )
 
 
@@ -126,10 +127,10 @@ SHARDED = {"zero3": "trainer.deepspeed=" + json.dumps(ZERO3), "fsdp2": "trainer.
 
 
 @pytest.mark.parametrize("shards", SHARDED.values(), ids=SHARDED)
-def test_processes_that_share_a_model(folder, alone, tmp_path, shards):
-    """From saved weights, with the same losses, norms and weights as one process; evaluated, saved, ended."""
+def test_a_model_sharded_over_processes(folder, one_process, tmp_path, shards):
+    """From saved weights: the same losses, norms, scores and files as one process."""
     settings = [
-        f"model={{path: {alone}/checkpoint-3, dtype: float32}}", "data.eval_fraction=0.25",
+        f"model={{path: {one_process}/checkpoint-3, dtype: float32}}", "data.eval_fraction=0.25",
         "trainer.eval_strategy=steps", "trainer.eval_steps=2", "trainer.max_steps=4",
         "trainer.gradient_accumulation_steps=2", "trainer.per_device_eval_batch_size=8",
     ]  # fmt: skip
@@ -152,10 +153,10 @@ def test_processes_that_share_a_model(folder, alone, tmp_path, shards):
     scores = [[line["eval_loss"] for line in map(json.loads, (tmp_path / name / "metrics.jsonl").open())
                if "eval_loss" in line] for name in ("run", "one")]  # fmt: skip
     assert len(scores[0]) == 2
-    assert scores[0] == pytest.approx(scores[1], rel=1e-3)  # a mean of the means of batches, which are others
+    assert scores[0] == pytest.approx(scores[1], rel=1e-3)  # a mean of means over other batches
 
 
-def test_a_run_goes_on_however_its_model_is_shared(folder, tmp_path):
+def test_a_run_resumes_in_any_placement(folder, tmp_path):
     """ZeRO-3 over two, one device, FSDP2 over three, ZeRO-3 again: the losses of one device all the way; and resumed
     as it was saved, bit for bit.
     """
@@ -172,7 +173,7 @@ def test_a_run_goes_on_however_its_model_is_shared(folder, tmp_path):
         settings += [f"run_dir={tmp_path}/run", *([shards] if shards else []), *(["--resume"] if last > 1 else [])]
         done = run(folder, *settings, ranks=ranks)
         assert done.returncode == 0, done.stderr
-        if last == 1:  # from here on one device goes on alone
+        if last == 1:  # from here on one device goes on one_process
             shutil.copytree(tmp_path / "run", tmp_path / "one")
     again = run(folder, *constant, "trainer.max_steps=5", "trainer.per_device_train_batch_size=12", "--resume",
                 f"run_dir={tmp_path}/one")  # fmt: skip
@@ -290,7 +291,7 @@ STARTED += [("deepspeed", None), ("torchrun", "zero3"), ("torchrun", "fsdp2")] i
 
 
 @pytest.mark.parametrize(("name", "shards"), STARTED)
-def test_job_scripts(folder, alone, tmp_path, name, shards):
+def test_job_scripts(folder, one_process, tmp_path, name, shards):
     """Each starts one run of two processes, with the losses and weights of one."""
     shim = {"srun": SRUN, "scontrol": "#!/usr/bin/env bash\necho localhost\n"}
     for tool, text in shim.items():
@@ -301,16 +302,18 @@ def test_job_scripts(folder, alone, tmp_path, name, shards):
     here = f"{tmp_path}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     job = {"SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_ID": "1", "SLURM_SUBMIT_DIR": str(tmp_path)}
     environment = {**ENVIRONMENT, **job, "PATH": here, "PROCESSES": "2", "PORT": str(free_port())}
-    overrides = [f"model={{path: {alone}/checkpoint-3, dtype: float32}}"] if shards else []  # as random weights differ
+    overrides = (
+        [f"model={{path: {one_process}/checkpoint-3, dtype: float32}}"] if shards else []
+    )  # as random weights differ
     if shards:
         one = run(folder, f"run_dir={tmp_path}/one", "trainer.per_device_train_batch_size=8", *overrides)
         assert one.returncode == 0, one.stderr
-        alone, overrides = tmp_path / "one", [*overrides, SHARDED[shards]]
+        one_process, overrides = tmp_path / "one", [*overrides, SHARDED[shards]]
     done = subprocess.run(
         [str(JOBS / f"{name}.sh"), str(folder / "config.yaml"), f"run_dir={tmp_path}/run", *overrides],
         env=environment, capture_output=True, text=True, timeout=PATIENCE,
     )  # fmt: skip
-    assert_one_run(done, tmp_path / "run", alone)
+    assert_one_run(done, tmp_path / "run", one_process)
     held = "holds a shard of the parameters" if shards else "holds all parameters"
     assert f"each of 2 processes {held}" in done.stdout
 
@@ -324,4 +327,4 @@ def test_job_scripts_want_something_to_run_on(folder):
 def test_processes_that_do_not_find_each_other_are_refused(folder, tmp_path):
     done = run(folder, f"run_dir={tmp_path}/run", "trainer.use_cpu=false", ranks=2)
     assert done.returncode != 0
-    assert "2 processes were started, but Accelerate sees this one alone" in done.stderr
+    assert "2 processes were started, but Accelerate sees only this one" in done.stderr

@@ -362,15 +362,15 @@ def test_activation_checkpointing_is_not_reentrant_by_default(trainer, expected,
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("loss_type=chunked_nll", "'trainer.loss_type' must be one of 'nll', 'dft'"),
-        ("activation_checkpointing=null", "'trainer.activation_checkpointing' must be true or false"),
+        ("loss_type=chunked_nll", "'trainer.loss_type' should be 'nll' or 'dft'"),
+        ("activation_checkpointing=null", "'trainer.activation_checkpointing' should be a valid boolean"),
         (
             "activation_checkpointing_kwargs={every_n_layer: 2}",
             "unknown key 'trainer.activation_checkpointing_kwargs.every_n_layer'. Did you mean 'every_n_layers'?",
         ),
         (
             "activation_checkpointing_kwargs={use_reentrant: 1}",
-            "'trainer.activation_checkpointing_kwargs.use_reentrant' must be true or false",
+            "'trainer.activation_checkpointing_kwargs.use_reentrant' should be a valid boolean",
         ),
     ],
 )
