@@ -55,7 +55,7 @@ def everyones(ids):
 
 
 def train(net, rows_of, settings, micro_batches=1):
-    opt = lowmem.FusedOptimizer(net.named_parameters(), **{"lr": 1e-2, **settings})
+    opt = lowmem.FusedOptimizer(net.named_parameters(), model=net, **{"lr": 1e-2, **settings})
     for ids in map(everyones, data()):
         parts = rows_of(ids).tensor_split(micro_batches)
         for n, part in enumerate(parts, start=1):

@@ -8,6 +8,7 @@ from products import pairwise
 from shards import SHARDS, assert_as_one_device, everyones, make, shared
 
 import lowmem
+from lowmem import placements
 from lowmem.errors import UnsupportedError
 from lowmem.rules.rule import TABLE
 
@@ -68,7 +69,7 @@ def test_accumulation(ranks_of, count, kind, settings):
 def refused(rank, kind, rule, hyper):
     net = SHARDS[kind](rank, make)
     with pytest.raises(UnsupportedError, match=r"needs whole matrices.*'replicated'.*torch.optim.AdamW"):
-        lowmem.FusedOptimizer(net.named_parameters(), rule=rule, **hyper)
+        lowmem.FusedOptimizer(net.named_parameters(), model=net, rule=rule, **hyper)
 
 
 @pytest.mark.parametrize("rule", ["torch.optim.Adafactor", "torch.optim.Muon"])
@@ -96,25 +97,25 @@ def continued(rank, kinds, settings, before):
     """Five steps; then another model, under the next kind, goes on from weights and state."""
     batches, count = list(map(everyones, data())), dist.get_world_size()
     net = SHARDS[kinds[0]](rank, make)
-    opt = lowmem.FusedOptimizer(net.named_parameters(), **settings)
+    opt = lowmem.FusedOptimizer(net.named_parameters(), model=net, **settings)
     if before is not None:
         fill(net, opt, before["weights"])
         opt.load_state_dict(before["state"])
     else:
         steps(net, opt, batches[:5], rank, count)
     state = opt.state_dict()
-    weights = {name: opt._placement.full_tensor(param).clone() for name, param in net.named_parameters()}
+    weights = {name: placements.full_tensor(param).clone() for name, param in net.named_parameters()}
     other = SHARDS[kinds[1]](rank, make)
-    resumed = lowmem.FusedOptimizer(other.named_parameters(), **settings)
+    resumed = lowmem.FusedOptimizer(other.named_parameters(), model=other, **settings)
     fill(other, resumed, weights)
     resumed.load_state_dict(state)
     steps(other, resumed, batches[5:], rank, count)
-    return weights, state, {name: resumed._placement.full_tensor(param) for name, param in other.named_parameters()}
+    return weights, state, {name: placements.full_tensor(param) for name, param in other.named_parameters()}
 
 
 def fill(net, opt, weights):
     for name, param in net.named_parameters():
-        opt._placement.fill(param, weights[name])
+        placements.fill(param, weights[name])
 
 
 CONTINUED = {
@@ -136,7 +137,7 @@ def test_states_are_whole_and_fit_elsewhere(ranks_of, count, kinds, settings):
     found = ranks_of(count).run(continued, kinds.split("-"), settings, None)
     batches = list(map(everyones, data()))
     net = make()
-    opt = lowmem.FusedOptimizer(net.named_parameters(), **settings)
+    opt = lowmem.FusedOptimizer(net.named_parameters(), model=net, **settings)
     steps(net, opt, batches[:5], 0, 1)
     reference, (weights, state, _) = opt.state_dict(), found[0]
     shapes = {name: {k: getattr(v, "shape", None) for k, v in kept.items()} for name, kept in state["state"].items()}

@@ -61,7 +61,7 @@ def peaks(rank, kind, settings, folder):
     floor, _ = peak_of(floor_step, net, *pieces)
     for hook in hooks:
         hook.remove()
-    opt = lowmem.FusedOptimizer(net.named_parameters(), lr=1e-3, **settings)
+    opt = lowmem.FusedOptimizer(net.named_parameters(), model=net, lr=1e-3, **settings)
 
     def step():
         opt.backward(net(x))

@@ -141,7 +141,7 @@ LOOPS = {"plain": plain, "as told": as_told, "with scores": with_scores, "in par
 def train(net, own, settings, loop):
     settings = settings if "rule" in settings else {"rule": "adamw", "eps": 1e-3, **settings}  # of no noise's making
     named = dict(net.named_parameters())  # those that are cut: an evaluation leaves others in their place under FSDP2
-    opt = lowmem.FusedOptimizer(named.items(), **{"lr": 1e-2, **settings})
+    opt = lowmem.FusedOptimizer(named.items(), model=net, **{"lr": 1e-2, **settings})
     scores, norms = [], []
     for step in range(STEPS):
         LOOPS[loop](net, opt, own, step)
@@ -250,7 +250,7 @@ def test_rounded_weights_are_bit_equal_wherever_they_are(two, rule, rounding):
 
 
 def train_bits(net, settings):
-    opt = lowmem.FusedOptimizer(net.named_parameters(), **settings)
+    opt = lowmem.FusedOptimizer(net.named_parameters(), model=net, **settings)
     for step in range(STEPS):
         opt.backward(loss_of(net, batch(step)))
     return {n: placements.full_tensor(p).clone() for n, p in net.named_parameters()}
@@ -265,7 +265,9 @@ def dropped_out(rank, kind):
     found = []
     for policy in ("two_pass", "deferred"):
         net = SHARED[kind](rank, lambda: make(attention_dropout=0.3, checkpointing=True))
-        opt = lowmem.FusedOptimizer(net.named_parameters(), rule="lomo", lr=0.1, policy=policy, clip_norm=0.5)
+        opt = lowmem.FusedOptimizer(
+            net.named_parameters(), model=net, rule="lomo", lr=0.1, policy=policy, clip_norm=0.5
+        )
         for step in range(STEPS):
             torch.manual_seed(10 * step + rank)
             as_told(net, opt, lambda ids: ids.tensor_split(2)[rank], step)

@@ -11,7 +11,7 @@ from lowmem.errors import StepError, UnsupportedError
 
 def poisoned(rank, kind, policy):
     net = SHARDS[kind](rank, make)
-    opt = lowmem.FusedOptimizer(net.named_parameters(), rule="adamw", policy=policy, loss_scale="dynamic")
+    opt = lowmem.FusedOptimizer(net.named_parameters(), model=net, rule="adamw", policy=policy, loss_scale="dynamic")
     before = {name: placements.full_tensor(param).clone() for name, param in net.named_parameters()}
     ids = torch.ones(2, 5, dtype=torch.int64)
 
@@ -46,7 +46,7 @@ def engine_with_optimizer(rank):
     net = make()
     engine = deepspeed.initialize(model=net, config=config, optimizer=torch.optim.SGD(net.parameters(), lr=0.1))[0]
     with pytest.raises(UnsupportedError, match="DeepSpeed has an optimizer for these parameters"):
-        lowmem.FusedOptimizer(net.named_parameters())
+        lowmem.FusedOptimizer(net.named_parameters(), model=net)
     engine.destroy()
 
 
@@ -58,7 +58,7 @@ def mics(rank):
     net = SHARDS["zero3"](rank, make)
     next(net.parameters()).comm = None
     with pytest.raises(UnsupportedError, match="MiCS"):
-        lowmem.FusedOptimizer(net.named_parameters())
+        lowmem.FusedOptimizer(net.named_parameters(), model=net)
 
 
 def test_mics_is_refused(two):
@@ -68,7 +68,7 @@ def test_mics_is_refused(two):
 def graph_replay(rank):
     net = SHARDS["zero3"](rank, make)
     with pytest.raises(UnsupportedError, match=r"replay='graph'.*replay='forward'"):
-        lowmem.FusedOptimizer(net.named_parameters(), clip_norm=1.0, policy="two_pass", replay="graph")
+        lowmem.FusedOptimizer(net.named_parameters(), model=net, clip_norm=1.0, policy="two_pass", replay="graph")
 
 
 def test_graph_replay_is_refused_under_zero3(two):
@@ -81,14 +81,14 @@ def still_gathered(rank):
     net = SHARDS["fsdp2"](rank, make)
     with torch.no_grad():
         net(torch.ones(2, 5, dtype=torch.int64))  # nothing follows that would cut the last parameters again
-    opt = lowmem.FusedOptimizer([("embed", net.embed)], lr=0.1)
+    opt = lowmem.FusedOptimizer([("embed", net.embed)], model=net, lr=0.1)
     with pytest.raises(UnsupportedError, match=r"reshard\(\)"):
         opt.backward(net(torch.ones(2, 5, dtype=torch.int64)))
     for module in net.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
     opt.remove()
-    assert lowmem.FusedOptimizer([("embed", net.embed)], lr=0.1).placement == "fsdp2"
+    assert lowmem.FusedOptimizer([("embed", net.embed)], model=net, lr=0.1).placement == "fsdp2"
 
 
 def test_gathered_parameters_of_fsdp2_are_refused(two):
@@ -101,7 +101,7 @@ def in_another_dimension(rank):
 
     net = SHARDS["fsdp2"](rank, make_wide, shard_placement_fn=lambda param: Shard(param.ndim - 1))
     with pytest.raises(UnsupportedError, match="dimension 0"):
-        lowmem.FusedOptimizer(net.named_parameters())
+        lowmem.FusedOptimizer(net.named_parameters(), model=net)
 
 
 def test_other_dimensions_are_refused(two):
@@ -112,13 +112,13 @@ def some_whole(rank):
     net = SHARDS["fsdp2"](rank, make)
     whole = torch.nn.Parameter(torch.ones(3))
     with pytest.raises(UnsupportedError, match="some parameters are sharded by fsdp2 and others not at all"):
-        lowmem.FusedOptimizer([*net.named_parameters(), ("whole", whole)])
-    opt = lowmem.FusedOptimizer(net.named_parameters())
+        lowmem.FusedOptimizer([*net.named_parameters(), ("whole", whole)], model=net)
+    opt = lowmem.FusedOptimizer(net.named_parameters(), model=net)
     with pytest.raises(UnsupportedError, match="placement replicated, those before it in fsdp2"):
         opt.add_param_group({"params": [("whole", whole)]})
     for placement in ("local", "zero3"):
         with pytest.raises(lowmem.LowmemError, match="sharded by fsdp2"):
-            lowmem.FusedOptimizer(net.named_parameters(), placement=placement)
+            lowmem.FusedOptimizer(net.named_parameters(), model=net, placement=placement)
     with pytest.raises(lowmem.LowmemError, match="shard the model first"):
         lowmem.FusedOptimizer([whole], placement="fsdp2")
 
@@ -140,7 +140,7 @@ class Chain(torch.nn.Module):
 
 def dies_and_goes_on(rank, kind):
     net = SHARDS[kind](rank, Chain)
-    opt = lowmem.FusedOptimizer(net.named_parameters(), rule="lomo", lr=0.1, batching=False)
+    opt = lowmem.FusedOptimizer(net.named_parameters(), model=net, rule="lomo", lr=0.1, batching=False)
     ids = torch.ones(2, 8)
     opt.backward(net(ids))
 

@@ -25,7 +25,7 @@ def test_zero3_as_it_is_configured(two, options, settings):
 
 
 def three_steps(net, rows_of, settings):
-    opt = lowmem.FusedOptimizer(net.named_parameters(), **settings)
+    opt = lowmem.FusedOptimizer(net.named_parameters(), model=net, **settings)
     for step in range(3):
         opt.backward(net(rows_of(torch.arange(6) * 17 + step)))
     return {name: placements.full_tensor(param).clone() for name, param in net.named_parameters()}
