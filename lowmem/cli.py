@@ -110,7 +110,7 @@ def train(arguments: argparse.Namespace) -> None:
     from lowmem.run.data import check_tokenized
 
     config = load(arguments.config, arguments.overrides)
-    with _run_folder(config, arguments.resume) as folder:
+    with report.run_folder(config.run_dir, arguments.resume, RANK) as folder:
         resume_from = None
         if arguments.resume:
             resume_from, damaged = checkpoint.find_last(folder)
@@ -135,23 +135,6 @@ def train(arguments: argparse.Namespace) -> None:
         resume = f"{report.command()} train {folder}/config.yaml --resume"
         end = f"stopped at step {trainer.state.global_step}; continue with: {resume}"
     out.print(end, style="bold", soft_wrap=True)
-
-
-@contextmanager
-def _run_folder(config: "RunConfig", resume: bool) -> Iterator[Path]:
-    """The run folder, which rank 0 creates, and removes if the run fails before it has written anything there."""
-    from lowmem.run.report import start_run_folder
-
-    if RANK:
-        yield Path(config.run_dir)
-        return
-    folder = start_run_folder(config.run_dir, resume)
-    try:
-        yield folder
-    except BaseException:
-        if not any(folder.iterdir()):
-            folder.rmdir()
-        raise
 
 
 @contextmanager

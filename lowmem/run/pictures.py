@@ -3,6 +3,7 @@
 import itertools
 import math
 import re
+from collections.abc import Callable
 from io import BytesIO
 from typing import Any
 
@@ -33,16 +34,21 @@ _LABELS, _COLUMNS = 40, 600
 
 def draw(records: list[Record], name: str) -> dict[str, bytes]:
     """Draws the pictures of the run `name`: file name → PNG. norms.png needs logged norms of parameters."""
-    with matplotlib.rc_context(_STYLE):
-        figures = {"loss.png": loss_picture(records, name), "memory.png": memory_picture(records, name)}
-        if any(key.startswith(PARAM_NORM) for record in records for key in record):
-            figures["norms.png"] = norms_picture(records, name)
-        return {file_name: _png(figure) for file_name, figure in figures.items()}
+    pictures = {"loss.png": loss_picture, "memory.png": memory_picture}
+    if any(key.startswith(PARAM_NORM) for record in records for key in record):
+        pictures["norms.png"] = norms_picture
+    return {file_name: _png(picture, records, name) for file_name, picture in pictures.items()}
 
 
-def _png(figure: Figure) -> bytes:
+def draw_step(step: StepMemory, title: str, memory: int | None) -> bytes:
+    """Draws memory by kind through one step as PNG, with a line at `memory` bytes unless that is None."""
+    return _png(_step_picture, step, title, memory)
+
+
+def _png(picture: Callable[..., Figure], *args: Any) -> bytes:
     png = BytesIO()
-    figure.savefig(png, format="png", dpi=150)
+    with matplotlib.rc_context(_STYLE):
+        picture(*args).savefig(png, format="png", dpi=150)
     return png.getvalue()
 
 
@@ -152,12 +158,6 @@ def memory_picture(records: list[Record], name: str) -> Figure:
     axes.set(title=f"{name}: memory", xlabel="step", ylabel=f"memory ({unit_name})", ylim=(0, max(peak) / scale * 1.25))
     axes.legend(loc="upper left", ncols=3)
     return figure
-
-
-def draw_step(step: StepMemory, title: str, memory: int | None) -> bytes:
-    """Draws memory by kind through one step as PNG, with a line at `memory` bytes unless that is None."""
-    with matplotlib.rc_context(_STYLE):
-        return _png(_step_picture(step, title, memory))
 
 
 def _step_picture(step: StepMemory, title: str, memory: int | None) -> Figure:

@@ -39,22 +39,29 @@ DOMINANT = "dominant_parameter"
 _TIMING = ("runtime", "samples_per_second", "steps_per_second", "num_tokens")
 
 
-def start_run_folder(run_dir: str | Path, resume: bool) -> Path:
-    """Creates the folder of a new run, or checks that it contains a run to resume. Only rank 0 calls it."""
+@contextmanager
+def run_folder(run_dir: str | Path, resume: bool, rank: int = 0) -> Iterator[Path]:
+    """The folder of a run. Rank 0 creates it, and removes it if the run fails before anything is written there."""
     folder = Path(run_dir)
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"run_dir {folder} is a file. Set run_dir to another path.")
-    used = folder.is_dir() and any(folder.iterdir())
-    if resume and not used:
-        raise ConfigError(f"run_dir {folder} does not contain a run to resume. Omit --resume to start one.")
-    if used and not resume:
-        raise ConfigError(
-            f"run_dir {folder} already contains a run. Continue it with --resume, set run_dir to another folder, "
-            "or delete this one."
-        )
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    return folder
+    if rank == 0:
+        if folder.exists() and not folder.is_dir():
+            raise ConfigError(f"run_dir {folder} is a file. Set run_dir to another path.")
+        used = folder.is_dir() and any(folder.iterdir())
+        if resume and not used:
+            raise ConfigError(f"run_dir {folder} does not contain a run to resume. Omit --resume to start one.")
+        if used and not resume:
+            raise ConfigError(
+                f"run_dir {folder} already contains a run. Continue it with --resume, set run_dir to another folder, "
+                "or delete this one."
+            )
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield folder
+    except BaseException:
+        if rank == 0 and not any(folder.iterdir()):
+            folder.rmdir()
+        raise
 
 
 def write_environment(run_dir: str | Path) -> None:

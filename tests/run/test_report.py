@@ -16,7 +16,7 @@ from lowmem import FusedConfig
 from lowmem.errors import ConfigError, LowmemError
 from lowmem.files import write_file, writing
 from lowmem.run import report
-from lowmem.run.report import RunReport, plot_run, read_metrics, start_run_folder, write_environment, write_readme
+from lowmem.run.report import RunReport, plot_run, read_metrics, run_folder, write_environment, write_readme
 from lowmem.trainer import FusedTrainer
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -42,7 +42,8 @@ class InOrder(Trainer):
 
 @pytest.fixture
 def run_dir(tmp_path):
-    return start_run_folder(tmp_path / "one", resume=False)
+    with run_folder(tmp_path / "one", resume=False) as folder:
+        return folder
 
 
 @pytest.fixture
@@ -306,29 +307,48 @@ def test_only_a_full_disk_is_told_to_free_space(tmp_path):
 
 
 def test_a_new_run_gets_its_folder(tmp_path):
-    assert start_run_folder(tmp_path / "runs" / "new", resume=False).is_dir()
-    assert start_run_folder(tmp_path / "runs" / "new", resume=False).is_dir()  # it is still empty
+    for _ in range(2):  # the second time it is still empty
+        with run_folder(tmp_path / "runs" / "new", resume=False) as folder:
+            assert folder.is_dir()
+
+
+def test_an_empty_folder_of_a_failed_run_is_removed(tmp_path):
+    for rank, removed in ((1, False), (0, True)):
+        (tmp_path / "new").mkdir(exist_ok=True)
+        with pytest.raises(RuntimeError), run_folder(tmp_path / "new", resume=False, rank=rank):
+            raise RuntimeError
+        assert (tmp_path / "new").exists() != removed
 
 
 def test_a_folder_with_a_run_is_refused_unless_resumed(tmp_path):
     (tmp_path / "config.yaml").touch()
-    with pytest.raises(ConfigError, match=r"already contains a run\. Continue it with --resume, set run_dir .* delete"):
-        start_run_folder(tmp_path, resume=False)
-    assert start_run_folder(tmp_path, resume=True) == tmp_path
+    with (
+        pytest.raises(ConfigError, match=r"already contains a run\. Continue it with --resume, set run_dir .* delete"),
+        run_folder(tmp_path, resume=False),
+    ):
+        pass
+    with run_folder(tmp_path, resume=True) as folder:
+        assert folder == tmp_path
 
 
 def test_nothing_to_resume_is_refused_and_makes_no_folder(tmp_path):
-    with pytest.raises(ConfigError, match="does not contain a run to resume"):
-        start_run_folder(tmp_path / "absent", resume=True)
+    with (
+        pytest.raises(ConfigError, match="does not contain a run to resume"),
+        run_folder(tmp_path / "absent", resume=True),
+    ):
+        pass
     assert not (tmp_path / "absent").exists()
 
 
 def test_a_run_dir_that_cannot_be_is_refused(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="is a file"):
-        start_run_folder(tmp_path / "file", resume=False)
-    with pytest.raises(LowmemError, match="can't be written: not a directory"):
-        start_run_folder(tmp_path / "file" / "run", resume=False)
+    with pytest.raises(ConfigError, match="is a file"), run_folder(tmp_path / "file", resume=False):
+        pass
+    with (
+        pytest.raises(LowmemError, match="can't be written: not a directory"),
+        run_folder(tmp_path / "file" / "run", resume=False),
+    ):
+        pass
 
 
 def test_the_environment_says_where_and_with_what(tmp_path, monkeypatch):
