@@ -68,7 +68,7 @@ def test_accumulation(ranks_of, count, kind, settings):
 
 def refused(rank, kind, rule, hyper):
     net = SHARDS[kind](rank, make)
-    with pytest.raises(UnsupportedError, match=r"needs whole matrices.*'replicated'.*torch.optim.AdamW"):
+    with pytest.raises(UnsupportedError, match=r"needs full matrices.*'replicated'.*torch.optim.AdamW"):
         lowmem.FusedOptimizer(net.named_parameters(), model=net, rule=rule, **hyper)
 
 

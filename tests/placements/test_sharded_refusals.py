@@ -114,7 +114,7 @@ def some_whole(rank):
     with pytest.raises(UnsupportedError, match="some parameters are sharded by fsdp2 and others not at all"):
         lowmem.FusedOptimizer([*net.named_parameters(), ("whole", whole)], model=net)
     opt = lowmem.FusedOptimizer(net.named_parameters(), model=net)
-    with pytest.raises(UnsupportedError, match="placement replicated, those before it in fsdp2"):
+    with pytest.raises(UnsupportedError, match="its placement is replicated, that of the groups before it fsdp2"):
         opt.add_param_group({"params": [("whole", whole)]})
     for placement in ("local", "zero3"):
         with pytest.raises(lowmem.LowmemError, match="sharded by fsdp2"):
