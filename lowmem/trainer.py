@@ -150,16 +150,18 @@ class FusedTrainerMixin(_Base):
         """The groups of `fused`, each split into parameters that decay, and norms and biases, which do not."""
         named = [(_logical_name(name), param) for name, param in model.named_parameters() if param.requires_grad]
         decayed = set(map(_logical_name, self.get_decay_parameter_names(model)))
+        default = resolve(self.fused.rule)
         groups: list[dict[str, Any]] = []
         for group in self.fused.param_groups(named):
-            rule = resolve(group.get("rule", self.fused.rule))
+            rule = resolve(group["rule"]) if "rule" in group else default
+            arguments.check_group(rule, default, group)
             if rule.decay not in rule.defaults:
                 groups.append(group)
                 continue
             params, others = group["params"], rule.without_decay()
-            default = rule.defaults[rule.decay] if "rule" in group else self.args.weight_decay
-            amount = {rule.decay: group.get(rule.decay, default) or others[rule.decay]}
-            groups.append({**group, **amount, "params": [pair for pair in params if pair[0] in decayed]})
+            amount = self.args.weight_decay if rule.name == default.name else rule.defaults[rule.decay]
+            decay = {rule.decay: group.get(rule.decay, amount) or others[rule.decay]}
+            groups.append({**group, **decay, "params": [pair for pair in params if pair[0] in decayed]})
             groups.append({**group, **others, "params": [pair for pair in params if pair[0] not in decayed]})
         return [group for group in groups if group["params"]]
 

@@ -173,7 +173,7 @@ def test_a_run_resumes_in_any_placement(folder, tmp_path):
         settings += [f"run_dir={tmp_path}/run", *([shards] if shards else []), *(["--resume"] if last > 1 else [])]
         done = run(folder, *settings, ranks=ranks)
         assert done.returncode == 0, done.stderr
-        if last == 1:  # from here on one device goes on one_process
+        if last == 1:  # one device continues from here, for comparison
             shutil.copytree(tmp_path / "run", tmp_path / "one")
     again = run(folder, *constant, "trainer.max_steps=5", "trainer.per_device_train_batch_size=12", "--resume",
                 f"run_dir={tmp_path}/one")  # fmt: skip
@@ -293,8 +293,8 @@ STARTED += [("deepspeed", None), ("torchrun", "zero3"), ("torchrun", "fsdp2")] i
 @pytest.mark.parametrize(("name", "shards"), STARTED)
 def test_job_scripts(folder, one_process, tmp_path, name, shards):
     """Each starts one run of two processes, with the losses and weights of one."""
-    shim = {"srun": SRUN, "scontrol": "#!/usr/bin/env bash\necho localhost\n"}
-    for tool, text in shim.items():
+    stubs = {"srun": SRUN, "scontrol": "#!/usr/bin/env bash\necho localhost\n"}
+    for tool, text in stubs.items():
         (tmp_path / tool).write_text(text)
         (tmp_path / tool).chmod(0o755)
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
@@ -302,9 +302,8 @@ def test_job_scripts(folder, one_process, tmp_path, name, shards):
     here = f"{tmp_path}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     job = {"SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_ID": "1", "SLURM_SUBMIT_DIR": str(tmp_path)}
     environment = {**ENVIRONMENT, **job, "PATH": here, "PROCESSES": "2", "PORT": str(free_port())}
-    overrides = (
-        [f"model={{path: {one_process}/checkpoint-3, dtype: float32}}"] if shards else []
-    )  # as random weights differ
+    # random weights differ with the number of ranks
+    overrides = [f"model={{path: {one_process}/checkpoint-3, dtype: float32}}"] if shards else []
     if shards:
         one = run(folder, f"run_dir={tmp_path}/one", "trainer.per_device_train_batch_size=8", *overrides)
         assert one.returncode == 0, one.stderr

@@ -211,6 +211,19 @@ def test_groups_of_rules_are_split_by_decay(make):
     assert {group["lr"] / group["initial_lr"] for group in trainer.optimizer.param_groups} == {0.0}
 
 
+def test_a_group_of_the_default_rule_takes_the_arguments(make):
+    fused = lowmem.FusedConfig(groups=({"match": "mlp", "rule": "adalomo", "eps": (1e-30, 1e-2)},))
+    group = groups_by_name(make(fused=fused, weight_decay=0.3))["model.layers.0.mlp.up_proj.weight"]
+    assert (group["lr"], group["weight_decay"], group["eps"]) == (1e-2, 0.3, (1e-30, 1e-2))
+
+
+def test_a_group_without_a_learning_rate_is_refused(make):
+    """Its rule has a schedule of its own, which the trainer's would have to scale."""
+    fused = lowmem.FusedConfig(groups=({"match": "mlp", "rule": "adafactor_t2t"},))
+    with pytest.raises(ConfigError, match=r"'adafactor_t2t' has a schedule of its own.*give the group an lr"):
+        make(fused=fused).create_optimizer()
+
+
 def test_options_and_trainers_construct_no_optimizer_to_try_it(make, monkeypatch):
     constructed = []
     init = torch.optim.AdamW.__init__

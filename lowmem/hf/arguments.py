@@ -1,6 +1,7 @@
 """Checks a trainer's arguments: what would be ignored, or would not give the same result, raises before training."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.hf.sharding import Sharding
 from lowmem.optimizer import FusedOptimizer
 from lowmem.options import FusedConfig
-from lowmem.rules import resolve
+from lowmem.rules import UpdateRule, resolve
 from lowmem.step.policies import Needs, choose
 
 if TYPE_CHECKING:
@@ -72,6 +73,15 @@ def check_arguments(args: TrainingArguments, fused: FusedConfig) -> None:
         raise UnsupportedError(
             f"one process sees {args.n_gpu} GPUs, and DataParallel would split each batch over them: start one process "
             f"per GPU (torchrun --nproc_per_node {args.n_gpu} ...), or make one visible (CUDA_VISIBLE_DEVICES=0)"
+        )
+
+
+def check_group(rule: UpdateRule, default: UpdateRule, group: Mapping[str, Any]) -> None:
+    """Raises if a parameter group has no learning rate, which the schedule of a trainer scales."""
+    if group.get("lr", rule.defaults["lr"] if rule.name != default.name else 0.0) is None:
+        raise ConfigError(
+            f"FusedConfig.groups: rule {rule.name!r} has a schedule of its own where lr is None, and a trainer's "
+            "schedule scales the lr of every group; give the group an lr"
         )
 
 
