@@ -80,9 +80,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._records: dict[Tensor, ParamRecord] = {}
         self._complete = False  # the groups of the constructor are all added
         self._accumulating = False
-        groups = list(params)
-        if not groups:
-            raise ConfigError("no parameters were given")
+        groups = self._grouped(list(params))
         try:
             super().__init__(groups, {})
             self.defaults = {**rules.resolve(rule).defaults, **self.config.given}
@@ -163,6 +161,19 @@ class FusedOptimizer(torch.optim.Optimizer):
             self.param_groups.pop()
             self._rules.pop()
             raise
+
+    def _grouped(self, params: list[Any]) -> list[Any]:
+        """The parameters in the groups of the options, if those have any."""
+        if not params:
+            raise ConfigError("no parameters were given")
+        if not self.config.groups:
+            return params
+        if not all(isinstance(item, tuple) for item in params):
+            raise ConfigError(
+                "groups: parameters are grouped by their names, so pass model.named_parameters(), and not groups that have "
+                "options of their own"
+            )
+        return self.config.param_groups(params)
 
     def _completed(self, param_group: dict[str, Any], where: str) -> tuple[UpdateRule, dict[str, Any]]:
         """The rule of a group, and the group with a value for each of its hyperparameters."""

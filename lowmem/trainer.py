@@ -11,6 +11,7 @@ import logging
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -125,8 +126,8 @@ class FusedTrainerMixin(_Base):
         self._shard()
         model = self.model if model is None else model
         if self.optimizer is None:
-            groups = self._param_groups(model)
-            self.optimizer = FusedOptimizer.from_config(groups, self.fused, model=model, lr=self.args.learning_rate)
+            groups, config = self._param_groups(model), replace(self.fused, groups=())
+            self.optimizer = FusedOptimizer.from_config(groups, config, model=model, lr=self.args.learning_rate)
         opt = self.optimizer
         if self.args.gradient_accumulation_steps > 1:
             with opt.accumulate():  # chooses the policy now instead of after the first micro-batch

@@ -1,0 +1,227 @@
+"""Several rules in one optimizer: groups with rules of their own, clipped, accumulated and scaled together."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+import lowmem
+from lowmem.errors import CheckpointError, ConfigError
+
+POLICIES = ("two_pass", "deferred")
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two = torch.nn.Linear(9, 7), torch.nn.Linear(7, 5)
+
+    def forward(self, x):
+        return self.two(torch.tanh(self.one(x))).square().mean()
+
+
+def split(net):
+    """Matrices by AdamW, vectors by LOMO."""
+    named = list(net.named_parameters())
+    matrices, vectors = ([(n, p) for n, p in named if (p.ndim == 2) == wide] for wide in (True, False))
+    return [
+        {"params": matrices, "rule": "adamw", "lr": 3e-2, "weight_decay": 0.1},
+        {"params": vectors, "rule": "lomo", "lr": 5e-2},
+    ]
+
+
+def batches():
+    source = torch.Generator().manual_seed(1)
+    return [torch.randn(4, 9, generator=source) for _ in range(6)]
+
+
+def by_torch(micro_batches=1, clip_norm=None, scaler=None):
+    """Two torch optimizers, one `clip_grad_norm_` over all gradients."""
+    net = Net()
+    matrices = [p for p in net.parameters() if p.ndim == 2]
+    vectors = [p for p in net.parameters() if p.ndim == 1]
+    optimizers = [
+        torch.optim.AdamW(matrices, lr=3e-2, weight_decay=0.1, foreach=False),
+        torch.optim.SGD(vectors, lr=5e-2, foreach=False),
+    ]
+    for rows in batches():
+        for part in rows.tensor_split(micro_batches):
+            loss = net(part) / micro_batches
+            (loss if scaler is None else scaler.scale(loss)).backward()
+        if scaler is not None:
+            for optimizer in optimizers:
+                scaler.unscale_(optimizer)
+        if clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(net.parameters(), clip_norm, foreach=False)
+        for optimizer in optimizers:
+            optimizer.step() if scaler is None else scaler.step(optimizer)
+            optimizer.zero_grad()
+        if scaler is not None:
+            scaler.update()
+    return list(net.parameters())
+
+
+def fused(micro_batches=1, **options):
+    net = Net()
+    opt = lowmem.FusedOptimizer(split(net), model=net, compile=False, **options)
+    for rows in batches():
+        parts = rows.tensor_split(micro_batches)
+        for n, part in enumerate(parts, start=1):
+            with opt.accumulate() if n < micro_batches else nullcontext():
+                opt.backward(net(part) / micro_batches)
+    return list(net.parameters()), opt
+
+
+def assert_same_bits(weights, expected):
+    assert all(map(torch.equal, weights, expected))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_clipped_together(policy):
+    """As two torch optimizers with one `clip_grad_norm_`, bit for bit."""
+    weights, opt = fused(policy=policy, clip_norm=0.05)
+    assert opt.last_step.clip_coef < 1
+    assert_same_bits(weights, by_torch(clip_norm=0.05))
+
+
+def test_immediate():
+    """Without a norm nothing has to be known beforehand."""
+    weights, opt = fused()
+    assert opt.policy == "immediate"
+    assert_same_bits(weights, by_torch())
+
+
+def test_accumulated_together():
+    weights, _ = fused(micro_batches=2, clip_norm=0.05)
+    assert_same_bits(weights, by_torch(micro_batches=2, clip_norm=0.05))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_scaled_together(policy):
+    scale = lowmem.DynamicScale(init_scale=2.0**10, growth_interval=2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    weights, opt = fused(policy=policy, clip_norm=0.05, loss_scale=scale)
+    assert_same_bits(weights, by_torch(clip_norm=0.05, scaler=scaler))
+    assert opt.loss_scale == scaler.get_scale()
+
+
+def test_an_overflow_skips_every_rule():
+    net = Net()
+    opt = lowmem.FusedOptimizer(split(net), clip_norm=1.0)
+    before = [param.detach().clone() for param in net.parameters()]
+    net.two.bias.register_hook(lambda grad: grad * torch.inf)
+    opt.backward(net(batches()[0]))
+    assert opt.last_step.skipped
+    assert_same_bits(net.parameters(), before)
+
+
+def test_a_foreign_optimizer_beside_a_rule():
+    """Of the class's own bits, clipped with the rest; a rule of ours and two foreign ones of different settings."""
+    net, other = Net(), Net()
+    groups = split(net)
+    groups[1] |= {"rule": torch.optim.Adagrad, "foreach": False}
+    opt = lowmem.FusedOptimizer(groups, model=net, clip_norm=0.05, policy="deferred", compile=False)
+    matrices = [p for p in other.parameters() if p.ndim == 2]
+    vectors = [p for p in other.parameters() if p.ndim == 1]
+    peers = [
+        torch.optim.AdamW(matrices, lr=3e-2, weight_decay=0.1, foreach=False),
+        torch.optim.Adagrad(vectors, lr=5e-2, foreach=False),
+    ]
+    for rows in batches():
+        opt.backward(net(rows))
+        other(rows).backward()
+        torch.nn.utils.clip_grad_norm_(other.parameters(), 0.05, foreach=False)
+        for peer in peers:
+            peer.step()
+            peer.zero_grad()
+    assert_same_bits(net.parameters(), other.parameters())
+
+
+def test_what_a_group_does_not_set_is_its_own_rules_default():
+    net = Net()
+    matrices, vectors = (group["params"] for group in split(net))
+    groups = [{"params": matrices}, {"params": vectors, "rule": "lion", "rounding": "stochastic"}]
+    opt = lowmem.FusedOptimizer(groups, rule="adamw", lr=0.5, betas=(0.8, 0.9))
+    first, second = opt.param_groups
+    assert (first["rule"], first["lr"], first["betas"], first["rounding"]) == ("adamw", 0.5, (0.8, 0.9), "nearest")
+    lion = lowmem.rules.Lion.defaults
+    assert (second["rule"], second["lr"], second["betas"]) == ("lion", lion["lr"], lion["betas"])
+    assert second["rounding"] == "stochastic" and "eps" not in second
+
+
+def test_schedules_reach_every_group():
+    net = Net()
+    opt = lowmem.FusedOptimizer(split(net))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 0.5**step)
+    opt.backward(net(batches()[0]))
+    scheduler.step()
+    assert [group["lr"] for group in opt.param_groups] == [1.5e-2, 2.5e-2]
+
+
+def test_resumed_bit_for_bit():
+    net, other = Net(), Net()
+    opt = lowmem.FusedOptimizer(split(net), clip_norm=0.05)
+    for rows in batches()[:3]:
+        opt.backward(net(rows))
+    other.load_state_dict(net.state_dict())
+    resumed = lowmem.FusedOptimizer(split(other), clip_norm=0.05)
+    resumed.load_state_dict(opt.state_dict())
+    for rows in batches()[3:]:
+        opt.backward(net(rows))
+        resumed.backward(other(rows))
+    assert_same_bits(net.parameters(), other.parameters())
+
+
+def test_states_of_another_rule_are_refused():
+    net, other = Net(), Net()
+    opt = lowmem.FusedOptimizer(split(net))
+    opt.backward(net(batches()[0]))
+    groups = split(other)
+    groups[1]["rule"] = "lion"
+    with pytest.raises(CheckpointError, match="rule 'lomo' in group 1, this one 'lion'"):
+        lowmem.FusedOptimizer(groups).load_state_dict(opt.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rule": "lommo"}, "rule 'lommo' is unknown. Did you mean 'lomo'"),
+        ({"betas": (0.9, 0.9)}, "parameter group 1: rule 'lomo' has no hyperparameter 'betas'"),
+        ({"weight_decay": -1.0}, "parameter group 1: weight_decay=-1.0 is out of range"),
+        ({"rounding": "up"}, "parameter group 1: rounding 'up' is unknown"),
+        ({"state_storage": "int3"}, "parameter group 1: state_storage 'int3' is unknown"),
+    ],
+)
+def test_a_wrong_group_is_named(change, message):
+    net = Net()
+    groups = split(net)
+    groups[1] |= change
+    with pytest.raises(ConfigError, match=message):
+        lowmem.FusedOptimizer(groups)
+    assert not any(param._post_accumulate_grad_hooks for param in net.parameters())
+
+
+def test_groups_by_name():
+    """As trainers and YAML files give them: the first expression that is found in a name takes the parameter."""
+    groups = ({"match": r"bias$", "rule": "lomo", "lr": 5e-2}, {"match": "two", "weight_decay": 0.5})
+    config = lowmem.FusedConfig(rule="adamw", lr=3e-2, groups=groups)
+    net = Net()
+    opt = lowmem.FusedOptimizer.from_config(net.named_parameters(), config, model=net)
+    assert [(g["rule"], g["param_names"], g["lr"], g["weight_decay"]) for g in opt.param_groups] == [
+        ("adamw", ["one.weight"], 3e-2, 0.01),
+        ("lomo", ["one.bias", "two.bias"], 5e-2, 0.0),
+        ("adamw", ["two.weight"], 3e-2, 0.5),
+    ]
+    other = Net()
+    same = lowmem.FusedOptimizer(other.named_parameters(), rule="adamw", lr=3e-2, groups=groups)
+    assert [g["param_names"] for g in same.param_groups] == [g["param_names"] for g in opt.param_groups]
+    with pytest.raises(ConfigError, match="pass model.named_parameters()"):
+        lowmem.FusedOptimizer(other.parameters(), rule="adamw", groups=groups)
+    missing = lowmem.FusedConfig(groups=({"match": "norm"},))
+    with pytest.raises(ConfigError, match=r"groups\[0\]: match='norm' is found in no parameter's name"):
+        missing.param_groups(net.named_parameters())
+    with pytest.raises(ConfigError, match=r"groups\[0\]: .*regular expression"):
+        lowmem.FusedConfig(groups=({"match": "("},))
+    with pytest.raises(ConfigError, match=r"groups\[0\]: rule 'lomo' has no hyperparameter 'beta'"):
+        lowmem.FusedConfig(groups=({"match": "x", "rule": "lomo", "beta": 1},))
