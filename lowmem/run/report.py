@@ -88,9 +88,9 @@ def describe(config: RunConfig, trainer: Any) -> dict[str, str]:
     model, args, optimizer = trainer.model, trainer.args, trainer.optimizer
     sizes: dict[str, int] = {}  # rule and learning rate → parameters
     for group in optimizer.param_groups:
-        rule = group["rule"] if group["lr"] is None else f"{group['rule']}, lr {group['lr']:g}"
+        rule = group["rule"] + ("" if group.get("lr") is None else f", lr {group['lr']:g}")
         sizes[rule] = sizes.get(rule, 0) + sum(math.prod(shape_of(p)) for p in group["params"])
-    rules = "; ".join(f"{rule}: {_count(size)}" for rule, size in sizes.items()) if len(sizes) > 1 else rule
+    rules = "; ".join(f"{rule}: {_count(size)}" for rule, size in sizes.items()) if len(sizes) > 1 else "".join(sizes)
     states = "" if config.optimizer.state_storage == "float32" else f", states in {config.optimizer.state_storage}"
     compiled = ", compiled in the first step (up to a minute)" if optimizer.compiled else ""
     parameters = _count(sum(math.prod(shape_of(p)) for p in model.parameters()))
