@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Lint, type checks and the test suite, in an environment that it creates. Arguments are passed to pytest.
 #   scripts/test.sh           what every change has to pass
-#   scripts/test.sh --full    also the tests that are skipped unless LOWMEM_FULL=1 is set
+#   scripts/test.sh --full    every combination of options instead of every pair of them
 set -euo pipefail
 if [ "${1:-}" = --full ]; then
     export LOWMEM_FULL=1

@@ -41,10 +41,10 @@ def check_arguments(args: TrainingArguments, fused: FusedConfig) -> None:
         "max_grad_norm": ("clip_norm", fused.clip_norm),
     }
     for argument, (option, value) in both.items():
-        if value is not None and value != (given := getattr(args, argument)):
+        if value is not None and value != (setting := getattr(args, argument)):
             hint = " (its default is 1.0, and 0 does not clip)" if argument == "max_grad_norm" else ""
             raise ConfigError(
-                f"FusedConfig.{option}={value!r} contradicts {argument}={given!r}; in a trainer set {argument}{hint}"
+                f"FusedConfig.{option}={value!r} contradicts {argument}={setting!r}; in a trainer set {argument}{hint}"
             )
     if fused.replay == "forward":
         raise UnsupportedError(
