@@ -109,15 +109,14 @@ OPTIONS = {
     "adamw": {"betas": BETAS, "eps": one_of(0.0, 0.1), "weight_decay": one_of(0.0, 0.5)},
     "lion": {"betas": BETAS, "weight_decay": DECAYS},
 }
-# What they have beyond these: which dimensions are factored is drawn below, states in 16 bits are in the rules' own
-# tests, clipping_scale is refused, and show_dominant_parameters is about the log alone.
+# What they have beyond these: which dimensions are factored is drawn below, clipping_scale is refused, and
+# show_dominant_parameters is about the log alone. States in 16 bits: test_moments.py.
 ELSEWHERE = {
     "adafactor": {
         *("factored", "min_dim_size_to_factor", "factor_map", "logical_factor_rules", "param_logical_axes"),
         "dtype_momentum",
     },
-    "scaled_adam": {"clipping_scale", "state_storage", "show_dominant_parameters"},
-    **{rule: {"state_storage"} for rule in ("lans", "adamw", "lion")},
+    "scaled_adam": {"clipping_scale", "show_dominant_parameters"},
 }
 SHAPES = st.lists(st.integers(1, 9), max_size=4).map(tuple)
 

@@ -251,7 +251,6 @@ OUT_OF_RANGE = {
         "clipping_update_period": ("a whole number >= 1", [0, None]),
         "clip_update": ("True or False", [None]),
         "show_dominant_parameters": ("True or False", ["no"]),
-        "state_storage": ("bfloat16", ["half"]),
     },
     "lans": {
         "lr": ("a number >= 0", [-1.0]),
@@ -269,20 +268,17 @@ OUT_OF_RANGE = {
         "multi_precision": ("True or False", [None]),
         "aggregate_num": ("a whole number >= 1 and <= 45", [0, 46, 4.0]),
         "variant": ("'fused' or 'step'", ["jit"]),
-        "state_storage": ("bfloat16", ["fp8"]),
     },
     "adamw": {
         "lr": ("a number >= 0", [-1.0]),
         "betas": ("a number >= 0 and < 1", [(1.0, 0.9), (0.9, 1.0), (-0.1, 0.9), (0.9, None)]),
         "eps": ("a number >= 0", [-1e-8]),
         "weight_decay": ("a number >= 0", [-0.1]),
-        "state_storage": ("bfloat16", ["int8"]),
     },
     "lion": {
         "lr": ("a number >= 0", [-1.0]),
         "betas": ("a number >= 0 and < 1", [(1.0, 0.9), (0.9, 1.0)]),
         "weight_decay": ("a number >= 0", [-0.1]),
-        "state_storage": ("bfloat16", ["int8"]),
     },
 }
 # What these refuse depends on names and shapes: tests/rules/test_factor_rules.py.
@@ -296,6 +292,11 @@ BY_NAME = {"adafactor": {"factor_map", "logical_factor_rules", "param_logical_ax
         for rule, options in OUT_OF_RANGE.items()
         for option, (allowed, values) in options.items()
         for value in values
+    ]
+    + [
+        pytest.param(rule, "state_storage", value, "bfloat16", id=f"{rule}-state_storage-{value}")
+        for rule in TABLE
+        for value in ("half", "fp8", "int8", None)
     ],
 )
 def test_hyperparameter_out_of_range(rule, option, value, allowed):
@@ -349,13 +350,13 @@ def clean_table():
 
 
 def test_table_counts_every_kind_of_state(clean_table):
-    """Of a bfloat16 parameter: what is as large as it and in its own dtype, a float32 copy, a row."""
+    """Of a bfloat16 parameter: a state of its size in its own dtype, one in float32, and a row."""
 
     @lowmem.rules.register("keeper")
     class Keeper(lowmem.rules.Lomo):
         def spec(self, name, shape, hyper):
             spec = lowmem.rules.StateSpec
-            states = {"own": spec("full", None), "copy": spec("full", master=True), "row": spec("row", extra=(2,))}
+            states = {"stored": spec("full", "weight"), "float": spec("full"), "row": spec("row", extra=(2,))}
             return lowmem.rules.ParamSpec(View.matrix(len(shape)), states)
 
     (row,) = (row for row in lowmem.rules.table() if row.name == "keeper")
