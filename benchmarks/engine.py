@@ -7,7 +7,7 @@ from unittest import mock
 from torch import Tensor
 
 import lowmem
-from lowmem.optimizer import has_compiler
+from lowmem.step.updates import has_compiler
 from lowmem.placements import Ranks, release
 
 __all__ = ["has_compiler", "reduce_scatter_as_nccl", "release", "update_one"]

@@ -1,10 +1,7 @@
 """The fused optimizer: a `torch.optim.Optimizer` whose updates happen during backward."""
 
-import importlib.util
 import logging
-import os
-import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
@@ -14,7 +11,7 @@ from torch import Tensor, nn
 
 from lowmem import placements, rules
 from lowmem.errors import ConfigError, StepError, UnsupportedError, did_you_mean
-from lowmem.options import FusedConfig, check_hyper
+from lowmem.options import FusedConfig
 from lowmem.placements.record import ParamRecord, listed
 from lowmem.rules import UpdateRule
 from lowmem.step import state_dict as states
@@ -23,14 +20,10 @@ from lowmem.step.cycle import StepCycle
 from lowmem.step.loss_scaler import LossScaler
 from lowmem.step.policies import POLICIES, Needs, Policy, choose, repeatable, replay_of
 from lowmem.step.report import LastStep, Report
-from lowmem.step.updates import Updates, settle
-from lowmem.tiles import storage
+from lowmem.step.updates import Updates, decide_compilation, settle
 from lowmem.tiles.tile import CompiledTile
 
 logger = logging.getLogger(__name__)
-
-# With fewer trainable elements compilation takes longer than what it saves.
-COMPILE_FROM = 1 << 25
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -80,7 +73,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._records: dict[Tensor, ParamRecord] = {}
         self._complete = False  # the groups of the constructor are all added
         self._accumulating = False
-        groups = self._grouped(list(params))
+        groups = self.config.param_groups(params) if self.config.groups else list(params)
+        if not groups:
+            raise ConfigError("no parameters were given")
         try:
             super().__init__(groups, {})
             self.defaults = {**rules.resolve(rule).defaults, **self.config.given}
@@ -129,7 +124,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, checks its hyperparameters and hooks its trainable parameters."""
         where = f"parameter group {len(self.param_groups)}: "
-        rule, group = self._completed(param_group, where)
+        rule, group = self.config.complete(listed(param_group, first=len(self._records)), where)
+        rule = next((other for other in self._rules if other.name == rule.name), rule)
         placement = placements.find(self.config.placement, group["params"])
         if not self._records:
             self._placement = placement
@@ -161,33 +157,6 @@ class FusedOptimizer(torch.optim.Optimizer):
             self.param_groups.pop()
             self._rules.pop()
             raise
-
-    def _grouped(self, params: list[Any]) -> list[Any]:
-        """The parameters in the groups of the options, if those have any."""
-        if not params:
-            raise ConfigError("no parameters were given")
-        if not self.config.groups:
-            return params
-        if not all(isinstance(item, tuple) for item in params):
-            raise ConfigError(
-                "groups: parameters are grouped by their names, so pass model.named_parameters(), and not groups that have "
-                "options of their own"
-            )
-        return self.config.param_groups(params)
-
-    def _completed(self, param_group: dict[str, Any], where: str) -> tuple[UpdateRule, dict[str, Any]]:
-        """The rule of a group, and the group with a value for each of its hyperparameters."""
-        rule, default = rules.resolve(param_group.get("rule", self.config.rule)), rules.resolve(self.config.rule)
-        rule = next((other for other in self._rules if other.name == rule.name), rule)
-        shared = self.config.given if rule.name == default.name else {}
-        engine = {"rounding": self.config.rounding, "state_storage": self.config.state_storage}
-        group = {**rule.defaults, **shared, **engine, **listed(param_group, first=len(self._records))}
-        group["rule"] = rule.name
-        hyper = {key: value for key, value in group.items() if key not in ("params", *rules.ENGINE_KEYS)}
-        check_hyper(rule, hyper, where)
-        storage.check(f"{where}rounding", group["rounding"], storage.roundings())
-        storage.check(f"{where}state_storage", group["state_storage"], storage.state_storages())
-        return rule, group
 
     def _records_of(self, group: dict[str, Any], rule: UpdateRule) -> dict[Tensor, ParamRecord]:
         names = {record.name for record in self._records.values()}
@@ -432,22 +401,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._drop()
         self._cycle.reset(self._cycle.step)
 
-    # -- what there is to know ---------------------------------------------------------------------------------------
-
-    @property
-    def seed(self) -> int:
-        """Of stochastic rounding."""
-        return self._updates.seed
+    # -- reports -----------------------------------------------------------------------------------------------------
 
     @property
     def last_step(self) -> LastStep | None:
         """The report of the last step, None before the first one."""
         return self._report.last
-
-    @property
-    def clip_norm(self) -> float | None:
-        """The norm over all gradients is at most this."""
-        return self._clipping.norm
 
     @property
     def loss_scale(self) -> float | None:
@@ -541,27 +500,3 @@ def _refuse_loss(loss: Any) -> None:
         raise StepError(f"the loss is {what}; it must be a tensor of one element, as .mean() returns")
     if not loss.requires_grad:
         raise StepError("the loss has no graph: every parameter is frozen, or it was computed under no_grad")
-
-
-def decide_compilation(requested: bool | str, records: Collection[ParamRecord]) -> bool:
-    """Whether to compile: as requested, or with "auto" where it pays.
-
-    Raises:
-        ConfigError: it is True where there is no compiler.
-    """
-    if requested is False:
-        return False
-    devices = {record.param.device.type for record in records}
-    missing = next((device for device in devices if not has_compiler(device)), None)
-    if missing is not None:
-        if requested is True:
-            raise ConfigError(f"compile=True, but there is no compiler for {missing!r}; use compile=False")
-        return False
-    return requested is True or sum(r.span.held for r in records if r.param.requires_grad) >= COMPILE_FROM
-
-
-def has_compiler(device: str) -> bool:
-    """Whether torch.compile has what it needs for a type of device."""
-    if device == "cpu":
-        return any(shutil.which(name) for name in (os.environ.get("CXX", ""), "g++", "clang++", "c++") if name)
-    return importlib.util.find_spec("triton") is not None

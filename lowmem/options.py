@@ -21,6 +21,7 @@ Placement = Literal["auto", "local", "replicated", "zero3", "fsdp2"]
 
 # Keys of a parameter group that torch, its learning-rate schedulers or this package put there beside hyperparameters.
 GROUP_KEYS = {"params", "param_names", "name", "initial_lr", "max_lr", "min_lr", *rules.ENGINE_KEYS}
+_NO_HYPER = ("params", "match", *rules.ENGINE_KEYS)
 
 
 @dataclass(frozen=True)
@@ -140,12 +141,9 @@ class FusedConfig:
         if self.norm_type not in (2, math.inf):
             raise ConfigError(f"norm_type={self.norm_type!r} is neither 2 nor inf")
         initial_scale(self.loss_scale)
-        storage.check("rounding", self.rounding, storage.roundings())
-        storage.check("state_storage", self.state_storage, storage.state_storages())
-        rule = rules.resolve(self.rule)
-        check_hyper(rule, self.given)
+        self.complete({})
         for n, group in enumerate(self.groups):
-            self._check_group(rule, group, f"groups[{n}]: ")
+            self._check_group(group, f"groups[{n}]: ")
 
     @property
     def given(self) -> dict[str, Any]:
@@ -159,26 +157,49 @@ class FusedConfig:
         hyper = {name: value for name, value in options.items() if name not in names}
         return cls(rule=rule, **{name: options[name] for name in options.keys() & names}, hyper=hyper)
 
-    def param_groups(self, named: Iterable[tuple[str, Any]]) -> list[dict[str, Any]]:
+    def param_groups(self, params: Iterable[Any]) -> list[dict[str, Any]]:
         """(name, parameter) pairs in groups as `torch.optim` takes them: the default group first, then `groups`.
 
         Raises:
-            ConfigError: an expression matches no parameter.
+            ConfigError: a parameter has no name, or an expression matches no parameter.
         """
-        default: dict[str, Any] = {"params": []}
-        matched = [{key: value for key, value in group.items() if key != "match"} for group in self.groups]
-        for group in matched:
-            group["params"] = []
-        for name, param in named:
-            first = next((n for n, group in enumerate(self.groups) if re.search(group["match"], name)), None)
-            (default if first is None else matched[first])["params"].append((name, param))
-        for n, group in enumerate(matched):
-            if not group["params"]:
+        params = list(params)
+        if not all(isinstance(item, tuple) for item in params):
+            raise ConfigError(
+                "groups: parameters are grouped by their names, so pass model.named_parameters(), and not groups that "
+                "have options of their own"
+            )
+        members: list[list[Any]] = [[] for _ in (None, *self.groups)]
+        for name, param in params:
+            matches = (n for n, group in enumerate(self.groups, start=1) if re.search(group["match"], name))
+            members[next(matches, 0)].append((name, param))
+        for n, group in enumerate(self.groups):
+            if not members[n + 1]:
                 raise ConfigError(
-                    f"groups[{n}]: match={self.groups[n]['match']!r} is found in no parameter's name that an earlier "
-                    "group does not take"
+                    f"groups[{n}]: match={group['match']!r} is found in no parameter's name that an earlier group does "
+                    "not take"
                 )
-        return [group for group in (default, *matched) if group["params"]]
+        options: Iterable[dict[str, Any]] = (
+            {},
+            *({key: value for key, value in group.items() if key != "match"} for group in self.groups),
+        )
+        return [{**group, "params": named} for group, named in zip(options, members, strict=True) if named]
+
+    def complete(self, group: Mapping[str, Any], place: str = "") -> tuple[UpdateRule, dict[str, Any]]:
+        """The rule of a parameter group, and the group with a value for every option that it may have.
+
+        Raises:
+            ConfigError: an option that does not exist, or that is out of range.
+        """
+        default = rules.resolve(self.rule)
+        rule = rules.resolve(group.get("rule", self.rule))
+        shared = self.given if rule.name == default.name else {}
+        engine = {"rounding": self.rounding, "state_storage": self.state_storage}
+        complete = {**rule.defaults, **shared, **engine, **group, "rule": rule.name}
+        check_hyper(rule, {key: value for key, value in complete.items() if key not in _NO_HYPER}, place)
+        storage.check(f"{place}rounding", complete["rounding"], storage.roundings())
+        storage.check(f"{place}state_storage", complete["state_storage"], storage.state_storages())
+        return rule, complete
 
     def _check_choices(self) -> None:
         for option, choices in (
@@ -218,20 +239,14 @@ class FusedConfig:
         if self.policy == "auto" and self.replay != "auto" and self.store is not None:
             raise ConfigError("replay is of policy 'two_pass' and store of 'deferred'; set only one of them")
 
-    def _check_group(self, default: UpdateRule, group: Mapping[str, Any], place: str) -> None:
+    def _check_group(self, group: Mapping[str, Any], place: str) -> None:
         if not isinstance(group, Mapping) or not isinstance(group.get("match"), str):
             raise ConfigError(f"{place}a group is a mapping with a regular expression under 'match'; found {group!r}")
         try:
             re.compile(group["match"])
         except re.error as error:
             raise ConfigError(f"{place}match={group['match']!r} is not a regular expression: {error}") from None
-        rule = rules.resolve(group["rule"]) if "rule" in group else default
-        hyper = {key: value for key, value in group.items() if key not in ("match", *rules.ENGINE_KEYS)}
-        check_hyper(rule, hyper, place)
-        if "rounding" in group:
-            storage.check(f"{place}rounding", group["rounding"], storage.roundings())
-        if "state_storage" in group:
-            storage.check(f"{place}state_storage", group["state_storage"], storage.state_storages())
+        self.complete(group, place)
 
 
 def check_hyper(rule: UpdateRule, hyper: Mapping[str, Any], place: str = "") -> None:

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lowmem
 from lowmem.placements.record import ParamRecord
+from lowmem.rules import Lomo
 from lowmem.step.offload import Host
 from lowmem.tiles.layout import Span
 
@@ -130,7 +131,10 @@ ELEMENTS = 10_000
 
 def slots_of(count):
     params = [torch.nn.Parameter(torch.zeros(ELEMENTS, device="gpu")) for _ in range(count)]
-    return [ParamRecord(f"p{n}", param, {}, Span((ELEMENTS,), 0, ELEMENTS, ELEMENTS)) for n, param in enumerate(params)]
+    return [
+        ParamRecord(f"p{n}", param, {}, Lomo(), Span((ELEMENTS,), 0, ELEMENTS, ELEMENTS))
+        for n, param in enumerate(params)
+    ]
 
 
 def gradient():

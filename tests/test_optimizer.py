@@ -256,7 +256,7 @@ def test_config_builds():
     params = [torch.nn.Parameter(torch.zeros(2))]
     opt = lowmem.FusedOptimizer.from_config(params, config, lr=0.2, weight_decay=0.1)
     assert opt.config == dataclasses.replace(config, lr=0.2)
-    assert (opt._clipping.value, opt.param_groups[0]["rounding"], opt.seed) == (0.5, "stochastic", 7)
+    assert (opt._clipping.value, opt.param_groups[0]["rounding"], opt._updates.seed) == (0.5, "stochastic", 7)
     assert (opt.param_groups[0]["lr"], opt.param_groups[0]["weight_decay"]) == (0.2, 0.3)
 
 
@@ -530,8 +530,8 @@ def test_parameter_that_cannot_be_seen_as_a_matrix():
 )
 def test_compile_setting(wanted, compiler, large, compiled, monkeypatch):
     """`auto` compiles where there is a compiler and enough to win; what was asked for and cannot be raises."""
-    monkeypatch.setattr(lowmem.optimizer, "has_compiler", lambda device: compiler)
-    monkeypatch.setattr(lowmem.optimizer, "COMPILE_FROM", 10 if large else 1000)
+    monkeypatch.setattr(lowmem.step.updates, "has_compiler", lambda device: compiler)
+    monkeypatch.setattr(lowmem.step.updates, "COMPILE_FROM", 10 if large else 1000)
     param = torch.nn.Parameter(torch.zeros(100))
     if compiled is ConfigError:
         with pytest.raises(ConfigError, match="there is no compiler for 'cpu'; use compile=False"):

@@ -126,10 +126,10 @@ def check_optimizer(optimizer: Any, args: TrainingArguments) -> None:
             f"optimizers=({type(optimizer).__name__}, ...): a fused trainer needs a FusedOptimizer; name the class in "
             "fused=FusedConfig(rule=...) instead"
         )
-    if (args.max_grad_norm or None) != optimizer.clip_norm:
+    if (args.max_grad_norm or None) != optimizer.config.clip_norm:
         raise ConfigError(
-            f"max_grad_norm={args.max_grad_norm}, but the optimizer has clip_norm={optimizer.clip_norm}; set both to "
-            "the same (0 and None do not clip)"
+            f"max_grad_norm={args.max_grad_norm}, but the optimizer has clip_norm={optimizer.config.clip_norm}; set "
+            "both to the same (0 and None do not clip)"
         )
     if args.fp16 and optimizer.loss_scale is None:
         raise ConfigError('fp16=True, but the optimizer has no loss scale; create it with loss_scale="dynamic"')

@@ -1,5 +1,6 @@
 """What a placement is: a shard of each parameter on this rank, and a reducer that brings the gradient there."""
 
+import sys
 from collections.abc import Collection, Iterator, Sequence
 from typing import ClassVar
 
@@ -122,6 +123,17 @@ class Placement:
         Raises:
             UnsupportedError: something else updates them, or the model is needed and was not passed.
         """
+        if "torch.distributed.fsdp" not in sys.modules:
+            return
+        # torch 2.13, distributed/_composable_state.py: the modules that fully_shard has sharded
+        from torch.distributed._composable_state import _module_state_mapping
+
+        params = {record.param for record in records}
+        if any(not params.isdisjoint(module.parameters()) for module in list(_module_state_mapping)):
+            raise UnsupportedError(
+                "the model is sharded by fully_shard, and a forward without a backward left these parameters gathered. "
+                "Call reshard() on every FSDPModule before model.named_parameters()"
+            )
 
     def leaves(self, params: Sequence[Tensor]) -> Sequence[Tensor] | None:
         """What a measuring backward computes gradients of: these parameters and no other leaf, or None for all."""

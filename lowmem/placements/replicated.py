@@ -140,6 +140,7 @@ class Replicated(Placement):
         wrapper = torch.nn.parallel.DistributedDataParallel
         if model is not None and any(isinstance(module, wrapper) for module in model.modules()):
             raise UnsupportedError(_WRAPPED)
+        super().adopt(records, model)
         with torch.no_grad():
             for record in records:
                 dist.broadcast(record.param.detach(), src=0)

@@ -1,11 +1,15 @@
 """From reduced gradients to sweeps: a large parameter by itself, small ones in stacks."""
 
-from collections.abc import Iterable, MutableMapping, Sequence
+import importlib.util
+import os
+import shutil
+from collections.abc import Collection, Iterable, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lowmem.errors import ConfigError
 from lowmem.placements import Placement
 from lowmem.placements.base import Shard
 from lowmem.placements.record import ParamRecord
@@ -15,6 +19,9 @@ from lowmem.step.cycle import StepCycle
 from lowmem.tiles.layout import Layout, Span
 from lowmem.tiles.storage import Held, Nearest, Storage, noise_key, of_state, of_weight
 from lowmem.tiles.sweep import Sweep, begin_storage
+
+# With fewer trainable elements compilation takes longer than what it saves.
+COMPILE_FROM = 1 << 25
 
 # Elements up to which a parameter is small: launching its update takes longer than the update. Small parameters are
 # never compiled, so that alone or in a stack they get the same bits, and torch sums so few elements in one order only.
@@ -251,3 +258,27 @@ def grouped_span(span: Span, group: int) -> Span:
 
 def _grouped(shape: Sequence[int], group: int) -> tuple[int, ...]:
     return tuple(shape) if group == 1 else (*shape[:-1], shape[-1] // group)
+
+
+def decide_compilation(requested: bool | str, records: Collection[ParamRecord]) -> bool:
+    """Whether to compile: as requested, or with "auto" where it pays.
+
+    Raises:
+        ConfigError: it is True where there is no compiler.
+    """
+    if requested is False:
+        return False
+    devices = {record.param.device.type for record in records}
+    missing = next((device for device in devices if not has_compiler(device)), None)
+    if missing is not None:
+        if requested is True:
+            raise ConfigError(f"compile=True, but there is no compiler for {missing!r}; use compile=False")
+        return False
+    return requested is True or sum(r.span.held for r in records if r.param.requires_grad) >= COMPILE_FROM
+
+
+def has_compiler(device: str) -> bool:
+    """Whether torch.compile has what it needs for a type of device."""
+    if device == "cpu":
+        return any(shutil.which(name) for name in (os.environ.get("CXX", ""), "g++", "clang++", "c++") if name)
+    return importlib.util.find_spec("triton") is not None

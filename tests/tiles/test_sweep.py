@@ -146,7 +146,7 @@ def test_not_finite_leaves_everything_untouched(rule, rounding_name, shape, bad)
 # -- compiled ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not lowmem.optimizer.has_compiler("cpu"), reason="no C++ compiler")
+@pytest.mark.skipif(not lowmem.step.updates.has_compiler("cpu"), reason="no C++ compiler")
 @pytest.mark.parametrize(
     ("rule", "rounding_name", "shape"),
     pairwise(RULES, ROUNDINGS, [(2500,), (70, 48), (3, 67, 30), (31, 50), (300,)]),
