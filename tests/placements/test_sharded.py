@@ -37,6 +37,11 @@ POLICIES = {
     "largest element": {"clip_norm": 0.05, "norm_type": float("inf"), "clip_value": 0.1},
     "its own clipping": {"rule": "scaled_adam", "clipping_scale": 0.8, "clipping_update_period": 3},
     "not batched": {"rule": "adamw", "batching": False},
+    "several rules": {
+        "rule": "adamw",
+        "groups": ({"match": "bias|gain|one", "rule": "lomo", "lr": 1e-2},),
+        "clip_norm": 0.5,
+    },
 }
 
 
