@@ -5,7 +5,8 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, NamedTuple, NotRequired
 
-from pydantic import BeforeValidator, ConfigDict, ValidationError
+from pydantic import BeforeValidator, ConfigDict, ValidationError, with_config
+from pydantic.config import ExtraValues
 from pydantic_core import ErrorDetails
 from typing_extensions import TypedDict  # Python before 3.12 has one that pydantic refuses
 
@@ -14,28 +15,22 @@ from lowmem.errors import did_you_mean
 STRICT = ConfigDict(extra="forbid", strict=True, use_enum_values=True)
 
 
-def _whole(value: Any) -> Any:
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-Whole = Annotated[int, BeforeValidator(_whole)]
+Whole = Annotated[int, BeforeValidator(lambda v: int(v) if isinstance(v, float) and v.is_integer() else v)]
 """An integer, which may be written `1e3`."""
 
 
-def mapping(required: Mapping[str, Any], optional: Mapping[str, Any]) -> Any:
+def mapping(required: Mapping[str, Any], optional: Mapping[str, Any], extra: ExtraValues = "forbid") -> Any:
     """The type of a dictionary with these keys."""
     types = {**required, **{key: NotRequired[optional[key]] for key in optional}}
-    return TypedDict("mapping", types)  # type: ignore[operator]
+    return with_config(STRICT | {"extra": extra})(TypedDict("mapping", types))  # type: ignore[operator, typeddict-item]
 
 
 class Problem(NamedTuple):
     """What is wrong at one place of a value."""
 
     path: tuple[Any, ...]
-    kind: str
-    """pydantic's name for the type of error."""
-    text: str
-    """As in "should be a valid number or 'dynamic', found true.", or the message of a validator."""
+    kind: str  # pydantic's name for the type of error
+    text: str  # as in "should be a valid number or 'dynamic', found true.", or the message of a validator
 
 
 def problems(error: ValidationError, value: Any) -> list[Problem]:

@@ -1,7 +1,7 @@
 """The configuration of a run: a YAML file is read, overridden, checked against types, and written back."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from enum import EnumType
 from pathlib import Path
@@ -20,10 +20,8 @@ from lowmem.run.checks import STRICT, Problem, Whole, mapping, problems
 from lowmem.run.data import DataConfig
 from lowmem.run.source import Key, Source, dump, located
 
-# Keys that are not set where they stand: what to write instead. Those of `trainer` are fields of SFTConfig that another
-# section sets, or that a run of this package can't honour.
+# What to write instead of keys that another section sets, or that a run of this package can't honour.
 ELSEWHERE = {
-    "optimizer.seed": "set seed, at the top of the file",
     "optimizer.placement": "it follows from trainer.deepspeed, trainer.fsdp and the launcher",
     "optimizer.hyper": "write the hyperparameters beside the other options of the optimizer",
     "trainer.learning_rate": "set optimizer.lr",
@@ -32,17 +30,14 @@ ELSEWHERE = {
     "trainer.optim": "set optimizer.rule",
     "trainer.optim_args": "set optimizer.rule and, beside it, its hyperparameters",
     "trainer.optim_target_modules": "every parameter is trained; set optimizer.groups for several rules",
-    "trainer.adam_beta1": "set optimizer.betas, where the rule has it",
-    "trainer.adam_beta2": "set optimizer.betas, where the rule has it",
+    **dict.fromkeys(("trainer.adam_beta1", "trainer.adam_beta2"), "set optimizer.betas, where the rule has it"),
     "trainer.adam_epsilon": "set optimizer.eps, where the rule has it",
     "trainer.output_dir": "set run_dir",
-    "trainer.seed": "set seed, at the top of the file",
-    "trainer.data_seed": "set seed, at the top of the file",
+    **dict.fromkeys(("optimizer.seed", "trainer.seed", "trainer.data_seed"), "set seed, at the top of the file"),
     "trainer.max_length": "set data.max_length",
     "trainer.packing": "set data.packing",
     "trainer.packing_strategy": "set data.packing; the kind of data decides how samples are packed",
-    "trainer.completion_only_loss": "set data.answer_only",
-    "trainer.assistant_only_loss": "set data.answer_only",
+    **dict.fromkeys(("trainer.completion_only_loss", "trainer.assistant_only_loss"), "set data.answer_only"),
     "trainer.dataset_text_field": "set data.columns, as in {text: body}",
     "trainer.dataset_num_proc": "set data.workers",
     "trainer.model_init_kwargs": "set model.dtype and model.attention",
@@ -54,10 +49,6 @@ ELSEWHERE = {
     "trainer.parallelism_config": "set deepspeed, or fsdp and fsdp_config",
     "trainer.hub_token": "set the environment variable HF_TOKEN: this file is copied into run_dir",
 }
-
-
-def _mapping(required: Mapping[str, Any], optional: Mapping[str, Any]) -> Any:
-    return pydantic.with_config(STRICT)(mapping(required, optional))
 
 
 def _read_json(path: str) -> dict[str, Any]:
@@ -73,26 +64,17 @@ def _read_json(path: str) -> dict[str, Any]:
 
 _JSON_FILE = Annotated[str, AfterValidator(_read_json)]
 
-# Fields of SFTConfig that allow less here than there.
+# Fields of SFTConfig that allow less here than there. The keys of checkpointing are those of transformers, of TRL
+# (selective) and of torch.utils.checkpoint.
+_SWITCHES = ("offload", "selective", "use_reentrant", "preserve_rng_state")
+_RECOMPUTING = dict.fromkeys(_SWITCHES, bool) | {"every_n_layers": int, "determinism_check": Literal["default", "none"]}
 NARROWED: dict[str, Any] = {
     "fsdp": bool,
     "deepspeed": dict[str, Any] | _JSON_FILE | None,
     "fsdp_config": dict[str, Any] | _JSON_FILE | None,
     "loss_type": Literal["nll", "dft"],
     "activation_checkpointing": bool,
-    # Keys of transformers, of TRL (selective) and of torch.utils.checkpoint.
-    "activation_checkpointing_kwargs": _mapping(
-        {},
-        {
-            "every_n_layers": int,
-            "offload": bool,
-            "selective": bool,
-            "use_reentrant": bool,
-            "preserve_rng_state": bool,
-            "determinism_check": Literal["default", "none"],
-        },
-    )
-    | None,
+    "activation_checkpointing_kwargs": mapping({}, _RECOMPUTING) | None,
 }
 
 
@@ -153,7 +135,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         source.override(override)
     types = get_type_hints(RunConfig, include_extras=True) | {"optimizer": _optimizer_types(source)}
     optional = {"seed": types.pop("seed"), "trainer": _trainer_types()}
-    values = _check(_mapping(types, optional), (), source)
+    values = _check(mapping(types, optional), (), source.data, source)
     if values["model"].config is not None:
         _check_model(values["model"].config, source)
     hyper = values.pop("optimizer")
@@ -171,26 +153,21 @@ def save(config: RunConfig, path: str | Path) -> None:
     write_file(Path(path), dump(asdict(config) | {"optimizer": optimizer}).encode())
 
 
-# --- Types --------------------------------------------------------------------------------------------------------
-
-
 def _optimizer_types(source: Source) -> Any:
     """The options of `FusedConfig`, and beside them the hyperparameters of the rule."""
     raw = source.data.get("optimizer")
     if not isinstance(raw, dict):
         return dict[str, Any]
-    rule = raw.get("rule", FusedConfig.rule)
-    groups = []
+    rule, groups = raw.get("rule", FusedConfig.rule), []
     for index, group in enumerate(raw["groups"] if isinstance(raw.get("groups"), list) else ()):
-        if isinstance(group, dict) and "rule" in group:
-            types = _hyperparameters(group["rule"], source.at(("optimizer", "groups", index, "rule")))
-        else:
-            types = _hyperparameters(rule, source.at(("optimizer", "rule")))
-        groups.append(_mapping({"match": str}, types | dict.fromkeys(ENGINE_KEYS, str) | {"lr": float}))
+        own = isinstance(group, dict) and "rule" in group
+        key = ("optimizer", "groups", index, "rule") if own else ("optimizer", "rule")
+        types = _hyperparameters(group["rule"] if own else rule, source.at(key))
+        groups.append(mapping({"match": str}, types | dict.fromkeys(ENGINE_KEYS, str) | {"lr": float}))
     types = _hyperparameters(rule, source.at(("optimizer", "rule"))) | get_type_hints(FusedConfig, include_extras=True)
     types |= {"rule": str, "groups": tuple[tuple(groups)]}  # type: ignore[misc]
     optional = {name: types[name] for name in types if name != "lr" and f"optimizer.{name}" not in ELSEWHERE}
-    return _mapping({"lr": Annotated[float, Field(gt=0, allow_inf_nan=False)]}, optional)
+    return mapping({"lr": Annotated[float, Field(gt=0, allow_inf_nan=False)]}, optional)
 
 
 def _hyperparameters(rule: Any, place: str) -> dict[str, Any]:
@@ -214,7 +191,7 @@ def _trainer_types() -> Any:
     from trl import SFTConfig
 
     types = {name: _adapted(hint) for name, hint in get_type_hints(SFTConfig).items()} | NARROWED
-    return _mapping({}, {name: types[name] for name in types if f"trainer.{name}" not in ELSEWHERE})
+    return mapping({}, {name: types[name] for name in types if f"trainer.{name}" not in ELSEWHERE})
 
 
 def _adapted(hint: Any) -> Any:
@@ -231,24 +208,23 @@ def _check_model(raw: dict[str, Any], source: Source) -> None:
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING
 
-    key = ("model", "config")
-    kind = raw.get("model_type")
+    key, kind = ("model", "config"), raw.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         hint = did_you_mean(str(kind), CONFIG_MAPPING.keys())
         raise ConfigError(f"{source.at((*key, 'model_type'))}: model.config.model_type {kind!r} is unknown.{hint}")
     cls = CONFIG_MAPPING[kind]
     rope = {"rope_theta", "rope_scaling", "partial_rotary_factor"}  # become part of rope_parameters
     known = {"model_type", *rope, *cls.attribute_map, *(f.name for f in fields(cls) if f.init)} - {"dtype"}
-    _check(_mapping({}, dict.fromkeys(known, Any)), key, source)
+    _check(mapping({}, dict.fromkeys(known, Any)), key, raw, source)
     try:
         cls(**{name: value for name, value in raw.items() if name != "model_type"})
     except (StrictDataclassError, TypeError, ValueError) as error:
         raise ConfigError(f"{source.around(key)}: model.config can't make a {kind} model: {error}") from error
 
 
-def _check(types: Any, key: Key, source: Source) -> Any:
-    """The values at `key` as `types` has them: mappings become dataclasses, lists tuples."""
-    text = json.dumps(source.value(key))
+def _check(types: Any, key: Key, value: Any, source: Source) -> Any:
+    """The value at `key` as `types` has it: mappings become dataclasses, lists tuples."""
+    text = json.dumps(value)
     try:
         return TypeAdapter(types).validate_json(text)
     except ValidationError as error:

@@ -1,19 +1,16 @@
-"""Prepares data for TRL's SFT trainer, with exact labels. It only does what TRL and datasets don't do themselves.
+"""Prepares data for TRL's SFT trainer with exact labels, and does only what TRL and datasets don't do themselves.
 
-The order of use:
-
-    train, held_out = load(config)                   # read, recognise, check every record, convert
-    train = for_tokenizer(train, config, tokenizer)  # check the chat template; label turns where TRL can't
-    trainer = SFTTrainer(model, SFTConfig(**sft_arguments(config, train)), train_dataset=train, ...)
-    counts = check_tokenized(trainer.train_dataset, train, config)  # counts what is left
+`load` reads and checks the records, `for_tokenizer` labels them, `sft_arguments` are arguments of the trainer, and
+`check_tokenized` counts what the trainer tokenized.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, groupby
+from itertools import accumulate, compress, groupby
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
+import numpy as np
 import pydantic
 from pydantic import Field
 
@@ -30,30 +27,20 @@ if TYPE_CHECKING:
 class DataConfig:
     """The `data:` section of a configuration."""
 
+    # a .jsonl, .json, .csv, .parquet or .txt file, a directory of them, or a Hub name: `org/name[:config]`
     path: Annotated[str, Field(min_length=1)]
-    """A .jsonl, .json, .csv, .parquet or .txt file, a directory of them, or a Hub name: `org/name[:config]`."""
     kind: Literal["auto", "messages", "prompt_completion", "instruction", "sharegpt", "text"] = "auto"
-    split: str = "train"
-    """The split of `path`, if that is a Hub name."""
-    columns: dict[FieldName, str] = field(default_factory=dict)
-    """Names of fields in the data, by the name that they have here, as in `{instruction: question, output: answer}`."""
-    max_samples: Annotated[Whole, Field(ge=1)] | None = None
-    """Use only this many records, the first of `path`."""
-    eval_path: str | None = None
-    """Held-out data, as `path`."""
-    eval_split: str = "test"
-    """The split of `eval_path`, if that is a Hub name."""
-    eval_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Without `eval_path`: the share of `path` that is held out, chosen by `seed`."""
+    split: str = "train"  # of `path`, if that is a Hub name
+    columns: dict[FieldName, str] = field(default_factory=dict)  # field → its name in the data: `{output: answer}`
+    max_samples: Annotated[Whole, Field(ge=1)] | None = None  # use only this many records, the first of `path`
+    eval_path: str | None = None  # held-out data, as `path`
+    eval_split: str = "test"  # of `eval_path`, if that is a Hub name
+    eval_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0  # the share of `path` that is held out, chosen by `seed`
     seed: Annotated[Whole, Field(ge=0)] = 0
-    max_length: Annotated[Whole, Field(ge=2)] = 1024
-    """Tokens per sample. A longer chat is cut at its end; packed text is split and loses nothing."""
-    packing: bool = False
-    """Put several samples into one row of `max_length` tokens; they don't attend to each other."""
-    answer_only: bool | None = None
-    """Loss on the answers alone (None: if there are answers) or on every token (False)."""
-    workers: Annotated[Whole, Field(ge=1)] | None = None
-    """Processes that tokenize; None uses this process."""
+    max_length: Annotated[Whole, Field(ge=2)] = 1024  # tokens; a longer chat is cut at its end, packed text is split
+    packing: bool = False  # put several samples, which don't attend to each other, into one row of `max_length` tokens
+    answer_only: bool | None = None  # loss on answers alone (None: if there are answers) or on every token (False)
+    workers: Annotated[Whole, Field(ge=1)] | None = None  # processes that tokenize; None uses this process
 
     def __post_init__(self) -> None:
         if self.eval_path and self.eval_fraction:
@@ -75,12 +62,9 @@ class TokenCounts:
     samples: int
     tokens: int
     trained_tokens: int
-    dropped: tuple[str, ...]
-    """`source` of the samples that TRL dropped because no answer token lies within max_length (empty if packed)."""
-    at_max_length: int
-    """Samples of length max_length: nearly all of them were cut (packed text: split, nothing is lost)."""
-    without_target: int
-    """Samples without a target, which add nothing to the loss: packed with others, or a single token long."""
+    dropped: tuple[str, ...]  # `source` of samples that TRL dropped: no answer token within max_length (not if packed)
+    at_max_length: int  # samples of length max_length, nearly all of which were cut (packed text: split)
+    without_target: int  # samples that add nothing to the loss: packed with others, or a single token long
 
 
 def load(config: DataConfig) -> tuple["Dataset", "Dataset | None"]:
@@ -130,16 +114,14 @@ def for_tokenizer(dataset: "Dataset", config: DataConfig, tokenizer: "PreTrained
     """Makes sure that the trainer takes the loss on exactly the answers, with this tokenizer.
 
     TRL finds the answers of `messages` if the chat template has `{% generation %}` around them. For other templates
-    the rows are returned tokenized, with `input_ids` and `labels`: an answer is what the template adds to the prompt
-    before it. That is exact if a longer chat begins as the shorter one does, which is checked for each row. A template
-    that TRL knows is replaced, for training, by TRL's variant of it, as TRL does too. Every sequence of roles in the
-    data is first rendered with placeholder text.
+    the rows are returned with `input_ids` and `labels`, where an answer is what the template adds to the prompt before
+    it; each row is checked to begin as its shorter chats do. A template that TRL knows is replaced by TRL's variant.
 
     Raises:
         DataError: the tokenizer has no chat template or no end token, or the template refuses a sequence of roles,
             drops an answer, or rewrites earlier turns.
     """
-    if not _is_chat(dataset):
+    if "messages" not in dataset.column_names and isinstance(dataset[0].get("prompt", ""), str):
         if tokenizer.eos_token is None:
             raise DataError("The tokenizer has no end-of-text token, so no text would ever end. Set its eos_token.")
         return dataset
@@ -150,17 +132,16 @@ def for_tokenizer(dataset: "Dataset", config: DataConfig, tokenizer: "PreTrained
         )
     masked = config.answer_only is not False and "messages" in dataset.column_names
     template, by_turns = _training_template(tokenizer) if masked else (None, False)
-    for roles, source in _role_sequences(dataset).items():
+    sources: dict[tuple[str, ...], str] = {}  # of the first row with each sequence of roles
+    for row in dataset:
+        messages = row["messages"] if "messages" in row else row["prompt"] + row["completion"]
+        sources.setdefault(tuple(message["role"] for message in messages), row["source"])
+    for roles, source in sources.items():
         _try_roles(roles, source, tokenizer, template, masked and not by_turns)
     if not by_turns:
         return dataset
-    return dataset.map(
-        _answer_labels,
-        fn_kwargs={"tokenizer": tokenizer, "template": template},
-        remove_columns="messages",
-        num_proc=config.workers,
-        desc="Labelling the answers",
-    )
+    options = {"remove_columns": "messages", "num_proc": config.workers, "desc": "Labelling the answers"}
+    return dataset.map(_answer_labels, fn_kwargs={"tokenizer": tokenizer, "template": template}, **options)
 
 
 def sft_arguments(config: DataConfig, dataset: "Dataset") -> dict[str, Any]:
@@ -183,7 +164,6 @@ def check_tokenized(tokenized: "Dataset", loaded: "Dataset", config: DataConfig)
         DataError: no sample is left, or the loss is on no token.
     """
     import pyarrow.compute as pc  # type: ignore[import-untyped]
-    import torch
 
     advice = "Raise data.max_length, or check the data with `lowmem inspect`."
     if len(tokenized) == 0:
@@ -193,14 +173,14 @@ def check_tokenized(tokenized: "Dataset", loaded: "Dataset", config: DataConfig)
         labels = batch["labels"].combine_chunks()
         packed = "seq_lengths" in batch.column_names
         counts = batch["seq_lengths"].combine_chunks().flatten() if packed else pc.list_value_length(labels)
-        lengths = torch.tensor(counts.to_numpy()).long()
-        ends = lengths.cumsum(0)
-        is_target = torch.tensor(labels.flatten().to_numpy()) != -100
-        is_target[(ends - lengths)[lengths > 0]] = False  # nothing comes before the first token of a sample
-        running = torch.cat([torch.zeros(1, dtype=torch.long), is_target.cumsum(0)])
-        all_lengths.append(lengths)
-        all_targets.append(running[ends] - running[ends - lengths])
-    lengths, targets = torch.cat(all_lengths), torch.cat(all_targets)
+        length = counts.to_numpy()
+        ends = length.cumsum()
+        is_target = labels.flatten().to_numpy() != -100
+        is_target[(ends - length)[length > 0]] = False  # nothing comes before the first token of a sample
+        running = np.concatenate([[0], is_target.cumsum()])
+        all_lengths.append(length)
+        all_targets.append(running[ends] - running[ends - length])
+    lengths, targets = np.concatenate(all_lengths), np.concatenate(all_targets)
     samples, tokens, trained = len(lengths), int(lengths.sum()), int(targets.sum())
     if trained == 0:
         raise DataError(f"All {tokens} tokens of the {samples} samples are masked, so there is no loss. {advice}")
@@ -222,9 +202,6 @@ def segments(example: Mapping[str, Any], tokenizer: "PreTrainedTokenizerBase") -
     return [Segment(tokenizer.decode(ids), state, len(ids)) for state, ids in runs]
 
 
-# ---------------------------------------------------------------------------------------------- chat templates
-
-
 def _training_template(tokenizer: "PreTrainedTokenizerBase") -> tuple[str | None, bool]:
     """The template with which TRL renders training chats (None: the tokenizer's), and whether to label turn by turn.
 
@@ -239,26 +216,12 @@ def _training_template(tokenizer: "PreTrainedTokenizerBase") -> tuple[str | None
         template = get_training_chat_template(tokenizer)
     except ValueError:
         return None, True
-    return template, not tokenizer.is_fast or _keeps_turns(tokenizer, template)
-
-
-def _keeps_turns(tokenizer: "PreTrainedTokenizerBase", template: str | None) -> bool:
-    """Whether a longer chat begins as the shorter one does, so that answers can be labelled turn by turn."""
     chat = [{"role": role, "content": f"some {role} text"} for role in ("user", "assistant", "user", "assistant")]
     try:
         _answer_labels({"messages": chat, "source": "a test chat"}, tokenizer, template)
     except DataError:
-        return False
-    return True
-
-
-def _role_sequences(dataset: "Dataset") -> dict[tuple[str, ...], str]:
-    """Every sequence of roles in the data, with the source of its first row."""
-    sequences: dict[tuple[str, ...], str] = {}
-    for row in dataset:
-        messages = row["messages"] if "messages" in row else row["prompt"] + row["completion"]
-        sequences.setdefault(tuple(message["role"] for message in messages), row["source"])
-    return sequences
+        return template, not tokenizer.is_fast
+    return template, True
 
 
 def _try_roles(
@@ -268,9 +231,8 @@ def _try_roles(
     words = [f"word{number}word" for number in range(len(roles))]
     messages = [{"role": role, "content": word} for role, word in zip(roles, words, strict=True)]
     rendered = _render(messages, source, tokenizer, chat_template=template, return_assistant_tokens_mask=masked)
-    mask = rendered["assistant_masks"] if masked else [1] * len(rendered["input_ids"])
-    pairs = list(zip(rendered["input_ids"], mask, strict=True))
-    trained = tokenizer.decode([token for token, bit in pairs if bit])
+    ids = rendered["input_ids"]
+    trained = tokenizer.decode(list(compress(ids, rendered["assistant_masks"])) if masked else ids)
     for role, word in zip(roles, words, strict=True):
         if (word in trained) != (not masked or role == "assistant"):
             raise DataError(
@@ -318,10 +280,6 @@ def _render(
             f"{source}: the chat template refuses the roles {roles} ({error}). Change the data, or set "
             "model.chat_template to one that accepts them."
         ) from error
-
-
-def _is_chat(dataset: "Dataset") -> bool:
-    return "messages" in dataset.column_names or not isinstance(dataset[0].get("prompt", ""), str)
 
 
 def _columns(dataset: "Dataset") -> list[str]:

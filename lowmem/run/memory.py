@@ -3,7 +3,8 @@
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -37,18 +38,14 @@ KINDS = (WEIGHTS, STATES, BUFFERS, GRADIENTS, ACTIVATIONS, TEMPORARIES)
 
 @dataclass(eq=False)
 class _Allocation:
-    """Memory that one or several tensors share.
-
-    tensor: dtype and shape of the first tensor that was seen in it.  born, died: moments on the tracker's clock; died
-    is None while the memory is in use.  kind: one of KINDS, or "" while it is unknown.
-    """
+    """Memory that one or several tensors share."""
 
     nbytes: int
     device: torch.device
-    tensor: str
-    born: int
+    tensor: str  # dtype and shape of the first tensor that was seen in it
+    born: int  # a moment on the tracker's clock
     died: int | None = None
-    kind: str = ""
+    kind: str = ""  # one of KINDS, once that is known
 
 
 class _Tracker(TorchDispatchMode):
@@ -103,31 +100,27 @@ class _Tracker(TorchDispatchMode):
 class StepMemory:
     """Bytes of tensors through one training step, once the optimizer has its states.
 
-    live: kind → bytes on the model's device, [moments]; every allocation and every release is a moment.
-    host: bytes on the host, where that is another memory, [moments].
-    backwards: the first and last moment of each micro-batch's backward.
-    largest_gradient: bytes.  temporaries: dtype, shape and bytes of the three largest at the peak, largest first.
+    Every allocation and every release is a moment. The host is counted where it is another memory than the model's.
     """
 
-    live: dict[str, np.ndarray]
-    host: np.ndarray
-    backwards: tuple[tuple[int, int], ...]
+    live: dict[str, np.ndarray]  # kind → bytes on the model's device, [moments]
+    host: np.ndarray  # [moments]
+    backwards: tuple[tuple[int, int], ...]  # the first and last moment of each micro-batch's backward
     largest_gradient: int
-    temporaries: tuple[tuple[str, int], ...]
+    temporaries: tuple[tuple[str, int], ...]  # dtype and shape, and bytes, of the three largest at the peak
 
-    @property
+    @cached_property
     def moment(self) -> int:
         """The moment of the peak."""
-        return _peak(self.live)
+        return int(np.sum(list(self.live.values()), axis=0).argmax())
 
-    @property
+    @cached_property
     def items(self) -> dict[str, int]:
         """Kind → bytes at the peak."""
         return {kind: int(count[self.moment]) for kind, count in self.live.items()}
 
     @property
     def peak(self) -> int:
-        """The most bytes on the device at any moment."""
         return sum(self.items.values())
 
     @property
@@ -137,7 +130,6 @@ class StepMemory:
 
     @property
     def host_peak(self) -> int:
-        """The most bytes on the host at any moment."""
         return int(self.host.max())
 
     @property
@@ -147,9 +139,8 @@ class StepMemory:
 
     def figures(self) -> dict[str, Any]:
         """Everything except the course over time, as plain values for a file."""
-        totals = {"peak": self.peak, "during": self.during, "floor": self.floor, "host": self.host_peak}
-        largest = {"largest_gradient": self.largest_gradient, "temporaries": self.temporaries}
-        return {**totals, "items": self.items, **largest}
+        names = ("peak", "during", "floor", "host_peak", "items", "largest_gradient", "temporaries")
+        return {name.removesuffix("_peak"): getattr(self, name) for name in names}
 
 
 def step_memory(
@@ -201,28 +192,21 @@ def step_memory(
     return _by_kind(tracker, next(model.parameters()).device, tuple(backwards))
 
 
-def _peak(live: dict[str, np.ndarray]) -> int:
-    return int(np.sum(list(live.values()), axis=0).argmax())
-
-
 def _by_kind(tracker: _Tracker, device: torch.device, backwards: tuple[tuple[int, int], ...]) -> StepMemory:
     """The recorded allocations as bytes by kind and moment."""
-    host, end = "host", tracker.now + 1
-    changes = {kind: np.zeros(end + 1, dtype=np.int64) for kind in (*KINDS, host)}
-    lives = []  # kind, first moment, moment after the last, allocation
+    end = tracker.now + 1
+    changes = {kind: np.zeros(end + 1, dtype=np.int64) for kind in (*KINDS, "host")}
+    temporaries = []
     for allocation in tracker.allocations:
-        kind = host if allocation.device.type != device.type else allocation.kind or TEMPORARIES
+        kind = "host" if allocation.device.type != device.type else allocation.kind or TEMPORARIES
         born = 0 if allocation.kind in (WEIGHTS, STATES, BUFFERS) else allocation.born
-        lives.append((kind, born, end if allocation.died is None else allocation.died, allocation))
-    for kind, born, died, allocation in lives:
+        died = end if allocation.died is None else allocation.died
         changes[kind][born] += allocation.nbytes
         changes[kind][died] -= allocation.nbytes
+        if kind == TEMPORARIES:
+            temporaries.append((born, died, allocation))
     live = {kind: change.cumsum()[:-1] for kind, change in changes.items()}
-    host_bytes = live.pop(host)
-    moment = _peak(live)
-    temporaries = [a for kind, born, died, a in lives if kind == TEMPORARIES and born <= moment < died]
-    temporaries.sort(key=lambda allocation: allocation.nbytes, reverse=True)
-    gradients = [allocation.nbytes for allocation in tracker.allocations if allocation.kind == GRADIENTS]
-    return StepMemory(
-        live, host_bytes, backwards, max(gradients, default=0), tuple((a.tensor, a.nbytes) for a in temporaries[:3])
-    )
+    largest_gradient = max((a.nbytes for a in tracker.allocations if a.kind == GRADIENTS), default=0)
+    step = StepMemory(live, live.pop("host"), backwards, largest_gradient, ())
+    at_peak = [(a.tensor, a.nbytes) for born, died, a in temporaries if born <= step.moment < died]
+    return replace(step, temporaries=tuple(sorted(at_peak, key=lambda pair: pair[1], reverse=True)[:3]))

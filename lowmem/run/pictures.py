@@ -28,6 +28,11 @@ _STYLE = {
 }  # fmt: skip
 _BLUE, _PALE, _GREEN, _VIOLET, _EVAL = "#1f5fa8", "#b5cbe6", "#2a8f7c", "#7b5ea7", ("#d1495b", "#e08e2b", "#5b8c2a")
 
+# The panels below the loss: label, color and style of the line. The last two are drawn where they were logged.
+_PANELS = {
+    "grad_norm": ("gradient norm", _VIOLET, "default"), "learning_rate": ("learning rate", _GREEN, "default"),
+    "clip_coef": ("clip coefficient", _EVAL[1], "default"), "loss_scale": ("loss scale", _BLUE, "steps-post"),
+}  # fmt: skip
 # Most labels beside the heat map, and most columns of a picture.
 _LABELS, _COLUMNS = 40, 600
 
@@ -93,11 +98,11 @@ def _smoothed(values: list[float]) -> np.ndarray[Any, Any]:
 
 def loss_picture(records: list[Record], name: str) -> Figure:
     """Loss, gradient norm and learning rate; below them clip coefficient and loss scale, where they were logged."""
-    optional = {"clip_coef": _clip_panel, "loss_scale": _scale_panel}
-    panels = [panel for key, panel in optional.items() if any(key in record for record in records)]
-    figure = Figure(figsize=(9, 7 + 1.4 * len(panels)), layout="constrained")
-    heights = (3.2, 1, 1, *[1] * len(panels))
-    loss, norm, rate, *rest = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
+    logged = {"grad_norm", "learning_rate"}.union(*records)
+    panels = [key for key in _PANELS if key in logged]
+    figure = Figure(figsize=(9, 4.2 + 1.4 * len(panels)), layout="constrained")
+    heights = [3.2, *[1] * len(panels)]
+    loss, *rest = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
     steps, values = series(records, "loss")
     if len(values) < 20:
         loss.plot(steps, values, color=_BLUE, lw=2, label="training")
@@ -109,34 +114,31 @@ def loss_picture(records: list[Record], name: str) -> Figure:
         loss.plot(*series(records, key), color=color, lw=1.2, marker="o", ms=5, label=f"evaluation {label}".strip())
     loss.set(title=f"{name}: loss", ylabel="loss (nats per token)")
     loss.legend(loc="upper right")
-    steps, values = series(records, "grad_norm")
-    norm.plot(steps, values, color=_VIOLET, lw=1.3)
-    norm.set(ylabel="gradient norm")
-    positive = [value for value in values if value > 0]
+    for key, axes in zip(panels, rest, strict=True):
+        label, color, style = _PANELS[key]
+        steps, values = series(records, key)
+        if key == "clip_coef":
+            values = [coef or math.nan for coef in values]  # 0 comes from an infinite norm, whose step was skipped
+            axes.set_ylim(0, 1.05)
+        axes.plot(steps, values, color=color, lw=1.3, drawstyle=style)
+        axes.set_ylabel(label)
+    norm, rate = rest[:2]
+    positive = [value for value in series(records, "grad_norm")[1] if value > 0]
     if positive and max(positive) > 30 * min(positive):
         norm.set_yscale("log")
-    rate.plot(*series(records, "learning_rate"), color=_GREEN, lw=1.3)
-    rate.set(ylabel="learning rate", ylim=(0, None))
+    rate.set_ylim(0, None)
     rate.ticklabel_format(axis="y", scilimits=(-2, 3), useMathText=True)
-    for panel, axes in zip(panels, rest, strict=True):
-        panel(axes, records)
-    [rate, *rest][-1].set(xlabel="step")
+    if "loss_scale" in panels:
+        _mark_skipped_steps(rest[-1], records)
+    rest[-1].set_xlabel("step")
     figure.align_ylabels()
     return figure
 
 
-def _clip_panel(axes: Axes, records: list[Record]) -> None:
-    steps, coefs = series(records, "clip_coef")
-    coefs = [coef or math.nan for coef in coefs]  # 0 comes from an infinite norm, whose step was skipped
-    axes.plot(steps, coefs, color=_EVAL[1], lw=1.3)
-    axes.set(ylabel="clip coefficient", ylim=(0, 1.05))
-
-
-def _scale_panel(axes: Axes, records: list[Record]) -> None:
+def _mark_skipped_steps(axes: Axes, records: list[Record]) -> None:
     steps, scales = series(records, "loss_scale")
-    axes.step(steps, scales, where="post", color=_BLUE, lw=1.3)
     axes.set_yscale("log", base=2)
-    axes.set(ylabel="loss scale", ylim=(min(scales) / 2, max(scales) * 2))
+    axes.set_ylim(min(scales) / 2, max(scales) * 2)
     skipped = [(steps[i], scales[i]) for i, count in enumerate(new_nonfinite_steps(records)) if count]
     if skipped:
         axes.plot(*zip(*skipped, strict=True), "x", color=_EVAL[0], ms=6, mew=1.5, label="skipped step")
@@ -227,11 +229,9 @@ def norms_picture(records: list[Record], name: str) -> Figure:
 
 def _edges(steps: list[int]) -> np.ndarray[Any, Any]:
     """The left edge of each step's column, half-way to its neighbor, and the right edge of the last."""
-    if len(steps) == 1:
-        return np.array([steps[0] - 0.5, steps[0] + 0.5])
-    at = np.array(steps)
-    middles = (at[:-1] + at[1:]) / 2
-    return np.array([2 * at[0] - middles[0], *middles, 2 * at[-1] - middles[-1]])
+    first, last = (steps[1] - steps[0], steps[-1] - steps[-2]) if len(steps) > 1 else (1, 1)
+    at = np.array([steps[0] - first, *steps, steps[-1] + last])
+    return (at[:-1] + at[1:]) / 2
 
 
 def _row_labels(names: list[str]) -> list[tuple[float, str]]:

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -26,7 +26,7 @@ from trl.kernels import chunked_logprob
 
 from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.run import build
-from lowmem.run.config import ModelConfig, RunConfig, TokenizerTraining
+from lowmem.run.config import ModelConfig, RunConfig
 from lowmem.run.memory import StepMemory, step_memory
 from lowmem.run.report import describe
 from lowmem.run.tokenizers import SMALLEST_VOCABULARY, train_tokenizer
@@ -51,14 +51,9 @@ NOT_COUNTED = {
     "cpu": "Python and its libraries (about 0.6 GiB), fragmentation, evaluation",
 }
 
-# Rules with almost no states.
-_SMALL_STATES = ("lomo", "adalomo", "adafactor", "adafactor_t2t")
-
-# A micro-batch after the third needs the same memory as the third.
-_MICRO_BATCHES = 3
-
-# TRL offloads activations of at least so many bytes.
-_MIN_OFFLOAD = 1024
+_SMALL_STATES = ("lomo", "adalomo", "adafactor", "adafactor_t2t")  # rules with almost no states
+_MICRO_BATCHES = 3  # a micro-batch after the third needs the same memory as the third
+_MIN_OFFLOAD = 1024  # TRL offloads activations of at least so many bytes
 
 
 class RunPlan(NamedTuple):
@@ -77,13 +72,15 @@ def plan(config: RunConfig, device: str) -> RunPlan:
     """
     _check(config, device)
     place, requested = DEVICES[device], config.trainer
-    # with use_cpu the trainer refuses offloading, which is therefore set afterwards
-    arguments = _without_offloading(requested) if device == "gpu" else requested
+    arguments, recomputing = dict(requested), dict(requested.get("activation_checkpointing_kwargs") or {})
+    if device == "gpu":  # with use_cpu the trainer refuses offloading, which is therefore set afterwards
+        arguments.pop("activation_offloading", None)
+        if recomputing:
+            arguments["activation_checkpointing_kwargs"] = {k: v for k, v in recomputing.items() if k != "offload"}
     with tempfile.TemporaryDirectory() as folder:  # a trainer creates its output folder
         config = replace(config, run_dir=folder, trainer={**arguments, "use_cpu": True})
         # one row is a token shorter than the other, so that a batch has padding and a mask
-        length = config.data.max_length
-        ids = [[1] * length, [1] * (length - 1)]
+        ids = [[1] * length for length in (config.data.max_length, config.data.max_length - 1)]
         rows = Dataset.from_dict({"input_ids": ids, "labels": ids})
         samples = build.Samples(train_tokenizer(["a"], SMALLEST_VOCABULARY), rows, rows)
         args = build.arguments(config, samples)
@@ -93,12 +90,12 @@ def plan(config: RunConfig, device: str) -> RunPlan:
             model = empty_model(config.model, samples.tokenizer, _MASKED if masked else _UNMASKED)
         model.hf_device_map = {"": place.type}  # keeps the trainer from moving the model
         trainer = build.trainer(config, samples, model, args)
-        largest = [trainer.train_dataset[n % len(rows)] for n in range(args.per_device_train_batch_size)]
+        largest = [trainer.train_dataset[n % 2] for n in range(args.per_device_train_batch_size)]
         collated = trainer.data_collator(largest)
     args.activation_offloading = bool(requested.get("activation_offloading"))
-    offloading = _Offloading() if args.activation_offloading else nullcontext()
+    offloading = saved_tensors_hooks(_offload, _fetch) if args.activation_offloading else nullcontext()
     if args.activation_checkpointing:
-        kwargs = {**args.activation_checkpointing_kwargs, **(requested.get("activation_checkpointing_kwargs") or {})}
+        kwargs = {**args.activation_checkpointing_kwargs, **recomputing}
         args.activation_checkpointing_kwargs = kwargs.copy()
         every, offload = kwargs.pop("every_n_layers", 1), kwargs.pop("offload", False)
         model.activation_checkpointing_enable(kwargs or None, every_n_layers=every, offload=offload)
@@ -120,29 +117,25 @@ def plan(config: RunConfig, device: str) -> RunPlan:
     return RunPlan(step, {**describe(config, trainer), "step": rows_and_tokens})
 
 
-def ways(config: RunConfig, device: str) -> Iterator[str]:
+def ways(config: RunConfig, device: str) -> list[str]:
     """Overrides of a configuration that reduce the memory of a step."""
     trainer, optimizer = config.trainer, config.optimizer
     own_rules = {group["rule"] for group in optimizer.groups if "rule" in group}
     large_states = {optimizer.rule, *own_rules} - {*_SMALL_STATES}
-    if not trainer.get("activation_checkpointing", True):
-        yield "trainer.activation_checkpointing=true"
-    if trainer.get("label_smoothing_factor"):
-        yield "trainer.label_smoothing_factor=0"
-    if config.model.dtype == "float32":
-        yield "model.dtype=bfloat16"
-    if optimizer.rounding in ("compensated", "master"):
-        yield "optimizer.rounding=stochastic"
-    if large_states and optimizer.state_storage == "float32":
-        yield "optimizer.state_storage=bfloat16"
-    if large_states:
-        yield f"optimizer={{rule: adalomo, lr: {optimizer.lr:g}, rounding: {optimizer.rounding}}}"
     rows = trainer.get("per_device_train_batch_size", SFTConfig.per_device_train_batch_size)
-    for batch_size in dict.fromkeys((rows // 2, 1)) if rows > 1 else ():
-        yield f"trainer.per_device_train_batch_size={batch_size}"
-    if device == "gpu" and not trainer.get("activation_offloading"):
-        yield "trainer.activation_offloading=true"
-    yield f"data.max_length={config.data.max_length // 2}"
+    helps = {
+        "trainer.activation_checkpointing=true": not trainer.get("activation_checkpointing", True),
+        "trainer.label_smoothing_factor=0": trainer.get("label_smoothing_factor"),
+        "model.dtype=bfloat16": config.model.dtype == "float32",
+        "optimizer.rounding=stochastic": optimizer.rounding in ("compensated", "master"),
+        "optimizer.state_storage=bfloat16": large_states and optimizer.state_storage == "float32",
+        f"optimizer={{rule: adalomo, lr: {optimizer.lr:g}, rounding: {optimizer.rounding}}}": large_states,
+        f"trainer.per_device_train_batch_size={rows // 2}": rows > 1,
+        "trainer.per_device_train_batch_size=1": rows > 1,
+        "trainer.activation_offloading=true": device == "gpu" and not trainer.get("activation_offloading"),
+        f"data.max_length={config.data.max_length // 2}": True,
+    }
+    return [override for override in helps if helps[override]]
 
 
 def parse_bytes(text: str) -> int:
@@ -170,43 +163,33 @@ def _check(config: RunConfig, device: str) -> None:
             )
 
 
-def _without_offloading(trainer: dict[str, Any]) -> dict[str, Any]:
-    trainer = {name: value for name, value in trainer.items() if name != "activation_offloading"}
-    if kwargs := trainer.get("activation_checkpointing_kwargs"):
-        trainer["activation_checkpointing_kwargs"] = {name: kwargs[name] for name in kwargs if name != "offload"}
-    return trainer
-
-
 def empty_model(model: ModelConfig, tokenizer: "PreTrainedTokenizerBase", sdpa: str = "sdpa") -> "PreTrainedModel":
     """The model from its configuration, on the device of the context, with `sdpa` in place of attention "sdpa"."""
-    attention = sdpa if model.attention == "sdpa" else model.attention
+    options = {"dtype": model.dtype, "attn_implementation": sdpa if model.attention == "sdpa" else model.attention}
     try:
-        config = _model_config(model, tokenizer)
-        return AutoModelForCausalLM.from_config(
-            config, dtype=getattr(torch, model.dtype), attn_implementation=attention
-        )
+        return AutoModelForCausalLM.from_config(_model_config(model, tokenizer), **options)
     except (ValueError, ImportError) as error:
         raise ConfigError(f"model: cannot be built from its configuration: {build.first_line(error)}") from error
 
 
 def _model_config(model: ModelConfig, tokenizer: "PreTrainedTokenizerBase") -> Any:
-    if model.path is not None:
-        try:
-            return AutoConfig.from_pretrained(model.path)
-        except OSError as error:
-            raise ConfigError(
-                f"model.path: a plan needs the configuration of {model.path!r}, which is not on this machine and "
-                f"cannot be downloaded. Download it where there is a network (hf download {model.path} config.json), "
-                "name a folder that contains its config.json, or describe the model in model.config"
-            ) from error
-    raw = model.config or {}
-    if "vocab_size" not in raw and model.train_tokenizer is None:
+    if model.path is None:
+        vocabulary = {"vocab_size": model.train_tokenizer.vocab_size} if model.train_tokenizer else {}
+        config = vocabulary | (model.config or {})
+        if "vocab_size" in config:
+            return build.model_config(config, tokenizer)
         raise ConfigError(
             f"model.config has no vocab_size, and a plan does not load the tokenizer {model.tokenizer!r}: "
             "add model.config.vocab_size=N"
         )
-    size = raw.get("vocab_size") or cast(TokenizerTraining, model.train_tokenizer).vocab_size
-    return build.model_config({**raw, "vocab_size": size}, tokenizer)
+    try:
+        return AutoConfig.from_pretrained(model.path)
+    except OSError as error:
+        raise ConfigError(
+            f"model.path: a plan needs the configuration of {model.path!r}, which is not on this machine and "
+            f"cannot be downloaded. Download it where there is a network (hf download {model.path} config.json), "
+            "name a folder that contains its config.json, or describe the model in model.config"
+        ) from error
 
 
 class _ScalarsAreOne(TorchDispatchMode):
@@ -229,21 +212,15 @@ def _gpu_kernels() -> Iterator[None]:
         yield
 
 
-class _Offloading(saved_tensors_hooks):
+def _offload(saved: Tensor) -> tuple[torch.device, Tensor]:
     """TRL's activation offloading without its streams: tensors saved for backward are on the host."""
+    stays = isinstance(saved, nn.Parameter) or saved.nbytes < _MIN_OFFLOAD
+    return saved.device, saved if stays else saved.cpu()
 
-    def __init__(self) -> None:
-        super().__init__(self._pack, self._unpack)
 
-    @staticmethod
-    def _pack(saved: Tensor) -> tuple[torch.device, Tensor]:
-        stays = isinstance(saved, nn.Parameter) or saved.nbytes < _MIN_OFFLOAD
-        return saved.device, saved if stays else saved.cpu()
-
-    @staticmethod
-    def _unpack(packed: tuple[torch.device, Tensor]) -> Tensor:
-        device, saved = packed
-        return saved.to(device)
+def _fetch(packed: tuple[torch.device, Tensor]) -> Tensor:
+    device, saved = packed
+    return saved.to(device)
 
 
 def _attention(
@@ -259,9 +236,8 @@ def _attention(
         zero, lowest = (torch.full((), number, dtype=query.dtype, device=query.device) for number in (0, -torch.inf))
         attention_mask = torch.where(attention_mask, zero, lowest)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    causal = attention_mask is None
-    output, _ = kernel(query, key, value, 0.0, causal, attn_mask=attention_mask, scale=options["scaling"])
-    return output.transpose(1, 2).contiguous(), None
+    masks = {"is_causal": attention_mask is None, "attn_mask": attention_mask}
+    return kernel(query, key, value, **masks, scale=options["scaling"])[0].transpose(1, 2).contiguous(), None
 
 
 _UNMASKED, _MASKED = "fake", "fake_masked"

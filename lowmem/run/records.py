@@ -7,7 +7,7 @@ the text "007" of a CSV file into the number 7, fill short lines of a CSV file, 
 import csv
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from itertools import groupby, islice
 from pathlib import Path
@@ -27,9 +27,6 @@ Record = dict[str, Any]
 CODE = [Path(__file__).with_name(name) for name in ("checks.py", "data.py", "records.py")]
 
 
-# --- Kinds --------------------------------------------------------------------------------------------------------
-
-
 def _refuse(value: Any) -> Any:
     if value not in (None, "", []):
         raise ValueError("is not supported. Delete it where it is not needed.")
@@ -37,19 +34,20 @@ def _refuse(value: Any) -> Any:
 
 
 def _messages(role: str, content: str, roles: Any) -> Any:
-    message = mapping({role: roles, content: str}, dict.fromkeys(REFUSED_IN_MESSAGES, Refused))
-    return Annotated[list[message], Field(min_length=1)]  # type: ignore[valid-type]
+    message = mapping({role: roles, content: str}, dict.fromkeys(REFUSED_IN_MESSAGES, Refused), extra="ignore")
+    convert = AfterValidator(lambda turn: {"role": USUAL_ROLES.get(turn[role], turn[role]), "content": turn[content]})
+    return Annotated[list[Annotated[message, convert]], Field(min_length=1)]  # type: ignore[valid-type]
 
 
 # Fields that would change what is trained on are refused. Any other extra field is metadata and is ignored.
 Refused = Annotated[Any, AfterValidator(_refuse)]
 REFUSED_IN_RECORDS = ("tools", "images", "image")
 REFUSED_IN_MESSAGES = ("tool_calls", "reasoning_content", "thinking", "weight")
+USUAL_ROLES = {"human": "user", "gpt": "assistant"}
 
 MESSAGES = _messages("role", "content", Literal["system", "user", "assistant"])
 ANSWERS = _messages("role", "content", Literal["assistant"])
 TURNS = _messages("from", "value", Literal["system", "human", "user", "gpt", "assistant"])
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}  # the other roles have the usual names
 KINDS: dict[str, dict[str, Any]] = {
     "messages": {"messages": MESSAGES},
     "prompt_completion": {"prompt": MESSAGES, "completion": ANSWERS},
@@ -63,7 +61,8 @@ FieldName = Literal["messages", "prompt", "completion", "instruction", "input", 
 @cache
 def _check(kind: str, strings: bool) -> TypeAdapter[Record]:
     optional = dict.fromkeys(REFUSED_IN_RECORDS, Refused) | ({"input": str | None} if kind == "instruction" else {})
-    return TypeAdapter(mapping({"prompt": str, "completion": str} if strings else KINDS[kind], optional))
+    required = {"prompt": str, "completion": str} if strings else KINDS[kind]
+    return TypeAdapter(mapping(required, optional, extra="ignore"))
 
 
 def _matching(record: Record) -> list[str]:
@@ -71,38 +70,30 @@ def _matching(record: Record) -> list[str]:
 
 
 def _recognise(record: Record, place: str) -> str:
-    match _matching(record):
-        case [kind]:
-            return kind
-        case []:
-            needs = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in KINDS.items())
-            raise DataError(
-                f"{place}: no kind fits the fields {', '.join(record)}. The kinds need {needs}. "
-                "Name what corresponds in data.columns."
-            )
-        case several:
-            raise DataError(f"{place}: the fields fit the kinds {', '.join(several)}. Set data.kind to one of them.")
+    kinds = _matching(record)
+    if not kinds:
+        needs = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in KINDS.items())
+        raise DataError(
+            f"{place}: no kind fits the fields {', '.join(record)}. The kinds need {needs}. "
+            "Name what corresponds in data.columns."
+        )
+    if len(kinds) > 1:
+        raise DataError(f"{place}: the fields fit the kinds {', '.join(kinds)}. Set data.kind to one of them.")
+    return kinds[0]
 
 
 def _row(record: Record, kind: str, place: str) -> Record:
     """Checks a record and converts it to the columns that TRL takes."""
     strings = kind == "prompt_completion" and isinstance(record.get("prompt"), str)
     try:
-        _check(kind, strings).validate_python(record, strict=True)
+        row = _check(kind, strings).validate_python(record, strict=True)
     except ValidationError as error:
         raise DataError(_message(record, kind, place, problems(error, record)[0])) from None
     if kind == "instruction":
-        question = "\n\n".join(filter(None, (record["instruction"], record.get("input"))))
-        return {"prompt": _chat([("user", question)]), "completion": _chat([("assistant", record["output"])])}
-    if kind == "sharegpt":
-        return {"messages": _chat((turn["from"], turn["value"]) for turn in record["conversations"])}
-    if strings or kind == "text":
-        return {name: record[name] for name in KINDS[kind]}
-    return {name: _chat((turn["role"], turn["content"]) for turn in record[name]) for name in KINDS[kind]}
-
-
-def _chat(turns: Iterable[tuple[str, str]]) -> list[Record]:
-    return [{"role": SHAREGPT_ROLES.get(role, role), "content": content} for role, content in turns]
+        question = "\n\n".join(filter(None, (row["instruction"], row.get("input"))))
+        turns = {"prompt": ("user", question), "completion": ("assistant", row["output"])}
+        return {name: [{"role": role, "content": content}] for name, (role, content) in turns.items()}
+    return {"messages": row["conversations"]} if kind == "sharegpt" else {name: row[name] for name in KINDS[kind]}
 
 
 def _message(record: Record, kind: str, place: str, problem: Problem) -> str:
@@ -118,13 +109,8 @@ def _message(record: Record, kind: str, place: str, problem: Problem) -> str:
     return f"{place}: {subject} is missing (found: {', '.join(record)}).{needs}"
 
 
-# --- Files --------------------------------------------------------------------------------------------------------
-
-
 def read_rows(path: str, key: str, split: str, **options: Any) -> "Dataset":
-    """Reads all rows of `path`, each with its `source`.
-
-    The rows are cached by `datasets` until the size or time of a file changes.
+    """Reads all rows of `path`, each with its `source`. `datasets` caches them until a file changes.
 
     Args:
         path: a file, a directory or a Hub name.
@@ -157,7 +143,6 @@ def _rows(
     need_answers: bool,
     **_: Any,
 ) -> Iterator[Record]:
-    """The row of each record."""
     form = None
     for place, record in islice(_records(name, source), limit):
         if not isinstance(record, dict):
@@ -188,7 +173,7 @@ def _renamed(record: Record, columns: Mapping[FieldName, str], place: str) -> Re
 
 
 def _records(name: str, source: "tuple[Path, ...] | Dataset") -> Iterator[tuple[str, Any]]:
-    """Each record and where it is, as in "data/x.jsonl, record 12"; every file counts from 1."""
+    """Each record of files or a data set and where it is, as in "data/x.jsonl, record 12"; every file counts from 1."""
     if not isinstance(source, tuple):
         yield from ((f"{name}, record {number}", record) for number, record in enumerate(source, 1))
         return
@@ -258,26 +243,20 @@ def _read_txt(path: Path) -> Iterator[Record]:
 
 
 READERS: dict[str, Callable[[Path], Iterator[Any]]] = {
-    ".jsonl": _read_jsonl,
-    ".json": _read_json,
-    ".csv": _read_csv,
-    ".parquet": _read_parquet,
-    ".txt": _read_txt,
-}
+    ".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".parquet": _read_parquet, ".txt": _read_txt,
+}  # fmt: skip
 
 
 def _files(path: str, key: str) -> tuple[Path, ...] | None:
     """The files at `path`, or None where it can only be a Hub name."""
     target, known = Path(path).expanduser(), ", ".join(READERS)
-    if target.is_dir():
-        files = tuple(file for file in sorted(target.iterdir()) if file.suffix.lower() in READERS)
-        if not files:
-            raise DataError(f"{key}: the directory {path} has no file of a known type ({known}).")
+    entries = sorted(target.iterdir()) if target.is_dir() else [target] if target.is_file() else []
+    if files := tuple(file for file in entries if file.suffix.lower() in READERS):
         return files
+    if target.is_dir():
+        raise DataError(f"{key}: the directory {path} has no file of a known type ({known}).")
     if target.is_file():
-        if target.suffix.lower() not in READERS:
-            raise DataError(f"{key}: {path} is of an unknown type {target.suffix!r}; known: {known}.")
-        return (target,)
+        raise DataError(f"{key}: {path} is of an unknown type {target.suffix!r}; known: {known}.")
     if target.suffix.lower() in READERS or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?", path):
         raise DataError(f"{key}: {path} does not exist.{_nearest(target)}")
     return None

@@ -43,12 +43,6 @@ class Source:
             raise ConfigError(f"{path}: a configuration is a mapping of keys (run_dir, model, ...), not {data!r}.")
         return cls(data, {(): str(path)} | {key: f"{path}, line {line}" for key, line in lines.items()})
 
-    def value(self, key: Key) -> Any:
-        value: Any = self.data
-        for part in key:
-            value = value[part]
-        return value
-
     def at(self, key: Sequence[Any]) -> str:
         """The file and line, or the override, of `key` or else of the nearest key around it."""
         key = tuple(map(str, key))
@@ -58,7 +52,7 @@ class Source:
 
     def around(self, key: Sequence[Any]) -> str:
         """The place of the section `key`, and of the overrides inside it."""
-        inside = [place for k, place in self.places.items() if k[: len(key)] == key and place.startswith("override")]
+        inside = (at for k, at in self.places.items() if k[: len(key)] == key and at.startswith("override"))
         return ", ".join(dict.fromkeys([self.at(key), *inside]))
 
     def override(self, text: str) -> None:
@@ -114,8 +108,7 @@ def dump(data: dict[str, Any]) -> str:
     yaml.default_flow_style = False  # type: ignore[assignment]
     yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
     yaml.representer.ignore_aliases = lambda _: True
-    text = io.StringIO()
-    yaml.dump(data, text)
+    yaml.dump(data, text := io.StringIO())
     return text.getvalue().removeprefix("%YAML 1.1\n---\n")
 
 
