@@ -2,15 +2,15 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowmem.errors import ConfigError
 from lowmem.rules import require
-from lowmem.rules.factor_rules import dimensions, first_match, pairs_of, roles_of
-from lowmem.rules.factored import FactoredSpec, change, mean_alike, precondition, results, shrinking
+from lowmem.rules.factor_rules import check_factor_rules, dimensions, first_match, flag_by_name
+from lowmem.rules.factored import FactoredSpec, change, clip_divisor, mean_alike, precondition, results, second_moments
 from lowmem.rules.factored import moved as moved_jitted
 from lowmem.rules.rule import GroupClip, GroupNorms, Hyper, State, StateSpec, UpdateRule, register
 from lowmem.tiles.layout import View
@@ -81,79 +81,40 @@ class Adafactor(UpdateRule):
     to them. `variant`: "jit", where float32 results go on unrounded, or "op_by_op", which rounds each operation on a
     16-bit weight or momentum, as the source does when it is not compiled.
 
-    Options: `lr` ≥ 0, `factored`, `multiply_by_parameter_scale` (True, False, or a list of (regular expression, bool)),
-    `beta1` in [0, 1) or None, `decay_rate` > 0, `step_offset` ≥ 0, `clipping_threshold` > 0 or None,
-    `weight_decay_rate` ≥ 0 or None, `epsilon1` ≥ 0 (added to g²), `epsilon2` ≥ 0 (the least scale),
-    `max_parameter_scale` > 0 or None, `global_norm_clip_threshold` ≥ 0 or None: clips by the norm of all gradients.
+    Options: `multiply_by_parameter_scale`: True, False, or a list of (regular expression, bool). `epsilon1` (ε₁) and
+    `epsilon2` (ε₂, the least scale). `global_norm_clip_threshold`: clips by the norm of all gradients.
     """
 
     source = "Shazeer and Stern 2018, arXiv:1804.04235; T5X"
     keeps = "row and column means of g²"
     exactness = "trajectories recorded from its source, weights to 1e-6"
     decay = "weight_decay_rate"
-    defaults: ClassVar[dict[str, Any]] = {
-        "lr": 1e-3,
-        "factored": True,
-        "multiply_by_parameter_scale": True,
-        "beta1": None,
-        "decay_rate": 0.8,
-        "step_offset": 0,
-        "clipping_threshold": 1.0,
-        "weight_decay_rate": None,
-        "min_dim_size_to_factor": 128,
-        "epsilon1": 1e-30,
-        "epsilon2": 1e-3,
-        "dtype_momentum": "float32",
-        "factor_map": None,
-        "logical_factor_rules": None,
-        "param_logical_axes": None,
-        "weight_decay_rate_lr_exponent": None,
-        "global_norm_clip_threshold": None,
-        "max_parameter_scale": None,
-        "skip_nan_updates": False,
-        "variant": "jit",
-    }
+    defaults, checks = require.hyperparameters(
+        lr=(1e-3, require.number(least=0)),
+        factored=(True, require.flag),
+        multiply_by_parameter_scale=(True, flag_by_name),
+        beta1=(None, require.number(least=0, below=1, optional=True)),
+        decay_rate=(0.8, require.number(above=0)),
+        step_offset=(0, require.number(whole=True, least=0)),
+        clipping_threshold=(1.0, require.number(above=0, optional=True)),
+        weight_decay_rate=(None, require.number(least=0, optional=True)),
+        min_dim_size_to_factor=(128, require.number(whole=True, least=0)),
+        epsilon1=(1e-30, require.number(least=0)),
+        epsilon2=(1e-3, require.number(least=0)),
+        dtype_momentum=("float32", require.dtype(optional=False)),
+        factor_map=(None, require.anything),
+        logical_factor_rules=(None, require.anything),
+        param_logical_axes=(None, require.anything),
+        weight_decay_rate_lr_exponent=(None, require.number(least=0, optional=True)),
+        global_norm_clip_threshold=(None, require.number(least=0, optional=True)),
+        max_parameter_scale=(None, require.number(above=0, optional=True)),
+        skip_nan_updates=(False, require.flag),
+        variant=("jit", require.one_of("jit", "op_by_op")),
+    )
 
     def check(self, hyper: Hyper) -> None:
-        require.number("lr", hyper["lr"], least=0)
-        require.flag("factored", hyper["factored"])
-        require.number("beta1", hyper["beta1"], least=0, below=1, optional=True)
-        require.number("decay_rate", hyper["decay_rate"], above=0)
-        require.count("step_offset", hyper["step_offset"], least=0)
-        require.number("clipping_threshold", hyper["clipping_threshold"], above=0, optional=True)
-        require.number("weight_decay_rate", hyper["weight_decay_rate"], least=0, optional=True)
-        require.count("min_dim_size_to_factor", hyper["min_dim_size_to_factor"], least=0)
-        require.number("epsilon1", hyper["epsilon1"], least=0)
-        require.number("epsilon2", hyper["epsilon2"], least=0)
-        require.dtype("dtype_momentum", hyper["dtype_momentum"], optional=False)
-        require.number("weight_decay_rate_lr_exponent", hyper["weight_decay_rate_lr_exponent"], least=0, optional=True)
-        require.number("global_norm_clip_threshold", hyper["global_norm_clip_threshold"], least=0, optional=True)
-        require.number("max_parameter_scale", hyper["max_parameter_scale"], above=0, optional=True)
-        require.flag("skip_nan_updates", hyper["skip_nan_updates"])
-        require.that(hyper["variant"] in ("jit", "op_by_op"), "variant", hyper["variant"], "'jit' or 'op_by_op'")
-        self._check_names(hyper)
-
-    def _check_names(self, hyper: Hyper) -> None:
-        if not isinstance(hyper["multiply_by_parameter_scale"], bool):
-            for _, scaled in pairs_of("multiply_by_parameter_scale", hyper["multiply_by_parameter_scale"]):
-                require.flag("multiply_by_parameter_scale", scaled)
-        if hyper["factor_map"] is not None:
-            require.that(hyper["factored"], "factor_map", hyper["factor_map"], "None where factored=False")
-            for _, rule in pairs_of("factor_map", hyper["factor_map"]):
-                roles_of("factor_map", rule)
-        rules, axes = hyper["logical_factor_rules"], hyper["param_logical_axes"]
-        if (rules is None) != (axes is None):
-            raise ConfigError("logical_factor_rules and param_logical_axes say nothing without each other; give both")
-        if rules is not None:
-            known = isinstance(rules, dict) or rules == "standard"
-            require.that(known, "logical_factor_rules", rules, "'standard', or axis name → role")
-            require.that(hyper["factored"], "logical_factor_rules", rules, "None where factored=False")
-            require.that(isinstance(axes, dict), "param_logical_axes", axes, "parameter name → axis names")
-            for name, listed in axes.items():
-                whole = isinstance(listed, tuple | list) and all(isinstance(axis, str) for axis in listed)
-                require.that(whole, f"param_logical_axes[{name!r}]", listed, "a list of axis names")
-            if isinstance(rules, dict):
-                roles_of("logical_factor_rules", list(rules.values()))
+        super().check(hyper)
+        check_factor_rules(hyper)
 
     def begin(self, hyper: Hyper, step: int) -> None:
         if step <= hyper["step_offset"]:
@@ -179,12 +140,11 @@ class Adafactor(UpdateRule):
     def spec(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> AdafactorSpec:
         scaled = hyper["multiply_by_parameter_scale"]
         if not isinstance(scaled, bool):
-            scaled = first_match(
-                "multiply_by_parameter_scale", scaled, name, f"parameter {name!r} of shape {list(shape)}"
-            )
+            where = f"parameter {name!r} of shape {list(shape)}"
+            scaled = first_match("multiply_by_parameter_scale", scaled, name, where)
         momentum = {}
         if hyper["beta1"] is not None:
-            momentum["m"] = StateSpec("full", require.dtype("dtype_momentum", hyper["dtype_momentum"]))
+            momentum["m"] = StateSpec("full", require.dtype_of(hyper["dtype_momentum"]))
         batch, none, rows, cols = dimensions(name, shape, hyper)
         if not rows and not cols:
             view = View(batch, (), none)
@@ -194,11 +154,8 @@ class Adafactor(UpdateRule):
         alike = View(none).sizes(shape)[0]
         if swapped:
             rows, cols = cols, rows
-        states = {
-            "v_row": StateSpec("col" if swapped else "row"),
-            "v_col": StateSpec("row" if swapped else "col"),
-            **momentum,
-        }
+        row, col = StateSpec("row"), StateSpec("col")
+        states = {"v_row": col if swapped else row, "v_col": row if swapped else col, **momentum}
         view = View(batch + none, rows, cols)
         return AdafactorSpec(view, states, factored=True, alike=alike, scaled=scaled, swapped=swapped)
 
@@ -209,14 +166,10 @@ class Adafactor(UpdateRule):
         if skip_nan:
             sweep.pass_nonfinite()
         op_by_op = hyper["variant"] == "op_by_op"
-        if spec.factored:
-            row, col = ("v_col", "v_row") if spec.swapped else ("v_row", "v_col")
-            moment = {"row": state[row], "col": state[col]}
-        else:
-            moment = {"v": state["v"]}
-        done = precondition(
+        row, col = ("v_col", "v_row") if spec.swapped else ("v_row", "v_col")
+        measured = precondition(
             sweep,
-            moment,
+            second_moments(state, row, col, "v"),
             gain=(step - hyper["step_offset"]) ** -hyper["decay_rate"],
             eps=hyper["epsilon1"],
             normalised="col" if spec.swapped else "row",
@@ -226,18 +179,19 @@ class Adafactor(UpdateRule):
         rounded = sweep.stored if op_by_op else _unrounded
         scale = sweep.scalar(lr)
         if spec.scaled:
-            size = rounded(rounded(mean_alike(done.param, sweep.count, spec.alike)).sqrt())
+            size = rounded(rounded(mean_alike(measured.param, sweep.count, spec.alike)).sqrt())
             size = size.clamp(min=rounded(sweep.scalar(hyper["epsilon2"])))
             if hyper["max_parameter_scale"] is not None:
                 size = size.clamp(max=rounded(sweep.scalar(hyper["max_parameter_scale"])))
             scale = rounded(size * rounded(scale))
-        shrink = shrinking(mean_alike(done.change, sweep.count, spec.alike).sqrt(), hyper["clipping_threshold"])
-        handed = done.handed(keep=rounded(sweep.scalar(1.0 - (wd or 0.0))), step=scale / shrink)
+        change_rms = mean_alike(measured.square, sweep.count, spec.alike).sqrt()
+        step_size = scale / clip_divisor(change_rms, hyper["clipping_threshold"])
+        keep = rounded(sweep.scalar(1.0 - (wd or 0.0)))
+        arguments = measured.arguments(momentum=state.get("m"), keep=keep, step=step_size)
         if "m" in state:
-            handed["full"] = {**handed.get("full", {}), "m": state["m"]}
             beta1 = nearest_number(hyper["beta1"], state["m"].dtype)
-            handed["scalar"] |= {"beta1": beta1, "gain1": 1.0 - hyper["beta1"]}
-        sweep.apply(MOVED[hyper["variant"], skip_nan], **handed)
+            arguments["scalar"] |= {"beta1": beta1, "gain1": 1.0 - hyper["beta1"]}
+        sweep.apply(MOVED[hyper["variant"], skip_nan], **arguments)
 
 
 def _unrounded(value: Tensor) -> Tensor:

@@ -1,7 +1,5 @@
 """AdamW: Adam with decoupled weight decay (Loshchilov and Hutter 2019, arXiv:1711.05101)."""
 
-from typing import Any, ClassVar
-
 import torch
 from torch import Tensor
 
@@ -26,25 +24,17 @@ class AdamW(UpdateRule):
     v̂ = v/(1-β₂^t), t counting the parameter's own updates.
 
     In float32 this is `torch.optim.AdamW(foreach=False)`, bit for bit on the CPU where the sweep is not compiled.
-
-    Options: `betas` in [0, 1), `eps` ≥ 0, `weight_decay` ≥ 0.
     """
 
     source = "Loshchilov and Hutter 2019, arXiv:1711.05101"
     keeps = "means of g and g²"
     exactness = "torch.optim.AdamW(foreach=False), bit for bit in float32"
-    defaults: ClassVar[dict[str, Any]] = {
-        "lr": 1e-3,
-        "betas": (0.9, 0.999),
-        "eps": 1e-8,
-        "weight_decay": 0.01,
-    }
-
-    def check(self, hyper: Hyper) -> None:
-        require.number("lr", hyper["lr"], least=0)
-        require.betas("betas", hyper["betas"])
-        require.number("eps", hyper["eps"], least=0)
-        require.number("weight_decay", hyper["weight_decay"], least=0)
+    defaults, checks = require.hyperparameters(
+        lr=(1e-3, require.number(least=0)),
+        betas=((0.9, 0.999), require.betas),
+        eps=(1e-8, require.number(least=0)),
+        weight_decay=(0.01, require.number(least=0)),
+    )
 
     def spec(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> ParamSpec:
         states = {

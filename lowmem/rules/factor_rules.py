@@ -13,22 +13,12 @@ ROLES = {"row": "ROW", "col": "COLUMN", "column": "COLUMN", "batch": "BATCH", "n
 HEURISTIC = ("HEURISTIC",)
 FactorRule = tuple[str, ...] | None
 
+_HEADS = ("heads", "kv", "joined_kv", "multiquery_heads", "kv_fused")
 STANDARD_LOGICAL_FACTOR_RULES = {
-    "vocab": "COLUMN",
     "embed": "ROW",
-    "mlp": "COLUMN",
-    "heads": "COLUMN",
-    "kv": "COLUMN",
-    "joined_kv": "COLUMN",
-    "relpos_buckets": "NONE",
-    "layers": "BATCH",
-    "stack": "BATCH",
-    "q_wi_fused": "COLUMN",
-    "o_wo_fused": "COLUMN",
-    "multiquery_heads": "COLUMN",
-    "kv_fused": "COLUMN",
-    "layer_norm_scale": "NONE",
-    "mlp_activations": "COLUMN",
+    **dict.fromkeys(("vocab", "mlp", "mlp_activations", "q_wi_fused", "o_wo_fused", *_HEADS), "COLUMN"),
+    **dict.fromkeys(("layers", "stack"), "BATCH"),
+    **dict.fromkeys(("relpos_buckets", "layer_norm_scale"), "NONE"),
 }
 
 
@@ -71,6 +61,27 @@ def dimensions(name: str, shape: tuple[int, ...], hyper: Hyper) -> Dimensions:
             stacklevel=2,
         )
     return decided
+
+
+def check_factor_rules(hyper: Hyper) -> None:
+    """Raises `ConfigError` for rules that no parameter could follow."""
+    factor_map, rules, axes = (hyper[key] for key in ("factor_map", "logical_factor_rules", "param_logical_axes"))
+    for option, value in (("factor_map", factor_map), ("logical_factor_rules", rules)):
+        require.that(value is None or hyper["factored"], option, value, "None where factored=False")
+    for _, rule in () if factor_map is None else pairs_of("factor_map", factor_map):
+        roles_of("factor_map", rule)
+    if (rules is None) != (axes is None):
+        raise ConfigError("logical_factor_rules and param_logical_axes have no effect without each other; set both")
+    if rules is None:
+        return
+    known = isinstance(rules, dict) or rules == "standard"
+    require.that(known, "logical_factor_rules", rules, "'standard', or axis name → role")
+    require.that(isinstance(axes, dict), "param_logical_axes", axes, "parameter name → axis names")
+    for name, listed in axes.items():
+        names = isinstance(listed, tuple | list) and all(isinstance(axis, str) for axis in listed)
+        require.that(names, f"param_logical_axes[{name!r}]", listed, "a list of axis names")
+    if isinstance(rules, dict):
+        roles_of("logical_factor_rules", list(rules.values()))
 
 
 def _heuristic(shape: tuple[int, ...], least: int) -> Dimensions:
@@ -142,6 +153,12 @@ def pairs_of(option: str, given: object) -> list[tuple[str, Any]]:
         except (re.error, TypeError) as error:
             raise ConfigError(f"{option}: {pattern!r} is no regular expression: {error}") from None
     return list(pairs)
+
+
+def flag_by_name(option: str, value: Any) -> None:
+    """A check that allows True, False, and a map from regular expressions to them."""
+    for _, each in [(None, value)] if isinstance(value, bool) else pairs_of(option, value):
+        require.flag(option, each)
 
 
 def first_match(option: str, given: object, name: str, where: str) -> Any:

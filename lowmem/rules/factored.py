@@ -1,7 +1,6 @@
-"""What the factored rules share: a second moment kept as row and column means, and the size of a step.
+"""A second moment kept as row and column means, and clipping of the update: Shazeer and Stern 2018, arXiv:1804.04235.
 
-Shazeer and Stern 2018, arXiv:1804.04235 (Adafactor). Tile functions read the gradient's square root of the second
-moment either as `row.r` and `col.c`, or as the unfactored state `full.v`.
+Tile functions read the inverse root of the second moment as `row.r` and `col.c`, or the unfactored state `full.v`.
 """
 
 from collections.abc import Mapping
@@ -74,8 +73,8 @@ def moved(t: Tile) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, kw_only=True)
 class FactoredSpec(ParamSpec):
-    """factored: v is kept as `row` and `col` states, else whole.  alike: so many slices of the batch, one after the
-    other, share their scale and clip.  scaled: steps are relative to the weight's own size.
+    """factored: v is kept as row and column means.  alike: this many consecutive slices of the batch share their scale
+    and clipping.  scaled: steps are relative to the weight's own size.
     """
 
     factored: bool
@@ -85,19 +84,27 @@ class FactoredSpec(ParamSpec):
 
 @dataclass(frozen=True)
 class Preconditioned:
-    """A gradient divided by the root of its second moment, of which the sweep knows how to compute it again.
+    """A gradient divided by the root of its second moment, which each pass of the sweep computes again.
 
-    vectors: what tile functions that use `change` are to be handed.  change, param: sums of squares of the change and
-    of the weight, float32 [batch].
+    vectors: arguments of the sweep for tile functions that use `change`.  square, param: sums of squares of the change
+    and of the weight, float32 [batch].
     """
 
-    vectors: Mapping[str, Mapping[str, Any]]
-    change: Tensor
+    vectors: Mapping[str, dict[str, Any]]
+    square: Tensor
     param: Tensor
 
-    def handed(self, **scalar: Tensor | float) -> dict[str, Any]:
-        """Arguments of `Sweep.apply` and `Sweep.reduce`: the vectors, and scalars beside them."""
-        return {**self.vectors, "scalar": {**self.vectors.get("scalar", {}), **scalar}}
+    def arguments(self, *, momentum: Any = None, **scalar: Tensor | float) -> dict[str, dict[str, Any]]:
+        """Arguments of `Sweep.apply` and `Sweep.reduce`: the vectors, with more scalars and the state `m`."""
+        arguments = {**self.vectors, "scalar": {**self.vectors.get("scalar", {}), **scalar}}
+        if momentum is not None:
+            arguments["full"] = {**self.vectors.get("full", {}), "m": momentum}
+        return arguments
+
+
+def second_moments(state: Mapping[str, Any], row: str, col: str, full: str) -> dict[str, Any]:
+    """The states that hold the second moment, for `precondition`, from their names."""
+    return {"v": state[full]} if full in state else {"row": state[row], "col": state[col]}
 
 
 def precondition(
@@ -110,33 +117,33 @@ def precondition(
     as_stored: bool = False,
     skip_nan: bool = False,
 ) -> Preconditioned:
-    """Takes g into the second moment and measures the change that it gives: one pass unfactored, two factored.
+    """Updates the second moment and measures the change that results: one pass unfactored, two factored.
 
     Args:
-        moment: the states, under `row` and `col`, or unfactored under `v`.
+        moment: the states, see `second_moments`.
         gain: 1-β₂ of this step.
-        eps: what is added to g².
-        normalised: of which of the two factors the mean is divided out.
-        as_stored: squares of weights are rounded to the weight's own dtype.
-        skip_nan: elements of `row` and `col` that would become NaN are kept as they are.
+        eps: added to g².
+        normalised: the factor that is divided by its mean.
+        as_stored: squares of weights are rounded to the weight's dtype.
+        skip_nan: elements of `row` and `col` that would become NaN stay as they are.
     """
     vectors: dict[str, dict[str, Any]]
     if "v" in moment:
         vectors = {"full": {"v": moment["v"]}, "scalar": {"beta2": 1.0 - gain, "gain": gain, "eps": eps}}
-        sums = sweep.reduce(squares_as_stored if as_stored else squares, **vectors).scalar
-        return Preconditioned(vectors, sums["change"], sums["param"])
+        scalar = sweep.reduce(squares_as_stored if as_stored else squares, **vectors).scalar
+        return Preconditioned(vectors, scalar["change"], scalar["param"])
     fn: ReduceFn = moments_as_stored if as_stored else moments
-    seen = sweep.reduce(fn)
+    sums = sweep.reduce(fn)
     _, rows, cols = sweep.shape
     factors = {}
-    for side, total, count in (("row", seen.row, cols), ("col", seen.col, rows)):
+    for side, total, count in (("row", sums.row, cols), ("col", sums.col, rows)):
         mean = total["square"] / count + eps
         old = moment[side].view_as(mean)
         new = old * (1.0 - gain) + mean * gain
         sweep.store(moment[side], torch.where(new.isnan(), old, new) if skip_nan else new)
         factors[side] = (new / new.mean(-1, keepdim=True) if side == normalised else new).rsqrt()
     vectors = {"row": {"r": factors["row"]}, "col": {"c": factors["col"]}}
-    return Preconditioned(vectors, sweep.reduce(change_square, **vectors).scalar["change"], seen.scalar["param"])
+    return Preconditioned(vectors, sweep.reduce(change_square, **vectors).scalar["change"], sums.scalar["param"])
 
 
 def mean_alike(square_sum: Tensor, count: int, alike: int) -> Tensor:
@@ -147,6 +154,6 @@ def mean_alike(square_sum: Tensor, count: int, alike: int) -> Tensor:
     return together.repeat_interleave(alike, output_size=square_sum.shape[0])
 
 
-def shrinking(change_rms: Tensor, threshold: float | None) -> Tensor | float:
-    """Update clipping: what the change is divided by so that its root mean square is at most `threshold`."""
+def clip_divisor(change_rms: Tensor, threshold: float | None) -> Tensor | float:
+    """Update clipping: the change divided by this has a root mean square of at most `threshold`."""
     return 1.0 if threshold is None else (change_rms / threshold).clamp(min=1.0)

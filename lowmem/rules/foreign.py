@@ -1,11 +1,12 @@
-"""Any `torch.optim.Optimizer` subclass as a rule: it steps on one parameter at a time, as if that were all there is."""
+"""Any `torch.optim.Optimizer` subclass as a rule: it steps on one parameter at a time, as if there were no other."""
 
 import importlib
 import inspect
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,35 +18,33 @@ from lowmem.rules.rule import ENGINE_KEYS, Hyper, ParamSpec, State, UpdateRule
 from lowmem.tiles.layout import View
 from lowmem.tiles.sweep import Sweep
 
-# States that are held as they are.
+# Types of states that are held as they are.
 _PLAIN = (Tensor, int, float, str, bool, type(None))
 
 
-def packed(kept: Mapping[str, Any]) -> dict[str, Any]:
-    """What an optimizer keeps for a parameter, as tensors and JSON; undone by `unpacked`.
+def packed(values: Mapping[str, Any]) -> State:
+    """What an optimizer keeps for a parameter, as tensors and JSON; `unpacked` undoes it.
 
     Raises:
-        TypeError: it is neither made of tensors, numbers, strings, lists, tuples and dicts, nor a tensor subclass that
-            can be taken apart.
+        TypeError: a value is neither made of tensors, numbers, strings, lists, tuples and dicts, nor a tensor subclass
+            that can be split into tensors.
     """
-    state: dict[str, Any] = {}
-    for name, value in kept.items():
+    state: State = {}
+    for name, value in values.items():
         if type(value) in _PLAIN:
             state[name] = value
-            continue
-        form = _pack(value, name, state)
-        if form != {"tensor": name}:
+        elif (form := _pack(value, name, state)) != {"tensor": name}:
             state[name] = form
     return state
 
 
 def unpacked(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What `packed` was given."""
-    kept = dict(state)
+    """What an optimizer keeps for a parameter, from what `packed` made of it."""
+    values = dict(state)
     for name, value in state.items():
         if isinstance(value, dict | list):
-            kept[name] = _unpack(value, kept)
-    return kept
+            values[name] = _unpack(value, values)
+    return values
 
 
 def _pack(value: Any, name: str, tensors: dict[str, Any]) -> Any:
@@ -79,7 +78,7 @@ def _pack(value: Any, name: str, tensors: dict[str, Any]) -> Any:
 
 
 def _unpack(form: Any, tensors: dict[str, Any]) -> Any:
-    """The value that `_pack` was given; its tensors are taken out of `tensors`."""
+    """Undoes `_pack`; the tensors in the value are taken out of `tensors`."""
     match form:
         case list():
             return [_unpack(item, tensors) for item in form]
@@ -99,32 +98,40 @@ def _unpack(form: Any, tensors: dict[str, Any]) -> Any:
     return form
 
 
-# Distributions that are not called like the module they install.
+# Names of distributions that differ from the module that they install.
 _DISTRIBUTIONS = {"lomo_optim": "lomo-optim", "optimi": "torch-optimi"}
 
-# Keys of a parameter group that are no arguments, even of a constructor that takes any.
-_NO_ARGUMENTS = ("params", "param_names", "name", "initial_lr", *ENGINE_KEYS)
+# Keys of a parameter group that an optimizer's own group does not have, and those that its constructor does not take.
+_NOT_IN_GROUP = frozenset(("param_names", *ENGINE_KEYS))
+_NO_ARGUMENTS = frozenset(("params", "name", "initial_lr", *_NOT_IN_GROUP))
 
-# A class is tried on this many elements: from here on low-bit optimizers keep theirs in few bits.
+# A class is tried on this many elements: optimizers with few bits per state have full ones for smaller parameters.
 _TRIAL_SHAPE = (64, 64)
 
-# Steps, and elements of the first part, of the trial whether a class treats each element by itself.
-_PART_STEPS, _PART = 3, 1500
+# Steps of the trial on shards, and the element where it cuts.
+_SHARD_STEPS, _CUT = 3, 1500
 
 # The state that holds what a class keeps in its parameter group, where that is allowed.
 _GROUP = "group"
 
 
+@dataclass(frozen=True, kw_only=True)
+class ForeignSpec(ParamSpec):
+    """The class makes its states itself at the first update. name: of the parameter, for messages."""
+
+    name: str
+
+
 class ForeignRule(UpdateRule):
-    """Runs an optimizer class on each parameter in turn; what it keeps for the parameter is held and saved by us.
+    """Runs an optimizer class on each parameter in turn; its state for the parameter is held and saved by lowmem.
 
     The class may keep in `state[param]` what is made of tensors, numbers, strings, lists, tuples and dicts. Tensor
-    subclasses, such as the low-bit states of torchao, are held as the tensors that they are made of. Refused is what
-    would not be the same one parameter at a time: a closure, sparse gradients, state kept in the parameter group or on
-    the optimizer. Most of it shows before the first update, when the class takes a step on a small tensor of our own.
+    subclasses, such as the low-bit states of torchao, are held as the tensors that they consist of. Refused is what
+    differs when parameters are updated one at a time: a closure, sparse gradients, state kept in the parameter group or
+    on the optimizer. Most of it shows before the first update, when the class steps on a small tensor in a trial.
 
-    The class may need temporary memory of its own; with a rounding other than `nearest` it steps on a float32 copy of
-    the one parameter.
+    The class may need temporary memory; with a rounding other than `nearest` it steps on a float32 copy of the one
+    parameter.
 
     Raises:
         UnsupportedError: the class cannot run fused; the message says why and names what can.
@@ -139,41 +146,41 @@ class ForeignRule(UpdateRule):
         self.cls = cls
         self.name = self.source = f"{cls.__module__}.{cls.__qualname__}"  # type: ignore[misc]
         step = inspect.signature(cls.step).parameters
-        if "closure" in step and step["closure"].default is inspect.Parameter.empty:
-            raise UnsupportedError(
-                f"{self.name} needs a closure: it evaluates the loss several times a step, but a fused update happens "
-                "inside one backward. Use a first-order optimizer, such as 'adalomo' or torch.optim.AdamW."
-            )
-        if cls is torch.optim.SparseAdam:
-            raise UnsupportedError(
-                f"{self.name} takes sparse gradients only, and a fused update reads dense ones. "
-                "Use torch.optim.AdamW with nn.Embedding(sparse=False)."
-            )
         first, *arguments = inspect.signature(cls).parameters.values()
-        if first.name == "model":
-            raise UnsupportedError(
-                f"{self.name} takes a whole model, to hook it itself. Use an optimizer that takes parameters, "
-                "or a rule of lowmem, such as 'adalomo'."
-            )
-        if isinstance(inspect.getattr_static(cls, "param_groups", None), property):
-            raise UnsupportedError(
-                f"{self.name} drives other optimizers, which would each see all parameters. Use the one that it drives."
-            )
-        self.open_ended = any(  # type: ignore[misc]
-            a.kind is inspect.Parameter.VAR_KEYWORD for a in arguments
-        )
-        # one without a default is known by name, and looked for in `check`
+        for refused, reason in (
+            (
+                "closure" in step and step["closure"].default is inspect.Parameter.empty,
+                "needs a closure: it evaluates the loss several times a step, but a fused update happens inside one "
+                "backward. Use a first-order optimizer, such as 'adalomo' or torch.optim.AdamW.",
+            ),
+            (
+                cls is torch.optim.SparseAdam,
+                "takes sparse gradients only, and a fused update reads dense ones. "
+                "Use torch.optim.AdamW with nn.Embedding(sparse=False).",
+            ),
+            (
+                first.name == "model",
+                "takes a whole model, to hook it itself. Use an optimizer that takes parameters, "
+                "or a rule of lowmem, such as 'adalomo'.",
+            ),
+            (
+                isinstance(inspect.getattr_static(cls, "param_groups", None), property),
+                "drives other optimizers, which would each see all parameters. Use the one that it drives.",
+            ),
+        ):
+            if refused:
+                raise UnsupportedError(f"{self.name} {reason}")
+        self.open_ended = any(a.kind is a.VAR_KEYWORD for a in arguments)  # type: ignore[misc]
+        # an argument without a default is known by its name; `check` refuses a group that does not set it
         self.defaults = {  # type: ignore[misc]
-            a.name: a.default
-            for a in arguments
-            if a.kind not in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+            a.name: a.default for a in arguments if a.kind not in (a.VAR_KEYWORD, a.VAR_POSITIONAL)
         }
-        # optimi can step on one `param` alone, so what it keeps in the group may be kept for each parameter apart
+        # optimi can step on one `param` alone, so what it keeps in the group can be kept for each parameter
         self._splits_group = "param" in step
         self._full: set[str] = set()  # states that have an element for each of their parameter's
         self._states_at_once = False  # the class makes its states when it is constructed, not in its first step
         # by the id of our group: an instance, and those of its arguments that its own group does not show
-        self._made: dict[int, tuple[torch.optim.Optimizer, dict[str, Any]]] = {}
+        self._instances: dict[int, tuple[torch.optim.Optimizer, dict[str, Any]]] = {}
 
     def check(self, hyper: Hyper) -> None:
         for key, value in hyper.items():
@@ -182,11 +189,11 @@ class ForeignRule(UpdateRule):
         if hyper.get("gradient_release"):
             raise UnsupportedError(
                 f"{self.name}: gradient_release=True registers hooks of its own, and lowmem frees gradients anyway. "
-                "Leave it out."
+                "Omit it."
             )
 
     def adopt(self, hyper: Hyper, sharded: bool) -> None:
-        """By trial: takes a step on a small tensor, and where parameters are sharded also on two parts of one."""
+        """By trial: steps on a small tensor, and where parameters are sharded also on two shards of one."""
         trial = torch.ones(_TRIAL_SHAPE, dtype=torch.float32, device="cpu").requires_grad_()
         trial.grad = torch.ones_like(trial)
         optimizer = self._construct(trial, hyper)
@@ -198,43 +205,47 @@ class ForeignRule(UpdateRule):
                 )
         self._refuse_state("beside its parameters", [str(key) for key in optimizer.state if key is not trial])
         self._states_at_once = bool(optimizer.state)
-        self._try(optimizer, trial, hyper)
-        self._made[id(hyper)] = self._prepared(hyper)
-        if sharded:
-            self._try_parts(hyper)
-
-    def _try_parts(self, hyper: Hyper) -> None:
-        """Steps on two parts of a matrix have to be the parts of the steps on all of it."""
-        source = torch.Generator().manual_seed(0)
-        start, *grads = (torch.randn(_TRIAL_SHAPE, generator=source) for _ in range(1 + _PART_STEPS))
-        moving = {**hyper, "lr": 1e-2} if "lr" in hyper else hyper
-        cut = (slice(0, _PART), slice(_PART, None))
         try:
             with _isolated():
-                full = self._steps(start.clone(), grads, moving).flatten()
-                parts = [
-                    self._steps(start.flatten()[part].clone(), [grad.flatten()[part] for grad in grads], moving)
-                    for part in cut
-                ]
-            reason = None if torch.allclose(full, torch.cat(parts), rtol=1e-5, atol=1e-7) else "updates them otherwise"
+                if hasattr(optimizer, "train"):
+                    optimizer.train()  # schedule-free optimizers step in training mode only
+                state = self._step(optimizer, trial, self._first_state(optimizer, trial), hyper)
+            self._full |= {name for name, value in state.items() if getattr(value, "shape", None) == trial.shape}
+        except UnsupportedError:
+            raise
+        except Exception:  # a trial that fails shows nothing: the class may need a GPU, or another shape
+            pass
+        self._instances[id(hyper)] = self._instance(hyper)
+        if sharded:
+            self._try_shards(hyper)
+
+    def _try_shards(self, hyper: Hyper) -> None:
+        """Refuses a class whose steps on two shards of a matrix are not the shards of its steps on the matrix."""
+        source = torch.Generator().manual_seed(0)
+        start, *grads = (torch.randn(_TRIAL_SHAPE, generator=source) for _ in range(1 + _SHARD_STEPS))
+        hyper = {**hyper, "lr": 1e-2} if "lr" in hyper else hyper
+
+        def steps(part: slice | None) -> Tensor:
+            param, *gradients = (t.clone() if part is None else t.flatten()[part].clone() for t in (start, *grads))
+            optimizer = self._construct(param.requires_grad_(), hyper)
+            state = self._first_state(optimizer, param)
+            for param.grad in gradients:
+                state = self._step(optimizer, param, state, hyper)
+            return param.detach().flatten()
+
+        try:
+            with _isolated():
+                full, shards = steps(None), [steps(slice(0, _CUT)), steps(slice(_CUT, None))]
+            if torch.allclose(full, torch.cat(shards), rtol=1e-5, atol=1e-7):
+                return
+            reason = "updates them otherwise"
         except Exception as error:  # a class may raise anything
             reason = f"does not step on them: {error or type(error).__name__}"
-        if reason is not None:
-            raise UnsupportedError(
-                f"{self.name} needs full matrices, and ranks hold flat shards of them ({reason}). It runs with "
-                "placement 'local' and 'replicated'; here use a rule of lowmem, such as 'adalomo', or a class that "
-                "treats each element by itself, such as torch.optim.AdamW"
-            )
-
-    def _steps(self, param: Tensor, grads: Sequence[Tensor], hyper: Hyper) -> Tensor:
-        """Where a class goes from `param`, given these gradients."""
-        param.requires_grad_()
-        made = self._construct(param, hyper)
-        kept = dict(made.state.get(param, {}))
-        for grad in grads:
-            param.grad = grad
-            kept = self._step(made, param, kept, hyper)
-        return param.detach()
+        raise UnsupportedError(
+            f"{self.name} needs full matrices, and ranks hold flat shards of them ({reason}). It runs with "
+            "placement 'local' and 'replicated'; here use a rule of lowmem, such as 'adalomo', or a class that "
+            "treats each element by itself, such as torch.optim.AdamW"
+        )
 
     def is_full(self, state: str, spec: Any) -> bool:
         return state in self._full
@@ -242,56 +253,62 @@ class ForeignRule(UpdateRule):
     def admit(self, param: Tensor, hyper: Hyper) -> None:
         self._construct(param.detach().requires_grad_(), hyper)  # hooks of the class would stay on the parameter itself
 
-    def spec(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> ParamSpec:
-        return ParamSpec(View.vector(len(shape)))  # states are made by the class itself at the first update
+    def spec(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> ForeignSpec:
+        return ForeignSpec(View.vector(len(shape)), name=name)
 
-    def update(self, sweep: Sweep, spec: ParamSpec, state: State, hyper: Hyper, step: int) -> None:
+    def update(self, sweep: Sweep, spec: ForeignSpec, state: State, hyper: Hyper, step: int) -> None:
         with sweep.materialized() as param:
-            kept = unpacked(state)
-            if self._states_at_once and not kept:
-                kept = dict(self._construct(param, hyper).state[param])
-            kept = self._held(self._step(self._optimizer(hyper), param, kept, hyper))
+            # another instance when an argument changed that only the constructor reads
+            optimizer, arguments = self._instances.get(id(hyper), (None, {}))
+            if optimizer is None or any(hyper.get(key) != value for key, value in arguments.items()):
+                optimizer, _ = self._instances[id(hyper)] = self._instance(hyper)
+            try:
+                if self._states_at_once and not state:
+                    state.update(self._first_state(self._construct(param, hyper), param))
+                new = self._step(optimizer, param, state, hyper)
+            except UnsupportedError as error:
+                raise UnsupportedError(f"parameter {spec.name!r}: {error}") from None
         state.clear()
-        state.update(kept)
+        state.update(new)
 
-    def _step(self, made: torch.optim.Optimizer, param: Tensor, kept: dict[str, Any], hyper: Hyper) -> dict[str, Any]:
-        """Lets `made` step on `param`, of which it has `kept` so far; returns what it keeps now."""
-        own_group = made.param_groups[0]
-        split = kept.pop(_GROUP, {}) if self._splits_group else {}
-        given = {
-            key: _like(own_group.get(key), value)
-            for key, value in hyper.items()
-            if key not in ("param_names", *ENGINE_KEYS)
-        }
-        group = {**own_group, **given, **split, "params": [param]}
-        stored = param.detach()
-        before_group, before_self = _marked(group), _marked(_counters(made))
-        made.state.clear()
-        made.state[param] = kept
-        made.param_groups = [group]
+    def _first_state(self, optimizer: torch.optim.Optimizer, param: Tensor) -> State:
+        return self._packed(optimizer.state.get(param, {}))
+
+    def _step(self, optimizer: torch.optim.Optimizer, param: Tensor, state: State, hyper: Hyper) -> State:
+        """Steps on `param` with its packed state, and returns the new one."""
+        values, stored, own_group = unpacked(state), param.detach(), optimizer.param_groups[0]
+        split = values.pop(_GROUP, {}) if self._splits_group else {}
+        settings = {key: _like(own_group.get(key), value) for key, value in hyper.items() if key not in _NOT_IN_GROUP}
+        group = {**own_group, **settings, **split, "params": [param]}
+        group_before, counters_before = _marked(group), _marked(_counters(optimizer))
+        optimizer.state.clear()
+        optimizer.state[param] = values
+        optimizer.param_groups = [group]
         try:
-            made.step()
-            beside = [str(key) for key in made.state if key is not param]
-            kept = dict(made.state[param])
+            optimizer.step()
+            beside = [str(key) for key in optimizer.state if key is not param]
+            values = dict(optimizer.state[param])
         finally:
-            made.state.clear()
-            made.param_groups = [own_group]  # the other would keep the gradient alive
+            optimizer.state.clear()
+            optimizer.param_groups = [own_group]  # the other would keep the gradient alive
         if param.untyped_storage()._cdata != stored.untyped_storage()._cdata:  # it put new memory into param.data
             stored.copy_(param.detach())
-        changed = _changed(before_group, group)
+        changed = _changed(group_before, group)
         if self._splits_group:
-            kept[_GROUP] = {key: group[key] for key in {**split, **dict.fromkeys(changed)}}
+            values[_GROUP] = {key: group[key] for key in {**split, **dict.fromkeys(changed)}}
             changed = []
         self._refuse_state("in its parameter group", changed)
-        self._refuse_state("on itself", _changed(before_self, _counters(made)))
+        self._refuse_state("on itself", _changed(counters_before, _counters(optimizer)))
         self._refuse_state("beside its parameters", beside)
-        return kept
+        return self._packed(values)
 
-    def _held(self, kept: Mapping[str, Any]) -> State:
+    def _packed(self, values: Mapping[str, Any]) -> State:
         try:
-            return packed(kept)
+            return packed(values)
         except TypeError as error:
-            raise UnsupportedError(f"{self.name} keeps {error}, which cannot be saved. Use another.") from None
+            raise UnsupportedError(
+                f"{self.name} keeps {error}, which cannot be saved. Use another optimizer."
+            ) from None
 
     def _refuse_state(self, where: str, keys: list[str]) -> None:
         if keys:
@@ -300,43 +317,21 @@ class ForeignRule(UpdateRule):
                 "instead of every step. Use another optimizer."
             )
 
-    def _try(self, made: torch.optim.Optimizer, trial: Tensor, hyper: Hyper) -> None:
-        """Refuses what shows in a first step. One that fails shows nothing: it may need a GPU, or another shape."""
-        with _isolated():
-            try:
-                if hasattr(made, "train"):
-                    made.train()  # as schedule-free ones ask for
-                kept = self._held(self._step(made, trial, dict(made.state.get(trial, {})), hyper))
-                self._full |= {name for name, value in kept.items() if getattr(value, "shape", None) == trial.shape}
-            except UnsupportedError:
-                raise
-            except Exception:
-                return
-
-    def _optimizer(self, hyper: Hyper) -> torch.optim.Optimizer:
-        """The instance for a parameter group; another one when an argument changed that only the constructor reads."""
-        made, read = self._made.get(id(hyper), (None, {}))
-        if made is None or any(hyper.get(key) != value for key, value in read.items()):
-            made, read = self._made[id(hyper)] = self._prepared(hyper)
-        return made
-
-    def _prepared(self, hyper: Hyper) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
-        made = self._construct(torch.zeros(_TRIAL_SHAPE, device="cpu").requires_grad_(), hyper)
-        group = made.param_groups[0]
+    def _instance(self, hyper: Hyper) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
+        """An instance for a parameter group, and its arguments that its own group does not show."""
+        optimizer = self._construct(torch.zeros(_TRIAL_SHAPE, device="cpu").requires_grad_(), hyper)
+        group = optimizer.param_groups[0]
         group["params"] = []
-        return made, {key: value for key, value in self._arguments(hyper).items() if key not in group}
+        return optimizer, {key: value for key, value in self._arguments(hyper).items() if key not in group}
 
     def _arguments(self, hyper: Hyper) -> dict[str, Any]:
-        return {
-            key: value
-            for key, value in hyper.items()
-            if key in self.defaults or (self.open_ended and key not in _NO_ARGUMENTS)
-        }
+        names = {*self.defaults, *(hyper.keys() - _NO_ARGUMENTS if self.open_ended else ())}
+        return {key: value for key, value in hyper.items() if key in names}
 
     def _construct(self, param: Tensor, hyper: Hyper) -> torch.optim.Optimizer:
         try:
             return self.cls([param], **self._arguments(hyper))
-        except Exception as error:  # whatever the class thinks fit
+        except Exception as error:  # a class may raise anything
             raise UnsupportedError(f"{self.name} does not accept this: {error or type(error).__name__}") from error
 
 
@@ -348,14 +343,14 @@ def _isolated() -> Iterator[None]:
         yield
 
 
-def _like(own: Any, value: Any) -> Any:
+def _like(old: Any, value: Any) -> Any:
     """`value` as the class keeps it: torchao has the learning rate as a tensor, where schedulers set a number."""
-    return torch.full_like(own, value) if isinstance(own, Tensor) and isinstance(value, int | float) else value
+    return torch.full_like(old, value) if isinstance(old, Tensor) and isinstance(value, int | float) else value
 
 
-def _counters(made: torch.optim.Optimizer) -> dict[str, Any]:
-    """What an optimizer could count with. True and False are rather notes that something is done."""
-    return {k: v for k, v in vars(made).items() if isinstance(v, (int, float, Tensor)) and not isinstance(v, bool)}
+def _counters(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What an optimizer could count with. True and False mark rather that something is done."""
+    return {k: v for k, v in vars(optimizer).items() if isinstance(v, (int, float, Tensor)) and not isinstance(v, bool)}
 
 
 def _marked(values: Mapping[str, Any]) -> dict[str, tuple[Any, int]]:
@@ -382,18 +377,15 @@ def import_optimizer(path: str) -> type[torch.optim.Optimizer]:
     package = module_name.partition(".")[0]
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # a package that does not fit its surroundings raises what it likes
+    except Exception as error:  # a package that does not work here may raise anything
+        reason = f"cannot import {module_name!r} ({error}); repair its package or correct the path"
         if isinstance(error, ModuleNotFoundError) and error.name == package:
-            raise ConfigError(
-                f"rule {path!r}: {package} is not installed; pip install {_DISTRIBUTIONS.get(package, package)}, "
-                "or mend the path"
-            ) from error
-        raise ConfigError(
-            f"rule {path!r}: cannot import {module_name!r} ({error}); mend its package or the path"
-        ) from error
-    found = getattr(module, attribute, None)
-    if found is None:
+            distribution = _DISTRIBUTIONS.get(package, package)
+            reason = f"{package} is not installed; pip install {distribution}, or correct the path"
+        raise ConfigError(f"rule {path!r}: {reason}") from error
+    cls = getattr(module, attribute, None)
+    if cls is None:
         raise ConfigError(f"rule {path!r}: {module_name} has no {attribute!r}.{did_you_mean(attribute, dir(module))}")
-    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
-        raise ConfigError(f"rule {path!r} is {found!r}, not a torch.optim.Optimizer class")
-    return found
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+        raise ConfigError(f"rule {path!r} is {cls!r}, not a torch.optim.Optimizer class")
+    return cls

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -81,6 +81,13 @@ def moved_fused(t: Tile) -> dict[str, Tensor]:
     return {"param": new, "mean": own.mean, "var": own.var}
 
 
+def multipliers(option: str, value: Any) -> None:
+    """Allows None, or numbers by the names of parameters."""
+    require.that(isinstance(value or {}, dict), option, value, "parameter name → a number, or None")
+    for name, multiplier in (value or {}).items():
+        require.number(least=0)(f"{option}[{name!r}]", multiplier)
+
+
 @dataclass(frozen=True, kw_only=True)
 class LansSpec(ParamSpec):
     """What the learning rate and the weight decay are multiplied with for this parameter."""
@@ -113,42 +120,23 @@ class Lans(UpdateRule):
     keeps = "means of g and g²"
     exactness = "trajectories recorded from its source, weights to 1e-6"
     decay = "wd"
-    defaults: ClassVar[dict[str, Any]] = {
-        "lr": 1e-3,
-        "beta1": 0.9,
-        "beta2": 0.999,
-        "epsilon": 1e-6,
-        "wd": 0.0,
-        "lower_bound": None,
-        "upper_bound": None,
-        "clip_gradient": None,
-        "rescale_grad": 1.0,
-        "lr_mult": None,
-        "wd_mult": None,
-        "begin_num_update": 0,
-        "multi_precision": False,
-        "aggregate_num": None,
-        "variant": "fused",
-    }
-
-    def check(self, hyper: Hyper) -> None:
-        for option in ("lr", "epsilon", "wd"):
-            require.number(option, hyper[option], least=0)
-        for option in ("beta1", "beta2"):
-            require.number(option, hyper[option], least=0, below=1)
-        for option in ("lower_bound", "upper_bound", "clip_gradient"):
-            require.number(option, hyper[option], least=0, optional=True)
-        require.number("rescale_grad", hyper["rescale_grad"])
-        for option in ("lr_mult", "wd_mult"):
-            factors = hyper[option] or {}
-            require.that(isinstance(factors, dict), option, factors, "parameter name → a number, or None")
-            for name, factor in factors.items():
-                require.number(f"{option}[{name!r}]", factor, least=0)
-        require.count("begin_num_update", hyper["begin_num_update"], least=0)
-        require.flag("multi_precision", hyper["multi_precision"])
-        if hyper["aggregate_num"] is not None:
-            require.count("aggregate_num", hyper["aggregate_num"], least=1, most=45)
-        require.that(hyper["variant"] in ("fused", "step"), "variant", hyper["variant"], "'fused' or 'step'")
+    defaults, checks = require.hyperparameters(
+        lr=(1e-3, require.number(least=0)),
+        beta1=(0.9, require.rate),
+        beta2=(0.999, require.rate),
+        epsilon=(1e-6, require.number(least=0)),
+        wd=(0.0, require.number(least=0)),
+        lower_bound=(None, require.number(least=0, optional=True)),
+        upper_bound=(None, require.number(least=0, optional=True)),
+        clip_gradient=(None, require.number(least=0, optional=True)),
+        rescale_grad=(1.0, require.number()),
+        lr_mult=(None, multipliers),
+        wd_mult=(None, multipliers),
+        begin_num_update=(0, require.number(whole=True, least=0)),
+        multi_precision=(False, require.flag),
+        aggregate_num=(None, require.number(whole=True, least=1, most=45, optional=True)),
+        variant=("fused", require.one_of("fused", "step")),
+    )
 
     def rounding(self, hyper: Hyper) -> str:
         return "master" if hyper["multi_precision"] else "nearest"

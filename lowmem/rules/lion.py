@@ -1,7 +1,5 @@
 """Lion: the sign of a momentum that is looked at one step ahead (Chen et al. 2023, arXiv:2302.06675)."""
 
-from typing import Any, ClassVar
-
 import torch
 from torch import Tensor
 
@@ -20,24 +18,16 @@ def moved(t: Tile) -> dict[str, Tensor]:
 
 @register("lion")
 class Lion(UpdateRule):
-    """w ← (1 - lr·weight_decay)·w - lr·sign(β₁m + (1-β₁)g), then m ← β₂m + (1-β₂)g.
-
-    Options: `betas` in [0, 1), `weight_decay` ≥ 0.
-    """
+    """w ← (1 - lr·weight_decay)·w - lr·sign(β₁m + (1-β₁)g), then m ← β₂m + (1-β₂)g."""
 
     source = "Chen et al. 2023, arXiv:2302.06675"
     keeps = "mean of g"
     exactness = "its paper's formula, to 1e-6 in float32"
-    defaults: ClassVar[dict[str, Any]] = {
-        "lr": 1e-4,
-        "betas": (0.9, 0.99),
-        "weight_decay": 0.0,
-    }
-
-    def check(self, hyper: Hyper) -> None:
-        require.number("lr", hyper["lr"], least=0)
-        require.betas("betas", hyper["betas"])
-        require.number("weight_decay", hyper["weight_decay"], least=0)
+    defaults, checks = require.hyperparameters(
+        lr=(1e-4, require.number(least=0)),
+        betas=((0.9, 0.99), require.betas),
+        weight_decay=(0.0, require.number(least=0)),
+    )
 
     def spec(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> ParamSpec:
         return ParamSpec(View.vector(len(shape)), {"exp_avg": StateSpec("full")})

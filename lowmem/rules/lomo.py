@@ -1,7 +1,5 @@
 """LOMO: stochastic gradient descent, fused into backward (arXiv:2306.09782)."""
 
-from typing import Any, ClassVar
-
 import torch
 from torch import Tensor
 
@@ -26,11 +24,10 @@ class Lomo(UpdateRule):
     source = "Lv et al. 2023, arXiv:2306.09782"
     keeps = "nothing"
     exactness = "torch.optim.SGD without weight decay, bit for bit in float32"
-    defaults: ClassVar[dict[str, Any]] = {"lr": 1e-3, "weight_decay": 0.0}
-
-    def check(self, hyper: Hyper) -> None:
-        require.number("lr", hyper["lr"], least=0)
-        require.number("weight_decay", hyper["weight_decay"], least=0)
+    defaults, checks = require.hyperparameters(
+        lr=(1e-3, require.number(least=0)),
+        weight_decay=(0.0, require.number(least=0)),
+    )
 
     def spec(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> ParamSpec:
         return ParamSpec(View.vector(len(shape)))

@@ -1,11 +1,24 @@
-"""What hyperparameters may be: each check raises `ConfigError` naming the option, its value and what is allowed."""
+"""Hyperparameters of a rule: what they are by default, and checks of what they may be.
+
+A check raises `ConfigError`, which names the hyperparameter, its value and what is allowed.
+"""
 
 import math
+import operator
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from lowmem.errors import ConfigError
-from lowmem.tiles.storage import STORED_DTYPES
+from lowmem.tiles.storage import STATE_DTYPES, STORED_DTYPES
+
+Check = Callable[[str, Any], object]
+
+
+def hyperparameters(**options: tuple[Any, Check]) -> tuple[dict[str, Any], dict[str, Check]]:
+    """The `defaults` and `checks` of a rule, from name=(default, check)."""
+    return {name: pair[0] for name, pair in options.items()}, {name: pair[1] for name, pair in options.items()}
 
 
 def that(condition: bool, option: str, value: object, allowed: str) -> None:
@@ -15,57 +28,77 @@ def that(condition: bool, option: str, value: object, allowed: str) -> None:
 
 
 def number(
-    option: str,
-    value: object,
     *,
     above: float | None = None,
     least: float | None = None,
     below: float | None = None,
     most: float | None = None,
     optional: bool = False,
-) -> None:
-    """`that` for a finite number within bounds: `above` <, `least` <=, < `below`, <= `most`; or None."""
-    if optional and value is None:
-        return
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    bounds = ((">", above), (">=", least), ("<", below), ("<=", most))
-    allowed = "a number" + " and".join(f" {sign} {bound:g}" for sign, bound in bounds if bound is not None)
+    whole: bool = False,
+) -> Check:
+    """Allows a finite number within bounds: `above` <, `least` <=, < `below`, <= `most`; and None if `optional`."""
+    limits = (
+        (">", operator.gt, above),
+        (">=", operator.ge, least),
+        ("<", operator.lt, below),
+        ("<=", operator.le, most),
+    )
+    bounds = [(sign, compare, bound) for sign, compare, bound in limits if bound is not None]
+    allowed = ("a whole number" if whole else "a number") + " and".join(
+        f" {sign} {bound:g}" for sign, _, bound in bounds
+    )
     allowed += ", or None" if optional else ""
-    that(is_number, option, value, allowed)
-    assert isinstance(value, int | float)
-    inside = (above is None or value > above) and (least is None or value >= least)
-    that(inside and (below is None or value < below) and (most is None or value <= most), option, value, allowed)
+
+    def check(option: str, value: Any) -> None:
+        if optional and value is None:
+            return
+        finite = (
+            isinstance(value, int if whole else int | float) and not isinstance(value, bool) and math.isfinite(value)
+        )
+        that(finite and all(compare(value, bound) for _, compare, bound in bounds), option, value, allowed)
+
+    return check
 
 
-def count(option: str, value: object, *, least: int, most: int | None = None) -> None:
-    """`that` for a whole number within bounds."""
-    allowed = f"a whole number >= {least}" + (f" and <= {most}" if most is not None else "")
-    that(isinstance(value, int) and not isinstance(value, bool), option, value, allowed)
-    assert isinstance(value, int)
-    that(value >= least and (most is None or value <= most), option, value, allowed)
-
-
-def flag(option: str, value: object) -> None:
-    """`that` for True or False."""
+def flag(option: str, value: Any) -> None:
+    """Allows True and False."""
     that(isinstance(value, bool), option, value, "True or False")
 
 
-def betas(option: str, value: object) -> None:
-    """`that` for two decay rates in [0, 1)."""
-    that(isinstance(value, tuple | list) and len(value) == 2, option, value, "two numbers >= 0 and < 1")
-    assert isinstance(value, tuple | list)
-    for i, beta in enumerate(value):
-        number(f"{option}[{i}]", beta, least=0, below=1)
+def one_of(first: str, second: str) -> Check:
+    """Allows two names."""
+    return lambda option, value: that(value in (first, second), option, value, f"{first!r} or {second!r}")
 
 
-def dtype(option: str, value: object, *, optional: bool = True) -> torch.dtype | None:
-    """The dtype that a state is to be kept in: "float32", "bfloat16" or "float16"; if `optional`, None: the weight's.
+def pair(allowed: str, first: Check, second: Check) -> Check:
+    """Allows a tuple or list of two values."""
 
-    Raises:
-        ConfigError: it is another.
-    """
-    known = {str(dtype).removeprefix("torch."): dtype for dtype in STORED_DTYPES}
-    name = str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
-    allowed = ", ".join(known) + (", or None for the weight's own" if optional else "")
-    that(name in known or (optional and value is None), option, value, allowed)
-    return None if value is None else known[str(name)]
+    def check(option: str, value: Any) -> None:
+        that(isinstance(value, tuple | list) and len(value) == 2, option, value, allowed)
+        first(f"{option}[0]", value[0])
+        second(f"{option}[1]", value[1])
+
+    return check
+
+
+rate = number(least=0, below=1)
+betas = pair("two numbers >= 0 and < 1", rate, rate)
+
+
+def anything(option: str, value: Any) -> None:
+    """Allows everything: the rule checks the value together with others."""
+
+
+def dtype_of(value: Any) -> torch.dtype | None:
+    """The dtype in which a state is held, from its name or the dtype itself; None if it is neither."""
+    return value if value in STORED_DTYPES else STATE_DTYPES.get(value)
+
+
+def dtype(*, optional: bool) -> Check:
+    """Allows "float32", "bfloat16" and "float16", and None if `optional`, for the dtype of the weight."""
+    allowed = ", ".join(STATE_DTYPES) + (", or None for the weight's own" if optional else "")
+
+    def check(option: str, value: Any) -> None:
+        that(dtype_of(value) is not None or (optional and value is None), option, value, allowed)
+
+    return check

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lowmem.errors import ConfigError, UnsupportedError
+from lowmem.rules.require import Check
 from lowmem.tiles.layout import Extent, View
 from lowmem.tiles.storage import STORED_DTYPES
 from lowmem.tiles.sweep import Sweep
@@ -91,6 +92,7 @@ class UpdateRule(ABC):
 
     Attributes:
         name, source, keeps, exactness, defaults: for the table of rules.
+        checks: of hyperparameters, by name (`lowmem.rules.require`).
         decay: the name of its weight decay, if it has one.
         open_ended: it takes hyperparameters beyond `defaults`.
         stackable: small parameters of equal spec may be updated as one stack.
@@ -104,6 +106,7 @@ class UpdateRule(ABC):
     keeps: ClassVar[str]
     exactness: ClassVar[str] = "not stated"
     defaults: ClassVar[dict[str, Any]]
+    checks: ClassVar[Mapping[str, Check]] = {}
     decay: ClassVar[str] = "weight_decay"
     open_ended: ClassVar[bool] = False
     stackable: ClassVar[bool] = True
@@ -111,9 +114,10 @@ class UpdateRule(ABC):
     norm_before_clip_value: ClassVar[bool] = False
     can_be_skipped: ClassVar[bool] = True
 
-    @abstractmethod
     def check(self, hyper: Hyper) -> None:
         """Raises `ConfigError` for a hyperparameter that is out of range."""
+        for option, check in self.checks.items():
+            check(option, hyper[option])
 
     def adopt(self, hyper: Hyper, sharded: bool) -> None:  # noqa: B027 (most rules have nothing to try)
         """An optimizer takes a parameter group with these hyperparameters, and updates shards if `sharded`.

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -77,34 +76,20 @@ class ScaledAdam(UpdateRule):
     keeps = "delta and mean of g²; its size every few steps"
     exactness = "trajectories recorded from its source, weights to 1e-6"
     every_parameter = True
-    defaults: ClassVar[dict[str, Any]] = {
-        "lr": 3e-2,
-        "clipping_scale": None,
-        "betas": (0.9, 0.98),
-        "scalar_lr_scale": 0.1,
-        "eps": 1e-8,
-        "param_min_rms": 1e-5,
-        "param_max_rms": 3.0,
-        "scalar_max": 10.0,
-        "size_update_period": 4,
-        "clipping_update_period": 100,
-        "clip_update": True,
-        "show_dominant_parameters": True,
-    }
-
-    def check(self, hyper: Hyper) -> None:
-        require.number("lr", hyper["lr"], least=0)
-        require.number("clipping_scale", hyper["clipping_scale"], above=0, optional=True)
-        require.betas("betas", hyper["betas"])
-        require.number("scalar_lr_scale", hyper["scalar_lr_scale"], least=0)
-        require.number("eps", hyper["eps"], least=0)
-        require.number("param_min_rms", hyper["param_min_rms"], least=0)
-        require.number("param_max_rms", hyper["param_max_rms"], above=0)
-        require.number("scalar_max", hyper["scalar_max"], above=0)
-        require.count("size_update_period", hyper["size_update_period"], least=1)
-        require.count("clipping_update_period", hyper["clipping_update_period"], least=1)
-        require.flag("clip_update", hyper["clip_update"])
-        require.flag("show_dominant_parameters", hyper["show_dominant_parameters"])
+    defaults, checks = require.hyperparameters(
+        lr=(3e-2, require.number(least=0)),
+        clipping_scale=(None, require.number(above=0, optional=True)),
+        betas=((0.9, 0.98), require.betas),
+        scalar_lr_scale=(0.1, require.number(least=0)),
+        eps=(1e-8, require.number(least=0)),
+        param_min_rms=(1e-5, require.number(least=0)),
+        param_max_rms=(3.0, require.number(above=0)),
+        scalar_max=(10.0, require.number(above=0)),
+        size_update_period=(4, require.number(whole=True, least=1)),
+        clipping_update_period=(100, require.number(whole=True, least=1)),
+        clip_update=(True, require.flag),
+        show_dominant_parameters=(True, require.flag),
+    )
 
     def needs_norm(self, hyper: Hyper) -> str | None:
         scale = hyper["clipping_scale"]

@@ -138,8 +138,8 @@ WHERE = r"'block/w' of shape \[2, 3, 4\]"
         (logical("a", "b", "c", rules={"a": "ROW", "b": "ROW"}), rf"{WHERE}: .* has no axis 'c'"),
         (logical("a", rules={"a": "ROWS"}), r"logical_factor_rules=\['ROWS'\]"),
         (logical("embed", rules="fast"), "logical_factor_rules='fast'.*'standard', or axis name → role"),
-        ({"logical_factor_rules": "standard"}, "logical_factor_rules and param_logical_axes.*give both"),
-        ({"param_logical_axes": {"block/w": ("embed",)}}, "logical_factor_rules and param_logical_axes.*give both"),
+        ({"logical_factor_rules": "standard"}, "logical_factor_rules and param_logical_axes.*set both"),
+        ({"param_logical_axes": {"block/w": ("embed",)}}, "logical_factor_rules and param_logical_axes.*set both"),
         ({"logical_factor_rules": "standard", "param_logical_axes": ["embed"]}, "param_logical_axes=.*→ axis names"),
         (
             {"logical_factor_rules": "standard", "param_logical_axes": {"block/w": "embed"}},
