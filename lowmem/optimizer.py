@@ -34,8 +34,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             opt.backward(model(**batch).loss)
             scheduler.step()
 
-    Plain `loss.backward()` does the same under policy "immediate" without a loss scale. `step()` and `zero_grad()` may
-    be called.
+    Plain `loss.backward()` does the same under policy "immediate" without a loss scale.
 
     Args:
         params: parameters, (name, parameter) pairs, or groups (dicts) of either, as `torch.optim` takes them. A group
@@ -134,7 +133,11 @@ class FusedOptimizer(torch.optim.Optimizer):
                 f"{where}its placement is {placement.name}, that of the groups before it {self._placement.name}; make "
                 "an optimizer for each"
             )
-        super().add_param_group(group)
+        defaults, self.defaults = self.defaults, {}  # those of the default rule are in the group if they belong there
+        try:
+            super().add_param_group(group)
+        finally:
+            self.defaults = defaults
         group = self.param_groups[-1]
         group.setdefault("param_names", [])  # torch leaves it out where there are no parameters
         records: dict[Tensor, ParamRecord] = {}
@@ -142,8 +145,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         try:
             records = self._records_of(group, rule)
             self._placement.adopt(records.values(), self._model)
-            if group["params"] or not self._complete:
-                rule.adopt(group, sharded=self._placement.shard.ranks is not None and bool(records))
+            rule.adopt(group, sharded=self._placement.shard.ranks is not None and bool(records))
             for record in records.values():
                 self._attach(record)
             self._records.update(records)
@@ -426,9 +428,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @property
     def compile_seconds(self) -> float:
-        """How long compiling sweeps has taken in this process: in the first step, and where another kind of tensor came
-        later. It is a third of that where PyTorch's cache on disk knows them.
-        """
+        """How long compiling sweeps has taken in this process, nearly all of it in the first step."""
         return CompiledTile.seconds
 
     # -- saving ----------------------------------------------------------------------------------------------------
@@ -436,8 +436,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next step depends on except the weights: states by parameter name, groups, step, seed.
 
-        Tensors are in their own dtype and logical shape: the live ones, or where parameters are sharded, gathered from
-        all ranks, so that every rank has to call it (`lowmem.hf.checkpoint.save_optimizer` gathers one at a time).
+        Tensors are in their own dtype and logical shape: the live ones, or gathered where parameters are sharded, so
+        that every rank has to call it (`lowmem.hf.checkpoint.save_optimizer` gathers one at a time).
 
         Raises:
             StepError: in the middle of a step, or after one that is torn.

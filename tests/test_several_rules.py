@@ -150,6 +150,18 @@ def test_what_a_group_does_not_set_is_its_own_rules_default():
     assert second["rounding"] == "stochastic" and "eps" not in second
 
 
+def test_a_group_that_is_added_later():
+    """Nothing of the default rule leaks into it, and it is clipped with the others from then on."""
+    net = Net()
+    matrices, vectors = split(net)
+    opt = lowmem.FusedOptimizer([matrices], rule="adamw", clip_norm=0.05, policy="deferred")
+    opt.add_param_group(vectors)
+    defaults = {name for name in opt.param_groups[1] if name in lowmem.rules.AdamW.defaults}
+    assert defaults == {"lr", "weight_decay"}
+    opt.backward(net(batches()[0]))
+    assert len(opt.last_step.names) == 4
+
+
 def test_schedules_reach_every_group():
     net = Net()
     opt = lowmem.FusedOptimizer(split(net))

@@ -85,7 +85,7 @@ class StepCycle:
         if name in self._fired_now and not self.accumulates:
             raise StepError(
                 f"parameter {name!r} got its gradient in two parts within one backward, and the first part has been "
-                "taken for the whole already. Reentrant activation checkpointing of a module whose weight is used "
+                "used as if it were all of it. Reentrant activation checkpointing of a module whose weight is used "
                 "elsewhere (tied or shared) does this: use checkpoint(..., use_reentrant=False), or policy='deferred'."
             )
         self._fired.add(name)

@@ -1,4 +1,4 @@
-"""How a parameter is seen as [batch, rows, cols], and which rectangles of it are in the piece that a process holds."""
+"""How a parameter is viewed as [batch, rows, cols], and which rectangles of it are in the shard of this rank."""
 
 import functools
 import itertools
@@ -121,7 +121,7 @@ class Rect:
 
 @dataclass(frozen=True)
 class Span:
-    """The piece of a parameter of `shape` that a process holds: elements from `start` to `stop`, in the order of its
+    """The shard of a parameter of `shape` that a rank holds: elements from `start` to `stop`, in the order of its
     dimensions. Where there are other ranks, each holds `size` of them, the last ones fewer or none.
     """
 
@@ -146,9 +146,9 @@ Box = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class Block:
-    """A rectangle of a parameter, and where in a piece of it that lies.
+    """A rectangle of a parameter, and where it is in a shard.
 
-    rect: in [batch, rows, cols].  start, stop: elements of the flat piece, which seen in `shape` hold it at `index`
+    rect: in [batch, rows, cols].  start, stop: elements of the flat shard, which viewed in `shape` hold it at `index`
     (None: all of it) with the dimensions in `order`.
     """
 
@@ -182,7 +182,7 @@ class Block:
 class Layout:
     """Which rectangles of a [batch, rows, cols] parameter a process holds.
 
-    shape: that of the whole parameter as [batch, rows, cols].  blocks: what is here of it, in one piece.
+    shape: that of the full parameter as [batch, rows, cols].  blocks: the rectangles of the shard.
     cuts: how sweeps have cut that into tiles, by what they have cut it for.
     """
 
@@ -226,9 +226,9 @@ class Layout:
         return self.shape[:2] == (1, 1)
 
     def lines(self, count: int) -> "Layout":
-        """That of `count` such pieces stacked, of parameters that are `one_line`."""
+        """The layout of `count` such shards stacked, of parameters that are `one_line`."""
         (block,) = self.blocks
-        here = block.rect.size[0] * block.rect.size[2]  # none, where nothing is here
+        here = block.rect.size[0] * block.rect.size[2]  # none, if the rank holds nothing
         rect = Rect(slice(0, count if here else 0), block.rect.rows, block.rect.cols)
         stacked = Block(rect, 0, count * here, (count, here), None, (0, 1))
         return Layout((count, 1, self.shape[2]), (stacked,))

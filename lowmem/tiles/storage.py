@@ -275,7 +275,7 @@ _LOW16 = 0xFFFF
 
 
 def widen(stored: Tensor, residual: Tensor | None = None) -> Tensor:
-    """The float32 value of a stored tile; with an int16 `residual`, the value that `split` took apart."""
+    """The float32 value of a stored tile; with an int16 `residual`, the value that `split` encoded."""
     if residual is None:
         return stored.float()
     if stored.dtype == torch.bfloat16:

@@ -102,7 +102,7 @@ def _cuts(layout: Layout, on_cpu: bool, compiled: bool, tile: int | None) -> lis
 
 def _cut_up(rects: Sequence[Rect], on_cpu: bool, compiled: bool, tile: int | None) -> Iterator[Cut]:
     """The tiles of a parameter. Compiled code gets what is large and regular: its sizes are never 1, nor is a line or a
-    column ever summed in odd pieces, so that it is not compiled again for them.
+    column ever summed in odd parts, so that nothing is compiled again for them.
     """
     eager = tile or (CPU_TILE if on_cpu else GPU_TILE)
     block = BLOCK_ROWS if on_cpu else 1
@@ -116,7 +116,7 @@ def _cut_up(rects: Sequence[Rect], on_cpu: bool, compiled: bool, tile: int | Non
             if regular is not None:
                 yield Cut(of, regular, regular == outer, 1 if regular.size[1] == 1 else block, compiled=True)
             if rest is not None:
-                yield from (Cut(of, piece, piece == outer) for piece in rest.subdivide(eager))
+                yield from (Cut(of, part, part == outer) for part in rest.subdivide(eager))
 
 
 NO_READING = Reading()
@@ -141,7 +141,7 @@ class Sweep:
         tile: elements per tile; None: chosen by device.
 
     Attributes:
-        members: as it was given.
+        members: how many parameters are stacked.
         shape: [batch, rows, cols]; where small parameters are stacked, the batch is those of all, one after the other.
         rule_clip_coef: for the rule, the coefficient of its own clipping by norm, or None.
     """
@@ -284,14 +284,14 @@ class Sweep:
 
     def store(self, state: Tensor, value: Tensor) -> Tensor:
         """Writes a small state (row, column or slice) and returns what it holds now, in the state's dtype and shape."""
-        kept, finite = value.view_as(state), self.finite
+        new, finite = value.view_as(state), self.finite
         if finite is not None and self.members == 1:
-            kept = torch.where(finite.view(()), kept, state)
+            new = torch.where(finite.view(()), new, state)
         elif finite is not None:
             members = (self.members, -1)
-            kept = torch.where(finite[:, None], kept.view(members), state.view(members)).view_as(state)
-        state.copy_(kept)
-        return kept
+            new = torch.where(finite[:, None], new.view(members), state.view(members)).view_as(state)
+        state.copy_(new)
+        return new
 
     def stored(self, value: Tensor) -> Tensor:
         """As `Tile.stored`, for small tensors."""
@@ -447,7 +447,7 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 def tiles(tensor: Tensor) -> tuple[Tensor, ...]:
-    """`flat` in pieces."""
+    """`flat`, cut into tiles."""
     return flat(tensor).split(CPU_TILE if tensor.device.type == "cpu" else GPU_TILE)
 
 

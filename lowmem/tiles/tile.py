@@ -68,7 +68,7 @@ class Formats(NamedTuple):
 
 
 class RawTile(NamedTuple):
-    """The stored tensors of one tile: what compiled code is given."""
+    """The stored tensors of one tile: the arguments of compiled code."""
 
     grad: Tensor
     param: Parts
@@ -113,7 +113,7 @@ class Tile:
     sweep wants rows in blocks: [b, n, m, c]).
 
     grad: the gradient, unscaled, clamped by value, multiplied by the clip coefficient.  param: the weight.
-    full, row, col, scalar: what was handed to the sweep.
+    full, row, col, scalar: what the rule passes to the sweep.
     """
 
     def __init__(self, formats: Formats, raw: RawTile) -> None:
