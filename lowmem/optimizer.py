@@ -201,11 +201,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _refuse_unknown_names(self) -> None:
         known = [record.name for record in self._records.values()]
         for rule, group in zip(self._rules, self.param_groups, strict=True) if known else ():
-            for name in rule.names(group):
-                if name not in known:
-                    raise ConfigError(
-                        f"rule {group['rule']!r}: no parameter is called {name!r}.{did_you_mean(name, known)}"
-                    )
+            for name in set(rule.names(group)) - set(known):
+                raise ConfigError(f"rule {rule.name!r}: no parameter is called {name!r}.{did_you_mean(name, known)}")
 
     # -- the policy ------------------------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ def test_usual_views(shape, vector, matrix):
 
 def test_shapes_of_states():
     view, shape = View(batch=(2,), rows=(0, 3), cols=(1,)), (4, 5, 3, 2)
-    sizes = {extent: view.kept(extent, shape) for extent in ("full", "row", "col", "slice")}
+    sizes = {extent: view.state_shape(extent, shape) for extent in ("full", "row", "col", "slice")}
     assert sizes == {"full": shape, "row": (3, 4, 2), "col": (3, 5), "slice": (3,)}
 
 
