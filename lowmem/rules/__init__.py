@@ -24,26 +24,9 @@ from lowmem.rules.rule import ENGINE_KEYS, TABLE, GroupClip, GroupNorms, ParamSp
 from lowmem.rules.scaled_adam import ScaledAdam
 
 __all__ = [
-    "ENGINE_KEYS",
-    "AdaLomo",
-    "Adafactor",
-    "AdafactorT2T",
-    "AdamW",
-    "ForeignRule",
-    "GroupClip",
-    "GroupNorms",
-    "Lans",
-    "Lion",
-    "Lomo",
-    "ParamSpec",
-    "RuleInfo",
-    "ScaledAdam",
-    "StateSpec",
-    "UpdateRule",
-    "register",
-    "resolve",
-    "table",
-]
+    "ENGINE_KEYS", "AdaLomo", "Adafactor", "AdafactorT2T", "AdamW", "ForeignRule", "GroupClip", "GroupNorms", "Lans",
+    "Lion", "Lomo", "ParamSpec", "RuleInfo", "ScaledAdam", "StateSpec", "UpdateRule", "register", "resolve", "table",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -93,7 +76,6 @@ def table() -> list[RuleInfo]:
         for state in spec.states.values():
             dtype = torch.bfloat16 if state.dtype == "weight" else state.dtype or torch.float32
             nbytes += math.prod(spec.view.state_shape(state.extent, shape) + state.extra) * dtype.itemsize
-        rows.append(
-            RuleInfo(name, nbytes / math.prod(shape), rule.keeps, rule.exactness, dict(rule.defaults), rule.source)
-        )
+        size = nbytes / math.prod(shape)
+        rows.append(RuleInfo(name, size, rule.keeps, rule.exactness, dict(rule.defaults), rule.source))
     return rows

@@ -1,6 +1,6 @@
 """Adafactor as T5X has it: factored along dimensions that are chosen by parameter name (its `adafactor.py`)."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,23 +63,22 @@ class Adafactor(UpdateRule):
     lr·clip(rms(w), ε₂, max_parameter_scale), or lr: w ← (1 - weight_decay_rate)·w - s·u, or with `beta1` the running
     mean of s·u instead.
 
-    Which dimensions are factored: `factor_map`, a list of (regular expression, rule), says it for the first expression
-    that is found in a parameter's name; `logical_factor_rules` ("standard", or axis name → role) says it for the axes
-    that `param_logical_axes` (parameter name → axis names) gives, and comes before `factor_map`. A rule is None
-    (unfactored), "HEURISTIC", or the role of each dimension in any order: ROW and COLUMN dimensions are factored, BATCH
-    ones make arrays of their own, NONE ones are factored by themselves too, but share scale and clip. As in the source,
-    rules without BATCH say nothing for vectors and matrices, which follow the heuristic: the two dimensions of a matrix
-    if both are at least `min_dim_size_to_factor`. A 3-D parameter that no rule names is a stack of matrices (experts),
-    each of which follows the heuristic by itself; with more dimensions a rule has to be given.
+    Which dimensions are factored: `factor_map` is a list of (regular expression, rule), of which the first expression
+    found in a parameter's name counts. `logical_factor_rules` ("standard", or axis name → role) is about the axes in
+    `param_logical_axes` (parameter name → axis names), and comes before `factor_map`. A rule is None (unfactored),
+    "HEURISTIC", or the role of each dimension: ROW and COLUMN dimensions are factored, each slice of BATCH dimensions
+    is updated as a parameter of its own, and so are slices of NONE ones, except that they share scale and clipping. As
+    in the source, vectors and matrices follow the heuristic unless their rule has BATCH: a matrix is factored if both
+    dimensions are at least `min_dim_size_to_factor`. A 3-D parameter without a rule is a stack of matrices (experts),
+    each of which follows the heuristic; more dimensions need a rule.
 
-    States: `v_row` has the BATCH, NONE and ROW dimensions, in this order, and `v_col` likewise; or `v`; with `beta1`
-    (0.0 as well) `m`, in `dtype_momentum`.
+    States: `v_row` with the BATCH, NONE and ROW dimensions, in this order, and `v_col` likewise; or `v`; with `beta1`
+    (also 0.0) `m`, in `dtype_momentum`.
 
-    As in the source: weight decay is not multiplied by lr, unless `weight_decay_rate_lr_exponent` is given, which makes
-    it (weight_decay_rate or 1)·lr^exponent. `skip_nan_updates` keeps what would become NaN, element by element, in
-    place of the engine's guard, which leaves the whole parameter. Momentum in 16 bits is multiplied with beta1 rounded
-    to them. `variant`: "jit", where float32 results go on unrounded, or "op_by_op", which rounds each operation on a
-    16-bit weight or momentum, as the source does when it is not compiled.
+    As in the source: weight decay is not multiplied by lr, unless `weight_decay_rate_lr_exponent` is set, which makes
+    it (weight_decay_rate or 1)·lr^exponent. With `skip_nan_updates` single elements that would become NaN stay as they
+    are, not the whole parameter. Momentum in 16 bits is multiplied by beta1 rounded to them. `variant`: "jit" rounds
+    final results, "op_by_op" each operation on a 16-bit weight or momentum, as the source does when not compiled.
 
     Options: `multiply_by_parameter_scale`: True, False, or a list of (regular expression, bool). `epsilon1` (ε₁) and
     `epsilon2` (ε₂, the least scale). `global_norm_clip_threshold`: clips by the norm of all gradients.
@@ -120,7 +119,7 @@ class Adafactor(UpdateRule):
         if step <= hyper["step_offset"]:
             raise ConfigError(
                 f"step_offset={hyper['step_offset']}, but this is step {step}: it is the step at which fine-tuning "
-                "begins in a run that goes on from a checkpoint; leave it out in a new run"
+                "begins in a run that resumes from a checkpoint; omit it in a new run"
             )
 
     def names(self, hyper: Hyper) -> Iterable[str]:
@@ -176,7 +175,7 @@ class Adafactor(UpdateRule):
             as_stored=op_by_op,
             skip_nan=skip_nan,
         )
-        rounded = sweep.stored if op_by_op else _unrounded
+        rounded: Callable[[Tensor], Tensor] = sweep.stored if op_by_op else lambda value: value
         scale = sweep.scalar(lr)
         if spec.scaled:
             size = rounded(rounded(mean_alike(measured.param, sweep.count, spec.alike)).sqrt())
@@ -192,7 +191,3 @@ class Adafactor(UpdateRule):
             beta1 = nearest_number(hyper["beta1"], state["m"].dtype)
             arguments["scalar"] |= {"beta1": beta1, "gain1": 1.0 - hyper["beta1"]}
         sweep.apply(MOVED[hyper["variant"], skip_nan], **arguments)
-
-
-def _unrounded(value: Tensor) -> Tensor:
-    return value

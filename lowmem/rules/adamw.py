@@ -37,11 +37,8 @@ class AdamW(UpdateRule):
     )
 
     def spec(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> ParamSpec:
-        states = {
-            "step": StateSpec("slice", torch.int64),
-            "exp_avg": StateSpec("full"),
-            "exp_avg_sq": StateSpec("full", signed=False),
-        }
+        count = StateSpec("slice", torch.int64)
+        states = {"step": count, "exp_avg": StateSpec("full"), "exp_avg_sq": StateSpec("full", signed=False)}
         return ParamSpec(View.vector(len(shape)), states)
 
     def update(self, sweep: Sweep, spec: ParamSpec, state: State, hyper: Hyper, step: int) -> None:
@@ -57,5 +54,4 @@ class AdamW(UpdateRule):
             "keep": 1.0 - lr * hyper["weight_decay"],
             "step": (-lr / (1.0 - power(beta1, count))).float(),
         }
-        full = {name: state[name] for name in ("exp_avg", "exp_avg_sq")}
-        sweep.apply(moved, full=full, scalar=scalar)
+        sweep.apply(moved, full={name: state[name] for name in ("exp_avg", "exp_avg_sq")}, scalar=scalar)

@@ -32,35 +32,32 @@ class Dimensions(NamedTuple):
 
 
 def dimensions(name: str, shape: tuple[int, ...], hyper: Hyper) -> Dimensions:
-    """What `factored`, `factor_map`, `logical_factor_rules` and `min_dim_size_to_factor` say for a parameter.
+    """The roles of a parameter's dimensions by `factored`, `factor_map`, `logical_factor_rules` and the heuristic.
 
     Raises:
-        ConfigError: they say nothing for it, or something incomplete.
+        ConfigError: the options do not cover the parameter, or are incomplete for it.
     """
     every, where = tuple(range(len(shape))), f"parameter {name!r} of shape {list(shape)}"
     rule = _factor_rule(name, where, hyper)
     if rule is None:
         return Dimensions(none=every)
-    if rule != HEURISTIC and len(rule) != len(shape):
-        raise ConfigError(f"{where}: its factor rule {list(rule)} has {len(rule)} roles for {len(shape)} dimensions")
-    if rule == HEURISTIC and len(shape) > 3:
-        raise ConfigError(
-            f"{where}: rule HEURISTIC does not say how more than three dimensions are factored; give it a rule in "
-            "factor_map, such as [BATCH, ROW, COLUMN, COLUMN], or None"
-        )
     if rule == HEURISTIC:
+        if len(shape) > 3:
+            raise ConfigError(
+                f"{where}: rule HEURISTIC does not say how more than three dimensions are factored; set a rule for it "
+                "in factor_map, such as [BATCH, ROW, COLUMN, COLUMN], or None"
+            )
         return _heuristic(shape, hyper["min_dim_size_to_factor"])
-    told = Dimensions(*(tuple(d for d in every if rule[d] == role) for role in ("BATCH", "NONE", "ROW", "COLUMN")))
-    if len(shape) > 2 or told.batch:
-        return told
-    decided = _heuristic(shape, hyper["min_dim_size_to_factor"])
-    if told != decided:
-        warnings.warn(
-            f"{where}: with two dimensions or less and no BATCH, the heuristic decides, and not its factor rule "
-            f"{list(rule)}",
-            stacklevel=2,
-        )
-    return decided
+    if len(rule) != len(shape):
+        raise ConfigError(f"{where}: its factor rule {list(rule)} has {len(rule)} roles for {len(shape)} dimensions")
+    by_rule = Dimensions(*(tuple(d for d in every if rule[d] == role) for role in ("BATCH", "NONE", "ROW", "COLUMN")))
+    if len(shape) > 2 or by_rule.batch:
+        return by_rule
+    by_heuristic = _heuristic(shape, hyper["min_dim_size_to_factor"])
+    if by_rule != by_heuristic:
+        reason = "with two dimensions or less and no BATCH, the heuristic decides, and not its factor rule"
+        warnings.warn(f"{where}: {reason} {list(rule)}", stacklevel=2)
+    return by_heuristic
 
 
 def check_factor_rules(hyper: Hyper) -> None:
@@ -117,41 +114,34 @@ def _logical_rule(
     roles = roles_of("logical_factor_rules", [known[axis] for axis in axes])
     assert roles is not None
     if {"ROW", "COLUMN", "NONE"} <= set(roles):
-        raise ConfigError(
-            f"{where}: incomplete factor rule {list(roles)} for the axes {list(axes)}: beside ROW and COLUMN no "
-            "dimension may be NONE"
-        )
+        reason = f"incomplete factor rule {list(roles)} for the axes {list(axes)}"
+        raise ConfigError(f"{where}: {reason}: beside ROW and COLUMN no dimension may be NONE")
     if not {"ROW", "COLUMN"} <= set(roles):  # half of it factors nothing
         return tuple("BATCH" if role == "BATCH" else "NONE" for role in roles)
     return roles
 
 
-def roles_of(option: str, rule: object) -> FactorRule:
-    """A rule as it is written, as roles of dimensions."""
-    if rule is None:
-        return None
-    if rule == "HEURISTIC":
-        return HEURISTIC
+def roles_of(option: str, rule: Any) -> FactorRule:
+    """The roles of dimensions in a rule as the user writes it."""
+    if rule is None or rule == "HEURISTIC":
+        return None if rule is None else HEURISTIC
     allowed = f"None, 'HEURISTIC', or for each dimension one of {', '.join(ROLES)}"
     require.that(isinstance(rule, tuple | list), option, rule, allowed)
-    assert isinstance(rule, tuple | list)
     names = [str(role).lower() for role in rule]
     require.that(all(role in ROLES for role in names), option, rule, allowed)
     return tuple(ROLES[role] for role in names)
 
 
-def pairs_of(option: str, given: object) -> list[tuple[str, Any]]:
+def pairs_of(option: str, value: Any) -> list[tuple[str, Any]]:
     """A map from regular expressions, as a list of pairs or a dict, in its order."""
-    pairs = list(given.items()) if isinstance(given, dict) else given
-    require.that(isinstance(pairs, tuple | list), option, given, "a list of (regular expression, value)")
-    assert isinstance(pairs, tuple | list)
+    pairs = list(value.items()) if isinstance(value, dict) else value
+    require.that(isinstance(pairs, tuple | list), option, value, "a list of (regular expression, value)")
     for pair in pairs:
         require.that(isinstance(pair, tuple | list) and len(pair) == 2, option, pair, "(regular expression, value)")
-    for pattern, _ in pairs:
         try:
-            re.compile(pattern)
+            re.compile(pair[0])
         except (re.error, TypeError) as error:
-            raise ConfigError(f"{option}: {pattern!r} is no regular expression: {error}") from None
+            raise ConfigError(f"{option}: {pair[0]!r} is not a regular expression: {error}") from None
     return list(pairs)
 
 
@@ -161,9 +151,9 @@ def flag_by_name(option: str, value: Any) -> None:
         require.flag(option, each)
 
 
-def first_match(option: str, given: object, name: str, where: str) -> Any:
-    """What the first regular expression that is found in `name` stands for; `where` is the parameter in a message."""
-    for pattern, value in pairs_of(option, given):
+def first_match(option: str, pairs: Any, name: str, where: str) -> Any:
+    """The value of the first regular expression found in `name`; messages call the parameter `where`."""
+    for pattern, value in pairs_of(option, pairs):
         if re.search(pattern, name):
             return value
     raise ConfigError(f"{where}: {option} has no rule for it; end the map with ('.*', ...) for all others")

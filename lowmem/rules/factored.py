@@ -16,12 +16,12 @@ from lowmem.tiles.tile import ReduceFn, Sums, Tile
 
 
 def moments(t: Tile) -> Sums:
-    """Of g² by row and column, and of w²."""
+    """Sums of g² by row and column, and of w²."""
     return _moments(t, t.param.square())
 
 
 def moments_as_stored(t: Tile) -> Sums:
-    """`moments` with w² in the weight's own dtype."""
+    """`moments` with w² in the weight's dtype."""
     return _moments(t, t.stored(t.param.square()))
 
 
@@ -42,28 +42,28 @@ def change(t: Tile) -> Tensor:
 
 
 def change_square(t: Tile) -> Sums:
-    """Of `change` squared."""
+    """Sum of `change` squared."""
     return Sums(scalar={"change": change(t).square()})
 
 
 def squares(t: Tile) -> Sums:
-    """Of `change` and of w, squared."""
+    """Sums of `change` squared and of w²."""
     return Sums(scalar={**change_square(t).scalar, "param": t.param.square()})
 
 
 def squares_as_stored(t: Tile) -> Sums:
-    """`squares` with w² in the weight's own dtype."""
+    """`squares` with w² in the weight's dtype."""
     return Sums(scalar={**change_square(t).scalar, "param": t.stored(t.param.square())})
 
 
 def results(t: Tile, decayed: Tensor, change: Tensor) -> dict[str, Tensor]:
-    """The new weight, and the second moment where it is unfactored."""
+    """The new weight, and the second moment if it is unfactored."""
     moment = {"v": second_moment(t)} if "v" in t.full else {}
     return {"param": decayed - change, **moment}
 
 
 def moved(t: Tile) -> dict[str, Tensor]:
-    """w ← keep·w - step·change, or less the running mean of the latter, where momentum `m` is kept."""
+    """w ← keep·w - step·change, or minus the running mean of step·change if there is momentum `m`."""
     step = change(t) * t.scalar.step
     if "m" not in t.full:
         return results(t, t.param * t.scalar.keep, step)
@@ -147,7 +147,7 @@ def precondition(
 
 
 def mean_alike(square_sum: Tensor, count: int, alike: int) -> Tensor:
-    """The mean square of slices of `count` elements, over each `alike` of them that belong together, [batch]."""
+    """The mean square of slices of `count` elements, averaged over every `alike` consecutive slices, [batch]."""
     if alike == 1:
         return square_sum / count
     together = square_sum.view(-1, alike).sum(-1) / (count * alike)

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -26,8 +26,7 @@ def packed(values: Mapping[str, Any]) -> State:
     """What an optimizer keeps for a parameter, as tensors and JSON; `unpacked` undoes it.
 
     Raises:
-        TypeError: a value is neither made of tensors, numbers, strings, lists, tuples and dicts, nor a tensor subclass
-            that can be split into tensors.
+        TypeError: a value that is not made of tensors, numbers, strings, lists, tuples and dicts.
     """
     state: State = {}
     for name, value in values.items():
@@ -123,15 +122,12 @@ class ForeignSpec(ParamSpec):
 
 
 class ForeignRule(UpdateRule):
-    """Runs an optimizer class on each parameter in turn; its state for the parameter is held and saved by lowmem.
+    """Runs an optimizer class on one parameter at a time and holds its state for the parameter.
 
-    The class may keep in `state[param]` what is made of tensors, numbers, strings, lists, tuples and dicts. Tensor
-    subclasses, such as the low-bit states of torchao, are held as the tensors that they consist of. Refused is what
-    differs when parameters are updated one at a time: a closure, sparse gradients, state kept in the parameter group or
-    on the optimizer. Most of it shows before the first update, when the class steps on a small tensor in a trial.
-
-    The class may need temporary memory; with a rounding other than `nearest` it steps on a float32 copy of the one
-    parameter.
+    `state[param]` may consist of tensors, numbers, strings, lists, tuples and dicts. Tensor subclasses, such as the
+    low-bit states of torchao, are held as the tensors in them. What differs when parameters are updated one at a time
+    is refused: a closure, sparse gradients, state in the parameter group or on the optimizer. Most of it shows in a
+    trial on a small tensor. With a rounding other than `nearest` the class steps on a float32 copy of the parameter.
 
     Raises:
         UnsupportedError: the class cannot run fused; the message says why and names what can.
@@ -147,29 +143,19 @@ class ForeignRule(UpdateRule):
         self.name = self.source = f"{cls.__module__}.{cls.__qualname__}"  # type: ignore[misc]
         step = inspect.signature(cls.step).parameters
         first, *arguments = inspect.signature(cls).parameters.values()
-        for refused, reason in (
-            (
-                "closure" in step and step["closure"].default is inspect.Parameter.empty,
-                "needs a closure: it evaluates the loss several times a step, but a fused update happens inside one "
-                "backward. Use a first-order optimizer, such as 'adalomo' or torch.optim.AdamW.",
-            ),
-            (
-                cls is torch.optim.SparseAdam,
-                "takes sparse gradients only, and a fused update reads dense ones. "
-                "Use torch.optim.AdamW with nn.Embedding(sparse=False).",
-            ),
-            (
-                first.name == "model",
-                "takes a whole model, to hook it itself. Use an optimizer that takes parameters, "
-                "or a rule of lowmem, such as 'adalomo'.",
-            ),
-            (
-                isinstance(inspect.getattr_static(cls, "param_groups", None), property),
-                "drives other optimizers, which would each see all parameters. Use the one that it drives.",
-            ),
-        ):
-            if refused:
-                raise UnsupportedError(f"{self.name} {reason}")
+        if "closure" in step and step["closure"].default is inspect.Parameter.empty:
+            self._refuse(
+                "needs a closure: it evaluates the loss several times per step, but a fused update happens inside one "
+                "backward. Use a first-order optimizer, such as 'adalomo' or torch.optim.AdamW."
+            )
+        if cls is torch.optim.SparseAdam:
+            dense = "torch.optim.AdamW with nn.Embedding(sparse=False)"
+            self._refuse(f"takes sparse gradients only, and a fused update reads dense ones. Use {dense}.")
+        if first.name == "model":
+            other = "an optimizer that takes parameters, or a rule of lowmem, such as 'adalomo'"
+            self._refuse(f"takes a whole model, to hook it itself. Use {other}.")
+        if isinstance(inspect.getattr_static(cls, "param_groups", None), property):
+            self._refuse("drives other optimizers, which would each see all parameters. Use the one that it drives.")
         self.open_ended = any(a.kind is a.VAR_KEYWORD for a in arguments)  # type: ignore[misc]
         # an argument without a default is known by its name; `check` refuses a group that does not set it
         self.defaults = {  # type: ignore[misc]
@@ -187,10 +173,8 @@ class ForeignRule(UpdateRule):
             if value is inspect.Parameter.empty:
                 raise ConfigError(f"{self.name} has no default for {key!r}; set it")
         if hyper.get("gradient_release"):
-            raise UnsupportedError(
-                f"{self.name}: gradient_release=True registers hooks of its own, and lowmem frees gradients anyway. "
-                "Omit it."
-            )
+            reason = "gradient_release=True registers hooks of its own, and lowmem frees gradients anyway"
+            raise UnsupportedError(f"{self.name}: {reason}. Omit it.")
 
     def adopt(self, hyper: Hyper, sharded: bool) -> None:
         """By trial: steps on a small tensor, and where parameters are sharded also on two shards of one."""
@@ -199,17 +183,15 @@ class ForeignRule(UpdateRule):
         optimizer = self._construct(trial, hyper)
         for key, value in optimizer.param_groups[0].items():
             if value is not None and key in hyper and hyper[key] is None:
-                raise ConfigError(
-                    f"{self.name} derives {key}={value!r} from its other settings where {key}=None, and may derive "
-                    f"something else when a run is resumed. Set {key}."
-                )
+                reason = f"derives {key}={value!r} from its other settings where {key}=None"
+                raise ConfigError(f"{self.name} {reason}, and may differ when a run is resumed. Set {key}.")
         self._refuse_state("beside its parameters", [str(key) for key in optimizer.state if key is not trial])
         self._states_at_once = bool(optimizer.state)
         try:
             with _isolated():
                 if hasattr(optimizer, "train"):
                     optimizer.train()  # schedule-free optimizers step in training mode only
-                state = self._step(optimizer, trial, self._first_state(optimizer, trial), hyper)
+                state = self._step(optimizer, trial, self._packed(optimizer.state.get(trial, {})), hyper)
             self._full |= {name for name, value in state.items() if getattr(value, "shape", None) == trial.shape}
         except UnsupportedError:
             raise
@@ -228,7 +210,7 @@ class ForeignRule(UpdateRule):
         def steps(part: slice | None) -> Tensor:
             param, *gradients = (t.clone() if part is None else t.flatten()[part].clone() for t in (start, *grads))
             optimizer = self._construct(param.requires_grad_(), hyper)
-            state = self._first_state(optimizer, param)
+            state = self._packed(optimizer.state.get(param, {}))
             for param.grad in gradients:
                 state = self._step(optimizer, param, state, hyper)
             return param.detach().flatten()
@@ -241,10 +223,10 @@ class ForeignRule(UpdateRule):
             reason = "updates them otherwise"
         except Exception as error:  # a class may raise anything
             reason = f"does not step on them: {error or type(error).__name__}"
-        raise UnsupportedError(
-            f"{self.name} needs full matrices, and ranks hold flat shards of them ({reason}). It runs with "
-            "placement 'local' and 'replicated'; here use a rule of lowmem, such as 'adalomo', or a class that "
-            "treats each element by itself, such as torch.optim.AdamW"
+        self._refuse(
+            f"needs full matrices, and ranks hold flat shards of them ({reason}). It runs with placement 'local' and "
+            "'replicated'; here use a rule of lowmem, such as 'adalomo', or a class that treats each element by "
+            "itself, such as torch.optim.AdamW"
         )
 
     def is_full(self, state: str, spec: Any) -> bool:
@@ -264,15 +246,12 @@ class ForeignRule(UpdateRule):
                 optimizer, _ = self._instances[id(hyper)] = self._instance(hyper)
             try:
                 if self._states_at_once and not state:
-                    state.update(self._first_state(self._construct(param, hyper), param))
+                    state.update(self._packed(self._construct(param, hyper).state[param]))
                 new = self._step(optimizer, param, state, hyper)
             except UnsupportedError as error:
                 raise UnsupportedError(f"parameter {spec.name!r}: {error}") from None
         state.clear()
         state.update(new)
-
-    def _first_state(self, optimizer: torch.optim.Optimizer, param: Tensor) -> State:
-        return self._packed(optimizer.state.get(param, {}))
 
     def _step(self, optimizer: torch.optim.Optimizer, param: Tensor, state: State, hyper: Hyper) -> State:
         """Steps on `param` with its packed state, and returns the new one."""
@@ -306,16 +285,15 @@ class ForeignRule(UpdateRule):
         try:
             return packed(values)
         except TypeError as error:
-            raise UnsupportedError(
-                f"{self.name} keeps {error}, which cannot be saved. Use another optimizer."
-            ) from None
+            self._refuse(f"keeps {error}, which cannot be saved. Use another optimizer.")
 
     def _refuse_state(self, where: str, keys: list[str]) -> None:
         if keys:
-            raise UnsupportedError(
-                f"{self.name} keeps state {where} ({', '.join(keys)}), which would change with every parameter "
-                "instead of every step. Use another optimizer."
-            )
+            change = "which would change with every parameter instead of every step"
+            self._refuse(f"keeps state {where} ({', '.join(keys)}), {change}. Use another optimizer.")
+
+    def _refuse(self, reason: str) -> NoReturn:
+        raise UnsupportedError(f"{self.name} {reason}")
 
     def _instance(self, hyper: Hyper) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
         """An instance for a parameter group, and its arguments that its own group does not show."""

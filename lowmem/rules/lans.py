@@ -19,14 +19,8 @@ _MAGNIFIED = 2.0**64
 
 def norms(t: Tile) -> Sums:
     """Of squares: of the gradient, of the gradient magnified, of the weight and of the weight in its own dtype."""
-    return Sums(
-        scalar={
-            "grad": t.grad_square,
-            "magnified": (t.grad * _MAGNIFIED).square(),
-            "weight": t.param.square(),
-            "stored": t.stored(t.param).square(),
-        }
-    )
+    magnified, stored = (t.grad * _MAGNIFIED).square(), t.stored(t.param).square()
+    return Sums(scalar={"grad": t.grad_square, "magnified": magnified, "weight": t.param.square(), "stored": stored})
 
 
 def normalised(t: Tile) -> Tensor:
@@ -34,7 +28,7 @@ def normalised(t: Tile) -> Tensor:
     return grad.clamp(-t.scalar.clip, t.scalar.clip) if "clip" in t.scalar else grad
 
 
-class Parts(NamedTuple):
+class Step(NamedTuple):
     """The new moments of a tile, and the momentum's and the gradient's part of the step, without weight decay."""
 
     mean: Tensor
@@ -43,12 +37,12 @@ class Parts(NamedTuple):
     g: Tensor
 
 
-def parts(t: Tile) -> Parts:
+def step_of(t: Tile) -> Step:
     grad = normalised(t)
     mean = t.full.mean * t.scalar.beta1 + grad * t.scalar.gain1
     var = t.full.var * t.scalar.beta2 + grad * grad * t.scalar.gain2
     scale = (var / t.scalar.correction2).sqrt() + t.scalar.epsilon
-    return Parts(mean, var, mean / t.scalar.correction1 / scale, grad / scale)
+    return Step(mean, var, mean / t.scalar.correction1 / scale, grad / scale)
 
 
 def first_moved(t: Tile, m: Tensor) -> Tensor:
@@ -58,27 +52,27 @@ def first_moved(t: Tile, m: Tensor) -> Tensor:
 
 def both_squares(t: Tile) -> Sums:
     """Of squares of both parts of the step, with the decay of the weight that has not moved yet."""
-    own, decay = parts(t), t.param * t.scalar.wd
-    return Sums(scalar={"m": (own.m + decay).square(), "g": (own.g + decay).square()})
+    step, decay = step_of(t), t.param * t.scalar.wd
+    return Sums(scalar={"m": (step.m + decay).square(), "g": (step.g + decay).square()})
 
 
 def second_square(t: Tile) -> Sums:
     """Of squares of the gradient's part, with the decay of the weight that has moved already."""
-    own = parts(t)
-    return Sums(scalar={"g": (own.g + first_moved(t, own.m) * t.scalar.wd).square()})
+    step = step_of(t)
+    return Sums(scalar={"g": (step.g + first_moved(t, step.m) * t.scalar.wd).square()})
 
 
 def moved_by_step(t: Tile) -> dict[str, Tensor]:
-    own = parts(t)
-    first = first_moved(t, own.m)
-    new = first - (own.g + first * t.scalar.wd) * t.scalar.step_g
-    return {"param": new, "mean": own.mean, "var": own.var}
+    step = step_of(t)
+    first = first_moved(t, step.m)
+    new = first - (step.g + first * t.scalar.wd) * t.scalar.step_g
+    return {"param": new, "mean": step.mean, "var": step.var}
 
 
 def moved_fused(t: Tile) -> dict[str, Tensor]:
-    own, decay = parts(t), t.param * t.scalar.wd
-    new = t.param - ((own.m + decay) * t.scalar.step_m + (own.g + decay) * t.scalar.step_g)
-    return {"param": new, "mean": own.mean, "var": own.var}
+    step, decay = step_of(t), t.param * t.scalar.wd
+    new = t.param - ((step.m + decay) * t.scalar.step_m + (step.g + decay) * t.scalar.step_g)
+    return {"param": new, "mean": step.mean, "var": step.var}
 
 
 def multipliers(option: str, value: Any) -> None:
@@ -90,7 +84,7 @@ def multipliers(option: str, value: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class LansSpec(ParamSpec):
-    """What the learning rate and the weight decay are multiplied with for this parameter."""
+    """Multipliers of the learning rate and of the weight decay for this parameter."""
 
     lr_mult: float
     wd_mult: float
@@ -105,15 +99,12 @@ class Lans(UpdateRule):
     `variant`: the two code paths of the source. "fused" takes wd·w of q before the step by p, "step" after it; with a
     master copy "fused" takes ‖w‖ of the stored weight, "step" of the copy.
 
-    Differs from its source, on purpose: a gradient of zeros, or one too small for its squares in float32, is what it is
-    instead of NaN for ever, given an `epsilon`; an option of 0.0 is 0.0 in both variants; negative bounds and clips
-    raise.
+    Differs from its source: with an `epsilon`, a gradient of zeros, or one too small for its squares in float32, does
+    not become NaN; an option of 0.0 is 0.0 in both variants; negative bounds and clips raise.
 
-    Options: `beta1`, `beta2` in [0, 1), `epsilon` ≥ 0, `wd` ≥ 0, `lower_bound`, `upper_bound`, `clip_gradient` ≥ 0 or
-    None, `rescale_grad` (it leaves its sign only), `lr_mult` and `wd_mult`: parameter name → factor, `begin_num_update`
-    ≥ 0: where a parameter's own count of updates begins, `multi_precision`: a float32 master copy of 16-bit weights, as
-    rounding "master", `aggregate_num` in [1, 45]: at most so many small parameters are updated together (None: as many
-    as fit).
+    Options: `rescale_grad`: only its sign has an effect. `lr_mult`, `wd_mult`: parameter name → multiplier.
+    `begin_num_update`: where a parameter's count of updates begins. `multi_precision`: a float32 master copy of 16-bit
+    weights, as rounding "master". `aggregate_num`: this many small parameters at most are updated together.
     """
 
     source = "Zheng et al. 2020, arXiv:2006.13484"
@@ -145,27 +136,19 @@ class Lans(UpdateRule):
         return (*(hyper["lr_mult"] or {}), *(hyper["wd_mult"] or {}))
 
     def spec(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> LansSpec:
-        states = {
-            "step": StateSpec("slice", torch.int64),
-            "mean": StateSpec("full"),
-            "var": StateSpec("full", signed=False),
-        }
-        return LansSpec(
-            View.vector(len(shape)),
-            states,
-            hyper["aggregate_num"],
-            lr_mult=(hyper["lr_mult"] or {}).get(name, 1.0),
-            wd_mult=(hyper["wd_mult"] or {}).get(name, 1.0),
-        )
+        count = StateSpec("slice", torch.int64)
+        states = {"step": count, "mean": StateSpec("full"), "var": StateSpec("full", signed=False)}
+        lr_mult, wd_mult = ((hyper[option] or {}).get(name, 1.0) for option in ("lr_mult", "wd_mult"))
+        return LansSpec(View.vector(len(shape)), states, hyper["aggregate_num"], lr_mult=lr_mult, wd_mult=wd_mult)
 
     def update(self, sweep: Sweep, spec: LansSpec, state: State, hyper: Hyper, step: int) -> None:
         beta1, beta2, fused = hyper["beta1"], hyper["beta2"], hyper["variant"] == "fused"
         lr = hyper["lr"] * spec.lr_mult
-        full = {name: kept for name, kept in state.items() if name != "step"}
+        full = {name: state[name] for name in ("mean", "var")}
         sums = sweep.reduce(norms, full=full).scalar
         count = next_count(sweep, state) + hyper["begin_num_update"]
         scalar: dict[str, Tensor | float] = {
-            "inverse_norm": self._inverse_norm(sums, hyper["rescale_grad"]),
+            "inverse_norm": inverse_norm(sums, hyper["rescale_grad"]),
             "beta1": beta1,
             "gain1": 1.0 - beta1,
             "beta2": beta2,
@@ -178,7 +161,8 @@ class Lans(UpdateRule):
         if hyper["clip_gradient"] is not None:
             scalar["clip"] = hyper["clip_gradient"]
         size = (sums["stored"] if fused else sums["weight"]).sqrt()
-        size = size.clamp(hyper["lower_bound"], hyper["upper_bound"]) if self._bounded(hyper) else size
+        bounds = hyper["lower_bound"], hyper["upper_bound"]
+        size = size if bounds == (None, None) else size.clamp(*bounds)
         squares = sweep.reduce(both_squares, full=full, scalar=scalar).scalar
         scalar["step_m"] = lr * beta1 * trust(size, squares["m"])
         if not fused:
@@ -186,17 +170,13 @@ class Lans(UpdateRule):
         scalar["step_g"] = lr * (1.0 - beta1) * trust(size, squares["g"])
         sweep.apply(moved_fused if fused else moved_by_step, full=full, scalar=scalar)
 
-    @staticmethod
-    def _bounded(hyper: Hyper) -> bool:
-        return hyper["lower_bound"] is not None or hyper["upper_bound"] is not None
 
-    @staticmethod
-    def _inverse_norm(sums: dict[str, Tensor], rescale: float) -> Tensor:
-        """What makes the gradient a unit vector of the sign of `rescale`; 0 where there is none."""
-        tiny = sums["magnified"].sqrt() / _MAGNIFIED
-        norm = torch.where(sums["magnified"].isfinite(), tiny, sums["grad"].sqrt())
-        sign = (rescale > 0) - (rescale < 0)
-        return torch.where(norm > 0, sign / norm, 0.0)
+def inverse_norm(sums: dict[str, Tensor], rescale: float) -> Tensor:
+    """The multiplier that makes the gradient a unit vector, with the sign of `rescale`; 0 for a gradient of zeros."""
+    tiny = sums["magnified"].sqrt() / _MAGNIFIED
+    norm = torch.where(sums["magnified"].isfinite(), tiny, sums["grad"].sqrt())
+    sign = (rescale > 0) - (rescale < 0)
+    return torch.where(norm > 0, sign / norm, 0.0)
 
 
 def trust(size: Tensor, square: Tensor) -> Tensor:

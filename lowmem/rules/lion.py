@@ -1,4 +1,4 @@
-"""Lion: the sign of a momentum that is looked at one step ahead (Chen et al. 2023, arXiv:2302.06675)."""
+"""Lion: the sign of a momentum one step ahead (Chen et al. 2023, arXiv:2302.06675)."""
 
 import torch
 from torch import Tensor

@@ -23,12 +23,12 @@ ENGINE_KEYS = ("rule", "rounding", "state_storage")
 
 @dataclass(frozen=True)
 class StateSpec:
-    """What one state of a parameter is; it is zero before the first update.
+    """One state of a parameter; it is zero before the first update.
 
-    extent: `full` has an element for each of the parameter's; `row`, `col` and `slice` have the parameter's batch
+    extent: `full` has an element per element of the parameter; `row`, `col` and `slice` have the parameter's batch
     dimensions and, in this order, its row dimensions, its column dimensions, or none.
-    dtype: None leaves it to the user's `state_storage` where the extent is `full`, and is float32 elsewhere. A dtype is
-    part of the rule, rounded to the nearest value; "weight" is the dtype of the weight.
+    dtype: None is the user's `state_storage` where the extent is `full`, else float32. A dtype is part of the rule,
+    rounded to the nearest value; "weight" is the dtype of the weight.
     extra: dimensions after those of the extent.  signed: whether elements may be negative.
     """
 
@@ -40,10 +40,10 @@ class StateSpec:
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """What a rule settles about a parameter before its first update. A rule may add what it knows by the name.
+    """What a rule decides about a parameter before its first update. A rule may add fields.
 
-    view: its dimensions as [batch, rows, cols].  states: name → what it is.
-    together: at most so many small parameters of equal spec are updated as one stack; None: as many as fit.
+    view: its dimensions as [batch, rows, cols].  states: by name.
+    together: the most small parameters of equal spec that are updated as one stack; None: as many as fit.
     """
 
     view: View
@@ -53,12 +53,11 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class GroupNorms:
-    """The gradients of a parameter group as a rule's own clipping by norm sees them, before the first update of a step.
+    """The gradients of a parameter group before the first update of a step, for a rule that clips by norm itself.
 
     norms: 2-norm of each gradient as the rule would read it, float32 [parameters], 0 where there is none.
-    total: the 2-norm over all groups, float32 scalar.
-    states: of each parameter, empty before its first update.
-    memory: what the rule keeps for the group, see `UpdateRule.group_memory`.
+    total: the 2-norm over all groups, float32 scalar.  states: of each parameter, empty before its first update.
+    memory: see `UpdateRule.group_memory`.
     """
 
     hyper: Hyper
@@ -70,10 +69,10 @@ class GroupNorms:
 
 @dataclass(frozen=True)
 class GroupClip:
-    """The result of a rule's own clipping by norm.
+    """The result of `UpdateRule.clip_by_norm`.
 
     coef: float32 scalar that gradients of the group are multiplied by.  by_rule: it does not multiply gradients, and
-    updates read it as `sweep.rule_clip_coef`.  memory: what the rule keeps for the group from now on.
+    updates read it as `sweep.rule_clip_coef`.  memory: the new one of the group.
     """
 
     coef: Tensor
@@ -82,13 +81,11 @@ class GroupClip:
 
 
 class UpdateRule(ABC):
-    """One optimizer, for one parameter, in float32. It never learns device, dtype, tile, rank or placement.
+    """One optimizer, for one parameter, in float32, whatever the device, dtype, tile, rank and placement.
 
-    A subclass names its hyperparameters in `defaults` and is entered into the table by `@register`.
-
-    Small parameters of equal spec may be updated as one stack: `sweep.shape` then has the batches of all of them, one
-    after the other, and states have a leading dimension. What a rule computes, it computes within each slice of the
-    batch, or within the groups of slices that its spec knows.
+    A subclass names its hyperparameters in `defaults` and is added to the table by `@register`. Small parameters of
+    equal spec may be updated as one stack: `sweep.shape` then has the batches of all of them, one after the other, and
+    states have a leading dimension. A rule computes within each slice of the batch, or groups of slices by its spec.
 
     Attributes:
         name, source, keeps, exactness, defaults: for the table of rules.
@@ -120,14 +117,10 @@ class UpdateRule(ABC):
             check(option, hyper[option])
 
     def adopt(self, hyper: Hyper, sharded: bool) -> None:  # noqa: B027 (most rules have nothing to try)
-        """An optimizer takes a parameter group with these hyperparameters, and updates shards if `sharded`.
-
-        Raises:
-            UnsupportedError: the rule cannot.
-        """
+        """Raises `UnsupportedError` if it cannot update a new group of an optimizer, or shards of it if `sharded`."""
 
     def rounding(self, hyper: Hyper) -> str:
-        """The storage of weights that the source of this rule has where the user asks for rounding "nearest"."""
+        """The storage of weights, as in the source of this rule, where `rounding` is "nearest"."""
         return "nearest"
 
     def admit(self, param: Tensor, hyper: Hyper) -> None:
@@ -139,7 +132,7 @@ class UpdateRule(ABC):
             )
 
     def begin(self, hyper: Hyper, step: int) -> None:  # noqa: B027 (most rules accept every step)
-        """Raises `ConfigError` for hyperparameters that do not fit the step that begins; nothing has moved yet."""
+        """Raises `ConfigError` for hyperparameters that do not fit the step that begins, before anything is updated."""
 
     def names(self, hyper: Hyper) -> Iterable[str]:
         """Names of parameters in the hyperparameters; each has to exist."""
@@ -150,13 +143,11 @@ class UpdateRule(ABC):
         return None
 
     def clip_by_norm(self, group: GroupNorms) -> GroupClip:
-        """The rule's own clipping of a group that `needs_norm`, once per step. A skipped step leaves no trace in
-        `GroupClip.memory`.
-        """
+        """Clips a group that `needs_norm`, once per step. The memory of a skipped step is dropped."""
         raise AssertionError(f"{self.name} needs no norm")
 
     def group_memory(self, hyper: Hyper) -> dict[str, Tensor]:
-        """What `clip_by_norm` keeps for a group, float32, as it is before the first step."""
+        """Tensors that `clip_by_norm` keeps for a group, float32, as they are before the first step."""
         return {}
 
     def without_decay(self) -> dict[str, Any]:
@@ -168,11 +159,11 @@ class UpdateRule(ABC):
         """How the parameter `name` of `shape` is updated; `update` receives it.
 
         Raises:
-            ConfigError: the hyperparameters say nothing, or something impossible, for this parameter.
+            ConfigError: the hyperparameters do not cover this parameter, or are impossible for it.
         """
 
     def is_full(self, state: str, spec: Any) -> bool:
-        """Whether a state has an element for each of its parameter's."""
+        """Whether a state has an element per element of its parameter."""
         return state in spec.states and spec.states[state].extent == "full"
 
     @abstractmethod
@@ -187,13 +178,13 @@ class UpdateRule(ABC):
     def statistics(
         self, names: Sequence[str], squares: Tensor, sizes: Tensor, groups: Sequence[tuple[Hyper, Mapping[str, Tensor]]]
     ) -> dict[str, float | str]:
-        """What the log says of a step.
+        """Metrics of a step for the log.
 
         Args:
             names: the parameters that were updated.
             squares: of the norms of their unscaled gradients, float32 [parameters].
             sizes: what `update` returned for them, float32 [parameters].
-            groups: the hyperparameters of each group and what `clip_by_norm` keeps for it.
+            groups: hyperparameters and memory of each group.
         """
         return {}
 
@@ -203,11 +194,11 @@ TABLE: dict[str, type[UpdateRule]] = {}
 
 
 def register(name: str) -> Callable[[RuleClass], RuleClass]:
-    """Enters a rule into the table under `name`; raises `ConfigError` if the name is taken."""
+    """Adds a rule to the table under `name`; raises `ConfigError` if the name is taken."""
 
     def enter(cls: RuleClass) -> RuleClass:
         if name in TABLE:
-            raise ConfigError(f"rule {name!r} is registered already, by {TABLE[name].__module__}; take another name")
+            raise ConfigError(f"rule {name!r} is registered already, by {TABLE[name].__module__}; choose another name")
         cls.name = name
         TABLE[name] = cls
         return cls
@@ -231,9 +222,10 @@ def next_count(sweep: Sweep, state: State) -> Tensor:
 
 
 def power(base: float, exponent: Tensor) -> Tensor:
-    """base^exponent in float64, the same bits for each element as Python's own, however many there are.
+    """base^exponent in float64, for each element to the same bits as in Python.
 
-    torch computes contiguous tensors on a CPU with vector instructions, which round otherwise, but for the last few.
+    On a CPU torch uses vector instructions for contiguous tensors, except for the last few elements, and those round
+    differently.
     """
     strided = exponent.double().unsqueeze(-1).expand(*exponent.shape, 2).contiguous()[..., 0]
     return torch.pow(base, strided)

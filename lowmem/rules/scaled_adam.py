@@ -1,4 +1,4 @@
-"""ScaledAdam: Adam relative to the weight's own size, which is learned beside it (icefall's `optim.py`)."""
+"""ScaledAdam: Adam relative to the size of the weight, which is learned as well (icefall's `optim.py`)."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -26,9 +26,12 @@ from lowmem.tiles.layout import View
 from lowmem.tiles.sweep import Sweep
 from lowmem.tiles.tile import Sums, Tile
 
+# What is kept of a group that clips.
+_MEMORY = ("model_norms", "model_norm_threshold", "num_clipped", "percent_clipped")
+
 
 def size_gradient(t: Tile) -> Sums:
-    """Of what makes up the gradient of the logarithm of the weight's size, and of w²."""
+    """Sums for the gradient with respect to the logarithm of the weight's size, and of w²."""
     return Sums(scalar={"grad": t.param * t.grad, "param": t.param.square()})
 
 
@@ -45,7 +48,7 @@ def moved(t: Tile) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, kw_only=True)
 class ScaledSpec(ParamSpec):
-    """single: the parameter has one element, and so no size of its own to be relative to."""
+    """single: the parameter has one element, so its size is not learned."""
 
     single: bool
 
@@ -53,18 +56,15 @@ class ScaledSpec(ParamSpec):
 @register("scaled_adam")
 class ScaledAdam(UpdateRule):
     """delta ← β₁·delta - (1-β₁)·lr·rms(w)·g/(√v̂ + eps), w ← w + delta. Every `size_update_period` steps rms(w) is
-    measured anew and Adam on log(rms(w)) moves w as a whole, at lr·scalar_lr_scale. A parameter of one element has no
-    such size: there lr·scalar_lr_scale takes the place of lr·rms(w).
+    measured again and Adam on log(rms(w)) scales w, at lr·scalar_lr_scale. A parameter of one element has no such
+    size: there lr·scalar_lr_scale takes the place of lr·rms(w). A parameter without gradient is updated as if its
+    gradient were zero, as in the source, also where it is frozen in the middle of training.
 
-    A parameter that gets no gradient is updated as if it were zero: its momentum goes on, as in the source, also where
-    it was frozen in the middle of training.
-
-    Options: `betas` in [0, 1), `scalar_lr_scale` ≥ 0, `eps` ≥ 0, `param_min_rms` ≥ 0 (below it a weight is not shrunk
-    any more, and its step is of this size), `param_max_rms` > 0 (above it a weight is shrunk), `scalar_max` > 0 (a
-    single element is clamped to it before it moves), `size_update_period` ≥ 1, `clipping_scale` > 0 clips the norm of
-    g·rms(w) over the group to this many medians of the last `clipping_update_period` ones. `clip_update`: whether that
-    clips the update, as the source documents it, or only what learns the size, as it does. `show_dominant_parameters`:
-    statistics name the parameter that contributes most to the norm.
+    Options: `param_min_rms`: below it a weight is not shrunk any more, and its step is of this size; `param_max_rms`:
+    above it a weight is shrunk; `scalar_max`: a single element is clamped to it before it moves; `clipping_scale` clips
+    the norm of g·rms(w) over the group to this many medians of the last `clipping_update_period` ones; `clip_update`:
+    whether that clips the update, as the source documents, or only what learns the size, as the source does;
+    `show_dominant_parameters`: statistics name the parameter that contributes most to the norm.
 
     As in the source, the bias of v is corrected while it is more than 1 %, and that of delta never; each group clips by
     its own norms; nothing is clipped before the first `clipping_update_period` steps are over, and the "median" is
@@ -98,13 +98,8 @@ class ScaledAdam(UpdateRule):
     def group_memory(self, hyper: Hyper) -> dict[str, Tensor]:
         if hyper["clipping_scale"] is None:
             return {}
-        unknown = torch.full((), math.nan)
-        return {
-            "model_norms": torch.zeros(hyper["clipping_update_period"]),
-            "model_norm_threshold": unknown,
-            "num_clipped": unknown,
-            "percent_clipped": torch.zeros(()),
-        }
+        norms, unknown = torch.zeros(hyper["clipping_update_period"]), torch.full((), math.nan)
+        return dict(zip(_MEMORY, (norms, unknown, unknown, torch.zeros(())), strict=True))
 
     def clip_by_norm(self, group: GroupNorms) -> GroupClip:
         period, scale = group.hyper["clipping_update_period"], group.hyper["clipping_scale"]
@@ -127,16 +122,12 @@ class ScaledAdam(UpdateRule):
         coef = (threshold / (norm + 1e-20)).clamp(max=1.0)
         coef = torch.where(coef.isnan(), 1.0, coef)  # there is no threshold yet
         clipped = torch.where(due, zero, clipped) + (coef < 1.0)
-        names = ("model_norms", "model_norm_threshold", "num_clipped", "percent_clipped")
-        new = dict(zip(names, (norms, threshold, clipped, percent), strict=True))
+        new = dict(zip(_MEMORY, (norms, threshold, clipped, percent), strict=True))
         return GroupClip(coef, by_rule=not group.hyper["clip_update"], memory=new)
 
     def spec(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> ScaledSpec:
-        states = {
-            "step": StateSpec("slice", torch.int64),
-            "delta": StateSpec("full"),
-            "exp_avg_sq": StateSpec("full", signed=False),
-        }
+        count = StateSpec("slice", torch.int64)
+        states = {"step": count, "delta": StateSpec("full"), "exp_avg_sq": StateSpec("full", signed=False)}
         single = all(n == 1 for n in shape)
         if not single:
             states["param_rms"] = states["scale_exp_avg_sq"] = StateSpec("slice")
@@ -156,19 +147,16 @@ class ScaledAdam(UpdateRule):
         else:
             bias2 = torch.where(bias2 < 0.99, bias2, 1.0)
             size, new_size, scale_step = self._learn_size(sweep, state, hyper, count, sums)
-            scalar |= {
-                "step": -hyper["lr"] * gain1 * new_size.clamp(min=hyper["param_min_rms"]),
-                "grow": scale_step * gain1,
-            }
+            step_size = -hyper["lr"] * gain1 * new_size.clamp(min=hyper["param_min_rms"])
+            scalar |= {"step": step_size, "grow": scale_step * gain1}
         scalar["correction2"] = (1.0 / bias2).float()
-        full = {name: state[name] for name in ("delta", "exp_avg_sq")}
-        sweep.apply(moved, full=full, scalar=scalar)
+        sweep.apply(moved, full={name: state[name] for name in ("delta", "exp_avg_sq")}, scalar=scalar)
         return size
 
     def _learn_size(
         self, sweep: Sweep, state: State, hyper: Hyper, count: Tensor, sums: dict[str, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The weight's size as it was known before and is now, and what it is to grow by, each float32 [members]."""
+        """The weight's size before this step and now, and the growth of the weight, each float32 [members]."""
         period, size_lr = hyper["size_update_period"], hyper["lr"] * hyper["scalar_lr_scale"]
         beta2 = hyper["betas"][1] ** period
         if sweep.rule_clip_coef is not None:
