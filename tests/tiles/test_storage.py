@@ -95,7 +95,7 @@ def test_stochastic_is_unbiased(dtype, half):
         value = (low.double() + fraction * (high.double() - low.double())).float()
         fraction = ((value.double() - low.double()) / (high.double() - low.double())).item()  # as float32 can hold it
         bits = storage.mix(storage.mix(torch.arange(repeats, dtype=torch.int32) + 1))
-        drawn = storage.narrow_stochastically(value.expand(repeats), dtype, storage.noise(bits, half))
+        drawn = storage.narrow_stochastically(value.expand(repeats), dtype, storage.uniform(bits, half))
         went_up = (drawn == high).double()
         assert ((drawn == low) | (drawn == high)).all()
         assert abs(went_up.mean().item() - fraction) <= 5 * math.sqrt(fraction * (1 - fraction) / repeats)
@@ -148,7 +148,8 @@ def test_noise_is_of_the_element(dtype, shape):
         torch.manual_seed(0)
         param, grad = torch.randn(shape).to(dtype), (1e-3 * torch.randn(shape)).to(dtype)
         layout = Layout.of(shape, View.matrix(3))
-        Sweep(layout, param, grad, noise_keys=lambda: [key], stochastic=True, tile=tile).apply(shifted)
+        weight = storage.Held(storage.of_weight("stochastic", dtype), (param,))
+        Sweep(layout, weight, grad, noise_keys=lambda: [key], tile=tile).apply(shifted)
         return param
 
     whole = run(1 << 20, key=5)
@@ -193,18 +194,20 @@ def test_small_steps_move_16_bit_weights(dtype, give_gradients):
     grad = torch.ones(64, 64, dtype=dtype)
     lr = torch.finfo(dtype).eps * 1e-3
     moved = {}
-    for name in (*storage.ROUNDINGS, "float32"):
+    for name in ("nearest", "stochastic", "compensated", "master", "float32"):
         weight = start.float() if name == "float32" else start.clone()
         param = torch.nn.Parameter(weight)
         options = {} if name == "float32" else {"rounding": name}
         opt = lowmem.FusedOptimizer([("w", param)], rule="lomo", lr=lr, **options)
         for _ in range(200):
             give_gradients(opt, (param, grad.to(param.dtype)))
-        residual = opt.state_dict()["state"].get("w", {}).get("residual")
-        moved[name] = storage.widen(param.detach(), residual).double() - start.double()
+        state = opt.state_dict()["state"].get("w", {})
+        held = state.get("weight32", storage.widen(param.detach(), state.get("residual")))
+        moved[name] = held.double() - start.double()
     assert moved["nearest"].abs().max() == 0
     # bfloat16 keeps all of float32; float16's residual has 2 bits more than float32 at this size
     torch.testing.assert_close(moved["compensated"], moved["float32"], rtol=0, atol=0)
+    torch.testing.assert_close(moved["master"], moved["float32"], rtol=0, atol=0)
     # 0.2 of a spacing on average over 4096 weights, whose mean has a standard error of 0.4/64 of a spacing
     mean = moved["stochastic"].mean().item()
     assert abs(mean - moved["float32"].mean().item()) <= 5 * 0.4 / 64 * torch.finfo(dtype).eps
