@@ -41,11 +41,10 @@ def moved_op_by_op_but_nan(t: Tile) -> dict[str, Tensor]:
     return _but_nan(t, moved_op_by_op(t))
 
 
-MOVED: dict[tuple[str, bool], ApplyFn] = {
-    ("jit", False): moved_jitted,
-    ("jit", True): moved_jitted_but_nan,
-    ("op_by_op", False): moved_op_by_op,
-    ("op_by_op", True): moved_op_by_op_but_nan,
+# By variant and by `skip_nan_updates`.
+MOVED: dict[str, tuple[ApplyFn, ApplyFn]] = {
+    "jit": (moved_jitted, moved_jitted_but_nan),
+    "op_by_op": (moved_op_by_op, moved_op_by_op_but_nan),
 }
 
 
@@ -89,24 +88,24 @@ class Adafactor(UpdateRule):
     exactness = "trajectories recorded from its source, weights to 1e-6"
     decay = "weight_decay_rate"
     defaults, checks = require.hyperparameters(
-        lr=(1e-3, require.number(least=0)),
+        lr=(1e-3, require.number(">= 0")),
         factored=(True, require.flag),
         multiply_by_parameter_scale=(True, flag_by_name),
-        beta1=(None, require.number(least=0, below=1, optional=True)),
-        decay_rate=(0.8, require.number(above=0)),
-        step_offset=(0, require.number(whole=True, least=0)),
-        clipping_threshold=(1.0, require.number(above=0, optional=True)),
-        weight_decay_rate=(None, require.number(least=0, optional=True)),
-        min_dim_size_to_factor=(128, require.number(whole=True, least=0)),
-        epsilon1=(1e-30, require.number(least=0)),
-        epsilon2=(1e-3, require.number(least=0)),
+        beta1=(None, require.number(">= 0", "< 1", optional=True)),
+        decay_rate=(0.8, require.number("> 0")),
+        step_offset=(0, require.number(">= 0", whole=True)),
+        clipping_threshold=(1.0, require.number("> 0", optional=True)),
+        weight_decay_rate=(None, require.number(">= 0", optional=True)),
+        min_dim_size_to_factor=(128, require.number(">= 0", whole=True)),
+        epsilon1=(1e-30, require.number(">= 0")),
+        epsilon2=(1e-3, require.number(">= 0")),
         dtype_momentum=("float32", require.dtype(optional=False)),
         factor_map=(None, require.anything),
         logical_factor_rules=(None, require.anything),
         param_logical_axes=(None, require.anything),
-        weight_decay_rate_lr_exponent=(None, require.number(least=0, optional=True)),
-        global_norm_clip_threshold=(None, require.number(least=0, optional=True)),
-        max_parameter_scale=(None, require.number(above=0, optional=True)),
+        weight_decay_rate_lr_exponent=(None, require.number(">= 0", optional=True)),
+        global_norm_clip_threshold=(None, require.number(">= 0", optional=True)),
+        max_parameter_scale=(None, require.number("> 0", optional=True)),
         skip_nan_updates=(False, require.flag),
         variant=("jit", require.one_of("jit", "op_by_op")),
     )
@@ -166,14 +165,10 @@ class Adafactor(UpdateRule):
             sweep.pass_nonfinite()
         op_by_op = hyper["variant"] == "op_by_op"
         row, col = ("v_col", "v_row") if spec.swapped else ("v_row", "v_col")
+        moment, side = second_moments(state, row, col, "v"), "col" if spec.swapped else "row"
+        gain = (step - hyper["step_offset"]) ** -hyper["decay_rate"]
         measured = precondition(
-            sweep,
-            second_moments(state, row, col, "v"),
-            gain=(step - hyper["step_offset"]) ** -hyper["decay_rate"],
-            eps=hyper["epsilon1"],
-            normalised="col" if spec.swapped else "row",
-            as_stored=op_by_op,
-            skip_nan=skip_nan,
+            sweep, moment, gain=gain, eps=hyper["epsilon1"], normalised=side, as_stored=op_by_op, skip_nan=skip_nan
         )
         rounded: Callable[[Tensor], Tensor] = sweep.stored if op_by_op else lambda value: value
         scale = sweep.scalar(lr)
@@ -190,4 +185,4 @@ class Adafactor(UpdateRule):
         if "m" in state:
             beta1 = nearest_number(hyper["beta1"], state["m"].dtype)
             arguments["scalar"] |= {"beta1": beta1, "gain1": 1.0 - hyper["beta1"]}
-        sweep.apply(MOVED[hyper["variant"], skip_nan], **arguments)
+        sweep.apply(MOVED[hyper["variant"]][skip_nan], **arguments)

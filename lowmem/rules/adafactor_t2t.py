@@ -59,17 +59,17 @@ class AdafactorT2T(UpdateRule):
     keeps = "row and column means of g²"
     exactness = "trajectories recorded from its source, weights to 2e-5"
     defaults, checks = require.hyperparameters(
-        lr=(None, require.number(least=0, optional=True)),
+        lr=(None, require.number(">= 0", optional=True)),
         multiply_by_parameter_scale=(True, require.flag),
         decay_type=("pow", require.one_of("pow", "adam")),
-        memory_exponent=(0.8, require.number(above=0, most=1)),
-        beta2=(0.999, require.number(above=0, below=1)),
-        decay_rate=(None, require.number(least=0, below=1, optional=True)),
+        memory_exponent=(0.8, require.number("> 0", "<= 1")),
+        beta2=(0.999, require.number("> 0", "< 1")),
+        decay_rate=(None, require.number(">= 0", "< 1", optional=True)),
         beta1=(0.0, require.rate),
-        clipping_threshold=(1.0, require.number(above=0, optional=True)),
+        clipping_threshold=(1.0, require.number("> 0", optional=True)),
         factored=(True, require.flag),
         factor_stacks=(True, require.flag),
-        simulated_quantize_bits=(None, require.number(whole=True, least=2, most=22, optional=True)),
+        simulated_quantize_bits=(None, require.number(">= 2", "<= 22", whole=True, optional=True)),
         dtype_momentum=(None, require.dtype(optional=True)),
     )
 
@@ -77,7 +77,7 @@ class AdafactorT2T(UpdateRule):
         super().admit(param, hyper)
         if hyper["simulated_quantize_bits"] is not None and param.dtype != torch.float32:
             raise UnsupportedError(
-                f"is {param.dtype}; simulated_quantize_bits rounds float32 weights. Convert it, or leave that out."
+                f"is {param.dtype}; simulated_quantize_bits rounds float32 weights. Convert it, or omit that."
             )
 
     def rounding(self, hyper: Hyper) -> str:
@@ -89,9 +89,8 @@ class AdafactorT2T(UpdateRule):
         factored = stack or (ndim == 2 and hyper["factored"])
         dims = tuple(range(ndim))
         view = View.matrix(ndim) if stack else View((), dims[:-1], dims[-1:])
-        states = (
-            {"vr": StateSpec("row"), "vc": StateSpec("col")} if factored else {"v": StateSpec("full", signed=False)}
-        )
+        states = {"vr": StateSpec("row"), "vc": StateSpec("col")}
+        states = states if factored else {"v": StateSpec("full", signed=False)}
         if hyper["beta1"]:
             states["m"] = StateSpec("full", require.dtype_of(hyper["dtype_momentum"]) or "weight")
         bits = hyper["simulated_quantize_bits"] is not None and ndim >= 2 and shape[-1] > 1

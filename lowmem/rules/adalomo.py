@@ -1,7 +1,4 @@
-"""AdaLomo: a factored second moment, grouped update normalisation and a step relative to the weight's own size.
-
-Lv et al. 2023, arXiv:2310.10195, algorithm 1.
-"""
+"""AdaLomo: a factored second moment and a step relative to the weight's size (arXiv:2310.10195, algorithm 1)."""
 
 from lowmem.rules import require
 from lowmem.rules.factored import FactoredSpec, clip_divisor, moved, precondition, second_moments
@@ -30,14 +27,14 @@ class AdaLomo(UpdateRule):
     exactness = "trajectories recorded from its source, weights to 1e-6"
     norm_before_clip_value = True
     defaults, checks = require.hyperparameters(
-        lr=(1e-3, require.number(least=0)),
+        lr=(1e-3, require.number(">= 0")),
         eps=(
             (1e-30, 1e-3),
-            require.pair("two numbers, added to g² and least scale", require.number(above=0), require.number(least=0)),
+            require.pair("two numbers, added to g² and least scale", require.number("> 0"), require.number(">= 0")),
         ),
-        decay_rate=(-0.8, require.number(below=0)),
-        clip_threshold=(1.0, require.number(above=0)),
-        weight_decay=(0.0, require.number(least=0)),
+        decay_rate=(-0.8, require.number("< 0")),
+        clip_threshold=(1.0, require.number("> 0")),
+        weight_decay=(0.0, require.number(">= 0")),
     )
 
     def spec(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> FactoredSpec:

@@ -30,10 +30,10 @@ class AdamW(UpdateRule):
     keeps = "means of g and g²"
     exactness = "torch.optim.AdamW(foreach=False), bit for bit in float32"
     defaults, checks = require.hyperparameters(
-        lr=(1e-3, require.number(least=0)),
+        lr=(1e-3, require.number(">= 0")),
         betas=((0.9, 0.999), require.betas),
-        eps=(1e-8, require.number(least=0)),
-        weight_decay=(0.01, require.number(least=0)),
+        eps=(1e-8, require.number(">= 0")),
+        weight_decay=(0.01, require.number(">= 0")),
     )
 
     def spec(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> ParamSpec:
@@ -43,15 +43,9 @@ class AdamW(UpdateRule):
 
     def update(self, sweep: Sweep, spec: ParamSpec, state: State, hyper: Hyper, step: int) -> None:
         beta1, beta2 = hyper["betas"]
-        lr = hyper["lr"]
         count = next_count(sweep, state)
-        scalar = {
-            "gain1": 1.0 - beta1,
-            "beta2": beta2,
-            "gain2": 1.0 - beta2,
-            "root_correction2": (1.0 - power(beta2, count)).sqrt().float(),
-            "eps": hyper["eps"],
-            "keep": 1.0 - lr * hyper["weight_decay"],
-            "step": (-lr / (1.0 - power(beta1, count))).float(),
-        }
+        scalar = {"gain1": 1.0 - beta1, "beta2": beta2, "gain2": 1.0 - beta2, "eps": hyper["eps"]}
+        scalar["keep"] = 1.0 - hyper["lr"] * hyper["weight_decay"]
+        scalar["root_correction2"] = (1.0 - power(beta2, count)).sqrt().float()
+        scalar["step"] = (-hyper["lr"] / (1.0 - power(beta1, count))).float()
         sweep.apply(moved, full={name: state[name] for name in ("exp_avg", "exp_avg_sq")}, scalar=scalar)

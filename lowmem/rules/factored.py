@@ -15,18 +15,15 @@ from lowmem.tiles.sweep import Sweep
 from lowmem.tiles.tile import ReduceFn, Sums, Tile
 
 
-def moments(t: Tile) -> Sums:
+def moments(t: Tile, param_square: Tensor | None = None) -> Sums:
     """Sums of g² by row and column, and of w²."""
-    return _moments(t, t.param.square())
+    param_square = t.param.square() if param_square is None else param_square
+    return Sums(row={"square": t.grad_square}, col={"square": t.grad_square}, scalar={"param": param_square})
 
 
 def moments_as_stored(t: Tile) -> Sums:
     """`moments` with w² in the weight's dtype."""
-    return _moments(t, t.stored(t.param.square()))
-
-
-def _moments(t: Tile, param_square: Tensor) -> Sums:
-    return Sums(row={"square": t.grad_square}, col={"square": t.grad_square}, scalar={"param": param_square})
+    return moments(t, t.stored(t.param.square()))
 
 
 def second_moment(t: Tile) -> Tensor:

@@ -22,23 +22,26 @@ from lowmem.tiles.sweep import Sweep
 _PLAIN = (Tensor, int, float, str, bool, type(None))
 
 
-def packed(values: Mapping[str, Any]) -> State:
-    """What an optimizer keeps for a parameter, as tensors and JSON; `unpacked` undoes it.
+def packed(owner: str, values: Mapping[str, Any]) -> State:
+    """The state that the class `owner` keeps for a parameter, as tensors and JSON.
 
     Raises:
-        TypeError: a value that is not made of tensors, numbers, strings, lists, tuples and dicts.
+        UnsupportedError: a value that is not made of tensors, numbers, strings, lists, tuples and dicts.
     """
     state: State = {}
-    for name, value in values.items():
-        if type(value) in _PLAIN:
-            state[name] = value
-        elif (form := _pack(value, name, state)) != {"tensor": name}:
-            state[name] = form
+    try:
+        for name, value in values.items():
+            if type(value) in _PLAIN:
+                state[name] = value
+            elif (form := _pack(value, name, state)) != {"tensor": name}:
+                state[name] = form
+    except TypeError as error:
+        raise UnsupportedError(f"{owner} keeps {error}, which cannot be saved. Use another optimizer.") from None
     return state
 
 
 def unpacked(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What an optimizer keeps for a parameter, from what `packed` made of it."""
+    """Undoes `packed`."""
     values = dict(state)
     for name, value in state.items():
         if isinstance(value, dict | list):
@@ -100,7 +103,7 @@ def _unpack(form: Any, tensors: dict[str, Any]) -> Any:
 # Names of distributions that differ from the module that they install.
 _DISTRIBUTIONS = {"lomo_optim": "lomo-optim", "optimi": "torch-optimi"}
 
-# Keys of a parameter group that an optimizer's own group does not have, and those that its constructor does not take.
+# Keys of our parameter groups that a class does not expect in its own, and those that its constructor does not take.
 _NOT_IN_GROUP = frozenset(("param_names", *ENGINE_KEYS))
 _NO_ARGUMENTS = frozenset(("params", "name", "initial_lr", *_NOT_IN_GROUP))
 
@@ -191,7 +194,7 @@ class ForeignRule(UpdateRule):
             with _isolated():
                 if hasattr(optimizer, "train"):
                     optimizer.train()  # schedule-free optimizers step in training mode only
-                state = self._step(optimizer, trial, self._packed(optimizer.state.get(trial, {})), hyper)
+                state = self._step(optimizer, trial, packed(self.name, optimizer.state.get(trial, {})), hyper)
             self._full |= {name for name, value in state.items() if getattr(value, "shape", None) == trial.shape}
         except UnsupportedError:
             raise
@@ -210,7 +213,7 @@ class ForeignRule(UpdateRule):
         def steps(part: slice | None) -> Tensor:
             param, *gradients = (t.clone() if part is None else t.flatten()[part].clone() for t in (start, *grads))
             optimizer = self._construct(param.requires_grad_(), hyper)
-            state = self._packed(optimizer.state.get(param, {}))
+            state = packed(self.name, optimizer.state.get(param, {}))
             for param.grad in gradients:
                 state = self._step(optimizer, param, state, hyper)
             return param.detach().flatten()
@@ -225,8 +228,7 @@ class ForeignRule(UpdateRule):
             reason = f"does not step on them: {error or type(error).__name__}"
         self._refuse(
             f"needs full matrices, and ranks hold flat shards of them ({reason}). It runs with placement 'local' and "
-            "'replicated'; here use a rule of lowmem, such as 'adalomo', or a class that treats each element by "
-            "itself, such as torch.optim.AdamW"
+            "'replicated'; here use a rule of lowmem, such as 'adalomo', or an elementwise class: torch.optim.AdamW"
         )
 
     def is_full(self, state: str, spec: Any) -> bool:
@@ -246,7 +248,7 @@ class ForeignRule(UpdateRule):
                 optimizer, _ = self._instances[id(hyper)] = self._instance(hyper)
             try:
                 if self._states_at_once and not state:
-                    state.update(self._packed(self._construct(param, hyper).state[param]))
+                    state.update(packed(self.name, self._construct(param, hyper).state[param]))
                 new = self._step(optimizer, param, state, hyper)
             except UnsupportedError as error:
                 raise UnsupportedError(f"parameter {spec.name!r}: {error}") from None
@@ -279,13 +281,7 @@ class ForeignRule(UpdateRule):
         self._refuse_state("in its parameter group", changed)
         self._refuse_state("on itself", _changed(counters_before, _counters(optimizer)))
         self._refuse_state("beside its parameters", beside)
-        return self._packed(values)
-
-    def _packed(self, values: Mapping[str, Any]) -> State:
-        try:
-            return packed(values)
-        except TypeError as error:
-            self._refuse(f"keeps {error}, which cannot be saved. Use another optimizer.")
+        return packed(self.name, values)
 
     def _refuse_state(self, where: str, keys: list[str]) -> None:
         if keys:

@@ -23,11 +23,6 @@ def norms(t: Tile) -> Sums:
     return Sums(scalar={"grad": t.grad_square, "magnified": magnified, "weight": t.param.square(), "stored": stored})
 
 
-def normalised(t: Tile) -> Tensor:
-    grad = t.grad * t.scalar.inverse_norm
-    return grad.clamp(-t.scalar.clip, t.scalar.clip) if "clip" in t.scalar else grad
-
-
 class Step(NamedTuple):
     """The new moments of a tile, and the momentum's and the gradient's part of the step, without weight decay."""
 
@@ -38,7 +33,8 @@ class Step(NamedTuple):
 
 
 def step_of(t: Tile) -> Step:
-    grad = normalised(t)
+    grad = t.grad * t.scalar.inverse_norm
+    grad = grad.clamp(-t.scalar.clip, t.scalar.clip) if "clip" in t.scalar else grad
     mean = t.full.mean * t.scalar.beta1 + grad * t.scalar.gain1
     var = t.full.var * t.scalar.beta2 + grad * grad * t.scalar.gain2
     scale = (var / t.scalar.correction2).sqrt() + t.scalar.epsilon
@@ -79,7 +75,7 @@ def multipliers(option: str, value: Any) -> None:
     """Allows None, or numbers by the names of parameters."""
     require.that(isinstance(value or {}, dict), option, value, "parameter name → a number, or None")
     for name, multiplier in (value or {}).items():
-        require.number(least=0)(f"{option}[{name!r}]", multiplier)
+        require.number(">= 0")(f"{option}[{name!r}]", multiplier)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,20 +108,20 @@ class Lans(UpdateRule):
     exactness = "trajectories recorded from its source, weights to 1e-6"
     decay = "wd"
     defaults, checks = require.hyperparameters(
-        lr=(1e-3, require.number(least=0)),
+        lr=(1e-3, require.number(">= 0")),
         beta1=(0.9, require.rate),
         beta2=(0.999, require.rate),
-        epsilon=(1e-6, require.number(least=0)),
-        wd=(0.0, require.number(least=0)),
-        lower_bound=(None, require.number(least=0, optional=True)),
-        upper_bound=(None, require.number(least=0, optional=True)),
-        clip_gradient=(None, require.number(least=0, optional=True)),
+        epsilon=(1e-6, require.number(">= 0")),
+        wd=(0.0, require.number(">= 0")),
+        lower_bound=(None, require.number(">= 0", optional=True)),
+        upper_bound=(None, require.number(">= 0", optional=True)),
+        clip_gradient=(None, require.number(">= 0", optional=True)),
         rescale_grad=(1.0, require.number()),
         lr_mult=(None, multipliers),
         wd_mult=(None, multipliers),
-        begin_num_update=(0, require.number(whole=True, least=0)),
+        begin_num_update=(0, require.number(">= 0", whole=True)),
         multi_precision=(False, require.flag),
-        aggregate_num=(None, require.number(whole=True, least=1, most=45, optional=True)),
+        aggregate_num=(None, require.number(">= 1", "<= 45", whole=True, optional=True)),
         variant=("fused", require.one_of("fused", "step")),
     )
 
@@ -147,17 +143,11 @@ class Lans(UpdateRule):
         full = {name: state[name] for name in ("mean", "var")}
         sums = sweep.reduce(norms, full=full).scalar
         count = next_count(sweep, state) + hyper["begin_num_update"]
-        scalar: dict[str, Tensor | float] = {
-            "inverse_norm": inverse_norm(sums, hyper["rescale_grad"]),
-            "beta1": beta1,
-            "gain1": 1.0 - beta1,
-            "beta2": beta2,
-            "gain2": 1.0 - beta2,
-            "correction1": (1.0 - power(beta1, count)).float(),
-            "correction2": (1.0 - power(beta2, count)).float(),
-            "epsilon": hyper["epsilon"],
-            "wd": hyper["wd"] * spec.wd_mult,
-        }
+        scalar = {"beta1": beta1, "gain1": 1.0 - beta1, "beta2": beta2, "gain2": 1.0 - beta2}
+        scalar |= {"epsilon": hyper["epsilon"], "wd": hyper["wd"] * spec.wd_mult}
+        scalar["inverse_norm"] = inverse_norm(sums, hyper["rescale_grad"])
+        scalar["correction1"] = (1.0 - power(beta1, count)).float()
+        scalar["correction2"] = (1.0 - power(beta2, count)).float()
         if hyper["clip_gradient"] is not None:
             scalar["clip"] = hyper["clip_gradient"]
         size = (sums["stored"] if fused else sums["weight"]).sqrt()

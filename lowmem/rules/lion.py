@@ -24,9 +24,9 @@ class Lion(UpdateRule):
     keeps = "mean of g"
     exactness = "its paper's formula, to 1e-6 in float32"
     defaults, checks = require.hyperparameters(
-        lr=(1e-4, require.number(least=0)),
+        lr=(1e-4, require.number(">= 0")),
         betas=((0.9, 0.99), require.betas),
-        weight_decay=(0.0, require.number(least=0)),
+        weight_decay=(0.0, require.number(">= 0")),
     )
 
     def spec(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> ParamSpec:
@@ -34,13 +34,6 @@ class Lion(UpdateRule):
 
     def update(self, sweep: Sweep, spec: ParamSpec, state: State, hyper: Hyper, step: int) -> None:
         beta1, beta2 = hyper["betas"]
-        lr = hyper["lr"]
-        scalar = {
-            "beta1": beta1,
-            "gain1": 1.0 - beta1,
-            "beta2": beta2,
-            "gain2": 1.0 - beta2,
-            "keep": 1.0 - lr * hyper["weight_decay"],
-            "step": -lr,
-        }
+        scalar = {"beta1": beta1, "gain1": 1.0 - beta1, "beta2": beta2, "gain2": 1.0 - beta2}
+        scalar |= {"keep": 1.0 - hyper["lr"] * hyper["weight_decay"], "step": -hyper["lr"]}
         sweep.apply(moved, full={"exp_avg": state["exp_avg"]}, scalar=scalar)

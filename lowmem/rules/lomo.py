@@ -25,8 +25,8 @@ class Lomo(UpdateRule):
     keeps = "nothing"
     exactness = "torch.optim.SGD without weight decay, bit for bit in float32"
     defaults, checks = require.hyperparameters(
-        lr=(1e-3, require.number(least=0)),
-        weight_decay=(0.0, require.number(least=0)),
+        lr=(1e-3, require.number(">= 0")),
+        weight_decay=(0.0, require.number(">= 0")),
     )
 
     def spec(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> ParamSpec:

@@ -14,6 +14,7 @@ from lowmem.errors import ConfigError
 from lowmem.tiles.storage import STATE_DTYPES, STORED_DTYPES
 
 Check = Callable[[str, Any], object]
+_COMPARISONS = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
 
 
 def hyperparameters(**options: tuple[Any, Check]) -> tuple[dict[str, Any], dict[str, Check]]:
@@ -27,35 +28,17 @@ def that(condition: bool, option: str, value: object, allowed: str) -> None:
         raise ConfigError(f"{option}={value!r} is out of range; allowed: {allowed}")
 
 
-def number(
-    *,
-    above: float | None = None,
-    least: float | None = None,
-    below: float | None = None,
-    most: float | None = None,
-    optional: bool = False,
-    whole: bool = False,
-) -> Check:
-    """Allows a finite number within bounds: `above` <, `least` <=, < `below`, <= `most`; and None if `optional`."""
-    limits = (
-        (">", operator.gt, above),
-        (">=", operator.ge, least),
-        ("<", operator.lt, below),
-        ("<=", operator.le, most),
-    )
-    bounds = [(sign, compare, bound) for sign, compare, bound in limits if bound is not None]
-    allowed = ("a whole number" if whole else "a number") + " and".join(
-        f" {sign} {bound:g}" for sign, _, bound in bounds
-    )
+def number(*bounds: str, optional: bool = False, whole: bool = False) -> Check:
+    """Allows a finite number within bounds such as ">= 0" and "< 1"; and None if `optional`."""
+    limits = [(_COMPARISONS[sign], float(bound)) for sign, bound in map(str.split, bounds)]
+    allowed = " ".join(("a whole number" if whole else "a number", " and ".join(bounds))).rstrip()
     allowed += ", or None" if optional else ""
+    types = (int,) if whole else (int, float)
 
     def check(option: str, value: Any) -> None:
-        if optional and value is None:
-            return
-        finite = (
-            isinstance(value, int if whole else int | float) and not isinstance(value, bool) and math.isfinite(value)
-        )
-        that(finite and all(compare(value, bound) for _, compare, bound in bounds), option, value, allowed)
+        if value is not None or not optional:
+            valid = isinstance(value, types) and not isinstance(value, bool) and math.isfinite(value)
+            that(valid and all(compare(value, bound) for compare, bound in limits), option, value, allowed)
 
     return check
 
@@ -81,7 +64,7 @@ def pair(allowed: str, first: Check, second: Check) -> Check:
     return check
 
 
-rate = number(least=0, below=1)
+rate = number(">= 0", "< 1")
 betas = pair("two numbers >= 0 and < 1", rate, rate)
 
 

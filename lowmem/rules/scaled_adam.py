@@ -77,16 +77,16 @@ class ScaledAdam(UpdateRule):
     exactness = "trajectories recorded from its source, weights to 1e-6"
     every_parameter = True
     defaults, checks = require.hyperparameters(
-        lr=(3e-2, require.number(least=0)),
-        clipping_scale=(None, require.number(above=0, optional=True)),
+        lr=(3e-2, require.number(">= 0")),
+        clipping_scale=(None, require.number("> 0", optional=True)),
         betas=((0.9, 0.98), require.betas),
-        scalar_lr_scale=(0.1, require.number(least=0)),
-        eps=(1e-8, require.number(least=0)),
-        param_min_rms=(1e-5, require.number(least=0)),
-        param_max_rms=(3.0, require.number(above=0)),
-        scalar_max=(10.0, require.number(above=0)),
-        size_update_period=(4, require.number(whole=True, least=1)),
-        clipping_update_period=(100, require.number(whole=True, least=1)),
+        scalar_lr_scale=(0.1, require.number(">= 0")),
+        eps=(1e-8, require.number(">= 0")),
+        param_min_rms=(1e-5, require.number(">= 0")),
+        param_max_rms=(3.0, require.number("> 0")),
+        scalar_max=(10.0, require.number("> 0")),
+        size_update_period=(4, require.number(">= 1", whole=True)),
+        clipping_update_period=(100, require.number(">= 1", whole=True)),
         clip_update=(True, require.flag),
         show_dominant_parameters=(True, require.flag),
     )
