@@ -1,10 +1,4 @@
-"""The table of rules: name → rule, bytes per parameter, what it keeps, source.
-
-    import lowmem
-    lowmem.rules.table()
-
-A rule from outside enters the table with `@lowmem.rules.register("name")`.
-"""
+"""The table of rules, `lowmem.rules.table()`; `@lowmem.rules.register("name")` adds a rule to it."""
 
 import math
 from dataclasses import dataclass

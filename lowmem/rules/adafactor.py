@@ -50,7 +50,7 @@ MOVED: dict[str, tuple[ApplyFn, ApplyFn]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class AdafactorSpec(FactoredSpec):
-    """swapped: rows of the view are what the source calls columns, since those lie closer together in memory."""
+    """swapped: rows of the view are the source's columns, which lie further apart in memory than its rows."""
 
     swapped: bool = False
 

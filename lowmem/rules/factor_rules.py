@@ -82,7 +82,7 @@ def check_factor_rules(hyper: Hyper) -> None:
 
 
 def _heuristic(shape: tuple[int, ...], least: int) -> Dimensions:
-    """Of a matrix the smaller dimension is ROW and the larger COLUMN; of three dimensions the first is a stack."""
+    """The smaller dimension of a matrix is ROW and the larger COLUMN; the first of three dimensions is a stack."""
     stack = (0,) if len(shape) == 3 else ()
     dims = tuple(range(len(stack), len(shape)))
     if len(dims) < 2 or min(shape[d] for d in dims) < least:

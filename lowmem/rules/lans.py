@@ -18,7 +18,7 @@ _MAGNIFIED = 2.0**64
 
 
 def norms(t: Tile) -> Sums:
-    """Of squares: of the gradient, of the gradient magnified, of the weight and of the weight in its own dtype."""
+    """Sums of squares: of the gradient, of the gradient magnified, of the weight and of the weight in its dtype."""
     magnified, stored = (t.grad * _MAGNIFIED).square(), t.stored(t.param).square()
     return Sums(scalar={"grad": t.grad_square, "magnified": magnified, "weight": t.param.square(), "stored": stored})
 
@@ -47,13 +47,13 @@ def first_moved(t: Tile, m: Tensor) -> Tensor:
 
 
 def both_squares(t: Tile) -> Sums:
-    """Of squares of both parts of the step, with the decay of the weight that has not moved yet."""
+    """Sums of squares of both parts of the step, with the decay of the weight before the step."""
     step, decay = step_of(t), t.param * t.scalar.wd
     return Sums(scalar={"m": (step.m + decay).square(), "g": (step.g + decay).square()})
 
 
 def second_square(t: Tile) -> Sums:
-    """Of squares of the gradient's part, with the decay of the weight that has moved already."""
+    """Sum of squares of the gradient's part, with the decay of the weight after the momentum's part."""
     step = step_of(t)
     return Sums(scalar={"g": (step.g + first_moved(t, step.m) * t.scalar.wd).square()})
 

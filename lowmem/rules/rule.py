@@ -222,10 +222,6 @@ def next_count(sweep: Sweep, state: State) -> Tensor:
 
 
 def power(base: float, exponent: Tensor) -> Tensor:
-    """base^exponent in float64, for each element to the same bits as in Python.
-
-    On a CPU torch uses vector instructions for contiguous tensors, except for the last few elements, and those round
-    differently.
-    """
+    """base^exponent in float64, to the bits of Python: torch's vector code for contiguous tensors rounds differently."""
     strided = exponent.double().unsqueeze(-1).expand(*exponent.shape, 2).contiguous()[..., 0]
     return torch.pow(base, strided)

@@ -26,7 +26,7 @@ from lowmem.tiles.layout import View
 from lowmem.tiles.sweep import Sweep
 from lowmem.tiles.tile import Sums, Tile
 
-# What is kept of a group that clips.
+# Tensors of `group_memory`.
 _MEMORY = ("model_norms", "model_norm_threshold", "num_clipped", "percent_clipped")
 
 
@@ -105,10 +105,8 @@ class ScaledAdam(UpdateRule):
         period, scale = group.hyper["clipping_update_period"], group.hyper["clipping_scale"]
         memory, zero = group.memory, torch.zeros_like(group.total)
         if (steps := len(memory["model_norms"])) != period:
-            raise ConfigError(
-                f"clipping_update_period={period}, but the norms of the last {steps} steps are kept; it cannot change "
-                "during training"
-            )
+            known = f"but the norms of the last {steps} steps are kept"
+            raise ConfigError(f"clipping_update_period={period}, {known}; it cannot change during training")
         sizes = [state["param_rms"].to(zero.device) if "param_rms" in state else zero + 1.0 for state in group.states]
         norm = torch.linalg.vector_norm(group.norms * torch.stack(sizes))
         done = group.states[0]["step"].to(zero.device) if group.states[0] else torch.zeros_like(zero, dtype=torch.int64)
@@ -199,9 +197,7 @@ class ScaledAdam(UpdateRule):
             values[f"percent_clipped{suffix}"] = float(memory["percent_clipped"])
         if any(hyper["show_dominant_parameters"] for hyper, _ in groups) and total != 0:
             dominant = max(range(len(names)), key=lambda i: weighted[i] if math.isfinite(weighted[i]) else math.inf)
-            values |= {
-                "dominant_parameter": names[dominant],
-                "dominant_proportion": weighted[dominant] / total if math.isfinite(total) else 1.0,
-                "dominant_rms": sizes[dominant].item(),
-            }
+            proportion = weighted[dominant] / total if math.isfinite(total) else 1.0
+            values |= {"dominant_parameter": names[dominant], "dominant_proportion": proportion}
+            values["dominant_rms"] = sizes[dominant].item()
         return values
