@@ -50,9 +50,8 @@ def problems(error: ValidationError, value: Any) -> list[Problem]:
 
 
 def _problem(path: tuple[Any, ...], errors: list[ErrorDetails]) -> Problem:
-    for details in errors:
-        if details["type"] == "value_error":
-            return Problem(path, "value_error", str(details["ctx"]["error"]))
+    if raised := [details["ctx"]["error"] for details in errors if details["type"] == "value_error"]:
+        return Problem(path, "value_error", str(raised[0]))
     value, expected = errors[0]["input"], " or ".join(details["msg"].partition(" should ")[2] for details in errors)
     for words, plain in ((" or be ", " or "), (" after validation", ""), ("an object", "a mapping"), ("array", "list")):
         expected = expected.replace(words, plain)

@@ -9,7 +9,10 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import pydantic
+from huggingface_hub.errors import StrictDataclassError
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
+from transformers import CONFIG_MAPPING
+from trl import SFTConfig
 from typing_extensions import is_typeddict
 
 from lowmem.errors import ConfigError, did_you_mean
@@ -70,8 +73,7 @@ _SWITCHES = ("offload", "selective", "use_reentrant", "preserve_rng_state")
 _RECOMPUTING = dict.fromkeys(_SWITCHES, bool) | {"every_n_layers": int, "determinism_check": Literal["default", "none"]}
 NARROWED: dict[str, Any] = {
     "fsdp": bool,
-    "deepspeed": dict[str, Any] | _JSON_FILE | None,
-    "fsdp_config": dict[str, Any] | _JSON_FILE | None,
+    **dict.fromkeys(("deepspeed", "fsdp_config"), dict[str, Any] | _JSON_FILE | None),
     "loss_type": Literal["nll", "dft"],
     "activation_checkpointing": bool,
     "activation_checkpointing_kwargs": mapping({}, _RECOMPUTING) | None,
@@ -103,10 +105,8 @@ class ModelConfig:
         if self.tokenizer is not None and self.train_tokenizer is not None:
             raise ConfigError("give model.tokenizer or model.train_tokenizer, not both.")
         if self.config is not None and self.tokenizer is None and self.train_tokenizer is None:
-            raise ConfigError(
-                "model.config brings no tokenizer: set model.tokenizer to a Hub name or a directory, "
-                "or model.train_tokenizer to {vocab_size: ...}."
-            )
+            raise ConfigError("model.config brings no tokenizer: set model.tokenizer to a Hub name or a directory, or "
+                              "model.train_tokenizer to {vocab_size: ...}.")  # fmt: skip
 
 
 @dataclass(kw_only=True)
@@ -181,33 +181,25 @@ def _hint(default: Any) -> Any:
         return tuple[tuple(map(_hint, default))] | None  # type: ignore[misc]
     if isinstance(default, bool):
         return bool | dict[str, Any] | list[Any] | None  # or a map by parameter name
-    if isinstance(default, float):
-        return float | None
-    return int | float | None if isinstance(default, int) else str | None if isinstance(default, str) else Any
+    return {float: float | None, int: int | float | None, str: str | None}.get(type(default), Any)
 
 
 def _trainer_types() -> Any:
     """Fields of `trl.SFTConfig`, less those that are set elsewhere."""
-    from trl import SFTConfig
-
     types = {name: _adapted(hint) for name, hint in get_type_hints(SFTConfig).items()} | NARROWED
     return mapping({}, {name: types[name] for name in types if f"trainer.{name}" not in ELSEWHERE})
 
 
 def _adapted(hint: Any) -> Any:
     """The hint with `1e3` as an integer, and without the `str` beside an Enum, which would allow any string."""
-    if get_origin(hint) in (Union, UnionType):
-        members = get_args(hint)
-        closed = any(isinstance(member, EnumType) for member in members)
-        return Union[tuple(_adapted(member) for member in members if not (closed and member is str))]  # noqa: UP007
-    return Whole if hint is int else hint
+    if get_origin(hint) not in (Union, UnionType):
+        return Whole if hint is int else hint
+    closed = any(isinstance(member, EnumType) for member in get_args(hint))
+    return Union[tuple(_adapted(member) for member in get_args(hint) if not (closed and member is str))]  # noqa: UP007
 
 
 def _check_model(raw: dict[str, Any], source: Source) -> None:
-    """Checks keys that transformers would ignore if they were misspelt, and values as transformers does."""
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import CONFIG_MAPPING
-
+    """Checks keys, since transformers ignores those that are misspelt, and values as transformers does."""
     key, kind = ("model", "config"), raw.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         hint = did_you_mean(str(kind), CONFIG_MAPPING.keys())

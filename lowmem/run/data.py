@@ -5,22 +5,25 @@
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from itertools import accumulate, compress, groupby
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
+import pyarrow.compute as pc  # type: ignore[import-untyped]
 import pydantic
+from datasets import Dataset
+from jinja2 import TemplateError
 from pydantic import Field
+from transformers import PreTrainedTokenizerBase
+from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
 from lowmem.errors import ConfigError, DataError
 from lowmem.run.checks import STRICT, Whole
 from lowmem.run.records import FieldName, Record, read_rows
 
-if TYPE_CHECKING:
-    from datasets import Dataset
-    from transformers import PreTrainedTokenizerBase
+_MARK = "{% generation %} around"
 
 
 @pydantic.dataclasses.dataclass(config=STRICT)
@@ -55,8 +58,7 @@ class Segment(NamedTuple):
     tokens: int
 
 
-@dataclass(frozen=True)
-class TokenCounts:
+class TokenCounts(NamedTuple):
     """Samples and tokens after tokenization, and how many tokens the loss is taken on."""
 
     samples: int
@@ -67,15 +69,11 @@ class TokenCounts:
     without_target: int  # samples that add nothing to the loss: packed with others, or a single token long
 
 
-def load(config: DataConfig) -> tuple["Dataset", "Dataset | None"]:
-    """Reads and checks the data and converts it to the columns that TRL takes.
+def load(config: DataConfig) -> tuple[Dataset, Dataset | None]:
+    """Reads and checks the training data and the held-out data, or None, and converts them to the columns of TRL.
 
     A row has `messages`, or `prompt` and `completion` (both strings or both lists of messages), or `text`, and its
-    `source` ("data/x.jsonl, record 12"). Instructions become a chat of one question and one answer. A .txt file gives
-    one sample per paragraph (paragraphs are separated by blank lines).
-
-    Returns:
-        The training data and the held-out data, or None if there is none.
+    `source` ("data/x.jsonl, record 12"). Instructions become a question and an answer, paragraphs of a .txt file texts.
 
     Raises:
         DataError: the first file, record or combination that cannot be used.
@@ -86,31 +84,27 @@ def load(config: DataConfig) -> tuple["Dataset", "Dataset | None"]:
     if config.eval_path:
         held_out = read(config.eval_path, "data.eval_path", config.eval_split, limit=None)
         if _columns(train) != _columns(held_out):
-            raise DataError(
-                f"{config.eval_path} has {', '.join(_columns(held_out))} but {config.path} has "
-                f"{', '.join(_columns(train))}. Held-out data must be of the same kind as the training data."
-            )
+            raise DataError(f"{config.eval_path} has {', '.join(_columns(held_out))} but {config.path} has "
+                            f"{', '.join(_columns(train))}. Use held-out data of the same kind.")  # fmt: skip
     elif config.eval_fraction:
         count = int(len(train) * config.eval_fraction)
         if count == 0:
-            raise DataError(
-                f"data.eval_fraction {config.eval_fraction} of {len(train)} records holds out no record. "
-                f"Set it to at least {1 / len(train):.3g}, or to 0."
-            )
+            raise DataError(f"data.eval_fraction {config.eval_fraction} of {len(train)} records holds out no record. "
+                            f"Set it to at least {1 / len(train):.3g}, or to 0.")  # fmt: skip
         train, held_out = train.train_test_split(test_size=count, seed=config.seed).values()
     if "text" in train.column_names and config.answer_only:
         raise DataError(f"{config.path} is text and has no answers. Omit data.answer_only, or set it to false.")
     return train, held_out
 
 
-def texts(dataset: "Dataset") -> Iterator[str]:
+def texts(dataset: Dataset) -> Iterator[str]:
     """Yields every string of a data set from `load`, to train a tokenizer on."""
     for row in dataset.select_columns(_columns(dataset)):
         for value in row.values():
             yield from [value] if isinstance(value, str) else (message["content"] for message in value)
 
 
-def for_tokenizer(dataset: "Dataset", config: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> "Dataset":
+def for_tokenizer(dataset: Dataset, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Dataset:
     """Makes sure that the trainer takes the loss on exactly the answers, with this tokenizer.
 
     TRL finds the answers of `messages` if the chat template has `{% generation %}` around them. For other templates
@@ -118,18 +112,16 @@ def for_tokenizer(dataset: "Dataset", config: DataConfig, tokenizer: "PreTrained
     it; each row is checked to begin as its shorter chats do. A template that TRL knows is replaced by TRL's variant.
 
     Raises:
-        DataError: the tokenizer has no chat template or no end token, or the template refuses a sequence of roles,
-            drops an answer, or rewrites earlier turns.
+        DataError: the tokenizer has no chat template or end token, or the template refuses, drops or rewrites turns.
     """
     if "messages" not in dataset.column_names and isinstance(dataset[0].get("prompt", ""), str):
         if tokenizer.eos_token is None:
             raise DataError("The tokenizer has no end-of-text token, so no text would ever end. Set its eos_token.")
         return dataset
     if tokenizer.chat_template is None:
-        raise DataError(
-            f"{dataset[0]['source']} is a chat and the tokenizer has no chat template. Set model.chat_template to a "
-            "Jinja file, or use data of kind text or prompt_completion with plain strings."
-        )
+        raise DataError(f"{dataset[0]['source']} is a chat and the tokenizer has no chat template. Set "
+                        "model.chat_template to a Jinja file, or use data of kind text or "
+                        "prompt_completion with strings.")  # fmt: skip
     masked = config.answer_only is not False and "messages" in dataset.column_names
     template, by_turns = _training_template(tokenizer) if masked else (None, False)
     sources: dict[tuple[str, ...], str] = {}  # of the first row with each sequence of roles
@@ -144,7 +136,7 @@ def for_tokenizer(dataset: "Dataset", config: DataConfig, tokenizer: "PreTrained
     return dataset.map(_answer_labels, fn_kwargs={"tokenizer": tokenizer, "template": template}, **options)
 
 
-def sft_arguments(config: DataConfig, dataset: "Dataset") -> dict[str, Any]:
+def sft_arguments(config: DataConfig, dataset: Dataset) -> dict[str, Any]:
     """The keyword arguments of `trl.SFTConfig` for a data set from `for_tokenizer`."""
     answer_only = config.answer_only is not False
     return {
@@ -157,18 +149,16 @@ def sft_arguments(config: DataConfig, dataset: "Dataset") -> dict[str, Any]:
     }
 
 
-def check_tokenized(tokenized: "Dataset", loaded: "Dataset", config: DataConfig) -> TokenCounts:
+def check_tokenized(tokenized: Dataset, loaded: Dataset, config: DataConfig) -> TokenCounts:
     """Counts what the trainer will train on: `tokenized` is the trainer's data set, made from `loaded`.
 
     Raises:
         DataError: no sample is left, or the loss is on no token.
     """
-    import pyarrow.compute as pc  # type: ignore[import-untyped]
-
     advice = "Raise data.max_length, or check the data with `lowmem inspect`."
     if len(tokenized) == 0:
         raise DataError(f"None of the {len(loaded)} samples has an answer token within max_length. {advice}")
-    all_lengths, all_targets = [], []
+    pairs = []  # of each sample: tokens, and those among them that are targets
     for batch in tokenized.with_format("arrow").iter(batch_size=1000):
         labels = batch["labels"].combine_chunks()
         packed = "seq_lengths" in batch.column_names
@@ -178,38 +168,32 @@ def check_tokenized(tokenized: "Dataset", loaded: "Dataset", config: DataConfig)
         is_target = labels.flatten().to_numpy() != -100
         is_target[(ends - length)[length > 0]] = False  # nothing comes before the first token of a sample
         running = np.concatenate([[0], is_target.cumsum()])
-        all_lengths.append(length)
-        all_targets.append(running[ends] - running[ends - length])
-    lengths, targets = np.concatenate(all_lengths), np.concatenate(all_targets)
-    samples, tokens, trained = len(lengths), int(lengths.sum()), int(targets.sum())
+        pairs.append([length, running[ends] - running[ends - length]])
+    lengths, targets = np.concatenate(pairs, axis=1)
+    tokens, trained = int(lengths.sum()), int(targets.sum())
     if trained == 0:
-        raise DataError(f"All {tokens} tokens of the {samples} samples are masked, so there is no loss. {advice}")
-    sources = set(tokenized["source"] if "source" in tokenized.column_names else loaded["source"])
-    dropped = tuple(source for source in loaded["source"] if source not in sources)
+        raise DataError(f"All {tokens} tokens of the {len(lengths)} samples are masked, so there is no loss. {advice}")
+    left = set(tokenized["source"] if "source" in tokenized.column_names else loaded["source"])
+    dropped = tuple(source for source in loaded["source"] if source not in left)
     at_max_length, without_target = int((lengths == config.max_length).sum()), int((targets == 0).sum())
-    return TokenCounts(samples, tokens, trained, dropped, at_max_length, without_target)
+    return TokenCounts(len(lengths), tokens, trained, dropped, at_max_length, without_target)
 
 
-def segments(example: Mapping[str, Any], tokenizer: "PreTrainedTokenizerBase") -> list[Segment]:
-    """Splits one tokenized row (`input_ids`, `labels`; packed: `seq_lengths`) where the loss begins or ends.
-
-    The first token of a sample is never trained on, because nothing comes before it.
-    """
-    starts = set(accumulate(example.get("seq_lengths", ()), initial=0))
+def segments(example: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[Segment]:
+    """Splits one tokenized row (`input_ids`, `labels`; packed: `seq_lengths`) where the loss begins or ends."""
+    starts = set(accumulate(example.get("seq_lengths", ()), initial=0))  # nothing comes before the first token
     trained = [label != -100 and position not in starts for position, label in enumerate(example["labels"])]
     pairs = zip(trained, example["input_ids"], strict=True)
     runs = ((state, [token for _, token in run]) for state, run in groupby(pairs, key=lambda pair: pair[0]))
     return [Segment(tokenizer.decode(ids), state, len(ids)) for state, ids in runs]
 
 
-def _training_template(tokenizer: "PreTrainedTokenizerBase") -> tuple[str | None, bool]:
+def _training_template(tokenizer: PreTrainedTokenizerBase) -> tuple[str | None, bool]:
     """The template with which TRL renders training chats (None: the tokenizer's), and whether to label turn by turn.
 
     TRL's masks need `{% generation %}` in the template and a tokenizer with offsets. Some of TRL's variants of
     templates also mark a token of the prompt, which labelling turn by turn does not.
     """
-    from trl.chat_template_utils import get_training_chat_template, has_generation_markers
-
     if has_generation_markers(tokenizer.chat_template):
         return None, not tokenizer.is_fast
     try:
@@ -224,32 +208,26 @@ def _training_template(tokenizer: "PreTrainedTokenizerBase") -> tuple[str | None
     return template, True
 
 
-def _try_roles(
-    roles: tuple[str, ...], source: str, tokenizer: "PreTrainedTokenizerBase", template: str | None, masked: bool
-) -> None:
+def _try_roles(roles: tuple[str, ...], source: str, tokenizer: PreTrainedTokenizerBase, template: str | None,
+               masked: bool) -> None:  # fmt: skip
     """Renders a chat of these roles; if TRL masks by the template, checks that it masks all but the answers."""
-    words = [f"word{number}word" for number in range(len(roles))]
-    messages = [{"role": role, "content": word} for role, word in zip(roles, words, strict=True)]
+    messages = [{"role": role, "content": f"word{number}word"} for number, role in enumerate(roles)]
     rendered = _render(messages, source, tokenizer, chat_template=template, return_assistant_tokens_mask=masked)
     ids = rendered["input_ids"]
     trained = tokenizer.decode(list(compress(ids, rendered["assistant_masks"])) if masked else ids)
-    for role, word in zip(roles, words, strict=True):
+    for role, word in (message.values() for message in messages):
         if (word in trained) != (not masked or role == "assistant"):
-            raise DataError(
-                f"{source}: the chat template {'drops' if role == 'assistant' or not masked else 'trains on'} a "
-                f"{role!r} message of the roles {', '.join(roles)}. Set model.chat_template to one that has "
-                "{% generation %} around every answer and nothing else."
-            )
+            verb = "drops" if role == "assistant" or not masked else "trains on"
+            raise DataError(f"{source}: the chat template {verb} a {role!r} message of the roles {', '.join(roles)}. "
+                            f"Use a model.chat_template that has {_MARK} every answer and nothing else.")  # fmt: skip
 
 
-def _answer_labels(example: Record, tokenizer: "PreTrainedTokenizerBase", template: str | None) -> Record:
+def _answer_labels(example: Record, tokenizer: PreTrainedTokenizerBase, template: str | None) -> Record:
     """`input_ids` and `labels` of one chat: an answer is what the template adds to the prompt before it."""
     messages, source = example["messages"], example["source"]
     if messages[0]["role"] == "assistant":
-        raise DataError(
-            f"{source}: the chat begins with an answer, which this chat template cannot mask. Put a user message "
-            "before it, or set model.chat_template to one with {% generation %} around the answers."
-        )
+        raise DataError(f"{source}: the chat begins with an answer, which this chat template cannot mask. Put a user "
+                        f"message before it, or set model.chat_template to one with {_MARK} the answers.")  # fmt: skip
     render = partial(_render, source=source, tokenizer=tokenizer, chat_template=template)
     ids = render(messages)["input_ids"]
     labels = [-100] * len(ids)
@@ -258,29 +236,22 @@ def _answer_labels(example: Record, tokenizer: "PreTrainedTokenizerBase", templa
             prompt = render(messages[:place], add_generation_prompt=True)["input_ids"]
             answered = render(messages[: place + 1])["input_ids"]
             if ids[: len(answered)] != answered or answered[: len(prompt)] != prompt:
-                raise DataError(
-                    f"{source}: the chat template rewrites earlier turns (message {place + 1}), so its answers cannot "
-                    "be located exactly. Set model.chat_template to one with {% generation %} around the answers, "
-                    "or data.answer_only to false."
-                )
+                raise DataError(f"{source}: the chat template rewrites earlier turns (message {place + 1}), so its "
+                                f"answers cannot be located exactly. Use a model.chat_template with {_MARK} the "
+                                "answers, or set data.answer_only to false.")  # fmt: skip
             labels[len(prompt) : len(answered)] = answered[len(prompt) :]
     return {"input_ids": ids, "labels": labels}
 
 
-def _render(
-    messages: list[Record], source: str, tokenizer: "PreTrainedTokenizerBase", **options: Any
-) -> Mapping[str, list[int]]:
-    from jinja2 import TemplateError
-
+def _render(messages: list[Record], source: str, tokenizer: PreTrainedTokenizerBase,
+            **options: Any) -> Mapping[str, list[int]]:  # fmt: skip
     try:
         return tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **options)
     except TemplateError as error:
         roles = ", ".join(message["role"] for message in messages)
-        raise DataError(
-            f"{source}: the chat template refuses the roles {roles} ({error}). Change the data, or set "
-            "model.chat_template to one that accepts them."
-        ) from error
+        raise DataError(f"{source}: the chat template refuses the roles {roles} ({error}). Change the data, or set "
+                        "model.chat_template to one that accepts them.") from error  # fmt: skip
 
 
-def _columns(dataset: "Dataset") -> list[str]:
+def _columns(dataset: Dataset) -> list[str]:
     return [name for name in dataset.column_names if name != "source"]

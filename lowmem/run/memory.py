@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -18,11 +18,7 @@ from lowmem.optimizer import FusedOptimizer
 
 
 def state_bytes(rule: Any, rounding: str = "nearest", size: int = 1024, **options: Any) -> float:
-    """Bytes of optimizer state per element of a `size` × `size` bfloat16 matrix, measured after one update.
-
-    Args:
-        rule, rounding, options: as `FusedOptimizer` takes them.
-    """
+    """Bytes of state per element of a `size` × `size` bfloat16 matrix, measured in one `FusedOptimizer` update."""
     param = nn.Parameter(torch.ones(size, size, dtype=torch.bfloat16))
     opt = FusedOptimizer([("weight", param)], rule=rule, rounding=rounding, compile=False, **options)
     opt.backward(param.sum())
@@ -49,10 +45,7 @@ class _Allocation:
 
 
 class _Tracker(TorchDispatchMode):
-    """While active, records the memory of every tensor that an operation returns; views are counted once.
-
-    Memory that a kernel allocates and frees internally is not seen.
-    """
+    """Records the memory of every tensor that an operation returns, but not what a kernel allocates and frees."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,13 +55,12 @@ class _Tracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for value in tree_leaves(result):
-            if isinstance(value, Tensor):
-                self._allocation(value)
+        for value in filter(torch.is_tensor, tree_leaves(result)):
+            self._allocation(value)
         return result
 
     def label(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Sets the kind of the tensors' memory, which is counted from now on if it was not seen before."""
+        """Sets the kind of memory, which is counted from now on if it was not seen before."""
         for tensor in tensors:
             self._allocation(tensor).kind = kind
 
@@ -143,15 +135,9 @@ class StepMemory:
         return {name.removesuffix("_peak"): getattr(self, name) for name in names}
 
 
-def step_memory(
-    model: nn.Module,
-    make_optimizer: Callable[[], FusedOptimizer],
-    losses: Sequence[Callable[[], Tensor]],
-    batch: Sequence[Tensor],
-) -> StepMemory:
-    """Takes an optimizer's first step and accounts for every tensor in it.
-
-    Optimizer states are created in this step, but counted from its beginning, as in all later steps.
+def step_memory(model: nn.Module, make_optimizer: Callable[[], FusedOptimizer],
+                losses: Sequence[Callable[[], Tensor]], batch: Sequence[Tensor]) -> StepMemory:  # fmt: skip
+    """Accounts for every tensor in an optimizer's first step. Its states are counted from the step's beginning.
 
     Args:
         model: in training mode; its parameters have no optimizer hooks yet.
@@ -163,32 +149,25 @@ def step_memory(
     tracker.label(model.parameters(), WEIGHTS)
     tracker.label([*model.buffers(), *batch], BUFFERS)
     tracker.now = 0
-    # registered before the optimizer's own hooks, which free the gradient
-    hooks = [
-        param.register_post_accumulate_grad_hook(lambda param: tracker.label([param.grad], GRADIENTS))
-        for param in model.parameters()
-        if param.requires_grad
-    ]
     backwards = []
-    try:
-        with tracker:
-            optimizer = make_optimizer()
-            for number, loss in enumerate(losses, start=1):
-                last = number == len(losses)
-                forward = tracker.now
-                with nullcontext() if last else optimizer.accumulate():
-                    value = loss()
-                    tracker.label_unknown(ACTIVATIONS, since=forward)
-                    backward = tracker.now
-                    optimizer.backward(value)
-                    del value
-                if not last:
-                    tracker.label_unknown(GRADIENTS, since=backward)  # what is accumulated
-                backwards.append((backward, tracker.now))
-            tracker.label((entry.value for entry in optimizer._entries() if isinstance(entry.value, Tensor)), STATES)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with tracker, ExitStack() as hooks:
+        # registered before the optimizer's own hooks, which free the gradient
+        for param in filter(lambda param: param.requires_grad, model.parameters()):
+            hook = param.register_post_accumulate_grad_hook(lambda param: tracker.label([param.grad], GRADIENTS))
+            hooks.callback(hook.remove)
+        optimizer = make_optimizer()
+        for number, loss in enumerate(losses, start=1):
+            last, forward = number == len(losses), tracker.now
+            with nullcontext() if last else optimizer.accumulate():
+                value = loss()
+                tracker.label_unknown(ACTIVATIONS, since=forward)
+                backward = tracker.now
+                optimizer.backward(value)
+                del value
+            if not last:
+                tracker.label_unknown(GRADIENTS, since=backward)  # what is accumulated
+            backwards.append((backward, tracker.now))
+        tracker.label((entry.value for entry in optimizer._entries() if isinstance(entry.value, Tensor)), STATES)
     return _by_kind(tracker, next(model.parameters()).device, tuple(backwards))
 
 

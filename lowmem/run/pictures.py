@@ -71,8 +71,8 @@ def loss_keys(records: list[Record]) -> list[str]:
 
 def new_nonfinite_steps(records: list[Record]) -> list[int]:
     """The number of new non-finite steps in each record that counts them."""
-    counts = [0, *(record["nonfinite_steps"] for record in records if "nonfinite_steps" in record)]
-    return [now - before for before, now in itertools.pairwise(counts)]
+    counts = [record["nonfinite_steps"] for record in records if "nonfinite_steps" in record]
+    return np.diff(counts, prepend=0).tolist()
 
 
 def unit(nbytes: float) -> tuple[int, str]:
@@ -100,14 +100,13 @@ def loss_picture(records: list[Record], name: str) -> Figure:
     """Loss, gradient norm and learning rate; below them clip coefficient and loss scale, where they were logged."""
     logged = {"grad_norm", "learning_rate"}.union(*records)
     panels = [key for key in _PANELS if key in logged]
-    figure = Figure(figsize=(9, 4.2 + 1.4 * len(panels)), layout="constrained")
     heights = [3.2, *[1] * len(panels)]
+    figure = Figure(figsize=(9, 4.2 + 1.4 * len(panels)), layout="constrained")
     loss, *rest = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
     steps, values = series(records, "loss")
-    if len(values) < 20:
-        loss.plot(steps, values, color=_BLUE, lw=2, label="training")
-    else:
-        loss.plot(steps, values, color=_PALE, lw=1, label="training")
+    many = len(values) >= 20
+    loss.plot(steps, values, color=_PALE if many else _BLUE, lw=1 if many else 2, label="training")
+    if many:
         loss.plot(steps, _smoothed(values), color=_BLUE, lw=2, label="training, smoothed")
     for key, color in zip(loss_keys(records), itertools.cycle(_EVAL)):
         label = key.removeprefix("eval_").removesuffix("loss").replace("_", " ").strip()
@@ -150,8 +149,7 @@ def memory_picture(records: list[Record], name: str) -> Figure:
     figure = Figure(figsize=(9, 4.5), layout="constrained")
     axes = figure.subplots()
     steps, used = series(records, "memory")
-    _, peak = series(records, "peak_memory")
-    weights = records[-1]["weight_bytes"]
+    peak, weights = series(records, "peak_memory")[1], records[-1]["weight_bytes"]
     scale, unit_name = unit(max(peak))
     axes.fill_between(steps, np.divide(used, scale), color=_PALE, alpha=0.45, lw=0)
     axes.plot(steps, np.divide(used, scale), color=_BLUE, lw=1.5, label="in use when logged")
@@ -183,9 +181,8 @@ def _step_picture(step: StepMemory, title: str, memory: int | None) -> Figure:
     axes.annotate(f"peak {size(step.peak)}", (step.moment, peak), xytext=(6, 5), textcoords="offset points")
     if memory is not None:
         axes.axhline(memory / scale, color=_EVAL[0], lw=1.5, ls=(0, (5, 3)), label=f"available: {size(memory)}")
-    top = max(step.peak, memory or 0) / scale * 1.12
-    axes.set(title=title, xlabel="allocations and releases", ylabel=f"tensors ({unit_name})", ylim=(0, top))
-    axes.set_xlim(0, len(total) - 1)
+    limits = {"xlim": (0, len(total) - 1), "ylim": (0, max(step.peak, memory or 0) / scale * 1.12)}
+    axes.set(title=title, xlabel="allocations and releases", ylabel=f"tensors ({unit_name})", **limits)
     axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), title="at the peak", reverse=True)
     return figure
 
@@ -205,7 +202,10 @@ def norms_picture(records: list[Record], name: str) -> Figure:
     figure = Figure(figsize=(9, 1.6 + 0.17 * rows), layout="constrained")
     axes = figure.subplots()
     colors = colormaps["viridis"].with_extremes(bad=_EVAL[0], under="white")
-    edges = _edges([record["step"] for record in records])[[*starts, -1]]
+    steps = [record["step"] for record in records]
+    gaps = np.diff(steps) if len(steps) > 1 else [1]
+    padded = np.array([steps[0] - gaps[0], *steps, steps[-1] + gaps[-1]])
+    edges = ((padded[:-1] + padded[1:]) / 2)[[*starts, -1]]  # half-way between steps
     cells = np.where(np.isneginf(logs), low - 1, logs).T
     high = max(high, low + 1)  # colors span at least a decade, so that noise does not look like more
     image = axes.pcolormesh(edges, np.arange(len(keys) + 1) - 0.5, cells, cmap=colors, vmin=low, vmax=high)
@@ -218,20 +218,11 @@ def norms_picture(records: list[Record], name: str) -> Figure:
     axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, min_n_ticks=1))
     figure.colorbar(image, ax=axes, label="log$_{10}$ of the norm", pad=0.02, aspect=30).outline.set_visible(False)
     special = ("not finite", _EVAL[0], np.isnan(logs)), ("zero, or no gradient", "white", np.isneginf(logs))
-    legend = [
-        Patch(facecolor=color, edgecolor="#888888", label=label) for label, color, cells in special if cells.any()
-    ]
-    if legend:
-        beside_the_x_label = {"loc": "upper right", "bbox_to_anchor": (1, 0), "borderaxespad": 2.8}
-        axes.legend(handles=legend, ncols=2, fontsize=8, handlelength=1, **beside_the_x_label)
+    patches = [Patch(fc=color, ec="#888888", label=label) for label, color, cells in special if cells.any()]
+    if patches:  # beside the label of x
+        place = {"loc": "upper right", "bbox_to_anchor": (1, 0), "borderaxespad": 2.8}
+        axes.legend(handles=patches, ncols=2, fontsize=8, handlelength=1, **place)
     return figure
-
-
-def _edges(steps: list[int]) -> np.ndarray[Any, Any]:
-    """The left edge of each step's column, half-way to its neighbor, and the right edge of the last."""
-    first, last = (steps[1] - steps[0], steps[-1] - steps[-2]) if len(steps) > 1 else (1, 1)
-    at = np.array([steps[0] - first, *steps, steps[-1] + last])
-    return (at[:-1] + at[1:]) / 2
 
 
 def _row_labels(names: list[str]) -> list[tuple[float, str]]:
@@ -240,11 +231,10 @@ def _row_labels(names: list[str]) -> list[tuple[float, str]]:
     if len(short) <= _LABELS:
         return [(row, _shortened(name)) for row, name in enumerate(short)]
     blocks = [match[0] if (match := re.match(r"(.*?\.)?\d+(?=\.)", name)) else name for name in short]
-    first, labels = 0, []
-    for block, members in itertools.groupby(blocks):
-        count = len(list(members))
-        labels.append((first + (count - 1) / 2, _shortened(block)))
-        first += count
+    labels = []
+    for block, members in itertools.groupby(enumerate(blocks), key=lambda row: row[1]):
+        rows = [row for row, _ in members]
+        labels.append(((rows[0] + rows[-1]) / 2, _shortened(block)))
     shown: list[tuple[float, str]] = []
     for row, label in labels[:: math.ceil(len(labels) / _LABELS)]:
         if not shown or row - shown[-1][0] >= 0.6 * len(names) / _LABELS:  # at least a line of text below the last one

@@ -1,7 +1,7 @@
 """Predicts the memory of a run's training step: the run's own trainer takes one step with fake tensors.
 
-The model is built from its configuration alone. The step has the largest batch that the run can meet and the run's own
-rule, policy, loss and checkpointing. Nothing is allocated, and every machine predicts the same.
+The model is built from its configuration alone. The step has the run's own rule, policy, loss and checkpointing, and
+the largest batch that the run can meet. Nothing is allocated, and every machine predicts the same.
 """
 
 import re
@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -18,9 +18,12 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.masking_utils import sdpa_mask
+from transformers.modeling_utils import PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from trl import SFTConfig
 from trl.kernels import chunked_logprob
 
@@ -31,19 +34,17 @@ from lowmem.run.memory import StepMemory, step_memory
 from lowmem.run.report import describe
 from lowmem.run.tokenizers import SMALLEST_VOCABULARY, train_tokenizer
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
 # The device of fake tensors. A GPU is "meta", so that its tensors differ from those on the host.
 DEVICES = {"gpu": torch.device("meta"), "cpu": torch.device("cpu")}
 
-# Arguments of the trainer that cannot be planned, and what to set instead.
+# Arguments of the trainer that cannot be planned, why, and what to set instead; _AUTOCAST is of bf16 and fp16.
 _UNSUPPORTED = {
     "deepspeed": "a plan covers one device; trainer.deepspeed=null plans a rank with the full model",
     "fsdp": "a plan covers one device; trainer.fsdp=false plans a rank with the full model",
     "use_liger_kernel": "its kernels need data; trainer.use_liger_kernel=false plans PyTorch's, which need more memory",
     "torch_compile": "a compiled model cannot run on fake tensors; trainer.torch_compile=false plans the eager model",
 }
+_AUTOCAST = "a plan for a GPU has no autocast; set model.dtype, which also needs less memory, or use --device cpu"
 
 # Memory that is not in tensors.
 NOT_COUNTED = {
@@ -70,8 +71,11 @@ def plan(config: RunConfig, device: str) -> RunPlan:
         ConfigError: the model's configuration cannot be read, or `config` cannot be trained.
         UnsupportedError: `config` cannot be planned.
     """
-    _check(config, device)
     place, requested = DEVICES[device], config.trainer
+    autocast = dict.fromkeys(("bf16", "fp16"), _AUTOCAST) if device == "gpu" else {}
+    for name, instead in (_UNSUPPORTED | autocast).items():
+        if requested.get(name):
+            raise UnsupportedError(f"trainer.{name} cannot be planned: {instead}")
     arguments, recomputing = dict(requested), dict(requested.get("activation_checkpointing_kwargs") or {})
     if device == "gpu":  # with use_cpu the trainer refuses offloading, which is therefore set afterwards
         arguments.pop("activation_offloading", None)
@@ -93,28 +97,24 @@ def plan(config: RunConfig, device: str) -> RunPlan:
         largest = [trainer.train_dataset[n % 2] for n in range(args.per_device_train_batch_size)]
         collated = trainer.data_collator(largest)
     args.activation_offloading = bool(requested.get("activation_offloading"))
-    offloading = saved_tensors_hooks(_offload, _fetch) if args.activation_offloading else nullcontext()
+    hooks = saved_tensors_hooks(_offload, lambda packed: packed[1].to(packed[0]))
+    offloading = hooks if args.activation_offloading else nullcontext()
     if args.activation_checkpointing:
         kwargs = {**args.activation_checkpointing_kwargs, **recomputing}
         args.activation_checkpointing_kwargs = kwargs.copy()
         every, offload = kwargs.pop("every_n_layers", 1), kwargs.pop("offload", False)
         model.activation_checkpointing_enable(kwargs or None, every_n_layers=every, offload=offload)
     with fake, _ScalarsAreOne(), offloading, _gpu_kernels() if device == "gpu" else nullcontext():
-        batch = {
-            name: torch.empty(value.shape, dtype=value.dtype, device=place) if isinstance(value, Tensor) else value
-            for name, value in collated.items()
-        }
+        batch = tree_map_only(Tensor, lambda value: torch.empty_like(value, device=place), dict(collated))
 
         def loss() -> Tensor:
             with trainer.compute_loss_context_manager():
                 return trainer.compute_loss(model, dict(batch))
 
         losses = [loss] * min(args.gradient_accumulation_steps, _MICRO_BATCHES)
-        tensors = [value for value in batch.values() if isinstance(value, Tensor)]
-        step = step_memory(model.train(), trainer.create_optimizer, losses, tensors)
+        step = step_memory(model.train(), trainer.create_optimizer, losses, [*filter(torch.is_tensor, batch.values())])
     micro = f"{args.gradient_accumulation_steps} micro-batches of " if args.gradient_accumulation_steps > 1 else ""
-    rows_and_tokens = f"{micro}{args.per_device_train_batch_size} x {args.max_length} tokens"
-    return RunPlan(step, {**describe(config, trainer), "step": rows_and_tokens})
+    return RunPlan(step, {**describe(config, trainer), "step": f"{micro}{len(largest)} x {args.max_length} tokens"})
 
 
 def ways(config: RunConfig, device: str) -> list[str]:
@@ -139,31 +139,14 @@ def ways(config: RunConfig, device: str) -> list[str]:
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of an amount of memory such as 24GiB, 80 GB or 512MiB.
-
-    Raises:
-        ConfigError: it is not an amount of memory.
-    """
+    """Bytes of an amount of memory such as 24GiB, 80 GB or 512MiB; raises `ConfigError` for any other text."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT])(i?)B", text.strip())
     if match is None or not float(match[1]):
         raise ConfigError(f"--memory {text!r} is not an amount of memory; write it like 24GiB, 80GB or 512MiB")
-    number, prefix, binary = match.groups()
-    return int(float(number) * (1024 if binary else 1000) ** ("KMGT".index(prefix) + 1))
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** ("KMGT".index(match[2]) + 1))
 
 
-def _check(config: RunConfig, device: str) -> None:
-    for name, instead in _UNSUPPORTED.items():
-        if config.trainer.get(name):
-            raise UnsupportedError(f"trainer.{name} cannot be planned: {instead}")
-    for name in ("bf16", "fp16"):
-        if config.trainer.get(name) and device == "gpu":
-            raise UnsupportedError(
-                f"trainer.{name}: autocast on a GPU cannot be planned; set model.dtype instead, which also needs less "
-                "memory, or plan for the CPU (--device cpu)"
-            )
-
-
-def empty_model(model: ModelConfig, tokenizer: "PreTrainedTokenizerBase", sdpa: str = "sdpa") -> "PreTrainedModel":
+def empty_model(model: ModelConfig, tokenizer: PreTrainedTokenizerBase, sdpa: str = "sdpa") -> PreTrainedModel:
     """The model from its configuration, on the device of the context, with `sdpa` in place of attention "sdpa"."""
     options = {"dtype": model.dtype, "attn_implementation": sdpa if model.attention == "sdpa" else model.attention}
     try:
@@ -172,24 +155,20 @@ def empty_model(model: ModelConfig, tokenizer: "PreTrainedTokenizerBase", sdpa: 
         raise ConfigError(f"model: cannot be built from its configuration: {build.first_line(error)}") from error
 
 
-def _model_config(model: ModelConfig, tokenizer: "PreTrainedTokenizerBase") -> Any:
+def _model_config(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> Any:
     if model.path is None:
         vocabulary = {"vocab_size": model.train_tokenizer.vocab_size} if model.train_tokenizer else {}
         config = vocabulary | (model.config or {})
         if "vocab_size" in config:
             return build.model_config(config, tokenizer)
-        raise ConfigError(
-            f"model.config has no vocab_size, and a plan does not load the tokenizer {model.tokenizer!r}: "
-            "add model.config.vocab_size=N"
-        )
+        raise ConfigError("model.config has no vocab_size, and a plan does not load the tokenizer "
+                          f"{model.tokenizer!r}: add model.config.vocab_size=N")  # fmt: skip
     try:
         return AutoConfig.from_pretrained(model.path)
     except OSError as error:
-        raise ConfigError(
-            f"model.path: a plan needs the configuration of {model.path!r}, which is not on this machine and "
-            f"cannot be downloaded. Download it where there is a network (hf download {model.path} config.json), "
-            "name a folder that contains its config.json, or describe the model in model.config"
-        ) from error
+        raise ConfigError(f"model.path: a plan needs the configuration of {model.path!r}, which cannot be downloaded "
+                          f"here. Download it where there is a network (hf download {model.path} config.json) and name "
+                          "its folder, or describe the model in model.config") from error  # fmt: skip
 
 
 class _ScalarsAreOne(TorchDispatchMode):
@@ -218,14 +197,8 @@ def _offload(saved: Tensor) -> tuple[torch.device, Tensor]:
     return saved.device, saved if stays else saved.cpu()
 
 
-def _fetch(packed: tuple[torch.device, Tensor]) -> Tensor:
-    device, saved = packed
-    return saved.to(device)
-
-
-def _attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
-) -> tuple[Tensor, None]:
+def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+               **options: Any) -> tuple[Tensor, None]:  # fmt: skip
     """`sdpa` with a kernel that does not hold all attention scores, as on GPUs and CPUs.
 
     With fake tensors, PyTorch chooses a kernel that holds them, and transformers creates a mask where none is needed.

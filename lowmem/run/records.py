@@ -11,15 +11,14 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from itertools import groupby, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
+import datasets
+import pyarrow.parquet  # type: ignore[import-untyped]
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from lowmem.errors import DataError, did_you_mean
 from lowmem.run.checks import Problem, mapping, problems
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 Record = dict[str, Any]
 
@@ -34,15 +33,14 @@ def _refuse(value: Any) -> Any:
 
 
 def _messages(role: str, content: str, roles: Any) -> Any:
-    message = mapping({role: roles, content: str}, dict.fromkeys(REFUSED_IN_MESSAGES, Refused), extra="ignore")
+    message = mapping({role: roles, content: str}, dict.fromkeys(REFUSED["message"], Refused), extra="ignore")
     convert = AfterValidator(lambda turn: {"role": USUAL_ROLES.get(turn[role], turn[role]), "content": turn[content]})
     return Annotated[list[Annotated[message, convert]], Field(min_length=1)]  # type: ignore[valid-type]
 
 
 # Fields that would change what is trained on are refused. Any other extra field is metadata and is ignored.
 Refused = Annotated[Any, AfterValidator(_refuse)]
-REFUSED_IN_RECORDS = ("tools", "images", "image")
-REFUSED_IN_MESSAGES = ("tool_calls", "reasoning_content", "thinking", "weight")
+REFUSED = {"record": ("tools", "images", "image"), "message": ("tool_calls", "reasoning_content", "thinking", "weight")}
 USUAL_ROLES = {"human": "user", "gpt": "assistant"}
 
 MESSAGES = _messages("role", "content", Literal["system", "user", "assistant"])
@@ -60,7 +58,7 @@ FieldName = Literal["messages", "prompt", "completion", "instruction", "input", 
 
 @cache
 def _check(kind: str, strings: bool) -> TypeAdapter[Record]:
-    optional = dict.fromkeys(REFUSED_IN_RECORDS, Refused) | ({"input": str | None} if kind == "instruction" else {})
+    optional = dict.fromkeys(REFUSED["record"], Refused) | ({"input": str | None} if kind == "instruction" else {})
     required = {"prompt": str, "completion": str} if strings else KINDS[kind]
     return TypeAdapter(mapping(required, optional, extra="ignore"))
 
@@ -70,13 +68,10 @@ def _matching(record: Record) -> list[str]:
 
 
 def _recognise(record: Record, place: str) -> str:
-    kinds = _matching(record)
-    if not kinds:
+    if not (kinds := _matching(record)):
         needs = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in KINDS.items())
-        raise DataError(
-            f"{place}: no kind fits the fields {', '.join(record)}. The kinds need {needs}. "
-            "Name what corresponds in data.columns."
-        )
+        raise DataError(f"{place}: no kind fits the fields {', '.join(record)}. The kinds need {needs}. Name what "
+                        "corresponds in data.columns.")  # fmt: skip
     if len(kinds) > 1:
         raise DataError(f"{place}: the fields fit the kinds {', '.join(kinds)}. Set data.kind to one of them.")
     return kinds[0]
@@ -109,40 +104,24 @@ def _message(record: Record, kind: str, place: str, problem: Problem) -> str:
     return f"{place}: {subject} is missing (found: {', '.join(record)}).{needs}"
 
 
-def read_rows(path: str, key: str, split: str, **options: Any) -> "Dataset":
-    """Reads all rows of `path`, each with its `source`. `datasets` caches them until a file changes.
+def read_rows(path: str, key: str, split: str, **options: Any) -> datasets.Dataset:
+    """Reads all rows of a file, a directory or a Hub name, each with its `source`; `datasets` caches them.
 
-    Args:
-        path: a file, a directory or a Hub name.
-        key: the name of `path` in the configuration, for messages.
-        split: the split of a data set of the Hub.
-        options: `kind`, `columns`, `limit` (of records) and `need_answers` (in chats).
-
-    Raises:
-        DataError: the first file or record that cannot be used.
+    `key` is the name of `path` in messages, `options` are those of `_rows`. Raises `DataError` for the first file or
+    record that cannot be used.
     """
-    from datasets import Dataset
-    from datasets.exceptions import DatasetGenerationError
-
     files = _files(path, key)
     status = [(str(file.resolve()), file.stat()) for file in (*CODE, *(files or ()))]
     versions = tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in status)
-    source = _from_hub(path, key, split) if files is None else files
+    options |= {"name": path, "source": _from_hub(path, key, split) if files is None else files, "_": versions}
     try:
-        return Dataset.from_generator(_rows, gen_kwargs={"name": path, "source": source, "_": versions, **options})
-    except DatasetGenerationError as error:
+        return datasets.Dataset.from_generator(_rows, gen_kwargs=options)
+    except datasets.exceptions.DatasetGenerationError as error:
         raise error.__cause__ or error from None
 
 
-def _rows(
-    name: str,
-    source: "tuple[Path, ...] | Dataset",
-    kind: str,
-    columns: Mapping[FieldName, str],
-    limit: int | None,
-    need_answers: bool,
-    **_: Any,
-) -> Iterator[Record]:
+def _rows(name: str, source: tuple[Path, ...] | datasets.Dataset, kind: str, columns: Mapping[FieldName, str],
+          limit: int | None, need_answers: bool, **_: Any) -> Iterator[Record]:  # fmt: skip
     form = None
     for place, record in islice(_records(name, source), limit):
         if not isinstance(record, dict):
@@ -152,8 +131,8 @@ def _rows(
         row = _row(record, kind, place)
         if need_answers and "messages" in row and all(message["role"] != "assistant" for message in row["messages"]):
             raise DataError(f"{place}: no message is from the assistant, so there is no answer to train on. Delete it.")
-        form = form or {type(value) for value in row.values()}
-        if form != {type(value) for value in row.values()}:
+        types = {type(value) for value in row.values()}
+        if types != (form := form or types):
             raise DataError(f"{place}: prompts are strings in some records and messages in others. Keep one of them.")
         yield {**row, "source": place}
     if form is None:
@@ -164,20 +143,17 @@ def _renamed(record: Record, columns: Mapping[FieldName, str], place: str) -> Re
     for field, theirs in columns.items():
         if theirs not in record:
             hint = did_you_mean(theirs, record)
-            raise DataError(
-                f"{place}: data.columns takes {field!r} from {theirs!r}, which is missing "
-                f"(found: {', '.join(record)}).{hint}"
-            )
+            raise DataError(f"{place}: data.columns takes {field!r} from {theirs!r}, which is missing (found: "
+                            f"{', '.join(record)}).{hint}")  # fmt: skip
     others = {name: value for name, value in record.items() if name not in columns.values()}
     return others | {field: record[theirs] for field, theirs in columns.items()}
 
 
-def _records(name: str, source: "tuple[Path, ...] | Dataset") -> Iterator[tuple[str, Any]]:
+def _records(name: str, source: tuple[Path, ...] | datasets.Dataset) -> Iterator[tuple[str, Any]]:
     """Each record of files or a data set and where it is, as in "data/x.jsonl, record 12"; every file counts from 1."""
     if not isinstance(source, tuple):
         yield from ((f"{name}, record {number}", record) for number, record in enumerate(source, 1))
-        return
-    for file in source:
+    for file in source if isinstance(source, tuple) else ():
         number = 0
         try:
             for number, record in enumerate(READERS[file.suffix.lower()](file), 1):
@@ -214,19 +190,14 @@ def _read_csv(path: Path) -> Iterator[Record]:
         try:
             for row in rows:
                 if None in row or None in row.values():
-                    raise DataError(
-                        f"{path}, line {rows.reader.line_num}: more or fewer fields than the header's "
-                        f"{len(rows.fieldnames or ())}. Fix or quote the line."
-                    )
+                    raise DataError(f"{path}, line {rows.reader.line_num}: more or fewer fields than the header's "
+                                    f"{len(rows.fieldnames or ())}. Fix or quote the line.")  # fmt: skip
                 yield row
         except csv.Error as error:
             raise DataError(f"{path}, line {rows.reader.line_num}: not valid CSV ({error}). Fix the line.") from error
 
 
 def _read_parquet(path: Path) -> Iterator[Record]:
-    import pyarrow  # type: ignore[import-untyped]
-    import pyarrow.parquet  # type: ignore[import-untyped]
-
     try:
         file = pyarrow.parquet.ParquetFile(path)
     except pyarrow.ArrowInvalid as error:
@@ -237,9 +208,8 @@ def _read_parquet(path: Path) -> Iterator[Record]:
 
 def _read_txt(path: Path) -> Iterator[Record]:
     with path.open(encoding="utf-8-sig") as lines:
-        for blank, paragraph in groupby(lines, key=lambda line: not line.strip()):
-            if not blank:
-                yield {"text": "".join(paragraph).rstrip("\n")}
+        paragraphs = groupby(lines, key=lambda line: not line.strip())
+        yield from ({"text": "".join(paragraph).rstrip("\n")} for blank, paragraph in paragraphs if not blank)
 
 
 READERS: dict[str, Callable[[Path], Iterator[Any]]] = {
@@ -262,18 +232,14 @@ def _files(path: str, key: str) -> tuple[Path, ...] | None:
     return None
 
 
-def _from_hub(path: str, key: str, split: str) -> "Dataset":
-    from datasets import load_dataset
-
+def _from_hub(path: str, key: str, split: str) -> datasets.Dataset:
     name, _, subset = path.partition(":")
     try:
-        return load_dataset(name, subset or None, split=split)
+        return datasets.load_dataset(name, subset or None, split=split)
     except (OSError, ValueError, RuntimeError) as error:
-        raise DataError(
-            f"{key}: {path!r} is not a local file, and the Hub gave no data set with the split {split!r} ({error})."
-            f"{_nearest(Path(path))} Check the name and the network. Without a network, download the data elsewhere "
-            f"with `hf download --repo-type dataset {name}`, and name the directory."
-        ) from error
+        raise DataError(f"{key}: {path!r} is not a local file, and the Hub gave no data set with the split {split!r} "
+                        f"({error}).{_nearest(Path(path))} Check the name and the network, or download the data "
+                        f"elsewhere (hf download --repo-type dataset {name}) and name it.") from error  # fmt: skip
 
 
 def _nearest(target: Path) -> str:

@@ -1,12 +1,11 @@
 """Trains a small tokenizer, byte-level BPE with a chat template, for models that start from random weights."""
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
 
 from lowmem.errors import ConfigError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 BEGIN, END, PAD = "<|begin|>", "<|end|>", "<|pad|>"
 ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>")
@@ -23,54 +22,33 @@ CHAT_TEMPLATE = """\
     {{- '<|' + message.role + '|>' -}}
     {%- if message.role == 'assistant' -%}
         {%- generation -%}{{- message.content + eos_token -}}{%- endgeneration -%}
-    {%- else -%}
-        {{- message.content -}}
-    {%- endif -%}
+    {%- else -%}{{- message.content -}}{%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}
 """
 
 
-def train_tokenizer(
-    texts: Iterable[str], vocab_size: int, chat_template: str | None = None
-) -> "PreTrainedTokenizerFast":
+def train_tokenizer(texts: Iterable[str], vocab_size: int, chat_template: str | None = None) -> PreTrainedTokenizerFast:
     """Trains a byte-level BPE tokenizer for Transformers. It decodes every text that it encodes to the same text.
 
     Args:
         texts: the same texts give the same tokenizer.
-        vocab_size: size of the vocabulary with the 256 bytes and the special tokens. It is smaller if there is too
-            little text.
+        vocab_size: with the 256 bytes and the special tokens; too little text gives a smaller vocabulary.
         chat_template: Jinja; None uses `CHAT_TEMPLATE`.
 
     Raises:
         ConfigError: `vocab_size` has no room for the bytes and the special tokens.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-    from transformers import PreTrainedTokenizerFast
-
     if vocab_size < SMALLEST_VOCABULARY:
-        raise ConfigError(
-            f"vocab_size is {vocab_size}; it must be at least {SMALLEST_VOCABULARY} "
-            f"(256 bytes and {len(SPECIAL_TOKENS)} special tokens)."
-        )
+        raise ConfigError(f"vocab_size is {vocab_size}; it must be at least {SMALLEST_VOCABULARY} (256 bytes and "
+                          f"{len(SPECIAL_TOKENS)} special tokens).")  # fmt: skip
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=list(SPECIAL_TOKENS),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[*SPECIAL_TOKENS], show_progress=False,
+                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())  # fmt: skip
     bpe.train_from_iterator(texts, trainer)
-    bpe.post_processor = processors.TemplateProcessing(
-        single=f"{BEGIN} $A", special_tokens=[(BEGIN, bpe.token_to_id(BEGIN))]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
-        bos_token=BEGIN,
-        eos_token=END,
-        pad_token=PAD,
-        extra_special_tokens=list(ROLE_TOKENS),
-        chat_template=chat_template or CHAT_TEMPLATE,
-    )
+    begin = [(BEGIN, bpe.token_to_id(BEGIN))]
+    bpe.post_processor = processors.TemplateProcessing(single=f"{BEGIN} $A", special_tokens=begin)
+    tokens = {"bos_token": BEGIN, "eos_token": END, "pad_token": PAD, "extra_special_tokens": [*ROLE_TOKENS]}
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, chat_template=chat_template or CHAT_TEMPLATE, **tokens)
