@@ -100,9 +100,8 @@ def loss_picture(records: list[Record], name: str) -> Figure:
     """Loss, gradient norm and learning rate; below them clip coefficient and loss scale, where they were logged."""
     logged = {"grad_norm", "learning_rate"}.union(*records)
     panels = [key for key in _PANELS if key in logged]
-    heights = [3.2, *[1] * len(panels)]
     figure = Figure(figsize=(9, 4.2 + 1.4 * len(panels)), layout="constrained")
-    loss, *rest = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
+    loss, *rest = figure.subplots(1 + len(panels), 1, sharex=True, height_ratios=[3.2, *[1] * len(panels)])
     steps, values = series(records, "loss")
     many = len(values) >= 20
     loss.plot(steps, values, color=_PALE if many else _BLUE, lw=1 if many else 2, label="training")

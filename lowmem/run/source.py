@@ -56,7 +56,6 @@ class Source:
         return ", ".join(dict.fromkeys([self.at(key), *inside]))
 
     def override(self, text: str) -> None:
-        """Sets one `key=value`."""
         place = f"override {text!r}"
         name, equals, value = text.partition("=")
         key = tuple(name.strip().split("."))
