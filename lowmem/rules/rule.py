@@ -222,6 +222,6 @@ def next_count(sweep: Sweep, state: State) -> Tensor:
 
 
 def power(base: float, exponent: Tensor) -> Tensor:
-    """base^exponent in float64, to the bits of Python: torch's vector code for contiguous tensors rounds differently."""
+    """base^exponent in float64, to the bits of Python; torch's vector code rounds differently."""
     strided = exponent.double().unsqueeze(-1).expand(*exponent.shape, 2).contiguous()[..., 0]
     return torch.pow(base, strided)
