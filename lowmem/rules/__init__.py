@@ -18,9 +18,26 @@ from lowmem.rules.rule import ENGINE_KEYS, TABLE, GroupClip, GroupNorms, ParamSp
 from lowmem.rules.scaled_adam import ScaledAdam
 
 __all__ = [
-    "ENGINE_KEYS", "AdaLomo", "Adafactor", "AdafactorT2T", "AdamW", "ForeignRule", "GroupClip", "GroupNorms", "Lans",
-    "Lion", "Lomo", "ParamSpec", "RuleInfo", "ScaledAdam", "StateSpec", "UpdateRule", "register", "resolve", "table",
-]  # fmt: skip
+    "ENGINE_KEYS",
+    "AdaLomo",
+    "Adafactor",
+    "AdafactorT2T",
+    "AdamW",
+    "ForeignRule",
+    "GroupClip",
+    "GroupNorms",
+    "Lans",
+    "Lion",
+    "Lomo",
+    "ParamSpec",
+    "RuleInfo",
+    "ScaledAdam",
+    "StateSpec",
+    "UpdateRule",
+    "register",
+    "resolve",
+    "table",
+]
 
 
 @dataclass(frozen=True)
