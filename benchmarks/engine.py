@@ -7,8 +7,8 @@ from unittest import mock
 from torch import Tensor
 
 import lowmem
-from lowmem.step.updates import has_compiler
 from lowmem.placements import Ranks, release
+from lowmem.step.updates import has_compiler
 
 __all__ = ["has_compiler", "reduce_scatter_as_nccl", "release", "update_one"]
 
