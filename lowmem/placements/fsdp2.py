@@ -89,6 +89,5 @@ class FSDP2(Sharded):
 
     def recover(self) -> None:
         for module in self._modules:
-            # only the root module has the state that is reset; torch before 2.13 has no reset_iter_state
-            with contextlib.suppress(RuntimeError):
-                getattr(module, "reset_iter_state", module.reshard)()
+            with contextlib.suppress(RuntimeError):  # only the root module has the state that is reset
+                module.reset_iter_state()

@@ -6,10 +6,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# torch 2.13 renamed them
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-
 
 class Ranks:
     """One process group, in whose order parameters are sharded. Each method is a collective: every rank calls it.
@@ -57,7 +53,7 @@ class Ranks:
         if missing := self.world_size * size - numel:
             full = torch.nn.functional.pad(full, (0, missing))
         shard = full.new_empty(size)
-        _reduce_scatter(shard, full, group=self.group)
+        dist.reduce_scatter_single(shard, full, group=self.group)
         return shard[: max(0, min(size, numel - self.rank * size))]
 
     def all_gather(self, shard: Tensor, size: int) -> Tensor:
@@ -68,5 +64,5 @@ class Ranks:
         if shard.numel() < size:
             shard = torch.nn.functional.pad(shard, (0, size - shard.numel()))
         full = shard.new_empty(self.world_size * size)
-        _all_gather(full, shard.contiguous(), group=self.group)
+        dist.all_gather_single(full, shard.contiguous(), group=self.group)
         return full
