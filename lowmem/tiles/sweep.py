@@ -40,7 +40,7 @@ States = Mapping[str, Held]
 Slices = tuple[slice, ...] | None
 Views = list[tuple[list[Tensor], int]]
 
-# Elements a tile. Eager code on a CPU wants a tile's few float32 temporaries in the cache; on a GPU it trades temporary
+# Elements per tile. Eager code on a CPU wants a tile's few float32 temporaries in the cache; on a GPU it trades temporary
 # memory against launches. Compiled code has next to no temporaries: there a tile is large, or the whole parameter.
 CPU_TILE = 1 << 17
 CPU_COMPILED_TILE = 1 << 24
