@@ -40,8 +40,8 @@ States = Mapping[str, Held]
 Slices = tuple[slice, ...] | None
 Views = list[tuple[list[Tensor], int]]
 
-# Elements per tile. Eager code on a CPU wants a tile's few float32 temporaries in the cache; on a GPU it trades temporary
-# memory against launches. Compiled code has next to no temporaries: there a tile is large, or the whole parameter.
+# Elements per tile. Eager code on a CPU wants the few float32 temporaries of a tile in the cache; on a GPU it trades
+# temporary memory against launches. Compiled code has next to no temporaries: there a tile is large, or everything.
 CPU_TILE = 1 << 17
 CPU_COMPILED_TILE = 1 << 24
 GPU_TILE = 1 << 22
