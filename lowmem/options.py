@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from lowmem import rules
+from lowmem import placements, rules
 from lowmem.errors import ConfigError, did_you_mean
 from lowmem.rules import UpdateRule
 from lowmem.tiles import storage
@@ -17,7 +17,6 @@ from lowmem.tiles import storage
 Policy = Literal["auto", "immediate", "two_pass", "deferred"]
 Replay = Literal["auto", "graph", "forward"]
 Store = Literal["host", "device", "disk"]
-Placement = Literal["auto", "local", "replicated", "zero3", "fsdp2"]
 
 # Keys of a parameter group that torch, its learning-rate schedulers or this package put there beside hyperparameters.
 GROUP_KEYS = {"params", "param_names", "name", "initial_lr", "max_lr", "min_lr", *rules.ENGINE_KEYS}
@@ -125,7 +124,7 @@ class FusedConfig:
     accumulation_dtype: Literal["float32", "gradient"] = "float32"
     rounding: str = "nearest"
     state_storage: str = "float32"
-    placement: Placement = "auto"
+    placement: placements.Choice = "auto"
     compile: bool | Literal["auto"] = "auto"
     seed: int = 0
     batching: bool = True
@@ -207,7 +206,7 @@ class FusedConfig:
             ("replay", get_args(Replay)),
             ("store", (None, *get_args(Store))),
             ("accumulation_dtype", ("float32", "gradient")),
-            ("placement", get_args(Placement)),
+            ("placement", get_args(placements.Choice)),
         ):
             value = getattr(self, option)
             if value not in choices:

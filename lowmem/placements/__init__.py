@@ -1,7 +1,7 @@
 """Where a parameter lives and how its gradient gets there. `find` tells a model's placement from its parameters."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor
@@ -11,9 +11,9 @@ from lowmem.placements.base import Local, Placement, Shard
 from lowmem.placements.ranks import Ranks
 from lowmem.placements.replicated import Replicated
 
-__all__ = ["PLACEMENTS", "Placement", "Ranks", "fill", "find", "full_tensor", "in_group", "release", "shape_of"]
+__all__ = ["Choice", "Placement", "Ranks", "fill", "find", "full_tensor", "in_group", "release", "shape_of"]
 
-PLACEMENTS = ("local", "replicated", "zero3", "fsdp2")
+Choice = Literal["auto", "local", "replicated", "zero3", "fsdp2"]
 
 
 def in_group() -> bool:
@@ -21,17 +21,15 @@ def in_group() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def find(placement: str, params: Iterable[Any]) -> Placement:
+def find(placement: Choice, params: Iterable[Any]) -> Placement:
     """The placement that was asked for, or with `auto` the one of the parameters, or (name, parameter) pairs.
 
     Parameters that are not sharded are replicated where there is a process group of several ranks.
 
     Raises:
-        ConfigError: there is no placement of that name, or the parameters are in another.
+        ConfigError: the parameters are in another placement.
         UnsupportedError: some parameters are sharded and others are not.
     """
-    if placement not in ("auto", *PLACEMENTS):
-        raise ConfigError(f"placement {placement!r} is unknown; known are auto, {', '.join(PLACEMENTS)}")
     kinds = {_kind(item[1] if isinstance(item, tuple) else item) for item in params}
     if len(kinds) > 1:
         named = " and others ".join(sorted(kind or "not at all" for kind in kinds))
