@@ -87,7 +87,7 @@ class Float(Storage):
 
     dtype: torch.dtype
 
-    @property
+    @functools.cached_property
     def parts(self) -> tuple[Part, ...]:  # type: ignore[override]
         return (Part("", self.dtype),)
 
@@ -128,7 +128,7 @@ class GoldenRatio(Float):
 class Compensated(Float):
     """Kahan summation: what rounding to the nearest value cut off is kept beside it, in 16 bits."""
 
-    @property
+    @functools.cached_property
     def parts(self) -> tuple[Part, ...]:  # type: ignore[override]
         return Part("", self.dtype), Part("residual", torch.int16)
 
@@ -142,7 +142,7 @@ class Compensated(Float):
 class Master(Float):
     """Rounded to the nearest value, with a float32 copy beside it."""
 
-    @property
+    @functools.cached_property
     def parts(self) -> tuple[Part, ...]:  # type: ignore[override]
         return Part("", self.dtype), Part("weight32", torch.float32)
 
@@ -160,7 +160,7 @@ class Shown(Storage):
     dtype: torch.dtype
     held: Storage
 
-    @property
+    @functools.cached_property
     def parts(self) -> tuple[Part, ...]:  # type: ignore[override]
         return Part("", self.dtype), *(part._replace(name=part.name or "codes") for part in self.held.parts)
 

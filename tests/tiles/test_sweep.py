@@ -187,12 +187,19 @@ def test_shapes_steps_and_lr_do_not_recompile(traced_only, rule, functions):
     assert graphs() - start == first
 
 
+def stepped(t):
+    return {"param": t.param - t.grad}
+
+
 def test_more_kinds_than_dynamo_allows_by_default(traced_only):
-    """Dtypes of gradients and kinds of shapes multiply beyond dynamo's limit of 8 and must not stop a step."""
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        for shape in [(3000,), (64, 48), (3, 96, 30), (3000, 64)]:  # the last one has a tile that starts elsewhere
-            grads = [torch.ones(shape, dtype=dtype)]
-            update("lomo", shape, dtype=torch.float32, compiled=True, steps=1, grads=grads)
+    """Dtypes of gradients, shapes and ways of reading multiply beyond dynamo's limit of 8, and must not stop a step."""
+    for dtype in (torch.float32, torch.bfloat16):
+        for shape in [(3000,), (3, 96, 30), (3000, 64)]:  # the last one has a tile that starts elsewhere
+            for limit in (None, torch.tensor(1.0)):
+                layout, param = Layout.of(shape, View.matrix(len(shape))), torch.zeros(shape)
+                weight, grad = Held(storage.Nearest(torch.float32), (param,)), torch.ones(shape, dtype=dtype)
+                Sweep(layout, weight, grad, Reading(limit=limit), compiled=True).apply(stepped)
+                assert torch.equal(param, torch.full(shape, -1.0))
 
 
 # -- memory and syncs --------------------------------------------------------------------------------------------------
