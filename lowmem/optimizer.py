@@ -482,7 +482,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({k: v for k, v in saved_group.items() if k != "params"})
         for record in self._records.values():
-            if record.handle is not None:
+            if record.handle is not None or record.param in self.state:
                 self._settle(record)
         scaler.load_state_dict(state_dict.get("loss_scale"))
         self._updates.seed = state_dict["seed"]

@@ -20,7 +20,6 @@ Store = Literal["host", "device", "disk"]
 
 # Keys of a parameter group that torch, its learning-rate schedulers or this package put there beside hyperparameters.
 GROUP_KEYS = {"params", "param_names", "name", "initial_lr", "max_lr", "min_lr", *rules.ENGINE_KEYS}
-_NO_HYPER = ("params", "match", *rules.ENGINE_KEYS)
 
 
 @dataclass(frozen=True)
@@ -168,7 +167,8 @@ class FusedConfig:
                 "groups: parameters are grouped by their names, so pass model.named_parameters(), and not groups that "
                 "have options of their own"
             )
-        members: list[list[Any]] = [[] for _ in (None, *self.groups)]
+        options = [{}, *map(_without_match, self.groups)]
+        members: list[list[Any]] = [[] for _ in options]
         for name, param in params:
             matches = (n for n, group in enumerate(self.groups, start=1) if re.search(group["match"], name))
             members[next(matches, 0)].append((name, param))
@@ -178,10 +178,6 @@ class FusedConfig:
                     f"groups[{n}]: match={group['match']!r} is found in no parameter's name that an earlier group does "
                     "not take"
                 )
-        options: Iterable[dict[str, Any]] = (
-            {},
-            *({key: value for key, value in group.items() if key != "match"} for group in self.groups),
-        )
         return [{**group, "params": named} for group, named in zip(options, members, strict=True) if named]
 
     def complete(self, group: Mapping[str, Any], place: str = "") -> tuple[UpdateRule, dict[str, Any]]:
@@ -191,11 +187,20 @@ class FusedConfig:
             ConfigError: an option that does not exist, or that is out of range.
         """
         default = rules.resolve(self.rule)
-        rule = rules.resolve(group.get("rule", self.rule))
+        rule = rules.resolve(group["rule"]) if "rule" in group else default
         shared = self.given if rule.name == default.name else {}
         engine = {"rounding": self.rounding, "state_storage": self.state_storage}
         complete = {**rule.defaults, **shared, **engine, **group, "rule": rule.name}
-        check_hyper(rule, {key: value for key, value in complete.items() if key not in _NO_HYPER}, place)
+        for key in () if rule.open_ended else complete:
+            if key not in rule.defaults and key not in GROUP_KEYS:
+                raise ConfigError(
+                    f"{place}rule {rule.name!r} has no hyperparameter {key!r}.{did_you_mean(key, rule.defaults)} "
+                    f"It has {', '.join(rule.defaults)}."
+                )
+        try:
+            rule.check(complete)
+        except ConfigError as error:
+            raise ConfigError(f"{place}{error}") from None
         storage.check(f"{place}rounding", complete["rounding"], storage.roundings())
         storage.check(f"{place}state_storage", complete["state_storage"], storage.state_storages())
         return rule, complete
@@ -245,21 +250,12 @@ class FusedConfig:
             re.compile(group["match"])
         except re.error as error:
             raise ConfigError(f"{place}match={group['match']!r} is not a regular expression: {error}") from None
-        self.complete(group, place)
+        self.complete(_without_match(group), place)
 
 
-def check_hyper(rule: UpdateRule, hyper: Mapping[str, Any], place: str = "") -> None:
-    """Raises `ConfigError` for a hyperparameter that a rule does not have, or that is out of range."""
-    for key in () if rule.open_ended else hyper:
-        if key not in rule.defaults and key not in GROUP_KEYS:
-            raise ConfigError(
-                f"{place}rule {rule.name!r} has no hyperparameter {key!r}.{did_you_mean(key, rule.defaults)} "
-                f"It has {', '.join(rule.defaults)}."
-            )
-    try:
-        rule.check({**rule.defaults, **hyper})
-    except ConfigError as error:
-        raise ConfigError(f"{place}{error}") from None
+def _without_match(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a group, without the expression that finds its parameters."""
+    return {key: value for key, value in group.items() if key != "match"}
 
 
 def initial_scale(requested: Any) -> float | None:

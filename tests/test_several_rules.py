@@ -36,14 +36,14 @@ def batches():
     return [torch.randn(4, 9, generator=source) for _ in range(6)]
 
 
-def by_torch(micro_batches=1, clip_norm=None, scaler=None):
+def by_torch(micro_batches=1, clip_norm=None, scaler=None, for_vectors=torch.optim.SGD):
     """Two torch optimizers, one `clip_grad_norm_` over all gradients."""
     net = Net()
     matrices = [p for p in net.parameters() if p.ndim == 2]
     vectors = [p for p in net.parameters() if p.ndim == 1]
     optimizers = [
         torch.optim.AdamW(matrices, lr=3e-2, weight_decay=0.1, foreach=False),
-        torch.optim.SGD(vectors, lr=5e-2, foreach=False),
+        for_vectors(vectors, lr=5e-2, foreach=False),
     ]
     for rows in batches():
         for part in rows.tensor_split(micro_batches):
@@ -116,26 +116,15 @@ def test_an_overflow_skips_every_rule():
     assert_same_bits(net.parameters(), before)
 
 
-def test_a_foreign_optimizer_beside_a_rule():
-    """Of the class's own bits, clipped with the rest; a rule of ours and two foreign ones of different settings."""
-    net, other = Net(), Net()
+def test_a_foreign_optimizer_next_to_a_rule():
+    """To the bits of the class's own steps, clipped with the rest."""
+    net = Net()
     groups = split(net)
     groups[1] |= {"rule": torch.optim.Adagrad, "foreach": False}
     opt = lowmem.FusedOptimizer(groups, model=net, clip_norm=0.05, policy="deferred", compile=False)
-    matrices = [p for p in other.parameters() if p.ndim == 2]
-    vectors = [p for p in other.parameters() if p.ndim == 1]
-    peers = [
-        torch.optim.AdamW(matrices, lr=3e-2, weight_decay=0.1, foreach=False),
-        torch.optim.Adagrad(vectors, lr=5e-2, foreach=False),
-    ]
     for rows in batches():
         opt.backward(net(rows))
-        other(rows).backward()
-        torch.nn.utils.clip_grad_norm_(other.parameters(), 0.05, foreach=False)
-        for peer in peers:
-            peer.step()
-            peer.zero_grad()
-    assert_same_bits(net.parameters(), other.parameters())
+    assert_same_bits(net.parameters(), by_torch(clip_norm=0.05, for_vectors=torch.optim.Adagrad))
 
 
 def test_what_a_group_does_not_set_is_its_own_rules_default():
@@ -185,6 +174,20 @@ def test_resumed_bit_for_bit():
     assert_same_bits(net.parameters(), other.parameters())
 
 
+def test_states_of_a_parameter_that_is_frozen_now_are_saved_again():
+    net, other = Net().bfloat16(), Net().bfloat16()
+    opt = lowmem.FusedOptimizer(split(net), rounding="compensated")
+    opt.backward(net(batches()[0].bfloat16()))
+    other.one.requires_grad_(False)
+    resumed = lowmem.FusedOptimizer(split(other), rounding="compensated")
+    resumed.load_state_dict(opt.state_dict())
+    state, expected = resumed.state_dict()["state"], opt.state_dict()["state"]
+    assert state.keys() == expected.keys()
+    for name, tensors in expected.items():
+        assert state[name].keys() == tensors.keys()
+        assert all(torch.equal(state[name][key], tensor) for key, tensor in tensors.items())
+
+
 def test_states_of_another_rule_are_refused():
     net, other = Net(), Net()
     opt = lowmem.FusedOptimizer(split(net))
@@ -200,6 +203,7 @@ def test_states_of_another_rule_are_refused():
     [
         ({"rule": "lommo"}, "rule 'lommo' is unknown. Did you mean 'lomo'"),
         ({"betas": (0.9, 0.9)}, "parameter group 1: rule 'lomo' has no hyperparameter 'betas'"),
+        ({"match": "bias"}, "parameter group 1: rule 'lomo' has no hyperparameter 'match'"),
         ({"weight_decay": -1.0}, "parameter group 1: weight_decay=-1.0 is out of range"),
         ({"rounding": "up"}, "parameter group 1: rounding 'up' is unknown"),
         ({"state_storage": "int3"}, "parameter group 1: state_storage 'int3' is unknown"),

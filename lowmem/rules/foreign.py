@@ -231,7 +231,7 @@ class ForeignRule(UpdateRule):
             "'replicated'; here use a rule of lowmem, such as 'adalomo', or an elementwise class: torch.optim.AdamW"
         )
 
-    def is_full(self, state: str, spec: Any) -> bool:
+    def is_full(self, state: str) -> bool:
         return state in self._full
 
     def admit(self, param: Tensor, hyper: Hyper) -> None:

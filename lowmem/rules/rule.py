@@ -162,9 +162,9 @@ class UpdateRule(ABC):
             ConfigError: the hyperparameters do not cover this parameter, or are impossible for it.
         """
 
-    def is_full(self, state: str, spec: Any) -> bool:
-        """Whether a state has an element per element of its parameter."""
-        return state in spec.states and spec.states[state].extent == "full"
+    def is_full(self, state: str) -> bool:
+        """Whether a state that no `StateSpec` names has an element for each of its parameter's."""
+        return False
 
     @abstractmethod
     def update(self, sweep: Sweep, spec: Any, state: State, hyper: Hyper, step: int) -> Tensor | None:

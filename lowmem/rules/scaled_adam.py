@@ -199,5 +199,5 @@ class ScaledAdam(UpdateRule):
             dominant = max(range(len(names)), key=lambda i: weighted[i] if math.isfinite(weighted[i]) else math.inf)
             proportion = weighted[dominant] / total if math.isfinite(total) else 1.0
             values |= {"dominant_parameter": names[dominant], "dominant_proportion": proportion}
-            values["dominant_rms"] = sizes[dominant].item()
+            values["dominant_rms"] = float(sizes[dominant])
         return values

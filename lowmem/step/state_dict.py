@@ -45,10 +45,11 @@ class Entry(NamedTuple):
 def entries(records: Iterable[ParamRecord], states: States, shard: Shard, clipping: Clipping) -> Iterator[Entry]:
     """Everything that is kept for each parameter that has had an update, and for each group."""
     for record in records:
-        known = tensors_of(record) if record.spec is not None else {}
-        beside = {} if record.storage is None else dict(zip(_extra_names(record), record.extra, strict=False))
-        for name, value in {**states.get(record.param, {}), **beside}.items():
-            group = _group_of(record, name, known)
+        if record.param not in states:
+            continue
+        extra = dict(zip(_extra_names(record), record.extra, strict=True))
+        for name, value in {**states[record.param], **extra}.items():
+            group = _group_of(record, name)
             if isinstance(value, Tensor) and group:
                 span = grouped_span(record.span, group)
                 yield Entry(record.name, name, value, span.shape, functools.partial(shard.gather, value, span))
@@ -70,11 +71,10 @@ def _extra_names(record: ParamRecord) -> list[str]:
     return [part.name for part in record.storage.parts[1:]]
 
 
-def _group_of(record: ParamRecord, name: str, known: Mapping[str, tuple[Any, Any, int]]) -> int:
-    """Of how many elements of the parameter a tensor holds one value, if it is sharded as the parameter is, else 0."""
-    if name in known:
-        return known[name][2]
-    return int(record.rule.is_full(name, record.spec))
+def _group_of(record: ParamRecord, name: str) -> int:
+    """Of how many elements of the parameter a tensor has one value, if it is sharded as the parameter is, else 0."""
+    kept = tensors_of(record).get(name)
+    return kept.group if kept is not None else int(record.rule.is_full(name))
 
 
 def refuse_others(saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
@@ -113,17 +113,18 @@ def restore(
     saved_groups = {name: group for group in saved["param_groups"] for name in group["params"]}
     of_params = {name: state for name, state in saved["state"].items() if name in by_name}
     of_groups = {name: state for name, state in saved["state"].items() if name not in by_name}
-    known = {name: _check_param(by_name[name], state, saved_groups[name], shard) for name, state in of_params.items()}
+    settled = {name: _settled(by_name[name], saved_groups[name], shard) for name in of_params}
+    for name, state in of_params.items():
+        _check_param(settled[name], state)
     for name, state in of_groups.items():
         _check_group(name, state, saved["param_groups"], groups, by_name.values())
     states.clear()
     for record in by_name.values():
         record.extra = ()
     for name, state in of_params.items():
-        record = by_name[name]
-        copied = {key: _copy(key, value, record, known[name], shard) for key, value in state.items()}
-        record.extra = tuple(copied.pop(key) for key in _extra_names(record) if key in copied)
-        states[record.param] = copied
+        copied = {key: _copy(key, value, settled[name], shard) for key, value in state.items()}
+        by_name[name].extra = tuple(copied.pop(key) for key in _extra_names(settled[name]))
+        states[by_name[name].param] = copied
     device = next(iter(by_name.values())).param.device if by_name else None
     clipping.memory = {
         int(name.removeprefix(_GROUP)): {k: _read(value).detach().to(device, copy=True) for k, value in state.items()}
@@ -131,23 +132,22 @@ def restore(
     }
 
 
-def _check_param(
-    record: ParamRecord, state: Mapping[str, Any], saved_group: Mapping[str, Any], shard: Shard
-) -> dict[str, tuple[Any, Any, int]]:
-    """The tensors of a parameter as the saved hyperparameters have them."""
+def _settled(record: ParamRecord, saved_group: Mapping[str, Any], shard: Shard) -> ParamRecord:
+    """The record of a parameter as the saved hyperparameters have it; its own one stays as it is."""
     trial = ParamRecord(record.name, record.param, {**record.group, **saved_group}, record.rule, record.span)
     settle(trial, shard)
-    record.storage = record.storage or trial.storage
-    known = tensors_of(trial)
+    return trial
+
+
+def _check_param(record: ParamRecord, state: Mapping[str, Any]) -> None:
+    want = {name: (kept.shape, kept.dtype) for name, kept in tensors_of(record).items()}
     have = {name: (tuple(t.shape), t.dtype) for name, t in state.items() if isinstance(t, Tensor | Stored)}
     if isinstance(record.rule, ForeignRule):  # only the class knows what else it keeps
-        have = {name: kind for name, kind in have.items() if name in known}
-    want = {name: (shape, dtype) for name, (shape, dtype, _) in known.items()}
+        have = {name: kind for name, kind in have.items() if name in want}
     if want != have:
         raise CheckpointError(
             f"the saved state of {record.name!r} has {_listing(have)}, this optimizer's {_listing(want)}"
         )
-    return known
 
 
 def _check_group(
@@ -172,12 +172,12 @@ def _read(value: Any) -> Any:
     return value.read() if isinstance(value, Stored) else value
 
 
-def _copy(key: str, value: Any, record: ParamRecord, known: Mapping[str, tuple[Any, Any, int]], shard: Shard) -> Any:
+def _copy(key: str, value: Any, record: ParamRecord, shard: Shard) -> Any:
     """What this rank keeps of a saved value, on the device where it is kept."""
     value = _read(value)
     if not isinstance(value, Tensor):
         return value
-    if group := _group_of(record, key, known):
+    if group := _group_of(record, key):
         value = shard.cut(value, grouped_span(record.span, group))
     # torch.optim keeps its step counts on the host unless they take part in a kernel
     counts = isinstance(record.rule, ForeignRule) and key.rpartition(".")[2] == "step"

@@ -4,7 +4,7 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Collection, Iterable, MutableMapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +13,6 @@ from lowmem.errors import ConfigError
 from lowmem.placements import Placement
 from lowmem.placements.base import Shard
 from lowmem.placements.record import ParamRecord
-from lowmem.rules import StateSpec
 from lowmem.step.clipping import Clipping, Decision
 from lowmem.step.cycle import StepCycle
 from lowmem.tiles.layout import Layout, Span
@@ -97,22 +96,16 @@ class Updates:
         self._stacks.clear()
 
     def _begin_state(self, record: ParamRecord) -> None:
-        spec, storage, shard = record.spec, record.storage, self._shard.read(record.param)
-        assert spec is not None and storage is not None and record.layout is not None
-        record.extra = tuple(
-            shard.new_zeros(_grouped(shard.shape, part.group), dtype=part.dtype) for part in storage.parts[1:]
-        )
+        storage, shard = record.storage, self._shard.read(record.param)
+        assert storage is not None and record.layout is not None
+        tensors = {
+            name: shard.new_zeros(_grouped(shard.shape, kept.group) if kept.group else kept.shape, dtype=kept.dtype)
+            for name, kept in tensors_of(record).items()
+        }
+        record.extra = tuple(tensors.pop(part.name) for part in storage.parts[1:])
         if record.extra:
             begin_storage(record.layout, Held(storage, (shard, *record.extra)))
-        state = self.state[record.param] = {}
-        for name, each in spec.states.items():
-            if each.extent != "full":
-                shape = spec.view.state_shape(each.extent, record.span.shape) + each.extra
-                state[name] = shard.new_zeros(shape, dtype=_small_dtype(each))
-                continue
-            for part in record.state_storages[name].parts:
-                shape = _grouped(shard.shape, part.group)
-                state[part_name(name, part.name)] = shard.new_zeros(shape, dtype=part.dtype)
+        self.state[record.param] = tensors
 
     def _stackable(self, record: ParamRecord) -> bool:
         """Whether shards of parameters like this one are one tile when they are stacked, on every rank."""
@@ -223,32 +216,32 @@ def part_name(state: str, part: str) -> str:
     return f"{state}.{part}" if part else state
 
 
-def tensors_of(record: ParamRecord) -> dict[str, tuple[tuple[int, ...], torch.dtype, int]]:
-    """The tensors that are kept for a parameter, by name: logical shape, dtype, and of how many elements each holds one
-    value, if it is sharded as the parameter is, else 0.
+class Kept(NamedTuple):
+    """A tensor that is kept for a parameter: its logical shape, dtype, and of how many elements of the parameter it has
+    one value, if it is sharded as the parameter is, else 0.
     """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    group: int
+
+
+def tensors_of(record: ParamRecord) -> dict[str, Kept]:
+    """The tensors that are kept for a parameter, by name: its states, and what its storage holds beside it."""
     assert record.spec is not None and record.storage is not None
     shape = record.span.shape
-    tensors: dict[str, tuple[tuple[int, ...], torch.dtype, int]] = {}
-
-    def add(prefix: str, storage: Storage, skip: int) -> None:
-        for part in storage.parts[skip:]:
-            name = part_name(prefix, part.name) if prefix else part.name
-            tensors[name] = _grouped(shape, part.group), part.dtype, part.group
-
-    for name, each in record.spec.states.items():
-        if each.extent == "full":
-            add(name, record.state_storages[name], 0)
-        else:
-            logical = record.spec.view.state_shape(each.extent, shape) + each.extra
-            tensors[name] = logical, _small_dtype(each), 0
-    add("", record.storage, 1)
+    tensors: dict[str, Kept] = {}
+    for name, state in record.spec.states.items():
+        if state.extent != "full":
+            dtype = state.dtype if isinstance(state.dtype, torch.dtype) else torch.float32
+            logical = record.spec.view.state_shape(state.extent, shape) + state.extra
+            tensors[name] = Kept(logical, dtype, 0)
+            continue
+        for part in record.state_storages[name].parts:
+            tensors[part_name(name, part.name)] = Kept(_grouped(shape, part.group), part.dtype, part.group)
+    for part in record.storage.parts[1:]:
+        tensors[part.name] = Kept(_grouped(shape, part.group), part.dtype, part.group)
     return tensors
-
-
-def _small_dtype(state: StateSpec) -> torch.dtype:
-    """The dtype of a state that is smaller than its parameter."""
-    return state.dtype if isinstance(state.dtype, torch.dtype) else torch.float32
 
 
 def grouped_span(span: Span, group: int) -> Span:
