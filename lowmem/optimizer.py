@@ -48,7 +48,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     Attributes:
         config: the options.
-        policy_reason: why the policy is what it is.
+        policy_reason: why this policy was chosen.
         replay: "graph" or "forward", under "two_pass"; else None.
         compiled: whether the sweep runs through torch.compile, which takes up to a minute in the first step.
 
@@ -229,7 +229,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         )
 
     def _choose_policy(self) -> None:
-        """Takes the policy that does what is asked by now, and logs why if it was chosen automatically.
+        """Chooses the policy for what is asked by now, and logs the reason if it was chosen automatically.
 
         Raises:
             UnsupportedError: the policy that was asked for cannot.
@@ -268,7 +268,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     # -- the step --------------------------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor | Callable[[], Tensor]) -> Tensor:
-        """Runs the backward of a scalar `loss`, or of what a callable returns, and updates every parameter in it.
+        """Runs the backward of a scalar `loss`, or of the one that a callable returns, and updates its parameters.
 
         Returns:
             The loss, detached and without the loss scale.
@@ -314,7 +314,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._report.settle()
             self._begin_rules()
         if self._cycle.fired(record.name):  # a plain loss.backward() has begun
-            self._drop()  # what a plain backward that failed has left
+            self._drop()  # left over from a plain backward that failed
             self._begin_pass(last=True)
             torch.autograd.Variable._execution_engine.queue_callback(self._finish_plain)  # type: ignore[attr-defined]
         try:
@@ -335,7 +335,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _end_pass(self, last: bool) -> None:
-        """A backward has ended: what is still in flight arrives."""
+        """A backward has ended: the gradients in flight arrive."""
         for record, grad in self._policy.leftovers():
             self._update(record, grad)
         if last or not self._placement.reducer.accumulates_first:
@@ -450,7 +450,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return states.entries(self._records.values(), self.state, self._placement.shard, self._clipping)
 
     def _metadata(self) -> dict[str, Any]:
-        """What is in `state_dict` beside the states: numbers and words.
+        """Everything in `state_dict` except the states: numbers and strings.
 
         Raises:
             StepError: as `state_dict` does.

@@ -18,7 +18,7 @@ Policy = Literal["auto", "immediate", "two_pass", "deferred"]
 Replay = Literal["auto", "graph", "forward"]
 Store = Literal["host", "device", "disk"]
 
-# Keys of a parameter group that torch, its learning-rate schedulers or this package put there beside hyperparameters.
+# Keys of a parameter group that are not hyperparameters: those of torch, of its schedulers and of this package.
 GROUP_KEYS = {"params", "param_names", "name", "initial_lr", "max_lr", "min_lr", *rules.ENGINE_KEYS}
 
 

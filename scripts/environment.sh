@@ -1,4 +1,4 @@
-# Sourced by the scripts beside it: creates .venv in the repository, installs lowmem with DeepSpeed and the exact versions
+# Sourced by the scripts in this folder: creates .venv in the repository, installs lowmem with DeepSpeed and the exact versions
 # of constraints.txt there, and activates it. A second call installs nothing. `EXTRAS` names more optional dependencies.
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python="${PYTHON:-python3}"

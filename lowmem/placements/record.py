@@ -29,7 +29,7 @@ class ParamRecord:
         span: which elements of it are on this rank.
         spec, layout: how it is updated and in which rectangles, once it is hooked.
         storage: of the weight.  state_storages: of its states of the parameter's size.
-        extra: the tensors that the storage of the weight holds beside the parameter, once it was updated.
+        extra: the other tensors of the weight's storage, which has the parameter first; () before its first update.
         stacks: number of the stack that it may join, by gradient dtype.
         square_sum: of its last gradient, float32 scalar.  size: what its rule weights the norm of that by.
     """

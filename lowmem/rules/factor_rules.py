@@ -115,7 +115,7 @@ def _logical_rule(
     assert roles is not None
     if {"ROW", "COLUMN", "NONE"} <= set(roles):
         reason = f"incomplete factor rule {list(roles)} for the axes {list(axes)}"
-        raise ConfigError(f"{where}: {reason}: beside ROW and COLUMN no dimension may be NONE")
+        raise ConfigError(f"{where}: {reason}: with ROW and COLUMN no other dimension may be NONE")
     if not {"ROW", "COLUMN"} <= set(roles):  # half of it factors nothing
         return tuple("BATCH" if role == "BATCH" else "NONE" for role in roles)
     return roles

@@ -26,12 +26,12 @@ from lowmem.run.source import Key, Source, dump, located
 # What to write instead of keys that another section sets, or that a run of this package can't honour.
 ELSEWHERE = {
     "optimizer.placement": "it follows from trainer.deepspeed, trainer.fsdp and the launcher",
-    "optimizer.hyper": "write the hyperparameters beside the other options of the optimizer",
+    "optimizer.hyper": "write the hyperparameters next to the other options of the optimizer",
     "trainer.learning_rate": "set optimizer.lr",
     "trainer.weight_decay": "set optimizer.weight_decay, or what the rule calls it",
     "trainer.max_grad_norm": "set optimizer.clip_norm",
     "trainer.optim": "set optimizer.rule",
-    "trainer.optim_args": "set optimizer.rule and, beside it, its hyperparameters",
+    "trainer.optim_args": "set optimizer.rule and, next to it, its hyperparameters",
     "trainer.optim_target_modules": "every parameter is trained; set optimizer.groups for several rules",
     **dict.fromkeys(("trainer.adam_beta1", "trainer.adam_beta2"), "set optimizer.betas, where the rule has it"),
     "trainer.adam_epsilon": "set optimizer.eps, where the rule has it",
@@ -154,7 +154,7 @@ def save(config: RunConfig, path: str | Path) -> None:
 
 
 def _optimizer_types(source: Source) -> Any:
-    """The options of `FusedConfig`, and beside them the hyperparameters of the rule."""
+    """The options of `FusedConfig` and the hyperparameters of the rule."""
     raw = source.data.get("optimizer")
     if not isinstance(raw, dict):
         return dict[str, Any]
@@ -191,7 +191,7 @@ def _trainer_types() -> Any:
 
 
 def _adapted(hint: Any) -> Any:
-    """The hint with `1e3` as an integer, and without the `str` beside an Enum, which would allow any string."""
+    """The hint with `1e3` as an integer, and without `str` in a union with an Enum, which would allow any string."""
     if get_origin(hint) not in (Union, UnionType):
         return Whole if hint is int else hint
     closed = any(isinstance(member, EnumType) for member in get_args(hint))

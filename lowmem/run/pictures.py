@@ -33,7 +33,7 @@ _PANELS = {
     "grad_norm": ("gradient norm", _VIOLET, "default"), "learning_rate": ("learning rate", _GREEN, "default"),
     "clip_coef": ("clip coefficient", _EVAL[1], "default"), "loss_scale": ("loss scale", _BLUE, "steps-post"),
 }  # fmt: skip
-# Most labels beside the heat map, and most columns of a picture.
+# Most labels next to the heat map, and most columns of a picture.
 _LABELS, _COLUMNS = 40, 600
 
 
@@ -218,7 +218,7 @@ def norms_picture(records: list[Record], name: str) -> Figure:
     figure.colorbar(image, ax=axes, label="log$_{10}$ of the norm", pad=0.02, aspect=30).outline.set_visible(False)
     special = ("not finite", _EVAL[0], np.isnan(logs)), ("zero, or no gradient", "white", np.isneginf(logs))
     patches = [Patch(fc=color, ec="#888888", label=label) for label, color, cells in special if cells.any()]
-    if patches:  # beside the label of x
+    if patches:  # next to the label of x
         place = {"loc": "upper right", "bbox_to_anchor": (1, 0), "borderaxespad": 2.8}
         axes.legend(handles=patches, ncols=2, fontsize=8, handlelength=1, **place)
     return figure

@@ -1,4 +1,4 @@
-"""Loss scaling: what the loss is multiplied with before backward, and the gradient divided by as it is read."""
+"""Loss scaling: the loss is multiplied by it before backward, and gradients are divided by it as they are read."""
 
 from collections.abc import Mapping
 from typing import Any

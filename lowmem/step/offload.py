@@ -133,11 +133,11 @@ class Host(GradientStore):
         module = torch.get_device_module(device)
         if device not in self._streams:
             self._streams[device] = module.Stream(device)
-        beside, asking = self._streams[device], module.current_stream(device)
-        beside.wait_stream(asking)
-        with module.stream(beside):
+        copying, computing = self._streams[device], module.current_stream(device)
+        copying.wait_stream(computing)
+        with module.stream(copying):
             into.copy_(source, non_blocking=True)
-            return functools.partial(asking.wait_event, beside.record_event())
+            return functools.partial(computing.wait_event, copying.record_event())
 
 
 class Disk(GradientStore):

@@ -174,7 +174,7 @@ class Policy(ABC):
         """
 
     def accumulate(self, record: ParamRecord, grad: Tensor) -> Tensor | None:
-        """Adds a full gradient to those of earlier micro-batches. Returns what is to be reduced now, if any."""
+        """Adds a full gradient to those of earlier micro-batches. Returns the gradient to reduce now, if any."""
         return grad
 
     def leftovers(self) -> Iterator[tuple[ParamRecord, Tensor]]:
@@ -196,7 +196,7 @@ class Policy(ABC):
         return decision
 
     def replayed(self, decision: Decision | None) -> Tensor | None:
-        """Whether what was measured is what was applied, boolean scalar; None where it is the same gradient."""
+        """Whether both passes had the same gradients, boolean scalar; None if there is one pass."""
         return None
 
     def drop(self) -> None:
@@ -340,7 +340,7 @@ class Deferred(Policy):
         return None
 
     def _collect(self, record: ParamRecord, total: Tensor) -> None:
-        """Measures what is complete over micro-batches and ranks, and stores it until the step is decided."""
+        """Measures a gradient that is complete over micro-batches and ranks, and stores it."""
         self._measured[record.name] = self._clipping.measure(record, total)
         self._store.keep(record, total)
 

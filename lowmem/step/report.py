@@ -1,4 +1,4 @@
-"""How a step ended: its report, what the loss scale learns from it, what the host must know before the next one."""
+"""The end of a step: its report, the update of the loss scale, and the checks before the next step."""
 
 import functools
 import logging
@@ -131,7 +131,7 @@ class Report:
             groups: the parameter groups.
             decision: what was decided before the updates, if the policy decides.
             policy, replay: how the step was taken.
-            replayed: whether what was measured is what was applied; None where that is certain.
+            replayed: whether both passes had the same gradients, boolean scalar; None if there is one pass.
             loss: not scaled; None after a plain backward.
         """
         scaler = self._clipping.scaler

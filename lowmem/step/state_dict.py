@@ -14,7 +14,7 @@ from lowmem.rules import ForeignRule
 from lowmem.step.clipping import Clipping
 from lowmem.step.updates import grouped_span, settle, tensors_of
 
-# What a group's own clipping by norm keeps is saved beside the parameters' states, under this and the group's number.
+# The memory of a group's own clipping by norm is saved like a state, under this and the number of the group.
 _GROUP = "_group"
 
 States = dict[Tensor, dict[str, Any]]
@@ -66,7 +66,7 @@ def _replicated(owner: str, name: str, value: Any) -> Entry:
 
 
 def _extra_names(record: ParamRecord) -> list[str]:
-    """Names of the tensors that the storage of a weight holds beside the parameter."""
+    """Names of the tensors of a weight's storage, except the parameter."""
     assert record.storage is not None
     return [part.name for part in record.storage.parts[1:]]
 

@@ -19,7 +19,7 @@ from lowmem.tiles.layout import Layout, Span
 from lowmem.tiles.storage import Held, Nearest, Storage, noise_key, of_state, of_weight
 from lowmem.tiles.sweep import Sweep, begin_storage
 
-# With fewer trainable elements compilation takes longer than what it saves.
+# With fewer trainable elements compilation takes longer than it saves.
 COMPILE_FROM = 1 << 25
 
 # Elements up to which a parameter is small: launching its update takes longer than the update. Small parameters are
@@ -227,7 +227,7 @@ class Kept(NamedTuple):
 
 
 def tensors_of(record: ParamRecord) -> dict[str, Kept]:
-    """The tensors that are kept for a parameter, by name: its states, and what its storage holds beside it."""
+    """The tensors that are kept for a parameter, by name: its states, and the other tensors of its storage."""
     assert record.spec is not None and record.storage is not None
     shape = record.span.shape
     tensors: dict[str, Kept] = {}

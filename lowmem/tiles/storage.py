@@ -126,7 +126,7 @@ class GoldenRatio(Float):
 
 
 class Compensated(Float):
-    """Kahan summation: what rounding to the nearest value cut off is kept beside it, in 16 bits."""
+    """Kahan summation: what rounding to the nearest value cut off is kept too, in 16 bits."""
 
     @functools.cached_property
     def parts(self) -> tuple[Part, ...]:  # type: ignore[override]
@@ -140,7 +140,7 @@ class Compensated(Float):
 
 
 class Master(Float):
-    """Rounded to the nearest value, with a float32 copy beside it."""
+    """Rounded to the nearest value, together with a float32 copy."""
 
     @functools.cached_property
     def parts(self) -> tuple[Part, ...]:  # type: ignore[override]

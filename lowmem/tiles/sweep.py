@@ -1,6 +1,6 @@
 """The sweep: one pass over a parameter, its gradient and its states, tile by tile, in float32.
 
-A rule hands module-level functions of one `Tile` to `Sweep.reduce` and `Sweep.apply`. Everything a rule must not know
+A rule passes module-level functions of one `Tile` to `Sweep.reduce` and `Sweep.apply`. Everything a rule must not know
 is in this folder: tile size, device, storage, compilation, how many small parameters are stacked into one and, through
 `Layout`, which shard of the parameter this process holds.
 """
@@ -125,12 +125,12 @@ NO_READING = Reading()
 class Sweep:
     """The reads and writes of one update, given to `UpdateRule.update`.
 
-    Every number handed to `reduce` and `apply` besides tensors is turned into a float32 tensor, so that what changes
-    from step to step never becomes a constant of compiled code.
+    Numbers that are passed to `reduce` and `apply` become float32 tensors, so that a value that
+    changes with the step never becomes a constant of compiled code.
 
     Args:
         layout: the local shard of the parameter in [batch, rows, cols].
-        weight: the local shard of the parameter and what its storage holds beside it.
+        weight: the local shard of the parameter and the other tensors of its storage.
         grad: the local shard of the gradient, in the dtype it came in.
         reading: what happens to the gradient as it is read.
         members: how many parameters are stacked.
@@ -419,7 +419,7 @@ def _sum_up(across: Across, total: Sums) -> None:
 
 
 def begin_storage(layout: Layout, weight: Held) -> None:
-    """Encodes a weight, before its first update, into the tensors that its storage holds beside the parameter."""
+    """Encodes a weight, before its first update, into the tensors that its storage has in addition to the parameter."""
     storage = FromParameter(weight.storage.parts, weight.storage)
     sweep = Sweep(layout, Held(storage, weight.parts), weight.parts[0])
     sweep.pass_nonfinite()

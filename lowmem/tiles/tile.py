@@ -82,7 +82,7 @@ class RawTile(NamedTuple):
 
 
 class Writing(NamedTuple):
-    """What a tile's results are written with, beside its `RawTile`.
+    """What the results of a tile are written with, in addition to its `RawTile`.
 
     finite: [b], False where everything stays as it is; None: everything is written.  noise: int32 [b, r], which with
     the column of an element, counted from first_col, gives its random bits; None if nothing draws them.  shared: the
