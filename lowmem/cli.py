@@ -227,7 +227,8 @@ def inspect(arguments: argparse.Namespace) -> None:
         for group in config.optimizer.param_groups(model.named_parameters()):
             names = [name for name, _ in group["params"]]
             examples = ", ".join([*names[:3], *["..."][: len(names) - 3]])
-            _print_topics({group.get("rule", config.optimizer.rule): f"{len(names)} parameters: {examples}"})
+            count = "1 parameter" if len(names) == 1 else f"{len(names)} parameters"
+            _print_topics({group.get("rule", config.optimizer.rule): f"{count}: {examples}"})
     # brackets mark the trained parts where there are no colors
     opening, closing = ("", "") if out.is_terminal else ("⟦", "⟧")
     for number, row in enumerate(rows.select(range(min(arguments.samples, len(rows)))), start=1):
