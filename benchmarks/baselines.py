@@ -209,7 +209,7 @@ def all_methods(more_rules: Sequence[str] = ()) -> dict[str, Method]:
     """The floor, lowmem and the peers, by name.
 
     Args:
-        more_rules: names of lowmem's rules, or import paths, which are measured besides the usual ones.
+        more_rules: names of lowmem's rules, or import paths, which are measured in addition to the usual ones.
 
     Raises:
         ConfigError, UnsupportedError: there is no such rule, or it cannot run fused.
