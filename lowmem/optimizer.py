@@ -14,9 +14,11 @@ from lowmem.errors import ConfigError, StepError, UnsupportedError, did_you_mean
 from lowmem.options import FusedConfig
 from lowmem.placements.record import ParamRecord, listed
 from lowmem.rules import UpdateRule
+from lowmem.step import habits
 from lowmem.step import state_dict as states
 from lowmem.step.clipping import Clipping
 from lowmem.step.cycle import StepCycle
+from lowmem.step.hooks import Hooks
 from lowmem.step.loss_scaler import LossScaler
 from lowmem.step.policies import POLICIES, Needs, Policy, choose, repeatable, replay_of
 from lowmem.step.report import LastStep, Report
@@ -70,8 +72,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._rules: list[UpdateRule] = []  # of the groups, in their order
         self._cycle = StepCycle()
         self._records: dict[Tensor, ParamRecord] = {}
+        habits.watch()
+        self._hooks = Hooks(self._records, self._cycle, self._on_gradient)
         self._complete = False  # the groups of the constructor are all added
-        self._accumulating = False
         groups = self.config.param_groups(params) if self.config.groups else list(params)
         if not groups:
             raise ConfigError("no parameters were given")
@@ -147,14 +150,16 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._placement.adopt(records.values(), self._model)
             rule.adopt(group, sharded=self._placement.shard.ranks is not None and bool(records))
             for record in records.values():
-                self._attach(record)
+                self._hooks.add(record)
+                self._claim(record)
+                record.refuse_leftover()
             self._records.update(records)
             if self._complete:
                 self._refuse_unknown_names()
                 self._choose_policy()
         except BaseException:  # the group is added completely or not at all
             for param, record in records.items():
-                record.detach()
+                self._hooks.discard(record)
                 self._records.pop(param, None)
             self.param_groups.pop()
             self._rules.pop()
@@ -172,12 +177,11 @@ class FusedOptimizer(torch.optim.Optimizer):
             records[param] = ParamRecord(name, param, group, rule, shard.span(param))
         return records
 
-    def _attach(self, record: ParamRecord) -> None:
-        """Hooks a parameter that requires a gradient and has no hook yet, if it has elements to update."""
-        if record.handle is not None or not record.param.requires_grad or not record.span.numel:
-            return
-        self._settle(record)
-        record.attach(self._on_gradient)
+    def _claim(self, record: ParamRecord) -> None:
+        """Decides how a parameter is updated, once it requires a gradient and has elements."""
+        if record.param.requires_grad and not record.claimed and record.span.numel:
+            self._settle(record)
+            self._hooks.claim(record)
 
     def _settle(self, record: ParamRecord) -> None:
         try:
@@ -193,10 +197,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                 self._records[param] = self._records.pop(param)
 
     def remove(self) -> None:
-        """Removes every hook; the optimizer does nothing from then on."""
-        for record in self._records.values():
-            record.detach()
-        self._records.clear()
+        """Removes every hook. The optimizer can still be saved, and updates nothing from then on."""
+        self._hooks.remove()
 
     def _refuse_unknown_names(self) -> None:
         known = [record.name for record in self._records.values()]
@@ -225,7 +227,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             norm=f"clip_norm={self._clipping.norm!r}" if self._clipping.norm is not None else norm,
             skip="loss_scale with a foreign optimizer" if foreign else None,
             exact_skip="a dynamic loss scale" if scaler.dynamic else None,
-            accumulation=self._accumulating,
+            accumulation=self._hooks.accumulating,
         )
 
     def _choose_policy(self) -> None:
@@ -251,6 +253,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     def accumulate(self) -> Iterator[None]:
         """Backwards inside are micro-batches; the first one outside completes their step and updates the weights.
 
+        So does `step()`, which takes the micro-batches so far as all of the step. `zero_grad()` drops them.
+
             for n, batch in enumerate(batches, 1):
                 with opt.accumulate() if n < len(batches) else nullcontext():
                     opt.backward(model(**batch).loss / len(batches))
@@ -258,12 +262,25 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises:
             UnsupportedError: the policy stores no gradients; "auto" becomes "deferred" here.
         """
-        outer, self._accumulating = self._accumulating, True
+        outer, self._hooks.accumulating = self._hooks.accumulating, True
         try:
             self._choose_policy()
             yield
         finally:
-            self._accumulating = outer
+            self._hooks.accumulating = outer
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Backwards inside update nothing of this optimizer, and free the gradients of its parameters.
+
+        with discriminator_opt.paused():
+            generator_opt.backward(-discriminator(generator(noise)).mean())
+        """
+        outer, self._hooks.paused = self._hooks.paused, True
+        try:
+            yield
+        finally:
+            self._hooks.paused = outer
 
     # -- the step --------------------------------------------------------------------------------------------------
 
@@ -274,9 +291,13 @@ class FusedOptimizer(torch.optim.Optimizer):
             The loss, detached and without the loss scale.
 
         Raises:
-            StepError: the loss is not a scalar or has no graph, a gradient is left over in `.grad`, or the life cycle
-                of the step is violated (a second backward, a hook that fires twice, a torn step).
+            StepError: the loss is not a scalar or has no graph, a gradient is left over in `.grad`, the life cycle of
+                the step is violated (a second backward, a hook that fires twice, a torn step), or the loss depends on
+                parameters of another `FusedOptimizer` that is not `paused`.
         """
+        if self._hooks.removed or self._hooks.paused:
+            state = "was removed by remove()" if self._hooks.removed else "is inside its paused()"
+            raise StepError(f"backward() of an optimizer that {state}: nothing would be updated")
         self._report.settle()
         self._report.refuse_hopeless()
         self._begin_rules()
@@ -288,15 +309,16 @@ class FusedOptimizer(torch.optim.Optimizer):
         value = loss if isinstance(loss, Tensor) else loss()
         _refuse_loss(value)
         for record in self._records.values():
-            self._attach(record)  # it may have been frozen until now
+            self._claim(record)  # it may have been frozen until now
             record.refuse_leftover()
         self._cycle.begin(explicit=True)
-        last = not self._accumulating
+        last = not self._hooks.accumulating
         try:
-            for loss, inputs, retain_graph in self._policy.passes(value, again, last):
+            for loss, inputs, retain_graph in self._policy.passes(value, again):
                 self._begin_pass(last)
                 scaled = self._clipping.scaler.scaled(loss)
-                torch.autograd.backward(scaled, inputs=inputs, retain_graph=retain_graph)
+                with self._hooks.alone(scaled):
+                    torch.autograd.backward(scaled, inputs=inputs, retain_graph=retain_graph)
                 self._end_pass(last)
             if last:
                 self._finish(value.detach())
@@ -307,22 +329,28 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise
         return value.detach()
 
-    def _on_gradient(self, record: ParamRecord, _: Tensor) -> None:
-        """The hook: the gradient of one parameter is complete."""
+    def _on_gradient(self, record: ParamRecord) -> None:
+        """The gradient of one parameter is complete."""
         if self._cycle.idle:
-            self._policy.allow_plain_backward()
-            self._report.settle()
-            self._begin_rules()
-        if self._cycle.fired(record.name):  # a plain loss.backward() has begun
-            self._drop()  # left over from a plain backward that failed
-            self._begin_pass(last=True)
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish_plain)  # type: ignore[attr-defined]
-        try:
-            grad = self._policy.accumulate(record, self._placement.reducer.take(record.param))
-        except UnsupportedError as error:
-            raise UnsupportedError(f"parameter {record.name!r} {error}") from None
+            self._begin_plain()
+        self._cycle.fired(record.name)
+        grad = self._policy.accumulate(record, self._placement.reducer.take(record.param))
         if grad is not None:
             self._update(record, grad)
+
+    def _begin_plain(self) -> None:
+        """A plain `loss.backward()` has begun: this is its first gradient."""
+        self._policy.allow_plain_backward()
+        self._hooks.refuse_company()
+        self._report.settle()
+        self._begin_rules()
+        for record in self._records.values():
+            self._claim(record)
+        self._cycle.begin(explicit=False)
+        if not self._cycle.waiting:
+            self._drop()  # left over from a plain backward that failed
+        self._begin_pass(last=not self._hooks.accumulating)
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_plain)  # type: ignore[attr-defined]
 
     def _update(self, record: ParamRecord, grad: Tensor) -> None:
         """The way of a gradient: reduced over ranks, then used when the policy says so."""
@@ -330,6 +358,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._policy.ready(ready, reduced)
 
     def _begin_pass(self, last: bool) -> None:
+        self._policy.begin(last)
         if last or not self._placement.reducer.accumulates_first:
             self._placement.reducer.begin(self._records.values())
 
@@ -343,9 +372,25 @@ class FusedOptimizer(torch.optim.Optimizer):
                 self._cycle.notice(record.name)
                 self._policy.ready(record, grad)
 
-    def _finish_plain(self) -> None:
-        self._end_pass(last=True)
-        self._finish()
+    def _end_plain(self) -> None:
+        last = not self._hooks.accumulating
+        self._end_pass(last)
+        if last:
+            self._finish()
+        else:
+            self._cycle.wait()
+
+    def _finish_waiting(self) -> None:
+        """Ends a step whose micro-batches wait for a last one."""
+        self._begin_rules()
+        self._cycle.begin(explicit=True)
+        try:
+            self._begin_pass(last=True)
+            self._end_pass(last=True)
+            self._finish()
+        except BaseException as error:
+            self._fail(error)
+            raise
 
     def _finish(self, loss: Tensor | None = None) -> None:
         """Every backward of the step is over: closes the step and leaves its report."""
@@ -385,15 +430,37 @@ class FusedOptimizer(torch.optim.Optimizer):
         elif waiting:
             error.add_note(f"the {waiting} micro-batch(es) before it were dropped with it; begin the step again")
 
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Nothing is left to do: backward has updated the weights. Loops may call it as usual.
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Backward has updated the weights, so this only completes a step whose micro-batches wait for a last one.
+
+        Args:
+            closure: computes the loss, runs its backward and returns it, as for any `torch.optim.Optimizer`.
+
+        Returns:
+            What the closure returns.
 
         Raises:
-            StepError: a closure was given.
+            StepError: several backwards came before it, outside of `accumulate`.
         """
+        loss = None
         if closure is not None:
-            raise StepError("step(closure) is not available: updates happen in backward. Call opt.backward(loss).")
+            with torch.enable_grad():
+                loss = closure()
+        if self._cycle.waiting:
+            self._finish_waiting()
         self._cycle.stepped()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the micro-batches of a step that is not complete, and what lies in `.grad` of frozen parameters.
+
+        Raises:
+            StepError: in a loop that calls `step()`, a backward came since, so its gradient has been used already.
+        """
+        if self._cycle.waiting:
+            self._drop()
+        self._cycle.discard()
+        super().zero_grad(set_to_none)
 
     def accept_torn_step(self) -> None:
         """Continues with the weights as a failed backward left them: some of this step, some of the one before."""
@@ -429,6 +496,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         return CompiledTile.seconds
 
     # -- saving ----------------------------------------------------------------------------------------------------
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raises `UnsupportedError`: a copy would have no hooks, and update nothing."""
+        raise UnsupportedError(
+            "a FusedOptimizer cannot be copied or pickled, because its hooks are on the parameters of one model. Save "
+            "opt.state_dict(), create an optimizer for the other model, and load_state_dict() it there"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next step depends on except the weights: states by parameter name, groups, step, seed.
@@ -482,7 +556,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({k: v for k, v in saved_group.items() if k != "params"})
         for record in self._records.values():
-            if record.handle is not None or record.param in self.state:
+            if record.claimed or record.param in self.state:
                 self._settle(record)
         scaler.load_state_dict(state_dict.get("loss_scale"))
         self._updates.seed = state_dict["seed"]

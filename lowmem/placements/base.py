@@ -14,6 +14,9 @@ from lowmem.tiles.layout import Layout, Span, View
 
 Reduced = Iterator[tuple[ParamRecord, Tensor]]
 
+# References to a storage that one tensor, and the expression that asks for their number, have.
+_ONE_TENSOR = 2
+
 
 class Shard:
     """The elements of a parameter that this rank holds: here all of them, on one device.
@@ -81,13 +84,15 @@ class Reducer:
     accumulates_first: ClassVar[bool] = True
 
     def take(self, param: Tensor) -> Tensor:
-        """Takes the complete gradient off a parameter: the caller has the only reference."""
+        """Takes the complete gradient off a parameter: the caller has the only reference to its memory."""
         grad = param.grad
         assert grad is not None
         param.grad = None
         if grad.layout != torch.strided:
-            raise UnsupportedError("has a sparse gradient; create its module with sparse=False")
-        return grad
+            return grad.to_dense()
+        # torch hands two views of one tensor to a.view(-1) + b.view(-1); gradients are changed in place
+        shared = torch._C._storage_Use_Count(grad.untyped_storage()._cdata) > _ONE_TENSOR
+        return grad.clone() if shared else grad
 
     def begin(self, records: Collection[ParamRecord]) -> None:
         """A backward begins in which gradients are reduced; `records` are all that may get one."""

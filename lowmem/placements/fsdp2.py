@@ -48,7 +48,9 @@ class _Reduced(ShardedReducer):
     """FSDP2 has averaged and cut a gradient before its hook runs."""
 
     def take(self, param: Tensor) -> Tensor:
-        return cast(DTensor, super().take(param)).to_local().view(-1)
+        grad = cast(DTensor, param.grad)
+        param.grad = None
+        return grad.to_local().view(-1)
 
 
 class FSDP2(Sharded):

@@ -1,22 +1,15 @@
 """A parameter record: one parameter and what the engine knows about it."""
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from lowmem.errors import StepError
 from lowmem.rules import ParamSpec, UpdateRule
 from lowmem.tiles.layout import Layout, Span
 from lowmem.tiles.storage import Storage
-
-# Parameters that are hooked: two optimizers on one would update it twice.
-_HOOKED = WeakTensorKeyDictionary()
 
 
 @dataclass(eq=False)
@@ -31,6 +24,7 @@ class ParamRecord:
         storage: of the weight.  state_storages: of its states of the parameter's size.
         extra: the other tensors of the weight's storage, which has the parameter first; () before its first update.
         stacks: number of the stack that it may join, by gradient dtype.
+        claimed: its optimizer has decided how it is updated, and no other one updates it.
         square_sum: of its last gradient, float32 scalar.  size: what its rule weights the norm of that by.
     """
 
@@ -45,35 +39,18 @@ class ParamRecord:
     state_storages: dict[str, Storage] = field(default_factory=dict)
     extra: tuple[Tensor, ...] = ()
     stacks: dict[torch.dtype, int] = field(default_factory=dict)
-    handle: RemovableHandle | None = None
+    claimed: bool = False
     square_sum: Tensor | None = None
     size: Tensor | None = None
 
-    def attach(self, hook: Callable[["ParamRecord", Tensor], None]) -> None:
-        """Hooks the parameter.
-
-        Raises:
-            StepError: another optimizer hooked it, or `.grad` holds a gradient already.
-        """
-        if self.param in _HOOKED:
-            raise StepError(
-                f"parameter {self.name!r} is updated by another FusedOptimizer already, and would be updated twice; "
-                "call remove() on that one first"
-            )
-        _HOOKED[self.param] = True
-        self.handle = self.param.register_post_accumulate_grad_hook(functools.partial(hook, self))
-        self.refuse_leftover()
-
-    def detach(self) -> None:
-        """Removes the hook."""
-        if self.handle is not None:
-            self.handle.remove()
-            self.handle = None
-            del _HOOKED[self.param]
+    @property
+    def trained(self) -> bool:
+        """Whether it is updated when it gets a gradient: it is not frozen."""
+        return self.claimed and self.param.requires_grad
 
     def refuse_leftover(self) -> None:
-        """Raises `StepError` if a hooked parameter has a gradient that the next one would be added to."""
-        if self.handle is not None and self.param.grad is not None:
+        """Raises `StepError` if the parameter has a gradient that the next one would be added to."""
+        if self.trained and self.param.grad is not None:
             raise StepError(
                 f"parameter {self.name!r} has a gradient in .grad already, which this step would add to its own. "
                 "Call zero_grad() first; nothing can accumulate in .grad, because gradients are freed in the hooks."

@@ -41,7 +41,7 @@ class _AllReduce(Reducer):
 
     def begin(self, records: Collection[ParamRecord]) -> None:
         self.drop()
-        self._records = {record.name: record for record in records if record.handle is not None}
+        self._records = {record.name: record for record in records if record.trained}
         if set(self._order) != self._records.keys():
             self._order, self._learned = list(reversed(self._records)), False
 
@@ -147,5 +147,5 @@ class Replicated(Placement):
 
     def settle(self, records: Collection[ParamRecord]) -> None:
         """A wrapper around the model writes its own averages into `.grad` when backward ends."""
-        if any(record.param.grad is not None for record in records if record.handle is not None):
+        if any(record.param.grad is not None for record in records if record.trained):
             raise UnsupportedError(_WRAPPED)

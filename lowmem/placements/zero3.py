@@ -108,7 +108,7 @@ class Zero3(Sharded):
     def settle(self, records: Collection[ParamRecord]) -> None:
         from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-        params: list[Any] = [record.param for record in records if record.handle is not None]
+        params: list[Any] = [record.param for record in records if record.trained]
         for param in params:
             if param.ds_status is ZeroParamStatus.INFLIGHT:
                 raise StepError(

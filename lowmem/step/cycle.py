@@ -1,10 +1,13 @@
 """The life cycle of a step: what would differ from ordinary training is detected and named in an error."""
 
+import logging
 import sys
 
 import torch
 
 from lowmem.errors import StepError
+
+logger = logging.getLogger(__name__)
 
 _NESTED = (
     "a plain loss.backward() with reentrant activation checkpointing runs one backward inside another, and a step "
@@ -21,14 +24,14 @@ class StepCycle:
 
     Attributes:
         step: the number of this step, or of the last one.
-        moved: whether an update of it has begun.
+        moved: the parameters whose update has begun, while a backward runs.
         waiting: how many micro-batches of an unfinished step have ended.
         accumulates: whether a gradient that arrives in two parts is summed; if not, the second part raises.
     """
 
     def __init__(self) -> None:
         self.step = 0
-        self.moved = False
+        self.moved: set[str] = set()
         self.waiting = 0
         self.accumulates = False
         self.torn: str | None = None
@@ -43,6 +46,7 @@ class StepCycle:
     @property
     def idle(self) -> bool:
         """No backward is open."""
+        self._detect_failure()
         return not self._open
 
     def begin(self, explicit: bool) -> None:
@@ -68,32 +72,26 @@ class StepCycle:
         if self.waiting:
             return
         self._fired.clear()
-        self.moved = False
+        self.moved.clear()
         self._steps += 1
         self.step += 1
 
-    def fired(self, name: str) -> bool:
-        """Notes a parameter's finished gradient; True if this hook opened the step itself (a plain backward).
+    def fired(self, name: str) -> None:
+        """Notes a parameter's finished gradient.
 
         Raises:
-            StepError: the parameter's hook fired twice, or the previous backward failed.
+            StepError: the parameter's hook fired twice.
         """
-        self._detect_failure()
-        opened = not self._open
-        if opened:
-            self.begin(explicit=False)
         if name in self._fired_now and not self.accumulates:
             raise StepError(
                 f"parameter {name!r} got its gradient in two parts within one backward, and the first part has been "
                 "used as if it were all of it. Reentrant activation checkpointing of a module whose weight is used "
                 "elsewhere (tied or shared) does this: use checkpoint(..., use_reentrant=False), or policy='deferred'."
             )
-        self._fired.add(name)
-        self._fired_now.add(name)
-        return opened
+        self.notice(name)
 
     def notice(self, name: str) -> None:
-        """Notes a gradient that only other ranks have."""
+        """Notes a gradient, which only other ranks may have."""
         self._fired.add(name)
         self._fired_now.add(name)
 
@@ -120,6 +118,7 @@ class StepCycle:
         """Closes the step: its updates are done."""
         self._open = False
         self.waiting = 0
+        self.moved.clear()
 
     def refuse_nothing(self) -> None:
         """Raises `StepError` if no parameter got a gradient."""
@@ -152,8 +151,10 @@ class StepCycle:
         self.step -= 1
 
     def _detect_failure(self) -> None:
-        """A plain backward that fails reports nothing: the next one detects it."""
+        """A plain backward that fails reports nothing: what comes next detects it."""
         if self._open and not self._explicit and torch._C._current_graph_task_id() != self._graph_task:
+            if self.waiting:
+                logger.warning("a backward failed, and the %d micro-batch(es) before it were dropped", self.waiting)
             self.fail(_NESTED if _inside_custom_backward() else "a plain loss.backward() ended with an error")
 
     def _undo(self) -> None:
@@ -162,9 +163,32 @@ class StepCycle:
         self.waiting = 0
 
     def stepped(self) -> None:
-        """The training loop called `optimizer.step()`."""
-        self._loop_steps = True
-        self._steps = 0
+        """The training loop called `optimizer.step()`.
+
+        Raises:
+            StepError: several backwards came before it, and each of them was a step.
+        """
+        backwards, self._steps = self._steps, 0
+        if backwards > 1:
+            raise StepError(
+                f"{backwards} backwards came before this step(), and each of them has updated the weights. To "
+                "accumulate gradients, run every backward of a step but the last inside `with opt.accumulate():`."
+            )
+        self._loop_steps |= backwards > 0
+
+    def discard(self) -> None:
+        """The training loop called `optimizer.zero_grad()`: micro-batches of an unfinished step are dropped.
+
+        Raises:
+            StepError: the gradient to be dropped has updated the weights.
+        """
+        if self.waiting:
+            self._undo()
+        elif self._loop_steps and self._steps:
+            raise StepError(
+                "zero_grad() before step(): it would drop a gradient that backward has used to update the weights "
+                "already. Run a backward that should not update them inside `with opt.paused():`"
+            )
 
     def refuse_torn(self, intention: str) -> None:
         """Raises `StepError` if the last step is torn."""

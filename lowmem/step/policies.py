@@ -158,20 +158,20 @@ class Policy(ABC):
 
     def allow_plain_backward(self) -> None:
         """Raises `StepError` if a plain `loss.backward()` is not enough."""
-        raise StepError(
-            f"policy {self.name!r} needs more than one plain loss.backward(): nothing has been measured, so nothing is "
-            "updated. Call opt.backward(loss)."
-        )
+        if self._clipping.scaler.value is not None:
+            raise StepError("with a loss scale the loss must be scaled: call opt.backward(loss)")
 
-    @abstractmethod
-    def passes(self, loss: Tensor, again: Callable[[], Tensor] | None, last: bool) -> Iterator[Pass]:
+    def begin(self, last: bool) -> None:  # noqa: B027 (most policies keep nothing)
+        """A backward begins; `last` is False for a micro-batch that others of the same step will follow."""
+
+    def passes(self, loss: Tensor, again: Callable[[], Tensor] | None) -> Iterator[Pass]:
         """The backwards of a loss, each of which has run when the next one is asked for.
 
         Args:
             loss: a scalar, not scaled.
             again: computes it again with the same random numbers; None if the graph can be replayed.
-            last: False for a micro-batch that others of the same step will follow.
         """
+        yield Pass(loss)
 
     def accumulate(self, record: ParamRecord, grad: Tensor) -> Tensor | None:
         """Adds a full gradient to those of earlier micro-batches. Returns the gradient to reduce now, if any."""
@@ -209,13 +209,6 @@ class Immediate(Policy):
 
     name = "immediate"
 
-    def allow_plain_backward(self) -> None:
-        if self._clipping.scaler.value is not None:
-            raise StepError("with a loss scale the loss must be scaled: call opt.backward(loss)")
-
-    def passes(self, loss: Tensor, again: Callable[[], Tensor] | None, last: bool) -> Iterator[Pass]:
-        yield Pass(loss)
-
     def ready(self, record: ParamRecord, grad: Tensor) -> None:
         self._updates.put(record, grad, None)
 
@@ -230,8 +223,14 @@ class TwoPass(Policy):
     _measured: dict[str, Norms] | None = None  # while measuring
     _decision: Decision | None = None
 
-    def passes(self, loss: Tensor, again: Callable[[], Tensor] | None, last: bool) -> Iterator[Pass]:
-        hooked = [record.param for record in self._records.values() if record.handle is not None]
+    def allow_plain_backward(self) -> None:
+        raise StepError(
+            f"policy {self.name!r} needs more than one plain loss.backward(): nothing has been measured, so nothing is "
+            "updated. Call opt.backward(loss)."
+        )
+
+    def passes(self, loss: Tensor, again: Callable[[], Tensor] | None) -> Iterator[Pass]:
+        hooked = [record.param for record in self._records.values() if record.trained]
         self._decision, self._measured = None, {}
         if hooked:  # other leaves of the graph get their gradient once, in the second pass
             yield Pass(loss, self._placement.leaves(hooked), retain_graph=again is None)
@@ -242,7 +241,7 @@ class TwoPass(Policy):
             return
         yield Pass(loss if again is None else again())
         if missed := self._cycle.missed():
-            self._cycle.moved = True
+            self._cycle.moved.update(missed)
             raise StepError(
                 f"the second pass gave no gradient to {missed[0]!r}, which had one in the first: the two are not the "
                 "same computation. Use policy='deferred'"
@@ -298,11 +297,10 @@ class Deferred(Policy):
         """Whether micro-batches are summed before they are reduced."""
         return self._placement.reducer.accumulates_first
 
-    def passes(self, loss: Tensor, again: Callable[[], Tensor] | None, last: bool) -> Iterator[Pass]:
+    def begin(self, last: bool) -> None:
         self._last = last
         self._measured: dict[str, Norms] = {}
         self._arrived: set[str] = set()  # in this micro-batch
-        yield Pass(loss)
 
     def accumulate(self, record: ParamRecord, grad: Tensor) -> Tensor | None:
         return self._add(record, grad) if self._sums_full else grad

@@ -82,7 +82,7 @@ class Updates:
     def put_zeros(self, records: Iterable[ParamRecord], decision: Decision | None) -> None:
         """Updates parameters that got no gradient as if it were zero, where their rule asks for it."""
         for record in records:
-            if record.rule.every_parameter and record.handle is not None and not self.cycle.has_fired(record.name):
+            if record.rule.every_parameter and record.trained and not self.cycle.has_fired(record.name):
                 shard = self._shard.read(record.param)
                 self.put(record, shard.new_zeros(()).expand(shard.shape), decision)
 
@@ -154,7 +154,7 @@ class Updates:
     ) -> None:
         first, step = records[0], self.cycle.step
         assert first.storage is not None
-        self.cycle.moved = True
+        self.cycle.moved.update(record.name for record in records)
         # a dispatch mode (fake tensors, a memory tracker) looks at each operation, and torch.compile has none to show
         compiled = self._compiled and weight[0].numel() > SMALL and not torch._C._len_torch_dispatch_stack()
         sweep = Sweep(

@@ -292,11 +292,10 @@ def test_no_factor_of_another_step_is_used(net, policy):
     assert opt.last_step.clip_coef == 1.0
 
 
-@pytest.mark.parametrize("policy", DECIDED)
-def test_a_plain_backward_has_not_been_measured(net, policy):
-    opt = make(net, policy, clip_norm=1.0)
+def test_a_plain_backward_has_not_been_measured(net):
+    opt = make(net, "two_pass", clip_norm=1.0)
     before = weights(net)
-    with pytest.raises(StepError, match=f"policy '{policy}'.*nothing has been measured.*opt.backward"):
+    with pytest.raises(StepError, match=r"policy 'two_pass'.*nothing has been measured.*opt\.backward"):
         net().backward()
     assert same(before, weights(net))
     opt.zero_grad()

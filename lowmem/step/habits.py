@@ -1,0 +1,135 @@
+"""Habits of ordinary loops that would go wrong here without a word: torch's own functions raise where they meet them.
+
+Three functions of torch are wrapped, once per process. They do what they did before for parameters that no
+`FusedOptimizer` updates.
+"""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad
+from torch.utils import checkpoint
+from torch.utils._pytree import tree_leaves
+
+from lowmem.errors import StepError
+from lowmem.step import hooks
+
+
+@functools.cache
+def watch() -> None:
+    """Wraps `GradScaler.scale`, `clip_grad_norm_`, `clip_grad_value_`, and what recomputes a checkpointed region."""
+    torch.amp.GradScaler.scale = _watch_scale(torch.amp.GradScaler.scale)  # type: ignore[method-assign]
+    # Loops import these two by name, so the function is replaced inside of its torch.no_grad() decorator.
+    for function, option in ((clip_grad.clip_grad_norm_, "clip_norm"), (clip_grad.clip_grad_value_, "clip_value")):
+        cell = (function.__closure__ or ())[function.__code__.co_freevars.index("func")]
+        cell.cell_contents = _watch_clipping(cell.cell_contents, option)
+    checkpoint._run_fn_with_dynamo_disabled = _watch_recomputation(checkpoint._run_fn_with_dynamo_disabled)
+    backward = checkpoint.CheckpointFunction.backward
+
+    def reentrant(ctx: Any, *grads: Any) -> Any:
+        ctx.run_function = functools.partial(_watch_recomputation(_call), ctx.run_function)
+        return backward(ctx, *grads)
+
+    checkpoint.CheckpointFunction.backward = staticmethod(reentrant)  # type: ignore[method-assign]
+
+
+def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+# -- loss scaling ------------------------------------------------------------------------------------------------------
+
+
+def _watch_scale(scale: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(scale)
+    def watched(self: torch.amp.GradScaler, outputs: Any) -> Any:
+        scaled = scale(self, outputs)
+        if self.is_enabled():
+            for loss in [scaled] if isinstance(scaled, Tensor) else list(scaled):
+                if isinstance(loss, Tensor) and loss.requires_grad:
+                    loss.register_hook(_refuse_scaled)
+        return scaled
+
+    return watched
+
+
+def _refuse_scaled(grad: Tensor) -> None:
+    """Raises `StepError` before the first update of a backward whose loss a `GradScaler` has multiplied."""
+    for _, record in hooks.reached():
+        raise StepError(
+            f"a GradScaler has scaled the loss, and its backward would update {record.name!r} by scaled gradients. "
+            'Pass the loss itself and let the optimizer scale it: FusedOptimizer(..., loss_scale="dynamic") and '
+            "opt.backward(loss), without scaler.step(opt) and scaler.update()"
+        )
+
+
+# -- clipping after backward -------------------------------------------------------------------------------------------
+
+
+def _watch_clipping(clip: Callable[..., Any], option: str) -> Callable[..., Any]:
+    @functools.wraps(clip)
+    def watched(parameters: Tensor | Iterable[Tensor], limit: float, *args: Any, **kwargs: Any) -> Any:
+        params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        for param in params:
+            if (name := hooks.name_of(param)) is not None:
+                raise StepError(
+                    f"{clip.__name__}(): parameter {name!r} has no gradient, because backward has used it and freed "
+                    f"it. Write FusedOptimizer(..., {option}={limit!r}), which clips exactly; opt.last_step.grad_norm "
+                    "is the norm before"
+                )
+        return clip(params or parameters, limit, *args, **kwargs)
+
+    return watched
+
+
+# -- weights that are read again in backward ---------------------------------------------------------------------------
+
+
+class _Moved:
+    """Mixin for the class of a parameter that the running backward has updated: reading its value raises `StepError`.
+
+    A recomputation with gradients reads a parameter before its update, since its gradient is not complete without it.
+    One that is used under `detach()` or `no_grad()` may have been updated.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor | list | tuple):  # not a dtype or a size
+            for value in tree_leaves((args, kwargs)):
+                if isinstance(value, _Moved):
+                    raise StepError(
+                        f"activation checkpointing recomputes a value from parameter {hooks.name_of(value)!r}, which "
+                        "this backward has updated already, because it is used there without a gradient (detach() or "
+                        "no_grad()). Use policy='deferred', or compute that value outside the checkpointed region"
+                    )
+        return result
+
+
+class _MovedTensor(_Moved, Tensor): ...
+
+
+class _MovedParameter(_Moved, nn.Parameter): ...
+
+
+_MOVED: dict[type, type] = {Tensor: _MovedTensor, nn.Parameter: _MovedParameter}
+
+
+def _watch_recomputation(run: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(run)
+    def watched(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # a mode would see as much, and torch.compile would compile functions once more for it
+        moved = [(param, type(param)) for param in hooks.moved() if type(param) in _MOVED]
+        for param, usual in moved:
+            param.__class__ = _MOVED[usual]  # type: ignore[assignment]
+        try:
+            return run(function, *args, **kwargs)
+        finally:
+            for param, usual in moved:
+                param.__class__ = usual  # type: ignore[assignment]
+
+    return watched

@@ -1,0 +1,177 @@
+"""Hooks: an optimizer learns in them that a gradient is complete, and each parameter has one optimizer at most."""
+
+import functools
+import gc
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from lowmem.errors import StepError
+from lowmem.placements.record import ParamRecord
+from lowmem.step.cycle import StepCycle
+
+# parameter → the hooks of the optimizer that updates it
+_OWNERS = WeakTensorKeyDictionary()
+_LIVE: "weakref.WeakSet[Hooks]" = weakref.WeakSet()
+
+
+class Hooks:
+    """The hooks of one optimizer on its parameters, frozen ones included, which may be unfrozen later.
+
+    They refer to the optimizer weakly: once nobody holds it any more they are removed, and another optimizer may take
+    over its parameters. Autograd runs hooks on a thread per device; only one of them updates at a time.
+
+    Args:
+        records: of every parameter, live.
+        cycle: the life cycle of the step.
+        update: the method of the optimizer that a complete gradient is passed to.
+
+    Attributes:
+        paused: gradients are freed and nothing is updated.
+        accumulating: backwards are micro-batches.
+        removed: `remove` was called.
+    """
+
+    def __init__(
+        self, records: Mapping[Tensor, ParamRecord], cycle: StepCycle, update: Callable[[ParamRecord], None]
+    ) -> None:
+        self._records, self._cycle = records, cycle
+        self._update = weakref.WeakMethod(update)
+        self._handles: dict[Tensor, RemovableHandle] = {}
+        self._lock = threading.RLock()
+        self.paused = self.accumulating = self.removed = False
+        _LIVE.add(self)
+        weakref.finalize(update.__self__, self._abandon).atexit = False  # type: ignore[attr-defined]
+
+    def add(self, record: ParamRecord) -> None:
+        """Hooks a parameter that has elements and can have a gradient, now or once it is unfrozen."""
+        param = record.param
+        if not record.span.numel or not param.is_floating_point() or param.is_inference():
+            return
+        requires_grad = param.requires_grad
+        try:
+            param.requires_grad_(True)  # torch registers hooks on nothing else, and keeps them
+            self._handles[param] = param.register_post_accumulate_grad_hook(functools.partial(self._fire, record))
+        finally:
+            param.requires_grad_(requires_grad)
+
+    def claim(self, record: ParamRecord) -> None:
+        """Makes this optimizer the one that updates a parameter.
+
+        Raises:
+            StepError: another one updates it.
+        """
+        if _OWNERS.get(record.param, self) is not self:
+            gc.collect()  # an optimizer that nobody holds may be part of a cycle; with an LR scheduler it is
+        if _OWNERS.get(record.param, self) is not self:
+            raise StepError(
+                f"parameter {record.name!r} is updated by another FusedOptimizer already, and would be updated twice; "
+                "call remove() on that one first"
+            )
+        _OWNERS[record.param] = self
+        record.claimed = True
+
+    def discard(self, record: ParamRecord) -> None:
+        """Removes the hook of a parameter."""
+        if (handle := self._handles.pop(record.param, None)) is not None:
+            handle.remove()
+        if _OWNERS.get(record.param) is self:
+            del _OWNERS[record.param]
+
+    def remove(self) -> None:
+        """Removes every hook."""
+        self.removed = True
+        for record in self._records.values():
+            self.discard(record)
+        _LIVE.discard(self)
+
+    def _abandon(self) -> None:
+        """Nobody holds the optimizer any more."""
+        if not self.removed and not self._cycle.step and self._handles:
+            warnings.warn(
+                "a FusedOptimizer was deleted before its first step, and its hooks with it, so that a backward updates "
+                "nothing. Keep a reference to it: opt = lowmem.FusedOptimizer(...)",
+                stacklevel=2,
+            )
+        self.remove()
+
+    def _fire(self, record: ParamRecord, param: Tensor) -> None:
+        update = self._update()
+        if update is None:
+            return
+        with self._lock:
+            if self.paused:
+                param.grad = None
+            else:
+                update(record)
+
+    @contextmanager
+    def alone(self, loss: Tensor) -> Iterator[None]:
+        """Backwards of `loss` inside raise `StepError` before the first update if they reach parameters of another
+        optimizer that is not paused.
+        """
+        if len(_LIVE) == 1:
+            yield
+            return
+        handle = loss.register_hook(self._refuse_others)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _refuse_others(self, _: Tensor) -> None:
+        for other, record in reached():
+            if other is not self:
+                raise StepError(
+                    f"this backward reaches parameter {record.name!r} of another FusedOptimizer, which would update it "
+                    "too. To leave its parameters as they are: with other.paused(): opt.backward(loss). To train both "
+                    "in one backward, make one optimizer: param groups may have their own rule (groups=...)"
+                )
+
+    def refuse_company(self) -> None:
+        """Raises `StepError` if the running plain backward is a micro-batch of one optimizer and a step of another."""
+        if len(_LIVE) == 1:
+            return
+        for other, record in reached():
+            if other.accumulating is not self.accumulating:
+                raise StepError(
+                    f"this backward is a micro-batch for one FusedOptimizer and a whole step for another, that of "
+                    f"{record.name!r}: run it inside accumulate() of both, or make one optimizer, whose param groups "
+                    "may have their own rule (groups=...)"
+                )
+
+
+def name_of(param: Any) -> str | None:
+    """The name of a parameter in the optimizer that updates it; None if there is none."""
+    hooks = _OWNERS.get(param)
+    return None if hooks is None else hooks._records[param].name
+
+
+def moved() -> list[Tensor]:
+    """The parameters that a running backward has updated already."""
+    return [record.param for hooks in _LIVE for record in hooks._records.values() if record.name in hooks._cycle.moved]
+
+
+def reached() -> Iterator[tuple[Hooks, ParamRecord]]:
+    """What the running backward is going to update, with the hooks of its optimizer.
+
+    Parameters that reentrant checkpointing or `fully_shard` hides from the graph are missing.
+    """
+    with _disable_current_modes():  # a dry run may be under way next to an optimizer of real tensors
+        for hooks in list(_LIVE):
+            for record in () if hooks.paused else list(hooks._records.values()):
+                if record.trained and _is_reached(record.param):
+                    yield hooks, record
+
+
+def _is_reached(param: Tensor) -> bool:
+    return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(param).node)
