@@ -180,15 +180,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _claim(self, record: ParamRecord) -> None:
         """Decides how a parameter is updated, once it requires a gradient and has elements."""
         if record.param.requires_grad and not record.claimed and record.span.numel:
-            self._settle(record)
-            self._hooks.claim(record)
-
-    def _settle(self, record: ParamRecord) -> None:
-        try:
-            record.rule.admit(record.param, record.group)
             settle(record, self._placement.shard)
-        except UnsupportedError as error:
-            raise UnsupportedError(f"parameter {record.name!r} of shape {list(record.span.shape)} {error}") from None
+            self._hooks.claim(record)
 
     def _order_records(self) -> None:
         """Norms are summed, and reported, in the order of the model's parameters."""
@@ -218,18 +211,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Where parameters are: "local", "replicated", "zero3" or "fsdp2"."""
         return self._placement.name
 
-    def _needs(self) -> Needs:
-        scaler = self._clipping.scaler
-        norms = (rule.needs_norm(group) for rule, group in zip(self._rules, self.param_groups, strict=True))
-        norm = next((option for option in norms if option is not None), None)
-        foreign = scaler.value is not None and not all(rule.can_be_skipped for rule in self._rules)
-        return Needs(
-            norm=f"clip_norm={self._clipping.norm!r}" if self._clipping.norm is not None else norm,
-            skip="loss_scale with a foreign optimizer" if foreign else None,
-            exact_skip="a dynamic loss scale" if scaler.dynamic else None,
-            accumulation=self._hooks.accumulating,
-        )
-
     def _choose_policy(self) -> None:
         """Chooses the policy for what is asked by now, and logs the reason if it was chosen automatically.
 
@@ -238,7 +219,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         on_cpu = all(record.param.device.type == "cpu" for record in self._records.values())
         replays_graph = self._placement.replays_graph
-        name, reason = choose(self.config, self._needs(), on_cpu=on_cpu, replays_graph=replays_graph)
+        needs = Needs.of(self._rules, self.param_groups, self._clipping, accumulation=self._hooks.accumulating)
+        name, reason = choose(self.config, needs, on_cpu=on_cpu, replays_graph=replays_graph)
         current: Policy | None = getattr(self, "_policy", None)
         if current is not None and (name == current.name or current.accumulates):
             return
@@ -557,7 +539,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             group.update({k: v for k, v in saved_group.items() if k != "params"})
         for record in self._records.values():
             if record.claimed or record.param in self.state:
-                self._settle(record)
+                settle(record, shard)
         scaler.load_state_dict(state_dict.get("loss_scale"))
         self._updates.seed = state_dict["seed"]
         self._drop()

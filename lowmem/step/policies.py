@@ -4,7 +4,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from lowmem.errors import StepError, UnsupportedError
 from lowmem.options import FusedConfig
 from lowmem.placements import Placement
 from lowmem.placements.record import ParamRecord
+from lowmem.rules import UpdateRule
 from lowmem.step.clipping import Clipping, Decision, Norms
 from lowmem.step.cycle import StepCycle
 from lowmem.step.offload import GradientStore, make_store
@@ -39,6 +40,22 @@ class Needs:
     skip: str | None = None
     exact_skip: str | None = None
     accumulation: bool = False
+
+    @classmethod
+    def of(
+        cls, rules: Iterable[UpdateRule], groups: Iterable[Mapping[str, Any]], clipping: Clipping, accumulation: bool
+    ) -> "Needs":
+        """What the rules of parameter groups, clipping and loss scaling ask for."""
+        scaler, rules = clipping.scaler, list(rules)
+        norms = (rule.needs_norm(group) for rule, group in zip(rules, groups, strict=True))
+        norm = next((option for option in norms if option is not None), None)
+        foreign = scaler.value is not None and not all(rule.can_be_skipped for rule in rules)
+        return cls(
+            norm=f"clip_norm={clipping.norm!r}" if clipping.norm is not None else norm,
+            skip="loss_scale with a foreign optimizer" if foreign else None,
+            exact_skip="a dynamic loss scale" if scaler.dynamic else None,
+            accumulation=accumulation,
+        )
 
 
 def choose(config: FusedConfig, needs: Needs, *, on_cpu: bool, replays_graph: bool = True) -> tuple[str, str]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowmem.errors import ConfigError
+from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.placements import Placement
 from lowmem.placements.base import Shard
 from lowmem.placements.record import ParamRecord
@@ -191,9 +191,13 @@ def settle(record: ParamRecord, shard: Shard) -> None:
         UnsupportedError: its rule cannot update it.
     """
     group, shape, dtype = record.group, record.span.shape, record.param.dtype
-    record.spec = spec = record.rule.spec(record.name, shape, group)
+    try:
+        record.rule.admit(record.param, group)
+        record.spec = spec = record.rule.spec(record.name, shape, group)
+        record.layout = shard.layout(record, spec.view)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"parameter {record.name!r} of shape {list(shape)} {error}") from None
     record.stacks.clear()
-    record.layout = shard.layout(record, spec.view)
 
     def fitting(storage: Storage, other: Storage) -> Storage:
         fits = spec.view.has_groups(shape, storage.group) and record.span.size % storage.group == 0
