@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from accelerate.utils import is_peft_model
 
 from lowmem.errors import UnsupportedError
 
@@ -15,8 +16,10 @@ _CPU_COLUMNS = 2048
 def check(model: Any) -> None:
     """Raises `UnsupportedError` for a model that has layers between its last hidden state and its output embedding.
 
-    TRL 1.16 (trainer/utils.py, add_fused_lm_head) would train without those layers and would not warn.
+    TRL 1.16 (trainer/utils.py, add_fused_lm_head) would train without those layers and would not warn. Of a PEFT model
+    it calls the base model, which has LoRA's layers in it; prompts come before its first layer.
     """
+    model = model.get_base_model() if is_peft_model(model) else model
     embedding = model.get_output_embeddings()
     modules = [model.base_model] if embedding is None else [model.base_model, embedding]
     known = {id(param) for module in modules for param in module.parameters()}
