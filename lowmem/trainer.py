@@ -203,7 +203,7 @@ class FusedTrainerMixin(_Base):
             UnsupportedError: the model has adapters that could not be saved or resumed.
         """
         saves = self.args.save_strategy != "no" or bool(resume_from_checkpoint)
-        adapters.check_supported(self.model, sharded=self._sharding is not None, saves=saves)
+        adapters.check(self.model, self.args, sharded=self._sharding is not None, saves=saves)
         if resume_from_checkpoint is True:
             folder, damaged = checkpoint.find_last(Path(self.args.output_dir))
             for reason in damaged:

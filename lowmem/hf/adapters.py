@@ -14,6 +14,7 @@ import torch
 from accelerate.utils import is_peft_model
 from safetensors import safe_open
 from torch import Tensor, nn
+from transformers import TrainingArguments
 from transformers.utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME
 
 from lowmem import placements
@@ -24,22 +25,47 @@ logger = logging.getLogger(__name__)
 
 OTHERS_FILE = "trained.safetensors"
 
+_PROMPT_ENCODER = "prompt_encoder."
 
-def check_supported(model: Any, *, sharded: bool, saves: bool) -> None:
-    """Raises `UnsupportedError` for adapters that could not be saved or resumed."""
-    if is_peft_model(model):
-        prompts = [config.peft_type.value for config in model.peft_config.values() if config.is_prompt_learning]
-        if sharded and prompts:
+
+# Prompts that are keys and values of every layer.
+_PREFIXES = ("PREFIX_TUNING", "CARTRIDGE")
+
+
+def check(model: Any, args: TrainingArguments, *, sharded: bool, saves: bool) -> None:
+    """Raises `UnsupportedError` for adapters that cannot be trained, saved or resumed.
+
+    Logs a warning if parameters are trained that PEFT does not save.
+    """
+    if not is_peft_model(model):
+        if saves and getattr(model, "_hf_peft_config_loaded", False):
             raise UnsupportedError(
-                f"{prompts[0]}: PEFT computes the prompts that it saves from the full prompt encoder, and here it is "
-                "sharded. Train without fsdp and deepspeed, or use adapters inside the layers, such as LoRA"
+                f"{type(model).__name__}.add_adapter(...): of such a model transformers saves only the active adapter, "
+                "and no trainer can resume from that. Write model = peft.get_peft_model(model, config) instead, or set "
+                "save_strategy to 'no'"
             )
-    elif saves and getattr(model, "_hf_peft_config_loaded", False):
-        raise UnsupportedError(
-            f"{type(model).__name__}.add_adapter(...): of such a model transformers saves only the active adapter, and "
-            "no trainer can resume from that. Write model = peft.get_peft_model(model, config) instead, or set "
-            "save_strategy to 'no'"
-        )
+        return
+    for config in model.peft_config.values():
+        kind = config.peft_type.value
+        if kind in _PREFIXES and args.activation_checkpointing:
+            raise UnsupportedError(
+                f"{kind}: activation_checkpointing computes a layer twice, and the layer would add its keys and values "
+                "to the prefix twice. Set activation_checkpointing=False (SFTConfig and DPOConfig set it to True)"
+            )
+        if config.is_prompt_learning and sharded:
+            raise UnsupportedError(
+                f"{kind}: PEFT computes the prompts that it saves from the full prompt encoder, which is sharded here. "
+                "Train without fsdp and deepspeed, or use adapters inside the layers, such as LoRA"
+            )
+    others = _others(model, _state(model)).items()
+    base = [name for name, tensor in others if tensor.requires_grad and not name.startswith(_PROMPT_ENCODER)]
+    if base and saves and args.should_save:
+        logger.warning(
+            "%d trained parameters, such as %r, are not in the files of PEFT. Checkpoints have them in %s, which "
+            "lowmem.hf.weights.load_weights(model, folder) loads and PeftModel.from_pretrained does not. PEFT saves "
+            "the modules that modules_to_save of the adapter's configuration lists.",
+            len(base), base[0], OTHERS_FILE,
+        )  # fmt: skip
 
 
 def files(folder: Path) -> list[Path]:
@@ -82,14 +108,6 @@ def save_others(model: Any, folder: Path, *, write: bool = True) -> None:
             full = placements.full_tensor(tensor).detach()
             if file is not None:
                 write_tensor(file, offsets[name], full)
-    base = [name for name, tensor in others.items() if tensor.requires_grad and "prompt_encoder." not in name]
-    if write and base:
-        logger.warning(
-            "PEFT does not save %d trained parameters, such as %r. They are in %s; after PeftModel.from_pretrained, "
-            "lowmem.hf.weights.load_weights(model, folder) loads them. PEFT saves modules that are in modules_to_save "
-            "of the adapter's configuration.",
-            len(base), base[0], path,
-        )  # fmt: skip
 
 
 def load(model: Any, folder: Path) -> None:
@@ -185,7 +203,7 @@ def _others(model: nn.Module, state: dict[str, Any]) -> dict[str, Tensor]:
     for name, tensor in state.items():
         if id(tensor) in seen or not isinstance(tensor, Tensor):
             continue
-        if tensor.requires_grad or id(tensor) in buffers or name.startswith("prompt_encoder."):
+        if tensor.requires_grad or id(tensor) in buffers or name.startswith(_PROMPT_ENCODER):
             others[name] = tensor
             seen.add(id(tensor))
     return others

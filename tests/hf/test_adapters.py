@@ -1,16 +1,23 @@
 """Adapters of PEFT in fused trainers: the same training, and checkpoints that are complete and resume bit for bit."""
 
+import os
 import shutil
 
 import peft
 import pytest
 import torch
-from transformers import Trainer, TrainerCallback, TrainingArguments
+import torch.distributed as dist
+import trl
+from datasets import Dataset
+from ranks import Ranks
+from transformers import BitsAndBytesConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import lowmem
+from lowmem import cli, placements
 from lowmem.errors import CheckpointError, UnsupportedError
 from lowmem.hf import checkpoint, weights
-from lowmem.trainer import FusedTrainer
+from lowmem.run.tokenizers import train_tokenizer
+from lowmem.trainer import FusedSFTTrainer, FusedTrainer, FusedTrainerMixin
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -24,14 +31,10 @@ CONFIGS = {
     "embedding": lambda: peft.LoraConfig(**{**LORA, "target_modules": ["q_proj", "embed_tokens"]}),
     "tokens": lambda: peft.LoraConfig(trainable_token_indices=[1, 5], **LORA),
     "IA3": lambda: peft.IA3Config(target_modules=["k_proj", "up_proj"], feedforward_modules=["up_proj"], **CAUSAL),
-    "VeRA": lambda: peft.VeraConfig(r=4, target_modules=["q_proj"], save_projection=False, **CAUSAL),
     "SHiRA": lambda: peft.ShiraConfig(r=2, target_modules=["q_proj"], **CAUSAL),
-    "layer norms": lambda: peft.LNTuningConfig(**CAUSAL),
     "prompt tuning": lambda: peft.PromptTuningConfig(**PROMPT),
-    "prefix tuning": lambda: peft.PrefixTuningConfig(**PROMPT),
-    "projected prefix": lambda: peft.PrefixTuningConfig(prefix_projection=True, encoder_hidden_size=8, **PROMPT),
-    "p-tuning": lambda: peft.PromptEncoderConfig(encoder_hidden_size=8, **PROMPT),
-    "p-tuning, LSTM": lambda: peft.PromptEncoderConfig(
+    "prefix tuning": lambda: peft.PrefixTuningConfig(prefix_projection=True, encoder_hidden_size=8, **PROMPT),
+    "p-tuning": lambda: peft.PromptEncoderConfig(
         encoder_reparameterization_type="LSTM", encoder_hidden_size=8, encoder_dropout=0.2, **PROMPT
     ),
 }  # fmt: skip
@@ -42,15 +45,15 @@ def make(tiny_llama, tmp_path):
     """A factory of trainers of a small Llama with adapters; keyword arguments are training arguments."""
     samples = [{"input_ids": row, "labels": row} for row in torch.randint(97, (24, 12))]
 
-    def factory(config="LoRA", cls=FusedTrainer, change=None, run="run", seed=0, **arguments):
-        model = tiny_llama(attention_dropout=0.1)
+    def factory(config="LoRA", cls=FusedTrainer, change=None, model=None, run="run", seed=0, **arguments):
+        model = model or tiny_llama(attention_dropout=0.1)
         torch.manual_seed(seed)
         if config is not None:
             model = peft.get_peft_model(model, CONFIGS[config]())
         if change is not None:
             change(model)
         defaults = {
-            "output_dir": str(tmp_path / run), "max_steps": 4, "per_device_train_batch_size": 4, "learning_rate": 3e-2,
+            "output_dir": str(tmp_path / run), "max_steps": 3, "per_device_train_batch_size": 4, "learning_rate": 3e-2,
             "logging_steps": 1, "save_strategy": "no", "max_grad_norm": 0.0, "report_to": "none", "disable_tqdm": True,
             "optim": "adamw_torch" if cls is Trainer else "adamw_torch_fused", "dataloader_pin_memory": False,
             "weight_decay": 0.1,
@@ -90,7 +93,7 @@ def test_adapters_train_as_in_the_ordinary_trainer_and_resume_to_the_last_bit(co
     assert_same(state(fused), state(ordinary))
     resumed = make(config, seed=1, **SAVES)
     resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
-    assert losses(resumed)[-2:] == losses(ordinary)[-2:]
+    assert losses(resumed)[-1] == losses(ordinary)[-1]
     assert_same(state(resumed), state(ordinary))
 
 
@@ -128,11 +131,11 @@ def test_trained_parameters_of_the_base_are_saved_beside_the_adapters(make, tmp_
     ordinary = make(cls=Trainer, change=unfreeze, run="ordinary")
     ordinary.train()
     make(change=unfreeze, **SAVES).train()
-    assert "PEFT does not save 2 trained parameters, such as 'base_model.model.model.norm.weight'" in caplog.text
+    assert "2 trained parameters, such as 'base_model.model.model.norm.weight', are not in" in caplog.text
     resumed = make(change=unfreeze, seed=1, **SAVES)
     resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
     assert_same(state(resumed), state(ordinary))
-    folder = tmp_path / "run" / "checkpoint-4"
+    folder = tmp_path / "run" / "checkpoint-3"
     loaded = peft.PeftModel.from_pretrained(tiny_llama(attention_dropout=0.1), folder, is_trainable=True)
     unfreeze(loaded)
     weights.load_weights(loaded, folder)
@@ -255,3 +258,184 @@ def test_adapters_that_transformers_adds_are_refused_where_they_would_be_saved(m
     with pytest.raises(UnsupportedError, match=r"LlamaForCausalLM\.add_adapter.*get_peft_model\(model, config\)"):
         make(None, change=add, **SAVES).train()
     make(None, change=add).train()
+
+
+# --- Trainers of TRL ----------------------------------------------------------------------------------------------
+
+
+class FusedDPOTrainer(FusedTrainerMixin, trl.DPOTrainer):
+    pass
+
+
+SFT_ROWS = [{"prompt": f"question {i}", "completion": f" answer {i} of many"} for i in range(8)]
+DPO_ROWS = [{"prompt": f"question {i}", "chosen": f" a good answer {i}", "rejected": " no"} for i in range(8)]
+TRAINERS = {
+    "SFT": (trl.SFTTrainer, FusedSFTTrainer, trl.SFTConfig, SFT_ROWS),
+    "DPO": (trl.DPOTrainer, FusedDPOTrainer, trl.DPOConfig, DPO_ROWS),
+}
+
+
+@pytest.fixture
+def make_trl(tiny_llama, tmp_path):
+    """A factory of trainers of TRL, which get a `peft_config`, or a model that has adapters."""
+    tokenizer = train_tokenizer(["some words to learn from, and some more of them"], 270)
+
+    def factory(kind, config, *, fused, adapted=False, seed=0, **options):
+        ordinary_class, fused_class, arguments_class, rows = TRAINERS[kind]
+        model = tiny_llama(vocab_size=len(tokenizer))
+        torch.manual_seed(seed)
+        keywords = {"fused": lowmem.FusedConfig(rule="adamw")} if fused else {}
+        if adapted:
+            model = peft.get_peft_model(model, CONFIGS[config]())
+        else:
+            keywords["peft_config"] = CONFIGS[config]()
+        args = arguments_class(
+            output_dir=str(tmp_path / ("run" if fused else "ordinary")), max_steps=3, per_device_train_batch_size=2,
+            learning_rate=1e-2, logging_steps=1, save_strategy="steps", save_steps=2, max_grad_norm=0.0, seed=seed + 42,
+            data_seed=42, report_to="none", disable_tqdm=True, bf16=False, dataloader_pin_memory=False,
+            optim="adamw_torch_fused" if fused else "adamw_torch", **options,
+        )  # fmt: skip
+        return (fused_class if fused else ordinary_class)(
+            model, args=args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer, **keywords
+        )
+
+    return factory
+
+
+TRL = {
+    "SFT of LoRA": ("SFT", "LoRA", {}),
+    "SFT of a prefix": ("SFT", "prefix tuning", {"activation_checkpointing": False}),
+    "DPO of LoRA": ("DPO", "LoRA", {}),
+    "DPO of adapters with a reference copy": ("DPO", "LoRA", {"adapted": True}),
+}
+
+
+@pytest.mark.parametrize(("kind", "config", "options"), TRL.values(), ids=TRL)
+def test_trl_trains_adapters_as_its_own_trainers_do_and_resumes(kind, config, options, make_trl, tmp_path):
+    """The reference of DPO is the model without its adapter, or a frozen copy of an adapter that the model had."""
+    ordinary = make_trl(kind, config, fused=False, **options)
+    ordinary.train()
+    fused = make_trl(kind, config, fused=True, **options)
+    fused.train()
+    assert losses(fused) == losses(ordinary)
+    assert_same(state(fused), state(ordinary))
+    resumed = make_trl(kind, config, fused=True, **options, seed=1)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    assert losses(resumed)[-1] == losses(ordinary)[-1]
+    assert_same(state(resumed), state(ordinary))
+
+
+def test_a_prefix_is_refused_with_activation_checkpointing(make_trl):
+    with pytest.raises(UnsupportedError, match=r"PREFIX_TUNING: .*Set activation_checkpointing=False"):
+        make_trl("SFT", "prefix tuning", fused=True).train()
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        make_trl("SFT", "prefix tuning", fused=False).train()
+
+
+# --- Quantized and sharded base models ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_adapters_of_a_quantized_model_train_as_in_the_ordinary_trainer(bits, make, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    make(None).model.save_pretrained(tmp_path / "base")
+    quantization = BitsAndBytesConfig(**{f"load_in_{bits}bit": True})
+
+    def quantized(config, cls, **options):
+        model = LlamaForCausalLM.from_pretrained(
+            tmp_path / "base", quantization_config=quantization, dtype=torch.float32, device_map={"": "cpu"}
+        )
+        return make(config, cls, model=peft.prepare_model_for_kbit_training(model, False), **options)
+
+    ordinary = quantized("modules to save", Trainer, run="ordinary")
+    ordinary.train()
+    fused = quantized("modules to save", FusedTrainer, **SAVES)
+    fused.train()
+    resumed = quantized("modules to save", FusedTrainer, seed=1, **SAVES)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    expected = dict(ordinary.model.named_parameters())
+    assert_same(dict(fused.model.named_parameters()), expected)
+    assert_same(dict(resumed.model.named_parameters()), expected)
+
+
+SHARDED = {
+    "fsdp2": {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}},
+    "zero3": {"deepspeed": {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": "auto"}},
+    "replicated": {},
+}
+
+
+@pytest.fixture(scope="module")
+def two():
+    """Ranks of these tests alone, since trainers change their environment."""
+    ranks = Ranks(2)
+    yield ranks
+    ranks.stop()
+
+
+def train_on_ranks(rank, llama, config, folder, sharding, resume_from=None):
+    """The state and the losses of a run on ranks with a norm trained too; on a new model, what it saved at its end."""
+    world = 1
+    if dist.is_initialized():
+        world = dist.get_world_size()
+        for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
+            del os.environ[name]  # of the run before
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    args = TrainingArguments(
+        output_dir=str(folder), max_steps=3, per_device_train_batch_size=4 // world, learning_rate=1e-2,
+        logging_steps=1, save_strategy="steps", save_steps=1, max_grad_norm=0.0, report_to="none", disable_tqdm=True,
+        use_cpu=True, dataloader_pin_memory=False, eval_strategy="steps", eval_steps=1, load_best_model_at_end=True,
+        **SHARDED[sharding],
+    )  # fmt: skip
+    source = torch.Generator().manual_seed(3)
+    samples = [{"input_ids": row, "labels": row} for row in torch.randint(97, (24, 12), generator=source)]
+    torch.manual_seed(0)
+    base = LlamaForCausalLM(llama)
+    torch.manual_seed(int(resume_from is not None))
+    model = peft.get_peft_model(base, CONFIGS[config]())
+    unfreeze(model)
+    fused = lowmem.FusedConfig(rule="adamw")
+    trainer = FusedTrainer(model, args, train_dataset=samples, eval_dataset=samples[:8], fused=fused)
+    trainer.train(resume_from)
+    trainer.save_model(str(folder / "saved"))
+    full = model.state_dict(keep_vars=True).items()
+    return {name: placements.full_tensor(tensor).detach().clone() for name, tensor in full}, losses(trainer)
+
+
+@pytest.mark.parametrize("sharding", SHARDED)
+def test_adapters_on_ranks_train_and_resume_as_on_one_device(sharding, two, tmp_path, tiny_llama):
+    llama = tiny_llama().config
+    expected, expected_losses = train_on_ranks(0, llama, "IA3", tmp_path / "one", "replicated")
+    (actual, actual_losses), _ = two.run(train_on_ranks, llama, "IA3", tmp_path / "two", sharding)
+    assert actual_losses == pytest.approx(expected_losses, rel=1e-5)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(actual[name], tensor, rtol=1e-4, atol=1e-5)
+    (resumed, _), _ = two.run(
+        train_on_ranks, llama, "IA3", tmp_path / "two", sharding, str(tmp_path / "two" / "checkpoint-1")
+    )
+    assert_same(resumed, actual)
+    loaded = peft.get_peft_model(LlamaForCausalLM(llama), CONFIGS["IA3"]())
+    unfreeze(loaded)
+    weights.load_weights(loaded, tmp_path / "two" / "saved")
+    for name, tensor in loaded.named_parameters():
+        if tensor.requires_grad:
+            assert torch.equal(tensor, actual[name]), name
+
+
+def prompts_on_ranks(rank, llama, folder, sharding):
+    with pytest.raises(UnsupportedError, match="PROMPT_TUNING: PEFT computes the prompts that it saves"):
+        train_on_ranks(rank, llama, "prompt tuning", folder, sharding)
+
+
+@pytest.mark.parametrize("sharding", ["fsdp2", "zero3"])
+def test_prompts_are_refused_where_the_model_is_sharded(sharding, two, tmp_path, tiny_llama):
+    two.run(prompts_on_ranks, tiny_llama().config, tmp_path, sharding)
+
+
+def test_the_command_line_says_how_to_generate_with_adapters(make, tmp_path, capsys):
+    make(**SAVES).train()
+    for folder in (tmp_path / "run", tmp_path / "run" / "checkpoint-2"):
+        with pytest.raises(SystemExit):
+            cli.main(["generate", str(folder), "hello"])
+        assert "has PEFT adapters without their base model. Merge them first" in capsys.readouterr().err
