@@ -57,6 +57,11 @@ def check(model: Any, args: TrainingArguments, *, sharded: bool, saves: bool) ->
                 f"{kind}: PEFT computes the prompts that it saves from the full prompt encoder, which is sharded here. "
                 "Train without fsdp and deepspeed, or use adapters inside the layers, such as LoRA"
             )
+    if args.fsdp and getattr(model, "is_loaded_in_8bit", False):
+        raise UnsupportedError(
+            "load_in_8bit: bitsandbytes has the scales of 8-bit weights on the parameters that FSDP2 replaces. Use "
+            "load_in_4bit, or deepspeed with ZeRO-3"
+        )
     others = _others(model, _state(model)).items()
     base = [name for name, tensor in others if tensor.requires_grad and not name.startswith(_PROMPT_ENCODER)]
     if base and saves and args.should_save:
@@ -75,11 +80,14 @@ def files(folder: Path) -> list[Path]:
         CheckpointError: the configuration of an adapter is missing or damaged.
     """
     names = (ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME)
-    parents = sorted({path.parent for name in names for path in (*folder.glob(name), *folder.glob(f"*/{name}"))})
-    for parent in parents:
+    parents = {path.parent for name in names for path in folder.glob(name)}
+    # PEFT writes a model card where it saves a model, such as a checkpoint in a run directory, and not for each adapter
+    inside = {path.parent for name in names for path in folder.glob(f"*/{name}")}
+    parents |= {parent for parent in inside if not (parent / "README.md").exists()}
+    for parent in sorted(parents):
         read_json(parent / ADAPTER_CONFIG_NAME)
     others = [folder / OTHERS_FILE] if parents and (folder / OTHERS_FILE).exists() else []
-    return [parent / ADAPTER_SAFE_WEIGHTS_NAME for parent in parents] + others
+    return [parent / ADAPTER_SAFE_WEIGHTS_NAME for parent in sorted(parents)] + others
 
 
 def full_state(model: Any) -> dict[str, Tensor]:

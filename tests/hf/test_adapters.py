@@ -165,11 +165,15 @@ def test_several_adapters_of_one_model(make, tmp_path):
 
 
 def test_what_is_saved_is_loaded_by_peft_and_merges(make, tmp_path, tiny_llama):
-    trainer = make("modules to save")
+    """Also from the run directory, in which the checkpoints are directories with adapters too."""
+    trainer = make("modules to save", **SAVES)
     trainer.train()
-    trainer.save_model(tmp_path / "saved")
-    loaded = peft.PeftModel.from_pretrained(tiny_llama(), tmp_path / "saved")
+    trainer.save_model()
+    loaded = peft.PeftModel.from_pretrained(tiny_llama(), tmp_path / "run")
     assert_same(dict(loaded.state_dict()), state(trainer))
+    again = make("modules to save", seed=1).model
+    weights.load_weights(again, tmp_path / "run")
+    assert_same(dict(again.state_dict()), state(trainer))
     ids = torch.randint(97, (2, 8))
     merged = trainer.model.merge_and_unload().eval()
     with torch.no_grad():
@@ -423,6 +427,14 @@ def test_adapters_on_ranks_train_and_resume_as_on_one_device(sharding, two, tmp_
             assert torch.equal(tensor, actual[name]), name
 
 
+def test_8_bit_weights_are_refused_where_fsdp_would_lose_their_scales(make):
+    trainer = make()
+    trainer.model.get_base_model().is_loaded_in_8bit = True
+    trainer.args.fsdp = True
+    with pytest.raises(UnsupportedError, match=r"load_in_8bit: .*Use load_in_4bit, or deepspeed"):
+        trainer.train()
+
+
 def prompts_on_ranks(rank, llama, folder, sharding):
     with pytest.raises(UnsupportedError, match="PROMPT_TUNING: PEFT computes the prompts that it saves"):
         train_on_ranks(rank, llama, "prompt tuning", folder, sharding)
@@ -435,7 +447,7 @@ def test_prompts_are_refused_where_the_model_is_sharded(sharding, two, tmp_path,
 
 def test_the_command_line_says_how_to_generate_with_adapters(make, tmp_path, capsys):
     make(**SAVES).train()
-    for folder in (tmp_path / "run", tmp_path / "run" / "checkpoint-2"):
+    for name, last in (("run", "run/checkpoint-3"), ("run/checkpoint-2", "run/checkpoint-2")):
         with pytest.raises(SystemExit):
-            cli.main(["generate", str(folder), "hello"])
-        assert "has PEFT adapters without their base model. Merge them first" in capsys.readouterr().err
+            cli.main(["generate", str(tmp_path / name), "hello"])
+        assert f"{tmp_path / last} has PEFT adapters without their base model. Merge" in capsys.readouterr().err
