@@ -22,7 +22,7 @@ from rich.text import Text
 from torch import distributed
 
 from lowmem import __version__, rules
-from lowmem.errors import LowmemError
+from lowmem.errors import CheckpointError, LowmemError
 from lowmem.files import write_file
 from lowmem.placements import in_group
 from lowmem.run.memory import state_bytes
@@ -253,13 +253,19 @@ def generate(arguments: argparse.Namespace) -> None:
     _quiet()
     from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer, set_seed
 
-    from lowmem.hf import checkpoint
+    from lowmem.hf import adapters, checkpoint
 
     folder = Path(arguments.run_dir)
-    if (folder / "config.json").exists():
+    if (folder / "config.json").exists() or adapters.files(folder):
         checkpoint.check_model(folder)
     else:
         folder, _ = checkpoint.find_last(folder, checkpoint.check_model)
+    if adapters.files(folder):
+        raise CheckpointError(
+            f"{folder} has PEFT adapters without their base model. Merge them first, in Python: "
+            f'peft.PeftModel.from_pretrained(model, "{folder}").merge_and_unload().save_pretrained("merged"), and '
+            'tokenizer.save_pretrained("merged"); then lowmem generate merged "..."'
+        )
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     model.to("cuda" if torch.cuda.is_available() else "cpu")

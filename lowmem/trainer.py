@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.utils import is_peft_model
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import rotate_checkpoints
 
 from lowmem.errors import CheckpointError, ConfigError, UnsupportedError
-from lowmem.hf import arguments, checkpoint, head, sharding
+from lowmem.hf import adapters, arguments, checkpoint, head, sharding
 from lowmem.hf.weights import load_weights, save_weights
 from lowmem.optimizer import FusedOptimizer
 from lowmem.options import FusedConfig
@@ -199,7 +200,10 @@ class FusedTrainerMixin(_Base):
 
         Raises:
             CheckpointError: the checkpoint is missing or damaged, or there is none.
+            UnsupportedError: the model has adapters that could not be saved or resumed.
         """
+        saves = self.args.save_strategy != "no" or bool(resume_from_checkpoint)
+        adapters.check(self.model, self.args, sharded=self._sharding is not None, saves=saves)
         if resume_from_checkpoint is True:
             folder, damaged = checkpoint.find_last(Path(self.args.output_dir))
             for reason in damaged:
@@ -257,14 +261,21 @@ class FusedTrainerMixin(_Base):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves as the trainer does. If the model is sharded, every rank calls it."""
-        if self._sharding is None:
+        adapted, sharded = is_peft_model(self.model), self._sharding is not None
+        if not adapted and not sharded:
             super().save_model(output_dir, _internal_call)
             return
-        folder = Path(output_dir or self.args.output_dir)
+        folder, write = Path(output_dir or self.args.output_dir), self.args.should_save
         self._shard()
-        if self.args.should_save:
-            self._save(str(folder), state_dict={})  # everything except weights
-        save_weights(self.model, folder, write=self.args.should_save)
+        if adapted:
+            state = adapters.full_state(self.model) if sharded else None
+            if write:
+                self._save(str(folder), state_dict=state)
+            adapters.save_others(self.model, folder, write=write)
+        else:
+            if write:
+                self._save(str(folder), state_dict={})  # everything except weights
+            save_weights(self.model, folder, write=write)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from accelerate.utils import is_peft_model
 
 from lowmem.errors import UnsupportedError
 
@@ -15,9 +16,18 @@ _CPU_COLUMNS = 2048
 def check(model: Any) -> None:
     """Raises `UnsupportedError` for a model that has layers between its last hidden state and its output embedding.
 
-    TRL 1.16 (trainer/utils.py, add_fused_lm_head) would train without those layers and would not warn.
+    TRL 1.16 (trainer/utils.py, add_fused_lm_head) would train without those layers and would not warn. Of a PEFT model
+    it calls the base model, in which adapters are; prompts come before its first layer.
     """
+    model = model.get_base_model() if is_peft_model(model) else model
     embedding = model.get_output_embeddings()
+    if embedding is not None and not hasattr(embedding, "bias"):
+        raise UnsupportedError(
+            f"{type(embedding).__name__}: TRL's SFTTrainer multiplies the last hidden state by one matrix, the output "
+            "embedding, to compute logits, and here an adapter changes rows of it. Leave the output embedding out of "
+            "trainable_token_indices, in which a tied embedding also is, or use FusedTrainer, which uses the loss that "
+            "the model computes"
+        )
     modules = [model.base_model] if embedding is None else [model.base_model, embedding]
     known = {id(param) for module in modules for param in module.parameters()}
     others = [name for name, param in model.named_parameters() if id(param) not in known]

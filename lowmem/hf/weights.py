@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from accelerate.utils import is_peft_model
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import safe_open
 from torch import Tensor, nn
@@ -27,6 +28,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from lowmem import placements
 from lowmem.errors import CheckpointError
 from lowmem.files import begin_safetensors, check_safetensors, read_json, write_tensor
+from lowmem.hf import adapters
 
 Offsets = dict[str, tuple[BinaryIO, int]]
 
@@ -36,7 +38,8 @@ INDEX_FILE = "model.safetensors.index.json"
 
 def save_weights(model: nn.Module, folder: Path, *, write: bool = True, max_shard_size: int | str = "50GB") -> None:
     """Writes what `save_pretrained` writes on one device: weights and configuration, or weights alone of a module that
-    is not a `PreTrainedModel`. Every rank calls it.
+    is not a `PreTrainedModel`. Of a `PeftModel` it writes the adapters, and in a file beside them what else is trained.
+    Every rank calls it.
 
     Args:
         write: whether this rank writes; the others touch no file.
@@ -45,6 +48,12 @@ def save_weights(model: nn.Module, folder: Path, *, write: bool = True, max_shar
     Raises:
         OSError: a file cannot be written.
     """
+    if is_peft_model(model):
+        state = adapters.full_state(model)
+        if write:
+            model.save_pretrained(folder, state_dict=state)  # type: ignore[operator]
+        adapters.save_others(model, folder, write=write)
+        return
     layout = _FileLayout(model)
     with ExitStack() as stack, torch.no_grad():
         offsets: Offsets = {}
@@ -59,11 +68,20 @@ def save_weights(model: nn.Module, folder: Path, *, write: bool = True, max_shar
 
 
 def load_weights(model: nn.Module, folder: Path) -> None:
-    """Copies the weights of a checkpoint into a model. Every rank reads; nothing is copied unless everything fits.
+    """Copies the weights of a checkpoint into a model; into a `PeftModel`, its adapters and what else is trained. Every
+    rank reads; nothing is copied unless everything fits.
 
     Raises:
         CheckpointError: the weights are missing or cut short, or have other names or shapes than the model's.
     """
+    if is_peft_model(model):
+        adapters.load(model, folder)
+        return
+    if adapters.files(folder):
+        raise CheckpointError(
+            f"{folder} has PEFT adapters, and the model has none. Add them to the model first: "
+            "peft.get_peft_model(model, config), or peft.PeftModel.from_pretrained(model, folder)"
+        )
     paths = weight_files(folder)
     for path in paths:
         check_safetensors(path)
@@ -78,7 +96,13 @@ def load_weights(model: nn.Module, folder: Path) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files in which the weights of a directory should be."""
+    """The files in which the weights of a directory should be, those of adapters included.
+
+    Raises:
+        CheckpointError: a configuration or an index that names files is missing or damaged.
+    """
+    if found := adapters.files(folder):
+        return found
     index = folder / INDEX_FILE
     if not index.exists():
         return [folder / WEIGHTS_FILE]

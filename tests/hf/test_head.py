@@ -6,9 +6,11 @@ Trainers and runs use TRL's head; loops can use PyTorch's `linear_cross_entropy`
 import dataclasses
 import json
 import re
+import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
 
+import peft
 import pytest
 import torch
 import trl
@@ -125,6 +127,7 @@ def test_fused_training_on_tiles_is_ordinary_training_to_the_last_bit(
 def test_offloaded_activations_give_the_same_weights(policy, model, token_batches, monkeypatch):
     """TRL's offloading takes the CPU for an accelerator here: every activation is offloaded and loaded."""
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
+    monkeypatch.delitem(sys.modules, "bitsandbytes", raising=False)  # where it is imported, TRL empties a GPU's cache
     nets = [model(checkpointing=True, tie_word_embeddings=True) for _ in range(2)]
     offloading = get_act_offloading_ctx_manager(nets[0], use_pin_memory=False, use_streams=False, min_offload_size=1)
     for net, context in zip(nets, (offloading, nullcontext()), strict=True):
@@ -270,6 +273,45 @@ def test_a_model_whose_head_is_a_matrix_is_accepted(kind, tied):
     head.check(net)
     add_fused_lm_head(net)
     assert difference(net) < 1e-5
+
+
+LORA = {"target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+ADAPTERS = {
+    "LoRA and a trained head": peft.LoraConfig(modules_to_save=["lm_head"], **LORA),
+    "prompts": peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
+    "a prefix": peft.PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
+}
+
+
+@pytest.mark.parametrize("config", ADAPTERS.values(), ids=ADAPTERS)
+def test_adapters_are_accepted_where_the_head_is_a_matrix(config, tiny_llama):
+    """Prompts come before the first layer."""
+    net = peft.get_peft_model(tiny_llama(), config).eval()
+    for name, param in net.named_parameters():
+        if param.requires_grad and "prompt" not in name:
+            torch.nn.init.normal_(param, std=0.1)
+    head.check(net)
+    ids = torch.randint(97, (1, 16))
+    with torch.no_grad():
+        logits = net(input_ids=ids).logits[:, -16:]
+        own = logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+        add_fused_lm_head(net.get_base_model())
+        fused = net(input_ids=ids, labels=ids, fused_lm_head=True).log_probs[:, -15:]
+    torch.testing.assert_close(fused, own)
+
+
+def test_adapters_do_not_hide_a_layer_before_the_head(make):
+    net = small("modernbert-decoder", **TOKENS)
+    adapted = peft.get_peft_model(net, peft.LoraConfig(**{**LORA, "target_modules": ["Wo"]}))
+    with pytest.raises(UnsupportedError, match=r"ModernBertDecoderForCausalLM: .*' lies between"):
+        make(model=adapted)
+
+
+def test_an_adapter_of_rows_of_the_head_is_refused(make, tiny_llama):
+    """TRL would fail in the first step."""
+    config = peft.LoraConfig(trainable_token_indices=[1, 5], **LORA)
+    with pytest.raises(UnsupportedError, match=r"TrainableTokensWrapper: .*out of trainable_token_indices"):
+        make(model=peft.get_peft_model(tiny_llama(tie_word_embeddings=True), config))
 
 
 TWICE = lowmem.FusedConfig(policy="two_pass")

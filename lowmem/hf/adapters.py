@@ -1,0 +1,217 @@
+"""The files of a PEFT model: PEFT's own for each adapter, and one for the rest of what is trained.
+
+PEFT 0.21 (utils/save_and_load.py) saves what using an adapter needs. Training also needs what PEFT leaves out: the
+parameters of prompt encoders (PEFT saves the prompts that they compute), parameters of the base model, and buffers.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from accelerate.utils import is_peft_model
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import TrainingArguments
+from transformers.utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME
+
+from lowmem import placements
+from lowmem.errors import CheckpointError, UnsupportedError
+from lowmem.files import begin_safetensors, check_safetensors, read_json, write_tensor
+
+logger = logging.getLogger(__name__)
+
+OTHERS_FILE = "trained.safetensors"
+
+_PROMPT_ENCODER = "prompt_encoder."
+
+
+# Prompts that are keys and values of every layer.
+_PREFIXES = ("PREFIX_TUNING", "CARTRIDGE")
+
+
+def check(model: Any, args: TrainingArguments, *, sharded: bool, saves: bool) -> None:
+    """Raises `UnsupportedError` for adapters that cannot be trained, saved or resumed.
+
+    Logs a warning if parameters are trained that PEFT does not save.
+    """
+    if not is_peft_model(model):
+        if saves and getattr(model, "_hf_peft_config_loaded", False):
+            raise UnsupportedError(
+                f"{type(model).__name__}.add_adapter(...): of such a model transformers saves only the active adapter, "
+                "and no trainer can resume from that. Write model = peft.get_peft_model(model, config) instead, or set "
+                "save_strategy to 'no'"
+            )
+        return
+    for config in model.peft_config.values():
+        kind = config.peft_type.value
+        if kind in _PREFIXES and args.activation_checkpointing:
+            raise UnsupportedError(
+                f"{kind}: activation_checkpointing computes a layer twice, and the layer would add its keys and values "
+                "to the prefix twice. Set activation_checkpointing=False (SFTConfig and DPOConfig set it to True)"
+            )
+        if config.is_prompt_learning and sharded:
+            raise UnsupportedError(
+                f"{kind}: PEFT computes the prompts that it saves from the full prompt encoder, which is sharded here. "
+                "Train without fsdp and deepspeed, or use adapters inside the layers, such as LoRA"
+            )
+    if args.fsdp and getattr(model, "is_loaded_in_8bit", False):
+        raise UnsupportedError(
+            "load_in_8bit: bitsandbytes has the scales of 8-bit weights on the parameters that FSDP2 replaces. Use "
+            "load_in_4bit, or deepspeed with ZeRO-3"
+        )
+    others = _others(model, _state(model)).items()
+    base = [name for name, tensor in others if tensor.requires_grad and not name.startswith(_PROMPT_ENCODER)]
+    if base and saves and args.should_save:
+        logger.warning(
+            "%d trained parameters, such as %r, are not in the files of PEFT. Checkpoints have them in %s, which "
+            "lowmem.hf.weights.load_weights(model, folder) loads and PeftModel.from_pretrained does not. PEFT saves "
+            "the modules that modules_to_save of the adapter's configuration lists.",
+            len(base), base[0], OTHERS_FILE,
+        )  # fmt: skip
+
+
+def files(folder: Path) -> list[Path]:
+    """The safetensors files that a directory with PEFT adapters should have. Empty if it has no adapters.
+
+    Raises:
+        CheckpointError: the configuration of an adapter is missing or damaged.
+    """
+    names = (ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME)
+    parents = {path.parent for name in names for path in folder.glob(name)}
+    # PEFT writes a model card where it saves a model, such as a checkpoint in a run directory, and not for each adapter
+    inside = {path.parent for name in names for path in folder.glob(f"*/{name}")}
+    parents |= {parent for parent in inside if not (parent / "README.md").exists()}
+    for parent in sorted(parents):
+        read_json(parent / ADAPTER_CONFIG_NAME)
+    others = [folder / OTHERS_FILE] if parents and (folder / OTHERS_FILE).exists() else []
+    return [parent / ADAPTER_SAFE_WEIGHTS_NAME for parent in sorted(parents)] + others
+
+
+def full_state(model: Any) -> dict[str, Tensor]:
+    """The full tensors that PEFT saves, as the `state_dict` of its `save_pretrained`. Every rank calls it."""
+    state = _state(model)
+    needed = {id(tensor) for tensors in _adapters(model, state, "auto").values() for tensor in tensors.values()}
+    return {name: placements.full_tensor(t).detach() for name, t in state.items() if id(t) in needed}
+
+
+def save_others(model: Any, folder: Path, *, write: bool = True) -> None:
+    """Writes what is trained and not saved by PEFT, one full tensor at a time. Every rank calls it.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    others, path = _others(model, _state(model)), folder / OTHERS_FILE
+    if write:
+        path.unlink(missing_ok=True)  # of an earlier save into this directory
+    with ExitStack() as stack:
+        file = None
+        if write and others:
+            file = stack.enter_context(path.open("wb"))
+            shapes = {n: torch.empty(placements.shape_of(t), dtype=t.dtype, device="meta") for n, t in others.items()}
+            offsets = begin_safetensors(file, shapes, {"format": "pt"})
+        for name, tensor in others.items():
+            full = placements.full_tensor(tensor).detach()
+            if file is not None:
+                write_tensor(file, offsets[name], full)
+
+
+def load(model: Any, folder: Path) -> None:
+    """Copies adapters, and what is trained beside them, into a model. Nothing is copied unless everything fits.
+
+    Raises:
+        CheckpointError: something is missing or cut short, or has other names or shapes than in the model.
+    """
+    found = files(folder)
+    if not found:
+        raise CheckpointError(f"{folder} has no PEFT adapters, and the model has; the checkpoint is of another model")
+    for path in found:
+        check_safetensors(path)
+    state = _state(model)
+    expected = {_path(folder, name): tensors for name, tensors in _adapters(model, state, False).items()}
+    # an embedding that was resized or has an adapter: whether PEFT saves it depends on the files of the base model
+    optional = {_path(folder, name): tensors for name, tensors in _adapters(model, state, True).items()}
+    if others := _others(model, state):
+        expected[folder / OTHERS_FILE] = others
+    prompts = {_path(folder, name) for name, config in model.peft_config.items() if config.is_prompt_learning}
+    for path in sorted(expected.keys() ^ set(found)):
+        if path in expected:
+            raise CheckpointError(f"{path} is missing, which has {next(iter(expected[path]), 'prompts')!r}")
+        if path.name == OTHERS_FILE:
+            raise CheckpointError(
+                f"{path} has parameters beside the adapters that are frozen in the model; set requires_grad of what "
+                "was trained, and create the trainer after that"
+            )
+        raise CheckpointError(f"{path} is of an adapter that the model does not have")
+    with ExitStack() as stack, torch.no_grad():
+        pairs: list[tuple[Tensor, Any, str]] = []
+        for path in found:
+            file = stack.enter_context(safe_open(path, framework="pt"))
+            if path not in prompts:  # computed; the encoder itself is in OTHERS_FILE
+                pairs += _match(path, file, expected[path], optional.get(path, {}))
+        for tensor, file, name in pairs:
+            placements.fill(tensor, file.get_tensor(name))
+
+
+def _match(
+    path: Path, file: Any, expected: dict[str, Tensor], optional: dict[str, Tensor]
+) -> Iterator[tuple[Tensor, Any, str]]:
+    """The tensors of the model for those of a file, each with the file and its name there.
+
+    Raises:
+        CheckpointError: the saved names or shapes are not those of the model.
+    """
+    names = set(file.keys())
+    if missing := expected.keys() - names:
+        raise CheckpointError(f"{path}: {len(missing)} weights are missing, such as {min(missing)!r}")
+    for name in names:
+        tensor = expected.get(name, optional.get(name))
+        if tensor is None:
+            raise CheckpointError(f"{path}: the model has no weight {name!r}; the checkpoint is of another model")
+        if (shape := file.get_slice(name).get_shape()) != (own := list(placements.shape_of(tensor))):
+            raise CheckpointError(
+                f"{path}: weight {name!r} has shape {shape} in the checkpoint and {own} in the model; the checkpoint "
+                "is of another model"
+            )
+        yield tensor, file, name
+
+
+def _path(folder: Path, adapter: str) -> Path:
+    """Where `PeftModel.save_pretrained` writes the weights of an adapter."""
+    return (folder if adapter == "default" else folder / adapter) / ADAPTER_SAFE_WEIGHTS_NAME
+
+
+def _state(model: nn.Module) -> dict[str, Any]:
+    return dict(model.state_dict(keep_vars=True))
+
+
+def _adapters(model: Any, state: dict[str, Any], embeddings: bool | Literal["auto"]) -> dict[str, dict[str, Tensor]]:
+    """The tensors of `state` in the file of each adapter, by their names there. None for prompts, which are computed.
+
+    Args:
+        embeddings: whether embeddings are saved, as in `save_pretrained`.
+    """
+    from peft import get_peft_model_state_dict
+
+    return {
+        name: {}
+        if config.is_prompt_learning
+        else get_peft_model_state_dict(model, state, adapter_name=name, save_embedding_layers=embeddings)
+        for name, config in model.peft_config.items()
+    }
+
+
+def _others(model: nn.Module, state: dict[str, Any]) -> dict[str, Tensor]:
+    """What is trained and not saved by PEFT, and prompt encoders and buffers, by their names in the model."""
+    seen = {id(tensor) for tensors in _adapters(model, state, False).values() for tensor in tensors.values()}
+    buffers = {id(buffer) for buffer in model.buffers()}
+    others: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        if id(tensor) in seen or not isinstance(tensor, Tensor):
+            continue
+        if tensor.requires_grad or id(tensor) in buffers or name.startswith(_PROMPT_ENCODER):
+            others[name] = tensor
+            seen.add(id(tensor))
+    return others

@@ -1,0 +1,453 @@
+"""Adapters of PEFT in fused trainers: the same training, and checkpoints that are complete and resume bit for bit."""
+
+import os
+import shutil
+
+import peft
+import pytest
+import torch
+import torch.distributed as dist
+import trl
+from datasets import Dataset
+from ranks import Ranks
+from transformers import BitsAndBytesConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+import lowmem
+from lowmem import cli, placements
+from lowmem.errors import CheckpointError, UnsupportedError
+from lowmem.hf import checkpoint, weights
+from lowmem.run.tokenizers import train_tokenizer
+from lowmem.trainer import FusedSFTTrainer, FusedTrainer, FusedTrainerMixin
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+CAUSAL = {"task_type": "CAUSAL_LM"}
+PROMPT = {"num_virtual_tokens": 3, **CAUSAL}
+LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.1, **CAUSAL}
+CONFIGS = {
+    "LoRA": lambda: peft.LoraConfig(**LORA),
+    "DoRA": lambda: peft.LoraConfig(use_dora=True, **LORA),
+    "modules to save": lambda: peft.LoraConfig(modules_to_save=["lm_head", "norm"], **LORA),
+    "embedding": lambda: peft.LoraConfig(**{**LORA, "target_modules": ["q_proj", "embed_tokens"]}),
+    "tokens": lambda: peft.LoraConfig(trainable_token_indices=[1, 5], **LORA),
+    "IA3": lambda: peft.IA3Config(target_modules=["k_proj", "up_proj"], feedforward_modules=["up_proj"], **CAUSAL),
+    "SHiRA": lambda: peft.ShiraConfig(r=2, target_modules=["q_proj"], **CAUSAL),
+    "prompt tuning": lambda: peft.PromptTuningConfig(**PROMPT),
+    "prefix tuning": lambda: peft.PrefixTuningConfig(prefix_projection=True, encoder_hidden_size=8, **PROMPT),
+    "p-tuning": lambda: peft.PromptEncoderConfig(
+        encoder_reparameterization_type="LSTM", encoder_hidden_size=8, encoder_dropout=0.2, **PROMPT
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture
+def make(tiny_llama, tmp_path):
+    """A factory of trainers of a small Llama with adapters; keyword arguments are training arguments."""
+    samples = [{"input_ids": row, "labels": row} for row in torch.randint(97, (24, 12))]
+
+    def factory(config="LoRA", cls=FusedTrainer, change=None, model=None, run="run", seed=0, **arguments):
+        model = model or tiny_llama(attention_dropout=0.1)
+        torch.manual_seed(seed)
+        if config is not None:
+            model = peft.get_peft_model(model, CONFIGS[config]())
+        if change is not None:
+            change(model)
+        defaults = {
+            "output_dir": str(tmp_path / run), "max_steps": 3, "per_device_train_batch_size": 4, "learning_rate": 3e-2,
+            "logging_steps": 1, "save_strategy": "no", "max_grad_norm": 0.0, "report_to": "none", "disable_tqdm": True,
+            "optim": "adamw_torch" if cls is Trainer else "adamw_torch_fused", "dataloader_pin_memory": False,
+            "weight_decay": 0.1,
+        }  # fmt: skip
+        options = {} if cls is Trainer else {"fused": lowmem.FusedConfig(rule="torch.optim.AdamW", hyper=SINGLE)}
+        arguments = TrainingArguments(**{**defaults, **arguments})
+        return cls(model, arguments, train_dataset=samples, eval_dataset=samples[:8], **options)
+
+    return factory
+
+
+SINGLE = {"foreach": False}
+SAVES = {"save_strategy": "steps", "save_steps": 2}
+
+
+def state(trainer):
+    return {name: tensor.detach().clone() for name, tensor in trainer.model.state_dict().items()}
+
+
+def assert_same(actual, expected):
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(actual[name], tensor), name
+
+
+def losses(trainer):
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_adapters_train_as_in_the_ordinary_trainer_and_resume_to_the_last_bit(config, make, tmp_path):
+    ordinary = make(config, Trainer, run="ordinary", **SAVES)
+    ordinary.train()
+    fused = make(config, **SAVES)
+    fused.train()
+    assert losses(fused) == losses(ordinary)
+    assert_same(state(fused), state(ordinary))
+    resumed = make(config, seed=1, **SAVES)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    assert losses(resumed)[-1] == losses(ordinary)[-1]
+    assert_same(state(resumed), state(ordinary))
+
+
+@pytest.mark.parametrize("config", ["LoRA", "modules to save", "prompt tuning", "p-tuning"])
+def test_the_best_checkpoint_is_loaded_at_the_end(config, make, tmp_path):
+    """The best of a metric that falls, so that it is not the last."""
+    trainer = make(
+        config, load_best_model_at_end=True, greater_is_better=True, save_total_limit=1, eval_strategy="steps",
+        eval_steps=1, save_strategy="steps", save_steps=1, learning_rate=0.3, max_steps=3,
+    )  # fmt: skip
+    states = {}
+
+    class Keep(TrainerCallback):
+        def on_evaluate(self, args, progress, control, **_):
+            states[progress.global_step] = state(trainer)
+
+    trainer.add_callback(Keep())
+    trainer.train()
+    scores = {entry["step"]: entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry}
+    best = max(scores, key=scores.get)
+    assert best < 3
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "run" / f"checkpoint-{best}")
+    assert_same(state(trainer), states[best])
+    assert trainer.evaluate()["eval_loss"] == scores[best]
+
+
+def unfreeze(model):
+    """Parameters that PEFT does not save: a norm, and a head that is tied to nothing."""
+    for name, param in model.named_parameters():
+        if name.endswith(("model.norm.weight", "lm_head.weight")):
+            param.requires_grad_(True)
+
+
+def test_trained_parameters_of_the_base_are_saved_beside_the_adapters(make, tmp_path, caplog, tiny_llama):
+    ordinary = make(cls=Trainer, change=unfreeze, run="ordinary")
+    ordinary.train()
+    make(change=unfreeze, **SAVES).train()
+    assert "2 trained parameters, such as 'base_model.model.model.norm.weight', are not in" in caplog.text
+    resumed = make(change=unfreeze, seed=1, **SAVES)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    assert_same(state(resumed), state(ordinary))
+    folder = tmp_path / "run" / "checkpoint-3"
+    loaded = peft.PeftModel.from_pretrained(tiny_llama(attention_dropout=0.1), folder, is_trainable=True)
+    unfreeze(loaded)
+    weights.load_weights(loaded, folder)
+    assert_same(dict(loaded.state_dict()), state(resumed))
+
+
+def second_adapter(model):
+    """Another adapter that is trained too, and one that is not."""
+    for name, trained in (("second", True), ("frozen", False)):
+        model.add_adapter(name, peft.LoraConfig(**{**LORA, "target_modules": ["up_proj", "q_proj"]}))
+        for key, param in model.named_parameters():
+            if name in key:
+                torch.nn.init.normal_(param, std=0.02)
+                param.requires_grad_(trained)
+    model.base_model.set_adapter(["default", "second"])
+
+
+def test_several_adapters_of_one_model(make, tmp_path):
+    ordinary = make(cls=Trainer, change=second_adapter, run="ordinary")
+    ordinary.train()
+    make(change=second_adapter, **SAVES).train()
+    folder = tmp_path / "run" / "checkpoint-2"
+    assert {path.parent.name for path in folder.rglob("adapter_model.safetensors")} == {folder.name, "second", "frozen"}
+    resumed = make(change=second_adapter, seed=1, **SAVES)
+    resumed.train(resume_from_checkpoint=str(folder))
+    assert_same(state(resumed), state(ordinary))
+
+
+def test_what_is_saved_is_loaded_by_peft_and_merges(make, tmp_path, tiny_llama):
+    """Also from the run directory, in which the checkpoints are directories with adapters too."""
+    trainer = make("modules to save", **SAVES)
+    trainer.train()
+    trainer.save_model()
+    loaded = peft.PeftModel.from_pretrained(tiny_llama(), tmp_path / "run")
+    assert_same(dict(loaded.state_dict()), state(trainer))
+    again = make("modules to save", seed=1).model
+    weights.load_weights(again, tmp_path / "run")
+    assert_same(dict(again.state_dict()), state(trainer))
+    ids = torch.randint(97, (2, 8))
+    merged = trainer.model.merge_and_unload().eval()
+    with torch.no_grad():
+        torch.testing.assert_close(merged(ids).logits, loaded.eval()(ids).logits)
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+DAMAGE = {
+    "adapter cut short": (lambda f: truncate(f / "adapter_model.safetensors"), "model.safetensors is cut short"),
+    "adapter missing": (lambda f: (f / "adapter_model.safetensors").unlink(), "adapter_model.safetensors is missing"),
+    "configuration missing": (lambda f: (f / "adapter_config.json").unlink(), "adapter_config.json is missing"),
+    "configuration half": (lambda f: truncate(f / "adapter_config.json"), "adapter_config.json is damaged"),
+    "norms cut short": (lambda f: truncate(f / "trained.safetensors"), "trained.safetensors is cut short"),
+    "states missing": (lambda f: (f / "optimizer.safetensors").unlink(), "has no optimizer.safetensors"),
+}  # fmt: skip
+
+
+def test_damaged_checkpoints_are_skipped(make, tmp_path, caplog):
+    trainer = make(change=unfreeze, save_strategy="steps", save_steps=1, max_steps=3)
+    trainer.train()
+    run = tmp_path / "run"
+    for damage, message in DAMAGE.values():
+        shutil.copytree(run / "checkpoint-3", tmp_path / "copy")
+        damage(run / "checkpoint-3")
+        last, (reason,) = checkpoint.find_last(run)
+        assert last == run / "checkpoint-2"
+        assert message in reason
+        shutil.rmtree(run / "checkpoint-3")
+        shutil.move(tmp_path / "copy", run / "checkpoint-3")
+    assert checkpoint.find_last(run) == (run / "checkpoint-3", [])
+
+
+def rename_adapter(folder):
+    (folder / "other").mkdir()
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        (folder / name).rename(folder / "other" / name)
+
+
+MISFITS = {
+    "no norms": (
+        "LoRA",
+        lambda f: (f / "trained.safetensors").unlink(),
+        unfreeze,
+        r"trained\.safetensors is missing, which has .*norm",
+    ),
+    "norms not trained": (
+        "LoRA",
+        lambda f: None,
+        None,
+        r"trained\.safetensors has parameters beside the adapters that are frozen",
+    ),
+    "another type": ("IA3", lambda f: None, unfreeze, "4 weights are missing, such as .*ia3_l"),
+    "another rank": ("DoRA", lambda f: None, unfreeze, "weights are missing, such as .*lora_magnitude_vector"),
+    "another name": ("LoRA", rename_adapter, unfreeze, "adapter_model.safetensors is missing, which has .*lora_A"),
+}
+
+
+@pytest.mark.parametrize(("config", "change_files", "change_model", "message"), MISFITS.values(), ids=MISFITS)
+def test_a_checkpoint_of_other_adapters_is_refused(config, change_files, change_model, message, make, tmp_path):
+    trainer = make(change=unfreeze)
+    trainer.save_model(tmp_path / "saved")
+    change_files(tmp_path / "saved")
+    other = make(config, change=change_model, seed=1).model
+    before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+    with pytest.raises(CheckpointError, match=message):
+        weights.load_weights(other, tmp_path / "saved")
+    assert_same(dict(other.state_dict()), before)
+
+
+def test_full_weights_and_adapters_are_told_apart(make, tmp_path, tiny_llama):
+    make().save_model(tmp_path / "adapters")
+    tiny_llama().save_pretrained(tmp_path / "full")
+    with pytest.raises(CheckpointError, match=r"has PEFT adapters, and the model has none.*get_peft_model"):
+        weights.load_weights(tiny_llama(), tmp_path / "adapters")
+    with pytest.raises(CheckpointError, match="has no PEFT adapters, and the model has"):
+        weights.load_weights(make().model, tmp_path / "full")
+
+
+def test_adapters_that_transformers_adds_are_refused_where_they_would_be_saved(make):
+    def add(model):
+        model.add_adapter(peft.LoraConfig(**LORA))
+
+    with pytest.raises(UnsupportedError, match=r"LlamaForCausalLM\.add_adapter.*get_peft_model\(model, config\)"):
+        make(None, change=add, **SAVES).train()
+    make(None, change=add).train()
+
+
+# --- Trainers of TRL ----------------------------------------------------------------------------------------------
+
+
+class FusedDPOTrainer(FusedTrainerMixin, trl.DPOTrainer):
+    pass
+
+
+SFT_ROWS = [{"prompt": f"question {i}", "completion": f" answer {i} of many"} for i in range(8)]
+DPO_ROWS = [{"prompt": f"question {i}", "chosen": f" a good answer {i}", "rejected": " no"} for i in range(8)]
+TRAINERS = {
+    "SFT": (trl.SFTTrainer, FusedSFTTrainer, trl.SFTConfig, SFT_ROWS),
+    "DPO": (trl.DPOTrainer, FusedDPOTrainer, trl.DPOConfig, DPO_ROWS),
+}
+
+
+@pytest.fixture
+def make_trl(tiny_llama, tmp_path):
+    """A factory of trainers of TRL, which get a `peft_config`, or a model that has adapters."""
+    tokenizer = train_tokenizer(["some words to learn from, and some more of them"], 270)
+
+    def factory(kind, config, *, fused, adapted=False, seed=0, **options):
+        ordinary_class, fused_class, arguments_class, rows = TRAINERS[kind]
+        model = tiny_llama(vocab_size=len(tokenizer))
+        torch.manual_seed(seed)
+        keywords = {"fused": lowmem.FusedConfig(rule="adamw")} if fused else {}
+        if adapted:
+            model = peft.get_peft_model(model, CONFIGS[config]())
+        else:
+            keywords["peft_config"] = CONFIGS[config]()
+        args = arguments_class(
+            output_dir=str(tmp_path / ("run" if fused else "ordinary")), max_steps=3, per_device_train_batch_size=2,
+            learning_rate=1e-2, logging_steps=1, save_strategy="steps", save_steps=2, max_grad_norm=0.0, seed=seed + 42,
+            data_seed=42, report_to="none", disable_tqdm=True, bf16=False, dataloader_pin_memory=False,
+            optim="adamw_torch_fused" if fused else "adamw_torch", **options,
+        )  # fmt: skip
+        return (fused_class if fused else ordinary_class)(
+            model, args=args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer, **keywords
+        )
+
+    return factory
+
+
+TRL = {
+    "SFT of LoRA": ("SFT", "LoRA", {}),
+    "SFT of a prefix": ("SFT", "prefix tuning", {"activation_checkpointing": False}),
+    "DPO of LoRA": ("DPO", "LoRA", {}),
+    "DPO of adapters with a reference copy": ("DPO", "LoRA", {"adapted": True}),
+}
+
+
+@pytest.mark.parametrize(("kind", "config", "options"), TRL.values(), ids=TRL)
+def test_trl_trains_adapters_as_its_own_trainers_do_and_resumes(kind, config, options, make_trl, tmp_path):
+    """The reference of DPO is the model without its adapter, or a frozen copy of an adapter that the model had."""
+    ordinary = make_trl(kind, config, fused=False, **options)
+    ordinary.train()
+    fused = make_trl(kind, config, fused=True, **options)
+    fused.train()
+    assert losses(fused) == losses(ordinary)
+    assert_same(state(fused), state(ordinary))
+    resumed = make_trl(kind, config, fused=True, **options, seed=1)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    assert losses(resumed)[-1] == losses(ordinary)[-1]
+    assert_same(state(resumed), state(ordinary))
+
+
+def test_a_prefix_is_refused_with_activation_checkpointing(make_trl):
+    with pytest.raises(UnsupportedError, match=r"PREFIX_TUNING: .*Set activation_checkpointing=False"):
+        make_trl("SFT", "prefix tuning", fused=True).train()
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        make_trl("SFT", "prefix tuning", fused=False).train()
+
+
+# --- Quantized and sharded base models ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_adapters_of_a_quantized_model_train_as_in_the_ordinary_trainer(bits, make, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    make(None).model.save_pretrained(tmp_path / "base")
+    quantization = BitsAndBytesConfig(**{f"load_in_{bits}bit": True})
+
+    def quantized(config, cls, **options):
+        model = LlamaForCausalLM.from_pretrained(
+            tmp_path / "base", quantization_config=quantization, dtype=torch.float32, device_map={"": "cpu"}
+        )
+        return make(config, cls, model=peft.prepare_model_for_kbit_training(model, False), **options)
+
+    ordinary = quantized("modules to save", Trainer, run="ordinary")
+    ordinary.train()
+    fused = quantized("modules to save", FusedTrainer, **SAVES)
+    fused.train()
+    resumed = quantized("modules to save", FusedTrainer, seed=1, **SAVES)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    expected = dict(ordinary.model.named_parameters())
+    assert_same(dict(fused.model.named_parameters()), expected)
+    assert_same(dict(resumed.model.named_parameters()), expected)
+
+
+SHARDED = {
+    "fsdp2": {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}},
+    "zero3": {"deepspeed": {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": "auto"}},
+    "replicated": {},
+}
+
+
+@pytest.fixture(scope="module")
+def two():
+    """Ranks of these tests alone, since trainers change their environment."""
+    ranks = Ranks(2)
+    yield ranks
+    ranks.stop()
+
+
+def train_on_ranks(rank, llama, config, folder, sharding, resume_from=None):
+    """The state and the losses of a run on ranks with a norm trained too; on a new model, what it saved at its end."""
+    world = 1
+    if dist.is_initialized():
+        world = dist.get_world_size()
+        for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
+            del os.environ[name]  # of the run before
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    args = TrainingArguments(
+        output_dir=str(folder), max_steps=3, per_device_train_batch_size=4 // world, learning_rate=1e-2,
+        logging_steps=1, save_strategy="steps", save_steps=1, max_grad_norm=0.0, report_to="none", disable_tqdm=True,
+        use_cpu=True, dataloader_pin_memory=False, eval_strategy="steps", eval_steps=1, load_best_model_at_end=True,
+        **SHARDED[sharding],
+    )  # fmt: skip
+    source = torch.Generator().manual_seed(3)
+    samples = [{"input_ids": row, "labels": row} for row in torch.randint(97, (24, 12), generator=source)]
+    torch.manual_seed(0)
+    base = LlamaForCausalLM(llama)
+    torch.manual_seed(int(resume_from is not None))
+    model = peft.get_peft_model(base, CONFIGS[config]())
+    unfreeze(model)
+    fused = lowmem.FusedConfig(rule="adamw")
+    trainer = FusedTrainer(model, args, train_dataset=samples, eval_dataset=samples[:8], fused=fused)
+    trainer.train(resume_from)
+    trainer.save_model(str(folder / "saved"))
+    full = model.state_dict(keep_vars=True).items()
+    return {name: placements.full_tensor(tensor).detach().clone() for name, tensor in full}, losses(trainer)
+
+
+@pytest.mark.parametrize("sharding", SHARDED)
+def test_adapters_on_ranks_train_and_resume_as_on_one_device(sharding, two, tmp_path, tiny_llama):
+    llama = tiny_llama().config
+    expected, expected_losses = train_on_ranks(0, llama, "IA3", tmp_path / "one", "replicated")
+    (actual, actual_losses), _ = two.run(train_on_ranks, llama, "IA3", tmp_path / "two", sharding)
+    assert actual_losses == pytest.approx(expected_losses, rel=1e-5)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(actual[name], tensor, rtol=1e-4, atol=1e-5)
+    (resumed, _), _ = two.run(
+        train_on_ranks, llama, "IA3", tmp_path / "two", sharding, str(tmp_path / "two" / "checkpoint-1")
+    )
+    assert_same(resumed, actual)
+    loaded = peft.get_peft_model(LlamaForCausalLM(llama), CONFIGS["IA3"]())
+    unfreeze(loaded)
+    weights.load_weights(loaded, tmp_path / "two" / "saved")
+    for name, tensor in loaded.named_parameters():
+        if tensor.requires_grad:
+            assert torch.equal(tensor, actual[name]), name
+
+
+def test_8_bit_weights_are_refused_where_fsdp_would_lose_their_scales(make):
+    trainer = make()
+    trainer.model.get_base_model().is_loaded_in_8bit = True
+    trainer.args.fsdp = True
+    with pytest.raises(UnsupportedError, match=r"load_in_8bit: .*Use load_in_4bit, or deepspeed"):
+        trainer.train()
+
+
+def prompts_on_ranks(rank, llama, folder, sharding):
+    with pytest.raises(UnsupportedError, match="PROMPT_TUNING: PEFT computes the prompts that it saves"):
+        train_on_ranks(rank, llama, "prompt tuning", folder, sharding)
+
+
+@pytest.mark.parametrize("sharding", ["fsdp2", "zero3"])
+def test_prompts_are_refused_where_the_model_is_sharded(sharding, two, tmp_path, tiny_llama):
+    two.run(prompts_on_ranks, tiny_llama().config, tmp_path, sharding)
+
+
+def test_the_command_line_says_how_to_generate_with_adapters(make, tmp_path, capsys):
+    make(**SAVES).train()
+    for name, last in (("run", "run/checkpoint-3"), ("run/checkpoint-2", "run/checkpoint-2")):
+        with pytest.raises(SystemExit):
+            cli.main(["generate", str(tmp_path / name), "hello"])
+        assert f"{tmp_path / last} has PEFT adapters without their base model. Merge" in capsys.readouterr().err
