@@ -133,8 +133,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._placement = placement
         elif type(placement) is not type(self._placement):
             raise UnsupportedError(
-                f"{where}its placement is {placement.name}, that of the groups before it {self._placement.name}; make "
-                "an optimizer for each"
+                f"{where}its placement is {placement.name}, that of the groups before it {self._placement.name}; "
+                "shard all parameters of an optimizer in one way"
             )
         defaults, self.defaults = self.defaults, {}  # those of the default rule are in the group if they belong there
         try:
@@ -314,16 +314,16 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _on_gradient(self, record: ParamRecord) -> None:
         """The gradient of one parameter is complete."""
         if self._cycle.idle:
-            self._begin_plain()
+            self._begin_plain(record)
         self._cycle.fired(record.name)
         grad = self._policy.accumulate(record, self._placement.reducer.take(record.param))
         if grad is not None:
             self._update(record, grad)
 
-    def _begin_plain(self) -> None:
-        """A plain `loss.backward()` has begun: this is its first gradient."""
+    def _begin_plain(self, first: ParamRecord) -> None:
+        """A plain `loss.backward()` has begun, and the gradient of `first` is complete."""
         self._policy.allow_plain_backward()
-        self._hooks.refuse_company()
+        self._hooks.refuse_company(first)
         self._report.settle()
         self._begin_rules()
         for record in self._records.values():

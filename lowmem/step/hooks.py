@@ -23,6 +23,12 @@ from lowmem.step.cycle import StepCycle
 _OWNERS = WeakTensorKeyDictionary()
 _LIVE: "weakref.WeakSet[Hooks]" = weakref.WeakSet()
 
+_TWO_OPTIMIZERS = (
+    "this backward reaches parameter {name!r} of another FusedOptimizer, which would update it too. To leave its "
+    "parameters as they are: with other.paused(): opt.backward(loss). To train both in one backward, make one "
+    "optimizer: param groups may have their own rule (groups=...)"
+)
+
 
 class Hooks:
     """The hooks of one optimizer on its parameters, frozen ones included, which may be unfrozen later.
@@ -48,6 +54,7 @@ class Hooks:
         self._update = weakref.WeakMethod(update)
         self._handles: dict[Tensor, RemovableHandle] = {}
         self._lock = threading.RLock()
+        self._backward: int | None = None  # the graph task of a backward() of this optimizer
         self.paused = self.accumulating = self.removed = False
         _LIVE.add(self)
         weakref.finalize(update.__self__, self._abandon).atexit = False  # type: ignore[attr-defined]
@@ -127,26 +134,29 @@ class Hooks:
             yield
         finally:
             handle.remove()
+            self._backward = None
 
     def _refuse_others(self, _: Tensor) -> None:
+        self._backward = torch._C._current_graph_task_id()
         for other, record in reached():
             if other is not self:
-                raise StepError(
-                    f"this backward reaches parameter {record.name!r} of another FusedOptimizer, which would update it "
-                    "too. To leave its parameters as they are: with other.paused(): opt.backward(loss). To train both "
-                    "in one backward, make one optimizer: param groups may have their own rule (groups=...)"
-                )
+                raise StepError(_TWO_OPTIMIZERS.format(name=record.name))
 
-    def refuse_company(self) -> None:
-        """Raises `StepError` if the running plain backward is a micro-batch of one optimizer and a step of another."""
+    def refuse_company(self, record: ParamRecord) -> None:
+        """Raises `StepError` if the running backward, whose first gradient is that of `record`, belongs to another
+        optimizer, or is a micro-batch of one optimizer and a whole step of another.
+        """
         if len(_LIVE) == 1:
             return
-        for other, record in reached():
+        backward = torch._C._current_graph_task_id()
+        if any(other._backward == backward for other in _LIVE):  # fully_shard hid the parameter from `reached`
+            raise StepError(_TWO_OPTIMIZERS.format(name=record.name))
+        for other, reached_record in reached():
             if other.accumulating is not self.accumulating:
                 raise StepError(
-                    f"this backward is a micro-batch for one FusedOptimizer and a whole step for another, that of "
-                    f"{record.name!r}: run it inside accumulate() of both, or make one optimizer, whose param groups "
-                    "may have their own rule (groups=...)"
+                    "this backward is a micro-batch for one FusedOptimizer and a whole step for another, that of "
+                    f"{reached_record.name!r}: run it inside accumulate() of both, or make one optimizer, whose param "
+                    "groups may have their own rule (groups=...)"
                 )
 
 
