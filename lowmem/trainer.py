@@ -19,7 +19,7 @@ import torch
 from accelerate.utils import is_peft_model
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer
 from transformers.trainer_utils import rotate_checkpoints
 
 from lowmem.errors import CheckpointError, ConfigError, UnsupportedError
@@ -70,7 +70,6 @@ class FusedTrainerMixin(_Base):
         self.is_deepspeed_enabled = self.is_fsdp_enabled = False
         arguments.check_arguments(self.args, self.fused)
         self.fused = arguments.complete(self.fused, self.args, self._sharding)
-        self.add_callback(_RefuseFinished())
         if self.optimizer_cls_and_kwargs is not None:
             raise ConfigError("optimizer_cls_and_kwargs: name the class in fused=FusedConfig(rule=...) instead")
         if self.optimizer is not None:
@@ -123,6 +122,22 @@ class FusedTrainerMixin(_Base):
         scaled = self.accelerator.sync_gradients and self.optimizer.loss_scale is not None
         self.optimizer.step_was_skipped = scaled and self.optimizer.last_step.skipped
 
+    def _init_training_state(
+        self, max_steps: int, steps_per_epoch: int, epochs: int, resume_from_checkpoint: str | None, trial: Any
+    ) -> tuple[int, int]:
+        """Leaves no epoch to train where a finished run is resumed: transformers 5.23 (trainer.py) would train one step
+        more if the last epoch is not complete.
+        """
+        start = super()._init_training_state(max_steps, steps_per_epoch, epochs, resume_from_checkpoint, trial)
+        if resume_from_checkpoint is None or self.state.global_step < max_steps:
+            return start
+        if self.is_world_process_zero():
+            logger.warning(
+                "nothing is left to train: %s is at step %d of %d, and its weights are loaded. Raise max_steps or "
+                "num_train_epochs to continue.", resume_from_checkpoint, self.state.global_step, max_steps
+            )  # fmt: skip
+        return epochs, 0
+
     def create_optimizer(self, model: nn.Module | None = None) -> FusedOptimizer:
         self._shard()
         model = self.model if model is None else model
@@ -169,8 +184,9 @@ class FusedTrainerMixin(_Base):
 
     def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Logs as the trainer does, with the metrics of the policy and the rule."""
-        trained = isinstance(self.optimizer, FusedOptimizer) and self.optimizer.last_step is not None and "loss" in logs
-        super().log({**logs, **(self._step_metrics() if trained else {})}, *args, **kwargs)
+        if isinstance(self.optimizer, FusedOptimizer) and self.optimizer.last_step is not None and "loss" in logs:
+            logs.update(self._step_metrics())
+        super().log(logs, *args, **kwargs)  # adds to `logs`, which evaluate() and train() return
 
     def _step_metrics(self) -> dict[str, Any]:
         """Clip coefficient, loss scale, number of non-finite steps, statistics of the rule, and norms of gradients."""
@@ -303,17 +319,6 @@ class FusedTrainerMixin(_Base):
 
 class FusedTrainer(FusedTrainerMixin, Trainer):
     """`transformers.Trainer` with fused updates."""
-
-
-class _RefuseFinished(TrainerCallback):
-    """Refuses to resume a run at its last step: transformers 5.23 (trainer.py) would take one step more."""
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step >= state.max_steps:
-            raise CheckpointError(
-                f"nothing is left to train: the checkpoint is at step {state.global_step} of {state.max_steps}. "
-                "Raise max_steps or num_train_epochs to continue."
-            )
 
 
 def _logical_name(name: str) -> str:

@@ -88,3 +88,36 @@ def give_gradients():
         return opt.backward(torch.stack([(param * grad).sum().float() for param, grad in pairs]).sum())
 
     return give
+
+
+@pytest.fixture
+def samples():
+    return [{"input_ids": row, "labels": row} for row in torch.randint(97, (40, 12))]
+
+
+@pytest.fixture
+def make(tiny_llama, samples, tmp_path):
+    """A factory of trainers of a small Llama; keyword arguments are training arguments."""
+
+    def factory(cls=None, model=None, fused=None, run="run", optimizers=(None, None), **arguments):
+        from transformers import Trainer, TrainingArguments
+
+        from lowmem.trainer import FusedTrainer
+
+        cls = cls or FusedTrainer
+        defaults = {
+            "output_dir": str(tmp_path / run), "max_steps": 8, "per_device_train_batch_size": 4, "learning_rate": 1e-2,
+            "logging_steps": 1, "save_strategy": "no", "max_grad_norm": 0.0, "report_to": "none", "disable_tqdm": True,
+            "optim": "adamw_torch" if cls is Trainer else "adamw_torch_fused", "dataloader_pin_memory": False,
+        }  # fmt: skip
+        keywords = {} if cls is Trainer else {"fused": fused}
+        return cls(
+            model=model or tiny_llama(attention_dropout=0.1),
+            args=TrainingArguments(**{**defaults, **arguments}),
+            train_dataset=samples,
+            eval_dataset=samples[:8],
+            optimizers=optimizers,
+            **keywords,
+        )
+
+    return factory

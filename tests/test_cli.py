@@ -289,12 +289,16 @@ def test_an_existing_run_folder_is_not_touched(config, run_dir, capsys):
     assert [path.name for path in run_dir.iterdir()] == ["notes.txt"]
 
 
-def test_a_finished_run_is_not_changed(config, run_dir, capsys):
+def test_a_finished_run_is_not_changed(config, run_dir, capsys, caplog):
+    """Job scripts that always resume end well."""
     lowmem(capsys, "train", config, "trainer.max_steps=2")
     weights = (run_dir / "checkpoint-2" / "model.safetensors").read_bytes()
-    code, _, err = lowmem(capsys, "train", run_dir / "config.yaml", "--resume")
-    assert code == 2
-    assert "nothing is left to train: the checkpoint is at step 2 of 2" in err
+    metrics = (run_dir / "metrics.jsonl").read_text()
+    code, out, _ = lowmem(capsys, "train", run_dir / "config.yaml", "--resume")
+    assert code == 0
+    assert f"nothing is left to train: {run_dir}/checkpoint-2 is at step 2 of 2" in caplog.text
+    assert "mean loss" not in out and "done: see" in out
+    assert (run_dir / "metrics.jsonl").read_text() == metrics
     assert (run_dir / "checkpoint-2" / "model.safetensors").read_bytes() == weights
     assert not (run_dir / "checkpoint-3").exists()
     assert lowmem(capsys, "train", run_dir / "config.yaml", "--resume", "trainer.max_steps=3")[0] == 0

@@ -16,34 +16,6 @@ from lowmem.run.tokenizers import train_tokenizer
 from lowmem.trainer import FusedSFTTrainer, FusedTrainer, FusedTrainerMixin
 
 
-@pytest.fixture
-def samples():
-    return [{"input_ids": row, "labels": row} for row in torch.randint(97, (40, 12))]
-
-
-@pytest.fixture
-def make(tiny_llama, samples, tmp_path):
-    """A factory of trainers of a small Llama; keyword arguments are training arguments."""
-
-    def factory(cls=FusedTrainer, model=None, fused=None, run="run", optimizers=(None, None), **arguments):
-        defaults = {
-            "output_dir": str(tmp_path / run), "max_steps": 8, "per_device_train_batch_size": 4, "learning_rate": 1e-2,
-            "logging_steps": 1, "save_strategy": "no", "max_grad_norm": 0.0, "report_to": "none", "disable_tqdm": True,
-            "optim": "adamw_torch" if cls is Trainer else "adamw_torch_fused", "dataloader_pin_memory": False,
-        }  # fmt: skip
-        keywords = {} if cls is Trainer else {"fused": fused}
-        return cls(
-            model=model or tiny_llama(attention_dropout=0.1),
-            args=TrainingArguments(**{**defaults, **arguments}),
-            train_dataset=samples,
-            eval_dataset=samples[:8],
-            optimizers=optimizers,
-            **keywords,
-        )
-
-    return factory
-
-
 def weights(trainer):
     return [p.detach().clone() for p in trainer.model.parameters()]
 

@@ -157,6 +157,7 @@ class RunReport(TrainerCallback):  # type: ignore[misc]
         self.last_time = 0.0
         self.compile_seconds = 0.0  # of this process so far
         self.logged_tokens = 0
+        self.first_step = 0
 
     @contextmanager
     def attached(self, trainer: Trainer) -> Iterator[None]:
@@ -190,7 +191,7 @@ class RunReport(TrainerCallback):  # type: ignore[misc]
             return
         self.weight_bytes = sum(math.prod(shape_of(p)) * p.element_size() for p in model.parameters())
         _cut_metrics(self.run_dir / METRICS, state.global_step)
-        self.logged_tokens = state.num_input_tokens_seen
+        self.logged_tokens, self.first_step = state.num_input_tokens_seen, state.global_step
         self.compile_seconds = getattr(optimizer, "compile_seconds", 0.0)
         self.last_time = time.perf_counter()
         if self.console.is_terminal and not args.disable_tqdm:
@@ -220,7 +221,8 @@ class RunReport(TrainerCallback):  # type: ignore[misc]
     on_save = on_evaluate
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Record, **kwargs: Any) -> None:
-        if not state.is_world_process_zero:
+        nothing_trained = "train_loss" in logs and state.global_step == self.first_step  # a finished run was resumed
+        if not state.is_world_process_zero or nothing_trained:
             return
         record = {
             "step": state.global_step,
