@@ -23,7 +23,7 @@ from transformers import Trainer
 from transformers.trainer_utils import rotate_checkpoints
 
 from lowmem.errors import CheckpointError, ConfigError, UnsupportedError
-from lowmem.hf import adapters, arguments, checkpoint, head, sharding
+from lowmem.hf import adapters, arguments, checkpoint, head, optim, sharding
 from lowmem.hf.weights import load_weights, save_weights
 from lowmem.optimizer import FusedOptimizer
 from lowmem.options import FusedConfig
@@ -53,27 +53,33 @@ class FusedTrainerMixin(_Base):
     another rule uses that rule's defaults for the learning rate and weight decay that it does not give.
 
     Args:
-        fused: options of the fused optimizer; `FusedConfig()`, which is AdaLomo, if None. Alternatively pass a
-            `FusedOptimizer` in the trainer's `optimizers`.
+        fused: options of the fused optimizer. If None, the rule is that of the argument `optim`, or AdaLomo where
+            `optim` has its default value. Alternatively pass a `FusedOptimizer` in the trainer's `optimizers`.
 
     Raises:
-        ConfigError: an argument belongs to the optimizer that this trainer replaces, or contradicts `fused`.
+        ConfigError: an argument contradicts `fused`, or names what the rule does not have.
         UnsupportedError: an argument cannot give the same result as ordinary training.
     """
 
     def __init__(self, *args: Any, fused: FusedConfig | None = None, **kwargs: Any) -> None:
-        self.fused = fused or FusedConfig()
+        self._requested = fused
         self._staging: Path | None = None
         self._sharding: sharding.Sharding | None = None
         super().__init__(*args, **kwargs)
         # transformers 5.23 (trainer.py) would prepare, save and load sharded models in its own ways
         self.is_deepspeed_enabled = self.is_fsdp_enabled = False
-        arguments.check_arguments(self.args, self.fused)
-        self.fused = arguments.complete(self.fused, self.args, self._sharding)
         if self.optimizer_cls_and_kwargs is not None:
             raise ConfigError("optimizer_cls_and_kwargs: name the class in fused=FusedConfig(rule=...) instead")
         if self.optimizer is not None:
             arguments.check_optimizer(self.optimizer, self.args)
+            arguments.check_alone(self.args, fused)
+        self.fused = self._options()
+
+    def _options(self) -> FusedConfig:
+        """The options that `fused` and the arguments give together, as the arguments are now."""
+        fused = optim.choose(self.args, self._requested)
+        arguments.check_arguments(self.args, fused)
+        return arguments.complete(fused, self.args, self._sharding)
 
     # -- the update ------------------------------------------------------------------------------------------------
 
@@ -142,8 +148,10 @@ class FusedTrainerMixin(_Base):
         self._shard()
         model = self.model if model is None else model
         if self.optimizer is None:
+            self.fused = self._options()  # a hyperparameter search has set other arguments
             groups, config = self._param_groups(model), replace(self.fused, groups=())
             self.optimizer = FusedOptimizer.from_config(groups, config, model=model, lr=self.args.learning_rate)
+        arguments.check_optimizer(self.optimizer, self.args)
         opt = self.optimizer
         if self.args.gradient_accumulation_steps > 1:
             with opt.accumulate():  # chooses the policy now instead of after the first micro-batch
@@ -199,7 +207,7 @@ class FusedTrainerMixin(_Base):
             metrics["loss_scale"] = scale
         if scale is not None or nonfinite_steps:
             metrics["nonfinite_steps"] = nonfinite_steps
-        if self.fused.log_norms:
+        if self.optimizer.config.log_norms:
             metrics |= {PARAM_NORM + name: norm for name, norm in zip(last.names, last.norms.tolist(), strict=True)}
         return {**metrics, **last.statistics}
 

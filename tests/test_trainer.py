@@ -346,8 +346,6 @@ REFUSED = {
     ),
     "forward replay": ({"fused": lowmem.FusedConfig(replay="forward")}, UnsupportedError, "omit replay"),
     "fp16 on a CPU": ({"fp16": True}, ConfigError, "fp16"),
-    "another optimizer": ({"optim": "adafactor"}, ConfigError, "optim="),
-    "its betas": ({"adam_beta1": 0.8}, ConfigError, "adam_beta1=0.8"),
     "batch size search": ({"auto_find_batch_size": True}, UnsupportedError, "auto_find_batch_size"),
 }
 

@@ -2,13 +2,14 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainingArguments
 from transformers.utils import is_liger_kernel_available
 
 from lowmem.errors import ConfigError, UnsupportedError
+from lowmem.hf import optim
 from lowmem.hf.sharding import Sharding
 from lowmem.optimizer import FusedOptimizer
 from lowmem.options import FusedConfig
@@ -18,23 +19,12 @@ from lowmem.step.policies import Needs, choose
 if TYPE_CHECKING:
     from trl import SFTConfig
 
-# Arguments of the optimizer that a fused trainer does not create.
-_REPLACED = ("optim", "optim_args", "optim_target_modules", "adam_beta1", "adam_beta2", "adam_epsilon")
-
 
 def check_arguments(args: TrainingArguments, fused: FusedConfig) -> None:
     """Raises for arguments of the trainer that would be ignored, or that contradict `fused` or are not supported."""
-    defaults = {f.name: f.default for f in fields(type(args))}
-    for name in _REPLACED:
-        value = getattr(args, name)
-        if value is not None and value != defaults[name]:
-            raise ConfigError(
-                f"{name}={value!r} belongs to the optimizer that a fused trainer replaces; give the rule and its "
-                "hyperparameters in fused=FusedConfig(rule=..., hyper={...})"
-            )
     rule = resolve(fused.rule)
     if rule.decay not in rule.defaults and args.weight_decay:
-        raise ConfigError(f"weight_decay={args.weight_decay}: rule {fused.rule!r} has no weight decay; omit it")
+        raise ConfigError(f"weight_decay={args.weight_decay}: rule {rule.name!r} has no weight decay; omit it")
     both = {
         "learning_rate": ("lr", fused.lr),
         "weight_decay": (f"hyper[{rule.decay!r}]", fused.hyper.get(rule.decay)),
@@ -119,8 +109,16 @@ def check_replay(args: TrainingArguments) -> None:
         )
 
 
+def check_alone(args: TrainingArguments, fused: FusedConfig | None) -> None:
+    """Raises for options of another optimizer than the one in the trainer's `optimizers`."""
+    if fused is not None:
+        raise ConfigError("fused=... has no effect on the optimizer in `optimizers`; give only one of them")
+    for name, value in optim.changed(args).items():
+        raise ConfigError(f"{name}={value!r} has no effect on the optimizer in `optimizers`; omit it")
+
+
 def check_optimizer(optimizer: Any, args: TrainingArguments) -> None:
-    """Raises unless the optimizer in the trainer's `optimizers` does what its arguments ask for."""
+    """Raises unless the trainer's optimizer does what its arguments ask for."""
     if not isinstance(optimizer, FusedOptimizer):
         raise ConfigError(
             f"optimizers=({type(optimizer).__name__}, ...): a fused trainer needs a FusedOptimizer; name the class in "

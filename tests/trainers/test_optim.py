@@ -1,0 +1,149 @@
+"""`optim`, `optim_args` and Adam's arguments: the optimizer that they name in Hugging Face's trainer, or an error."""
+
+import pytest
+import torch
+from transformers import Trainer
+
+import lowmem
+from lowmem.errors import ConfigError, UnsupportedError
+
+ADAM = {"adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": 1e-6}
+MOMENTUM = {"optim": "sgd", "optim_args": "momentum=0.9, nesterov=true"}
+
+# arguments of both trainers; `fused`; the rule
+HONOURED = {
+    "adamw_torch": ({"optim": "adamw_torch"}, None, "adamw"),
+    "adamw_torch with betas": ({"optim": "adamw_torch", **ADAM}, None, "adamw"),
+    "the rule is repeated": (
+        {"optim": "adamw_torch", **ADAM},
+        lowmem.FusedConfig(rule="adamw", hyper={"betas": [0.8, 0.95]}),
+        "adamw",
+    ),
+    "torch's class": (
+        {"optim": "adamw_torch", "adam_beta2": 0.9},
+        lowmem.FusedConfig(rule=torch.optim.AdamW),
+        "torch.optim.adamw.AdamW",
+    ),
+    "sgd": ({"optim": "sgd"}, None, "torch.optim.sgd.SGD"),
+    "sgd with momentum": (MOMENTUM, None, "torch.optim.sgd.SGD"),
+    "sgd in both": (MOMENTUM, lowmem.FusedConfig(rule="torch.optim.SGD"), "torch.optim.sgd.SGD"),
+    "adagrad": ({"optim": "adagrad", "optim_args": "lr_decay=0.1"}, None, "torch.optim.adagrad.Adagrad"),
+    "rmsprop": ({"optim": "rmsprop", "optim_args": "alpha=0.9"}, None, "torch.optim.rmsprop.RMSprop"),
+    "adafactor": ({"optim": "adafactor"}, None, "transformers.optimization.Adafactor"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "fused", "rule"), HONOURED.values(), ids=HONOURED)
+def test_training_is_that_of_the_named_optimizer_to_the_last_bit(make, arguments, fused, rule):
+    arguments = {"max_steps": 4, "weight_decay": 0.1, "learning_rate": 1e-3, **arguments}
+    ends = []
+    for keywords in ({"cls": Trainer}, {"fused": fused}):
+        trainer = make(**keywords, **arguments)
+        trainer.train()
+        ends.append(list(trainer.model.parameters()))
+    assert {group["rule"] for group in trainer.optimizer.param_groups} == {rule}
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("rule", "arguments", "hyper"),
+    [
+        ("adamw", {"adam_beta1": 0.8}, {"betas": (0.8, 0.999)}),
+        ("lion", {"adam_beta1": 0.8}, {"betas": (0.8, 0.99)}),  # what is not set is the rule's own
+        ("lans", ADAM, {"beta1": 0.8, "beta2": 0.95, "epsilon": 1e-6}),
+        ("torch.optim.RAdam", ADAM, {"betas": (0.8, 0.95), "eps": 1e-6}),
+    ],
+)
+def test_arguments_of_adam_are_hyperparameters_of_the_rule(make, rule, arguments, hyper):
+    optimizer = make(fused=lowmem.FusedConfig(rule=rule), **arguments).create_optimizer()
+    for group in optimizer.param_groups:
+        assert {name: group[name] for name in hyper} == hyper
+
+
+@pytest.mark.parametrize("name", ["lomo", "adalomo"])
+def test_rules_of_this_package_by_their_names_in_hugging_face(make, name):
+    assert make(optim=name).create_optimizer().param_groups[0]["rule"] == name
+
+
+def test_the_default_value_of_optim_is_adalomo(make):
+    assert make(optim="adamw_torch_fused").create_optimizer().param_groups[0]["rule"] == "adalomo"
+
+
+ADAMW = lowmem.FusedConfig(rule="adamw", hyper={"betas": (0.7, 0.95)})
+REFUSED = {
+    "betas of AdaLomo": (None, {"adam_beta1": 0.8}, "adam_beta1=0.8: rule 'adalomo' has no such hyperparameter"),
+    "AdaLomo's eps is a pair": (None, {"adam_epsilon": 1e-6}, "adam_epsilon=1e-06: rule 'adalomo' has no such"),
+    "betas of SGD": (None, {"optim": "sgd", "adam_beta2": 0.9}, "adam_beta2=0.9 has no effect with optim='sgd'"),
+    "eps of RMSprop": (None, {"optim": "rmsprop", "adam_epsilon": 1e-6}, "adam_epsilon=1e-06 has no effect with"),
+    "another rule": (
+        ADAMW,
+        {"optim": "adafactor"},
+        "optim='adafactor' contradicts FusedConfig.rule='adamw'; omit optim, or set rule='transformers.optimization",
+    ),
+    "the rule of FusedConfig()": (lowmem.FusedConfig(), {"optim": "sgd"}, r"contradicts FusedConfig.rule='adalomo'"),
+    "other betas": (
+        ADAMW,
+        {"adam_beta1": 0.8},
+        r"FusedConfig.hyper\['betas'\]=\(0.7, 0.95\) contradicts adam_beta1=0.8",
+    ),
+    "another momentum": (
+        lowmem.FusedConfig(rule="torch.optim.SGD", hyper={"momentum": 0.8}),
+        MOMENTUM,
+        r"FusedConfig.hyper\['momentum'\]=0.8 contradicts optim_args='momentum=0.9, nesterov=true'",
+    ),
+    "arguments that Hugging Face ignores": (
+        None,
+        {"optim": "adamw_torch", "optim_args": "momentum=0.9"},
+        "optim='adamw_torch' takes no 'momentum'",
+    ),
+    "arguments without an optimizer": (ADAMW, {"optim_args": "momentum=0.9"}, "'momentum=0.9' has no effect without"),
+    "a package that is not there": (None, {"optim": "grokadamw"}, "optim='grokadamw': Please install grokadamw"),
+    "projections": (
+        None,
+        {"optim": "galore_adamw", "optim_target_modules": ["mlp"]},
+        "optim_target_modules=.'mlp'. is",
+    ),
+    "the whole model": (None, {"optim": "apollo_adamw"}, "optim='apollo_adamw': "),
+    "8 bits": (None, {"optim": "adamw_bnb_8bit"}, "optim='adamw_bnb_8bit': .*embeddings in 32 bits"),
+    "weight decay in optim_args": (
+        None,
+        {"optim": "sgd", "optim_args": "weight_decay=0.1"},
+        r"hyper\['weight_decay'\]=0.1 contradicts weight_decay=0.0",
+    ),
+}
+
+
+@pytest.mark.parametrize(("fused", "arguments", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_the_rule_does_not_have_is_refused(make, fused, arguments, message):
+    with pytest.raises((ConfigError, UnsupportedError), match=message) as raised:
+        make(fused=fused, **arguments)
+    assert "OptimizerNames" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"fused": lowmem.FusedConfig()}, "fused=... has no effect on the optimizer in `optimizers`"),
+        ({"optim": "sgd"}, "optim='sgd' has no effect on the optimizer in `optimizers`"),
+        ({"adam_beta1": 0.8}, "adam_beta1=0.8 has no effect on the optimizer in `optimizers`"),
+    ],
+)
+def test_options_beside_an_optimizer_are_refused(make, tiny_llama, arguments, message):
+    model = tiny_llama()
+    opt = lowmem.FusedOptimizer(model.named_parameters(), rule="lomo", lr=0.5)
+    with pytest.raises(ConfigError, match=message):
+        make(model=model, optimizers=(opt, None), **arguments)
+
+
+def test_arguments_that_are_changed_before_training_are_taken(make):
+    """As by a hyperparameter search."""
+    ends = []
+    for keywords in ({"cls": Trainer}, {}):
+        trainer = make(**keywords, optim="adamw_torch", max_steps=3)
+        trainer.args.max_grad_norm, trainer.args.adam_beta1, trainer.args.learning_rate = 0.5, 0.7, 1e-3
+        trainer.train()
+        ends.append(list(trainer.model.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+    trainer.args.max_grad_norm = 0.1
+    with pytest.raises(ConfigError, match=r"max_grad_norm=0\.1, but the optimizer has clip_norm=0\.5"):
+        trainer.train()
