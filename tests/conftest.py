@@ -1,5 +1,6 @@
 """What the tests share: one thread, a fixed seed, ranks, a small Llama, and a loss with the gradients asked for."""
 
+import gc
 import os
 import tempfile
 from pathlib import Path
@@ -25,6 +26,13 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def fixed_seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def garbage_is_of_the_test_alone():
+    """Accelerate collects garbage in every `train`, which takes most of a second with all that is imported."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
