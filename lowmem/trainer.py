@@ -73,6 +73,7 @@ class FusedTrainerMixin(_Base):
         if self.optimizer is not None:
             arguments.check_optimizer(self.optimizer, self.args)
             arguments.check_alone(self.args, fused)
+        arguments.check_windows(self.args, self.train_dataset)
         self.fused = self._options()
 
     def _options(self) -> FusedConfig:
@@ -274,6 +275,8 @@ class FusedTrainerMixin(_Base):
             if is_first:
                 shutil.rmtree(self._staging, ignore_errors=True)
             self._staging = None
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(final))
         if is_first:
             rotate_checkpoints(
                 output_dir=str(run_dir),
@@ -282,6 +285,11 @@ class FusedTrainerMixin(_Base):
                 use_mtime=False,
             )
         self.accelerator.wait_for_everyone()
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Pushes a checkpoint once it has its name: an upload goes on while training does."""
+        if self._staging is None:
+            super()._push_from_checkpoint(checkpoint_folder)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves as the trainer does. If the model is sharded, every rank calls it."""

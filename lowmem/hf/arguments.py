@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainingArguments
+from transformers.trainer_utils import has_length
 from transformers.utils import is_liger_kernel_available
 
 from lowmem.errors import ConfigError, UnsupportedError
@@ -53,6 +54,23 @@ def check_arguments(args: TrainingArguments, fused: FusedConfig) -> None:
             "auto_find_batch_size=True retries after a backward that ran out of memory, and a fused backward has "
             "updated some weights by then; find the batch size in a separate short run"
         )
+    if args.enable_jit_checkpoint:
+        raise UnsupportedError(
+            "enable_jit_checkpoint=True saves between backward and the optimizer's step, and a fused backward has "
+            "updated the weights by then; omit it, and set control.should_save in a callback's on_step_end"
+        )
+    if args.parallelism_config is not None:
+        raise UnsupportedError(
+            "parallelism_config: tensor, context and sequence parallelism are not supported; set fsdp or deepspeed, or "
+            "start one process per device for data parallelism"
+        )
+    if args.ddp_broadcast_buffers:
+        raise UnsupportedError(
+            "ddp_broadcast_buffers=True: the model is not wrapped in DistributedDataParallel, and the buffers of each "
+            "rank are its own; omit it"
+        )
+    if args.max_grad_norm is None or args.max_grad_norm < 0:
+        raise ConfigError(f"max_grad_norm={args.max_grad_norm} is not a number >= 0; set 0 for no clipping")
     started = int(os.environ.get("WORLD_SIZE", 1))
     if started > 1 and args.world_size == 1:
         raise ConfigError(
@@ -63,6 +81,15 @@ def check_arguments(args: TrainingArguments, fused: FusedConfig) -> None:
         raise UnsupportedError(
             f"one process sees {args.n_gpu} GPUs, and DataParallel would split each batch over them: start one process "
             f"per GPU (torchrun --nproc_per_node {args.n_gpu} ...), or make one visible (CUDA_VISIBLE_DEVICES=0)"
+        )
+
+
+def check_windows(args: TrainingArguments, dataset: Any) -> None:
+    """Raises where a checkpoint would be saved within a step."""
+    if args.gradient_accumulation_steps > 1 and args.save_strategy == "epoch" and not has_length(dataset):
+        raise UnsupportedError(
+            "save_strategy='epoch': data without a length may end before gradient_accumulation_steps batches, and a "
+            "checkpoint cannot hold the gradients of those that there were; set save_strategy='steps' and save_steps"
         )
 
 
@@ -96,7 +123,12 @@ def check_activations(args: TrainingArguments) -> None:
 
 
 def check_replay(args: TrainingArguments) -> None:
-    """Raises for options of activations with which backward cannot use a graph twice."""
+    """Raises for options with which backward cannot use a graph twice."""
+    if args.torch_compile:
+        raise UnsupportedError(
+            "torch_compile=True: a compiled backward reuses the memory of its activations, and policy 'two_pass' needs "
+            "them twice; use policy='deferred'"
+        )
     if (args.activation_checkpointing_kwargs or {}).get("use_reentrant"):
         raise UnsupportedError(
             "activation_checkpointing_kwargs={'use_reentrant': True}: policy 'two_pass' cannot measure gradients of "
@@ -149,8 +181,12 @@ def complete(fused: FusedConfig, args: TrainingArguments, sharded: Sharding | No
     """Completes the options with the trainer's arguments.
 
     Raises:
-        UnsupportedError: the policy in `fused` does not support the arguments.
+        UnsupportedError: the policy in `fused` or the sharding does not support the arguments.
     """
+    if sharded is not None and args.torch_compile:
+        raise UnsupportedError(
+            "torch_compile=True: with fsdp or deepspeed the model is sharded and would not be compiled; omit it"
+        )
     scale = fused.loss_scale
     if scale is None and args.fp16:
         scale = "dynamic" if sharded is None else sharded.loss_scale()

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import cache, partial
 from tempfile import TemporaryDirectory
 
+import pytest
 import torch
 import transformers as hf
 import trl
@@ -211,13 +212,27 @@ ROWS = {
 }
 
 
-def build(row, folder, mixin, **arguments):
-    """The trainer of a row, with the mixin or without."""
-    cls, config, options, keywords = ROWS[row]()
+def build(row, folder, mixin, keywords=(), **arguments):
+    """The trainer of a row, with the mixin or without; `keywords` are of its constructor."""
+    cls, config, options, row_keywords = ROWS[row]()
     defaults = {
         "output_dir": str(folder), "max_steps": 3, "per_device_train_batch_size": 2, "learning_rate": 1e-2,
         "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "optim": "adamw_torch",
         "dataloader_pin_memory": False, "bf16": False, "weight_decay": 0.1,
     }  # fmt: skip
     args = config(**{**defaults, **options, **arguments})
-    return (fused(cls) if mixin else cls)(args=args, **keywords)
+    return (fused(cls) if mixin else cls)(args=args, **{**row_keywords, **dict(keywords)})
+
+
+def assert_same_run(fused, ordinary, approximate=("grad_norm",)):
+    """The weights to the last bit, and what was logged; `approximate` is summed in another order."""
+    pairs = zip(fused.model.parameters(), ordinary.model.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    for actual, expected in zip(fused.state.log_history, ordinary.state.log_history, strict=True):
+        names = {name for name in expected if not any(part in name for part in ("time", "runtime", "per_second"))}
+        exact = names.difference(approximate)
+        assert {name: actual[name] for name in exact} == pytest.approx(
+            {name: expected[name] for name in exact}, rel=0, abs=0, nan_ok=True
+        )
+        for name in names & {*approximate}:
+            assert actual[name] == pytest.approx(expected[name], rel=1e-5, nan_ok=True)
