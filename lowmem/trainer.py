@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from accelerate.utils import is_peft_model
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from transformers import Trainer
 from transformers.trainer_utils import rotate_checkpoints
 
-from lowmem.errors import CheckpointError, ConfigError, UnsupportedError
+from lowmem.errors import CheckpointError, ConfigError, StepError, UnsupportedError
 from lowmem.hf import adapters, arguments, checkpoint, head, optim, sharding
 from lowmem.hf.weights import load_weights, save_weights
 from lowmem.optimizer import FusedOptimizer
@@ -40,6 +41,9 @@ else:
 logger = logging.getLogger(__name__)
 
 _STAGING = ".saving"
+
+# The optimizer of the trainer that trains a model.
+_OPTIMIZERS: "WeakKeyDictionary[nn.Module, ReferenceType[FusedOptimizer]]" = WeakKeyDictionary()
 
 # Prefix of the metrics keys of `log_norms`; the name of the parameter follows.
 PARAM_NORM = "grad_norm/"
@@ -150,10 +154,18 @@ class FusedTrainerMixin(_Base):
         model = self.model if model is None else model
         if self.optimizer is None:
             self.fused = self._options()  # a hyperparameter search has set other arguments
+            if model in _OPTIMIZERS and (other := _OPTIMIZERS[model]()) is not None:
+                other.remove()  # that of an earlier trainer
             groups, config = self._param_groups(model), replace(self.fused, groups=())
             self.optimizer = FusedOptimizer.from_config(groups, config, model=model, lr=self.args.learning_rate)
         arguments.check_optimizer(self.optimizer, self.args)
         opt = self.optimizer
+        if opt._hooks.removed:
+            raise StepError(
+                "another trainer has trained this model since, and has removed the hooks of this one's optimizer; make "
+                "a new trainer"
+            )
+        _OPTIMIZERS[model] = ref(opt)
         if self.args.gradient_accumulation_steps > 1:
             with opt.accumulate():  # chooses the policy now instead of after the first micro-batch
                 pass
