@@ -61,6 +61,12 @@ EQUAL = {  # a row, keywords of the constructor, arguments
     "average_tokens_across_devices": (CAUSAL, {}, {"average_tokens_across_devices": False}),
     "label smoothing": (CAUSAL, {}, {"label_smoothing_factor": 0.2, "gradient_accumulation_steps": 2}),
     "label smoothing of SFT": ("SFT", {}, {"label_smoothing_factor": 0.2, "loss_type": "nll"}),
+    "model_init": (CAUSAL, {"model": None, "model_init": lambda: builders.llama()}, {}),
+    "generation in evaluation": (
+        "Seq2SeqTrainer",
+        evaluated("Seq2SeqTrainer"),
+        {"eval_strategy": "steps", "eval_steps": 2},
+    ),
     "NEFTune": (CAUSAL, {}, {"neftune_noise_alpha": 5.0}),
     "group_by_length": (CAUSAL, {}, {"train_sampling_strategy": "group_by_length"}),
     "sequential": (CAUSAL, {}, {"train_sampling_strategy": "sequential"}),
