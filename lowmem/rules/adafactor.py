@@ -87,6 +87,7 @@ class Adafactor(UpdateRule):
     keeps = "row and column means of g²"
     exactness = "trajectories recorded from its source, weights to 1e-6"
     decay = "weight_decay_rate"
+    sums_squares = True
     defaults, checks = require.hyperparameters(
         lr=(1e-3, require.number(">= 0")),
         factored=(True, require.flag),
@@ -126,6 +127,9 @@ class Adafactor(UpdateRule):
 
     def without_decay(self) -> dict[str, Any]:
         return {"weight_decay_rate": None, "weight_decay_rate_lr_exponent": None}  # with an exponent 0.0 is 1.0
+
+    def takes_nonfinite(self, hyper: Hyper) -> bool:
+        return bool(hyper["skip_nan_updates"])
 
     def needs_norm(self, hyper: Hyper) -> str | None:
         threshold = hyper["global_norm_clip_threshold"]

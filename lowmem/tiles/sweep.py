@@ -17,10 +17,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from lowmem.tiles.layout import Layout, Rect
+from lowmem.tiles.norms import exact, summable
 from lowmem.tiles.storage import FromParameter, Held, Nearest, golden_ratio_noise, mix, nearest
 from lowmem.tiles.tile import (
     BLOCK_ROWS,
     LINE,
+    REDUCED_SQUARE,
     SQUARE,
     ApplyFn,
     Formats,
@@ -65,8 +67,10 @@ class Reading:
     limit: float32 scalar >= 0; the gradient is clamped to +-limit after that, or None.
     clip_coef: float32 scalar that it is multiplied by after that, or None.
     rule_clip_coef: clip coefficient of the rule's own clipping that the rule applies itself, or None.
-    finite: boolean scalar; False leaves everything as it is. None: the sweep decides for itself, per parameter.
-    square_sums: those of the unscaled gradients, float32 [members], where they have been measured already.
+    finite: boolean, a scalar or [members]; False leaves everything as it is. None: the sweep decides for itself, per
+    parameter, for which an Inf or NaN in its gradient counts.
+    sums_squares: where the sweep decides, squares that overflow float32 count as well.
+    square_sums: those of the unscaled gradients, float64 [members], where they have been measured already.
     """
 
     inverse_scale: Tensor | None = None
@@ -74,6 +78,7 @@ class Reading:
     clip_coef: Tensor | None = None
     rule_clip_coef: Tensor | None = None
     finite: Tensor | None = None
+    sums_squares: bool = False
     square_sums: Tensor | None = None
 
 
@@ -177,7 +182,7 @@ class Sweep:
         self._passes = 0
         self._params = self._views(weight)
         self._grads = layout.views(grad)
-        self._slice_square_sums: Tensor | None = None  # [B], known after the first reduce
+        self._measured: tuple[Tensor, Tensor] | None = None  # sums of squares [B], known after the first reduce
         self._square_sums = reading.square_sums
 
     @property
@@ -187,22 +192,28 @@ class Sweep:
 
     @functools.cached_property
     def square_sums(self) -> Tensor:
-        """Sum of the squares of each parameter's unscaled, unclipped gradient over all shards: float32 [members]."""
+        """Sum of the squares of each parameter's unscaled, unclipped gradient over all shards: float64 [members]. It is
+        summed in float32 unless that overflows.
+        """
         if self._square_sums is not None:
             return self._square_sums
-        if self._slice_square_sums is None:
+        if self._measured is None:
             self.reduce(_nothing)
-        assert self._slice_square_sums is not None
-        return self._slice_square_sums.view(self.members, -1).sum(-1)
+        assert self._measured is not None
+        return exact(*(sums.view(self.members, -1).sum(-1) for sums in self._measured))
 
     @property
     def finite(self) -> Tensor | None:
-        """Whether each gradient is free of Inf and NaN (and its squares of overflow): boolean [members], on the device.
+        """Whether each gradient is free of Inf and NaN: boolean [members], on the device.
 
         `apply` and `store` leave everything of a parameter as it was where it is False. None: everything is written.
         """
         if self._finite is None and self._guarded:
-            self._finite = self.square_sums.isfinite()
+            if self._reading.sums_squares:
+                count = math.prod(self.shape) // self.members
+                self._finite = summable(self.square_sums, self._reading.limit, count)
+            else:
+                self._finite = self.square_sums.isfinite()
         return self._finite
 
     def pass_nonfinite(self) -> None:
@@ -222,7 +233,7 @@ class Sweep:
 
         The first reduce of a sweep measures the gradient on the way, so measuring costs no pass of its own.
         """
-        measure = self._slice_square_sums is None and self._square_sums is None
+        measure = self._measured is None and self._square_sums is None
         batch, rows, cols = self.shape
         total = Sums()
 
@@ -256,7 +267,7 @@ class Sweep:
         if self._across is not None:
             _sum_up(self._across, total)
         if measure:
-            self._slice_square_sums = total.scalar.pop(SQUARE)
+            self._measured = total.scalar.pop(SQUARE), total.scalar.pop(REDUCED_SQUARE)
         return total
 
     def apply(
