@@ -48,6 +48,9 @@ CPU_TILE = 1 << 17
 CPU_COMPILED_TILE = 1 << 24
 GPU_TILE = 1 << 22
 
+# Tiles do not cross columns whose number is a multiple of this: int32 counts the columns of a tile.
+WIDEST = 1 << 30
+
 
 class Across(Protocol):
     """The ranks that hold a shard of the parameter each."""
@@ -111,17 +114,18 @@ def _cut_up(rects: Sequence[Rect], on_cpu: bool, compiled: bool, tile: int | Non
     """
     eager = tile or (CPU_TILE if on_cpu else GPU_TILE)
     block = BLOCK_ROWS if on_cpu else 1
-    for of, outer in enumerate(rects):
+    parts = [(of, outer, part) for of, outer in enumerate(rects) for part in outer.narrow(WIDEST)]
+    for of, outer, part in parts:
         if not compiled:
-            yield from (Cut(of, rect, rect == outer) for rect in outer.subdivide(eager))
+            yield from (Cut(of, rect, rect == outer) for rect in part.subdivide(eager))
             continue
-        large = tile or (CPU_COMPILED_TILE if on_cpu else math.prod(outer.size))
-        for rect in outer.subdivide(large, block):
+        large = tile or (CPU_COMPILED_TILE if on_cpu else math.prod(part.size))
+        for rect in part.subdivide(large, block):
             regular, rest = rect.regular(block, LINE)
             if regular is not None:
                 yield Cut(of, regular, regular == outer, 1 if regular.size[1] == 1 else block, compiled=True)
             if rest is not None:
-                yield from (Cut(of, part, part == outer) for part in rest.subdivide(eager))
+                yield from (Cut(of, tail, tail == outer) for tail in rest.subdivide(eager))
 
 
 NO_READING = Reading()
@@ -289,8 +293,11 @@ class Sweep:
         for cut, raw in self._tiles(full, row, col, scalar):
             rect, run = cut.rect, tile_function(apply_tile, fn, formats, cut.compiled)
             here = None if self._at_once else (rect.batch, rect.rows)
-            bits = None if noise is None else _cut(noise, here)
-            first = None if noise is None else torch.full((), rect.cols.start, dtype=torch.int32, device=self.device)
+            bits = first = None
+            if noise is not None:
+                high, low = divmod(rect.cols.start + (1 << 31), 1 << 32)
+                first = torch.full((), low - (1 << 31), dtype=torch.int32, device=self.device)
+                bits = _cut(noise, here) if not high else mix(_cut(noise, here) + high)
             run(Writing(None if finite is None else _cut(finite, here and here[:1]), bits, first, shared), raw)
 
     def store(self, state: Tensor, value: Tensor) -> Tensor:
