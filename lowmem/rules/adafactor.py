@@ -76,8 +76,10 @@ class Adafactor(UpdateRule):
 
     As in the source: weight decay is not multiplied by lr, unless `weight_decay_rate_lr_exponent` is set, which makes
     it (weight_decay_rate or 1)·lr^exponent. With `skip_nan_updates` single elements that would become NaN stay as they
-    are, not the whole parameter. Momentum in 16 bits is multiplied by beta1 rounded to them. `variant`: "jit" rounds
-    final results, "op_by_op" each operation on a 16-bit weight or momentum, as the source does when not compiled.
+    are, and neither the parameter nor the step is skipped, unless by a dynamic loss scale; with
+    `global_norm_clip_threshold` a NaN makes all gradients NaN, and an Inf makes them 0. Momentum in 16 bits is
+    multiplied by beta1 rounded to them. `variant`: "jit" rounds final results, "op_by_op" each operation on a 16-bit
+    weight or momentum, as the source does when not compiled.
 
     Options: `multiply_by_parameter_scale`: True, False, or a list of (regular expression, bool). `epsilon1` (ε₁) and
     `epsilon2` (ε₂, the least scale). `global_norm_clip_threshold`: clips by the norm of all gradients.

@@ -24,12 +24,14 @@ class Norms(NamedTuple):
     """Norms of one parameter's gradient, float64 scalars on its device: Inf or NaN only if an element is.
 
     raw: 2-norm of the unscaled gradient.  clamped: the same after the clip by value.  clipped_by: what `clip_norm`
-    measures.
+    measures.  tiled: as `raw`, but summed in tiles: as PyTorch computes it, on a CPU, the norm of a large float32
+    tensor may be off by a per cent.
     """
 
     raw: Tensor
     clamped: Tensor
     clipped_by: Tensor
+    tiled: Tensor
 
 
 @dataclass(frozen=True)
@@ -104,26 +106,27 @@ class Clipping:
         """
         if not grad.numel():  # this rank holds nothing of the parameter
             zero = torch.zeros((), dtype=torch.float64, device=grad.device)
-            return Norms(zero, zero, zero)
+            return Norms(zero, zero, zero, zero)
         inverse_scale, limit = self.scaler.inverse(grad.device), self.limit(grad.device)
         before_limit = record.rule.norm_before_clip_value
         parts = [self._measure(part, inverse_scale, limit, before_limit) for part in _float32_parts(grad)]
         if len(parts) == 1:
             return parts[0]
-        raw, clamped, clipped_by = (torch.stack(norms) for norms in zip(*parts, strict=True))
-        return Norms(norm_over(raw), norm_over(clamped), norm_over(clipped_by, self.norm_type))
+        raw, clamped, clipped_by, tiled = (torch.stack(norms) for norms in zip(*parts, strict=True))
+        return Norms(norm_over(raw), norm_over(clamped), norm_over(clipped_by, self.norm_type), norm_over(tiled))
 
     def _measure(self, part: Tensor, inverse_scale: Tensor | None, limit: Tensor | None, before_limit: bool) -> Norms:
         if inverse_scale is not None:
             part.mul_(inverse_scale)
-        raw = clamped = _norm(part)
+        raw, tiled = _norms(part)
+        clamped = raw
         clipped_by = raw if self.norm_type == 2 else self._largest(part)
         if limit is not None:
             part.clamp_(-limit, limit)
-            clamped = _norm(part)
+            clamped, _ = _norms(part)
             if not before_limit:
                 clipped_by = clamped if self.norm_type == 2 else self._largest(part)
-        return Norms(raw, clamped, clipped_by)
+        return Norms(raw, clamped, clipped_by, tiled)
 
     def _largest(self, values: Tensor) -> Tensor:
         return torch.linalg.vector_norm(values, torch.inf).double()
@@ -255,13 +258,18 @@ def _coefs(record: ParamRecord, coef: Tensor | None, groups: Mapping[int, GroupC
     return [each for each in (coef, by_engine) if each is not None]
 
 
-def _norm(values: Tensor) -> Tensor:
-    """The 2-norm in float32 as PyTorch computes it, or where that overflows in tiles of reduced values: float64."""
-    single = torch.linalg.vector_norm(values)
-    reduced = torch.linalg.vector_norm(
-        torch.stack([torch.linalg.vector_norm(tile * REDUCED) for tile in tiles(values)])
-    )
-    return torch.where(single.isfinite(), single.double(), reduced.double() / REDUCED)
+def _norms(values: Tensor) -> tuple[Tensor, Tensor]:
+    """The 2-norm in float32 as PyTorch computes it, and summed in tiles; where that overflows, of reduced values: both
+    float64.
+    """
+    parts = tiles(values)
+    single = tiled = torch.linalg.vector_norm(values)
+    if len(parts) > 1:
+        tiled = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(part) for part in parts]))
+    reduced = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(part * REDUCED) for part in parts]))
+    large = reduced.double() / REDUCED
+    norm, norm_in_tiles = (torch.where(each.isfinite(), each.double(), large) for each in (single, tiled))
+    return norm, norm_in_tiles
 
 
 def _float32_parts(grad: Tensor) -> Iterable[Tensor]:
