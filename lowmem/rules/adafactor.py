@@ -76,8 +76,10 @@ class Adafactor(UpdateRule):
 
     As in the source: weight decay is not multiplied by lr, unless `weight_decay_rate_lr_exponent` is set, which makes
     it (weight_decay_rate or 1)·lr^exponent. With `skip_nan_updates` single elements that would become NaN stay as they
-    are, not the whole parameter. Momentum in 16 bits is multiplied by beta1 rounded to them. `variant`: "jit" rounds
-    final results, "op_by_op" each operation on a 16-bit weight or momentum, as the source does when not compiled.
+    are, and neither the parameter nor the step is skipped, unless by a dynamic loss scale; with
+    `global_norm_clip_threshold` a NaN makes all gradients NaN, and an Inf makes them 0. Momentum in 16 bits is
+    multiplied by beta1 rounded to them. `variant`: "jit" rounds final results, "op_by_op" each operation on a 16-bit
+    weight or momentum, as the source does when not compiled.
 
     Options: `multiply_by_parameter_scale`: True, False, or a list of (regular expression, bool). `epsilon1` (ε₁) and
     `epsilon2` (ε₂, the least scale). `global_norm_clip_threshold`: clips by the norm of all gradients.
@@ -87,6 +89,7 @@ class Adafactor(UpdateRule):
     keeps = "row and column means of g²"
     exactness = "trajectories recorded from its source, weights to 1e-6"
     decay = "weight_decay_rate"
+    sums_squares = True
     defaults, checks = require.hyperparameters(
         lr=(1e-3, require.number(">= 0")),
         factored=(True, require.flag),
@@ -126,6 +129,9 @@ class Adafactor(UpdateRule):
 
     def without_decay(self) -> dict[str, Any]:
         return {"weight_decay_rate": None, "weight_decay_rate_lr_exponent": None}  # with an exponent 0.0 is 1.0
+
+    def takes_nonfinite(self, hyper: Hyper) -> bool:
+        return bool(hyper["skip_nan_updates"])
 
     def needs_norm(self, hyper: Hyper) -> str | None:
         threshold = hyper["global_norm_clip_threshold"]

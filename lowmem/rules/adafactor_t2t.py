@@ -58,6 +58,7 @@ class AdafactorT2T(UpdateRule):
     source = "Shazeer and Stern 2018, arXiv:1804.04235; Tensor2Tensor"
     keeps = "row and column means of g²"
     exactness = "trajectories recorded from its source, weights to 2e-5"
+    sums_squares = True
     defaults, checks = require.hyperparameters(
         lr=(None, require.number(">= 0", optional=True)),
         multiply_by_parameter_scale=(True, require.flag),

@@ -26,6 +26,7 @@ class AdaLomo(UpdateRule):
     keeps = "row and column means of g², float32"
     exactness = "trajectories recorded from its source, weights to 1e-6"
     norm_before_clip_value = True
+    sums_squares = True
     defaults, checks = require.hyperparameters(
         lr=(1e-3, require.number(">= 0")),
         eps=(

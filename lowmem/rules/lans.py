@@ -10,6 +10,7 @@ from torch import Tensor
 from lowmem.rules import require
 from lowmem.rules.rule import Hyper, ParamSpec, State, StateSpec, UpdateRule, next_count, power, register
 from lowmem.tiles.layout import View
+from lowmem.tiles.norms import REDUCED, exact
 from lowmem.tiles.sweep import Sweep
 from lowmem.tiles.tile import Sums, Tile
 
@@ -18,9 +19,9 @@ _MAGNIFIED = 2.0**64
 
 
 def norms(t: Tile) -> Sums:
-    """Sums of squares: of the gradient, of the gradient magnified, of the weight and of the weight in its dtype."""
-    magnified, stored = (t.grad * _MAGNIFIED).square(), t.stored(t.param).square()
-    return Sums(scalar={"grad": t.grad_square, "magnified": magnified, "weight": t.param.square(), "stored": stored})
+    """Sums of squares: of the gradient, of it magnified and reduced, of the weight and of the weight in its dtype."""
+    grads = {"grad": t.grad_square, "magnified": (t.grad * _MAGNIFIED).square(), "reduced": (t.grad * REDUCED).square()}
+    return Sums(scalar={**grads, "weight": t.param.square(), "stored": t.stored(t.param).square()})
 
 
 class Step(NamedTuple):
@@ -164,7 +165,7 @@ class Lans(UpdateRule):
 def inverse_norm(sums: dict[str, Tensor], rescale: float) -> Tensor:
     """The multiplier that makes the gradient a unit vector, with the sign of `rescale`; 0 for a gradient of zeros."""
     tiny = sums["magnified"].sqrt() / _MAGNIFIED
-    norm = torch.where(sums["magnified"].isfinite(), tiny, sums["grad"].sqrt())
+    norm = torch.where(sums["magnified"].isfinite(), tiny, exact(sums["grad"], sums["reduced"]).sqrt().float())
     sign = (rescale > 0) - (rescale < 0)
     return torch.where(norm > 0, sign / norm, 0.0)
 

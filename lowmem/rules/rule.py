@@ -96,6 +96,8 @@ class UpdateRule(ABC):
         every_parameter: a parameter without gradient is updated as if its gradient were zero.
         norm_before_clip_value: clip_norm measures gradients before clip_value clamps them.
         can_be_skipped: its update can be undone on the device, before the host knows that the step is skipped.
+        sums_squares: its states are of no use once squares of the gradient, or their sum, overflow float32 (a norm of
+            9e18). A parameter with such a gradient is left as it is.
     """
 
     name: ClassVar[str]
@@ -110,6 +112,7 @@ class UpdateRule(ABC):
     every_parameter: ClassVar[bool] = False
     norm_before_clip_value: ClassVar[bool] = False
     can_be_skipped: ClassVar[bool] = True
+    sums_squares: ClassVar[bool] = False
 
     def check(self, hyper: Hyper) -> None:
         """Raises `ConfigError` for a hyperparameter that is out of range."""
@@ -133,6 +136,10 @@ class UpdateRule(ABC):
 
     def begin(self, hyper: Hyper, step: int) -> None:  # noqa: B027 (most rules accept every step)
         """Raises `ConfigError` for hyperparameters that do not fit the step that begins, before anything is updated."""
+
+    def takes_nonfinite(self, hyper: Hyper) -> bool:
+        """Whether it says itself what Inf and NaN in a gradient do, so that they skip neither parameter nor step."""
+        return False
 
     def names(self, hyper: Hyper) -> Iterable[str]:
         """Names of parameters in the hyperparameters; each has to exist."""

@@ -76,6 +76,7 @@ class ScaledAdam(UpdateRule):
     keeps = "delta and mean of g²; its size every few steps"
     exactness = "trajectories recorded from its source, weights to 1e-6"
     every_parameter = True
+    sums_squares = True
     defaults, checks = require.hyperparameters(
         lr=(3e-2, require.number(">= 0")),
         clipping_scale=(None, require.number("> 0", optional=True)),

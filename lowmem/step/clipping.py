@@ -16,35 +16,42 @@ from lowmem.placements import Ranks
 from lowmem.placements.record import ParamRecord
 from lowmem.rules import GroupClip, GroupNorms
 from lowmem.step.loss_scaler import LossScaler
+from lowmem.tiles.norms import REDUCED, norm_over, summable
 from lowmem.tiles.sweep import Reading, tiles
 
 
 class Norms(NamedTuple):
-    """Norms of one parameter's gradient, float32 scalars on its device.
+    """Norms of one parameter's gradient, float64 scalars on its device: Inf or NaN only if an element is.
 
     raw: 2-norm of the unscaled gradient.  clamped: the same after the clip by value.  clipped_by: what `clip_norm`
-    measures.
+    measures.  tiled: as `raw`, but summed in tiles: as PyTorch computes it, on a CPU, the norm of a large float32
+    tensor may be off by a per cent.
     """
 
     raw: Tensor
     clamped: Tensor
     clipped_by: Tensor
+    tiled: Tensor
 
 
 @dataclass(frozen=True)
 class Decision:
     """What is settled about a step before its first update.
 
-    finite: boolean scalar; False skips every update.  clip_coef: of `clip_norm`, float32 scalar, or None.
+    finite: boolean scalar; False skips every update.  guarded: whether Inf or NaN in a gradient makes it False.
+    clip_coef: of `clip_norm`, float32 scalar, or None.
     groups: id of a parameter group → its rule's own clipping.  norms: parameter → its norms.
+    summable: parameter whose rule sums squares → whether it can, boolean scalar; False skips its update.
     prepared: float32 gradients have been unscaled and clamped in place.
     skipped: the host knows that the step is skipped, and nothing needs to run.
     """
 
     finite: Tensor
+    guarded: bool = True
     clip_coef: Tensor | None = None
     groups: Mapping[int, GroupClip] = field(default_factory=dict)
     norms: Mapping[str, Norms] = field(default_factory=dict)
+    summable: Mapping[str, Tensor] = field(default_factory=dict)
     prepared: bool = False
     skipped: bool = False
 
@@ -98,30 +105,31 @@ class Clipping:
         as PyTorch would; a 16-bit one keeps its bits and is read tile by tile.
         """
         if not grad.numel():  # this rank holds nothing of the parameter
-            zero = torch.zeros((), dtype=torch.float32, device=grad.device)
-            return Norms(zero, zero, zero)
+            zero = torch.zeros((), dtype=torch.float64, device=grad.device)
+            return Norms(zero, zero, zero, zero)
         inverse_scale, limit = self.scaler.inverse(grad.device), self.limit(grad.device)
         before_limit = record.rule.norm_before_clip_value
-        parts = [self._measure(tile, inverse_scale, limit, before_limit) for tile in _float32_tiles(grad)]
+        parts = [self._measure(part, inverse_scale, limit, before_limit) for part in _float32_parts(grad)]
         if len(parts) == 1:
             return parts[0]
-        raw, clamped, clipped_by = (torch.stack(norms) for norms in zip(*parts, strict=True))
-        return Norms(torch.linalg.vector_norm(raw), torch.linalg.vector_norm(clamped), self._norm_of(clipped_by))
+        raw, clamped, clipped_by, tiled = (torch.stack(norms) for norms in zip(*parts, strict=True))
+        return Norms(norm_over(raw), norm_over(clamped), norm_over(clipped_by, self.norm_type), norm_over(tiled))
 
-    def _measure(self, tile: Tensor, inverse_scale: Tensor | None, limit: Tensor | None, before_limit: bool) -> Norms:
+    def _measure(self, part: Tensor, inverse_scale: Tensor | None, limit: Tensor | None, before_limit: bool) -> Norms:
         if inverse_scale is not None:
-            tile.mul_(inverse_scale)
-        raw = clamped = torch.linalg.vector_norm(tile)
-        clipped_by = raw if self.norm_type == 2 else self._norm_of(tile)
+            part.mul_(inverse_scale)
+        raw, tiled = _norms(part)
+        clamped = raw
+        clipped_by = raw if self.norm_type == 2 else self._largest(part)
         if limit is not None:
-            tile.clamp_(-limit, limit)
-            clamped = torch.linalg.vector_norm(tile)
+            part.clamp_(-limit, limit)
+            clamped, _ = _norms(part)
             if not before_limit:
-                clipped_by = clamped if self.norm_type == 2 else self._norm_of(tile)
-        return Norms(raw, clamped, clipped_by)
+                clipped_by = clamped if self.norm_type == 2 else self._largest(part)
+        return Norms(raw, clamped, clipped_by, tiled)
 
-    def _norm_of(self, values: Tensor) -> Tensor:
-        return torch.linalg.vector_norm(values, self.norm_type)
+    def _largest(self, values: Tensor) -> Tensor:
+        return torch.linalg.vector_norm(values, torch.inf).double()
 
     def decide(self, measured: Mapping[str, Norms], *, prepared: bool) -> Decision:
         """Settles a step. No value is read back, except for a foreign optimizer, whose update cannot be undone.
@@ -137,22 +145,50 @@ class Clipping:
             norms = self._over_ranks(norms, self._ranks)
         device = next(iter(norms.values())).raw.device
         finite = torch.stack([each.raw.to(device) for each in norms.values()]).isfinite().all()
+        # a dynamic loss scale that is too large skips the step, whatever the rule
+        guarded = self.scaler.dynamic or not all(record.rule.takes_nonfinite(record.group) for record in fired)
+        finite = finite if guarded else torch.ones_like(finite)
         coef = None
         if self.norm is not None:
-            total = self._norm_of(torch.stack([each.clipped_by.to(device) for each in norms.values()]))
-            coef = (self.norm / (total + 1e-6)).clamp(max=1.0)
+            total = norm_over(torch.stack([each.clipped_by.to(device) for each in norms.values()]), self.norm_type)
+            single = total.float()  # as torch divides, unless the norm itself is beyond float32
+            coef = torch.where(single.isfinite(), self.norm / (single + 1e-6), (self.norm / total).float())
+            coef = coef.clamp(max=1.0)
+        groups = self._clip_groups(norms, finite, coef)
         skipped = not all(record.rule.can_be_skipped for record in fired) and not bool(finite)
-        return Decision(finite, coef, self._clip_groups(norms, finite, coef), norms, prepared, skipped)
+        summable = self._summable(fired, norms, coef, groups)
+        return Decision(finite, guarded, coef, groups, norms, summable, prepared, skipped)
+
+    def _summable(
+        self,
+        fired: Iterable[ParamRecord],
+        norms: Mapping[str, Norms],
+        coef: Tensor | None,
+        groups: Mapping[int, GroupClip],
+    ) -> dict[str, Tensor]:
+        """Whether a gradient as its rule will read it has squares that float32 can sum, for rules that do."""
+        members: dict[int, list[ParamRecord]] = {}
+        for record in fired:
+            if sums_squares(record):
+                members.setdefault(id(record.group), []).append(record)
+        found: dict[str, Tensor] = {}
+        for records in members.values():
+            device = norms[records[0].name].clamped.device
+            read = torch.stack([norms[record.name].clamped.to(device) for record in records])
+            for each in _coefs(records[0], coef, groups):
+                read = read * each.to(device)
+            found |= zip((record.name for record in records), summable(read.square()).unbind(), strict=True)
+        return found
 
     def _over_ranks(self, measured: Mapping[str, Norms], ranks: Ranks) -> dict[str, Norms]:
         """The norms of full gradients, from those of their shards."""
         device = next(iter(measured.values())).raw.device
-        norms = torch.stack([torch.stack([norm.to(device) for norm in each]) for each in measured.values()]).double()
-        (squares,) = ranks.all_reduce_sum([norms.square()])  # in float32 they would overflow where the norms do not
+        norms = torch.stack([torch.stack([norm.to(device) for norm in each]) for each in measured.values()])
+        (squares,) = ranks.all_reduce_sum([norms.square()])
         total = squares.sqrt()
         if self.norm_type != 2:
             (total[:, 2],) = ranks.all_reduce_max([norms[:, 2]])
-        return {name: Norms(*row.unbind()) for name, row in zip(measured, total.float().unbind(), strict=True)}
+        return {name: Norms(*row.unbind()) for name, row in zip(measured, total.unbind(), strict=True)}
 
     def _clip_groups(self, norms: Mapping[str, Norms], finite: Tensor, coef: Tensor | None) -> dict[int, GroupClip]:
         """The clipping of each rule that has its own, given the gradients as `clip_norm` leaves them."""
@@ -164,7 +200,7 @@ class Clipping:
             return {}
         zero = torch.zeros_like(finite, dtype=torch.float32)
         read = {name: each.clamped.to(zero.device) * (1.0 if coef is None else coef) for name, each in norms.items()}
-        total = torch.linalg.vector_norm(torch.stack(list(read.values())))
+        total = norm_over(torch.stack(list(read.values()))).float()
         clips = {}
         for n, group in enumerate(self._groups):
             if not (records := members.get(id(group), [])):
@@ -174,7 +210,7 @@ class Clipping:
             clip = clips[id(group)] = rule.clip_by_norm(
                 GroupNorms(
                     hyper=group,
-                    norms=torch.stack([read.get(record.name, zero) for record in records]),
+                    norms=torch.stack([read.get(record.name, zero).float() for record in records]),
                     total=total,
                     states=[self._states.get(record.param, {}) for record in records],
                     memory=memory,
@@ -189,13 +225,14 @@ class Clipping:
         device = grad.device
         inverse_scale, limit = self.scaler.inverse(device), self.limit(device)
         if decision is None:
-            return Reading(inverse_scale, limit)
+            return Reading(inverse_scale, limit, sums_squares=sums_squares(records[0]))
         group = decision.groups.get(id(records[0].group))
-        by_engine = group.coef if group is not None and not group.by_rule else None
-        coefs = [coef.to(device) for coef in (decision.clip_coef, by_engine) if coef is not None]
-        square_sums = None
+        coefs = [coef.to(device) for coef in _coefs(records[0], decision.clip_coef, decision.groups)]
+        finite, square_sums = decision.finite.to(device), None
+        if records[0].name in decision.summable:
+            finite = finite & torch.stack([decision.summable[record.name].to(device) for record in records])
         if decision.prepared:
-            zero = torch.zeros((), dtype=torch.float32, device=device)
+            zero = torch.zeros((), dtype=torch.float64, device=device)
             norms = [decision.norms[r.name].raw if r.name in decision.norms else zero for r in records]
             square_sums = torch.stack(norms).square()
         done = decision.prepared and grad.dtype == torch.float32
@@ -204,11 +241,37 @@ class Clipping:
             None if done else limit,
             functools.reduce(torch.mul, coefs) if coefs else None,
             group.coef.to(device) if group is not None and group.by_rule else None,
-            decision.finite.to(device),
-            square_sums,
+            finite if decision.guarded else None,
+            square_sums=square_sums,
         )
 
 
-def _float32_tiles(grad: Tensor) -> Iterable[Tensor]:
+def sums_squares(record: ParamRecord) -> bool:
+    """Whether a parameter is left as it is where squares of its gradient overflow float32."""
+    return record.rule.sums_squares and not record.rule.takes_nonfinite(record.group)
+
+
+def _coefs(record: ParamRecord, coef: Tensor | None, groups: Mapping[int, GroupClip]) -> list[Tensor]:
+    """What multiplies the gradient of a parameter: the clip coefficient of all, and that of its own group."""
+    group = groups.get(id(record.group))
+    by_engine = group.coef if group is not None and not group.by_rule else None
+    return [each for each in (coef, by_engine) if each is not None]
+
+
+def _norms(values: Tensor) -> tuple[Tensor, Tensor]:
+    """The 2-norm in float32 as PyTorch computes it, and summed in tiles; where that overflows, of reduced values: both
+    float64.
+    """
+    parts = tiles(values)
+    single = tiled = torch.linalg.vector_norm(values)
+    if len(parts) > 1:
+        tiled = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(part) for part in parts]))
+    reduced = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(part * REDUCED) for part in parts]))
+    large = reduced.double() / REDUCED
+    norm, norm_in_tiles = (torch.where(each.isfinite(), each.double(), large) for each in (single, tiled))
+    return norm, norm_in_tiles
+
+
+def _float32_parts(grad: Tensor) -> Iterable[Tensor]:
     """The gradient itself if it is float32, else float32 copies of its tiles."""
     return [grad] if grad.dtype == torch.float32 else (tile.float() for tile in tiles(grad))

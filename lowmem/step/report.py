@@ -4,7 +4,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,8 +14,9 @@ from torch._subclasses.fake_tensor import is_fake
 from lowmem.errors import StepError
 from lowmem.placements.record import ParamRecord
 from lowmem.rules import UpdateRule
-from lowmem.step.clipping import Clipping, Decision
+from lowmem.step.clipping import Clipping, Decision, sums_squares
 from lowmem.step.cycle import StepCycle
+from lowmem.tiles.norms import norm_over, summable
 
 logger = logging.getLogger(__name__)
 
@@ -27,18 +28,19 @@ class LastStep:
     """The report of the last step. The numbers stay on the device until they are read.
 
     Attributes:
-        norms: the 2-norm of each parameter's unscaled, unclipped gradient, float32 [parameters], in parameter order.
-        names: the parameters that got a gradient, in the same order.
+        names: the parameters that got a gradient, in parameter order.
         clip_coef: what `clip_norm` multiplied every gradient by, a float32 scalar; None if nothing is clipped by norm.
         replay: how "two_pass" got its second pass: "graph" or "forward".
     """
 
     step: int
     policy: str
-    norms: Tensor
     names: tuple[str, ...]
     clip_coef: Tensor | None = None
     replay: str | None = None
+    _norms: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
+    _takes_nonfinite: frozenset[str] = frozenset()
+    _summable: Mapping[str, Tensor] = field(default_factory=dict)
     _scale: Tensor | None = None
     _describe: Callable[[], Statistics] = dict
 
@@ -48,9 +50,16 @@ class LastStep:
         return self._describe()
 
     @property
+    def norms(self) -> Tensor:
+        """The 2-norm of each parameter's unscaled, unclipped gradient, float32 [parameters], in the order of `names`.
+        A norm beyond 3.4e38 is shown as Inf.
+        """
+        return self._norms.float()
+
+    @property
     def grad_norm(self) -> Tensor:
         """The 2-norm over all gradients, a float32 scalar."""
-        return torch.linalg.vector_norm(self.norms)
+        return norm_over(self._norms).float()
 
     @property
     def loss_scale(self) -> float | None:
@@ -60,17 +69,30 @@ class LastStep:
     @property
     def nonfinite(self) -> list[str]:
         """Parameters whose gradient had Inf or NaN."""
-        return [name for name, norm in zip(self.names, self.norms.tolist(), strict=True) if not math.isfinite(norm)]
+        return [name for name, norm in zip(self.names, self._norms.tolist(), strict=True) if not math.isfinite(norm)]
+
+    @property
+    def overflowed(self) -> list[str]:
+        """Parameters that were left as they are because the squares of their finite gradient overflow float32, in which
+        their rule sums them.
+        """
+        nonfinite = set(self.nonfinite)
+        return [name for name, fits in self._summable.items() if not fits and name not in nonfinite]
 
     @property
     def skipped(self) -> bool:
         """Whether the whole step was skipped, as "two_pass" and "deferred" do for a gradient that is not finite."""
-        return self.policy != "immediate" and bool(self.nonfinite)
+        guarded = self.policy != "immediate" and not self._takes_nonfinite.issuperset(self.names)
+        return guarded and bool(self.nonfinite)
 
     @property
     def skipped_params(self) -> int:
-        """How many parameters were not updated: all, or under "immediate" those that `nonfinite` names."""
-        return len(self.names) if self.skipped else len(self.nonfinite)
+        """How many parameters were not updated: all, or those of `overflowed`, and under "immediate" of `nonfinite`
+        unless their rule says itself what an element that is not finite does.
+        """
+        if self.skipped:
+            return len(self.names)
+        return len(self.overflowed) + len(set(self.nonfinite) - self._takes_nonfinite)
 
 
 class Readback:
@@ -136,18 +158,28 @@ class Report:
         """
         scaler = self._clipping.scaler
         fired = [record for record in records if self._cycle.has_fired(record.name)]
+        takes_nonfinite = {record.name for record in fired if record.rule.takes_nonfinite(record.group)}
         if decision is None:
             squares = [record.square_sum for record in fired if record.square_sum is not None]
             norms = torch.stack([square.to(self._device) for square in squares]).sqrt()
+            fits = {
+                record.name: summable(square, self._clipping.limit(square.device), record.span.numel)
+                for record in fired
+                if sums_squares(record) and (square := record.square_sum) is not None
+            }
         else:
             norms = torch.stack([decision.norms[record.name].raw.to(self._device) for record in fired])
+            fits = dict(decision.summable)
+            takes_nonfinite = set() if decision.guarded else takes_nonfinite
         self.last = LastStep(
             self._cycle.step,
             policy,
-            norms,
             tuple(record.name for record in fired),
             clip_coef=None if decision is None else decision.clip_coef,
             replay=replay,
+            _norms=norms,
+            _takes_nonfinite=frozenset(takes_nonfinite),
+            _summable=fits,
             _scale=scaler.value,
             _describe=self._statistics(records, groups),
         )
@@ -156,7 +188,8 @@ class Report:
         self.nonfinite_gradients = self.nonfinite_gradients + nonfinite
         self.nonfinite_steps = self.nonfinite_steps + ~finite
         yes = torch.ones_like(finite)
-        flags = (finite, replayed, None if loss is None else loss.isfinite().all(), scaler.at_minimum())
+        all_fit = torch.stack([each.to(self._device) for each in fits.values()]).all() if fits else None
+        flags = (finite, replayed, None if loss is None else loss.isfinite().all(), scaler.at_minimum(), all_fit)
         self._flags = Readback(torch.stack([yes if flag is None else flag.to(self._device) for flag in flags]).float())
         scaler.update(finite)
 
@@ -205,7 +238,7 @@ class Report:
         self._flags = None
         if values is None:
             return
-        finite, replayed, loss_finite, at_minimum = map(bool, values)
+        finite, replayed, loss_finite, at_minimum, all_fit = map(bool, values)
         if not replayed:
             self._cycle.tear(
                 "its second pass had other gradients than the one that was measured, so it was clipped by a wrong "
@@ -213,6 +246,8 @@ class Report:
             )
         if not finite:
             self._log_nonfinite(loss_finite, at_minimum)
+        elif not all_fit:
+            self._log_overflow()
 
     def refuse_hopeless(self) -> None:
         """Raises `StepError` if gradients overflow although the loss scale cannot back off any further."""
@@ -223,7 +258,8 @@ class Report:
     def _log_nonfinite(self, loss_finite: bool, at_minimum: bool) -> None:
         last, dynamic = self.last, self._clipping.scaler.dynamic
         assert last is not None
-        what = "was skipped" if last.skipped else f"skipped {last.skipped_params} parameter(s)"
+        skipped = f"skipped {last.skipped_params} parameter(s)" if last.skipped_params else "left elements as they were"
+        what = "was skipped" if last.skipped else skipped
         cause = "" if loss_finite else ", and its loss is not finite either"
         message = f"step {last.step} {what}: the gradient of {_some(last.nonfinite)} is not finite{cause}"
         if last.skipped:
@@ -235,6 +271,17 @@ class Report:
             )
         usual = dynamic or int(self.nonfinite_steps) > 1  # one warning is enough; the count goes on
         logger.log(logging.INFO if usual else logging.WARNING, "%s", message)
+
+    def _log_overflow(self) -> None:
+        assert self.last is not None
+        names = self.last.overflowed
+        logger.warning(
+            "step %d skipped %d parameter(s): the rule sums squares in float32, which those of the gradient of %s "
+            "overflow. Clip gradients by clip_norm or clip_value",
+            self.last.step,
+            len(names),
+            _some(names),
+        )
 
 
 def _some(names: list[str]) -> str:

@@ -88,6 +88,13 @@ class Rect:
                         slice(c0, min(c0 + cols, self.cols.stop)),
                     )
 
+    def narrow(self, width: int) -> Iterator["Rect"]:
+        """This rectangle cut before every column whose number is a multiple of `width`."""
+        start, stop = self.cols.start, self.cols.stop
+        borders = [start, *range(start - start % width + width, stop, width), stop]
+        for first, last in itertools.pairwise(borders):
+            yield self if (first, last) == (start, stop) else Rect(self.batch, self.rows, slice(first, last))
+
     def regular(self, block: int, line: int) -> tuple["Rect | None", "Rect | None"]:
         """This rectangle in two: a multiple of `block` rows, or if it is a single row of `line` elements, twice that at
         least; and what is left over. Either may be None.

@@ -17,10 +17,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from lowmem.tiles.layout import Layout, Rect
+from lowmem.tiles.norms import exact, summable
 from lowmem.tiles.storage import FromParameter, Held, Nearest, golden_ratio_noise, mix, nearest
 from lowmem.tiles.tile import (
     BLOCK_ROWS,
     LINE,
+    REDUCED_SQUARE,
     SQUARE,
     ApplyFn,
     Formats,
@@ -46,6 +48,9 @@ CPU_TILE = 1 << 17
 CPU_COMPILED_TILE = 1 << 24
 GPU_TILE = 1 << 22
 
+# Tiles do not cross columns whose number is a multiple of this: int32 counts the columns of a tile.
+WIDEST = 1 << 30
+
 
 class Across(Protocol):
     """The ranks that hold a shard of the parameter each."""
@@ -65,8 +70,10 @@ class Reading:
     limit: float32 scalar >= 0; the gradient is clamped to +-limit after that, or None.
     clip_coef: float32 scalar that it is multiplied by after that, or None.
     rule_clip_coef: clip coefficient of the rule's own clipping that the rule applies itself, or None.
-    finite: boolean scalar; False leaves everything as it is. None: the sweep decides for itself, per parameter.
-    square_sums: those of the unscaled gradients, float32 [members], where they have been measured already.
+    finite: boolean, a scalar or [members]; False leaves everything as it is. None: the sweep decides for itself, per
+    parameter, for which an Inf or NaN in its gradient counts.
+    sums_squares: where the sweep decides, squares that overflow float32 count as well.
+    square_sums: those of the unscaled gradients, float64 [members], where they have been measured already.
     """
 
     inverse_scale: Tensor | None = None
@@ -74,6 +81,7 @@ class Reading:
     clip_coef: Tensor | None = None
     rule_clip_coef: Tensor | None = None
     finite: Tensor | None = None
+    sums_squares: bool = False
     square_sums: Tensor | None = None
 
 
@@ -106,17 +114,18 @@ def _cut_up(rects: Sequence[Rect], on_cpu: bool, compiled: bool, tile: int | Non
     """
     eager = tile or (CPU_TILE if on_cpu else GPU_TILE)
     block = BLOCK_ROWS if on_cpu else 1
-    for of, outer in enumerate(rects):
+    parts = [(of, outer, part) for of, outer in enumerate(rects) for part in outer.narrow(WIDEST)]
+    for of, outer, part in parts:
         if not compiled:
-            yield from (Cut(of, rect, rect == outer) for rect in outer.subdivide(eager))
+            yield from (Cut(of, rect, rect == outer) for rect in part.subdivide(eager))
             continue
-        large = tile or (CPU_COMPILED_TILE if on_cpu else math.prod(outer.size))
-        for rect in outer.subdivide(large, block):
+        large = tile or (CPU_COMPILED_TILE if on_cpu else math.prod(part.size))
+        for rect in part.subdivide(large, block):
             regular, rest = rect.regular(block, LINE)
             if regular is not None:
                 yield Cut(of, regular, regular == outer, 1 if regular.size[1] == 1 else block, compiled=True)
             if rest is not None:
-                yield from (Cut(of, part, part == outer) for part in rest.subdivide(eager))
+                yield from (Cut(of, tail, tail == outer) for tail in rest.subdivide(eager))
 
 
 NO_READING = Reading()
@@ -177,7 +186,7 @@ class Sweep:
         self._passes = 0
         self._params = self._views(weight)
         self._grads = layout.views(grad)
-        self._slice_square_sums: Tensor | None = None  # [B], known after the first reduce
+        self._measured: tuple[Tensor, Tensor] | None = None  # sums of squares [B], known after the first reduce
         self._square_sums = reading.square_sums
 
     @property
@@ -187,22 +196,28 @@ class Sweep:
 
     @functools.cached_property
     def square_sums(self) -> Tensor:
-        """Sum of the squares of each parameter's unscaled, unclipped gradient over all shards: float32 [members]."""
+        """Sum of the squares of each parameter's unscaled, unclipped gradient over all shards: float64 [members]. It is
+        summed in float32 unless that overflows.
+        """
         if self._square_sums is not None:
             return self._square_sums
-        if self._slice_square_sums is None:
+        if self._measured is None:
             self.reduce(_nothing)
-        assert self._slice_square_sums is not None
-        return self._slice_square_sums.view(self.members, -1).sum(-1)
+        assert self._measured is not None
+        return exact(*(sums.view(self.members, -1).sum(-1) for sums in self._measured))
 
     @property
     def finite(self) -> Tensor | None:
-        """Whether each gradient is free of Inf and NaN (and its squares of overflow): boolean [members], on the device.
+        """Whether each gradient is free of Inf and NaN: boolean [members], on the device.
 
         `apply` and `store` leave everything of a parameter as it was where it is False. None: everything is written.
         """
         if self._finite is None and self._guarded:
-            self._finite = self.square_sums.isfinite()
+            if self._reading.sums_squares:
+                count = math.prod(self.shape) // self.members
+                self._finite = summable(self.square_sums, self._reading.limit, count)
+            else:
+                self._finite = self.square_sums.isfinite()
         return self._finite
 
     def pass_nonfinite(self) -> None:
@@ -222,7 +237,7 @@ class Sweep:
 
         The first reduce of a sweep measures the gradient on the way, so measuring costs no pass of its own.
         """
-        measure = self._slice_square_sums is None and self._square_sums is None
+        measure = self._measured is None and self._square_sums is None
         batch, rows, cols = self.shape
         total = Sums()
 
@@ -256,7 +271,7 @@ class Sweep:
         if self._across is not None:
             _sum_up(self._across, total)
         if measure:
-            self._slice_square_sums = total.scalar.pop(SQUARE)
+            self._measured = total.scalar.pop(SQUARE), total.scalar.pop(REDUCED_SQUARE)
         return total
 
     def apply(
@@ -278,8 +293,11 @@ class Sweep:
         for cut, raw in self._tiles(full, row, col, scalar):
             rect, run = cut.rect, tile_function(apply_tile, fn, formats, cut.compiled)
             here = None if self._at_once else (rect.batch, rect.rows)
-            bits = None if noise is None else _cut(noise, here)
-            first = None if noise is None else torch.full((), rect.cols.start, dtype=torch.int32, device=self.device)
+            bits = first = None
+            if noise is not None:
+                high, low = divmod(rect.cols.start + (1 << 31), 1 << 32)
+                first = torch.full((), low - (1 << 31), dtype=torch.int32, device=self.device)
+                bits = _cut(noise, here) if not high else mix(_cut(noise, here) + high)
             run(Writing(None if finite is None else _cut(finite, here and here[:1]), bits, first, shared), raw)
 
     def store(self, state: Tensor, value: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 import torch.fx.experimental._config
 from torch import Tensor
 
+from lowmem.tiles.norms import REDUCED
 from lowmem.tiles.storage import Held, Random, Storage, mix, nearest, uniform
 
 Named = dict[str, Tensor]
@@ -176,14 +177,16 @@ ReduceFn = Callable[[Tile], Sums]
 ApplyFn = Callable[[Tile], Named]
 
 
-# Among the sums over everything, the one that measures the gradient.
-SQUARE = "square of the gradient"
+# Among the sums over everything, those that measure the gradient.
+SQUARE, REDUCED_SQUARE = "square of the gradient", "square of the gradient times a small number"
 
 
 def reduce_tile(fn: ReduceFn, formats: Formats, measure: bool, raw: RawTile) -> tuple[Named, Named, Named, Named]:
     tile = Tile(formats, raw)
     sums = fn(tile)
-    totals = {**sums.scalar, SQUARE: tile.unclipped_square} if measure else sums.scalar
+    totals = dict(sums.scalar)
+    if measure:
+        totals |= {SQUARE: tile.unclipped_square, REDUCED_SQUARE: (tile.unclipped * REDUCED).square()}
     return (
         {name: value.sum(-1).flatten(1) for name, value in sums.row.items()},
         {name: value.sum(-2) for name, value in sums.col.items()},

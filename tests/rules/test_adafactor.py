@@ -231,3 +231,70 @@ def test_skip_nan_updates_moves_what_the_guard_holds_back(give_gradients):
         give_gradients(opt, (param, grad))
         assert (param != start).sum() == (opt.state[param]["v"] > 0).sum() == moved
         assert param.isfinite().all()
+
+
+def clipped_as_the_source(grads, threshold):
+    """Its `apply_gradient`: jnp.sqrt, jnp.minimum and the product say what NaN and Inf do."""
+    global_norm = np.sqrt(np.sum([np.sum(np.square(grad)) for grad in grads]))
+    scale = threshold * np.minimum(1.0 / threshold, 1.0 / global_norm)
+    return [grad * scale for grad in grads]
+
+
+@pytest.mark.parametrize("policy", ["two_pass", "deferred"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("threshold", [None, 0.5])
+@pytest.mark.parametrize(
+    "options", [{}, {"clipping_threshold": None}, {"beta1": 0.9, "weight_decay_rate": 0.1}], ids=str
+)
+def test_skip_nan_updates_when_the_step_is_decided(give_gradients, options, threshold, bad, policy):
+    """The step counts, and its NaN or Inf does what it does in the source: with a threshold, NaN in one gradient makes
+    all of them NaN, and Inf makes the finite ones 0."""
+    options = {"skip_nan_updates": True, "lr": 0.1, "min_dim_size_to_factor": 4, **options}
+    shapes = [(6,), (4, 5), (5, 4), (7,)]
+    start = [torch.randn(shape) for shape in shapes]
+    params, opt = made(start, **options, global_norm_clip_threshold=threshold, policy=policy)
+    references = [Reference(shape, **options) for shape in shapes]
+    want = [value.double().numpy() for value in start]
+    for step in range(4):
+        grads = [torch.randn(shape) for shape in shapes]
+        if step == 1:
+            grads[1].view(-1)[3] = bad
+        give_gradients(opt, *zip(params, grads, strict=True))
+        assert opt.last_step.nonfinite == (["w1"] if step == 1 else [])
+        assert not opt.last_step.skipped
+        assert opt.last_step.skipped_params == 0
+        with np.errstate(all="ignore"):
+            given = [grad.double().numpy() for grad in grads]
+            given = given if threshold is None else clipped_as_the_source(given, threshold)
+            steps = zip(references, want, given, strict=True)
+            want = [reference.step(value, grad) for reference, value, grad in steps]
+    assert opt.state_dict()["step"] == 4
+    for param, value, reference in zip(params, want, references, strict=True):
+        np.testing.assert_allclose(param.detach().numpy(), value, rtol=1e-5, atol=1e-6)
+        for name, state in reference.states().items():
+            np.testing.assert_allclose(opt.state[param][name].numpy(), state, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("policy", ["two_pass", "deferred"])
+def test_skip_nan_updates_and_a_dynamic_loss_scale(give_gradients, policy):
+    """An overflow of the scaled loss skips the step, as GradScaler does, and the scale backs off."""
+    start, grad = torch.randn(6), torch.randn(6)
+    grad[3] = torch.inf
+    (param,), opt = made([start], skip_nan_updates=True, policy=policy, loss_scale="dynamic")
+    scale = opt.loss_scale
+    give_gradients(opt, (param, grad))
+    assert opt.last_step.skipped
+    assert torch.equal(param.detach(), start)
+    assert opt.loss_scale == scale / 2
+    assert opt.state_dict()["step"] == 0
+
+
+def test_skip_nan_updates_in_one_group_of_two(give_gradients):
+    """The other rule does not say what a NaN does: the whole step is skipped."""
+    params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    groups = [{"params": params[:1], "skip_nan_updates": True}, {"params": params[1:]}]
+    opt = lowmem.FusedOptimizer(groups, rule="adafactor", lr=0.1, clip_norm=1.0)
+    give_gradients(opt, (params[0], torch.tensor([1.0, torch.nan, 1.0])), (params[1], torch.ones(3)))
+    assert opt.last_step.skipped
+    assert all((param == 1).all() for param in params)
+    assert opt.state_dict()["step"] == 0

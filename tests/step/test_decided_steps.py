@@ -225,6 +225,55 @@ def test_a_replay_that_is_another_computation_is_noticed(net):
     opt.backward(net())
 
 
+class Unreplayed:
+    """Losses that are not the same in both passes, each of which draws, counts or changes something of its own."""
+
+    def __init__(self):
+        self.calls = itertools.count()
+        self.source = torch.Generator().manual_seed(0)
+
+    def dropout(self, net, x):
+        kept = torch.rand(x.shape, generator=self.source) > 0.1
+        return net(x * kept)
+
+    def half_a_percent(self, net, x):
+        return net(x) * (1 + 0.005 * next(self.calls))
+
+    def counts_its_calls(self, net, x):
+        return net(x + 0.01 * next(self.calls))
+
+
+@pytest.mark.parametrize("what", ["dropout", "half_a_percent", "counts_its_calls"])
+@pytest.mark.parametrize("loss_scale", [None, 1024.0])
+def test_a_replay_that_differs_a_little_is_noticed(net, what, loss_scale):
+    loss = getattr(Unreplayed(), what)
+    opt = make(net, "two_pass", clip_norm=0.5, replay="forward", loss_scale=loss_scale)
+    x = torch.randn(8, 4)
+    opt.backward(lambda: loss(net, x))
+    with pytest.raises(StepError, match="second pass had other gradients"):
+        opt.state_dict()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_honest_replays_are_not_refused(dtype):
+    """Gradients of many sizes, one of them of several tiles, and elements that are all the same: sums of these are
+    rounded in one direction. Between them is a bias whose gradient is what rounding leaves of terms that cancel."""
+    torch.manual_seed(0)
+    wide = torch.nn.Linear(600, 500).to(dtype)
+    narrow = torch.nn.Sequential(torch.nn.Linear(6, 70), torch.nn.Dropout(), torch.nn.Linear(70, 6)).to(dtype)
+    params = [*wide.named_parameters("wide"), *((f"narrow{n}", p) for n, p in enumerate(narrow.parameters()))]
+    shift = torch.nn.Parameter(torch.zeros((), dtype=dtype))
+    opt = lowmem.FusedOptimizer([*params, ("shift", shift)], "lomo", lr=1e-6, policy="two_pass", clip_norm=1.0)
+    for step in range(200):
+        x = torch.randn(8, 6, dtype=dtype) * 10.0 ** (step % 5 - 3)
+        logits = narrow(x) + shift
+        loss = torch.nn.functional.cross_entropy(logits.float(), torch.zeros(8, dtype=torch.long))
+        if step % 20 == 0:
+            loss = loss + wide(torch.full((2, 600), 0.3331, dtype=dtype)).sum().float()
+        opt.backward(loss)
+    assert opt.state_dict()["step"] == 200
+
+
 def test_a_forward_that_is_not_the_same_twice_is_noticed(net):
     opt = make(net, "two_pass", clip_norm=0.5, replay="forward")
     calls = itertools.count()

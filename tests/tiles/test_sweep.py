@@ -222,3 +222,63 @@ def test_temporaries_of_one_update(rule, rounding_name):
     kept = sum(tensor.untyped_storage().nbytes() for tensor in (param, grad, *extra, *states.values()))
     peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
     assert kept <= peak <= kept + 8 * MIB
+
+
+# -- more columns than int32 counts ------------------------------------------------------------------------------------
+
+MANY = 1 << 34
+
+
+def halfway(t):
+    """Between two bfloat16 neighbours of 1, so that rounding at random shows one random bit."""
+    return {"param": torch.full_like(t.param, 1 + 2.0**-8)}
+
+
+def rounded_at(start, count=64, tile=None, compiled=False):
+    """What a shard that has the columns from `start` on makes of them."""
+    shard = torch.zeros(count, dtype=torch.bfloat16)
+    weight = Held(storage.Stochastic(torch.bfloat16), (shard,))
+    layout = Layout.of((MANY,), View.vector(1), start, start + count)
+    Sweep(layout, weight, torch.zeros_like(shard), noise_keys=lambda: (7,), tile=tile, compiled=compiled).apply(halfway)
+    return shard
+
+
+@pytest.mark.parametrize("border", [1 << 30, 1 << 31, 1 << 32, (1 << 32) + (1 << 31), 1 << 33])
+def test_a_column_has_one_noise_whatever_the_tile_and_shard(border):
+    whole = rounded_at(border - 32)
+    assert 8 < (whole > 1).sum() < 56
+    assert torch.equal(whole, rounded_at(border - 32, tile=5))
+    assert torch.equal(whole, torch.cat([rounded_at(border - 32, 32), rounded_at(border, 32)]))
+    assert torch.equal(whole[3:], rounded_at(border - 29, 61))
+
+
+def test_noise_of_many_columns_does_not_repeat():
+    starts = [0, 1 << 30, 1 << 31, 3 << 30, 1 << 32, 5 << 30, 3 << 31, 1 << 33]
+    seen = {tuple(rounded_at(start).tolist()) for start in starts}
+    assert len(seen) == len(starts)
+
+
+def test_noise_of_fewer_columns_is_what_it_was():
+    """Bits of a run that resumes."""
+    col = torch.arange(64, dtype=torch.int32) + ((1 << 31) - 64)
+    bits = storage.mix(storage.mix(torch.tensor(7, dtype=torch.int32)) + col)
+    want = torch.where(storage.uniform(bits, 0) < 0.5, 1 + 2.0**-7, 1.0).bfloat16()
+    assert torch.equal(rounded_at((1 << 31) - 64), want)
+
+
+@pytest.mark.skipif(not lowmem.step.updates.has_compiler("cpu"), reason="no C++ compiler")
+def test_many_columns_compiled():
+    start = (1 << 31) - 2500
+    assert torch.equal(rounded_at(start, 5000, compiled=True), rounded_at(start, 5000))
+
+
+@pytest.mark.parametrize("on_cpu", [False, True])
+@pytest.mark.parametrize(("first", "last"), [(0, MANY), ((1 << 31) - 7, (1 << 32) + 9), (5, 1000)])
+def test_tiles_of_many_columns(first, last, on_cpu):
+    """What a GPU takes at once is cut where int32 ends; everything is covered, once."""
+    layout = Layout.of((MANY,), View.vector(1), first, last)
+    cuts = sweep._cut_up(layout.rects, on_cpu, True, None)
+    cols = sorted((cut.rect.cols.start, cut.rect.cols.stop) for cut in cuts)
+    assert [start for start, _ in cols] == [first, *(stop for _, stop in cols[:-1])]
+    assert cols[-1][1] == last
+    assert all(start // sweep.WIDEST == (stop - 1) // sweep.WIDEST for start, stop in cols)

@@ -1,0 +1,35 @@
+"""Norms of gradients: in float32 as PyTorch computes them, and right as well where squares overflow float32.
+
+A sum of squares is measured twice: of the values, and of the values times `REDUCED`, a power of two. The device takes
+the second where the first overflows. Only an element that is Inf or NaN makes a norm in float64 Inf or NaN.
+"""
+
+import torch
+from torch import Tensor
+
+# Times this, the squares of finite float32 values, and sums of up to 2⁶³ of them, do not overflow float32.
+REDUCED = 2.0**-96
+
+# Rules that keep a mean of squares in float32 take gradients whose sum of squares is less than this.
+LARGEST_SUM = 2.0**126
+
+
+def exact(square_sum: Tensor, reduced: Tensor) -> Tensor:
+    """The sum of squares as float64, from float32 sums of squares of the values and of the values times `REDUCED`."""
+    return torch.where(square_sum.isfinite(), square_sum.double(), reduced.double() / REDUCED**2)
+
+
+def norm_over(norms: Tensor, order: float = 2.0) -> Tensor:
+    """The norm of several tensors from their norms, all float64, summed in float32 unless squares overflow there."""
+    single = torch.linalg.vector_norm(norms.float(), order)
+    return torch.where(single.isfinite(), single.double(), torch.linalg.vector_norm(norms, order))
+
+
+def summable(square_sums: Tensor, limit: Tensor | None = None, count: int = 0) -> Tensor:
+    """Whether squares of gradients can be summed in float32, given their exact sums.
+
+    limit: the gradients, of `count` elements each, will be clamped to +-`limit`.
+    """
+    if limit is not None:
+        square_sums = torch.minimum(square_sums, limit.double().square() * count)
+    return square_sums < LARGEST_SUM

@@ -1,0 +1,278 @@
+"""Finite gradients whose squares overflow float32 (a norm above 1.8e19): they are not mistaken for Inf or NaN."""
+
+import logging
+import math
+
+import pytest
+import torch
+from reference.adafactor import Adafactor
+from reference.adalomo import AdaLomo
+from reference.lans import Lans
+from reference.lion import Lion
+from shards import SHARDS
+
+import lowmem
+from lowmem import placements
+from lowmem.step.updates import has_compiler
+
+POLICIES = ["immediate", "two_pass", "deferred"]
+DECIDED = POLICIES[1:]
+SHAPES = [(7,), (40, 30), (200, 100)]  # the last one is updated by itself
+HOLD_BACK = ["adalomo", "adafactor", "adafactor_t2t", "scaled_adam"]
+
+
+def start():
+    return [torch.randn(shape) for shape in SHAPES]
+
+
+def gradients(size, seed=0):
+    source = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=source) * size for shape in SHAPES]
+
+
+def made(values, rule, dtype=torch.float32, **options):
+    params = [torch.nn.Parameter(value.to(dtype)) for value in values]
+    return params, lowmem.FusedOptimizer(params, rule, **{"lr": 1e-2, "compile": False, **options})
+
+
+def copied(states):
+    return {name: state.clone() for name, state in states.items()}
+
+
+def norm(grads):
+    return math.sqrt(sum(grad.double().square().sum().item() for grad in grads))
+
+
+# -- what they do ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("size", [1e20, 1e35])
+@pytest.mark.parametrize(
+    ("rule", "cls", "options"),
+    [
+        ("adamw", torch.optim.AdamW, {"weight_decay": 0.01}),
+        ("lomo", torch.optim.SGD, {}),
+        ("torch.optim.AdamW", torch.optim.AdamW, {}),
+    ],
+)
+def test_as_torch(give_gradients, rule, cls, options, size, policy):
+    """v of AdamW overflows as well, where the gradient is large enough, and does so here as it does there."""
+    values = start()
+    params, opt = made(values, rule, policy=policy, **options)
+    others = [torch.nn.Parameter(value) for value in values]
+    ordinary = cls(others, lr=1e-2, foreach=False, **options)
+    for step, scale in enumerate((1.0, size, 1.0)):
+        grads = gradients(scale, step)
+        give_gradients(opt, *zip(params, grads, strict=True))
+        assert not opt.last_step.skipped_params
+        assert opt.last_step.nonfinite == opt.last_step.overflowed == []
+        assert opt.last_step.grad_norm.item() == pytest.approx(norm(grads), rel=1e-6)
+        assert opt.last_step.norms.tolist() == pytest.approx([norm([grad]) for grad in grads], rel=1e-6)
+        for other, grad in zip(others, grads, strict=True):
+            other.grad = grad
+        ordinary.step()
+    assert all(torch.equal(param, other) for param, other in zip(params, others, strict=True))
+    assert opt.nonfinite_gradients == 0
+
+
+def references(rule, options):
+    cls = {"lion": Lion, "lans": Lans, "adalomo": AdaLomo, "adafactor": Adafactor}[rule]
+    return [cls(shape, lr=1e-2, **options) for shape in SHAPES]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("rule", "options"), [("lion", {}), ("lans", {}), ("lans", {"wd": 0.1, "variant": "step"})])
+def test_as_the_reference(give_gradients, rule, options, policy):
+    values = start()
+    params, opt = made(values, rule, policy=policy, **options)
+    twins, want = references(rule, options), [value.double().numpy() for value in values]
+    for step, scale in enumerate((1.0, 1e20, 1.0)):
+        grads = gradients(scale, step)
+        give_gradients(opt, *zip(params, grads, strict=True))
+        steps = zip(twins, want, grads, strict=True)
+        want = [twin.step(weight, grad.double().numpy()) for twin, weight, grad in steps]
+    for param, weight in zip(params, want, strict=True):
+        torch.testing.assert_close(param.detach().double(), torch.from_numpy(weight), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("rule", HOLD_BACK)
+def test_a_mean_of_squares_that_would_overflow(give_gradients, rule, policy, caplog):
+    """The parameter with that gradient is left as it is, which is said; others move, and the step counts."""
+    values = start()
+    params, opt = made(values, rule, policy=policy, loss_scale=lowmem.DynamicScale(init_scale=2.0))
+    twins, twin = made([values[0], values[2]], rule, policy=policy)
+    for step, scale in enumerate((1.0, 1e20, 1.0)):
+        grads = gradients(1.0, step)
+        large = grads[1] * scale
+        before, states = params[1].detach().clone(), copied(opt.state.get(params[1], {}))
+        give_gradients(opt, *zip(params, (grads[0], large, grads[2]), strict=True))
+        give_gradients(twin, *zip(twins, (grads[0], grads[2]), strict=True))
+        assert opt.last_step.overflowed == (["param1"] if scale > 1 else [])
+        assert opt.last_step.skipped_params == (scale > 1)
+        assert opt.last_step.nonfinite == []
+        assert opt.last_step.norms[1].item() == pytest.approx(norm([large]), rel=1e-6)
+        assert torch.equal(params[1], before) == (scale > 1)
+        if scale > 1:
+            assert states
+            assert all(torch.equal(opt.state[params[1]][name], state) for name, state in states.items())
+        assert torch.equal(params[0], twins[0])
+        assert torch.equal(params[2], twins[1])
+        assert not opt.last_step.skipped
+    assert opt.state_dict()["step"] == 3
+    assert opt.loss_scale == 2.0
+    (warning,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert "step 2 skipped 1 parameter(s)" in warning
+    assert "the gradient of 'param1' overflow" in warning
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("rule", ["adamw", "adalomo", "torch.optim.AdamW"])
+def test_the_loss_scale_does_not_back_off(give_gradients, rule, policy):
+    """GradScaler looks at elements."""
+    if rule == "torch.optim.AdamW" and policy == "immediate":
+        pytest.skip("refused")
+    params, opt = made(start(), rule, policy=policy, loss_scale=lowmem.DynamicScale(init_scale=8.0, growth_interval=2))
+    for size in (1e20, 1e20, 1e20):
+        give_gradients(opt, *zip(params, gradients(size), strict=True))
+    assert opt.loss_scale == 16.0
+    assert opt.nonfinite_steps == opt.nonfinite_gradients == 0
+    assert opt.last_step.grad_norm.item() == pytest.approx(norm(gradients(1e20)), rel=1e-6)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_an_element_that_is_not_finite_among_large_ones(give_gradients, policy, bad):
+    params, opt = made(start(), "adamw", policy=policy)
+    grads, before = gradients(1e20), [param.detach().clone() for param in params]
+    grads[2].view(-1)[-1] = bad
+    give_gradients(opt, *zip(params, grads, strict=True))
+    assert opt.last_step.nonfinite == ["param2"]
+    kept = [torch.equal(param, old) for param, old in zip(params, before, strict=True)]
+    assert kept == ([False, False, True] if policy == "immediate" else [True] * 3)
+
+
+# -- clipped by norm ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", DECIDED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1e18, 1e20, 1e35])
+def test_clipped_by_the_norm_that_they_have(give_gradients, size, dtype, policy):
+    """PyTorch's own norm is infinite, and its coefficient 0."""
+    values = [torch.zeros(shape) for shape in (*SHAPES, (600, 500))]  # the last one is more than a tile
+    grads = [(torch.randn(value.shape) * size).to(dtype) for value in values]
+    params, opt = made(values, "lomo", dtype, lr=1.0, clip_norm=2.0, policy=policy)
+    give_gradients(opt, *zip(params, grads, strict=True))
+    total = norm(grads)
+    assert opt.last_step.clip_coef.item() == pytest.approx(2.0 / total, rel=1e-6)
+    for param, grad in zip(params, grads, strict=True):
+        want = (-grad.double() * (2.0 / total)).to(dtype)
+        torch.testing.assert_close(param.detach(), want, rtol=1e-5 if dtype == torch.float32 else 2**-7, atol=0)
+
+
+def test_a_norm_beyond_float32(give_gradients):
+    """Every element is finite, and so is what is left of it once clipped."""
+    (param,), opt = made([torch.zeros(40, 30)], "lomo", lr=1.0, clip_norm=1.0, policy="two_pass")
+    grad = torch.full((40, 30), 3e38)
+    give_gradients(opt, (param, grad))
+    assert opt.last_step.nonfinite == []
+    assert opt.last_step.grad_norm.item() == math.inf
+    torch.testing.assert_close(param.detach(), torch.full((40, 30), -1.0 / math.sqrt(1200)), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("policy", DECIDED)
+@pytest.mark.parametrize("clip", [{"clip_norm": 1.0}, {"clip_value": 1e3}], ids=str)
+@pytest.mark.parametrize(("rule", "options"), [("adalomo", {}), ("adafactor", {"min_dim_size_to_factor": 8})])
+def test_rules_that_sum_squares_take_them_clipped(give_gradients, rule, options, clip, policy):
+    values = start()
+    params, opt = made(values, rule, policy=policy, **options, **clip)
+    twins, want = references(rule, options), [value.double().numpy() for value in values]
+    for step, scale in enumerate((1.0, 1e20, 1.0)):
+        grads = gradients(scale, step)
+        give_gradients(opt, *zip(params, grads, strict=True))
+        assert opt.last_step.skipped_params == 0
+        given = [grad.double() for grad in grads]
+        if "clip_norm" in clip:
+            given = [grad * min(1.0, 1.0 / norm(grads)) for grad in given]
+        else:
+            given = [grad.clamp(-1e3, 1e3) for grad in given]
+        want = [twin.step(weight, grad.numpy()) for twin, weight, grad in zip(twins, want, given, strict=True)]
+    for param, weight in zip(params, want, strict=True):
+        torch.testing.assert_close(param.detach().double(), torch.from_numpy(weight), rtol=1e-4, atol=1e-5)
+
+
+def test_clamped_in_the_hook(give_gradients):
+    params, opt = made(start(), "adalomo", policy="immediate", clip_value=1.0)
+    before = [param.detach().clone() for param in params]
+    give_gradients(opt, *zip(params, gradients(1e20), strict=True))
+    assert opt.last_step.skipped_params == 0
+    assert not any(torch.equal(param, old) for param, old in zip(params, before, strict=True))
+
+
+# -- compiled, sharded -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not has_compiler("cpu"), reason="no C++ compiler")
+@pytest.mark.parametrize("rule", ["adamw", "adalomo"])
+def test_compiled(give_gradients, rule):
+    shape = (200, 130)
+    value, grads = torch.randn(shape), [torch.randn(shape) * size for size in (1.0, 1e20, 1.0)]
+    runs = [made([value], rule, policy="immediate", compile=compiled) for compiled in (False, True)]
+    for grad in grads:
+        for (param,), opt in runs:
+            give_gradients(opt, (param, grad))
+            assert opt.last_step.grad_norm.item() == pytest.approx(norm([grad]), rel=1e-6)
+            assert opt.last_step.nonfinite == []
+    ((one,), _), ((other,), _) = runs
+    torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+class Large(torch.nn.Module):
+    """A loss whose gradients are large."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = torch.nn.Linear(6, 11, bias=False), torch.nn.Linear(11, 5)
+
+    def forward(self, x):
+        return self.second(self.first(x)).sum()
+
+
+def train(net, settings):
+    opt = lowmem.FusedOptimizer(net.named_parameters(), model=net, lr=1e-2, **settings)
+    x = torch.linspace(-1e20, 3e20, 12).view(2, 6)
+
+    def loss():
+        return net(x)
+
+    opt.backward(loss if opt.replay == "forward" else loss())
+    weights = {name: placements.full_tensor(param).clone() for name, param in net.named_parameters()}
+    return weights, opt.last_step.norms.tolist(), opt.last_step.nonfinite, opt.last_step.overflowed
+
+
+def on_rank(rank, kind, settings):
+    return train(SHARDS[kind](rank, Large), settings)
+
+
+@pytest.mark.parametrize("kind", sorted(SHARDS))
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rule": "adamw", "policy": "immediate"},
+        {"rule": "adamw", "policy": "deferred", "clip_norm": 1.0},
+        {"rule": "adalomo", "policy": "immediate"},
+        {"rule": "adalomo", "policy": "deferred"},
+    ],
+    ids=str,
+)
+def test_sharded(two, kind, settings):
+    weights, norms, nonfinite, overflowed = train(Large(), settings)
+    assert nonfinite == []
+    for found in two.run(on_rank, kind, settings):
+        assert found[2:] == (nonfinite, overflowed)
+        assert found[1] == pytest.approx(norms, rel=1e-5)
+        for name, weight in weights.items():
+            torch.testing.assert_close(found[0][name], weight, rtol=1e-5, atol=1e-6)
