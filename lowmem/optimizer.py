@@ -81,6 +81,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         try:
             super().__init__(groups, {})
             self.defaults = {**rules.resolve(rule).defaults, **self.config.given}
+            self._placement.adopt(self._records.values(), self._model)
             self._complete = True
             self._order_records()
             self._refuse_unknown_names()
@@ -147,7 +148,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._rules.append(rule)
         try:
             records = self._records_of(group, rule)
-            self._placement.adopt(records.values(), self._model)
+            if self._complete:
+                self._placement.adopt(records.values(), self._model)
             rule.adopt(group, sharded=self._placement.shard.ranks is not None and bool(records))
             for record in records.values():
                 self._hooks.add(record)

@@ -27,6 +27,7 @@ from lowmem.hf import adapters, arguments, checkpoint, head, sharding
 from lowmem.hf.weights import load_weights, save_weights
 from lowmem.optimizer import FusedOptimizer
 from lowmem.options import FusedConfig
+from lowmem.placements import find
 from lowmem.rules import resolve
 
 if TYPE_CHECKING:
@@ -128,6 +129,8 @@ class FusedTrainerMixin(_Base):
         model = self.model if model is None else model
         if self.optimizer is None:
             groups, config = self._param_groups(model), replace(self.fused, groups=())
+            if find(config.placement, (pair for group in groups for pair in group["params"])).name == "replicated":
+                config = replace(config, placement="replicated")  # rank 0's weights, as DistributedDataParallel does
             self.optimizer = FusedOptimizer.from_config(groups, config, model=model, lr=self.args.learning_rate)
         opt = self.optimizer
         if self.args.gradient_accumulation_steps > 1:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowmem.errors import StepError, UnsupportedError
+from lowmem.placements.agreement import refuse_different
 from lowmem.placements.base import Placement, Reduced, Reducer, Shard
 from lowmem.placements.record import ParamRecord
 from lowmem.tiles.sweep import flat
@@ -125,22 +126,30 @@ class _AllReduce(Reducer):
 class Replicated(Placement):
     """The same parameters on every rank of the default process group, each rank with data of its own.
 
-    The weights of rank 0 are broadcast first. Buffers are not synchronized, as on a single device.
+    Buffers are not synchronized, as on a single device.
+
+    Args:
+        broadcasts: the weights of rank 0 are broadcast first; otherwise all ranks have to hold the same ones already.
 
     Raises:
-        UnsupportedError: the model is in a `DistributedDataParallel` wrapper, which would average once more.
+        UnsupportedError: ranks hold other parameters, or the model is in a `DistributedDataParallel` wrapper, which
+            would average once more.
     """
 
     name = "replicated"
 
-    def __init__(self) -> None:
+    def __init__(self, *, broadcasts: bool) -> None:
         super().__init__(Shard(), _AllReduce())
+        self._broadcasts = broadcasts
 
     def adopt(self, records: Collection[ParamRecord], model: nn.Module | None) -> None:
         wrapper = torch.nn.parallel.DistributedDataParallel
         if model is not None and any(isinstance(module, wrapper) for module in model.modules()):
             raise UnsupportedError(_WRAPPED)
         super().adopt(records, model)
+        if not self._broadcasts:
+            refuse_different(records)
+            return
         with torch.no_grad():
             for record in records:
                 dist.broadcast(record.param.detach(), src=0)

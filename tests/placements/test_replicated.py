@@ -34,6 +34,7 @@ def train(ids_of, settings, micro_batches=1, seed=0):
 
 def own_rows(rank, settings, micro_batches=1):
     count = dist.get_world_size()
+    settings = {"placement": "replicated", **settings}
     return train(lambda ids: ids.tensor_split(count)[rank], settings, micro_batches, seed=rank)
 
 
