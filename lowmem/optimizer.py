@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lowmem import placements, rules
 from lowmem.errors import ConfigError, StepError, UnsupportedError, did_you_mean
 from lowmem.options import FusedConfig
+from lowmem.placements.base import Reduced
 from lowmem.placements.record import ParamRecord, listed
 from lowmem.rules import UpdateRule
 from lowmem.step import habits
@@ -315,6 +316,10 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _on_gradient(self, record: ParamRecord) -> None:
         """The gradient of one parameter is complete."""
+        if record.param.grad is None:  # its autograd function returned none
+            if not self._cycle.idle:
+                self._use(self._placement.reducer.skip(record))
+            return
         if self._cycle.idle:
             self._begin_plain(record)
         self._cycle.fired(record.name)
@@ -338,13 +343,20 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _update(self, record: ParamRecord, grad: Tensor) -> None:
         """The way of a gradient: reduced over ranks, then used when the policy says so."""
-        for ready, reduced in self._placement.reducer.reduce(record, grad):
-            self._policy.ready(ready, reduced)
+        reduced = self._placement.reducer.reduce(record, grad)
+        del grad
+        self._use(reduced)
+
+    def _use(self, gradients: Reduced) -> None:
+        for record, grad in gradients:
+            self._cycle.notice(record.name)
+            self._policy.ready(record, grad)
+            del grad  # not to be held while the next one is made
 
     def _begin_pass(self, last: bool) -> None:
         self._policy.begin(last)
         if last or not self._placement.reducer.accumulates_first:
-            self._placement.reducer.begin(self._records.values())
+            self._placement.reducer.begin(self._records.values(), self._policy.sums())
 
     @torch.no_grad()
     def _end_pass(self, last: bool) -> None:
@@ -352,9 +364,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         for record, grad in self._policy.leftovers():
             self._update(record, grad)
         if last or not self._placement.reducer.accumulates_first:
-            for record, grad in self._placement.reducer.flush():
-                self._cycle.notice(record.name)
-                self._policy.ready(record, grad)
+            self._use(self._placement.reducer.flush())
 
     def _end_plain(self) -> None:
         last = not self._hooks.accumulating

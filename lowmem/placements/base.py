@@ -1,8 +1,8 @@
 """What a placement is: a shard of each parameter on this rank, and a reducer that brings the gradient there."""
 
 import sys
-from collections.abc import Collection, Iterator, Sequence
-from typing import ClassVar
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -74,6 +74,19 @@ class Shard:
         return layout
 
 
+class Sums(NamedTuple):
+    """What earlier micro-batches left for the last one of a step.
+
+    read: parameter → reads its sum.  wide: gradients are reduced in float32 or wider, as sums are.
+    """
+
+    read: Mapping[str, Callable[[], Tensor]]
+    wide: bool
+
+
+NO_SUMS = Sums({}, wide=False)
+
+
 class Reducer:
     """The way of a gradient to the shard that it updates: here there is nothing to reduce.
 
@@ -94,12 +107,19 @@ class Reducer:
         shared = torch._C._storage_Use_Count(grad.untyped_storage()._cdata) > _ONE_TENSOR
         return grad.clone() if shared else grad
 
-    def begin(self, records: Collection[ParamRecord]) -> None:
-        """A backward begins in which gradients are reduced; `records` are all that may get one."""
+    def begin(self, records: Collection[ParamRecord], sums: Sums = NO_SUMS) -> None:
+        """A backward begins in which gradients are reduced; `records` are all that may get one.
+
+        A parameter that gets no gradient in it may have one from earlier micro-batches, in `sums`.
+        """
 
     def reduce(self, record: ParamRecord, grad: Tensor) -> Reduced:
         """Starts to reduce a gradient, and yields those that are ready: averaged over ranks, and cut."""
         yield record, grad
+
+    def skip(self, record: ParamRecord) -> Reduced:
+        """The backward reached a parameter and gave it no gradient. Yields what is ready."""
+        yield from ()
 
     def flush(self) -> Reduced:
         """Yields the rest: the backward has ended."""
