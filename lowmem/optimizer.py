@@ -76,6 +76,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         habits.watch()
         self._hooks = Hooks(self._records, self._cycle, self._on_gradient)
         self._complete = False  # the groups of the constructor are all added
+        self._confirmed = False  # that the parameters are where they were when the optimizer was made
         groups = self.config.param_groups(params) if self.config.groups else list(params)
         if not groups:
             raise ConfigError("no parameters were given")
@@ -354,6 +355,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             del grad  # not to be held while the next one is made
 
     def _begin_pass(self, last: bool) -> None:
+        if not self._confirmed:
+            self._placement.confirm(self._records.values())
+            self._confirmed = True
         self._policy.begin(last)
         if last or not self._placement.reducer.accumulates_first:
             self._placement.reducer.begin(self._records.values(), self._policy.sums())

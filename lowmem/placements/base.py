@@ -5,11 +5,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import ClassVar, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowmem.errors import UnsupportedError
 from lowmem.placements.ranks import Ranks
 from lowmem.placements.record import ParamRecord
+from lowmem.placements.wrappers import refuse_wrapped
 from lowmem.tiles.layout import Layout, Span, View
 
 Reduced = Iterator[tuple[ParamRecord, Tensor]]
@@ -159,6 +161,15 @@ class Placement:
                 "the model is sharded by fully_shard, and a forward without a backward left these parameters gathered. "
                 "Call reshard() on every FSDPModule before model.named_parameters()"
             )
+
+    def confirm(self, records: Collection[ParamRecord]) -> None:
+        """The first backward begins.
+
+        Raises:
+            UnsupportedError: the parameters were wrapped or sharded after the optimizer was made.
+        """
+        if dist.is_available() and dist.is_initialized():
+            refuse_wrapped(records)
 
     def leaves(self, params: Sequence[Tensor]) -> Sequence[Tensor] | None:
         """What a measuring backward computes gradients of: these parameters and no other leaf, or None for all."""

@@ -11,11 +11,7 @@ from lowmem.placements.agreement import refuse_different
 from lowmem.placements.all_reduce import AllReduce
 from lowmem.placements.base import Placement, Shard
 from lowmem.placements.record import ParamRecord
-
-_WRAPPED = (
-    "the model is inside DistributedDataParallel, which averages gradients in buckets of its own, so they would be "
-    "averaged twice. Remove the wrapper: ranks average in the hooks of this optimizer"
-)
+from lowmem.placements.wrappers import WRAPPED
 
 
 class Replicated(Placement):
@@ -40,7 +36,7 @@ class Replicated(Placement):
     def adopt(self, records: Collection[ParamRecord], model: nn.Module | None) -> None:
         wrapper = torch.nn.parallel.DistributedDataParallel
         if model is not None and any(isinstance(module, wrapper) for module in model.modules()):
-            raise UnsupportedError(_WRAPPED)
+            raise UnsupportedError(WRAPPED)
         super().adopt(records, model)
         if not self._broadcasts:
             refuse_different(records)
@@ -50,6 +46,6 @@ class Replicated(Placement):
                 dist.broadcast(record.param.detach(), src=0)
 
     def settle(self, records: Collection[ParamRecord]) -> None:
-        """A wrapper around the model writes its own averages into `.grad` when backward ends."""
+        """A wrapper that the model got after the first step writes its own averages into `.grad` when backward ends."""
         if any(record.param.grad is not None for record in records if record.trained):
-            raise UnsupportedError(_WRAPPED)
+            raise UnsupportedError(WRAPPED)
