@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lowmem import placements, rules
 from lowmem.errors import ConfigError, StepError, UnsupportedError, did_you_mean
 from lowmem.options import FusedConfig
+from lowmem.placements.base import Reduced
 from lowmem.placements.record import ParamRecord, listed
 from lowmem.rules import UpdateRule
 from lowmem.step import habits
@@ -75,12 +76,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         habits.watch()
         self._hooks = Hooks(self._records, self._cycle, self._on_gradient)
         self._complete = False  # the groups of the constructor are all added
+        self._confirmed = False  # that the parameters are where they were when the optimizer was made
         groups = self.config.param_groups(params) if self.config.groups else list(params)
         if not groups:
             raise ConfigError("no parameters were given")
         try:
             super().__init__(groups, {})
             self.defaults = {**rules.resolve(rule).defaults, **self.config.given}
+            self._placement.adopt(self._records.values(), self._model)
             self._complete = True
             self._order_records()
             self._refuse_unknown_names()
@@ -147,7 +150,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._rules.append(rule)
         try:
             records = self._records_of(group, rule)
-            self._placement.adopt(records.values(), self._model)
+            if self._complete:
+                self._placement.adopt(records.values(), self._model)
             rule.adopt(group, sharded=self._placement.shard.ranks is not None and bool(records))
             for record in records.values():
                 self._hooks.add(record)
@@ -313,6 +317,10 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _on_gradient(self, record: ParamRecord) -> None:
         """The gradient of one parameter is complete."""
+        if record.param.grad is None:  # its autograd function returned none
+            if not self._cycle.idle:
+                self._use(self._placement.reducer.skip(record))
+            return
         if self._cycle.idle:
             self._begin_plain(record)
         self._cycle.fired(record.name)
@@ -336,13 +344,23 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _update(self, record: ParamRecord, grad: Tensor) -> None:
         """The way of a gradient: reduced over ranks, then used when the policy says so."""
-        for ready, reduced in self._placement.reducer.reduce(record, grad):
-            self._policy.ready(ready, reduced)
+        reduced = self._placement.reducer.reduce(record, grad)
+        del grad
+        self._use(reduced)
+
+    def _use(self, gradients: Reduced) -> None:
+        for record, grad in gradients:
+            self._cycle.notice(record.name)
+            self._policy.ready(record, grad)
+            del grad  # not to be held while the next one is made
 
     def _begin_pass(self, last: bool) -> None:
+        if not self._confirmed:
+            self._placement.confirm(self._records.values())
+            self._confirmed = True
         self._policy.begin(last)
         if last or not self._placement.reducer.accumulates_first:
-            self._placement.reducer.begin(self._records.values())
+            self._placement.reducer.begin(self._records.values(), self._policy.sums())
 
     @torch.no_grad()
     def _end_pass(self, last: bool) -> None:
@@ -350,9 +368,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         for record, grad in self._policy.leftovers():
             self._update(record, grad)
         if last or not self._placement.reducer.accumulates_first:
-            for record, grad in self._placement.reducer.flush():
-                self._cycle.notice(record.name)
-                self._policy.ready(record, grad)
+            self._use(self._placement.reducer.flush())
 
     def _end_plain(self) -> None:
         last = not self._hooks.accumulating

@@ -95,9 +95,10 @@ class FusedConfig:
             weights hold every result exactly. A param group may have its own.
         state_storage: how elementwise optimizer states are stored: "float32", "bfloat16" or "float16" (both rounded
             stochastically), or a registered storage. A param group may have its own.
-        placement: "local"; "replicated": every rank of a process group has all parameters and data of its own, and
-            gradients are averaged; "zero3" and "fsdp2": parameters are sharded over the ranks by DeepSpeed or
-            `fully_shard`; "auto" finds it from the parameters and the process group.
+        placement: "local"; "replicated": every rank of a process group has all parameters, which are broadcast from
+            rank 0, and data of its own, and gradients are averaged; "zero3" and "fsdp2": parameters are sharded over
+            the ranks by DeepSpeed or `fully_shard`; "auto" finds it from the parameters and the process group, and
+            broadcasts nothing: it refuses ranks whose parameters differ.
         compile: True, False, or "auto": compile the sweep where there is a compiler and enough to gain.
         seed: of stochastic rounding.
         batching: small parameters of equal shape wait for each other and are updated as one stack, to the same bits.

@@ -28,6 +28,7 @@ from lowmem.hf import adapters, arguments, checkpoint, head, optim, sharding
 from lowmem.hf.weights import load_weights, save_weights
 from lowmem.optimizer import FusedOptimizer
 from lowmem.options import FusedConfig
+from lowmem.placements import find
 from lowmem.rules import resolve
 
 if TYPE_CHECKING:
@@ -157,6 +158,8 @@ class FusedTrainerMixin(_Base):
             if model in _OPTIMIZERS and (other := _OPTIMIZERS[model]()) is not None:
                 other.remove()  # that of an earlier trainer
             groups, config = self._param_groups(model), replace(self.fused, groups=())
+            if find(config.placement, (pair for group in groups for pair in group["params"])).name == "replicated":
+                config = replace(config, placement="replicated")  # rank 0's weights, as DistributedDataParallel does
             self.optimizer = FusedOptimizer.from_config(groups, config, model=model, lr=self.args.learning_rate)
         arguments.check_optimizer(self.optimizer, self.args)
         opt = self.optimizer

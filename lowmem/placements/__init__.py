@@ -24,7 +24,8 @@ def in_group() -> bool:
 def find(placement: Choice, params: Iterable[Any]) -> Placement:
     """The placement that was asked for, or with `auto` the one of the parameters, or (name, parameter) pairs.
 
-    Parameters that are not sharded are replicated where there is a process group of several ranks.
+    Parameters that are not sharded are replicated where there is a process group of several ranks; with `auto` only if
+    all ranks hold the same ones already.
 
     Raises:
         ConfigError: the parameters are in another placement.
@@ -44,7 +45,9 @@ def find(placement: Choice, params: Iterable[Any]) -> Placement:
     if kind is not None:
         return _sharded(kind)
     several = in_group() and dist.get_world_size() > 1
-    return Replicated() if placement == "replicated" or (placement == "auto" and several) else Local()
+    if placement == "replicated" or (placement == "auto" and several):
+        return Replicated(broadcasts=placement == "replicated")
+    return Local()
 
 
 def shape_of(tensor: Tensor) -> tuple[int, ...]:

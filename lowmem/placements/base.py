@@ -1,15 +1,17 @@
 """What a placement is: a shard of each parameter on this rank, and a reducer that brings the gradient there."""
 
 import sys
-from collections.abc import Collection, Iterator, Sequence
-from typing import ClassVar
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import ClassVar, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowmem.errors import UnsupportedError
 from lowmem.placements.ranks import Ranks
 from lowmem.placements.record import ParamRecord
+from lowmem.placements.wrappers import refuse_wrapped
 from lowmem.tiles.layout import Layout, Span, View
 
 Reduced = Iterator[tuple[ParamRecord, Tensor]]
@@ -74,6 +76,19 @@ class Shard:
         return layout
 
 
+class Sums(NamedTuple):
+    """What earlier micro-batches left for the last one of a step.
+
+    read: parameter → reads its sum.  wide: gradients are reduced in float32 or wider, as sums are.
+    """
+
+    read: Mapping[str, Callable[[], Tensor]]
+    wide: bool
+
+
+NO_SUMS = Sums({}, wide=False)
+
+
 class Reducer:
     """The way of a gradient to the shard that it updates: here there is nothing to reduce.
 
@@ -94,12 +109,19 @@ class Reducer:
         shared = torch._C._storage_Use_Count(grad.untyped_storage()._cdata) > _ONE_TENSOR
         return grad.clone() if shared else grad
 
-    def begin(self, records: Collection[ParamRecord]) -> None:
-        """A backward begins in which gradients are reduced; `records` are all that may get one."""
+    def begin(self, records: Collection[ParamRecord], sums: Sums = NO_SUMS) -> None:
+        """A backward begins in which gradients are reduced; `records` are all that may get one.
+
+        A parameter that gets no gradient in it may have one from earlier micro-batches, in `sums`.
+        """
 
     def reduce(self, record: ParamRecord, grad: Tensor) -> Reduced:
         """Starts to reduce a gradient, and yields those that are ready: averaged over ranks, and cut."""
         yield record, grad
+
+    def skip(self, record: ParamRecord) -> Reduced:
+        """The backward reached a parameter and gave it no gradient. Yields what is ready."""
+        yield from ()
 
     def flush(self) -> Reduced:
         """Yields the rest: the backward has ended."""
@@ -139,6 +161,15 @@ class Placement:
                 "the model is sharded by fully_shard, and a forward without a backward left these parameters gathered. "
                 "Call reshard() on every FSDPModule before model.named_parameters()"
             )
+
+    def confirm(self, records: Collection[ParamRecord]) -> None:
+        """The first backward begins.
+
+        Raises:
+            UnsupportedError: the parameters were wrapped or sharded after the optimizer was made.
+        """
+        if dist.is_available() and dist.is_initialized():
+            refuse_wrapped(records)
 
     def leaves(self, params: Sequence[Tensor]) -> Sequence[Tensor] | None:
         """What a measuring backward computes gradients of: these parameters and no other leaf, or None for all."""

@@ -1,7 +1,7 @@
 """What the sharded placements share: each rank holds a range of every parameter's elements."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -65,6 +65,9 @@ class ShardedReducer(Reducer):
 
 class Sharded(Placement):
     """A placement whose graphs have gathered parameters as leaves, which come and go."""
+
+    def confirm(self, records: Collection[ParamRecord]) -> None:
+        """What has been sharded stays so."""
 
     def leaves(self, params: Sequence[Tensor]) -> Sequence[Tensor] | None:
         return None

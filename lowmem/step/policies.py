@@ -1,5 +1,6 @@
 """When an update happens: in the hook, in a second backward, or when the gradients of a whole step are complete."""
 
+import functools
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from torch import Tensor
 from lowmem.errors import StepError, UnsupportedError
 from lowmem.options import FusedConfig
 from lowmem.placements import Placement
+from lowmem.placements.base import NO_SUMS, Sums
 from lowmem.placements.record import ParamRecord
 from lowmem.rules import UpdateRule
 from lowmem.step.clipping import Clipping, Decision, Norms
@@ -198,6 +200,10 @@ class Policy(ABC):
         """Adds a full gradient to those of earlier micro-batches. Returns the gradient to reduce now, if any."""
         return grad
 
+    def sums(self) -> Sums:
+        """The sums of earlier micro-batches, if this is the last one and sums are reduced."""
+        return NO_SUMS
+
     def leftovers(self) -> Iterator[tuple[ParamRecord, Tensor]]:
         """Full gradients of earlier micro-batches whose parameters got none in the last one."""
         yield from ()
@@ -338,13 +344,30 @@ class Deferred(Policy):
         self._last = last
         self._measured: dict[str, Norms] = {}
         self._arrived: set[str] = set()  # in this micro-batch
+        # in the last micro-batch: what has a sum from those before
+        records = self._records.values() if last and self._cycle.waiting else ()
+        self._earlier = [record for record in records if self._cycle.has_fired(record.name)]
 
     def accumulate(self, record: ParamRecord, grad: Tensor) -> Tensor | None:
         return self._add(record, grad) if self._sums_full else grad
 
+    def sums(self) -> Sums:
+        if not self._sums_full or not self._earlier:
+            return NO_SUMS
+        read = {record.name: functools.partial(self._read_sum, record) for record in self._earlier}
+        return Sums(read, wide=self._config.accumulation_dtype == "float32")
+
+    def _read_sum(self, record: ParamRecord) -> Tensor:
+        """The sum of earlier micro-batches, for a parameter that gets no gradient in the last one."""
+        self._arrived.add(record.name)
+        total = self._store.get(record)
+        assert total is not None
+        return total
+
     def leftovers(self) -> Iterator[tuple[ParamRecord, Tensor]]:
-        for record in self._records.values() if self._last else ():
-            if record.name not in self._arrived and (total := self._store.get(record)) is not None:
+        for record in self._earlier:
+            if record.name not in self._arrived:
+                total = self._read_sum(record)
                 if self._sums_full:
                     yield record, total
                 else:

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
 
 from lowmem.errors import StepError
+from lowmem.placements.readback import Readback
 from lowmem.placements.record import ParamRecord
 from lowmem.rules import UpdateRule
 from lowmem.step.clipping import Clipping, Decision, sums_squares
@@ -93,29 +93,6 @@ class LastStep:
         if self.skipped:
             return len(self.names)
         return len(self.overflowed) + len(set(self.nonfinite) - self._takes_nonfinite)
-
-
-class Readback:
-    """Starts to copy a small tensor to the host; `values` waits for that copy only, not for what was queued since."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._event: torch.Event | None = None
-        if tensor.device.type == "cpu":
-            self._copy = tensor.detach().clone()
-            return
-        self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=not is_fake(tensor))
-        self._copy.copy_(tensor.detach(), non_blocking=True)
-        if not is_fake(tensor):
-            self._event = torch.Event(device=tensor.device)
-            self._event.record()
-
-    def values(self) -> list[float] | None:
-        """The numbers; None in a dry run with fake tensors, which have none."""
-        if is_fake(self._copy):
-            return None
-        if self._event is not None:
-            self._event.synchronize()
-        return self._copy.tolist()  # type: ignore[no-any-return]
 
 
 class Report:

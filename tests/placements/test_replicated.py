@@ -10,7 +10,7 @@ from ranks import RankError
 from torch.distributed._tools.mem_tracker import MemTracker
 
 import lowmem
-from lowmem.errors import StepError, UnsupportedError
+from lowmem.errors import StepError
 from lowmem.rules.rule import TABLE
 
 
@@ -34,6 +34,7 @@ def train(ids_of, settings, micro_batches=1, seed=0):
 
 def own_rows(rank, settings, micro_batches=1):
     count = dist.get_world_size()
+    settings = {"placement": "replicated", **settings}
     return train(lambda ids: ids.tensor_split(count)[rank], settings, micro_batches, seed=rank)
 
 
@@ -159,7 +160,7 @@ def test_a_parameter_that_joins_later(two):
     assert all(map(torch.equal, one, other))
 
 
-# -- an overflow, a wrapper, memory ------------------------------------------------------------------------------------
+# -- an overflow, memory -----------------------------------------------------------------------------------------------
 
 
 def poisoned(rank, policy):
@@ -197,26 +198,6 @@ def test_averages_do_not_overflow(two, dtype):
     """40,000 and 50,000 are float16 numbers, and so is their mean; their sum is not."""
     for found in two.run(large_gradients, dtype):
         torch.testing.assert_close(found, torch.full((4,), 45000.0), rtol=2**-8, atol=0.0)
-
-
-def in_a_wrapper(rank, wrapped_first):
-    net = torch.nn.Linear(3, 3)
-    wrapped = torch.nn.parallel.DistributedDataParallel(net)
-    if wrapped_first:
-        with pytest.raises(UnsupportedError, match="Remove the wrapper"):
-            lowmem.FusedOptimizer(wrapped.named_parameters(), rule="lomo", lr=0.1, model=wrapped)
-    opt = lowmem.FusedOptimizer(net.named_parameters(), rule="lomo", lr=0.1, model=net)
-    with pytest.raises(UnsupportedError, match="Remove the wrapper"):
-        opt.backward(wrapped(torch.ones(1, 3)).sum())
-    net.zero_grad()
-    with pytest.raises(StepError, match="torn"):
-        opt.backward(net(torch.ones(1, 3)).sum())
-
-
-@pytest.mark.parametrize("wrapped_first", [False, True])
-def test_a_wrapper_is_refused(two, wrapped_first):
-    """When it is passed, before anything happens; one around the model shows by the end of the first step."""
-    two.run(in_a_wrapper, wrapped_first)
 
 
 def alone_among_others(rank):

@@ -1,0 +1,56 @@
+"""Wrappers and shards that a model got after its optimizer: torch and DeepSpeed tell nobody, so a search finds them."""
+
+import gc
+import sys
+from collections.abc import Collection, Iterator
+
+from torch import nn
+
+from lowmem.errors import UnsupportedError
+from lowmem.placements.record import ParamRecord
+
+WRAPPED = (
+    "the model is inside DistributedDataParallel, which averages gradients in buckets of its own, so they would be "
+    "averaged twice. Remove the wrapper: ranks average in the hooks of this optimizer"
+)
+
+
+def refuse_wrapped(records: Collection[ParamRecord]) -> None:
+    """Raises `UnsupportedError` if the parameters of an optimizer were wrapped or sharded after it was made.
+
+    Looks at every object that the garbage collector knows, so it is called once, in the first backward.
+    """
+    if any(hasattr(record.param, "ds_id") for record in records):
+        raise UnsupportedError(_later("deepspeed.initialize", "deepspeed.initialize(model=model, config=...)"))
+    params = {record.param for record in records}
+    modules = list(_modules())
+    for module in modules:
+        if isinstance(module, nn.parallel.DistributedDataParallel) and not params.isdisjoint(module.parameters()):
+            raise UnsupportedError(WRAPPED)
+    if "torch.distributed.fsdp" not in sys.modules:
+        return
+    from torch.distributed.fsdp import FSDPModule
+
+    # fully_shard puts parameters of its own in the place of those that the optimizer has
+    in_modules = {param for module in modules for param in module.__dict__.get("_parameters", {}).values()}
+    orphans = {record.name: record for record in records if record.param not in in_modules}
+    for module in modules if orphans else ():
+        if isinstance(module, FSDPModule):
+            assert isinstance(module, nn.Module)
+            for name, param in module.named_parameters():
+                if name in orphans and tuple(param.shape) == orphans[name].span.shape:
+                    raise UnsupportedError(_later("fully_shard", "fully_shard(model)"))
+
+
+def _modules() -> Iterator[nn.Module]:
+    for item in gc.get_objects():
+        if issubclass(type(item), nn.Module):  # isinstance would ask proxies for their class
+            yield item
+
+
+def _later(what: str, call: str) -> str:
+    return (
+        f"{what} sharded the model after its optimizer was made, which holds the parameters from before and would "
+        f"update nothing. Call {call} first, and then "
+        "FusedOptimizer(model.named_parameters(), model=model, ...)"
+    )

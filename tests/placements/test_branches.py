@@ -1,0 +1,247 @@
+"""Ranks that take other branches of a model equal one device, and gradients do not wait for those that never come."""
+
+import random
+
+import pytest
+import torch
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.utils.checkpoint import checkpoint
+
+import lowmem
+from lowmem.errors import StepError
+from lowmem.placements.all_reduce import _inserted
+
+LAYERS = 8
+MIB = 1 << 20
+
+
+class Layers(torch.nn.Module):
+    """Layers of one shape that are taken in any order, or not at all."""
+
+    def __init__(self, size=4, checkpointed=False):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(size, size, bias=False) for _ in range(LAYERS))
+        self.size, self.checkpointed = size, checkpointed
+
+    def forward(self, path):
+        x = torch.ones(1, self.size, requires_grad=self.checkpointed)
+        for n in path:
+            x = checkpoint(self.layers[n], x, use_reentrant=True) if self.checkpointed else self.layers[n](x)
+        return x.square().sum()
+
+
+BODY = tuple(range(1, 7))
+HEADS = [[(*BODY, 0)] * 2 if step % 2 else [(*BODY, 7)] * 2 for step in range(6)]
+EXPERT = [[(0, 1, 2, 7), (0, 1, 3, 7)], [(0, 1, 2, 7), (0, 1, 4, 7)], [(0, 1, 5, 7), (0, 1, 7)], [(0, 1, 7)] * 2]
+
+
+def layer_drop():
+    source = random.Random(3)
+    paths = [[tuple(n for n in range(LAYERS) if source.random() < 0.6) or (0,) for _ in range(2)] for _ in range(8)]
+    return [[tuple(range(LAYERS))] * 2, *paths]
+
+
+PATHS = {"alternating heads": HEADS, "layer drop": layer_drop(), "experts": EXPERT}
+
+
+def as_one_device(rank, steps, settings, checkpointed):
+    """Each step is a path per rank, or a list of micro-batches of them."""
+    net = Layers(checkpointed=checkpointed)
+    opt = lowmem.FusedOptimizer(net.named_parameters(), rule="lomo", lr=0.1, **settings)
+    reference = Layers()
+    reference.load_state_dict(net.state_dict())
+    sgd = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for step in steps:
+        micro_batches = step if isinstance(step[0], list) else [step]
+        sgd.zero_grad()
+        for paths in micro_batches:
+            (sum(map(reference, paths)) / len(paths)).backward()
+        sgd.step()
+        for paths in micro_batches[:-1]:
+            with opt.accumulate():
+                opt.backward(net(paths[rank]))
+        opt.backward(net(micro_batches[-1][rank]))
+        arrived = [name for name, param in reference.named_parameters() if param.grad is not None]
+        assert list(opt.last_step.names) == arrived
+        for (name, param), wanted in zip(net.named_parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(param, wanted, rtol=1e-5, atol=1e-6, msg=name)
+    return [param.detach() for param in net.parameters()]
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "reentrant"])
+@pytest.mark.parametrize("policy", ["immediate", "two_pass", "deferred"])
+@pytest.mark.parametrize("steps", PATHS.values(), ids=PATHS)
+def test_equal_to_one_device(two, steps, policy, checkpointed):
+    if checkpointed and policy == "two_pass":
+        pytest.skip("refused")
+    one, other = two.run(as_one_device, steps, {"policy": policy}, checkpointed)
+    assert all(map(torch.equal, one, other))
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "reentrant"])
+@pytest.mark.parametrize("store", ["device", "disk"])
+def test_a_gradient_of_an_earlier_micro_batch_only(two, store, checkpointed):
+    """Its sum is averaged, though the graph of the last micro-batch does not have it on one rank or on any."""
+    last = [(0, 1, 7), (0, 1, 7)]
+    steps = [[[(0, 1, 2, 3, 7), (0, 4, 1, 7)], last], [[(0, 1, 5, 7), (0, 1, 7)], [(0, 1, 7), (0, 6, 7)]], [last, last]]
+    one, other = two.run(as_one_device, [*steps, *steps], {"policy": "deferred", "store": store}, checkpointed)
+    assert all(map(torch.equal, one, other))
+
+
+def sums_in_float32(rank):
+    """Rank 0 sums two micro-batches of layer 1, rank 1 has one, and layer 2 is on rank 0 only."""
+    net = Layers().bfloat16()
+    opt = lowmem.FusedOptimizer(net.named_parameters(), rule="lomo", lr=0.1, policy="deferred")
+    before = [layer.weight.detach().clone() for layer in net.layers]
+    grads = [torch.randn(4, 4, dtype=torch.bfloat16) for _ in range(4)]
+
+    def loss(*pairs):
+        return sum((net.layers[n].weight * grad).sum().float() for n, grad in pairs)
+
+    with opt.accumulate():
+        opt.backward(loss((1, grads[0]), (2, grads[1])) if rank == 0 else loss((0, grads[2])))
+    opt.backward(loss((1, grads[2])) if rank == 0 else loss((1, grads[3])))
+    means = [grads[2].float() / 2, (grads[0].float() + grads[2].float() + grads[3].float()) / 2, grads[1].float() / 2]
+    for n, mean in enumerate(means):
+        wanted = (before[n].float() - 0.1 * mean).bfloat16()
+        torch.testing.assert_close(net.layers[n].weight.detach(), wanted, rtol=0, atol=2**-8)
+    return net.state_dict()
+
+
+def test_sums_have_one_dtype_on_all_ranks(two):
+    one, other = two.run(sums_in_float32)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def peaks(rank, steps, settings):
+    """Bytes of tensors above those that stay, at most in each step, in gradients of 4 MiB."""
+    net = Layers(1024)
+    for layer in net.layers:
+        torch.nn.init.eye_(layer.weight)
+    opt = lowmem.FusedOptimizer(net.named_parameters(), rule="lomo", lr=1e-6, **settings)
+    found = []
+    for step in steps:
+        micro_batches = step if isinstance(step[0], list) else [step]
+        for paths in micro_batches[:-1]:
+            with opt.accumulate():
+                opt.backward(net(paths[rank]))
+        loss = net(micro_batches[-1][rank])
+        tracker = MemTracker()
+        tracker.track_external(net, opt, loss)
+        with tracker:
+            opt.backward(loss)
+        del loss
+        (most,) = tracker.get_tracker_snapshot("peak").values()
+        (rest,) = tracker.get_tracker_snapshot("current").values()
+        found.append((most["Total"] - rest["Total"]) / (4 * MIB))
+    return found
+
+
+FEW = 3.3  # two gradients, one that a thread of gloo has not let go of yet, and temporaries of a tile
+
+
+@pytest.mark.filterwarnings("ignore:Expected a tensor")
+@pytest.mark.parametrize("steps", PATHS.values(), ids=PATHS)
+def test_gradients_do_not_wait_for_those_that_never_come(two, steps):
+    """One is in flight while the next one is computed, once the order is learned; eight would be all of them."""
+    for found in two.run(peaks, steps[:6], {}):
+        assert max(found[2:]) <= FEW
+
+
+@pytest.mark.filterwarnings("ignore:Expected a tensor")
+def test_sums_of_earlier_micro_batches_do_not_make_others_wait(two):
+    every = [tuple(range(LAYERS))] * 2
+    steps = [[every, every], [every, [(7, 6, 5, 3, 1, 0)] * 2], [every, [(0, 1, 3, 5, 6)] * 2]]
+    for found in two.run(peaks, steps, {"policy": "deferred", "store": "disk"}):
+        assert found[2] <= FEW
+
+
+@pytest.mark.filterwarnings("ignore:Expected a tensor")
+def test_an_order_that_no_longer_fits_is_learned_again(two):
+    forwards, backwards = [tuple(range(LAYERS))] * 2, [tuple(reversed(range(LAYERS)))] * 2
+    for found in two.run(peaks, [forwards] * 3 + [backwards] * 2, {}):
+        assert max(found[1:3]) <= FEW
+        assert found[3] > LAYERS - 1
+        assert found[4] <= FEW
+
+
+def test_names_without_a_gradient_stay_near_their_neighbours():
+    assert _inserted(["d", "a"], ["x", "a", "b", "c", "d", "e"]) == ["x", "d", "e", "a", "b", "c"]
+
+
+# -- what the graph does not show --------------------------------------------------------------------------------------
+
+
+class Silent(torch.autograd.Function):
+    """Gives its weight no gradient."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+class Half(Layers):
+    """The last of a path is reached by the graph and gets no gradient."""
+
+    def forward(self, path):
+        x = torch.ones(1, self.size)
+        for n in path[:-1]:
+            x = self.layers[n](x)
+        return (x if path[-1] is None else Silent.apply(x, self.layers[path[-1]].weight)).square().sum()
+
+
+def never(rank, steps):
+    net = Half()
+    opt = lowmem.FusedOptimizer(net.named_parameters(), rule="adamw", lr=0.1, weight_decay=0.1)
+    for paths in steps:
+        opt.backward(net(paths[rank]))
+    return [param.detach() for param in net.parameters()], list(opt.last_step.names)
+
+
+@pytest.mark.parametrize(
+    "steps", [[[(0, 1, 5), (0, 2, None)]] * 3, [[(0, 1, None)] * 2, [(0, 1, 5)] * 2]], ids=["on one rank", "later"]
+)
+def test_a_parameter_that_is_reached_but_gets_no_gradient_is_left_out(two, steps):
+    (one, names), (other, others) = two.run(never, steps)
+    assert all(map(torch.equal, one, other))
+    assert "layers.5.weight" not in names + others
+    torch.manual_seed(0)  # as in each rank
+    assert torch.equal(one[5], Half().layers[5].weight)
+
+
+def surprised(rank):
+    with pytest.raises(StepError, match="returns None"):
+        never(rank, [[(0, 1, None)] * 2, [(0, 1, 5), (0, 1, None)]])
+
+
+def test_zeros_that_stand_for_no_gradient_are_noticed_on_every_rank(two):
+    two.run(surprised)
+
+
+def hidden_later(rank):
+    net = Layers()
+    opt = lowmem.FusedOptimizer(net.named_parameters(), rule="lomo", lr=0.1)
+    opt.backward(net(range(LAYERS)))
+    net.checkpointed = True
+    with pytest.raises(StepError, match="does not show"):
+        opt.backward(net(range(LAYERS)))
+
+
+def test_reentrant_checkpointing_that_begins_later_is_refused(two):
+    two.run(hidden_later)
+
+
+def test_a_parameter_without_a_gradient_on_one_device():
+    net = Half()
+    before = net.layers[5].weight.detach().clone()
+    opt = lowmem.FusedOptimizer(net.named_parameters(), rule="adamw", lr=0.1, weight_decay=0.1)
+    opt.backward(net((0, 5)))
+    assert opt.last_step.names == ("layers.0.weight",)
+    assert torch.equal(net.layers[5].weight, before)

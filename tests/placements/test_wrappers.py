@@ -1,0 +1,131 @@
+"""A model that is wrapped or sharded after its optimizer was made is refused before the first update."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import lowmem
+from lowmem.errors import StepError, UnsupportedError
+
+
+def ddp(rank, net):
+    return torch.nn.parallel.DistributedDataParallel(net)
+
+
+def replicate(rank, net):
+    from torch.distributed._composable.replicate import replicate
+
+    return replicate(net)
+
+
+def fsdp2(rank, net):
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard(net)
+
+
+def half_fsdp2(rank, net):
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(net[1])
+    return net
+
+
+def zero3(rank, net):
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(dist.get_world_size())}
+    os.environ |= {"DS_ACCELERATOR": "cpu", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+    return deepspeed.initialize(model=net, config=config)[0].module
+
+
+MESSAGES = {ddp: "Remove the wrapper", replicate: "Remove the wrapper"}
+MESSAGES |= {fsdp2: "fully_shard sharded", half_fsdp2: "fully_shard sharded", zero3: "deepspeed.initialize sharded"}
+
+
+def make():
+    return torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+
+
+def wrapped_later(rank, wrap, message, passed, placement):
+    net = make()
+    opt = lowmem.FusedOptimizer(
+        net.named_parameters(), rule="lomo", lr=0.1, model=net if passed else None, placement=placement
+    )
+    wrapped = wrap(rank, net)
+    kept = [param for param in net.parameters() if param.numel()]
+    before = [param.detach().clone() for param in kept]
+    loss = wrapped(torch.full((2, 3), rank + 1.0)).sum()
+    with pytest.raises(UnsupportedError, match=message):
+        opt.backward(loss)
+    for param, values in zip(kept, before, strict=True):
+        assert torch.equal(
+            torch.as_tensor(getattr(param, "_local_tensor", param)), getattr(values, "_local_tensor", values)
+        )
+
+
+@pytest.mark.parametrize(("passed", "placement"), [(True, "auto"), (False, "auto"), (False, "local")])
+@pytest.mark.parametrize(("wrap", "message"), MESSAGES.items(), ids=lambda value: getattr(value, "__name__", ""))
+def test_nothing_is_updated(two, wrap, message, passed, placement):
+    two.run(wrapped_later, wrap, message, passed, placement)
+
+
+def plain_backward(rank):
+    net = make()
+    opt = lowmem.FusedOptimizer(net.named_parameters(), rule="lomo", lr=0.1)
+    wrapped = ddp(rank, net)
+    before = [param.detach().clone() for param in net.parameters()]
+    with pytest.raises(UnsupportedError, match="Remove the wrapper"):
+        wrapped(torch.ones(1, 3)).sum().backward()
+    assert all(map(torch.equal, net.parameters(), before))
+    opt.remove()
+
+
+def test_a_plain_backward(two):
+    two.run(plain_backward)
+
+
+def wrapped_first(rank):
+    net = make()
+    wrapped = ddp(rank, net)
+    with pytest.raises(UnsupportedError, match="Remove the wrapper"):
+        lowmem.FusedOptimizer(wrapped.named_parameters(), rule="lomo", lr=0.1, model=wrapped)
+
+
+def test_a_wrapper_that_is_passed(two):
+    two.run(wrapped_first)
+
+
+def wrapped_after_a_step(rank):
+    net = make()
+    opt = lowmem.FusedOptimizer(net.named_parameters(), rule="lomo", lr=0.1)
+    opt.backward(net(torch.ones(1, 3)).sum())
+    wrapped = ddp(rank, net)
+    with pytest.raises(UnsupportedError, match="Remove the wrapper"):
+        opt.backward(wrapped(torch.ones(1, 3)).sum())
+    net.zero_grad()
+    with pytest.raises(StepError, match="torn"):
+        opt.backward(net(torch.ones(1, 3)).sum())
+
+
+def test_a_wrapper_after_the_first_step_shows_by_the_end_of_the_next(two):
+    two.run(wrapped_after_a_step)
+
+
+def others_are_wrapped(rank):
+    """A frozen copy of the model is sharded, and an unrelated one wrapped."""
+    net, raw = make(), torch.nn.Parameter(torch.ones(3))
+    reference, discriminator = fsdp2(rank, make()), ddp(rank, make())
+    opt = lowmem.FusedOptimizer([*net.named_parameters(), ("raw", raw)], rule="lomo", lr=0.1)
+    x = torch.ones(1, 3)
+    opt.backward((net(x * raw) + reference(x).detach() + discriminator(x).detach()).sum())
+    return len(opt.last_step.names)
+
+
+def test_other_models_may_be_wrapped_and_sharded(two):
+    assert two.run(others_are_wrapped) == [5, 5]
