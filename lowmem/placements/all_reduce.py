@@ -126,7 +126,7 @@ class AllReduce(Reducer):
         if self._here:
             return
         running = torch._C._current_autograd_node() is not None
-        self._reached = {name for name in self._order if running and _will_run(self._records[name].param)}
+        self._reached = {name for name in self._order if running and self._records[name].reached}
         if not running or (self._backwards and not self._hides):
             self._missing = self._records.keys() - self._reached
         for name in self._order:
@@ -264,11 +264,3 @@ def _inserted(arrivals: Sequence[str], order: Sequence[str]) -> list[str]:
         else:
             behind[before].append(name)
     return [*behind[None], *(name for arrival in arrivals for name in (arrival, *behind[arrival]))]
-
-
-def _will_run(param: Tensor) -> bool:
-    """Whether the backward that runs reaches a parameter."""
-    if not param.requires_grad:
-        return False
-    # torch 2.13, autograd/graph.py, register_multi_grad_hook asks for the gradients of a backward in this way
-    return bool(torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(param).node))

@@ -48,6 +48,16 @@ class ParamRecord:
         """Whether it is updated when it gets a gradient: it is not frozen."""
         return self.claimed and self.param.requires_grad
 
+    @property
+    def reached(self) -> bool:
+        """Whether the running backward updates it. Parameters that reentrant checkpointing or `fully_shard` hides from
+        the graph are not reached.
+        """
+        # torch 2.13, autograd/graph.py, register_multi_grad_hook asks for the gradients of a backward in this way
+        return self.trained and bool(
+            torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(self.param).node)
+        )
+
     def refuse_leftover(self) -> None:
         """Raises `StepError` if the parameter has a gradient that the next one would be added to."""
         if self.trained and self.param.grad is not None:

@@ -172,16 +172,9 @@ def moved() -> list[Tensor]:
 
 
 def reached() -> Iterator[tuple[Hooks, ParamRecord]]:
-    """What the running backward is going to update, with the hooks of its optimizer.
-
-    Parameters that reentrant checkpointing or `fully_shard` hides from the graph are missing.
-    """
+    """What the running backward is going to update, with the hooks of its optimizer."""
     with _disable_current_modes():  # a dry run may be under way next to an optimizer of real tensors
         for hooks in list(_LIVE):
             for record in () if hooks.paused else list(hooks._records.values()):
-                if record.trained and _is_reached(record.param):
+                if record.reached:
                     yield hooks, record
-
-
-def _is_reached(param: Tensor) -> bool:
-    return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(param).node)
