@@ -15,7 +15,7 @@ from lowmem.options import FusedConfig
 from lowmem.placements.base import Reduced
 from lowmem.placements.record import ParamRecord, listed
 from lowmem.rules import UpdateRule
-from lowmem.step import habits
+from lowmem.step import distributed_checkpoint, habits
 from lowmem.step import state_dict as states
 from lowmem.step.clipping import Clipping
 from lowmem.step.cycle import StepCycle
@@ -440,6 +440,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises:
             StepError: several backwards came before it, outside of `accumulate`.
         """
+        if distributed_checkpoint.wants_initial_states():
+            return None  # `state_dict` makes them
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -511,11 +513,38 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises:
             StepError: in the middle of a step, or after one that is torn.
         """
+        if distributed_checkpoint.asks_for_states():
+            return self._numbered_state_dict()
+        return {**self._metadata(), "state": self._gathered()}
+
+    def _gathered(self) -> dict[str, dict[str, Any]]:
         state: dict[str, dict[str, Any]] = {}
-        metadata = self._metadata()
         for entry in self._entries():
             state.setdefault(entry.owner, {})[entry.name] = entry.gather()
-        return {**metadata, "state": state}
+        return state
+
+    def _numbered_state_dict(self) -> dict[str, Any]:
+        """`state_dict` as torch.distributed.checkpoint wants it, with states that the next updates would make."""
+        metadata = self._metadata()
+        updated = [record.name for record in self._records.values() if record.param in self.state]
+        begun: list[ParamRecord] = []
+        try:
+            for record in self._records.values():
+                self._claim(record)
+                if record.trained and record.param not in self.state:
+                    distributed_checkpoint.refuse_unknown_states(record, self._cycle.step)
+                    self._updates.begin_state(record)
+                    begun.append(record)
+            state = self._gathered()
+        finally:
+            for record in begun:
+                del self.state[record.param]
+                record.extra = ()
+        for n, (rule, group) in enumerate(zip(self._rules, self.param_groups, strict=True)):
+            if memory := rule.group_memory(group):
+                clones = {name: tensor.clone() for name, tensor in memory.items()}
+                state.setdefault(states.group_owner(n), clones)
+        return distributed_checkpoint.numbered({**metadata, "state": state}, updated)
 
     def _entries(self) -> Iterator[states.Entry]:
         """The states in `state_dict`, one at a time."""
@@ -547,6 +576,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises:
             CheckpointError: it is of other rules or storages, or its parameters or groups are not this optimizer's.
         """
+        state_dict = dict(distributed_checkpoint.named(state_dict, self.param_groups))
         shard, scaler = self._placement.shard, self._clipping.scaler
         states.refuse_others(state_dict, self.param_groups)
         scaler.check_saved(state_dict.get("loss_scale"))

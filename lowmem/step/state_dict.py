@@ -57,7 +57,12 @@ def entries(records: Iterable[ParamRecord], states: States, shard: Shard, clippi
                 yield _replicated(record.name, name, value)
     for n, memory in clipping.memory.items():
         for name, value in memory.items():
-            yield _replicated(f"{_GROUP}{n}", name, value)
+            yield _replicated(group_owner(n), name, value)
+
+
+def group_owner(n: int) -> str:
+    """The name under which the memory of a group is saved."""
+    return f"{_GROUP}{n}"
 
 
 def _replicated(owner: str, name: str, value: Any) -> Entry:

@@ -63,7 +63,7 @@ class Updates:
     def put(self, record: ParamRecord, grad: Tensor, decision: Decision | None) -> None:
         """Updates a parameter, or lets its gradient wait until a stack of such parameters is full."""
         if record.param not in self.state:
-            self._begin_state(record)
+            self.begin_state(record)
         size = record.span.numel
         if size > SMALL or not self._batching or not self._stackable(record):
             self._update_one(record, grad, decision)
@@ -95,7 +95,8 @@ class Updates:
         """Forgets gradients that wait for a stack: their backward failed."""
         self._stacks.clear()
 
-    def _begin_state(self, record: ParamRecord) -> None:
+    def begin_state(self, record: ParamRecord) -> None:
+        """Makes the states of a parameter before its first update."""
         storage, shard = record.storage, self._shard.read(record.param)
         assert storage is not None and record.layout is not None
         tensors = {

@@ -1,0 +1,106 @@
+"""The form in which `torch.distributed.checkpoint.state_dict` takes and returns the state of an optimizer.
+
+It replaces numbers of parameters by names, drops everything but states and groups, and wants states of every parameter
+that is trained, also before the first step: `dcp.load` loads what is there already.
+"""
+
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from lowmem.errors import CheckpointError, UnsupportedError
+from lowmem.placements.record import ParamRecord
+from lowmem.rules import ForeignRule
+
+# Entry of the first group: everything that is neither a state nor a hyperparameter.
+_REST = "lowmem"
+
+
+def asks_for_states() -> bool:
+    """Whether it calls `state_dict`: optimizers are not told who does."""
+    return _runs("_get_optim_state_dict")
+
+
+def wants_initial_states() -> bool:
+    """Whether it calls `step`, with gradients of zero, so that an optimizer makes its states."""
+    return _runs("_init_optim_state")
+
+
+def _runs(function: str) -> bool:
+    module = "torch.distributed.checkpoint.state_dict"
+    if module not in sys.modules:
+        return False
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == function and frame.f_globals.get("__name__") == module:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def refuse_unknown_states(record: ParamRecord, steps: int) -> None:
+    """Raises `UnsupportedError` if nobody knows yet which states a parameter has: there would be nothing to load."""
+    if isinstance(record.rule, ForeignRule) and not steps:
+        raise UnsupportedError(
+            f"{record.rule.name} makes its states in its first step, so torch.distributed.checkpoint cannot load them "
+            "into an optimizer that has not stepped. Load with opt.load_state_dict(...), or use a rule of lowmem"
+        )
+
+
+def numbered(saved: Mapping[str, Any], updated: Collection[str]) -> dict[str, Any]:
+    """What `FusedOptimizer.state_dict` returns, with parameters by number, in the order of the groups.
+
+    Args:
+        updated: parameters that have had an update; the states of others are those before the first one.
+    """
+    numbers: dict[str, int] = {}
+    for group in saved["param_groups"]:
+        for name in group["params"]:
+            numbers[name] = len(numbers)
+    groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in saved["param_groups"]]
+    groups[0][_REST] = {
+        **{key: value for key, value in saved.items() if key not in ("state", "param_groups")},
+        "state": {owner: state for owner, state in saved["state"].items() if owner not in numbers},
+        "updated": "".join("1" if name in updated else "0" for name in numbers),
+    }
+    state = {number: saved["state"].get(name, {}) for name, number in numbers.items()}
+    return {"state": state, "param_groups": groups}
+
+
+def named(saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """What `numbered` returned, by the names of `groups`, which has the same parameters in the same order.
+
+    Anything else is returned as it is.
+
+    Raises:
+        CheckpointError: a part is missing, or there are other groups or parameters.
+    """
+    if "step" in saved:
+        return saved
+    saved_groups = [dict(group) for group in saved["param_groups"]]
+    rests = [dict(group.pop(_REST)) for group in saved_groups if _REST in group]
+    if not rests:
+        raise CheckpointError(
+            "the saved optimizer has no step, seed and loss scale, which flatten_optimizer_state_dict=True loses. "
+            "Save it without this option, or save what opt.state_dict() returns"
+        )
+    (rest,) = rests
+    ours, theirs = [group["param_names"] for group in groups], [group["params"] for group in saved_groups]
+    if list(map(len, ours)) != list(map(len, theirs)):
+        raise CheckpointError(
+            f"the saved optimizer has groups of {list(map(len, theirs))} parameters, this one {list(map(len, ours))}"
+        )
+    names = {
+        key: name
+        for group, saved_group in zip(ours, theirs, strict=True)
+        for name, key in zip(group, saved_group, strict=True)
+    }
+    updated = {name for name, flag in zip(names.values(), rest.pop("updated"), strict=True) if flag == "1"}
+    state = {names[key]: state for key, state in saved.get("state", {}).items() if names[key] in updated}
+    return {
+        **rest,
+        "state": {**state, **rest.get("state", {})},  # an empty dict may be lost on the way
+        "param_groups": [
+            {**group, "params": group_names} for group, group_names in zip(saved_groups, ours, strict=True)
+        ],
+    }

@@ -1,0 +1,152 @@
+"""States travel through torch.distributed.checkpoint by the names of the model, bit for bit."""
+
+import copy
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from nets import data
+from shards import everyones, fsdp2, make
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+import lowmem
+from lowmem import placements
+from lowmem.errors import CheckpointError, UnsupportedError
+
+SETTINGS = {
+    "lomo": {"rule": "lomo", "lr": 1e-2},
+    "adamw": {"rule": "adamw", "lr": 1e-2, "rounding": "stochastic", "seed": 7},
+    "adalomo, loss scale": {"rule": "adalomo", "loss_scale": "dynamic", "policy": "deferred"},
+    "scaled_adam": {"rule": "scaled_adam", "clipping_scale": 0.8, "clipping_update_period": 3, "policy": "deferred"},
+    "two rules": {"rule": "adamw", "groups": ({"match": "bias|gain|one", "rule": "lans", "lr": 1e-2},)},
+}
+
+
+def local(rank, make):
+    return make()
+
+
+KINDS = {"replicated": local, "fsdp2": fsdp2}
+
+
+def optimizer(net, settings):
+    return lowmem.FusedOptimizer(net.named_parameters(), model=net, **settings)
+
+
+def steps(net, opt, batches, rank=0, count=1):
+    for ids in batches:
+        opt.backward(net(ids.tensor_split(count)[rank]))
+
+
+def weights(net):
+    return {name: placements.full_tensor(param).clone() for name, param in net.named_parameters()}
+
+
+def assert_same(one, other):
+    assert one.keys() == other.keys()
+    for key, value in one.items():
+        if isinstance(value, dict):
+            assert_same(value, other[key])
+        elif isinstance(value, torch.Tensor):
+            assert torch.equal(value.nan_to_num(), other[key].nan_to_num()), key
+        else:
+            assert json.dumps(value) == json.dumps(other[key]), key  # DCP makes lists of tuples
+
+
+def through_dcp(rank, count, place, settings, folder):
+    """Trains, saves, and goes on; another model and optimizer load, and go on to the same bits."""
+    batches = list(map(everyones, data()))
+    net = place(rank, make)
+    opt = optimizer(net, settings)
+    steps(net, opt, batches[:4], rank, count)
+    saved, at_save = copy.deepcopy(opt.state_dict()), weights(net)
+    states = get_optimizer_state_dict(net, opt)
+    trained = {name for name, param in net.named_parameters() if param.requires_grad}
+    assert states["state"].keys() >= trained
+    assert {name for group in states["param_groups"] for name in group["params"]} >= trained
+    assert_same(opt.state_dict(), saved)
+    dcp.save({"optimizer": states}, checkpoint_id=folder)
+
+    other = place(rank, make)
+    for name, param in other.named_parameters():
+        placements.fill(param, at_save[name])
+    resumed = optimizer(other, settings)
+    template = {"optimizer": get_optimizer_state_dict(other, resumed)}
+    dcp.load(template, checkpoint_id=folder)
+    set_optimizer_state_dict(other, resumed, template["optimizer"])
+    assert all(param.grad is None for param in other.parameters())
+    assert_same(weights(other), at_save)
+    assert_same(resumed.state_dict(), saved)
+    steps(net, opt, batches[4:7], rank, count)
+    steps(other, resumed, batches[4:7], rank, count)
+    assert_same(weights(net), weights(other))
+    return saved, at_save
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_one_device(settings, tmp_path):
+    through_dcp(0, 1, local, settings, tmp_path / "saved")
+
+
+def on_ranks(rank, kind, settings, folder):
+    return through_dcp(rank, dist.get_world_size(), KINDS[kind], settings, folder)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("settings", ["adamw", "scaled_adam"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_and_another_number_of_them(two, kind, settings, tmp_path):
+    found = two.run(on_ranks, kind, SETTINGS[settings], tmp_path / "saved")
+    net = make()
+    net.load_state_dict(found[0][1])
+    opt = optimizer(net, SETTINGS[settings])
+    template = {"optimizer": get_optimizer_state_dict(net, opt)}
+    dcp.load(template, checkpoint_id=tmp_path / "saved")
+    set_optimizer_state_dict(net, opt, template["optimizer"])
+    assert_same(opt.state_dict(), found[0][0])
+
+
+def test_asking_a_fresh_optimizer_changes_nothing():
+    nets = [make(), make()]
+    opts = [optimizer(net, SETTINGS["scaled_adam"]) for net in nets]
+    before = weights(nets[0])
+    get_optimizer_state_dict(nets[0], opts[0])
+    assert_same(weights(nets[0]), before)
+    assert not opts[0].state
+    for net, opt in zip(nets, opts, strict=True):
+        steps(net, opt, list(data())[:4])  # without step(), which a loop may leave out
+    assert_same(weights(nets[0]), weights(nets[1]))
+    assert_same(opts[0].state_dict(), opts[1].state_dict())
+
+
+@pytest.mark.parametrize("name", [name for name in SETTINGS if name != "lomo"])  # torch raises where there is no state
+def test_full_states(name):
+    net, settings = make(), SETTINGS[name]
+    opt = optimizer(net, settings)
+    steps(net, opt, list(data())[:2])
+    options = StateDictOptions(full_state_dict=True)
+    states = get_optimizer_state_dict(net, opt, options=options)
+    other = make()
+    resumed = optimizer(other, settings)
+    set_optimizer_state_dict(other, resumed, states, options=options)
+    assert_same(resumed.state_dict(), opt.state_dict())
+
+
+def test_what_cannot_be_loaded_is_refused():
+    net = make()
+    with pytest.raises(UnsupportedError, match="makes its states in its first step"):
+        get_optimizer_state_dict(net, lowmem.FusedOptimizer(net.named_parameters(), rule="torch.optim.AdamW", lr=0.1))
+    net = make()
+    opt = optimizer(net, SETTINGS["adamw"])
+    steps(net, opt, list(data())[:1])
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    states = get_optimizer_state_dict(net, opt, options=flat)
+    with pytest.raises((CheckpointError, KeyError)):
+        set_optimizer_state_dict(net, opt, states, options=flat)
