@@ -76,7 +76,7 @@ class Hooks:
             return False
         if self._prepared is None:
             wrapper = sys.modules["accelerate.optimizer"].AcceleratedOptimizer
-            wrapped = [item.optimizer for item in gc.get_objects() if issubclass(type(item), wrapper)]
+            wrapped = [getattr(item, "optimizer", None) for item in gc.get_objects() if issubclass(type(item), wrapper)]
             update = self._update()
             self._prepared = update is not None and any(opt is update.__self__ for opt in wrapped)  # type: ignore[attr-defined]
         return self._prepared
