@@ -51,8 +51,6 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     Attributes:
         config: the options.
-        policy_reason: why this policy was chosen.
-        replay: "graph" or "forward", under "two_pass"; else None.
         compiled: whether the sweep runs through torch.compile, which takes up to a minute in the first step.
 
     Raises:
@@ -72,6 +70,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._model = model
         self._rules: list[UpdateRule] = []  # of the groups, in their order
         self._cycle = StepCycle()
+        self._policies: list[Policy] = []  # the last one is in use; a list, which the wrapper of Lightning shares
         self._records: dict[Tensor, ParamRecord] = {}
         habits.watch()
         self._hooks = Hooks(self._records, self._cycle, self._on_gradient)
@@ -211,6 +210,20 @@ class FusedOptimizer(torch.optim.Optimizer):
         return self._policy.name
 
     @property
+    def policy_reason(self) -> str:
+        """Why this policy was chosen."""
+        return self._policy.reason
+
+    @property
+    def replay(self) -> str | None:
+        """How "two_pass" gets its second pass, "graph" or "forward"; None under another policy."""
+        return self._policy.replay
+
+    @property
+    def _policy(self) -> Policy:
+        return self._policies[-1]
+
+    @property
     def placement(self) -> str:
         """Where parameters are: "local", "replicated", "zero3" or "fsdp2"."""
         return self._placement.name
@@ -225,14 +238,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         replays_graph = self._placement.replays_graph
         needs = Needs.of(self._rules, self.param_groups, self._clipping, accumulation=self._hooks.accumulating)
         name, reason = choose(self.config, needs, on_cpu=on_cpu, replays_graph=replays_graph)
-        current: Policy | None = getattr(self, "_policy", None)
-        if current is not None and (name == current.name or current.accumulates):
+        if self._policies and (name == self.policy or self._policy.accumulates):
             return
-        self.policy_reason = reason
-        self._policy = POLICIES[name](self.config, self._updates, self._clipping, self._placement, self._records)
-        self._cycle.accumulates = self._policy.accumulates
-        self.replay = replay_of(name, self.config, replays_graph=replays_graph)
-        if current is not None or name != "immediate":
+        policy = POLICIES[name](self.config, self._updates, self._clipping, self._placement, self._records)
+        policy.reason, policy.replay = reason, replay_of(name, self.config, replays_graph=replays_graph)
+        self._policies.append(policy)
+        self._cycle.accumulates = policy.accumulates
+        if len(self._policies) > 1 or name != "immediate":
             logger.info("policy %s: %s", name, reason)
 
     @contextmanager
@@ -248,12 +260,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises:
             UnsupportedError: the policy stores no gradients; "auto" becomes "deferred" here.
         """
-        outer, self._hooks.accumulating = self._hooks.accumulating, True
+        outer, self._hooks.in_accumulate = self._hooks.in_accumulate, True
         try:
             self._choose_policy()
             yield
         finally:
-            self._hooks.accumulating = outer
+            self._hooks.in_accumulate = outer
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -330,10 +342,10 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _begin_plain(self, first: ParamRecord) -> None:
         """A plain `loss.backward()` has begun, and the gradient of `first` is complete."""
-        self._policy.allow_plain_backward()
         self._hooks.refuse_company(first)
         self._report.settle()
         self._begin_rules()
+        self._policy.allow_plain_backward()
         for record in self._records.values():
             self._claim(record)
         self._cycle.begin(explicit=False)

@@ -532,3 +532,26 @@ def test_hooks_on_several_threads():
         ordinary_opt.step()
     assert same(weights(net), weights(expected))
     assert max(together) == 1
+
+
+def test_a_wrapper_that_imitates_the_class():
+    """Lightning's has the methods of the class of its optimizer, and attributes of its own."""
+
+    class Wrapper:
+        def __init__(self, optimizer):
+            self._optimizer = optimizer
+            self.__class__ = type("Wrapper", (Wrapper, type(optimizer)), {})
+
+        def __getattr__(self, name):
+            return getattr(self._optimizer, name)
+
+    net = make_net()
+    opt = lomo(net)
+    wrapper = Wrapper(opt)
+    wrapper.backward(loss_of(net, 0))
+    with wrapper.accumulate():
+        wrapper.backward(loss_of(net, 1))
+    assert opt.policy == wrapper.policy == "deferred"
+    wrapper.backward(loss_of(net, 2))
+    assert opt.last_step.step == 2
+    assert same(weights(net), ordinary(make_net(), [[0], [1, 2]]))

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import sys
 import threading
 import warnings
 import weakref
@@ -43,7 +44,7 @@ class Hooks:
 
     Attributes:
         paused: gradients are freed and nothing is updated.
-        accumulating: backwards are micro-batches.
+        in_accumulate: the training loop is inside `FusedOptimizer.accumulate`.
         removed: `remove` was called.
     """
 
@@ -55,9 +56,30 @@ class Hooks:
         self._handles: dict[Tensor, RemovableHandle] = {}
         self._lock = threading.RLock()
         self._backward: int | None = None  # the graph task of a backward() of this optimizer
-        self.paused = self.accumulating = self.removed = False
+        self.paused = self.in_accumulate = self.removed = False
+        self._prepared: bool | None = None  # by Accelerate; None: not asked yet
         _LIVE.add(self)
         weakref.finalize(update.__self__, self._abandon).atexit = False  # type: ignore[attr-defined]
+
+    @property
+    def accumulating(self) -> bool:
+        """Whether a backward is a micro-batch: one that others of its step will follow."""
+        return self.in_accumulate or self._accelerate_accumulates()
+
+    def _accelerate_accumulates(self) -> bool:
+        """Whether Accelerate has prepared the optimizer and is going to leave out the step() of this micro-batch.
+
+        Its state alone does not tell: it is of the process, and stays as a loop leaves it that ends in between.
+        """
+        state = sys.modules.get("accelerate.state")
+        if state is None or state.GradientState().sync_gradients:
+            return False
+        if self._prepared is None:
+            wrapper = sys.modules["accelerate.optimizer"].AcceleratedOptimizer
+            wrapped = [getattr(item, "optimizer", None) for item in gc.get_objects() if issubclass(type(item), wrapper)]
+            update = self._update()
+            self._prepared = update is not None and any(opt is update.__self__ for opt in wrapped)  # type: ignore[attr-defined]
+        return self._prepared
 
     def add(self, record: ParamRecord) -> None:
         """Hooks a parameter that has elements and can have a gradient, now or once it is unfrozen."""

@@ -159,10 +159,16 @@ class Policy(ABC):
 
     The engine runs the backwards that `passes` yields. Every gradient goes through `accumulate`, the placement's
     reducer, and `ready`; `complete` finishes the step.
+
+    Attributes:
+        reason: why it was chosen.
+        replay: how it gets its second pass, if it has one: "graph" or "forward".
     """
 
     name: ClassVar[str]
     accumulates: ClassVar[bool] = False
+    reason: str = ""
+    replay: str | None = None
 
     def __init__(
         self,
@@ -253,7 +259,7 @@ class TwoPass(Policy):
     def allow_plain_backward(self) -> None:
         raise StepError(
             f"policy {self.name!r} needs more than one plain loss.backward(): nothing has been measured, so nothing is "
-            "updated. Call opt.backward(loss)."
+            "updated. Call opt.backward(loss), or use policy='deferred', for which loss.backward() is enough."
         )
 
     def passes(self, loss: Tensor, again: Callable[[], Tensor] | None) -> Iterator[Pass]:

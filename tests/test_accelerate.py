@@ -1,0 +1,258 @@
+"""Accelerate: its loops run unchanged, with the weights that torch's optimizers give, or raise."""
+
+import os
+from functools import partialmethod
+
+import accelerate.test_utils.scripts.test_script as script
+import accelerate.test_utils.scripts.test_sync as sync
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
+
+import lowmem
+from lowmem.errors import StepError, UnsupportedError
+
+ROWS = [{"x": torch.tensor([n / 10, 1 - n / 9, 0.3]), "y": torch.tensor([0.1 * n, -0.2])} for n in range(28)]
+
+
+@pytest.fixture(autouse=True)
+def fresh_state():
+    """Accelerate's state is of the process."""
+    yield
+    reset()
+
+
+def reset():
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def make_net():
+    torch.manual_seed(1)
+    return torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2))
+
+
+def fused(**options):
+    return lambda net: lowmem.FusedOptimizer(
+        net.named_parameters(), model=net, rule="adamw", lr=1e-2, weight_decay=1e-2, **options
+    )
+
+
+def ordinary(net):
+    return torch.optim.AdamW(net.parameters(), lr=1e-2, foreach=False)
+
+
+def weights(net):
+    return [param.detach().clone() for param in net.parameters()]
+
+
+def same(one, other):
+    return all(map(torch.equal, one, other))
+
+
+def loss_of(net, batch):
+    return (net(batch["x"]) - batch["y"]).square().mean()
+
+
+class Loop:
+    """A training loop as Accelerate's documentation has it."""
+
+    def __init__(self, make, steps=3, precision="no", wraps=True, scaler=None):
+        reset()
+        self.accelerator = Accelerator(gradient_accumulation_steps=steps, cpu=True, mixed_precision=precision)
+        self.accelerator.scaler = scaler
+        self.net = make_net()
+        self.opt = make(self.net)
+        scheduler = LambdaLR(self.opt, lambda step: 0.9**step)
+        prepare = self.accelerator.prepare
+        self.model = prepare(self.net) if wraps else self.accelerator.prepare_model(self.net, evaluation_mode=True)
+        self.prepared, self.scheduler, self.loader = prepare(self.opt, scheduler, DataLoader(ROWS, batch_size=4))
+
+    def train(self, epochs=2, clip=None):
+        for _ in range(epochs):
+            for batch in self.loader:
+                with self.accelerator.accumulate(self.model):
+                    self.accelerator.backward(loss_of(self.model, batch))
+                    if clip is not None and self.accelerator.sync_gradients:
+                        self.accelerator.clip_grad_norm_(self.model.parameters(), clip)
+                    self.prepared.step()
+                    self.scheduler.step()
+                    self.prepared.zero_grad()
+        return weights(self.net)
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("steps", [1, 3])  # 7 batches: windows of 3, 3 and 1
+def test_an_unchanged_loop(steps, precision):
+    assert same(Loop(fused(), steps, precision).train(), Loop(ordinary, steps, precision).train())
+
+
+@pytest.mark.parametrize("policy", ["auto", "deferred"])
+def test_clipping(policy):
+    want = Loop(ordinary).train(clip=0.1)
+    assert same(Loop(fused(clip_norm=0.1, policy=policy)).train(), want)
+    assert not same(want, Loop(ordinary).train())
+    with pytest.raises(StepError, match=r"clip_grad_norm_\(\): parameter '0\.weight' has no gradient.*clip_norm=0\.1"):
+        Loop(fused()).train(clip=0.1)
+
+
+def test_two_pass_needs_its_own_backward():
+    """Without accumulation a CPU clips in two passes."""
+    loop = Loop(fused(clip_norm=0.1), steps=1)
+    with pytest.raises(StepError, match=r"opt\.backward\(loss\), or use policy='deferred'"):
+        loop.train()
+    assert same(weights(loop.net), weights(make_net()))
+    want = Loop(ordinary, steps=1).train(clip=0.1)
+    assert same(Loop(fused(clip_norm=0.1, policy="deferred"), steps=1).train(), want)
+
+
+def test_immediate_cannot_accumulate():
+    loop = Loop(fused(policy="immediate"))
+    with pytest.raises(UnsupportedError, match="policy 'immediate' cannot accumulate gradients"):
+        loop.train()
+    assert same(weights(loop.net), weights(make_net()))
+
+
+def test_the_scaler_of_fp16():
+    """Accelerate has a GradScaler for fp16, on a GPU only; here one is put in its place."""
+    loop = Loop(fused(), scaler=torch.amp.GradScaler("cpu"))
+    with pytest.raises(StepError, match=r'GradScaler has scaled the loss.*loss_scale="dynamic"'):
+        loop.train()
+    assert same(weights(loop.net), weights(make_net()))
+
+
+def test_an_optimizer_that_is_not_prepared():
+    """The loop itself asks Accelerate whether a step is due."""
+    net = make_net()
+    accelerator = Accelerator(gradient_accumulation_steps=2, cpu=True)
+    opt = fused()(net)
+    with accelerator.accumulate():
+        accelerator.backward(loss_of(net, ROWS[0]))
+    with accelerator.accumulate():
+        accelerator.backward(loss_of(net, ROWS[1]))
+        with pytest.raises(StepError, match=r"2 backwards came before this step\(\)"):
+            opt.step()
+
+
+@pytest.mark.parametrize("steps", [False, True])
+def test_a_later_loop_without_accelerate(steps):
+    """Accelerate's state is that of a loop that was left between micro-batches."""
+
+    def run(make):
+        loop = Loop(make)
+        with loop.accelerator.accumulate(loop.model):
+            loop.accelerator.backward(loss_of(loop.model, ROWS[0]))
+        assert not loop.accelerator.sync_gradients
+        net = make_net()
+        opt = make(net)
+        for row in ROWS[:3]:
+            loss_of(net, row).backward()
+            if steps or make is ordinary:
+                opt.step()
+                opt.zero_grad()
+        return weights(net)
+
+    assert same(run(fused()), run(ordinary))
+
+
+def test_save_state_and_load_state(tmp_path):
+    want = Loop(ordinary).train(epochs=3)
+    loop = Loop(fused())
+    loop.train(epochs=2)
+    loop.accelerator.save_state(str(tmp_path))
+    loop = Loop(fused())
+    loop.accelerator.load_state(str(tmp_path))
+    assert same(loop.train(epochs=1), want)
+    with loop.accelerator.accumulate(loop.model):
+        loop.accelerator.backward(loss_of(loop.model, ROWS[0]))
+    with pytest.raises(StepError, match=r"cannot save in the middle of step .* 1 micro-batch\(es\) wait"):
+        loop.accelerator.save_state(str(tmp_path / "between"))
+
+
+# -- several processes -------------------------------------------------------------------------------------------------
+
+
+def rank_environment(rank):
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "ACCELERATE_USE_CPU": "true"}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+
+
+def forget_environment():
+    reset()
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "ACCELERATE_USE_CPU", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name)
+
+
+def trained_on_a_rank(rank, steps):
+    rank_environment(rank)
+    try:
+        reference = Loop(ordinary, steps)
+        assert isinstance(reference.model, torch.nn.parallel.DistributedDataParallel)
+        want = reference.train(clip=0.1)
+        got = Loop(fused(clip_norm=0.1, policy="deferred"), steps, wraps=False).train()
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+        with pytest.raises(UnsupportedError, match="inside DistributedDataParallel"):
+            Loop(fused(), steps=1).train()
+    finally:
+        forget_environment()
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_two_processes(two, steps):
+    two.run(trained_on_a_rank, steps)
+
+
+# -- Accelerate's own tests --------------------------------------------------------------------------------------------
+
+
+def own_tests(rank=None):
+    """`training_check` compares with a loop without Accelerate: seeds, data loaders, split batches, bfloat16. The other
+    one compares learning rates under accumulation. What compares `.grad` makes no sense here.
+    """
+    if rank is not None:
+        rank_environment(rank)
+    made = []
+
+    def lomo(params, lr):
+        made.append(lowmem.FusedOptimizer(params, rule="lomo", lr=lr))
+        return made[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Accelerator, "prepare_model", partialmethod(Accelerator.prepare_model, evaluation_mode=True))
+        reference = script.mock_training
+
+        def mock_training(*args):
+            patch.undo()
+            patch.setattr(Accelerator, "prepare_model", partialmethod(Accelerator.prepare_model, evaluation_mode=True))
+            expected = reference(*args)
+            patch.setattr(torch.optim, "SGD", lomo)
+            return expected
+
+        try:
+            for seedable in (False, True):
+                patch.setattr(script, "mock_training", mock_training)
+                Accelerator()
+                script.training_check(use_seedable_sampler=seedable)
+                reset()
+            assert len(made) >= 4
+            patch.undo()
+            patch.setattr(Accelerator, "prepare_model", partialmethod(Accelerator.prepare_model, evaluation_mode=True))
+            optimizers = [torch.optim.AdamW, lambda params, lr: lomo(params, lr)]
+            patch.setattr(sync, "AdamW", lambda params, lr: optimizers.pop(0)(params, lr=lr))
+            patch.setattr(sync, "check_model_parameters", lambda *args, **options: None)
+            sync.test_gradient_accumulation_with_opt_and_scheduler()
+            assert made[-1].last_step.step == (3 if rank is None else 2)
+        finally:
+            if rank is not None:
+                forget_environment()
+
+
+def test_their_tests():
+    own_tests()
+
+
+def test_their_tests_on_two_ranks(two):
+    two.run(own_tests)

@@ -1,0 +1,158 @@
+"""The examples train as the same loops do with torch's optimizers, to the bit."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState
+from torch.nn.functional import binary_cross_entropy_with_logits as cross_entropy
+from torch.nn.utils import clip_grad_norm_
+
+import lowmem
+from lowmem.errors import StepError
+
+LR = 0.05  # of the example for Lightning
+FOLDER = Path(__file__).parents[1] / "examples"
+
+
+def example(name):
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def weights(*nets):
+    return [param.detach().clone() for net in nets for param in net.parameters()]
+
+
+def same(one, other):
+    return all(map(torch.equal, one, other))
+
+
+def test_every_example_has_a_test():
+    for path in FOLDER.glob("*.py"):
+        assert any(name.startswith(f"test_{path.stem}") for name in globals()), path
+
+
+def test_gan(capsys):
+    gan = example("gan")
+    torch.manual_seed(0)
+    networks = gan.make_networks()
+    gan.train(*networks, steps=200)
+    assert "step 200: discriminator" in capsys.readouterr().out
+
+    torch.manual_seed(0)
+    generator, discriminator = gan.make_networks()
+    options = {"lr": 1e-3, "weight_decay": 0.0, "foreach": False}
+    opt_g = torch.optim.AdamW(generator.parameters(), **options)
+    opt_d = torch.optim.AdamW(discriminator.parameters(), **options)
+    ones, zeros = torch.ones(64, 1), torch.zeros(64, 1)
+    for _ in range(200):
+        fake = generator(torch.randn(64, gan.NOISE))
+        real = discriminator(gan.points_on_a_circle(64))
+        opt_d.zero_grad()
+        (cross_entropy(real, ones) + cross_entropy(discriminator(fake.detach()), zeros)).backward()
+        opt_d.step()
+        opt_g.zero_grad()
+        cross_entropy(discriminator(fake), ones).backward()
+        opt_g.step()
+    assert same(weights(*networks), weights(generator, discriminator))
+
+
+# -- Lightning ---------------------------------------------------------------------------------------------------------
+
+
+def fit(module, cls, make=None, path=None, **options):
+    """A module of the example, fitted; with torch's optimizer and Lightning's own backward if `make` is given."""
+    ordinary = {}
+    if make is not None:
+        ordinary = {"make_optimizer": make, "backward": module.lightning.LightningModule.backward}
+    torch.manual_seed(0)
+    loader = module.make_loader()
+    net = type(cls.__name__, (cls,), ordinary)()
+    trainer = module.make_trainer(**{"max_epochs": 2, **options})
+    trainer.fit(net, loader, ckpt_path=path)
+    return net, trainer
+
+
+def adamw(net):
+    return torch.optim.AdamW(net.parameters(), lr=LR, foreach=False)
+
+
+@pytest.fixture(scope="module")
+def lightning_loop():
+    return example("lightning_loop")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["Manual", "Automatic"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_lightning_loop(lightning_loop, kind, precision):
+    cls = getattr(lightning_loop, kind)
+    got, trainer = fit(lightning_loop, cls, precision=precision)
+    want, _ = fit(lightning_loop, cls, adamw, precision=precision)
+    assert same(weights(got), weights(want))
+    assert trainer.optimizers[0].last_step.step == 14
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lightning_loop_accumulates_and_clips(lightning_loop):
+    """7 batches in windows of 3, 3 and 1."""
+
+    def clipping(net):
+        config = {"rule": "adamw", "lr": LR, "weight_decay": 0.01, "clip_norm": 0.5}
+        return lowmem.FusedOptimizer(net.named_parameters(), model=net, **config)
+
+    options = {"accumulate_grad_batches": 3}
+    clipped = type("Automatic", (lightning_loop.Automatic,), {"make_optimizer": clipping})
+    got, _ = fit(lightning_loop, clipped, **options)
+    want, _ = fit(lightning_loop, lightning_loop.Automatic, adamw, **options, gradient_clip_val=0.5)
+    assert same(weights(got), weights(want))
+
+    with pytest.raises(StepError, match=r"clip_grad_norm_\(\): .*clip_norm=0\.5"):
+        fit(lightning_loop, lightning_loop.Automatic, gradient_clip_val=0.5)
+    plain = {"backward": lightning_loop.lightning.LightningModule.backward}
+    with pytest.raises(StepError, match=r"3 backwards came before this step\(\).*opt\.accumulate\(\)"):
+        fit(lightning_loop, type("Plain", (lightning_loop.Automatic,), plain), **options)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lightning_loop_resumes(lightning_loop, tmp_path):
+    want, _ = fit(lightning_loop, lightning_loop.Automatic, adamw)
+    _, trainer = fit(lightning_loop, lightning_loop.Automatic, max_epochs=1)
+    trainer.save_checkpoint(tmp_path / "epoch.ckpt")
+    got, trainer = fit(lightning_loop, lightning_loop.Automatic, path=tmp_path / "epoch.ckpt")
+    assert trainer.optimizers[0].last_step.step == 14
+    assert same(weights(got), weights(want))
+
+
+# -- diffusers ---------------------------------------------------------------------------------------------------------
+
+
+class Clipped(torch.optim.AdamW):
+    """AdamW that clips as a training script does before its step."""
+
+    def step(self, closure=None):
+        clip_grad_norm_(self.param_groups[0]["params"], 1.0)
+        return super().step(closure)
+
+
+def test_diffusion_loop():
+    loop = example("diffusion_loop")
+
+    def run(**make):
+        torch.manual_seed(0)
+        model = loop.make_model()
+        images = torch.randn(20, 1, 8, 8).sign()
+        try:
+            ema = loop.train(model, torch.utils.data.DataLoader(images, batch_size=4), epochs=2, **make)
+        finally:
+            AcceleratorState._reset_state(reset_partial_state=True)
+            GradientState._reset_state()
+        return weights(model) + list(ema.shadow_params)
+
+    got = run()
+    want = run(make_optimizer=lambda model: Clipped(model.parameters(), lr=1e-3, foreach=False))
+    assert same(got, want)
