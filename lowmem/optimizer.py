@@ -16,13 +16,13 @@ from lowmem.placements.base import Reduced
 from lowmem.placements.record import ParamRecord, listed
 from lowmem.rules import UpdateRule
 from lowmem.step import distributed_checkpoint, habits
-from lowmem.step import state_dict as states
 from lowmem.step.clipping import Clipping
 from lowmem.step.cycle import StepCycle
 from lowmem.step.hooks import Hooks
 from lowmem.step.loss_scaler import LossScaler
 from lowmem.step.policies import POLICIES, Needs, Policy, choose, repeatable, replay_of
 from lowmem.step.report import LastStep, Report
+from lowmem.step.saving import Saving
 from lowmem.step.updates import Updates, decide_compilation, settle
 from lowmem.tiles.tile import CompiledTile
 
@@ -109,6 +109,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 compiled=self.compiled,
             )
             self._report = Report(self._cycle, self._clipping, device)
+            self._saving = Saving(self._records, self.param_groups, self.state, shard, self._updates, self._report)
             self._choose_policy()
         except BaseException:
             self.remove()  # the hooks of the groups that were added
@@ -525,62 +526,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises:
             StepError: in the middle of a step, or after one that is torn.
         """
-        if distributed_checkpoint.asks_for_states():
-            return self._numbered_state_dict()
-        return {**self._metadata(), "state": self._gathered()}
-
-    def _gathered(self) -> dict[str, dict[str, Any]]:
-        state: dict[str, dict[str, Any]] = {}
-        for entry in self._entries():
-            state.setdefault(entry.owner, {})[entry.name] = entry.gather()
-        return state
-
-    def _numbered_state_dict(self) -> dict[str, Any]:
-        """`state_dict` as torch.distributed.checkpoint wants it, with states that the next updates would make."""
-        metadata = self._metadata()
-        updated = [record.name for record in self._records.values() if record.param in self.state]
-        begun: list[ParamRecord] = []
-        try:
-            for record in self._records.values():
-                self._claim(record)
-                if record.trained and record.param not in self.state:
-                    distributed_checkpoint.refuse_unknown_states(record, self._cycle.step)
-                    self._updates.begin_state(record)
-                    begun.append(record)
-            state = self._gathered()
-        finally:
-            for record in begun:
-                del self.state[record.param]
-                record.extra = ()
-        for n, (rule, group) in enumerate(zip(self._rules, self.param_groups, strict=True)):
-            if memory := rule.group_memory(group):
-                clones = {name: tensor.clone() for name, tensor in memory.items()}
-                state.setdefault(states.group_owner(n), clones)
-        return distributed_checkpoint.numbered({**metadata, "state": state}, updated)
-
-    def _entries(self) -> Iterator[states.Entry]:
-        """The states in `state_dict`, one at a time."""
-        return states.entries(self._records.values(), self.state, self._placement.shard, self._clipping)
-
-    def _metadata(self) -> dict[str, Any]:
-        """Everything in `state_dict` except the states: numbers and strings.
-
-        Raises:
-            StepError: as `state_dict` does.
-        """
-        self._report.settle()
-        self._cycle.refuse_open("save")
-        groups = [
-            {**{k: v for k, v in group.items() if k not in ("params", "param_names")}, "params": group["param_names"]}
-            for group in self.param_groups
-        ]
-        return {
-            "seed": self._updates.seed,
-            "step": self._cycle.step,
-            "loss_scale": self._clipping.scaler.state_dict(),
-            "nonfinite": self._report.state_dict(),
-            "param_groups": groups,
-        }
+        if not distributed_checkpoint.asks_for_states():
+            return {**self._saving.metadata(), "state": self._saving.gathered()}
+        for record in self._records.values():
+            self._claim(record)
+        return self._saving.numbered()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues from what `state_dict` returned. Tensors are copied to their parameter's device and never cast.
@@ -588,21 +538,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises:
             CheckpointError: it is of other rules or storages, or its parameters or groups are not this optimizer's.
         """
-        state_dict = dict(distributed_checkpoint.named(state_dict, self.param_groups))
-        shard, scaler = self._placement.shard, self._clipping.scaler
-        states.refuse_others(state_dict, self.param_groups)
-        scaler.check_saved(state_dict.get("loss_scale"))
-        states.restore(state_dict, self._records.values(), self.param_groups, self.state, shard, self._clipping)
-        for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update({k: v for k, v in saved_group.items() if k != "params"})
-        for record in self._records.values():
-            if record.claimed or record.param in self.state:
-                settle(record, shard)
-        scaler.load_state_dict(state_dict.get("loss_scale"))
-        self._updates.seed = state_dict["seed"]
+        self._saving.load(state_dict)
         self._drop()
-        self._report.load_state_dict(state_dict.get("nonfinite"))
-        self._cycle.reset(state_dict["step"])
 
 
 def _refuse_loss(loss: Any) -> None:

@@ -39,7 +39,7 @@ def save_optimizer(optimizer: FusedOptimizer, path: Path, *, write: bool = True)
         CheckpointError: a state or a group has a value that is neither a tensor nor JSON.
         StepError: the step is torn.
     """
-    metadata, entries = optimizer._metadata(), list(optimizer._entries())
+    metadata, entries = optimizer._saving.metadata(), list(optimizer._saving.entries())
     values: dict[str, dict[str, Any]] = {}
     tensors: dict[str, Tensor] = {}
     for entry in entries:

@@ -167,7 +167,7 @@ def step_memory(model: nn.Module, make_optimizer: Callable[[], FusedOptimizer],
             if not last:
                 tracker.label_unknown(GRADIENTS, since=backward)  # what is accumulated
             backwards.append((backward, tracker.now))
-        tracker.label((entry.value for entry in optimizer._entries() if isinstance(entry.value, Tensor)), STATES)
+        tracker.label((entry.value for entry in optimizer._saving.entries() if isinstance(entry.value, Tensor)), STATES)
     return _by_kind(tracker, next(model.parameters()).device, tuple(backwards))
 
 

@@ -55,7 +55,7 @@ class Updates:
         compiled: bool,
     ) -> None:
         self.state, self.cycle, self.seed = state, cycle, seed
-        self._shard, self._clipping = placement.shard, clipping
+        self._shard, self.clipping = placement.shard, clipping
         self._compiled, self._batching = compiled, batching
         self._kinds: dict[tuple[Any, ...], int] = {}  # of stacks, numbered: a number is quick to look up
         self._stacks: dict[int, list[tuple[ParamRecord, Tensor]]] = {}
@@ -162,7 +162,7 @@ class Updates:
             layout,
             Held(first.storage, weight),
             grad,
-            self._clipping.reading(records, grad, decision),
+            self.clipping.reading(records, grad, decision),
             members=len(records),
             noise_keys=lambda: [noise_key(self.seed, step, record.name) for record in records],
             step=step,
