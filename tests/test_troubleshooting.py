@@ -1,0 +1,464 @@
+"""docs/troubleshooting.md: a function for every entry provokes its message, or shows its symptom and the way out."""
+
+import copy
+import gc
+import inspect
+import logging
+import re
+import warnings
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.utils import clip_grad_norm_, get_total_norm
+from torch.utils.checkpoint import checkpoint
+
+import lowmem
+from lowmem.errors import LowmemError
+
+PAGE = (Path(__file__).parents[1] / "docs" / "troubleshooting.md").read_text()
+HEADINGS = re.findall(r"^### (.+)$", PAGE, re.MULTILINE)
+ENTRIES = {}
+
+
+def entry(heading):
+    """A function that provokes a message raises it or returns it; one that shows a symptom asserts it."""
+
+    def register(function):
+        assert heading not in ENTRIES
+        ENTRIES[heading] = function
+        return function
+
+    return register
+
+
+def test_every_entry_is_provoked():
+    assert list(ENTRIES) == HEADINGS
+
+
+@pytest.mark.parametrize("heading", HEADINGS)
+def test_entry(heading, request):
+    function = ENTRIES[heading]
+    fixtures = [request.getfixturevalue(name) for name in inspect.signature(function).parameters]
+    try:
+        message = function(*fixtures)
+    except LowmemError as error:
+        message = str(error)
+    if heading.startswith("`"):
+        parts = map(re.escape, heading.strip("`").split("..."))
+        assert re.search(".*".join(parts), message), message
+    else:
+        assert message is None
+
+
+def test_every_entry_has_a_line_to_write():
+    for heading, text in re.findall(r"^### (.+)\n\n((?:(?!#).*\n?)*)", PAGE, re.MULTILINE):
+        assert text.count("`") >= 2, heading
+
+
+def make_net():
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+
+
+def loss_of(net):
+    return net(torch.ones(2, 3)).square().mean()
+
+
+def lomo(net, **options):
+    return lowmem.FusedOptimizer(net.named_parameters(), **{"rule": "lomo", "lr": 0.1, "model": net, **options})
+
+
+@contextmanager
+def one_rank(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'group'}", rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+# -- the order of calls in a step --------------------------------------------------------------------------------------
+
+
+@entry("`... backwards came before this step(), and each of them has updated the weights`")
+def backwards_before_step():
+    net = make_net()
+    opt = lomo(net)
+    loss_of(net).backward()
+    loss_of(net).backward()
+    opt.step()
+
+
+@entry("`a second backward before step()`")
+def second_backward():
+    net = make_net()
+    opt = lomo(net)
+    opt.backward(loss_of(net))
+    opt.step()
+    opt.backward(loss_of(net))
+    opt.backward(loss_of(net))
+
+
+@entry("`zero_grad() before step(): it would drop a gradient that backward has used`")
+def zero_grad_before_step():
+    net = make_net()
+    opt = lomo(net)
+    opt.backward(loss_of(net))
+    opt.step()
+    opt.backward(loss_of(net))
+    opt.zero_grad()
+
+
+@entry("`cannot save in the middle of step ...: ... micro-batch(es) wait for the last one of their step`")
+def save_between():
+    net = make_net()
+    opt = lomo(net)
+    with opt.accumulate():
+        opt.backward(loss_of(net))
+    opt.state_dict()
+
+
+@entry("`step ... is torn`")
+def torn():
+    net = make_net()
+    opt = lomo(net, batching=False)
+    net[0].weight.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        opt.backward(loss_of(net))
+    opt.state_dict()
+
+
+@entry("`parameter ... has a gradient in .grad already`")
+def leftover():
+    net = make_net()
+    loss_of(net).backward()
+    opt = lomo(net)
+    opt.backward(loss_of(net))
+
+
+@entry("`backward() of an optimizer that was removed by remove()`")
+def removed():
+    net = make_net()
+    opt = lomo(net)
+    opt.remove()
+    opt.backward(loss_of(net))
+
+
+# -- the loss ----------------------------------------------------------------------------------------------------------
+
+
+@entry("`the loss has no graph`")
+def no_graph():
+    net = make_net()
+    opt = lomo(net)
+    with torch.no_grad():
+        loss = loss_of(net)
+    opt.backward(loss)
+
+
+@entry("`the loss is of shape ...; it must be a tensor of one element`")
+def not_a_scalar():
+    net = make_net()
+    opt = lomo(net)
+    opt.backward(net(torch.ones(2, 3)))
+
+
+@entry("`no parameter of this optimizer got a gradient`")
+def another_model():
+    net = make_net()
+    opt = lomo(net)
+    opt.backward(loss_of(copy.deepcopy(net)))
+
+
+@entry("`policy 'two_pass' needs more than one plain loss.backward()`")
+def plain_two_pass():
+    net = make_net()
+    opt = lomo(net, clip_norm=1.0)
+    assert opt.policy == "two_pass"
+    loss_of(net).backward()
+
+
+@entry("`with a loss scale the loss must be scaled: call opt.backward(loss)`")
+def plain_with_scale():
+    net = make_net()
+    opt = lomo(net, loss_scale=8.0)
+    assert opt.loss_scale == 8.0
+    loss_of(net).backward()
+
+
+@entry("`a GradScaler has scaled the loss`")
+def grad_scaler():
+    net = make_net()
+    opt = lomo(net)
+    opt.backward(torch.amp.GradScaler("cpu").scale(loss_of(net)))
+
+
+@entry("`the loss scale cannot back off below its minimum`")
+def hopeless():
+    net = make_net()
+    opt = lomo(net, loss_scale=lowmem.DynamicScale(init_scale=1.0, min_scale=1.0))
+    for _ in range(2):
+        opt.backward(loss_of(net) * float("inf"))
+
+
+# -- gradients and clipping --------------------------------------------------------------------------------------------
+
+
+@entry("`clip_grad_norm_(): parameter ... has no gradient`")
+def clip_after_backward():
+    net = make_net()
+    opt = lomo(net)
+    opt.backward(loss_of(net))
+    clip_grad_norm_(net.parameters(), 1.0)
+
+
+@entry("`policy 'immediate' updates a parameter before the norm over all gradients is known`")
+def immediate_clips():
+    lomo(make_net(), policy="immediate", clip_norm=1.0)
+
+
+@entry("`policy 'two_pass' cannot accumulate gradients`")
+def two_pass_accumulates():
+    with lomo(make_net(), policy="two_pass", clip_norm=1.0).accumulate():
+        pass
+
+
+class Tied(nn.Module):
+    """A weight inside and outside of a region with reentrant checkpointing."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.shared = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self):
+        x = self.first(torch.ones(2, 3))
+        return self.shared(checkpoint(self.shared, x, use_reentrant=True)).square().mean()
+
+
+@entry("`got its gradient in two parts within one backward`")
+def two_parts():
+    net = Tied()
+    opt = lomo(net)
+    opt.backward(net())
+
+
+@entry("`reentrant activation checkpointing runs one backward inside another`")
+def reentrant():
+    net = make_net()
+    opt = lomo(net)
+    assert opt.policy == "immediate"
+    x = torch.ones(2, 3, requires_grad=True)
+    checkpoint(net, x, use_reentrant=True).square().mean().backward()
+
+
+@entry("`activation checkpointing recomputes a value from parameter ..., which this backward has updated already`")
+def reread():
+    net = make_net()
+    opt = lomo(net, batching=False)
+
+    def region(x):
+        return net[0](x) * net[2].weight.detach().sum()
+
+    opt.backward(net[2](checkpoint(region, torch.ones(2, 3), use_reentrant=False)).sum())
+
+
+# -- several optimizers and models -------------------------------------------------------------------------------------
+
+
+@entry("`is updated by another FusedOptimizer already`")
+def taken():
+    net = make_net()
+    opt = lomo(net)
+    assert opt.last_step is None
+    lomo(net)
+
+
+@entry("`this backward reaches parameter ... of another FusedOptimizer`")
+def reaches_another():
+    net = make_net()
+    first, last = lomo(net[0]), lomo(net[2])
+    assert first.placement == last.placement
+    last.backward(loss_of(net))
+
+
+@entry("`a FusedOptimizer was deleted before its first step`")
+def deleted():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        lomo(make_net())
+        gc.collect()
+    return " ".join(str(warning.message) for warning in caught)
+
+
+@entry("`a FusedOptimizer cannot be copied or pickled`")
+def copied():
+    copy.deepcopy(lomo(make_net()))
+
+
+@entry("`rule ... has no hyperparameter ...`")
+def unknown_hyperparameter():
+    lomo(make_net(), betas=(0.9, 0.99))
+
+
+# -- several devices ---------------------------------------------------------------------------------------------------
+
+
+@entry("`the model is inside DistributedDataParallel`")
+def wrapped(tmp_path):
+    with one_rank(tmp_path):
+        lomo(nn.parallel.DistributedDataParallel(make_net()), placement="replicated")
+
+
+@entry("`fully_shard sharded the model after its optimizer was made`")
+def sharded_later(tmp_path):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    with one_rank(tmp_path):
+        net = make_net()
+        opt = lomo(net)
+        fully_shard(net, mesh=init_device_mesh("cpu", (1,)))
+        opt.backward(loss_of(net))
+
+
+@entry("`deepspeed: zero_optimization.stage is ...; set it to 3`")
+def stage_two():
+    from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
+
+    from lowmem.hf.sharding import Zero3Sharding
+
+    try:
+        Zero3Sharding(SimpleNamespace(hf_deepspeed_config=HfDeepSpeedConfig({"zero_optimization": {"stage": 2}})))
+    finally:
+        unset_hf_deepspeed_config()
+
+
+@entry("`fsdp: version 1 holds flat copies of the parameters`")
+def fsdp_one():
+    from lowmem.hf.sharding import FSDP2Sharding
+
+    FSDP2Sharding(SimpleNamespace(fsdp_plugin_args={"fsdp_version": 1}))
+
+
+@entry("`this process was started alone, so there are no ranks to shard the model over`")
+def alone():
+    from lowmem.hf.sharding import FSDP2Sharding
+
+    FSDP2Sharding(SimpleNamespace(fsdp_plugin_args={"fsdp_version": 2}, fsdp_config={})).prepare(torch.float32)
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+@entry("`there is no complete checkpoint in ...`")
+def no_checkpoint(tmp_path):
+    from lowmem.hf.checkpoint import find_last
+
+    (tmp_path / "checkpoint-3").mkdir()
+    find_last(tmp_path)
+
+
+@entry("`it has only weights and cannot be resumed from`")
+def only_weights(tmp_path, tiny_llama):
+    from lowmem.hf.checkpoint import check_resumable
+
+    tiny_llama().save_pretrained(tmp_path)
+    check_resumable(tmp_path)
+
+
+@entry("`the saved optimizer has rule ..., this one ...`")
+def another_rule():
+    net = make_net()
+    saved = lomo(net).state_dict()
+    lomo(net, rule="adamw").load_state_dict(saved)
+
+
+@entry("`the saved optimizer has ... group(s) of ... parameters, this one ...`")
+def other_parameters():
+    net = make_net()
+    saved = lomo(net).state_dict()
+    lomo(net[0]).load_state_dict(saved)
+
+
+# -- symptoms without an error -----------------------------------------------------------------------------------------
+
+
+@entry("The weights do not move")
+def only_micro_batches():
+    net = make_net()
+    opt, before = lomo(net), net[0].weight.detach().clone()
+    for _ in range(3):
+        with opt.accumulate():
+            opt.backward(loss_of(net))
+    assert opt.last_step is None
+    assert torch.equal(net[0].weight, before)
+    opt.step()
+    assert opt.last_step.step == 1
+    assert not torch.equal(net[0].weight, before)
+
+
+@entry("The gradient norm is 0.0, or `.grad` is None")
+def no_grad():
+    net, other = make_net(), make_net()
+    other.load_state_dict(net.state_dict())
+    opt = lomo(net)
+    opt.backward(loss_of(net))
+    assert get_total_norm(param.grad for param in net.parameters() if param.grad is not None) == 0.0
+    loss_of(other).backward()
+    grads = [param.grad for param in other.parameters()]
+    torch.testing.assert_close(opt.last_step.grad_norm, get_total_norm(grads))
+    torch.testing.assert_close(opt.last_step.norms, torch.stack([grad.norm() for grad in grads]))
+
+
+@entry("The loss is NaN from some step on")
+def not_finite(caplog):
+    caplog.set_level(logging.WARNING)
+    net = make_net()
+    opt = lomo(net)
+    net[2].bias.register_hook(lambda grad: grad * float("nan"))
+    opt.backward(loss_of(net))
+    assert opt.last_step.nonfinite == ["2.bias"]
+    assert opt.nonfinite_steps == 1
+
+
+@entry("The loss is 0.0 or NaN from the first step on")
+def no_labels(tiny_llama):
+    ids = torch.ones(1, 4, dtype=torch.int64)
+    model, labels = tiny_llama(), torch.full_like(ids, -100)
+    assert model(input_ids=ids, labels=labels).loss.isnan()
+    assert model(input_ids=ids, labels=labels, num_items_in_batch=4).loss == 0.0
+
+
+@entry("bfloat16 weights stop learning")
+def rounded_away():
+    def trained(rounding):
+        param = nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))
+        opt = lowmem.FusedOptimizer([("param", param)], rule="lomo", lr=1e-4, rounding=rounding, seed=0)
+        for _ in range(100):
+            opt.backward(param.sum())
+        return float(param.detach().float().mean())
+
+    assert trained("nearest") == 1.0
+    assert trained("stochastic") == pytest.approx(0.99, abs=5e-4)
+    assert trained("compensated") == pytest.approx(0.99, abs=2e-3)
+
+
+@entry("The first step takes a minute")
+def compiled():
+    assert lomo(make_net(), compile=True).compiled
+    opt = lomo(make_net(), compile=False)
+    assert not opt.compiled
+    assert opt.compile_seconds >= 0.0
+
+
+@entry("Out of memory although `lowmem plan` says that it fits, or nvidia-smi shows more")
+def not_counted():
+    from lowmem.run.plan import NOT_COUNTED
+
+    for part in ("CUDA's context", "fragmentation", "workspaces of", "evaluation"):
+        assert part in NOT_COUNTED["gpu"]
+        assert part in PAGE
