@@ -183,14 +183,15 @@ SQUARE, REDUCED_SQUARE = "square of the gradient", "square of the gradient times
 
 def reduce_tile(fn: ReduceFn, formats: Formats, measure: bool, raw: RawTile) -> tuple[Named, Named, Named, Named]:
     tile = Tile(formats, raw)
+    measured = {}
+    if measure:  # in place and first, so that no more temporaries of the tile exist at a time
+        measured[REDUCED_SQUARE] = _total((tile.unclipped * REDUCED).square_())
     sums = fn(tile)
-    totals = dict(sums.scalar)
-    if measure:
-        totals |= {SQUARE: tile.unclipped_square, REDUCED_SQUARE: (tile.unclipped * REDUCED).square()}
+    totals = {**sums.scalar, SQUARE: tile.unclipped_square} if measure else sums.scalar
     return (
         {name: value.sum(-1).flatten(1) for name, value in sums.row.items()},
         {name: value.sum(-2) for name, value in sums.col.items()},
-        {name: _total(value) for name, value in totals.items()},
+        {name: _total(value) for name, value in totals.items()} | measured,
         {name: value.amax(-1).flatten(1) for name, value in sums.row_max.items()},
     )
 
