@@ -25,7 +25,7 @@ class ParamRecord:
         extra: the other tensors of the weight's storage, which has the parameter first; () before its first update.
         stacks: number of the stack that it may join, by gradient dtype.
         claimed: its optimizer has decided how it is updated, and no other one updates it.
-        square_sum: of its last gradient, float32 scalar.  size: what its rule weights the norm of that by.
+        square_sum: of its last gradient, float64 scalar.  size: what its rule weights the norm of that by.
     """
 
     name: str

@@ -128,6 +128,14 @@ def _cut_up(rects: Sequence[Rect], on_cpu: bool, compiled: bool, tile: int | Non
                 yield from (Cut(of, tail, tail == outer) for tail in rest.subdivide(eager))
 
 
+def _two_of_each_size(cuts: Sequence[Cut]) -> list[Cut]:
+    """What a dry run needs: equal tiles take equal memory, once the first one has made the sums over all of them."""
+    of_size: dict[tuple[tuple[int, ...], int], list[Cut]] = {}
+    for cut in cuts:
+        of_size.setdefault((cut.rect.size, cut.block), []).append(cut)
+    return [cut for same in of_size.values() for cut in same[:2]]
+
+
 NO_READING = Reading()
 
 
@@ -181,8 +189,8 @@ class Sweep:
         self._finite = None if reading.finite is None else reading.finite.expand(members)
         self._cuts = _cuts(layout, param.device.type == "cpu", compiled, tile)
         self._at_once = len(self._cuts) == 1 and self._cuts[0].rect.size == self.shape
-        if is_fake(param):  # a dry run computes nothing, and equal tiles take equal memory: one of each size will do
-            self._cuts = list({(cut.rect.size, cut.block): cut for cut in self._cuts}.values())
+        if is_fake(param):
+            self._cuts = _two_of_each_size(self._cuts)
         self._passes = 0
         self._params = self._views(weight)
         self._grads = layout.views(grad)
