@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import set_seed
 from diffusers import DDPMScheduler, UNet2DModel
 from diffusers.optimization import get_cosine_schedule_with_warmup
 from diffusers.training_utils import EMAModel
@@ -51,6 +52,7 @@ def train(
     model = accelerator.prepare_model(model, evaluation_mode=True)
     optimizer, loader, schedule = accelerator.prepare(optimizer, loader, schedule)
     ema = EMAModel(model.parameters(), decay=0.99)
+    set_seed(0, device_specific=True)  # every process draws noise of its own
     for epoch in range(epochs):
         for images in loader:
             noise = torch.randn_like(images)

@@ -313,6 +313,18 @@ def wrapped(tmp_path):
         lomo(nn.parallel.DistributedDataParallel(make_net()), placement="replicated")
 
 
+def seeded_by_rank(rank):
+    torch.manual_seed(rank)
+    with pytest.raises(LowmemError) as raised:
+        lomo(make_net())
+    return str(raised.value)
+
+
+@entry("`the parameters of rank ... have other values than those of rank 0`")
+def other_weights(two):
+    return two.run(seeded_by_rank)[0]
+
+
 @entry("`fully_shard sharded the model after its optimizer was made`")
 def sharded_later(tmp_path):
     from torch.distributed.device_mesh import init_device_mesh

@@ -14,6 +14,12 @@ WRAPPED = (
     "averaged twice. Remove the wrapper: ranks average in the hooks of this optimizer"
 )
 
+_ENGINE = (
+    "the model is inside a DeepSpeed engine of ZeRO stage {}, which reduces gradients in buckets of its own and would "
+    "find none. Use the model without the engine, since ranks average in the hooks of this optimizer; or set stage 3 "
+    "and no optimizer, and make this one after deepspeed.initialize"
+)
+
 
 def refuse_wrapped(records: Collection[ParamRecord]) -> None:
     """Raises `UnsupportedError` if the parameters of an optimizer were wrapped or sharded after it was made.
@@ -27,6 +33,13 @@ def refuse_wrapped(records: Collection[ParamRecord]) -> None:
     for module in modules:
         if isinstance(module, nn.parallel.DistributedDataParallel) and not params.isdisjoint(module.parameters()):
             raise UnsupportedError(WRAPPED)
+    if "deepspeed" in sys.modules:
+        from deepspeed import DeepSpeedEngine
+
+        for module in modules:
+            stage = module.zero_optimization_stage() if isinstance(module, DeepSpeedEngine) else 0
+            if stage in (1, 2) and not params.isdisjoint(module.parameters()):
+                raise UnsupportedError(_ENGINE.format(stage))
     if "torch.distributed.fsdp" not in sys.modules:
         return
     from torch.distributed.fsdp import FSDPModule

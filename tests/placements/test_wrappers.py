@@ -33,19 +33,29 @@ def half_fsdp2(rank, net):
     return net
 
 
+def zero1(rank, net):
+    return initialized(rank, net, stage=1, optimizer=torch.optim.SGD(net.parameters(), lr=0.1))
+
+
 def zero3(rank, net):
+    return initialized(rank, net, stage=3).module
+
+
+def initialized(rank, net, stage, **options):
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(dist.get_world_size())}
     os.environ |= {"DS_ACCELERATOR": "cpu", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
-    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
-    return deepspeed.initialize(model=net, config=config)[0].module
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}}
+    config["zero_allow_untested_optimizer"] = True
+    return deepspeed.initialize(model=net, config=config, **options)[0]
 
 
 MESSAGES = {ddp: "Remove the wrapper", replicate: "Remove the wrapper"}
 MESSAGES |= {fsdp2: "fully_shard sharded", half_fsdp2: "fully_shard sharded", zero3: "deepspeed.initialize sharded"}
+MESSAGES |= {zero1: "DeepSpeed engine of ZeRO stage 1"}
 
 
 def make():
