@@ -11,7 +11,8 @@ from lowmem.placements.record import ParamRecord
 
 WRAPPED = (
     "the model is inside DistributedDataParallel, which averages gradients in buckets of its own, so they would be "
-    "averaged twice. Remove the wrapper: ranks average in the hooks of this optimizer"
+    "averaged twice. Remove the wrapper: ranks average in the hooks of this optimizer. With Accelerate, write model = "
+    "accelerator.prepare_model(model, evaluation_mode=True)"
 )
 
 _ENGINE = (
@@ -30,16 +31,13 @@ def refuse_wrapped(records: Collection[ParamRecord]) -> None:
         raise UnsupportedError(_later("deepspeed.initialize", "deepspeed.initialize(model=model, config=...)"))
     params = {record.param for record in records}
     modules = list(_modules())
+    engine = getattr(sys.modules.get("deepspeed"), "DeepSpeedEngine", ())
     for module in modules:
         if isinstance(module, nn.parallel.DistributedDataParallel) and not params.isdisjoint(module.parameters()):
             raise UnsupportedError(WRAPPED)
-    if "deepspeed" in sys.modules:
-        from deepspeed import DeepSpeedEngine
-
-        for module in modules:
-            stage = module.zero_optimization_stage() if isinstance(module, DeepSpeedEngine) else 0
-            if stage in (1, 2) and not params.isdisjoint(module.parameters()):
-                raise UnsupportedError(_ENGINE.format(stage))
+        stage = module.zero_optimization_stage() if isinstance(module, engine) else 0
+        if stage in (1, 2) and not params.isdisjoint(module.parameters()):
+            raise UnsupportedError(_ENGINE.format(stage))
     if "torch.distributed.fsdp" not in sys.modules:
         return
     from torch.distributed.fsdp import FSDPModule
