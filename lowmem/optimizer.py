@@ -272,8 +272,10 @@ class FusedOptimizer(torch.optim.Optimizer):
     def paused(self) -> Iterator[None]:
         """Backwards inside update nothing of this optimizer, and free the gradients of its parameters.
 
-        with discriminator_opt.paused():
-            generator_opt.backward(-discriminator(generator(noise)).mean())
+        The discriminator of a GAN is to judge, and not to move:
+
+            with discriminator_opt.paused():
+                generator_opt.backward(-discriminator(generator(noise)).mean())
         """
         outer, self._hooks.paused = self._hooks.paused, True
         try:
