@@ -104,7 +104,7 @@ REFUSED = {
         "optim_target_modules=.'mlp'. is",
     ),
     "the whole model": (None, {"optim": "apollo_adamw"}, "optim='apollo_adamw': "),
-    "8 bits": (None, {"optim": "adamw_bnb_8bit"}, "optim='adamw_bnb_8bit': .*embeddings in 32 bits"),
+    "8 bits": (None, {"optim": "adamw_bnb_8bit"}, "optim='adamw_bnb_8bit': .*(embeddings in 32 bits|pip install)"),
     "weight decay in optim_args": (
         None,
         {"optim": "sgd", "optim_args": "weight_decay=0.1"},
