@@ -266,7 +266,9 @@ def _norms(values: Tensor) -> tuple[Tensor, Tensor]:
     single = tiled = torch.linalg.vector_norm(values)
     if len(parts) > 1:
         tiled = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(part) for part in parts]))
-    reduced = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(part * REDUCED) for part in parts]))
+    buffer = torch.empty_like(parts[0])  # stays in the cache
+    products = (torch.mul(part, REDUCED, out=buffer[: part.numel()]) for part in parts)
+    reduced = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(product) for product in products]))
     large = reduced.double() / REDUCED
     norm, norm_in_tiles = (torch.where(each.isfinite(), each.double(), large) for each in (single, tiled))
     return norm, norm_in_tiles
