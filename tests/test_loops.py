@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lowmem
 from lowmem.errors import StepError, UnsupportedError
+from lowmem.step import habits
 
 DATA = torch.arange(12.0).view(4, 3) / 10
 
@@ -403,6 +404,9 @@ def test_a_grad_scaler(how):
     with pytest.raises(StepError, match=r'GradScaler has scaled the loss.*loss_scale="dynamic".*opt\.backward\(loss\)'):
         scaler.scale(loss_of(net)).backward() if how == "plain" else opt.backward(scaler.scale(loss_of(net)))
     assert same(weights(net), before)
+    with pytest.raises(StepError, match="GradScaler has scaled the loss"):
+        sum(scaler.scale(loss_of(net, n) for n in range(2))).backward()
+    assert same(weights(net), before)
     other = make_net()
     scaler.scale(loss_of(other)).backward()  # no FusedOptimizer updates this one
     assert all(param.grad is not None for param in other.parameters())
@@ -422,12 +426,25 @@ def test_clipping_after_backward(clip, option):
     with pytest.raises(StepError, match=rf"{clip.__name__}\(\): parameter '0.weight' has no gradient.*{option}"):
         clip(net.parameters(), 0.5)
     clip(other.parameters(), 0.5)
+    limit = "max_norm" if clip is clip_grad_norm_ else "clip_value"
+    with pytest.raises(StepError, match=option):
+        clip(parameters=net.parameters(), **{limit: 0.5})
+    clip(parameters=other.parameters(), **{limit: 0.25}, foreach=False)
+    assert max(param.grad.abs().max() for param in other.parameters()) <= 0.25
     if clip is clip_grad_norm_:
         with pytest.warns(UserWarning, match="empty generator"):
             clip((param for param in ()), 0.5)
     if clip is clip_grad_norm_:
         opt.remove()
         assert clip(net.parameters(), 0.5) == 0.0
+
+
+def test_a_torch_that_has_its_functions_elsewhere(monkeypatch, caplog):
+    monkeypatch.delattr(torch.utils.checkpoint, "_run_fn_with_dynamo_disabled")
+    monkeypatch.setattr(habits, "_wrap_scaling", lambda: None)
+    monkeypatch.setattr(habits, "_wrap_clipping", lambda: None)
+    habits.watch.__wrapped__()
+    assert "is not known to lowmem, which will not notice a checkpointed region that reads" in caplog.text
 
 
 # -- the life of an optimizer ------------------------------------------------------------------------------------------

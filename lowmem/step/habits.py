@@ -1,10 +1,11 @@
 """Habits of ordinary loops that would go wrong here without a word: torch's own functions raise where they meet them.
 
-Three functions of torch are wrapped, once per process. They do what they did before for parameters that no
+Functions of torch are wrapped, once per process. They do what they did before for parameters that no
 `FusedOptimizer` updates.
 """
 
 import functools
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -17,40 +18,43 @@ from torch.utils._pytree import tree_leaves
 from lowmem.errors import StepError
 from lowmem.step import hooks
 
+logger = logging.getLogger(__name__)
+
 
 @functools.cache
 def watch() -> None:
-    """Wraps `GradScaler.scale`, `clip_grad_norm_`, `clip_grad_value_`, and what recomputes a checkpointed region."""
-    torch.amp.GradScaler.scale = _watch_scale(torch.amp.GradScaler.scale)  # type: ignore[method-assign]
-    # Loops import these two by name, so the function is replaced inside of its torch.no_grad() decorator.
-    for function, option in ((clip_grad.clip_grad_norm_, "clip_norm"), (clip_grad.clip_grad_value_, "clip_value")):
-        cell = (function.__closure__ or ())[function.__code__.co_freevars.index("func")]
-        cell.cell_contents = _watch_clipping(cell.cell_contents, option)
-    checkpoint._run_fn_with_dynamo_disabled = _watch_recomputation(checkpoint._run_fn_with_dynamo_disabled)
-    backward = checkpoint.CheckpointFunction.backward
+    """Wraps `GradScaler.scale`, `clip_grad_norm_`, `clip_grad_value_`, and what recomputes a checkpointed region.
 
-    def reentrant(ctx: Any, *grads: Any) -> Any:
-        ctx.run_function = functools.partial(_watch_recomputation(_call), ctx.run_function)
-        return backward(ctx, *grads)
-
-    checkpoint.CheckpointFunction.backward = staticmethod(reentrant)  # type: ignore[method-assign]
-
-
-def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return function(*args, **kwargs)
+    Logs a warning for what this version of torch has elsewhere.
+    """
+    for habit, wrap in (
+        ("a loss that a GradScaler has scaled", _wrap_scaling),
+        ("clip_grad_norm_() after backward", _wrap_clipping),
+        ("a checkpointed region that reads an updated weight", _wrap_recomputation),
+    ):
+        try:
+            wrap()
+        except (AttributeError, ValueError):
+            logger.warning("torch %s is not known to lowmem, which will not notice %s", torch.__version__, habit)
 
 
 # -- loss scaling ------------------------------------------------------------------------------------------------------
 
 
+def _wrap_scaling() -> None:
+    torch.amp.GradScaler.scale = _watch_scale(torch.amp.GradScaler.scale)  # type: ignore[method-assign]
+
+
 def _watch_scale(scale: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(scale)
     def watched(self: torch.amp.GradScaler, outputs: Any) -> Any:
-        scaled = scale(self, outputs)
-        if self.is_enabled():
-            for loss in [scaled] if isinstance(scaled, Tensor) else list(scaled):
-                if isinstance(loss, Tensor) and loss.requires_grad:
-                    loss.register_hook(_refuse_scaled)
+        if not self.is_enabled():
+            return scale(self, outputs)
+        several = isinstance(outputs, Iterable) and not isinstance(outputs, Tensor | list | tuple)
+        scaled = scale(self, list(outputs) if several else outputs)
+        for loss in tree_leaves(scaled):
+            if loss.requires_grad:
+                loss.register_hook(_refuse_scaled)
         return scaled
 
     return watched
@@ -69,10 +73,19 @@ def _refuse_scaled(grad: Tensor) -> None:
 # -- clipping after backward -------------------------------------------------------------------------------------------
 
 
-def _watch_clipping(clip: Callable[..., Any], option: str) -> Callable[..., Any]:
+def _wrap_clipping() -> None:
+    """Loops import these functions by name, so they are replaced inside of their torch.no_grad() decorator."""
+    functions = {clip_grad.clip_grad_norm_: ("clip_norm", "max_norm"), clip_grad.clip_grad_value_: ("clip_value",) * 2}
+    for function, names in functions.items():
+        cell = (function.__closure__ or ())[function.__code__.co_freevars.index("func")]
+        cell.cell_contents = _watch_clipping(cell.cell_contents, *names)
+
+
+def _watch_clipping(clip: Callable[..., Any], option: str, argument: str) -> Callable[..., Any]:
     @functools.wraps(clip)
-    def watched(parameters: Tensor | Iterable[Tensor], limit: float, *args: Any, **kwargs: Any) -> Any:
+    def watched(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        limit = args[0] if args else kwargs.get(argument)
         for param in params:
             if (name := hooks.name_of(param)) is not None:
                 raise StepError(
@@ -80,7 +93,7 @@ def _watch_clipping(clip: Callable[..., Any], option: str) -> Callable[..., Any]
                     f"it. Write FusedOptimizer(..., {option}={limit!r}), which clips exactly; opt.last_step.grad_norm "
                     "is the norm before"
                 )
-        return clip(params or parameters, limit, *args, **kwargs)
+        return clip(params or parameters, *args, **kwargs)
 
     return watched
 
@@ -117,6 +130,21 @@ class _MovedParameter(_Moved, nn.Parameter): ...
 
 
 _MOVED: dict[type, type] = {Tensor: _MovedTensor, nn.Parameter: _MovedParameter}
+
+
+def _wrap_recomputation() -> None:
+    checkpoint._run_fn_with_dynamo_disabled = _watch_recomputation(checkpoint._run_fn_with_dynamo_disabled)
+    backward = checkpoint.CheckpointFunction.backward
+
+    def reentrant(ctx: Any, *grads: Any) -> Any:
+        ctx.run_function = functools.partial(_watch_recomputation(_call), ctx.run_function)
+        return backward(ctx, *grads)
+
+    checkpoint.CheckpointFunction.backward = staticmethod(reentrant)  # type: ignore[method-assign]
+
+
+def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
 
 
 def _watch_recomputation(run: Callable[..., Any]) -> Callable[..., Any]:
