@@ -185,7 +185,8 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path):
     temporary.mkdir()
     environment = {**os.environ, "TMPDIR": str(temporary)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, **pipes, env=environment, cwd=ROOT) as main:
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background job ignores it
+    with subprocess.Popen(command, **pipes, env=environment, cwd=ROOT, preexec_fn=heard) as main:
         while not (
             measured := [
                 p for p in psutil.Process(main.pid).children() if "benchmarks.processes" in "".join(p.cmdline())
