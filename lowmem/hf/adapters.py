@@ -119,7 +119,7 @@ def save_others(model: Any, folder: Path, *, write: bool = True) -> None:
 
 
 def load(model: Any, folder: Path) -> None:
-    """Copies adapters, and what is trained beside them, into a model. Nothing is copied unless everything fits.
+    """Copies adapters, and what else is trained, into a model. Nothing is copied unless everything fits.
 
     Raises:
         CheckpointError: something is missing or cut short, or has other names or shapes than in the model.

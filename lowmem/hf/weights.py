@@ -38,7 +38,7 @@ INDEX_FILE = "model.safetensors.index.json"
 
 def save_weights(model: nn.Module, folder: Path, *, write: bool = True, max_shard_size: int | str = "50GB") -> None:
     """Writes what `save_pretrained` writes on one device: weights and configuration, or weights alone of a module that
-    is not a `PreTrainedModel`. Of a `PeftModel` it writes the adapters, and in a file beside them what else is trained.
+    is not a `PreTrainedModel`. Of a `PeftModel` it writes the adapters, and what else is trained in another file.
     Every rank calls it.
 
     Args:

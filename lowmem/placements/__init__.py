@@ -8,17 +8,12 @@ from torch import Tensor
 
 from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.placements.base import Local, Placement, Shard
-from lowmem.placements.ranks import Ranks
+from lowmem.placements.ranks import Ranks, in_group
 from lowmem.placements.replicated import Replicated
 
 __all__ = ["Choice", "Placement", "Ranks", "fill", "find", "full_tensor", "in_group", "release", "shape_of"]
 
 Choice = Literal["auto", "local", "replicated", "zero3", "fsdp2"]
-
-
-def in_group() -> bool:
-    """Whether this process is a rank of a process group."""
-    return dist.is_available() and dist.is_initialized()
 
 
 def find(placement: Choice, params: Iterable[Any]) -> Placement:

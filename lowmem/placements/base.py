@@ -5,11 +5,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import ClassVar, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowmem.errors import UnsupportedError
-from lowmem.placements.ranks import Ranks
+from lowmem.placements.ranks import Ranks, in_group
 from lowmem.placements.record import ParamRecord
 from lowmem.placements.wrappers import refuse_wrapped
 from lowmem.tiles.layout import Layout, Span, View
@@ -168,7 +167,7 @@ class Placement:
         Raises:
             UnsupportedError: the parameters were wrapped or sharded after the optimizer was made.
         """
-        if dist.is_available() and dist.is_initialized():
+        if in_group():
             refuse_wrapped(records)
 
     def leaves(self, params: Sequence[Tensor]) -> Sequence[Tensor] | None:

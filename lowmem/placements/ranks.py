@@ -1,10 +1,15 @@
-"""The ranks that hold a shard of each parameter, and their collectives."""
+"""The ranks of a process group that hold a shard of each parameter, and their collectives."""
 
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+
+def in_group() -> bool:
+    """Whether this process is a rank of a process group."""
+    return dist.is_available() and dist.is_initialized()
 
 
 class Ranks:

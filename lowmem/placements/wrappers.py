@@ -3,11 +3,14 @@
 import gc
 import sys
 from collections.abc import Collection, Iterator
+from typing import TypeVar
 
 from torch import nn
 
 from lowmem.errors import UnsupportedError
 from lowmem.placements.record import ParamRecord
+
+T = TypeVar("T")
 
 WRAPPED = (
     "the model is inside DistributedDataParallel, which averages gradients in buckets of its own, so they would be "
@@ -30,7 +33,7 @@ def refuse_wrapped(records: Collection[ParamRecord]) -> None:
     if any(hasattr(record.param, "ds_id") for record in records):
         raise UnsupportedError(_later("deepspeed.initialize", "deepspeed.initialize(model=model, config=...)"))
     params = {record.param for record in records}
-    modules = list(_modules())
+    modules = list(instances(nn.Module))
     engine = getattr(sys.modules.get("deepspeed"), "DeepSpeedEngine", ())
     for module in modules:
         if isinstance(module, nn.parallel.DistributedDataParallel) and not params.isdisjoint(module.parameters()):
@@ -53,9 +56,10 @@ def refuse_wrapped(records: Collection[ParamRecord]) -> None:
                     raise UnsupportedError(_later("fully_shard", "fully_shard(model)"))
 
 
-def _modules() -> Iterator[nn.Module]:
+def instances(cls: type[T]) -> Iterator[T]:
+    """Every object of a class that the garbage collector knows."""
     for item in gc.get_objects():
-        if issubclass(type(item), nn.Module):  # isinstance would ask proxies for their class
+        if issubclass(type(item), cls):  # isinstance would ask proxies for their class
             yield item
 
 

@@ -5,6 +5,7 @@ that is trained, also before the first step: `dcp.load` loads what is there alre
 """
 
 import sys
+import traceback
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -30,12 +31,8 @@ def _runs(function: str) -> bool:
     module = "torch.distributed.checkpoint.state_dict"
     if module not in sys.modules:
         return False
-    frame = sys._getframe()
-    while frame is not None:
-        if frame.f_code.co_name == function and frame.f_globals.get("__name__") == module:
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
+    frames = (frame for frame, _ in traceback.walk_stack(sys._getframe()))
+    return any(frame.f_code.co_name == function and frame.f_globals.get("__name__") == module for frame in frames)
 
 
 def refuse_unknown_states(record: ParamRecord, steps: int) -> None:

@@ -18,6 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lowmem.errors import StepError
 from lowmem.placements.record import ParamRecord
+from lowmem.placements.wrappers import instances
 from lowmem.step.cycle import StepCycle
 
 # parameter → the hooks of the optimizer that updates it
@@ -75,10 +76,10 @@ class Hooks:
         if state is None or state.GradientState().sync_gradients:
             return False
         if self._prepared is None:
-            wrapper = sys.modules["accelerate.optimizer"].AcceleratedOptimizer
-            wrapped = [getattr(item, "optimizer", None) for item in gc.get_objects() if issubclass(type(item), wrapper)]
+            wrappers = instances(sys.modules["accelerate.optimizer"].AcceleratedOptimizer)
+            optimizers = [getattr(wrapper, "optimizer", None) for wrapper in wrappers]
             update = self._update()
-            self._prepared = update is not None and any(opt is update.__self__ for opt in wrapped)  # type: ignore[attr-defined]
+            self._prepared = update is not None and any(opt is update.__self__ for opt in optimizers)  # type: ignore[attr-defined]
         return self._prepared
 
     def add(self, record: ParamRecord) -> None:
@@ -190,7 +191,8 @@ def name_of(param: Any) -> str | None:
 
 def moved() -> list[Tensor]:
     """The parameters that a running backward has updated already."""
-    return [record.param for hooks in _LIVE for record in hooks._records.values() if record.name in hooks._cycle.moved]
+    moving = [hooks for hooks in _LIVE if hooks._cycle.moved]
+    return [record.param for hooks in moving for record in hooks._records.values() if record.name in hooks._cycle.moved]
 
 
 def reached() -> Iterator[tuple[Hooks, ParamRecord]]:
