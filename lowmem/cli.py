@@ -7,11 +7,9 @@ import argparse
 import json
 import logging
 import os
-import signal
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -19,25 +17,18 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from torch import distributed
 
 from lowmem import __version__, rules
-from lowmem.errors import CheckpointError, LowmemError
+from lowmem.errors import LowmemError
 from lowmem.files import write_file
-from lowmem.placements import in_group
 from lowmem.run.memory import state_bytes
+from lowmem.run.terminal import RANK, err, out, print_topics
 from lowmem.tiles import storage
 
 # What imports transformers, trl or datasets is imported in functions, so that `lowmem --help` is fast.
 if TYPE_CHECKING:
     from lowmem.run.config import RunConfig
-    from lowmem.run.data import TokenCounts
     from lowmem.run.memory import StepMemory
-
-# Under a launcher every process runs the command. Only rank 0 prints, except that any rank reports its own failure.
-RANK = int(os.environ.get("RANK", 0))
-out = Console(quiet=RANK > 0, highlight=False)
-err = Console(quiet=RANK > 0, highlight=False, stderr=True)
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -104,109 +95,10 @@ def _parser() -> argparse.ArgumentParser:
 def train(arguments: argparse.Namespace) -> None:
     """`lowmem train`."""
     _quiet()
-    from lowmem.hf import checkpoint
-    from lowmem.run import build, report
-    from lowmem.run.config import load, save
-    from lowmem.run.data import check_tokenized
+    from lowmem.run import training
+    from lowmem.run.config import load
 
-    config = load(arguments.config, arguments.overrides)
-    with report.run_folder(config.run_dir, arguments.resume, RANK) as folder:
-        resume_from = None
-        if arguments.resume:
-            resume_from, damaged = checkpoint.find_last(folder)
-            for reason in damaged:
-                _warn(f"skipped a damaged checkpoint: {reason}")
-            out.print(f"resuming from {resume_from}", soft_wrap=True)
-        samples = build.samples(config, resume_from)
-        args = build.arguments(config, samples)
-        model = build.model(config, samples.tokenizer, args)
-        trainer = build.trainer(config, samples, model, args)
-        trainer.create_optimizer()  # raises what it does not support before anything is written
-        counts = check_tokenized(trainer.train_dataset, samples.train, config.data)
-        _describe(config, trainer, counts)
-        if RANK == 0:
-            save(config, folder / "config.yaml")
-            report.write_environment(folder)
-        with report.RunReport(folder, out).attached(trainer), _stop_on_signal(trainer) as signals:
-            trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
-    _leave_group()
-    end = f"done: see {folder}/README.md for the results and how to continue"
-    if signals:
-        resume = f"{report.command()} train {folder}/config.yaml --resume"
-        end = f"stopped at step {trainer.state.global_step}; continue with: {resume}"
-    out.print(end, style="bold", soft_wrap=True)
-
-
-@contextmanager
-def _stop_on_signal(trainer: Any) -> Iterator[list[int]]:
-    """On the first Ctrl-C or SIGTERM, ends training after the current step with a checkpoint; a second ends it at once.
-
-    Yields a list to which the signal is added when it arrives.
-    """
-    from transformers import TrainerCallback
-
-    signals: list[int] = []
-
-    class Stop(TrainerCallback):  # type: ignore[misc]
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if _on_any_rank(bool(signals), args.device):
-                control.should_save = control.should_training_stop = True
-
-    def restore() -> None:
-        for name, handler in handlers.items():
-            signal.signal(name, handler)
-
-    def handle(number: int, _: object) -> None:
-        signals.append(number)
-        restore()
-        _warn("stopping after this step, with a checkpoint; press Ctrl-C again to stop at once")
-
-    handlers = {name: signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)}
-    trainer.add_callback(Stop())
-    for name in handlers:
-        signal.signal(name, handle)
-    try:
-        yield signals
-    finally:
-        restore()
-
-
-def _on_any_rank(flag: bool, device: Any) -> bool:
-    """Whether `flag` is set on any rank: a signal may arrive in different steps, and all ranks stop in the same one."""
-    if not in_group():
-        return flag
-    flags = torch.tensor(int(flag), device=device)
-    distributed.all_reduce(flags, op=distributed.ReduceOp.MAX)
-    return bool(flags)
-
-
-def _leave_group() -> None:
-    """Destroys the process group: a process that ends without this aborts."""
-    if in_group():
-        distributed.barrier()
-        distributed.destroy_process_group()
-
-
-def _describe(config: "RunConfig", trainer: Any, counts: "TokenCounts") -> None:
-    """Prints what is about to be trained, and warnings."""
-    from lowmem.run import build, report
-
-    data = f"{counts.samples:,} samples, {counts.tokens:,} tokens, loss on {counts.trained_tokens:,}"
-    _print_topics({**report.describe(config, trainer), "data": data})
-    dtype, optimizer = config.model.dtype, config.optimizer
-    rule = rules.resolve(optimizer.rule)
-    nearest = optimizer.rounding == "nearest" == rule.rounding({**rule.defaults, **optimizer.hyper})
-    if nearest and dtype != "float32":
-        lost = "0.2 %" if dtype == "bfloat16" else "0.02 %"
-        _warn(f"{dtype} weights with rounding nearest lose every update smaller than about {lost} of the weight; "
-              "optimizer.rounding=stochastic loses none and needs no more memory")  # fmt: skip
-    if slow := build.slow_bfloat16(config, trainer.args.device):
-        _warn(slow)
-    if counts.dropped:
-        _warn(f"{len(counts.dropped)} samples have no answer token within max_length and are left out, "
-              f"such as {counts.dropped[0]}")  # fmt: skip
-    if counts.without_target:
-        _warn(f"{counts.without_target} samples do not contribute to the loss")
+    training.train(load(arguments.config, arguments.overrides), resume=arguments.resume)
 
 
 def inspect(arguments: argparse.Namespace) -> None:
@@ -228,7 +120,7 @@ def inspect(arguments: argparse.Namespace) -> None:
             names = [name for name, _ in group["params"]]
             examples = ", ".join([*names[:3], *["..."][: len(names) - 3]])
             count = "1 parameter" if len(names) == 1 else f"{len(names)} parameters"
-            _print_topics({group.get("rule", config.optimizer.rule): f"{count}: {examples}"})
+            print_topics({group.get("rule", config.optimizer.rule): f"{count}: {examples}"})
     # brackets mark the trained parts where there are no colors
     opening, closing = ("", "") if out.is_terminal else ("⟦", "⟧")
     for number, row in enumerate(rows.select(range(min(arguments.samples, len(rows)))), start=1):
@@ -251,40 +143,15 @@ def inspect(arguments: argparse.Namespace) -> None:
 def generate(arguments: argparse.Namespace) -> None:
     """`lowmem generate`."""
     _quiet()
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer, set_seed
+    from lowmem.run import generation
 
-    from lowmem.hf import adapters, checkpoint
-
-    folder = Path(arguments.run_dir)
-    if (folder / "config.json").exists() or adapters.files(folder):
-        checkpoint.check_model(folder)
-    else:
-        folder, _ = checkpoint.find_last(folder, checkpoint.check_model)
-    if adapters.files(folder):
-        raise CheckpointError(
-            f"{folder} has PEFT adapters without their base model. Merge them first, in Python: "
-            f'peft.PeftModel.from_pretrained(model, "{folder}").merge_and_unload().save_pretrained("merged"), and '
-            'tokenizer.save_pretrained("merged"); then lowmem generate merged "..."'
-        )
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-    model.to("cuda" if torch.cuda.is_available() else "cpu")
-    if tokenizer.chat_template is not None:
-        messages = [{"role": "user", "content": arguments.prompt}]
-        if arguments.system:
-            messages.insert(0, {"role": "system", "content": arguments.system})
-        options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
-        inputs = tokenizer.apply_chat_template(messages, **options)
-    else:
-        inputs = tokenizer(arguments.prompt, return_tensors="pt")
-    sampled = arguments.temperature > 0
-    set_seed(arguments.seed)
-    model.generate(
-        **inputs.to(model.device),
+    generation.generate(
+        Path(arguments.run_dir),
+        arguments.prompt,
+        system=arguments.system,
         max_new_tokens=arguments.max_new_tokens,
-        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
-        do_sample=sampled,
-        **({"temperature": arguments.temperature} if sampled else {}),
+        temperature=arguments.temperature,
+        seed=arguments.seed,
     )
 
 
@@ -298,7 +165,7 @@ def plan(arguments: argparse.Namespace) -> None:
     config, device = load(arguments.config, arguments.overrides), arguments.device
     memory = None if arguments.memory is None else planning.parse_bytes(arguments.memory)
     step, summary = planning.plan(config, device)
-    _print_topics(summary)
+    print_topics(summary)
     out.print()
     out.print(_step_table(step))
     out.print(f"\nNot counted: {planning.NOT_COUNTED[device]}.", soft_wrap=True)
@@ -388,15 +255,6 @@ def show_rules(arguments: argparse.Namespace) -> None:
         hyper = ", ".join(f"{name}={value}" for name, value in row.defaults.items())
         header = f"\n[bold]{row.name}[/bold]  {row.source}"
         out.print(f"{header}\n  equals {row.exactness}\n  {hyper}", soft_wrap=True)
-
-
-def _print_topics(topics: dict[str, str]) -> None:
-    for topic, text in topics.items():
-        out.print(f"{topic:10} {text}", soft_wrap=True)
-
-
-def _warn(message: str) -> None:
-    err.print(message, style="yellow", soft_wrap=True)
 
 
 def _quiet() -> None:

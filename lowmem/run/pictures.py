@@ -16,9 +16,8 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from lowmem.run.memory import KINDS, StepMemory
+from lowmem.run.metrics import Record
 from lowmem.trainer import PARAM_NORM
-
-Record = dict[str, Any]
 
 _STYLE = {
     "font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#888888",

@@ -15,8 +15,11 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCall
 from lowmem import FusedConfig
 from lowmem.errors import ConfigError, LowmemError
 from lowmem.files import write_file, writing
-from lowmem.run import report
-from lowmem.run.report import RunReport, plot_run, read_metrics, run_folder, write_environment, write_readme
+from lowmem.run import folder, report
+from lowmem.run.folder import run_folder, write_environment
+from lowmem.run.metrics import read_metrics
+from lowmem.run.report import RunReport
+from lowmem.run.summary import plot_run, write_readme
 from lowmem.trainer import FusedTrainer
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -275,7 +278,7 @@ def test_a_full_disk_names_the_file_and_the_way_out(trainer, run_dir, monkeypatc
     if not full.exists():
         pytest.skip("no /dev/full here")
     (run_dir / "metrics.jsonl").symlink_to(full)
-    monkeypatch.setattr(report, "_cut_metrics", lambda path, step: None)
+    monkeypatch.setattr(report, "cut_metrics", lambda path, step: None)
     with pytest.raises(LowmemError) as caught:
         train(trainer(), run_dir)
     message = str(caught.value)
@@ -370,11 +373,11 @@ def test_the_commit_and_its_changes_are_noted(tmp_path, monkeypatch):
         monkeypatch.setenv(f"GIT_{name}_NAME", "a")
         monkeypatch.setenv(f"GIT_{name}_EMAIL", "a@b.c")
     for words in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "first"]):
-        report.subprocess.run(["git", *words], check=True)
-    clean = report._git()
+        folder.subprocess.run(["git", *words], check=True)
+    clean = folder._git()
     assert len(clean["commit"]) == 40 and clean["dirty"] is False
     (tmp_path / "new.txt").touch()
-    assert report._git() == {"commit": clean["commit"], "dirty": True}
+    assert folder._git() == {"commit": clean["commit"], "dirty": True}
 
 
 # --- The run folder ----------------------------------------------------------------------------------------------
