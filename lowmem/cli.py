@@ -4,6 +4,7 @@ A mistake of the user is one message on stderr and exit status 2, and leaves no 
 """
 
 import argparse
+import inspect as python_inspect
 import json
 import logging
 import os
@@ -22,7 +23,7 @@ from lowmem import __version__, rules
 from lowmem.errors import LowmemError
 from lowmem.files import write_file
 from lowmem.run.memory import state_bytes
-from lowmem.run.terminal import RANK, err, out, print_topics
+from lowmem.run.terminal import RANK, err, out, print_topics, stage
 from lowmem.tiles import storage
 
 # What imports transformers, trl or datasets is imported in functions, so that `lowmem --help` is fast.
@@ -34,8 +35,9 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Runs one command and exits.
 
-    The exit status is 0 for success, 1 for a plan that does not fit, 2 for a mistake of the user, and 130 if
-    interrupted before training began.
+    The exit status is 0 for success, 1 for a plan that does not fit, 2 for an error with a message, 3 for one without
+    (a defect), and 128 + N after signal N: 130 for Ctrl-C, 143 for SIGTERM. A run that was training has saved a
+    checkpoint then.
     """
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
@@ -45,60 +47,83 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     if rest:
         arguments.overrides += rest
     try:
-        arguments.command(arguments)
-    except LowmemError as error:
-        rank = f"error on rank {RANK}: " if RANK else "error: "
-        Console(stderr=True).print(Text.assemble((rank, "bold red"), str(error)), soft_wrap=True)
-        sys.exit(2)
+        status = arguments.command(arguments)
     except KeyboardInterrupt:
         err.print("interrupted", style="red")
         sys.exit(130)
-    sys.exit(0)
+    except BrokenPipeError:  # as in `lowmem rules | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+    except Exception as error:
+        if arguments.debug:
+            raise
+        expected = isinstance(error, LowmemError)
+        message = str(error) if expected else f"unexpected {type(error).__name__}: {error}. --debug shows the traceback"
+        rank = f"error on rank {RANK}: " if RANK else "error: "
+        Console(stderr=True).print(Text.assemble((rank, "bold red"), message), soft_wrap=True)
+        sys.exit(2 if expected else 3)
+    sys.exit(status or 0)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="lowmem", description="Full-parameter fine-tuning at the memory of the weights."
+        prog="lowmem",
+        description="Full-parameter fine-tuning at the memory of the weights.",
+        epilog="example: lowmem train configs/quickstart.yaml optimizer.lr=2e-3",
     )
     parser.add_argument("--version", action="version", version=f"lowmem {__version__}")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # DeepSpeed's launcher passes it
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def command(name: str, run: Any, summary: str, config: bool = True) -> argparse.ArgumentParser:
-        subparser = commands.add_parser(name, help=summary, description=summary)
+    def command(name: str, run: Any, summary: str, example: str, config: bool = True) -> argparse.ArgumentParser:
+        subparser = commands.add_parser(
+            name, help=summary, description=summary, epilog=f"example: lowmem {name} {example}"
+        )
         subparser.set_defaults(command=run)
+        subparser.add_argument("--debug", action="store_true", help="show the traceback of an error")
         if config:
             subparser.add_argument("config", metavar="CONFIG", help="a YAML file, such as configs/quickstart.yaml")
             subparser.add_argument("overrides", metavar="key=value", nargs="*", help="such as optimizer.lr=2e-3")
         return subparser
 
-    sub = command("train", train, "Train a model; all results are written to the run folder.")
+    sub = command("train", train, "Train a model; all results are written to the run folder.",
+                  "configs/quickstart.yaml optimizer.lr=2e-3 run_dir=runs/first")  # fmt: skip
     sub.add_argument("--resume", action="store_true", help="continue from the newest complete checkpoint in the folder")
-    sub = command("inspect", inspect, "Show training samples, and the tokens on which the loss is computed.")
+    sub = command("inspect", inspect, "Show training samples, and the tokens on which the loss is computed.",
+                  "configs/quickstart.yaml --samples 5")  # fmt: skip
     sub.add_argument("--samples", type=int, default=3, metavar="N", help="number of samples to show (3)")
-    sub = command("generate", generate, "Answer a prompt with the newest checkpoint of a run.", config=False)
+    sub = command("generate", generate, "Answer a prompt with the newest checkpoint of a run.",
+                  'runs/quickstart "a prompt"', config=False)  # fmt: skip
     sub.add_argument("run_dir", metavar="RUN_DIR", help="a run folder, or a checkpoint in it")
     sub.add_argument("prompt", metavar="PROMPT", help="the user's message; a model trained on raw text continues it")
     sub.add_argument("--system", metavar="TEXT", help="a system message before the prompt")
     sub.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="maximum length of the answer (256)")
     sub.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (the default)")
     sub.add_argument("--seed", type=int, default=0, metavar="N", help="seed of sampling (0)")
-    sub = command("plan", plan, "Predict the memory of a training step, without downloading or allocating anything.")
+    sub = command("plan", plan, "Predict the memory of a training step, without downloading or allocating anything.",
+                  "configs/llama3_8b_chat_24gb.yaml --memory 24GiB")  # fmt: skip
     sub.add_argument("--memory", metavar="SIZE", help="such as 24GiB: say whether a step fits, and if not, what would")
     sub.add_argument("--device", choices=("gpu", "cpu"), default="gpu", help="the device to train on (gpu)")
     sub.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
     sub.add_argument("--picture", type=Path, metavar="FILE", help="draw the memory through the step as PNG")
-    command("rules", show_rules, "List rules with their states and hyperparameters, and storages.", config=False)
+    sub = command("rules", show_rules, "List rules and storages, or the options of one rule.", "adalomo", config=False)
+    sub.add_argument("rule", metavar="NAME", nargs="?", help="show the hyperparameters of this rule")
     return parser
 
 
-def train(arguments: argparse.Namespace) -> None:
+def train(arguments: argparse.Namespace) -> int:
     """`lowmem train`."""
-    _quiet()
-    from lowmem.run import training
-    from lowmem.run.config import load
+    with stage("starting"):
+        _quiet()
+        from lowmem.run import training
+        from lowmem.run.config import load
+        from lowmem.run.folder import resumed_in_place
 
-    training.train(load(arguments.config, arguments.overrides), resume=arguments.resume)
+    config = load(arguments.config, arguments.overrides)
+    if arguments.resume:
+        config = resumed_in_place(config, Path(arguments.config), arguments.overrides)
+    stopped = training.train(config, resume=arguments.resume)
+    return 0 if stopped is None else 128 + stopped
 
 
 def inspect(arguments: argparse.Namespace) -> None:
@@ -155,16 +180,18 @@ def generate(arguments: argparse.Namespace) -> None:
     )
 
 
-def plan(arguments: argparse.Namespace) -> None:
+def plan(arguments: argparse.Namespace) -> int:
     """`lowmem plan`."""
-    _quiet()
-    from lowmem.run import plan as planning
-    from lowmem.run.config import load
-    from lowmem.run.pictures import draw_step, size
+    with stage("starting"):
+        _quiet()
+        from lowmem.run import plan as planning
+        from lowmem.run.config import load
+        from lowmem.run.pictures import draw_step, size
 
     config, device = load(arguments.config, arguments.overrides), arguments.device
     memory = None if arguments.memory is None else planning.parse_bytes(arguments.memory)
-    step, summary = planning.plan(config, device)
+    with stage("planning a step"):
+        step, summary = planning.plan(config, device)
     print_topics(summary)
     out.print()
     out.print(_step_table(step))
@@ -183,8 +210,7 @@ def plan(arguments: argparse.Namespace) -> None:
     if arguments.picture is not None:
         title = f"{Path(arguments.config).stem}: memory through a step"
         write_file(arguments.picture, draw_step(step, title, memory))
-    if not fits:
-        sys.exit(1)
+    return 0 if fits else 1
 
 
 def _table(*headings: str, numbers: Sequence[str]) -> Table:
@@ -223,18 +249,23 @@ def _ways(arguments: argparse.Namespace, config: "RunConfig", memory: int) -> di
 
     peaks: dict[str, int] = {}
     for way in planning.ways(config, arguments.device):
-        if (nbytes := peak(way)) is not None:
+        with stage(f"planning with {way}"):
+            nbytes = peak(way)
+        if nbytes is not None:
             peaks[way] = nbytes
     if peaks and min(peaks.values()) > memory and (nbytes := peak(*peaks)) is not None:
         peaks[" ".join(peaks)] = nbytes
     for way, nbytes in peaks.items():
-        verdict = "[green]fits[/green]" if nbytes <= memory else "does not fit"
-        out.print(f"  {way}  {size(nbytes)}, {verdict}", soft_wrap=True)
+        verdict = Text("fits", "green") if nbytes <= memory else "does not fit"
+        out.print(Text.assemble(f"  {way}  {size(nbytes)}, ", verdict), soft_wrap=True)
     return peaks
 
 
 def show_rules(arguments: argparse.Namespace) -> None:
     """`lowmem rules`."""
+    if arguments.rule is not None:
+        _show_rule(arguments.rule)
+        return
     table = _table("rule", "states", "keeps", numbers=["states"])
     rows = rules.table()
     foreign = ("torch.optim.AdamW", "what the class keeps; float32 with another rounding than nearest")
@@ -250,11 +281,18 @@ def show_rules(arguments: argparse.Namespace) -> None:
         cells = (f"{held[name].bytes_per_element:.4g}" if name in held else "" for held in (weights, states))
         table.add_row(name, *cells)
     out.print(table)
-    out.print("\nAny torch.optim.Optimizer is a rule by its import path. The rules of this package:")
-    for row in rows:
-        hyper = ", ".join(f"{name}={value}" for name, value in row.defaults.items())
-        header = f"\n[bold]{row.name}[/bold]  {row.source}"
-        out.print(f"{header}\n  equals {row.exactness}\n  {hyper}", soft_wrap=True)
+    out.print("\n`lowmem rules NAME` shows the options of a rule. Any torch.optim.Optimizer is one by its import path.")
+
+
+def _show_rule(name: str) -> None:
+    rule = rules.resolve(name)
+    known = next((row for row in rules.table() if row.name == rule.name), None)
+    if known is not None:
+        print_topics({"rule": known.name, "source": known.source, "equals": known.exactness, "keeps": known.keeps})
+        out.print(f"\n{python_inspect.getdoc(type(rule))}\n", soft_wrap=True)
+    out.print(f"{state_bytes(name):.3g} bytes of states per parameter. Options, as keys of the section optimizer:")
+    for option, default in rule.defaults.items():
+        out.print(f"  {option}: {json.dumps(default, default=str)}", soft_wrap=True)
 
 
 def _quiet() -> None:

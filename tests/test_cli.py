@@ -3,18 +3,20 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lowmem import cli
-from lowmem.run import build
+from lowmem.run import build, report
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
 
@@ -67,7 +69,7 @@ def test_a_run_from_end_to_end(config, run_dir, capsys):
     code, out, err = lowmem(capsys, "train", config, "trainer.max_steps=8", "optimizer.clip_threshold=0.9")
     assert (code, err) == (0, "")
     assert "LlamaForCausalLM" in out
-    assert "policy     immediate: " in out
+    assert "updates    during backward, each parameter as soon as its gradient is complete (policy immediate: " in out
     assert out.count("grad norm") == 4
     assert "evaluation" in out
     assert {path.name for path in run_dir.iterdir()} == {
@@ -167,7 +169,12 @@ def test_rules_prints_what_is_measured(capsys):
     assert rows["adamw"][0] == "8"
     assert rows["torch.optim.AdamW"][0] == "4"
     assert rows["compensated"] == ["4"] and rows["bfloat16"] == ["2"]  # a weight, a state
-    assert "clip_threshold=1.0" in out and "arXiv:2310.10195" in out
+    assert "clip_threshold" not in out and "`lowmem rules NAME` shows the options" in out
+    code, out, _ = lowmem(capsys, "rules", "adalomo")
+    assert code == 0
+    assert "  clip_threshold: 1.0\n" in out and "arXiv:2310.10195" in out
+    assert lowmem(capsys, "rules", "torch.optim.SGD")[1].startswith("0 bytes of states")
+    assert "Did you mean 'adamw'" in lowmem(capsys, "rules", "adamww")[2]
 
 
 @pytest.mark.parametrize(
@@ -285,7 +292,7 @@ def test_an_existing_run_folder_is_not_touched(config, run_dir, capsys):
     (run_dir / "notes.txt").write_text("mine")
     code, _, err = lowmem(capsys, "train", config)
     assert code == 2
-    assert "already contains a run" in err and "--resume" in err
+    assert "is not empty (it has notes.txt). Set run_dir to another folder" in err
     assert [path.name for path in run_dir.iterdir()] == ["notes.txt"]
 
 
@@ -297,7 +304,7 @@ def test_a_finished_run_is_not_changed(config, run_dir, capsys, caplog):
     code, out, _ = lowmem(capsys, "train", run_dir / "config.yaml", "--resume")
     assert code == 0
     assert f"nothing is left to train: {run_dir}/checkpoint-2 is at step 2 of 2" in caplog.text
-    assert "mean loss" not in out and "done: see" in out
+    assert "mean loss" not in out and "\ndone: training loss" in out
     assert (run_dir / "metrics.jsonl").read_text() == metrics
     assert (run_dir / "checkpoint-2" / "model.safetensors").read_bytes() == weights
     assert not (run_dir / "checkpoint-3").exists()
@@ -348,7 +355,7 @@ def test_ctrl_c_ends_with_a_loadable_checkpoint(config, run_dir, capsys):
                 break
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
-    assert process.returncode == 0, err
+    assert process.returncode == 130, err
     assert "stopping after this step" in err
     assert "continue with: lowmem train" in out and "--resume" in out
     (folder,) = run_dir.glob("checkpoint-*")
@@ -368,3 +375,113 @@ def test_a_full_disk_is_reported_and_leaves_no_partial_checkpoint(config, run_di
     assert "error: " in done.stderr and "could not be written" in done.stderr
     assert not list(run_dir.glob("checkpoint-*"))
     assert not (run_dir / ".saving").exists()
+
+
+# --- Runs that were moved, killed, damaged or named oddly -----------------------------------------------------------
+
+
+def weights(folder):
+    return (folder / "model.safetensors").read_bytes()
+
+
+def test_a_copied_run_continues_in_its_own_folder(config, run_dir, tmp_path, capsys):
+    lowmem(capsys, "train", config)
+    before = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
+    copy = tmp_path / "a copy [bold]"
+    shutil.copytree(run_dir, copy)
+    code, out, err = lowmem(capsys, "train", copy / "config.yaml", "--resume", "trainer.max_steps=8")
+    assert code == 0, err
+    assert f"this run was started in {run_dir}; continuing in {copy}" in err
+    assert f"resuming from {copy}/checkpoint-6" in out
+    assert f"lowmem generate '{copy}'" in out
+    assert (copy / "checkpoint-8").exists()
+    assert {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")} == before
+    assert yaml.safe_load((copy / "config.yaml").read_text())["run_dir"] == str(copy)
+    assert f"lowmem train '{copy}/config.yaml' --resume" in (copy / "README.md").read_text()
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again(config, run_dir, capsys):
+    lowmem(capsys, "train", config)
+    final = weights(run_dir / "checkpoint-6")
+    for name in ("checkpoint-4", "checkpoint-6"):
+        shutil.rmtree(run_dir / name)
+    assert "Continue it with --resume" in lowmem(capsys, "train", config)[2]
+    code, _, err = lowmem(capsys, "train", run_dir / "config.yaml", "--resume")
+    assert code == 0, err
+    assert "has no checkpoint yet, so the run starts from its beginning" in err
+    assert weights(run_dir / "checkpoint-6") == final
+    steps = [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert steps == sorted(steps)
+
+
+def test_what_was_not_drawn_is_drawn_on_resume(config, run_dir, capsys):
+    lowmem(capsys, "train", config)
+    for name in ("README.md", "loss.png", "memory.png"):
+        (run_dir / name).unlink()
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write("{damaged}\n")
+    code, out, err = lowmem(capsys, "train", run_dir / "config.yaml", "--resume")
+    assert code == 0, err
+    assert "left out 1 damaged lines" in out
+    assert all((run_dir / name).stat().st_size for name in ("README.md", "loss.png", "memory.png"))
+
+
+def test_lines_fit_in_eighty_columns(config, capsys):
+    code, out, _ = lowmem(capsys, "train", config, "optimizer.clip_norm=1.0", "trainer.logging_steps=1")
+    assert code == 0
+    logged = [line for line in out.splitlines() if line.startswith("step ")]
+    assert len(logged) >= 8
+    assert all(len(line) <= 80 for line in logged)
+    assert "0:00:0" in logged[0] and " left" in logged[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--max-new-tokens", "0"], "--max-new-tokens 0"),
+        (["--seed", "-1"], "--seed -1"),
+        (["--temperature", "nan"], "--temperature nan"),
+        (["--temperature", "-1"], "--temperature -1.0"),
+    ],
+)
+def test_nonsense_for_generate_is_refused(arguments, message, tmp_path, capsys):
+    code, _, err = lowmem(capsys, "generate", tmp_path, "hello", *arguments)
+    assert code == 2
+    assert message in err
+
+
+def test_generate_says_which_checkpoint_answers(config, run_dir, capsys):
+    assert "there is no such folder" in lowmem(capsys, "generate", "/nope", "hello")[2]
+    lowmem(capsys, "train", config, "model.config.max_position_embeddings=64")
+    (run_dir / "checkpoint-6" / "model.safetensors").write_bytes(b"")
+    code, _, err = lowmem(capsys, "generate", run_dir, "hello", "--max-new-tokens", 100)
+    assert code == 0
+    assert "skipped a damaged checkpoint" in err and f"answering with {run_dir}/checkpoint-4" in err
+    assert "the answer ends after" in err
+    code, _, err = lowmem(capsys, "generate", run_dir, "hello " * 100)
+    assert code == 2
+    assert "tokens; the model takes from 1 to 63" in err
+
+
+def test_a_defect_is_one_line_and_keeps_its_traceback(config, run_dir, capsys, monkeypatch):
+    def fail(*_, **__):
+        raise KeyError("a [bold] bug")
+
+    monkeypatch.setattr(report.RunReport, "on_step_end", fail)
+    code, _, err = lowmem(capsys, "train", config)
+    assert code == 3
+    assert err == "error: unexpected KeyError: 'a [bold] bug'. --debug shows the traceback\n"
+    assert "in fail" in (run_dir / "traceback.txt").read_text()
+    with pytest.raises(KeyError):
+        cli.main(["train", str(config), f"run_dir={run_dir}-2", "--debug"])
+
+
+def test_out_of_memory_is_advised_with_the_plan(config, run_dir, capsys, monkeypatch):
+    def fail(*_, **__):
+        raise torch.OutOfMemoryError("Tried to allocate 20.00 MiB")
+
+    monkeypatch.setattr(report.RunReport, "on_step_end", fail)
+    code, _, err = lowmem(capsys, "train", config)
+    assert code == 2
+    assert "out of memory: Tried to allocate 20.00 MiB. By the plan a step needs " in err
+    assert "trainer.per_device_train_batch_size=2" in err and f"lowmem train {run_dir}/config.yaml --resume" in err

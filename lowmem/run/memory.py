@@ -189,3 +189,8 @@ def _by_kind(tracker: _Tracker, device: torch.device, backwards: tuple[tuple[int
     step = StepMemory(live, live.pop("host"), backwards, largest_gradient, ())
     at_peak = [(a.tensor, a.nbytes) for born, died, a in temporaries if born <= step.moment < died]
     return replace(step, temporaries=tuple(sorted(at_peak, key=lambda pair: pair[1], reverse=True)[:3]))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory of a device, or of the host, could not be allocated."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)

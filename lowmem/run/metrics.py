@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ from lowmem.files import write_file
 Record = dict[str, Any]
 
 METRICS = "metrics.jsonl"
+
+# What every line has.
+_ALWAYS = ("step", "tokens", "memory", "peak_memory", "weight_bytes")
 
 # The only logged text: the parameter that contributes most to the model's norm (`scaled_adam`).
 DOMINANT = "dominant_parameter"
@@ -23,31 +27,45 @@ def json_line(record: Record) -> str:
     return json.dumps(finite) + "\n"
 
 
-def cut_metrics(path: Path, step: int) -> None:
-    """Removes what was logged after `step`, which a resumed run logs again."""
-    if path.exists():
-        records = [record for record in read_metrics(path.parent) if record["step"] <= step]
-        write_file(path, "".join(map(json_line, records)).encode())
+def cut_metrics(path: Path, step: int) -> int:
+    """Removes what was logged after `step`, which a resumed run logs again, and lines that cannot be read.
+
+    Returns:
+        The number of lines that could not be read.
+    """
+    if not path.exists():
+        return 0
+    records, damaged = _read(path)
+    write_file(path, "".join(json_line(record) for record in records if record["step"] <= step).encode())
+    return damaged
 
 
 def read_metrics(run_dir: str | Path) -> list[Record]:
-    """The records in a run's metrics.jsonl; a last line that was not written completely is left out."""
-    path, records = Path(run_dir) / METRICS, []
+    """The records in a run's metrics.jsonl, without lines that are damaged or were not written completely."""
+    return _read(Path(run_dir) / METRICS)[0]
+
+
+def _read(path: Path) -> tuple[list[Record], int]:
     try:
-        with path.open(encoding="utf-8") as file:
-            for line in file:
-                if line.endswith("\n"):
-                    records.append(json.loads(line, object_pairs_hook=_record))
+        with path.open(encoding="utf-8", errors="replace") as file:
+            lines = [_record(line) for line in file if line.endswith("\n")]
     except OSError as error:
         raise LowmemError(f"{path}: can't be read: {error.strerror}. It is written while a run trains.") from error
-    except json.JSONDecodeError as error:
-        raise LowmemError(f"{path}, line {len(records) + 1}: not JSON: {error.msg}. Delete the line.") from error
-    return records
+    records = [record for record in lines if record is not None]
+    return records, len(lines) - len(records)
 
 
-def _record(pairs: list[tuple[str, Any]]) -> Record:
+def _record(line: str) -> Record | None:
     """A record whose names, hundreds where norms of parameters are logged, are shared by all records."""
-    return {sys.intern(name): value for name, value in pairs}
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(record, dict) or not all(type(record.get(name)) is int for name in _ALWAYS):
+        return None
+    if not all(isinstance(value, str if name == DOMINANT else Real | None) for name, value in record.items()):
+        return None
+    return {sys.intern(name): value for name, value in record.items()}
 
 
 def nonfinite(record: Record) -> str:

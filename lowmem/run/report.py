@@ -29,6 +29,14 @@ from lowmem.run.summary import plot_run, write_readme
 _TIMING = ("runtime", "samples_per_second", "steps_per_second", "num_tokens")
 
 
+# When parameters are updated, by policy.
+_WHEN = {
+    "immediate": "during backward, each parameter as soon as its gradient is complete",
+    "two_pass": "during a second backward; the first one measures the gradients",
+    "deferred": "after backward, when the gradients of the whole step are known",
+}
+
+
 def describe(config: RunConfig, trainer: Any) -> dict[str, str]:
     """What a run trains and how, by topic, for its first lines and for a plan."""
     model, args, optimizer = trainer.model, trainer.args, trainer.optimizer
@@ -47,17 +55,17 @@ def describe(config: RunConfig, trainer: Any) -> dict[str, str]:
     if in_group():
         share = "a shard of the parameters" if optimizer.placement in ("zero3", "fsdp2") else "all parameters"
         topics["placement"] = f"{optimizer.placement}: each of {args.world_size} processes holds {share}"
-    logits = "logits in tiles"
+    logits = "computed in tiles of the vocabulary" if args.loss_type == "nll" else f"{args.loss_type}, in tiles"
     if args.label_smoothing_factor:
-        logits = f"labels smoothed by {args.label_smoothing_factor:g}, which takes all logits at once"
+        logits = f"with labels smoothed by {args.label_smoothing_factor:g}, which takes all logits at once"
     recomputed = args.activation_checkpointing or (args.fsdp and args.fsdp_config.get("activation_checkpointing"))
     activations = "recomputed in backward" if recomputed else "kept for backward"
     kwargs = args.activation_checkpointing_kwargs or {}
     offloaded = ", offloaded to the host" if args.activation_offloading or kwargs.get("offload") else ""
     return {
         **topics,
-        "policy": f"{optimizer.policy}: {optimizer.policy_reason}",
-        "loss": f"{args.loss_type}, {logits}; activations {activations}{offloaded}",
+        "updates": f"{_WHEN[optimizer.policy]} (policy {optimizer.policy}: {optimizer.policy_reason})",
+        "loss": f"cross-entropy {logits}; activations {activations}{offloaded}",
     }
 
 
@@ -88,6 +96,7 @@ class RunReport(TrainerCallback):  # type: ignore[misc]
         self.compile_seconds = 0.0  # of this process so far
         self.logged_tokens = 0
         self.first_step = 0
+        self.first_time = 0.0
 
     @contextmanager
     def attached(self, trainer: Trainer) -> Iterator[None]:
@@ -120,10 +129,12 @@ class RunReport(TrainerCallback):  # type: ignore[misc]
         if not state.is_world_process_zero:
             return
         self.weight_bytes = sum(math.prod(shape_of(p)) * p.element_size() for p in model.parameters())
-        cut_metrics(self.run_dir / METRICS, state.global_step)
+        if damaged := cut_metrics(self.run_dir / METRICS, state.global_step):
+            self._print(f"{self.run_dir / METRICS}: left out {damaged} damaged lines", "yellow")
+        self.logged = (self.run_dir / METRICS).exists()  # a run that was killed while its pictures were drawn
         self.logged_tokens, self.first_step = state.num_input_tokens_seen, state.global_step
         self.compile_seconds = getattr(optimizer, "compile_seconds", 0.0)
-        self.last_time = time.perf_counter()
+        self.first_time = self.last_time = time.perf_counter()
         if self.console.is_terminal and not args.disable_tqdm:
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
             self.progress = Progress(*columns, TextColumn("left"), TimeRemainingColumn(), console=self.console)
@@ -166,11 +177,15 @@ class RunReport(TrainerCallback):  # type: ignore[misc]
             rate = (state.num_input_tokens_seen - self.logged_tokens) / self.seconds if self.seconds else math.nan
             record["tokens_per_second"] = rate
             self.logged_tokens, self.seconds = state.num_input_tokens_seen, 0.0
+        trained = state.global_step - self.first_step
         path = self.run_dir / METRICS
         with writing(path), path.open("a", encoding="utf-8") as file:
             file.write(json_line(record))
         self.logged = True
-        if line := _log_line(record, state.max_steps):
+        seconds_left = None
+        if self.progress is None and trained > 0:  # a progress bar shows it
+            seconds_left = (self.last_time - self.first_time) / trained * (state.max_steps - state.global_step)
+        if line := _log_line(record, state.max_steps, self.console.width, seconds_left):
             self._print(line, "cyan" if any(name.startswith("eval_") for name in record) else "")
 
     def _advance(self, activity: str, step: int) -> None:
@@ -181,25 +196,37 @@ class RunReport(TrainerCallback):  # type: ignore[misc]
         self.console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
-def _log_line(record: Record, max_steps: int) -> str | None:
-    """One aligned line for a logging step, an evaluation or the end of training."""
+# What a line leaves out where it does not fit, in this order. All of it is in metrics.jsonl.
+_LEFT_OUT = ("dominant", "peak", "tokens", "lr", "scale", "clip", "left")
+
+
+def _log_line(record: Record, max_steps: int, width: int, seconds_left: float | None = None) -> str | None:
+    """One aligned line of at most `width` columns for a logging step, an evaluation or the end of training."""
     step = f"step {record['step']:>{len(str(max_steps))}}/{max_steps}"
     if "train_loss" in record:
         trained = f"trained in {timedelta(seconds=round(record['train_runtime']))}"
         peak = f"peak {size(record['peak_memory'])}"
         return f"{step}  {trained}  mean loss {record['train_loss']:.4f}  {record['tokens']:,} tokens  {peak}"
     if "loss" in record:
-        norm, name = record.get("grad_norm", math.nan), record.get(DOMINANT)
-        clip = f"  clip {_coef(record['clip_coef']):>5}" if "clip_coef" in record else ""
-        scale = f"  scale {record['loss_scale']:>10,.10g}" if "loss_scale" in record else ""
-        # not in every line, so at the end
-        skipped = f"  {nonfinite(record)} {record['nonfinite_steps']:,}" if record.get("nonfinite_steps") else ""
-        dominant = f"  {record['dominant_proportion']:.0%} of the norm is {name}" if name else ""
-        return (
-            f"{step}  loss {record['loss']:>8.4f}  grad norm {norm:>9.3e}{clip}{scale}  "
-            f"lr {record.get('learning_rate', 0.0):.2e}  {record['tokens_per_second']:>9,.0f} tokens/s  "
-            f"peak {size(record['peak_memory']):>10}{skipped}{dominant}"
-        )
+        parts = {"step": step, "loss": f"loss {record['loss']:>8.4f}"}
+        parts["norm"] = f"grad norm {record.get('grad_norm', math.nan):>8.2e}"
+        if "clip_coef" in record:
+            parts["clip"] = f"clip {_coef(record['clip_coef']):>5}"
+        if "loss_scale" in record:
+            parts["scale"] = f"scale {record['loss_scale']:>10,.10g}"
+        parts["lr"] = f"lr {record.get('learning_rate', 0.0):.2e}"
+        parts["tokens"] = f"{record['tokens_per_second']:>7,.0f} tokens/s"
+        parts["peak"] = f"peak {size(record['peak_memory']):>10}"
+        if seconds_left is not None:
+            parts["left"] = f"{timedelta(seconds=round(seconds_left))} left"
+        if record.get("nonfinite_steps"):  # not in every line, so at the end
+            parts["nonfinite"] = f"{nonfinite(record)} {record['nonfinite_steps']:,}"
+        if name := record.get(DOMINANT):
+            parts["dominant"] = f"{record['dominant_proportion']:.0%} of the norm is {name}"
+        for name in _LEFT_OUT:
+            if len("  ".join(parts.values())) > width:
+                parts.pop(name, None)
+        return "  ".join(parts.values())
     scores = {name.removeprefix("eval_"): value for name, value in record.items() if name.startswith("eval_")}
     shown = [f"{name.replace('_', ' ')} {v:.4f}" for name, v in scores.items() if not name.endswith(_TIMING)]
     return f"{step}  evaluation  {'  '.join(shown)}" if shown else None

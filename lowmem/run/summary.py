@@ -9,7 +9,7 @@ from lowmem.files import write_file
 from lowmem.hf.checkpoint import by_number
 from lowmem.run.metrics import METRICS, Record, nonfinite, read_metrics
 from lowmem.run.pictures import draw, loss_keys, series, size
-from lowmem.run.terminal import command
+from lowmem.run.terminal import generate_command, train_command
 
 
 def plot_run(run_dir: str | Path) -> list[Path]:
@@ -52,15 +52,24 @@ def write_readme(run_dir: str | Path) -> None:
     write_file(folder / "README.md", ("\n".join(lines) + "\n").encode())
 
 
+def last_losses(records: list[Record]) -> list[tuple[str, float]]:
+    """The names of the losses of a run, and the last value of each."""
+    values = [(key, series(records, key)[1]) for key in ("loss", *loss_keys(records))]
+    return [(_loss_name(key), losses[-1]) for key, losses in values if losses]
+
+
+def _loss_name(key: str) -> str:
+    return "training loss" if key == "loss" else key.replace("_", " ").replace("eval", "evaluation")
+
+
 def _results(records: list[Record]) -> list[tuple[str, str]]:
     """Names and values for the table of results."""
     results = [("steps", f"{records[-1]['step']:,}"), ("tokens", f"{records[-1]['tokens']:,}")]
     for key in ("loss", *loss_keys(records)):
         losses = [(loss, step) for step, loss in zip(*series(records, key), strict=True)]
         lowest, at_step = min((pair for pair in losses if math.isfinite(pair[0])), default=(math.nan, 0))
-        name = "training loss" if key == "loss" else key.replace("_", " ").replace("eval", "evaluation")
         if losses:
-            results.append((name, f"{losses[-1][0]:.4f} (lowest {lowest:.4f}, at step {at_step:,})"))
+            results.append((_loss_name(key), f"{losses[-1][0]:.4f} (lowest {lowest:.4f}, at step {at_step:,})"))
     if rates := [value for value in series(records, "tokens_per_second")[1] if math.isfinite(value)]:
         results.append(("tokens/s, median", f"{statistics.median(rates):,.0f}"))
     if coefs := [value for value in series(records, "clip_coef")[1] if value > 0]:  # 0 is that of an infinite norm
@@ -77,8 +86,8 @@ def _continue(folder: Path, checkpoints: list[Path]) -> list[str]:
         return ["No checkpoint was saved, so this run cannot be continued. Set a smaller `trainer.save_steps`."]
     load = f'model = AutoModelForCausalLM.from_pretrained("{checkpoints[-1]}", dtype="auto")'
     return [
-        "```sh", f"{command()} train {folder}/config.yaml --resume     # from the newest checkpoint",
-        f'lowmem generate {folder} "a prompt"', "```", "",
+        "```sh", f"{train_command(folder)}     # from the newest checkpoint",
+        generate_command(folder), "```", "",
         "```python", "from transformers import AutoModelForCausalLM, AutoTokenizer", "", load,
         f'tokenizer = AutoTokenizer.from_pretrained("{checkpoints[-1]}")', "```",
     ]  # fmt: skip

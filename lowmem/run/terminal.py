@@ -1,18 +1,41 @@
 """What is printed. Under a launcher only rank 0 prints, except that any rank reports its own failure."""
 
 import os
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 from rich.console import Console
+from rich.text import Text
 
 RANK = int(os.environ.get("RANK", 0))
-out = Console(quiet=RANK > 0, highlight=False)
-err = Console(quiet=RANK > 0, highlight=False, stderr=True)
+# Paths and data are printed as they are: [bold] in them is no markup.
+out = Console(quiet=RANK > 0, highlight=False, markup=False, emoji=False)
+err = Console(quiet=RANK > 0, highlight=False, markup=False, emoji=False, stderr=True)
 
 
-def command() -> str:
-    """The command that starts lowmem with as many processes as now."""
+def train_command(run_dir: Path) -> str:
+    """The command that continues the run of a folder, with as many processes as now."""
     processes = int(os.environ.get("WORLD_SIZE", 1))
-    return "lowmem" if processes == 1 else f"torchrun --nproc_per_node {processes} -m lowmem"
+    start = "lowmem" if processes == 1 else f"torchrun --nproc_per_node {processes} -m lowmem"
+    return f"{start} train {shlex.quote(str(run_dir / 'config.yaml'))} --resume"
+
+
+def generate_command(run_dir: Path, prompt: str = "a prompt") -> str:
+    """The command that lets the model of a run folder answer."""
+    return f"lowmem generate {shlex.quote(str(run_dir))} {shlex.quote(prompt)}"
+
+
+@contextmanager
+def stage(activity: str) -> Iterator[None]:
+    """Says what is going on while nothing else is printed: on a terminal until it is over, else in a line."""
+    if out.is_terminal:
+        with out.status(Text(activity)):
+            yield
+    else:
+        out.print(f"{activity} ...")
+        yield
 
 
 def print_topics(topics: dict[str, str]) -> None:

@@ -1,54 +1,136 @@
 """One run from its first line to its last: data, model and trainer in a run folder, signals, and the end."""
 
+import shlex
 import signal
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed
 from transformers import TrainerCallback
 
 from lowmem import rules
+from lowmem.errors import LowmemError
+from lowmem.files import write_file
 from lowmem.hf import checkpoint
 from lowmem.placements import in_group
 from lowmem.run import build, folder, report
+from lowmem.run import plan as planning
 from lowmem.run.config import RunConfig, save
 from lowmem.run.data import TokenCounts, check_tokenized
-from lowmem.run.terminal import RANK, command, out, print_topics, warn
+from lowmem.run.memory import is_out_of_memory
+from lowmem.run.metrics import read_metrics
+from lowmem.run.pictures import size
+from lowmem.run.summary import last_losses
+from lowmem.run.terminal import RANK, generate_command, out, print_topics, stage, train_command, warn
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 
-def train(config: RunConfig, *, resume: bool = False) -> None:
+def train(config: RunConfig, *, resume: bool = False) -> int | None:
     """Trains in `config.run_dir`, from the beginning or from its newest complete checkpoint.
+
+    Returns:
+        The signal on which the run has stopped, with a checkpoint, or None if it is complete.
 
     Raises:
         LowmemError: what is wrong with the configuration, the data, the run folder or a checkpoint.
     """
     with folder.run_folder(config.run_dir, resume, RANK) as run_dir:
-        resume_from = None
-        if resume:
-            resume_from, damaged = checkpoint.find_last(run_dir)
-            for reason in damaged:
-                warn(f"skipped a damaged checkpoint: {reason}")
-            out.print(f"resuming from {resume_from}", soft_wrap=True)
-        samples = build.samples(config, resume_from)
+        resume_from = _newest_checkpoint(run_dir) if resume else None
+        with stage("reading the data"):
+            samples = build.samples(config, resume_from)
         args = build.arguments(config, samples)
-        model = build.model(config, samples.tokenizer, args)
-        trainer = build.trainer(config, samples, model, args)
+        with stage("creating the model" if config.model.path is None else "loading the model"):
+            model = build.model(config, samples.tokenizer, args)
+        with stage("tokenizing"):
+            trainer = build.trainer(config, samples, model, args)
+            counts = check_tokenized(trainer.train_dataset, samples.train, config.data)
         trainer.create_optimizer()  # raises what it does not support before anything is written
-        counts = check_tokenized(trainer.train_dataset, samples.train, config.data)
         _describe(config, trainer, counts)
         if RANK == 0:
-            save(config, run_dir / "config.yaml")
+            save(config, run_dir / folder.CONFIG)
             folder.write_environment(run_dir)
-        with report.RunReport(run_dir, out).attached(trainer), _stop_on_signal(trainer) as signals:
-            trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
-    _leave_group()
-    end = f"done: see {run_dir}/README.md for the results and how to continue"
-    if signals:
-        go_on = f"{command()} train {run_dir}/config.yaml --resume"
-        end = f"stopped at step {trainer.state.global_step}; continue with: {go_on}"
-    out.print(end, style="bold", soft_wrap=True)
+        try:
+            with report.RunReport(run_dir, out).attached(trainer), _stop_on_signal(trainer) as signals:
+                trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
+        except Exception as error:
+            raise _explained(error, config, run_dir) from error
+        _leave_group()
+        _print_end(config, trainer, samples, run_dir, stopped=bool(signals))
+    return signals[0] if signals else None
+
+
+def _newest_checkpoint(run_dir: Path) -> Path | None:
+    """The checkpoint to continue from; None if the run has not saved any yet."""
+    if not checkpoint.by_number(run_dir):
+        warn(f"{run_dir} has no checkpoint yet, so the run starts from its beginning")
+        return None
+    newest, damaged = checkpoint.find_last(run_dir)
+    for reason in damaged:
+        warn(f"skipped a damaged checkpoint: {reason}")
+    out.print(f"resuming from {newest}", soft_wrap=True)
+    return newest
+
+
+def _print_end(config: RunConfig, trainer: Any, samples: build.Samples, run_dir: Path, *, stopped: bool) -> None:
+    """Says how the run ended, and what can be done with its results."""
+    if RANK:
+        return
+    if stopped:
+        out.print(f"stopped at step {trainer.state.global_step}; continue with: {train_command(run_dir)}", style="bold",
+                  soft_wrap=True)  # fmt: skip
+        return
+    losses = last_losses(read_metrics(run_dir))
+    figures = "".join(f"{', ' if number else ': '}{name} {loss:.4f}" for number, (name, loss) in enumerate(losses))
+    out.print(f"done{figures}", style="bold", soft_wrap=True)
+    topics = {"results": f"{run_dir}/README.md"}
+    if checkpoints := checkpoint.by_number(run_dir):
+        topics |= {
+            "checkpoint": str(checkpoints[-1]),
+            "try it": generate_command(run_dir, _first_prompt(samples.train)),
+        }
+    print_topics(topics)
+
+
+def _first_prompt(train: "Dataset") -> str:
+    """The beginning of what a model could be asked, from the first sample."""
+    row = train[0]
+    turns = row.get("messages") or row.get("prompt") or row.get("text") or "a prompt"
+    texts = [turns] if isinstance(turns, str) else [turn["content"] for turn in turns if turn["role"] == "user"]
+    return texts[0][:200] if texts else "a prompt"
+
+
+def _explained(error: Exception, config: RunConfig, run_dir: Path) -> Exception:
+    """The error that ended training, with advice where memory ran out. The traceback of any other that is not meant for
+    users goes into the run folder.
+    """
+    if is_out_of_memory(error):
+        return LowmemError(f"out of memory: {build.first_line(error)}. {_memory_advice(config, run_dir)}")
+    if not isinstance(error, LowmemError):
+        path = run_dir / "traceback.txt" if RANK == 0 else run_dir / f"traceback-{RANK}.txt"
+        write_file(path, "".join(traceback.format_exception(error)).encode())
+    return error
+
+
+def _memory_advice(config: RunConfig, run_dir: Path) -> str:
+    """What a step needs by the plan, and how to need less."""
+    device = "gpu" if torch.cuda.is_available() else "cpu"
+    try:
+        step = planning.plan(config, device).step
+    except LowmemError as error:
+        return f"No plan can be made: {error}."
+    largest = ", ".join(f"{kind} {size(nbytes)}" for kind, nbytes in step.items.items() if nbytes >= step.peak / 10)
+    plan = f"lowmem plan {shlex.quote(str(run_dir / folder.CONFIG))} --device {device} --memory SIZE"
+    return (
+        f"By the plan a step needs {size(step.peak)} ({largest}). What needs less: "
+        f"{', '.join(planning.ways(config, device))}; `{plan}` says how much. Then continue with: "
+        f"{train_command(run_dir)}"
+    )
 
 
 @contextmanager

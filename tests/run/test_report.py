@@ -17,7 +17,7 @@ from lowmem.errors import ConfigError, LowmemError
 from lowmem.files import write_file, writing
 from lowmem.run import folder, report
 from lowmem.run.folder import run_folder, write_environment
-from lowmem.run.metrics import read_metrics
+from lowmem.run.metrics import cut_metrics, read_metrics
 from lowmem.run.report import RunReport
 from lowmem.run.summary import plot_run, write_readme
 from lowmem.trainer import FusedTrainer
@@ -117,16 +117,16 @@ def test_lines_with_clip_coefficient_loss_scale_and_skipped_steps_stay_aligned()
         {"clip_coef": 0.0012, "loss_scale": 0.5, "nonfinite_steps": 1234},
         {"clip_coef": math.nan, "loss_scale": 1.0, "nonfinite_steps": 1234},
     ]
-    lines = [report._log_line({**record, **more}, 10) for more in metrics]
+    lines = [report._log_line({**record, **more}, 10, 200) for more in metrics]
     for word in ("clip", "scale", "lr", "tokens/s", "peak"):
         assert len({line.index(word) for line in lines}) == 1, word
     for line, shown in zip(lines, ("clip  1.00", "clip  0.43", "clip 1e-03", "clip   nan"), strict=True):
         assert shown in line
     assert "scale     65,536  lr" in lines[0] and "scale 16,777,216  lr" in lines[1] and "scale        0.5" in lines[2]
     assert "skipped steps" not in lines[0] and lines[2].endswith("  skipped steps 1,234")
-    plain = report._log_line(record, 10)
+    plain = report._log_line(record, 10, 200)
     assert not any(word in plain for word in ("clip", "scale", "steps"))
-    assert report._log_line({**record, "nonfinite_steps": 2}, 10).endswith("  non-finite steps 2")
+    assert report._log_line({**record, "nonfinite_steps": 2}, 10, 200).endswith("  non-finite steps 2")
 
 
 def test_metrics_of_a_fused_trainer_are_reported(run_dir, tiny_llama):
@@ -417,10 +417,11 @@ def test_the_norms_of_parameters_have_a_picture_of_their_own(logged):
 
 
 def test_lines_with_a_norm_for_each_of_many_parameters_share_their_names(tmp_path):
-    line = json.dumps({"step": 1, **{f"grad_norm/layers.{i}.weight": 0.5 for i in range(2000)}})
+    always = dict.fromkeys(("step", "tokens", "memory", "peak_memory", "weight_bytes"), 1)
+    line = json.dumps(always | {f"grad_norm/layers.{i}.weight": 0.5 for i in range(2000)})
     (tmp_path / "metrics.jsonl").write_text(f"{line}\n{line}\n{line[:-9]}")
     first, second = read_metrics(tmp_path)
-    assert len(first) == 2001
+    assert len(first) == 2005
     assert all(one is other for one, other in zip(first, second, strict=True))
 
 
@@ -432,11 +433,18 @@ def test_pictures_of_nothing_are_refused(tmp_path):
         plot_run(tmp_path)
 
 
-def test_a_damaged_line_is_named(logged):
+DAMAGED_LINES = ("{", "[1]", "3", '{"step": "2"}', '{"step": 2, "loss": 1.0}', "[" * 10_000, "\ufffe")
+
+
+def test_damaged_lines_are_left_out(logged):
     path = logged / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step"\n{"step": 3}\n')
-    with pytest.raises(LowmemError, match=r"metrics\.jsonl, line 2: not JSON"):
-        read_metrics(logged)
+    first, second, *_ = path.read_text().splitlines()
+    path.write_bytes("\n".join([first, *DAMAGED_LINES, second, ""]).encode() + b"\xff\n" + second[:20].encode())
+    assert read_metrics(logged) == [json.loads(first), json.loads(second)]
+    plot_run(logged)
+    write_readme(logged)
+    assert cut_metrics(path, 1) == len(DAMAGED_LINES) + 1
+    assert path.read_text() == f"{first}\n"
 
 
 def test_the_readme_says_how_it_went_and_how_to_continue(logged):
@@ -451,7 +459,7 @@ def test_the_readme_says_how_it_went_and_how_to_continue(logged):
     assert "| peak memory | 4.00 GiB (weights 1.00 GiB) |" in text
     assert "![loss.png](loss.png)" in text and "![memory.png](memory.png)" in text
     assert f"lowmem train {logged}/config.yaml --resume" in text
-    assert f'lowmem generate {logged} "' in text
+    assert f"lowmem generate {logged} 'a prompt'" in text
     assert f'AutoModelForCausalLM.from_pretrained("{logged}/checkpoint-100"' in text
     assert "checkpoint-9.tmp" not in text and "environment.json" not in text
 
