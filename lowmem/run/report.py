@@ -131,7 +131,8 @@ class RunReport(TrainerCallback):  # type: ignore[misc]
         self.weight_bytes = sum(math.prod(shape_of(p)) * p.element_size() for p in model.parameters())
         if damaged := cut_metrics(self.run_dir / METRICS, state.global_step):
             self._print(f"{self.run_dir / METRICS}: left out {damaged} damaged lines", "yellow")
-        self.logged = (self.run_dir / METRICS).exists()  # a run that was killed while its pictures were drawn
+        # a run that was killed while its pictures were drawn, and has nothing left to log
+        self.logged = state.global_step > 0 and (self.run_dir / METRICS).exists()
         self.logged_tokens, self.first_step = state.num_input_tokens_seen, state.global_step
         self.compile_seconds = getattr(optimizer, "compile_seconds", 0.0)
         self.first_time = self.last_time = time.perf_counter()
