@@ -1,13 +1,17 @@
-"""Random weights from a configuration are the same in every placement, and so is what is drawn after them."""
+"""A seed gives the same random weights in every placement, the same batches and dropout, and the same bits again."""
 
 import json
 import os
+import subprocess
+import sys
 import warnings
 from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from processes import PATIENCE, Launched
+from safetensors.torch import load_file
 from torch.distributed._tools.mem_tracker import MemTracker
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -119,3 +123,59 @@ def test_no_rank_of_zero3_holds_the_full_model(two, tmp_path):
     path = write(tmp_path, {"model_type": "llama", **sizes}, trainer=TRAINERS["zero3"])
     for most, weights in two.run(peak, 2, path):
         assert weights / 2 <= most <= 0.6 * weights
+
+
+def losses(rank, world, path):
+    """The losses of a run, and its seeded random state at the end."""
+    return as_rank(rank, world, _losses, path)
+
+
+def _losses(path):
+    from lowmem.run import build
+    from lowmem.run.config import load
+
+    config = load(path)
+    samples = build.samples(config)
+    args = build.arguments(config, samples)
+    trainer = build.trainer(config, samples, build.model(config, samples.tokenizer, args), args)
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], torch.rand(4)
+
+
+def write_run(folder, trainer):
+    """A configuration of a few steps of a model with dropout, with its data."""
+    rows = [{"text": " ".join(("one", "two", "three", "four")[n % 4] for n in range(i, i + 9))} for i in range(24)]
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = {"max_steps": 4, "logging_steps": 1, "per_device_train_batch_size": 2, "disable_tqdm": True}
+    path = write(folder, MODELS["gpt2"], trainer={**arguments, **trainer})
+    path.write_text(path.read_text().replace("unread.jsonl", str(folder / "data.jsonl")))
+    return path
+
+
+def test_batches_and_dropout_are_the_same_in_every_placement(two, tmp_path):
+    found = {}
+    for name, sharded in TRAINERS.items():
+        found[name] = two.run(losses, 2, write_run(tmp_path, {"save_strategy": "no", **sharded}))
+    reference, drawn = found["replicated"][0]
+    assert len(set(reference)) == 4
+    for ranks in found.values():
+        for each, drawn_there in ranks:
+            assert each == pytest.approx(reference, rel=1e-6)
+            assert torch.equal(drawn_there, drawn)
+
+
+def test_a_seed_gives_the_same_bits_in_every_process(tmp_path):
+    """Whatever the hash seed of Python is, and the number of workers that load data."""
+    path, hash_seed = write_run(tmp_path, {}), "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
+    started = Launched(0, "lowmem", "train", str(path), f"run_dir={tmp_path}/forked")
+    command = [sys.executable, "-m", "lowmem", "train", str(path), f"run_dir={tmp_path}/run"]
+    done = subprocess.run(
+        [*command, "trainer.dataloader_num_workers=2"],
+        env={**os.environ, "PYTHONHASHSEED": hash_seed}, capture_output=True, text=True, timeout=PATIENCE,
+    )  # fmt: skip
+    for end in (done, started.finish()):
+        assert end.returncode == 0, end.stderr
+    weights, others = (load_file(tmp_path / run / "checkpoint-4" / "model.safetensors") for run in ("run", "forked"))
+    assert weights.keys() == others.keys()
+    for name, weight in weights.items():
+        assert torch.equal(weight, others[name]), name

@@ -1,0 +1,194 @@
+"""What a run's result depends on besides its configuration: pairs of runs, and by how much their weights differ.
+
+    python -m benchmarks.determinism [--steps 20] [--only "2 data loader workers"]
+
+Every run is the quickstart with a smaller model and fewer steps, by `lowmem train` in a process of its own, on the CPU.
+Its weights and its last loss are compared with those of another run, which differs in one thing. The attention of the
+first group has dropout, so that a run that draws another random number is seen.
+"""
+
+import argparse
+import functools
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+
+from benchmarks import reports
+from benchmarks.baselines import select
+from benchmarks.processes import MeasurementError
+from benchmarks.reports import command, formatted, headline, print_missing, print_table
+
+ROOT = Path(__file__).parent.parent
+SMALLER = (
+    "model.config.hidden_size=64", "model.config.intermediate_size=128", "model.config.num_hidden_layers=2",
+    "model.train_tokenizer.vocab_size=512", "data.max_length=64", "trainer.warmup_steps=5", "trainer.logging_steps=1",
+    "trainer.eval_strategy=no", "trainer.save_total_limit=10",
+)  # fmt: skip
+DROPOUT = ("model.config.attention_dropout=0.1",)
+EVALUATED = ("trainer.eval_strategy=steps", "trainer.eval_steps=5")
+ROUNDED = ("model.dtype=bfloat16", "optimizer.rounding=stochastic")
+ZERO3 = "trainer.deepspeed=" + str(ROOT / "configs" / "zero3.json")
+HALF = "trainer.per_device_train_batch_size=8"  # of the rows in a batch of the quickstart
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run, and the one it is compared with, by its name; None for one that others are compared with."""
+
+    against: str | None
+    overrides: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    ranks: int = 0  # started by torchrun, if there are any
+    elsewhere: bool = False  # started in another directory
+    resumes: bool = False  # from a third and from two thirds of the steps
+
+
+FIRST, UNDROPPED, STOCHASTIC, CLIPPED = "a run", "without dropout", "bfloat16, stochastic rounding", "clipped, deferred"
+COMPILED, REPLICATED, FSDP2, SHARDED = "compiled", "2 ranks, replicated", "2 ranks, FSDP2", "2 ranks, ZeRO-3"
+RUNS = {
+    FIRST: Run(None, DROPOUT),
+    "another process and hash seed": Run(FIRST, DROPOUT, {"PYTHONHASHSEED": "1"}),
+    "another directory": Run(FIRST, DROPOUT, elsewhere=True),
+    "1 data loader worker": Run(FIRST, (*DROPOUT, "trainer.dataloader_num_workers=1")),
+    "2 data loader workers": Run(FIRST, (*DROPOUT, "trainer.dataloader_num_workers=2")),
+    "2 processes that tokenize": Run(FIRST, (*DROPOUT, "data.workers=2")),
+    "norms logged": Run(FIRST, (*DROPOUT, "optimizer.log_norms=true")),
+    "evaluated, with dropout": Run(FIRST, (*DROPOUT, *EVALUATED)),
+    "resumed twice": Run(FIRST, DROPOUT, resumes=True),
+    "activation checkpointing": Run(FIRST, (*DROPOUT, "trainer.activation_checkpointing=true")),
+    "policy two_pass": Run(FIRST, (*DROPOUT, "optimizer.policy=two_pass")),
+    "policy deferred": Run(FIRST, (*DROPOUT, "optimizer.policy=deferred")),
+    CLIPPED: Run(None, (*DROPOUT, "optimizer.clip_norm=0.5", "optimizer.policy=deferred")),
+    "clipped, two_pass": Run(CLIPPED, (*DROPOUT, "optimizer.clip_norm=0.5", "optimizer.policy=two_pass")),
+    "2 threads": Run(FIRST, DROPOUT, {"OMP_NUM_THREADS": "2"}),
+    COMPILED: Run(FIRST, (*DROPOUT, "optimizer.compile=true")),
+    "compiled, another process": Run(COMPILED, (*DROPOUT, "optimizer.compile=true")),
+    UNDROPPED: Run(None),
+    "evaluated": Run(UNDROPPED, EVALUATED),
+    "2 micro-batches": Run(UNDROPPED, (HALF, "trainer.gradient_accumulation_steps=2")),
+    "1 rank": Run(UNDROPPED, ranks=1),
+    REPLICATED: Run(UNDROPPED, (HALF,), ranks=2),
+    FSDP2: Run(UNDROPPED, (HALF, "trainer.fsdp=true"), ranks=2),
+    SHARDED: Run(UNDROPPED, (HALF, ZERO3), ranks=2),
+    "2 ranks, replicated, again": Run(REPLICATED, (HALF,), ranks=2),
+    "2 ranks, FSDP2, again": Run(FSDP2, (HALF, "trainer.fsdp=true"), ranks=2),
+    "2 ranks, ZeRO-3, again": Run(SHARDED, (HALF, ZERO3), ranks=2),
+    STOCHASTIC: Run(None, ROUNDED),
+    "bfloat16, stochastic, another process": Run(STOCHASTIC, ROUNDED),
+    "bfloat16, stochastic, resumed twice": Run(STOCHASTIC, ROUNDED, resumes=True),
+    "bfloat16, stochastic, 2 ranks": Run(STOCHASTIC, (*ROUNDED, HALF), ranks=2),
+    "another seed": Run(FIRST, (*DROPOUT, "seed=1")),
+}
+
+
+def train(run: Run, steps: int, folder: Path) -> tuple[dict[str, torch.Tensor], dict[int, float]]:
+    """The weights after a run, and its loss at every step.
+
+    Raises:
+        MeasurementError: the command failed.
+    """
+    start = [sys.executable, "-m", "lowmem"]
+    if run.ranks:
+        launcher = ("torch.distributed.run", "--standalone", "--nproc_per_node", str(run.ranks), "-m", "lowmem")
+        start = [sys.executable, "-m", *launcher]
+    where = Path(tempfile.mkdtemp(dir=folder))
+    saves = -(-steps // 3) if run.resumes else steps
+    sizes = (f"trainer.max_steps={steps}", f"trainer.save_steps={saves}", f"data.path={folder / 'data.jsonl'}")
+    config = ("train", str(ROOT / "configs" / "quickstart.yaml"), *SMALLER, *sizes, *run.overrides)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
+    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    environment |= {"PYTHONPATH": os.pathsep.join((str(ROOT), *filter(None, sys.path))), **run.environment}
+
+    def execute(*more: str) -> None:
+        done = subprocess.run(
+            [*start, *config, f"run_dir={where / 'run'}", *more],
+            cwd=where if run.elsewhere else ROOT, env=environment, capture_output=True, text=True,
+        )  # fmt: skip
+        if done.returncode:
+            raise MeasurementError(done.stderr.strip().splitlines()[-1])
+
+    execute()
+    for resumed in (saves, 2 * saves) if run.resumes else ():
+        for checkpoint in (where / "run").glob("checkpoint-*"):
+            if int(checkpoint.name.rpartition("-")[2]) > resumed:
+                shutil.rmtree(checkpoint)
+        execute("--resume")
+    lines = map(json.loads, (where / "run" / "metrics.jsonl").read_text().splitlines())
+    losses = {line["step"]: line["loss"] for line in lines if "loss" in line}
+    return load_file(where / "run" / f"checkpoint-{steps}" / "model.safetensors"), losses
+
+
+def difference(weights: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> float:
+    """The largest difference of two weights relative to the largest of their tensor; 0 if all bits are equal."""
+    assert weights.keys() == others.keys()
+    largest = 0.0
+    for name, other in others.items():
+        weight = weights[name]
+        if weight.dtype != other.dtype or not torch.equal(weight, other):
+            apart = (weight.double() - other.double()).abs().max() / other.double().abs().max()
+            largest = max(largest, apart.item()) if apart.isfinite() else math.inf
+    return largest
+
+
+def compare(names: Sequence[str], options: argparse.Namespace) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """Does the runs and those they are compared with; the differences by name, and the errors of those that failed."""
+    differences: dict[str, dict[str, Any]] = {}
+    failed: dict[str, str] = {}
+    with tempfile.TemporaryDirectory(prefix="lowmem-bench-") as temporary:
+        folder = Path(temporary)
+        script = [sys.executable, "-m", "scripts.make_docstrings", "--out", str(folder / "data.jsonl")]
+        subprocess.run([*script, "--limit", str(options.records)], cwd=ROOT, check=True, capture_output=True)
+        finished = functools.cache(lambda name: train(RUNS[name], options.steps, folder))
+        console = Console(stderr=True)
+        for number, name in enumerate(names, 1):
+            against = RUNS[name].against
+            if against is None:
+                continue
+            try:
+                (weights, losses), (others, their_losses) = finished(name), finished(against)
+            except MeasurementError as error:
+                failed[name] = str(error)
+                continue
+            loss = abs(losses[options.steps] - their_losses[options.steps]) / their_losses[options.steps]
+            apart = difference(weights, others)
+            differences[name] = {"against": against, "identical": apart == 0, "weights": apart, "loss": loss}
+            console.print(f"{number} of {len(names)}: {name}, {apart:.1e}", highlight=False)
+    return differences, failed
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> None:
+    counts = {"steps": (20, "steps of a run, at least 3"), "records": (400, "records of the data")}
+    options = reports.make_parser(__doc__, counts, dtype=False, only="run").parse_args(argv)
+    names = list(select(RUNS, options.only))
+    with reports.output(options.out, "determinism"):
+        differences, failed = compare(names, options)
+        print(f"{headline('float32')}\n")
+        rows = [
+            (name, row["against"], "yes" if row["identical"] else "no", *map(_shown, (row["weights"], row["loss"])))
+            for name, row in differences.items()
+        ]
+        print_table(("run", "compared with", "bit-identical", "weights differ by", "loss differs by"), rows)
+        print_missing(failed, {})
+        settings = {"steps": options.steps, "records": options.records, "overrides": SMALLER}
+        reports.save(options.out / "determinism.json", settings, differences=differences, failed=failed)
+
+
+def _shown(value: float) -> str:
+    return formatted(value, ".1e") if value else "0"
+
+
+if __name__ == "__main__":
+    main()
