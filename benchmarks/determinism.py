@@ -11,8 +11,11 @@ import argparse
 import functools
 import json
 import math
+import multiprocessing
 import os
+import runpy
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -29,6 +32,12 @@ from benchmarks import reports
 from benchmarks.baselines import select
 from benchmarks.processes import MeasurementError
 from benchmarks.reports import command, formatted, headline, print_missing, print_table
+
+# Of every run that does not say otherwise. Torch and DeepSpeed read it when they are imported.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+# Not lowmem.cli and lowmem.run.build: they read from the environment how many ranks there are.
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["trl.trainer.sft_trainer", "deepspeed", "lowmem.trainer", "lowmem.run.report"])
 
 ROOT = Path(__file__).parent.parent
 SMALLER = (
@@ -50,7 +59,7 @@ class Run:
     against: str | None
     overrides: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
-    ranks: int = 0  # started by torchrun, if there are any
+    ranks: int = 0  # of a process group, if there is one
     elsewhere: bool = False  # started in another directory
     resumes: bool = False  # from a third and from two thirds of the steps
 
@@ -99,35 +108,59 @@ def train(run: Run, steps: int, folder: Path) -> tuple[dict[str, torch.Tensor], 
     Raises:
         MeasurementError: the command failed.
     """
-    start = [sys.executable, "-m", "lowmem"]
-    if run.ranks:
-        launcher = ("torch.distributed.run", "--standalone", "--nproc_per_node", str(run.ranks), "-m", "lowmem")
-        start = [sys.executable, "-m", *launcher]
     where = Path(tempfile.mkdtemp(dir=folder))
     saves = -(-steps // 3) if run.resumes else steps
     sizes = (f"trainer.max_steps={steps}", f"trainer.save_steps={saves}", f"data.path={folder / 'data.jsonl'}")
     config = ("train", str(ROOT / "configs" / "quickstart.yaml"), *SMALLER, *sizes, *run.overrides)
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
-    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
-    environment |= {"PYTHONPATH": os.pathsep.join((str(ROOT), *filter(None, sys.path))), **run.environment}
-
-    def execute(*more: str) -> None:
-        done = subprocess.run(
-            [*start, *config, f"run_dir={where / 'run'}", *more],
-            cwd=where if run.elsewhere else ROOT, env=environment, capture_output=True, text=True,
-        )  # fmt: skip
-        if done.returncode:
-            raise MeasurementError(done.stderr.strip().splitlines()[-1])
-
-    execute()
+    arguments = ["lowmem", *config, f"run_dir={where / 'run'}"]
+    start = _in_new_interpreter if run.environment else _in_forks
+    start(arguments, run, where)
     for resumed in (saves, 2 * saves) if run.resumes else ():
         for checkpoint in (where / "run").glob("checkpoint-*"):
             if int(checkpoint.name.rpartition("-")[2]) > resumed:
                 shutil.rmtree(checkpoint)
-        execute("--resume")
+        start([*arguments, "--resume"], run, where)
     lines = map(json.loads, (where / "run" / "metrics.jsonl").read_text().splitlines())
     losses = {line["step"]: line["loss"] for line in lines if "loss" in line}
     return load_file(where / "run" / f"checkpoint-{steps}" / "model.safetensors"), losses
+
+
+def _in_new_interpreter(arguments: Sequence[str], run: Run, where: Path) -> None:
+    """Some variables of the environment are read when Python or torch starts."""
+    environment = {**os.environ, **run.environment}
+    command = [sys.executable, "-m", *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise MeasurementError(done.stderr.strip().splitlines()[-1])
+
+
+def _in_forks(arguments: Sequence[str], run: Run, where: Path) -> None:
+    """Starts one process, or the ranks of a group, each forked from a process that has imported everything."""
+    port = socket.create_server(("localhost", 0))
+    group = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port.getsockname()[1])}
+    port.close()
+    ranks = [{name: str(rank) for name in ("RANK", "LOCAL_RANK")} for rank in range(run.ranks)]
+    size = {name: str(run.ranks) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+    environments = [{**group, **size, **rank} for rank in ranks] or [{}]
+    folder = where if run.elsewhere else ROOT
+    log = where / "log"
+    processes = [CONTEXT.Process(target=_execute, args=(arguments, env, folder, log)) for env in environments]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    if any(process.exitcode for process in processes):
+        raise MeasurementError(log.read_text().strip().splitlines()[-1])
+
+
+def _execute(arguments: Sequence[str], environment: Mapping[str, str], folder: Path, log: Path) -> None:
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.environ.update(environment)
+    os.chdir(folder)
+    sys.argv = list(arguments)
+    runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
 
 
 def difference(weights: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> float:
@@ -170,9 +203,10 @@ def compare(names: Sequence[str], options: argparse.Namespace) -> tuple[dict[str
 
 @command
 def main(argv: Sequence[str] | None = None) -> None:
-    counts = {"steps": (20, "steps of a run, at least 3"), "records": (400, "records of the data")}
+    counts = {"steps": (20, "steps of a run, at least 3"), "records": (200, "records of the data")}
     options = reports.make_parser(__doc__, counts, dtype=False, only="run").parse_args(argv)
     names = list(select(RUNS, options.only))
+    os.environ.update(ENVIRONMENT)
     with reports.output(options.out, "determinism"):
         differences, failed = compare(names, options)
         print(f"{headline('float32')}\n")
