@@ -47,9 +47,11 @@ SMALLER = (
 )  # fmt: skip
 DROPOUT = ("model.config.attention_dropout=0.1",)
 EVALUATED = ("trainer.eval_strategy=steps", "trainer.eval_steps=5")
-ROUNDED = ("model.dtype=bfloat16", "optimizer.rounding=stochastic")
+# Over several ranks Accelerate fills the last batch of an epoch with samples from its beginning.
+FULL = ("trainer.dataloader_drop_last=true",)
+HALVES = ("trainer.per_device_train_batch_size=8", *FULL)  # the quickstart has 16
+ROUNDED = ("model.dtype=bfloat16", "optimizer.rounding=stochastic", *FULL)
 ZERO3 = "trainer.deepspeed=" + str(ROOT / "configs" / "zero3.json")
-HALF = "trainer.per_device_train_batch_size=8"  # of the rows in a batch of the quickstart
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class Run:
 
 
 FIRST, UNDROPPED, STOCHASTIC, CLIPPED = "a run", "without dropout", "bfloat16, stochastic rounding", "clipped, deferred"
+PARTIAL = "a last batch that is not full"
 COMPILED, REPLICATED, FSDP2, SHARDED = "compiled", "2 ranks, replicated", "2 ranks, FSDP2", "2 ranks, ZeRO-3"
 RUNS = {
     FIRST: Run(None, DROPOUT),
@@ -84,20 +87,22 @@ RUNS = {
     "2 threads": Run(FIRST, DROPOUT, {"OMP_NUM_THREADS": "2"}),
     COMPILED: Run(FIRST, (*DROPOUT, "optimizer.compile=true")),
     "compiled, another process": Run(COMPILED, (*DROPOUT, "optimizer.compile=true")),
-    UNDROPPED: Run(None),
-    "evaluated": Run(UNDROPPED, EVALUATED),
-    "2 micro-batches": Run(UNDROPPED, (HALF, "trainer.gradient_accumulation_steps=2")),
-    "1 rank": Run(UNDROPPED, ranks=1),
-    REPLICATED: Run(UNDROPPED, (HALF,), ranks=2),
-    FSDP2: Run(UNDROPPED, (HALF, "trainer.fsdp=true"), ranks=2),
-    SHARDED: Run(UNDROPPED, (HALF, ZERO3), ranks=2),
-    "2 ranks, replicated, again": Run(REPLICATED, (HALF,), ranks=2),
-    "2 ranks, FSDP2, again": Run(FSDP2, (HALF, "trainer.fsdp=true"), ranks=2),
-    "2 ranks, ZeRO-3, again": Run(SHARDED, (HALF, ZERO3), ranks=2),
+    UNDROPPED: Run(None, FULL),
+    "evaluated": Run(UNDROPPED, (*FULL, *EVALUATED)),
+    "2 micro-batches": Run(UNDROPPED, (*HALVES, "trainer.gradient_accumulation_steps=2")),
+    "1 rank": Run(UNDROPPED, FULL, ranks=1),
+    REPLICATED: Run(UNDROPPED, HALVES, ranks=2),
+    FSDP2: Run(UNDROPPED, (*HALVES, "trainer.fsdp=true"), ranks=2),
+    SHARDED: Run(UNDROPPED, (*HALVES, ZERO3), ranks=2),
+    "2 ranks, replicated, again": Run(REPLICATED, HALVES, ranks=2),
+    "2 ranks, FSDP2, again": Run(FSDP2, (*HALVES, "trainer.fsdp=true"), ranks=2),
+    "2 ranks, ZeRO-3, again": Run(SHARDED, (*HALVES, ZERO3), ranks=2),
+    PARTIAL: Run(None),
+    "2 ranks, a last batch that is not full": Run(PARTIAL, HALVES[:1], ranks=2),
     STOCHASTIC: Run(None, ROUNDED),
     "bfloat16, stochastic, another process": Run(STOCHASTIC, ROUNDED),
     "bfloat16, stochastic, resumed twice": Run(STOCHASTIC, ROUNDED, resumes=True),
-    "bfloat16, stochastic, 2 ranks": Run(STOCHASTIC, (*ROUNDED, HALF), ranks=2),
+    "bfloat16, stochastic, 2 ranks": Run(STOCHASTIC, (*ROUNDED, *HALVES), ranks=2),
     "another seed": Run(FIRST, (*DROPOUT, "seed=1")),
 }
 
