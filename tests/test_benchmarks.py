@@ -23,6 +23,7 @@ from benchmarks import (  # noqa: E402
     baselines,
     comparison,
     convergence,
+    determinism,
     dispatch,
     growth,
     measurement,
@@ -172,8 +173,30 @@ def test_optimizers_are_trained_searched_and_drawn(monkeypatch, tmp_path, capsys
     assert convergence.missing_runs(done, ["AdamW"], {"AdamW": 3}) == []
 
 
+def test_runs_are_compared_by_their_bits_and_their_losses(monkeypatch, tmp_path, capsys):
+    weights = {name: {"w": torch.tensor([1.0, -4.0])} for name in determinism.RUNS}
+    weights["2 threads"] = {"w": torch.tensor([1.5, -4.0])}
+
+    def train(run, steps, folder):
+        (name,) = (name for name, known in determinism.RUNS.items() if known is run)
+        if name == "resumed twice":
+            raise MeasurementError("it failed")
+        return weights[name], {20: 2.0 + (name == "2 threads")}
+
+    monkeypatch.setattr(determinism, "train", train)
+    monkeypatch.setattr(determinism, "write_data", lambda path: None)
+    names = ("another directory", "2 threads", "resumed twice")
+    determinism.main([*only(*names), "--out", str(tmp_path)])
+    found = json.loads((tmp_path / "determinism.json").read_text())
+    same = {"against": "a run", "identical": True, "weights": 0.0, "loss": 0.0}
+    other = {"against": "a run", "identical": False, "weights": 0.125, "loss": 0.5}
+    assert found["differences"] == {"another directory": same, "2 threads": other}
+    assert found["failed"] == {"resumed twice": "it failed"}
+    assert "1.2e-01" in capsys.readouterr().out
+
+
 def test_every_command_has_a_help_that_names_its_options(capsys):
-    for module in (step, policies, update, dispatch, growth, convergence):
+    for module in (step, policies, update, dispatch, growth, convergence, determinism):
         assert status(module.main, "--help") == 0
         assert "--out DIR" in capsys.readouterr().out
 

@@ -8,14 +8,17 @@ import copy
 import importlib.util
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import TrainingArguments
+from transformers import PreTrainedModel, TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+from transformers.modeling_utils import set_zero3_state
 
 from lowmem import placements
 from lowmem.errors import ConfigError, UnsupportedError
@@ -58,6 +61,12 @@ class Sharding(ABC):
     @abstractmethod
     def prepare(self, dtype: torch.dtype) -> None:
         """Prepares this process to create or load a model whose weights have `dtype`."""
+
+    def creating(self) -> AbstractContextManager[None]:
+        """A context in which a model with random weights is created: with the same seed it gets the weights of one
+        device, and the random state is the same afterwards.
+        """
+        return nullcontext()
 
     @abstractmethod
     def shard(self, model: nn.Module, accelerator: Any) -> None:
@@ -158,6 +167,22 @@ class Zero3Sharding(Sharding):
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
 
+    @contextmanager
+    def creating(self) -> Iterator[None]:
+        """Every parameter is partitioned when its module is complete, and gathered to be initialized."""
+        import deepspeed
+
+        # transformers 5.23 (modeling_utils.py, _from_config) would create the model without initializing it, and then
+        # draw the weights on rank 0, in another order than on one device
+        initialize = PreTrainedModel._initialize_weights
+        PreTrainedModel._initialize_weights = _gathering(initialize)
+        try:
+            # without overrides tensors are created on the CPU, whose random numbers one device takes too
+            with deepspeed.zero.Init(config_dict_or_path=self._config.config, tensor_overrides=()), set_zero3_state():
+                yield
+        finally:
+            PreTrainedModel._initialize_weights = initialize
+
     def shard(self, model: nn.Module, accelerator: Any) -> None:
         if self._engine is not None:
             return
@@ -171,6 +196,8 @@ class Zero3Sharding(Sharding):
             self._engine = deepspeed.initialize(model=model, config=config)[0]
         except (ValueError, AssertionError) as error:
             raise ConfigError(f"deepspeed: {error}") from error
+        for buffer in model.buffers():
+            buffer.data = buffer.data.to(self._args.device)
         half = self._args.bf16 or self._args.fp16
         if half and any(p.dtype == torch.float32 and p.requires_grad for p in model.parameters()):
             raise UnsupportedError(
@@ -192,6 +219,28 @@ class Zero3Sharding(Sharding):
             min_scale=float(fp16.get("min_loss_scale", 1)),
             hysteresis=fp16.get("hysteresis", 2),
         )
+
+
+def _gathering(initialize: Callable[..., None]) -> Callable[..., None]:
+    """`PreTrainedModel._initialize_weights` of partitioned modules: every rank draws the same full tensors."""
+
+    def initialize_gathered(model: PreTrainedModel, module: nn.Module, *args: Any) -> None:
+        import deepspeed
+
+        if getattr(module, "_is_hf_initialized", False):
+            return
+        # some models initialize the parameters of a child again, such as GPT-2's output projections
+        owners = [module, *(child for child in module.children() if not isinstance(child, PreTrainedModel))]
+        params = [param for owner in owners for param in owner.parameters(recurse=False)]
+        with deepspeed.zero.GatheredParameters(params, modifier_rank=0):
+            gathered = {param: param.data for param in params}
+            for param in gathered:
+                param.data = param.data.cpu()
+            initialize(model, module, *args)
+            for param, full in gathered.items():
+                param.data = full.copy_(param.data)
+
+    return initialize_gathered
 
 
 class FSDP2Sharding(Sharding):

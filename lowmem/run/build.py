@@ -4,6 +4,7 @@ import os
 import re
 import tempfile
 import warnings
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -138,7 +139,9 @@ def model(config: RunConfig, tokenizer: "PreTrainedTokenizerBase", args: "SFTCon
         if config.model.path is not None:
             model = AutoModelForCausalLM.from_pretrained(config.model.path, **options)
         else:
-            model = AutoModelForCausalLM.from_config(model_config(config.model.config or {}, tokenizer), **options)
+            raw = model_config(config.model.config or {}, tokenizer)
+            with sharded.creating() if sharded is not None else nullcontext():
+                model = AutoModelForCausalLM.from_config(raw, **options)
     except AssertionError as error:  # such as batch sizes that do not fit the number of processes
         raise ConfigError(f"trainer.deepspeed: {first_line(error)}") from error
     except (OSError, ValueError, ImportError) as error:

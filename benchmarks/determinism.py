@@ -1,0 +1,243 @@
+"""What a run's result depends on besides its configuration: pairs of runs, and by how much their weights differ.
+
+    python -m benchmarks.determinism [--steps 20] [--only "2 data loader workers"]
+
+Every run is the quickstart with a smaller model and fewer steps, by `lowmem train` in a process of its own, on the CPU.
+Its weights and its last loss are compared with those of another run, which differs in one thing. The attention of the
+first group has dropout, so that a run that draws another random number is seen.
+"""
+
+import argparse
+import functools
+import json
+import math
+import multiprocessing
+import os
+import runpy
+import shutil
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+
+from benchmarks import reports
+from benchmarks.baselines import select
+from benchmarks.processes import MeasurementError
+from benchmarks.reports import command, formatted, headline, print_missing, print_table
+from scripts.make_docstrings import collect
+
+# Of every run that does not say otherwise. Torch and DeepSpeed read it when they are imported.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+# Not lowmem.cli and lowmem.run.build: they read from the environment how many ranks there are.
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["trl.trainer.sft_trainer", "deepspeed", "lowmem.trainer", "lowmem.run.report"])
+
+ROOT = Path(__file__).parent.parent
+SMALLER = (
+    "model.config.hidden_size=64", "model.config.intermediate_size=128", "model.config.num_hidden_layers=2",
+    "model.train_tokenizer.vocab_size=512", "data.max_length=64", "trainer.warmup_steps=5", "trainer.logging_steps=1",
+    "trainer.eval_strategy=no", "trainer.save_total_limit=10",
+)  # fmt: skip
+RECORDS = 202  # 10 are held out, and 192 are 12 full batches
+DROPOUT = ("model.config.attention_dropout=0.1",)
+EVALUATED = ("trainer.eval_strategy=steps", "trainer.eval_steps=5")
+HALVES = ("trainer.per_device_train_batch_size=8",)  # the quickstart has 16
+NOT_FULL = ("data.max_samples=200",)
+ROUNDED = ("model.dtype=bfloat16", "optimizer.rounding=stochastic")
+ZERO3 = "trainer.deepspeed=" + str(ROOT / "configs" / "zero3.json")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run, and the one it is compared with, by its name; None for one that others are compared with."""
+
+    against: str | None
+    overrides: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    ranks: int = 0  # of a process group, if there is one
+    elsewhere: bool = False  # started in another directory
+    resumes: bool = False  # from a third and from two thirds of the steps
+
+
+FIRST, UNDROPPED, STOCHASTIC, CLIPPED = "a run", "without dropout", "bfloat16, stochastic rounding", "clipped, deferred"
+PARTIAL = "a last batch that is not full"
+COMPILED, REPLICATED, FSDP2, SHARDED = "compiled", "2 ranks, replicated", "2 ranks, FSDP2", "2 ranks, ZeRO-3"
+RUNS = {
+    FIRST: Run(None, DROPOUT),
+    "another process and hash seed": Run(FIRST, DROPOUT, {"PYTHONHASHSEED": "1"}),
+    "another directory": Run(FIRST, DROPOUT, elsewhere=True),
+    "1 data loader worker": Run(FIRST, (*DROPOUT, "trainer.dataloader_num_workers=1")),
+    "2 data loader workers": Run(FIRST, (*DROPOUT, "trainer.dataloader_num_workers=2")),
+    "2 processes that tokenize": Run(FIRST, (*DROPOUT, "data.workers=2")),
+    "norms logged": Run(FIRST, (*DROPOUT, "optimizer.log_norms=true")),
+    "evaluated, with dropout": Run(FIRST, (*DROPOUT, *EVALUATED)),
+    "resumed twice": Run(FIRST, DROPOUT, resumes=True),
+    "activation checkpointing": Run(FIRST, (*DROPOUT, "trainer.activation_checkpointing=true")),
+    "policy two_pass": Run(FIRST, (*DROPOUT, "optimizer.policy=two_pass")),
+    "policy deferred": Run(FIRST, (*DROPOUT, "optimizer.policy=deferred")),
+    CLIPPED: Run(None, (*DROPOUT, "optimizer.clip_norm=0.5", "optimizer.policy=deferred")),
+    "clipped, two_pass": Run(CLIPPED, (*DROPOUT, "optimizer.clip_norm=0.5", "optimizer.policy=two_pass")),
+    "2 threads": Run(FIRST, DROPOUT, {"OMP_NUM_THREADS": "2"}),
+    COMPILED: Run(FIRST, (*DROPOUT, "optimizer.compile=true")),
+    "compiled, another process": Run(COMPILED, (*DROPOUT, "optimizer.compile=true")),
+    UNDROPPED: Run(None),
+    "evaluated": Run(UNDROPPED, EVALUATED),
+    "2 micro-batches": Run(UNDROPPED, (*HALVES, "trainer.gradient_accumulation_steps=2")),
+    "1 rank": Run(UNDROPPED, ranks=1),
+    REPLICATED: Run(UNDROPPED, HALVES, ranks=2),
+    FSDP2: Run(UNDROPPED, (*HALVES, "trainer.fsdp=true"), ranks=2),
+    SHARDED: Run(UNDROPPED, (*HALVES, ZERO3), ranks=2),
+    "2 ranks, replicated, again": Run(REPLICATED, HALVES, ranks=2),
+    "2 ranks, FSDP2, again": Run(FSDP2, (*HALVES, "trainer.fsdp=true"), ranks=2),
+    "2 ranks, ZeRO-3, again": Run(SHARDED, (*HALVES, ZERO3), ranks=2),
+    PARTIAL: Run(None, NOT_FULL),
+    "2 ranks, a last batch that is not full": Run(PARTIAL, (*HALVES, *NOT_FULL), ranks=2),
+    STOCHASTIC: Run(None, ROUNDED),
+    "bfloat16, stochastic, another process": Run(STOCHASTIC, ROUNDED),
+    "bfloat16, stochastic, resumed twice": Run(STOCHASTIC, ROUNDED, resumes=True),
+    "bfloat16, stochastic, 2 ranks": Run(STOCHASTIC, (*ROUNDED, *HALVES), ranks=2),
+    "another seed": Run(FIRST, (*DROPOUT, "seed=1")),
+}
+
+
+def write_data(path: Path) -> None:
+    """Signatures and docstrings of the standard library, one text per line."""
+    pairs, _ = collect(Path(sysconfig.get_path("stdlib")))
+    chosen = islice(pairs, 0, None, len(pairs) // RECORDS)
+    texts = ({"text": f"{pair['instruction']}\n{pair['output']}"} for pair in islice(chosen, RECORDS))
+    path.write_text("".join(json.dumps(text) + "\n" for text in texts))
+
+
+def train(run: Run, steps: int, folder: Path) -> tuple[dict[str, torch.Tensor], dict[int, float]]:
+    """The weights after a run, and its loss at every step.
+
+    Raises:
+        MeasurementError: the command failed.
+    """
+    where = Path(tempfile.mkdtemp(dir=folder))
+    saves = -(-steps // 3) if run.resumes else steps
+    sizes = (f"trainer.max_steps={steps}", f"trainer.save_steps={saves}", f"data.path={folder / 'data.jsonl'}")
+    config = ("train", str(ROOT / "configs" / "quickstart.yaml"), *SMALLER, *sizes, *run.overrides)
+    arguments = ["lowmem", *config, f"run_dir={where / 'run'}"]
+    start = _in_new_interpreter if run.environment else _in_forks
+    start(arguments, run, where)
+    for resumed in (saves, 2 * saves) if run.resumes else ():
+        for checkpoint in (where / "run").glob("checkpoint-*"):
+            if int(checkpoint.name.rpartition("-")[2]) > resumed:
+                shutil.rmtree(checkpoint)
+        start([*arguments, "--resume"], run, where)
+    lines = map(json.loads, (where / "run" / "metrics.jsonl").read_text().splitlines())
+    losses = {line["step"]: line["loss"] for line in lines if "loss" in line}
+    return load_file(where / "run" / f"checkpoint-{steps}" / "model.safetensors"), losses
+
+
+def _in_new_interpreter(arguments: Sequence[str], run: Run, where: Path) -> None:
+    """Some variables of the environment are read when Python or torch starts."""
+    environment = {**os.environ, **run.environment}
+    command = [sys.executable, "-m", *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise MeasurementError(done.stderr.strip().splitlines()[-1])
+
+
+def _in_forks(arguments: Sequence[str], run: Run, where: Path) -> None:
+    """Starts one process, or the ranks of a group, each forked from a process that has imported everything."""
+    port = socket.create_server(("localhost", 0))
+    group = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port.getsockname()[1])}
+    port.close()
+    ranks = [{name: str(rank) for name in ("RANK", "LOCAL_RANK")} for rank in range(run.ranks)]
+    size = {name: str(run.ranks) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+    environments = [{**group, **size, **rank} for rank in ranks] or [{}]
+    folder = where if run.elsewhere else ROOT
+    log = where / "log"
+    processes = [CONTEXT.Process(target=_execute, args=(arguments, env, folder, log)) for env in environments]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    if any(process.exitcode for process in processes):
+        raise MeasurementError(log.read_text().strip().splitlines()[-1])
+
+
+def _execute(arguments: Sequence[str], environment: Mapping[str, str], folder: Path, log: Path) -> None:
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.environ.update(environment)
+    os.chdir(folder)
+    sys.argv = list(arguments)
+    runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+
+
+def difference(weights: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> float:
+    """The largest difference of two weights relative to the largest of their tensor; 0 if all bits are equal."""
+    assert weights.keys() == others.keys()
+    largest = 0.0
+    for name, other in others.items():
+        weight = weights[name]
+        if weight.dtype != other.dtype or not torch.equal(weight, other):
+            apart = (weight.double() - other.double()).abs().max() / other.double().abs().max()
+            largest = max(largest, apart.item()) if apart.isfinite() else math.inf
+    return largest
+
+
+def compare(names: Sequence[str], options: argparse.Namespace) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """Does the runs and those they are compared with; the differences by name, and the errors of those that failed."""
+    differences: dict[str, dict[str, Any]] = {}
+    failed: dict[str, str] = {}
+    with tempfile.TemporaryDirectory(prefix="lowmem-bench-") as temporary:
+        folder = Path(temporary)
+        write_data(folder / "data.jsonl")
+        finished = functools.cache(lambda name: train(RUNS[name], options.steps, folder))
+        console = Console(stderr=True)
+        for number, name in enumerate(names, 1):
+            against = RUNS[name].against
+            if against is None:
+                continue
+            try:
+                (weights, losses), (others, their_losses) = finished(name), finished(against)
+            except MeasurementError as error:
+                failed[name] = str(error)
+                continue
+            loss = abs(losses[options.steps] - their_losses[options.steps]) / their_losses[options.steps]
+            apart = difference(weights, others)
+            differences[name] = {"against": against, "identical": apart == 0, "weights": apart, "loss": loss}
+            console.print(f"{number} of {len(names)}: {name}, {apart:.1e}", highlight=False)
+    return differences, failed
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> None:
+    counts = {"steps": (20, "steps of a run, at least 3")}
+    options = reports.make_parser(__doc__, counts, dtype=False, only="run").parse_args(argv)
+    names = list(select(RUNS, options.only))
+    os.environ.update(ENVIRONMENT)
+    with reports.output(options.out, "determinism"):
+        differences, failed = compare(names, options)
+        print(f"{headline('float32')}\n")
+        rows = [
+            (name, row["against"], "yes" if row["identical"] else "no", *map(_shown, (row["weights"], row["loss"])))
+            for name, row in differences.items()
+        ]
+        print_table(("run", "compared with", "bit-identical", "weights differ by", "loss differs by"), rows)
+        print_missing(failed, {})
+        settings = {"steps": options.steps, "records": RECORDS, "overrides": SMALLER}
+        reports.save(options.out / "determinism.json", settings, differences=differences, failed=failed)
+
+
+def _shown(value: float) -> str:
+    return formatted(value, ".1e") if value else "0"
+
+
+if __name__ == "__main__":
+    main()
