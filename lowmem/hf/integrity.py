@@ -35,7 +35,7 @@ _LINE = re.compile(r"([0-9a-f]{32})  (.+)")
 def write_checksums(folder: Path) -> None:
     """Writes the checksum of each file in a directory, in the form that `xxh128sum -c checksums.txt` checks."""
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    lines = [f"{_checksum(folder / name)}  {name}\n" for name in names]
+    lines = [f"{_checksum(folder / name)}  {name}\n" for name in names if name != CHECKSUMS_FILE]
     (folder / CHECKSUMS_FILE).write_text("".join(lines), encoding="utf-8")
 
 
