@@ -148,7 +148,10 @@ def load_scheduler(scheduler: Any, path: Path) -> None:
     odd = saved.keys() ^ own.keys() or {name for name in own if not _alike(saved[name], own[name])}
     if odd:
         raise CheckpointError(f"{path} is damaged or of another schedule: see {min(map(str, odd))[:100]!r}")
-    scheduler.load_state_dict(saved)
+    try:
+        scheduler.load_state_dict(saved)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} is damaged or of another schedule: {error}") from error
 
 
 def _alike(saved: Any, own: Any) -> bool:

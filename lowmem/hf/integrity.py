@@ -3,6 +3,7 @@ must be that resuming reads. Nothing is unpickled but tensors and plain values.
 """
 
 import hashlib
+import os
 import random
 import re
 from dataclasses import fields
@@ -79,7 +80,7 @@ def check_links(folder: Path) -> None:
     """Raises `CheckpointError` if a symbolic link leads out of the directory."""
     home = folder.resolve()
     for path in folder.rglob("*"):
-        if path.is_symlink() and not path.resolve().is_relative_to(home):
+        if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(home):
             raise CheckpointError(f"{path} is a link out of the checkpoint; put the file itself there")
 
 
