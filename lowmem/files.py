@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import json
+import os
 import platform
 import re
 import struct
@@ -19,6 +20,8 @@ from lowmem.errors import CheckpointError, LowmemError
 # Bytes that are copied to the host at a time while a tensor is written.
 _CHUNK_BYTES = 1 << 26
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+# What a file system answers that cannot flush directories.
+_NO_FLUSH = (errno.EINVAL, errno.ENOTSUP)
 
 
 def cpu() -> str:
@@ -55,6 +58,7 @@ def begin_safetensors(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: M
         if name in tensors:
             offsets[name], end = end, end + tensors[name].nbytes
             entry |= {"shape": list(tensors[name].shape), "data_offsets": [offsets[name], end]}
+    header["__metadata__"] = dict(metadata)  # safetensors 0.8 writes it in an order that changes from call to call
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     file.write(struct.pack("<Q", len(text)) + text)
@@ -70,7 +74,9 @@ def write_tensor(file: BinaryIO, offset: int, tensor: Tensor) -> None:
 
 
 def check_safetensors(path: Path) -> None:
-    """Raises `CheckpointError` unless the file exists and has the length that its header implies."""
+    """Raises `CheckpointError` unless the file exists, has a valid header and the length that the header implies."""
+    from safetensors import SafetensorError, safe_open
+
     if not path.is_file():
         raise CheckpointError(f"{path} is missing")
     size = path.stat().st_size
@@ -80,23 +86,52 @@ def check_safetensors(path: Path) -> None:
         text = file.read(length) if length < size else b""
     try:
         header = json.loads(text)
-        end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
-    except (ValueError, KeyError, TypeError):
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        expected = 8 + length + max(ends, default=0)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(f"{path} is damaged: its header cannot be read") from None
-    if size != 8 + length + end:
-        raise CheckpointError(f"{path} is cut short: {size} bytes of {8 + length + end}")
+    if size != expected:
+        raise CheckpointError(f"{path} is cut short: {size} bytes of {expected}")
+    try:
+        with safe_open(path, framework="pt"):
+            pass
+    except SafetensorError:
+        raise CheckpointError(f"{path} is damaged: its header does not fit its tensors") from None
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Writes a complete file or none. Raises `LowmemError`, which names the file and the reason."""
+    """Writes a complete file or none, also where the machine stops. Raises `LowmemError`, which names the file and the
+    reason.
+    """
     temporary = path.with_name(f".{path.name}.tmp")
     with writing(path):
         try:
             temporary.write_bytes(content)
+            flush(temporary)
             temporary.replace(path)
+            flush(path.parent)
         finally:
             with contextlib.suppress(OSError):
                 temporary.unlink()
+
+
+def flush(path: Path) -> None:
+    """Returns when the disk has a file, or the names in a directory."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if not (path.is_dir() and error.errno in _NO_FLUSH):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def flush_tree(folder: Path) -> None:
+    """Returns when the disk has everything in a directory."""
+    for path in folder.rglob("*"):
+        flush(path)
+    flush(folder)
 
 
 @contextlib.contextmanager
@@ -110,11 +145,14 @@ def writing(path: Path) -> Iterator[None]:
         raise LowmemError(f"{path}: can't be written: {reason}.{advice}") from error
 
 
-def read_json(path: Path) -> Any:
-    """Reads a JSON file of a checkpoint. Raises `CheckpointError` if it is missing or damaged."""
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads a JSON file of a checkpoint. Raises `CheckpointError` if it is missing, damaged, or not a mapping."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(f"{path} is missing") from None
-    except ValueError as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged: {str(error)[:100]}") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is damaged: it is not a mapping")
+    return content

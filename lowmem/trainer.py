@@ -7,6 +7,7 @@ accelerator becomes that of the fused optimizer) and how checkpoints are written
 """
 
 import functools
+import json
 import logging
 import shutil
 from collections.abc import Callable
@@ -21,10 +22,11 @@ from accelerate.utils import is_peft_model
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import Trainer
-from transformers.trainer_utils import rotate_checkpoints
+from transformers.trainer_pt_utils import nested_gather
 
 from lowmem.errors import CheckpointError, ConfigError, StepError, UnsupportedError
 from lowmem.hf import adapters, arguments, checkpoint, head, optim, sharding
+from lowmem.hf.integrity import Progress
 from lowmem.hf.weights import load_weights, save_weights
 from lowmem.optimizer import FusedOptimizer
 from lowmem.options import FusedConfig
@@ -40,8 +42,6 @@ else:
     _Base = object
 
 logger = logging.getLogger(__name__)
-
-_STAGING = ".saving"
 
 # The optimizer of the trainer that trains a model.
 _OPTIMIZERS: "WeakKeyDictionary[nn.Module, ReferenceType[FusedOptimizer]]" = WeakKeyDictionary()
@@ -69,6 +69,7 @@ class FusedTrainerMixin(_Base):
     def __init__(self, *args: Any, fused: FusedConfig | None = None, **kwargs: Any) -> None:
         self._requested = fused
         self._staging: Path | None = None
+        self._resumed: Progress | None = None
         self._sharding: sharding.Sharding | None = None
         super().__init__(*args, **kwargs)
         # transformers 5.23 (trainer.py) would prepare, save and load sharded models in its own ways
@@ -141,6 +142,11 @@ class FusedTrainerMixin(_Base):
         more if the last epoch is not complete.
         """
         start = super()._init_training_state(max_steps, steps_per_epoch, epochs, resume_from_checkpoint, trial)
+        if resume_from_checkpoint is not None and self.state.best_global_step is not None:
+            # the path that was saved is that of the run folder before it was moved or copied
+            best = Path(resume_from_checkpoint).parent / f"checkpoint-{self.state.best_global_step}"
+            if best.is_dir():
+                self.state.best_model_checkpoint = str(best)
         if resume_from_checkpoint is None or self.state.global_step < max_steps:
             return start
         if self.is_world_process_zero():
@@ -210,6 +216,8 @@ class FusedTrainerMixin(_Base):
         """Logs as the trainer does, with the metrics of the policy and the rule."""
         if isinstance(self.optimizer, FusedOptimizer) and self.optimizer.last_step is not None and "loss" in logs:
             logs.update(self._step_metrics())
+        if "train_loss" in logs:  # of the full run, also where it was resumed
+            logs["train_loss"] = self._total_loss_scalar / max(self.state.global_step, 1)
         super().log(logs, *args, **kwargs)  # adds to `logs`, which evaluate() and train() return
 
     def _step_metrics(self) -> dict[str, Any]:
@@ -262,7 +270,7 @@ class FusedTrainerMixin(_Base):
         Rank 0 writes; the other ranks write only their random state.
         """
         run_dir = Path(super()._get_output_dir(trial))
-        self._staging = run_dir / _STAGING
+        self._staging = run_dir / checkpoint.STAGING
         is_first = self.is_world_process_zero()
         try:
             if is_first:
@@ -278,9 +286,7 @@ class FusedTrainerMixin(_Base):
                     self.state.save_to_json(str(staged / checkpoint.TRAINER_STATE_FILE))
             self.accelerator.wait_for_everyone()
             if is_first:
-                if final.exists():  # saved by the run that was resumed from an earlier step
-                    shutil.rmtree(final)
-                staged.rename(final)
+                checkpoint.publish(staged, final)
         except (OSError, RuntimeError, SafetensorError) as error:  # torch.save raises RuntimeError
             raise CheckpointError(
                 f"{run_dir}/checkpoint-{self.state.global_step} could not be written: {error}. Free some space or use "
@@ -293,12 +299,8 @@ class FusedTrainerMixin(_Base):
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(final))
         if is_first:
-            rotate_checkpoints(
-                output_dir=str(run_dir),
-                save_total_limit=self.args.save_total_limit,
-                best_model_checkpoint=self.state.best_model_checkpoint,
-                use_mtime=False,
-            )
+            best, limit = self.state.best_model_checkpoint, self.args.save_total_limit
+            checkpoint.rotate(run_dir, self.state.global_step, limit, best)
         self.accelerator.wait_for_everyone()
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
@@ -332,13 +334,68 @@ class FusedTrainerMixin(_Base):
             checkpoint.save_optimizer(self.optimizer, Path(output_dir) / checkpoint.OPTIMIZER_FILE, write=write)
         if write:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / checkpoint.SCHEDULER_FILE)
+        sums = nested_gather(self._tr_loss, self.args.parallel_mode).reshape(-1).tolist()
+        if write:
+            progress = Progress(
+                loss_sums=sums, total_loss=self._total_loss_scalar, logged_step=self._globalstep_last_logged
+            )
+            (Path(output_dir) / checkpoint.PROGRESS_FILE).write_text(json.dumps(progress.model_dump()) + "\n")
 
     def _load_optimizer_and_scheduler(self, checkpoint_dir: str | None) -> None:
         if checkpoint_dir is None:
             return
         folder = Path(checkpoint_dir)
         checkpoint.load_optimizer(self.optimizer, folder / checkpoint.OPTIMIZER_FILE)
-        self.lr_scheduler.load_state_dict(torch.load(folder / checkpoint.SCHEDULER_FILE, weights_only=True))
+        checkpoint.load_scheduler(self.lr_scheduler, folder / checkpoint.SCHEDULER_FILE)
+        self._resumed = Progress.read(folder / checkpoint.PROGRESS_FILE)
+        ranks = len(self._resumed.loss_sums)
+        if ranks != self.args.world_size and self.is_world_process_zero():
+            logger.warning(
+                "%s was saved by %d processes, and there are %d now: the random state starts anew", folder, ranks,
+                self.args.world_size,
+            )  # fmt: skip
+
+    def _save_scaler(self, output_dir: str) -> None:
+        """Saves nothing: the optimizer has the loss scale."""
+
+    def _load_scaler(self, checkpoint_dir: str | None) -> None:
+        """Loads nothing, also where there is a `scaler.pt`."""
+
+    def _load_rng_state(self, checkpoint_dir: str | None) -> None:
+        if checkpoint_dir is None:
+            return
+        progress = Progress.read(Path(checkpoint_dir) / checkpoint.PROGRESS_FILE)
+        if len(progress.loss_sums) == self.args.world_size:
+            super()._load_rng_state(checkpoint_dir)
+
+    def _load_callback_state(self) -> None:
+        try:
+            super()._load_callback_state()
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{checkpoint.TRAINER_STATE_FILE}: the state of a callback that was saved does not fit the callback: "
+                f"{error}. Set restore_callback_states_from_checkpoint=False to begin without it"
+            ) from error
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        self._continue_sums()
+        super()._run_epoch(*args, **kwargs)
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the mean loss of the full run, also where it was resumed."""
+        self._continue_sums()
+        output = super()._finalize_training(*args, **kwargs)
+        return output._replace(training_loss=output.metrics["train_loss"])
+
+    def _continue_sums(self) -> None:
+        """Continues the sums of losses of the run that is resumed: transformers 5.23 (trainer.py) begins new ones."""
+        progress, self._resumed = self._resumed, None
+        if progress is None:
+            return
+        sums = progress.loss_sums
+        same = len(sums) == self.args.world_size
+        self._tr_loss.fill_(sums[self.args.process_index] if same else sum(sums) / len(sums))
+        self._total_loss_scalar, self._globalstep_last_logged = progress.total_loss, progress.logged_step
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         self._shard()

@@ -1,22 +1,27 @@
 """Checkpoints: a Hugging Face model directory with `optimizer.safetensors`, which is complete or does not exist.
 
-Optimizer states are saved by parameter name, in logical shapes and their own dtype. They are written and read one at a
-time, as weights are, so that saving and resuming need no more memory than training.
+`publish` writes checksums of all files, waits for the disk, and gives the directory its name. `check_resumable` finds
+what has been damaged since. Optimizer states are saved by parameter name, in logical shapes and their own dtype. They
+are written and read one at a time, as weights are, so that saving and resuming need no more memory than training.
 """
 
 import functools
 import json
 import re
+import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ConfigDict, NonNegativeInt, ValidationError
 from torch import Tensor
 
 from lowmem.errors import CheckpointError
-from lowmem.files import begin_safetensors, check_safetensors, read_json, write_tensor
+from lowmem.files import begin_safetensors, check_safetensors, flush, flush_tree, write_tensor
+from lowmem.hf import integrity
+from lowmem.hf.integrity import CHECKSUMS_FILE, Checked, Progress
 from lowmem.hf.weights import weight_files
 from lowmem.optimizer import FusedOptimizer
 from lowmem.step.state_dict import Stored
@@ -24,8 +29,33 @@ from lowmem.step.state_dict import Stored
 OPTIMIZER_FILE = "optimizer.safetensors"
 TRAINER_STATE_FILE = "trainer_state.json"
 SCHEDULER_FILE = "scheduler.pt"
+PROGRESS_FILE = "progress.json"
+
+# Directories in a run directory: a checkpoint that is being written, one that another of its name is replacing, and
+# one that is being removed. A run that is killed leaves them behind.
+STAGING = ".saving"
+_REPLACED = ".replaced"
+_REMOVED = ".removed"
 
 _DIRECTORY = re.compile(r"checkpoint-(\d+)")
+
+# Of how many damaged checkpoints a message gives the reason.
+_REASONS = 3
+
+
+class _Group(Checked):
+    model_config = ConfigDict(extra="allow")
+    params: list[str]
+
+
+class _Saved(Checked):
+    """What the metadata of an optimizer file must be."""
+
+    model_config = ConfigDict(extra="allow")
+    step: NonNegativeInt
+    seed: int
+    param_groups: list[_Group]
+    values: dict[str, dict[str, Any]]
 
 
 def save_optimizer(optimizer: FusedOptimizer, path: Path, *, write: bool = True) -> None:
@@ -71,12 +101,8 @@ def load_optimizer(optimizer: FusedOptimizer, path: Path) -> None:
     """
     from safetensors import safe_open
 
-    check_safetensors(path)
+    saved = _metadata(path)
     with safe_open(path, framework="pt") as file:
-        text = (file.metadata() or {}).get("lowmem")
-        if text is None:
-            raise CheckpointError(f"{path} was not written by lowmem, so it cannot be resumed from")
-        saved = json.loads(text)
         state: dict[str, dict[str, Any]] = saved.pop("values")
         for key in file.keys():  # noqa: SIM118 (not a mapping)
             param, _, name = key.rpartition("/")
@@ -88,29 +114,133 @@ def load_optimizer(optimizer: FusedOptimizer, path: Path) -> None:
             raise CheckpointError(f"{path}: {error}") from None
 
 
+def _metadata(path: Path) -> dict[str, Any]:
+    """What an optimizer file has beside tensors.
+
+    Raises:
+        CheckpointError: the file is missing, cut short, or was not written by `save_optimizer`.
+    """
+    from safetensors import safe_open
+
+    check_safetensors(path)
+    with safe_open(path, framework="pt") as file:
+        text = (file.metadata() or {}).get("lowmem")
+        names = list(file.keys())
+    if text is None:
+        raise CheckpointError(f"{path} was not written by lowmem, so it cannot be resumed from")
+    try:
+        saved = json.loads(text)
+        owners = _Saved.model_validate(saved).values
+    except (ValidationError, ValueError, RecursionError):
+        raise CheckpointError(f"{path} is damaged: its metadata is not that of an optimizer") from None
+    if odd := {name.rpartition("/")[0] for name in names} - owners.keys():
+        raise CheckpointError(f"{path} is damaged: its metadata does not list {min(odd)[:100]!r}")
+    return dict(saved)
+
+
+def load_scheduler(scheduler: Any, path: Path) -> None:
+    """Loads the state of a learning rate schedule.
+
+    Raises:
+        CheckpointError: the file is missing, damaged, or of another schedule.
+    """
+    saved, own = integrity.read_torch(path), scheduler.state_dict()
+    odd = saved.keys() ^ own.keys() or {name for name in own if not _alike(saved[name], own[name])}
+    if odd:
+        raise CheckpointError(f"{path} is damaged or of another schedule: see {min(map(str, odd))[:100]!r}")
+    try:
+        scheduler.load_state_dict(saved)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} is damaged or of another schedule: {error}") from error
+
+
+def _alike(saved: Any, own: Any) -> bool:
+    """Whether both are numbers, or lists of as many; nothing else of a schedule is computed with."""
+    if isinstance(own, list | tuple):
+        return isinstance(saved, list | tuple) and len(saved) == len(own) and all(map(_alike, saved, own))
+    return not isinstance(own, int | float) or isinstance(saved, int | float)
+
+
 def check_model(folder: Path) -> None:
-    """Raises `CheckpointError` unless `folder` has complete weights."""
+    """Raises `CheckpointError` unless `folder` has complete weights, and its files their checksums if it has those."""
+    _check_weights(folder)
+    if (folder / CHECKSUMS_FILE).exists():
+        integrity.check_checksums(folder)
+
+
+def _check_weights(folder: Path) -> None:
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a checkpoint: there is no such directory")
     for path in weight_files(folder):
         check_safetensors(path)
+    integrity.check_configuration(folder)
 
 
 def check_resumable(folder: Path) -> None:
-    """Raises `CheckpointError` unless training can be resumed from `folder`: every file is there and complete."""
-    check_model(folder)
+    """Raises `CheckpointError` unless training can be resumed from `folder`: each file is there, as it was written."""
+    _check_weights(folder)
     if not (folder / OPTIMIZER_FILE).exists():
         raise CheckpointError(f"{folder} has no {OPTIMIZER_FILE}: it has only weights and cannot be resumed from")
-    check_safetensors(folder / OPTIMIZER_FILE)
-    read_json(folder / TRAINER_STATE_FILE)
-    if not (folder / SCHEDULER_FILE).is_file():
-        raise CheckpointError(f"{folder / SCHEDULER_FILE} is missing")
+    _metadata(folder / OPTIMIZER_FILE)
+    named = _DIRECTORY.fullmatch(folder.name)
+    integrity.check_trainer_state(folder / TRAINER_STATE_FILE, int(named[1]) if named else None)
+    integrity.read_torch(folder / SCHEDULER_FILE)
+    ranks = len(Progress.read(folder / PROGRESS_FILE).loss_sums)
+    for name in ["rng_state.pth"] if ranks == 1 else [f"rng_state_{rank}.pth" for rank in range(ranks)]:
+        integrity.check_random_state(folder / name)
+    integrity.check_links(folder)
+    integrity.check_checksums(folder)
+
+
+def publish(staged: Path, folder: Path) -> None:
+    """Gives a checkpoint that is written its name, once the disk has all of it.
+
+    A checkpoint that has the name already stays complete until the new one has it, and `find_last` finds it.
+    """
+    integrity.write_checksums(staged)
+    flush_tree(staged)
+    replaced = folder.parent / _REPLACED / folder.name
+    replaces = folder.exists()
+    if replaces:  # saved by the run that was resumed from an earlier step
+        shutil.rmtree(replaced, ignore_errors=True)
+        replaced.parent.mkdir(exist_ok=True)
+        folder.rename(replaced)
+    try:
+        staged.rename(folder)
+    except OSError:
+        if replaces:
+            replaced.rename(folder)
+        raise
+    flush(folder.parent)
+    shutil.rmtree(replaced.parent, ignore_errors=True)
+
+
+def rotate(run_dir: Path, step: int, limit: int | None, best: str | None) -> None:
+    """Removes the oldest checkpoints but `limit`, never that of this step nor the best one.
+
+    Those of later steps are older: the run was resumed from before them.
+    """
+    removed = run_dir / _REMOVED
+    shutil.rmtree(removed, ignore_errors=True)  # of a run that was killed here
+    if limit is None or limit <= 0:
+        return
+    folders = by_number(run_dir)
+    kept = {run_dir / f"checkpoint-{step}"} | ({Path(best)} if best else set())
+    later = [folder for folder in folders if _number(folder) > step]
+    oldest = [folder for folder in later + folders[: len(folders) - len(later)] if folder not in kept]
+    for folder in oldest[: max(0, len(folders) - max(limit, len(folders) - len(oldest)))]:
+        removed.mkdir(exist_ok=True)
+        folder.rename(removed / folder.name)  # at once, so that no half of it looks like a checkpoint
+        shutil.rmtree(removed, ignore_errors=True)
+
+
+def _number(folder: Path) -> int:
+    return int(folder.name.rpartition("-")[2])
 
 
 def by_number(run_dir: Path) -> list[Path]:
     """The checkpoints in a run directory, complete or not, the oldest first."""
-    folders = {int(m[1]): p for p in run_dir.glob("checkpoint-*") if (m := _DIRECTORY.fullmatch(p.name))}
-    return [folders[number] for number in sorted(folders)]
+    return sorted((path for path in run_dir.glob("checkpoint-*") if _DIRECTORY.fullmatch(path.name)), key=_number)
 
 
 def find_last(run_dir: Path, check: Callable[[Path], None] = check_resumable) -> tuple[Path, list[str]]:
@@ -119,13 +249,15 @@ def find_last(run_dir: Path, check: Callable[[Path], None] = check_resumable) ->
     Raises:
         CheckpointError: none passes.
     """
+    found = {path.name: path for home in (run_dir / _REPLACED, run_dir) for path in by_number(home)}
     damaged = []
-    for folder in reversed(by_number(run_dir)):
+    for folder in sorted(found.values(), key=_number, reverse=True):
         try:
             check(folder)
         except CheckpointError as error:
             damaged.append(str(error))
             continue
         return folder, damaged
-    reasons = f": {'; '.join(damaged)}" if damaged else ""
+    more = [f"and {len(damaged) - _REASONS} more"] if len(damaged) > _REASONS else []
+    reasons = f": {'; '.join(damaged[:_REASONS] + more)}" if damaged else ""
     raise CheckpointError(f"there is no complete checkpoint in {run_dir}{reasons}")

@@ -106,7 +106,13 @@ def weight_files(folder: Path) -> list[Path]:
     index = folder / INDEX_FILE
     if not index.exists():
         return [folder / WEIGHTS_FILE]
-    return [folder / name for name in sorted(set(read_json(index)["weight_map"].values()))]
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not names:
+        raise CheckpointError(f"{index} is damaged: it has no weight_map")
+    for name in names.values():
+        if not isinstance(name, str) or name != Path(name).name:
+            raise CheckpointError(f"{index} names {str(name)[:100]!r}, which is not a file of the same folder")
+    return [folder / name for name in sorted(set(names.values()))]
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Trainers on two ranks, compared with the trainer without the mixin, which uses DistributedDataParallel."""
 
 import os
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -36,23 +37,30 @@ def test_training_is_that_of_distributed_data_parallel(two, row, arguments, tmp_
         assert logs[0] == pytest.approx(logs[1], rel=1e-6)
 
 
-def compared(rank, row, arguments, folder):
-    """Whether the weights are equal, which of both runs wrapped the model, and the logged losses."""
+@contextmanager
+def joined(rank):
+    """Lets the trainers that are built inside find the group that this rank is in."""
     before = dict(os.environ)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
     os.environ["MASTER_PORT"] = "29500"  # read by Accelerate, and not used: the group exists
-    runs = []
     try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ |= before
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._reset_state()
+
+
+def compared(rank, row, arguments, folder):
+    """Whether the weights are equal, which of both runs wrapped the model, and the logged losses."""
+    runs = []
+    with joined(rank):
         for mixin in (False, True):
             trainer = build(row, folder, mixin, max_steps=2, **arguments)
             trainer.train()
             wrapped = isinstance(trainer.model_wrapped, DistributedDataParallel)
             losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
             runs.append(([*trainer.model.parameters()], wrapped, losses))
-    finally:
-        os.environ.clear()
-        os.environ |= before
-        for state in (AcceleratorState, GradientState, PartialState):
-            state._reset_state()
     equal = all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(runs[0][0], runs[1][0], strict=True))
     return equal, [run[1] for run in runs], [run[2] for run in runs]

@@ -1,0 +1,198 @@
+"""What damage of a checkpoint looks like, found before anything is loaded: checksums of all files, and what those files
+must be that resuming reads. Nothing is unpickled but tensors and plain values.
+"""
+
+import hashlib
+import os
+import random
+import re
+from dataclasses import fields
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import xxhash
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
+from tokenizers import Tokenizer
+from transformers import TrainerState
+from transformers.trainer_pt_utils import safe_globals
+
+from lowmem.errors import CheckpointError
+from lowmem.files import read_json
+
+CHECKSUMS_FILE = "checksums.txt"
+
+# Files beside the weights that loading a model or tokenizer reads, each a JSON mapping.
+_MAPPINGS = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "preprocessor_config.json", "processor_config.json",
+)  # fmt: skip
+_TEXTS = ("*.jinja", "merges.txt", "vocab.txt")
+
+_LINE = re.compile(r"([0-9a-f]{32})  (.+)")
+
+
+def write_checksums(folder: Path) -> None:
+    """Writes the checksum of each file in a directory, in the form that `xxh128sum -c checksums.txt` checks."""
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    lines = [f"{_checksum(folder / name)}  {name}\n" for name in names if name != CHECKSUMS_FILE]
+    (folder / CHECKSUMS_FILE).write_text("".join(lines), encoding="utf-8")
+
+
+def check_checksums(folder: Path) -> None:
+    """Raises `CheckpointError` unless every file that `checksums.txt` lists is there and has its checksum."""
+    path = folder / CHECKSUMS_FILE
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path} is missing: {folder} was not written completely, or by another program. Such a folder is a model "
+            "to start from, not a checkpoint to resume from"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from None
+    if not lines:
+        raise CheckpointError(f"{path} is damaged: it is empty")
+    for number, line in enumerate(lines, 1):
+        match = _LINE.fullmatch(line)
+        if match is None:
+            raise CheckpointError(f"{path} is damaged: line {number} is not a checksum and a name")
+        checksum, name = match.groups()
+        file = folder / name
+        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+            raise CheckpointError(f"{path}: line {number} names {name[:100]!r}, which is outside of the checkpoint")
+        if not file.is_file():
+            raise CheckpointError(f"{file} is missing")
+        if _checksum(file) != checksum:
+            raise CheckpointError(
+                f"{file} is damaged: its checksum is not that in {CHECKSUMS_FILE}. If you changed the file on purpose, "
+                f"remove its line from {CHECKSUMS_FILE}"
+            )
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()  # type: ignore[arg-type]
+
+
+def check_links(folder: Path) -> None:
+    """Raises `CheckpointError` if a symbolic link leads out of the directory."""
+    home = folder.resolve()
+    for path in folder.rglob("*"):
+        if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(home):
+            raise CheckpointError(f"{path} is a link out of the checkpoint; put the file itself there")
+
+
+def check_configuration(folder: Path) -> None:
+    """Raises `CheckpointError` if a file of the model's configuration or the tokenizer is there and cannot be read."""
+    for name in _MAPPINGS:
+        if (folder / name).exists():
+            read_json(folder / name)
+    tokenizer = folder / "tokenizer.json"
+    if tokenizer.exists():
+        try:
+            Tokenizer.from_file(str(tokenizer))
+        except Exception as error:  # tokenizers raises no narrower type
+            raise CheckpointError(f"{tokenizer} is damaged: {str(error)[:100]}") from None
+    for path in (path for pattern in _TEXTS for path in folder.glob(pattern)):
+        try:
+            path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path} is damaged: {str(error)[:100]}") from None
+
+
+def read_torch(path: Path) -> dict[str, Any]:
+    """Reads a file of `torch.save` with tensors and plain values. Raises `CheckpointError` if it is anything else."""
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing")
+    try:
+        with safe_globals():  # of NumPy, for the state of its generator
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception:  # whatever the bytes lead the unpickler to
+        raise CheckpointError(f"{path} is damaged: it is not a file of tensors and plain values") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is damaged: it is not a mapping")
+    return content
+
+
+def check_random_state(path: Path) -> None:
+    """Raises `CheckpointError` unless the generators of Python, NumPy and PyTorch take the states in the file."""
+    state = read_torch(path)
+    try:
+        random.Random().setstate(state["python"])
+        np.random.RandomState().set_state(state["numpy"])
+        torch.Generator().set_state(state["cpu"])
+        intact = 0 <= state["numpy"][2] <= len(state["numpy"][1])  # NumPy would read past the end
+    except Exception:  # each generator raises its own types
+        intact = False
+    if not intact:
+        raise CheckpointError(f"{path} is damaged: it has no state of the random generators")
+
+
+class Checked(BaseModel):
+    """A JSON file whose values have the declared types."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    @classmethod
+    def read(cls, path: Path) -> Any:
+        """Raises `CheckpointError` if the file is missing or damaged, or a value has another type."""
+        try:
+            return cls.model_validate(read_json(path))
+        except ValidationError as error:
+            problem = error.errors()[0]
+            name = ".".join(map(str, problem["loc"]))
+            raise CheckpointError(f"{path} is damaged: {name[:100]}: {problem['msg'].lower()[:100]}") from None
+
+
+class _Exported(Checked):
+    args: dict[str, Any]
+    attributes: dict[str, Any]
+
+
+class _Control(_Exported):
+    args: dict[str, bool]  # type: ignore[assignment]
+
+
+class _Callbacks(Checked):
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, _Exported | list[_Exported]]
+
+    TrainerControl: _Control
+
+
+class _State(Checked):
+    """Those values of transformers' `TrainerState` that training computes with."""
+
+    model_config = ConfigDict(extra="allow")
+
+    global_step: NonNegativeInt
+    log_history: list[dict[str, Any]]
+    stateful_callbacks: _Callbacks
+    epoch: float = 0
+    train_batch_size: int | None = None
+    num_input_tokens_seen: int = 0
+    total_flos: float = 0
+    best_metric: float | None = None
+    best_global_step: int | None = None
+    best_model_checkpoint: str | None = None
+
+
+def check_trainer_state(path: Path, step: int | None) -> None:
+    """Raises `CheckpointError` unless the file is the state of a trainer, after so many steps if that is known."""
+    state = _State.read(path)
+    if unknown := read_json(path).keys() - {field.name for field in fields(TrainerState)}:
+        raise CheckpointError(f"{path} is damaged: transformers has no {min(unknown)[:100]!r} in a trainer's state")
+    if step is not None and state.global_step != step:
+        raise CheckpointError(f"{path} is of step {state.global_step}, and its folder is named after step {step}")
+
+
+class Progress(Checked):
+    """Sums of losses that a trainer has not logged yet, which transformers does not save."""
+
+    loss_sums: Annotated[list[float], Field(min_length=1)]
+    """Of each rank, since the last step that was logged."""
+    total_loss: float
+    """Of all steps that were logged."""
+    logged_step: NonNegativeInt
