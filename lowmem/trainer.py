@@ -292,7 +292,12 @@ class FusedTrainerMixin(_Base):
             self._staging = None
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(final))
-        if is_first:
+        if is_first and (streak := self.optimizer._report.streak):
+            logger.warning(
+                "no older checkpoint was removed when step %d was saved: the last %d step(s) had gradients that are "
+                "not finite, and an older checkpoint may be the one to continue from", self.state.global_step, streak
+            )  # fmt: skip
+        elif is_first:
             rotate_checkpoints(
                 output_dir=str(run_dir),
                 save_total_limit=self.args.save_total_limit,
