@@ -24,11 +24,11 @@ from transformers import Trainer
 from transformers.trainer_utils import rotate_checkpoints
 
 from lowmem.errors import CheckpointError, ConfigError, StepError, UnsupportedError
-from lowmem.hf import adapters, arguments, checkpoint, head, optim, sharding
+from lowmem.hf import adapters, agreement, arguments, checkpoint, head, optim, sharding
 from lowmem.hf.weights import load_weights, save_weights
 from lowmem.optimizer import FusedOptimizer
 from lowmem.options import FusedConfig
-from lowmem.placements import find
+from lowmem.placements import failures, find
 from lowmem.rules import resolve
 
 if TYPE_CHECKING:
@@ -93,6 +93,7 @@ class FusedTrainerMixin(_Base):
         arguments.check_activations(self.args)
         self._sharding = sharding.of(self.args)
         super().create_accelerator_and_postprocess()
+        agreement.set_timeout(self.args)
         self.accelerator.backward = self._fused_backward
         # Accelerate 1.15 (accelerator.py, prepare_model) wraps the model in DDP unless it is in evaluation mode. The
         # hooks of the optimizer average gradients, so the model gets its device and autocast only.
@@ -138,8 +139,9 @@ class FusedTrainerMixin(_Base):
         self, max_steps: int, steps_per_epoch: int, epochs: int, resume_from_checkpoint: str | None, trial: Any
     ) -> tuple[int, int]:
         """Leaves no epoch to train where a finished run is resumed: transformers 5.23 (trainer.py) would train one step
-        more if the last epoch is not complete.
+        more if the last epoch is not complete. Raises where the ranks of a group were not started alike.
         """
+        agreement.check(agreement.facts(self.args, self.optimizer.config, self.train_dataset, resume_from_checkpoint))
         start = super()._init_training_state(max_steps, steps_per_epoch, epochs, resume_from_checkpoint, trial)
         if resume_from_checkpoint is None or self.state.global_step < max_steps:
             return start
@@ -235,6 +237,7 @@ class FusedTrainerMixin(_Base):
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
+    @failures.explained()
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Trains as the trainer does. `resume_from_checkpoint=True` resumes from the last complete checkpoint.
 
