@@ -141,7 +141,8 @@ class FusedTrainerMixin(_Base):
         """Leaves no epoch to train where a finished run is resumed: transformers 5.23 (trainer.py) would train one step
         more if the last epoch is not complete. Raises where the ranks of a group were not started alike.
         """
-        agreement.check(agreement.facts(self.args, self.optimizer.config, self.train_dataset, resume_from_checkpoint))
+        fused = self.fused if self.optimizer is None else self.optimizer.config
+        agreement.check(agreement.facts(self.args, fused, self.train_dataset, resume_from_checkpoint))
         start = super()._init_training_state(max_steps, steps_per_epoch, epochs, resume_from_checkpoint, trial)
         if resume_from_checkpoint is None or self.state.global_step < max_steps:
             return start

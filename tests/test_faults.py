@@ -1,4 +1,4 @@
-"""A backward that runs out of memory, and ranks that fail, die or disagree: each ends with its cause, and nothing hangs."""
+"""A backward that runs out of memory, and ranks that fail or die: each ends with its cause, and nothing hangs."""
 
 import copy
 import subprocess

@@ -170,7 +170,8 @@ class Zero3Sharding(Sharding):
             config = copy.deepcopy(self._config.config)
             config.setdefault("train_micro_batch_size_per_gpu", self._args.per_device_train_batch_size)
             self._engine = deepspeed.initialize(model=model, config=config)[0]
-            for group in {param.ds_process_group for param in model.parameters()}:
+            params: list[Any] = list(model.parameters())
+            for group in {param.ds_process_group for param in params}:
                 set_timeout(self._args.ddp_timeout_delta, group)  # DeepSpeed 0.19 makes it with torch's default
         except (ValueError, AssertionError) as error:
             raise ConfigError(f"deepspeed: {error}") from error

@@ -3,8 +3,9 @@
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch.distributed as dist
 
@@ -103,7 +104,7 @@ def _ask(others: dict[int, str | None]) -> None:
         time.sleep(0.05)
 
 
-def _within_grace(function, *args) -> bool:  # type: ignore[no-untyped-def]
+def _within_grace(function: Callable[..., None], *args: Any) -> bool:
     """Whether a function that talks to the store has returned: the process with the store may be gone, or hang."""
     returned = []
 

@@ -38,8 +38,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     return False
 
 
-# What the errors of allocations say that PyTorch raises as a plain RuntimeError: on the CPU (Linux, Windows), for pinned
-# memory, in libraries of CUDA, and where C++ itself runs out.
+# What PyTorch's plain RuntimeErrors of allocations say: on the CPU (Linux, Windows), for pinned memory, in libraries of
+# CUDA, and where C++ itself runs out.
 _OUT_OF_MEMORY = (
     "DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory", "CUDA error: out of memory",
     "CUDA out of memory", "HIP out of memory", "HIP error: out of memory", "_ALLOC_FAILED", "std::bad_alloc",
