@@ -28,6 +28,10 @@ class CheckpointError(LowmemError):
     """A checkpoint that is missing, damaged, or belongs to another run."""
 
 
+class RankError(LowmemError):
+    """Another rank of the process group failed, ended, or did not answer in time."""
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Returns ` Did you mean 'x'?` with the closest of `known`, or an empty string."""
     close = get_close_matches(word, list(known), n=1, cutoff=0.6)

@@ -108,7 +108,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 batching=config.batching,
                 compiled=self.compiled,
             )
-            self._report = Report(self._cycle, self._clipping, device)
+            self._report = Report(self._cycle, self._clipping, device, config.max_nonfinite_steps)
             self._saving = Saving(self._records, self.param_groups, self.state, shard, self._updates, self._report)
             self._choose_policy()
         except BaseException:
@@ -293,13 +293,13 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         Raises:
             StepError: the loss is not a scalar or has no graph, a gradient is left over in `.grad`, the life cycle of
-                the step is violated (a second backward, a hook that fires twice, a torn step), or the loss depends on
-                parameters of another `FusedOptimizer` that is not `paused`.
+                the step is violated (a second backward, a hook that fires twice, a torn step), the loss depends on
+                parameters of another `FusedOptimizer` that is not `paused`, or the gradients of the last
+                `max_nonfinite_steps` steps were not finite.
         """
         if self._hooks.removed or self._hooks.paused:
             state = "was removed by remove()" if self._hooks.removed else "is inside its paused()"
             raise StepError(f"backward() of an optimizer that {state}: nothing would be updated")
-        self._report.settle()
         self._report.refuse_hopeless()
         self._begin_rules()
         again = None
@@ -346,7 +346,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _begin_plain(self, first: ParamRecord) -> None:
         """A plain `loss.backward()` has begun, and the gradient of `first` is complete."""
         self._hooks.refuse_company(first)
-        self._report.settle()
+        self._report.refuse_hopeless()
         self._begin_rules()
         self._policy.allow_plain_backward()
         for record in self._records.values():

@@ -80,6 +80,9 @@ class FusedConfig:
         loss_scale: `backward` multiplies the loss by it and gradients are divided by it: a number, "dynamic", or a
             `DynamicScale`. After an overflow "two_pass" and "deferred" skip the whole step, as `torch.amp.GradScaler`
             does; "immediate" skips the parameters whose gradients are not finite.
+        max_nonfinite_steps: after this many steps in a row with a gradient that is not finite, `backward` raises
+            `StepError` instead of taking another step; None never does. Steps in which a dynamic loss scale still
+            looks for its first value, before any step with finite gradients, do not count.
         replay: how "two_pass" gets its second pass. "graph" runs backward through the same graph twice; "forward"
             computes the loss again with the same random numbers, and `backward` has to be given a callable (modules
             that count their forwards, such as BatchNorm, count both); "auto" is "graph", except under ZeRO-3, which
@@ -118,6 +121,7 @@ class FusedConfig:
     norm_type: float = 2.0
     clip_value: float | None = None
     loss_scale: float | Literal["dynamic"] | DynamicScale | None = None
+    max_nonfinite_steps: int | None = 20
     replay: Replay = "auto"
     store: Store | None = None
     store_dir: str | None = None
@@ -140,6 +144,10 @@ class FusedConfig:
         if self.norm_type not in (2, math.inf):
             raise ConfigError(f"norm_type={self.norm_type!r} is neither 2 nor inf")
         initial_scale(self.loss_scale)
+        if self.max_nonfinite_steps is not None and not _is_count(self.max_nonfinite_steps):
+            raise ConfigError(
+                f"max_nonfinite_steps={self.max_nonfinite_steps!r} is neither a whole number >= 1 nor None (never stop)"
+            )
         self.complete({})
         for n, group in enumerate(self.groups):
             self._check_group(group, f"groups[{n}]: ")

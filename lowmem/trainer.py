@@ -25,12 +25,12 @@ from transformers import Trainer
 from transformers.trainer_pt_utils import nested_gather
 
 from lowmem.errors import CheckpointError, ConfigError, StepError, UnsupportedError
-from lowmem.hf import adapters, arguments, checkpoint, head, optim, sharding
+from lowmem.hf import adapters, agreement, arguments, checkpoint, head, optim, sharding
 from lowmem.hf.integrity import Progress
 from lowmem.hf.weights import load_weights, save_weights
 from lowmem.optimizer import FusedOptimizer
 from lowmem.options import FusedConfig
-from lowmem.placements import find
+from lowmem.placements import failures, find
 from lowmem.rules import resolve
 
 if TYPE_CHECKING:
@@ -94,6 +94,7 @@ class FusedTrainerMixin(_Base):
         arguments.check_activations(self.args)
         self._sharding = sharding.of(self.args)
         super().create_accelerator_and_postprocess()
+        agreement.set_timeout(self.args)
         self.accelerator.backward = self._fused_backward
         # Accelerate 1.15 (accelerator.py, prepare_model) wraps the model in DDP unless it is in evaluation mode. The
         # hooks of the optimizer average gradients, so the model gets its device and autocast only.
@@ -139,8 +140,10 @@ class FusedTrainerMixin(_Base):
         self, max_steps: int, steps_per_epoch: int, epochs: int, resume_from_checkpoint: str | None, trial: Any
     ) -> tuple[int, int]:
         """Leaves no epoch to train where a finished run is resumed: transformers 5.23 (trainer.py) would train one step
-        more if the last epoch is not complete.
+        more if the last epoch is not complete. Raises where the ranks of a group were not started alike.
         """
+        fused = self.fused if self.optimizer is None else self.optimizer.config
+        agreement.check(agreement.facts(self.args, fused, self.train_dataset, resume_from_checkpoint))
         start = super()._init_training_state(max_steps, steps_per_epoch, epochs, resume_from_checkpoint, trial)
         if resume_from_checkpoint is not None and self.state.best_global_step is not None:
             # the path that was saved is that of the run folder before it was moved or copied
@@ -243,6 +246,7 @@ class FusedTrainerMixin(_Base):
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
+    @failures.explained()
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Trains as the trainer does. `resume_from_checkpoint=True` resumes from the last complete checkpoint.
 
@@ -298,7 +302,12 @@ class FusedTrainerMixin(_Base):
             self._staging = None
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(final))
-        if is_first:
+        if is_first and (streak := self.optimizer._report.streak):
+            logger.warning(
+                "no older checkpoint was removed when step %d was saved: the last %d step(s) had gradients that are "
+                "not finite, and an older checkpoint may be the one to continue from", self.state.global_step, streak
+            )  # fmt: skip
+        elif is_first:
             best, limit = self.state.best_model_checkpoint, self.args.save_total_limit
             checkpoint.rotate(run_dir, self.state.global_step, limit, best)
         self.accelerator.wait_for_everyone()

@@ -23,6 +23,7 @@ from transformers.modeling_utils import set_zero3_state
 from lowmem import placements
 from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.options import DynamicScale
+from lowmem.placements.ranks import set_timeout
 
 # Keys of a DeepSpeed configuration that something else decides here: the values that change nothing, and the advice.
 _DECIDED_ELSEWHERE: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -194,6 +195,9 @@ class Zero3Sharding(Sharding):
             config = copy.deepcopy(self._config.config)
             config.setdefault("train_micro_batch_size_per_gpu", self._args.per_device_train_batch_size)
             self._engine = deepspeed.initialize(model=model, config=config)[0]
+            params: list[Any] = list(model.parameters())
+            for group in {param.ds_process_group for param in params}:
+                set_timeout(self._args.ddp_timeout_delta, group)  # DeepSpeed 0.19 makes it with torch's default
         except (ValueError, AssertionError) as error:
             raise ConfigError(f"deepspeed: {error}") from error
         for buffer in model.buffers():

@@ -1,6 +1,7 @@
 """The ranks of a process group that hold a shard of each parameter, and their collectives."""
 
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,11 @@ from torch import Tensor
 def in_group() -> bool:
     """Whether this process is a rank of a process group."""
     return dist.is_available() and dist.is_initialized()
+
+
+def set_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
+    """Sets how long a collective of a group, or of the default one, waits for its ranks."""
+    dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 class Ranks:

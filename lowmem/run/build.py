@@ -30,6 +30,7 @@ _TRAINER_DEFAULTS = {
     "report_to": "none",
     "bf16": False,
     "dataloader_pin_memory": torch.cuda.is_available(),
+    "logging_nan_inf_filter": False,  # a loss that is NaN is shown as NaN, and not as 0
     "disable_tqdm": False,  # else it follows the libraries' log level, and removes the progress bar of the report
     # transformers 5.23 (training_args.py) joins several processes on CPUs only with use_cpu
     "use_cpu": not torch.accelerator.is_available() and int(os.environ.get("WORLD_SIZE", 1)) > 1,

@@ -1,5 +1,6 @@
 """The memory of one training step by kind: a prediction with fake tensors, a measurement with real ones."""
 
+import errno
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, nullcontext
@@ -25,6 +26,25 @@ def state_bytes(rule: Any, rounding: str = "nearest", size: int = 1024, **option
     state = opt.state_dict()["state"].get("weight", {})
     return sum(value.nbytes for value in state.values() if isinstance(value, Tensor)) / param.numel()
 
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error, or what caused it, says that the device or the host has no memory left."""
+    while error is not None:
+        if isinstance(error, MemoryError | torch.OutOfMemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
+            return True
+        if isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY):
+            return True
+        error = error.__cause__ or error.__context__  # type: ignore[assignment]
+    return False
+
+
+# What PyTorch's plain RuntimeErrors of allocations say: on the CPU (Linux, Windows), for pinned memory, in libraries of
+# CUDA, and where C++ itself runs out.
+_OUT_OF_MEMORY = (
+    "DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory", "CUDA error: out of memory",
+    "CUDA out of memory", "HIP out of memory", "HIP error: out of memory", "_ALLOC_FAILED", "std::bad_alloc",
+    "Cannot allocate memory",
+)  # fmt: skip
 
 # What memory is used for, in the order of tables and pictures.
 WEIGHTS, STATES, BUFFERS = "weights", "optimizer states", "buffers and batch"
@@ -189,8 +209,3 @@ def _by_kind(tracker: _Tracker, device: torch.device, backwards: tuple[tuple[int
     step = StepMemory(live, live.pop("host"), backwards, largest_gradient, ())
     at_peak = [(a.tensor, a.nbytes) for born, died, a in temporaries if born <= step.moment < died]
     return replace(step, temporaries=tuple(sorted(at_peak, key=lambda pair: pair[1], reverse=True)[:3]))
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory of a device, or of the host, could not be allocated."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)

@@ -98,19 +98,27 @@ class LastStep:
 class Report:
     """Closes steps without waiting for the device; the host learns how a step ended when the next one begins.
 
+    Args:
+        cycle, clipping: of the optimizer, live.
+        device: where the counts are.
+        limit: how many steps with a gradient that is not finite may follow one another; None for any number.
+
     Attributes:
         last: the report of the last step, None before the first.
         nonfinite_gradients, nonfinite_steps: gradients with Inf or NaN so far, and steps that met one: int64 scalars on
             the device.
     """
 
-    def __init__(self, cycle: StepCycle, clipping: Clipping, device: torch.device) -> None:
-        self._cycle, self._clipping, self._device = cycle, clipping, device
+    def __init__(self, cycle: StepCycle, clipping: Clipping, device: torch.device, limit: int | None) -> None:
+        self._cycle, self._clipping, self._device, self._limit = cycle, clipping, device, limit
         self.last: LastStep | None = None
         self.nonfinite_gradients = torch.zeros((), dtype=torch.int64, device=device)
         self.nonfinite_steps = torch.zeros_like(self.nonfinite_gradients)
         self._flags: Readback | None = None
         self._hopeless: str | None = None
+        self._streak = 0  # non-finite steps up to the last one
+        self._first: list[str] = []  # the parameters whose gradient was not finite in the first of them
+        self._searching = clipping.scaler.dynamic  # a dynamic loss scale has not had a finite step yet
 
     def close(
         self,
@@ -200,7 +208,8 @@ class Report:
 
     def state_dict(self) -> dict[str, int]:
         """The counts, with which a resumed run continues."""
-        return {"gradients": int(self.nonfinite_gradients), "steps": int(self.nonfinite_steps)}
+        counts = {"gradients": int(self.nonfinite_gradients), "steps": int(self.nonfinite_steps)}
+        return {**counts, "streak": self.streak}
 
     def load_state_dict(self, saved: Mapping[str, int] | None) -> None:
         """Continues to count from what `state_dict` returned, and forgets how the last step ended."""
@@ -208,6 +217,13 @@ class Report:
         saved = saved or {"gradients": 0, "steps": 0}
         self.nonfinite_gradients = torch.full_like(self.nonfinite_gradients, saved["gradients"])
         self.nonfinite_steps = torch.full_like(self.nonfinite_steps, saved["steps"])
+        self._streak, self._first = saved.get("streak", 0), []
+
+    @property
+    def streak(self) -> int:
+        """How many steps up to the last one had a gradient that is not finite, one after the other."""
+        self.settle()
+        return self._streak
 
     def settle(self) -> None:
         """The host learns how the last step ended: one that was skipped does not count."""
@@ -222,17 +238,26 @@ class Report:
                 "norm. Something in the model or the loss is not the same twice; use policy='deferred'"
             )
         if not finite:
-            self._log_nonfinite(loss_finite, at_minimum)
-        elif not all_fit:
+            self._count_nonfinite(loss_finite, at_minimum)
+            return
+        self._streak, self._searching = 0, False
+        if not all_fit:
             self._log_overflow()
 
     def refuse_hopeless(self) -> None:
-        """Raises `StepError` if gradients overflow although the loss scale cannot back off any further."""
+        """The next step begins.
+
+        Raises:
+            StepError: the last `limit` steps had gradients that are not finite, or those of the last step overflowed
+                although the loss scale cannot back off any further.
+        """
+        self.settle()
         if self._hopeless is not None:
             reason, self._hopeless = self._hopeless, None
+            self._streak = 0  # whoever goes on gets as many steps again
             raise StepError(reason)
 
-    def _log_nonfinite(self, loss_finite: bool, at_minimum: bool) -> None:
+    def _count_nonfinite(self, loss_finite: bool, at_minimum: bool) -> None:
         last, dynamic = self.last, self._clipping.scaler.dynamic
         assert last is not None
         skipped = f"skipped {last.skipped_params} parameter(s)" if last.skipped_params else "left elements as they were"
@@ -241,13 +266,27 @@ class Report:
         message = f"step {last.step} {what}: the gradient of {_some(last.nonfinite)} is not finite{cause}"
         if last.skipped:
             self._cycle.uncount()
+        if not self._searching:
+            self._first = self._first if self._streak else last.nonfinite
+            self._streak += 1
         if dynamic and at_minimum:
             self._hopeless = (
                 f"{message}, and the loss scale cannot back off below its minimum. The gradients overflow without it: "
                 "inspect the data of this step, or lower the learning rate"
             )
+        elif self._limit is not None and self._streak >= self._limit:
+            self._hopeless = self._lost(loss_finite)
         usual = dynamic or int(self.nonfinite_steps) > 1  # one warning is enough; the count goes on
         logger.log(logging.INFO if usual else logging.WARNING, "%s", message)
+
+    def _lost(self, loss_finite: bool) -> str:
+        loss = "" if loss_finite else "; the loss is not finite either"
+        begun = f", first those of {_some(self._first)}" if self._first else ""
+        return (
+            f"the last {self._streak} steps had gradients that are not finite{begun}{loss}. Continue from a checkpoint "
+            "from before them, and inspect the data of those steps, lower the learning rate, or clip gradients "
+            "(clip_norm; in a trainer max_grad_norm). max_nonfinite_steps=None never stops"
+        )
 
     def _log_overflow(self) -> None:
         assert self.last is not None
