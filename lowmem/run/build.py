@@ -72,6 +72,8 @@ def _tokenizer(model: ModelConfig, train: "Dataset", resume_from: Path | None) -
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.tokenizer: no tokenizer can be loaded from {name!r}: {first_line(error)}") from error
+    for origin in ("is_local", "local_files_only"):  # would be saved, and a resumed run saves the same files
+        tokenizer.init_kwargs.pop(origin, None)
     if template is not None:
         tokenizer.chat_template = template
     if tokenizer.pad_token is None:  # padding is masked everywhere, so any token will do
