@@ -394,7 +394,8 @@ class FusedTrainerMixin(_Base):
             return
         sums = progress.loss_sums
         same = len(sums) == self.args.world_size
-        self._tr_loss.fill_(sums[self.args.process_index] if same else sum(sums) / len(sums))
+        own = sums[self.args.process_index] if same else sum(sums) / len(sums)
+        self._tr_loss.copy_(torch.tensor(own, dtype=torch.float64))
         self._total_loss_scalar, self._globalstep_last_logged = progress.total_loss, progress.logged_step
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
