@@ -218,8 +218,10 @@ def _files(path: str, key: str) -> tuple[Path, ...] | None:
                             f"org/name:config.{_nearest(target)}")  # fmt: skip
     except FileNotFoundError as error:
         raise DataError(f"{key}: {shown(error.filename)} is a broken link. Mend or delete it.") from error
-    except (OSError, RuntimeError) as error:  # RuntimeError: ~user of a user that does not exist
-        raise DataError(f"{key}: {_shortened(path)} cannot be read: {getattr(error, 'strerror', error)}.") from error
+    except OSError as error:
+        raise DataError(f"{key}: {_shortened(str(error.filename))} cannot be read: {error.strerror}.") from error
+    except RuntimeError as error:  # ~user of a user that does not exist
+        raise DataError(f"{key}: {_shortened(path)} cannot be read: {error}") from error
     return None
 
 
