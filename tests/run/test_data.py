@@ -2,19 +2,23 @@
 
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import trl
 from chats import CHATS, INSTRUCTIONS, assistant, user, write
+from datasets import Dataset, List, Value, concatenate_datasets
 from pydantic import ValidationError
 from transformers import LlamaConfig, LlamaForCausalLM
 from trl import SFTConfig, SFTTrainer
 
+from lowmem import FusedConfig
 from lowmem.errors import DataError
 from lowmem.run import data
-from lowmem.run.data import DataConfig, check_tokenized, for_tokenizer, load, segments, sft_arguments
+from lowmem.run.data import DataConfig, check_tokenized, fingerprint, for_tokenizer, load, segments, sft_arguments
+from lowmem.trainer import FusedSFTTrainer
 
 pytestmark = pytest.mark.usefixtures("empty_cache")
 
@@ -36,12 +40,12 @@ def tiny_llama(tokenizer, **settings):
     )
 
 
-def prepared(config, tokenizer, **model_settings):
+def prepared(config, tokenizer, cls=SFTTrainer, **model_settings):
     """The trainer, and the data set that was given to it."""
     train = for_tokenizer(load(config)[0], config, tokenizer)
     args = SFTConfig("out", bf16=False, use_cpu=True, report_to="none", **sft_arguments(config, train))
     model = tiny_llama(tokenizer, **model_settings)
-    return SFTTrainer(model, args, train_dataset=train, processing_class=tokenizer), train
+    return cls(model, args, train_dataset=train, processing_class=tokenizer), train
 
 
 def answers_of(ids, tokenizer):
@@ -190,6 +194,75 @@ def test_the_first_token_which_nothing_predicts_is_not_trained_on(tokenizer):
     assert (counts.tokens, counts.trained_tokens) == (10, 8)
 
 
+# ------------------------------------------------------------------------------------------------------ fingerprint
+
+ROWS = {"input_ids": [[1, 2, 3], [4], [5, 6]], "labels": [[-100, 2, 3], [4], [-100, 6]]}
+
+
+def changed(name, row, column, value):
+    rows = {name: [list(ids) for ids in lists] for name, lists in ROWS.items()}
+    rows[name][row][column] = value
+    return rows
+
+
+def test_a_fingerprint_does_not_depend_on_how_the_rows_are_held():
+    tokenized = Dataset.from_dict(ROWS)
+    chunked = concatenate_datasets([Dataset.from_dict({name: [row] for name, row in zip(ROWS, pair, strict=True)})
+                                    for pair in zip(*ROWS.values(), strict=True)])  # fmt: skip
+    others = {
+        "another column": tokenized.add_column("source", ["a", "b", "c"]),
+        "chunks": chunked,
+        "a slice": concatenate_datasets([tokenized, tokenized]).select(range(3, 6)),
+        "indices": tokenized.select([2, 0, 1]).select([1, 2, 0]),
+        "a filter": tokenized.filter(lambda row: True),
+        "32 bits": tokenized.cast_column("input_ids", List(Value("int32"))),
+        "another order of columns": tokenized.select_columns(["labels", "input_ids"]),
+    }  # fmt: skip
+    assert {name: fingerprint(other) for name, other in others.items()} == dict.fromkeys(others, fingerprint(tokenized))
+
+
+def test_whatever_trains_something_else_has_another_fingerprint():
+    tokenized = Dataset.from_dict(ROWS)
+    packed = {"input_ids": [[1, 2, 3, 4, 5, 6]], "labels": [[-100, 2, 3, 4, -100, 6]]}
+    others = {
+        "rows": tokenized,
+        "a token": Dataset.from_dict(changed("input_ids", 1, 0, 7)),
+        "a label": Dataset.from_dict(changed("labels", 0, 0, 1)),
+        "order": tokenized.select([1, 0, 2]),
+        "fewer": tokenized.select(range(2)),
+        "again": concatenate_datasets([tokenized, tokenized]),
+        "other rows of the same tokens": Dataset.from_dict(packed),
+        "packed": Dataset.from_dict(packed | {"seq_lengths": [[3, 1, 2]]}),
+        "packed otherwise": Dataset.from_dict(packed | {"seq_lengths": [[3, 3]]}),
+        "exchanged": Dataset.from_dict({"input_ids": ROWS["labels"], "labels": ROWS["input_ids"]}),
+    }
+    assert len({fingerprint(other) for other in others.values()}) == len(others)
+
+
+def test_the_same_records_have_the_same_fingerprint_wherever_they_are(tokenizer):
+    lines = [f"{r['instruction']},{r['input']},{r['output']}\n" for r in INSTRUCTIONS]
+    Path("d.csv").write_text("instruction,input,output\n" + "".join(lines))
+    prints = [fingerprint(prepared(DataConfig(path), tokenizer)[0].train_dataset)
+              for path in (write("d.jsonl", INSTRUCTIONS), "d.csv", write("folder/e.jsonl", INSTRUCTIONS))]  # fmt: skip
+    assert prints[0] == prints[1] == prints[2]
+    other = prepared(DataConfig(write("d.jsonl", [*INSTRUCTIONS[1:], INSTRUCTIONS[0]])), tokenizer)[0].train_dataset
+    assert fingerprint(other) != prints[0]
+
+
+@pytest.mark.parametrize("kind", ["messages", "text"])
+def test_packed_rows_do_not_depend_on_the_number_of_processes(kind, tokenizer, tmp_path, monkeypatch):
+    texts = [" ".join(["what is"] * (1 + n * 7 % 9)) for n in range(12)]
+    records = {"text": [{"text": text} for text in texts],
+               "messages": [{"messages": [user(text), assistant("it is")]} for text in texts]}  # fmt: skip
+    prints = set()
+    for workers in (None, 2):
+        monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / str(workers))  # else the rows of the first
+        config = DataConfig(write("d.jsonl", records[kind]), packing=True, max_length=40, workers=workers)
+        trainer, _ = prepared(config, tokenizer, partial(FusedSFTTrainer, fused=FusedConfig(rule="lion")))
+        prints.add(fingerprint(trainer.train_dataset))
+    assert len(prints) == 1
+
+
 # ------------------------------------------------------------------------------------- templates that cannot be used
 
 
@@ -274,6 +347,7 @@ def test_a_sequence_of_roles_that_the_template_refuses_names_its_record(markless
         ({"max_length": 1}, "max_length\n  Input should be greater than or equal to 2"),
         ({"max_length": 10.5}, "max_length\n  Input should be a valid integer"),
         ({"max_samples": 0}, "max_samples\n  Input should be greater than or equal to 1"),
+        ({"max_samples": 10**30}, "max_samples\n  Input should be less than or equal to"),
         ({"workers": True}, "workers\n  Input should be a valid integer"),
         ({"seed": -1}, "seed\n  Input should be greater than or equal to 0"),
         ({"eval_fraction": "a tenth"}, "eval_fraction\n  Input should be a valid number"),
