@@ -271,7 +271,8 @@ def test_weights_do_not_depend_on_the_number_of_processes(tokenizer, tmp_path, m
         train = for_tokenizer(load(config)[0], config, tokenizer)
         args = SFTConfig("out", bf16=False, use_cpu=True, report_to="none", max_steps=4, learning_rate=1e-2,
                          save_strategy="no", max_grad_norm=0, per_device_train_batch_size=2,
-                         dataloader_num_workers=loaders, dataloader_pin_memory=False, **sft_arguments(config, train))  # fmt: skip
+                         dataloader_num_workers=loaders, dataloader_pin_memory=False,
+                         **sft_arguments(config, train))  # fmt: skip
         model = tiny_llama(tokenizer, attention_dropout=0.1)
         fused = FusedConfig(rule="lion")
         FusedSFTTrainer(model, args, train_dataset=train, processing_class=tokenizer, fused=fused).train()
