@@ -6,6 +6,7 @@ The trainer keeps its loop, its arguments and its callbacks. The mixin changes w
 accelerator becomes that of the fused optimizer) and how checkpoints are written.
 """
 
+import copy
 import functools
 import json
 import logging
@@ -403,7 +404,8 @@ class FusedTrainerMixin(_Base):
             return
         sums = progress.loss_sums
         same = len(sums) == self.args.world_size
-        self._tr_loss.fill_(sums[self.args.process_index] if same else sum(sums) / len(sums))
+        own = sums[self.args.process_index] if same else sum(sums) / len(sums)
+        self._tr_loss.copy_(torch.tensor(own, dtype=torch.float64))
         self._total_loss_scalar, self._globalstep_last_logged = progress.total_loss, progress.logged_step
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
@@ -437,6 +439,19 @@ def _sft_trainer() -> "type[SFTTrainer]":
             head.check(self.model)
             arguments.check_smoothing(self.args)
 
+        def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, packing: bool,
+                             formatting_func: Any, dataset_name: str) -> Any:  # fmt: skip
+            """Tokenizes in `dataset_num_proc` processes, but packs in one. TRL 1.16 packs the share of each process
+            alone, so the rows would depend on the number of processes, and on what `datasets` has in its cache.
+            """
+            if packing:
+                options = {"max_length": None, "shuffle_dataset": False}
+                dataset = super()._prepare_dataset(
+                    dataset, processing_class, _changed(args, **options), False, formatting_func, dataset_name
+                )
+                args, formatting_func = _changed(args, dataset_num_proc=None), None
+            return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
+
         def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
             with head.tiles(inputs["input_ids"].device):
                 return super().compute_loss(model, inputs, *args, **kwargs)
@@ -444,6 +459,13 @@ def _sft_trainer() -> "type[SFTTrainer]":
     FusedSFTTrainer.__module__ = __name__
     FusedSFTTrainer.__qualname__ = "FusedSFTTrainer"
     return FusedSFTTrainer
+
+
+def _changed(args: Any, **options: Any) -> Any:
+    """A copy of training arguments with other values."""
+    args = copy.copy(args)
+    vars(args).update(options)
+    return args
 
 
 def __getattr__(name: str) -> Any:

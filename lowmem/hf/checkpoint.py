@@ -48,6 +48,11 @@ class _Group(Checked):
     params: list[str]
 
 
+class _Nonfinite(Checked):
+    gradients: NonNegativeInt
+    steps: NonNegativeInt
+
+
 class _Saved(Checked):
     """What the metadata of an optimizer file must be."""
 
@@ -56,6 +61,8 @@ class _Saved(Checked):
     seed: int
     param_groups: list[_Group]
     values: dict[str, dict[str, Any]]
+    nonfinite: _Nonfinite | None = None
+    loss_scale: dict[str, float] | None = None
 
 
 def save_optimizer(optimizer: FusedOptimizer, path: Path, *, write: bool = True) -> None:

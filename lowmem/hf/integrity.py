@@ -77,11 +77,12 @@ def _checksum(path: Path) -> str:
 
 
 def check_links(folder: Path) -> None:
-    """Raises `CheckpointError` if a symbolic link leads out of the directory."""
+    """Raises `CheckpointError` if a symbolic link leads out of the directory, or to nothing."""
     home = folder.resolve()
     for path in folder.rglob("*"):
-        if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(home):
-            raise CheckpointError(f"{path} is a link out of the checkpoint; put the file itself there")
+        inside = Path(os.path.realpath(path)).is_relative_to(home) and path.exists()
+        if path.is_symlink() and not inside:
+            raise CheckpointError(f"{path} is a link out of the checkpoint, or to nothing; put the file itself there")
 
 
 def check_configuration(folder: Path) -> None:

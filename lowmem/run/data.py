@@ -1,7 +1,7 @@
 """Prepares data for TRL's SFT trainer with exact labels, and does only what TRL and datasets don't do themselves.
 
 `load` reads and checks the records, `for_tokenizer` labels them, `sft_arguments` are arguments of the trainer, and
-`check_tokenized` counts what the trainer tokenized.
+`check_tokenized` counts what the trainer tokenized. `fingerprint` identifies it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,15 +13,16 @@ from typing import Annotated, Any, Literal, NamedTuple
 import numpy as np
 import pyarrow.compute as pc  # type: ignore[import-untyped]
 import pydantic
+import xxhash
 from datasets import Dataset
-from jinja2 import TemplateError
 from pydantic import Field
 from transformers import PreTrainedTokenizerBase
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
 from lowmem.errors import ConfigError, DataError
 from lowmem.run.checks import STRICT, Whole
-from lowmem.run.records import FieldName, Record, read_rows
+from lowmem.run.readers import Record, listed
+from lowmem.run.records import FieldName, read_rows
 
 _MARK = "{% generation %} around"
 
@@ -35,15 +36,19 @@ class DataConfig:
     kind: Literal["auto", "messages", "prompt_completion", "instruction", "sharegpt", "text"] = "auto"
     split: str = "train"  # of `path`, if that is a Hub name
     columns: dict[FieldName, str] = field(default_factory=dict)  # field → its name in the data: `{output: answer}`
-    max_samples: Annotated[Whole, Field(ge=1)] | None = None  # use only this many records, the first of `path`
+    max_samples: Annotated[Whole, Field(ge=1, le=2**63 - 1)] | None = (
+        None  # use only this many records, the first of `path`
+    )
     eval_path: str | None = None  # held-out data, as `path`
     eval_split: str = "test"  # of `eval_path`, if that is a Hub name
     eval_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0  # the share of `path` that is held out, chosen by `seed`
     seed: Annotated[Whole, Field(ge=0)] = 0
-    max_length: Annotated[Whole, Field(ge=2)] = 1024  # tokens; a longer chat is cut at its end, packed text is split
+    max_length: Annotated[Whole, Field(ge=2, le=2**31 - 1)] = (
+        1024  # tokens; a longer chat is cut at its end, packed text is split
+    )
     packing: bool = False  # put several samples, which don't attend to each other, into one row of `max_length` tokens
     answer_only: bool | None = None  # loss on answers alone (None: if there are answers) or on every token (False)
-    workers: Annotated[Whole, Field(ge=1)] | None = None  # processes that tokenize; None uses this process
+    workers: Annotated[Whole, Field(ge=1, le=1024)] | None = None  # processes that tokenize; None uses this process
 
     def __post_init__(self) -> None:
         if self.eval_path and self.eval_fraction:
@@ -179,6 +184,23 @@ def check_tokenized(tokenized: Dataset, loaded: Dataset, config: DataConfig) -> 
     return TokenCounts(len(lengths), tokens, trained, dropped, at_max_length, without_target)
 
 
+def fingerprint(tokenized: Dataset) -> str:
+    """Returns a hash of the tokens, the labels and, where packed, the bounds of the samples of every row in order.
+
+    The trainer's data sets have the same hash if and only if they train the same, wherever the rows come from and
+    however `datasets` holds them.
+    """
+    names = [name for name in ("input_ids", "labels", "seq_lengths") if name in tokenized.column_names]
+    hashes = {name: (xxhash.xxh3_128(), xxhash.xxh3_128()) for name in names}  # of lengths, and of values
+    for batch in tokenized.select_columns(names).with_format("arrow").iter(batch_size=1000):
+        for name, (lengths, values) in hashes.items():
+            rows = batch[name].combine_chunks()
+            lengths.update(_eight_bytes_each(pc.list_value_length(rows)))
+            values.update(_eight_bytes_each(rows.flatten()))
+    digests = [f"{name} {lengths.hexdigest()} {values.hexdigest()}" for name, (lengths, values) in hashes.items()]
+    return xxhash.xxh3_128_hexdigest(" ".join(digests).encode())
+
+
 def segments(example: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[Segment]:
     """Splits one tokenized row (`input_ids`, `labels`; packed: `seq_lengths`) where the loss begins or ends."""
     starts = set(accumulate(example.get("seq_lengths", ()), initial=0))  # nothing comes before the first token
@@ -218,7 +240,7 @@ def _try_roles(roles: tuple[str, ...], source: str, tokenizer: PreTrainedTokeniz
     for role, word in (message.values() for message in messages):
         if (word in trained) != (not masked or role == "assistant"):
             verb = "drops" if role == "assistant" or not masked else "trains on"
-            raise DataError(f"{source}: the chat template {verb} a {role!r} message of the roles {', '.join(roles)}. "
+            raise DataError(f"{source}: the chat template {verb} a {role!r} message of the roles {listed(roles)}. "
                             f"Use a model.chat_template that has {_MARK} every answer and nothing else.")  # fmt: skip
 
 
@@ -247,10 +269,16 @@ def _render(messages: list[Record], source: str, tokenizer: PreTrainedTokenizerB
             **options: Any) -> Mapping[str, list[int]]:  # fmt: skip
     try:
         return tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **options)
-    except TemplateError as error:
-        roles = ", ".join(message["role"] for message in messages)
-        raise DataError(f"{source}: the chat template refuses the roles {roles} ({error}). Change the data, or set "
+    except Exception as error:  # a template computes with what it is given, and may fail in any way
+        roles = listed(message["role"] for message in messages)
+        reason = " ".join(str(error).split())[:200]
+        raise DataError(f"{source}: the chat template refuses the roles {roles} ({reason}). Change the data, or set "
                         "model.chat_template to one that accepts them.") from error  # fmt: skip
+
+
+def _eight_bytes_each(integers: Any) -> bytes:
+    """The integers of an Arrow array, of whatever type, as bytes."""
+    return integers.to_numpy(zero_copy_only=False).astype("<i8").tobytes()
 
 
 def _columns(dataset: Dataset) -> list[str]:

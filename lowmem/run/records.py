@@ -1,29 +1,28 @@
-"""Data files and Hub data sets become checked rows; what cannot be trained on is named by file and record.
+"""Data files and Hub data sets become checked rows; what cannot be trained on is named by file and record."""
 
-`datasets` holds the rows, but the files are read here: the readers of datasets 5.2 turn a missing field into null and
-the text "007" of a CSV file into the number 7, fill short lines of a CSV file, and don't name the line of an error.
-"""
-
-import csv
-import json
+import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+import stat
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
-from itertools import groupby, islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import datasets
-import pyarrow.parquet  # type: ignore[import-untyped]
+import xxhash
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from lowmem.errors import DataError, did_you_mean
+from lowmem.run import readers
 from lowmem.run.checks import Problem, mapping, problems
-
-Record = dict[str, Any]
+from lowmem.run.readers import READERS, Record, listed, shown
 
 # The cache of `datasets` identifies a function by its name alone, so cached rows also depend on these files.
-CODE = [Path(__file__).with_name(name) for name in ("checks.py", "data.py", "records.py")]
+CODE = [Path(__file__).with_name(name) for name in ("checks.py", "data.py", "readers.py", "records.py")]
+
+# `datasets` would take a name without a slash for one of its readers of local files, and a first "." for a directory.
+_HUB_NAME = r"\w[\w.-]*/\w[\w.-]*(:[\w.-]+)?"
 
 
 def _refuse(value: Any) -> Any:
@@ -35,12 +34,16 @@ def _refuse(value: Any) -> Any:
 def _messages(role: str, content: str, roles: Any) -> Any:
     message = mapping({role: roles, content: str}, dict.fromkeys(REFUSED["message"], Refused), extra="ignore")
     convert = AfterValidator(lambda turn: {"role": USUAL_ROLES.get(turn[role], turn[role]), "content": turn[content]})
-    return Annotated[list[Annotated[message, convert]], Field(min_length=1)]  # type: ignore[valid-type]
+    turns = list[Annotated[message, convert]]  # type: ignore[valid-type]
+    return Annotated[turns, Field(min_length=1, fail_fast=True)]  # type: ignore[valid-type]
 
 
 # Fields that would change what is trained on are refused. Any other extra field is metadata and is ignored.
 Refused = Annotated[Any, AfterValidator(_refuse)]
-REFUSED = {"record": ("tools", "images", "image"), "message": ("tool_calls", "reasoning_content", "thinking", "weight")}
+REFUSED = {
+    "record": ("tools", "images", "image", "input_ids", "chat_template_kwargs"),
+    "message": ("tool_calls", "reasoning_content", "thinking", "weight"),
+}
 USUAL_ROLES = {"human": "user", "gpt": "assistant"}
 
 MESSAGES = _messages("role", "content", Literal["system", "user", "assistant"])
@@ -70,8 +73,8 @@ def _matching(record: Record) -> list[str]:
 def _recognise(record: Record, place: str) -> str:
     if not (kinds := _matching(record)):
         needs = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in KINDS.items())
-        raise DataError(f"{place}: no kind fits the fields {', '.join(record)}. The kinds need {needs}. Name what "
-                        "corresponds in data.columns.")  # fmt: skip
+        raise DataError(f"{place}: no kind fits the fields {listed(record) or '(none)'}. The kinds need {needs}. Name "
+                        "what corresponds in data.columns.")  # fmt: skip
     if len(kinds) > 1:
         raise DataError(f"{place}: the fields fit the kinds {', '.join(kinds)}. Set data.kind to one of them.")
     return kinds[0]
@@ -101,7 +104,7 @@ def _message(record: Record, kind: str, place: str, problem: Problem) -> str:
     if not deeper and (other := _matching(record)):
         return f"{place}: is of kind {other[0]!r}, expected kind {kind!r}. Keep one kind per data set."
     needs = "" if deeper else f" Kind {kind!r} needs {' and '.join(KINDS[kind])}."
-    return f"{place}: {subject} is missing (found: {', '.join(record)}).{needs}"
+    return f"{place}: {subject} is missing (found: {listed(record)}).{needs}"
 
 
 def read_rows(path: str, key: str, split: str, **options: Any) -> datasets.Dataset:
@@ -111,17 +114,36 @@ def read_rows(path: str, key: str, split: str, **options: Any) -> datasets.Datas
     record that cannot be used.
     """
     files = _files(path, key)
-    status = [(str(file.resolve()), file.stat()) for file in (*CODE, *(files or ()))]
-    versions = tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in status)
-    options |= {"name": path, "source": _from_hub(path, key, split) if files is None else files, "_": versions}
+    source = _from_hub(path, key, split) if files is None else files
+    options |= {"name": path, "source": source, "digests": _digests(files or ()), "code": _digests(CODE)}
     try:
         return datasets.Dataset.from_generator(_rows, gen_kwargs=options)
-    except datasets.exceptions.DatasetGenerationError as error:
-        raise error.__cause__ or error from None
+    except (datasets.exceptions.DatasetGenerationError, OSError) as error:
+        reason = error if isinstance(error, OSError) else error.__cause__ or error
+        if isinstance(reason, OSError):
+            raise DataError(f"{key}: the rows of {shown(path)} cannot be cached in "
+                            f"{datasets.config.HF_DATASETS_CACHE}: {reason}. Name another directory in "
+                            "HF_DATASETS_CACHE.") from error  # fmt: skip
+        raise reason from None
+
+
+def _digests(files: Iterable[Path]) -> tuple[str, ...]:
+    """Hashes of contents, by which cached rows are found: a file can change and keep its size and time."""
+    digests = []
+    for path in files:
+        digest = xxhash.xxh3_128()
+        try:
+            with path.open("rb") as file:
+                while block := file.read(2**20):
+                    digest.update(block)
+        except OSError as error:
+            raise DataError(f"{shown(path)} cannot be read: {error.strerror}.") from error
+        digests.append(digest.hexdigest())
+    return tuple(digests)
 
 
 def _rows(name: str, source: tuple[Path, ...] | datasets.Dataset, kind: str, columns: Mapping[FieldName, str],
-          limit: int | None, need_answers: bool, **_: Any) -> Iterator[Record]:  # fmt: skip
+          limit: int | None, need_answers: bool, digests: tuple[str, ...], **_: Any) -> Iterator[Record]:  # fmt: skip
     form = None
     for place, record in islice(_records(name, source), limit):
         if not isinstance(record, dict):
@@ -129,6 +151,10 @@ def _rows(name: str, source: tuple[Path, ...] | datasets.Dataset, kind: str, col
         record = _renamed(record, columns, place)
         kind = _recognise(record, place) if kind == "auto" else kind
         row = _row(record, kind, place)
+        if empty := _empty(row):
+            raise DataError(
+                f"{place}: {empty} is empty, so there is nothing to train on. Fill it or delete the record."
+            )
         if need_answers and "messages" in row and all(message["role"] != "assistant" for message in row["messages"]):
             raise DataError(f"{place}: no message is from the assistant, so there is no answer to train on. Delete it.")
         types = {type(value) for value in row.values()}
@@ -137,6 +163,24 @@ def _rows(name: str, source: tuple[Path, ...] | datasets.Dataset, kind: str, col
         yield {**row, "source": place}
     if form is None:
         raise DataError(f"{name}: there are no records.")
+    if isinstance(source, tuple) and _digests(source) != digests:
+        raise DataError(f"{shown(name)} was changed while it was read. Start again.")
+
+
+def _records(name: str, source: tuple[Path, ...] | datasets.Dataset) -> Iterator[tuple[str, Any]]:
+    """Each record of files or a data set and where it is, as in "data/x.jsonl, record 12"."""
+    if isinstance(source, tuple):
+        return chain.from_iterable(map(readers.read, source))
+    return ((f"{name}, record {number}", record) for number, record in enumerate(source, 1))
+
+
+def _empty(row: Record) -> str | None:
+    """Which text to train on is blank."""
+    if "text" in row:
+        return None if row["text"].strip() else "the text"
+    turns = row["messages"] if "messages" in row else row["completion"]
+    answers = [turns] if isinstance(turns, str) else [turn["content"] for turn in turns if turn["role"] == "assistant"]
+    return None if all(answer.strip() for answer in answers) else "an answer"
 
 
 def _renamed(record: Record, columns: Mapping[FieldName, str], place: str) -> Record:
@@ -144,91 +188,40 @@ def _renamed(record: Record, columns: Mapping[FieldName, str], place: str) -> Re
         if theirs not in record:
             hint = did_you_mean(theirs, record)
             raise DataError(f"{place}: data.columns takes {field!r} from {theirs!r}, which is missing (found: "
-                            f"{', '.join(record)}).{hint}")  # fmt: skip
+                            f"{listed(record)}).{hint}")  # fmt: skip
     others = {name: value for name, value in record.items() if name not in columns.values()}
     return others | {field: record[theirs] for field, theirs in columns.items()}
 
 
-def _records(name: str, source: tuple[Path, ...] | datasets.Dataset) -> Iterator[tuple[str, Any]]:
-    """Each record of files or a data set and where it is, as in "data/x.jsonl, record 12"; every file counts from 1."""
-    if not isinstance(source, tuple):
-        yield from ((f"{name}, record {number}", record) for number, record in enumerate(source, 1))
-    for file in source if isinstance(source, tuple) else ():
-        number = 0
-        try:
-            for number, record in enumerate(READERS[file.suffix.lower()](file), 1):
-                yield f"{file}, record {number}", record
-        except UnicodeDecodeError as error:
-            raise DataError(f"{file}: not UTF-8 text (byte {error.start}). Convert the file to UTF-8.") from error
-        if number == 0:
-            raise DataError(f"{file}: the file is empty. Fill it or delete it.")
-
-
-def _read_jsonl(path: Path) -> Iterator[Any]:
-    with path.open(encoding="utf-8-sig") as lines:
-        yield from (_parse(line, path, number) for number, line in enumerate(lines) if line.strip())
-
-
-def _read_json(path: Path) -> Iterator[Any]:
-    """A list of records, or, as in many .json files, one record per line."""
-    text = path.read_text(encoding="utf-8-sig")
-    yield from _parse(text, path) if text.lstrip().startswith("[") else _read_jsonl(path)
-
-
-def _parse(text: str, path: Path, lines_before: int = 0) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        line = f"{path}, line {lines_before + error.lineno}"
-        raise DataError(f"{line}: not valid JSON ({error.msg} at column {error.colno}). Fix or delete it.") from error
-
-
-def _read_csv(path: Path) -> Iterator[Record]:
-    csv.field_size_limit(2**31 - 1)  # the default limit of a field is 128 KiB
-    with path.open(encoding="utf-8-sig", newline="") as lines:
-        rows = csv.DictReader(lines, strict=True)
-        try:
-            for row in rows:
-                if None in row or None in row.values():
-                    raise DataError(f"{path}, line {rows.reader.line_num}: more or fewer fields than the header's "
-                                    f"{len(rows.fieldnames or ())}. Fix or quote the line.")  # fmt: skip
-                yield row
-        except csv.Error as error:
-            raise DataError(f"{path}, line {rows.reader.line_num}: not valid CSV ({error}). Fix the line.") from error
-
-
-def _read_parquet(path: Path) -> Iterator[Record]:
-    try:
-        file = pyarrow.parquet.ParquetFile(path)
-    except pyarrow.ArrowInvalid as error:
-        raise DataError(f"{path}: not a Parquet file ({error}). Write it again.") from error
-    for batch in file.iter_batches(batch_size=1000):
-        yield from batch.to_pylist()
-
-
-def _read_txt(path: Path) -> Iterator[Record]:
-    with path.open(encoding="utf-8-sig") as lines:
-        paragraphs = groupby(lines, key=lambda line: not line.strip())
-        yield from ({"text": "".join(paragraph).rstrip("\n")} for blank, paragraph in paragraphs if not blank)
-
-
-READERS: dict[str, Callable[[Path], Iterator[Any]]] = {
-    ".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".parquet": _read_parquet, ".txt": _read_txt,
-}  # fmt: skip
-
-
 def _files(path: str, key: str) -> tuple[Path, ...] | None:
     """The files at `path`, or None where it can only be a Hub name."""
-    target, known = Path(path).expanduser(), ", ".join(READERS)
-    entries = sorted(target.iterdir()) if target.is_dir() else [target] if target.is_file() else []
-    if files := tuple(file for file in entries if file.suffix.lower() in READERS):
-        return files
-    if target.is_dir():
-        raise DataError(f"{key}: the directory {path} has no file of a known type ({known}).")
-    if target.is_file():
-        raise DataError(f"{key}: {path} is of an unknown type {target.suffix!r}; known: {known}.")
-    if target.suffix.lower() in READERS or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?", path):
-        raise DataError(f"{key}: {path} does not exist.{_nearest(target)}")
+    known = ", ".join(READERS)
+    try:
+        target = Path(path).expanduser()
+        entries = sorted(target.iterdir()) if target.is_dir() else [target] if os.path.lexists(target) else []
+        files = tuple(file for file in entries if file.suffix.lower() in READERS)
+        for file in files:
+            if not stat.S_ISREG(file.stat().st_mode):  # a pipe or a device may never end
+                raise DataError(
+                    f"{key}: {shown(file)} is not a file but a directory, a pipe or a device. Move it away."
+                )
+        if files:
+            return files
+        if target.is_dir():
+            raise DataError(f"{key}: the directory {shown(path)} has no file of a known type ({known}).")
+        if entries:
+            raise DataError(f"{key}: {shown(path)} is of an unknown type {target.suffix!r}; known: {known}.")
+        if target.suffix.lower() in READERS:
+            raise DataError(f"{key}: {_shortened(path)} does not exist.{_nearest(target)}")
+        if not re.fullmatch(_HUB_NAME, path) or Path(path.partition(":")[0]).exists():
+            raise DataError(f"{key}: {_shortened(path)} does not exist, and a name on the Hub is org/name or "
+                            f"org/name:config.{_nearest(target)}")  # fmt: skip
+    except FileNotFoundError as error:
+        raise DataError(f"{key}: {shown(error.filename)} is a broken link. Mend or delete it.") from error
+    except OSError as error:
+        raise DataError(f"{key}: {_shortened(str(error.filename))} cannot be read: {error.strerror}.") from error
+    except RuntimeError as error:  # ~user of a user that does not exist
+        raise DataError(f"{key}: {_shortened(path)} cannot be read: {error}") from error
     return None
 
 
@@ -236,13 +229,18 @@ def _from_hub(path: str, key: str, split: str) -> datasets.Dataset:
     name, _, subset = path.partition(":")
     try:
         return datasets.load_dataset(name, subset or None, split=split)
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        reason = " ".join(str(error).split())[:200]
         raise DataError(f"{key}: {path!r} is not a local file, and the Hub gave no data set with the split {split!r} "
-                        f"({error}).{_nearest(Path(path))} Check the name and the network, or download the data "
+                        f"({reason}).{_nearest(Path(path))} Check the name and the network, or download the data "
                         f"elsewhere (hf download --repo-type dataset {name}) and name it.") from error  # fmt: skip
 
 
 def _nearest(target: Path) -> str:
     if not target.parent.is_dir():
-        return f" The directory {target.parent} does not exist either."
+        return f" The directory {_shortened(str(target.parent))} does not exist either."
     return did_you_mean(str(target), map(str, target.parent.iterdir()))
+
+
+def _shortened(path: str) -> str:
+    return shown(path) if len(path) <= 200 else f"{shown(path[:200])} ..."

@@ -5,7 +5,13 @@ import json
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    get_cosine_schedule_with_warmup,
+)
 
 import lowmem
 from lowmem.errors import CheckpointError
@@ -120,3 +126,41 @@ def test_the_metadata_is_plain_json(tiny_llama, token_batches, tmp_path):
         metadata = json.loads(file.metadata()["lowmem"])
     assert metadata["step"] == 2
     assert metadata["param_groups"][0]["rule"] == "adalomo"
+
+
+SCHEDULES = {
+    "another class": lambda saved: saved.pop("lr_lambdas"),
+    "a function": lambda saved: saved.update(step=1),
+    "rates of two groups": lambda saved: saved["base_lrs"].append(0.1),
+    "a rate of text": lambda saved: saved.update(base_lrs=["0.1"]),
+    "no number": lambda saved: saved.update(last_epoch=None),
+    "lambdas of another shape": lambda saved: saved.update(lr_lambdas=[["x"]]),
+}
+
+
+@pytest.mark.parametrize("change", SCHEDULES.values(), ids=SCHEDULES)
+def test_the_state_of_another_schedule_is_refused(change, tmp_path):
+    def schedule():
+        return get_cosine_schedule_with_warmup(torch.optim.SGD([torch.zeros(1)], lr=0.1), 1, 4)
+
+    saved = schedule().state_dict()
+    torch.save(saved, tmp_path / "scheduler.pt")
+    checkpoint.load_scheduler(schedule(), tmp_path / "scheduler.pt")
+    change(saved)
+    torch.save(saved, tmp_path / "scheduler.pt")
+    with pytest.raises(CheckpointError, match=r"scheduler.pt is damaged or of another schedule"):
+        checkpoint.load_scheduler(schedule(), tmp_path / "scheduler.pt")
+
+
+@pytest.mark.parametrize("change", ["values", "param_groups", "step", "nonfinite", "loss_scale", "text"])
+def test_damaged_metadata_of_an_optimizer_is_refused(change, tiny_llama, token_batches, tmp_path):
+    path = tmp_path / "o.safetensors"
+    opt = trained(tiny_llama(), token_batches(1))
+    checkpoint.save_optimizer(opt, path)
+    with safe_open(path, framework="pt") as file:
+        metadata = json.loads(file.metadata()["lowmem"])
+    metadata |= {"values": {}} if change == "values" else {change: ["x"]}
+    text = "no JSON" if change == "text" else json.dumps(metadata)
+    save_file(load_file(path), path, {"lowmem": text})
+    with pytest.raises(CheckpointError, match=r"o.safetensors is damaged: its metadata"):
+        checkpoint.load_optimizer(opt, path)

@@ -1,68 +1,26 @@
-"""Data: what is read becomes what TRL takes, the loss is on exactly the answers, and each error says what to do."""
+"""Data: the loss is on exactly the answers, and what the trainer tokenizes has a fingerprint."""
 
-import json
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import trl
-from datasets import Dataset
+from chats import CHATS, INSTRUCTIONS, assistant, user, write
+from datasets import Dataset, List, Value, concatenate_datasets
 from pydantic import ValidationError
 from transformers import LlamaConfig, LlamaForCausalLM
 from trl import SFTConfig, SFTTrainer
 
-from lowmem.errors import ConfigError, DataError
+from lowmem import FusedConfig
+from lowmem.errors import DataError
 from lowmem.run import data
-from lowmem.run.data import DataConfig, check_tokenized, for_tokenizer, load, segments, sft_arguments
-from lowmem.run.tokenizers import CHAT_TEMPLATE, train_tokenizer
+from lowmem.run.data import DataConfig, check_tokenized, fingerprint, for_tokenizer, load, segments, sft_arguments
+from lowmem.trainer import FusedSFTTrainer
 
-MARKLESS_TEMPLATE = re.sub(r"\{%- (end)?generation -%\}", "", CHAT_TEMPLATE)
-
-
-@pytest.fixture(autouse=True)
-def empty_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.chdir(tmp_path)
-
-
-def user(text):
-    return {"role": "user", "content": text}
-
-
-def assistant(text):
-    return {"role": "assistant", "content": text}
-
-
-def write(name, records):
-    path = Path(name)
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return name
-
-
-def rows(config):
-    return [{key: value for key, value in row.items() if key != "source"} for row in load(config)[0]]
-
-
-CHATS = [
-    {"messages": [user(f"what is {n} plus {n}?"), assistant(f"it is {2 * n}"), user("thanks"), assistant("welcome")]}
-    for n in range(6)
-]
-INSTRUCTIONS = [{"instruction": f"Double {n}", "input": "quickly", "output": f"{2 * n}"} for n in range(6)]
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return train_tokenizer(["what is plus it is thanks welcome Double quickly 0123456789"] * 4, 320)
-
-
-@pytest.fixture
-def markless(tokenizer):
-    copy = train_tokenizer(["unused"], 262, MARKLESS_TEMPLATE)
-    copy._tokenizer = tokenizer._tokenizer
-    return copy
+pytestmark = pytest.mark.usefixtures("empty_cache")
 
 
 def tiny_llama(tokenizer, **settings):
@@ -82,12 +40,12 @@ def tiny_llama(tokenizer, **settings):
     )
 
 
-def prepared(config, tokenizer, **model_settings):
+def prepared(config, tokenizer, cls=SFTTrainer, **model_settings):
     """The trainer, and the data set that was given to it."""
     train = for_tokenizer(load(config)[0], config, tokenizer)
     args = SFTConfig("out", bf16=False, use_cpu=True, report_to="none", **sft_arguments(config, train))
     model = tiny_llama(tokenizer, **model_settings)
-    return SFTTrainer(model, args, train_dataset=train, processing_class=tokenizer), train
+    return cls(model, args, train_dataset=train, processing_class=tokenizer), train
 
 
 def answers_of(ids, tokenizer):
@@ -98,91 +56,6 @@ def answers_of(ids, tokenizer):
         labels.append(token if inside else -100)
         inside = token == begin or (inside and token != end)
     return labels
-
-
-# ------------------------------------------------------------------------------------------------- kinds and files
-
-QUESTION_AND_ANSWER = {"prompt": [user("Add\n\n1 2")], "completion": [assistant("3")]}
-
-
-@pytest.mark.parametrize(
-    ("record", "row"),
-    [
-        (
-            {"messages": [user("a"), assistant("b") | {"tool_calls": None, "name": "x"}], "input": 7, "tools": []},
-            {"messages": [user("a"), assistant("b")]},
-        ),
-        ({"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": "b"}),
-        (
-            {"prompt": [user("a")], "completion": [assistant("b")]},
-            {"prompt": [user("a")], "completion": [assistant("b")]},
-        ),
-        ({"instruction": "Add", "input": "1 2", "output": "3"}, QUESTION_AND_ANSWER),
-        (
-            {"instruction": "Add", "input": None, "output": "3"},
-            {"prompt": [user("Add")], "completion": [assistant("3")]},
-        ),
-        (
-            {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
-            {"messages": [user("a"), assistant("b")]},
-        ),
-        (
-            {"conversations": [{"from": who, "value": "a"} for who in ("system", "user", "assistant")]},
-            {"messages": [{"role": "system", "content": "a"}, user("a"), assistant("a")]},
-        ),
-        ({"text": "a b"}, {"text": "a b"}),
-    ],
-)
-def test_each_kind_is_recognised_and_converted(record, row):
-    assert rows(DataConfig(write("d.jsonl", [record] * 2))) == [row] * 2
-
-
-def test_every_format_gives_the_same_rows():
-    import pyarrow.parquet
-
-    write("d.jsonl", INSTRUCTIONS)
-    write("lines.json", INSTRUCTIONS)
-    Path("list.json").write_text("\ufeff" + json.dumps(INSTRUCTIONS, indent=2), encoding="utf-8")
-    lines = [f'"{r["instruction"]}",{r["input"]},{r["output"]}' for r in INSTRUCTIONS]
-    Path("d.csv").write_text("\n".join(["instruction,input,output", *lines]))
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(INSTRUCTIONS), "d.parquet")
-    expected = rows(DataConfig("d.jsonl"))
-    assert len(expected) == 6
-    for name in ("lines.json", "list.json", "d.csv", "d.parquet"):
-        assert rows(DataConfig(name)) == expected, name
-
-
-def test_txt_gives_one_sample_per_paragraph():
-    Path("d.txt").write_text("one\ntwo\n\n  \nthree\n")
-    assert rows(DataConfig("d.txt")) == [{"text": "one\ntwo"}, {"text": "three"}]
-
-
-def test_a_directory_is_read_in_the_order_of_names_and_each_row_has_its_source():
-    write("folder/b.jsonl", [{"text": "second"}])
-    write("folder/a.jsonl", [{"text": "first"}, {"text": "and"}])
-    Path("folder/README.md").write_text("not data")
-    train, held_out = load(DataConfig("folder"))
-    assert train["text"][:] == ["first", "and", "second"]
-    assert train["source"][:] == ["folder/a.jsonl, record 1", "folder/a.jsonl, record 2", "folder/b.jsonl, record 1"]
-    assert held_out is None
-
-
-def test_columns_are_renamed_and_the_rest_is_left_out():
-    path = write("d.jsonl", [{"question": "q", "answer": "a", "text": "q a", "output": "other"}])
-    config = DataConfig(path, kind="instruction", columns={"instruction": "question", "output": "answer"})
-    assert rows(config) == [{"prompt": [user("q")], "completion": [assistant("a")]}]
-
-
-def test_max_samples_takes_the_first_and_reads_no_further():
-    Path("d.jsonl").write_text('{"text": "a"}\n{"text": "b"}\nbroken')
-    assert rows(DataConfig("d.jsonl", max_samples=2)) == [{"text": "a"}, {"text": "b"}]
-
-
-def test_a_changed_file_is_read_again():
-    config = DataConfig(write("d.jsonl", [{"text": "old"}]))
-    assert rows(config) == [{"text": "old"}]
-    write("d.jsonl", [{"text": "new text"}])
-    assert rows(config) == [{"text": "new text"}]
 
 
 def test_eval_fraction_splits_the_data_by_the_seed():
@@ -199,17 +72,10 @@ def test_eval_path_is_read_as_held_out_data():
     assert (train["text"][:], held_out["text"][:]) == (["a"], ["b"])
 
 
-def test_a_hub_name_is_loaded_with_configuration_and_split(monkeypatch):
-    asked = []
-
-    def load_dataset(name, subset, split):
-        asked.append((name, subset, split))
-        return Dataset.from_list([{"text": "from the Hub"}])
-
-    monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    train, _ = load(DataConfig("org/name:small", split="validation"))
-    assert asked == [("org/name", "small", "validation")]
-    assert train[:] == {"text": ["from the Hub"], "source": ["org/name:small, record 1"]}
+def test_held_out_data_of_another_kind_is_refused():
+    config = DataConfig(write("a.jsonl", [{"text": "a"}]), eval_path=write("b.jsonl", CHATS))
+    with pytest.raises(DataError, match=r"b\.jsonl has messages but a\.jsonl has text"):
+        load(config)
 
 
 def test_texts_yields_every_string():
@@ -328,6 +194,93 @@ def test_the_first_token_which_nothing_predicts_is_not_trained_on(tokenizer):
     assert (counts.tokens, counts.trained_tokens) == (10, 8)
 
 
+# ------------------------------------------------------------------------------------------------------ fingerprint
+
+ROWS = {"input_ids": [[1, 2, 3], [4], [5, 6]], "labels": [[-100, 2, 3], [4], [-100, 6]]}
+
+
+def changed(name, row, column, value):
+    rows = {name: [list(ids) for ids in lists] for name, lists in ROWS.items()}
+    rows[name][row][column] = value
+    return rows
+
+
+def test_a_fingerprint_does_not_depend_on_how_the_rows_are_held():
+    tokenized = Dataset.from_dict(ROWS)
+    chunked = concatenate_datasets([Dataset.from_dict({name: [row] for name, row in zip(ROWS, pair, strict=True)})
+                                    for pair in zip(*ROWS.values(), strict=True)])  # fmt: skip
+    others = {
+        "another column": tokenized.add_column("source", ["a", "b", "c"]),
+        "chunks": chunked,
+        "a slice": concatenate_datasets([tokenized, tokenized]).select(range(3, 6)),
+        "indices": tokenized.select([2, 0, 1]).select([1, 2, 0]),
+        "a filter": tokenized.filter(lambda row: True),
+        "32 bits": tokenized.cast_column("input_ids", List(Value("int32"))),
+        "another order of columns": tokenized.select_columns(["labels", "input_ids"]),
+    }  # fmt: skip
+    assert {name: fingerprint(other) for name, other in others.items()} == dict.fromkeys(others, fingerprint(tokenized))
+
+
+def test_whatever_trains_something_else_has_another_fingerprint():
+    tokenized = Dataset.from_dict(ROWS)
+    packed = {"input_ids": [[1, 2, 3, 4, 5, 6]], "labels": [[-100, 2, 3, 4, -100, 6]]}
+    others = {
+        "rows": tokenized,
+        "a token": Dataset.from_dict(changed("input_ids", 1, 0, 7)),
+        "a label": Dataset.from_dict(changed("labels", 0, 0, 1)),
+        "order": tokenized.select([1, 0, 2]),
+        "fewer": tokenized.select(range(2)),
+        "again": concatenate_datasets([tokenized, tokenized]),
+        "other rows of the same tokens": Dataset.from_dict(packed),
+        "packed": Dataset.from_dict(packed | {"seq_lengths": [[3, 1, 2]]}),
+        "packed otherwise": Dataset.from_dict(packed | {"seq_lengths": [[3, 3]]}),
+        "exchanged": Dataset.from_dict({"input_ids": ROWS["labels"], "labels": ROWS["input_ids"]}),
+    }
+    assert len({fingerprint(other) for other in others.values()}) == len(others)
+
+
+def test_the_same_records_have_the_same_fingerprint_wherever_they_are(tokenizer):
+    lines = [f"{r['instruction']},{r['input']},{r['output']}\n" for r in INSTRUCTIONS]
+    Path("d.csv").write_text("instruction,input,output\n" + "".join(lines))
+    prints = [fingerprint(prepared(DataConfig(path), tokenizer)[0].train_dataset)
+              for path in (write("d.jsonl", INSTRUCTIONS), "d.csv", write("folder/e.jsonl", INSTRUCTIONS))]  # fmt: skip
+    assert prints[0] == prints[1] == prints[2]
+    other = prepared(DataConfig(write("d.jsonl", [*INSTRUCTIONS[1:], INSTRUCTIONS[0]])), tokenizer)[0].train_dataset
+    assert fingerprint(other) != prints[0]
+
+
+@pytest.mark.parametrize("kind", ["messages", "text"])
+def test_packed_rows_do_not_depend_on_the_number_of_processes(kind, tokenizer, tmp_path, monkeypatch):
+    texts = [" ".join(["what is"] * (1 + n * 7 % 9)) for n in range(12)]
+    records = {"text": [{"text": text} for text in texts],
+               "messages": [{"messages": [user(text), assistant("it is")]} for text in texts]}  # fmt: skip
+    prints = set()
+    for workers in (None, 2):
+        monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / str(workers))  # else the rows of the first
+        config = DataConfig(write("d.jsonl", records[kind]), packing=True, max_length=40, workers=workers)
+        trainer, _ = prepared(config, tokenizer, partial(FusedSFTTrainer, fused=FusedConfig(rule="lion")))
+        prints.add(fingerprint(trainer.train_dataset))
+    assert len(prints) == 1
+
+
+def test_weights_do_not_depend_on_the_number_of_processes(tokenizer, tmp_path, monkeypatch):
+    weights = []
+    for workers, loaders in ((None, 0), (2, 2)):
+        monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / str(workers))
+        config = DataConfig(write("d.jsonl", CHATS), workers=workers)
+        train = for_tokenizer(load(config)[0], config, tokenizer)
+        args = SFTConfig("out", bf16=False, use_cpu=True, report_to="none", max_steps=4, learning_rate=1e-2,
+                         save_strategy="no", max_grad_norm=0, per_device_train_batch_size=2,
+                         dataloader_num_workers=loaders, dataloader_pin_memory=False,
+                         **sft_arguments(config, train))  # fmt: skip
+        model = tiny_llama(tokenizer, attention_dropout=0.1)
+        fused = FusedConfig(rule="lion")
+        FusedSFTTrainer(model, args, train_dataset=train, processing_class=tokenizer, fused=fused).train()
+        weights.append(model.state_dict())
+    for name, tensor in weights[0].items():
+        assert torch.equal(tensor, weights[1][name]), name
+
+
 # ------------------------------------------------------------------------------------- templates that cannot be used
 
 
@@ -351,14 +304,14 @@ def test_text_needs_an_end_token(markless):
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused(markless):
-    markless.chat_template = "{{ messages | length }}" + MARKLESS_TEMPLATE
+    markless.chat_template = "{{ messages | length }}" + markless.chat_template
     message = refused(CHATS[:3], markless)
     assert "d.jsonl, record 1: the chat template rewrites earlier turns (message 2)" in message
     assert "data.answer_only" in message
 
 
 def test_a_template_that_prompts_differently_than_it_answers_is_refused(markless):
-    markless.chat_template = MARKLESS_TEMPLATE + "{% if add_generation_prompt %}<think>{% endif %}"
+    markless.chat_template += "{% if add_generation_prompt %}<think>{% endif %}"
     assert "rewrites earlier turns (message 2)" in refused(CHATS, markless)
 
 
@@ -373,7 +326,7 @@ def test_a_chat_that_begins_with_an_answer_needs_marks(tokenizer, markless):
 
 
 def test_marks_around_the_wrong_text_are_refused(markless):
-    markless.chat_template = "{% generation %}" + MARKLESS_TEMPLATE + "{% endgeneration %}"
+    markless.chat_template = "{% generation %}" + markless.chat_template + "{% endgeneration %}"
     assert "trains on a 'user' message" in refused(CHATS, markless)
 
 
@@ -391,7 +344,8 @@ def test_a_template_that_drops_an_answer_is_refused(markless):
 @pytest.mark.parametrize("answer_only", [None, False])
 def test_a_sequence_of_roles_that_the_template_refuses_names_its_record(markless, answer_only):
     markless.chat_template = (
-        "{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}" + MARKLESS_TEMPLATE
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
+        + markless.chat_template
     )
     record = {"messages": [{"role": "system", "content": "s"}, *CHATS[0]["messages"]]}
     message = refused([CHATS[0], record], markless, answer_only=answer_only)
@@ -399,103 +353,7 @@ def test_a_sequence_of_roles_that_the_template_refuses_names_its_record(markless
     assert "no system here" in message and "model.chat_template" in message
 
 
-# ---------------------------------------------------------------------------------------------------------- errors
-
-OK = {"text": "a"}
-
-
-@pytest.mark.parametrize(
-    ("records", "settings", "parts"),
-    [
-        ([{"instruction": "a", "output": "b"}, {"instruction": "a", "input": "b"}], {},
-         ["d.jsonl, record 2: 'output' is missing", "needs instruction and output", "(found: instruction, input)"]),
-        ([INSTRUCTIONS[0] | {"input": 5}], {}, ["record 1", "'input' should be a valid string, found 5"]),
-        ([{"prompt": "a"}], {"kind": "prompt_completion"}, ["record 1", "'completion' is missing"]),
-        ([{"messages": [user("a"), assistant(5)]}], {},
-         ["record 1, message 2 of 'messages': 'content' should be a valid string, found 5"]),
-        ([{"messages": "hello"}], {}, ["record 1: 'messages' should be a valid list, found \"hello\""]),
-        ([{"messages": []}], {}, ["record 1: 'messages' should have at least 1 item, found []"]),
-        ([{"messages": ["hello"]}], {}, ["message 1 of 'messages': it should be a valid dictionary, found \"hello\""]),
-        ([{"messages": [{"role": "user"}]}], {}, ["message 1 of 'messages': 'content' is missing (found: role)"]),
-        ([{"messages": [{"role": "asistant", "content": "a"}]}], {},
-         ["'role' should be 'system', ", "Did you mean 'assis"]),
-        ([{"messages": [user("a")]}], {}, ["record 1", "no message is from the assistant"]),
-        ([{"messages": [user("a"), assistant("b") | {"tool_calls": [{}]}]}], {}, ["message 2", "'tool_calls' is not"]),
-        ([{"conversations": [{"from": "gpt", "value": "a", "weight": 0}]}], {}, ["message 1", "'weight' is not supp"]),
-        ([{"messages": [user("a"), assistant("b") | {"weight": 0}]}], {}, ["message 2", "'weight' is not supported"]),
-        ([{"messages": [user("a"), assistant("b")], "tools": "[]"}], {}, ["record 1", "'tools' is not supported"]),
-        ([{"conversations": [{"from": "robot", "value": "a"}]}], {},
-         ["'from' should be 'system', 'human'", "found \"robot\""]),
-        ([{"prompt": [user("a")], "completion": [user("b")]}], {},
-         ["message 1 of 'completion': 'role' should be 'assistant'"]),
-        ([{"prompt": "a", "completion": "b"}, {"prompt": [user("a")], "completion": [assistant("b")]}], {},
-         ["record 2", "strings in some records and messages in others"]),
-        ([OK, {"text": None}], {}, ["record 2: 'text' should be a valid string, found null"]),
-        ([OK, [1]], {}, ["record 2: should be an object with named fields, found a list"]),
-        ([OK, CHATS[0]], {}, ["record 2", "kind 'messages', expected kind 'text'", "one kind"]),
-        ([{"body": "a"}], {}, ["record 1", "no kind fits the fields body", "data.columns"]),
-        ([{"instruction": "a", "output": "b", "text": "a b"}], {}, ["kinds instruction, text", "data.kind"]),
-        ([OK], {"columns": {"text": "boddy"}}, ["takes 'text' from 'boddy'", "found: text"]),
-        ([OK], {"answer_only": True}, ["text and has no answers", "data.answer_only"]),
-        ([OK] * 3, {"eval_fraction": 0.1}, ["data.eval_fraction 0.1 of 3 records holds out no record", "0.333"]),
-        ([], {}, ["d.jsonl: the file is empty"]),
-    ],
-)  # fmt: skip
-def test_a_bad_record_is_named(records, settings, parts):
-    config = DataConfig(write("d.jsonl", records), **settings)
-    with pytest.raises(DataError) as caught:
-        load(config)
-    for part in parts:
-        assert part in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "parts"),
-    [
-        ("d.jsonl", '{"text": "a"}\n\n{"text": "b" "c"}\n', ["d.jsonl, line 3: not valid JSON", "column 14", "delete"]),
-        ("d.json", '[{"text": "a"},\n{"text" 1}]', ["d.json, line 2: not valid JSON", "column 9"]),
-        ("d.csv", "text,more\na,b\nc\n", ["d.csv, line 3", "the header's 2"]),
-        ("d.csv", "text\na\n" + '"b', ["d.csv, line 3: not valid CSV", "Fix the line"]),
-        ("d.parquet", "text", ["d.parquet: not a Parquet file"]),
-        ("d.txt", "\n\n", ["d.txt: the file is empty"]),
-        ("d.jsonl", b'{"text": "\xff"}', ["d.jsonl: not UTF-8", "Convert"]),
-        ("d.jsom", "{}", ["data.path: d.jsom is of an unknown type '.jsom'", ".jsonl, .json, .csv, .parquet, .txt"]),
-    ],
-)
-def test_a_bad_file_is_named(name, content, parts):
-    Path(name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(DataError) as caught:
-        load(DataConfig(name))
-    for part in parts:
-        assert part in str(caught.value)
-
-
-def test_a_missing_file_names_the_nearest_one():
-    write("docs.jsonl", [OK])
-    with pytest.raises(DataError, match=r"data\.path: dosc\.jsonl does not exist\. Did you mean 'docs\.jsonl'\?"):
-        load(DataConfig("dosc.jsonl"))
-    with pytest.raises(DataError, match=r"data\.eval_path: far/x\.jsonl does not exist\. The directory far does not"):
-        load(DataConfig("docs.jsonl", eval_path="far/x.jsonl"))
-
-
-def test_a_directory_without_data_is_refused():
-    Path("folder").mkdir()
-    with pytest.raises(DataError, match=r"the directory folder has no file of a known type \(\.jsonl"):
-        load(DataConfig("folder"))
-
-
-def test_a_hub_name_without_a_network(monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(DataError) as caught:
-        load(DataConfig("nobody/nothing:small"))
-    for part in ("data.path: 'nobody/nothing:small'", "'train'", "hf download --repo-type dataset nobody/nothing"):
-        assert part in str(caught.value)
-
-
-def test_held_out_data_of_another_kind_is_refused():
-    config = DataConfig(write("a.jsonl", [OK]), eval_path=write("b.jsonl", CHATS))
-    with pytest.raises(DataError, match=r"b\.jsonl has messages but a\.jsonl has text"):
-        load(config)
+# ---------------------------------------------------------------------------------------------------------- settings
 
 
 @pytest.mark.parametrize(
@@ -507,6 +365,7 @@ def test_held_out_data_of_another_kind_is_refused():
         ({"max_length": 1}, "max_length\n  Input should be greater than or equal to 2"),
         ({"max_length": 10.5}, "max_length\n  Input should be a valid integer"),
         ({"max_samples": 0}, "max_samples\n  Input should be greater than or equal to 1"),
+        ({"max_samples": 10**30}, "max_samples\n  Input should be less than or equal to"),
         ({"workers": True}, "workers\n  Input should be a valid integer"),
         ({"seed": -1}, "seed\n  Input should be greater than or equal to 0"),
         ({"eval_fraction": "a tenth"}, "eval_fraction\n  Input should be a valid number"),
@@ -518,34 +377,3 @@ def test_a_value_out_of_range_is_named(settings, part):
     with pytest.raises(ValidationError) as caught:
         DataConfig(**{"path": "d.jsonl"} | settings)
     assert part in str(caught.value)
-
-
-# ------------------------------------------------------------------------------------------------------- tokenizer
-
-
-def test_a_trained_tokenizer_gives_any_text_back(tokenizer):
-    for text in ("plain", "tab\tand\nline  two spaces", "Größe → 日本 🙂", " lead , trail . "):
-        assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) == text
-
-
-def test_the_same_texts_give_the_same_tokenizer(tmp_path):
-    texts = [f"the {word} of {word[::-1]}" for word in ("alpha", "beta", "gamma", "delta")] * 3
-    first, second = (train_tokenizer(iter(texts), 300) for _ in range(2))
-    assert first.get_vocab() == second.get_vocab()
-    first.save_pretrained(tmp_path)
-    loaded = type(first).from_pretrained(tmp_path)
-    chat = CHATS[0]["messages"]
-    assert loaded.apply_chat_template(chat) == first.apply_chat_template(chat)
-    assert (loaded.eos_token, loaded.pad_token, loaded.bos_token) == ("<|end|>", "<|pad|>", "<|begin|>")
-
-
-def test_its_prompt_is_a_prefix_of_prompt_and_answer(tokenizer):
-    for answer in ("it is", " it is", "\nit", "", "<|user|>"):
-        chat = [user("what is "), assistant(answer)]
-        prompt = tokenizer.apply_chat_template(chat[:1], add_generation_prompt=True)["input_ids"]
-        assert tokenizer.apply_chat_template(chat)["input_ids"][: len(prompt)] == prompt
-
-
-def test_a_vocabulary_without_room_for_bytes_is_refused():
-    with pytest.raises(ConfigError, match=r"vocab_size is 200; it must be at least 262"):
-        train_tokenizer(["a"], 200)

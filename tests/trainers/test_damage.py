@@ -62,6 +62,11 @@ def change_rng(**values):
     return write
 
 
+def link_to_itself(path):
+    path.unlink()
+    path.symlink_to(path.name)
+
+
 HOW = {"cut": cut, "empty": overwrite(b""), "junk": overwrite(b"\x80\x02junk" * 9), "gone": os.unlink}
 JSON = {"a list": overwrite(b"[1, 2]"), "deep": overwrite(b"[" * 100_000)}
 PYTHON_STATE = (3, (1,) * 624 + (700,), None)
@@ -88,6 +93,7 @@ DAMAGES = [
         STATE,
         ("a control of text", change(stateful_callbacks={"TrainerControl": {"args": {"x": "y"}, "attributes": {}}})),
     ),
+    ("config.json", ("a link to itself", link_to_itself)),
     ("progress.json", ("no sums", change(loss_sums=[]))),
     ("progress.json", ("a sum of text", change(loss_sums=["1"]))),
     ("tokenizer.json", ("an empty mapping", overwrite(b"{}"))),
