@@ -9,6 +9,7 @@ and every logged loss with that of the same step.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -29,6 +30,7 @@ from rich.console import Console
 
 from benchmarks import reports
 
+ROOT = Path(__file__).parent.parent
 STEPS = 24
 TOPICS = ("a list", "the path", "a number", "the name", "one file", "the lock", "a queue", "the tree")
 # What shows that a run is doing something now: paths in its folder.
@@ -51,7 +53,9 @@ class Setting:
     adapters: bool = False
 
 
-ZERO3 = "trainer.deepspeed={zero_optimization: {stage: 3}, train_micro_batch_size_per_gpu: auto, train_batch_size: auto}"
+ZERO3 = (
+    "trainer.deepspeed={zero_optimization: {stage: 3}, train_micro_batch_size_per_gpu: auto, train_batch_size: auto}"
+)
 SETTINGS = {
     "local": Setting(("optimizer.rule=adamw", "optimizer.rounding=stochastic", "model.dtype=bfloat16")),
     "deferred": Setting(("optimizer.clip_norm=1.0", "trainer.gradient_accumulation_steps=2", "data.packing=true")),
@@ -80,7 +84,8 @@ def write_config(folder: Path) -> Path:
              "num_key_value_heads": 2, "attention_dropout": 0.1}  # fmt: skip
     config = {
         "run_dir": str(folder / "run"),
-        "model": {"config": {"model_type": "llama", **sizes}, "train_tokenizer": {"vocab_size": 300}, "dtype": "float32"},
+        "model": {"config": {"model_type": "llama", **sizes}, "train_tokenizer": {"vocab_size": 300},
+                  "dtype": "float32"},
         "data": {"path": str(folder / "pairs.jsonl"), "eval_fraction": 0.2, "max_length": 64},
         "optimizer": {"rule": "adalomo", "lr": 0.02},
         "trainer": {
@@ -139,7 +144,10 @@ class Run:
         return os.waitstatus_to_exitcode(status) if pid else None
 
     def kill(self) -> None:
-        os.killpg(self.pid, signal.SIGKILL)
+        try:
+            os.killpg(self.pid, signal.SIGKILL)
+        except ProcessLookupError:  # it has no group of its own yet
+            os.kill(self.pid, signal.SIGKILL)
         while self.ended() is None:
             time.sleep(0.001)
 
@@ -169,9 +177,8 @@ def train_adapters(run_dir: Path) -> None:
         str(run_dir), max_steps=STEPS, per_device_train_batch_size=4, save_steps=2, save_total_limit=2,
         logging_steps=3, report_to="none", use_cpu=True, learning_rate=1e-2, max_grad_norm=0, seed=7,
     )  # fmt: skip
-    trainer = FusedTrainer(
-        model, args=args, fused=FusedConfig(rule="adamw"), train_dataset=Dataset.from_dict({"input_ids": ids, "labels": ids})
-    )  # fmt: skip
+    data = Dataset.from_dict({"input_ids": ids, "labels": ids})
+    trainer = FusedTrainer(model, args=args, fused=FusedConfig(rule="adamw"), train_dataset=data)
     trainer.train(resume_from_checkpoint=bool(list(run_dir.glob("checkpoint-*"))))
 
 
@@ -200,7 +207,8 @@ def killed_run(setting: Setting, config: Path, run_dir: Path, seconds: float, ch
             skipped, begun = chance.randint(0, 6), set()
 
             def seen(pattern: str = MOMENTS[moment], skipped: int = skipped, begun: set[int] = begun) -> bool:
-                begun |= {path.stat().st_ino for path in run_dir.glob(pattern) if path.exists()}
+                with contextlib.suppress(OSError):  # it is gone already
+                    begun |= {path.stat().st_ino for path in run_dir.glob(pattern)}
                 return len(begun) > skipped
 
             status = wait(run, seen)
@@ -225,8 +233,10 @@ def results(run_dir: Path) -> dict[str, Any]:
     losses = {f"loss at {entry['step']}": entry["loss"] for entry in state["log_history"] if "loss" in entry}
     if (run_dir / "metrics.jsonl").exists():
         records = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-        losses |= {f"{key} of {r['step']}": r[key] for r in records for key in ("loss", "eval_loss", "tokens") if key in r}
-        losses["files"] = sorted(path.name for path in run_dir.iterdir() if not path.name.startswith("traceback"))
+        losses |= {
+            f"{key} of {r['step']}": r[key] for r in records for key in ("loss", "eval_loss", "tokens") if key in r
+        }
+        losses["files"] = sorted(path.name for path in run_dir.iterdir() if path.name[0] != ".")
     return files | losses
 
 
@@ -255,7 +265,9 @@ def measure(setting: Setting, kills: int, seed: int, folder: Path, console: Cons
                 shutil.rmtree(run_dir)
         except (OSError, ValueError, KeyError) as error:
             outcome.problems.append(f"{run_dir.name} ({', '.join(moments)}): {error}")
-        console.print(f"{name}: {sum(outcome.kills.values())} kills, {outcome.identical} of {outcome.runs} runs identical")
+        console.print(
+            f"{name}: {sum(outcome.kills.values())} kills, {outcome.identical} of {outcome.runs} runs identical"
+        )
     return outcome
 
 
@@ -280,8 +292,9 @@ def main(argv: list[str] | None = None) -> int:
                 console.print(problem, style="red", markup=False)
     table = {
         name: {
-            "kills": sum(row.kills.values()), "by moment": dict(row.kills), "runs": row.runs, "identical": row.identical,
-            "damaged checkpoints passed over": row.passed_over, "problems": row.problems,
+            "kills": sum(row.kills.values()), "by moment": dict(row.kills), "runs": row.runs,
+            "identical": row.identical, "damaged checkpoints passed over": row.passed_over,
+            "problems": row.problems,
         }
         for name, row in rows.items()
     }  # fmt: skip

@@ -414,6 +414,18 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again(config, 
     assert steps == sorted(steps)
 
 
+def test_other_data_under_the_same_path_is_refused(config, run_dir, tmp_path, capsys):
+    lowmem(capsys, "train", config)
+    data = tmp_path / "pairs.jsonl"
+    before = data.read_text()
+    data.write_text(before.replace("Return a queue of 14.", "Return a queue of 99."))
+    code, _, err = lowmem(capsys, "train", run_dir / "config.yaml", "--resume", "trainer.max_steps=7")
+    assert code == 2
+    assert f"{data}, as it is tokenized now, is not what {run_dir}/checkpoint-6 was trained on" in err
+    data.write_text(before)
+    assert lowmem(capsys, "train", run_dir / "config.yaml", "--resume", "trainer.max_steps=7")[0] == 0
+
+
 def test_what_was_not_drawn_is_drawn_on_resume(config, run_dir, capsys):
     lowmem(capsys, "train", config)
     for name in ("README.md", "loss.png", "memory.png"):

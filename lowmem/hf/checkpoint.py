@@ -241,6 +241,20 @@ def rotate(run_dir: Path, step: int, limit: int | None, best: str | None) -> Non
         shutil.rmtree(removed, ignore_errors=True)
 
 
+def tidy(run_dir: Path) -> None:
+    """Removes what a killed run has left of checkpoints that it was writing or removing."""
+    for name in (STAGING, _REMOVED):
+        shutil.rmtree(run_dir / name, ignore_errors=True)
+
+
+def candidates(run_dir: Path) -> list[Path]:
+    """The checkpoints in a run directory, complete or not, the newest first. One that was being replaced when the run
+    was killed is among them.
+    """
+    found = {path.name: path for home in (run_dir / _REPLACED, run_dir) for path in by_number(home)}
+    return sorted(found.values(), key=_number, reverse=True)
+
+
 def _number(folder: Path) -> int:
     return int(folder.name.rpartition("-")[2])
 
@@ -256,9 +270,8 @@ def find_last(run_dir: Path, check: Callable[[Path], None] = check_resumable) ->
     Raises:
         CheckpointError: none passes.
     """
-    found = {path.name: path for home in (run_dir / _REPLACED, run_dir) for path in by_number(home)}
     damaged = []
-    for folder in sorted(found.values(), key=_number, reverse=True):
+    for folder in candidates(run_dir):
         try:
             check(folder)
         except CheckpointError as error:

@@ -20,7 +20,7 @@ import torch
 
 from lowmem.errors import ConfigError
 from lowmem.files import cpu, version, write_file, writing
-from lowmem.hf.checkpoint import by_number
+from lowmem.hf.checkpoint import candidates, tidy
 from lowmem.run.config import RunConfig
 from lowmem.run.terminal import warn
 
@@ -51,6 +51,7 @@ def run_folder(run_dir: str | Path, resume: bool, rank: int = 0) -> Iterator[Pat
     try:
         with _locked(folder):
             _check_use(folder, resume)
+            tidy(folder)
             yield folder
     except BaseException:
         with contextlib.suppress(OSError):
@@ -60,7 +61,7 @@ def run_folder(run_dir: str | Path, resume: bool, rank: int = 0) -> Iterator[Pat
 
 def _check_use(folder: Path, resume: bool) -> None:
     found = {path.name for path in folder.iterdir()} - {LOCK}
-    is_run = CONFIG in found or by_number(folder)
+    is_run = CONFIG in found or candidates(folder)
     if resume and not is_run:
         raise ConfigError(f"run_dir {folder} does not contain a run to resume. Omit --resume to start one.")
     if found and not resume:

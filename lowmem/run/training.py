@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed
 from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
 
 from lowmem import rules
-from lowmem.errors import LowmemError
-from lowmem.files import write_file
+from lowmem.errors import DataError, LowmemError
+from lowmem.files import read_json, write_file
 from lowmem.hf import checkpoint
 from lowmem.placements import in_group
 from lowmem.run import build, folder, report
 from lowmem.run import plan as planning
 from lowmem.run.config import RunConfig, save
-from lowmem.run.data import TokenCounts, check_tokenized
+from lowmem.run.data import TokenCounts, check_tokenized, fingerprint
 from lowmem.run.memory import is_out_of_memory
 from lowmem.run.metrics import read_metrics
 from lowmem.run.pictures import size
@@ -50,6 +51,10 @@ def train(config: RunConfig, *, resume: bool = False) -> int | None:
         with stage("tokenizing"):
             trainer = build.trainer(config, samples, model, args)
             counts = check_tokenized(trainer.train_dataset, samples.train, config.data)
+            trained_on = DataFingerprint(fingerprint(trainer.train_dataset))
+        if resume_from is not None:
+            trained_on.check(resume_from, config)
+        trainer.add_callback(trained_on)
         trainer.create_optimizer()  # raises what it does not support before anything is written
         _describe(config, trainer, counts)
         if RANK == 0:
@@ -65,9 +70,29 @@ def train(config: RunConfig, *, resume: bool = False) -> int | None:
     return signals[0] if signals else None
 
 
+class DataFingerprint(TrainerCallback, ExportableState):  # type: ignore[misc]
+    """Saves the fingerprint of the training data in each checkpoint, in trainer_state.json."""
+
+    def __init__(self, fingerprint: str) -> None:
+        self.fingerprint = fingerprint
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {"fingerprint": self.fingerprint}, "attributes": {}}
+
+    def check(self, folder: Path, config: RunConfig) -> None:
+        """Raises `DataError` if the checkpoint in `folder` was trained on other data."""
+        saved = read_json(folder / checkpoint.TRAINER_STATE_FILE)["stateful_callbacks"].get(type(self).__name__)
+        if saved is not None and saved["args"]["fingerprint"] != self.fingerprint:
+            raise DataError(
+                f"{config.data.path}, as it is tokenized now, is not what {folder} was trained on. Restore data and "
+                "settings (data, the chat template) to continue this run, or start another from these weights: "
+                f"model.path={shlex.quote(str(folder))} model.config=null model.train_tokenizer=null run_dir=..."
+            )
+
+
 def _newest_checkpoint(run_dir: Path) -> Path | None:
     """The checkpoint to continue from; None if the run has not saved any yet."""
-    if not checkpoint.by_number(run_dir):
+    if not checkpoint.candidates(run_dir):
         warn(f"{run_dir} has no checkpoint yet, so the run starts from its beginning")
         return None
     newest, damaged = checkpoint.find_last(run_dir)
