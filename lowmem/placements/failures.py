@@ -16,8 +16,9 @@ from lowmem.placements.ranks import in_group
 _GRACE = 3.0
 
 # Of each rank that has failed, in the store of the default process group: its message, or nothing while the rank only
-# knows that a collective failed.
+# knows that a collective failed, or with this mark what it has found out about that.
 _KEY = "lowmem/failed/{}"
+_FOUND = "found: "
 
 _TIMEOUT = re.compile(r"(?:[Tt]imed out waiting |Timeout\(ms\)=|timeout after )(\d+)")
 _TOO_SLOW = re.compile(r"tim(?:ed|e)[ -]?out", re.IGNORECASE)
@@ -50,17 +51,19 @@ def explain(error: BaseException) -> RankError | None:
     answered = _within_grace(_ask, others)
     if answered:
         reason = _reason(others, collective, seconds and int(seconds[1]) / 1000)
-        _within_grace(_tell, reason)
+        _within_grace(_tell, _FOUND + reason)
     else:
         reason = "the process with the store of the process group (mostly rank 0) has ended or does not answer"
     return RankError(f"{reason}. Continue from the last checkpoint once the cause is removed")
 
 
 def _reason(others: dict[int, str | None], collective: str, seconds: float | None) -> str:
-    failed = {rank: message for rank, message in others.items() if message}
-    if failed:
-        rank, message = min(failed.items())
-        return f"rank {rank} failed: {message}"
+    told = {rank: message for rank, message in others.items() if message}
+    for rank, message in told.items():
+        if not message.startswith(_FOUND):
+            return f"rank {rank} failed: {message}"
+    for message in told.values():
+        return message.removeprefix(_FOUND)
     if silent := [rank for rank, message in others.items() if message is None]:
         ranks = "rank" if len(silent) == 1 else "ranks"
         names = f"{ranks} {', '.join(map(str, silent[:8]))}{' ...' if len(silent) > 8 else ''}"
