@@ -22,6 +22,7 @@ from rich.text import Text
 from lowmem import __version__, rules
 from lowmem.errors import LowmemError
 from lowmem.files import write_file
+from lowmem.placements import failures
 from lowmem.run.memory import state_bytes
 from lowmem.run.terminal import RANK, err, out, print_topics, stage
 from lowmem.tiles import storage
@@ -47,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     if rest:
         arguments.overrides += rest
     try:
-        status = arguments.command(arguments)
+        with failures.explained():
+            status = arguments.command(arguments)
     except KeyboardInterrupt:
         err.print("interrupted", style="red")
         sys.exit(130)

@@ -160,7 +160,8 @@ def _memory_advice(config: RunConfig, run_dir: Path) -> str:
 
 @contextmanager
 def _stop_on_signal(trainer: Any) -> Iterator[list[int]]:
-    """On the first Ctrl-C or SIGTERM, ends training after the current step with a checkpoint; a second ends it at once.
+    """On the first Ctrl-C or SIGTERM, ends training after the current step with a checkpoint; a second Ctrl-C ends it
+    at once. A second SIGTERM does not: a cluster and a launcher may both send one.
 
     Yields a list to which the signal is added when it arrives.
     """
@@ -178,6 +179,7 @@ def _stop_on_signal(trainer: Any) -> Iterator[list[int]]:
     def handle(number: int, _: object) -> None:
         signals.append(number)
         restore()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         warn("stopping after this step, with a checkpoint; press Ctrl-C again to stop at once")
 
     handlers = {name: signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)}
