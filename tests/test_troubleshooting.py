@@ -3,8 +3,12 @@
 import copy
 import gc
 import inspect
+import json
 import logging
+import math
 import re
+import subprocess
+import sys
 import warnings
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +23,11 @@ from torch.utils.checkpoint import checkpoint
 
 import lowmem
 from lowmem.errors import LowmemError
+from lowmem.hf import agreement, integrity
+from lowmem.placements import failures
+from lowmem.run.folder import run_folder
+from lowmem.run.memory import is_out_of_memory
+from lowmem.run.training import DataFingerprint
 
 PAGE = (Path(__file__).parents[1] / "docs" / "troubleshooting.md").read_text()
 HEADINGS = re.findall(r"^### (.+)$", PAGE, re.MULTILINE)
@@ -394,6 +403,79 @@ def other_parameters():
     net = make_net()
     saved = lomo(net).state_dict()
     lomo(net[0]).load_state_dict(saved)
+
+
+@entry("`is damaged: its checksum is not that in checksums.txt`")
+def flipped(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    integrity.write_checksums(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    integrity.check_checksums(tmp_path)
+
+
+@entry("`checksums.txt is missing`")
+def no_checksums(tmp_path):
+    integrity.check_checksums(tmp_path)
+
+
+@entry("`is in use by process`")
+def in_use(tmp_path):
+    hold = "import sys; from lowmem.run.folder import run_folder\nwith run_folder(sys.argv[1], False): print(); input()"
+    command = [sys.executable, "-c", hold, tmp_path]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        try:
+            with run_folder(tmp_path, resume=False):
+                pass
+        finally:
+            other.kill()
+
+
+@entry("`as it is tokenized now, is not what ... was trained on`")
+def other_data(tmp_path):
+    saved = {"stateful_callbacks": {"DataFingerprint": DataFingerprint("a").state()}}
+    (tmp_path / "trainer_state.json").write_text(json.dumps(saved))
+    DataFingerprint("b").check(tmp_path, "data.jsonl")
+
+
+# -- faults ------------------------------------------------------------------------------------------------------------
+
+
+@entry("`the last ... steps had gradients that are not finite`")
+def never_finite():
+    net = make_net()
+    opt = lomo(net, max_nonfinite_steps=2)
+    for _ in range(3):
+        opt.backward(loss_of(net) * math.nan)
+
+
+def started_with(rank):
+    try:
+        agreement.check({"training samples": str(40 + rank)})
+    except LowmemError as error:
+        return str(error)
+
+
+@entry("`the ranks were not started alike`")
+def not_alike(two):
+    return two.run(started_with)[0]
+
+
+@entry("`did not answer within ... seconds`")
+def hanging():
+    return failures._reason({1: None}, "Timed out waiting 6000ms for recv operation to complete", 6.0)
+
+
+@entry("`out of memory`")
+def no_memory():
+    net = make_net()
+    opt = lomo(net)
+    net[0].weight.register_hook(lambda grad: grad.new_empty(2**60))
+    try:
+        opt.backward(loss_of(net))
+    except RuntimeError as error:
+        assert is_out_of_memory(error)
+    return "out of memory"
 
 
 # -- symptoms without an error -----------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ def train(config: RunConfig, *, resume: bool = False) -> int | None:
             counts = check_tokenized(trainer.train_dataset, samples.train, config.data)
             trained_on = DataFingerprint(fingerprint(trainer.train_dataset))
         if resume_from is not None:
-            trained_on.check(resume_from, config)
+            trained_on.check(resume_from, config.data.path)
         trainer.add_callback(trained_on)
         trainer.create_optimizer()  # raises what it does not support before anything is written
         _describe(config, trainer, counts)
@@ -79,12 +79,12 @@ class DataFingerprint(TrainerCallback, ExportableState):  # type: ignore[misc]
     def state(self) -> dict[str, Any]:
         return {"args": {"fingerprint": self.fingerprint}, "attributes": {}}
 
-    def check(self, folder: Path, config: RunConfig) -> None:
+    def check(self, folder: Path, data: str) -> None:
         """Raises `DataError` if the checkpoint in `folder` was trained on other data."""
         saved = read_json(folder / checkpoint.TRAINER_STATE_FILE)["stateful_callbacks"].get(type(self).__name__)
         if saved is not None and saved["args"]["fingerprint"] != self.fingerprint:
             raise DataError(
-                f"{config.data.path}, as it is tokenized now, is not what {folder} was trained on. Restore data and "
+                f"{data}, as it is tokenized now, is not what {folder} was trained on. Restore data and "
                 "settings (data, the chat template) to continue this run, or start another from these weights: "
                 f"model.path={shlex.quote(str(folder))} model.config=null model.train_tokenizer=null run_dir=..."
             )
