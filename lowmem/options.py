@@ -135,8 +135,8 @@ class FusedConfig:
         self._check_policy()
         for option in ("clip_norm", "clip_value"):
             value = getattr(self, option)
-            if value is not None and not value > 0:
-                raise ConfigError(f"{option}={value!r} is not a number > 0; omit it for no clipping")
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"{option}={value!r} is not a finite number > 0; omit it for no clipping")
         if self.norm_type not in (2, math.inf):
             raise ConfigError(f"norm_type={self.norm_type!r} is neither 2 nor inf")
         initial_scale(self.loss_scale)
@@ -271,11 +271,11 @@ def initial_scale(requested: Any) -> float | None:
         return requested.init_scale
     if requested is None:
         return None
-    if not _is_number(requested) or (requested != 0 and not _is_scale(requested)):
+    if not _is_scale(requested):
         raise ConfigError(
-            f"loss_scale={requested!r} is neither a number >= 0 (0: none) nor 'dynamic' nor a DynamicScale"
+            f"loss_scale={requested!r} is neither a number > 0 nor 'dynamic' nor a DynamicScale; omit it for no scaling"
         )
-    return None if requested in (0, 1) else float(requested)
+    return None if requested == 1 else float(requested)
 
 
 def _is_number(value: Any) -> bool:

@@ -8,6 +8,8 @@ NUMBERS = [0, -1, 1, 2, 3, 7, 0.5, -0.5, 1.5, 1e-30, 1e30, 1e9, 2**31, 2**32, 2*
 NUMBERS += [float("nan"), float("inf"), float("-inf")]
 STRINGS = ["", " ", "no", "yes", "none", "auto", "nope", "1", "1e-3", "-1", "true", "null", "~", ".nan", "a" * 5000]
 STRINGS += ["ü", "\u202e", "\U0001f600", "\x07", "\x1b[31m", "a\nb", "a\tb", "../..", "/", ".", "{}", "[]", "%s", "{0}"]
+PLAUSIBLE = [0, 1, 2, 3, -1, 0.5, 1e-8, 1.0, True, False, None, "no", "steps", "epoch", "best", "auto", "all", "none"]
+PLAUSIBLE += ["cosine", "constant", "random", "eager", "gelu", "bfloat16", {}, [], "text.jsonl", "loss", 16, 1000]
 OTHERS = [None, [], {}, [None], [[]], {"": 1}, {"a": {"b": {"c": 1}}}, [1, "a", None], list(range(1000))]
 
 

@@ -4,12 +4,20 @@ import contextlib
 import copy
 import io
 import json
+from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
+from datasets import Dataset
+from trl import SFTConfig
 
 from lowmem import cli
+from lowmem.options import FusedConfig
+from lowmem.run import build
+from lowmem.run.data import DataConfig
+from lowmem.run.tokenizers import SMALLEST_VOCABULARY, train_tokenizer
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
 LLAMA = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
@@ -92,3 +100,25 @@ def train(folder: Path, config: Path, *overrides: str) -> tuple[int, str]:
         assert len(said) <= LONGEST, (len(said), said[:LONGEST])
         assert not (left := set(folder.rglob("*")) - before), (said, left)
     return status, said
+
+
+@cache
+def samples(held_out: bool) -> build.Samples:
+    """Data for `build.arguments`."""
+    rows = Dataset.from_dict({"input_ids": [[1, 2]], "labels": [[1, 2]]})
+    return build.Samples(train_tokenizer(["a"], SMALLEST_VOCABULARY), rows, rows if held_out else None)
+
+
+# Keys of a configuration by section.
+KNOWN = {
+    (): ["seed", "optimizer", "model", "lr", "batch_size", "epochs"],
+    ("data",): [field.name for field in fields(DataConfig)],
+    ("optimizer",): [field.name for field in fields(FusedConfig)] + ["betas", "eps", "weight_decay", "momentum"],
+    ("trainer",): [field.name for field in fields(SFTConfig)],
+    ("model",): ["path", "tokenizer", "dtype", "attention", "chat_template"],
+    ("model", "config"): [
+        "hidden_act", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "attention_dropout", "head_dim",
+        "vocab_size", "attention_bias", "tie_word_embeddings", "initializer_range", "num_key_value_heads",
+        "pad_token_id", "mlp_bias", "sliding_window", "resid_pdrop", "layer_norm_epsilon", "layer_types", "n_inner",
+    ],
+}  # fmt: skip

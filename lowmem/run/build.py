@@ -99,6 +99,7 @@ def arguments(config: RunConfig, samples: Samples) -> "SFTConfig":
 
     if config.trainer.get("deepspeed"):
         sharding.require_deepspeed()
+        check_deepspeed(config.trainer["deepspeed"])
     if config.trainer.get("eval_strategy", "no") != "no" and samples.held_out is None:
         raise ConfigError("trainer.eval_strategy asks to evaluate, but no data is held out: set data.eval_fraction or "
                           "data.eval_path")  # fmt: skip
@@ -125,14 +126,12 @@ def arguments(config: RunConfig, samples: Samples) -> "SFTConfig":
         except (ValueError, ImportError) as error:
             raise ConfigError(f"trainer: {reason(error)}") from error
     _check_schedule(args)
-    if args.deepspeed:
-        check_deepspeed(args.hf_deepspeed_config.config)
     return args
 
 
 def _check_schedule(args: "SFTConfig") -> None:
     """Raises `ConfigError` if the schedule can't be made or gives learning rates that are no numbers."""
-    steps = args.max_steps if args.max_steps > 0 else 1000
+    steps = args.max_steps if args.max_steps > 0 else 1_000_000
     options = {"num_warmup_steps": args.get_warmup_steps(steps), "num_training_steps": steps}
     kwargs = args.lr_scheduler_kwargs
     place = f"trainer.lr_scheduler_type={args.lr_scheduler_type.value}" + (", lr_scheduler_kwargs" if kwargs else "")
@@ -143,7 +142,7 @@ def _check_schedule(args: "SFTConfig") -> None:
         )
         factors = schedule.get_last_lr()
         if isinstance(schedule, LambdaLR):
-            factors = [schedule.lr_lambdas[0](step) for step in range(min(steps, 1000))]
+            factors = [schedule.lr_lambdas[0](step) for step in range(0, steps, max(1, steps // 1000))]
     except Exception as error:  # of schedules that are given any keyword arguments
         raise ConfigError(f"{place}: no schedule can be made: {reason(error)}") from error
     if not all(isinstance(factor, int | float) and 0 <= factor < math.inf for factor in factors):

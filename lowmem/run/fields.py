@@ -97,7 +97,7 @@ NARROWED: dict[str, Any] = {
     "dataloader_num_workers": _within(Whole, lambda n: 0 <= n <= 1024, "0 to 1024"),
     "dataloader_prefetch_factor": _OPTIONAL_COUNT,
     "dataloader_multiprocessing_context": Literal["fork", "spawn", "forkserver"] | None,
-    "accelerator_config": dict[str, Any] | None,
+    **dict.fromkeys(("accelerator_config", "dataset_kwargs"), dict[str, Any] | None),
     # devices
     "ddp_backend": Literal["nccl", "gloo", "mpi", "ccl", "hccl", "cncl", "mccl"] | None,
     "fsdp": bool,

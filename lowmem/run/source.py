@@ -274,4 +274,4 @@ def located(place: str) -> Iterator[None]:
     try:
         yield
     except LowmemError as error:
-        raise type(error)(f"{place}: {error}") from error
+        raise type(error)(f"{place}: {shortened(str(error), 1000)}") from error

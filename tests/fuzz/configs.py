@@ -1,52 +1,35 @@
 """Configurations: mutated values, damaged texts, and what a run makes of them."""
 
 import contextlib
+import copy
 import random
-from dataclasses import asdict, fields
-from functools import cache
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset
-from mutations import damage, mutate
-from runs import CONFIGS, LONGEST, SMALL, VALID, text_of, train, write_data
-from trl import SFTConfig
+from mutations import PLAUSIBLE, at, damage, mutate
+from runs import CONFIGS, KNOWN, LONGEST, SMALL, VALID, samples, text_of, train, write_data
 
 from lowmem.errors import LowmemError
-from lowmem.options import FusedConfig
 from lowmem.run import build
 from lowmem.run.config import RunConfig, load, save
-from lowmem.run.data import DataConfig
-from lowmem.run.tokenizers import SMALLEST_VOCABULARY, train_tokenizer
-
-KNOWN = {
-    (): ["seed", "optimizer", "model", "lr", "batch_size", "epochs"],
-    ("data",): [field.name for field in fields(DataConfig)],
-    ("optimizer",): [field.name for field in fields(FusedConfig)] + ["betas", "eps", "weight_decay", "momentum"],
-    ("trainer",): [field.name for field in fields(SFTConfig)],
-    ("model",): ["path", "tokenizer", "dtype", "attention", "chat_template"],
-    ("model", "config"): [
-        "hidden_act", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "attention_dropout", "head_dim",
-        "vocab_size", "attention_bias", "tie_word_embeddings", "initializer_range", "num_key_value_heads",
-        "pad_token_id", "mlp_bias", "sliding_window", "resid_pdrop", "layer_norm_epsilon", "layer_types", "n_inner",
-    ],
-}  # fmt: skip
 
 # What would take long or reach out of the folder, and is nonsense to nobody.
 SLOW = ("dataloader_num_workers", "workers", "torch_compile", "push_to_hub", "use_liger_kernel", "report_to")
-LIMITS = ["trainer.max_steps=1", "data.workers=null"]
 
 
 def run(seed: int, folder: Path) -> str:
     rng = random.Random(seed)
     path = folder / "run.yaml"
     if seed % 20 == 0:
-        written = _mutated(rng, SMALL)
-        path.write_text(text_of(written), encoding="utf-8")
+        written = _varied(rng) if rng.random() < 0.8 else _mutated(rng, SMALL)
         write_data(folder)
         for name in SLOW:
-            if isinstance(written.get("trainer"), dict):
-                written["trainer"].pop(name, None)
+            for section in written.values():
+                if isinstance(section, dict):
+                    section.pop(name, None)
+        if isinstance(written.get("trainer"), dict) and written["trainer"].get("max_steps") in (-1, 1000):
+            written["trainer"]["num_train_epochs"] = 1
         path.write_text(text_of(written), encoding="utf-8")
         status, _ = train(folder, path)
         return "accepted" if status == 0 else "LowmemError"
@@ -71,7 +54,7 @@ def check(path: Path, written: Any, folder: Path) -> str:
     assert same(config, load(folder / "saved.yaml")), "what is saved reads back different"
     if written is not None:
         assert means(written, merged(config)), f"{written} was read as {merged(config)}"
-    args = build.arguments(config, samples(config.data.eval_path or config.data.eval_fraction))
+    args = build.arguments(config, samples(bool(config.data.eval_path or config.data.eval_fraction)))
     for name, value in config.trainer.items():
         if isinstance(value, bool | int | float):
             assert getattr(args, name) == value, f"trainer.{name}={value!r} became {getattr(args, name)!r}"
@@ -82,6 +65,15 @@ def _mutated(rng: random.Random, valid: list[Any]) -> Any:
     config = rng.choice(valid)
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         config = mutate(rng, config, KNOWN) if config else config
+    return config
+
+
+def _varied(rng: random.Random) -> Any:
+    """A small run with values that may be allowed for some of its keys."""
+    config = copy.deepcopy(rng.choice(SMALL))
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        section = rng.choice([key for key in KNOWN if key] + [("trainer",)] * 5)
+        at(config, section)[rng.choice(KNOWN[section])] = copy.deepcopy(rng.choice(PLAUSIBLE))
     return config
 
 
@@ -104,9 +96,3 @@ def means(written: Any, read: Any) -> bool:
     if isinstance(written, bool) or isinstance(read, bool):
         return written is read
     return written == read or (written != written and read != read)
-
-
-@cache
-def samples(held_out: Any) -> build.Samples:
-    rows = Dataset.from_dict({"input_ids": [[1, 2]], "labels": [[1, 2]]})
-    return build.Samples(train_tokenizer(["a"], SMALLEST_VOCABULARY), rows, rows if held_out else None)
