@@ -271,11 +271,11 @@ def initial_scale(requested: Any) -> float | None:
         return requested.init_scale
     if requested is None:
         return None
-    if not _is_scale(requested):
+    if not _is_number(requested) or (requested != 0 and not _is_scale(requested)):
         raise ConfigError(
-            f"loss_scale={requested!r} is neither a number > 0 nor 'dynamic' nor a DynamicScale; omit it for no scaling"
+            f"loss_scale={requested!r} is neither a number >= 0 (0: none) nor 'dynamic' nor a DynamicScale"
         )
-    return None if requested == 1 else float(requested)
+    return None if requested in (0, 1) else float(requested)
 
 
 def _is_number(value: Any) -> bool:

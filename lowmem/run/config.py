@@ -14,7 +14,7 @@ from typing_extensions import is_typeddict
 
 from lowmem.errors import ConfigError, did_you_mean
 from lowmem.files import write_file
-from lowmem.options import FusedConfig
+from lowmem.options import DynamicScale, FusedConfig
 from lowmem.rules import ENGINE_KEYS, resolve
 from lowmem.run import fields as trainer_fields
 from lowmem.run import models, secrets
@@ -181,6 +181,7 @@ def _optimizer_types(source: Source) -> Any:
         groups.append(mapping({"match": str}, types | dict.fromkeys(ENGINE_KEYS, str) | {"lr": float}))
     types = _hyperparameters(rule, source.at(("optimizer", "rule"))) | get_type_hints(FusedConfig, include_extras=True)
     types |= {"rule": str, "groups": tuple[tuple(groups)]}  # type: ignore[misc]
+    types["loss_scale"] = Annotated[float, Field(gt=0)] | Literal["dynamic"] | DynamicScale | None
     optional = {name: types[name] for name in types if name != "lr" and f"optimizer.{name}" not in ELSEWHERE}
     return mapping({"lr": Annotated[float, Field(gt=0, allow_inf_nan=False)]}, optional)
 

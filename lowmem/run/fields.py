@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
-from transformers.training_args import trainer_log_levels
 from trl import SFTConfig
 
 from lowmem.errors import ConfigError
@@ -34,7 +33,7 @@ _OPTIONAL_COUNT = _COUNT | None
 _FROM_ZERO = _within(Whole, lambda n: n >= 0, "at least 0")
 _AMOUNT = _within(Finite, lambda x: x >= 0, "at least 0")
 _STEPS = _within(Finite, _is_steps, "a whole number of steps, or a part of the training between 0 and 1")
-_LEVEL = Literal[tuple(trainer_log_levels)]  # type: ignore[valid-type]
+_LEVEL: Any = Literal[tuple(SFTConfig.__dataclass_fields__["log_level"].metadata["choices"])]
 
 # The keys of checkpointing are those of transformers, of TRL (selective) and of torch.utils.checkpoint.
 _SWITCHES = ("offload", "selective", "use_reentrant", "preserve_rng_state")
