@@ -95,7 +95,7 @@ SYNONYMS = {
 class TokenizerTraining:
     """A tokenizer that is trained on the data before the run."""
 
-    vocab_size: Annotated[Whole, Field(ge=1)]
+    vocab_size: Annotated[Whole, Field(ge=1, le=2**22)]  # tokenizers 0.23 ends the process where memory is too small
 
 
 @pydantic.dataclasses.dataclass(config=STRICT)

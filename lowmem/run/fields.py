@@ -61,7 +61,16 @@ _DEEPSPEED = {
     "steps_per_print": _COUNT,
     **dict.fromkeys(("wall_clock_breakdown", "prescale_gradients", "dump_state", "memory_breakdown"), bool),
     "zero_optimization": mapping({}, {"stage": _within(Whole, lambda n: 0 <= n <= 3, "0 to 3")}, extra="allow"),
-    **dict.fromkeys(("fp16", "bf16"), mapping({}, {"enabled": bool | Literal["auto"]}, extra="allow")),
+    "bf16": mapping({}, {"enabled": bool | Literal["auto"]}, extra="allow"),
+    "fp16": mapping(
+        {},
+        {
+            "enabled": bool | Literal["auto"],
+            "loss_scale": _AMOUNT,
+            "initial_scale_power": _within(Whole, lambda n: 0 <= n <= 64, "0 to 64"),
+        },
+        extra="allow",
+    ),
     **dict.fromkeys(("optimizer", "scheduler"), mapping({}, {"params": dict[str, Any]}, extra="allow")),
     **dict.fromkeys(_DEEPSPEED_SECTIONS, dict[str, Any]),
 }
