@@ -139,8 +139,8 @@ class FusedConfig:
         self._check_policy()
         for option in ("clip_norm", "clip_value"):
             value = getattr(self, option)
-            if value is not None and not value > 0:
-                raise ConfigError(f"{option}={value!r} is not a number > 0; omit it for no clipping")
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"{option}={value!r} is not a finite number > 0; omit it for no clipping")
         if self.norm_type not in (2, math.inf):
             raise ConfigError(f"norm_type={self.norm_type!r} is neither 2 nor inf")
         initial_scale(self.loss_scale)

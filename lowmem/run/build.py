@@ -1,5 +1,7 @@
 """Creates tokenizer, data, model and trainer from a `RunConfig`, each checked before the next is created."""
 
+import copy
+import math
 import os
 import re
 import tempfile
@@ -10,13 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, set_seed
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, get_scheduler, set_seed
 
-from lowmem.errors import ConfigError
+from lowmem.errors import ConfigError, LowmemError
 from lowmem.hf import sharding
 from lowmem.rules import resolve
 from lowmem.run import data
 from lowmem.run.config import ModelConfig, RunConfig
+from lowmem.run.engine import check_deepspeed
+from lowmem.run.models import reason
 from lowmem.run.tokenizers import train_tokenizer
 from lowmem.trainer import FusedSFTTrainer
 
@@ -98,6 +103,7 @@ def arguments(config: RunConfig, samples: Samples) -> "SFTConfig":
 
     if config.trainer.get("deepspeed"):
         sharding.require_deepspeed()
+        check_deepspeed(config.trainer["deepspeed"])
     if config.trainer.get("eval_strategy", "no") != "no" and samples.held_out is None:
         raise ConfigError("trainer.eval_strategy asks to evaluate, but no data is held out: set data.eval_fraction or "
                           "data.eval_path")  # fmt: skip
@@ -120,9 +126,31 @@ def arguments(config: RunConfig, samples: Samples) -> "SFTConfig":
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         try:
-            return SFTConfig(**arguments)
-        except ValueError as error:
-            raise ConfigError(f"trainer: {first_line(error)}") from error
+            args = SFTConfig(**arguments)
+        except (ValueError, ImportError) as error:
+            raise ConfigError(f"trainer: {reason(error)}") from error
+    _check_schedule(args)
+    return args
+
+
+def _check_schedule(args: "SFTConfig") -> None:
+    """Raises `ConfigError` if the schedule can't be made or gives learning rates that are no numbers."""
+    steps = args.max_steps if args.max_steps > 0 else 1_000_000
+    options = {"num_warmup_steps": args.get_warmup_steps(steps), "num_training_steps": steps}
+    kwargs = args.lr_scheduler_kwargs
+    place = f"trainer.lr_scheduler_type={args.lr_scheduler_type.value}" + (", lr_scheduler_kwargs" if kwargs else "")
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    try:
+        schedule = get_scheduler(
+            args.lr_scheduler_type, optimizer, **options, scheduler_specific_kwargs=copy.deepcopy(kwargs)
+        )
+        factors = schedule.get_last_lr()
+        if isinstance(schedule, LambdaLR):
+            factors = [schedule.lr_lambdas[0](step) for step in range(0, steps, max(1, steps // 1000))]
+    except Exception as error:  # of schedules that are given any keyword arguments
+        raise ConfigError(f"{place}: no schedule can be made: {reason(error)}") from error
+    if not all(isinstance(factor, int | float) and 0 <= factor < math.inf for factor in factors):
+        raise ConfigError(f"{place}: the schedule gives learning rates that are negative or no numbers.")
 
 
 def model(config: RunConfig, tokenizer: "PreTrainedTokenizerBase", args: "SFTConfig") -> "PreTrainedModel":
@@ -147,9 +175,12 @@ def model(config: RunConfig, tokenizer: "PreTrainedTokenizerBase", args: "SFTCon
                 model = AutoModelForCausalLM.from_config(raw, **options)
     except AssertionError as error:  # such as batch sizes that do not fit the number of processes
         raise ConfigError(f"trainer.deepspeed: {first_line(error)}") from error
-    except (OSError, ValueError, ImportError) as error:
+    except LowmemError:
+        raise
+    except Exception as error:  # of model classes, which document none
         key = "model.path" if config.model.path is not None else "model.config"
-        raise ConfigError(f"{key}: no model can be created from it: {first_line(error)}") from error
+        raise ConfigError(f"{key}: no model can be created from it: {reason(error)}") from error
+    _check_positions(model, config)
     size = model.get_input_embeddings().num_embeddings
     if size < len(tokenizer):
         raise ConfigError(
@@ -157,6 +188,19 @@ def model(config: RunConfig, tokenizer: "PreTrainedTokenizerBase", args: "SFTCon
             "choose a tokenizer of this model."
         )
     return model
+
+
+def _check_positions(model: "PreTrainedModel", config: RunConfig) -> None:
+    """Raises `ConfigError` if a sample may be longer than a table of learned positions."""
+    for name, module in model.named_modules():
+        learned = isinstance(module, torch.nn.Embedding) and re.search(
+            r"(wpe|position_embeddings|embed_positions)$", name
+        )
+        if learned and 0 < module.num_embeddings < config.data.max_length:
+            raise ConfigError(
+                f"data.max_length is {config.data.max_length}, and the model has {module.num_embeddings} positions. "
+                "Set data.max_length to at most that."
+            )
 
 
 def model_config(raw: dict[str, Any], tokenizer: "PreTrainedTokenizerBase") -> Any:
@@ -181,10 +225,14 @@ def trainer(config: RunConfig, samples: Samples, model: "PreTrainedModel", args:
             processing_class=samples.tokenizer,
             fused=config.optimizer,
         )
+    except LowmemError:
+        raise
     except (RuntimeError, ImportError) as error:
         if "installed" not in str(error):
             raise
         raise ConfigError(f"trainer: {first_line(error)}") from error  # a package that trainer.report_to needs
+    except ValueError as error:  # with which TRL and transformers refuse arguments
+        raise ConfigError(f"trainer: {reason(error)}") from error
 
 
 def tokenized(config: RunConfig, samples: Samples) -> "Dataset":

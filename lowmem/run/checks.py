@@ -58,5 +58,6 @@ def _problem(path: tuple[Any, ...], errors: list[ErrorDetails]) -> Problem:
     expected = expected.partition(", not ")[0]  # "at least 1 item, not 0": what was found follows
     found = json.dumps(value, ensure_ascii=False, default=repr)
     found = found if len(found) < 80 else f"{found[:76]} ..."
-    hint = did_you_mean(value, re.findall(r"'([^']*)'", expected)) if isinstance(value, str) else ""
+    short = isinstance(value, str) and len(value) < 100
+    hint = did_you_mean(value, re.findall(r"'([^']*)'", expected)) if short else ""
     return Problem(path, errors[0]["type"], f"should {expected}, found {found}.{hint}")

@@ -1,27 +1,26 @@
 """The configuration of a run: a YAML file is read, overridden, checked against types, and written back."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
-from enum import EnumType
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import pydantic
-from huggingface_hub.errors import StrictDataclassError
-from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 from transformers import CONFIG_MAPPING
 from trl import SFTConfig
 from typing_extensions import is_typeddict
 
 from lowmem.errors import ConfigError, did_you_mean
 from lowmem.files import write_file
-from lowmem.options import FusedConfig
+from lowmem.options import DynamicScale, FusedConfig
 from lowmem.rules import ENGINE_KEYS, resolve
+from lowmem.run import fields as trainer_fields
+from lowmem.run import models, secrets
 from lowmem.run.checks import STRICT, Problem, Whole, mapping, problems
 from lowmem.run.data import DataConfig
-from lowmem.run.source import Key, Source, dump, located
+from lowmem.run.source import Key, Source, dump, located, shortened
 
 # What to write instead of keys that another section sets, or that a run of this package can't honour.
 ELSEWHERE = {
@@ -48,43 +47,55 @@ ELSEWHERE = {
     "trainer.gradient_checkpointing": "set trainer.activation_checkpointing, its new name",
     "trainer.gradient_checkpointing_kwargs": "set trainer.activation_checkpointing_kwargs, its new name",
     "trainer.resume_from_checkpoint": "start the command with --resume",
+    **dict.fromkeys(("trainer.do_train", "trainer.do_eval", "trainer.do_predict"), "the command decides what is done"),
+    **dict.fromkeys(
+        ("trainer.ddp_find_unused_parameters", "trainer.ddp_bucket_cap_mb", "trainer.ddp_static_graph"),
+        "the model is not wrapped in DistributedDataParallel",
+    ),
     "trainer.local_rank": "the launcher (torchrun, deepspeed, accelerate) sets it",
     "trainer.parallelism_config": "set deepspeed, or fsdp and fsdp_config",
     "trainer.hub_token": "set the environment variable HF_TOKEN: this file is copied into run_dir",
 }
 
 
-def _read_json(path: str) -> dict[str, Any]:
-    """The configuration of an engine, which becomes a part of this one."""
-    try:
-        value = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} is not a file with JSON: {error}.") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} is not a mapping of keys.")
-    return value
-
-
-_JSON_FILE = Annotated[str, AfterValidator(_read_json)]
-
-# Fields of SFTConfig that allow less here than there. The keys of checkpointing are those of transformers, of TRL
-# (selective) and of torch.utils.checkpoint.
-_SWITCHES = ("offload", "selective", "use_reentrant", "preserve_rng_state")
-_RECOMPUTING = dict.fromkeys(_SWITCHES, bool) | {"every_n_layers": int, "determinism_check": Literal["default", "none"]}
-NARROWED: dict[str, Any] = {
-    "fsdp": bool,
-    **dict.fromkeys(("deepspeed", "fsdp_config"), dict[str, Any] | _JSON_FILE | None),
-    "loss_type": Literal["nll", "dft"],
-    "activation_checkpointing": bool,
-    "activation_checkpointing_kwargs": mapping({}, _RECOMPUTING) | None,
-}
+# What other tools call keys of a configuration.
+SYNONYMS = {
+    **dict.fromkeys(("lr", "learning_rate", "base_lr"), "optimizer.lr"),
+    **dict.fromkeys(("wd", "weight_decay"), "optimizer.weight_decay"),
+    **dict.fromkeys(("optim", "optimizer_type", "rule"), "optimizer.rule"),
+    **dict.fromkeys(
+        ("clip", "clip_grad", "grad_clip", "gradient_clip", "gradient_clipping", "gradient_clip_val", "clip_grad_norm",
+         "max_grad_norm", "max_norm", "clip_norm"),
+        "optimizer.clip_norm",
+    ),
+    **dict.fromkeys(
+        ("batch_size", "batchsize", "bs", "train_batch_size", "micro_batch_size", "train_micro_batch_size_per_gpu"),
+        "trainer.per_device_train_batch_size",
+    ),
+    "eval_batch_size": "trainer.per_device_eval_batch_size",
+    **dict.fromkeys(("epoch", "epochs", "num_epochs", "max_epochs", "n_epochs"), "trainer.num_train_epochs"),
+    **dict.fromkeys(("steps", "num_steps", "max_iters", "train_steps", "total_steps"), "trainer.max_steps"),
+    **dict.fromkeys(("warmup", "warmup_ratio", "num_warmup_steps", "lr_warmup_steps"), "trainer.warmup_steps"),
+    **dict.fromkeys(("scheduler", "lr_scheduler", "schedule"), "trainer.lr_scheduler_type"),
+    **dict.fromkeys(("grad_accum", "gradient_accumulation", "accumulate_grad_batches", "grad_accumulation_steps"),
+                    "trainer.gradient_accumulation_steps"),
+    **dict.fromkeys(("gradient_checkpointing", "checkpointing"), "trainer.activation_checkpointing"),
+    **dict.fromkeys(("output_dir", "out_dir", "save_dir", "run_folder"), "run_dir"),
+    **dict.fromkeys(("random_seed", "manual_seed"), "seed"),
+    **dict.fromkeys(("max_seq_length", "max_seq_len", "seq_len", "seq_length", "sequence_length", "block_size",
+                     "cutoff_len", "max_len"), "data.max_length"),
+    **dict.fromkeys(("dataset", "dataset_name", "dataset_path", "train_file", "data_path"), "data.path"),
+    **dict.fromkeys(("model_name", "model_name_or_path", "base_model", "pretrained", "checkpoint"), "model.path"),
+    **dict.fromkeys(("precision", "torch_dtype"), "model.dtype"),
+    **dict.fromkeys(("attn_implementation", "attn"), "model.attention"),
+}  # fmt: skip
 
 
 @pydantic.dataclasses.dataclass(config=STRICT)
 class TokenizerTraining:
     """A tokenizer that is trained on the data before the run."""
 
-    vocab_size: Annotated[Whole, Field(ge=1)]
+    vocab_size: Annotated[Whole, Field(ge=1, le=2**22)]  # tokenizers 0.23 ends the process where memory is too small
 
 
 @pydantic.dataclasses.dataclass(config=STRICT)
@@ -114,7 +125,7 @@ class RunConfig:
     """One run: a YAML file after its overrides."""
 
     run_dir: Annotated[str, Field(min_length=1)]
-    seed: Annotated[Whole, Field(ge=0)] = 0
+    seed: Annotated[Whole, Field(ge=0, lt=2**32)] = 0  # NumPy takes 32 bits
     model: ModelConfig
     data: DataConfig
     optimizer: FusedConfig
@@ -133,11 +144,15 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     source = Source.read(Path(path))
     for override in overrides:
         source.override(override)
+    _refuse_secrets(source)
+    for key in (("trainer", "deepspeed"), ("trainer", "fsdp_config")):
+        source.include(key)
     types = get_type_hints(RunConfig, include_extras=True) | {"optimizer": _optimizer_types(source)}
-    optional = {"seed": types.pop("seed"), "trainer": _trainer_types()}
+    optional = {"seed": types.pop("seed"), "trainer": trainer_fields.trainer_types(ELSEWHERE)}
     values = _check(mapping(types, optional), (), source.data, source)
+    trainer_fields.check_needs(values.get("trainer", {}), lambda name: source.at(("trainer", name)))
     if values["model"].config is not None:
-        _check_model(values["model"].config, source)
+        _check_model(values["model"], source)
     hyper = values.pop("optimizer")
     options = {f.name: hyper.pop(f.name) for f in fields(FusedConfig) if f.name in hyper}
     with located(source.around(("optimizer",))):
@@ -166,6 +181,7 @@ def _optimizer_types(source: Source) -> Any:
         groups.append(mapping({"match": str}, types | dict.fromkeys(ENGINE_KEYS, str) | {"lr": float}))
     types = _hyperparameters(rule, source.at(("optimizer", "rule"))) | get_type_hints(FusedConfig, include_extras=True)
     types |= {"rule": str, "groups": tuple[tuple(groups)]}  # type: ignore[misc]
+    types["loss_scale"] = Annotated[float, Field(gt=0)] | Literal["dynamic"] | DynamicScale | None
     optional = {name: types[name] for name in types if name != "lr" and f"optimizer.{name}" not in ELSEWHERE}
     return mapping({"lr": Annotated[float, Field(gt=0, allow_inf_nan=False)]}, optional)
 
@@ -184,34 +200,28 @@ def _hint(default: Any) -> Any:
     return {float: float | None, int: int | float | None, str: str | None}.get(type(default), Any)
 
 
-def _trainer_types() -> Any:
-    """Fields of `trl.SFTConfig`, less those that are set elsewhere."""
-    types = {name: _adapted(hint) for name, hint in get_type_hints(SFTConfig).items()} | NARROWED
-    return mapping({}, {name: types[name] for name in types if f"trainer.{name}" not in ELSEWHERE})
-
-
-def _adapted(hint: Any) -> Any:
-    """The hint with `1e3` as an integer, and without `str` in a union with an Enum, which would allow any string."""
-    if get_origin(hint) not in (Union, UnionType):
-        return Whole if hint is int else hint
-    closed = any(isinstance(member, EnumType) for member in get_args(hint))
-    return Union[tuple(_adapted(member) for member in get_args(hint) if not (closed and member is str))]  # noqa: UP007
-
-
-def _check_model(raw: dict[str, Any], source: Source) -> None:
+def _check_model(model: ModelConfig, source: Source) -> None:
     """Checks keys, since transformers ignores those that are misspelt, and values as transformers does."""
+    raw = model.config or {}
     key, kind = ("model", "config"), raw.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
-        hint = did_you_mean(str(kind), CONFIG_MAPPING.keys())
-        raise ConfigError(f"{source.at((*key, 'model_type'))}: model.config.model_type {kind!r} is unknown.{hint}")
-    cls = CONFIG_MAPPING[kind]
-    rope = {"rope_theta", "rope_scaling", "partial_rotary_factor"}  # become part of rope_parameters
-    known = {"model_type", *rope, *cls.attribute_map, *(f.name for f in fields(cls) if f.init)} - {"dtype"}
-    _check(mapping({}, dict.fromkeys(known, Any)), key, raw, source)
-    try:
-        cls(**{name: value for name, value in raw.items() if name != "model_type"})
-    except (StrictDataclassError, TypeError, ValueError) as error:
-        raise ConfigError(f"{source.around(key)}: model.config can't make a {kind} model: {error}") from error
+        hint = _did_you_mean(str(kind), CONFIG_MAPPING)
+        found = shortened(repr(kind))
+        raise ConfigError(f"{source.at((*key, 'model_type'))}: model.config.model_type {found} is unknown.{hint}")
+    raw = model.config = _check(models.types(kind), key, raw, source)
+    with located(source.around(key)):
+        models.check(raw, model.train_tokenizer.vocab_size if model.train_tokenizer else None)
+
+
+def _refuse_secrets(source: Source) -> None:
+    for key in secrets.find(source.data):
+        name = ".".join(key)
+        if name in ELSEWHERE:
+            raise ConfigError(f"{source.at(key)}: '{name}' is not set here: {ELSEWHERE[name]}.")
+        raise ConfigError(
+            f"{source.at(key)}: '{shortened(secrets.redacted(name))}' has a password or token, and this file is copied "
+            "into run_dir. Delete it here, and set the environment variable of the service, such as HF_TOKEN."
+        )
 
 
 def _check(types: Any, key: Key, value: Any, source: Source) -> Any:
@@ -221,26 +231,53 @@ def _check(types: Any, key: Key, value: Any, source: Source) -> Any:
         return TypeAdapter(types).validate_json(text)
     except ValidationError as error:
         unknown_first = sorted(problems(error, json.loads(text)), key=lambda problem: problem.kind not in _UNKNOWN)
-        raise ConfigError("\n".join(_message(types, key, problem, source) for problem in unknown_first)) from error
+        messages = [_message(types, key, problem, source) for problem in unknown_first[:_MAX_MESSAGES]]
+        if more := len(unknown_first) - len(messages):
+            messages.append(f"and {more} more like these.")
+        raise ConfigError("\n".join(messages)) from error
 
 
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
+_MAX_MESSAGES = 5
 
 
 def _message(types: Any, key: Key, problem: Problem, source: Source) -> str:
     place = (*key, *problem.path)
-    name, at = ".".join(map(str, place)), source.at(place)
+    name, at = shortened(".".join(map(str, place))), source.at(place)
     if name in ELSEWHERE:
         return f"{at}: '{name}' is not set here: {ELSEWHERE[name]}."
     if problem.kind in _UNKNOWN:
-        names = _names(types, problem.path[:-1])
-        known = did_you_mean(str(place[-1]), names) or (f" Known: {', '.join(names)}." if len(names) < 30 else "")
-        return f"{at}: unknown key '{name}'.{known}"
+        return f"{at}: unknown key '{name}'.{_instead(place, _names(types, problem.path[:-1]))}"
     if problem.kind == "missing":
         return f"{at}: missing {name}."
     if problem.kind == "value_error":
         return f"{source.around(place)}: {problem.text}"
     return f"{at}: '{name}' {problem.text}"
+
+
+def _instead(place: Key, names: list[str]) -> str:
+    """The key that an unknown one may stand for: by another tool's name, in another section, or misspelt."""
+    *section, word = map(str, place)
+    other = SYNONYMS.get(word.lower().replace("-", "_"), "")
+    if (last := other.rpartition(".")[2]) in names:
+        return f" Did you mean '{'.'.join((*section, last))}'?"
+    if hint := _did_you_mean(word, names):
+        return hint
+    if elsewhere := other or next((f"{name}.{word}" for name in _SECTIONS if word in _SECTIONS[name]), ""):
+        return f" Did you mean '{elsewhere}'?"
+    return f" Known: {', '.join(names)}." if 0 < len(names) < 30 else ""
+
+
+def _did_you_mean(word: str, names: Iterable[str]) -> str:
+    return did_you_mean(word, names) if len(word) < 100 else ""  # which takes seconds for a long word
+
+
+_SECTIONS = {
+    "trainer": [f.name for f in fields(SFTConfig) if f"trainer.{f.name}" not in ELSEWHERE],
+    "optimizer": [f.name for f in fields(FusedConfig) if f"optimizer.{f.name}" not in ELSEWHERE],
+    "data": [f.name for f in fields(DataConfig)],
+    "model": [f.name for f in fields(ModelConfig)],
+}
 
 
 def _names(types: Any, path: tuple[Any, ...]) -> list[str]:

@@ -3,26 +3,40 @@
 import contextlib
 import io
 import json
+import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
 from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
-from ruamel.yaml.nodes import MappingNode, Node, SequenceNode
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from lowmem.errors import ConfigError, LowmemError
+from lowmem.run import secrets
 
 Key = tuple[str, ...]
+
+# A configuration is far below all of these. What is above them would take minutes, or more than the stack of Python.
+_MAX_BYTES = 1 << 18
+_MAX_NODES = 20_000  # with what aliases repeat
+_MAX_DEPTH = 40
+_MAX_INTEGER = 2**63
+
+_TAG = "tag:yaml.org,2002:"
+_TYPES = {_TAG + name for name in ("map", "seq", "str", "int", "float", "bool", "null", "merge", "timestamp")}
+_CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 class _Constructor(SafeConstructor):
     """Reads a date as the string that it is written as."""
 
 
-_Constructor.add_constructor("tag:yaml.org,2002:timestamp", SafeConstructor.construct_yaml_str)
+_Constructor.add_constructor(_TAG + "timestamp", SafeConstructor.construct_yaml_str)
 
 
 @dataclass
@@ -34,13 +48,10 @@ class Source:
 
     @classmethod
     def read(cls, path: Path) -> "Source":
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path}: the configuration can't be read: {error}.") from error
-        data, lines = _parse(text, str(path))
+        data, lines = _parse(read_text(path, "the configuration"), str(path))
         if not isinstance(data, dict):
-            raise ConfigError(f"{path}: a configuration is a mapping of keys (run_dir, model, ...), not {data!r}.")
+            found = shortened(repr(data))
+            raise ConfigError(f"{path}: a configuration is a mapping of keys (run_dir, model, ...), not {found}.")
         return cls(data, {(): str(path)} | {key: f"{path}, line {line}" for key, line in lines.items()})
 
     def at(self, key: Sequence[Any]) -> str:
@@ -53,23 +64,60 @@ class Source:
     def around(self, key: Sequence[Any]) -> str:
         """The place of the section `key`, and of the overrides inside it."""
         inside = (at for k, at in self.places.items() if k[: len(key)] == key and at.startswith("override"))
-        return ", ".join(dict.fromkeys([self.at(key), *inside]))
+        return ", ".join(list(dict.fromkeys([self.at(key), *inside]))[:4])
 
     def override(self, text: str) -> None:
-        place = f"override {text!r}"
+        place = f"override {shortened(secrets.redacted(text))!r}"
         name, equals, value = text.partition("=")
         key = tuple(name.strip().split("."))
         if not equals or not all(key):
             raise ConfigError(f"{place}: an override is written key=value, as in trainer.max_steps=10.")
+        if len(key) > _MAX_DEPTH:
+            raise ConfigError(f"{place}: no key is so deep.")
+        _check_text(name, place)
         section = self.data
         for depth, part in enumerate(key[:-1], start=1):
             if section.get(part) is None:
                 section[part] = {}
             section = section[part]
             if not isinstance(section, dict):
-                raise ConfigError(f"{place}: {'.'.join(key[:depth])} is {section!r}, which has no keys to set.")
+                found = shortened(secrets.redacted(repr(section)))
+                raise ConfigError(f"{place}: {'.'.join(key[:depth])} is {found}, which has no keys to set.")
         section[key[-1]] = _parse(value, place)[0]
         self.places = {k: v for k, v in self.places.items() if k[: len(key)] != key} | {key: place}
+
+    def include(self, key: Key) -> None:
+        """Puts the content of a JSON file in place of its path at `key`."""
+        section: Any = self.data
+        for part in key[:-1]:
+            section = section.get(part) if isinstance(section, dict) else None
+        if not isinstance(section, dict) or not isinstance(path := section.get(key[-1]), str):
+            return
+        with located(f"{self.at(key)}: {'.'.join(key)}"):
+            value, lines = _parse_json(read_text(Path(path), "the file"), shortened(path))
+        section[key[-1]] = value
+        self.places |= {(*key, *inner): f"{shortened(path)}, line {line}" for inner, line in lines.items()}
+
+
+def read_text(path: Path, what: str) -> str:
+    """The text of a small file.
+
+    Raises:
+        ConfigError: it can't be read, is not UTF-8, or is far larger than such a file is.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MAX_BYTES + 1)
+        if len(data) <= _MAX_BYTES:
+            return data.decode("utf-8-sig")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{shortened(str(path))}: {what} can't be read: {shortened(str(error))}.") from error
+    raise ConfigError(f"{path}: {what} can't be read: it has more than {_MAX_BYTES >> 10} KiB. Is it the right file?")
+
+
+def shortened(text: str, longest: int = 100) -> str:
+    """The text, or the beginning and the end of it."""
+    return text if len(text) <= longest else f"{text[: longest * 3 // 4]} ... {text[-longest // 8 :]}"
 
 
 def _parse(text: str, name: str) -> tuple[Any, dict[Key, int]]:
@@ -77,15 +125,124 @@ def _parse(text: str, name: str) -> tuple[Any, dict[Key, int]]:
     yaml = YAML(typ="safe", pure=True)
     yaml.Constructor = _Constructor
     try:
+        # ruamel.yaml 0.19 (scanner.py) takes seconds for thousands of brackets before it fails
+        if any(depth > 500 for depth in accumulate((char in "[{") - (char in "]}") for char in text)):
+            raise RecursionError
         node = yaml.compose(text)
+        _check_size(node, name)
+        _check_nodes(node, yaml.constructor, name)
         value = None if node is None else yaml.constructor.construct_document(node)
-        json.dumps(value)  # raises for what pydantic could not check: sets, bytes, a list that contains itself
         return value, dict(_lines(node, ()))
     except MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError(f"{name}{line}: not valid YAML: {error.problem}.") from error
-    except (YAMLError, TypeError, ValueError) as error:
-        raise ConfigError(f"{name}: not valid YAML: {error}.") from error
+        raise ConfigError(f"{name}{line}: not valid YAML: {_problem(error.problem)}.") from error
+    except YAMLError as error:
+        raise ConfigError(f"{name}: not valid YAML: {_problem(error)}.") from error
+    except RecursionError:
+        raise ConfigError(f"{name}: not valid YAML: nested more than {_MAX_DEPTH} deep.") from None
+
+
+def _parse_json(text: str, name: str) -> tuple[dict[str, Any], dict[Key, int]]:
+    """The value of a JSON document and the line of each of its keys."""
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is not a number of JSON")
+
+    try:
+        json.loads(text, parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{name} is not a file with JSON: {_problem(error)}.") from error
+    value, lines = _parse(text.replace("\t", " "), name)  # JSON is YAML, except for tabs between values
+    if not isinstance(value, dict):
+        raise ConfigError(f"{name} is not a mapping of keys.")
+    return value, lines
+
+
+def _problem(error: Any) -> str:
+    return shortened(secrets.redacted(" ".join(str(error).split())), 300)
+
+
+def _children(node: Node | None) -> list[Node]:
+    if isinstance(node, MappingNode):
+        return [child for pair in node.value for child in pair]
+    return node.value if isinstance(node, SequenceNode) else []
+
+
+def _check_size(root: Node | None, name: str) -> None:
+    """Refuses what contains itself, is nested too deep, or is too large once aliases are repeated."""
+    sizes: dict[int, int] = {}  # nodes below each finished node
+
+    def size(node: Node | None, around: frozenset[int]) -> int:
+        place = f"{name}, line {node.start_mark.line + 1}" if node is not None else name
+        if id(node) in around:
+            raise ConfigError(f"{place}: not valid YAML: this contains itself.")
+        if len(around) > _MAX_DEPTH:
+            raise ConfigError(f"{place}: not valid YAML: nested more than {_MAX_DEPTH} deep.")
+        if id(node) not in sizes:
+            sizes[id(node)] = 1 + sum(size(child, around | {id(node)}) for child in _children(node))
+        if sizes[id(node)] > _MAX_NODES:
+            raise ConfigError(f"{place}: a configuration has fewer than {_MAX_NODES:,} values, aliases included.")
+        return sizes[id(node)]
+
+    size(root, frozenset())
+
+
+def _check_nodes(root: Node | None, constructor: Any, name: str) -> None:
+    """Refuses keys that are no strings or are written twice, types of which a configuration has none, and values that
+    are not of the type that they are tagged with.
+    """
+    nodes, visited = [root] if root is not None else [], set[int]()
+    while nodes:
+        node = nodes.pop()
+        if id(node) in visited:
+            continue
+        visited.add(id(node))
+        nodes += _children(node)
+        place = f"{name}, line {node.start_mark.line + 1}"
+        if str(node.tag) not in _TYPES:
+            tag = shortened(str(node.tag).replace(_TAG, "!!"))
+            raise ConfigError(f"{place}: not valid YAML: {tag} is a type that a configuration does not have.")
+        if isinstance(node, MappingNode):
+            _check_keys(node, name)
+        elif isinstance(node, ScalarNode):
+            _check_text(node.value, place)
+            _check_scalar(node, constructor, place)
+
+
+def _check_keys(node: MappingNode, name: str) -> None:
+    keys = dict[str, int]()
+    for key, _ in node.value:
+        line = key.start_mark.line + 1
+        tag = str(key.tag).removeprefix(_TAG)
+        if tag not in ("str", "merge", "timestamp"):
+            found = shortened(str(key.value)) if isinstance(key, ScalarNode) else f"a {tag}"
+            raise ConfigError(f"{name}, line {line}: not valid YAML: a key is a string; found {found}.")
+        if key.value in keys and tag != "merge":
+            raise ConfigError(
+                f"{name}, line {line}: not valid YAML: the key {shortened(key.value)!r} is already on line "
+                f"{keys[key.value]}. Delete one of them."
+            )
+        keys[key.value] = line
+
+
+def _check_scalar(node: ScalarNode, constructor: Any, place: str) -> None:
+    kind = str(node.tag).removeprefix(_TAG)
+    if kind not in ("int", "float", "bool"):
+        return
+    try:
+        value = constructor.construct_object(node)
+    except (ValueError, LookupError) as error:  # what ruamel.yaml 0.19 makes of `!!int x` and `!!bool x`
+        found = shortened(node.value)
+        raise ConfigError(f"{place}: not valid YAML: {found!r} is not of type {kind}.") from error
+    if isinstance(value, int) and abs(value) >= _MAX_INTEGER:
+        raise ConfigError(f"{place}: {shortened(node.value)} does not fit into an integer of 64 bits.")
+    if value in (math.inf, -math.inf) and "inf" not in node.value.lower():
+        raise ConfigError(f"{place}: {shortened(node.value)} does not fit into a number of 64 bits.")
+
+
+def _check_text(text: str, place: str) -> None:
+    if found := _CONTROL.search(text):
+        raise ConfigError(f"{place}: contains the character U+{ord(found[0]):04X}, which is not part of any text.")
 
 
 def _lines(node: Node | None, key: Key) -> Iterator[tuple[Key, int]]:
@@ -117,4 +274,4 @@ def located(place: str) -> Iterator[None]:
     try:
         yield
     except LowmemError as error:
-        raise type(error)(f"{place}: {error}") from error
+        raise type(error)(f"{place}: {shortened(str(error), 1000)}") from error

@@ -311,7 +311,8 @@ def test_an_unknown_choice_names_the_nearest(override, guess, write):
 
 @pytest.mark.parametrize("name", ELSEWHERE)
 def test_a_key_that_is_set_elsewhere_is_refused_with_the_place(name, write):
-    assert refused(write(), f"{name}=1") == f"override '{name}=1': '{name}' is not set here: {ELSEWHERE[name]}."
+    written = "***" if name == "trainer.hub_token" else "1"
+    assert refused(write(), f"{name}=1") == f"override '{name}={written}': '{name}' is not set here: {ELSEWHERE[name]}."
 
 
 def test_the_keys_that_are_set_elsewhere_exist_and_cover_what_the_data_sets():
@@ -333,7 +334,7 @@ def test_the_keys_that_are_set_elsewhere_exist_and_cover_what_the_data_sets():
         (["model.train_tokenizer=null"], "model.config brings no tokenizer: set model.tokenizer"),
         (["model.config.model_type=lama"], "model.config.model_type 'lama' is unknown. Did you mean 'llama'?"),
         (["model.config={hidden_size: 64}"], "model_type None is unknown"),
-        (["model.config.hidden_size=abc"], "expected int, got str"),
+        (["model.config.hidden_size=abc"], 'should be a valid integer or a valid list, found "abc".'),
         (["optimizer.rule=adalmo"], "Did you mean 'adalomo'?"),
         (["optimizer.weight_decay=-1"], "weight_decay=-1.0 is out of range"),
         (["optimizer.rounding=up"], "rounding 'up'"),
@@ -364,7 +365,7 @@ def test_missing_keys_are_named(lines, missing, write):
 
 def test_a_key_that_is_written_twice_is_refused(write):
     path = write("lr: 1e-3", "lr: 1e-3\n  lr: 2e-3")
-    duplicate = 'found duplicate key "lr" with value "0.002" (original value: "0.001")'
+    duplicate = "the key 'lr' is already on line 9. Delete one of them"
     assert refused(path) == f"{path}, line 10: not valid YAML: {duplicate}."
 
 
@@ -374,9 +375,9 @@ def test_a_key_that_is_written_twice_is_refused(write):
         ("run_dir: [a\nmodel: 3\n", "line 2: not valid YAML"),
         ("run_dir:\n\t- a\n", "line 2: not valid YAML"),
         ("run_dir: a\0", "not valid YAML"),
-        ("run_dir: !!python/object:os.system {}", "line 1: not valid YAML: could not determine a constructor"),
-        ("run_dir: !!set {a}", "not valid YAML: Object of type set is not JSON serializable"),
-        ("run_dir: &a [*a]", "not valid YAML: Circular reference"),
+        ("run_dir: !!python/object:os.system {}", "line 1: not valid YAML: !!python/object:os.system is a type that"),
+        ("run_dir: !!set {a}", "line 1: not valid YAML: !!set is a type that"),
+        ("run_dir: &a [*a]", "line 1: not valid YAML: this contains itself"),
         ("- run_dir\n", "a configuration is a mapping"),
         ("", "a configuration is a mapping of keys (run_dir, model, ...), not None"),
     ],

@@ -1,0 +1,45 @@
+"""Credentials in texts: found in a configuration, which is copied into the run folder, and blanked in messages."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+_BLANK = "***"
+
+# The last part of a name says what its value is: `hub_token`, `WANDB_API_KEY`, `aws-secret`, but not `eos_token`.
+_SPECIAL = "bos|eos|pad|unk|sep|cls|mask|stop|image|audio|video|special|system|user|assistant|end"
+_NAME = (
+    rf"(?<![\w-])(?!(?:[\w-]*[_-])?(?:{_SPECIAL})[_-]?tokens?\b)"
+    r"(?:[\w-]*[_-])?(?:\w*(?:secret|password|passwd|credentials?)|(?:access|api|auth|hf|hub|private|secret)?[_-]?tokens?"
+    r"|(?:access|api|auth|private|secret)[_-]?keys?|passphrase)(?![A-Za-z0-9])"
+)
+_KEY = re.compile(_NAME, re.IGNORECASE)
+# Values that services give out, and the part of a URL before the host.
+_VALUE = re.compile(
+    r"(?<![A-Za-z0-9])(?:hf_[A-Za-z0-9]{16,}|sk-[\w-]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|xox[abprs]-[\w-]{10,}"
+    r"|AKIA[A-Z0-9]{16}|AIza[\w-]{30,})"
+)
+_URL = re.compile(r"(\w+://)[^/\s@'\"]+@")
+_ASSIGNED = re.compile(rf"({_NAME}[\"']?\s*[=:]\s*)(\"[^\"]*\"|'[^']*'|[^\s,;}}\])\"']+)", re.IGNORECASE)
+
+
+def redacted(text: str) -> str:
+    """Returns the text with `***` in place of credentials: the values of keys such as `hub_token` and `api_key` in
+    `key=value` and `key: value`, tokens of known services, and user and password in URLs.
+    """
+    text = _URL.sub(rf"\1{_BLANK}@", _VALUE.sub(_BLANK, text))
+    return _ASSIGNED.sub(lambda match: match[1] + _BLANK, text)
+
+
+def find(value: Any, key: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The keys of all credentials in a configuration."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield from find(item, (*key, str(name)))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from find(item, (*key, str(index)))
+    elif isinstance(value, str):
+        named = value and any(_KEY.fullmatch(part) for part in key)
+        if named or _VALUE.search(value) or _URL.search(value):
+            yield key
