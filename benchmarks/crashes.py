@@ -22,7 +22,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -291,7 +291,7 @@ def main(argv: list[str] | None = None) -> int:
             with tempfile.TemporaryDirectory() as folder:
                 rows[name] = measure(SETTINGS[name], kills, arguments.seed, Path(folder), console, name)
         settings = {"kills": arguments.kills, "seed": arguments.seed, "steps": STEPS}
-        reports.save(arguments.out / "crashes.json", settings, runs={name: asdict(row) for name, row in rows.items()})
+        reports.save(arguments.out / "crashes.json", settings, runs={name: vars(row) for name, row in rows.items()})
     for row in rows.values():
         for problem in row.problems:
             console.print(problem, style="red", markup=False, soft_wrap=True)
