@@ -71,7 +71,7 @@ class Outcome:
 
     runs: int = 0
     identical: int = 0
-    kills: Counter[str] = field(default_factory=Counter)  # by moment
+    kills: Counter[str] = field(default_factory=Counter)  # number by moment
     passed_over: int = 0  # checkpoints that a resumed run found damaged
     problems: list[str] = field(default_factory=list)
 
@@ -283,23 +283,18 @@ def main(argv: list[str] | None = None) -> int:
     import lowmem.cli
     import lowmem.run.training  # noqa: F401 (imported before processes are forked)
 
-    console, rows = Console(), {}
-    for name in arguments.only or SETTINGS:
-        kills = arguments.kills if name == "local" else max(1, arguments.kills // 5)
-        with tempfile.TemporaryDirectory() as folder:
-            rows[name] = measure(SETTINGS[name], kills, arguments.seed, Path(folder), console, name)
-            for problem in rows[name].problems:
-                console.print(problem, style="red", markup=False)
-    table = {
-        name: {
-            "kills": sum(row.kills.values()), "by moment": dict(row.kills), "runs": row.runs,
-            "identical": row.identical, "damaged checkpoints passed over": row.passed_over,
-            "problems": row.problems,
-        }
-        for name, row in rows.items()
-    }  # fmt: skip
-    settings = {"kills": arguments.kills, "seed": arguments.seed, "steps": STEPS}
-    reports.save(arguments.out / "crashes.json", settings, runs=table)
+    console = Console()
+    with reports.output(arguments.out, "crashes"):
+        rows = {}
+        for name in arguments.only or SETTINGS:
+            kills = arguments.kills if name == "local" else max(1, arguments.kills // 5)
+            with tempfile.TemporaryDirectory() as folder:
+                rows[name] = measure(SETTINGS[name], kills, arguments.seed, Path(folder), console, name)
+        settings = {"kills": arguments.kills, "seed": arguments.seed, "steps": STEPS}
+        reports.save(arguments.out / "crashes.json", settings, runs={name: vars(row) for name, row in rows.items()})
+    for row in rows.values():
+        for problem in row.problems:
+            console.print(problem, style="red", markup=False, soft_wrap=True)
     return int(any(row.problems for row in rows.values()))
 
 

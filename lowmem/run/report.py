@@ -62,9 +62,10 @@ def describe(config: RunConfig, trainer: Any) -> dict[str, str]:
     activations = "recomputed in backward" if recomputed else "kept for backward"
     kwargs = args.activation_checkpointing_kwargs or {}
     offloaded = ", offloaded to the host" if args.activation_offloading or kwargs.get("offload") else ""
+    why = "" if optimizer.policy == "immediate" else f": {optimizer.policy_reason}"
     return {
         **topics,
-        "updates": f"{_WHEN[optimizer.policy]} (policy {optimizer.policy}: {optimizer.policy_reason})",
+        "updates": f"{_WHEN[optimizer.policy]} (policy {optimizer.policy}{why})",
         "loss": f"cross-entropy {logits}; activations {activations}{offloaded}",
     }
 
