@@ -8,23 +8,27 @@ import functools
 import json
 import os
 import pickle
+import re
 import shutil
 import socketserver
 import subprocess
 import sys
 import threading
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
+from runs import samples
 from transformers import LlamaConfig, LlamaForCausalLM
+from trl import SFTConfig
 
 import lowmem
 from lowmem import cli
 from lowmem.errors import ConfigError
 from lowmem.hf import checkpoint
+from lowmem.run import build, config, pretrained, secrets
 from lowmem.run import folder as run_folders
-from lowmem.run import pretrained, secrets
 from lowmem.run.config import load
 from lowmem.run.tokenizers import train_tokenizer
 
@@ -89,8 +93,8 @@ def made(tmp_path_factory):
     tokenizer.save_pretrained(home / "model")
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=64, **sizes)
-    LlamaForCausalLM(config).save_pretrained(home / "model")
+    llama = LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=64, **sizes)
+    LlamaForCausalLM(llama).save_pretrained(home / "model")
     chats = [[{"role": "user", "content": f"a {n}"}, {"role": "assistant", "content": f"b {n}"}] for n in range(8)]
     (home / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
     usual = {"max_steps": 1, "per_device_train_batch_size": 2, "save_strategy": "no", "disable_tqdm": True}
@@ -369,11 +373,16 @@ def visits():
         server.shutdown()
 
 
-def test_a_run_writes_no_secret_and_contacts_nobody(home, visits):
+def test_a_run_writes_no_secret_contacts_nobody_and_stays_in_its_folder(home, visits):
     """With a network and all that a shell may have set; whatever leaves would go through the proxy."""
     address, found = visits
     proxies = dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy"), address)
-    inherited = {name: value for name, value in os.environ.items() if name not in ("CI", "HF_HUB_OFFLINE", "NO_PROXY")}
+    unset = ("CI", "HF_HUB_OFFLINE", "NO_PROXY", "no_proxy", "HF_HOME", "XDG_CACHE_HOME")
+    inherited = {name: value for name, value in os.environ.items() if name not in unset}
+    places = {"HOME": str(home / "user"), "TMPDIR": str(home / "temporary"), "HF_ENDPOINT": address}
+    for place in ("user", "temporary"):
+        (home / place).mkdir()
+    before = set(written(home))
     command = [
         sys.executable,
         "-m",
@@ -383,13 +392,17 @@ def test_a_run_writes_no_secret_and_contacts_nobody(home, visits):
         "trainer.save_strategy=steps",
         "trainer.save_steps=1",
     ]
-    environment = {**inherited, **SECRETS, **proxies, "HF_ENDPOINT": address}
+    environment = {**inherited, **SECRETS, **proxies, **places}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert (home / "run" / "checkpoint-1" / "training_args.bin").exists()
-    for path, text in {**written(home / "run"), "output": done.stdout + done.stderr}.items():
+    for path, text in {**written(home), "output": done.stdout + done.stderr}.items():
         assert_no_secret(text, path)
     assert found == []
+    outside = {
+        path.relative_to(home).parts[:2] for path in written(home).keys() - before - written(home / "run").keys()
+    }
+    assert outside <= {("user", ".cache")}
 
 
 FAILING = """
@@ -433,3 +446,23 @@ def test_a_credential_in_a_file_that_a_configuration_includes_is_refused(home):
     (home / "ds.json").write_text(json.dumps({"wandb": {"enabled": True, "api_key": "abc"}}))
     with pytest.raises(ConfigError, match=r"ds\.json.*password or token"):
         load("run.yaml", ["trainer.deepspeed=ds.json"])
+
+
+# Fields of the trainer whose names say that something is sent, or written or read elsewhere.
+ELSEWHERE = re.compile("hub|push|token|report|trackio|project|run_name|dir|path|url|script|code|callback|upload")
+SENT = {
+    "report_to", "run_name", "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id",
+    "push_to_hub", "hub_private_repo", "hub_model_id", "hub_strategy", "hub_always_push", "hub_revision",
+}  # fmt: skip
+HARMLESS = {
+    "include_num_input_tokens_seen", "average_tokens_across_devices", "eos_token", "pad_token",
+    "restore_callback_states_from_checkpoint",
+}  # fmt: skip
+
+
+def test_nothing_is_sent_unless_the_configuration_asks(home):
+    names = {field.name for field in fields(SFTConfig) if ELSEWHERE.search(field.name)}
+    refused = {name for name in names if f"trainer.{name}" in config.ELSEWHERE}
+    assert names - refused - HARMLESS == SENT, "SECURITY.md lists what a configuration can send"
+    args = build.arguments(load("run.yaml"), samples(held_out=False))
+    assert (args.report_to, args.push_to_hub, args.hub_token) == ([], False, None)
