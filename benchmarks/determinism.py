@@ -38,7 +38,7 @@ from scripts.make_docstrings import collect
 
 # Of every run that does not say otherwise. Torch and DeepSpeed read it when they are imported.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
-# Not lowmem.cli and lowmem.run.build: they read from the environment how many ranks there are.
+# Not lowmem.run.build: it reads from the environment how many ranks there are.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["trl.trainer.sft_trainer", "deepspeed", "lowmem.trainer", "lowmem.run.report"])
 

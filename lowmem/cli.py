@@ -25,7 +25,7 @@ from lowmem.files import write_file
 from lowmem.placements import failures
 from lowmem.run.memory import state_bytes
 from lowmem.run.secrets import redacted
-from lowmem.run.terminal import RANK, err, out, print_topics, stage
+from lowmem.run.terminal import err, out, print_topics, rank, stage
 from lowmem.tiles import storage
 
 # What imports transformers, trl or datasets is imported in functions, so that `lowmem --help` is fast.
@@ -41,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     (a defect), and 128 + N after signal N: 130 for Ctrl-C, 143 for SIGTERM. A run that was training has saved a
     checkpoint then.
     """
+    out.quiet = err.quiet = rank() > 0
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
     # argparse does not collect key=value after an option
@@ -62,8 +63,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
             raise
         expected = isinstance(error, LowmemError)
         message = str(error) if expected else f"unexpected {type(error).__name__}: {error}. --debug shows the traceback"
-        rank = f"error on rank {RANK}: " if RANK else "error: "
-        Console(stderr=True).print(Text.assemble((rank, "bold red"), redacted(message)), soft_wrap=True)
+        place = f"error on rank {rank()}: " if rank() else "error: "
+        Console(stderr=True).print(Text.assemble((place, "bold red"), redacted(message)), soft_wrap=True)
         sys.exit(2 if expected else 3)
     sys.exit(status or 0)
 

@@ -251,7 +251,7 @@ def end_ranks(folder, settings, number):
     if number == signal.SIGKILL:
         assert started.statuses[0] > 0
     else:
-        assert started.statuses == [0, 0]
+        assert started.statuses == [128 + number] * 2
     return done.stdout
 
 

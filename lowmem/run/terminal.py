@@ -1,4 +1,4 @@
-"""What is printed. Under a launcher only rank 0 prints, except that any rank reports its own failure."""
+"""What is printed: by rank 0 alone, except that any rank reports its own failure (`cli.main`)."""
 
 import os
 import shlex
@@ -9,10 +9,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-RANK = int(os.environ.get("RANK", 0))
 # Paths and data are printed as they are: [bold] in them is no markup.
-out = Console(quiet=RANK > 0, highlight=False, markup=False, emoji=False)
-err = Console(quiet=RANK > 0, highlight=False, markup=False, emoji=False, stderr=True)
+out = Console(highlight=False, markup=False, emoji=False)
+err = Console(highlight=False, markup=False, emoji=False, stderr=True)
+
+
+def rank() -> int:
+    """The rank of this process by its launcher."""
+    return int(os.environ.get("RANK", 0))
 
 
 def train_command(run_dir: Path) -> str:

@@ -27,7 +27,7 @@ from lowmem.run.metrics import read_metrics
 from lowmem.run.pictures import size
 from lowmem.run.secrets import redacted
 from lowmem.run.summary import last_losses
-from lowmem.run.terminal import RANK, generate_command, out, print_topics, stage, train_command, warn
+from lowmem.run.terminal import generate_command, out, print_topics, rank, stage, train_command, warn
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -42,7 +42,7 @@ def train(config: RunConfig, *, resume: bool = False) -> int | None:
     Raises:
         LowmemError: what is wrong with the configuration, the data, the run folder or a checkpoint.
     """
-    with folder.run_folder(config.run_dir, resume, RANK) as run_dir:
+    with folder.run_folder(config.run_dir, resume, rank()) as run_dir:
         resume_from = _newest_checkpoint(run_dir) if resume else None
         with stage("reading the data"):
             samples = build.samples(config, resume_from)
@@ -58,7 +58,7 @@ def train(config: RunConfig, *, resume: bool = False) -> int | None:
         trainer.add_callback(trained_on)
         trainer.create_optimizer()  # raises what it does not support before anything is written
         _describe(config, trainer, counts)
-        if RANK == 0:
+        if rank() == 0:
             save(config, run_dir / folder.CONFIG)
             folder.write_environment(run_dir)
         try:
@@ -105,7 +105,7 @@ def _newest_checkpoint(run_dir: Path) -> Path | None:
 
 def _print_end(config: RunConfig, trainer: Any, samples: build.Samples, run_dir: Path, *, stopped: bool) -> None:
     """Says how the run ended, and what can be done with its results."""
-    if RANK:
+    if rank() > 0:
         return
     if stopped:
         out.print(f"stopped at step {trainer.state.global_step}; continue with: {train_command(run_dir)}", style="bold",
@@ -138,7 +138,7 @@ def _explained(error: Exception, config: RunConfig, run_dir: Path) -> Exception:
     if is_out_of_memory(error):
         return LowmemError(f"out of memory: {build.first_line(error)}. {_memory_advice(config, run_dir)}")
     if not isinstance(error, LowmemError):
-        path = run_dir / "traceback.txt" if RANK == 0 else run_dir / f"traceback-{RANK}.txt"
+        path = run_dir / ("traceback.txt" if rank() == 0 else f"traceback-{rank()}.txt")
         write_file(path, redacted("".join(traceback.format_exception(error))).encode())
     return error
 
