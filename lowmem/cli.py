@@ -24,6 +24,7 @@ from lowmem.errors import LowmemError
 from lowmem.files import write_file
 from lowmem.placements import failures
 from lowmem.run.memory import state_bytes
+from lowmem.run.secrets import redacted
 from lowmem.run.terminal import err, out, print_topics, rank, stage
 from lowmem.tiles import storage
 
@@ -63,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         expected = isinstance(error, LowmemError)
         message = str(error) if expected else f"unexpected {type(error).__name__}: {error}. --debug shows the traceback"
         place = f"error on rank {rank()}: " if rank() else "error: "
-        Console(stderr=True).print(Text.assemble((place, "bold red"), message), soft_wrap=True)
+        Console(stderr=True).print(Text.assemble((place, "bold red"), redacted(message)), soft_wrap=True)
         sys.exit(2 if expected else 3)
     sys.exit(status or 0)
 
@@ -299,9 +300,12 @@ def _show_rule(name: str) -> None:
 
 
 def _quiet() -> None:
-    """Limits libraries to errors, without progress bars."""
+    """Limits libraries to errors, without progress bars and without reports to their authors."""
     import datasets
+    import huggingface_hub
     import transformers
+
+    huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY = True  # TRL 1.16 reports each trainer that is made
 
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would warn that it found no accelerator

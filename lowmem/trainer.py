@@ -10,7 +10,6 @@ import copy
 import functools
 import json
 import logging
-import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -146,11 +145,18 @@ class FusedTrainerMixin(_Base):
         fused = self.fused if self.optimizer is None else self.optimizer.config
         agreement.check(agreement.facts(self.args, fused, self.train_dataset, resume_from_checkpoint))
         start = super()._init_training_state(max_steps, steps_per_epoch, epochs, resume_from_checkpoint, trial)
-        if resume_from_checkpoint is not None and self.state.best_global_step is not None:
-            # the path that was saved is that of the run folder before it was moved or copied
+        if resume_from_checkpoint is not None:
+            # the path that was saved is that of the run folder before it was moved or copied, or of any other folder
             best = Path(resume_from_checkpoint).parent / f"checkpoint-{self.state.best_global_step}"
             if best.is_dir():
                 self.state.best_model_checkpoint = str(best)
+            elif self.state.best_model_checkpoint is not None:
+                logger.warning(
+                    "%s has no %s, which was the best: the best checkpoint from now on is chosen",
+                    best.parent,
+                    best.name,
+                )
+                self.state.best_model_checkpoint = None
         if resume_from_checkpoint is None or self.state.global_step < max_steps:
             return start
         if self.is_world_process_zero():
@@ -279,7 +285,7 @@ class FusedTrainerMixin(_Base):
         is_first = self.is_world_process_zero()
         try:
             if is_first:
-                shutil.rmtree(self._staging, ignore_errors=True)
+                checkpoint.remove(self._staging)
             self.accelerator.wait_for_everyone()
             super()._save_checkpoint(model, trial)
             self.accelerator.wait_for_everyone()
@@ -299,7 +305,7 @@ class FusedTrainerMixin(_Base):
             ) from error
         finally:
             if is_first:
-                shutil.rmtree(self._staging, ignore_errors=True)
+                checkpoint.remove(self._staging)
             self._staging = None
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(final))

@@ -7,6 +7,7 @@ are written and read one at a time, as weights are, so that saving and resuming 
 
 import functools
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -207,9 +208,11 @@ def publish(staged: Path, folder: Path) -> None:
     integrity.write_checksums(staged)
     flush_tree(staged)
     replaced = folder.parent / _REPLACED / folder.name
-    replaces = folder.exists()
+    replaces = os.path.lexists(folder)
     if replaces:  # saved by the run that was resumed from an earlier step
-        shutil.rmtree(replaced, ignore_errors=True)
+        if replaced.parent.is_symlink():
+            remove(replaced.parent)
+        remove(replaced)
         replaced.parent.mkdir(exist_ok=True)
         folder.rename(replaced)
     try:
@@ -219,7 +222,7 @@ def publish(staged: Path, folder: Path) -> None:
             replaced.rename(folder)
         raise
     flush(folder.parent)
-    shutil.rmtree(replaced.parent, ignore_errors=True)
+    remove(replaced.parent)
 
 
 def rotate(run_dir: Path, step: int, limit: int | None, best: str | None) -> None:
@@ -228,7 +231,7 @@ def rotate(run_dir: Path, step: int, limit: int | None, best: str | None) -> Non
     Those of later steps are older: the run was resumed from before them.
     """
     removed = run_dir / _REMOVED
-    shutil.rmtree(removed, ignore_errors=True)  # of a run that was killed here
+    remove(removed)  # of a run that was killed here
     if limit is None or limit <= 0:
         return
     folders = by_number(run_dir)
@@ -238,13 +241,20 @@ def rotate(run_dir: Path, step: int, limit: int | None, best: str | None) -> Non
     for folder in oldest[: max(0, len(folders) - max(limit, len(folders) - len(oldest)))]:
         removed.mkdir(exist_ok=True)
         folder.rename(removed / folder.name)  # at once, so that no half of it looks like a checkpoint
-        shutil.rmtree(removed, ignore_errors=True)
+        remove(removed)
 
 
 def tidy(run_dir: Path) -> None:
     """Removes what a killed run has left of checkpoints that it was writing or removing."""
     for name in (STAGING, _REMOVED):
-        shutil.rmtree(run_dir / name, ignore_errors=True)
+        remove(run_dir / name)
+
+
+def remove(folder: Path) -> None:
+    """Removes a directory, or a symbolic link and nothing of where it leads, as far as that is possible."""
+    if folder.is_symlink():
+        folder.unlink()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def candidates(run_dir: Path) -> list[Path]:

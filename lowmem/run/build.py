@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, get_scheduler, set_seed
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, get_scheduler, set_seed
 
 from lowmem.errors import ConfigError, LowmemError
 from lowmem.hf import sharding
@@ -22,6 +22,7 @@ from lowmem.run import data
 from lowmem.run.config import ModelConfig, RunConfig
 from lowmem.run.engine import check_deepspeed
 from lowmem.run.models import reason
+from lowmem.run.pretrained import load_model, load_tokenizer
 from lowmem.run.tokenizers import train_tokenizer
 from lowmem.trainer import FusedSFTTrainer
 
@@ -72,11 +73,11 @@ def _tokenizer(model: ModelConfig, train: "Dataset", resume_from: Path | None) -
     template = _read_template(model.chat_template) if model.chat_template else None
     if model.train_tokenizer is not None and resume_from is None:
         return train_tokenizer(data.texts(train), model.train_tokenizer.vocab_size, template)
-    name = str(resume_from) if model.train_tokenizer is not None else model.tokenizer or model.path
+    name = str(resume_from) if model.train_tokenizer is not None else model.tokenizer or model.path or ""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.tokenizer: no tokenizer can be loaded from {name!r}: {first_line(error)}") from error
+        tokenizer = load_tokenizer(name)
+    except Exception as error:  # tokenizers raises no narrower type for a damaged file
+        raise ConfigError(f"model.tokenizer: no tokenizer can be loaded from {name!r}: {reason(error)}") from error
     for origin in ("is_local", "local_files_only"):  # would be saved, and a resumed run saves the same files
         tokenizer.init_kwargs.pop(origin, None)
     if template is not None:
@@ -165,14 +166,13 @@ def model(config: RunConfig, tokenizer: "PreTrainedTokenizerBase", args: "SFTCon
     if (sharded := sharding.of(args)) is not None:
         sharded.prepare(dtype)
     set_seed(config.seed)
-    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": config.model.attention}
     try:
         if config.model.path is not None:
-            model = AutoModelForCausalLM.from_pretrained(config.model.path, **options)
+            model = load_model(config.model.path, dtype=dtype, attention=config.model.attention)
         else:
             raw = model_config(config.model.config or {}, tokenizer)
             with sharded.creating() if sharded is not None else nullcontext():
-                model = AutoModelForCausalLM.from_config(raw, **options)
+                model = AutoModelForCausalLM.from_config(raw, dtype=dtype, attn_implementation=config.model.attention)
     except AssertionError as error:  # such as batch sizes that do not fit the number of processes
         raise ConfigError(f"trainer.deepspeed: {first_line(error)}") from error
     except LowmemError:

@@ -54,6 +54,7 @@ ELSEWHERE = {
     ),
     "trainer.local_rank": "the launcher (torchrun, deepspeed, accelerate) sets it",
     "trainer.parallelism_config": "set deepspeed, or fsdp and fsdp_config",
+    "trainer.trust_remote_code": "code that comes with a model is never run; use a model that transformers has",
     "trainer.hub_token": "set the environment variable HF_TOKEN: this file is copied into run_dir",
 }
 
@@ -144,9 +145,9 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     source = Source.read(Path(path))
     for override in overrides:
         source.override(override)
-    _refuse_secrets(source)
     for key in (("trainer", "deepspeed"), ("trainer", "fsdp_config")):
         source.include(key)
+    _refuse_secrets(source)
     types = get_type_hints(RunConfig, include_extras=True) | {"optimizer": _optimizer_types(source)}
     optional = {"seed": types.pop("seed"), "trainer": trainer_fields.trainer_types(ELSEWHERE)}
     values = _check(mapping(types, optional), (), source.data, source)

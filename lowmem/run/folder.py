@@ -22,6 +22,7 @@ from lowmem.errors import ConfigError
 from lowmem.files import cpu, version, write_file, writing
 from lowmem.hf.checkpoint import candidates, tidy
 from lowmem.run.config import RunConfig
+from lowmem.run.secrets import redacted
 from lowmem.run.terminal import warn
 
 LOCK = ".lock"
@@ -48,6 +49,7 @@ def run_folder(run_dir: str | Path, resume: bool, rank: int = 0) -> Iterator[Pat
         raise ConfigError(f"run_dir {folder} does not contain a run to resume. Omit --resume to start one.")
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
+        _check_links(folder)
     try:
         with _locked(folder):
             _check_use(folder, resume)
@@ -57,6 +59,15 @@ def run_folder(run_dir: str | Path, resume: bool, rank: int = 0) -> Iterator[Pat
         with contextlib.suppress(OSError):
             folder.rmdir()  # unless something was written
         raise
+
+
+def _check_links(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.is_symlink() and not (path.is_dir() or path.name.startswith("checkpoint-")):
+            raise ConfigError(
+                f"{path} is a symbolic link, and a run would write to where it leads. Put the file itself there, or "
+                "delete the link."
+            )
 
 
 def _check_use(folder: Path, resume: bool) -> None:
@@ -120,7 +131,7 @@ def write_environment(run_dir: str | Path) -> None:
     packages = ("lowmem", "torch", "transformers", "trl", "accelerate", "datasets", "deepspeed", "safetensors")
     record = {
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "command": shlex.join(sys.argv),
+        "command": shlex.join(map(redacted, sys.argv)),
         "directory": str(Path.cwd()),
         "git": _git(),
         "python": platform.python_version(),

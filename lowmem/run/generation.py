@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer, set_seed
+from transformers import TextStreamer, set_seed
 
 from lowmem.errors import CheckpointError, ConfigError
 from lowmem.hf import adapters, checkpoint
-from lowmem.run.build import first_line
+from lowmem.run.models import reason
+from lowmem.run.pretrained import check_no_adapters, load_model, load_tokenizer
 from lowmem.run.terminal import warn
 
 
@@ -28,13 +29,10 @@ def generate(
         raise ConfigError(f"--temperature {temperature}: must be 0 (greedy) or a positive number")
     if not 0 <= seed < 2**32:
         raise ConfigError(f"--seed {seed}: must be a number from 0 to {2**32 - 1}")
-    model, tokenizer = _load(_model_folder(folder))
+    folder = _model_folder(folder)
+    model, tokenizer = _load(folder)
     if tokenizer.chat_template is not None:
-        messages = [{"role": "user", "content": prompt}]
-        if system:
-            messages.insert(0, {"role": "system", "content": system})
-        options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
-        inputs = tokenizer.apply_chat_template(messages, **options)
+        inputs = _chat(folder, tokenizer, prompt, system)
     else:
         inputs = tokenizer(prompt, return_tensors="pt")
     tokens, context = inputs["input_ids"].shape[1], getattr(model.config, "max_position_embeddings", math.inf)
@@ -44,13 +42,29 @@ def generate(
         warn(f"the answer ends after {context - tokens:,} tokens, where the model's context of {context:,} is full")
     sampled = temperature > 0
     set_seed(seed)
-    model.generate(
-        **inputs.to(model.device),
-        max_new_tokens=min(max_new_tokens, context - tokens),
-        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
-        do_sample=sampled,
-        **({"temperature": temperature} if sampled else {}),
-    )
+    options = {"do_sample": sampled, "trust_remote_code": False, **({"temperature": temperature} if sampled else {})}
+    try:
+        model.generate(
+            **inputs.to(model.device),
+            max_new_tokens=min(max_new_tokens, context - tokens),
+            streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+            **options,
+        )
+    except (ValueError, TypeError) as error:  # with which transformers refuses generation_config.json
+        raise CheckpointError(
+            f"{folder}: no answer can be generated ({reason(error)}). Correct or delete generation_config.json there"
+        ) from error
+
+
+def _chat(folder: Path, tokenizer: Any, prompt: str, system: str | None) -> Any:
+    messages = [{"role": "system", "content": system}] if system else []
+    messages.append({"role": "user", "content": prompt})
+    options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+    try:
+        return tokenizer.apply_chat_template(messages, **options)
+    except Exception as error:  # a template computes with what it is given, and may fail in any way
+        roles = "a system message and a prompt" if system else "a prompt"
+        raise CheckpointError(f"{folder}: its chat template refuses {roles} ({reason(error)})") from error
 
 
 def _model_folder(folder: Path) -> Path:
@@ -65,19 +79,14 @@ def _model_folder(folder: Path) -> Path:
             warn(f"skipped a damaged checkpoint: {reason}")
         if damaged:
             warn(f"answering with {folder}")
-    if adapters.files(folder):
-        raise CheckpointError(
-            f"{folder} has PEFT adapters without their base model. Merge them first, in Python: "
-            f'peft.PeftModel.from_pretrained(model, "{folder}").merge_and_unload().save_pretrained("merged"), and '
-            'tokenizer.save_pretrained("merged"); then lowmem generate merged "..."'
-        )
+    check_no_adapters(folder)
     return folder
 
 
 def _load(folder: Path) -> tuple[Any, Any]:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+        tokenizer = load_tokenizer(folder)
+        model = load_model(folder, dtype="auto")
     except Exception as error:  # transformers does not say which there can be
-        raise CheckpointError(f"{folder}: its model or tokenizer cannot be loaded: {first_line(error)}") from error
+        raise CheckpointError(f"{folder}: its model or tokenizer cannot be loaded: {reason(error)}") from error
     return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer

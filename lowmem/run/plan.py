@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_map_only
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
-    AutoConfig,
     AutoModelForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -36,6 +35,7 @@ from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.run import build
 from lowmem.run.config import ModelConfig, RunConfig
 from lowmem.run.memory import StepMemory, step_memory
+from lowmem.run.pretrained import load_config, no_code
 from lowmem.run.report import describe
 from lowmem.run.tokenizers import SMALLEST_VOCABULARY, train_tokenizer
 
@@ -155,7 +155,8 @@ def empty_model(model: ModelConfig, tokenizer: PreTrainedTokenizerBase, sdpa: st
     """The model from its configuration, on the device of the context, with `sdpa` in place of attention "sdpa"."""
     options = {"dtype": model.dtype, "attn_implementation": sdpa if model.attention == "sdpa" else model.attention}
     try:
-        return AutoModelForCausalLM.from_config(_model_config(model, tokenizer), **options)
+        with no_code(model.path):
+            return AutoModelForCausalLM.from_config(_model_config(model, tokenizer), trust_remote_code=False, **options)
     except (ValueError, ImportError) as error:
         raise ConfigError(f"model: cannot be built from its configuration: {build.first_line(error)}") from error
 
@@ -169,7 +170,7 @@ def _model_config(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> Any
         raise ConfigError("model.config has no vocab_size, and a plan does not load the tokenizer "
                           f"{model.tokenizer!r}: add model.config.vocab_size=N")  # fmt: skip
     try:
-        return AutoConfig.from_pretrained(model.path)
+        return load_config(model.path)
     except OSError as error:
         raise ConfigError(f"model.path: a plan needs the configuration of {model.path!r}, which cannot be downloaded "
                           f"here. Download it where there is a network (hf download {model.path} config.json) and name "

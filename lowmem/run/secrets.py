@@ -1,5 +1,6 @@
 """Credentials in texts: found in a configuration, which is copied into the run folder, and blanked in messages."""
 
+import os
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -20,13 +21,17 @@ _VALUE = re.compile(
     r"|AKIA[A-Z0-9]{16}|AIza[\w-]{30,})"
 )
 _URL = re.compile(r"(\w+://)[^/\s@'\"]+@")
+_SHORTEST = 8  # characters of an environment variable that is blanked; shorter words occur by themselves
 _ASSIGNED = re.compile(rf"({_NAME}[\"']?\s*[=:]\s*)(\"[^\"]*\"|'[^']*'|[^\s,;}}\])\"']+)", re.IGNORECASE)
 
 
 def redacted(text: str) -> str:
     """Returns the text with `***` in place of credentials: the values of keys such as `hub_token` and `api_key` in
-    `key=value` and `key: value`, tokens of known services, and user and password in URLs.
+    `key=value` and `key: value`, tokens of known services, user and password in URLs, and the values of environment
+    variables such as `WANDB_API_KEY`.
     """
+    for value in _environment():
+        text = text.replace(value, _BLANK)
     text = _URL.sub(rf"\1{_BLANK}@", _VALUE.sub(_BLANK, text))
     return _ASSIGNED.sub(lambda match: match[1] + _BLANK, text)
 
@@ -41,5 +46,9 @@ def find(value: Any, key: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
             yield from find(item, (*key, str(index)))
     elif isinstance(value, str):
         named = value and any(_KEY.fullmatch(part) for part in key)
-        if named or _VALUE.search(value) or _URL.search(value):
+        if named or _VALUE.search(value) or _URL.search(value) or any(known in value for known in _environment()):
             yield key
+
+
+def _environment() -> list[str]:
+    return [value for name, value in os.environ.items() if len(value) >= _SHORTEST and _KEY.fullmatch(name)]

@@ -25,6 +25,7 @@ from lowmem.run.data import TokenCounts, check_tokenized, fingerprint
 from lowmem.run.memory import is_out_of_memory
 from lowmem.run.metrics import read_metrics
 from lowmem.run.pictures import size
+from lowmem.run.secrets import redacted
 from lowmem.run.summary import last_losses
 from lowmem.run.terminal import generate_command, out, print_topics, rank, stage, train_command, warn
 
@@ -138,7 +139,7 @@ def _explained(error: Exception, config: RunConfig, run_dir: Path) -> Exception:
         return LowmemError(f"out of memory: {build.first_line(error)}. {_memory_advice(config, run_dir)}")
     if not isinstance(error, LowmemError):
         path = run_dir / ("traceback.txt" if rank() == 0 else f"traceback-{rank()}.txt")
-        write_file(path, "".join(traceback.format_exception(error)).encode())
+        write_file(path, redacted("".join(traceback.format_exception(error))).encode())
     return error
 
 
