@@ -75,8 +75,8 @@ def _model_folder(folder: Path) -> Path:
         checkpoint.check_model(folder)
     else:
         folder, damaged = checkpoint.find_last(folder, checkpoint.check_model)
-        for reason in damaged:
-            warn(f"skipped a damaged checkpoint: {reason}")
+        for damage in damaged:
+            warn(f"skipped a damaged checkpoint: {damage}")
         if damaged:
             warn(f"answering with {folder}")
     check_no_adapters(folder)
