@@ -14,7 +14,6 @@ import json
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 from rich.console import Console
 
 from benchmarks import reports
@@ -121,7 +121,6 @@ class Run:
         """Forks a process that has imported everything: starting Python would take most of the time."""
         if pid := os.fork():
             return pid
-        os.setsid()
         log = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(log, 1), os.dup2(log, 2)
         status = 1
@@ -144,10 +143,11 @@ class Run:
         return os.waitstatus_to_exitcode(status) if pid else None
 
     def kill(self) -> None:
-        try:
-            os.killpg(self.pid, signal.SIGKILL)
-        except ProcessLookupError:  # it has no group of its own yet
-            os.kill(self.pid, signal.SIGKILL)
+        """Kills all processes at once. torchrun starts each rank in a session of its own."""
+        run = psutil.Process(self.pid)
+        for process in [run, *run.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         while self.ended() is None:
             time.sleep(0.001)
 
