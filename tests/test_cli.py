@@ -196,7 +196,8 @@ def test_weight_decay_by_the_rules_own_name(config, run_dir, capsys, rule, optio
     assert [group[key] for group in groups] == [0.125, {"adafactor": None}.get(rule, 0.0)]
 
 
-def test_the_dominant_parameter_is_in_the_log(config, run_dir, capsys):
+def test_the_dominant_parameter_is_in_the_log(config, run_dir, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
     code, out, err = lowmem(capsys, "train", config, "optimizer.rule=scaled_adam", "optimizer.lr=0.03")
     assert (code, err) == (0, "")
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -246,7 +247,7 @@ MISTAKES = {
     "missing data file": (["data.path=/nowhere/pairs.jsonl"], "/nowhere/pairs.jsonl"),
     "malformed line": (bad_line, "line 7"),
     "missing field": (lost_field, "record 5"),
-    "empty data": (lambda folder: (folder / "pairs.jsonl").write_text(""), "empty"),
+    "empty data": (lambda folder: (folder / "pairs.jsonl").write_text(""), "no records"),
     "everything masked": (["data.max_length=3"], "max_length"),
     "unknown rule": (["optimizer.rule=adalmo"], "Did you mean 'adalomo'"),
     "unknown import path": (["optimizer.rule=torch.optim.AdamWW"], "Did you mean 'AdamW'"),
@@ -314,6 +315,7 @@ def test_a_finished_run_is_not_changed(config, run_dir, capsys, caplog):
 def test_resuming_without_a_run_is_refused(config, run_dir, capsys):
     assert "does not contain a run to resume" in lowmem(capsys, "train", config, "--resume")[2]
     assert not run_dir.exists()
+    run_dir.mkdir()
     assert "no complete checkpoint" in lowmem(capsys, "generate", run_dir, "hello")[2]
 
 
