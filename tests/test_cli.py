@@ -16,7 +16,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lowmem import cli
-from lowmem.run import build, report
+from lowmem.run import build, report, terminal
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
 
@@ -197,7 +197,7 @@ def test_weight_decay_by_the_rules_own_name(config, run_dir, capsys, rule, optio
 
 
 def test_the_dominant_parameter_is_in_the_log(config, run_dir, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(terminal.out, "width", 200)
     code, out, err = lowmem(capsys, "train", config, "optimizer.rule=scaled_adam", "optimizer.lr=0.03")
     assert (code, err) == (0, "")
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
