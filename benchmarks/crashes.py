@@ -236,7 +236,9 @@ def results(run_dir: Path) -> dict[str, Any]:
         losses |= {
             f"{key} of {r['step']}": r[key] for r in records for key in ("loss", "eval_loss", "tokens") if key in r
         }
-        losses["files"] = sorted(path.name for path in run_dir.iterdir() if path.name[0] != ".")
+        # a run that is killed right after its last save keeps one checkpoint more
+        names = {path.name for path in run_dir.iterdir() if not path.name.startswith((".", "checkpoint-"))}
+        losses["files"] = sorted(names)
     return files | losses
 
 
