@@ -460,7 +460,7 @@ def test_failed_construction_leaves_no_hook():
         ({"loss_scale": "big"}, ConfigError, "loss_scale='big'"),
         ({"loss_scale": math.inf}, ConfigError, "loss_scale=inf"),
         ({"clip_norm": 1.0, "policy": "immediate"}, UnsupportedError, "clip_norm=1.0.*clip_value"),
-        ({"clip_norm": 0.0}, ConfigError, "clip_norm=0.0 is not a number > 0"),
+        ({"clip_norm": 0.0}, ConfigError, "clip_norm=0.0 is not a finite number > 0"),
         ({"clip_norm": 1.0, "norm_type": 1.0}, ConfigError, "norm_type=1.0 is neither 2 nor inf"),
         ({"policy": "two-pass"}, ConfigError, "Did you mean 'two_pass'"),
         ({"replay": "both"}, ConfigError, "Known are auto, graph, forward"),

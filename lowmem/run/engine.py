@@ -37,7 +37,7 @@ def check_deepspeed(config: dict[str, Any]) -> None:
     from deepspeed.runtime.config import DeepSpeedConfig
 
     own = _without_auto({name: value for name, value in config.items() if name not in _BATCH_SIZES})
-    reads = _Reads({**own, "train_batch_size": 1})
+    reads = _Reads({**own, "train_micro_batch_size_per_gpu": 1})
     try:
         DeepSpeedConfig(reads)
     except Exception as error:  # it documents none

@@ -424,12 +424,12 @@ def test_mistaken_options_are_named(override, message, config):
 @pytest.mark.parametrize(
     ("overrides", "loss"),
     [
-        ([], "nll, logits in tiles; activations recomputed in backward"),
-        (["activation_checkpointing=false"], "nll, logits in tiles; activations kept for backward"),
-        (["loss_type=dft"], "dft, logits in tiles; activations recomputed in backward"),
+        ([], "cross-entropy computed in tiles of the vocabulary; activations recomputed in backward"),
+        (["activation_checkpointing=false"], "cross-entropy computed in tiles of the vocabulary; activations kept for backward"),
+        (["loss_type=dft"], "cross-entropy dft, in tiles; activations recomputed in backward"),
         (
             ["label_smoothing_factor=0.1"],
-            "nll, labels smoothed by 0.1, which takes all logits at once; activations recomputed in backward",
+            "cross-entropy with labels smoothed by 0.1, which takes all logits at once; activations recomputed in backward",
         ),
     ],
 )

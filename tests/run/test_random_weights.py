@@ -18,7 +18,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from lowmem import placements
 from lowmem.hf import sharding
 
-HEADS = {"num_attention_heads": 4, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 2}
 SIZES = {"hidden_size": 32, "intermediate_size": 48, **HEADS}
 MODELS = {
     "llama": {"model_type": "llama", **SIZES, "num_key_value_heads": 2},

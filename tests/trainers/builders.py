@@ -224,13 +224,13 @@ def build(row, folder, mixin, keywords=(), **arguments):
     return (fused(cls) if mixin else cls)(args=args, **{**row_keywords, **dict(keywords)})
 
 
-def assert_same_run(fused, ordinary, approximate=("grad_norm",)):
-    """The weights to the last bit, and what was logged; `approximate` is summed in another order."""
+def assert_same_run(fused, ordinary, approximate=("grad_norm",), other=()):
+    """The weights to the last bit, and what was logged but `other`; `approximate` is summed in another order."""
     pairs = zip(fused.model.parameters(), ordinary.model.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
     for actual, expected in zip(fused.state.log_history, ordinary.state.log_history, strict=True):
         names = {name for name in expected if not any(part in name for part in ("time", "runtime", "per_second"))}
-        exact = names.difference(approximate)
+        exact = names.difference(approximate, other)
         assert {name: actual[name] for name in exact} == pytest.approx(
             {name: expected[name] for name in exact}, rel=0, abs=0, nan_ok=True
         )

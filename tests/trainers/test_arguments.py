@@ -134,7 +134,8 @@ def test_a_resumed_run_is_the_trainers_own_to_the_last_bit(changed, tmp_path):
         trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-4")
         runs.append(trainer)
     ordinary, fused = runs
-    assert_same_run(fused, ordinary)
+    # the trainer's own has lost the losses of the steps before it was resumed
+    assert_same_run(fused, ordinary, other=("train_loss",))
     assert fused.state.global_step == ordinary.state.global_step == changed.get("max_steps", 8)
 
 
