@@ -126,7 +126,7 @@ def test_fused_training_on_tiles_is_ordinary_training_to_the_last_bit(
 @pytest.mark.parametrize("policy", ["immediate", "deferred"])
 def test_offloaded_activations_give_the_same_weights(policy, model, token_batches, monkeypatch):
     """TRL's offloading takes the CPU for an accelerator here: every activation is offloaded and loaded."""
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device("cpu"))
     monkeypatch.delitem(sys.modules, "bitsandbytes", raising=False)  # where it is imported, TRL empties a GPU's cache
     nets = [model(checkpointing=True, tie_word_embeddings=True) for _ in range(2)]
     offloading = get_act_offloading_ctx_manager(nets[0], use_pin_memory=False, use_streams=False, min_offload_size=1)
