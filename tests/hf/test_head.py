@@ -424,12 +424,12 @@ def test_mistaken_options_are_named(override, message, config):
 @pytest.mark.parametrize(
     ("overrides", "loss"),
     [
-        ([], "cross-entropy computed in tiles of the vocabulary; activations recomputed in backward"),
-        (["activation_checkpointing=false"], "cross-entropy computed in tiles of the vocabulary; activations kept for backward"),
-        (["loss_type=dft"], "cross-entropy dft, in tiles; activations recomputed in backward"),
+        ([], "computed in tiles of the vocabulary; activations recomputed in backward"),
+        (["activation_checkpointing=false"], "computed in tiles of the vocabulary; activations kept for backward"),
+        (["loss_type=dft"], "dft, in tiles; activations recomputed in backward"),
         (
             ["label_smoothing_factor=0.1"],
-            "cross-entropy with labels smoothed by 0.1, which takes all logits at once; activations recomputed in backward",
+            "with labels smoothed by 0.1, which takes all logits at once; activations recomputed in backward",
         ),
     ],
 )
@@ -437,7 +437,7 @@ def test_a_run_prints_how_its_loss_is_computed(overrides, loss, config, capsys):
     with pytest.raises(SystemExit) as done:
         cli.main(["train", str(config), *(f"trainer.{one}" for one in overrides)])
     assert done.value.code == 0
-    assert f"loss       {loss}\n" in capsys.readouterr().out
+    assert f"loss       cross-entropy {loss}\n" in capsys.readouterr().out
 
 
 def test_a_head_that_is_refused_leaves_no_run_directory(config, tmp_path, capsys):
