@@ -27,6 +27,7 @@ from lowmem.hf import agreement, integrity
 from lowmem.placements import failures
 from lowmem.run.folder import run_folder
 from lowmem.run.memory import is_out_of_memory
+from lowmem.run.pretrained import load_model
 from lowmem.run.training import DataFingerprint
 
 PAGE = (Path(__file__).parents[1] / "docs" / "troubleshooting.md").read_text()
@@ -311,6 +312,13 @@ def copied():
 @entry("`rule ... has no hyperparameter ...`")
 def unknown_hyperparameter():
     lomo(make_net(), betas=(0.9, 0.99))
+
+
+@entry("`needs Python code that comes with it`")
+def own_code(tmp_path):
+    auto_map = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "unheard_of", "auto_map": auto_map}))
+    load_model(tmp_path, dtype="auto")
 
 
 # -- several devices ---------------------------------------------------------------------------------------------------
