@@ -439,6 +439,13 @@ def in_use(tmp_path):
             other.kill()
 
 
+@entry("`is a symbolic link, and a run would write to where it leads`")
+def linked(tmp_path):
+    (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "elsewhere")
+    with run_folder(tmp_path, resume=True):
+        pass
+
+
 @entry("`as it is tokenized now, is not what ... was trained on`")
 def other_data(tmp_path):
     saved = {"stateful_callbacks": {"DataFingerprint": DataFingerprint("a").state()}}
