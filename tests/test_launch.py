@@ -207,13 +207,13 @@ def ranks_below(pid):
 
 
 ENDINGS = {
-    "one is killed, zero3": (DEEPSPEED, "trainer.deepspeed=" + json.dumps(ZERO3), signal.SIGKILL),
     "one is killed, fsdp2": (None, "trainer.fsdp=true", signal.SIGKILL),
     "all are asked to stop": (TORCHRUN, None, signal.SIGTERM),
 }
 if FULL:
     ENDINGS |= {
         "one is killed": (TORCHRUN, None, signal.SIGKILL),
+        "one is killed, zero3": (DEEPSPEED, "trainer.deepspeed=" + json.dumps(ZERO3), signal.SIGKILL),
         "all are asked to stop, zero3": (None, "trainer.deepspeed=" + json.dumps(ZERO3), signal.SIGTERM),
     }
 
@@ -289,8 +289,15 @@ wait -n && wait
 
 
 # the launcher of DeepSpeed and its ZeRO-3 together; the launcher is otherwise as the others are
-STARTED = [("torchrun", None), ("deepspeed", "zero3"), ("slurm", None)]
-STARTED += [("accelerate", None), ("deepspeed", None), ("torchrun", "zero3"), ("torchrun", "fsdp2")] if FULL else []
+STARTED = [("deepspeed", "zero3"), ("slurm", None)]
+if FULL:
+    STARTED += [
+        ("torchrun", None),
+        ("accelerate", None),
+        ("deepspeed", None),
+        ("torchrun", "zero3"),
+        ("torchrun", "fsdp2"),
+    ]
 
 
 @pytest.mark.parametrize(("name", "shards"), STARTED)
