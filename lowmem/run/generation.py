@@ -13,9 +13,12 @@ from lowmem.run.models import reason
 from lowmem.run.pretrained import check_no_adapters, load_model, load_tokenizer
 from lowmem.run.terminal import warn
 
+# The longest answer where nothing else is asked for, and the context has room.
+_NEW_TOKENS = 256
+
 
 def generate(
-    folder: Path, prompt: str, *, system: str | None, max_new_tokens: int, temperature: float, seed: int
+    folder: Path, prompt: str, *, system: str | None, max_new_tokens: int | None, temperature: float, seed: int
 ) -> None:
     """Prints the answer of a checkpoint, or of the newest complete one in a run folder.
 
@@ -23,7 +26,7 @@ def generate(
         CheckpointError: there is no complete checkpoint, or its model cannot be loaded.
         ConfigError: an argument is out of range, or the prompt is too long for the model.
     """
-    if max_new_tokens < 1:
+    if max_new_tokens is not None and max_new_tokens < 1:
         raise ConfigError(f"--max-new-tokens {max_new_tokens}: an answer has at least 1 token")
     if not math.isfinite(temperature) or temperature < 0:
         raise ConfigError(f"--temperature {temperature}: must be 0 (greedy) or a positive number")
@@ -38,7 +41,7 @@ def generate(
     tokens, context = inputs["input_ids"].shape[1], getattr(model.config, "max_position_embeddings", math.inf)
     if not 0 < tokens < context:
         raise ConfigError(f"the prompt has {tokens:,} tokens; the model takes from 1 to {context - 1:,}")
-    if tokens + max_new_tokens > context:
+    if max_new_tokens is not None and tokens + max_new_tokens > context:
         warn(f"the answer ends after {context - tokens:,} tokens, where the model's context of {context:,} is full")
     sampled = temperature > 0
     set_seed(seed)
@@ -46,7 +49,7 @@ def generate(
     try:
         model.generate(
             **inputs.to(model.device),
-            max_new_tokens=min(max_new_tokens, context - tokens),
+            max_new_tokens=min(max_new_tokens or _NEW_TOKENS, context - tokens),
             streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
             **options,
         )
