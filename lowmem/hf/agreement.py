@@ -3,7 +3,6 @@
 Ranks that differ would train on other data than asked for, or wait for one another until the timeout.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -17,6 +16,7 @@ from transformers.trainer_utils import has_length
 
 import lowmem
 from lowmem.errors import ConfigError
+from lowmem.files import read_json
 from lowmem.hf.checkpoint import TRAINER_STATE_FILE
 from lowmem.options import FusedConfig
 from lowmem.placements import in_group, ranks
@@ -50,7 +50,7 @@ def facts(args: TrainingArguments, config: FusedConfig, dataset: Any, resume_fro
     found["training samples"] = len(dataset) if has_length(dataset) else "no number"
     found["checkpoint"] = "none" if resume_from is None else Path(resume_from).name
     if resume_from is not None and (state := Path(resume_from) / TRAINER_STATE_FILE).is_file():
-        found["step of the checkpoint"] = json.loads(state.read_text())["global_step"]
+        found["step of the checkpoint"] = read_json(state)["global_step"]
     found |= {name: getattr(args, name) for name in _ARGUMENTS if hasattr(args, name)}
     options = [option.name for option in fields(config) if option.name not in _OWN]
     found |= {f"optimizer.{name}": getattr(config, name) for name in options}

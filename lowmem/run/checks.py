@@ -2,12 +2,12 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, NamedTuple, NotRequired
 
-from pydantic import BeforeValidator, ConfigDict, ValidationError, with_config
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, ValidationError, with_config
 from pydantic.config import ExtraValues
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, PydanticCustomError
 from typing_extensions import TypedDict  # Python before 3.12 has one that pydantic refuses
 
 from lowmem.errors import did_you_mean
@@ -23,6 +23,17 @@ def mapping(required: Mapping[str, Any], optional: Mapping[str, Any], extra: Ext
     """The type of a dictionary with these keys."""
     types = {**required, **{key: NotRequired[optional[key]] for key in optional}}
     return with_config(STRICT | {"extra": extra})(TypedDict("mapping", types))  # type: ignore[operator, typeddict-item]
+
+
+def within(kind: Any, valid: Callable[[Any], bool], words: str) -> Any:
+    """The type of a value of this kind that is valid; `words` go on after "should be"."""
+
+    def check(value: Any) -> Any:
+        if not valid(value):
+            raise PydanticCustomError("range", f"Input should be {words}")
+        return value
+
+    return Annotated[kind, AfterValidator(check)]
 
 
 class Problem(NamedTuple):

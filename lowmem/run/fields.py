@@ -5,34 +5,24 @@ from enum import EnumType
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from pydantic import AfterValidator, Field
-from pydantic_core import PydanticCustomError
+from pydantic import Field
 from trl import SFTConfig
 
 from lowmem.errors import ConfigError
-from lowmem.run.checks import Whole, mapping
+from lowmem.run.checks import Whole, mapping, within
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
-
-
-def _within(kind: Any, valid: Callable[[Any], bool], words: str) -> Any:
-    def check(value: Any) -> Any:
-        if not valid(value):
-            raise PydanticCustomError("range", f"Input should be {words}")
-        return value
-
-    return Annotated[kind, AfterValidator(check)]
 
 
 def _is_steps(value: float) -> bool:
     return 0 < value < 1 or (value >= 1 and value == int(value))
 
 
-_COUNT = _within(Whole, lambda n: n >= 1, "at least 1")
+_COUNT = within(Whole, lambda n: n >= 1, "at least 1")
 _OPTIONAL_COUNT = _COUNT | None
-_FROM_ZERO = _within(Whole, lambda n: n >= 0, "at least 0")
-_AMOUNT = _within(Finite, lambda x: x >= 0, "at least 0")
-_STEPS = _within(Finite, _is_steps, "a whole number of steps, or a part of the training between 0 and 1")
+_FROM_ZERO = within(Whole, lambda n: n >= 0, "at least 0")
+_AMOUNT = within(Finite, lambda x: x >= 0, "at least 0")
+_STEPS = within(Finite, _is_steps, "a whole number of steps, or a part of the training between 0 and 1")
 _LEVEL: Any = Literal[tuple(SFTConfig.__dataclass_fields__["log_level"].metadata["choices"])]
 
 # The keys of checkpointing are those of transformers, of TRL (selective) and of torch.utils.checkpoint.
@@ -60,14 +50,14 @@ _DEEPSPEED = {
     "gradient_clipping": _AMOUNT | Literal["auto"],
     "steps_per_print": _COUNT,
     **dict.fromkeys(("wall_clock_breakdown", "prescale_gradients", "dump_state", "memory_breakdown"), bool),
-    "zero_optimization": mapping({}, {"stage": _within(Whole, lambda n: 0 <= n <= 3, "0 to 3")}, extra="allow"),
+    "zero_optimization": mapping({}, {"stage": within(Whole, lambda n: 0 <= n <= 3, "0 to 3")}, extra="allow"),
     "bf16": mapping({}, {"enabled": bool | Literal["auto"]}, extra="allow"),
     "fp16": mapping(
         {},
         {
             "enabled": bool | Literal["auto"],
             "loss_scale": _AMOUNT,
-            "initial_scale_power": _within(Whole, lambda n: 0 <= n <= 64, "0 to 64"),
+            "initial_scale_power": within(Whole, lambda n: 0 <= n <= 64, "0 to 64"),
         },
         extra="allow",
     ),
@@ -79,13 +69,13 @@ NARROWED: dict[str, Any] = {
     # training
     **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), _COUNT),
     **dict.fromkeys(("gradient_accumulation_steps", "ddp_timeout"), _COUNT),
-    "max_steps": _within(Whole, lambda n: n == -1 or n >= 1, "at least 1, or -1 for all epochs"),
-    "num_train_epochs": _within(Finite, lambda x: x > 0, "greater than 0"),
-    "warmup_steps": _within(
+    "max_steps": within(Whole, lambda n: n == -1 or n >= 1, "at least 1, or -1 for all epochs"),
+    "num_train_epochs": within(Finite, lambda x: x > 0, "greater than 0"),
+    "warmup_steps": within(
         Finite, lambda x: x == 0 or _is_steps(x), "a whole number of steps, or a part of the training between 0 and 1"
     ),
     "lr_scheduler_kwargs": dict[str, Any] | None,
-    "label_smoothing_factor": _within(Finite, lambda x: 0 <= x < 1, "at least 0 and less than 1"),
+    "label_smoothing_factor": within(Finite, lambda x: 0 <= x < 1, "at least 0 and less than 1"),
     "neftune_noise_alpha": _AMOUNT | None,
     "router_aux_loss_coef": _AMOUNT,
     "loss_type": Literal["nll", "dft"],
@@ -102,7 +92,7 @@ NARROWED: dict[str, Any] = {
     "include_num_input_tokens_seen": bool | Literal["all", "non_padding", "no"],
     **dict.fromkeys(("log_level", "log_level_replica"), _LEVEL),
     # data loaders
-    "dataloader_num_workers": _within(Whole, lambda n: 0 <= n <= 1024, "0 to 1024"),
+    "dataloader_num_workers": within(Whole, lambda n: 0 <= n <= 1024, "0 to 1024"),
     "dataloader_prefetch_factor": _OPTIONAL_COUNT,
     "dataloader_multiprocessing_context": Literal["fork", "spawn", "forkserver"] | None,
     **dict.fromkeys(("accelerator_config", "dataset_kwargs"), dict[str, Any] | None),

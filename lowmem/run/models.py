@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from lowmem.errors import ConfigError
-from lowmem.run.checks import Whole, mapping
+from lowmem.run.checks import Whole, mapping, within
 from lowmem.run.source import shortened
 
 _MAX_LAYERS = 2_000  # building more takes minutes, and no model has them
@@ -20,12 +20,7 @@ _LAYERS_BUILT = 2
 
 
 def _range(kind: Any, low: float, high: float, words: str) -> Any:
-    def check(value: Any) -> Any:
-        if not low <= value < high:
-            raise PydanticCustomError("range", f"Input should be {words}")
-        return value
-
-    return Annotated[kind, AfterValidator(check)]
+    return within(kind, lambda value: low <= value < high, words)
 
 
 def _finite(value: Any) -> Any:
