@@ -23,7 +23,8 @@ from lowmem.step.loss_scaler import LossScaler
 from lowmem.step.policies import POLICIES, Needs, Policy, choose, repeatable, replay_of
 from lowmem.step.report import LastStep, Report
 from lowmem.step.saving import Saving
-from lowmem.step.updates import Updates, decide_compilation, settle
+from lowmem.step.updates import Updates, decide_compilation, settle, takes_computed
+from lowmem.tiles.gradients import ComputedGradient, Contribution, Gradient, Stored
 from lowmem.tiles.tile import CompiledTile
 
 logger = logging.getLogger(__name__)
@@ -185,6 +186,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Decides how a parameter is updated, once it requires a gradient and has elements."""
         if record.param.requires_grad and not record.claimed and record.span.numel:
             settle(record, self._placement.shard)
+            record.computes = takes_computed(record, self._placement)
             self._hooks.claim(record)
 
     def _order_records(self) -> None:
@@ -332,16 +334,26 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _on_gradient(self, record: ParamRecord) -> None:
         """The gradient of one parameter is complete."""
-        if record.param.grad is None:  # its autograd function returned none
+        offered = self._hooks.offered(record.param)
+        if record.param.grad is None and not offered:  # its autograd function returned none
             if not self._cycle.idle:
                 self._use(self._placement.reducer.skip(record))
             return
         if self._cycle.idle:
             self._begin_plain(record)
         self._cycle.fired(record.name)
-        grad = self._policy.accumulate(record, self._placement.reducer.take(record.param))
+        grad = self._policy.accumulate(record, self._gradient(record, offered))
         if grad is not None:
             self._update(record, grad)
+
+    def _gradient(self, record: ParamRecord, offered: list[Contribution]) -> Gradient:
+        """The sum of what backward has put into `.grad` and what is computed as it is read."""
+        if record.param.grad is not None:
+            grad = self._placement.reducer.take(record.param)
+            if not offered:
+                return grad
+            offered.append(Stored(grad))
+        return ComputedGradient(record.param.detach(), offered)
 
     def _begin_plain(self, first: ParamRecord) -> None:
         """A plain `loss.backward()` has begun, and the gradient of `first` is complete."""
@@ -357,7 +369,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._begin_pass(last=not self._hooks.accumulating)
         torch.autograd.Variable._execution_engine.queue_callback(self._end_plain)  # type: ignore[attr-defined]
 
-    def _update(self, record: ParamRecord, grad: Tensor) -> None:
+    def _update(self, record: ParamRecord, grad: Gradient) -> None:
         """The way of a gradient: reduced over ranks, then used when the policy says so."""
         reduced = self._placement.reducer.reduce(record, grad)
         del grad
@@ -429,6 +441,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             rule.begin(group, self._cycle.step + (not self._cycle.waiting))
 
     def _drop(self) -> None:
+        self._hooks.drop_offered()
         self._policy.drop()
         self._placement.reducer.drop()
 

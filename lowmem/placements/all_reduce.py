@@ -17,6 +17,7 @@ from lowmem.errors import StepError
 from lowmem.placements.base import NO_SUMS, Reduced, Reducer, Sums
 from lowmem.placements.readback import Readback
 from lowmem.placements.record import ParamRecord
+from lowmem.tiles.gradients import Gradient
 from lowmem.tiles.sweep import flat
 
 # All-reduces that may be in flight while the backward goes on.
@@ -39,6 +40,8 @@ class AllReduce(Reducer):
     Gradients wait for one another in the first backward, in which the order is learned, and where reentrant activation
     checkpointing, whose parameters the graph does not show, leaves one out.
     """
+
+    takes_computed = False
 
     def __init__(self) -> None:
         self._order: list[str] = []  # in which all-reduces are launched
@@ -86,7 +89,8 @@ class AllReduce(Reducer):
         self._hides, self._last = False, None
         self._silent.clear()
 
-    def reduce(self, record: ParamRecord, grad: Tensor) -> Reduced:
+    def reduce(self, record: ParamRecord, grad: Gradient) -> Reduced:
+        assert isinstance(grad, Tensor)
         name = record.name
         if name in self._arrived:
             raise StepError(
@@ -162,7 +166,9 @@ class AllReduce(Reducer):
         if name not in self._sums.read:
             return torch.zeros_like(self._records[name].param)
         self._arrived[name] = None
-        return self._sums.read[name]()
+        total = self._sums.read[name]()
+        assert isinstance(total, Tensor)
+        return total
 
     def _launch(self, name: str, grad: Tensor) -> None:
         """Launches the all-reduce of the gradient whose turn it is."""

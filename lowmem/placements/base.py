@@ -11,9 +11,10 @@ from lowmem.errors import UnsupportedError
 from lowmem.placements.ranks import Ranks, in_group
 from lowmem.placements.record import ParamRecord
 from lowmem.placements.wrappers import refuse_wrapped
+from lowmem.tiles.gradients import Gradient
 from lowmem.tiles.layout import Layout, Span, View
 
-Reduced = Iterator[tuple[ParamRecord, Tensor]]
+Reduced = Iterator[tuple[ParamRecord, Gradient]]
 
 # References to a storage that one tensor, and the expression that asks for their number, have.
 _ONE_TENSOR = 2
@@ -81,7 +82,7 @@ class Sums(NamedTuple):
     read: parameter → reads its sum.  wide: gradients are reduced in float32 or wider, as sums are.
     """
 
-    read: Mapping[str, Callable[[], Tensor]]
+    read: Mapping[str, Callable[[], Gradient]]
     wide: bool
 
 
@@ -93,9 +94,11 @@ class Reducer:
 
     Attributes:
         accumulates_first: micro-batches are summed before their gradient is reduced; otherwise each one is reduced.
+        takes_computed: a gradient may be one that is computed as it is read; others are tensors.
     """
 
     accumulates_first: ClassVar[bool] = True
+    takes_computed: ClassVar[bool] = True
 
     def take(self, param: Tensor) -> Tensor:
         """Takes the complete gradient off a parameter: the caller has the only reference to its memory."""
@@ -114,7 +117,7 @@ class Reducer:
         A parameter that gets no gradient in it may have one from earlier micro-batches, in `sums`.
         """
 
-    def reduce(self, record: ParamRecord, grad: Tensor) -> Reduced:
+    def reduce(self, record: ParamRecord, grad: Gradient) -> Reduced:
         """Starts to reduce a gradient, and yields those that are ready: averaged over ranks, and cut."""
         yield record, grad
 

@@ -23,6 +23,7 @@ class ParamRecord:
         spec, layout: how it is updated and in which rectangles, once it is hooked.
         storage: of the weight.  state_storages: of its states of the parameter's size.
         extra: the other tensors of the weight's storage, which has the parameter first; () before its first update.
+        computes: its gradient may be one that is computed as it is read.
         stacks: number of the stack that it may join, by gradient dtype.
         claimed: its optimizer has decided how it is updated, and no other one updates it.
         square_sum: of its last gradient, float64 scalar.  size: what its rule weights the norm of that by.
@@ -39,6 +40,7 @@ class ParamRecord:
     state_storages: dict[str, Storage] = field(default_factory=dict)
     extra: tuple[Tensor, ...] = ()
     stacks: dict[torch.dtype, int] = field(default_factory=dict)
+    computes: bool = False
     claimed: bool = False
     square_sum: Tensor | None = None
     size: Tensor | None = None

@@ -14,6 +14,7 @@ from lowmem.placements.base import Reduced
 from lowmem.placements.ranks import Ranks
 from lowmem.placements.record import ParamRecord
 from lowmem.placements.sharded import FlatShard, Sharded, ShardedReducer, span_of_rank
+from lowmem.tiles.gradients import Gradient
 from lowmem.tiles.layout import Span
 
 
@@ -73,7 +74,8 @@ class _ReduceScatter(ShardedReducer):
     def __init__(self, shard: FlatShard) -> None:
         self._shard = shard
 
-    def reduce(self, record: ParamRecord, grad: Tensor) -> Reduced:
+    def reduce(self, record: ParamRecord, grad: Gradient) -> Reduced:
+        assert isinstance(grad, Tensor)
         assert self._shard.ranks is not None
         yield record, self._shard.ranks.reduce_scatter_mean(grad.contiguous().view(-1), record.span.size)
 

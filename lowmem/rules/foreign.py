@@ -140,6 +140,7 @@ class ForeignRule(UpdateRule):
     exactness = "the class's own step(), bit for bit"
     stackable = False
     can_be_skipped = False
+    needs_dense_gradient = True
 
     def __init__(self, cls: type[torch.optim.Optimizer]) -> None:
         self.cls = cls

@@ -98,6 +98,8 @@ class UpdateRule(ABC):
         can_be_skipped: its update can be undone on the device, before the host knows that the step is skipped.
         sums_squares: its states are of no use once squares of the gradient, or their sum, overflow float32 (a norm of
             9e18). A parameter with such a gradient is left as it is.
+        needs_dense_gradient: it reads the gradient as one tensor, or after it has written the parameter. Others can
+            read one that is computed, block by block, in every pass.
     """
 
     name: ClassVar[str]
@@ -113,6 +115,7 @@ class UpdateRule(ABC):
     norm_before_clip_value: ClassVar[bool] = False
     can_be_skipped: ClassVar[bool] = True
     sums_squares: ClassVar[bool] = False
+    needs_dense_gradient: ClassVar[bool] = False
 
     def check(self, hyper: Hyper) -> None:
         """Raises `ConfigError` for a hyperparameter that is out of range."""

@@ -16,6 +16,7 @@ from lowmem.placements import Ranks
 from lowmem.placements.record import ParamRecord
 from lowmem.rules import GroupClip, GroupNorms
 from lowmem.step.loss_scaler import LossScaler
+from lowmem.tiles.gradients import Gradient
 from lowmem.tiles.norms import REDUCED, norm_over, summable
 from lowmem.tiles.sweep import Reading, tiles
 
@@ -96,15 +97,15 @@ class Clipping:
             self._limits[device] = torch.full((), self.value, dtype=torch.float32, device=device)
         return self._limits[device]
 
-    def changes(self, grad: Tensor) -> bool:
+    def changes(self, grad: Gradient) -> bool:
         """Whether `measure` changes the gradient in place."""
-        return grad.dtype == torch.float32 and (self.scaler.value is not None or self.value is not None)
+        return _is_float32(grad) and (self.scaler.value is not None or self.value is not None)
 
-    def measure(self, record: ParamRecord, grad: Tensor) -> Norms:
+    def measure(self, record: ParamRecord, grad: Gradient) -> Norms:
         """The norms of a gradient, or of this rank's shard of it. A float32 gradient is unscaled and clamped in place,
-        as PyTorch would; a 16-bit one keeps its bits and is read tile by tile.
+        as PyTorch would; a 16-bit one keeps its bits and is read tile by tile, a computed one block by block.
         """
-        if not grad.numel():  # this rank holds nothing of the parameter
+        if isinstance(grad, Tensor) and not grad.numel():  # this rank holds nothing of the parameter
             zero = torch.zeros((), dtype=torch.float64, device=grad.device)
             return Norms(zero, zero, zero, zero)
         inverse_scale, limit = self.scaler.inverse(grad.device), self.limit(grad.device)
@@ -220,7 +221,7 @@ class Clipping:
             self.memory[n] = {name: torch.where(finite, new, memory[name]) for name, new in clip.memory.items()}
         return clips
 
-    def reading(self, records: Sequence[ParamRecord], grad: Tensor, decision: Decision | None) -> Reading:
+    def reading(self, records: Sequence[ParamRecord], grad: Gradient, decision: Decision | None) -> Reading:
         """What happens to the gradient of (stacked) parameters of one group on its way into their rule."""
         device = grad.device
         inverse_scale, limit = self.scaler.inverse(device), self.limit(device)
@@ -235,7 +236,7 @@ class Clipping:
             zero = torch.zeros((), dtype=torch.float64, device=device)
             norms = [decision.norms[r.name].raw if r.name in decision.norms else zero for r in records]
             square_sums = torch.stack(norms).square()
-        done = decision.prepared and grad.dtype == torch.float32
+        done = decision.prepared and _is_float32(grad)
         return Reading(
             None if done else inverse_scale,
             None if done else limit,
@@ -274,6 +275,13 @@ def _norms(values: Tensor) -> tuple[Tensor, Tensor]:
     return norm, norm_in_tiles
 
 
-def _float32_parts(grad: Tensor) -> Iterable[Tensor]:
-    """The gradient itself if it is float32, else float32 copies of its tiles."""
+def _is_float32(grad: Gradient) -> bool:
+    """Whether a gradient is a float32 tensor, which is unscaled and clamped in place."""
+    return isinstance(grad, Tensor) and grad.dtype == torch.float32
+
+
+def _float32_parts(grad: Gradient) -> Iterable[Tensor]:
+    """The gradient itself if it is float32, else float32 copies of its tiles, or its blocks as they are computed."""
+    if not isinstance(grad, Tensor):
+        return (block for _, block in grad.blocks())
     return [grad] if grad.dtype == torch.float32 else (tile.float() for tile in tiles(grad))

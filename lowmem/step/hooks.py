@@ -20,6 +20,7 @@ from lowmem.errors import StepError
 from lowmem.placements.record import ParamRecord
 from lowmem.placements.wrappers import instances
 from lowmem.step.cycle import StepCycle
+from lowmem.tiles.gradients import Contribution
 
 # parameter → the hooks of the optimizer that updates it
 _OWNERS = WeakTensorKeyDictionary()
@@ -57,6 +58,8 @@ class Hooks:
         self._handles: dict[Tensor, RemovableHandle] = {}
         self._lock = threading.RLock()
         self._backward: int | None = None  # the graph task of a backward() of this optimizer
+        self._offered: dict[Tensor, list[Contribution]] = {}
+        self._offered_in: int | None = None  # the graph task of the backward that they are from
         self.paused = self.in_accumulate = self.removed = False
         self._prepared: bool | None = None  # by Accelerate; None: not asked yet
         _LIVE.add(self)
@@ -93,6 +96,31 @@ class Hooks:
             self._handles[param] = param.register_post_accumulate_grad_hook(functools.partial(self._fire, record))
         finally:
             param.requires_grad_(requires_grad)
+
+    def offered(self, param: Tensor) -> list[Contribution]:
+        """Takes what the running backward has offered of the gradient of a parameter."""
+        return self._offered.pop(param, [])
+
+    def drop_offered(self) -> None:
+        """Forgets what was offered: its backward failed."""
+        self._offered.clear()
+
+    def _offer(self, record: ParamRecord, contribution: Contribution) -> bool:
+        """See `offer`."""
+        task = torch._C._current_graph_task_id()
+        if task == -1 or not record.computes or self.removed:
+            return False
+        try:
+            if not record.reached:
+                return False
+        except RuntimeError:  # torch.autograd.grad returns the gradient to its caller
+            return False
+        if not self.paused:
+            if task != self._offered_in:  # the backward before this one failed
+                self._offered.clear()
+            self._offered_in = task
+            self._offered.setdefault(record.param, []).append(contribution)
+        return True
 
     def claim(self, record: ParamRecord) -> None:
         """Makes this optimizer the one that updates a parameter.
@@ -187,6 +215,17 @@ def name_of(param: Any) -> str | None:
     """The name of a parameter in the optimizer that updates it; None if there is none."""
     hooks = _OWNERS.get(param)
     return None if hooks is None else hooks._records[param].name
+
+
+def offer(param: Tensor, contribution: Contribution) -> bool:
+    """Gives a contribution to the gradient of a parameter, in a backward, to the optimizer that updates it.
+
+    Returns:
+        False if none takes it, and the gradient has to be returned to autograd as a tensor. An optimizer takes it if
+        its rule and its placement read gradients block by block, and if the backward is to end in the parameter's hook.
+    """
+    hooks = _OWNERS.get(param)
+    return hooks is not None and hooks._offer(hooks._records[param], contribution)
 
 
 def moved() -> list[Tensor]:

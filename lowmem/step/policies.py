@@ -1,6 +1,7 @@
 """When an update happens: in the hook, in a second backward, or when the gradients of a whole step are complete."""
 
 import functools
+import logging
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,11 +21,17 @@ from lowmem.step.clipping import Clipping, Decision, Norms
 from lowmem.step.cycle import StepCycle
 from lowmem.step.offload import GradientStore, make_store
 from lowmem.step.updates import Updates
+from lowmem.tiles.gradients import ComputedGradient, Gradient
 from lowmem.tiles.sweep import add
+
+logger = logging.getLogger(__name__)
 
 # By how much a norm may be off because of the order in which the 2¹⁷ squares of a tile are added: in 8 vector lanes
 # at least, with 2¹⁴ additions each, that are off by 2⁻²⁴ of half the sum on average. A norm is off by half of that.
 _SUMMED = 2.0**-12
+
+# A computed gradient is kept as what it is computed from where that takes this many times less memory than a tensor.
+_SAVES = 4
 
 # A gradient in which larger terms cancel may differ by this part of the tolerance of the norm over all gradients.
 _CANCELLED = 2.0**-4
@@ -202,7 +209,7 @@ class Policy(ABC):
         """
         yield Pass(loss)
 
-    def accumulate(self, record: ParamRecord, grad: Tensor) -> Tensor | None:
+    def accumulate(self, record: ParamRecord, grad: Gradient) -> Gradient | None:
         """Adds a full gradient to those of earlier micro-batches. Returns the gradient to reduce now, if any."""
         return grad
 
@@ -210,12 +217,12 @@ class Policy(ABC):
         """The sums of earlier micro-batches, if this is the last one and sums are reduced."""
         return NO_SUMS
 
-    def leftovers(self) -> Iterator[tuple[ParamRecord, Tensor]]:
+    def leftovers(self) -> Iterator[tuple[ParamRecord, Gradient]]:
         """Full gradients of earlier micro-batches whose parameters got none in the last one."""
         yield from ()
 
     @abstractmethod
-    def ready(self, record: ParamRecord, grad: Tensor) -> None:
+    def ready(self, record: ParamRecord, grad: Gradient) -> None:
         """A gradient is averaged over ranks and cut."""
 
     @abstractmethod
@@ -242,7 +249,7 @@ class Immediate(Policy):
 
     name = "immediate"
 
-    def ready(self, record: ParamRecord, grad: Tensor) -> None:
+    def ready(self, record: ParamRecord, grad: Gradient) -> None:
         self._updates.put(record, grad, None)
 
     def complete(self) -> Decision | None:
@@ -280,7 +287,7 @@ class TwoPass(Policy):
                 "same computation. Use policy='deferred'"
             )
 
-    def ready(self, record: ParamRecord, grad: Tensor) -> None:
+    def ready(self, record: ParamRecord, grad: Gradient) -> None:
         if self._measured is not None:
             self._measured[record.name] = self._clipping.measure(record, grad)
             return
@@ -335,6 +342,10 @@ class Deferred(Policy):
     accumulates = True
     _made: GradientStore | None = None
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._computed: dict[str, ComputedGradient] = {}  # these are kept as what they are computed from
+
     @property
     def _store(self) -> GradientStore:
         if self._made is None:
@@ -354,7 +365,7 @@ class Deferred(Policy):
         records = self._records.values() if last and self._cycle.waiting else ()
         self._earlier = [record for record in records if self._cycle.has_fired(record.name)]
 
-    def accumulate(self, record: ParamRecord, grad: Tensor) -> Tensor | None:
+    def accumulate(self, record: ParamRecord, grad: Gradient) -> Gradient | None:
         return self._add(record, grad) if self._sums_full else grad
 
     def sums(self) -> Sums:
@@ -363,14 +374,14 @@ class Deferred(Policy):
         read = {record.name: functools.partial(self._read_sum, record) for record in self._earlier}
         return Sums(read, wide=self._config.accumulation_dtype == "float32")
 
-    def _read_sum(self, record: ParamRecord) -> Tensor:
+    def _read_sum(self, record: ParamRecord) -> Gradient:
         """The sum of earlier micro-batches, for a parameter that gets no gradient in the last one."""
         self._arrived.add(record.name)
-        total = self._store.get(record)
+        total = self._get(record)
         assert total is not None
         return total
 
-    def leftovers(self) -> Iterator[tuple[ParamRecord, Tensor]]:
+    def leftovers(self) -> Iterator[tuple[ParamRecord, Gradient]]:
         for record in self._earlier:
             if record.name not in self._arrived:
                 total = self._read_sum(record)
@@ -379,39 +390,76 @@ class Deferred(Policy):
                 else:
                     self._collect(record, total)
 
-    def ready(self, record: ParamRecord, grad: Tensor) -> None:
+    def ready(self, record: ParamRecord, grad: Gradient) -> None:
         total = grad if self._sums_full else self._add(record, grad)
         if total is not None:
             self._collect(record, total)
 
-    def _add(self, record: ParamRecord, grad: Tensor) -> Tensor | None:
+    def _add(self, record: ParamRecord, grad: Gradient) -> Gradient | None:
         """Adds a gradient to those of earlier micro-batches; returns the sum in the last one."""
         self._arrived.add(record.name)
-        before = self._store.get(record)
+        before = self._get(record)
         if before is not None and record.name in self._measured and self._clipping.changes(before):
             raise StepError(
                 f"parameter {record.name!r} got its gradient in two parts within one backward, and the first part has "
                 "been unscaled or clamped already. Use checkpoint(..., use_reentrant=False)"
             )
-        total = grad
-        if before is not None:
-            wide = self._config.accumulation_dtype == "float32"
-            total = before.to(torch.promote_types(before.dtype, torch.float32)) if wide else before
-            add(total, grad)
+        total = self._sum(record, before, grad)
         if self._last:
             return total
-        self._store.keep(record, total)
+        self._keep(record, total)
         return None
 
-    def _collect(self, record: ParamRecord, total: Tensor) -> None:
+    def _sum(self, record: ParamRecord, before: Gradient | None, grad: Gradient) -> Gradient:
+        if isinstance(grad, ComputedGradient) and not isinstance(before, Tensor):
+            return self._small(record, grad if before is None else before + grad)
+        if before is None:
+            return grad
+        wide = self._config.accumulation_dtype == "float32"
+        dtype = torch.promote_types(before.dtype, torch.float32) if wide else record.param.dtype
+        total = before.to(dtype if wide else before.dtype) if isinstance(before, Tensor) else before.dense(dtype)
+        if isinstance(grad, Tensor):
+            add(total, grad)
+        else:
+            grad.add_to(total)
+        return total
+
+    def _small(self, record: ParamRecord, grad: ComputedGradient) -> Gradient:
+        """The gradient itself where keeping what it is computed from saves most of the memory, else as a tensor."""
+        wide = self._config.accumulation_dtype == "float32" and not (self._last and not self._cycle.waiting)
+        dtype = torch.float32 if wide else record.param.dtype
+        dense = record.span.numel * dtype.itemsize
+        if grad.nbytes * _SAVES <= dense:
+            return grad
+        logger.info(
+            "%s: its gradient is computed and stored as a tensor of %s bytes; what it is computed from takes %s bytes "
+            "in this step", record.name, f"{dense:,}", f"{grad.nbytes:,}"
+        )  # fmt: skip
+        return grad.dense(dtype)
+
+    def _get(self, record: ParamRecord) -> Gradient | None:
+        """What is kept of earlier micro-batches."""
+        return self._computed.get(record.name) or self._store.get(record)
+
+    def _keep(self, record: ParamRecord, total: Gradient) -> None:
+        if isinstance(total, Tensor):
+            self._computed.pop(record.name, None)
+            self._store.keep(record, total)
+        else:
+            self._computed[record.name] = total
+
+    def _collect(self, record: ParamRecord, total: Gradient) -> None:
         """Measures a gradient that is complete over micro-batches and ranks, and stores it."""
         self._measured[record.name] = self._clipping.measure(record, total)
-        self._store.keep(record, total)
+        self._keep(record, total)
 
     def complete(self) -> Decision | None:
         decision = self._clipping.decide(self._measured, prepared=True)
         if decision.skipped:
             self._store.clear()
+            self._computed.clear()
+        for record in [record for record in self._records.values() if record.name in self._computed]:
+            self._updates.put(record, self._computed.pop(record.name), decision)
         for record, grad in self._store.drain(list(self._records.values())):
             self._updates.put(record, grad, decision)
             del grad  # not to be held while the store fetches the next one
@@ -419,6 +467,7 @@ class Deferred(Policy):
 
     def drop(self) -> None:
         super().drop()
+        self._computed.clear()
         if self._made is not None:
             self._made.clear()
 

@@ -15,6 +15,7 @@ from lowmem.placements.base import Shard
 from lowmem.placements.record import ParamRecord
 from lowmem.step.clipping import Clipping, Decision
 from lowmem.step.cycle import StepCycle
+from lowmem.tiles.gradients import ComputedGradient, Gradient
 from lowmem.tiles.layout import Layout, Span
 from lowmem.tiles.storage import Held, Nearest, Storage, noise_key, of_state, of_weight
 from lowmem.tiles.sweep import Sweep, begin_storage
@@ -60,12 +61,12 @@ class Updates:
         self._kinds: dict[tuple[Any, ...], int] = {}  # of stacks, numbered: a number is quick to look up
         self._stacks: dict[int, list[tuple[ParamRecord, Tensor]]] = {}
 
-    def put(self, record: ParamRecord, grad: Tensor, decision: Decision | None) -> None:
+    def put(self, record: ParamRecord, grad: Gradient, decision: Decision | None) -> None:
         """Updates a parameter, or lets its gradient wait until a stack of such parameters is full."""
         if record.param not in self.state:
             self.begin_state(record)
         size = record.span.numel
-        if size > SMALL or not self._batching or not self._stackable(record):
+        if isinstance(grad, ComputedGradient) or size > SMALL or not self._batching or not self._stackable(record):
             self._update_one(record, grad, decision)
             return
         assert record.spec is not None  # settled when it was hooked
@@ -113,10 +114,11 @@ class Updates:
         assert record.layout is not None
         return record.rule.stackable and (self._shard.ranks is None or record.layout.one_line)
 
-    def _update_one(self, record: ParamRecord, grad: Tensor, decision: Decision | None) -> None:
-        assert record.layout is not None
+    def _update_one(self, record: ParamRecord, grad: Gradient, decision: Decision | None) -> None:
+        assert record.layout is not None and record.spec is not None
         shard = self._shard.read(record.param)
-        self._sweep([record], record.layout, (shard, *record.extra), grad, self.state[record.param], decision)
+        layout = record.layout if isinstance(grad, Tensor) else grad.layout(record.spec.view)
+        self._sweep([record], layout, (shard, *record.extra), grad, self.state[record.param], decision)
         self._shard.write(record.param, shard)
 
     def _update_stack(self, stack: Sequence[tuple[ParamRecord, Tensor]], decision: Decision | None) -> None:
@@ -149,7 +151,7 @@ class Updates:
         records: Sequence[ParamRecord],
         layout: Layout,
         weight: tuple[Tensor, ...],
-        grad: Tensor,
+        grad: Gradient,
         state: dict[str, Any],
         decision: Decision | None,
     ) -> None:
@@ -214,6 +216,13 @@ def settle(record: ParamRecord, shard: Shard) -> None:
             else:
                 chosen = Nearest(dtype if state.dtype == "weight" else state.dtype)
             record.state_storages[name] = chosen
+
+
+def takes_computed(record: ParamRecord, placement: Placement) -> bool:
+    """Whether a parameter can be updated with a gradient that is computed as it is read."""
+    param, reducer = record.param, placement.reducer
+    matrix = param.ndim == 2 and param.numel() > SMALL and param.is_contiguous()
+    return matrix and reducer.takes_computed and not record.rule.needs_dense_gradient
 
 
 def part_name(state: str, part: str) -> str:

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
+from lowmem.errors import UnsupportedError
+from lowmem.tiles.gradients import ComputedGradient, Gradient
 from lowmem.tiles.layout import Layout, Rect
 from lowmem.tiles.norms import exact, summable
 from lowmem.tiles.storage import FromParameter, Held, Nearest, golden_ratio_noise, mix, nearest
@@ -148,7 +150,8 @@ class Sweep:
     Args:
         layout: the local shard of the parameter in [batch, rows, cols].
         weight: the local shard of the parameter and the other tensors of its storage.
-        grad: the local shard of the gradient, in the dtype it came in.
+        grad: the local shard of the gradient, in the dtype it came in; or one that is computed as it is read, and then
+            `layout` is of its blocks.
         reading: what happens to the gradient as it is read.
         members: how many parameters are stacked.
         noise_keys: gives a 31-bit key for each of them, for storages that draw a number per element.
@@ -167,7 +170,7 @@ class Sweep:
         self,
         layout: Layout,
         weight: Held,
-        grad: Tensor,
+        grad: Gradient,
         reading: Reading = NO_READING,
         *,
         members: int = 1,
@@ -193,7 +196,8 @@ class Sweep:
             self._cuts = _two_of_each_size(self._cuts)
         self._passes = 0
         self._params = self._views(weight)
-        self._grads = layout.views(grad)
+        self._grads = layout.views(grad) if isinstance(grad, Tensor) else grad.views(layout)
+        self._written = False
         self._measured: tuple[Tensor, Tensor] | None = None  # sums of squares [B], known after the first reduce
         self._square_sums = reading.square_sums
 
@@ -292,6 +296,8 @@ class Sweep:
         scalar: Scalars | None = None,
     ) -> None:
         """Writes what `fn` gives for each tile: `param`, and states of the parameter's size by their name in `full`."""
+        if isinstance(self._grad, ComputedGradient):
+            _ = self.square_sums  # measured before the weight changes, from which the gradient is computed
         formats = Formats.of(self._weight.storage, full or {})
         storages = [formats.param, *(storage for _, storage in formats.full)]
         noise = self._noise() if formats.drawing else None
@@ -307,6 +313,7 @@ class Sweep:
                 first = torch.full((), low - (1 << 31), dtype=torch.int32, device=self.device)
                 bits = _cut(noise, here) if not high else mix(_cut(noise, here) + high)
             run(Writing(None if finite is None else _cut(finite, here and here[:1]), bits, first, shared), raw)
+        self._written = True
 
     def store(self, state: Tensor, value: Tensor) -> Tensor:
         """Writes a small state (row, column or slice) and returns what it holds now, in the state's dtype and shape."""
@@ -333,6 +340,7 @@ class Sweep:
         _ = self.square_sums  # measured before anything changes the gradient
         self.pass_nonfinite()
         grad, reading, storage = self._grad, self._reading, self._weight.storage
+        assert isinstance(grad, Tensor)  # such rules have needs_dense_gradient
         if reading.inverse_scale is not None:
             grad.mul_(reading.inverse_scale)
         if reading.limit is not None:
@@ -363,6 +371,11 @@ class Sweep:
         in_blocks: bool = False,
     ) -> Iterator[tuple[Cut, RawTile]]:
         """Every second pass goes backwards, and begins with what the one before has left in the cache."""
+        if self._written and isinstance(self._grad, ComputedGradient):
+            raise UnsupportedError(
+                "this rule reads the gradient once more after it has written the weight, from which the gradient is "
+                "computed. Set needs_dense_gradient = True in its class"
+            )
         order = self._cuts if self._passes % 2 == 0 else self._cuts[::-1]
         self._passes += 1
         batch, rows, cols = self.shape

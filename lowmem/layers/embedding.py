@@ -1,0 +1,94 @@
+"""Embeddings whose gradient never exists as a whole: indices and the gradient of the output are kept instead."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lowmem.layers.head import MEMORY
+from lowmem.step import hooks
+
+
+class ComputedEmbedding(nn.Embedding):
+    """`nn.Embedding` whose weight has a gradient that is computed as the optimizer reads it.
+
+    Modules get this class, or one of it and their own, by `compute_gradient`.
+    """
+
+    memory: int
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not (torch.is_grad_enabled() and self.weight.requires_grad) or torch.compiler.is_compiling():
+            return super().forward(input)
+        output: Tensor = _Embedding.apply(input, self.weight, self.padding_idx, self.memory)  # type: ignore[no-untyped-call]
+        return output
+
+
+def compute_gradient(module: nn.Module, memory: int = MEMORY) -> bool:
+    """Makes an embedding one whose gradient is computed as it is read, in blocks that need `memory` bytes.
+
+    Returns:
+        Whether it could: a module that is no `nn.Embedding`, or one with `max_norm`, `scale_grad_by_freq` or `sparse`,
+        stays as it is.
+    """
+    if not isinstance(module, nn.Embedding) or module.max_norm is not None:
+        return False
+    if module.scale_grad_by_freq or module.sparse:
+        return False
+    cls = type(module)
+    if not isinstance(module, ComputedEmbedding):
+        # behind its own class, whose forward may scale what super().forward() returns
+        bases = (ComputedEmbedding,) if cls is nn.Embedding else (cls, ComputedEmbedding)
+        module.__class__ = type(cls.__name__, bases, {"__module__": cls.__module__})
+    module.memory = memory  # type: ignore[assignment]
+    return True
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, indices: Tensor, weight: Tensor, padding: int | None, memory: int) -> Tensor:
+        ctx.save_for_backward(indices, weight)
+        ctx.rows, ctx.padding, ctx.memory = len(weight), padding, memory
+        return F.embedding(indices, weight, padding)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        indices, weight = ctx.saved_tensors
+        padding = -1 if ctx.padding is None else ctx.padding  # no index is -1
+        flat = indices.reshape(-1).masked_fill(indices.reshape(-1) == padding, -1)
+        if hooks.offer(weight, EmbeddingGradient(flat, grad.reshape(-1, grad.shape[-1]), ctx.memory)):
+            return None, None, None, None
+        return None, torch.ops.aten.embedding_dense_backward(grad, indices, ctx.rows, padding, False), None, None
+
+
+@dataclass(frozen=True, eq=False)
+class EmbeddingGradient:
+    """The gradient of the weight of an embedding, row by row.
+
+    Attributes:
+        indices: int64 [tokens], below 0 where nothing is learned.  grad: of the output, [tokens, size].
+        memory: bytes of a block and of the float32 copy of some of `grad`.
+    """
+
+    indices: Tensor
+    grad: Tensor
+    memory: int
+
+    @property
+    def kept(self) -> Sequence[Tensor]:
+        return self.indices, self.grad
+
+    @property
+    def block_rows(self) -> int:
+        return max(1, self.memory // (3 * 4 * self.grad.shape[1]))
+
+    def add_to(self, rows: Tensor, start: int) -> None:
+        count = len(rows)
+        local = self.indices - start
+        local = local.where((local >= 0) & (local < count), count)  # a row for the others, which is skipped
+        for indices, grad in zip(local.split(self.block_rows), self.grad.split(self.block_rows), strict=True):
+            block = torch.ops.aten.embedding_dense_backward(grad.float(), indices, count + 1, count, False)
+            rows.add_(block[:count])

@@ -1,0 +1,428 @@
+"""The output head: cross-entropy of logits that never exist as a whole, nor does the gradient of their weight.
+
+Logits are a product of hidden states [tokens, hidden] and a weight [vocabulary, hidden]. They are computed tile by
+tile. Forward keeps the log-sum-exp of each token, and the direction of the gradient of its hidden state, which is
+summed in the same pass as in flash attention. The gradient of rows of the weight depends on those rows, the hidden
+states and the log-sum-exp alone: it is computed when the optimizer reads it.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lowmem.errors import ConfigError
+from lowmem.step import hooks
+from lowmem.tiles.gradients import ComputedGradient
+
+# Bytes of temporaries that a head or an embedding may need.
+MEMORY = 128 << 20
+
+# Bytes per element of a tile of logits: the logits, their exponentials, and the product of both.
+_TILE = 12
+
+# Bytes per element of the rows of hidden states and of the weight that a tile is computed from: the sums, and float32
+# copies where the device has no product of 16-bit matrices that is summed and returned in float32.
+_ROW = 8
+
+# What is computed on request for each token, without gradient: the entropy of its distribution; log(Σ p²); the mean of
+# its logits; whether the label has the largest one.
+METRICS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+
+Gather = Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class Head:
+    """How logits follow from the product y of hidden states and weight, and a loss from logits z.
+
+    z = softcap · tanh(scale · y / softcap) / temperature, without `softcap` z = scale · y / temperature. The loss of a
+    token with label l is logsumexp(z) − (1 − ε) z_l − ε mean(z) + z_loss · logsumexp(z)², with ε = label_smoothing.
+
+    Attributes:
+        memory: bytes of temporaries that it may need.
+
+    Raises:
+        ConfigError: a value out of range.
+    """
+
+    scale: float = 1.0
+    softcap: float | None = None
+    temperature: float = 1.0
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    memory: int = MEMORY
+
+    def __post_init__(self) -> None:
+        for name, valid, allowed in (
+            ("softcap", self.softcap is None or 0 < self.softcap < math.inf, "a finite number > 0, or None"),
+            ("temperature", 0 < self.temperature < math.inf, "a finite number > 0"),
+            ("label_smoothing", 0 <= self.label_smoothing <= 1, "between 0 and 1"),
+            ("z_loss", 0 <= self.z_loss < math.inf, "a finite number >= 0"),
+        ):
+            if not valid:
+                raise ConfigError(f"{name}={getattr(self, name)!r} is not {allowed}")
+
+    @property
+    def slope(self) -> float:
+        """The derivative of logits with respect to y, without that of tanh."""
+        return self.scale / self.temperature
+
+    def logits(self, product: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Logits from y, in its memory, and the derivative of tanh where there is one."""
+        if self.softcap is None:
+            return product.mul_(self.slope) if self.slope != 1 else product, None
+        tanh = product.mul_(self.scale / self.softcap).tanh_()
+        derivative = 1 - tanh.square()
+        return tanh.mul_(self.softcap / self.temperature), derivative
+
+    def tile(self, tokens: int, vocabulary: int, size: int) -> tuple[int, int]:
+        """How many tokens and rows of the vocabulary a tile has, whose hidden states have `size` elements.
+
+        Raises:
+            ConfigError: `memory` is not enough for one of each.
+        """
+        needed = 2 * _ROW * size + _TILE
+        if self.memory < needed:
+            raise ConfigError(
+                f"head_memory={self.memory:,} bytes is not enough for one row of a vocabulary matrix with {size} "
+                f"columns, which needs {needed:,}; the default is 128MiB"
+            )
+        side, row = self.memory / _TILE, _ROW * size / _TILE
+        square = int(math.sqrt(row**2 + side) - row)
+        parts = -(-tokens // max(square, 1))
+        tokens = max(1, -(-tokens // max(parts, 1)))
+        rows = max(1, int((side - row * tokens) / (row + tokens)))
+        return tokens, min(rows if rows < 64 else rows // 64 * 64, vocabulary)
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: Literal["mean", "sum", "none"] = "mean",
+    num_items: int | Tensor | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    memory: int = MEMORY,
+) -> Tensor:
+    """The cross-entropy of `hidden @ weight.T + bias` with `labels`, of which tiles exist at a time.
+
+    The gradient of `weight` never exists as a whole if a `FusedOptimizer` updates it on one device, by a rule of
+    lowmem: the optimizer computes it as it reads it.
+
+    Args:
+        hidden: [..., size], float32 or 16-bit.
+        weight: [vocabulary, size].
+        labels: [...], int64, not shifted; tokens whose label is `ignore_index` have loss 0.
+        bias: [vocabulary].
+        reduction: "mean" over the tokens that are not ignored, "sum", or "none".
+        num_items: divides the sum instead of the number of tokens: those of all micro-batches and ranks.
+        logit_scale, softcap, temperature, label_smoothing, z_loss: see `Head`.
+        memory: bytes of temporaries, which decide how large tiles are.
+
+    Returns:
+        A float32 scalar, or [...] without reduction.
+
+    Raises:
+        ConfigError: a value out of range, or `memory` that is not enough for one row.
+    """
+    head = Head(logit_scale, softcap, temperature, label_smoothing, z_loss, memory)
+    if reduction not in ("mean", "sum", "none"):
+        raise ConfigError(f"reduction={reduction!r}; allowed are 'mean', 'sum' and 'none'")
+    counted = labels != ignore_index
+    targets = labels.masked_fill(~counted, 0).reshape(-1)
+    losses, _ = token_losses(hidden.reshape(-1, hidden.shape[-1]), weight, bias, targets, head)
+    losses = losses.view(labels.shape).masked_fill(~counted, 0.0)
+    if reduction == "none":
+        return losses
+    if reduction == "sum" and num_items is None:
+        return losses.sum()
+    return losses.sum() / (counted.sum().clamp(min=1) if num_items is None else num_items)
+
+
+def token_losses(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    head: Head,
+    metrics: Sequence[str] = (),
+    gather: Gather = nullcontext,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of each token, float32 [tokens], and what `METRICS` are asked for.
+
+    Args:
+        hidden: [tokens, size].  weight: [vocabulary, size].  bias: [vocabulary].
+        targets: int64 [tokens], the label of each token.
+        gather: makes a context in which weight and bias are complete.
+    """
+    learns = torch.is_grad_enabled() and hidden.requires_grad
+    device = hidden.device.type
+    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    dtype = torch.get_autocast_dtype(device) if autocast else hidden.dtype
+    dtype = torch.float32 if device == "cpu" else dtype  # no 16-bit product there returns float32
+    losses, *values = _TokenLosses.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, bias, targets, head, _Products(dtype), tuple(metrics), gather, learns
+    )
+    return losses, dict(zip(metrics, values, strict=True))
+
+
+@dataclass(frozen=True)
+class _Products:
+    """Products of matrices in `dtype`, summed and returned in float32."""
+
+    dtype: torch.dtype
+
+    def cast(self, matrix: Tensor) -> Tensor:
+        return matrix.to(self.dtype)
+
+    def of(self, left: Tensor, right: Tensor) -> Tensor:
+        if self.dtype == torch.float32:
+            return left @ right
+        return torch.mm(left, right, out_dtype=torch.float32)
+
+    def add(self, total: Tensor, left: Tensor, right: Tensor) -> None:
+        """Adds `left @ right` to a float32 total."""
+        if self.dtype == torch.float32:
+            total.addmm_(left, right)
+        else:
+            torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+
+
+class _TokenLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        head: Head,
+        products: _Products,
+        metrics: tuple[str, ...],
+        gather: Gather,
+        learns: bool,
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        tokens, size = hidden.shape
+        losses = torch.empty(tokens, dtype=torch.float32, device=hidden.device)
+        log_sums, directions = torch.empty_like(losses), torch.empty_like(hidden) if learns else None
+        values = [torch.empty_like(losses, dtype=torch.bool if name == "is_top1" else None) for name in metrics]
+        with gather(), _no_autocast(hidden.device):
+            step, rows = head.tile(tokens, len(weight), size)
+            for start in range(0, tokens, step):
+                part = slice(start, start + step)
+                scores = _Scores(head, products, hidden[part], targets[part], metrics, learns)
+                for row in range(0, len(weight), rows):
+                    scores.add(weight[row : row + rows], None if bias is None else bias[row : row + rows], row)
+                losses[part], log_sums[part] = scores.losses(len(weight)), scores.log_sum()
+                for name, value in zip(metrics, values, strict=True):
+                    value[part] = scores.metric(name, len(weight))
+                if directions is not None:
+                    directions[part] = scores.directions(weight)
+                del scores  # frees its sums before those of the next tokens are allocated
+        ctx.save_for_backward(hidden, weight, bias, targets, log_sums, directions)
+        ctx.head, ctx.products, ctx.gather = head, products, gather
+        ctx.mark_non_differentiable(*values)
+        return losses, *values
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, log_sums, directions = ctx.saved_tensors
+        grad_hidden = grad_weight = grad_bias = None
+        if grad is None:
+            return (None,) * 9
+        grad = grad.float()
+        if ctx.needs_input_grad[0]:
+            grad_hidden = torch.mul(directions, grad[:, None], out=torch.empty_like(hidden))
+        del directions
+        if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
+            part = HeadGradient(hidden, weight.detach(), bias, targets, log_sums, grad, ctx.head, ctx.products)
+            with ctx.gather():
+                if ctx.needs_input_grad[1] and not hooks.offer(weight, part):
+                    grad_weight = ComputedGradient(weight.detach(), [part]).dense(weight.dtype)
+                if ctx.needs_input_grad[2]:
+                    grad_bias = part.of_bias().to(bias.dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None
+
+
+class _Scores:
+    """What a pass over the vocabulary sums for some tokens, from one block of rows of the weight after another.
+
+    Args:
+        hidden: [tokens, size].  targets: int64 [tokens].  metrics: what else is asked for.
+        learns: sum the direction of the gradient of hidden states, too.
+    """
+
+    def __init__(
+        self, head: Head, products: _Products, hidden: Tensor, targets: Tensor, metrics: Sequence[str], learns: bool
+    ) -> None:
+        self._head, self._products, self._targets, self._metrics = head, products, targets, metrics
+        self._dtype_of_direction = hidden.dtype
+        self._hidden = products.cast(hidden)
+        zeros = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
+        self._largest = torch.full_like(zeros, -torch.inf)
+        self._sum = zeros.clone()  # of exp(z − largest)
+        self._target, self._target_slope = zeros.clone(), zeros.clone()
+        self._sum_z, self._sum_exp_z, self._sum_squares = zeros.clone(), zeros.clone(), zeros.clone()
+        self._best = torch.zeros_like(targets)
+        smooths = head.label_smoothing > 0
+        self._weighted, self._plain = (
+            torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device) if needed else None
+            for needed in (learns, learns and smooths)
+        )
+        self._needs_sum = smooths or "mean_logits" in metrics
+
+    def add(self, weight: Tensor, bias: Tensor | None, first: int) -> None:
+        """Adds the logits of rows of the vocabulary, of which `first` is the number of the first."""
+        weight = self._products.cast(weight)
+        product = self._products.of(self._hidden, weight.t())
+        z, slope = self._head.logits(product if bias is None else product.add_(bias))
+        del product
+        local = self._targets - first
+        here, at = (local >= 0) & (local < len(weight)), local.clamp(0, len(weight) - 1)[:, None]
+        self._target = torch.where(here, z.gather(1, at)[:, 0], self._target)
+        if slope is not None:
+            self._target_slope = torch.where(here, slope.gather(1, at)[:, 0], self._target_slope)
+        if self._needs_sum:
+            self._sum_z += z.sum(-1)
+        top, index = z.max(-1)
+        if "is_top1" in self._metrics:
+            self._best = torch.where(top > self._largest, index + first, self._best)
+        largest = torch.maximum(self._largest, top)
+        shrink, self._largest = (self._largest - largest).exp_(), largest
+        if "entropy" in self._metrics:
+            exp = (z - largest[:, None]).exp_()
+            self._sum_exp_z.mul_(shrink).add_(z.mul_(exp).sum(-1))
+        else:
+            exp = z.sub_(largest[:, None]).exp_()
+        del z
+        self._sum.mul_(shrink).add_(exp.sum(-1))
+        if "log_sum_sq_probs" in self._metrics:
+            self._sum_squares.mul_(shrink.square()).add_(exp.square().sum(-1))
+        if self._weighted is not None:
+            self._weighted.mul_(shrink[:, None])
+            exp = exp if slope is None else exp.mul_(slope)
+            self._products.add(self._weighted, self._products.cast(exp), weight)
+        if self._plain is not None:
+            if slope is None:
+                self._plain += weight.sum(0, dtype=torch.float32)
+            else:
+                self._products.add(self._plain, self._products.cast(slope), weight)
+
+    def log_sum(self) -> Tensor:
+        return self._largest + self._sum.log()
+
+    def losses(self, vocabulary: int) -> Tensor:
+        head, log_sum = self._head, self.log_sum()
+        losses = log_sum - (1 - head.label_smoothing) * self._target
+        if head.label_smoothing:
+            losses -= head.label_smoothing / vocabulary * self._sum_z
+        return losses + head.z_loss * log_sum.square() if head.z_loss else losses
+
+    def metric(self, name: str, vocabulary: int) -> Tensor:
+        if name == "entropy":
+            return self.log_sum() - self._sum_exp_z / self._sum
+        if name == "log_sum_sq_probs":
+            return self._sum_squares.log() - 2 * self._sum.log()
+        return self._sum_z / vocabulary if name == "mean_logits" else self._best == self._targets
+
+    def directions(self, weight: Tensor) -> Tensor:
+        """The gradient of the loss of each token with respect to its hidden state."""
+        assert self._weighted is not None
+        head, factor = self._head, 1 / self._sum
+        if head.z_loss:
+            factor *= 1 + 2 * head.z_loss * self.log_sum()
+        total = self._weighted.mul_(factor[:, None])
+        slope = torch.ones_like(self._sum) if head.softcap is None else self._target_slope
+        total.addcmul_(weight[self._targets], slope[:, None], value=head.label_smoothing - 1)
+        if self._plain is not None:
+            total.add_(self._plain, alpha=-head.label_smoothing / len(weight))
+        return total.mul_(head.slope)
+
+
+@dataclass(frozen=True, eq=False)
+class HeadGradient:
+    """The gradient of the weight of a head, row by row.
+
+    Attributes:
+        hidden: [tokens, size].  weight: [vocabulary, size].  bias: [vocabulary].  targets: int64 [tokens].
+        log_sums: log-sum-exp of the logits of each token.  grad: of the loss of each token: float32 [tokens].
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    targets: Tensor
+    log_sums: Tensor
+    grad: Tensor
+    head: Head
+    products: _Products
+
+    @property
+    def kept(self) -> Sequence[Tensor]:
+        return self.hidden, self.targets, self.log_sums, self.grad
+
+    @property
+    def block_rows(self) -> int:
+        return self._tile[1]
+
+    @property
+    def _tile(self) -> tuple[int, int]:
+        return self.head.tile(len(self.hidden), *self.weight.shape)
+
+    def add_to(self, rows: Tensor, start: int) -> None:
+        step = self._tile[0]
+        with _no_autocast(rows.device):
+            weight = self.products.cast(self.weight[start : start + len(rows)])
+            for first in range(0, len(self.hidden), step):
+                tokens = slice(first, first + step)
+                hidden = self.products.cast(self.hidden[tokens])
+                of_logits = self._of_products(hidden, weight, tokens, start)
+                self.products.add(rows, self.products.cast(of_logits).t(), hidden)
+
+    def of_bias(self) -> Tensor:
+        """The gradient of the bias: float32 [vocabulary]."""
+        step, count = self._tile
+        grad = torch.zeros(len(self.weight), dtype=torch.float32, device=self.hidden.device)
+        with _no_autocast(grad.device):
+            for start in range(0, len(grad), count):
+                weight = self.products.cast(self.weight[start : start + count])
+                for first in range(0, len(self.hidden), step):
+                    tokens = slice(first, first + step)
+                    hidden = self.products.cast(self.hidden[tokens])
+                    grad[start : start + count] += self._of_products(hidden, weight, tokens, start).sum(0)
+        return grad
+
+    def _of_products(self, hidden: Tensor, weight: Tensor, tokens: slice, start: int) -> Tensor:
+        """The gradient of the products of these hidden states and rows of the weight: [tokens, rows]."""
+        head, grad, log_sums = self.head, self.grad[tokens] * self.head.slope, self.log_sums[tokens]
+        product = self.products.of(hidden, weight.t())
+        if self.bias is not None:
+            product.add_(self.bias[start : start + len(weight)])
+        z, slope = head.logits(product)
+        factor = grad * (1 + 2 * head.z_loss * log_sums) if head.z_loss else grad
+        p = z.sub_(log_sums[:, None]).exp_().mul_(factor[:, None])
+        if head.label_smoothing:
+            p.sub_(grad[:, None], alpha=head.label_smoothing / len(self.weight))
+        local = self.targets[tokens] - start
+        here, at = (local >= 0) & (local < len(weight)), local.clamp(0, len(weight) - 1)
+        p.scatter_add_(1, at[:, None], torch.where(here, (head.label_smoothing - 1) * grad, 0.0)[:, None])
+        return p if slope is None else p.mul_(slope)
+
+
+def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Products have the dtype that was chosen for them."""
+    available = torch.amp.is_autocast_available(device.type)
+    return torch.autocast(device.type, enabled=False) if available else nullcontext()

@@ -1,0 +1,152 @@
+"""Gradients that are computed as they are read: a block of rows at a time, as often as a rule has passes.
+
+The gradient of a vocabulary matrix, which an output head and an embedding have, is larger than any other, and what it
+is computed from is small: hidden states, or the indices and the gradient of what an embedding returned.
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lowmem.tiles.layout import Layout, View
+
+
+class Contribution(Protocol):
+    """What one use of a parameter adds to its gradient."""
+
+    @property
+    def block_rows(self) -> int:
+        """Rows to compute at a time: with what computing them needs, they are all the memory that it takes."""
+
+    @property
+    def kept(self) -> Sequence[Tensor]:
+        """The tensors that it keeps, the parameter left out."""
+
+    def add_to(self, rows: Tensor, start: int) -> None:
+        """Adds rows of the contribution, from `start` on, to float32 `rows` [block, cols]."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A contribution that exists as a tensor of the parameter's shape."""
+
+    grad: Tensor
+
+    @property
+    def block_rows(self) -> int:
+        return len(self.grad)
+
+    @property
+    def kept(self) -> Sequence[Tensor]:
+        return (self.grad,)
+
+    def add_to(self, rows: Tensor, start: int) -> None:
+        rows.add_(self.grad[start : start + len(rows)])
+
+
+@dataclass(eq=False)
+class ComputedGradient:
+    """The gradient of a contiguous matrix [rows, cols] as the sum of contributions, which are added as it is read.
+
+    Contributions may depend on the parameter: rows of the gradient on the same rows of it alone. So a sweep may write
+    rows of the parameter once it has read the gradient of those rows for the last time.
+
+    Attributes:
+        param: the parameter.  contributions: what it is the sum of.
+    """
+
+    param: Tensor
+    contributions: Sequence[Contribution]
+    _held: tuple[int, Tensor] | None = field(default=None, init=False)  # the block that was read last, and its number
+
+    @property
+    def device(self) -> torch.device:
+        return self.param.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what is read."""
+        return torch.float32
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is kept to compute it from."""
+        return sum(tensor.nbytes for part in self.contributions for tensor in part.kept)
+
+    @property
+    def block_rows(self) -> int:
+        """Rows of a block, of which the last one may have fewer."""
+        return min(len(self.param), *(part.block_rows for part in self.contributions))
+
+    def __add__(self, other: "ComputedGradient") -> "ComputedGradient":
+        return ComputedGradient(self.param, [*self.contributions, *other.contributions])
+
+    def blocks(self) -> Iterator[tuple[int, Tensor]]:
+        """Each block as float32 [rows, cols], with the number of its first row. It may be changed in place."""
+        for start in range(0, len(self.param), self.block_rows):
+            yield start, self._compute(start)
+
+    def _compute(self, start: int) -> Tensor:
+        self._held = None  # freed before the next one is allocated
+        rows, cols = self.param.shape
+        block = torch.zeros(min(self.block_rows, rows - start), cols, dtype=torch.float32, device=self.device)
+        for part in self.contributions:
+            part.add_to(block, start)
+        return block
+
+    def add_to(self, total: Tensor) -> None:
+        """Adds all of it to a tensor of the parameter's shape."""
+        for start, block in self.blocks():
+            total[start : start + len(block)] += block
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """All of it as one tensor, rounded once."""
+        grad = torch.empty(self.param.shape, dtype=dtype, device=self.device)
+        for start, block in self.blocks():
+            grad[start : start + len(block)] = block
+        return grad
+
+    def layout(self, view: View) -> Layout:
+        """The parameter in rectangles of which each lies in one block."""
+        rows, cols = self.param.shape
+        return _in_blocks(rows, cols, view, self.block_rows)
+
+    def views(self, layout: Layout) -> "Sequence[Tensor]":
+        """The gradient of each rectangle of `layout(...)`, [batch, rows, cols], computed when it is asked for."""
+        return _Views(self, layout)  # type: ignore[return-value]
+
+    def read(self, start: int) -> Tensor:
+        """The block that begins at row `start`, which stays until another one is read."""
+        if self._held is None or self._held[0] != start:
+            self._held = start, self._compute(start)
+        return self._held[1]
+
+
+class _Views:
+    """Indexed by the number of a rectangle."""
+
+    def __init__(self, grad: ComputedGradient, layout: Layout) -> None:
+        self._grad, self._layout = grad, layout
+
+    def __getitem__(self, number: int) -> Tensor:
+        block = self._layout.blocks[number]
+        here = replace(block, start=0, stop=block.stop - block.start)
+        return here.view(self._grad.read(block.start // self._grad.param.shape[1]))
+
+
+@functools.lru_cache(maxsize=64)
+def _in_blocks(rows: int, cols: int, view: View, block_rows: int) -> Layout:
+    """The layout of a matrix that is cut every `block_rows` rows."""
+    pieces = []
+    for start in range(0, rows, block_rows):
+        first, last = start * cols, min(start + block_rows, rows) * cols
+        layout = Layout.of((rows, cols), view, first, last)
+        pieces += [replace(block, start=block.start + first, stop=block.stop + first) for block in layout.blocks]
+    return Layout(view.sizes((rows, cols)), tuple(pieces))
+
+
+Gradient = Tensor | ComputedGradient
