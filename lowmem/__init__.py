@@ -5,10 +5,20 @@ Every parameter is updated as soon as its gradient is complete, inside backward,
 
 from lowmem import rules
 from lowmem.errors import LowmemError
+from lowmem.layers.config import LayersConfig
 from lowmem.optimizer import FusedOptimizer
 from lowmem.options import DynamicScale, FusedConfig
 from lowmem.step.report import LastStep
 from lowmem.tiles import storage
 
 __version__ = "0.1.0"
-__all__ = ["DynamicScale", "FusedConfig", "FusedOptimizer", "LastStep", "LowmemError", "rules", "storage"]
+__all__ = [
+    "DynamicScale",
+    "FusedConfig",
+    "FusedOptimizer",
+    "LastStep",
+    "LayersConfig",
+    "LowmemError",
+    "rules",
+    "storage",
+]

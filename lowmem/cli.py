@@ -22,6 +22,7 @@ from rich.text import Text
 from lowmem import __version__, rules
 from lowmem.errors import LowmemError
 from lowmem.files import write_file
+from lowmem.layers.config import parse_bytes
 from lowmem.placements import failures
 from lowmem.run.memory import state_bytes
 from lowmem.run.secrets import redacted
@@ -193,7 +194,7 @@ def plan(arguments: argparse.Namespace) -> int:
         from lowmem.run.pictures import draw_step, size
 
     config, device = load(arguments.config, arguments.overrides), arguments.device
-    memory = None if arguments.memory is None else planning.parse_bytes(arguments.memory)
+    memory = None if arguments.memory is None else parse_bytes(arguments.memory, "--memory")
     with stage("planning a step"):
         step, summary = planning.plan(config, device)
     print_topics(summary)

@@ -28,6 +28,7 @@ from lowmem.errors import CheckpointError, ConfigError, StepError, UnsupportedEr
 from lowmem.hf import adapters, agreement, arguments, checkpoint, head, optim, sharding
 from lowmem.hf.integrity import Progress
 from lowmem.hf.weights import load_weights, save_weights
+from lowmem.layers.config import LayersConfig
 from lowmem.optimizer import FusedOptimizer
 from lowmem.options import FusedConfig
 from lowmem.placements import failures, find
@@ -60,14 +61,19 @@ class FusedTrainerMixin(_Base):
     Args:
         fused: options of the fused optimizer. If None, the rule is that of the argument `optim`, or AdaLomo where
             `optim` has its default value. Alternatively pass a `FusedOptimizer` in the trainer's `optimizers`.
+        layers: what of gradients and activations exists as a whole; None has the defaults of `LayersConfig`.
 
     Raises:
         ConfigError: an argument contradicts `fused`, or names what the rule does not have.
         UnsupportedError: an argument cannot give the same result as ordinary training.
     """
 
-    def __init__(self, *args: Any, fused: FusedConfig | None = None, **kwargs: Any) -> None:
-        self._requested = fused
+    _label_smoothing = 0.0  # of the loss of `lowmem.layers.head`
+
+    def __init__(
+        self, *args: Any, fused: FusedConfig | None = None, layers: LayersConfig | None = None, **kwargs: Any
+    ) -> None:
+        self._requested, self.layers = fused, layers or LayersConfig()
         self._staging: Path | None = None
         self._resumed: Progress | None = None
         self._sharding: sharding.Sharding | None = None
@@ -81,6 +87,8 @@ class FusedTrainerMixin(_Base):
             arguments.check_alone(self.args, fused)
         arguments.check_windows(self.args, self.train_dataset)
         self.fused = self._options()
+        if self.layers.computed_gradients and self._sharding is None:
+            head.compute_gradients(self.model, self.layers)
 
     def _options(self) -> FusedConfig:
         """The options that `fused` and the arguments give together, as the arguments are now."""
@@ -129,6 +137,10 @@ class FusedTrainerMixin(_Base):
             self._sharding.shard(self.model, self.accelerator)
             self._sharding.release(self.model)
 
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        with head.loss(self, self.layers, self._label_smoothing):
+            return super().compute_loss(*args, **kwargs)
+
     def _fused_backward(self, loss: Tensor, **_: Any) -> None:
         with nullcontext() if self.accelerator.sync_gradients else self.optimizer.accumulate():
             self.optimizer.backward(loss)
@@ -143,7 +155,7 @@ class FusedTrainerMixin(_Base):
         more if the last epoch is not complete. Raises where the ranks of a group were not started alike.
         """
         fused = self.fused if self.optimizer is None else self.optimizer.config
-        agreement.check(agreement.facts(self.args, fused, self.train_dataset, resume_from_checkpoint))
+        agreement.check(agreement.facts(self.args, fused, self.layers, self.train_dataset, resume_from_checkpoint))
         start = super()._init_training_state(max_steps, steps_per_epoch, epochs, resume_from_checkpoint, trial)
         if resume_from_checkpoint is not None:
             # the path that was saved is that of the run folder before it was moved or copied, or of any other folder
@@ -438,12 +450,17 @@ def _sft_trainer() -> "type[SFTTrainer]":
     from trl import SFTTrainer
 
     class FusedSFTTrainer(FusedTrainerMixin, SFTTrainer):
-        """`trl.SFTTrainer` with fused updates. Logits are computed in tiles unless labels are smoothed."""
+        """`trl.SFTTrainer` with fused updates. Logits are computed in tiles, also where labels are smoothed, unless
+        `LayersConfig.computed_gradients` is False.
+        """
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             head.check(self.model)
-            arguments.check_smoothing(self.args)
+            arguments.check_smoothing(self.args, self.layers)
+            if self.layers.computed_gradients and self.label_smoother is not None:
+                self._label_smoothing = self.args.label_smoothing_factor
+                self.label_smoother: Any = None
 
         def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, packing: bool,
                              formatting_func: Any, dataset_name: str) -> Any:  # fmt: skip
@@ -457,10 +474,6 @@ def _sft_trainer() -> "type[SFTTrainer]":
                 )
                 args, formatting_func = _changed(args, dataset_num_proc=None), None
             return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
-
-        def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-            with head.tiles(inputs["input_ids"].device):
-                return super().compute_loss(model, inputs, *args, **kwargs)
 
     FusedSFTTrainer.__module__ = __name__
     FusedSFTTrainer.__qualname__ = "FusedSFTTrainer"

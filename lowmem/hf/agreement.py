@@ -18,6 +18,7 @@ import lowmem
 from lowmem.errors import ConfigError
 from lowmem.files import read_json
 from lowmem.hf.checkpoint import TRAINER_STATE_FILE
+from lowmem.layers.config import LayersConfig
 from lowmem.options import FusedConfig
 from lowmem.placements import in_group, ranks
 
@@ -30,18 +31,21 @@ _ARGUMENTS = (
     "average_tokens_across_devices", "activation_checkpointing",
 )  # fmt: skip
 
-# Options of `FusedConfig` that may differ: each node has directories of its own.
-_OWN = {"store_dir"}
+# Options that may differ: each node has directories of its own.
+_OWN = {"store_dir", "activation_dir"}
 
 # So many differences are named.
 _SHOWN = 3
 
 
-def facts(args: TrainingArguments, config: FusedConfig, dataset: Any, resume_from: str | None) -> dict[str, str]:
+def facts(
+    args: TrainingArguments, config: FusedConfig, layers: LayersConfig, dataset: Any, resume_from: str | None
+) -> dict[str, str]:
     """What all ranks must have in common, as text: the name of each fact → its value.
 
     Args:
         config: the options of the optimizer.
+        layers: those of layers.
         dataset: the training data, which may have no length.
         resume_from: the checkpoint that is resumed from.
     """
@@ -54,6 +58,7 @@ def facts(args: TrainingArguments, config: FusedConfig, dataset: Any, resume_fro
     found |= {name: getattr(args, name) for name in _ARGUMENTS if hasattr(args, name)}
     options = [option.name for option in fields(config) if option.name not in _OWN]
     found |= {f"optimizer.{name}": getattr(config, name) for name in options}
+    found |= {f"layers.{name}": value for name, value in vars(layers).items() if name not in _OWN}
     return {name: _text(value) for name, value in found.items()}
 
 

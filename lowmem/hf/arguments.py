@@ -12,6 +12,7 @@ from transformers.utils import is_liger_kernel_available
 from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.hf import optim
 from lowmem.hf.sharding import Sharding
+from lowmem.layers.config import LayersConfig
 from lowmem.optimizer import FusedOptimizer
 from lowmem.options import FusedConfig
 from lowmem.rules import UpdateRule, resolve
@@ -165,15 +166,15 @@ def check_optimizer(optimizer: Any, args: TrainingArguments) -> None:
         raise ConfigError('fp16=True, but the optimizer has no loss scale; create it with loss_scale="dynamic"')
 
 
-def check_smoothing(args: "SFTConfig") -> None:
+def check_smoothing(args: "SFTConfig", layers: LayersConfig) -> None:
     """Raises where TRL's SFTTrainer would ignore label smoothing or fail."""
     option = f"label_smoothing_factor={args.label_smoothing_factor}"
     if args.label_smoothing_factor and args.loss_type != "nll":
         raise ConfigError(f"{option} has no effect with loss_type={args.loss_type!r}; omit one of them")
-    if args.label_smoothing_factor and args.deepspeed:
+    if args.label_smoothing_factor and args.deepspeed and not layers.computed_gradients:
         raise UnsupportedError(
-            f"{option}: TRL then computes the logits of each batch twice, in two ways, and DeepSpeed ZeRO-3 gathers "
-            "the head for one of them; use fsdp, or omit it"
+            f"{option}: without layers.computed_gradients TRL computes the logits of each batch twice, in two ways, "
+            "and DeepSpeed ZeRO-3 gathers the head for one of them; use fsdp, or omit one of the two"
         )
 
 

@@ -1,13 +1,18 @@
-"""TRL's fused head, which computes the loss from tiles of logits: the models that it suits, and the size of a tile."""
+"""TRL's fused head, which computes the loss from tiles of logits: the models that it suits, and how it is computed."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
-import torch
 from accelerate.utils import is_peft_model
+from torch import Tensor
 
 from lowmem.errors import UnsupportedError
+from lowmem.layers.config import LayersConfig, parse_bytes
+from lowmem.layers.embedding import compute_gradient
+from lowmem.layers.head import METRICS, Head, token_losses
 
 # Columns of a tile of logits on a CPU.
 _CPU_COLUMNS = 2048
@@ -40,21 +45,67 @@ def check(model: Any) -> None:
         )
 
 
-@contextmanager
-def tiles(device: torch.device) -> Iterator[None]:
-    """Makes the tiles smaller on a CPU.
+def compute_gradients(model: Any, layers: LayersConfig) -> None:
+    """Makes the gradient of a model's input embedding one that the optimizer computes as it reads it."""
+    embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    if embedding is not None:
+        compute_gradient(embedding, parse_bytes(layers.head_memory, "head_memory"))
 
-    TRL 1.16 (trainer/utils.py) has no option for their size, and allocates about eight float32 tensors of
-    4096 x 32768 logits.
+
+@contextmanager
+def loss(trainer: Any, layers: LayersConfig, label_smoothing: float = 0.0) -> Iterator[None]:
+    """Losses that one of TRL's trainers computes inside are those of `lowmem.layers.head`, with smoothed labels.
+
+    TRL 1.16 (trainer/utils.py, add_fused_lm_head) calls one autograd function by its name. Where `computed_gradients`
+    is False, or the loss of a trainer may depend on the entropy of tokens, that stays TRL's own, with smaller tiles on
+    a CPU: it has no option for their size, and allocates about eight float32 tensors of 4096 x 32768 logits.
     """
-    if device.type != "cpu":
+    if "trl.trainer.utils" not in sys.modules:  # it is none of TRL's trainers
         yield
         return
+    from trl import DPOTrainer, SFTTrainer
     from trl.trainer import utils
 
-    columns = utils._CHUNKED_LOGPROB_CHUNK_SIZE
-    utils._CHUNKED_LOGPROB_CHUNK_SIZE = _CPU_COLUMNS
+    own, columns = utils._ChunkedLogProbFunction, utils._CHUNKED_LOGPROB_CHUNK_SIZE
+    if layers.computed_gradients:
+        memory = parse_bytes(layers.head_memory, "head_memory")
+        logs_entropy = isinstance(trainer, SFTTrainer | DPOTrainer)
+        utils._ChunkedLogProbFunction = _LogProbs(own, memory, label_smoothing, logs_entropy)
+    if trainer.args.device.type == "cpu":
+        utils._CHUNKED_LOGPROB_CHUNK_SIZE = _CPU_COLUMNS
     try:
         yield
     finally:
-        utils._CHUNKED_LOGPROB_CHUNK_SIZE = columns
+        utils._ChunkedLogProbFunction, utils._CHUNKED_LOGPROB_CHUNK_SIZE = own, columns
+
+
+class _LogProbs:
+    """What TRL calls in place of its ChunkedLogProbFunction.
+
+    Args:
+        own: TRL's.
+        memory, label_smoothing: see `Head`. Where labels are smoothed, minus the loss of a token takes the place of its
+            log-probability, of which the loss is the sum.
+        logs_entropy: the entropy of tokens is a metric, and not part of the loss.
+    """
+
+    def __init__(self, own: Any, memory: int, label_smoothing: float, logs_entropy: bool) -> None:
+        self._own, self._memory, self._label_smoothing = own, memory, label_smoothing
+        self._logs_entropy = logs_entropy
+
+    def apply(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, columns: int,
+        softcap: float | None, scale: float, outputs: tuple[str, ...],
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        if "entropy" in outputs and not self._logs_entropy:
+            returned: tuple[Tensor | None, ...] = self._own.apply(
+                hidden, weight, bias, targets, temperature, columns, softcap, scale, outputs
+            )
+            return returned
+        from trl.trainer.utils import maybe_gather_lm_head_ctx
+
+        head = Head(scale, softcap, temperature, self._label_smoothing, memory=self._memory)
+        metrics = tuple(name for name in METRICS if name in outputs)
+        gather = partial(maybe_gather_lm_head_ctx, weight, bias)
+        losses, values = token_losses(hidden, weight, bias, targets, head, metrics, gather)
+        return -losses, *(values.get(name) for name in METRICS)

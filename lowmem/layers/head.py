@@ -151,6 +151,7 @@ def linear_cross_entropy(
     return losses.sum() / (counted.sum().clamp(min=1) if num_items is None else num_items)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def token_losses(
     hidden: Tensor,
     weight: Tensor,

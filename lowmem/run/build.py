@@ -224,6 +224,7 @@ def trainer(config: RunConfig, samples: Samples, model: "PreTrainedModel", args:
             eval_dataset=samples.held_out,
             processing_class=samples.tokenizer,
             fused=config.optimizer,
+            layers=config.layers,
         )
     except LowmemError:
         raise

@@ -14,6 +14,7 @@ from typing_extensions import is_typeddict
 
 from lowmem.errors import ConfigError, did_you_mean
 from lowmem.files import write_file
+from lowmem.layers.config import LayersConfig
 from lowmem.options import DynamicScale, FusedConfig
 from lowmem.rules import ENGINE_KEYS, resolve
 from lowmem.run import fields as trainer_fields
@@ -130,6 +131,7 @@ class RunConfig:
     model: ModelConfig
     data: DataConfig
     optimizer: FusedConfig
+    layers: LayersConfig = field(default_factory=LayersConfig)
     trainer: dict[str, Any] = field(default_factory=dict)
 
 
@@ -149,7 +151,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         source.include(key)
     _refuse_secrets(source)
     types = get_type_hints(RunConfig, include_extras=True) | {"optimizer": _optimizer_types(source)}
-    optional = {"seed": types.pop("seed"), "trainer": trainer_fields.trainer_types(ELSEWHERE)}
+    types |= {"layers": mapping({}, get_type_hints(LayersConfig)), "trainer": trainer_fields.trainer_types(ELSEWHERE)}
+    optional = {name: types.pop(name) for name in ("seed", "layers", "trainer")}
     values = _check(mapping(types, optional), (), source.data, source)
     trainer_fields.check_needs(values.get("trainer", {}), lambda name: source.at(("trainer", name)))
     if values["model"].config is not None:
@@ -158,7 +161,9 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     options = {f.name: hyper.pop(f.name) for f in fields(FusedConfig) if f.name in hyper}
     with located(source.around(("optimizer",))):
         fused = FusedConfig(**options, hyper=hyper, seed=values.get("seed", 0))
-    return RunConfig(**values, optimizer=fused)
+    with located(source.around(("layers",))):
+        layers = LayersConfig(**values.pop("layers", {}))
+    return RunConfig(**values, optimizer=fused, layers=layers)
 
 
 def save(config: RunConfig, path: str | Path) -> None:
@@ -278,6 +283,7 @@ _SECTIONS = {
     "optimizer": [f.name for f in fields(FusedConfig) if f"optimizer.{f.name}" not in ELSEWHERE],
     "data": [f.name for f in fields(DataConfig)],
     "model": [f.name for f in fields(ModelConfig)],
+    "layers": [f.name for f in fields(LayersConfig)],
 }
 
 

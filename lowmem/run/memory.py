@@ -173,7 +173,9 @@ def step_memory(model: nn.Module, make_optimizer: Callable[[], FusedOptimizer],
     with tracker, ExitStack() as hooks:
         # registered before the optimizer's own hooks, which free the gradient
         for param in filter(lambda param: param.requires_grad, model.parameters()):
-            hook = param.register_post_accumulate_grad_hook(lambda param: tracker.label([param.grad], GRADIENTS))
+            hook = param.register_post_accumulate_grad_hook(
+                lambda param: tracker.label([] if param.grad is None else [param.grad], GRADIENTS)
+            )
             hooks.callback(hook.remove)
         optimizer = make_optimizer()
         for number, loss in enumerate(losses, start=1):

@@ -4,7 +4,6 @@ The model is built from its configuration alone. The step has the run's own rule
 the largest batch that the run can meet. Nothing is allocated, and every machine predicts the same.
 """
 
-import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -141,14 +140,6 @@ def ways(config: RunConfig, device: str) -> list[str]:
         f"data.max_length={config.data.max_length // 2}": True,
     }
     return [override for override in helps if helps[override]]
-
-
-def parse_bytes(text: str) -> int:
-    """Bytes of an amount of memory such as 24GiB, 80 GB or 512MiB; raises `ConfigError` for any other text."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT])(i?)B", text.strip())
-    if match is None or not float(match[1]):
-        raise ConfigError(f"--memory {text!r} is not an amount of memory; write it like 24GiB, 80GB or 512MiB")
-    return int(float(match[1]) * (1024 if match[3] else 1000) ** ("KMGT".index(match[2]) + 1))
 
 
 def empty_model(model: ModelConfig, tokenizer: PreTrainedTokenizerBase, sdpa: str = "sdpa") -> PreTrainedModel:

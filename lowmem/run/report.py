@@ -56,7 +56,7 @@ def describe(config: RunConfig, trainer: Any) -> dict[str, str]:
         share = "a shard of the parameters" if optimizer.placement in ("zero3", "fsdp2") else "all parameters"
         topics["placement"] = f"{optimizer.placement}: each of {args.world_size} processes holds {share}"
     logits = "computed in tiles of the vocabulary" if args.loss_type == "nll" else f"{args.loss_type}, in tiles"
-    if args.label_smoothing_factor:
+    if args.label_smoothing_factor and not config.layers.computed_gradients:
         logits = f"with labels smoothed by {args.label_smoothing_factor:g}, which takes all logits at once"
     recomputed = args.activation_checkpointing or (args.fsdp and args.fsdp_config.get("activation_checkpointing"))
     activations = "recomputed in backward" if recomputed else "kept for backward"

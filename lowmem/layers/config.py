@@ -1,0 +1,62 @@
+"""The options of layers, declared once: trainers and YAML files use this dataclass."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from lowmem.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class LayersConfig:
+    """What of a model's gradients and activations exists as a whole.
+
+    Attributes:
+        computed_gradients: the gradients of the output head and of the embedding never exist as a whole: the optimizer
+            computes them, block by block, as often as its rule reads them. That holds on one device and for rules of
+            lowmem. Where gradients are reduced over ranks, and for other optimizers, they are tensors. False uses TRL's
+            head and PyTorch's embedding.
+        head_memory: what computing the loss and these gradients may need in addition, such as "128MiB"; more is faster.
+        mlp_tile: MLPs compute so many tokens at a time, and once more in backward; None computes all at once.
+        activation_offload: "disk" writes the activations that checkpointed layers keep to a file. (On a GPU,
+            `activation_checkpointing_kwargs={"offload": True}` moves them to the host.)
+        activation_dir: directory of that file; None uses a temporary one.
+
+    Raises:
+        ConfigError: a value out of range, or one without effect.
+    """
+
+    computed_gradients: bool = True
+    head_memory: str = "128MiB"
+    mlp_tile: int | None = None
+    activation_offload: Literal["disk"] | None = None
+    activation_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.computed_gradients, bool):
+            raise ConfigError(f"computed_gradients={self.computed_gradients!r}; allowed are True and False")
+        parse_bytes(self.head_memory, "head_memory")
+        tile = self.mlp_tile
+        if tile is not None and (not isinstance(tile, int) or isinstance(tile, bool) or tile < 1):
+            raise ConfigError(f"mlp_tile={tile!r} is neither a whole number of tokens >= 1 nor None (all at once)")
+        if self.activation_offload not in ("disk", None):
+            raise ConfigError(
+                f"activation_offload={self.activation_offload!r}; allowed are 'disk' and None. To move activations to "
+                "the host set activation_checkpointing_kwargs={'offload': True} in the trainer's arguments"
+            )
+        if self.activation_dir is not None and self.activation_offload is None:
+            raise ConfigError(f"activation_dir={self.activation_dir!r} has no effect without activation_offload='disk'")
+        if self.activation_dir is not None and not Path(self.activation_dir).is_dir():
+            raise ConfigError(
+                f"activation_dir={self.activation_dir!r} is not a directory. Create it, or omit it to use a temporary "
+                "one"
+            )
+
+
+def parse_bytes(text: str, option: str) -> int:
+    """Bytes of an amount of memory such as 24GiB, 80 GB or 512MiB; raises `ConfigError` for any other text."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT])(i?)B", text.strip()) if isinstance(text, str) else None
+    if match is None or not float(match[1]):
+        raise ConfigError(f"{option}={text!r} is not an amount of memory; write it like 24GiB, 80GB or 512MiB")
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** ("KMGT".index(match[2]) + 1))
