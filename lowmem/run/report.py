@@ -19,6 +19,7 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCall
 
 from lowmem.errors import LowmemError
 from lowmem.files import writing
+from lowmem.hf import head
 from lowmem.placements import in_group, shape_of
 from lowmem.run.config import RunConfig
 from lowmem.run.metrics import DOMINANT, METRICS, Record, cut_metrics, json_line, nonfinite
@@ -56,13 +57,17 @@ def describe(config: RunConfig, trainer: Any) -> dict[str, str]:
         share = "a shard of the parameters" if optimizer.placement in ("zero3", "fsdp2") else "all parameters"
         topics["placement"] = f"{optimizer.placement}: each of {args.world_size} processes holds {share}"
     logits = "computed in tiles of the vocabulary" if args.loss_type == "nll" else f"{args.loss_type}, in tiles"
-    if args.label_smoothing_factor and not config.layers.computed_gradients:
-        logits = f"with labels smoothed by {args.label_smoothing_factor:g}, which takes all logits at once"
+    if args.label_smoothing_factor:
+        smoothed = f"with labels smoothed by {args.label_smoothing_factor:g}"
+        tiled = config.layers.computed_gradients
+        logits = f"{logits}, {smoothed}" if tiled else f"{smoothed}, which takes all logits at once"
     recomputed = args.activation_checkpointing or (args.fsdp and args.fsdp_config.get("activation_checkpointing"))
     activations = "recomputed in backward" if recomputed else "kept for backward"
     kwargs = args.activation_checkpointing_kwargs or {}
     offloaded = ", offloaded to the host" if args.activation_offloading or kwargs.get("offload") else ""
     why = "" if optimizer.policy == "immediate" else f": {optimizer.policy_reason}"
+    if config.layers.computed_gradients:
+        topics["vocabulary"] = head.described(model, optimizer)
     return {
         **topics,
         "updates": f"{_WHEN[optimizer.policy]} (policy {optimizer.policy}{why})",

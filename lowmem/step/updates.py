@@ -27,6 +27,9 @@ COMPILE_FROM = 1 << 25
 # never compiled, so that alone or in a stack they get the same bits, and torch sums so few elements in one order only.
 SMALL = 1 << 14
 
+# Elements per tile in a plan for a GPU, where there is next to nothing to keep in a tile of compiled code.
+PLANNED_TILE = 1 << 16
+
 # Elements in a stack: the gradients that wait for it are part of the memory of "one gradient".
 STACK = 1 << 18
 
@@ -159,7 +162,8 @@ class Updates:
         assert first.storage is not None
         self.cycle.moved.update(record.name for record in records)
         # a dispatch mode (fake tensors, a memory tracker) looks at each operation, and torch.compile has none to show
-        compiled = self._compiled and weight[0].numel() > SMALL and not torch._C._len_torch_dispatch_stack()
+        compiled = self._compiled and weight[0].numel() > SMALL
+        planned = compiled and weight[0].device.type == "meta"  # a GPU's compiled code has no temporaries of a tile
         sweep = Sweep(
             layout,
             Held(first.storage, weight),
@@ -169,7 +173,8 @@ class Updates:
             noise_keys=lambda: [noise_key(self.seed, step, record.name) for record in records],
             step=step,
             across=self._shard.ranks,
-            compiled=compiled,
+            compiled=compiled and not torch._C._len_torch_dispatch_stack(),
+            tile=PLANNED_TILE if planned else None,
         )
         named: dict[str, Any] = state
         if first.state_storages:
@@ -288,4 +293,4 @@ def has_compiler(device: str) -> bool:
     """Whether torch.compile has what it needs for a type of device."""
     if device == "cpu":
         return any(shutil.which(name) for name in (os.environ.get("CXX", ""), "g++", "clang++", "c++") if name)
-    return importlib.util.find_spec("triton") is not None
+    return device == "meta" or importlib.util.find_spec("triton") is not None  # "meta" is a GPU that is planned for

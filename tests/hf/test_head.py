@@ -24,6 +24,7 @@ import lowmem
 from lowmem import cli
 from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.hf import arguments, head
+from lowmem.layers.config import LayersConfig
 from lowmem.run import build
 from lowmem.run.config import load
 from lowmem.run.tokenizers import train_tokenizer
@@ -153,7 +154,7 @@ def make(tiny_llama, tokenizer, tmp_path):
     """A factory of trainers on rows of equal length; keyword arguments are training arguments."""
     rows = Dataset.from_list([{"input_ids": ids, "labels": ids} for ids in torch.randint(97, (24, 12)).tolist()])
 
-    def factory(cls=FusedSFTTrainer, model=None, fused=None, **arguments):
+    def factory(cls=FusedSFTTrainer, model=None, fused=None, layers=None, **arguments):
         options = {"processing_class": tokenizer} if cls is FusedSFTTrainer else {}
         config = trl.SFTConfig(
             **{
@@ -163,7 +164,12 @@ def make(tiny_llama, tokenizer, tmp_path):
             }
         )  # fmt: skip
         return cls(
-            model or tiny_llama(tie_word_embeddings=True), args=config, train_dataset=rows, fused=fused, **options
+            model or tiny_llama(tie_word_embeddings=True),
+            args=config,
+            train_dataset=rows,
+            fused=fused,
+            layers=layers,
+            **options,
         )
 
     return factory
@@ -200,8 +206,9 @@ def test_logits_exist_only_in_tiles(make, tiny_llama, token_batches):
     (batch,) = token_batches(1, size, vocabulary)
     logits = size[0] * size[1] * vocabulary * 4
     net = tiny_llama(vocab_size=vocabulary)
-    trainer = make(model=net)
+    trainer = make(model=net, layers=LayersConfig(head_memory="16MiB"))
     opt = trainer.create_optimizer()
+    opt.backward(own_loss(net, **batch))  # makes its states
     peaks = []
     for tiled in (False, True):
         tracker = MemTracker()
@@ -214,7 +221,7 @@ def test_logits_exist_only_in_tiles(make, tiny_llama, token_batches):
         peaks.append(peak["Total"] - rest["Total"])
     own, tiles = peaks
     assert own >= 3 * logits
-    assert tiles <= own - 2 * logits
+    assert tiles <= logits
 
 
 # --- What is refused ----------------------------------------------------------------------------------------------
@@ -354,10 +361,11 @@ def test_offloading_and_two_backward_passes_are_refused(make, monkeypatch):
 
 
 def test_smoothed_labels_are_refused_under_zero3():
-    """TRL's two forwards per batch fail there after a few steps."""
+    """TRL's two forwards per batch fail there after a few steps; the head of this package needs one."""
     args = SimpleNamespace(label_smoothing_factor=0.1, loss_type="nll", deepspeed="zero3.json")
-    with pytest.raises(UnsupportedError, match=r"label_smoothing_factor=0\.1: .*ZeRO-3.*use fsdp"):
-        arguments.check_smoothing(args)
+    with pytest.raises(UnsupportedError, match=r"label_smoothing_factor=0\.1: without layers.*ZeRO-3.*use fsdp"):
+        arguments.check_smoothing(args, LayersConfig(computed_gradients=False))
+    arguments.check_smoothing(args, LayersConfig())
 
 
 # --- In a configuration -------------------------------------------------------------------------------------------
@@ -429,7 +437,7 @@ def test_mistaken_options_are_named(override, message, config):
         (["loss_type=dft"], "dft, in tiles; activations recomputed in backward"),
         (
             ["label_smoothing_factor=0.1"],
-            "with labels smoothed by 0.1, which takes all logits at once; activations recomputed in backward",
+            "computed in tiles of the vocabulary, with labels smoothed by 0.1; activations recomputed in backward",
         ),
     ],
 )

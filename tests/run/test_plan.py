@@ -8,6 +8,7 @@ import yaml
 
 from lowmem import cli
 from lowmem.errors import ConfigError, UnsupportedError
+from lowmem.layers.config import parse_bytes
 from lowmem.run import plan
 from lowmem.run.config import load
 
@@ -41,11 +42,13 @@ def planned(path, *overrides, device="gpu"):
 
 @pytest.mark.parametrize("device", ["gpu", "cpu"])
 def test_weights_and_states(write, device):
-    step = planned(write, "optimizer.rule=adamw", device=device)
-    assert step.items["weights"] == 2 * PARAMETERS
-    assert step.items["optimizer states"] == pytest.approx(8 * PARAMETERS, rel=0.01)
-    assert step.largest_gradient == 2 * 4096 * 64
-    assert step.floor < step.peak
+    for computed, largest in ((False, 4096), (True, 128)):
+        overrides = "optimizer.rule=adamw", f"layers.computed_gradients={json.dumps(computed)}"
+        step = planned(write, *overrides, device=device)
+        assert step.items["weights"] == 2 * PARAMETERS
+        assert step.items["optimizer states"] == pytest.approx(8 * PARAMETERS, rel=0.01)
+        assert step.largest_gradient == 2 * largest * 64
+        assert step.floor < step.peak
 
 
 def test_options_change_the_memory(write):
@@ -92,12 +95,12 @@ def test_what_would_make_it_fit(write, capsys):
 @pytest.mark.parametrize("text", ["24 bananas", "GiB", "-3GiB", "0GiB", ""])
 def test_text_that_is_not_an_amount_of_memory_is_refused(text):
     with pytest.raises(ConfigError, match="24GiB"):
-        plan.parse_bytes(text)
+        parse_bytes(text, "--memory")
 
 
 def test_amounts_of_memory():
-    assert plan.parse_bytes("24GiB") == 24 * 2**30
-    assert plan.parse_bytes("1.5 GB") == 1_500_000_000
+    assert parse_bytes("24GiB", "--memory") == 24 * 2**30
+    assert parse_bytes("1.5 GB", "--memory") == 1_500_000_000
 
 
 @pytest.mark.parametrize(

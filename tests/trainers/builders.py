@@ -11,6 +11,7 @@ import trl
 from datasets import Dataset
 from torch.utils.data import Dataset as TorchDataset
 
+from lowmem.layers.config import LayersConfig
 from lowmem.run.tokenizers import train_tokenizer
 from lowmem.trainer import FusedTrainerMixin
 
@@ -221,6 +222,8 @@ def build(row, folder, mixin, keywords=(), **arguments):
         "dataloader_pin_memory": False, "bf16": False, "weight_decay": 0.1,
     }  # fmt: skip
     args = config(**{**defaults, **options, **arguments})
+    if mixin:  # with TRL's own head, whose bits are compared
+        keywords = {"layers": LayersConfig(computed_gradients=False), **dict(keywords)}
     return (fused(cls) if mixin else cls)(args=args, **{**row_keywords, **dict(keywords)})
 
 

@@ -7,6 +7,8 @@ import transformers
 import trl
 from products import FULL
 
+from lowmem.layers.config import LayersConfig
+
 # Each row in one of these ways, in turn; with LOWMEM_FULL in all of them.
 WAYS = {
     "two_pass": {"max_grad_norm": 0.1},
@@ -33,6 +35,24 @@ def test_training_is_the_trainers_own_to_the_last_bit(row, policy, tmp_path):
         norm = {"grad_norm"} if policy == "immediate" else set()  # summed over tiles, and over full tensors
         assert {k: actual[k] for k in entry.keys() - timed - norm} == {k: entry[k] for k in entry.keys() - timed - norm}
         assert actual["grad_norm"] == pytest.approx(entry["grad_norm"], rel=1e-5)
+
+
+@pytest.mark.parametrize("policy", ["immediate", "deferred"])
+@pytest.mark.parametrize("row", ["SFT", "SFT, dft loss", "DPO", "KTO", "GRPO"])
+def test_training_with_computed_gradients_is_the_trainers_own(row, policy, tmp_path):
+    """The head's own sums: losses to 1e-5, and weights as near as AdamW keeps them, which divides by small numbers."""
+    runs = []
+    for mixin in (False, True):
+        keywords = {"layers": LayersConfig()} if mixin else {}
+        trainer = builders.build(row, tmp_path, mixin, keywords, max_steps=2, **WAYS[policy])
+        trainer.train()
+        logs = [{k: v for k, v in entry.items() if "time" not in k} for entry in trainer.state.log_history[:2]]
+        runs.append((logs, [*trainer.model.parameters()]))
+    (expected, ordinary), (logs, fused) = runs
+    for one, other in zip(fused, ordinary, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+    for entry, own in zip(logs, expected, strict=True):
+        assert {k: entry[k] for k in own} == pytest.approx(own, rel=1e-4, abs=1e-5)
 
 
 def test_no_trainer_is_left_out():

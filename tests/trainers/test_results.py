@@ -59,7 +59,7 @@ def test_metrics_of_trl_are_returned(ordinary, fused, config, rows, key, tiny_ll
         assert actual.keys() == expected.keys()
         timed = [name for name in expected if name.endswith(("runtime", "per_second"))]
         assert {k: v for k, v in actual.items() if k not in timed} == pytest.approx(
-            {k: v for k, v in expected.items() if k not in timed}, rel=1e-6
+            {k: v for k, v in expected.items() if k not in timed}, rel=1e-5, abs=1e-6
         )
     assert key in returned[1][1]
 

@@ -12,6 +12,7 @@ from transformers import TrainingArguments
 import lowmem
 from lowmem.errors import ConfigError, StepError
 from lowmem.hf import agreement
+from lowmem.layers.config import LayersConfig
 from lowmem.options import FusedConfig
 
 # -- gradients that are not finite -------------------------------------------------------------------------------------
@@ -72,8 +73,8 @@ def started(rank, other, folder):
     """What rank 0 and rank 1 say of the facts of each, where rank 1 has `other` in place of its own."""
     arguments = {"output_dir": folder, "report_to": "none", "use_cpu": True, **other.get("arguments", {})}
     config = FusedConfig(**{"rule": "adamw", **other.get("fused", {})})
-    samples = [0] * other.get("samples", 40)
-    facts = agreement.facts(TrainingArguments(**arguments), config, samples, other.get("checkpoint"))
+    samples, layers = [0] * other.get("samples", 40), LayersConfig(**other.get("layers", {}))
+    facts = agreement.facts(TrainingArguments(**arguments), config, layers, samples, other.get("checkpoint"))
     try:
         agreement.check({**facts, **other.get("facts", {})})
     except ConfigError as error:
@@ -111,6 +112,7 @@ DIFFERENCES = {
     "rule": ({"fused": {"rule": "lion"}}, r"optimizer\.rule is lion on rank 1 and adamw on rank 0"),
     "class": ({"fused": {"rule": torch.optim.SGD}}, r"optimizer\.rule is torch\.optim\.sgd\.SGD on rank 1"),
     "hyper": ({"fused": {"hyper": {"betas": (0.8, 0.9)}}}, r"optimizer\.hyper is \{betas: \[0\.8, 0\.9\]\} on rank 1"),
+    "layers": ({"layers": {"mlp_tile": 64}}, r"layers\.mlp_tile is 64 on rank 1 and None on rank 0"),
     "version": ({"facts": {"version of torch": "2.12"}}, "version of torch is 2.12 on rank 1"),
     "a fact of a later version": ({"facts": {"new": "1"}}, "new is 1 on rank 1 and nothing on rank 0"),
     "checkpoint": ({"checkpoint": "run/checkpoint-4"}, "checkpoint is checkpoint-4 on rank 1 and none on rank 0"),
@@ -137,14 +139,14 @@ def test_what_may_differ(two, other, tmp_path):
 def test_the_step_of_a_checkpoint_counts(tmp_path):
     args = TrainingArguments(output_dir=str(tmp_path), report_to="none")
     (tmp_path / "trainer_state.json").write_text(json.dumps({"global_step": 4}))
-    facts = agreement.facts(args, FusedConfig(), iter([]), str(tmp_path))
+    facts = agreement.facts(args, FusedConfig(), LayersConfig(), iter([]), str(tmp_path))
     assert (facts["step of the checkpoint"], facts["training samples"]) == ("4", "no number")
 
 
 def test_rules_that_are_objects_are_compared_without_addresses(tmp_path):
     args = TrainingArguments(output_dir=str(tmp_path), report_to="none")
     configs = [FusedConfig(rule=lowmem.rules.resolve("adamw")) for _ in range(2)]
-    one, other = (agreement.facts(args, config, [], None) for config in configs)
+    one, other = (agreement.facts(args, config, LayersConfig(), [], None) for config in configs)
     assert one == other and "0x" not in str(one)
 
 

@@ -1,0 +1,299 @@
+"""Training on gradients that are computed as they are read: the weights of those that exist, without their memory."""
+
+import gc
+from contextlib import nullcontext
+
+import pytest
+import torch
+from test_head import Largest
+from torch.distributed._tools.mem_tracker import MemTracker
+
+import lowmem
+from lowmem.layers.embedding import ComputedEmbedding, compute_gradient
+from lowmem.layers.head import linear_cross_entropy
+from lowmem.step import hooks
+from lowmem.tiles import sweep
+
+VOCABULARY, MEMORY = 1201, 100_000  # bytes: about 12 blocks
+MIB = 1 << 20
+
+
+@pytest.fixture
+def model(tiny_llama):
+    def make(dtype=torch.float32, vocab_size=VOCABULARY, memory=MEMORY, **config):
+        model = tiny_llama(dtype, vocab_size=vocab_size, **config)
+        assert compute_gradient(model.get_input_embeddings(), memory)
+        return model
+
+    return make
+
+
+@pytest.fixture
+def batches(token_batches):
+    def make(count, size=(2, 20), vocab_size=VOCABULARY):
+        return [batch["input_ids"] for batch in token_batches(count, size, vocab_size)]
+
+    return make
+
+
+def loss_of(model, ids, memory=MEMORY):
+    hidden = model.model(ids).last_hidden_state[:, :-1]
+    return linear_cross_entropy(hidden, model.lm_head.weight, ids[:, 1:], memory=memory)
+
+
+@pytest.fixture
+def offers(monkeypatch):
+    """The kinds of contributions that optimizers take, by parameter; with `refuse()` they take none."""
+    taken, own = {}, hooks.Hooks._offer
+
+    def offer(self, record, contribution):
+        takes = own(self, record, contribution)
+        taken.setdefault(record.name, set()).add((type(contribution).__name__, takes))
+        return takes
+
+    monkeypatch.setattr(hooks.Hooks, "_offer", offer)
+    return taken
+
+
+def refuse_offers(monkeypatch):
+    """Every gradient is a tensor, as for an optimizer of another package."""
+    monkeypatch.setattr(hooks.Hooks, "_offer", lambda *_: False)
+
+
+def train(model, batches, micro_batches=1, **options):
+    opt = lowmem.FusedOptimizer(model.named_parameters(), compile=False, **{"lr": 1e-2, **options})
+    norms = []
+    for n, ids in enumerate(batches, start=1):
+        with opt.accumulate() if n % micro_batches else nullcontext():
+            opt.backward(loss_of(model, ids) / micro_batches)
+        if n % micro_batches == 0:
+            norms.append(float(opt.last_step.grad_norm))
+    return norms
+
+
+RULES = ["adalomo", "adamw", "adafactor", "adafactor_t2t", "lans", "lion", "lomo", "scaled_adam"]
+CHOICES = {
+    "immediate": {},
+    "two_pass": {"policy": "two_pass", "clip_norm": 0.5},
+    "deferred": {"clip_norm": 0.5, "policy": "deferred"},
+    "accumulated": {"micro_batches": 3, "clip_norm": 0.5},
+    "clamped": {"clip_value": 1e-3, "loss_scale": 128.0},
+    "disk": {"store": "disk"},
+}
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("rule", RULES)
+def test_weights_are_those_of_gradients_that_exist(rule, choice, model, batches, monkeypatch, offers):
+    """Two steps in float32. Sums over the gradient are added in another order: 2e-5 of a norm, which PyTorch sums over
+    a whole tensor with that error, and nothing else changes.
+    """
+    options, tied = CHOICES[choice], RULES.index(rule) % 2 == list(CHOICES).index(choice) % 2
+    nets = [model(tie_word_embeddings=tied) for _ in range(2)]
+    samples = batches(2 * options.get("micro_batches", 1))
+    norms = train(nets[0], samples, rule=rule, **options)
+    assert offers["model.embed_tokens.weight"] >= {("EmbeddingGradient", True)}
+    assert offers["model.embed_tokens.weight" if tied else "lm_head.weight"] >= {("HeadGradient", True)}
+    refuse_offers(monkeypatch)
+    assert train(nets[1], samples, rule=rule, **options) == pytest.approx(norms, rel=5e-5)
+    for one, other in zip(*(net.parameters() for net in nets), strict=True):
+        assert (one - other).norm() <= 2e-6 * other.norm()
+
+
+@pytest.mark.parametrize("options", [
+    {"rounding": "stochastic"}, {"rounding": "compensated", "state_storage": "bfloat16"}, {"rounding": "master"},
+], ids=lambda options: options["rounding"])  # fmt: skip
+@pytest.mark.parametrize("rule", ["adalomo", "adamw"])
+def test_bfloat16_weights_get_a_gradient_in_float32(rule, options, model, batches, monkeypatch):
+    """Against float32 weights of equal values: nearer than with a gradient that was rounded to bfloat16."""
+    samples, distances = batches(2), []
+    for dense in (False, True):
+        if dense:
+            refuse_offers(monkeypatch)
+        net = model(torch.bfloat16)
+        start = [param.detach().float() for param in net.parameters()]
+        train(net, samples, rule=rule, **options)
+        moved = sum(float((p - q).norm()) for p, q in zip(net.parameters(), start, strict=True))
+        distances.append(moved)
+    assert distances[0] == pytest.approx(distances[1], rel=1e-2)
+    assert distances[0] > 0
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_another_optimizers_rule_gets_tensors_and_the_same_bits(tied, model, batches, offers):
+    nets = [model(tie_word_embeddings=tied) for _ in range(2)]
+    samples = batches(3)
+    train(nets[0], samples, rule=torch.optim.AdamW, foreach=False)
+    adamw = torch.optim.AdamW(nets[1].parameters(), lr=1e-2, foreach=False)
+    for ids in samples:
+        loss_of(nets[1], ids).backward()
+        adamw.step()
+        adamw.zero_grad()
+    assert all(map(torch.equal, *(net.parameters() for net in nets)))
+    assert {takes for kinds in offers.values() for _, takes in kinds} == {False}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_rows_that_nothing_is_computed_for_do_not_differ(tied, model, batches, monkeypatch):
+    """An elementwise rule gives each weight the bits of a gradient that exists: AdamW, tied and not."""
+    nets = [model(tie_word_embeddings=tied) for _ in range(2)]
+    samples = batches(2)
+    train(nets[0], samples, rule="adamw")
+    refuse_offers(monkeypatch)
+    train(nets[1], samples, rule="adamw")
+    assert all(map(torch.equal, *(net.parameters() for net in nets)))
+
+
+def test_other_uses_of_the_weight_are_added(model, batches, monkeypatch):
+    """A tensor in `.grad` and two losses, in one backward, and an embedding that is used twice."""
+    nets = [model(tie_word_embeddings=True) for _ in range(2)]
+    (ids, more) = batches(2)
+    for net in nets:
+        opt = lowmem.FusedOptimizer(net.named_parameters(), rule="lomo", lr=1e-2, compile=False)
+        penalty = net.lm_head.weight.square().mean()
+        opt.backward(loss_of(net, ids) + loss_of(net, more) + penalty)
+        refuse_offers(monkeypatch)
+    for one, other in zip(*(net.parameters() for net in nets), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+
+
+def test_whoever_asks_autograd_gets_a_tensor(model, batches):
+    """`torch.autograd.grad`, and a backward that is to end in other parameters."""
+    (ids,) = batches(1)
+    net = model()
+    opt = lowmem.FusedOptimizer(net.named_parameters(), lr=1e-2)
+    weights = [net.lm_head.weight, net.model.embed_tokens.weight]
+    grads = torch.autograd.grad(loss_of(net, ids), weights)
+    opt.remove()
+    loss_of(net, ids).backward()
+    assert all(map(torch.equal, grads, (weight.grad for weight in weights)))
+    before = [param.detach().clone() for param in net.parameters()]
+    net.zero_grad()
+    opt = lowmem.FusedOptimizer(net.named_parameters(), lr=1e-2)
+    with opt.paused():
+        opt_free = loss_of(net, ids)
+        opt_free.backward()
+    assert all(map(torch.equal, before, net.parameters()))
+    assert all(param.grad is None for param in net.parameters())
+
+
+def test_a_backward_that_fails_leaves_nothing(model, batches):
+    """The head's part of a tied weight waits for the embedding's, and is not added to the next step."""
+    ids, more = batches(2)
+    nets = [model(tie_word_embeddings=True) for _ in range(2)]
+    for net, fails in zip(nets, (True, False), strict=True):
+        opt = lowmem.FusedOptimizer(net.named_parameters(), policy="deferred", lr=1e-2, compile=False)
+        if fails:
+            handle = net.model.layers[0].register_full_backward_hook(lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                opt.backward(loss_of(net, ids))
+            handle.remove()
+        opt.backward(loss_of(net, more))
+    assert all(map(torch.equal, *(net.parameters() for net in nets)))
+
+
+def test_a_weight_that_was_changed_before_backward_is_refused(model, batches):
+    """As for any tensor that autograd has saved."""
+    (ids,) = batches(1)
+    net = model()
+    opt = lowmem.FusedOptimizer(net.named_parameters(), lr=1e-2)
+    loss = loss_of(net, ids)
+    with torch.no_grad():
+        net.lm_head.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        opt.backward(loss)
+
+
+# --- memory -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tied", "choice"), [(False, "immediate"), (True, "immediate"), (True, "two_pass"), (False, "accumulated")]
+)
+def test_nothing_of_the_size_of_the_vocabulary_exists_beside_the_weights(tied, choice, model, batches, monkeypatch):
+    """128k words: weights of 16 MiB each. No tensor has even a quarter of that, nor do all together above the weights,
+    once the optimizer has its states, which are vectors.
+    """
+    monkeypatch.setattr(sweep, "CPU_TILE", 1 << 18)  # fewer operations to track
+    options, memory = dict(CHOICES[choice]), MIB
+    micro_batches = options.pop("micro_batches", 1)
+    vocabulary = 131_072
+    net = model(vocab_size=vocabulary, memory=memory, tie_word_embeddings=tied)
+    assert net.lm_head.weight.nbytes == 16 * MIB
+    opt = lowmem.FusedOptimizer(net.named_parameters(), lr=1e-3, compile=False, **options)
+    samples = batches(2 * micro_batches, (1, 16), vocabulary)
+    tracker = MemTracker()
+
+    def step(samples):
+        for n, ids in enumerate(samples, start=1):
+            with opt.accumulate() if n < len(samples) else nullcontext():
+                opt.backward(loss_of(net, ids, memory))
+            tracker.reset_mod_stats()
+
+    step(samples[:micro_batches])
+    gc.collect()
+    tracker.track_external(net, opt)
+    with Largest(net.parameters()) as largest, tracker:
+        step(samples[micro_batches:])
+    (peak,) = tracker.get_tracker_snapshot("peak").values()
+    (rest,) = tracker.get_tracker_snapshot("current").values()
+    assert largest.nbytes <= 4 * MIB
+    assert peak["Total"] - rest["Total"] <= 6 * MIB
+
+
+def test_many_micro_batches_are_summed_as_a_tensor(model, batches, caplog, monkeypatch):
+    """Once what they are computed from takes a quarter of the memory of their sum."""
+    samples = batches(12)
+    nets = [model() for _ in range(2)]
+    with caplog.at_level("INFO", "lowmem"):
+        train(nets[0], samples, micro_batches=12, rule="adamw")
+    assert "lm_head.weight: its gradient is computed and stored as a tensor of 153,728 bytes" in caplog.text
+    refuse_offers(monkeypatch)
+    train(nets[1], samples, micro_batches=12, rule="adamw")
+    for one, other in zip(*(net.parameters() for net in nets), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+# --- the embedding ------------------------------------------------------------------------------------------------
+
+
+class Scaled(torch.nn.Embedding):
+    """As Gemma's."""
+
+    def forward(self, ids):
+        return super().forward(ids) * 3
+
+
+def test_an_embedding_keeps_its_own_forward():
+    torch.manual_seed(0)
+    own, computed = (Scaled(50, 400, padding_idx=7) for _ in range(2))
+    computed.load_state_dict(own.state_dict())
+    assert compute_gradient(computed)
+    assert compute_gradient(computed, memory=10_000)  # again: another size
+    assert (type(computed).__name__, computed.memory) == ("Scaled", 10_000)
+    assert isinstance(computed, Scaled)
+    assert isinstance(computed, ComputedEmbedding)
+    assert repr(computed) == repr(own)
+    ids = torch.tensor([[1, 7, 1], [49, 0, 7]])
+    grads = []
+    for embedding in (own, computed):
+        out = embedding(ids)
+        out.backward(torch.arange(out.numel()).view(out.shape) / 100)
+        grads.append(embedding.weight.grad)
+        embedding.weight.grad = None
+    assert torch.equal(*grads)
+    opt = lowmem.FusedOptimizer(computed.named_parameters(), rule="lomo", lr=1.0)
+    opt.backward((computed(ids) * torch.arange(400)).sum())
+    before = own.weight.detach()
+    expected = torch.arange(400) * 3.0
+    assert torch.equal(computed.weight[7], before[7])
+    torch.testing.assert_close(computed.weight[49], before[49] - expected)
+    torch.testing.assert_close(computed.weight[1], before[1] - 2 * expected)
+
+
+@pytest.mark.parametrize("options", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}])
+def test_embeddings_with_other_gradients_stay_as_they_are(options):
+    embedding = torch.nn.Embedding(10, 4, **options)
+    assert not compute_gradient(embedding)
+    assert type(embedding) is torch.nn.Embedding
+    assert not compute_gradient(torch.nn.Linear(4, 4))

@@ -1,0 +1,216 @@
+"""The loss of the head and its gradients against float64, the memory that they need, and what is refused."""
+
+import itertools
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lowmem.errors import ConfigError
+from lowmem.layers.head import METRICS, Head, linear_cross_entropy, token_losses
+
+TOKENS, SIZE, VOCABULARY = 37, 48, 1003
+SMALL = 60_000  # bytes of memory, with which there are 19 blocks of the vocabulary
+
+
+@pytest.fixture
+def inputs():
+    """Hidden states and a weight whose logits are as large as those of trained models, a bias, and labels."""
+    hidden = torch.randn(TOKENS, SIZE, dtype=torch.float64) * 2
+    weight, bias = torch.randn(VOCABULARY, SIZE, dtype=torch.float64) * 0.3, torch.randn(VOCABULARY).double()
+    labels = torch.randint(VOCABULARY, (TOKENS,))
+    labels[3], labels[5], labels[7] = labels[4], -100, VOCABULARY - 1
+    return hidden, weight, bias, labels
+
+
+def logits_of(hidden, weight, bias, scale, softcap, temperature):
+    z = hidden @ weight.t() if bias is None else hidden @ weight.t() + bias
+    z = z * scale
+    return (z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature
+
+
+def reference(hidden, weight, bias, labels, scale=1.0, softcap=None, temperature=1.0, smoothing=0.0, z_loss=0.0):
+    """The mean loss from whole logits, written down as in the documentation of `Head`."""
+    z = logits_of(hidden, weight, bias, scale, softcap, temperature)
+    log_sum = z.logsumexp(-1)
+    target = z.gather(1, labels.clamp(min=0)[:, None])[:, 0]
+    losses = log_sum - (1 - smoothing) * target - smoothing * z.mean(-1) + z_loss * log_sum**2
+    return losses[labels != -100].mean()
+
+
+def leaves(tensors, dtype):
+    return [tensor.detach().clone().to(dtype).requires_grad_() for tensor in tensors]
+
+
+def relative(value, exact):
+    return float((value.double() - exact).norm() / exact.norm())
+
+
+OPTIONS = list(itertools.product((False, True), (1.0, 0.5), (None, 20.0), (1.0, 1.3), (0.0, 0.1), (0.0, 1e-3)))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 4e-3)])
+def test_loss_and_gradients_are_those_of_whole_logits_in_float64(dtype, tolerance, inputs):
+    """In bfloat16 the gradient of a hidden state is rounded twice, which is off by 2⁻⁹ at most each time."""
+    *tensors, labels = inputs
+    for has_bias, scale, softcap, temperature, smoothing, z_loss in OPTIONS:
+        exact = leaves([tensor.to(dtype) for tensor in tensors], torch.float64)
+        mine = leaves(tensors, dtype)
+        biases = [pair[2] if has_bias else None for pair in (exact, mine)]
+        expected = reference(*exact[:2], biases[0], labels, scale, softcap, temperature, smoothing, z_loss)
+        loss = linear_cross_entropy(
+            *mine[:2], labels, bias=biases[1], logit_scale=scale, softcap=softcap, temperature=temperature,
+            label_smoothing=smoothing, z_loss=z_loss, memory=SMALL,
+        )  # fmt: skip
+        expected.backward()
+        loss.backward()
+        assert loss.dtype == torch.float32
+        torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=0)
+        for one, other in zip(mine[: 2 + has_bias], exact, strict=False):
+            assert one.grad.dtype == dtype
+            assert relative(one.grad, other.grad) <= tolerance
+
+
+def test_gradients_are_nearer_to_float64_than_those_of_trl(inputs):
+    """TRL rounds logits to bfloat16, and on a CPU nothing else of what follows."""
+    from trl.kernels import ChunkedLogProbFunction
+
+    *tensors, labels = inputs
+    labels = labels.clamp(min=0)
+    tensors = [tensor.bfloat16() for tensor in tensors[:2]]
+    exact, mine, theirs = (
+        leaves(tensors, torch.float64),
+        leaves(tensors, torch.bfloat16),
+        leaves(tensors, torch.bfloat16),
+    )
+    reference(*exact, None, labels).backward()
+    linear_cross_entropy(*mine, labels).backward()
+    (-ChunkedLogProbFunction.apply(*theirs, None, labels, 1.0, 256, None, 1.0, ())[0].mean()).backward()
+    for one, other, best in zip(mine, theirs, exact, strict=True):
+        assert relative(one.grad, best.grad) < relative(other.grad, best.grad)
+
+
+def test_metrics_are_those_of_whole_logits(inputs):
+    hidden, weight, bias, labels = inputs
+    labels = labels.clamp(min=0)
+    z = logits_of(hidden, weight, bias, 0.5, 20.0, 1.3)
+    labels[:9] = z[:9].argmax(-1)
+    p = z.softmax(-1)
+    expected = {
+        "entropy": -(p * p.log()).sum(-1),
+        "log_sum_sq_probs": p.square().sum(-1).log(),
+        "mean_logits": z.mean(-1),
+        "is_top1": z.argmax(-1) == labels,
+    }
+    single = (tensor.float() for tensor in (hidden, weight, bias))
+    losses, values = token_losses(*single, labels, Head(0.5, 20.0, 1.3, memory=SMALL), METRICS)
+    exact = -z.log_softmax(-1).gather(1, labels[:, None])[:, 0]
+    torch.testing.assert_close(losses.double(), exact, rtol=1e-5, atol=1e-5)
+    for name in METRICS:
+        torch.testing.assert_close(values[name].to(expected[name].dtype), expected[name], rtol=1e-4, atol=1e-4)
+    assert values["is_top1"].dtype == torch.bool
+    assert values["is_top1"][:9].all()
+
+
+def test_each_token_has_a_gradient_of_its_own(inputs):
+    """As for DPO, in which the loss is a function of sums of log-probabilities."""
+    hidden, weight, _, labels = inputs
+    factors = torch.randn(TOKENS)
+    labels = labels.clamp(min=0)
+    exact, mine = leaves((hidden, weight), torch.float64), leaves((hidden, weight), torch.float32)
+    logps = (exact[0] @ exact[1].t()).log_softmax(-1).gather(1, labels[:, None])[:, 0]
+    torch.nn.functional.logsigmoid((logps * factors).sum() / 50).backward()
+    losses = linear_cross_entropy(*mine, labels, reduction="none", memory=SMALL)
+    torch.nn.functional.logsigmoid((-losses * factors).sum() / 50).backward()
+    for one, other in zip(mine, exact, strict=True):
+        assert relative(one.grad, other.grad) <= 2e-6
+
+
+def test_reductions_and_shapes(inputs):
+    hidden, weight, _, labels = inputs
+    hidden, labels = hidden.float()[:36].view(2, 18, SIZE), labels[:36].view(2, 18)
+    weight = weight.float()
+    losses = linear_cross_entropy(hidden, weight, labels, reduction="none")
+    counted = int((labels != -100).sum())
+    assert losses.shape == labels.shape
+    assert losses[labels == -100].eq(0).all()
+    assert counted == 35
+    total = losses.sum()
+    torch.testing.assert_close(linear_cross_entropy(hidden, weight, labels, reduction="sum"), total)
+    torch.testing.assert_close(linear_cross_entropy(hidden, weight, labels), total / counted)
+    torch.testing.assert_close(linear_cross_entropy(hidden, weight, labels, num_items=torch.tensor(70)), total / 70)
+    nothing = torch.full_like(labels, -100)
+    assert linear_cross_entropy(hidden, weight, nothing) == 0  # and not NaN
+    other = linear_cross_entropy(hidden, weight, labels.masked_fill(labels == -100, 7), ignore_index=7, reduction="sum")
+    torch.testing.assert_close(other, total)
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+def test_only_what_is_trained_gets_a_gradient(frozen, inputs):
+    hidden, weight, _, labels = inputs
+    mine = dict(zip(("hidden", "weight"), leaves((hidden, weight), torch.float32), strict=True))
+    mine[frozen].requires_grad_(False)
+    linear_cross_entropy(**mine, labels=labels).backward()
+    assert {name for name, tensor in mine.items() if tensor.grad is not None} == mine.keys() - {frozen}
+    with torch.no_grad():
+        assert not linear_cross_entropy(**mine, labels=labels).requires_grad
+
+
+def test_autocast_gives_the_products_their_dtype_and_no_other(inputs):
+    """On a CPU they are in float32 all the same, also in a backward inside autocast."""
+    hidden, weight, _, labels = inputs
+    plain, cast = leaves((hidden, weight), torch.float32), leaves((hidden, weight), torch.float32)
+    linear_cross_entropy(*plain, labels).backward()
+    with torch.autocast("cpu", torch.bfloat16):
+        linear_cross_entropy(*cast, labels).backward()
+    assert all(torch.equal(one.grad, other.grad) for one, other in zip(plain, cast, strict=True))
+
+
+class Largest(TorchDispatchMode):
+    """The bytes of the largest tensor that an operation makes, which is not one of `known`."""
+
+    def __init__(self, known=()):
+        super().__init__()
+        self.known = {tensor.untyped_storage().data_ptr() for tensor in known}
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in filter(torch.is_tensor, tree_leaves(result)):
+            if tensor.untyped_storage().data_ptr() not in self.known:
+                self.nbytes = max(self.nbytes, tensor.untyped_storage().nbytes())
+        return result
+
+
+@pytest.mark.parametrize("memory", [1 << 20, 4 << 20])
+def test_tiles_need_the_memory_that_they_may(memory):
+    """A tile and what it is computed from: each of them is a part of it."""
+    hidden, weight = torch.randn(1500, 64, requires_grad=True), torch.randn(20_000, 64)
+    with Largest((hidden, weight)) as largest:
+        linear_cross_entropy(hidden, weight, torch.zeros(1500, dtype=torch.int64), memory=memory).backward()
+    assert memory / 6 <= largest.nbytes <= memory
+
+
+@pytest.mark.parametrize("tokens", [1, 40, 2048, 131_072])
+@pytest.mark.parametrize(("vocabulary", "size"), [(1000, 64), (128_256, 4096), (151_936, 1024)])
+def test_a_tile_fits_into_memory_and_covers_everything(tokens, vocabulary, size):
+    for memory in (20 * size, 1 << 20, 64 << 20, 1 << 30):
+        step, rows = Head(memory=memory).tile(tokens, vocabulary, size)
+        assert 1 <= step <= tokens
+        assert 1 <= rows <= vocabulary
+        assert 8 * size * (step + rows) + 12 * step * rows <= memory
+
+
+def test_what_is_refused(inputs):
+    hidden, weight, _, labels = inputs
+    for options, words in (
+        ({"memory": 700}, "head_memory=700 bytes is not enough for one row"),
+        ({"softcap": 0.0}, "softcap=0.0 is not a finite number > 0, or None"),
+        ({"temperature": -1.0}, "temperature=-1.0"),
+        ({"label_smoothing": 1.5}, "label_smoothing=1.5 is not between 0 and 1"),
+        ({"z_loss": float("nan")}, "z_loss=nan"),
+        ({"reduction": "avg"}, "reduction='avg'; allowed are"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            linear_cross_entropy(hidden.float(), weight.float(), labels, **options)

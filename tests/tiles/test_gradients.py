@@ -1,0 +1,112 @@
+"""A gradient that is computed as it is read equals one that exists, in any view of the parameter."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowmem.errors import UnsupportedError
+from lowmem.tiles.gradients import ComputedGradient, Stored
+from lowmem.tiles.layout import Layout, View
+from lowmem.tiles.storage import Held, Nearest
+from lowmem.tiles.sweep import Sweep
+from lowmem.tiles.tile import Sums
+
+ROWS, COLS = 53, 12
+VIEWS = {
+    "matrix": View.matrix(2),
+    "transposed": View((), (1,), (0,)),
+    "vector": View.vector(2),
+    "lines": View((), (0, 1), ()),
+    "batch": View((0,), (), (1,)),
+    "batch of columns": View((1,), (), (0,)),
+}
+
+
+@dataclass
+class InBlocks:
+    """Part of a stored gradient, so many rows at a time. It counts what is read."""
+
+    grad: Tensor
+    block_rows: int
+    reads: int = 0
+
+    @property
+    def kept(self):
+        return (self.grad,)
+
+    def add_to(self, rows, start):
+        self.reads += 1
+        rows += self.grad[start : start + len(rows)]
+
+
+@pytest.fixture
+def param():
+    return torch.randn(ROWS, COLS)
+
+
+@pytest.mark.parametrize("block", [1, 7, 53, 100])
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_every_rectangle_is_that_of_the_tensor(view, block, param):
+    one, other = torch.randn(2, ROWS, COLS)
+    computed = ComputedGradient(param, [InBlocks(one, block), Stored(other)])
+    layout = computed.layout(view)
+    views = computed.views(layout)
+    full = Layout.of((ROWS, COLS), view)
+    (whole,) = full.views(one + other) if len(full.blocks) == 1 else (None,)
+    covered = torch.zeros(full.shape)
+    for number, rect in enumerate(layout.rects):
+        at = rect.batch, rect.rows, rect.cols
+        assert whole is None or torch.equal(views[number], whole[at])
+        covered[at] += 1
+    assert covered.eq(1).all()
+    assert torch.equal(computed.dense(torch.float32), one + other)
+    total = torch.ones(ROWS, COLS)
+    computed.add_to(total)
+    assert torch.equal(total, one + other + 1)
+
+
+def squares(t):
+    return Sums(row={"rows": t.grad_square}, col={"cols": t.grad_square}, scalar={"all": t.grad * t.param})
+
+
+def moved(t):
+    return {"param": t.param - 0.1 * t.grad}
+
+
+@pytest.mark.parametrize("tile", [None, 5, 40])
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_a_sweep_reads_it_as_often_as_it_likes(view, tile, param):
+    grad, block = torch.randn(ROWS, COLS), 8
+    weights, sums = [param.clone(), param.clone()], []
+    contribution = InBlocks(grad, block)
+    computed = ComputedGradient(weights[1], [contribution])
+    for weight, read, layout in zip(
+        weights, (grad, computed), (Layout.of((ROWS, COLS), view), computed.layout(view)), strict=True
+    ):
+        sweep = Sweep(layout, Held(Nearest(torch.float32), (weight,)), read, tile=tile)
+        sums.append([sweep.reduce(squares) for _ in range(2)][-1])
+        sweep.apply(moved)
+        assert sweep.square_sums.isfinite()
+    assert torch.equal(*weights)
+    for kind in ("row", "col", "scalar"):
+        torch.testing.assert_close(getattr(sums[0], kind), getattr(sums[1], kind), rtol=1e-5, atol=1e-5)
+    # three passes over 7 blocks, of which each but the first begins with the block that the one before has left
+    assert contribution.reads == 3 * 7 - 2
+
+
+def test_a_pass_after_the_weight_was_written_is_refused(param):
+    """The gradient would be that of other weights."""
+    computed = ComputedGradient(param, [Stored(torch.ones(ROWS, COLS))])
+    sweep = Sweep(computed.layout(View.matrix(2)), Held(Nearest(torch.float32), (param,)), computed)
+    sweep.apply(moved)
+    with pytest.raises(UnsupportedError, match="needs_dense_gradient = True"):
+        sweep.reduce(squares)
+
+
+def test_what_is_kept_is_counted(param):
+    computed = ComputedGradient(param, [Stored(torch.ones(ROWS, COLS)), InBlocks(torch.ones(ROWS, COLS).bfloat16(), 8)])
+    assert computed.nbytes == ROWS * COLS * 6
+    assert (computed + computed).nbytes == ROWS * COLS * 12
+    assert computed.block_rows == 8
