@@ -13,6 +13,9 @@ import tempfile
 import time
 from multiprocessing.connection import wait
 from pathlib import Path
+from typing import Any, BinaryIO
+
+from matplotlib.figure import Figure
 
 # Seconds after which processes are taken for hung. No test waits for it, however slow or busy the machine is.
 PATIENCE = 600
@@ -33,6 +36,11 @@ CONTEXT.set_forkserver_preload(
 )  # fmt: skip
 
 
+def sketch(figure: Figure, file: BinaryIO, **options: Any) -> None:
+    """For `Figure.savefig` where pictures are not the point: what is drawn takes longer than a small run."""
+    file.write(b"\x89PNG\r\n\x1a\n")
+
+
 def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("", 0))
@@ -40,7 +48,7 @@ def free_port() -> int:
 
 
 class Launched:
-    """Processes that each run `python -m` with words of their own, in an environment of their own.
+    """Processes that each run `python -m` with words of their own, in an environment of their own, and draw nothing.
 
     Standard output and standard error go to files.
     """
@@ -112,5 +120,6 @@ def _execute(words: list[str], environment: dict[str, str], out: str, err: str) 
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     os.environ.clear()
     os.environ.update(environment)
+    Figure.savefig = sketch  # type: ignore[method-assign, assignment]
     sys.argv = list(words)
     runpy.run_module(words[0], run_name="__main__", alter_sys=True)

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from processes import CONTEXT, PATIENCE, Launched
+from matplotlib.figure import Figure
+from processes import CONTEXT, PATIENCE, Launched, sketch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -23,6 +24,11 @@ from lowmem.run import build, report, terminal
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
 
 TOPICS = ("a list", "the path", "a number", "the name", "one file", "the lock", "a queue", "the tree")
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_drawn(monkeypatch):
+    monkeypatch.setattr(Figure, "savefig", sketch)
 
 
 @pytest.fixture
