@@ -14,6 +14,7 @@ os.environ.setdefault(
     "TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"lowmem-tests-inductor-{os.getuid()}")
 )
 os.environ.setdefault("TORCHINDUCTOR_FX_GRAPH_CACHE", "1")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no processes that import torch only to compile
 
 import pytest
 import torch

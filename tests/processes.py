@@ -13,6 +13,9 @@ import tempfile
 import time
 from multiprocessing.connection import wait
 from pathlib import Path
+from typing import Any, BinaryIO
+
+from matplotlib.figure import Figure
 
 # Seconds after which processes are taken for hung. No test waits for it, however slow or busy the machine is.
 PATIENCE = 600
@@ -33,6 +36,11 @@ CONTEXT.set_forkserver_preload(
 )  # fmt: skip
 
 
+def sketch(figure: Figure, file: BinaryIO, **options: Any) -> None:
+    """For `Figure.savefig` where pictures are not the point: what is drawn takes longer than a small run."""
+    file.write(b"\x89PNG\r\n\x1a\n")
+
+
 def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("", 0))
@@ -40,27 +48,32 @@ def free_port() -> int:
 
 
 class Launched:
-    """`python -m module arguments`, in `count` processes with the environment that torchrun gives its ranks.
+    """Processes that each run `python -m` with words of their own, in an environment of their own, and draw nothing.
 
-    With a count of 0 it is one process without ranks. Standard output and standard error go to files.
+    Standard output and standard error go to files.
     """
 
-    def __init__(self, count: int, module: str, *arguments: str, environment: dict[str, str] | None = None) -> None:
-        self.command = [module, *arguments]
+    def __init__(self, commands: list[tuple[list[str], dict[str, str]]]) -> None:
         self._folder = tempfile.TemporaryDirectory()
-        group = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())} if count else {}
-        self.processes = []
-        for rank in range(max(count, 1)):
-            numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
-            variables = {**(environment or os.environ), **group}
-            variables |= {name: str(number) for name, number in numbers.items()} if count else {}
-            self.processes.append(
-                CONTEXT.Process(
-                    target=_execute, args=(self.command, variables, self._file("out", rank), self._file("err", rank))
-                )
+        self.processes = [
+            CONTEXT.Process(
+                target=_execute, args=(words, environment, self._file("out", number), self._file("err", number))
             )
+            for number, (words, environment) in enumerate(commands)
+        ]
         for process in self.processes:
             process.start()
+
+    @classmethod
+    def ranks(cls, count: int, *words: str, environment: dict[str, str] | None = None) -> "Launched":
+        """`count` processes with the environment that torchrun gives its ranks; one without ranks if it is 0."""
+        environment = environment or dict(os.environ)
+        if not count:
+            return cls([(list(words), environment)])
+        group = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": count}
+        group["LOCAL_WORLD_SIZE"] = count
+        each = [{**group, "RANK": rank, "LOCAL_RANK": rank} for rank in range(count)]
+        return cls([(list(words), environment | {name: str(value) for name, value in of.items()}) for of in each])
 
     def _file(self, kind: str, rank: int) -> str:
         return str(Path(self._folder.name) / f"{kind}{rank}")
@@ -91,7 +104,7 @@ class Launched:
         for process in running.values():
             process.kill()
             process.join()
-        done = subprocess.CompletedProcess(self.command, failed, self.output(), self.output("err"))
+        done = subprocess.CompletedProcess([], failed, self.output(), self.output("err"))
         self._folder.cleanup()
         assert not running, f"{len(running)} of {len(self.processes)} processes hung: {done.stderr}"
         return done
@@ -102,10 +115,11 @@ class Launched:
         return [process.exitcode for process in self.processes]
 
 
-def _execute(command: list[str], environment: dict[str, str], out: str, err: str) -> None:
+def _execute(words: list[str], environment: dict[str, str], out: str, err: str) -> None:
     for number, name in ((1, out), (2, err)):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     os.environ.clear()
     os.environ.update(environment)
-    sys.argv = list(command)
-    runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+    Figure.savefig = sketch  # type: ignore[method-assign, assignment]
+    sys.argv = list(words)
+    runpy.run_module(words[0], run_name="__main__", alter_sys=True)

@@ -1,9 +1,11 @@
-"""Small runs for `tests/fuzz`: valid configurations, their data, and the command line in this process."""
+"""Small runs: valid configurations, their data, the command line in this process, and a folder that another uses."""
 
 import contextlib
 import copy
 import io
 import json
+import os
+from collections.abc import Iterator
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -11,12 +13,14 @@ from typing import Any
 
 import yaml
 from datasets import Dataset
+from processes import CONTEXT, PATIENCE
 from trl import SFTConfig
 
 from lowmem import cli
 from lowmem.options import FusedConfig
 from lowmem.run import build
 from lowmem.run.data import DataConfig
+from lowmem.run.folder import run_folder
 from lowmem.run.tokenizers import SMALLEST_VOCABULARY, train_tokenizer
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
@@ -100,6 +104,26 @@ def train(folder: Path, config: Path, *overrides: str) -> tuple[int, str]:
         assert len(said) <= LONGEST, (len(said), said[:LONGEST])
         assert not (left := set(folder.rglob("*")) - before), (said, left)
     return status, said
+
+
+@contextlib.contextmanager
+def in_use(folder: Path) -> Iterator[int]:
+    """Another process uses a run folder and is killed in the end; its id."""
+    ours, its = CONTEXT.Pipe()
+    other = CONTEXT.Process(target=_use, args=(folder, its), daemon=True)
+    other.start()
+    its.close()
+    try:
+        yield ours.recv()
+    finally:
+        other.kill()
+        other.join(PATIENCE)
+
+
+def _use(folder: Path, end: Any) -> None:
+    with run_folder(folder, resume=False):
+        end.send(os.getpid())
+        end.recv()
 
 
 @cache

@@ -91,7 +91,7 @@ def simulate(monkeypatch):
 # -- the commands ------------------------------------------------------------------------------------------------------
 
 
-def test_steps_are_measured_compared_and_written(nothing_installed, tmp_path, capsys):
+def test_steps_are_measured_compared_and_written(nothing_installed, in_this_process, tmp_path, capsys):
     folder = tmp_path / "new" / "bench"
     step.main([*SMALL, "--dtype", "bfloat16", *only(FLOOR, "AdamW, fused", "FlashOptim AdamW"), "--out", str(folder)])
     out, err = capsys.readouterr()

@@ -1,17 +1,20 @@
 """The commands as a user types them: a run from end to end, and each mistake as one message with exit status 2."""
 
+import contextlib
+import io
 import json
 import os
 import re
+import resource
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from matplotlib.figure import Figure
+from processes import CONTEXT, PATIENCE, Launched, sketch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -21,6 +24,11 @@ from lowmem.run import build, report, terminal
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
 
 TOPICS = ("a list", "the path", "a number", "the name", "one file", "the lock", "a queue", "the tree")
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_drawn(monkeypatch):
+    monkeypatch.setattr(Figure, "savefig", sketch)
 
 
 @pytest.fixture
@@ -344,22 +352,15 @@ def test_reentrant_checkpointing_trains_like_non_reentrant(config, run_dir, caps
     assert losses[0] == losses[1]
 
 
-def start(config, *overrides):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    command = [sys.executable, "-m", "lowmem", "train", str(config), *overrides]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-
-
 def test_ctrl_c_ends_with_a_loadable_checkpoint(config, run_dir, capsys):
-    with start(config, "trainer.max_steps=100000", "trainer.eval_strategy=no", "trainer.logging_steps=1") as process:
-        for line in process.stdout:
-            if "grad norm" in line:
-                break
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
-    assert "stopping after this step" in err
-    assert "continue with: lowmem train" in out and "--resume" in out
+    settings = ("trainer.max_steps=100000", "trainer.eval_strategy=no", "trainer.logging_steps=1")
+    started = Launched.ranks(0, "lowmem", "train", str(config), *settings)
+    started.wait_for("grad norm")
+    os.kill(started.processes[0].pid, signal.SIGINT)
+    done = started.finish()
+    assert done.returncode == 130, done.stderr
+    assert "stopping after this step" in done.stderr
+    assert "continue with: lowmem train" in done.stdout and "--resume" in done.stdout
     (folder,) = run_dir.glob("checkpoint-*")
     AutoModelForCausalLM.from_pretrained(folder)
     step = int(folder.name.removeprefix("checkpoint-"))
@@ -368,13 +369,24 @@ def test_ctrl_c_ends_with_a_loadable_checkpoint(config, run_dir, capsys):
     assert f"resuming from {folder}" in out
 
 
+def train_with_small_files(config, end):
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors), pytest.raises(SystemExit) as done:
+        cli.main(["train", str(config)])
+    end.send((done.value.code, errors.getvalue()))
+
+
 def test_a_full_disk_is_reported_and_leaves_no_partial_checkpoint(config, run_dir):
-    limit = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); " \
-            "resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000)); "  # fmt: skip
-    code = limit + f"from lowmem.cli import main; main(['train', {str(config)!r}])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 2, done.stderr
-    assert "error: " in done.stderr and "could not be written" in done.stderr
+    ours, its = CONTEXT.Pipe()
+    process = CONTEXT.Process(target=train_with_small_files, args=(config, its), daemon=True)
+    process.start()
+    its.close()
+    code, err = ours.recv()
+    process.join(PATIENCE)
+    assert code == 2, err
+    assert "error: " in err and "could not be written" in err
     assert not list(run_dir.glob("checkpoint-*"))
     assert not (run_dir / ".saving").exists()
 

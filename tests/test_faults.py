@@ -1,13 +1,14 @@
 """A backward that runs out of memory, and ranks that fail or die: each ends with its cause, and nothing hangs."""
 
 import copy
-import subprocess
-import sys
+import resource
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
 from nets import Net, data
+from processes import CONTEXT, PATIENCE
 
 import lowmem
 from lowmem.errors import CheckpointError, StepError
@@ -131,31 +132,33 @@ def test_micro_batches_before_it_are_dropped(net):
     assert all(map(torch.equal, weights(net), weights(other)))
 
 
-LIMITED = """
-import resource, torch, lowmem
-from lowmem.run.memory import is_out_of_memory
-layers = torch.nn.Sequential(*(torch.nn.Linear(*size, bias=False) for size in ((4096, 4096), (4096, 64), (64, 64))))
-opt = lowmem.FusedOptimizer(
-    layers.named_parameters(), "lomo", lr=1e-3, policy="immediate", batching=False, compile=False
-)
-opt.backward(layers(torch.ones(2, 4096)).sum())
-loss = layers(torch.ones(2, 4096)).sum()
-def limit(grad):  # the gradient of the first layer is still to come
-    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used, resource.RLIM_INFINITY))
-layers[1].weight.register_hook(limit)
-try:
-    opt.backward(loss)
-except RuntimeError as error:
+def limited(end):
+    sizes = (4096, 4096), (4096, 64), (64, 64)
+    layers = torch.nn.Sequential(*(torch.nn.Linear(*size, bias=False) for size in sizes))
+    alone = {"policy": "immediate", "batching": False, "compile": False}
+    opt = lowmem.FusedOptimizer(layers.named_parameters(), "lomo", lr=1e-3, **alone)
+    opt.backward(layers(torch.ones(2, 4096)).sum())
+    loss = layers(torch.ones(2, 4096)).sum()
+
+    def limit(grad):  # the gradient of the first layer is still to come
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used, resource.RLIM_INFINITY))
+
+    layers[1].weight.register_hook(limit)
+    with pytest.raises(RuntimeError) as died:
+        opt.backward(loss)
     resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    assert is_out_of_memory(error), error
-    print(error.__notes__[0])
-"""
+    end.send((is_out_of_memory(died.value), died.value.__notes__[0]))
 
 
 def test_a_process_that_gets_no_more_memory():
-    done = subprocess.run([sys.executable, "-c", LIMITED], capture_output=True, text=True)
-    assert "step 2 is torn" in done.stdout, done.stderr
+    ours, its = CONTEXT.Pipe()
+    process = CONTEXT.Process(target=limited, args=(its,), daemon=True)
+    process.start()
+    its.close()
+    known, note = ours.recv()
+    process.join(PATIENCE)
+    assert known and "step 2 is torn" in note
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import torch
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
+import gpu_check  # noqa: E402
 from gpu import measure, steps  # noqa: E402
 from gpu.report import Report  # noqa: E402
 
@@ -38,19 +39,20 @@ PARTS = ["environment", "attention", "no_host_sync", "compiled_against_eager", "
 PARTS += ["eight_billion", "update_memory", "one_billion", "policies_agree"]
 
 
-def check(out, *arguments):
-    """Runs the check as on a bare machine; returns its rows by part."""
-    command = [sys.executable, "-c", BARE, str(SCRIPTS / "gpu_check.py"), "--small", "--out", str(out), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+def parts(out, printed):
+    """The rows of the report by part."""
     report = json.loads(out.read_text())
-    assert json.loads(done.stdout) == report
+    assert json.loads(printed) == report
     assert list(report) == ["seconds", *PARTS]
     return {part: report[part]["rows"] for part in PARTS}
 
 
 def test_every_part_runs_on_a_bare_machine(tmp_path):
-    report = check(tmp_path / "report.json")
+    out = tmp_path / "report.json"
+    command = [sys.executable, "-c", BARE, str(SCRIPTS / "gpu_check.py"), "--small", "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    report = parts(out, done.stdout)
     for part, rows in report.items():
         assert rows, part
         for row in rows:
@@ -60,8 +62,13 @@ def test_every_part_runs_on_a_bare_machine(tmp_path):
     assert goals >= {"<= 1.3", "<= 1.15", ">= 1", "<= 0.01", "<= 0"}
 
 
-def test_parts_that_the_budget_does_not_allow_are_skipped(tmp_path):
-    for part, rows in check(tmp_path / "report.json", "--budget", "0").items():
+def test_parts_that_the_budget_does_not_allow_are_skipped(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "report.json"
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--small", "--out", str(out), "--budget", "0"])
+    with pytest.raises(SystemExit) as done:
+        gpu_check.main()
+    assert not done.value.code
+    for part, rows in parts(out, capsys.readouterr().out).items():
         assert [row["what"] for row in rows] == [part]
         assert "left of the budget" in rows[0]["skipped"]
 

@@ -51,7 +51,7 @@ def run(folder, *arguments, ranks=0):
 
 
 def launched(folder, *arguments, ranks=0):
-    return Launched(ranks, "lowmem", "train", str(folder / "config.yaml"), *arguments, environment=ENVIRONMENT)
+    return Launched.ranks(ranks, "lowmem", "train", str(folder / "config.yaml"), *arguments, environment=ENVIRONMENT)
 
 
 def command(folder, *arguments, launcher):
@@ -208,10 +208,11 @@ def ranks_below(pid):
 
 ENDINGS = {
     "one is killed, fsdp2": (None, "trainer.fsdp=true", signal.SIGKILL),
-    "all are asked to stop": (TORCHRUN, None, signal.SIGTERM),
+    "all are asked to stop": (None, None, signal.SIGTERM),
 }
-if FULL:
+if FULL:  # starting a launcher and two ranks from nothing takes most of a minute of processor time
     ENDINGS |= {
+        "the launcher is asked to stop": (TORCHRUN, None, signal.SIGTERM),
         "one is killed": (TORCHRUN, None, signal.SIGKILL),
         "one is killed, zero3": (DEEPSPEED, "trainer.deepspeed=" + json.dumps(ZERO3), signal.SIGKILL),
         "all are asked to stop, zero3": (None, "trainer.deepspeed=" + json.dumps(ZERO3), signal.SIGTERM),
@@ -288,38 +289,70 @@ wait -n && wait
 """
 
 
-# the launcher of DeepSpeed and its ZeRO-3 together; the launcher is otherwise as the others are
-STARTED = [("deepspeed", "zero3"), ("slurm", None)]
-if FULL:
-    STARTED += [
-        ("torchrun", None),
-        ("accelerate", None),
-        ("deepspeed", None),
-        ("torchrun", "zero3"),
-        ("torchrun", "fsdp2"),
-    ]
+# Stands for the package: says with which words and in which environment it was started, and ends when it is told to.
+RECORDER = """
+import json, os, sys, time
+from pathlib import Path
+record = Path(f"start-{os.getpid()}.json")
+record.with_suffix(".tmp").write_text(json.dumps([["lowmem", *sys.argv[1:]], dict(os.environ)]))
+record.with_suffix(".tmp").rename(record)
+while not Path("ended").exists():
+    time.sleep(0.05)
+"""
 
 
-@pytest.mark.parametrize(("name", "shards"), STARTED)
-def test_job_scripts(folder, one_process, tmp_path, name, shards):
-    """Each starts one run of two processes, with the losses and weights of one."""
-    stubs = {"srun": SRUN, "scontrol": "#!/usr/bin/env bash\necho localhost\n"}
-    for tool, text in stubs.items():
-        (tmp_path / tool).write_text(text)
-        (tmp_path / tool).chmod(0o755)
-    (tmp_path / ".venv" / "bin").mkdir(parents=True)
-    (tmp_path / ".venv" / "bin" / "activate").write_text("")
-    here = f"{tmp_path}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    job = {"SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_ID": "1", "SLURM_SUBMIT_DIR": str(tmp_path)}
-    environment = {**ENVIRONMENT, **job, "PATH": here, "PROCESSES": "2", "PORT": str(free_port())}
-    overrides = [SHARDED[shards]] if shards else []
-    done = subprocess.run(
-        [str(JOBS / f"{name}.sh"), str(folder / "config.yaml"), f"run_dir={tmp_path}/run", *overrides],
-        env=environment, capture_output=True, text=True, timeout=PATIENCE,
-    )  # fmt: skip
-    assert_one_run(done, tmp_path / "run", one_process)
+def job(name, folder, here, *overrides):
+    """Starts a job script in the folder `here`, where there is all that it needs."""
+    for tool, text in {"srun": SRUN, "scontrol": "#!/usr/bin/env bash\necho localhost\n"}.items():
+        (here / tool).write_text(text)
+        (here / tool).chmod(0o755)
+    (here / ".venv" / "bin").mkdir(parents=True)
+    (here / ".venv" / "bin" / "activate").write_text("")
+    path = f"{here}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    slurm = {"SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_ID": "1", "SLURM_SUBMIT_DIR": str(here)}
+    environment = {**ENVIRONMENT, **slurm, "PATH": path, "PROCESSES": "2", "PORT": str(free_port())}
+    command = [str(JOBS / f"{name}.sh"), str(folder / "config.yaml"), f"run_dir={here}/run", *overrides]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=here, env=environment, **pipes)
+
+
+def assert_a_run_of_two(done, shards, run_dir, one_process):
+    assert_one_run(done, run_dir, one_process)
     held = "holds a shard of the parameters" if shards else "holds all parameters"
     assert f"each of 2 processes {held}" in done.stdout
+
+
+@pytest.mark.parametrize(("name", "shards"), [("torchrun", None), ("slurm", None), ("deepspeed", "zero3")])
+def test_job_scripts(folder, one_process, tmp_path, name, shards):
+    """What each starts is one run of two processes, with the losses and weights of one.
+
+    The processes that it starts are forked here, with their words and environment: they need not import anything.
+    """
+    (tmp_path / "lowmem").mkdir()
+    (tmp_path / "lowmem" / "__init__.py").touch()
+    (tmp_path / "lowmem" / "__main__.py").write_text(RECORDER)
+    with job(name, folder, tmp_path, *([SHARDED[shards]] if shards else [])) as script:
+        while len(found := list(tmp_path.glob("start-*.json"))) < 2:
+            assert script.poll() is None, script.stderr.read()
+            time.sleep(0.05)
+        done = Launched([tuple(json.loads(record.read_text())) for record in found]).finish()
+        (tmp_path / "ended").touch()
+        _, err = script.communicate(timeout=PATIENCE)
+    assert script.returncode == 0, err
+    assert_a_run_of_two(done, shards, tmp_path / "run", one_process)
+
+
+STARTED = [("torchrun", None), ("accelerate", None), ("deepspeed", None), ("slurm", None)]
+STARTED += [("deepspeed", "zero3"), ("torchrun", "zero3"), ("torchrun", "fsdp2")]
+
+
+@pytest.mark.skipif(not FULL, reason="starts a launcher and two ranks from nothing")
+@pytest.mark.parametrize(("name", "shards"), STARTED)
+def test_job_scripts_from_nothing(folder, one_process, tmp_path, name, shards):
+    script = job(name, folder, tmp_path, *([SHARDED[shards]] if shards else []))
+    out, err = script.communicate(timeout=PATIENCE)
+    done = subprocess.CompletedProcess(script.args, script.returncode, out, err)
+    assert_a_run_of_two(done, shards, tmp_path / "run", one_process)
 
 
 def test_job_scripts_want_something_to_run_on(folder):

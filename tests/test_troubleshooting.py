@@ -7,8 +7,6 @@ import json
 import logging
 import math
 import re
-import subprocess
-import sys
 import warnings
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from runs import in_use
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.utils.checkpoint import checkpoint
@@ -427,16 +426,9 @@ def no_checksums(tmp_path):
 
 
 @entry("`is in use by process`")
-def in_use(tmp_path):
-    hold = "import sys; from lowmem.run.folder import run_folder\nwith run_folder(sys.argv[1], False): print(); input()"
-    command = [sys.executable, "-c", hold, tmp_path]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        other.stdout.readline()
-        try:
-            with run_folder(tmp_path, resume=False):
-                pass
-        finally:
-            other.kill()
+def used_by_another(tmp_path):
+    with in_use(tmp_path), run_folder(tmp_path, resume=False):
+        pass
 
 
 @entry("`is a symbolic link, and a run would write to where it leads`")

@@ -1,20 +1,10 @@
 """The run folder: one run at a time, continued where it lies, and never mistaken for another."""
 
-import subprocess
-import sys
-
 import pytest
+from runs import in_use
 
 from lowmem.errors import ConfigError
 from lowmem.run.folder import run_folder
-
-HOLD = """
-import sys
-from lowmem.run.folder import run_folder
-with run_folder(sys.argv[1], resume=False):
-    print("held", flush=True)
-    sys.stdin.read()
-"""
 
 
 def use(folder, resume=False):
@@ -23,13 +13,10 @@ def use(folder, resume=False):
 
 
 def test_a_folder_is_used_by_one_process_at_a_time(tmp_path):
-    command = [sys.executable, "-c", HOLD, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout.readline() == "held\n"
+    with in_use(tmp_path) as other:
         for resume in (True, False):
-            with pytest.raises(ConfigError, match=f"is in use by process {other.pid} on "):
+            with pytest.raises(ConfigError, match=f"is in use by process {other} on "):
                 use(tmp_path, resume)
-        other.kill()
     use(tmp_path)  # a killed process holds nothing
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
 

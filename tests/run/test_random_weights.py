@@ -167,7 +167,7 @@ def test_batches_and_dropout_are_the_same_in_every_placement(two, tmp_path):
 def test_a_seed_gives_the_same_bits_in_every_process(tmp_path):
     """Whatever the hash seed of Python is, and the number of workers that load data."""
     path, hash_seed = write_run(tmp_path, {}), "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
-    started = Launched(0, "lowmem", "train", str(path), f"run_dir={tmp_path}/forked")
+    started = Launched.ranks(0, "lowmem", "train", str(path), f"run_dir={tmp_path}/forked")
     command = [sys.executable, "-m", "lowmem", "train", str(path), f"run_dir={tmp_path}/run"]
     done = subprocess.run(
         [*command, "trainer.dataloader_num_workers=2"],

@@ -28,7 +28,7 @@ OPTIONS = [
 CASES = [pytest.param(rule, options, id=f"{rule}-{','.join(options)}") for rule, options in OPTIONS]
 
 
-def run(rule, options, *, batching, dtype=torch.float32, rounding="nearest", steps=5, copies=5):
+def run(rule, options, *, batching, dtype=torch.float32, rounding="nearest", steps=4, copies=3):
     """Trains several parameters of each shape, some without a gradient now and then, and one with NaN."""
     source = torch.Generator().manual_seed(0)
     params = {
