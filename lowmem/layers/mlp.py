@@ -167,17 +167,16 @@ class _Tiled(torch.autograd.Function):
         ctx.tokens = module._tile_tokens
         ctx.random = torch.get_rng_state(), get_device_states(hidden)
         hidden, result = hidden.detach(), None
-        with _autocast(ctx.autocast):
-            for rows, tile in _tiles(hidden, ctx.tokens):
-                part = module._untiled_forward(tile)
-                if not isinstance(part, Tensor) or part.shape != tile.shape:
-                    fault = "does not compute one tensor of the shape of its input"
-                    raise UnsupportedError(_FAULT.format(type(module).__name__, fault))
-                if result is None:
-                    result = part.new_empty(hidden.shape)
-                _flat(result)[..., rows, :] = part
-            if not module._tile_checked and type(hidden) is Tensor and hidden.device.type != "meta":  # not fake
-                _check_tokens(module, hidden, ctx.random)
+        for rows, tile in _tiles(hidden, ctx.tokens):
+            part = module._untiled_forward(tile)
+            if not isinstance(part, Tensor) or part.shape != tile.shape:
+                fault = "does not compute one tensor of the shape of its input"
+                raise UnsupportedError(_FAULT.format(type(module).__name__, fault))
+            if result is None:
+                result = part.new_empty(hidden.shape)
+            _flat(result)[..., rows, :] = part
+        if not module._tile_checked and type(hidden) is Tensor and hidden.device.type != "meta":  # not fake
+            _check_tokens(module, hidden, ctx.random)
         assert result is not None
         return result
 
@@ -280,7 +279,7 @@ def _autocast_state(device_type: str) -> dict[str, Any] | None:
         "device_type": device_type,
         "dtype": torch.get_autocast_dtype(device_type),
         "enabled": torch.is_autocast_enabled(device_type),
-        # a copy of a weight that is made without gradients would be used again where they are needed
+        # backward may run inside of autocast, which would keep the cast weights of every MLP until it ends
         "cache_enabled": False,
     }
 

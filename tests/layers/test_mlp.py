@@ -44,6 +44,12 @@ def test_a_model_without_mlps_is_refused():
         tile_mlps(model, 8)
 
 
+def test_a_convolution_is_not_a_stack_of_experts():
+    net = Net(MLP())
+    net.conv = nn.Conv1d(32, 32, 3)
+    assert tile_mlps(net, 8) == ["mlp"]
+
+
 def test_attention_is_not_an_mlp():
     """One argument, linear layers alone, and the same shape: what timm's attention looks like."""
 
@@ -116,7 +122,10 @@ def test_one_tile_is_bit_equal(token_batches):
     (batch,) = token_batches(1)
     loss, grads = step(model, batch)
     tile_mlps(model, 32)
+    calls = []
+    model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *args: calls.append(args))
     tiled_loss, tiled = step(model, batch)
+    assert len(calls) == 1  # nothing is computed again
     assert torch.equal(tiled_loss, loss)
     assert all(torch.equal(tiled[name], grad) for name, grad in grads.items())
 
@@ -250,13 +259,15 @@ def test_autocast(checkpointing, token_batches):
     model = build("Llama", GROUPS, checkpointing)
     long, short = token_batches(2)
     short = {name: value[:, :4] for name, value in short.items()}
-    found = []
+    found, dtypes = [], set()
+    model.model.layers[0].mlp.act_fn.register_forward_hook(lambda *args: dtypes.add(args[-1].dtype))
     for _ in range(2):
         with torch.autocast("cpu", torch.bfloat16):
             loss = model(**long).loss + model(**short).loss
         loss.backward()
         found.append(gradients(model))
         tile_mlps(model, 8)  # the short batch is one tile
+    assert dtypes == {torch.bfloat16}
     assert_close(found[1], found[0], tolerance=1e-2)
     assert all(grad.dtype == torch.float32 for grad in found[1].values())
 
@@ -358,6 +369,24 @@ def test_adapters(token_batches):
     tiled = step(model, batch)[1]
     assert any("lora" in name for name in grads)
     assert_close(tiled, grads)
+
+
+def test_a_gradient_may_share_the_memory_of_another():
+    """Here the gradient of a bias is a view of that of the output, which the rest of the model uses as well."""
+
+    class Shared(MLP):
+        def forward(self, x):
+            return self.down(self.act(self.gate(x))) + self.up.bias.view(1, -1)
+
+    net = Net(Shared(wide=32))
+    x = torch.randn(4, 32, requires_grad=True)
+    found = []
+    for _ in range(2):
+        x.grad = None
+        net(x).square().sum().backward()
+        found.append(gradients(net) | {"in": x.grad})
+        tile_mlps(net, 1)
+    assert_close(found[1], found[0])
 
 
 def test_unused_weights_have_no_gradient():
