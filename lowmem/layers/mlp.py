@@ -1,0 +1,298 @@
+"""Tiled MLP: an MLP computes a number of tokens at a time, so that its activations never exist for the whole sequence.
+
+Forward keeps the input alone. Backward computes each tile again and returns one gradient per weight, summed over tiles.
+"""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import get_device_states, set_device_states
+
+from lowmem.errors import ConfigError, StepError, UnsupportedError
+
+# Of the host, and of the devices with their numbers.
+_RandomState = tuple[Tensor, tuple[list[int], list[Tensor]]]
+
+
+def tile_mlps(model: nn.Module, tokens: int) -> list[str]:
+    """Makes the MLPs of a model compute `tokens` tokens at a time; returns the names of the modules.
+
+    An MLP is a module that is called with one tensor of shape `[..., tokens, hidden]` and consists of linear layers
+    from and to the hidden size, activation functions and dropout. Results and gradients are those of the whole
+    sequence, up to the order of sums. Autograd rounds the gradients of 16-bit weights once per tile; they are summed in
+    float32. Dropout draws its random numbers tile by tile. While backward computes an MLP, the gradients of all of its
+    weights exist at once, in float32 or wider. A second call sets another number of tokens.
+
+    Args:
+        model: changed in place. Under DeepSpeed ZeRO-3, before `deepspeed.initialize`.
+        tokens: of one tile, counted over the whole batch.
+
+    Raises:
+        ConfigError: `tokens` is less than 1.
+        UnsupportedError: the model has no such MLP, or DeepSpeed has initialized the model.
+    """
+    if tokens < 1:
+        raise ConfigError(f"mlp_tile={tokens}: it is the number of tokens that an MLP computes at a time, 1 or more")
+    mlps: dict[str, nn.Module] = {}
+    sparse: list[str] = []
+    _search(model, "", mlps, sparse)
+    if not mlps:
+        reason = f", and {sparse[0]!r} is a mixture of experts, whose router sends tokens to them" if sparse else ""
+        raise UnsupportedError(
+            f"{type(model).__name__} has no MLP that can compute a number of tokens at a time: a module that is called "
+            "with one tensor and consists of linear layers from and to the hidden size, activation functions and "
+            f"dropout{reason}. Omit mlp_tile"
+        )
+    for name, module in mlps.items():
+        # DeepSpeed 0.19, runtime/zero/parameter_offload.py, _register_deepspeed_module numbers the modules it hooks
+        if any(hasattr(child, "ds_id") for child in module.modules() if child is not module):
+            raise UnsupportedError(
+                f"{name!r}: DeepSpeed gathers the weights of each linear layer while that computes, but a tiled MLP "
+                "needs them together. Call tile_mlps(model, tokens) before deepspeed.initialize"
+            )
+    for module in mlps.values():
+        _tile(module, tokens)
+    return list(mlps)
+
+
+def _tile(module: Any, tokens: int) -> None:
+    module._tile_tokens = tokens
+    if not hasattr(module, "_untiled_forward"):
+        # bound methods, which deepcopy binds to the copy
+        module._untiled_forward = module.forward
+        module._tile_checked = False
+        module.forward = MethodType(_forward, module)
+        # DeepSpeed 0.19, utils/z3_leaf_module.py: ZeRO-3 gathers the weights of the module together, for all tiles
+        module._z3_leaf = True
+
+
+# -- which modules -----------------------------------------------------------------------------------------------------
+
+
+def _search(module: nn.Module, name: str, mlps: dict[str, nn.Module], sparse: list[str]) -> None:
+    """Collects the innermost MLPs, and the names of mixtures of experts, which it does not enter."""
+    if any(_is_stack_of_experts(child) for child in module.children()):
+        sparse.append(name)
+        return
+    found = len(mlps)
+    for child_name, child in module.named_children():
+        _search(child, f"{name}.{child_name}".lstrip("."), mlps, sparse)
+    if len(mlps) == found and _is_mlp(module):
+        mlps[name] = module
+
+
+def _is_mlp(module: nn.Module) -> bool:
+    args = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    if len(args) != 1 or args[0].kind not in (args[0].POSITIONAL_ONLY, args[0].POSITIONAL_OR_KEYWORD):
+        return False
+    widths, activations = [], 0
+    for part in module.modules():
+        if any(True for _ in part.parameters(recurse=False)):
+            if part is module or (width := _width(part)) is None:
+                return False
+            widths.append(width)
+        elif not any(True for _ in part.children()) and part is not module:
+            activations += not isinstance(part, _INACTIVE)
+    return activations > 0 and len(widths) > 1 and widths[0][0] in [out for _, out in widths]
+
+
+# Softmax is that of attention.
+_INACTIVE = (nn.Identity, nn.modules.dropout._DropoutNd, nn.Softmax, nn.ModuleDict, nn.ModuleList, nn.ParameterDict)
+
+
+def _width(part: nn.Module) -> tuple[int, int] | None:
+    """Input and output size of a linear layer; None for any other module."""
+    for names in (("in_features", "out_features"), ("nx", "nf")):  # the latter is Conv1D of transformers
+        if all(hasattr(part, name) for name in names):
+            sizes = tuple(getattr(part, name) for name in names)
+            return sizes[0], sizes[1]
+    return None
+
+
+def _is_stack_of_experts(module: nn.Module) -> bool:
+    if isinstance(module, nn.modules.conv._ConvNd):
+        return False
+    return any(len(getattr(param, "ds_shape", param.shape)) > 2 for param in module.parameters(recurse=False))
+
+
+# -- one MLP -----------------------------------------------------------------------------------------------------------
+
+
+def _forward(self: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
+    """The forward of a tiled module; its one argument may be passed by name."""
+    (hidden,) = (*args, *kwargs.values())
+    if hidden.shape[:-1].numel() <= self._tile_tokens:
+        return self._untiled_forward(hidden)  # type: ignore[no-any-return]
+    params = {name: param for name, param in self.named_parameters() if param.requires_grad}
+    for name, param in params.items():
+        if hasattr(param, "device_mesh"):
+            raise UnsupportedError(
+                f"parameter {name!r} of a tiled MLP ({type(self).__name__}) is sharded while the module computes. Call "
+                "fully_shard on the layer or the MLP, not on the linear layers inside, and omit tensor parallelism"
+            )
+    hidden = _Keep.apply(hidden)
+    return _Tiled.apply(self, list(params), hidden, *params.values())  # type: ignore[no-any-return]
+
+
+class _Keep(torch.autograd.Function):
+    """Saves the input before any tile is computed. Activation checkpointing ends its recomputation where the last
+    tensor is saved, so that it does not compute the tiles once more.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden)
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad
+
+
+class _Tiled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, module: Any, names: list[str], hidden: Tensor, *params: Tensor) -> Tensor:
+        ctx.module, ctx.names = module, names
+        ctx.kept = hidden.grad_fn
+        if ctx.kept is None:  # it needs no gradient
+            ctx.save_for_backward(hidden)
+        ctx.versions = [param._version for param in params]
+        ctx.autocast = _autocast_state(hidden.device.type)
+        ctx.tokens = module._tile_tokens
+        ctx.random = torch.get_rng_state(), get_device_states(hidden)
+        hidden, result = hidden.detach(), None
+        for rows, tile in _tiles(hidden, ctx.tokens):
+            part = module._untiled_forward(tile)
+            if not isinstance(part, Tensor) or part.shape != tile.shape:
+                fault = "does not compute one tensor of the shape of its input"
+                raise UnsupportedError(_FAULT.format(type(module).__name__, fault))
+            if result is None:
+                result = part.new_empty(hidden.shape)
+            _flat(result)[..., rows, :] = part
+        if not module._tile_checked and type(hidden) is Tensor and hidden.device.type != "meta":  # not fake
+            _check_tokens(module, hidden, ctx.random)
+        assert result is not None
+        return result
+
+    @staticmethod
+    @once_differentiable  # type: ignore[misc]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        (hidden,) = (ctx.kept or ctx).saved_tensors
+        params = dict(ctx.module.named_parameters())
+        if [params[name]._version for name in ctx.names] != ctx.versions:  # autograd does not see what is recomputed
+            raise StepError(
+                f"a weight of a tiled MLP ({type(ctx.module).__name__}) has changed since the forward that this "
+                "backward belongs to. Run the backward of a loss before the weights are updated by another one"
+            )
+        leaves = {f"mlp.{name}": params[name].detach().requires_grad_() for name in ctx.names}
+        sums = _Sums(list(leaves.values()))
+        body = _Body(ctx.module)
+        needed = ctx.needs_input_grad[2]
+        grad_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if needed else None
+        flat_grad = _flat(grad)
+        with _random_state(ctx.random, hidden.device.type):
+            for rows, values in _tiles(hidden, ctx.tokens):
+                tile = values.detach().requires_grad_(needed)
+                with torch.enable_grad(), _autocast(ctx.autocast):
+                    part = torch.func.functional_call(body, leaves, (tile,))
+                part.backward(flat_grad[..., rows, :])
+                del part
+                if grad_hidden is not None and tile.grad is not None:
+                    _flat(grad_hidden)[..., rows, :] = tile.grad
+        return None, None, grad_hidden, *sums.take()
+
+
+def _check_tokens(module: Any, hidden: Tensor, random: _RandomState) -> None:
+    """Raises `UnsupportedError` if the result of a token depends on the next one."""
+    both = _flat(hidden)[..., :2, :]
+    alone = both.clone()
+    alone[..., 1:, :] = 0
+    results = []
+    for tile in (both, alone):
+        with _random_state(random, hidden.device.type):
+            results.append(module._untiled_forward(tile)[..., :1, :].float())
+    if (results[0] - results[1]).norm() > 0.01 * results[0].norm():  # not so if there are NaNs
+        raise UnsupportedError(_FAULT.format(type(module).__name__, "mixes tokens"))
+    module._tile_checked = True
+
+
+_FAULT = "{} consists of what an MLP consists of, but {}. Omit mlp_tile"
+
+
+class _Body(nn.Module):
+    """The computation of one tile without the hooks of the MLP, which belong to its whole input and output."""
+
+    def __init__(self, mlp: Any) -> None:
+        super().__init__()
+        self.mlp = mlp
+
+    def forward(self, tile: Tensor) -> Any:
+        return self.mlp._untiled_forward(tile)
+
+
+class _Sums:
+    """The gradients of leaves, summed over tiles as soon as each exists; in float32 at least."""
+
+    def __init__(self, leaves: list[Tensor]) -> None:
+        self._leaves = leaves
+        self._sums: dict[Tensor, Tensor] = {}
+        for leaf in leaves:
+            leaf.register_post_accumulate_grad_hook(self._add)
+
+    def _add(self, leaf: Tensor) -> None:
+        assert leaf.grad is not None
+        if leaf in self._sums:
+            self._sums[leaf].add_(leaf.grad)
+        else:  # a copy, because a gradient may share the memory of another
+            self._sums[leaf] = leaf.grad.to(torch.promote_types(leaf.dtype, torch.float32), copy=True)
+        leaf.grad = None
+
+    def take(self) -> Iterator[Tensor | None]:
+        """The sums in the dtype of the weights, each freed when it is taken; None for a weight that was not used."""
+        for leaf in self._leaves:
+            total = self._sums.pop(leaf, None)
+            yield None if total is None else total.to(leaf.dtype)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """`[..., tokens, hidden]` as `[..., all tokens, hidden]`, with as many dimensions."""
+    return tensor.reshape(*[1] * (tensor.dim() - 2), -1, tensor.shape[-1])
+
+
+def _tiles(hidden: Tensor, tokens: int) -> Iterator[tuple[slice, Tensor]]:
+    flat = _flat(hidden)
+    for start in range(0, flat.shape[-2], tokens):
+        rows = slice(start, start + tokens)
+        yield rows, flat[..., rows, :]
+
+
+def _autocast_state(device_type: str) -> dict[str, Any] | None:
+    if not torch.amp.is_autocast_available(device_type):
+        return None
+    return {
+        "device_type": device_type,
+        "dtype": torch.get_autocast_dtype(device_type),
+        "enabled": torch.is_autocast_enabled(device_type),
+        # backward may run inside of autocast, which would keep the cast weights of every MLP until it ends
+        "cache_enabled": False,
+    }
+
+
+def _autocast(state: dict[str, Any] | None) -> AbstractContextManager[Any]:
+    return nullcontext() if state is None else torch.autocast(**state)
+
+
+@contextmanager
+def _random_state(state: _RandomState, device_type: str) -> Iterator[None]:
+    """Draws the random numbers inside from a state that was saved, and goes on with the present one afterwards."""
+    host, (devices, states) = state
+    with torch.random.fork_rng(devices, device_type=device_type if devices else None):
+        torch.set_rng_state(host)
+        set_device_states(devices, states, device_type=device_type)
+        yield

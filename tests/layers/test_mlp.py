@@ -1,0 +1,403 @@
+"""Tiled MLPs compute what whole ones compute, one tile at a time, and return one gradient per weight."""
+
+import copy
+from contextlib import nullcontext
+
+import pytest
+import torch
+from mlps import GPT2, GROUPS, MLP, MODELS, Net, assert_close, build, gradients, step
+from products import FULL, pairwise
+from torch import nn
+from torch._subclasses import FakeTensorMode
+
+import lowmem
+from lowmem.errors import ConfigError, StepError, UnsupportedError
+from lowmem.layers.mlp import tile_mlps
+
+# -- which modules -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "sizes", "place"), MODELS.values(), ids=MODELS)
+def test_mlps_are_found(kind, sizes, place):
+    with torch.device("meta"):
+        assert tile_mlps(build(kind, sizes), 8) == [f"{place}.0.mlp", f"{place}.1.mlp"]
+
+
+@pytest.mark.parametrize("kind", ["Mixtral", "Qwen3Moe", "GptOss"])
+def test_a_mixture_of_experts_is_refused_by_name(kind):
+    with torch.device("meta"):
+        model = build(kind, GROUPS)
+    with pytest.raises(UnsupportedError, match=r"'model\.layers\.0\.mlp' is a mixture of experts.*Omit mlp_tile"):
+        tile_mlps(model, 8)
+
+
+def test_dense_layers_among_sparse_ones_are_tiled():
+    with torch.device("meta"):
+        model = build("Qwen3Moe", GROUPS | {"mlp_only_layers": [1]})
+    assert tile_mlps(model, 8) == ["model.layers.1.mlp"]
+
+
+def test_a_model_without_mlps_is_refused():
+    with torch.device("meta"):
+        model = build("OPT", GROUPS)
+    with pytest.raises(UnsupportedError, match=r"OPTForCausalLM has no MLP.*Omit mlp_tile"):
+        tile_mlps(model, 8)
+
+
+def test_a_convolution_is_not_a_stack_of_experts():
+    net = Net(MLP())
+    net.conv = nn.Conv1d(32, 32, 3)
+    assert tile_mlps(net, 8) == ["mlp"]
+
+
+def test_attention_is_not_an_mlp():
+    """One argument, linear layers alone, and the same shape: what timm's attention looks like."""
+
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv, self.softmax, self.proj = nn.Linear(32, 96), nn.Softmax(-1), nn.Linear(32, 32)
+
+        def forward(self, x): ...
+
+    with pytest.raises(UnsupportedError, match="Net has no MLP"):
+        tile_mlps(Net(Attention()), 8)
+
+
+@pytest.mark.parametrize("tokens", [0, -1])
+def test_less_than_one_token_is_refused(tokens):
+    with pytest.raises(ConfigError, match=f"mlp_tile={tokens}"):
+        tile_mlps(Net(MLP()), tokens)
+
+
+class Mixing(MLP):
+    def forward(self, x):
+        return x * self.down(self.act(self.up(x.mean(-2, keepdim=True))))
+
+
+class Pooling(MLP):
+    def forward(self, x):
+        return super().forward(x)[..., :1]
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize(("cls", "fault"), [(Mixing, "mixes tokens"), (Pooling, "not compute one tensor of the shape")])
+def test_a_module_that_only_looks_like_an_mlp_is_refused_in_its_first_forward(cls, fault, tokens):
+    net = Net(cls())
+    tile_mlps(net, tokens)
+    with pytest.raises(UnsupportedError, match=f"{cls.__name__} .*{fault}.*Omit mlp_tile"):
+        net(torch.randn(2, 8, 32))
+
+
+# -- the same result ---------------------------------------------------------------------------------------------------
+
+
+# Without --full: a gated MLP, one that also normalizes its output, and one of Conv1D.
+KINDS = MODELS if FULL else {name: MODELS[name] for name in ("Llama", "Gemma2", "GPT-2")}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("kind", "sizes", "place"), KINDS.values(), ids=KINDS)
+def test_loss_and_gradients_are_those_of_whole_mlps(kind, sizes, place, checkpointing, token_batches):
+    model = build(kind, sizes, checkpointing)
+    (batch,) = token_batches(1)  # of 32 tokens
+    loss, grads = step(model, batch)
+    tile_mlps(model, 7)
+    tiled_loss, tiled = step(model, batch)
+    torch.testing.assert_close(tiled_loss, loss, rtol=1e-6, atol=0)
+    assert_close(tiled, grads)
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 31])
+def test_any_tile_size(tokens, token_batches):
+    model = build("Llama", GROUPS)
+    (batch,) = token_batches(1)
+    _, grads = step(model, batch)
+    tile_mlps(model, tokens)
+    assert_close(step(model, batch)[1], grads)
+
+
+def test_one_tile_is_bit_equal(token_batches):
+    model = build("Llama", GROUPS)
+    (batch,) = token_batches(1)
+    loss, grads = step(model, batch)
+    tile_mlps(model, 32)
+    calls = []
+    model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *args: calls.append(args))
+    tiled_loss, tiled = step(model, batch)
+    assert len(calls) == 1  # nothing is computed again
+    assert torch.equal(tiled_loss, loss)
+    assert all(torch.equal(tiled[name], grad) for name, grad in grads.items())
+
+
+@pytest.mark.parametrize("shape", [(8, 32), (2, 8, 32), (2, 2, 4, 32)])
+def test_shapes_and_strides_of_the_input(shape):
+    net = Net(MLP())
+    for x in (torch.randn(shape), torch.randn(shape[::-1]).permute(*range(len(shape))[::-1])):
+        found = []
+        for _ in range(2):
+            leaf = x.clone(memory_format=torch.preserve_format).requires_grad_()
+            out = net(leaf)
+            out.square().sum().backward()
+            found.append(gradients(net) | {"in": leaf.grad, "out": out.detach()})
+            tile_mlps(net, 3)
+        del net.mlp.forward, net.mlp._untiled_forward
+        assert_close(found[1], found[0])
+
+
+def test_the_argument_may_be_named():
+    mlp = MLP()
+    x = torch.randn(8, 32)
+    whole = mlp(x=x)
+    tile_mlps(Net(mlp), 3)
+    torch.testing.assert_close(mlp(x=x), whole)
+
+
+def test_evaluation(token_batches):
+    model = build("Llama", GROUPS).eval()
+    (batch,) = token_batches(1)
+    with torch.no_grad():
+        whole = model(**batch)
+        tile_mlps(model, 7)
+        tiled = model(**batch)
+    torch.testing.assert_close(tiled.logits, whole.logits)
+    assert tiled.loss.grad_fn is None
+    with torch.inference_mode():
+        torch.testing.assert_close(model(**batch).logits, whole.logits)
+
+
+def test_a_second_call_sets_another_tile():
+    net = Net(MLP())
+    sizes = []
+    net.mlp.gate.register_forward_pre_hook(lambda _, args: sizes.append(args[0].shape[-2]))
+    for tokens in (2, 3):
+        tile_mlps(net, tokens)
+        net(torch.zeros(8, 32))
+        sizes.clear()
+        net(torch.zeros(8, 32)).sum().backward()
+        assert sizes == {2: [2, 2, 2, 2] * 2, 3: [3, 3, 2] * 2}[tokens]
+
+
+def test_a_copy_is_tiled_with_its_own_weights():
+    net = Net(MLP())
+    tile_mlps(net, 3)
+    twin = copy.deepcopy(net)
+    twin(torch.randn(8, 32)).sum().backward()
+    assert gradients(twin)
+    assert not gradients(net)
+
+
+def test_each_hook_fires_once_with_the_whole_gradient():
+    net = Net(MLP())
+    x = torch.randn(8, 32)
+    net(x).square().sum().backward()
+    whole = gradients(net)
+    tile_mlps(net, 3)
+    seen, fired = {}, []
+    for name, param in net.named_parameters():
+        param.register_hook(lambda grad, name=name: seen.setdefault(name, []).append(grad.clone()))
+        param.register_post_accumulate_grad_hook(lambda _, name=name: fired.append(name))
+    net(x).square().sum().backward()
+    assert sorted(fired) == sorted(whole)
+    assert_close({name: torch.stack(grads).squeeze(0) for name, grads in seen.items()}, whole)
+
+
+def test_a_weight_that_has_changed_since_forward_is_refused():
+    """As autograd refuses it without tiles."""
+    net = Net(MLP())
+    tile_mlps(net, 3)
+    opt = lowmem.FusedOptimizer(net.named_parameters(), rule="lomo", lr=1e-2)
+    first, second = (net(torch.randn(8, 32)).sum() for _ in range(2))
+    opt.backward(first)
+    with pytest.raises(StepError, match=r"tiled MLP \(MLP\) has changed since the forward"):
+        opt.backward(second)
+
+
+def test_a_second_derivative_is_refused():
+    net = Net(MLP())
+    tile_mlps(net, 3)
+    x = torch.randn(8, 32, requires_grad=True)
+    (grad,) = torch.autograd.grad(net(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+# -- dtypes ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_of_16_bits_are_as_good_as_those_of_whole_mlps(dtype):
+    """Those of 64 tiles are rounded once each and once together, those of whole MLPs once: √2 at most where there is no
+    other error, as in the last bias. Sums in the weights' own dtype are several times worse there.
+    """
+    exact = MLP()
+    for param in exact.parameters():
+        param.data = param.data.to(dtype).double()
+    x, grad = (torch.randn(2, 512, 32).to(dtype) for _ in range(2))
+    exact(x.double()).backward(grad.double())
+    reference = gradients(exact)
+
+    def errors(tokens=None, rows=None):
+        net = Net(copy.deepcopy(exact).to(dtype))
+        if tokens:
+            tile_mlps(net, tokens)
+        for part in torch.stack([x, grad]).view(2, -1, 32).split(rows or 1024, dim=1):
+            net.mlp(part[0]).backward(part[1])
+        own = gradients(net.mlp)
+        assert all(grad.dtype == dtype for grad in own.values())
+        return {name: (own[name] - grad).norm() / grad.norm() for name, grad in reference.items()}
+
+    whole, tiled, in_16_bits = errors(), errors(tokens=16), errors(rows=16)
+    for name, error in tiled.items():
+        assert error <= (1.6 if name == "down.bias" else 1.2) * whole[name], name
+    assert in_16_bits["down.bias"] > 2 * tiled["down.bias"]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_autocast(checkpointing, token_batches):
+    """Backward runs outside of autocast; a forward without gradients inside does not take them from the next."""
+    model = build("Llama", GROUPS, checkpointing)
+    long, short = token_batches(2)
+    short = {name: value[:, :4] for name, value in short.items()}
+    found, dtypes = [], set()
+    model.model.layers[0].mlp.act_fn.register_forward_hook(lambda *args: dtypes.add(args[-1].dtype))
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(**long).loss + model(**short).loss
+        loss.backward()
+        found.append(gradients(model))
+        tile_mlps(model, 8)  # the short batch is one tile
+    assert dtypes == {torch.bfloat16}
+    assert_close(found[1], found[0], tolerance=1e-2)
+    assert all(grad.dtype == torch.float32 for grad in found[1].values())
+
+
+# -- dropout -----------------------------------------------------------------------------------------------------------
+
+
+def test_dropout_is_that_of_tiles():
+    """Backward recomputes with the random numbers of forward, and leaves the generator where forward left it."""
+    mlp = MLP(drop=0.3)
+    x = torch.randn(8, 32)
+    torch.manual_seed(1)
+    out = torch.cat([mlp(tile) for tile in x.split(3)])
+    after = torch.rand(1)
+    out.square().sum().backward()
+    whole = gradients(mlp) | {"out": out}
+    tile_mlps(Net(mlp), 3)
+    torch.manual_seed(1)
+    out = mlp(x)
+    assert torch.equal(torch.rand(1), after)
+    state = torch.get_rng_state()
+    out.square().sum().backward()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert_close(gradients(mlp) | {"out": out}, whole)
+
+
+def test_dropout_with_activation_checkpointing(token_batches):
+    (batch,) = token_batches(1)
+    found = []
+    for checkpointing in (False, True):
+        model = build("GPT2", GPT2, checkpointing)
+        tile_mlps(model, 7)
+        torch.manual_seed(1)
+        found.append(step(model, batch))
+    assert torch.equal(found[0][0], found[1][0])
+    assert_close(found[1][1], found[0][1])
+
+
+# -- fused training ----------------------------------------------------------------------------------------------------
+
+POLICIES = {
+    "immediate": {},
+    "two_pass": {"policy": "two_pass", "clip_norm": 0.5},
+    "two_pass, forward": {"policy": "two_pass", "clip_norm": 0.5, "replay": "forward"},
+    "deferred": {"policy": "deferred", "clip_norm": 0.5},
+}
+
+
+def train(model, batches, settings, micro_batches=1):
+    opt = lowmem.FusedOptimizer(model.named_parameters(), lr=1e-2, **settings)
+    for batch in batches:
+        for n in range(1, micro_batches + 1):
+
+            def loss(batch=batch):
+                return model(**batch).loss / micro_batches
+
+            with opt.accumulate() if n < micro_batches else nullcontext():
+                opt.backward(loss if opt.replay == "forward" else loss())
+    return dict(model.named_parameters()), opt.last_step.grad_norm
+
+
+# eps of a size at which rounding of small gradients does not decide the direction of an update
+RULES = {"adalomo": {"rule": "adalomo", "eps": (1e-30, 1e-3)}, "adamw": {"rule": "adamw", "eps": 1e-3}}
+
+
+@pytest.mark.parametrize(("policy", "rule", "checkpointing"), pairwise(POLICIES, RULES, [True, False]))
+def test_fused_training_is_that_of_whole_mlps(policy, checkpointing, rule, token_batches):
+    """Three steps; gradients differ by the order of float32 sums, 1e-7, and each step adds to it."""
+    settings = RULES[rule] | POLICIES[policy]
+    micro_batches = 2 if policy == "deferred" else 1
+    whole, tiled = (build("Llama", GROUPS, checkpointing) for _ in range(2))
+    tile_mlps(tiled, 7)
+    weights, norm = train(whole, token_batches(3), settings, micro_batches)
+    tiled_weights, tiled_norm = train(tiled, token_batches(3), settings, micro_batches)
+    torch.testing.assert_close(tiled_norm, norm, rtol=1e-5, atol=0)
+    for name, weight in weights.items():
+        torch.testing.assert_close(tiled_weights[name], weight, rtol=1e-5, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])  # a plan's GPU is "meta"
+def test_a_step_with_fake_tensors(device):
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.device(device):
+        model = build("Llama", GROUPS, checkpointing=True)
+        tile_mlps(model, 7)
+        opt = lowmem.FusedOptimizer(model.named_parameters(), rule="lomo", lr=1e-2)
+        ids = torch.zeros(2, 16, dtype=torch.long)
+        opt.backward(model(input_ids=ids, labels=ids).loss)
+    assert opt.last_step.step == 1
+
+
+@pytest.mark.skipif(not FULL, reason="imports PEFT for seconds")
+def test_adapters(token_batches):
+    import peft
+
+    model = build("Llama", GROUPS)
+    config = peft.LoraConfig(r=2, target_modules=["gate_proj", "down_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(model, config)
+    (batch,) = token_batches(1)
+    _, grads = step(model, batch)
+    assert len(tile_mlps(model, 7)) == 2
+    tiled = step(model, batch)[1]
+    assert any("lora" in name for name in grads)
+    assert_close(tiled, grads)
+
+
+def test_a_gradient_may_share_the_memory_of_another():
+    """Here the gradient of a bias is a view of that of the output, which the rest of the model uses as well."""
+
+    class Shared(MLP):
+        def forward(self, x):
+            return self.down(self.act(self.gate(x))) + self.up.bias.view(1, -1)
+
+    net = Net(Shared(wide=32))
+    x = torch.randn(4, 32, requires_grad=True)
+    found = []
+    for _ in range(2):
+        x.grad = None
+        net(x).square().sum().backward()
+        found.append(gradients(net) | {"in": x.grad})
+        tile_mlps(net, 1)
+    assert_close(found[1], found[0])
+
+
+def test_unused_weights_have_no_gradient():
+    class Part(MLP):
+        def forward(self, x):
+            return self.down(self.act(self.gate(x)))
+
+    net = Net(Part())
+    tile_mlps(net, 3)
+    net(torch.randn(8, 32)).sum().backward()
+    assert net.mlp.up.weight.grad is None
+    assert net.mlp.gate.weight.grad.norm() > 0

@@ -1,0 +1,90 @@
+"""What a tiled MLP computes and holds, counted."""
+
+import pytest
+import torch
+from mlps import GROUPS, MLP, Net, build, gradients, step
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.utils.flop_counter import FlopCounterMode
+
+from lowmem.layers.mlp import tile_mlps
+
+
+@pytest.mark.parametrize("frozen", [(), ("gate",), ("gate", "up", "down")])
+@pytest.mark.parametrize("needed", [True, False])
+def test_frozen_weights_and_an_input_without_gradient_cost_nothing(frozen, needed):
+    """Two forwards, and one product of matrices for each gradient that is needed."""
+    net = Net(MLP())
+    tile_mlps(net, 4)
+    for name in frozen:
+        getattr(net.mlp, name).requires_grad_(False)
+    x = torch.randn(16, 32, requires_grad=needed)
+    net(x)  # the first one also checks
+    with FlopCounterMode(display=False) as counter:
+        net(x).sum().backward() if needed or len(frozen) < 3 else net(x)
+    product = 2 * 16 * 32 * 64
+    trained = 3 - len(frozen)
+    inputs = 1 if needed or {"gate", "up"} - set(frozen) else 0  # of down
+    inputs += 2 if needed else 0
+    forwards = 2 if needed or trained else 1
+    assert counter.get_total_flops() == product * (3 * forwards + trained + inputs)
+    assert gradients(net).keys() == {name for name, param in net.named_parameters() if param.requires_grad}
+
+
+def test_activation_checkpointing_does_not_compute_tiles_once_more(token_batches):
+    """Only the last product of each layer, which is before the tensor that whole MLPs save last, is computed again."""
+    model = build("Llama", GROUPS, checkpointing=True)
+    (batch,) = token_batches(1)
+    flops = []
+    for _ in range(2):
+        model(**batch)  # the first one also checks
+        with FlopCounterMode(display=False) as counter:
+            step(model, batch)
+        flops.append(counter.get_total_flops())
+        tile_mlps(model, 8)
+    assert flops[1] == flops[0] + 2 * 2 * 32 * 32 * 64
+
+
+def peak(net, x):
+    """Bytes at the peak of a forward and a backward, above what is there before them."""
+    net(x)  # the first one also checks
+    tracker = MemTracker()
+    tracker.track_external(net, x)
+    before = sum(tensor.nbytes for tensor in (x, *net.parameters()))
+    with tracker:
+        net(x).sum().backward()
+    gradients(net)
+    x.grad = None
+    return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"] - before
+
+
+@pytest.mark.filterwarnings("ignore:Expected a tensor")
+@pytest.mark.parametrize("tokens", [256, 64])
+def test_activations_are_those_of_a_tile(tokens):
+    """Above the layer's input and output, their gradients, and the weights' gradients with one of a tile."""
+    net = Net(MLP(hidden=32, wide=512))
+    x = torch.randn(1, 2048, 32, requires_grad=True)
+    whole = peak(net, x)
+    activation = 2048 * 512 * 4
+    assert whole >= 4 * activation  # gate, up, what the activation function gives, and the product
+    tile_mlps(net, tokens)
+    rest = 6 * x.nbytes + 2 * sum(param.nbytes for param in net.parameters())
+    tiled = peak(net, x)
+    assert tiled <= whole * tokens / 2048 + rest
+
+
+@pytest.mark.filterwarnings("ignore:Expected a tensor")
+def test_a_checkpointed_model_holds_a_tile_of_one_layer(token_batches):
+    model = build("Llama", GROUPS | {"intermediate_size": 1024}, checkpointing=True)
+    (batch,) = token_batches(1, size=(1, 512))
+    peaks = []
+    for _ in range(2):
+        step(model, batch)
+        tracker = MemTracker()
+        tracker.track_external(model)
+        with tracker:
+            step(model, batch)
+        peaks.append(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])
+        tile_mlps(model, 32)
+    activation = 512 * 1024 * 4
+    assert peaks[0] >= 5 * activation
+    assert peaks[1] <= peaks[0] - 5 * activation
