@@ -27,6 +27,7 @@ from transformers.trainer_pt_utils import nested_gather
 from lowmem.errors import CheckpointError, ConfigError, StepError, UnsupportedError
 from lowmem.hf import adapters, agreement, arguments, checkpoint, head, optim, sharding
 from lowmem.hf.integrity import Progress
+from lowmem.hf.packing import check_borders, check_evaluation
 from lowmem.hf.weights import load_weights, save_weights
 from lowmem.optimizer import FusedOptimizer
 from lowmem.options import FusedConfig
@@ -444,6 +445,13 @@ def _sft_trainer() -> "type[SFTTrainer]":
             super().__init__(*args, **kwargs)
             head.check(self.model)
             arguments.check_smoothing(self.args)
+            check_evaluation(self.args)
+
+        def create_optimizer(self, model: nn.Module | None = None) -> FusedOptimizer:
+            if self.padding_free:
+                self._shard()
+                check_borders(self.model, self.data_collator, self.compute_loss_context_manager())
+            return super().create_optimizer(model)
 
         def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, packing: bool,
                              formatting_func: Any, dataset_name: str) -> Any:  # fmt: skip
