@@ -450,7 +450,8 @@ def _sft_trainer() -> "type[SFTTrainer]":
         def create_optimizer(self, model: nn.Module | None = None) -> FusedOptimizer:
             if self.padding_free:
                 self._shard()
-                check_borders(self.model, self.data_collator, self.compute_loss_context_manager())
+                autocast = self.compute_loss_context_manager()
+                check_borders(self.model, self.data_collator, self.args.device, autocast)
             return super().create_optimizer(model)
 
         def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, packing: bool,

@@ -26,7 +26,9 @@ def check_evaluation(args: "SFTConfig") -> None:
         )
 
 
-def check_borders(model: Any, collate: Callable[[list[Any]], Any], context: AbstractContextManager[Any]) -> None:
+def check_borders(
+    model: Any, collate: Callable[[list[Any]], Any], device: torch.device, autocast: AbstractContextManager[Any]
+) -> None:
     """Raises `UnsupportedError` if a sample depends on the one before it in a row.
 
     TRL says by position ids where samples begin. Most models of transformers 5.23 make a mask of them, and some do
@@ -37,14 +39,15 @@ def check_borders(model: Any, collate: Callable[[list[Any]], Any], context: Abst
     Args:
         model: where and as it is trained; the ranks of a sharded model call together.
         collate: makes a batch of samples, without padding.
-        context: the autocast of the trainer.
+        device: where the model computes.
+        autocast: that of the trainer.
     """
     if any(is_fake(param) or param.is_meta for param in model.parameters()):
         return  # a plan has no values
     first = model.config.get_text_config().vocab_size // 2  # ordinary tokens are in the middle
     ids = [first + n % max(first, 1) for n in range(_LENGTH)]
     batch = {
-        name: value.to(model.device) if isinstance(value, Tensor) else value
+        name: value.to(device) if isinstance(value, Tensor) else value
         for name, value in collate([{"input_ids": ids}] * 2).items()
         if name != "labels"
     }
@@ -52,11 +55,11 @@ def check_borders(model: Any, collate: Callable[[list[Any]], Any], context: Abst
 
     def cut(module: nn.Module, args: Any, output: Tensor) -> Tensor:
         embedded.append(output.detach().requires_grad_())
-        return embedded[-1]
+        return embedded[-1].clone()  # some models scale it in place
 
     hook, training = model.get_input_embeddings().register_forward_hook(cut), model.training
     try:
-        with torch.enable_grad(), context:
+        with torch.enable_grad(), autocast:
             logits = model.eval()(**batch, use_cache=False).logits
             begin = logits.shape[1] - batch["input_ids"].shape[1] + _LENGTH  # after a prompt of PEFT
             second = logits[:, begin : begin + _LENGTH].float()
@@ -68,6 +71,6 @@ def check_borders(model: Any, collate: Callable[[list[Any]], Any], context: Abst
     if grad[:, :_LENGTH].any():
         raise UnsupportedError(
             f"packing=True or padding_free=True: in {type(model).__name__} with attention "
-            f"{model.config._attn_implementation!r} a sample attends to the samples before it in its row; omit both, "
-            "or use a model whose attention keeps them apart, such as Llama or Qwen3 with 'sdpa'"
+            f"{model.config._attn_implementation!r} a sample depends on the samples before it in its row; omit both, "
+            "or use a model that keeps them apart, such as Llama or Qwen3 with 'sdpa', without adapters of prompts"
         )
