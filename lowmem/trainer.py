@@ -26,7 +26,9 @@ from transformers.trainer_pt_utils import nested_gather
 
 from lowmem.errors import CheckpointError, ConfigError, StepError, UnsupportedError
 from lowmem.hf import adapters, agreement, arguments, checkpoint, head, optim, sharding
+from lowmem.hf import layers as model_layers
 from lowmem.hf.integrity import Progress
+from lowmem.hf.packing import check_borders, check_evaluation
 from lowmem.hf.weights import load_weights, save_weights
 from lowmem.layers.config import LayersConfig
 from lowmem.optimizer import FusedOptimizer
@@ -87,8 +89,8 @@ class FusedTrainerMixin(_Base):
             arguments.check_alone(self.args, fused)
         arguments.check_windows(self.args, self.train_dataset)
         self.fused = self._options()
-        if self.layers.computed_gradients and self._sharding is None:
-            head.compute_gradients(self.model, self.layers)
+        model_layers.check(self.args, self.layers)
+        model_layers.change(self.model, self.layers, sharded=self._sharding is not None)
 
     def _options(self) -> FusedConfig:
         """The options that `fused` and the arguments give together, as the arguments are now."""
@@ -179,7 +181,11 @@ class FusedTrainerMixin(_Base):
         return epochs, 0
 
     def create_optimizer(self, model: nn.Module | None = None) -> FusedOptimizer:
+        model_layers.change(
+            self.model, self.layers, sharded=self._sharding is not None
+        )  # model_init has made another one
         self._shard()
+        model_layers.offload(self.model, self.layers)
         model = self.model if model is None else model
         if self.optimizer is None:
             self.fused = self._options()  # a hyperparameter search has set other arguments
@@ -458,9 +464,17 @@ def _sft_trainer() -> "type[SFTTrainer]":
             super().__init__(*args, **kwargs)
             head.check(self.model)
             arguments.check_smoothing(self.args, self.layers)
+            check_evaluation(self.args)
             if self.layers.computed_gradients and self.label_smoother is not None:
                 self._label_smoothing = self.args.label_smoothing_factor
                 self.label_smoother: Any = None
+
+        def create_optimizer(self, model: nn.Module | None = None) -> FusedOptimizer:
+            if self.padding_free:
+                self._shard()
+                autocast = self.compute_loss_context_manager()
+                check_borders(self.model, self.data_collator, self.args.device, autocast)
+            return super().create_optimizer(model)
 
         def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, packing: bool,
                              formatting_func: Any, dataset_name: str) -> Any:  # fmt: skip

@@ -11,9 +11,7 @@ from torch import Tensor
 
 from lowmem.errors import UnsupportedError
 from lowmem.layers.config import LayersConfig, parse_bytes
-from lowmem.layers.embedding import compute_gradient
 from lowmem.layers.head import METRICS, Head, token_losses
-from lowmem.optimizer import FusedOptimizer
 
 # Columns of a tile of logits on a CPU.
 _CPU_COLUMNS = 2048
@@ -44,31 +42,6 @@ def check(model: Any) -> None:
             f"embedding, to compute logits, and in this model {reason}. Use a model whose head is one matrix, or, in "
             "Python, FusedTrainer, which uses the loss that the model computes"
         )
-
-
-def compute_gradients(model: Any, layers: LayersConfig) -> None:
-    """Makes the gradient of a model's input embedding one that the optimizer computes as it reads it."""
-    embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    if embedding is not None:
-        compute_gradient(embedding, parse_bytes(layers.head_memory, "head_memory"))
-
-
-def described(model: Any, optimizer: FusedOptimizer) -> str:
-    """Whether the gradients of a model's head and input embedding are computed as they are read, or why not."""
-    layers = (model.get_output_embeddings(), model.get_input_embeddings())
-    weights = [layer.weight for layer in layers if layer is not None and layer.weight.requires_grad]
-    records = [optimizer._records[weight] for weight in weights if weight in optimizer._records]
-    if not records:
-        return "the head and the embedding are not trained"
-    if all(record.computes for record in records):
-        return "gradients of the head and the embedding are computed as they are read"
-    if optimizer.placement != "local":
-        return (
-            f"gradients of the head and the embedding are tensors, because placement {optimizer.placement} reduces them"
-        )
-    if any(record.rule.needs_dense_gradient for record in records):
-        return f"gradients of the head and the embedding are tensors, which rule {records[0].rule.name} needs"
-    return "gradients of the head and the embedding are tensors, because they are small"
 
 
 @contextmanager

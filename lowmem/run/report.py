@@ -19,7 +19,7 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCall
 
 from lowmem.errors import LowmemError
 from lowmem.files import writing
-from lowmem.hf import head
+from lowmem.hf import layers
 from lowmem.placements import in_group, shape_of
 from lowmem.run.config import RunConfig
 from lowmem.run.metrics import DOMINANT, METRICS, Record, cut_metrics, json_line, nonfinite
@@ -65,13 +65,16 @@ def describe(config: RunConfig, trainer: Any) -> dict[str, str]:
     activations = "recomputed in backward" if recomputed else "kept for backward"
     kwargs = args.activation_checkpointing_kwargs or {}
     offloaded = ", offloaded to the host" if args.activation_offloading or kwargs.get("offload") else ""
+    if config.layers.activation_offload is not None:
+        offloaded = ", in a file"
+    tiled = f"; MLPs compute {config.layers.mlp_tile:,} tokens at a time" if config.layers.mlp_tile else ""
     why = "" if optimizer.policy == "immediate" else f": {optimizer.policy_reason}"
     if config.layers.computed_gradients:
-        topics["vocabulary"] = head.described(model, optimizer)
+        topics["vocabulary"] = layers.described(model, optimizer)
     return {
         **topics,
         "updates": f"{_WHEN[optimizer.policy]} (policy {optimizer.policy}{why})",
-        "loss": f"cross-entropy {logits}; activations {activations}{offloaded}",
+        "loss": f"cross-entropy {logits}; activations {activations}{offloaded}{tiled}",
     }
 
 

@@ -1,0 +1,71 @@
+"""The options of layers, applied to the model of a trainer."""
+
+from typing import Any
+
+from transformers import TrainingArguments
+
+from lowmem.errors import ConfigError
+from lowmem.layers.activations import offload_to_file
+from lowmem.layers.config import LayersConfig, parse_bytes
+from lowmem.layers.embedding import compute_gradient
+from lowmem.layers.mlp import tile_mlps
+from lowmem.optimizer import FusedOptimizer
+
+
+def check(args: TrainingArguments, layers: LayersConfig) -> None:
+    """Raises `ConfigError` where arguments of the trainer and options of layers exclude each other."""
+    if layers.activation_offload is None:
+        return
+    if not args.activation_checkpointing:
+        raise ConfigError(
+            "activation_offload='disk' writes what checkpointed layers keep, and without activation_checkpointing every "
+            "activation would be kept; set activation_checkpointing=True in the trainer's arguments"
+        )
+    if getattr(args, "activation_offloading", False) or (args.activation_checkpointing_kwargs or {}).get("offload"):
+        raise ConfigError(
+            "activation_offload='disk' and offloading to the host exclude each other: omit activation_offloading and "
+            "activation_checkpointing_kwargs={'offload': True}, or activation_offload"
+        )
+    if args.torch_compile:
+        raise ConfigError(
+            "activation_offload='disk': with torch_compile=True layers are compiled together with their checkpointing, "
+            "and keep their activations on the device; omit one of the two"
+        )
+
+
+def change(model: Any, layers: LayersConfig, *, sharded: bool) -> None:
+    """Tiles the MLPs of a model, and makes the gradient of its embedding one that the optimizer computes as it reads it.
+
+    A sharded model, which is changed before it is sharded, keeps its embedding.
+
+    Raises:
+        UnsupportedError: the model has no MLP that can be tiled.
+    """
+    if layers.mlp_tile is not None:
+        tile_mlps(model, layers.mlp_tile)
+    if layers.computed_gradients and not sharded and hasattr(model, "get_input_embeddings"):
+        compute_gradient(model.get_input_embeddings(), parse_bytes(layers.head_memory, "head_memory"))
+
+
+def offload(model: Any, layers: LayersConfig) -> None:
+    """Makes checkpointed layers write what they keep to a file, once activation checkpointing is enabled."""
+    if layers.activation_offload == "disk":
+        offload_to_file(model, layers.activation_dir)
+
+
+def described(model: Any, optimizer: FusedOptimizer) -> str:
+    """Whether the gradients of a model's head and input embedding are computed as they are read, or why not."""
+    layers = (model.get_output_embeddings(), model.get_input_embeddings())
+    weights = [layer.weight for layer in layers if layer is not None and layer.weight.requires_grad]
+    records = [optimizer._records[weight] for weight in weights if weight in optimizer._records]
+    if not records:
+        return "the head and the embedding are not trained"
+    if all(record.computes for record in records):
+        return "gradients of the head and the embedding are computed as they are read"
+    if optimizer.placement != "local":
+        return (
+            f"gradients of the head and the embedding are tensors, because placement {optimizer.placement} reduces them"
+        )
+    if any(record.rule.needs_dense_gradient for record in records):
+        return f"gradients of the head and the embedding are tensors, which rule {records[0].rule.name} needs"
+    return "gradients of the head and the embedding are tensors, because they are small"
