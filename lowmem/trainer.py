@@ -181,9 +181,7 @@ class FusedTrainerMixin(_Base):
         return epochs, 0
 
     def create_optimizer(self, model: nn.Module | None = None) -> FusedOptimizer:
-        model_layers.change(
-            self.model, self.layers, sharded=self._sharding is not None
-        )  # model_init has made another one
+        model_layers.change(self.model, self.layers, sharded=self._sharding is not None)  # model_init made a new one
         self._shard()
         model_layers.offload(self.model, self.layers)
         model = self.model if model is None else model

@@ -18,8 +18,8 @@ def check(args: TrainingArguments, layers: LayersConfig) -> None:
         return
     if not args.activation_checkpointing:
         raise ConfigError(
-            "activation_offload='disk' writes what checkpointed layers keep, and without activation_checkpointing every "
-            "activation would be kept; set activation_checkpointing=True in the trainer's arguments"
+            "activation_offload='disk' writes what checkpointed layers keep, and without activation_checkpointing "
+            "every activation would be kept; set activation_checkpointing=True in the trainer's arguments"
         )
     if getattr(args, "activation_offloading", False) or (args.activation_checkpointing_kwargs or {}).get("offload"):
         raise ConfigError(
@@ -34,7 +34,7 @@ def check(args: TrainingArguments, layers: LayersConfig) -> None:
 
 
 def change(model: Any, layers: LayersConfig, *, sharded: bool) -> None:
-    """Tiles the MLPs of a model, and makes the gradient of its embedding one that the optimizer computes as it reads it.
+    """Tiles the MLPs of a model, and makes its embedding one whose gradient the optimizer computes as it reads it.
 
     A sharded model, which is changed before it is sharded, keeps its embedding.
 

@@ -59,8 +59,8 @@ def describe(config: RunConfig, trainer: Any) -> dict[str, str]:
     logits = "computed in tiles of the vocabulary" if args.loss_type == "nll" else f"{args.loss_type}, in tiles"
     if args.label_smoothing_factor:
         smoothed = f"with labels smoothed by {args.label_smoothing_factor:g}"
-        tiled = config.layers.computed_gradients
-        logits = f"{logits}, {smoothed}" if tiled else f"{smoothed}, which takes all logits at once"
+        in_tiles = config.layers.computed_gradients
+        logits = f"{logits}, {smoothed}" if in_tiles else f"{smoothed}, which takes all logits at once"
     recomputed = args.activation_checkpointing or (args.fsdp and args.fsdp_config.get("activation_checkpointing"))
     activations = "recomputed in backward" if recomputed else "kept for backward"
     kwargs = args.activation_checkpointing_kwargs or {}
