@@ -342,6 +342,7 @@ class Deferred(Policy):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._computed: dict[str, ComputedGradient] = {}  # these are kept as what they are computed from
+        self._kept_any = False
 
     @property
     def _store(self) -> GradientStore:
@@ -442,8 +443,11 @@ class Deferred(Policy):
         if isinstance(total, Tensor):
             self._computed.pop(record.name, None)
             self._store.keep(record, total)
-        else:
-            self._computed[record.name] = total
+            return
+        if not self._kept_any:
+            logger.info("%s and others: what a gradient is computed from is kept instead of the gradient", record.name)
+        self._kept_any = True
+        self._computed[record.name] = total
 
     def _collect(self, record: ParamRecord, total: Gradient) -> None:
         """Measures a gradient that is complete over micro-batches and ranks, and stores it."""

@@ -7,7 +7,7 @@ from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import lowmem
-from lowmem.hf import layers
+from lowmem.hf import head, layers
 from lowmem.run.tokenizers import train_tokenizer
 from lowmem.trainer import FusedSFTTrainer, FusedTrainerMixin
 
@@ -121,11 +121,27 @@ def test_a_run_says_which_gradients_are_tensors(rule, vocabulary, words, tmp_pat
     assert layers.described(net, trainer.optimizer) == "the head and the embedding are not trained"
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("SFTTrainer", {}, None),
+        ("DPOTrainer", {}, None),
+        ("KTOTrainer", {}, None),
+        ("SFTTrainer", {"compute_loss_func": len}, "compute_loss_func gets all logits"),
+        ("GRPOTrainer", {}, "may depend on the entropy"),
+        ("RewardTrainer", {}, "RewardTrainer takes the loss that the model computes from all logits"),
+    ],
+)
+def test_why_a_gradient_exists_as_a_whole(name, options, words):
+    trainer = object.__new__(getattr(trl, name))
+    trainer.compute_loss_func = options.get("compute_loss_func")
+    reason = head.why_dense(trainer)
+    assert reason is None if words is None else words in reason
+
+
 def test_a_loss_of_the_entropy_keeps_trls_head(monkeypatch):
     """An entropy bonus has a gradient, which the head of this package does not compute."""
     from trl.trainer import utils
-
-    from lowmem.hf import head
 
     class Trainer(FusedTrainerMixin):
         def __init__(self):

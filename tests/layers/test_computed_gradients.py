@@ -242,6 +242,7 @@ def test_many_micro_batches_are_summed_as_a_tensor(model, batches, caplog, monke
     nets = [model() for _ in range(2)]
     with caplog.at_level("INFO", "lowmem"):
         train(nets[0], samples, micro_batches=12, rule="adamw")
+    assert caplog.text.count("what a gradient is computed from is kept instead of the gradient") == 1
     assert "lm_head.weight: its gradient is computed and stored as a tensor of 153,728 bytes" in caplog.text
     refuse_offers(monkeypatch)
     train(nets[1], samples, micro_batches=12, rule="adamw")
