@@ -58,6 +58,7 @@ NOT_COUNTED = {
 
 _SMALL_STATES = ("lomo", "adalomo", "adafactor", "adafactor_t2t")  # rules with almost no states
 _MICRO_BATCHES = 3  # a micro-batch after the third needs the same memory as the third
+_MLP_TILE = 4096  # tokens that an MLP computes at a time, where a plan proposes it
 _MIN_OFFLOAD = 1024  # TRL offloads activations of at least so many bytes
 
 
@@ -86,7 +87,8 @@ def plan(config: RunConfig, device: str) -> RunPlan:
         if recomputing:
             arguments["activation_checkpointing_kwargs"] = {k: v for k, v in recomputing.items() if k != "offload"}
     with tempfile.TemporaryDirectory() as folder:  # a trainer creates its output folder
-        config = replace(config, run_dir=folder, trainer={**arguments, "use_cpu": True})
+        data = replace(config.data, workers=None)  # there are two rows
+        config = replace(config, run_dir=folder, data=data, trainer={**arguments, "use_cpu": True})
         # one row is a token shorter than the other, so that a batch has padding and a mask
         ids = [[1] * length for length in (config.data.max_length, config.data.max_length - 1)]
         rows = Dataset.from_dict({"input_ids": ids, "labels": ids})
@@ -127,8 +129,13 @@ def ways(config: RunConfig, device: str) -> list[str]:
     own_rules = {group["rule"] for group in optimizer.groups if "rule" in group}
     large_states = {optimizer.rule, *own_rules} - {*_SMALL_STATES}
     rows = trainer.get("per_device_train_batch_size", SFTConfig.per_device_train_batch_size)
+    on_gpu, recomputed = device == "gpu", trainer.get("activation_checkpointing", True)
+    kwargs = trainer.get("activation_checkpointing_kwargs") or {}
+    to_host = trainer.get("activation_offloading") or kwargs.get("offload")
+    tile, tokens = config.layers.mlp_tile, rows * config.data.max_length
     helps = {
-        "trainer.activation_checkpointing=true": not trainer.get("activation_checkpointing", True),
+        "trainer.activation_checkpointing=true": not recomputed,
+        "layers.computed_gradients=true": not config.layers.computed_gradients,
         "trainer.label_smoothing_factor=0": trainer.get("label_smoothing_factor"),
         "model.dtype=bfloat16": config.model.dtype == "float32",
         "optimizer.rounding=stochastic": optimizer.rounding in ("compensated", "master"),
@@ -136,7 +143,8 @@ def ways(config: RunConfig, device: str) -> list[str]:
         f"optimizer={{rule: adalomo, lr: {optimizer.lr:g}, rounding: {optimizer.rounding}}}": large_states,
         f"trainer.per_device_train_batch_size={rows // 2}": rows > 1,
         "trainer.per_device_train_batch_size=1": rows > 1,
-        "trainer.activation_offloading=true": device == "gpu" and not trainer.get("activation_offloading"),
+        "trainer.activation_checkpointing_kwargs={offload: true}": on_gpu and recomputed and not (kwargs or to_host),
+        f"layers.mlp_tile={_MLP_TILE}": tokens >= 2 * _MLP_TILE and (tile is None or tile > _MLP_TILE),
         f"data.max_length={config.data.max_length // 2}": True,
     }
     return [override for override in helps if helps[override]]
