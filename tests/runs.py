@@ -17,6 +17,7 @@ from processes import CONTEXT, PATIENCE
 from trl import SFTConfig
 
 from lowmem import cli
+from lowmem.layers.config import LayersConfig
 from lowmem.options import FusedConfig
 from lowmem.run import build
 from lowmem.run.data import DataConfig
@@ -42,6 +43,7 @@ def small(model: dict[str, Any], path: str, optimizer: dict[str, Any], **trainer
         "model": {"config": copy.deepcopy(model), "train_tokenizer": {"vocab_size": 270}, "dtype": "float32"},
         "data": data,
         "optimizer": optimizer,
+        "layers": {},
         "trainer": {**usual, **trainer},
     }
 
@@ -59,6 +61,8 @@ SMALL = [
         activation_checkpointing_kwargs={"use_reentrant": False},
     ),
 ]
+LAYERS = {"computed_gradients": True, "head_memory": "64MiB", "mlp_tile": 16, "activation_offload": "disk"}
+SMALL[2]["layers"] = LAYERS
 VALID = [*SMALL, *(yaml.safe_load(path.read_text()) for path in CONFIGS)]
 
 
@@ -139,6 +143,7 @@ KNOWN = {
     ("data",): [field.name for field in fields(DataConfig)],
     ("optimizer",): [field.name for field in fields(FusedConfig)] + ["betas", "eps", "weight_decay", "momentum"],
     ("trainer",): [field.name for field in fields(SFTConfig)],
+    ("layers",): [field.name for field in fields(LayersConfig)],
     ("model",): ["path", "tokenizer", "dtype", "attention", "chat_template"],
     ("model", "config"): [
         "hidden_act", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "attention_dropout", "head_dim",
