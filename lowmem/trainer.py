@@ -213,6 +213,8 @@ class FusedTrainerMixin(_Base):
             arguments.check_replay(self.args)
         names = ", ".join(dict.fromkeys(group["rule"] for group in opt.param_groups))
         logger.info("fused optimizer: %s, policy %s (%s)", names, opt.policy, opt.policy_reason)
+        if self.layers.computed_gradients and (reason := head.why_dense(self)) is not None:
+            logger.info("a gradient of the output head exists as a whole: %s", reason)
         # Accelerate 1.15 (accelerator.py, prepare_optimizer and optimizer_step_was_skipped) wraps an optimizer without
         # the first of these attributes, and reads the second
         opt._is_accelerate_prepared = True

@@ -100,6 +100,22 @@ def give_gradients():
 
 
 @pytest.fixture
+def offers(monkeypatch):
+    """By parameter, the kinds of contributions that optimizers were offered, and whether they took them."""
+    from lowmem.step.hooks import Hooks
+
+    offered, own = {}, Hooks._offer
+
+    def offer(self, record, contribution):
+        takes = own(self, record, contribution)
+        offered.setdefault(record.name, set()).add((type(contribution).__name__, takes))
+        return takes
+
+    monkeypatch.setattr(Hooks, "_offer", offer)
+    return offered
+
+
+@pytest.fixture
 def samples():
     return [{"input_ids": row, "labels": row} for row in torch.randint(97, (40, 12))]
 

@@ -36,7 +36,7 @@ sys.path[0] = str(sys.argv[0].rpartition("/")[0])
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 PARTS = ["environment", "attention", "no_host_sync", "compiled_against_eager", "update_against_floor", "dispatch"]
-PARTS += ["eight_billion", "update_memory", "one_billion", "policies_agree"]
+PARTS += ["vocabulary_gradients", "eight_billion", "update_memory", "one_billion", "policies_agree"]
 
 
 def parts(out, printed):
@@ -59,7 +59,7 @@ def test_every_part_runs_on_a_bare_machine(tmp_path):
             assert {"what", "measured", "goal", "met"} <= set(row), row  # not skipped, no error
             assert (row["met"] is None) == (row["goal"] is None or row["measured"] is None)
     goals = {row["goal"] for rows in report.values() for row in rows}
-    assert goals >= {"<= 1.3", "<= 1.15", ">= 1", "<= 0.01", "<= 0"}
+    assert goals >= {"<= 1.3", "<= 1.1", ">= 1", "<= 0.01", "<= 0"}
 
 
 def test_parts_that_the_budget_does_not_allow_are_skipped(tmp_path, monkeypatch, capsys):
@@ -147,21 +147,19 @@ def test_a_smaller_model_is_measured_if_one_does_not_fit(known, report, monkeypa
     assert built[-1] == steps.SMALL_MODELS["tinier"]
 
 
-def test_the_loss_in_chunks_equals_the_loss_of_the_model():
+def test_the_gradients_of_a_head_are_near_to_float64(report, tmp_path):
+    with report.part("one"):
+        steps.vocabulary_gradients(report, small=True)
+    assert [row["met"] for row in rows_of(report, tmp_path)] == [True, True]
+
+
+def test_the_tiled_loss_equals_the_loss_of_the_model():
     model = steps.llama(*steps.SMALL_MODELS["tiny"]).float()
     ids = torch.randint(0, 512, (1, 600), device=measure.DEVICE)
     results = []
-    for loss in (steps.model_loss, steps.loss_in_chunks):
+    for loss in (steps.model_loss, steps.tiled_loss):
         value = loss(model, ids)
         value.backward()
         results.append((value.detach(), [param.grad for param in model.parameters()]))
         model.zero_grad()
     torch.testing.assert_close(results[1], results[0])
-
-
-def test_the_gradient_of_the_loss_in_chunks_is_not_copied():
-    hidden, head = torch.randn(300, 8, requires_grad=True), torch.nn.Parameter(torch.randn(20, 8))
-    loss = steps.LossInChunks.apply(hidden, head, torch.randint(0, 20, (300,)))
-    _, of_head = loss.grad_fn.saved_tensors
-    loss.backward()
-    assert head.grad.data_ptr() == of_head.data_ptr()

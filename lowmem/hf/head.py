@@ -44,6 +44,23 @@ def check(model: Any) -> None:
         )
 
 
+def why_dense(trainer: Any) -> str | None:
+    """Why the loss of a trainer gives the weight of the output head a gradient that exists as a whole; None if it does
+    not.
+    """
+    name = type(trainer).__name__
+    if trainer.compute_loss_func is not None:
+        return "compute_loss_func gets all logits"
+    if "trl.trainer.utils" in sys.modules:
+        from trl import DPOTrainer, GRPOTrainer, KTOTrainer, RLOOTrainer, SFTTrainer
+
+        if isinstance(trainer, SFTTrainer | DPOTrainer | KTOTrainer):
+            return None
+        if isinstance(trainer, GRPOTrainer | RLOOTrainer):
+            return f"the loss of {name} may depend on the entropy of tokens"
+    return f"{name} takes the loss that the model computes from all logits, and FusedSFTTrainer does not"
+
+
 @contextmanager
 def loss(trainer: Any, layers: LayersConfig, label_smoothing: float = 0.0) -> Iterator[None]:
     """Losses that one of TRL's trainers computes inside are those of `lowmem.layers.head`, with smoothed labels.

@@ -2,12 +2,14 @@
 
 from typing import Any
 
+from torch import nn
 from transformers import TrainingArguments
 
 from lowmem.errors import ConfigError
 from lowmem.layers.activations import offload_to_file
 from lowmem.layers.config import LayersConfig, parse_bytes
 from lowmem.layers.embedding import compute_gradient
+from lowmem.layers.head import Head
 from lowmem.layers.mlp import tile_mlps
 from lowmem.optimizer import FusedOptimizer
 
@@ -39,12 +41,17 @@ def change(model: Any, layers: LayersConfig, *, sharded: bool) -> None:
     A sharded model, which is changed before it is sharded, keeps its embedding.
 
     Raises:
+        ConfigError: `head_memory` is not enough for one row.
         UnsupportedError: the model has no MLP that can be tiled.
     """
     if layers.mlp_tile is not None:
         tile_mlps(model, layers.mlp_tile)
-    if layers.computed_gradients and not sharded and hasattr(model, "get_input_embeddings"):
-        compute_gradient(model.get_input_embeddings(), parse_bytes(layers.head_memory, "head_memory"))
+    embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    if layers.computed_gradients and isinstance(embedding, nn.Embedding):
+        memory = parse_bytes(layers.head_memory, "head_memory")
+        Head(memory=memory).tile(1, embedding.num_embeddings, embedding.embedding_dim)  # raises if that is too little
+        if not sharded:
+            compute_gradient(embedding, memory)
 
 
 def offload(model: Any, layers: LayersConfig) -> None:
@@ -62,10 +69,8 @@ def described(model: Any, optimizer: FusedOptimizer) -> str:
         return "the head and the embedding are not trained"
     if all(record.computes for record in records):
         return "gradients of the head and the embedding are computed as they are read"
+    dense = "gradients of the head and the embedding are tensors"
     if optimizer.placement != "local":
-        return (
-            f"gradients of the head and the embedding are tensors, because placement {optimizer.placement} reduces them"
-        )
-    if any(record.rule.needs_dense_gradient for record in records):
-        return f"gradients of the head and the embedding are tensors, which rule {records[0].rule.name} needs"
-    return "gradients of the head and the embedding are tensors, because they are small"
+        return f"{dense}: placement {optimizer.placement} reduces them over ranks"
+    rules = [record.rule.name for record in records if record.rule.needs_dense_gradient]
+    return f"{dense}, as rule {rules[0]} needs them" if rules else f"{dense}, because they are small"

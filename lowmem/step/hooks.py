@@ -20,7 +20,7 @@ from lowmem.errors import StepError
 from lowmem.placements.record import ParamRecord
 from lowmem.placements.wrappers import instances
 from lowmem.step.cycle import StepCycle
-from lowmem.tiles.gradients import Contribution
+from lowmem.tiles.gradients import Contribution, saves_memory
 
 # parameter → the hooks of the optimizer that updates it
 _OWNERS = WeakTensorKeyDictionary()
@@ -109,6 +109,8 @@ class Hooks:
         """See `offer`."""
         task = torch._C._current_graph_task_id()
         if task == -1 or not record.computes or self.removed:
+            return False
+        if not saves_memory(contribution.kept, record.param.nbytes):
             return False
         try:
             if not record.reached:
@@ -222,7 +224,8 @@ def offer(param: Tensor, contribution: Contribution) -> bool:
 
     Returns:
         False if none takes it, and the gradient has to be returned to autograd as a tensor. An optimizer takes it if
-        its rule and its placement read gradients block by block, and if the backward is to end in the parameter's hook.
+        its rule and its placement read gradients block by block, if that saves memory, and if the backward is to end in
+        the parameter's hook.
     """
     hooks = _OWNERS.get(param)
     return hooks is not None and hooks._offer(hooks._records[param], contribution)

@@ -21,7 +21,7 @@ from lowmem.step.clipping import Clipping, Decision, Norms
 from lowmem.step.cycle import StepCycle
 from lowmem.step.offload import GradientStore, make_store
 from lowmem.step.updates import Updates
-from lowmem.tiles.gradients import ComputedGradient, Gradient
+from lowmem.tiles.gradients import ComputedGradient, Gradient, saves_memory
 from lowmem.tiles.sweep import add
 
 logger = logging.getLogger(__name__)
@@ -29,9 +29,6 @@ logger = logging.getLogger(__name__)
 # By how much a norm may be off because of the order in which the 2¹⁷ squares of a tile are added: in 8 vector lanes
 # at least, with 2¹⁴ additions each, that are off by 2⁻²⁴ of half the sum on average. A norm is off by half of that.
 _SUMMED = 2.0**-12
-
-# A computed gradient is kept as what it is computed from where that takes this many times less memory than a tensor.
-_SAVES = 4
 
 # A gradient in which larger terms cancel may differ by this part of the tolerance of the norm over all gradients.
 _CANCELLED = 2.0**-4
@@ -345,6 +342,7 @@ class Deferred(Policy):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._computed: dict[str, ComputedGradient] = {}  # these are kept as what they are computed from
+        self._kept_any = False
 
     @property
     def _store(self) -> GradientStore:
@@ -429,11 +427,11 @@ class Deferred(Policy):
         wide = self._config.accumulation_dtype == "float32" and not (self._last and not self._cycle.waiting)
         dtype = torch.float32 if wide else record.param.dtype
         dense = record.span.numel * dtype.itemsize
-        if grad.nbytes * _SAVES <= dense:
+        if saves_memory(grad.kept, dense):
             return grad
         logger.info(
-            "%s: its gradient is computed and stored as a tensor of %s bytes; what it is computed from takes %s bytes "
-            "in this step", record.name, f"{dense:,}", f"{grad.nbytes:,}"
+            "%s: its gradient is computed and stored as a tensor of %s bytes, because micro-batches of this size would "
+            "keep too much to compute it from", record.name, f"{dense:,}"
         )  # fmt: skip
         return grad.dense(dtype)
 
@@ -445,8 +443,11 @@ class Deferred(Policy):
         if isinstance(total, Tensor):
             self._computed.pop(record.name, None)
             self._store.keep(record, total)
-        else:
-            self._computed[record.name] = total
+            return
+        if not self._kept_any:
+            logger.info("%s and others: what a gradient is computed from is kept instead of the gradient", record.name)
+        self._kept_any = True
+        self._computed[record.name] = total
 
     def _collect(self, record: ParamRecord, total: Gradient) -> None:
         """Measures a gradient that is complete over micro-batches and ranks, and stores it."""

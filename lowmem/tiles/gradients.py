@@ -14,6 +14,15 @@ from torch import Tensor
 
 from lowmem.tiles.layout import Layout, View
 
+# Gradients are computed as they are read where what they are computed from takes this many times less memory. For more
+# tokens a tensor is hardly larger, and computed once.
+_TIMES_LESS = 4
+
+
+def saves_memory(kept: Sequence[Tensor], dense: int) -> bool:
+    """Whether to keep these tensors in place of a gradient of `dense` bytes that is computed from them."""
+    return sum(tensor.nbytes for tensor in kept) * _TIMES_LESS <= dense
+
 
 class Contribution(Protocol):
     """What one use of a parameter adds to its gradient."""
@@ -73,9 +82,9 @@ class ComputedGradient:
         return torch.float32
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of what is kept to compute it from."""
-        return sum(tensor.nbytes for part in self.contributions for tensor in part.kept)
+    def kept(self) -> Sequence[Tensor]:
+        """What it is computed from."""
+        return [tensor for part in self.contributions for tensor in part.kept]
 
     @property
     def block_rows(self) -> int:

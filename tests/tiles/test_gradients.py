@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lowmem.errors import UnsupportedError
-from lowmem.tiles.gradients import ComputedGradient, Stored
+from lowmem.tiles.gradients import ComputedGradient, Stored, saves_memory
 from lowmem.tiles.layout import Layout, View
 from lowmem.tiles.storage import Held, Nearest
 from lowmem.tiles.sweep import Sweep
@@ -107,6 +107,8 @@ def test_a_pass_after_the_weight_was_written_is_refused(param):
 
 def test_what_is_kept_is_counted(param):
     computed = ComputedGradient(param, [Stored(torch.ones(ROWS, COLS)), InBlocks(torch.ones(ROWS, COLS).bfloat16(), 8)])
-    assert computed.nbytes == ROWS * COLS * 6
-    assert (computed + computed).nbytes == ROWS * COLS * 12
+    assert [tensor.nbytes for tensor in computed.kept] == [ROWS * COLS * 4, ROWS * COLS * 2]
+    assert len((computed + computed).kept) == 4
+    assert saves_memory(computed.kept, 4 * ROWS * COLS * 6)
+    assert not saves_memory(computed.kept, 4 * ROWS * COLS * 6 - 1)
     assert computed.block_rows == 8
