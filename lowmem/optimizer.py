@@ -353,7 +353,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             if not offered:
                 return grad
             offered.append(Stored(grad))
-        return ComputedGradient(record.param.detach(), offered)
+        return ComputedGradient(record.span.shape, record.param.device, offered)
 
     def _begin_plain(self, first: ParamRecord) -> None:
         """A plain `loss.backward()` has begun, and the gradient of `first` is complete."""

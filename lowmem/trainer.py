@@ -90,7 +90,7 @@ class FusedTrainerMixin(_Base):
         arguments.check_windows(self.args, self.train_dataset)
         self.fused = self._options()
         model_layers.check(self.args, self.layers)
-        model_layers.change(self.model, self.layers, sharded=self._sharding is not None)
+        model_layers.change(self.model, self.layers)
 
     def _options(self) -> FusedConfig:
         """The options that `fused` and the arguments give together, as the arguments are now."""
@@ -181,7 +181,7 @@ class FusedTrainerMixin(_Base):
         return epochs, 0
 
     def create_optimizer(self, model: nn.Module | None = None) -> FusedOptimizer:
-        model_layers.change(self.model, self.layers, sharded=self._sharding is not None)  # model_init made a new one
+        model_layers.change(self.model, self.layers)  # model_init made a new one
         self._shard()
         model_layers.offload(self.model, self.layers)
         model = self.model if model is None else model

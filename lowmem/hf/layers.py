@@ -35,10 +35,10 @@ def check(args: TrainingArguments, layers: LayersConfig) -> None:
         )
 
 
-def change(model: Any, layers: LayersConfig, *, sharded: bool) -> None:
+def change(model: Any, layers: LayersConfig) -> None:
     """Tiles the MLPs of a model, and makes its embedding one whose gradient the optimizer computes as it reads it.
 
-    A sharded model, which is changed before it is sharded, keeps its embedding.
+    A model that is to be sharded is changed before.
 
     Raises:
         ConfigError: `head_memory` is not enough for one row.
@@ -50,8 +50,7 @@ def change(model: Any, layers: LayersConfig, *, sharded: bool) -> None:
     if layers.computed_gradients and isinstance(embedding, nn.Embedding):
         memory = parse_bytes(layers.head_memory, "head_memory")
         Head(memory=memory).tile(1, embedding.num_embeddings, embedding.embedding_dim)  # raises if that is too little
-        if not sharded:
-            compute_gradient(embedding, memory)
+        compute_gradient(embedding, memory)
 
 
 def offload(model: Any, layers: LayersConfig) -> None:
@@ -68,7 +67,10 @@ def described(model: Any, optimizer: FusedOptimizer) -> str:
     if not records:
         return "the head and the embedding are not trained"
     if all(record.computes for record in records):
-        return "gradients of the head and the embedding are computed as they are read"
+        how = (
+            "as they are read" if optimizer.placement == "local" else "and reduced block by block, a shard on each rank"
+        )
+        return f"gradients of the head and the embedding are computed {how}"
     dense = "gradients of the head and the embedding are tensors"
     if optimizer.placement != "local":
         return f"{dense}: placement {optimizer.placement} reduces them over ranks"

@@ -249,10 +249,11 @@ class _TokenLosses(torch.autograd.Function):
             grad_hidden = torch.mul(directions, grad[:, None], out=torch.empty_like(hidden))
         del directions
         if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
-            part = HeadGradient(hidden, weight.detach(), bias, targets, log_sums, grad, ctx.head, ctx.products)
             with ctx.gather():
+                full = weight.detach()
+                part = HeadGradient(hidden, full, bias, targets, log_sums, grad, ctx.head, ctx.products)
                 if ctx.needs_input_grad[1] and not hooks.offer(weight, part):
-                    grad_weight = ComputedGradient(weight.detach(), [part]).dense(weight.dtype)
+                    grad_weight = ComputedGradient(full.shape, full.device, [part]).dense(full.dtype)
                 if ctx.needs_input_grad[2]:
                     grad_bias = part.of_bias().to(bias.dtype)
         return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None

@@ -94,7 +94,7 @@ class Reducer:
 
     Attributes:
         accumulates_first: micro-batches are summed before their gradient is reduced; otherwise each one is reduced.
-        takes_computed: a gradient may be one that is computed as it is read; others are tensors.
+        takes_computed: a gradient may be one that is computed as it is read. What is reduced is a tensor.
     """
 
     accumulates_first: ClassVar[bool] = True

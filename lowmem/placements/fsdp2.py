@@ -47,6 +47,8 @@ class _Rows(FlatShard):
 class _Reduced(ShardedReducer):
     """FSDP2 has averaged and cut a gradient before its hook runs."""
 
+    takes_computed = False
+
     def take(self, param: Tensor) -> Tensor:
         grad = cast(DTensor, param.grad)
         param.grad = None

@@ -61,7 +61,6 @@ class ShardedReducer(Reducer):
     """Gradients are averaged over the ranks as they are cut, and micro-batches summed shard by shard."""
 
     accumulates_first = False
-    takes_computed = False
 
 
 class Sharded(Placement):

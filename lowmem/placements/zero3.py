@@ -14,8 +14,11 @@ from lowmem.placements.base import Reduced
 from lowmem.placements.ranks import Ranks
 from lowmem.placements.record import ParamRecord
 from lowmem.placements.sharded import FlatShard, Sharded, ShardedReducer, span_of_rank
-from lowmem.tiles.gradients import Gradient
+from lowmem.tiles.gradients import ComputedGradient, Gradient
 from lowmem.tiles.layout import Span
+
+# Elements of all shards that are computed together: the same number on every rank, whatever its batch is.
+_BLOCK = 1 << 22
 
 
 class _Partition(FlatShard):
@@ -69,15 +72,30 @@ class _Partition(FlatShard):
 
 
 class _ReduceScatter(ShardedReducer):
-    """Reduce-scatters each gradient in its hook."""
+    """Reduce-scatters each gradient in its hook, one that is computed block by block: no rank has all of it."""
 
     def __init__(self, shard: FlatShard) -> None:
         self._shard = shard
 
     def reduce(self, record: ParamRecord, grad: Gradient) -> Reduced:
-        assert isinstance(grad, Tensor)
-        assert self._shard.ranks is not None
-        yield record, self._shard.ranks.reduce_scatter_mean(grad.contiguous().view(-1), record.span.size)
+        ranks, size = self._shard.ranks, record.span.size
+        assert ranks is not None
+        if isinstance(grad, Tensor):
+            yield record, ranks.reduce_scatter_mean(grad.contiguous().view(-1), size)
+        else:
+            yield record, self._reduce_blocks(record, grad, ranks)
+
+    def _reduce_blocks(self, record: ParamRecord, grad: ComputedGradient, ranks: Ranks) -> Tensor:
+        """This rank's shard of the mean, of which blocks of all shards are computed together."""
+        span, dtype = record.span, record.param.dtype
+        shard = torch.empty(span.held, dtype=dtype, device=grad.device)
+        count = max(1, _BLOCK // ranks.world_size)
+        for start in range(0, span.size, count):
+            size = min(count, span.size - start)
+            blocks = [grad.elements(rank * span.size + start, size).to(dtype) for rank in range(ranks.world_size)]
+            block = ranks.reduce_scatter_mean(torch.cat(blocks), size)
+            shard[start : start + size] = block[: max(0, span.held - start)]
+        return shard
 
 
 class Zero3(Sharded):

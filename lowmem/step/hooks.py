@@ -110,7 +110,9 @@ class Hooks:
         task = torch._C._current_graph_task_id()
         if task == -1 or not record.computes or self.removed:
             return False
-        if not saves_memory(contribution.kept, record.param.nbytes):
+        span = record.span
+        sharded = span.held < span.numel  # ranks decide alike, whatever their batches are
+        if not sharded and not saves_memory(contribution.kept, span.numel * record.param.element_size()):
             return False
         try:
             if not record.reached:

@@ -225,9 +225,10 @@ def settle(record: ParamRecord, shard: Shard) -> None:
 
 def takes_computed(record: ParamRecord, placement: Placement) -> bool:
     """Whether a parameter can be updated with a gradient that is computed as it is read."""
-    param, reducer = record.param, placement.reducer
-    matrix = param.ndim == 2 and param.numel() > SMALL and param.is_contiguous()
-    return matrix and reducer.takes_computed and not record.rule.needs_dense_gradient
+    span, reducer = record.span, placement.reducer
+    matrix = len(span.shape) == 2 and span.numel > SMALL and record.param.is_contiguous()
+    becomes_shard = placement.shard.ranks is not None  # of the tensor that it is reduced to
+    return matrix and reducer.takes_computed and (becomes_shard or not record.rule.needs_dense_gradient)
 
 
 def part_name(state: str, part: str) -> str:

@@ -65,16 +65,14 @@ class ComputedGradient:
     rows of the parameter once it has read the gradient of those rows for the last time.
 
     Attributes:
-        param: the parameter.  contributions: what it is the sum of.
+        shape: [rows, cols], of the full parameter.  device: where it is computed.
+        contributions: what it is the sum of.
     """
 
-    param: Tensor
+    shape: tuple[int, ...]
+    device: torch.device
     contributions: Sequence[Contribution]
     _held: tuple[int, Tensor] | None = field(default=None, init=False)  # the block that was read last, and its number
-
-    @property
-    def device(self) -> torch.device:
-        return self.param.device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -89,23 +87,33 @@ class ComputedGradient:
     @property
     def block_rows(self) -> int:
         """Rows of a block, of which the last one may have fewer."""
-        return min(len(self.param), *(part.block_rows for part in self.contributions))
+        return min(self.shape[0], *(part.block_rows for part in self.contributions))
 
     def __add__(self, other: "ComputedGradient") -> "ComputedGradient":
-        return ComputedGradient(self.param, [*self.contributions, *other.contributions])
+        return ComputedGradient(self.shape, self.device, [*self.contributions, *other.contributions])
 
     def blocks(self) -> Iterator[tuple[int, Tensor]]:
         """Each block as float32 [rows, cols], with the number of its first row. It may be changed in place."""
-        for start in range(0, len(self.param), self.block_rows):
-            yield start, self._compute(start)
+        for start in range(0, self.shape[0], self.block_rows):
+            yield start, self._rows(start, start + self.block_rows)
 
-    def _compute(self, start: int) -> Tensor:
-        self._held = None  # freed before the next one is allocated
-        rows, cols = self.param.shape
-        block = torch.zeros(min(self.block_rows, rows - start), cols, dtype=torch.float32, device=self.device)
+    def _rows(self, start: int, stop: int) -> Tensor:
+        rows, cols = self.shape
+        block = torch.zeros(min(stop, rows) - start, cols, dtype=torch.float32, device=self.device)
         for part in self.contributions:
-            part.add_to(block, start)
+            for first in range(0, len(block), part.block_rows):
+                part.add_to(block[first : first + part.block_rows], start + first)
         return block
+
+    def elements(self, start: int, count: int) -> Tensor:
+        """So many elements in the order of rows, float32, and zeros where there are no more."""
+        rows, cols = self.shape
+        stop = min(start + count, rows * cols)
+        if start >= stop:
+            return torch.zeros(count, dtype=torch.float32, device=self.device)
+        first = start // cols
+        flat = self._rows(first, -(-stop // cols)).view(-1)[start - first * cols : stop - first * cols]
+        return torch.nn.functional.pad(flat, (0, start + count - stop))
 
     def add_to(self, total: Tensor) -> None:
         """Adds all of it to a tensor of the parameter's shape."""
@@ -114,14 +122,14 @@ class ComputedGradient:
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """All of it as one tensor, rounded once."""
-        grad = torch.empty(self.param.shape, dtype=dtype, device=self.device)
+        grad = torch.empty(self.shape, dtype=dtype, device=self.device)
         for start, block in self.blocks():
             grad[start : start + len(block)] = block
         return grad
 
     def layout(self, view: View) -> Layout:
         """The parameter in rectangles of which each lies in one block."""
-        rows, cols = self.param.shape
+        rows, cols = self.shape
         return _in_blocks(rows, cols, view, self.block_rows)
 
     def views(self, layout: Layout) -> "Sequence[Tensor]":
@@ -131,7 +139,8 @@ class ComputedGradient:
     def read(self, start: int) -> Tensor:
         """The block that begins at row `start`, which stays until another one is read."""
         if self._held is None or self._held[0] != start:
-            self._held = start, self._compute(start)
+            self._held = None  # freed before the next one is allocated
+            self._held = start, self._rows(start, start + self.block_rows)
         return self._held[1]
 
 
@@ -144,7 +153,7 @@ class _Views:
     def __getitem__(self, number: int) -> Tensor:
         block = self._layout.blocks[number]
         here = replace(block, start=0, stop=block.stop - block.start)
-        return here.view(self._grad.read(block.start // self._grad.param.shape[1]))
+        return here.view(self._grad.read(block.start // self._grad.shape[1]))
 
 
 @functools.lru_cache(maxsize=64)

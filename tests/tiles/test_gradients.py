@@ -50,7 +50,7 @@ def param():
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
 def test_every_rectangle_is_that_of_the_tensor(view, block, param):
     one, other = torch.randn(2, ROWS, COLS)
-    computed = ComputedGradient(param, [InBlocks(one, block), Stored(other)])
+    computed = ComputedGradient((ROWS, COLS), param.device, [InBlocks(one, block), Stored(other)])
     layout = computed.layout(view)
     views = computed.views(layout)
     full = Layout.of((ROWS, COLS), view)
@@ -67,6 +67,23 @@ def test_every_rectangle_is_that_of_the_tensor(view, block, param):
     assert torch.equal(total, one + other + 1)
 
 
+@pytest.mark.parametrize("block", [1, 8, 100])
+def test_ranges_of_elements(block, param):
+    """As ZeRO-3 cuts a parameter; the last rank's range may end beyond it."""
+    grad = torch.randn(ROWS, COLS)
+    computed = ComputedGradient((ROWS, COLS), param.device, [InBlocks(grad, block)])
+    padded = torch.cat([grad.view(-1), torch.zeros(100)])
+    for start, count in (
+        (0, 5),
+        (7, 30),
+        (COLS * 3, COLS),
+        (ROWS * COLS - 5, 20),
+        (ROWS * COLS + 1, 4),
+        (0, ROWS * COLS),
+    ):
+        assert torch.equal(computed.elements(start, count), padded[start : start + count])
+
+
 def squares(t):
     return Sums(row={"rows": t.grad_square}, col={"cols": t.grad_square}, scalar={"all": t.grad * t.param})
 
@@ -81,7 +98,7 @@ def test_a_sweep_reads_it_as_often_as_it_likes(view, tile, param):
     grad, block = torch.randn(ROWS, COLS), 8
     weights, sums = [param.clone(), param.clone()], []
     contribution = InBlocks(grad, block)
-    computed = ComputedGradient(weights[1], [contribution])
+    computed = ComputedGradient((ROWS, COLS), param.device, [contribution])
     for weight, read, layout in zip(
         weights, (grad, computed), (Layout.of((ROWS, COLS), view), computed.layout(view)), strict=True
     ):
@@ -98,7 +115,7 @@ def test_a_sweep_reads_it_as_often_as_it_likes(view, tile, param):
 
 def test_a_pass_after_the_weight_was_written_is_refused(param):
     """The gradient would be that of other weights."""
-    computed = ComputedGradient(param, [Stored(torch.ones(ROWS, COLS))])
+    computed = ComputedGradient((ROWS, COLS), param.device, [Stored(torch.ones(ROWS, COLS))])
     sweep = Sweep(computed.layout(View.matrix(2)), Held(Nearest(torch.float32), (param,)), computed)
     sweep.apply(moved)
     with pytest.raises(UnsupportedError, match="needs_dense_gradient = True"):
@@ -106,7 +123,9 @@ def test_a_pass_after_the_weight_was_written_is_refused(param):
 
 
 def test_what_is_kept_is_counted(param):
-    computed = ComputedGradient(param, [Stored(torch.ones(ROWS, COLS)), InBlocks(torch.ones(ROWS, COLS).bfloat16(), 8)])
+    computed = ComputedGradient(
+        (ROWS, COLS), param.device, [Stored(torch.ones(ROWS, COLS)), InBlocks(torch.ones(ROWS, COLS).bfloat16(), 8)]
+    )
     assert [tensor.nbytes for tensor in computed.kept] == [ROWS * COLS * 4, ROWS * COLS * 2]
     assert len((computed + computed).kept) == 4
     assert saves_memory(computed.kept, 4 * ROWS * COLS * 6)
