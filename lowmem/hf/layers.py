@@ -67,12 +67,12 @@ def described(model: Any, optimizer: FusedOptimizer) -> str:
     if not records:
         return "the head and the embedding are not trained"
     if all(record.computes for record in records):
-        how = (
-            "as they are read" if optimizer.placement == "local" else "and reduced block by block, a shard on each rank"
-        )
-        return f"gradients of the head and the embedding are computed {how}"
-    dense = "gradients of the head and the embedding are tensors"
-    if optimizer.placement != "local":
-        return f"{dense}: placement {optimizer.placement} reduces them over ranks"
-    rules = [record.rule.name for record in records if record.rule.needs_dense_gradient]
-    return f"{dense}, as rule {rules[0]} needs them" if rules else f"{dense}, because they are small"
+        sharded = "and reduced block by block, a shard on each rank"
+        how = f"computed {'as they are read' if optimizer.placement == 'local' else sharded}"
+    elif optimizer.placement != "local":
+        how = f"tensors, because placement {optimizer.placement} reduces them over ranks"
+    elif dense := [record.rule.name for record in records if record.rule.needs_dense_gradient]:
+        how = f"tensors, because rule {dense[0]} needs them"
+    else:
+        how = "tensors, because they are small"
+    return f"of the head and the embedding: {how}"

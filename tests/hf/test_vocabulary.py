@@ -81,7 +81,7 @@ def test_a_family_is_trained_as_with_trls_head(kind, train, offers):
         assert entry == pytest.approx(expected, rel=1e-4, abs=1e-6)
     for one, other in zip(computed.model.parameters(), tensors.model.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-    assert layers.described(computed.model, computed.optimizer).endswith("are computed as they are read")
+    assert layers.described(computed.model, computed.optimizer).endswith(": computed as they are read")
 
 
 def test_smoothed_labels_are_those_of_the_full_logits(train):
@@ -103,9 +103,9 @@ def test_smoothed_labels_are_those_of_the_full_logits(train):
 @pytest.mark.parametrize(
     ("rule", "vocabulary", "words"),
     [
-        ("torch.optim.SGD", VOCABULARY, "are tensors, as rule torch.optim.sgd.SGD needs them"),
-        ("lomo", 300, "are tensors, because they are small"),
-        ("lomo", VOCABULARY, "are computed as they are read"),
+        ("torch.optim.SGD", VOCABULARY, ": tensors, because rule torch.optim.sgd.SGD needs them"),
+        ("lomo", 300, ": tensors, because they are small"),
+        ("lomo", VOCABULARY, ": computed as they are read"),
     ],
 )
 def test_a_run_says_which_gradients_are_tensors(rule, vocabulary, words, tmp_path):

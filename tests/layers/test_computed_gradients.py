@@ -7,6 +7,7 @@ import pytest
 import torch
 from test_linear_cross_entropy import Largest
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowmem
 from lowmem.layers.embedding import ComputedEmbedding, compute_gradient
@@ -187,6 +188,30 @@ def test_a_weight_that_was_changed_before_backward_is_refused(model, batches):
     with torch.no_grad():
         net.lm_head.weight.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        opt.backward(loss)
+
+
+class NothingIsReadBack(TorchDispatchMode):
+    """Raises where a value would be copied to the host, for which a GPU would have to finish everything before."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func is not torch.ops.aten._local_scalar_dense.default
+        assert func not in (torch.ops.aten.nonzero.default, torch.ops.aten.masked_select.default)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("options", [{}, {"policy": "two_pass", "clip_norm": 0.5}, {"policy": "deferred"}], ids=str)
+def test_nothing_is_read_back(options, model, batches):
+    net = model(tie_word_embeddings=True)
+    opt = lowmem.FusedOptimizer(net.named_parameters(), lr=1e-2, compile=False, **options)
+    losses = [loss_of(net, ids) for ids in batches(1)]
+    opt.backward(losses[0])
+    indices, hidden = torch.randint(VOCABULARY, (30,)), torch.randn(30, 32, requires_grad=True)
+    with NothingIsReadBack():
+        hidden = hidden + net.model.embed_tokens(indices)
+        loss = linear_cross_entropy(
+            hidden, net.lm_head.weight, indices, memory=MEMORY, label_smoothing=0.1, softcap=9.0
+        )
         opt.backward(loss)
 
 
