@@ -74,7 +74,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lowmem",
         description="Full-parameter fine-tuning at the memory of the weights.",
-        epilog="example: lowmem train configs/quickstart.yaml optimizer.lr=2e-3",
+        epilog="example:\n  lowmem train configs/quickstart.yaml optimizer.lr=2e-3",
+        formatter_class=argparse.RawDescriptionHelpFormatter,  # an example is copied, and must not be wrapped
     )
     parser.add_argument("--version", action="version", version=f"lowmem {__version__}")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # DeepSpeed's launcher passes it
@@ -82,7 +83,11 @@ def _parser() -> argparse.ArgumentParser:
 
     def command(name: str, run: Any, summary: str, example: str, config: bool = True) -> argparse.ArgumentParser:
         subparser = commands.add_parser(
-            name, help=summary, description=summary, epilog=f"example: lowmem {name} {example}"
+            name,
+            help=summary,
+            description=summary,
+            epilog=f"example:\n  lowmem {name} {example}",
+            formatter_class=parser.formatter_class,
         )
         subparser.set_defaults(command=run)
         subparser.add_argument("--debug", action="store_true", help="show the traceback of an error")
@@ -105,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--max-new-tokens", type=int, metavar="N", help="maximum length of the answer (256)")
     sub.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (the default)")
     sub.add_argument("--seed", type=int, default=0, metavar="N", help="seed of sampling (0)")
-    sub = command("plan", plan, "Predict the memory of a training step, without downloading or allocating anything.",
+    sub = command("plan", plan, "Predict the memory of a training step; nothing is downloaded or allocated.",
                   "configs/llama3_8b_chat_24gb.yaml --memory 24GiB")  # fmt: skip
     sub.add_argument("--memory", metavar="SIZE", help="such as 24GiB: say whether a step fits, and if not, what would")
     sub.add_argument("--device", choices=("gpu", "cpu"), default="gpu", help="the device to train on (gpu)")

@@ -489,6 +489,22 @@ def test_generate_says_which_checkpoint_answers(config, run_dir, capsys):
     assert "tokens; the model takes from 1 to 63" in err
 
 
+EXAMPLES = {
+    "": "lowmem train configs/quickstart.yaml optimizer.lr=2e-3",
+    "train": "lowmem train configs/quickstart.yaml optimizer.lr=2e-3 run_dir=runs/first",
+    "plan": "lowmem plan configs/llama3_8b_chat_24gb.yaml --memory 24GiB",
+}
+
+
+@pytest.mark.parametrize("command", EXAMPLES)
+def test_the_example_of_a_command_is_on_a_line_of_its_own(command, capsys, monkeypatch):
+    """It can be copied, whatever the width of the terminal."""
+    monkeypatch.setenv("COLUMNS", "40")
+    code, out, _ = lowmem(capsys, *command.split(), "--help")
+    assert code == 0
+    assert out.splitlines()[-2:] == ["example:", f"  {EXAMPLES[command]}"]
+
+
 def test_a_defect_is_one_line_and_keeps_its_traceback(config, run_dir, capsys, monkeypatch):
     def fail(*_, **__):
         raise KeyError("a [bold] bug")

@@ -7,8 +7,9 @@ import json
 import logging
 import math
 import re
+import resource
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,8 +23,13 @@ from torch.utils.checkpoint import checkpoint
 
 import lowmem
 from lowmem.errors import LowmemError
-from lowmem.hf import agreement, integrity
+from lowmem.hf import agreement, integrity, layers
+from lowmem.hf.packing import check_borders
+from lowmem.layers.activations import FileOffload
+from lowmem.layers.head import linear_cross_entropy
+from lowmem.layers.mlp import tile_mlps
 from lowmem.placements import failures
+from lowmem.rules.lomo import Lomo
 from lowmem.run.folder import run_folder
 from lowmem.run.memory import is_out_of_memory
 from lowmem.run.pretrained import load_model
@@ -273,6 +279,62 @@ def reread():
         return net[0](x) * net[2].weight.detach().sum()
 
     opt.backward(net[2](checkpoint(region, torch.ones(2, 3), use_reentrant=False)).sum())
+
+
+# -- layers and long sequences -----------------------------------------------------------------------------------------
+
+
+@entry("`head_memory=... bytes is not enough for one row of a vocabulary matrix`")
+def no_row():
+    linear_cross_entropy(torch.ones(3, 48), torch.ones(9, 48), torch.zeros(3, dtype=torch.int64), memory=700)
+
+
+@entry("`has no MLP that can compute a number of tokens at a time`")
+def no_mlp():
+    tile_mlps(nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7)), 16)
+
+
+@entry("`a sample depends on the samples before it in its row`")
+def across_borders(tiny_llama):
+    def collate(samples):  # as TRL does, without the position ids that say where samples begin
+        return {"input_ids": torch.tensor([[*samples[0]["input_ids"], *samples[1]["input_ids"]]])}
+
+    check_borders(tiny_llama(), collate, torch.device("cpu"), nullcontext())
+
+
+@entry("`activation_offload='disk' writes what checkpointed layers keep`")
+def nothing_is_checkpointed():
+    layers.check(SimpleNamespace(activation_checkpointing=False), lowmem.LayersConfig(activation_offload="disk"))
+
+
+@entry("`activation_offload='disk' and offloading to the host exclude each other`")
+def offloaded_twice():
+    args = SimpleNamespace(activation_checkpointing=True, activation_checkpointing_kwargs={"offload": True})
+    layers.check(args, lowmem.LayersConfig(activation_offload="disk"))
+
+
+@entry("`activation_offload='disk' needs more than ... bytes in ...`")
+def full_disk(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        with FileOffload(str(tmp_path)):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+            torch.ones(1 << 15, requires_grad=True).square()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+class Twice(Lomo):
+    def update(self, sweep, *args):
+        super().update(sweep, *args)
+        return super().update(sweep, *args)
+
+
+@entry("`this rule reads the gradient once more after it has written the weight`")
+def read_after_written():
+    head, hidden = nn.Linear(64, 512, bias=False), torch.ones(3, 64)
+    opt = lomo(head, rule=Twice())
+    opt.backward(linear_cross_entropy(hidden, head.weight, torch.zeros(3, dtype=torch.int64)))
 
 
 # -- several optimizers and models -------------------------------------------------------------------------------------

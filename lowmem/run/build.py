@@ -21,8 +21,8 @@ from lowmem.rules import resolve
 from lowmem.run import data
 from lowmem.run.config import ModelConfig, RunConfig
 from lowmem.run.engine import check_deepspeed
-from lowmem.run.models import reason
 from lowmem.run.pretrained import load_model, load_tokenizer
+from lowmem.run.source import reason
 from lowmem.run.tokenizers import train_tokenizer
 from lowmem.trainer import FusedSFTTrainer
 
@@ -174,7 +174,7 @@ def model(config: RunConfig, tokenizer: "PreTrainedTokenizerBase", args: "SFTCon
             with sharded.creating() if sharded is not None else nullcontext():
                 model = AutoModelForCausalLM.from_config(raw, dtype=dtype, attn_implementation=config.model.attention)
     except AssertionError as error:  # such as batch sizes that do not fit the number of processes
-        raise ConfigError(f"trainer.deepspeed: {first_line(error)}") from error
+        raise ConfigError(f"trainer.deepspeed: {reason(error)}") from error
     except LowmemError:
         raise
     except Exception as error:  # of model classes, which document none
@@ -231,7 +231,7 @@ def trainer(config: RunConfig, samples: Samples, model: "PreTrainedModel", args:
     except (RuntimeError, ImportError) as error:
         if "installed" not in str(error):
             raise
-        raise ConfigError(f"trainer: {first_line(error)}") from error  # a package that trainer.report_to needs
+        raise ConfigError(f"trainer: {reason(error)}") from error  # a package that trainer.report_to needs
     except ValueError as error:  # with which TRL and transformers refuse arguments
         raise ConfigError(f"trainer: {reason(error)}") from error
 
@@ -267,7 +267,3 @@ def slow_bfloat16(config: RunConfig, device: torch.device) -> str | None:
         return None
     key = "model.dtype=float32" if config.model.dtype == "bfloat16" else "trainer.bf16=false"
     return f"this {device.type.upper()} has no bfloat16 instructions, so bfloat16 is slow here; set {key}"
-
-
-def first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0]

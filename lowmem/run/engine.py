@@ -3,8 +3,7 @@
 from typing import Any
 
 from lowmem.errors import ConfigError, did_you_mean
-from lowmem.run.models import reason
-from lowmem.run.source import shortened
+from lowmem.run.source import reason, shortened
 
 _BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 

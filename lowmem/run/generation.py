@@ -9,8 +9,8 @@ from transformers import TextStreamer, set_seed
 
 from lowmem.errors import CheckpointError, ConfigError
 from lowmem.hf import adapters, checkpoint
-from lowmem.run.models import reason
 from lowmem.run.pretrained import check_no_adapters, load_model, load_tokenizer
+from lowmem.run.source import reason
 from lowmem.run.terminal import warn
 
 # The longest answer where nothing else is asked for, and the context has room.

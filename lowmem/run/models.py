@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from lowmem.errors import ConfigError
 from lowmem.run.checks import Whole, mapping, within
-from lowmem.run.source import shortened
+from lowmem.run.source import reason
 
 _MAX_LAYERS = 2_000  # building more takes minutes, and no model has them
 _LAYERS_BUILT = 2
@@ -102,10 +102,3 @@ def _copied(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _copied(item) for key, item in value.items()}
     return [*map(_copied, value)] if isinstance(value, list) else value
-
-
-def reason(error: Exception) -> str:
-    """An error of another package in one line."""
-    text = " ".join(str(error).split()) or "no reason is given"
-    name = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-    return shortened(f"{name}{text}", 300)

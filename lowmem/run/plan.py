@@ -36,6 +36,7 @@ from lowmem.run.config import ModelConfig, RunConfig
 from lowmem.run.memory import StepMemory, step_memory
 from lowmem.run.pretrained import load_config, no_code
 from lowmem.run.report import describe
+from lowmem.run.source import reason
 from lowmem.run.tokenizers import SMALLEST_VOCABULARY, train_tokenizer
 
 # The device of fake tensors. A GPU is "meta", so that its tensors differ from those on the host.
@@ -157,7 +158,7 @@ def empty_model(model: ModelConfig, tokenizer: PreTrainedTokenizerBase, sdpa: st
         with no_code(model.path):
             return AutoModelForCausalLM.from_config(_model_config(model, tokenizer), trust_remote_code=False, **options)
     except (ValueError, ImportError) as error:
-        raise ConfigError(f"model: cannot be built from its configuration: {build.first_line(error)}") from error
+        raise ConfigError(f"model: cannot be built from its configuration: {reason(error)}") from error
 
 
 def _model_config(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> Any:

@@ -120,6 +120,17 @@ def shortened(text: str, longest: int = 100) -> str:
     return text if len(text) <= longest else f"{text[: longest * 3 // 4]} ... {text[-longest // 8 :]}"
 
 
+# Errors whose messages are sentences. Of others, such as KeyError, the name says what is wrong.
+_SENTENCES = (ValueError, RuntimeError, ImportError, AssertionError)
+
+
+def reason(error: Exception) -> str:
+    """An error of another package in one line."""
+    text = " ".join(str(error).split())
+    name = "" if text and isinstance(error, _SENTENCES) else f"{type(error).__name__}: "
+    return shortened(f"{name}{text or 'no reason is given'}", 600)
+
+
 def _parse(text: str, name: str) -> tuple[Any, dict[Key, int]]:
     """The value of a YAML document and the line of each of its keys."""
     yaml = YAML(typ="safe", pure=True)

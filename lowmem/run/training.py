@@ -26,6 +26,7 @@ from lowmem.run.memory import is_out_of_memory
 from lowmem.run.metrics import read_metrics
 from lowmem.run.pictures import size
 from lowmem.run.secrets import redacted
+from lowmem.run.source import reason
 from lowmem.run.summary import last_losses
 from lowmem.run.terminal import generate_command, out, print_topics, rank, stage, train_command, warn
 
@@ -97,8 +98,8 @@ def _newest_checkpoint(run_dir: Path) -> Path | None:
         warn(f"{run_dir} has no checkpoint yet, so the run starts from its beginning")
         return None
     newest, damaged = checkpoint.find_last(run_dir)
-    for reason in damaged:
-        warn(f"skipped a damaged checkpoint: {reason}")
+    for fault in damaged:
+        warn(f"skipped a damaged checkpoint: {fault}")
     out.print(f"resuming from {newest}", soft_wrap=True)
     return newest
 
@@ -136,7 +137,7 @@ def _explained(error: Exception, config: RunConfig, run_dir: Path) -> Exception:
     users goes into the run folder.
     """
     if is_out_of_memory(error):
-        return LowmemError(f"out of memory: {build.first_line(error)}. {_memory_advice(config, run_dir)}")
+        return LowmemError(f"out of memory: {reason(error)}. {_memory_advice(config, run_dir)}")
     if not isinstance(error, LowmemError):
         path = run_dir / ("traceback.txt" if rank() == 0 else f"traceback-{rank()}.txt")
         write_file(path, redacted("".join(traceback.format_exception(error))).encode())

@@ -1,12 +1,14 @@
 """Configurations: what is read, what is refused and how that is said, and that what is written reads back."""
 
 import pytest
+import torch
 import yaml
 from trl import SFTConfig
 
 from lowmem.errors import ConfigError, LowmemError
 from lowmem.run.config import ELSEWHERE, load, save
 from lowmem.run.data import DataConfig, sft_arguments
+from lowmem.run.source import reason
 
 TEXT = """\
 run_dir: runs/one
@@ -398,6 +400,21 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
 @pytest.mark.parametrize("override", ["trainer.max_steps", "=3", "trainer.=3", ""])
 def test_an_override_without_key_or_value_is_refused(override, write):
     assert f"override {override!r}: an override is written key=value" in refused(write(), override)
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ValueError("Class validation error:\n    heads do not divide"), "Class validation error: heads do not divide"),
+        (ImportError("\nsentencepiece is missing.\n"), "sentencepiece is missing."),
+        (torch.OutOfMemoryError("Tried to allocate 20.00 MiB"), "Tried to allocate 20.00 MiB"),
+        (KeyError("nope"), "KeyError: 'nope'"),
+        (NotImplementedError(), "NotImplementedError: no reason is given"),
+        (TypeError("a" * 700), "TypeError: " + "a" * 439 + " ... " + "a" * 75),
+    ],
+)
+def test_an_error_of_another_package_is_one_line(error, line):
+    assert reason(error) == line
 
 
 def test_an_override_below_a_value_is_refused(write):
