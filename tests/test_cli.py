@@ -19,6 +19,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lowmem import cli
+from lowmem.layers import activations
 from lowmem.run import build, report, terminal
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
@@ -503,6 +504,19 @@ def test_the_example_of_a_command_is_on_a_line_of_its_own(command, capsys, monke
     code, out, _ = lowmem(capsys, *command.split(), "--help")
     assert code == 0
     assert out.splitlines()[-2:] == ["example:", f"  {EXAMPLES[command]}"]
+
+
+def test_a_run_writes_activations_to_a_file(config, run_dir, capsys, monkeypatch):
+    """Its optimizer is made before the trainer enables activation checkpointing."""
+    files, write = [], activations._File._write
+    monkeypatch.setattr(activations._File, "_write", lambda file, tensor: files.append(file) or write(file, tensor))
+    monkeypatch.setattr(activations, "_LEAST", 1)
+    options = ["trainer.activation_checkpointing=true", "layers.activation_offload=disk", "trainer.max_steps=2"]
+    code, out, err = lowmem(capsys, "train", config, *options, "trainer.eval_strategy=no")
+    assert (code, err) == (0, "")
+    assert "activations recomputed in backward, in a file\n" in out
+    assert len(files) >= 2
+    assert len({id(file) for file in files}) == 1
 
 
 def test_a_defect_is_one_line_and_keeps_its_traceback(config, run_dir, capsys, monkeypatch):

@@ -72,13 +72,13 @@ def loss(trainer: Any, layers: LayersConfig, label_smoothing: float = 0.0) -> It
     if "trl.trainer.utils" not in sys.modules:  # it is none of TRL's trainers
         yield
         return
-    from trl import DPOTrainer, SFTTrainer
+    from trl import DPOTrainer, KTOTrainer, SFTTrainer
     from trl.trainer import utils
 
     own, columns = utils._ChunkedLogProbFunction, utils._CHUNKED_LOGPROB_CHUNK_SIZE
     if layers.computed_gradients:
         memory = parse_bytes(layers.head_memory, "head_memory")
-        logs_entropy = isinstance(trainer, SFTTrainer | DPOTrainer)
+        logs_entropy = isinstance(trainer, SFTTrainer | DPOTrainer | KTOTrainer)
         utils._ChunkedLogProbFunction = _LogProbs(own, memory, label_smoothing, logs_entropy)
     if trainer.args.device.type == "cpu":
         utils._CHUNKED_LOGPROB_CHUNK_SIZE = _CPU_COLUMNS

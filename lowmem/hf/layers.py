@@ -12,6 +12,7 @@ from lowmem.layers.embedding import compute_gradient
 from lowmem.layers.head import Head
 from lowmem.layers.mlp import tile_mlps
 from lowmem.optimizer import FusedOptimizer
+from lowmem.tiles.gradients import TIMES_LESS
 
 
 def check(args: TrainingArguments, layers: LayersConfig) -> None:
@@ -54,13 +55,17 @@ def change(model: Any, layers: LayersConfig) -> None:
 
 
 def offload(model: Any, layers: LayersConfig) -> None:
-    """Makes checkpointed layers write what they keep to a file, once activation checkpointing is enabled."""
-    if layers.activation_offload == "disk":
+    """Makes checkpointed layers write what they keep to a file, once train() has enabled activation checkpointing."""
+    if layers.activation_offload == "disk" and getattr(model, "is_activation_checkpointing", False):
         offload_to_file(model, layers.activation_dir)
 
 
-def described(model: Any, optimizer: FusedOptimizer) -> str:
-    """Whether the gradients of a model's head and input embedding are computed as they are read, or why not."""
+def described(model: Any, optimizer: FusedOptimizer, tokens: int) -> str:
+    """Whether the gradients of a model's head and input embedding are computed as they are read, or why not.
+
+    Args:
+        tokens: of the largest micro-batch.
+    """
     layers = (model.get_output_embeddings(), model.get_input_embeddings())
     weights = [layer.weight for layer in layers if layer is not None and layer.weight.requires_grad]
     records = [optimizer._records[weight] for weight in weights if weight in optimizer._records]
@@ -69,6 +74,9 @@ def described(model: Any, optimizer: FusedOptimizer) -> str:
     if all(record.computes for record in records):
         sharded = "and reduced block by block, a shard on each rank"
         how = f"computed {'as they are read' if optimizer.placement == 'local' else sharded}"
+        most = min(record.span.shape[0] for record in records) // TIMES_LESS
+        if optimizer.placement == "local" and tokens > most:
+            how += f" in batches of up to {most:,} tokens, and tensors in larger ones"
     elif optimizer.placement != "local":
         how = f"tensors, because placement {optimizer.placement} reduces them over ranks"
     elif dense := [record.rule.name for record in records if record.rule.needs_dense_gradient]:

@@ -14,10 +14,12 @@ class LayersConfig:
 
     Attributes:
         computed_gradients: the gradients of the output head and of the embedding never exist as a whole: the optimizer
-            computes them, block by block, as often as its rule reads them. That holds on one device and for rules of
-            lowmem. Under ZeRO-3 they are computed and reduced block by block, so that a rank has those of its shard.
-            Under FSDP2, where ranks are replicated, and for optimizers of other packages they are tensors. False uses
-            TRL's head and PyTorch's embedding.
+            computes them, block by block, as often as its rule reads them. That holds on one device, for rules of
+            lowmem, and for micro-batches of up to a quarter as many tokens as the vocabulary has; for longer ones a
+            tensor takes hardly more memory than what it is computed from, and is computed once. Under ZeRO-3 they are
+            computed and reduced block by block, so that a rank has those of its shard. Under FSDP2, where ranks are
+            replicated, and for optimizers of other packages they are tensors. False uses TRL's head and PyTorch's
+            embedding.
         head_memory: what computing the loss and these gradients may need in addition, such as "128MiB"; more is faster.
         mlp_tile: MLPs compute so many tokens at a time, and once more in backward; None computes all at once.
         activation_offload: "disk" writes the activations that checkpointed layers keep to a file. (On a GPU,

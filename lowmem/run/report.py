@@ -70,7 +70,9 @@ def describe(config: RunConfig, trainer: Any) -> dict[str, str]:
     tiled = f"; MLPs compute {config.layers.mlp_tile:,} tokens at a time" if config.layers.mlp_tile else ""
     why = "" if optimizer.policy == "immediate" else f": {optimizer.policy_reason}"
     if config.layers.computed_gradients:
-        topics["gradients"] = layers.described(model, optimizer)
+        topics["gradients"] = layers.described(
+            model, optimizer, args.per_device_train_batch_size * config.data.max_length
+        )
     return {
         **topics,
         "updates": f"{_WHEN[optimizer.policy]} (policy {optimizer.policy}{why})",

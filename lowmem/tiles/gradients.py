@@ -16,12 +16,12 @@ from lowmem.tiles.layout import Layout, View
 
 # Gradients are computed as they are read where what they are computed from takes this many times less memory. For more
 # tokens a tensor is hardly larger, and computed once.
-_TIMES_LESS = 4
+TIMES_LESS = 4
 
 
 def saves_memory(kept: Sequence[Tensor], dense: int) -> bool:
     """Whether to keep these tensors in place of a gradient of `dense` bytes that is computed from them."""
-    return sum(tensor.nbytes for tensor in kept) * _TIMES_LESS <= dense
+    return sum(tensor.nbytes for tensor in kept) * TIMES_LESS <= dense
 
 
 class Contribution(Protocol):

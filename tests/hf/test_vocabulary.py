@@ -81,7 +81,8 @@ def test_a_family_is_trained_as_with_trls_head(kind, train, offers):
         assert entry == pytest.approx(expected, rel=1e-4, abs=1e-6)
     for one, other in zip(computed.model.parameters(), tensors.model.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-    assert layers.described(computed.model, computed.optimizer).endswith(": computed as they are read")
+    assert layers.described(computed.model, computed.optimizer, 256).endswith(": computed as they are read")
+    assert "up to 256 tokens, and tensors in" in layers.described(computed.model, computed.optimizer, 257)
 
 
 def test_smoothed_labels_are_those_of_the_full_logits(train):
@@ -116,9 +117,9 @@ def test_a_run_says_which_gradients_are_tensors(rule, vocabulary, words, tmp_pat
     net = model_of("llama", vocab_size=vocabulary)
     args = TrainingArguments(output_dir=str(tmp_path), report_to="none", max_grad_norm=0.0)
     trainer = FusedTrainer(net, args=args, fused=lowmem.FusedConfig(rule=rule))
-    assert layers.described(net, trainer.create_optimizer()).endswith(words)
+    assert layers.described(net, trainer.create_optimizer(), 256).endswith(words)
     net.requires_grad_(False)
-    assert layers.described(net, trainer.optimizer) == "the head and the embedding are not trained"
+    assert layers.described(net, trainer.optimizer, 256) == "the head and the embedding are not trained"
 
 
 @pytest.mark.parametrize(
