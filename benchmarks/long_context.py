@@ -66,9 +66,8 @@ def measured(options: Any) -> None:
     results: dict[str, dict[int, dict[str, float]]] = {setting: {} for setting in MEASURED}
     for tokens in lengths:
         for setting, layers in MEASURED.items():
-            config = partial(
-                configuration, SMALL, tokens, dtype=options.dtype, layers={"head_memory": "1MiB", **layers}
-            )
+            options_of_layers = {"head_memory": "1MiB", **layers}
+            config = partial(configuration, SMALL, tokens, dtype=options.dtype, layers=options_of_layers, compile=False)
             expected = plan(config(), "cpu").step.peak
             results[setting][tokens] = {"planned": expected, **alone(real_step, config())}
     print(f"Peak of tensors in MiB: real / planned; {headline(options.dtype)}\n")

@@ -197,7 +197,7 @@ def draw(peaks: Mapping[str, Mapping[str, Mapping[int, int]]], path: Path) -> No
                 axes.plot(list(row), [needed / 2**30 for needed in row.values()], label=setting, **style)
             for card in CARDS:
                 axes.axhline(card / 2**30, color="#333333", lw=1, ls=(0, (5, 3)))
-                axes.text(SHORTEST, card / 2**30 * 1.03, f"{card >> 30} GiB", fontsize=8, color="#333333")
+                axes.text(SHORTEST, card / 2**30 * 0.97, f"{card >> 30} GiB", va="top", fontsize=8, color="#333333")
             axes.set(xscale="log", yscale="log", xlabel="tokens", title=name)
             axes.set_xticks(list(row), [f"{n // 1024}k" for n in row])
             axes.set_yticks(ticks, list(map(str, ticks)))

@@ -2,7 +2,7 @@
 
 import tempfile
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from datasets import Dataset
@@ -21,7 +21,7 @@ def configuration(
     dtype: str = "bfloat16",
     layers: Mapping[str, Any] | None = None,
     offload: bool = False,
-    compile: bool = False,
+    compile: bool | Literal["auto"] = "auto",
 ) -> RunConfig:
     """A run of AdaLomo with one sequence per step and activation checkpointing.
 
