@@ -26,6 +26,8 @@ from benchmarks import (  # noqa: E402
     determinism,
     dispatch,
     growth,
+    long_context,
+    long_context_plans,
     measurement,
     policies,
     reports,
@@ -64,7 +66,7 @@ def nothing_installed(monkeypatch):
 def in_this_process(monkeypatch):
     """Starts no process for a measurement."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    for module in (comparison, update):
+    for module in (comparison, long_context, update):
         monkeypatch.setattr(module, "alone", lambda function, *args, folder=None: function(*args))
 
 
@@ -154,6 +156,46 @@ def test_growth_is_fitted_drawn_and_written(monkeypatch, tmp_path, capsys):
     assert (tmp_path / "growth.png").exists()
 
 
+def test_long_sequences_are_planned_drawn_and_written(monkeypatch, tmp_path, capsys):
+    def peak(model, tokens, setting, **changes):
+        """4 MiB, and per token of 512 KiB and of an input per layer, which may be offloaded."""
+        model = {**model, **changes}
+        layer = 2**20 + (0 if setting.get("offload") else 2 * model["hidden_size"] * tokens)
+        return 2**22 + tokens * 2**19 + model["num_hidden_layers"] * layer + 3 * model["vocab_size"]
+
+    monkeypatch.setattr(long_context_plans, "peak", peak)
+    monkeypatch.setattr(long_context_plans, "weights", lambda model: 2**20)
+    long_context.main(["--only", "planned", "--tokens", "65536", "--out", str(tmp_path)])
+    report = json.loads((tmp_path / "long_context_planned.json").read_text())
+    for row in report["checked"]:
+        assert row["extrapolated"] == row["full"]
+    row = report["peaks"]["Llama-3.2-1B"]["offload to the host"]
+    assert row["2048"] == 2**22 + 2**30 + 16 * 2**20 + 3 * 128256
+    assert report["fits"]["Llama-3.2-1B"]["offload to the host"] == {"24": 46 * 1024 - 1024, "80": 65536}
+    assert (tmp_path / "long_context.png").exists()
+    assert "7 of 7 plans" in capsys.readouterr().out
+
+
+def test_real_steps_of_long_sequences_equal_their_plans(in_this_process, monkeypatch, tmp_path, capsys):
+    small = {**long_context.SMALL, "num_hidden_layers": 1, "vocab_size": 300}
+    for name, value in {"SHORTEST": 128, "SMALL": small, "MEASURED": {"tiled MLP": {"mlp_tile": 32}}}.items():
+        monkeypatch.setattr(long_context, name, value)
+    long_context.main(["--only", "measured", "--measured", "128", "--dtype", "float32", "--out", str(tmp_path)])
+    results = json.loads((tmp_path / "long_context_measured.json").read_text())["results"]
+    assert results["tiled MLP"]["128"]["real"] == pytest.approx(results["tiled MLP"]["128"]["planned"], rel=0.05)
+
+
+def test_steps_of_long_sequences_take_turns(monkeypatch, tmp_path, capsys):
+    turns = []
+    monkeypatch.setattr(long_context, "step_of", lambda config: lambda: turns.append(config.layers))
+    arguments = ("--only", "time", "--rounds", "2", "--dtype", "float32", "--out", str(tmp_path))
+    long_context.main(arguments)
+    report = json.loads((tmp_path / "long_context_time.json").read_text())
+    assert [len(row) for row in report["results"].values()] == [2, 5]
+    assert turns[6:11] == turns[11:16] == turns[16:21] and len(set(turns[6:11])) == 5
+    assert report["results"]["float32, 2048 tokens"]["defaults"]["ratios"] == [1, 1]
+
+
 def test_optimizers_are_trained_searched_and_drawn(monkeypatch, tmp_path, capsys):
     sizes = {"steps": 2, "hidden": 64, "layers": 1, "batch": 2, "length": 4, "vocab": 300, "every": 1, "seed": 0}
     settings = convergence.Settings(**sizes)
@@ -196,7 +238,7 @@ def test_runs_are_compared_by_their_bits_and_their_losses(monkeypatch, tmp_path,
 
 
 def test_every_command_has_a_help_that_names_its_options(capsys):
-    for module in (step, policies, update, dispatch, growth, convergence, determinism):
+    for module in (step, policies, update, dispatch, growth, long_context, convergence, determinism):
         assert status(module.main, "--help") == 0
         assert "--out DIR" in capsys.readouterr().out
 

@@ -64,6 +64,22 @@ def test_options_change_the_memory(write):
     assert residual.items["optimizer states"] - plain.items["optimizer states"] == 2 * PARAMETERS
 
 
+@pytest.mark.parametrize("device", ["gpu", "cpu"])
+def test_options_of_layers_change_the_memory(write, device):
+    """A tiled MLP, inputs of checkpointed layers in a file, and on a GPU the same on the host."""
+    long = ("data.max_length=1024", "trainer.per_device_train_batch_size=1", "layers.head_memory=1MiB")
+    plain = planned(write, *long, device=device)
+    tiled = planned(write, *long, "layers.mlp_tile=64", device=device)
+    assert tiled.items["temporaries"] < plain.items["temporaries"]
+    one_input = 2 * 1024 * 64
+    in_file = planned(write, *long, "layers.activation_offload=disk", device=device)
+    assert plain.peak - in_file.peak >= one_input and in_file.host_peak == plain.host_peak
+    if device == "gpu":
+        on_host = planned(write, *long, "trainer.activation_checkpointing_kwargs={offload: true}")
+        assert on_host.peak == in_file.peak
+        assert on_host.host_peak >= plain.host_peak + 2 * one_input
+
+
 def test_states_of_a_group_with_its_own_rule(write):
     """Float32 moments of the embedding and the output matrix, 8 bytes per parameter."""
     planned_groups = planned(write, "optimizer.groups=[{match: embed_tokens|lm_head, rule: adamw, lr: 1e-3}]")
