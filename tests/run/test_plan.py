@@ -68,6 +68,7 @@ def test_options_change_the_memory(write):
 def test_options_of_layers_change_the_memory(write, device):
     """A tiled MLP, inputs of checkpointed layers in a file, and on a GPU the same on the host."""
     long = ("data.max_length=1024", "trainer.per_device_train_batch_size=1", "layers.head_memory=1MiB")
+    long += ("model.config.vocab_size=16384",)
     plain = planned(write, *long, device=device)
     tiled = planned(write, *long, "layers.mlp_tile=64", device=device)
     assert tiled.items["temporaries"] < plain.items["temporaries"]
