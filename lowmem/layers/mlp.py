@@ -3,6 +3,7 @@
 Forward keeps the input alone. Backward computes each tile again and returns one gradient per weight, summed over tiles.
 """
 
+import functools
 import inspect
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -241,23 +242,26 @@ class _Sums:
 
     def __init__(self, leaves: list[Tensor]) -> None:
         self._leaves = leaves
-        self._sums: dict[Tensor, Tensor] = {}
-        for leaf in leaves:
-            leaf.register_post_accumulate_grad_hook(self._add)
-
-    def _add(self, leaf: Tensor) -> None:
-        assert leaf.grad is not None
-        if leaf in self._sums:
-            self._sums[leaf].add_(leaf.grad)
-        else:  # a copy, because a gradient may share the memory of another
-            self._sums[leaf] = leaf.grad.to(torch.promote_types(leaf.dtype, torch.float32), copy=True)
-        leaf.grad = None
+        self._sums: dict[int, Tensor] = {}
+        # the hook of a leaf must not refer to the leaf: no garbage collector finds that cycle, which holds the weight
+        for number, leaf in enumerate(leaves):
+            leaf.register_post_accumulate_grad_hook(functools.partial(_add, self._sums, number))
 
     def take(self) -> Iterator[Tensor | None]:
         """The sums in the dtype of the weights, each freed when it is taken; None for a weight that was not used."""
-        for leaf in self._leaves:
-            total = self._sums.pop(leaf, None)
+        for number, leaf in enumerate(self._leaves):
+            total = self._sums.pop(number, None)
             yield None if total is None else total.to(leaf.dtype)
+
+
+def _add(sums: dict[int, Tensor], number: int, leaf: Tensor) -> None:
+    """Adds the gradient of a leaf to its sum, and frees it."""
+    assert leaf.grad is not None
+    if number in sums:
+        sums[number].add_(leaf.grad)
+    else:  # a copy, because a gradient may share the memory of another
+        sums[number] = leaf.grad.to(torch.promote_types(leaf.dtype, torch.float32), copy=True)
+    leaf.grad = None
 
 
 def _flat(tensor: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Tiled MLPs compute what whole ones compute, one tile at a time, and return one gradient per weight."""
 
 import copy
+import gc
 from contextlib import nullcontext
 
 import pytest
@@ -401,3 +402,16 @@ def test_unused_weights_have_no_gradient():
     net(torch.randn(8, 32)).sum().backward()
     assert net.mlp.up.weight.grad is None
     assert net.mlp.gate.weight.grad.norm() > 0
+
+
+def test_backwards_leave_no_tensors_behind():
+    """Hooks of the leaves of a backward are not to keep them."""
+    net = Net(MLP()).requires_grad_()
+    tile_mlps(net, 4)
+    counts = []
+    for _ in range(3):
+        net(torch.randn(1, 16, 32)).sum().backward()
+        net.zero_grad()
+        gc.collect()
+        counts.append(sum(type(thing) is torch.Tensor for thing in gc.get_objects()))
+    assert counts[1] == counts[2]
