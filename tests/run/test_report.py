@@ -242,7 +242,8 @@ def test_a_resumed_run_repeats_no_step_and_counts_on(trainer, run_dir, clock):
 
 
 @pytest.mark.parametrize("error", [RuntimeError("gone"), KeyboardInterrupt()])
-def test_a_run_that_fails_still_leaves_its_pictures(error, trainer, run_dir):
+def test_a_run_that_fails_still_leaves_its_pictures(error, trainer, run_dir, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
     trained = trainer()
     trained.add_callback(Fail(2, error))
     printed = io.StringIO()
