@@ -10,7 +10,7 @@ from accelerate.utils import is_peft_model
 from torch import Tensor
 
 from lowmem.errors import UnsupportedError
-from lowmem.layers.config import LayersConfig, parse_bytes
+from lowmem.layers.config import LayersConfig
 from lowmem.layers.head import METRICS, Head, token_losses
 
 # Columns of a tile of logits on a CPU.
@@ -52,13 +52,20 @@ def why_dense(trainer: Any) -> str | None:
     if trainer.compute_loss_func is not None:
         return "compute_loss_func gets all logits"
     if "trl.trainer.utils" in sys.modules:
-        from trl import DPOTrainer, GRPOTrainer, KTOTrainer, RLOOTrainer, SFTTrainer
+        from trl import GRPOTrainer, RLOOTrainer
 
-        if isinstance(trainer, SFTTrainer | DPOTrainer | KTOTrainer):
+        if _logs_entropy(trainer):
             return None
         if isinstance(trainer, GRPOTrainer | RLOOTrainer):
             return f"the loss of {name} may depend on the entropy of tokens"
     return f"{name} takes the loss that the model computes from all logits, and FusedSFTTrainer does not"
+
+
+def _logs_entropy(trainer: Any) -> bool:
+    """Whether it is a trainer of TRL's for which the entropy of tokens is a metric, and not part of the loss."""
+    from trl import DPOTrainer, KTOTrainer, SFTTrainer
+
+    return isinstance(trainer, SFTTrainer | DPOTrainer | KTOTrainer)
 
 
 @contextmanager
@@ -72,14 +79,11 @@ def loss(trainer: Any, layers: LayersConfig, label_smoothing: float = 0.0) -> It
     if "trl.trainer.utils" not in sys.modules:  # it is none of TRL's trainers
         yield
         return
-    from trl import DPOTrainer, KTOTrainer, SFTTrainer
     from trl.trainer import utils
 
     own, columns = utils._ChunkedLogProbFunction, utils._CHUNKED_LOGPROB_CHUNK_SIZE
     if layers.computed_gradients:
-        memory = parse_bytes(layers.head_memory, "head_memory")
-        logs_entropy = isinstance(trainer, SFTTrainer | DPOTrainer | KTOTrainer)
-        utils._ChunkedLogProbFunction = _LogProbs(own, memory, label_smoothing, logs_entropy)
+        utils._ChunkedLogProbFunction = _LogProbs(own, layers.head_bytes, label_smoothing, _logs_entropy(trainer))
     if trainer.args.device.type == "cpu":
         utils._CHUNKED_LOGPROB_CHUNK_SIZE = _CPU_COLUMNS
     try:

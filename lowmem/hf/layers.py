@@ -7,7 +7,7 @@ from transformers import TrainingArguments
 
 from lowmem.errors import ConfigError
 from lowmem.layers.activations import offload_to_file
-from lowmem.layers.config import LayersConfig, parse_bytes
+from lowmem.layers.config import LayersConfig
 from lowmem.layers.embedding import compute_gradient
 from lowmem.layers.head import Head
 from lowmem.layers.mlp import tile_mlps
@@ -49,9 +49,9 @@ def change(model: Any, layers: LayersConfig) -> None:
         tile_mlps(model, layers.mlp_tile)
     embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     if layers.computed_gradients and isinstance(embedding, nn.Embedding):
-        memory = parse_bytes(layers.head_memory, "head_memory")
-        Head(memory=memory).tile(1, embedding.num_embeddings, embedding.embedding_dim)  # raises if that is too little
-        compute_gradient(embedding, memory)
+        head = Head(memory=layers.head_bytes)
+        head.tile(1, embedding.num_embeddings, embedding.embedding_dim)  # raises if that is too little
+        compute_gradient(embedding, head.memory)
 
 
 def offload(model: Any, layers: LayersConfig) -> None:

@@ -36,10 +36,15 @@ class LayersConfig:
     activation_offload: Literal["disk"] | None = None
     activation_dir: str | None = None
 
+    @property
+    def head_bytes(self) -> int:
+        """`head_memory` in bytes."""
+        return parse_bytes(self.head_memory, "head_memory")
+
     def __post_init__(self) -> None:
         if not isinstance(self.computed_gradients, bool):
             raise ConfigError(f"computed_gradients={self.computed_gradients!r}; allowed are True and False")
-        parse_bytes(self.head_memory, "head_memory")
+        _ = self.head_bytes  # raises if it is not an amount
         tile = self.mlp_tile
         if tile is not None and (not isinstance(tile, int) or isinstance(tile, bool) or tile < 1):
             raise ConfigError(f"mlp_tile={tile!r} is neither a whole number of tokens >= 1 nor None (all at once)")

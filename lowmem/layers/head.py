@@ -7,7 +7,7 @@ states and the log-sum-exp alone: it is computed when the optimizer reads it.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -271,7 +271,6 @@ class _Scores:
         self, head: Head, products: _Products, hidden: Tensor, targets: Tensor, metrics: Sequence[str], learns: bool
     ) -> None:
         self._head, self._products, self._targets, self._metrics = head, products, targets, metrics
-        self._dtype_of_direction = hidden.dtype
         self._hidden = products.cast(hidden)
         zeros = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
         self._largest = torch.full_like(zeros, -torch.inf)
@@ -385,27 +384,29 @@ class HeadGradient:
         return self.head.tile(len(self.hidden), *self.weight.shape)
 
     def add_to(self, rows: Tensor, start: int) -> None:
-        step = self._tile[0]
         with _no_autocast(rows.device):
-            weight = self.products.cast(self.weight[start : start + len(rows)])
-            for first in range(0, len(self.hidden), step):
-                tokens = slice(first, first + step)
-                hidden = self.products.cast(self.hidden[tokens])
-                of_logits = self._of_products(hidden, weight, tokens, start)
-                self.products.add(rows, self.products.cast(of_logits).t(), hidden)
+            for hidden, of_products in self._tiles(start, len(rows)):
+                self.products.add(rows, self.products.cast(of_products).t(), hidden)
 
     def of_bias(self) -> Tensor:
         """The gradient of the bias: float32 [vocabulary]."""
-        step, count = self._tile
         grad = torch.zeros(len(self.weight), dtype=torch.float32, device=self.hidden.device)
         with _no_autocast(grad.device):
-            for start in range(0, len(grad), count):
-                weight = self.products.cast(self.weight[start : start + count])
-                for first in range(0, len(self.hidden), step):
-                    tokens = slice(first, first + step)
-                    hidden = self.products.cast(self.hidden[tokens])
-                    grad[start : start + count] += self._of_products(hidden, weight, tokens, start).sum(0)
+            for start in range(0, len(grad), self.block_rows):
+                for _, of_products in self._tiles(start, self.block_rows):
+                    grad[start : start + self.block_rows] += of_products.sum(0)
         return grad
+
+    def _tiles(self, start: int, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Hidden states [tokens, size] of some tokens after others, and the gradient of their products with `count`
+        rows of the weight, [tokens, rows].
+        """
+        step = self._tile[0]
+        weight = self.products.cast(self.weight[start : start + count])
+        for first in range(0, len(self.hidden), step):
+            tokens = slice(first, first + step)
+            hidden = self.products.cast(self.hidden[tokens])
+            yield hidden, self._of_products(hidden, weight, tokens, start)
 
     def _of_products(self, hidden: Tensor, weight: Tensor, tokens: slice, start: int) -> Tensor:
         """The gradient of the products of these hidden states and rows of the weight: [tokens, rows]."""
