@@ -39,10 +39,11 @@ def compute_gradient(module: nn.Module, memory: int = MEMORY) -> bool:
     if module.scale_grad_by_freq or module.sparse:
         return False
     cls = type(module)
-    if not isinstance(module, ComputedEmbedding):
+    if cls is nn.Embedding:
+        module.__class__ = ComputedEmbedding  # which can be pickled with its model
+    elif not isinstance(module, ComputedEmbedding):
         # behind its own class, whose forward may scale what super().forward() returns
-        bases = (ComputedEmbedding,) if cls is nn.Embedding else (cls, ComputedEmbedding)
-        module.__class__ = type(cls.__name__, bases, {"__module__": cls.__module__})
+        module.__class__ = type(cls.__name__, (cls, ComputedEmbedding), {"__module__": cls.__module__})
     module.memory = memory  # type: ignore[assignment]
     return True
 

@@ -1,6 +1,7 @@
 """Training on gradients that are computed as they are read: the weights of those that exist, without their memory."""
 
 import gc
+import pickle
 from contextlib import nullcontext
 
 import pytest
@@ -310,6 +311,13 @@ def test_an_embedding_keeps_its_own_forward():
     assert torch.equal(computed.weight[7], before[7])
     torch.testing.assert_close(computed.weight[49], before[49] - expected)
     torch.testing.assert_close(computed.weight[1], before[1] - 2 * expected)
+
+
+def test_a_model_can_still_be_pickled():
+    embedding = torch.nn.Embedding(10, 4)
+    assert compute_gradient(embedding)
+    copy = pickle.loads(pickle.dumps(embedding))
+    assert (type(copy), copy.memory) == (ComputedEmbedding, embedding.memory)
 
 
 @pytest.mark.parametrize("options", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}])
