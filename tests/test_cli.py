@@ -354,8 +354,9 @@ def test_reentrant_checkpointing_trains_like_non_reentrant(config, run_dir, caps
 
 
 def test_ctrl_c_ends_with_a_loadable_checkpoint(config, run_dir, capsys):
-    settings = ("trainer.max_steps=100000", "trainer.eval_strategy=no", "trainer.logging_steps=1")
-    started = Launched.ranks(0, "lowmem", "train", str(config), *settings)
+    # no other checkpoint, however many steps are taken before the signal comes
+    settings = ("trainer.max_steps=100000", "trainer.save_steps=100000", "trainer.eval_strategy=no")
+    started = Launched.ranks(0, "lowmem", "train", str(config), *settings, "trainer.logging_steps=1")
     started.wait_for("grad norm")
     os.kill(started.processes[0].pid, signal.SIGINT)
     done = started.finish()
