@@ -25,7 +25,7 @@ from lowmem.step.report import LastStep, Report
 from lowmem.step.saving import Saving
 from lowmem.step.updates import Updates, decide_compilation, settle, takes_computed
 from lowmem.tiles.gradients import ComputedGradient, Contribution, Gradient, Stored
-from lowmem.tiles.tile import CompiledTile
+from lowmem.tiles.graph import Clock
 
 logger = logging.getLogger(__name__)
 
@@ -521,7 +521,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     @property
     def compile_seconds(self) -> float:
         """How long compiling sweeps has taken in this process, nearly all of it in the first step."""
-        return CompiledTile.seconds
+        return Clock.seconds
 
     # -- saving ----------------------------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ class ParamRecord:
         extra: the other tensors of the weight's storage, which has the parameter first; () before its first update.
         computes: its gradient may be one that is computed as it is read.
         stacks: number of the stack that it may join, by gradient dtype.
+        whole: compiled updates for it, by what they are special to.
         claimed: its optimizer has decided how it is updated, and no other one updates it.
         square_sum: of its last gradient, float64 scalar.  size: what its rule weights the norm of that by.
     """
@@ -40,6 +41,7 @@ class ParamRecord:
     state_storages: dict[str, Storage] = field(default_factory=dict)
     extra: tuple[Tensor, ...] = ()
     stacks: dict[torch.dtype, int] = field(default_factory=dict)
+    whole: dict[Any, Any] = field(default_factory=dict)
     computes: bool = False
     claimed: bool = False
     square_sum: Tensor | None = None

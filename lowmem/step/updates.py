@@ -15,16 +15,18 @@ from lowmem.placements.base import Shard
 from lowmem.placements.record import ParamRecord
 from lowmem.step.clipping import Clipping, Decision
 from lowmem.step.cycle import StepCycle
+from lowmem.step.whole import WholeUpdates
 from lowmem.tiles.gradients import ComputedGradient, Gradient
 from lowmem.tiles.layout import Layout, Span
-from lowmem.tiles.storage import Held, Nearest, Storage, noise_key, of_state, of_weight
+from lowmem.tiles.storage import Held, Nearest, Storage, noise_key, of_state, of_weight, part_name
 from lowmem.tiles.sweep import Sweep, begin_storage
 
 # With fewer trainable elements compilation takes longer than it saves.
 COMPILE_FROM = 1 << 25
 
-# Elements up to which a parameter is small: launching its update takes longer than the update. Small parameters are
-# never compiled, so that alone or in a stack they get the same bits, and torch sums so few elements in one order only.
+# Elements up to which a parameter is small: launching its update takes longer than the update. Where small parameters
+# are stacked they are not compiled, so that alone or in a stack they get the same bits, and torch sums so few elements
+# in one order only.
 SMALL = 1 << 14
 
 # Elements per tile in a plan for a GPU, where there is next to nothing to keep in a tile of compiled code.
@@ -61,6 +63,7 @@ class Updates:
         self.state, self.cycle, self.seed = state, cycle, seed
         self._shard, self.clipping = placement.shard, clipping
         self._compiled, self._batching = compiled, batching
+        self._whole = WholeUpdates(seed) if compiled and placement.shard.ranks is None else None
         self._kinds: dict[tuple[Any, ...], int] = {}  # of stacks, numbered: a number is quick to look up
         self._stacks: dict[int, list[tuple[ParamRecord, Tensor]]] = {}
 
@@ -120,9 +123,29 @@ class Updates:
     def _update_one(self, record: ParamRecord, grad: Gradient, decision: Decision | None) -> None:
         assert record.layout is not None and record.spec is not None
         shard = self._shard.read(record.param)
-        layout = record.layout if isinstance(grad, Tensor) else grad.layout(record.spec.view)
-        self._sweep([record], layout, (shard, *record.extra), grad, self.state[record.param], decision)
+        weight, states = (shard, *record.extra), self.state[record.param]
+        if not self._update_whole(record, weight, grad, states, decision):
+            layout = record.layout if isinstance(grad, Tensor) else grad.layout(record.spec.view)
+            self._sweep([record], layout, weight, grad, states, decision)
         self._shard.write(record.param, shard)
+
+    def _update_whole(
+        self,
+        record: ParamRecord,
+        weight: tuple[Tensor, ...],
+        grad: Gradient,
+        states: dict[str, Tensor],
+        decision: Decision | None,
+    ) -> bool:
+        """Updates a parameter in one call of compiled code, if it can be."""
+        small = self._batching and record.span.numel <= SMALL  # has the same bits alone as in a stack
+        if self._whole is None or small or not isinstance(grad, Tensor) or torch._C._len_torch_dispatch_stack():
+            return False
+        reading = self.clipping.reading([record], grad, decision)
+        if not self._whole.update(record, weight, grad, states, reading, self.cycle.step):
+            return False
+        self.cycle.moved.add(record.name)
+        return True
 
     def _update_stack(self, stack: Sequence[tuple[ParamRecord, Tensor]], decision: Decision | None) -> None:
         """Updates parameters as one: their tensors are stacked, and written back to where they were."""
@@ -206,6 +229,7 @@ def settle(record: ParamRecord, shard: Shard) -> None:
     except UnsupportedError as error:
         raise UnsupportedError(f"parameter {record.name!r} of shape {list(shape)} {error}") from None
     record.stacks.clear()
+    record.whole.clear()
 
     def fitting(storage: Storage, other: Storage) -> Storage:
         fits = spec.view.has_groups(shape, storage.group) and record.span.size % storage.group == 0
@@ -229,11 +253,6 @@ def takes_computed(record: ParamRecord, placement: Placement) -> bool:
     matrix = len(span.shape) == 2 and span.numel > SMALL and record.param.is_contiguous()
     becomes_shard = placement.shard.ranks is not None  # of the tensor that it is reduced to
     return matrix and reducer.takes_computed and (becomes_shard or not record.rule.needs_dense_gradient)
-
-
-def part_name(state: str, part: str) -> str:
-    """The name under which one tensor of a state's storage is kept and saved."""
-    return f"{state}.{part}" if part else state
 
 
 class Kept(NamedTuple):

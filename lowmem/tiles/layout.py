@@ -228,6 +228,13 @@ class Layout:
         return cls(sizes, tuple(blocks))
 
     @property
+    def in_order(self) -> bool:
+        """Whether the process holds all of the parameter, whose elements in memory are in the order of the view."""
+        first = self.blocks[0]
+        complete = len(self.blocks) == 1 and first.index is None and first.rect.size == self.shape
+        return complete and first.order == tuple(range(len(first.order)))
+
+    @property
     def one_line(self) -> bool:
         """Whether the parameter is a single line, of which every range is a single rectangle."""
         return self.shape[:2] == (1, 1)

@@ -269,6 +269,11 @@ class Held(NamedTuple):
         return self.storage.parts[0].dtype
 
 
+def part_name(state: str, part: str) -> str:
+    """The name under which one tensor of a state's storage is kept and saved."""
+    return f"{state}.{part}" if part else state
+
+
 # -- rounding ----------------------------------------------------------------------------------------------------------
 
 _LOW16 = 0xFFFF

@@ -32,6 +32,7 @@ from lowmem.tiles.tile import (
     ReduceFn,
     Sums,
     Tile,
+    TileBody,
     Writing,
     apply_tile,
     reduce_tile,
@@ -270,7 +271,7 @@ class Sweep:
 
         formats = Formats.of(self._weight.storage, full or {})
         for cut, raw in self._tiles(full, row, col, scalar, in_blocks=True):
-            rect, run = cut.rect, tile_function(reduce_tile, fn, formats, cut.compiled)
+            rect, run = cut.rect, self._bind(reduce_tile, fn, formats, cut)
             row_sums, col_sums, scalar_sums, row_max = run(measure, raw)
             if cut.compiled:
                 scalar_sums = {name: lines.sum(-1) for name, lines in scalar_sums.items()}
@@ -302,10 +303,10 @@ class Sweep:
         storages = [formats.param, *(storage for _, storage in formats.full)]
         noise = self._noise() if formats.drawing else None
         drawn = any(storage.noise == "step" for storage in storages)
-        shared = self.scalar(golden_ratio_noise(self._step)) if drawn else None
+        shared = self._shared_noise() if drawn else None
         finite = None if self.finite is None else self._by_slice(self.finite)
         for cut, raw in self._tiles(full, row, col, scalar):
-            rect, run = cut.rect, tile_function(apply_tile, fn, formats, cut.compiled)
+            rect, run = cut.rect, self._bind(apply_tile, fn, formats, cut)
             here = None if self._at_once else (rect.batch, rect.rows)
             bits = first = None
             if noise is not None:
@@ -400,16 +401,23 @@ class Sweep:
             )
             yield cut, raw
 
+    def _bind(self, body: TileBody, fn: ReduceFn | ApplyFn, formats: Formats, cut: Cut) -> TileBody:
+        """`body` for a rule's function and storages: `reduce_tile` or `apply_tile`."""
+        return tile_function(body, fn, formats, cut.compiled)
+
     def scalar(self, value: Tensor | float) -> Tensor:
         """A number as a float32 scalar on the parameter's device (filled there: no copy from the host)."""
         if isinstance(value, Tensor):
             return value
         return torch.full((), value, dtype=torch.float32, device=self.device)
 
+    def _shared_noise(self) -> Tensor:
+        return self.scalar(golden_ratio_noise(self._step))
+
     def _by_slice(self, of_members: Tensor) -> Tensor:
         """What each of the stacked parameters has, for each slice of the batch."""
-        if self.shape[0] == self.members:
-            return of_members
+        if self.members in (1, self.shape[0]):
+            return of_members.expand(self.shape[0])
         return of_members.repeat_interleave(self.shape[0] // self.members, output_size=self.shape[0])
 
     def _noise(self) -> Tensor:

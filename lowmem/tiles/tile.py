@@ -12,6 +12,7 @@ import torch
 import torch.fx.experimental._config
 from torch import Tensor
 
+from lowmem.tiles.graph import Clock
 from lowmem.tiles.norms import REDUCED
 from lowmem.tiles.storage import Held, Random, Storage, mix, nearest, uniform
 
@@ -175,6 +176,7 @@ class Tile:
 
 ReduceFn = Callable[[Tile], Sums]
 ApplyFn = Callable[[Tile], Named]
+TileBody = Callable[..., Any]
 
 
 # Among the sums over everything, those that measure the gradient.
@@ -200,6 +202,8 @@ def _total(value: Tensor) -> Tensor:
     """Sum over everything but the batch; of each line, [b, lines], in compiled code, which sums lines side by side in
     vector registers.
     """
+    if value.ndim > 3:
+        return value.sum(-1).flatten(1)
     if not torch.compiler.is_compiling():
         return value.sum((-2, -1))
     if value.shape[-2] == 1:
@@ -232,12 +236,7 @@ def apply_tile(fn: ApplyFn, formats: Formats, writing: Writing, raw: RawTile) ->
 class CompiledTile:
     """`body` with `fn` and the storages bound, compiled with dynamic shapes: once for every parameter and placement,
     dtype, and whether there is a batch and the tile starts its memory.
-
-    Attributes:
-        seconds: what compiling has taken so far, of all functions of this process.
     """
-
-    seconds = 0.0
 
     def __init__(self, body: Callable[..., Any], fn: Callable[..., Any], formats: Formats) -> None:
         def bound(*args: Any) -> Any:
@@ -261,7 +260,7 @@ class CompiledTile:
         ):
             result = self._run(*args)
         gc.collect()  # compiling leaves cycles that hold the gradient
-        CompiledTile.seconds += time.perf_counter() - start
+        Clock.seconds += time.perf_counter() - start
         self._kinds.add(kind)
         return result
 

@@ -1,0 +1,153 @@
+"""Compiled code: a function of tensors that is traced once, with sizes as symbols, and called without guards.
+
+`torch.compile` asks before every call whether its code is valid for the arguments, which takes longer than the update
+of a small parameter. Here the caller knows: it compiles for a kind of arguments, and calls with no others. Inductor
+keeps what it compiled on disk, as it does for `torch.compile`.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+# Inductor would put values for which much is read or computed into buffers as large as the tile, and go on from there.
+OPTIONS: dict[str, Any] = {f"realize_{kind}_threshold": 1 << 10 for kind in ("reads", "opcount", "acc_reads")}
+
+# Before its first kernel Inductor compiles a program for each instruction set, to see whether the compiler knows it: 9
+# seconds. What the processor has is known, and a compiler that is too old for it fails, after which Inductor may ask.
+UNASKED = {"cpp.vec_isa_ok": True}
+
+# Sizes that the division of loops among threads is planned for.
+_HINT = 96
+
+Size = int | torch.SymInt
+Function = Callable[..., Any]
+
+# Compiling changes options of Inductor, which are of the process.
+_LOCK = threading.Lock()
+
+
+class Clock:
+    """seconds: what compiling has taken so far in this process."""
+
+    seconds = 0.0
+
+
+class Sizes:
+    """Symbolic sizes of the arguments of one graph, and fake tensors of those sizes."""
+
+    def __init__(self) -> None:
+        self._env = ShapeEnv()
+        self.mode = FakeTensorMode(shape_env=self._env)
+
+    def size(self, name: str) -> torch.SymInt:
+        """A size that is known when the graph is called. It has to be a size of one of its arguments."""
+        source = torch._dynamo.source.ConstantSource(name)
+        symbol = self._env.create_symbol(_HINT, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
+        return self._env.create_symintnode(symbol, hint=_HINT, source=source)  # type: ignore[return-value]
+
+    def tensor(self, shape: Sequence[Size], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A contiguous fake tensor, as an argument of `trace`."""
+        with self.mode:
+            return torch.empty(tuple(shape), dtype=dtype, device=device)
+
+    @property
+    def assumptions(self) -> list[str]:
+        """What the traced code takes for granted about sizes."""
+        return [str(guard.expr) for guard in self._env.guards]
+
+
+def trace(fn: Function, args: Sequence[Tensor]) -> fx.GraphModule:
+    """The operations of `fn(*args)`, whose `args` are fake tensors and which returns tensors."""
+    with torch.no_grad():
+        return make_fx(fn, tracing_mode="symbolic")(*args)
+
+
+def compiled(graph: fx.GraphModule, sizes: Sizes, args: Sequence[Tensor]) -> Function:
+    """Compiles what `trace` has returned for `args`. The result is called with real tensors of such sizes."""
+    from torch._inductor.compile_fx import compile_fx
+
+    def compile_with(options: dict[str, Any]) -> Function:
+        with torch._guards.tracing(torch._guards.TracingContext(sizes.mode)), torch.no_grad():
+            return compile_fx(graph, list(args), config_patches=options)  # type: ignore[return-value]
+
+    with _LOCK:
+        try:
+            return compile_with(OPTIONS | UNASKED)
+        except torch._inductor.exc.CppCompileError:
+            return compile_with(OPTIONS)
+
+
+def realized(value: Tensor) -> Tensor:
+    """Makes compiled code compute a small tensor once, where it would compute it again for each element of a tile that
+    uses it: Inductor has a tensor in memory before it takes it `as_strided`.
+    """
+    return torch.as_strided(value, value.shape, value.stride())
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------------
+
+_NUMBER_DTYPES = (torch.float32, torch.float64)
+
+
+class Numbers:
+    """What a traced function computes from its numbers alone: the same for all parameters of a group in a step.
+
+    It is computed once, on the host and in float64 as Python would, and the graph is given the results that it uses.
+
+    Args:
+        graph: traced with a float64 vector of numbers as its last argument. It is changed, and takes two vectors of
+            results in place of that one: float32 and float64.
+    """
+
+    def __init__(self, graph: fx.GraphModule) -> None:
+        nodes = list(graph.graph.nodes)
+        numbers = [node for node in nodes if node.op == "placeholder"][-1]
+        known = {numbers}
+        for node in nodes:
+            if node.op == "call_function" and node.all_input_nodes and known.issuperset(node.all_input_nodes):
+                value = node.meta.get("val")
+                if isinstance(value, Tensor) and value.ndim == 0 and value.dtype in _NUMBER_DTYPES:
+                    known.add(node)
+        known_nodes = [node for node in nodes if node in known]
+        used = [node for node in known_nodes if node is not numbers and not known.issuperset(node.users)]
+        self._by_dtype = [[node for node in used if node.meta["val"].dtype == dtype] for dtype in _NUMBER_DTYPES]
+        self._compute = self._on_host(known_nodes)
+        self._replace(graph, numbers, known_nodes)
+
+    def _on_host(self, nodes: Sequence[fx.Node]) -> fx.GraphModule:
+        graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+        for node in nodes:
+            copies[node] = copy = graph.node_copy(node, copies.__getitem__)
+            copy.kwargs = {name: value for name, value in copy.kwargs.items() if name != "device"}
+        graph.output([[copies[node] for node in same] for same in self._by_dtype])
+        return fx.GraphModule(torch.nn.Module(), graph)
+
+    def _replace(self, graph: fx.GraphModule, numbers: fx.Node, known: Sequence[fx.Node]) -> None:
+        for dtype, same in zip(_NUMBER_DTYPES, self._by_dtype, strict=True):
+            with graph.graph.inserting_before(numbers):
+                vector = graph.graph.placeholder(str(dtype).removeprefix("torch."))
+            for i, node in enumerate(same):
+                with graph.graph.inserting_before(node):
+                    result = graph.graph.call_function(torch.ops.aten.select.int, (vector, 0, i))
+                node.replace_all_uses_with(result)
+        for node in reversed(known):
+            graph.graph.erase_node(node)
+        graph.recompile()
+
+    def fake(self, sizes: Sizes, device: torch.device) -> list[Tensor]:
+        """Fake vectors of results, for `compiled`."""
+        pairs = zip(_NUMBER_DTYPES, self._by_dtype, strict=True)
+        return [sizes.tensor((len(same),), dtype, device) for dtype, same in pairs]
+
+    def results(self, values: Sequence[float], device: torch.device) -> list[Tensor]:
+        """The results for these numbers: the last two arguments of the graph."""
+        results = self._compute(torch.tensor(values, dtype=torch.float64))
+        pairs = zip(_NUMBER_DTYPES, results, strict=True)
+        vectors = [torch.stack(same) if same else torch.empty(0, dtype=dtype) for dtype, same in pairs]
+        return [vector.to(device, non_blocking=True) for vector in vectors]

@@ -1,0 +1,168 @@
+"""A parameter that is one tile: how it is divided into blocks, and the sweep in which its whole update is traced."""
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from lowmem.tiles.graph import realized
+from lowmem.tiles.layout import Rect
+from lowmem.tiles.storage import Held, mix
+from lowmem.tiles.sweep import Cut, Reading, Scalars, States, Sweep, Vectors
+from lowmem.tiles.tile import ApplyFn, Formats, RawTile, ReduceFn, Sums, TileBody
+
+# Columns are summed within each block of rows, in vector registers, and then over blocks: so many float32 sums at most
+# exist at a time.
+BLOCK_SUMS = 1 << 20
+
+# Rows of a block, and elements of a part of a single line: as few as this if that divides it, but not fewer.
+ROWS = 16, 4
+LINE = 1024, 128
+
+# Elements that a kernel counts in int32.
+LARGEST = 1 << 31
+
+EVERYWHERE = Rect(slice(0, None), slice(0, None), slice(0, None))
+
+
+class UntraceableError(Exception):
+    """An update cannot be traced as a whole."""
+
+
+@functools.lru_cache(maxsize=1024)
+def blocks(rows: int, cols: int) -> tuple[int, int, int] | None:
+    """[blocks, rows of a block, cols] of a matrix, or of a single line cut into parts: [parts, 1, elements of a part].
+
+    None: it does not divide into such.
+    """
+    if rows * cols >= LARGEST:
+        return None
+    length, (usual, least) = (rows, ROWS) if rows > 1 else (cols, LINE)
+    least = max(least, -(-rows * cols // BLOCK_SUMS)) if rows > 1 else least
+    size = length if length <= max(usual, least) else _divisor(length, usual, least)
+    if size is None:
+        return None
+    return (rows // size, size, cols) if rows > 1 else (cols // size, 1, size)
+
+
+def _divisor(length: int, usual: int, least: int) -> int | None:
+    """The smallest divisor from `usual` (or `least`, if that is more) on, else the largest from `least` on."""
+    start = max(usual, least)
+    for size in (*range(start, min(16 * start, length)), *range(start, least - 1, -1)):
+        if length % size == 0:
+            return size
+    return None
+
+
+class WholeSweep(Sweep):
+    """A sweep over fake tensors, in which an update is traced.
+
+    Args:
+        weight, grad: in blocks, [batch, blocks, rows of a block, cols].  lines: each is a single line, in parts.
+        reading, step: as for `Sweep`.
+        noise_key: int32 scalar, if noise is drawn.
+        shared: float32 scalar, the number that `golden_ratio_noise` gives for the step.
+    """
+
+    def __init__(
+        self,
+        weight: Held,
+        grad: Tensor,
+        reading: Reading,
+        *,
+        lines: bool,
+        noise_key: Tensor | None,
+        shared: Tensor,
+    ) -> None:
+        batch, count, block, cols = grad.shape
+        self.shape = (batch, 1, count * cols) if lines else (batch, count * block, cols)
+        self.device, self.members, self.rule_clip_coef = grad.device, 1, reading.rule_clip_coef
+        self._weight, self._grad, self._reading = weight, grad, reading
+        self._lines, self._noise_key, self._shared = lines, noise_key, shared
+        self._guarded, self._at_once, self._across = True, True, None
+        self._finite = None if reading.finite is None else reading.finite.expand(1)
+        self._square_sums, self._measured = reading.square_sums, None
+        self._passes, self._written, self._flipped = 0, False, False
+
+    def reduce(
+        self,
+        fn: ReduceFn,
+        *,
+        full: States | None = None,
+        row: Vectors | None = None,
+        col: Vectors | None = None,
+        scalar: Scalars | None = None,
+    ) -> Sums:
+        """As that of a sweep."""
+        self._flipped = self._passes % 2 == 1
+        sums = super().reduce(fn, full=full, row=row, col=col, scalar=scalar)
+        if self._lines and (sums.row or sums.col or sums.row_max):
+            raise UntraceableError("sums along rows or columns of a single line")
+        for of_rows in (sums.row, sums.row_max) if self._flipped else ():
+            for name, value in of_rows.items():
+                of_rows[name] = value.view(self._grad.shape[:3]).flip(1).flatten(1)
+        return sums
+
+    @contextmanager
+    def materialized(self) -> Iterator[Tensor]:
+        """Raises `UntraceableError`."""
+        raise UntraceableError("the rule steps on the parameter as one tensor")
+        yield
+
+    def scalar(self, value: Tensor | float) -> Tensor:
+        """A number as a float32 scalar."""
+        return value.float() if isinstance(value, Tensor) else super().scalar(value)
+
+    def _tiles(
+        self,
+        full: States | None,
+        row: Vectors | None,
+        col: Vectors | None,
+        scalar: Scalars | None,
+        in_blocks: bool = False,
+    ) -> Iterator[tuple[Cut, RawTile]]:
+        self._passes += 1
+        flipped = in_blocks and self._flipped
+        batch, rows, _ = self.shape
+        grad = self._grad
+        assert isinstance(grad, Tensor)
+
+        def tile(value: Tensor) -> Tensor:
+            if not in_blocks:
+                return value.view(batch, rows, -1)
+            return value.flip(1) if flipped else value
+
+        def along_rows(value: Tensor) -> Tensor:
+            value = realized(value.view(batch, rows))
+            return value.view(grad.shape[:3]).flip(1).flatten(1) if flipped else value
+
+        scalars = {name: self.scalar(value) for name, value in (scalar or {}).items()}
+        raw = RawTile(
+            grad=tile(grad),
+            param=tuple(map(tile, self._weight.parts)),
+            inverse_scale=self._reading.inverse_scale,
+            limit=self._reading.limit,
+            clip_coef=self._reading.clip_coef,
+            full={name: tuple(map(tile, held.parts)) for name, held in (full or {}).items()},
+            row={name: along_rows(value) for name, value in (row or {}).items()},
+            col={name: realized(value.view(batch, -1)) for name, value in (col or {}).items()},
+            scalar={name: realized(value) if value.ndim else value for name, value in scalars.items()},
+        )
+        yield Cut(0, EVERYWHERE, complete=True, block=2, compiled=True), raw
+
+    def _bind(self, body: TileBody, fn: ReduceFn | ApplyFn, formats: Formats, cut: Cut) -> TileBody:
+        return functools.partial(body, fn, formats)
+
+    def _by_slice(self, of_members: Tensor) -> Tensor:
+        return realized(of_members).expand(self.shape[0])
+
+    def _shared_noise(self) -> Tensor:
+        return self._shared
+
+    def _noise(self) -> Tensor:
+        batch, rows, _ = self.shape
+        assert self._noise_key is not None
+        line = torch.arange(batch * rows, dtype=torch.int32, device=self.device)
+        return realized(mix(line + self._noise_key)).view(batch, rows)
