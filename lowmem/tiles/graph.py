@@ -5,6 +5,7 @@ of a small parameter. Here the caller knows: it compiles for a kind of arguments
 keeps what it compiled on disk, as it does for `torch.compile`.
 """
 
+import importlib
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 # Inductor would put values for which much is read or computed into buffers as large as the tile, and go on from there.
 OPTIONS: dict[str, Any] = {f"realize_{kind}_threshold": 1 << 10 for kind in ("reads", "opcount", "acc_reads")}
@@ -32,6 +31,11 @@ Function = Callable[..., Any]
 _LOCK = threading.Lock()
 
 
+def load_compiler() -> None:
+    """Imports what compiles, on another thread: a second or two that the first update does not have to wait for."""
+    threading.Thread(target=importlib.import_module, args=("torch._inductor.compile_fx",), daemon=True).start()
+
+
 class Clock:
     """seconds: what compiling has taken so far in this process."""
 
@@ -42,14 +46,19 @@ class Sizes:
     """Symbolic sizes of the arguments of one graph, and fake tensors of those sizes."""
 
     def __init__(self) -> None:
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
         self._env = ShapeEnv()
         self.mode = FakeTensorMode(shape_env=self._env)
 
-    def size(self, name: str) -> torch.SymInt:
+    def size(self, name: str, example: int = _HINT) -> torch.SymInt:
         """A size that is known when the graph is called. It has to be a size of one of its arguments."""
-        source = torch._dynamo.source.ConstantSource(name)
-        symbol = self._env.create_symbol(_HINT, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
-        return self._env.create_symintnode(symbol, hint=_HINT, source=source)  # type: ignore[return-value]
+        from torch._dynamo.source import ConstantSource
+        from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+        source = ConstantSource(name)
+        symbol = self._env.create_symbol(example, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
+        return self._env.create_symintnode(symbol, hint=example, source=source)  # type: ignore[return-value]
 
     def tensor(self, shape: Sequence[Size], dtype: torch.dtype, device: torch.device) -> Tensor:
         """A contiguous fake tensor, as an argument of `trace`."""
@@ -64,6 +73,8 @@ class Sizes:
 
 def trace(fn: Function, args: Sequence[Tensor]) -> fx.GraphModule:
     """The operations of `fn(*args)`, whose `args` are fake tensors and which returns tensors."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
     with torch.no_grad():
         return make_fx(fn, tracing_mode="symbolic")(*args)
 

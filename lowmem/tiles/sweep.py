@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from lowmem.errors import UnsupportedError
+from lowmem.tiles.compiled import tile_function
 from lowmem.tiles.gradients import ComputedGradient, Gradient
 from lowmem.tiles.layout import Layout, Rect
 from lowmem.tiles.norms import exact, summable
@@ -30,13 +31,13 @@ from lowmem.tiles.tile import (
     Formats,
     RawTile,
     ReduceFn,
+    Summing,
     Sums,
     Tile,
     TileBody,
     Writing,
     apply_tile,
     reduce_tile,
-    tile_function,
 )
 
 Vectors = Mapping[str, Tensor]
@@ -272,7 +273,7 @@ class Sweep:
         formats = Formats.of(self._weight.storage, full or {})
         for cut, raw in self._tiles(full, row, col, scalar, in_blocks=True):
             rect, run = cut.rect, self._bind(reduce_tile, fn, formats, cut)
-            row_sums, col_sums, scalar_sums, row_max = run(measure, raw)
+            row_sums, col_sums, scalar_sums, row_max = run(Summing(measure, cut.compiled), raw)
             if cut.compiled:
                 scalar_sums = {name: lines.sum(-1) for name, lines in scalar_sums.items()}
             if cut.block > 1:

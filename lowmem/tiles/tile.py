@@ -1,18 +1,13 @@
 """What is done with one tile: a rule's function of it, its sums, how its results are written; eager or compiled."""
 
 import functools
-import gc
-import time
-import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-import torch.fx.experimental._config
 from torch import Tensor
 
-from lowmem.tiles.graph import Clock
 from lowmem.tiles.norms import REDUCED
 from lowmem.tiles.storage import Held, Random, Storage, mix, nearest, uniform
 
@@ -22,13 +17,6 @@ Named = dict[str, Tensor]
 # many elements at a time. What is left over, and what is too small for such a grid, runs eagerly.
 BLOCK_ROWS = 16
 LINE = 1024
-
-# Compiled code is dynamic in every size but 0 and 1, and special to a dtype, a rounding, a clip: together that can be
-# more than dynamo's own limit of 8 for one function, past which it would fail in the middle of a step.
-SPECIALISATIONS = 64
-
-# Inductor would put values for which much is read or computed into buffers as large as the tile, and go on from there.
-NO_BUFFERS: Any = {f"realize_{kind}_threshold": 1 << 10 for kind in ("reads", "opcount", "acc_reads")}
 
 # What lies between the noise of two rounded tensors and the next two of the same update (2³² over the golden ratio,
 # signed).
@@ -81,6 +69,17 @@ class RawTile(NamedTuple):
     row: Named
     col: Named
     scalar: Named
+
+
+class Summing(NamedTuple):
+    """How a tile is summed.
+
+    measure: the gradient is measured on the way.  lines: sums over everything are left as one of each line, which
+    compiled code sums side by side in vector registers.
+    """
+
+    measure: bool
+    lines: bool
 
 
 class Writing(NamedTuple):
@@ -183,30 +182,26 @@ TileBody = Callable[..., Any]
 SQUARE, REDUCED_SQUARE = "square of the gradient", "square of the gradient times a small number"
 
 
-def reduce_tile(fn: ReduceFn, formats: Formats, measure: bool, raw: RawTile) -> tuple[Named, Named, Named, Named]:
+def reduce_tile(fn: ReduceFn, formats: Formats, summing: Summing, raw: RawTile) -> tuple[Named, Named, Named, Named]:
     tile = Tile(formats, raw)
-    measured = {}
+    measured, measure, lines = {}, *summing
     if measure:  # in place and first, so that no more temporaries of the tile exist at a time
-        measured[REDUCED_SQUARE] = _total((tile.unclipped * REDUCED).square_())
+        measured[REDUCED_SQUARE] = _total((tile.unclipped * REDUCED).square_(), lines)
     sums = fn(tile)
     totals = {**sums.scalar, SQUARE: tile.unclipped_square} if measure else sums.scalar
     return (
         {name: value.sum(-1).flatten(1) for name, value in sums.row.items()},
         {name: value.sum(-2) for name, value in sums.col.items()},
-        {name: _total(value) for name, value in totals.items()} | measured,
+        {name: _total(value, lines) for name, value in totals.items()} | measured,
         {name: value.amax(-1).flatten(1) for name, value in sums.row_max.items()},
     )
 
 
-def _total(value: Tensor) -> Tensor:
-    """Sum over everything but the batch; of each line, [b, lines], in compiled code, which sums lines side by side in
-    vector registers.
-    """
-    if value.ndim > 3:
-        return value.sum(-1).flatten(1)
-    if not torch.compiler.is_compiling():
+def _total(value: Tensor, lines: bool) -> Tensor:
+    """Sum over everything but the batch; or of each line, [b, lines]."""
+    if not lines:
         return value.sum((-2, -1))
-    if value.shape[-2] == 1:
+    if value.ndim == 3:
         value = value.unflatten(-1, (-1, LINE))
     return value.sum(-1).flatten(1)
 
@@ -231,50 +226,3 @@ def apply_tile(fn: ApplyFn, formats: Formats, writing: Writing, raw: RawTile) ->
         encoded = storages[name].encode(value, random)
         for target, new in zip(raw.param if name == "param" else raw.full[name], encoded, strict=True):
             target.copy_(new if finite is None else torch.where(finite, new, target))
-
-
-class CompiledTile:
-    """`body` with `fn` and the storages bound, compiled with dynamic shapes: once for every parameter and placement,
-    dtype, and whether there is a batch and the tile starts its memory.
-    """
-
-    def __init__(self, body: Callable[..., Any], fn: Callable[..., Any], formats: Formats) -> None:
-        def bound(*args: Any) -> Any:
-            return body(fn, formats, *args)
-
-        # Dynamo keeps what it compiled, and counts it, by code object: each pair gets one of its own.
-        code = bound.__code__.replace(co_name=f"{body.__name__}_{fn.__name__}")
-        own = types.FunctionType(code, globals(), closure=bound.__closure__)
-        self._run = torch.compile(own, dynamic=True, fullgraph=True, options=NO_BUFFERS)
-        self._kinds: set[tuple[Any, ...]] = set()
-
-    def __call__(self, *args: Any) -> Any:
-        kind = _kind(*args)
-        if kind in self._kinds:
-            return self._run(*args)
-        start = time.perf_counter()
-        # two sizes that are equal the first time are no reason to compile again when they are not
-        with (
-            torch._dynamo.config.patch(recompile_limit=SPECIALISATIONS),
-            torch.fx.experimental._config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
-        ):
-            result = self._run(*args)
-        gc.collect()  # compiling leaves cycles that hold the gradient
-        Clock.seconds += time.perf_counter() - start
-        self._kinds.add(kind)
-        return result
-
-
-def _kind(how: "bool | Writing", raw: RawTile) -> tuple[Any, ...]:
-    """What compiled code is specialised to, of the arguments of a tile function."""
-    grad = raw.grad
-    tile = grad.dtype, grad.storage_offset() == 0, grad.shape[0] == 1, grad.shape[1] == 1
-    optional = raw.inverse_scale, raw.limit, raw.clip_coef, *(how if isinstance(how, Writing) else ())
-    return how is True, *tile, *(value is None for value in optional)
-
-
-@functools.cache
-def tile_function(
-    body: Callable[..., Any], fn: Callable[..., Any], formats: Formats, compiled: bool
-) -> Callable[..., Any]:
-    return CompiledTile(body, fn, formats) if compiled else functools.partial(body, fn, formats)
