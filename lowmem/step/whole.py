@@ -15,7 +15,7 @@ from lowmem.tiles.graph import Clock, Numbers, Size, Sizes, compiled, trace
 from lowmem.tiles.layout import Extent
 from lowmem.tiles.storage import Held, Storage, golden_ratio_noise, noise_key, part_name
 from lowmem.tiles.sweep import Reading
-from lowmem.tiles.whole import LARGEST, WholeSweep, blocks
+from lowmem.tiles.whole import LARGEST, UntraceableError, WholeSweep, blocks
 
 logger = logging.getLogger(__name__)
 
@@ -171,7 +171,10 @@ class Update:
         if kind.draws("element"):
             args.append(sizes.tensor((), torch.int32, kind.device))
         numbers = sizes.tensor((2 + len(kind.numbers),), torch.float64, torch.device("cpu"))
-        graph = trace(lambda *args: self._update(rule, group, args), (*args, numbers))
+        try:
+            graph = trace(lambda *args: self._update(rule, group, args), (*args, numbers))
+        except Exception as error:  # a rule may do anything that PyTorch cannot trace
+            raise UntraceableError(str(error)) from error
         self._numbers = Numbers(graph)
         self._run = compiled(graph, sizes, (*args, *self._numbers.fake(sizes, kind.device)))
 
@@ -218,8 +221,8 @@ def _compile(kind: Kind, record: ParamRecord) -> Update | None:
         start = time.perf_counter()
         try:
             _UPDATES[kind] = Update(kind, record.rule, record.group)
-        except Exception as error:  # a rule may do anything that PyTorch cannot trace: then it is swept pass by pass
-            logger.info("rule %s of %s is not compiled as a whole: %s", record.rule.name, record.name, error)
+        except UntraceableError as error:
+            logger.info("%s of rule %s is compiled pass by pass: %s", record.name, record.rule.name, error)
             _UPDATES[kind] = None
         Clock.seconds += time.perf_counter() - start
     return _UPDATES[kind]

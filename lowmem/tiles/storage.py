@@ -324,9 +324,11 @@ def narrow_stochastically(value: Tensor, dtype: torch.dtype, noise: Tensor) -> T
     Values that `dtype` holds exactly, infinities and NaN come out as they are.
     """
     gap = spacing(value, dtype)
-    scaled = value / gap  # a power of two: exact, and so is the fraction below
-    low = scaled.floor()
-    return (torch.where(noise < scaled - low, low + 1.0, low) * gap).to(dtype)
+    # float32 has just this spacing around so much: adding it rounds to a multiple, in less time than a division takes
+    much = gap * (1.5 * 2.0**23)
+    near = (value + much) - much
+    low = torch.where(near > value, near - gap, near)
+    return torch.where(noise * gap < value - low, low + gap, low).to(dtype)  # exact up to the cast
 
 
 def nearest(value: Tensor, dtype: torch.dtype) -> Tensor:

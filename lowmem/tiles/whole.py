@@ -17,9 +17,13 @@ from lowmem.tiles.tile import ApplyFn, Formats, RawTile, ReduceFn, Sums, TileBod
 # exist at a time.
 BLOCK_SUMS = 1 << 20
 
-# Rows of a block, and elements of a part of a single line: as few as this if that divides it, but not fewer.
+# Rows of a block, and elements of a part of a single line: as few as the first that divide it, or at least the second.
 ROWS = 16, 4
 LINE = 1024, 128
+
+# A matrix of up to so many elements may be one block. Larger ones have so many at least, which threads share.
+ONE_BLOCK = 1 << 17
+FEWEST = 16
 
 # Elements that a kernel counts in int32.
 LARGEST = 1 << 31
@@ -39,21 +43,20 @@ def blocks(rows: int, cols: int) -> tuple[int, int, int] | None:
     """
     if rows * cols >= LARGEST:
         return None
-    length, (usual, least) = (rows, ROWS) if rows > 1 else (cols, LINE)
-    least = max(least, -(-rows * cols // BLOCK_SUMS)) if rows > 1 else least
-    size = length if length <= max(usual, least) else _divisor(length, usual, least)
-    if size is None:
-        return None
-    return (rows // size, size, cols) if rows > 1 else (cols // size, 1, size)
+    if rows == 1:
+        part = _divisor(cols, *LINE, small=cols <= ONE_BLOCK)
+        return None if part is None else (cols // part, 1, part)
+    usual, least = (max(number, -(-rows * cols // BLOCK_SUMS)) for number in ROWS)
+    height = _divisor(rows, usual, least, small=rows * cols <= ONE_BLOCK)
+    return None if height is None else (rows // height, height, cols)
 
 
-def _divisor(length: int, usual: int, least: int) -> int | None:
-    """The smallest divisor from `usual` (or `least`, if that is more) on, else the largest from `least` on."""
-    start = max(usual, least)
-    for size in (*range(start, min(16 * start, length)), *range(start, least - 1, -1)):
+def _divisor(length: int, usual: int, least: int, small: bool) -> int | None:
+    """The smallest divisor from `usual` on, else the largest from `least` on, else all of it if it is `small`."""
+    for size in (*range(usual, length // FEWEST + 1), *range(min(usual, length), least - 1, -1)):
         if length % size == 0:
             return size
-    return None
+    return length if small else None
 
 
 class WholeSweep(Sweep):
