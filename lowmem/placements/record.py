@@ -26,7 +26,8 @@ class ParamRecord:
         computes: its gradient may be one that is computed as it is read.
         stacks: number of the stack that it joins, by gradient dtype; negative if it is updated by itself.
         claimed: its optimizer has decided how it is updated, and no other one updates it.
-        square_sum: of its last gradient, float64 scalar.  size: what its rule weights the norm of that by.
+        square_sum: of its last gradient: an element of a float64 tensor, which those that are stacked with it share.
+        size: what its rule weights the norm of that by.
     """
 
     name: str
@@ -42,7 +43,7 @@ class ParamRecord:
     stacks: dict[torch.dtype, int] = field(default_factory=dict)
     computes: bool = False
     claimed: bool = False
-    square_sum: Tensor | None = None
+    square_sum: tuple[Tensor, int] | None = None
     size: Tensor | None = None
 
     @property

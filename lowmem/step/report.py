@@ -14,7 +14,7 @@ from lowmem.errors import StepError
 from lowmem.placements.readback import Readback
 from lowmem.placements.record import ParamRecord
 from lowmem.rules import UpdateRule
-from lowmem.step.clipping import Clipping, Decision, sums_squares
+from lowmem.step.clipping import Clipping, Decision, square_sums, sums_squares
 from lowmem.step.cycle import StepCycle
 from lowmem.tiles.norms import norm_over, summable
 
@@ -177,12 +177,12 @@ class Report:
         self._flags = Readback(torch.stack([yes if flag is None else flag.to(self._device) for flag in flags]).float())
         scaler.update(finite)
 
-    def _squares(self, records: Iterable[ParamRecord]) -> Tensor:
-        """The sum of squares of each gradient, float64 [records]."""
-        return self._stack(record.square_sum for record in records)
+    def _squares(self, records: Sequence[ParamRecord]) -> Tensor:
+        """The sum of squares of each gradient that has been applied, float64 [records]."""
+        return square_sums(records, self._device) if records else self._stack(())
 
     def _summable(self, records: Sequence[ParamRecord], squares: Tensor) -> Tensor:
-        """Whether float32 can sum the squares of each gradient as its rule reads it, boolean [records]."""
+        """Whether float32 can sum the squares of each gradient as its rule has read it, boolean [records]."""
         limit = self._clipping.limit(self._device)
         if limit is None:
             return summable(squares)

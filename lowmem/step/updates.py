@@ -141,6 +141,7 @@ class Updates:
         self._sweep([record], layout, (shard, *record.extra), grad, self.state[record.param], decision)
         self._shard.write(record.param, shard)
 
+    @torch.no_grad()
     def _update_stack(self, stack: Stack, decision: Decision | None) -> None:
         """Updates parameters as one: their tensors are stacked, and written back to where they were."""
         records, grads = stack.empty()
@@ -154,7 +155,9 @@ class Updates:
         states = [self.state[record.param] for record in records]
         arena = self.arenas.find(records, states)
         kept = gather(records, states) if arena is None else arena.stacked
-        shards = [self._shard.read(record.param) for record in records]
+        params = [record.param for record in records]
+        in_place = self._shard.ranks is None  # parameters that are complete, which need not be read one by one
+        shards = params if in_place else [self._shard.read(param) for param in params]
         weight = torch.stack(shards)
         if (layout := stack.layouts.get(len(records))) is None:
             layout = stack.layouts[len(records)] = self._layout(first, weight)
@@ -162,8 +165,8 @@ class Updates:
         state = {name: kept[name] for name in states[0]}
         self._sweep(records, layout, (weight, *extra), torch.stack(grads), state, decision)
         torch._foreach_copy_(shards, weight.unbind())
-        for record, shard in zip(records, shards, strict=True):
-            self._shard.write(record.param, shard)
+        for param, shard in () if in_place else zip(params, shards, strict=True):
+            self._shard.write(param, shard)
         if arena is None:
             scatter(kept, records, states)
 
@@ -208,8 +211,8 @@ class Updates:
                 parts = tuple(named.pop(part_name(name, part.name)) for part in storage.parts)
                 named[name] = Held(storage, parts)
         sizes = first.rule.update(sweep, first.spec, named, first.group, step)
-        for record, square_sum in zip(records, sweep.square_sums.unbind(), strict=True):
-            record.square_sum = square_sum
+        for member, record in enumerate(records):
+            record.square_sum = sweep.square_sums, member
         for record, size in zip(records, () if sizes is None else sizes.unbind(), strict=sizes is not None):
             record.size = size
 
