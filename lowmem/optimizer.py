@@ -184,7 +184,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _claim(self, record: ParamRecord) -> None:
         """Decides how a parameter is updated, once it requires a gradient and has elements."""
-        if record.param.requires_grad and not record.claimed and record.span.numel:
+        if not record.claimed and record.param.requires_grad and record.span.numel:
             settle(record, self._placement.shard)
             record.computes = takes_computed(record, self._placement)
             self._hooks.claim(record)
@@ -237,7 +237,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises:
             UnsupportedError: the policy that was asked for cannot.
         """
-        on_cpu = all(record.param.device.type == "cpu" for record in self._records.values())
+        on_cpu = all(record.param.is_cpu for record in self._records.values())
         replays_graph = self._placement.replays_graph
         needs = Needs.of(self._rules, self.param_groups, self._clipping, accumulation=self._hooks.accumulating)
         name, reason = choose(self.config, needs, on_cpu=on_cpu, replays_graph=replays_graph)
@@ -535,8 +535,9 @@ class FusedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next step depends on except the weights: states by parameter name, groups, step, seed.
 
-        Tensors are in their own dtype and logical shape: the live ones, or gathered where parameters are sharded, so
-        that every rank has to call it (`lowmem.hf.checkpoint.save_optimizer` gathers one at a time).
+        Tensors are in their own dtype and logical shape: the live ones (copies of small ones), or gathered where
+        parameters are sharded, so that every rank has to call it (`lowmem.hf.checkpoint.save_optimizer` gathers one at
+        a time).
 
         Raises:
             StepError: in the middle of a step, or after one that is torn.

@@ -507,15 +507,15 @@ def test_hooks_on_several_threads():
     net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(24)))
     expected = copy.deepcopy(net)
     opt = lomo(net, batching=True, clip_norm=0.5, policy="deferred", rule="adamw")
-    update, active, together = opt._hooks._update(), [], []
+    update, active, together = opt._hooks._update, [], []
 
-    def watched(record):
+    def watched(opt, record):
         active.append(record.name)
         together.append(len(active))
-        update(record)
+        update(opt, record)
         active.remove(record.name)
 
-    opt._hooks._update = lambda: watched
+    opt._hooks._update = watched
     done = threading.Barrier(4)
 
     def backward_of(layers):

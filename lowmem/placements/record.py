@@ -24,10 +24,11 @@ class ParamRecord:
         storage: of the weight.  state_storages: of its states of the parameter's size.
         extra: the other tensors of the weight's storage, which has the parameter first; () before its first update.
         computes: its gradient may be one that is computed as it is read.
-        stacks: number of the stack that it may join, by gradient dtype.
+        stacks: number of the stack that it joins, by gradient dtype; negative if it is updated by itself.
         whole: compiled updates for it, by what they are special to.
         claimed: its optimizer has decided how it is updated, and no other one updates it.
-        square_sum: of its last gradient, float64 scalar.  size: what its rule weights the norm of that by.
+        square_sum: of its last gradient: an element of a float64 tensor, which those that are stacked with it share.
+        size: what its rule weights the norm of that by.
     """
 
     name: str
@@ -44,13 +45,19 @@ class ParamRecord:
     whole: dict[Any, Any] = field(default_factory=dict)
     computes: bool = False
     claimed: bool = False
-    square_sum: Tensor | None = None
+    square_sum: tuple[Tensor, int] | None = None
     size: Tensor | None = None
 
     @property
     def trained(self) -> bool:
         """Whether it is updated when it gets a gradient: it is not frozen."""
         return self.claimed and self.param.requires_grad
+
+    @property
+    def extra_names(self) -> tuple[str, ...]:
+        """Names of the other tensors of the weight's storage."""
+        assert self.storage is not None  # chosen when it was hooked
+        return tuple(part.name for part in self.storage.parts[1:])
 
     @property
     def reached(self) -> bool:
@@ -64,7 +71,7 @@ class ParamRecord:
 
     def refuse_leftover(self) -> None:
         """Raises `StepError` if the parameter has a gradient that the next one would be added to."""
-        if self.trained and self.param.grad is not None:
+        if self.param.grad is not None and self.trained:
             raise StepError(
                 f"parameter {self.name!r} has a gradient in .grad already, which this step would add to its own. "
                 "Call zero_grad() first; nothing can accumulate in .grad, because gradients are freed in the hooks."

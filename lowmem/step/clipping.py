@@ -247,6 +247,23 @@ class Clipping:
         )
 
 
+def square_sums(records: Iterable[ParamRecord], device: torch.device) -> Tensor:
+    """The sums of squares of the gradients that parameters were last updated with, float64 [records] on `device`."""
+    starts: dict[int, int] = {}  # of each tensor in all of them
+    tensors: list[Tensor] = []
+    places: list[int] = []
+    end = 0
+    for record in records:
+        assert record.square_sum is not None
+        tensor, place = record.square_sum
+        if id(tensor) not in starts:
+            starts[id(tensor)] = end
+            end += len(tensor)
+            tensors.append(tensor.to(device))
+        places.append(starts[id(tensor)] + place)
+    return torch.cat(tensors)[torch.tensor(places).to(device, non_blocking=True)]
+
+
 def sums_squares(record: ParamRecord) -> bool:
     """Whether a parameter is left as it is where squares of its gradient overflow float32."""
     return record.rule.sums_squares and not record.rule.takes_nonfinite(record.group)

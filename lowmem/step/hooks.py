@@ -54,7 +54,7 @@ class Hooks:
         self, records: Mapping[Tensor, ParamRecord], cycle: StepCycle, update: Callable[[ParamRecord], None]
     ) -> None:
         self._records, self._cycle = records, cycle
-        self._update = weakref.WeakMethod(update)
+        self._optimizer, self._update = weakref.ref(update.__self__), update.__func__  # type: ignore[attr-defined]
         self._handles: dict[Tensor, RemovableHandle] = {}
         self._lock = threading.RLock()
         self._backward: int | None = None  # the graph task of a backward() of this optimizer
@@ -81,8 +81,7 @@ class Hooks:
         if self._prepared is None:
             wrappers = instances(sys.modules["accelerate.optimizer"].AcceleratedOptimizer)
             optimizers = [getattr(wrapper, "optimizer", None) for wrapper in wrappers]
-            update = self._update()
-            self._prepared = update is not None and any(opt is update.__self__ for opt in optimizers)  # type: ignore[attr-defined]
+            self._prepared = any(opt is self._optimizer() for opt in optimizers if opt is not None)
         return self._prepared
 
     def add(self, record: ParamRecord) -> None:
@@ -99,7 +98,7 @@ class Hooks:
 
     def offered(self, param: Tensor) -> list[Contribution]:
         """Takes what the running backward has offered of the gradient of a parameter."""
-        return self._offered.pop(param, [])
+        return self._offered.pop(param, []) if self._offered else []
 
     def drop_offered(self) -> None:
         """Forgets what was offered: its backward failed."""
@@ -167,14 +166,14 @@ class Hooks:
         self.remove()
 
     def _fire(self, record: ParamRecord, param: Tensor) -> None:
-        update = self._update()
-        if update is None:
+        optimizer = self._optimizer()
+        if optimizer is None:
             return
         with self._lock:
             if self.paused:
                 param.grad = None
             else:
-                update(record)
+                self._update(optimizer, record)
 
     @contextmanager
     def alone(self, loss: Tensor) -> Iterator[None]:

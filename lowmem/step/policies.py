@@ -17,7 +17,7 @@ from lowmem.placements import Placement
 from lowmem.placements.base import NO_SUMS, Sums
 from lowmem.placements.record import ParamRecord
 from lowmem.rules import UpdateRule
-from lowmem.step.clipping import Clipping, Decision, Norms
+from lowmem.step.clipping import Clipping, Decision, Norms, square_sums
 from lowmem.step.cycle import StepCycle
 from lowmem.step.offload import GradientStore, make_store
 from lowmem.step.updates import Updates
@@ -306,8 +306,7 @@ class TwoPass(Policy):
         device = decision.finite.device
         fired = [record for record in self._records.values() if record.name in decision.norms]
         first = torch.stack([decision.norms[record.name].tiled.to(device) for record in fired])
-        squares = [record.square_sum for record in fired]
-        second = torch.stack([square.to(device) for square in squares if square is not None]).sqrt()
+        second = square_sums(fired, device).sqrt()
         tolerance = torch.tensor([_tolerance(record.param) for record in fired], dtype=torch.float64)
         total = torch.linalg.vector_norm(torch.where(first.isfinite(), first, 0.0))
         allowed = tolerance.to(device, non_blocking=True) * (first + _CANCELLED * total)

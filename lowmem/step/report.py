@@ -3,7 +3,7 @@
 import functools
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from lowmem.errors import StepError
 from lowmem.placements.readback import Readback
 from lowmem.placements.record import ParamRecord
 from lowmem.rules import UpdateRule
-from lowmem.step.clipping import Clipping, Decision, sums_squares
+from lowmem.step.clipping import Clipping, Decision, square_sums, sums_squares
 from lowmem.step.cycle import StepCycle
 from lowmem.tiles.norms import norm_over, summable
 
@@ -40,7 +40,8 @@ class LastStep:
     replay: str | None = None
     _norms: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
     _takes_nonfinite: frozenset[str] = frozenset()
-    _summable: Mapping[str, Tensor] = field(default_factory=dict)
+    _summed: tuple[str, ...] = ()  # parameters whose rule sums squares
+    _fits: Tensor = field(default_factory=lambda: torch.ones(0, dtype=torch.bool))  # whether float32 can, of each
     _scale: Tensor | None = None
     _describe: Callable[[], Statistics] = dict
 
@@ -77,7 +78,8 @@ class LastStep:
         their rule sums them.
         """
         nonfinite = set(self.nonfinite)
-        return [name for name, fits in self._summable.items() if not fits and name not in nonfinite]
+        fits = zip(self._summed, self._fits.tolist(), strict=True)
+        return [name for name, fit in fits if not fit and name not in nonfinite]
 
     @property
     def skipped(self) -> bool:
@@ -143,19 +145,16 @@ class Report:
         """
         scaler = self._clipping.scaler
         fired = [record for record in records if self._cycle.has_fired(record.name)]
-        takes_nonfinite = {record.name for record in fired if record.rule.takes_nonfinite(record.group)}
+        takes_nonfinite: list[ParamRecord] = []
+        if decision is None or not decision.guarded:
+            takes_nonfinite = _where_group(fired, lambda record: record.rule.takes_nonfinite(record.group))
         if decision is None:
-            squares = [record.square_sum for record in fired if record.square_sum is not None]
-            norms = torch.stack([square.to(self._device) for square in squares]).sqrt()
-            fits = {
-                record.name: summable(square, self._clipping.limit(square.device), record.span.numel)
-                for record in fired
-                if sums_squares(record) and (square := record.square_sum) is not None
-            }
+            squares, summing = self._squares(fired), _where_group(fired, sums_squares)
+            norms, summed = squares.sqrt(), tuple(record.name for record in summing)
+            fits = self._summable(summing, squares if len(summing) == len(fired) else self._squares(summing))
         else:
-            norms = torch.stack([decision.norms[record.name].raw.to(self._device) for record in fired])
-            fits = dict(decision.summable)
-            takes_nonfinite = set() if decision.guarded else takes_nonfinite
+            norms = self._stack(decision.norms[record.name].raw for record in fired)
+            summed, fits = tuple(decision.summable), self._stack(decision.summable.values()).bool()
         self.last = LastStep(
             self._cycle.step,
             policy,
@@ -163,8 +162,9 @@ class Report:
             clip_coef=None if decision is None else decision.clip_coef,
             replay=replay,
             _norms=norms,
-            _takes_nonfinite=frozenset(takes_nonfinite),
-            _summable=fits,
+            _takes_nonfinite=frozenset(record.name for record in takes_nonfinite),
+            _summed=summed,
+            _fits=fits,
             _scale=scaler.value,
             _describe=self._statistics(records, groups),
         )
@@ -173,10 +173,26 @@ class Report:
         self.nonfinite_gradients = self.nonfinite_gradients + nonfinite
         self.nonfinite_steps = self.nonfinite_steps + ~finite
         yes = torch.ones_like(finite)
-        all_fit = torch.stack([each.to(self._device) for each in fits.values()]).all() if fits else None
-        flags = (finite, replayed, None if loss is None else loss.isfinite().all(), scaler.at_minimum(), all_fit)
+        flags = (finite, replayed, None if loss is None else loss.isfinite().all(), scaler.at_minimum(), fits.all())
         self._flags = Readback(torch.stack([yes if flag is None else flag.to(self._device) for flag in flags]).float())
         scaler.update(finite)
+
+    def _squares(self, records: Sequence[ParamRecord]) -> Tensor:
+        """The sum of squares of each gradient that has been applied, float64 [records]."""
+        return square_sums(records, self._device) if records else self._stack(())
+
+    def _summable(self, records: Sequence[ParamRecord], squares: Tensor) -> Tensor:
+        """Whether float32 can sum the squares of each gradient as its rule has read it, boolean [records]."""
+        limit = self._clipping.limit(self._device)
+        if limit is None:
+            return summable(squares)
+        counts = torch.tensor([record.span.numel for record in records], dtype=torch.float64)
+        return summable(squares, limit, counts.to(self._device, non_blocking=True))
+
+    def _stack(self, scalars: Iterable[Tensor | None]) -> Tensor:
+        """Scalars of parameters, from their devices, as one tensor; where there are none, an empty one."""
+        there = [scalar.to(self._device) for scalar in scalars if scalar is not None]
+        return torch.stack(there) if there else torch.zeros(0, dtype=torch.float64, device=self._device)
 
     def _statistics(
         self, records: Collection[ParamRecord], groups: Sequence[dict[str, Any]]
@@ -188,13 +204,12 @@ class Report:
                 updated.setdefault(record.rule, []).append(record)
         parts = []
         for rule, members in updated.items():
-            squares, sizes = [r.square_sum for r in members], [r.size for r in members]
             parts.append(
                 functools.partial(
                     rule.statistics,
                     [record.name for record in members],
-                    torch.stack([square.to(self._device) for square in squares if square is not None]),
-                    torch.stack([size.to(self._device) for size in sizes if size is not None]),
+                    self._squares(members),
+                    self._stack(record.size for record in members),
                     [
                         (group, dict(self._clipping.memory.get(n, {})))
                         for n, group in enumerate(groups)
@@ -298,6 +313,13 @@ class Report:
             len(names),
             _some(names),
         )
+
+
+def _where_group(records: Sequence[ParamRecord], holds: Callable[[ParamRecord], bool]) -> list[ParamRecord]:
+    """The records for whose group something holds: one record of each group is asked."""
+    groups = {id(record.group): record for record in records}
+    holding = {group for group, record in groups.items() if holds(record)}
+    return [record for record in records if id(record.group) in holding] if holding else []
 
 
 def _some(names: list[str]) -> str:

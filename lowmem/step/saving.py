@@ -33,7 +33,7 @@ class Saving:
         """The same, by the names of owners: full tensors. Every rank calls it."""
         gathered: dict[str, dict[str, Any]] = {}
         for entry in self.entries():
-            gathered.setdefault(entry.owner, {})[entry.name] = entry.gather()
+            gathered.setdefault(entry.owner, {})[entry.name] = _by_itself(entry.gather())
         return gathered
 
     def metadata(self) -> dict[str, Any]:
@@ -95,7 +95,14 @@ class Saving:
         for record in self.records.values():
             if record.claimed or record.param in self.state:
                 settle(record, self.shard)
+        self.updates.arenas.clear()
         clipping.scaler.load_state_dict(saved.get("loss_scale"))
         self.updates.seed = saved["seed"]
         self.report.load_state_dict(saved.get("nonfinite"))
         cycle.reset(saved["step"])
+
+
+def _by_itself(value: Any) -> Any:
+    """A copy of a tensor that is a view of other parameters' states too, all of which would be saved with it."""
+    shares = isinstance(value, Tensor) and value.untyped_storage().nbytes() > value.nbytes
+    return value.clone() if shares else value

@@ -47,7 +47,7 @@ def entries(records: Iterable[ParamRecord], states: States, shard: Shard, clippi
     for record in records:
         if record.param not in states:
             continue
-        extra = dict(zip(_extra_names(record), record.extra, strict=True))
+        extra = dict(zip(record.extra_names, record.extra, strict=True))
         for name, value in {**states[record.param], **extra}.items():
             group = _group_of(record, name)
             if isinstance(value, Tensor) and group:
@@ -68,12 +68,6 @@ def group_owner(n: int) -> str:
 def _replicated(owner: str, name: str, value: Any) -> Entry:
     """What every rank has."""
     return Entry(owner, name, value, tuple(value.shape) if isinstance(value, Tensor) else (), lambda: value)
-
-
-def _extra_names(record: ParamRecord) -> list[str]:
-    """Names of the tensors of a weight's storage, except the parameter."""
-    assert record.storage is not None
-    return [part.name for part in record.storage.parts[1:]]
 
 
 def _group_of(record: ParamRecord, name: str) -> int:
@@ -128,7 +122,7 @@ def restore(
         record.extra = ()
     for name, state in of_params.items():
         copied = {key: _copy(key, value, settled[name], shard) for key, value in state.items()}
-        by_name[name].extra = tuple(copied.pop(key) for key in _extra_names(settled[name]))
+        by_name[name].extra = tuple(copied.pop(key) for key in settled[name].extra_names)
         states[by_name[name].param] = copied
     device = next(iter(by_name.values())).param.device if by_name else None
     clipping.memory = {

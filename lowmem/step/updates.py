@@ -15,6 +15,7 @@ from lowmem.placements.base import Shard
 from lowmem.placements.record import ParamRecord
 from lowmem.step.clipping import Clipping, Decision
 from lowmem.step.cycle import StepCycle
+from lowmem.step.stacks import Arenas, Stack, gather, scatter
 from lowmem.step.whole import WholeUpdates
 from lowmem.tiles.gradients import ComputedGradient, Gradient
 from lowmem.tiles.graph import load_compiler
@@ -32,6 +33,9 @@ SMALL = 1 << 14
 
 # Elements per tile in a plan for a GPU, where there is next to nothing to keep in a tile of compiled code.
 PLANNED_TILE = 1 << 16
+
+# In place of the number of a stack: the parameter is updated by itself.
+ALONE = -1
 
 # Elements in a stack: the gradients that wait for it are part of the memory of "one gradient".
 STACK = 1 << 18
@@ -68,26 +72,37 @@ class Updates:
         if compiled:
             load_compiler()
         self._kinds: dict[tuple[Any, ...], int] = {}  # of stacks, numbered: a number is quick to look up
-        self._stacks: dict[int, list[tuple[ParamRecord, Tensor]]] = {}
+        self._stacks: list[Stack] = []  # by their number
+        self.arenas = Arenas()
 
     def put(self, record: ParamRecord, grad: Gradient, decision: Decision | None) -> None:
         """Updates a parameter, or lets its gradient wait until a stack of such parameters is full."""
-        if record.param not in self.state:
-            self.begin_state(record)
-        size = record.span.numel
-        if isinstance(grad, ComputedGradient) or size > SMALL or not self._batching or not self._stackable(record):
+        number = record.stacks.get(grad.dtype)
+        if number is None:
+            number = record.stacks[grad.dtype] = self._number_of(record, grad)
+        if number == ALONE:
+            if record.param not in self.state:
+                self.begin_state(record)
             self._update_one(record, grad, decision)
             return
-        assert record.spec is not None  # settled when it was hooked
-        kind = record.stacks.get(grad.dtype)
-        if kind is None:
-            param = record.param
-            like = id(record.group), record.span.shape, param.dtype, grad.dtype, param.device, record.spec
-            kind = record.stacks[grad.dtype] = self._kinds.setdefault(like, len(self._kinds))
-        stack = self._stacks.setdefault(kind, [])
-        stack.append((record, grad))
-        if len(stack) >= min(STACK // size, record.spec.together or STACK):
-            self._update_stack(self._stacks.pop(kind), decision)
+        assert isinstance(grad, Tensor)  # a small gradient is never computed as it is read
+        stack = self._stacks[number]
+        stack.records.append(record)
+        stack.grads.append(grad)
+        if len(stack.records) >= stack.full:
+            self._update_stack(stack, decision)
+
+    def _number_of(self, record: ParamRecord, grad: Gradient) -> int:
+        """Which stack a parameter joins with gradients of this dtype, or `ALONE`."""
+        size, param, spec = record.span.numel, record.param, record.spec
+        if isinstance(grad, ComputedGradient) or size > SMALL or not self._batching or not self._stackable(record):
+            return ALONE
+        assert spec is not None  # settled when it was hooked
+        like = id(record.group), record.span.shape, param.dtype, grad.dtype, param.device, spec
+        number = self._kinds.setdefault(like, len(self._stacks))
+        if number == len(self._stacks):
+            self._stacks.append(Stack(min(STACK // size, spec.together or STACK)))
+        return number
 
     def put_zeros(self, records: Iterable[ParamRecord], decision: Decision | None) -> None:
         """Updates parameters that got no gradient as if it were zero, where their rule asks for it."""
@@ -98,12 +113,14 @@ class Updates:
 
     def flush(self, decision: Decision | None) -> None:
         """Updates stacks that are not full: no gradient will arrive in this step."""
-        while self._stacks:
-            self._update_stack(self._stacks.popitem()[1], decision)
+        for stack in self._stacks:
+            if stack.records:
+                self._update_stack(stack, decision)
 
     def drop(self) -> None:
         """Forgets gradients that wait for a stack: their backward failed."""
-        self._stacks.clear()
+        for stack in self._stacks:
+            stack.empty()
 
     def begin_state(self, record: ParamRecord) -> None:
         """Makes the states of a parameter before its first update."""
@@ -150,30 +167,41 @@ class Updates:
         self.cycle.moved.add(record.name)
         return True
 
-    def _update_stack(self, stack: Sequence[tuple[ParamRecord, Tensor]], decision: Decision | None) -> None:
+    @torch.no_grad()
+    def _update_stack(self, stack: Stack, decision: Decision | None) -> None:
         """Updates parameters as one: their tensors are stacked, and written back to where they were."""
-        records, grads = [record for record, _ in stack], [grad for _, grad in stack]
+        records, grads = stack.empty()
+        for record in records:
+            if record.param not in self.state:
+                self.begin_state(record)
         if len(records) == 1:
             self._update_one(records[0], grads[0], decision)
             return
         first = records[0]
-        assert first.spec is not None and first.layout is not None
-        shards = [self._shard.read(record.param) for record in records]
-        weights = list(zip(*((shard, *r.extra) for shard, r in zip(shards, records, strict=True)), strict=True))
-        stacked = tuple(torch.stack(tensors) for tensors in weights)
         states = [self.state[record.param] for record in records]
-        state = {name: torch.stack([each[name] for each in states]) for name in states[0]}
+        arena = self.arenas.find(records, states)
+        kept = gather(records, states) if arena is None else arena.stacked
+        params = [record.param for record in records]
+        in_place = self._shard.ranks is None  # parameters that are complete, which need not be read one by one
+        shards = params if in_place else [self._shard.read(param) for param in params]
+        weight = torch.stack(shards)
+        if (layout := stack.layouts.get(len(records))) is None:
+            layout = stack.layouts[len(records)] = self._layout(first, weight)
+        extra = tuple(kept[name] for name in first.extra_names)
+        state = {name: kept[name] for name in states[0]}
+        self._sweep(records, layout, (weight, *extra), torch.stack(grads), state, decision)
+        torch._foreach_copy_(shards, weight.unbind())
+        for param, shard in () if in_place else zip(params, shards, strict=True):
+            self._shard.write(param, shard)
+        if arena is None:
+            scatter(kept, records, states)
+
+    def _layout(self, record: ParamRecord, stacked: Tensor) -> Layout:
+        """The layout of parameters like this one, stacked."""
+        assert record.spec is not None and record.layout is not None
         if self._shard.ranks is None:
-            layout = Layout.of(tuple(stacked[0].shape), first.spec.view.stacked())
-        else:
-            layout = first.layout.lines(len(records))
-        self._sweep(records, layout, stacked, torch.stack(grads), state, decision)
-        for tensors, stacked_tensor in zip(weights, stacked, strict=True):
-            torch._foreach_copy_(tensors, stacked_tensor.unbind())
-        for record, shard in zip(records, shards, strict=True):
-            self._shard.write(record.param, shard)
-        for name, stacked_state in state.items():
-            torch._foreach_copy_([each[name] for each in states], stacked_state.unbind())
+            return Layout.of(tuple(stacked.shape), record.spec.view.stacked())
+        return record.layout.lines(len(stacked))
 
     def _sweep(
         self,
@@ -209,8 +237,8 @@ class Updates:
                 parts = tuple(named.pop(part_name(name, part.name)) for part in storage.parts)
                 named[name] = Held(storage, parts)
         sizes = first.rule.update(sweep, first.spec, named, first.group, step)
-        for record, square_sum in zip(records, sweep.square_sums.unbind(), strict=True):
-            record.square_sum = square_sum
+        for member, record in enumerate(records):
+            record.square_sum = sweep.square_sums, member
         for record, size in zip(records, () if sizes is None else sizes.unbind(), strict=sizes is not None):
             record.size = size
 

@@ -196,7 +196,7 @@ class Update:
             else:
                 hyper[name] = (*hyper[name][:position], numbers[i], *hyper[name][position + 1 :])
         size = rule.update(sweep, kind.spec, states, hyper, numbers[0])  # type: ignore[arg-type]
-        measured = [] if reading.square_sums is not None else [sweep.square_sums.view(())]
+        measured = [] if reading.square_sums is not None else [sweep.square_sums]
         return measured if size is None else [*measured, size.view(())]
 
     def __call__(self, args: list[Tensor], hyper: Hyper, step: int) -> list[Tensor]:
@@ -278,7 +278,7 @@ class WholeUpdates:
             key = noise_key(self._seed, step, record.name)
             args.append(torch.full((), key, dtype=torch.int32, device=grad.device))
         results = bound.update(args, hyper, step)
-        record.square_sum = results.pop(0) if reading.square_sums is None else reading.square_sums[0]
+        record.square_sum = (results.pop(0) if reading.square_sums is None else reading.square_sums), 0
         record.size = results[0] if results else None
         return True
 

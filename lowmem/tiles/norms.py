@@ -25,7 +25,7 @@ def norm_over(norms: Tensor, order: float = 2.0) -> Tensor:
     return torch.where(single.isfinite(), single.double(), torch.linalg.vector_norm(norms, order))
 
 
-def summable(square_sums: Tensor, limit: Tensor | None = None, count: int = 0) -> Tensor:
+def summable(square_sums: Tensor, limit: Tensor | None = None, count: int | Tensor = 0) -> Tensor:
     """Whether squares of gradients can be summed in float32, given their exact sums.
 
     limit: the gradients, of `count` elements each, will be clamped to +-`limit`.
