@@ -1,22 +1,37 @@
 """The only access to lowmem's internals in benchmarks/ and scripts/gpu/. Everything else there uses the public API."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
 from torch import Tensor
 
 import lowmem
 from lowmem.placements import Ranks, release
-from lowmem.step.updates import has_compiler
+from lowmem.step.updates import Updates, has_compiler
 
-__all__ = ["has_compiler", "reduce_scatter_as_nccl", "release", "update_one"]
+__all__ = ["has_compiler", "reduce_scatter_as_nccl", "release", "stacks_between", "update_one"]
 
 
 def update_one(opt: lowmem.FusedOptimizer, param: Tensor, grad: Tensor) -> None:
     """Updates one parameter as its hook does, but without a backward pass."""
     opt._cycle.step += 1
     opt._updates.put(opt._records[param], grad, None)
+
+
+@contextmanager
+def stacks_between(start: Callable[[], object], stop: Callable[[], object]) -> Iterator[None]:
+    """Calls `start` and `stop` around the updates of small parameters, which are stacked and updated after backward."""
+    flush = Updates.flush
+
+    def between(*args: Any) -> None:
+        start()
+        flush(*args)
+        stop()
+
+    with mock.patch.object(Updates, "flush", between):
+        yield
 
 
 @contextmanager

@@ -43,7 +43,7 @@ class Workload:
     def settings(self) -> dict[str, Any]:
         """Its fields and the model's sizes; `weights` is in bytes."""
         layers, hidden, vocabulary = SIZES[self.size]
-        layer = 4 * hidden**2 + 3 * hidden * _intermediate(hidden) + 2 * hidden
+        layer = 4 * hidden**2 + 3 * hidden * self.intermediate + 2 * hidden
         parameters = 2 * vocabulary * hidden + layers * layer + hidden
         return {
             **asdict(self),
@@ -57,12 +57,12 @@ class Workload:
     def model(self, device: str) -> nn.Module:
         """Random weights, with activation checkpointing."""
         layers, hidden, vocabulary = SIZES[self.size]
-        return llama(layers, hidden, _intermediate(hidden), vocabulary, self.dtype, device)
+        return llama(layers, hidden, self.intermediate, vocabulary, self.dtype, device)
 
-
-def _intermediate(hidden: int) -> int:
-    """Llama's: 8/3 of the hidden size, rounded up to a multiple of 256."""
-    return -(-hidden * 8 // 3 // 256) * 256
+    @property
+    def intermediate(self) -> int:
+        """Llama's size of MLPs: 8/3 of the hidden size, rounded up to a multiple of 256."""
+        return -(-SIZES[self.size][1] * 8 // 3 // 256) * 256
 
 
 def median_seconds(run: Callable[[], object], repeats: int, warmup: int = 0) -> float:

@@ -43,17 +43,22 @@ def configuration(
     )
 
 
+def trainer_of(config: RunConfig, rows: list[list[int]]) -> Any:
+    """A run's own trainer, with random weights and rows of tokens. Its run folder may be temporary."""
+    dataset = Dataset.from_dict({"input_ids": rows, "labels": rows})
+    samples = build.Samples(train_tokenizer(["a"], SMALLEST_VOCABULARY), dataset, dataset)
+    args = build.arguments(config, samples)
+    return build.trainer(config, samples, build.model(config, samples.tokenizer, args), args)
+
+
 def step_of(config: RunConfig) -> Callable[[], None]:
     """The training step of a run's own trainer on the CPU, with random weights and random tokens."""
     with tempfile.TemporaryDirectory() as folder:  # a trainer creates its output folder
         config.run_dir, config.trainer = folder, {**config.trainer, "use_cpu": True}
         ids = torch.randint((config.model.config or {})["vocab_size"], (config.data.max_length,)).tolist()
-        rows = Dataset.from_dict({"input_ids": [ids], "labels": [ids]})
-        samples = build.Samples(train_tokenizer(["a"], SMALLEST_VOCABULARY), rows, rows)
-        args = build.arguments(config, samples)
-        model = build.model(config, samples.tokenizer, args)
-        trainer = build.trainer(config, samples, model, args)
-    model.activation_checkpointing_enable(args.activation_checkpointing_kwargs)
+        trainer = trainer_of(config, [ids])
+    model = trainer.model
+    model.activation_checkpointing_enable(trainer.args.activation_checkpointing_kwargs)
     model.train()
     optimizer = trainer.create_optimizer()
     batch = dict(trainer.data_collator([trainer.train_dataset[0]]))

@@ -28,6 +28,7 @@ from benchmarks import (  # noqa: E402
     growth,
     long_context,
     long_context_plans,
+    loop,
     measurement,
     policies,
     reports,
@@ -66,7 +67,7 @@ def nothing_installed(monkeypatch):
 def in_this_process(monkeypatch):
     """Starts no process for a measurement."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    for module in (comparison, long_context, update):
+    for module in (comparison, long_context, loop, update):
         monkeypatch.setattr(module, "alone", lambda function, *args, folder=None: function(*args))
 
 
@@ -143,6 +144,22 @@ def test_the_cost_of_hooks_is_measured_and_written(tmp_path, capsys):
     dispatch.main(["--count", "3", "--repeats", "1", "--out", str(tmp_path)])
     results = json.loads((tmp_path / "dispatch.json").read_text())["milliseconds"]
     assert list(results["64 x 64"]) == ["bare hook", "lowmem lomo", "lowmem adalomo", "lowmem adamw"]
+
+
+def test_loops_are_measured_compared_and_written(in_this_process, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(loop, "LOADS", {"2x8": (2, 8, 2)})
+    peers = ("TRL's SFTTrainer, AdamW(fused=True)", "transformers.Trainer, AdamW(fused=True)", loop.BASE)
+    ours = (f"{loop.OURS}, AdamW(fused=True)", "PyTorch loop, lowmem adalomo")
+    arguments = ("--size", "1M", "--dtype", "float32", "--rounds", "1", "--out", str(tmp_path))
+    loop.main([*arguments, *only(*peers, *ours)])
+    report = json.loads((tmp_path / "loop.json").read_text())
+    assert report["failed"] == {} and report["settings"]["loads"] == {"2x8": [2, 8, 2]}
+    results = report["results"]["2x8"]
+    assert set(results) == {*peers, *ours}
+    for row in results.values():
+        phases = sum(row[name] for name in loop.PHASES)
+        assert min(row.values()) > 0 and 0 < row["share"] < 1 and phases < row["seconds"]
+    assert "A step of 2 × 8 tokens" in capsys.readouterr().out
 
 
 def test_growth_is_fitted_drawn_and_written(monkeypatch, tmp_path, capsys):
@@ -238,7 +255,7 @@ def test_runs_are_compared_by_their_bits_and_their_losses(monkeypatch, tmp_path,
 
 
 def test_every_command_has_a_help_that_names_its_options(capsys):
-    for module in (step, policies, update, dispatch, growth, long_context, convergence, determinism):
+    for module in (step, policies, update, dispatch, growth, long_context, loop, convergence, determinism):
         assert status(module.main, "--help") == 0
         assert "--out DIR" in capsys.readouterr().out
 

@@ -87,9 +87,19 @@ class EmbeddingGradient:
         return max(1, self.memory // (3 * 4 * self.grad.shape[1]))
 
     def add_to(self, rows: Tensor, start: int) -> None:
-        count = len(rows)
-        local = self.indices - start
-        local = local.where((local >= 0) & (local < count), count)  # a row for the others, which is skipped
-        for indices, grad in zip(local.split(self.block_rows), self.grad.split(self.block_rows), strict=True):
-            block = torch.ops.aten.embedding_dense_backward(grad.float(), indices, count + 1, count, False)
-            rows.add_(block[:count])
+        for indices, grad in zip(self.indices.split(self.block_rows), self.grad.split(self.block_rows), strict=True):
+            at, sums = _sums_by_index(indices, grad)
+            here = (at >= start) & (at < start + len(rows))
+            sums.masked_fill_(~here[:, None], 0.0)
+            rows.index_add_(0, (at - start).remainder_(len(rows)), sums)  # others add zero, and anywhere will do
+
+
+def _sums_by_index(indices: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """The distinct indices, followed by -1 to the number of tokens, and the sum of the gradients of each: float32
+    [tokens, size]. It costs as much as there are tokens, however many rows the weight has, and the host does not wait.
+    """
+    ordered, order = indices.sort(stable=True)
+    numbers = (ordered[1:] != ordered[:-1]).cumsum(0)  # of the distinct index at each place but the first
+    groups = torch.zeros_like(indices).scatter_(0, order[1:], numbers)
+    at = torch.full_like(indices, -1).scatter_(0, groups, indices)
+    return at, torch.ops.aten.embedding_dense_backward(grad.float(), groups, len(indices), -1, False)

@@ -29,6 +29,10 @@ _TILE = 12
 # copies where the device has no product of 16-bit matrices that is summed and returned in float32.
 _ROW = 8
 
+# Bytes of the float32 copy of rows of the weight that a CPU multiplies at a time. A larger one is memory that the
+# allocator takes from the system and returns each time, and for few tokens that takes longer than the products.
+_CPU_SLICE = 8 << 20
+
 # What is computed on request for each token, without gradient: the entropy of its distribution; log(Σ p²); the mean of
 # its logits; whether the label has the largest one.
 METRICS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
@@ -385,8 +389,10 @@ class HeadGradient:
 
     def add_to(self, rows: Tensor, start: int) -> None:
         with _no_autocast(rows.device):
-            for hidden, of_products in self._tiles(start, len(rows)):
-                self.products.add(rows, self.products.cast(of_products).t(), hidden)
+            for part in rows.split(_rows_at_a_time(self.weight)):
+                for hidden, of_products in self._tiles(start, len(part)):
+                    self.products.add(part, self.products.cast(of_products).t(), hidden)
+                start += len(part)
 
     def of_bias(self) -> Tensor:
         """The gradient of the bias: float32 [vocabulary]."""
@@ -423,6 +429,11 @@ class HeadGradient:
         here, at = (local >= 0) & (local < len(weight)), local.clamp(0, len(weight) - 1)
         p.scatter_add_(1, at[:, None], torch.where(here, (head.label_smoothing - 1) * grad, 0.0)[:, None])
         return p if slope is None else p.mul_(slope)
+
+
+def _rows_at_a_time(weight: Tensor) -> int:
+    """How many rows of the weight are multiplied at a time at most."""
+    return max(1, _CPU_SLICE // (4 * weight.shape[1])) if weight.device.type == "cpu" else len(weight)
 
 
 def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:

@@ -11,7 +11,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowmem
-from lowmem.layers.embedding import ComputedEmbedding, compute_gradient
+from lowmem.layers.embedding import ComputedEmbedding, EmbeddingGradient, compute_gradient
 from lowmem.layers.head import linear_cross_entropy
 from lowmem.step import hooks
 from lowmem.tiles import sweep
@@ -311,6 +311,30 @@ def test_an_embedding_keeps_its_own_forward():
     assert torch.equal(computed.weight[7], before[7])
     torch.testing.assert_close(computed.weight[49], before[49] - expected)
     torch.testing.assert_close(computed.weight[1], before[1] - 2 * expected)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 300])
+def test_rows_of_an_embedding_gradient_have_the_bits_of_the_full_one(tokens):
+    """Also where they are added to what another use has left there, and where tokens are repeated or ignored."""
+    torch.manual_seed(0)
+    rows, size = 40, 8
+    indices, grad = torch.randint(-1, rows, (tokens,)), torch.randn(tokens, size).bfloat16()
+    others = torch.randn(rows, size)
+    dense = torch.ops.aten.embedding_dense_backward(grad.float(), indices, rows, -1, False)
+    part = EmbeddingGradient(indices, grad, memory=1 << 20)
+    for start, stop in ((0, rows), (3, 20), (rows - 1, rows)):
+        block = others[start:stop].clone()
+        part.add_to(block, start)
+        assert torch.equal(block, (others + dense)[start:stop])
+
+
+def test_the_gradient_of_an_embedding_allocates_nothing_per_row():
+    """But only per token: a vocabulary has many rows."""
+    part = EmbeddingGradient(torch.arange(8), torch.ones(8, 64), memory=1 << 30)
+    rows = torch.zeros(10_000, 64)
+    with Largest((rows,)) as largest:
+        part.add_to(rows, 0)
+    assert largest.nbytes <= 8 * 64 * 4
 
 
 def test_a_model_can_still_be_pickled():

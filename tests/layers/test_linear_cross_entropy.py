@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lowmem.errors import ConfigError
+from lowmem.layers import head
 from lowmem.layers.head import METRICS, Head, linear_cross_entropy, token_losses
 
 TOKENS, SIZE, VOCABULARY = 37, 48, 1003
@@ -181,6 +182,20 @@ class Largest(TorchDispatchMode):
             if tensor.untyped_storage().data_ptr() not in self.known:
                 self.nbytes = max(self.nbytes, tensor.untyped_storage().nbytes())
         return result
+
+
+def test_a_cpu_casts_some_rows_of_a_block_at_a_time(monkeypatch):
+    weight = torch.randn(300, 64).bfloat16().requires_grad_()
+    hidden, labels = torch.randn(20, 64).bfloat16().requires_grad_(), torch.randint(300, (20,))
+    (expected,) = torch.autograd.grad(
+        torch.nn.functional.cross_entropy(hidden.float() @ weight.float().t(), labels), weight
+    )
+    monkeypatch.setattr(head, "_CPU_SLICE", 70 * 64 * 4)
+    loss, casts = linear_cross_entropy(hidden, weight, labels), []
+    monkeypatch.setattr(head._Products, "of", lambda self, left, right: casts.append(right.shape[1]) or left @ right)
+    (grad,) = torch.autograd.grad(loss, weight)
+    torch.testing.assert_close(grad, expected, rtol=0.01, atol=1e-5)
+    assert casts == [70, 70, 70, 70, 20]
 
 
 @pytest.mark.parametrize("memory", [1 << 20, 4 << 20])
