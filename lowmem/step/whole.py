@@ -164,7 +164,7 @@ class Update:
     def __init__(self, kind: Kind, rule: UpdateRule, group: Mapping[str, Any]) -> None:
         self.kind = kind
         sizes = Sizes()
-        batch, count, rows, cols = (sizes.size(name) for name in ("batch", "count", "rows", "cols"))
+        batch, count, rows, cols = (sizes.size(*example) for example in EXAMPLE.items())
         here = Blocks(batch if kind.batched else 1, count, 0 if kind.lines else rows, cols, kind.group)
         args = [sizes.tensor(here.shape(each), each.dtype, kind.device) for each in kind.arguments]
         args += [sizes.tensor((1,) * ndim, dtype, kind.device) for _, dtype, ndim in kind.reading]
@@ -209,6 +209,9 @@ class Update:
             hyper.results[self] = step, results
         return self._run(*args, *results)  # type: ignore[no-any-return]
 
+
+# Sizes for which Inductor plans how loops are divided among threads, or a GPU's blocks: those of a large parameter.
+EXAMPLE = {"batch": 8, "count": 256, "rows": 16, "cols": 4096}
 
 _WEIGHT = "weight "  # before the name of a part of the weight, which may be that of a state
 

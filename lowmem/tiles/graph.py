@@ -21,9 +21,6 @@ OPTIONS: dict[str, Any] = {f"realize_{kind}_threshold": 1 << 10 for kind in ("re
 # seconds. What the processor has is known, and a compiler that is too old for it fails, after which Inductor may ask.
 UNASKED = {"cpp.vec_isa_ok": True}
 
-# Sizes that the division of loops among threads is planned for.
-_HINT = 96
-
 Size = int | torch.SymInt
 Function = Callable[..., Any]
 
@@ -51,8 +48,8 @@ class Sizes:
         self._env = ShapeEnv()
         self.mode = FakeTensorMode(shape_env=self._env)
 
-    def size(self, name: str, example: int = _HINT) -> torch.SymInt:
-        """A size that is known when the graph is called. It has to be a size of one of its arguments."""
+    def size(self, name: str, example: int) -> torch.SymInt:
+        """A size that is known when the graph is called, such as `example`. It has to be a size of one of its arguments."""
         from torch._dynamo.source import ConstantSource
         from torch.fx.experimental.symbolic_shapes import DimDynamic
 
@@ -76,7 +73,8 @@ def trace(fn: Function, args: Sequence[Tensor]) -> fx.GraphModule:
     from torch.fx.experimental.proxy_tensor import make_fx
 
     with torch.no_grad():
-        return make_fx(fn, tracing_mode="symbolic")(*args)
+        traced = make_fx(fn, tracing_mode="symbolic")(*args)
+    return fx.GraphModule(torch.nn.Module(), traced.graph)  # without its `shape_env`, for which there is no cache key
 
 
 def compiled(graph: fx.GraphModule, sizes: Sizes, args: Sequence[Tensor]) -> Function:

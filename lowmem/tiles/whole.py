@@ -133,8 +133,6 @@ class WholeSweep(Sweep):
         assert isinstance(grad, Tensor)
 
         def tile(value: Tensor) -> Tensor:
-            if not in_blocks:
-                return value.view(batch, rows, -1)
             return value.flip(1) if flipped else value
 
         def along_rows(value: Tensor) -> Tensor:
@@ -168,4 +166,8 @@ class WholeSweep(Sweep):
         batch, rows, _ = self.shape
         assert self._noise_key is not None
         line = torch.arange(batch * rows, dtype=torch.int32, device=self.device)
-        return realized(mix(line + self._noise_key)).view(batch, rows)
+        noise = realized(mix(line + self._noise_key)).view(batch, rows)
+        _, count, block, cols = self._grad.shape
+        if self._lines:  # the noise of a column is counted from the start of its line
+            noise = noise + torch.arange(count, dtype=torch.int32, device=self.device) * cols
+        return noise.view(batch, count, block)
