@@ -67,7 +67,12 @@ def updated(rule: str, rounding: str, size: tuple[int, int], steps: int, compile
 
 
 def count(rule: str, rounding: str) -> dict[str, Any]:
-    """The kernels of an update, what they move and what they take."""
+    """The kernels of an update, what they move and what they take.
+
+    calls: of compiled functions; with more than one there is eager work between them, whose kernels are not counted.
+    floor_bytes: what is kept and the gradient read once, and what is kept written once.  passes_bytes: with what each
+    pass of the rule reads.  allocated: bytes of all buffers of the compiled functions.
+    """
     with generating(interpreted=False) as generated:
         param, states = updated(rule, rounding, MATRIX, 1, compile=True)
     written = param.nbytes + sum(state.nbytes for state in states.values())
@@ -77,6 +82,7 @@ def count(rule: str, rounding: str) -> dict[str, Any]:
     compiled = {f"sm_{capability}": resources(generated.launches, capability) for capability in DEVICES}
     floor = 2 * written + param.nbytes
     return {
+        "calls": generated.calls,
         "kernels": len(generated.launches),
         "bytes": moved,
         "floor_bytes": floor,
@@ -134,7 +140,7 @@ def interpret(rule: str, rounding: str) -> dict[str, Any]:
 
 
 def attempt(check: Callable[..., dict[str, Any]], *case: str) -> dict[str, Any]:
-    """What a check returns, or its error: an update that is not traced as a whole is not compiled for "cuda"."""
+    """What a check returns, or its error."""
     try:
         return check(*case)
     except Exception as error:
@@ -167,15 +173,15 @@ def main() -> None:
     for case in cases:
         results[", ".join(case)] = row = attempt(count, *case)
         row["interpreted"] = json.loads(interpreter.stdout.readline())
+        reports.save(options.out, {"matrix": MATRIX, "interpreted": INTERPRETED, "note": NOTE}, updates=results)
         print(", ".join(case), file=sys.stderr)
     interpreter.wait()
     show(results)
-    reports.save(options.out, {"matrix": MATRIX, "interpreted": INTERPRETED, "note": NOTE}, updates=results)
 
 
 def show(results: dict[str, dict[str, Any]]) -> None:
     """Prints a table with a row per rule and rounding."""
-    headings = ["rule, rounding", "kernels", "MiB", "floor MiB", "/ floor", "/ its passes", "buffers MiB"]
+    headings = ["rule, rounding", "calls", "kernels", "MiB", "floor MiB", "/ floor", "/ its passes", "buffers MiB"]
     for capability in DEVICES:
         headings += [f"sm_{capability}: registers", "spilled bytes"]
     headings += ["weights", "that differ", "states"]
@@ -185,7 +191,7 @@ def show(results: dict[str, dict[str, Any]]) -> None:
         if "error" in row:
             rows.append([name, row["error"], *("" for _ in headings[2:])])
             continue
-        cells = [name, str(row["kernels"])]
+        cells = [name, str(row["calls"]), str(row["kernels"])]
         cells += [f"{row[key] / 2**20:.0f}" for key in ("bytes", "floor_bytes")]
         cells += [f"{row[key]:.2f}" for key in ("over_floor", "over_passes")]
         cells.append(f"{row['allocated'] / 2**20:.2f}")

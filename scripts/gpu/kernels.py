@@ -5,7 +5,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -20,8 +20,13 @@ from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch._subclasses.fake_tensor import is_fake
 
 import lowmem.step.whole
+import lowmem.tiles.compiled
+from lowmem.step.whole import Kind, Update
+from lowmem.tiles.compiled import CompiledTile
 from lowmem.tiles.graph import OPTIONS, Function, Sizes
 from lowmem.tiles.tile import Formats, RawTile, Tile
+
+GPU = torch.device("cuda", 0)
 
 
 @dataclass
@@ -54,12 +59,14 @@ class Generated:
     Attributes:
         assumptions: what the code takes for granted about sizes.
         launches: recorded instead of launched, unless kernels are interpreted.
+        calls: of compiled functions. An update that takes one has no kernels but those of its launches.
         allocated: bytes of buffers that the code allocates, results included.
         read: bytes per element that the rule's passes over the parameter read.
     """
 
     assumptions: list[str] = field(default_factory=list)
     launches: list[Launch] = field(default_factory=list)
+    calls: int = 0
     allocated: int = 0
     read: int = 0
 
@@ -77,6 +84,7 @@ def generating(interpreted: bool) -> Iterator[Generated]:
     """
     generated = Generated()
     tensor, create, once = Sizes.tensor, Tile.__init__, Tile._once
+    create_update, compile_tile = Update.__init__, CompiledTile._compile
 
     def create_and_count(tile: Tile, formats: Formats, raw: RawTile) -> None:
         create(tile, formats, raw)
@@ -89,8 +97,14 @@ def generating(interpreted: bool) -> Iterator[Generated]:
             generated.read += sum(part.itemsize for part in parts)
         return once(tile, name, compute)
 
-    def on_gpu(sizes: Sizes, shape: Any, dtype: torch.dtype, _: torch.device) -> Tensor:
-        return tensor(sizes, shape, dtype, torch.device("cuda"))
+    def update_on_gpu(update: Update, kind: Kind, *args: Any) -> None:
+        generated.read = 0  # of an attempt that failed
+        create_update(update, replace(kind, device=GPU), *args)
+        update.kind = kind
+
+    def tile_on_gpu(tile: CompiledTile, *args: Any) -> Any:
+        with mock.patch.object(Sizes, "tensor", lambda *args: tensor(*args[:-1], GPU)):
+            return compile_tile(tile, *args)
 
     def compiled(graph: fx.GraphModule, sizes: Sizes, args: Sequence[Tensor]) -> Function:
         source = _source(graph, sizes, args)
@@ -102,10 +116,12 @@ def generating(interpreted: bool) -> Iterator[Generated]:
 
     recording = mock.patch.object(CachingAutotuner, "run", record)
     with (
-        mock.patch.object(Sizes, "tensor", on_gpu),
+        mock.patch.object(Update, "__init__", update_on_gpu),
+        mock.patch.object(CompiledTile, "_compile", tile_on_gpu),
         mock.patch.object(Tile, "__init__", create_and_count),
         mock.patch.object(Tile, "_once", compute_and_count),
         mock.patch.object(lowmem.step.whole, "compiled", compiled),
+        mock.patch.object(lowmem.tiles.compiled, "compiled", compiled),
         mock.patch.object(triton_helpers, "set_driver_to_gpu", lambda: None),
         _interpreter() if interpreted else recording,
     ):
@@ -152,7 +168,12 @@ def _load(source: str, generated: Generated) -> Function:
         mock.patch.object(async_compile.AsyncCompile, "triton", kernel),
     ):
         call = PyCodeCache.load(source).call
-    return lambda *args: list(call(list(args)))
+
+    def count_and_call(*args: Tensor) -> list[Tensor]:
+        generated.calls += 1
+        return list(call(list(args)))
+
+    return count_and_call
 
 
 # -- compiled ----------------------------------------------------------------------------------------------------------
