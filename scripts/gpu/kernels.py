@@ -24,7 +24,7 @@ import lowmem.tiles.compiled
 from lowmem.step.whole import Kind, Update
 from lowmem.tiles.compiled import CompiledTile
 from lowmem.tiles.graph import OPTIONS, Function, Sizes
-from lowmem.tiles.tile import Formats, RawTile, Tile
+from lowmem.tiles.tile import Fields, Formats, RawTile, Tile
 
 GPU = torch.device("cuda", 0)
 
@@ -86,10 +86,19 @@ def generating(interpreted: bool) -> Iterator[Generated]:
     tensor, create, once = Sizes.tensor, Tile.__init__, Tile._once
     create_update, compile_tile = Update.__init__, CompiledTile._compile
 
+    class CountedFields(Fields):
+        def __init__(self, named: dict[str, Tensor], full: dict[str, tuple[Tensor, ...]]) -> None:
+            super().__init__(named)
+            self._unread = {name: sum(part.itemsize for part in parts) for name, parts in full.items()}
+
+        def __getattr__(self, name: str) -> Tensor:
+            generated.read += self._unread.pop(name, 0)
+            return super().__getattr__(name)
+
     def create_and_count(tile: Tile, formats: Formats, raw: RawTile) -> None:
         create(tile, formats, raw)
         if is_fake(raw.grad):  # nothing else is traced
-            generated.read += sum(part.itemsize for parts in raw.full.values() for part in parts)
+            tile.full = CountedFields(tile.full._named, raw.full)
 
     def compute_and_count(tile: Tile, name: str, compute: Callable[[], Tensor]) -> Tensor:
         if name not in tile._cache and is_fake(tile._raw.grad):
