@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from gpu import steps, updates
+from gpu import overhead, steps, updates
 from gpu.measure import COMPILES, GPU, device_seconds, draw, free_memory, median
 from gpu.report import Report
 
@@ -80,10 +80,13 @@ PARTS: tuple[tuple[Callable[[Report, bool], None], float], ...] = (
     (updates.no_host_sync, 10),
     (updates.compiled_against_eager, 90),
     (updates.update_against_floor, 40),
+    (updates.update_against_adamw, 20),
     (updates.dispatch, 10),
+    (overhead.small_steps, 50),
+    (overhead.first_step, 45),
     (steps.vocabulary_gradients, 10),
     (steps.eight_billion, 115),
-    (updates.update_memory, 60),
+    (updates.update_memory, 75),
     (steps.one_billion, 30),
     (steps.policies_agree, 20),
 )

@@ -80,6 +80,18 @@ def device_seconds(run: Run) -> float:
     return start.elapsed_time(end) / 1e3
 
 
+def kernels(run: Run) -> int | None:
+    """How many kernels a call launches, copies and fills included; None on a CPU."""
+    if not GPU:
+        return None
+    run()
+    sync()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        sync()
+    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
+
+
 def peak(run: Run) -> int | None:
     """The peak of allocated bytes during a call, above those before it; None on a CPU, where they are not counted."""
     if not GPU:

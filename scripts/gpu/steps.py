@@ -58,7 +58,7 @@ def model_loss(model: Any, ids: Tensor) -> Tensor:
 
 @contextmanager
 def fused(model: Any, **options: Any) -> Iterator[Step]:
-    opt = lowmem.FusedOptimizer(model.named_parameters(), rounding="stochastic", **options)
+    opt = lowmem.FusedOptimizer(model.named_parameters(), **{"rounding": "stochastic", **options})
     try:
         yield opt.backward
     finally:
@@ -100,6 +100,22 @@ def adamw(model: Any) -> Iterator[Step]:
         yield step
     finally:
         opt.zero_grad()
+
+
+@contextmanager
+def adamw_in_hooks(model: Any) -> Iterator[Step]:
+    optimizers = {param: torch.optim.AdamW([param], fused=True) for param in model.parameters()}
+
+    def update(param: Tensor) -> None:
+        optimizers[param].step()
+        optimizers[param].zero_grad()
+
+    handles = [param.register_post_accumulate_grad_hook(update) for param in optimizers]
+    try:
+        yield Tensor.backward
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------

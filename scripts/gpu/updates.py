@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from gpu.measure import COMPILES, DEVICE, GPU, clear, device_seconds, draw, host_seconds, median, peak, seconds
+from gpu.measure import COMPILES, DEVICE, GPU, clear, device_seconds, draw, host_seconds, kernels, median, peak, seconds
 from gpu.report import Report
 from torch import Tensor
 
@@ -13,6 +13,7 @@ import lowmem
 from benchmarks.engine import update_one
 
 RULES = [row.name for row in lowmem.rules.table()]
+ROUNDING_GOALS = {"stochastic": 1.3, "compensated": 1.6}  # times an update that rounds to nearest
 POLICIES: dict[str, dict[str, Any]] = {
     "immediate": {"policy": "immediate"},
     "two_pass": {"policy": "two_pass", "clip_norm": 1.0},
@@ -22,15 +23,17 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 
 class Updates:
-    """`count` bfloat16 parameters of one size, their gradients, and an optimizer.
+    """`count` parameters of one size, their gradients, and an optimizer.
 
     Attributes:
         first_seconds: the time of the first update of all parameters, compilation included.
     """
 
-    def __init__(self, size: tuple[int, ...], count: int = 1, **options: Any) -> None:
-        self.params = [torch.nn.Parameter(draw(*size)) for _ in range(count)]
-        self._grads = [draw(*size) for _ in range(count)]
+    def __init__(
+        self, size: tuple[int, ...], count: int = 1, dtype: torch.dtype = torch.bfloat16, **options: Any
+    ) -> None:
+        self.params = [torch.nn.Parameter(draw(*size).to(dtype)) for _ in range(count)]
+        self._grads = [draw(*size).to(dtype) for _ in range(count)]
         for value in (*self.params, *self._grads):  # rounding divides by the spacing of floats, which is tiny at 0
             value.detach()[..., 0] = 0.0
         self._opt = lowmem.FusedOptimizer(self.params, **options)
@@ -150,26 +153,53 @@ def floor_seconds(moved: int, count: int) -> float:
     return median(device_seconds, copy_all) / count
 
 
-def update_memory(report: Report, small: bool) -> None:
-    """The temporary memory of an update by every rule, relative to the parameter's bytes."""
-    side = 160 if small else 4096
-    for rule, rounding in itertools.product(RULES, ("nearest", "stochastic")):
-        what = f"temporary memory, {rule}, {rounding}: of the parameter's"
-        if not report.affords(what, 15):
-            return
-        with report.trial(what):
-            updates = Updates((side, side), rule=rule, rounding=rounding, compile=COMPILES and not small)
-            taken, most = median(device_seconds, updates.run), peak(updates.run)
-            report.row(
-                what,
-                None if most is None else most / (2 * side * side),
-                ("<=", 0.01),
-                bytes=most,
-                seconds=taken,
-                first_step_seconds=updates.first_seconds,
-            )
-        updates = None
+def update_against_adamw(report: Report, small: bool) -> None:
+    """Compares an update by AdaLomo with one by torch's fused AdamW, whose states have the dtype of the weights."""
+    side, count = (160, 2) if small else (4096, 8)
+    for dtype in (torch.bfloat16, torch.float32):
+        updates = Updates((side, side), count, dtype, rule="adalomo", compile=COMPILES and not small)
+        ours = median(device_seconds, updates.run) / count
+        adamw = torch.optim.AdamW(updates.params, lr=1e-3, fused=True)
+        for param in updates.params:
+            param.grad = torch.randn_like(param)
+        adamw.step()
+        theirs = median(device_seconds, adamw.step) / count
+        what = f"update, adalomo, {side} x {side}, {dtype}: times AdamW(fused=True)"
+        report.row(what, ours / theirs, ("<=", 0.9), seconds=ours, adamw_seconds=theirs)
+        del updates, adamw, param
         clear()
+
+
+def update_memory(report: Report, small: bool) -> None:
+    """The kernels of an update by every rule, its temporary memory relative to the parameter's bytes, and what rounding
+    costs.
+    """
+    side = 160 if small else 4096
+    for rule in RULES:
+        seconds_of = {}
+        for rounding in ("nearest", *ROUNDING_GOALS):
+            what = f"temporary memory, {rule}, {rounding}: of the parameter's"
+            if not report.affords(what, 15):
+                return
+            with report.trial(what):
+                updates = Updates((side, side), rule=rule, rounding=rounding, compile=COMPILES and not small)
+                seconds_of[rounding] = taken = median(device_seconds, updates.run)
+                most = peak(updates.run)
+                report.row(
+                    what,
+                    None if most is None else most / (2 * side * side),
+                    ("<=", 0.01),
+                    bytes=most,
+                    kernels=kernels(updates.run),
+                    seconds=taken,
+                    first_step_seconds=updates.first_seconds,
+                )
+            updates = None
+            clear()
+        for rounding, goal in ROUNDING_GOALS.items():
+            if {"nearest", rounding} <= set(seconds_of):
+                times = seconds_of[rounding] / seconds_of["nearest"]
+                report.row(f"update, {rule}, {rounding}: times nearest", times, ("<=", goal))
 
 
 def dispatch(report: Report, small: bool) -> None:
@@ -194,4 +224,11 @@ def dispatch(report: Report, small: bool) -> None:
     for options in ({"rule": "lomo"}, {"rule": "adalomo"}, {"rule": "adalomo", "batching": False}):
         taken = host(lambda params, options=options: lowmem.FusedOptimizer(params, **options))
         name = ", ".join(f"{key}={value}" for key, value in options.items())
-        report.row(f"dispatch of {count} tensors, {name}: times a bare hook", taken / bare, host_seconds=taken / count)
+        goal = ("<=", 1.6) if options == {"rule": "adalomo"} else None
+        what = f"dispatch of {count} tensors, {name}: times a bare hook"
+        report.row(what, taken / bare, goal, host_seconds=taken / count)
+    one = Updates((64, 64), rule="adalomo", batching=False)
+    taken = median(host_seconds, one.run, 50)
+    # on a CPU the kernels' own time would be counted
+    what = "an update of 64 x 64, adalomo: host seconds"
+    report.row(what, taken if GPU else None, ("<=", 60e-6), kernels=kernels(one.run))
