@@ -52,7 +52,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     Attributes:
         config: the options.
-        compiled: whether the sweep runs through torch.compile, which takes up to a minute in the first step.
+        compiled: whether updates are compiled, which takes some seconds in the first step.
 
     Raises:
         ConfigError: an unknown rule, option or hyperparameter, or a value out of range.

@@ -180,6 +180,9 @@ class UpdateRule(ABC):
     def update(self, sweep: Sweep, spec: Any, state: State, hyper: Hyper, step: int) -> Tensor | None:
         """One update. `step` counts from 1; `hyper` is the parameter group, with `lr` as the scheduler left it.
 
+        It depends on its arguments alone: where code is compiled it is traced once for many parameters and steps, with
+        float64 scalar tensors in place of `step` and of the floats in `hyper`.
+
         Returns:
             For a rule with `statistics`, the size that the norm of each stacked gradient is weighted by, float32
             [members]; else None.

@@ -51,7 +51,7 @@ class Updates:
         clipping: what happens to gradients as they are read.
         seed: of stochastic rounding.
         batching: stack small parameters of equal spec, shape, dtype, device and group.
-        compiled: run sweeps of large parameters through torch.compile.
+        compiled: update large parameters by compiled code.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class Updates:
         first, step = records[0], self.cycle.step
         assert first.storage is not None
         self.cycle.moved.update(record.name for record in records)
-        # a dispatch mode (fake tensors, a memory tracker) looks at each operation, and torch.compile has none to show
+        # a dispatch mode (fake tensors, a memory tracker) looks at each operation, and compiled code has none to show
         compiled = self._compiled and weight[0].numel() > SMALL
         planned = compiled and weight[0].device.type == "meta"  # a GPU's compiled code has no temporaries of a tile
         sweep = Sweep(
@@ -341,7 +341,7 @@ def decide_compilation(requested: bool | str, records: Collection[ParamRecord]) 
 
 
 def has_compiler(device: str) -> bool:
-    """Whether torch.compile has what it needs for a type of device."""
+    """Whether there is what compiles for a type of device."""
     if device == "cpu":
         return any(shutil.which(name) for name in (os.environ.get("CXX", ""), "g++", "clang++", "c++") if name)
     return device == "meta" or importlib.util.find_spec("triton") is not None  # "meta" is a GPU that is planned for

@@ -49,7 +49,7 @@ class Sizes:
         self.mode = FakeTensorMode(shape_env=self._env)
 
     def size(self, name: str, example: int) -> torch.SymInt:
-        """A size that is known when the graph is called, such as `example`. It has to be a size of one of its arguments."""
+        """A size of an argument that is known when the graph is called, such as `example`."""
         from torch._dynamo.source import ConstantSource
         from torch.fx.experimental.symbolic_shapes import DimDynamic
 

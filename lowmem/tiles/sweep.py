@@ -159,7 +159,7 @@ class Sweep:
         noise_keys: gives a 31-bit key for each of them, for storages that draw a number per element.
         step: of training, for storages that draw a number per step.
         across: the ranks that hold the other shards; None if there are none.
-        compiled: run tile functions through torch.compile.
+        compiled: run compiled tile functions.
         tile: elements per tile; None: chosen by device.
 
     Attributes:
