@@ -172,7 +172,7 @@ def picture(path: Path, title: str, size: tuple[float, float], columns: int, **l
     figure = Figure(figsize=size, layout="constrained")
     panels = figure.subplots(1, columns, **layout)
     yield panels
-    for axes in panels:
+    for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title, fontsize=11)
     png = io.BytesIO()

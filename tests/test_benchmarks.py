@@ -16,6 +16,8 @@ import pytest
 import torch
 from rich.console import Console
 
+import lowmem
+
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
@@ -30,6 +32,7 @@ from benchmarks import (  # noqa: E402
     long_context_plans,
     loop,
     measurement,
+    one_update,
     policies,
     reports,
     step,
@@ -144,6 +147,18 @@ def test_the_cost_of_hooks_is_measured_and_written(tmp_path, capsys):
     dispatch.main(["--count", "3", "--repeats", "1", "--out", str(tmp_path)])
     results = json.loads((tmp_path / "dispatch.json").read_text())["milliseconds"]
     assert list(results["64 x 64"]) == ["bare hook", "lowmem lomo", "lowmem adalomo", "lowmem adamw"]
+
+
+def test_one_update_is_measured_profiled_and_compared(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(one_update, "SHAPES", ((64, 64),))
+    for number in (1, 2):
+        compare = ("--compare", str(tmp_path / "1" / "one_update.json")) if number == 2 else ()
+        one_update.main(("--repeats", "2", "--dtype", "float32", "--out", str(tmp_path / str(number)), *compare))
+    result = json.loads((tmp_path / "2" / "one_update.json").read_text())
+    assert list(result["profiles"]) == [f"before: lowmem {lowmem.__version__}", f"lowmem {lowmem.__version__}"]
+    assert {part for part, _, _ in result["profiles"][f"lowmem {lowmem.__version__}"]} >= {"Python", "compiled code"}
+    assert (tmp_path / "2" / "one_update.png").exists()
+    assert "64 x 64" in capsys.readouterr().out
 
 
 def test_loops_are_measured_compared_and_written(in_this_process, monkeypatch, tmp_path, capsys):
