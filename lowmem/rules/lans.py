@@ -166,8 +166,7 @@ def inverse_norm(sums: dict[str, Tensor], rescale: float) -> Tensor:
     """The multiplier that makes the gradient a unit vector, with the sign of `rescale`; 0 for a gradient of zeros."""
     tiny = sums["magnified"].sqrt() / _MAGNIFIED
     norm = torch.where(sums["magnified"].isfinite(), tiny, exact(sums["grad"], sums["reduced"]).sqrt().float())
-    sign = (rescale > 0) - (rescale < 0)
-    return torch.where(norm > 0, sign / norm, 0.0)
+    return torch.where(norm > 0, torch.as_tensor(rescale).sign() / norm, 0.0)
 
 
 def trust(size: Tensor, square: Tensor) -> Tensor:

@@ -210,8 +210,9 @@ class Update:
         return self._run(*args, *results)  # type: ignore[no-any-return]
 
 
-# Sizes for which Inductor plans how loops are divided among threads, or a GPU's blocks: those of a large parameter.
-EXAMPLE = {"batch": 8, "count": 256, "rows": 16, "cols": 4096}
+# Sizes for which Inductor plans: how loops are divided among threads, or a GPU's blocks, and which sums are so long
+# that they are taken in parts (from 4,096 on). Those of a large parameter.
+EXAMPLE = {"batch": 8, "count": 1024, "rows": 16, "cols": 4096}
 
 _WEIGHT = "weight "  # before the name of a part of the weight, which may be that of a state
 

@@ -6,6 +6,7 @@ keeps what it compiled on disk, as it does for `torch.compile`.
 """
 
 import importlib
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -72,8 +73,14 @@ def trace(fn: Function, args: Sequence[Tensor]) -> fx.GraphModule:
     """The operations of `fn(*args)`, whose `args` are fake tensors and which returns tensors."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    with torch.no_grad():
-        traced = make_fx(fn, tracing_mode="symbolic")(*args)
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    log.setLevel(logging.CRITICAL)  # what cannot be traced is not an error: the caller has another way
+    try:
+        with torch.no_grad():
+            traced = make_fx(fn, tracing_mode="symbolic")(*args)
+    finally:
+        log.setLevel(level)
     return fx.GraphModule(torch.nn.Module(), traced.graph)  # without its `shape_env`, for which there is no cache key
 
 
