@@ -48,7 +48,7 @@ class UpdateMethod(Method):
 
 
 def lowmem_update(param: Tensor, grad: Tensor, rule: str, compile: bool = True, **options: Any) -> Update:
-    opt = lowmem.FusedOptimizer([("weight", param)], rule=rule, lr=1e-3, compile=compile, **options)
+    opt = lowmem.FusedOptimizer([("weight", param)], rule=rule, lr=1e-3, compile=compile, batching=False, **options)
     return lambda: update_one(opt, param, grad), lambda: reports.state_tensors(opt)
 
 
