@@ -110,7 +110,8 @@ class Blocks:
         batch, count, rows, cols, group = self.batch, self.count, self.rows, self.cols, self.group
         line = rows == 0
         if argument.extent == "full":
-            return batch, count, 1 if line else rows, cols, group // argument.group
+            shape = batch, count, 1 if line else rows, cols
+            return shape if group == 1 else (*shape, group // argument.group)
         if argument.extent == "row":
             return batch, 1 if line else count * rows
         if argument.extent == "col":
@@ -181,7 +182,10 @@ class Update:
     def _update(self, rule: UpdateRule, group: Mapping[str, Any], args: Sequence[Tensor]) -> list[Tensor]:
         """What is compiled. Returns the gradient's sum of squares, if that is not known, and what the rule returns."""
         kind, numbers, given = self.kind, args[-1], iter(args)
-        grad, *tensors = (next(given).flatten(-2) if each.extent == "full" else next(given) for each in kind.arguments)
+        grouped = kind.group > 1
+        grad, *tensors = (
+            next(given).flatten(-2) if grouped and each.extent == "full" else next(given) for each in kind.arguments
+        )
         states: dict[str, Any] = {each.name: tensor for each, tensor in zip(kind.arguments[1:], tensors, strict=True)}
         weight = Held(kind.storage, tuple(states.pop(_WEIGHT + part.name) for part in kind.storage.parts))
         for name, storage in kind.states:
