@@ -120,7 +120,7 @@ def draw(profiles: dict[str, Any], about: str, path: Path) -> None:
         axes.set_yticks(range(len(profiles)), list(profiles))
         axes.invert_yaxis()
         axes.set_xlabel("µs, profiled")
-        axes.legend(fontsize=8, frameon=False, ncols=len(COLORS), loc="upper center", bbox_to_anchor=(0.5, -0.35))
+        axes.legend(fontsize=8, frameon=False, loc="lower right")
 
 
 if __name__ == "__main__":
