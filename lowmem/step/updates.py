@@ -21,7 +21,7 @@ from lowmem.tiles.gradients import ComputedGradient, Gradient
 from lowmem.tiles.graph import load_compiler
 from lowmem.tiles.layout import Layout, Span
 from lowmem.tiles.storage import Held, Nearest, Storage, noise_key, of_state, of_weight, part_name
-from lowmem.tiles.sweep import Sweep, begin_storage
+from lowmem.tiles.sweep import Reading, Sweep, begin_storage
 
 # With fewer trainable elements compilation takes longer than it saves.
 COMPILE_FROM = 1 << 25
@@ -144,28 +144,22 @@ class Updates:
         assert record.layout is not None and record.spec is not None
         shard = self._shard.read(record.param)
         weight, states = (shard, *record.extra), self.state[record.param]
-        if not self._update_whole(record, weight, grad, states, decision):
+        reading = self.clipping.reading([record], grad, decision)
+        self.cycle.moved.add(record.name)
+        whole = self._whole_updates(record)
+        if (
+            whole is None
+            or not isinstance(grad, Tensor)
+            or not whole.update(record, weight, grad, states, reading, self.cycle.step)
+        ):
             layout = record.layout if isinstance(grad, Tensor) else grad.layout(record.spec.view)
-            self._sweep([record], layout, weight, grad, states, decision)
+            self._sweep([record], layout, weight, grad, states, reading)
         self._shard.write(record.param, shard)
 
-    def _update_whole(
-        self,
-        record: ParamRecord,
-        weight: tuple[Tensor, ...],
-        grad: Gradient,
-        states: dict[str, Tensor],
-        decision: Decision | None,
-    ) -> bool:
-        """Updates a parameter in one call of compiled code, if it can be."""
+    def _whole_updates(self, record: ParamRecord) -> WholeUpdates | None:
+        """What updates a parameter in one call of compiled code, if that is asked for and no dispatch mode looks on."""
         small = self._batching and record.span.numel <= SMALL  # has the same bits alone as in a stack
-        if self._whole is None or small or not isinstance(grad, Tensor) or torch._C._len_torch_dispatch_stack():
-            return False
-        reading = self.clipping.reading([record], grad, decision)
-        if not self._whole.update(record, weight, grad, states, reading, self.cycle.step):
-            return False
-        self.cycle.moved.add(record.name)
-        return True
+        return None if small or torch._C._len_torch_dispatch_stack() else self._whole
 
     @torch.no_grad()
     def _update_stack(self, stack: Stack, decision: Decision | None) -> None:
@@ -189,7 +183,9 @@ class Updates:
             layout = stack.layouts[len(records)] = self._layout(first, weight)
         extra = tuple(kept[name] for name in first.extra_names)
         state = {name: kept[name] for name in states[0]}
-        self._sweep(records, layout, (weight, *extra), torch.stack(grads), state, decision)
+        grad = torch.stack(grads)
+        self.cycle.moved.update(record.name for record in records)
+        self._sweep(records, layout, (weight, *extra), grad, state, self.clipping.reading(records, grad, decision))
         torch._foreach_copy_(shards, weight.unbind())
         for param, shard in () if in_place else zip(params, shards, strict=True):
             self._shard.write(param, shard)
@@ -210,11 +206,10 @@ class Updates:
         weight: tuple[Tensor, ...],
         grad: Gradient,
         state: dict[str, Any],
-        decision: Decision | None,
+        reading: Reading,
     ) -> None:
         first, step = records[0], self.cycle.step
         assert first.storage is not None
-        self.cycle.moved.update(record.name for record in records)
         # a dispatch mode (fake tensors, a memory tracker) looks at each operation, and compiled code has none to show
         compiled = self._compiled and weight[0].numel() > SMALL
         planned = compiled and weight[0].device.type == "meta"  # a GPU's compiled code has no temporaries of a tile
@@ -222,7 +217,7 @@ class Updates:
             layout,
             Held(first.storage, weight),
             grad,
-            self.clipping.reading(records, grad, decision),
+            reading,
             members=len(records),
             noise_keys=lambda: [noise_key(self.seed, step, record.name) for record in records],
             step=step,

@@ -163,13 +163,13 @@ class Update:
     """
 
     def __init__(self, kind: Kind, rule: UpdateRule, group: Mapping[str, Any]) -> None:
-        self.kind = kind
+        self.kind, self.draws = kind, kind.draws("element")
         sizes = Sizes()
         batch, count, rows, cols = (sizes.size(*example) for example in EXAMPLE.items())
         here = Blocks(batch if kind.batched else 1, count, 0 if kind.lines else rows, cols, kind.group)
         args = [sizes.tensor(here.shape(each), each.dtype, kind.device) for each in kind.arguments]
         args += [sizes.tensor((1,) * ndim, dtype, kind.device) for _, dtype, ndim in kind.reading]
-        if kind.draws("element"):
+        if self.draws:
             args.append(sizes.tensor((), torch.int32, kind.device))
         numbers = sizes.tensor((2 + len(kind.numbers),), torch.float64, torch.device("cpu"))
         try:
@@ -191,7 +191,7 @@ class Update:
         for name, storage in kind.states:
             states[name] = Held(storage, tuple(states.pop(part_name(name, part.name)) for part in storage.parts))
         reading = Reading(**{name: next(given) for name, _, _ in kind.reading}, sums_squares=kind.sums_squares)
-        key = next(given) if kind.draws("element") else None
+        key = next(given) if self.draws else None
         sweep = WholeSweep(weight, grad, reading, lines=kind.lines, noise_key=key, shared=numbers[1])
         hyper = dict(group)
         for i, (name, position) in enumerate(kind.numbers, start=2):
@@ -242,7 +242,6 @@ class Bound(NamedTuple):
     update: Update
     shapes: tuple[tuple[Size, ...], ...]
     states: tuple[str, ...]
-    draws: bool
 
 
 class WholeUpdates:
@@ -282,7 +281,7 @@ class WholeUpdates:
         elements = (grad, *weight, *(states[name] for name in bound.states))
         args = [tensor.view(shape) for tensor, shape in zip(elements, bound.shapes, strict=True)]
         args += [tensor for tensor in tensors if tensor is not None]
-        if bound.draws:
+        if bound.update.draws:
             key = noise_key(self._seed, step, record.name)
             args.append(torch.full((), key, dtype=torch.int32, device=grad.device))
         results = bound.update(args, hyper, step)
@@ -333,7 +332,7 @@ class WholeUpdates:
         if len(record.whole) >= SPECIALISATIONS or (update := _compile(kind, record)) is None:
             return None
         states = tuple(each.name for each in arguments[1 + len(weight) :])
-        return Bound(update, tuple(map(here.shape, arguments)), states, kind.draws("element"))
+        return Bound(update, tuple(map(here.shape, arguments)), states)
 
 
 def _same(old: tuple[Any, ...], new: tuple[Any, ...]) -> bool:

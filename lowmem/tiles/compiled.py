@@ -20,7 +20,7 @@ class Graph(NamedTuple):
 
 class CompiledTile:
     """`body`, which is `reduce_tile` or `apply_tile`, with `fn` and the storages bound. It is compiled with symbolic
-    sizes, once for all parameters and placements, but for dtypes and for which sizes are 1.
+    sizes, once for all parameters and placements, but for dtypes, numbers of dimensions, and which sizes are 1.
     """
 
     def __init__(self, body: TileBody, fn: ReduceFn | ApplyFn, formats: Formats) -> None:
@@ -33,8 +33,8 @@ class CompiledTile:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if not all(tensor.is_contiguous() for tensor in tensors):
             return self._body(how, raw)
-        kind: tuple[Any, ...] = raw.grad.dtype, raw.grad.device.type, *(size == 1 for size in raw.grad.shape)
-        kind = *kind, *(leaf if leaf is None or isinstance(leaf, bool) else True for leaf in leaves)
+        kind: tuple[Any, ...] = raw.grad.device.type, *(size == 1 for size in raw.grad.shape)
+        kind = *kind, *((leaf.ndim, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         if self._grouped:
             kind = *kind, *(tensor.shape[-1:] == (1,) for tensor in tensors)
         graph = self._graphs.get(kind)

@@ -418,7 +418,7 @@ class Sweep:
     def _by_slice(self, of_members: Tensor) -> Tensor:
         """What each of the stacked parameters has, for each slice of the batch."""
         if self.members in (1, self.shape[0]):
-            return of_members.expand(self.shape[0])
+            return of_members.expand(self.shape[0]).contiguous()
         return of_members.repeat_interleave(self.shape[0] // self.members, output_size=self.shape[0])
 
     def _noise(self) -> Tensor:

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,15 +12,15 @@ from lowmem.tiles.graph import realized
 from lowmem.tiles.layout import Rect
 from lowmem.tiles.storage import Held, mix
 from lowmem.tiles.sweep import Cut, Reading, Scalars, States, Sweep, Vectors
-from lowmem.tiles.tile import ApplyFn, Formats, RawTile, ReduceFn, Sums, TileBody
+from lowmem.tiles.tile import BLOCK_ROWS, LINE, ApplyFn, Formats, RawTile, ReduceFn, Sums, TileBody
 
 # Columns are summed within each block of rows, in vector registers, and then over blocks: so many float32 sums at most
 # exist at a time.
 BLOCK_SUMS = 1 << 20
 
 # Rows of a block, and elements of a part of a single line: as few as the first that divide it, or at least the second.
-ROWS = 16, 4
-LINE = 1024, 128
+ROWS = BLOCK_ROWS, 4
+PART = LINE, 128
 
 # A matrix of up to so many elements may be one block. Larger ones have so many at least, which threads share.
 ONE_BLOCK = 1 << 17
@@ -44,7 +45,7 @@ def blocks(rows: int, cols: int) -> tuple[int, int, int] | None:
     if rows * cols >= LARGEST:
         return None
     if rows == 1:
-        part = _divisor(cols, *LINE, small=cols <= ONE_BLOCK)
+        part = _divisor(cols, *PART, small=cols <= ONE_BLOCK)
         return None if part is None else (cols // part, 1, part)
     usual, least = (max(number, -(-rows * cols // BLOCK_SUMS)) for number in ROWS)
     height = _divisor(rows, usual, least, small=rows * cols <= ONE_BLOCK)
@@ -64,7 +65,7 @@ class WholeSweep(Sweep):
 
     Args:
         weight, grad: in blocks, [batch, blocks, rows of a block, cols].  lines: each is a single line, in parts.
-        reading, step: as for `Sweep`.
+        reading: as for `Sweep`.
         noise_key: int32 scalar, if noise is drawn.
         shared: float32 scalar, the number that `golden_ratio_noise` gives for the step.
     """
@@ -87,23 +88,20 @@ class WholeSweep(Sweep):
         self._guarded, self._at_once, self._across = True, True, None
         self._finite = None if reading.finite is None else reading.finite.expand(1)
         self._square_sums, self._measured = reading.square_sums, None
-        self._passes, self._written, self._flipped = 0, False, False
+        self._passes, self._written = 0, False
 
-    def reduce(
-        self,
-        fn: ReduceFn,
-        *,
-        full: States | None = None,
-        row: Vectors | None = None,
-        col: Vectors | None = None,
-        scalar: Scalars | None = None,
-    ) -> Sums:
+    @property
+    def _backwards(self) -> bool:
+        """Whether the next pass goes backwards, if it is in blocks."""
+        return self._passes % 2 == 1
+
+    def reduce(self, fn: ReduceFn, **arguments: Any) -> Sums:
         """As that of a sweep."""
-        self._flipped = self._passes % 2 == 1
-        sums = super().reduce(fn, full=full, row=row, col=col, scalar=scalar)
+        flipped = self._backwards
+        sums = super().reduce(fn, **arguments)
         if self._lines and (sums.row or sums.col or sums.row_max):
             raise UntraceableError("sums along rows or columns of a single line")
-        for of_rows in (sums.row, sums.row_max) if self._flipped else ():
+        for of_rows in (sums.row, sums.row_max) if flipped else ():
             for name, value in of_rows.items():
                 of_rows[name] = value.view(self._grad.shape[:3]).flip(1).flatten(1)
         return sums
@@ -126,8 +124,8 @@ class WholeSweep(Sweep):
         scalar: Scalars | None,
         in_blocks: bool = False,
     ) -> Iterator[tuple[Cut, RawTile]]:
+        flipped = in_blocks and self._backwards
         self._passes += 1
-        flipped = in_blocks and self._flipped
         batch, rows, _ = self.shape
         grad = self._grad
         assert isinstance(grad, Tensor)

@@ -209,6 +209,19 @@ def test_gradients_of_any_dtype_read_in_any_way(graphs):
                 assert torch.equal(param, torch.full(shape, -1.0))
 
 
+def scaled(t):
+    return {"param": t.param * t.scalar.factor}
+
+
+def test_a_number_of_all_slices_or_one_of_each(graphs):
+    for factor in (torch.tensor(2.0), torch.tensor([2.0, 3.0, 4.0])):
+        param = torch.ones(3, 96, 30)
+        weight = Held(storage.Nearest(torch.float32), (param,))
+        one = Sweep(Layout.of(param.shape, View.matrix(3)), weight, torch.ones(param.shape), compiled=True)
+        one.apply(scaled, scalar={"factor": factor})
+        assert torch.equal(param, factor.expand(3)[:, None, None].expand(param.shape))
+
+
 # -- memory and syncs --------------------------------------------------------------------------------------------------
 
 
