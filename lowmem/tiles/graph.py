@@ -108,6 +108,13 @@ def realized(value: Tensor) -> Tensor:
     return torch.as_strided(value, value.shape, value.stride())
 
 
+def tied(value: Tensor, to: Tensor) -> Tensor:
+    """`value`, for which compiled code reads `to` as well: Inductor computes two things in one loop only if they read
+    the same tensor, or if one needs the other.
+    """
+    return torch.where(to > 0, value, value)
+
+
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
 _aten = torch.ops.aten

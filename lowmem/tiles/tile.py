@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lowmem.tiles.graph import tied
 from lowmem.tiles.norms import REDUCED
 from lowmem.tiles.storage import Held, Random, Storage, mix, nearest, uniform
 
@@ -185,15 +186,26 @@ SQUARE, REDUCED_SQUARE = "square of the gradient", "square of the gradient times
 def reduce_tile(fn: ReduceFn, formats: Formats, summing: Summing, raw: RawTile) -> tuple[Named, Named, Named, Named]:
     tile = Tile(formats, raw)
     measured, measure, lines = {}, *summing
+    in_blocks = raw.grad.ndim == 4
+
+    def along(value: Tensor) -> Tensor:
+        """Summed in the loop over the rows of a block in which all others of a tile are."""
+        return tied(value, raw.grad[..., :1, :1]) if in_blocks else value
+
     if measure:  # in place and first, so that no more temporaries of the tile exist at a time
-        measured[REDUCED_SQUARE] = _total((tile.unclipped * REDUCED).square_(), lines)
+        measured[REDUCED_SQUARE] = _total(along((tile.unclipped * REDUCED).square_()), lines)
     sums = fn(tile)
     totals = {**sums.scalar, SQUARE: tile.unclipped_square} if measure else sums.scalar
+    row = {name: along(value).sum(-1) for name, value in sums.row.items()}
+    col = sums.col
+    if in_blocks and row and col:  # the loop over columns follows for each block, which is still in the cache
+        of_block = next(iter(row.values())).sum(-1)[..., None, None]
+        col = {name: tied(value, of_block) for name, value in col.items()}
     return (
-        {name: value.sum(-1).flatten(1) for name, value in sums.row.items()},
-        {name: value.sum(-2) for name, value in sums.col.items()},
-        {name: _total(value, lines) for name, value in totals.items()} | measured,
-        {name: value.amax(-1).flatten(1) for name, value in sums.row_max.items()},
+        {name: value.flatten(1) for name, value in row.items()},
+        {name: value.sum(-2) for name, value in col.items()},
+        {name: _total(along(value), lines) for name, value in totals.items()} | measured,
+        {name: along(value).amax(-1).flatten(1) for name, value in sums.row_max.items()},
     )
 
 

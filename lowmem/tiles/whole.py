@@ -88,22 +88,13 @@ class WholeSweep(Sweep):
         self._guarded, self._at_once, self._across = True, True, None
         self._finite = None if reading.finite is None else reading.finite.expand(1)
         self._square_sums, self._measured = reading.square_sums, None
-        self._passes, self._written = 0, False
-
-    @property
-    def _backwards(self) -> bool:
-        """Whether the next pass goes backwards, if it is in blocks."""
-        return self._passes % 2 == 1
+        self._written = False
 
     def reduce(self, fn: ReduceFn, **arguments: Any) -> Sums:
         """As that of a sweep."""
-        flipped = self._backwards
         sums = super().reduce(fn, **arguments)
         if self._lines and (sums.row or sums.col or sums.row_max):
             raise UntraceableError("sums along rows or columns of a single line")
-        for of_rows in (sums.row, sums.row_max) if flipped else ():
-            for name, value in of_rows.items():
-                of_rows[name] = value.view(self._grad.shape[:3]).flip(1).flatten(1)
         return sums
 
     @contextmanager
@@ -124,28 +115,17 @@ class WholeSweep(Sweep):
         scalar: Scalars | None,
         in_blocks: bool = False,
     ) -> Iterator[tuple[Cut, RawTile]]:
-        flipped = in_blocks and self._backwards
-        self._passes += 1
         batch, rows, _ = self.shape
-        grad = self._grad
-        assert isinstance(grad, Tensor)
-
-        def tile(value: Tensor) -> Tensor:
-            return value.flip(1) if flipped else value
-
-        def along_rows(value: Tensor) -> Tensor:
-            value = realized(value.view(batch, rows))
-            return value.view(grad.shape[:3]).flip(1).flatten(1) if flipped else value
-
+        assert isinstance(self._grad, Tensor)
         scalars = {name: self.scalar(value) for name, value in (scalar or {}).items()}
         raw = RawTile(
-            grad=tile(grad),
-            param=tuple(map(tile, self._weight.parts)),
+            grad=self._grad,
+            param=self._weight.parts,
             inverse_scale=self._reading.inverse_scale,
             limit=self._reading.limit,
             clip_coef=self._reading.clip_coef,
-            full={name: tuple(map(tile, held.parts)) for name, held in (full or {}).items()},
-            row={name: along_rows(value) for name, value in (row or {}).items()},
+            full={name: held.parts for name, held in (full or {}).items()},
+            row={name: realized(value.view(batch, rows)) for name, value in (row or {}).items()},
             col={name: realized(value.view(batch, -1)) for name, value in (col or {}).items()},
             scalar={name: realized(value) if value.ndim else value for name, value in scalars.items()},
         )
