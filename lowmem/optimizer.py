@@ -25,7 +25,7 @@ from lowmem.step.report import LastStep, Report
 from lowmem.step.saving import Saving
 from lowmem.step.updates import Updates, decide_compilation, settle, takes_computed
 from lowmem.tiles.gradients import ComputedGradient, Contribution, Gradient, Stored
-from lowmem.tiles.graph import Clock
+from lowmem.tiles.graph import Clock, load_compiler
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +89,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._refuse_unknown_names()
             self.compiled = decide_compilation(self.config.compile, self._records.values())
             device = next((record.param.device for record in self._records.values()), torch.device("cpu"))
+            if self.compiled and device.type != "meta":
+                load_compiler(device.type)
             config, shard = self.config, self._placement.shard
             self._clipping = Clipping(
                 self.param_groups,

@@ -18,7 +18,6 @@ from lowmem.step.cycle import StepCycle
 from lowmem.step.stacks import Arenas, Stack, gather, scatter
 from lowmem.step.whole import WholeUpdates
 from lowmem.tiles.gradients import ComputedGradient, Gradient
-from lowmem.tiles.graph import load_compiler
 from lowmem.tiles.layout import Layout, Span
 from lowmem.tiles.storage import Held, Nearest, Storage, noise_key, of_state, of_weight, part_name
 from lowmem.tiles.sweep import Reading, Sweep, begin_storage
@@ -69,8 +68,6 @@ class Updates:
         self._shard, self.clipping = placement.shard, clipping
         self._compiled, self._batching = compiled, batching
         self._whole = WholeUpdates(seed) if compiled and placement.shard.ranks is None else None
-        if compiled:
-            load_compiler()
         self._kinds: dict[tuple[Any, ...], int] = {}  # of stacks, numbered: a number is quick to look up
         self._stacks: list[Stack] = []  # by their number
         self.arenas = Arenas()

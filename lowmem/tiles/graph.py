@@ -11,6 +11,8 @@ import math
 import operator
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,9 +33,33 @@ Function = Callable[..., Any]
 _LOCK = threading.Lock()
 
 
-def load_compiler() -> None:
-    """Imports what compiles, on another thread: a second or two that the first update does not have to wait for."""
-    threading.Thread(target=importlib.import_module, args=("torch._inductor.compile_fx",), daemon=True).start()
+def load_compiler(device: str) -> None:
+    """Makes ready, on another thread, what compiles for a type of device: seconds that the first update, which comes
+    after a forward, need not wait for.
+    """
+    threading.Thread(target=_load_compiler, args=(device,), daemon=True).start()
+
+
+def _load_compiler(device: str) -> None:
+    importlib.import_module("torch._inductor.compile_fx")
+    if device != "cpu":
+        return
+    from torch._inductor import codecache, config, cpu_vec_isa
+
+    with suppress(Exception):  # which compiling an update raises as well
+        with _LOCK, config.patch(UNASKED):
+            cpu_vec_isa.valid_vec_isa_list()  # asks the C++ compiler what else it knows
+        if config.cpp_cache_precompile_headers and not _has_headers():  # any kernel precompiles them
+            codecache.CppPythonBindingsCodeCache.load_pybinding(["float*"], 'extern "C" void kernel(float* x) {}')
+
+
+def _has_headers() -> bool:
+    """Whether the headers of kernels for a CPU have been compiled, which takes as long as two or three kernels take
+    without.
+    """
+    from torch._inductor import codecache
+
+    return any(Path(codecache._HEADER_DIR).glob("*.gch"))
 
 
 class Clock:
@@ -88,11 +114,16 @@ def trace(fn: Function, args: Sequence[Tensor]) -> fx.GraphModule:
 
 def compiled(graph: fx.GraphModule, sizes: Sizes, args: Sequence[Tensor]) -> Function:
     """Compiles what `trace` has returned for `args`. The result is called with real tensors of such sizes."""
+    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
+
+    headers = "cpp_cache_precompile_headers"
+    how: dict[str, Any] = {headers: getattr(config, headers) and _has_headers()}
+    how["_cache_config_ignore_prefix"] = [*config._cache_config_ignore_prefix, headers]  # found again either way
 
     def compile_with(options: dict[str, Any]) -> Function:
         with torch._guards.tracing(torch._guards.TracingContext(sizes.mode)), torch.no_grad():
-            return compile_fx(graph, list(args), config_patches=options)  # type: ignore[return-value]
+            return compile_fx(graph, list(args), config_patches=options | how)  # type: ignore[return-value]
 
     with _LOCK:
         try:

@@ -8,6 +8,7 @@ from typing import ClassVar
 import pytest
 import torch
 from products import pairwise
+from torch._inductor import config, metrics
 from torch.profiler import ProfilerActivity, profile
 
 import lowmem
@@ -236,6 +237,16 @@ def test_compiled(rule, rounding):
     arguments = {"shapes": [MATRIX, PRIME], "dtype": torch.bfloat16, "rounding": rounding}
     got, want = (trained(rule, compile=compile, **arguments) for compile in (True, False))
     assert_same(got, want)
+
+
+@pytest.mark.skipif(not has_compiler("cpu"), reason="no C++ compiler")
+def test_rows_columns_and_weights_are_summed_in_one_loop(monkeypatch):
+    monkeypatch.setattr(whole, "_UPDATES", {})
+    monkeypatch.setattr(metrics, "cpp_outer_loop_fused_inner_counts", [])
+    with config.patch(force_disable_caches=True):
+        trained("adalomo", [MATRIX], compile=True, steps=1)
+    # along the rows of a block, over all of it, along its columns: three loops in one over blocks
+    assert 3 in [count.inner_kernel_number for count in metrics.cpp_outer_loop_fused_inner_counts]
 
 
 @pytest.mark.skipif(not has_compiler("cpu"), reason="no C++ compiler")
