@@ -5,7 +5,6 @@ of a small parameter. Here the caller knows: it compiles for a kind of arguments
 keeps what it compiled on disk, as it does for `torch.compile`.
 """
 
-import importlib
 import logging
 import math
 import operator
@@ -41,11 +40,11 @@ def load_compiler(device: str) -> None:
 
 
 def _load_compiler(device: str) -> None:
-    importlib.import_module("torch._inductor.compile_fx")
-    if device != "cpu":
-        return
+    import torch._inductor.compile_fx  # noqa: F401 (what takes longest)
     from torch._inductor import codecache, config, cpu_vec_isa
 
+    if device != "cpu":
+        return
     with suppress(Exception):  # which compiling an update raises as well
         with _LOCK, config.patch(UNASKED):
             cpu_vec_isa.valid_vec_isa_list()  # asks the C++ compiler what else it knows
