@@ -139,10 +139,10 @@ def realized(value: Tensor) -> Tensor:
 
 
 def tied(value: Tensor, to: Tensor) -> Tensor:
-    """`value`, for which compiled code reads `to` as well: Inductor computes two things in one loop only if they read
-    the same tensor, or if one needs the other.
+    """`value`, for which code for a CPU reads `to` as well: there Inductor computes two things in one loop only if they
+    read the same tensor, or if one needs the other.
     """
-    return torch.where(to > 0, value, value)
+    return torch.where(to > 0, value, value) if value.device.type == "cpu" else value
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
