@@ -1,11 +1,11 @@
-"""The loop around a training step: what `lowmem train` takes beside the model and the update, and other loops.
+"""The loop around a training step: how much of a step is neither the model nor the update.
 
     python -m benchmarks.loop [--load 1x128] [--only "lowmem train"] [--rounds 3]
 
 Every loop trains the same Llama on rows of random tokens, with activation checkpointing, without clipping, and logs
 every step. A step lasts from the end of one to the end of the next, so it contains fetching and collating its batch,
-callbacks, the log line and the progress bar. The share beside is that of a step in which neither the model's forward,
-nor backward, nor the update runs. What hooks update in backward is part of backward.
+callbacks, the log line and the progress bar. "Other" is the part of a step that is not forward, backward or update.
+What hooks update during backward is part of backward.
 """
 
 import io
@@ -204,7 +204,7 @@ LOOPS = {
 
 
 def measure(loop: str, workload: Workload) -> Figures:
-    """Medians over the steps of one run: seconds of a step and of each phase, and the share beside them."""
+    """Medians over the steps of one run: seconds of a step, of each phase and of the rest, and the share of that."""
     torch.set_num_threads(workload.threads)
     torch.manual_seed(0)
     clock = Clock()
@@ -216,9 +216,9 @@ def measure(loop: str, workload: Workload) -> Figures:
         LOOPS[loop].make(workload, clock, folder)
     steps = clock.steps[WARMUP:]
     figures = {name: statistics.median(step[name] for step in steps) for name in (*PHASES, "seconds")}
-    beside = [step["seconds"] - sum(step[name] for name in PHASES) for step in steps]
-    share = statistics.median(rest / step["seconds"] for rest, step in zip(beside, steps, strict=True))
-    return {**figures, "beside": statistics.median(beside), "share": share}
+    other = [step["seconds"] - sum(step[name] for name in PHASES) for step in steps]
+    share = statistics.median(rest / step["seconds"] for rest, step in zip(other, steps, strict=True))
+    return {**figures, "other": statistics.median(other), "share": share}
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
@@ -229,10 +229,10 @@ def report(load: str, results: dict[str, Figures], failed: dict[str, str]) -> No
     print(f"\nA step of {load.replace('x', ' × ')} tokens\n")
     rows = [
         (name, f"{row['seconds']:.3f}", formatted(base and row["seconds"] / base, ".2f"),
-         *(f"{row[phase]:.3f}" for phase in PHASES), f"{row['beside'] * 1e3:.1f}", f"{row['share']:.1%}")
+         *(f"{row[phase]:.3f}" for phase in PHASES), f"{row['other'] * 1e3:.1f}", f"{row['share']:.1%}")
         for name, row in results.items()
     ]  # fmt: skip
-    print_table(("loop", "s/step", "× the last", *(f"{phase}, s" for phase in PHASES), "beside, ms", "share"), rows)
+    print_table(("loop", "s/step", "× the last", *(f"{phase}, s" for phase in PHASES), "other, ms", "share"), rows)
     print_missing(failed, {})
 
 

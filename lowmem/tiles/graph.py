@@ -33,9 +33,7 @@ _LOCK = threading.Lock()
 
 
 def load_compiler(device: str) -> None:
-    """Makes ready, on another thread, what compiles for a type of device: seconds that the first update, which comes
-    after a forward, need not wait for.
-    """
+    """Loads the compiler for a type of device on another thread, so that this overlaps with the first forward."""
     threading.Thread(target=_load_compiler, args=(device,), daemon=True).start()
 
 
@@ -47,15 +45,13 @@ def _load_compiler(device: str) -> None:
         return
     with suppress(Exception):  # which compiling an update raises as well
         with _LOCK, config.patch(UNASKED):
-            cpu_vec_isa.valid_vec_isa_list()  # asks the C++ compiler what else it knows
-        if config.cpp_cache_precompile_headers and not _has_headers():  # any kernel precompiles them
+            cpu_vec_isa.valid_vec_isa_list()  # tests the C++ compiler, and remembers the result
+        if config.cpp_cache_precompile_headers and not _has_headers():  # compiling any kernel precompiles them
             codecache.CppPythonBindingsCodeCache.load_pybinding(["float*"], 'extern "C" void kernel(float* x) {}')
 
 
 def _has_headers() -> bool:
-    """Whether the headers of kernels for a CPU have been compiled, which takes as long as two or three kernels take
-    without.
-    """
+    """Whether the headers of CPU kernels are precompiled. That takes longer than compiling two kernels without it."""
     from torch._inductor import codecache
 
     return any(Path(codecache._HEADER_DIR).glob("*.gch"))
@@ -118,7 +114,7 @@ def compiled(graph: fx.GraphModule, sizes: Sizes, args: Sequence[Tensor]) -> Fun
 
     headers = "cpp_cache_precompile_headers"
     how: dict[str, Any] = {headers: getattr(config, headers) and _has_headers()}
-    how["_cache_config_ignore_prefix"] = [*config._cache_config_ignore_prefix, headers]  # found again either way
+    how["_cache_config_ignore_prefix"] = [*config._cache_config_ignore_prefix, headers]  # the same key either way
 
     def compile_with(options: dict[str, Any]) -> Function:
         with torch._guards.tracing(torch._guards.TracingContext(sizes.mode)), torch.no_grad():
@@ -139,8 +135,8 @@ def realized(value: Tensor) -> Tensor:
 
 
 def tied(value: Tensor, to: Tensor) -> Tensor:
-    """`value`, for which code for a CPU reads `to` as well: there Inductor computes two things in one loop only if they
-    read the same tensor, or if one needs the other.
+    """Returns `value` unchanged, and makes compiled CPU code read `to` as well. There Inductor fuses two computations
+    into one loop only if they read the same tensor, or if one depends on the other.
     """
     return torch.where(to > 0, value, value) if value.device.type == "cpu" else value
 

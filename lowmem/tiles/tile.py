@@ -189,7 +189,7 @@ def reduce_tile(fn: ReduceFn, formats: Formats, summing: Summing, raw: RawTile) 
     in_blocks = raw.grad.ndim == 4
 
     def along(value: Tensor) -> Tensor:
-        """Summed in the loop over the rows of a block in which all others of a tile are."""
+        """`value`, to be summed along rows in the same loop as all other values of the tile."""
         return tied(value, raw.grad[..., :1, :1]) if in_blocks else value
 
     if measure:  # in place and first, so that no more temporaries of the tile exist at a time
@@ -198,7 +198,7 @@ def reduce_tile(fn: ReduceFn, formats: Formats, summing: Summing, raw: RawTile) 
     totals = {**sums.scalar, SQUARE: tile.unclipped_square} if measure else sums.scalar
     row = {name: along(value).sum(-1) for name, value in sums.row.items()}
     col = sums.col
-    if in_blocks and row and col:  # the loop over columns follows for each block, which is still in the cache
+    if in_blocks and row and col:  # column sums follow in the same loop over blocks: the block is still in the cache
         of_block = next(iter(row.values())).sum(-1)[..., None, None]
         col = {name: tied(value, of_block) for name, value in col.items()}
     return (
