@@ -64,17 +64,18 @@ def _new(cls: type[nn.Embedding]) -> nn.Module:
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, indices: Tensor, weight: Tensor, padding: int | None, memory: int) -> Tensor:
-        ctx.save_for_backward(indices, weight)
+        ctx.save_for_backward(indices)
+        ctx.weight = weight  # its values are not needed, so they may change until backward, as those of nn.Embedding
         ctx.rows, ctx.padding, ctx.memory = len(weight), padding, memory
         return F.embedding(indices, weight, padding)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        indices, weight = ctx.saved_tensors
+        (indices,) = ctx.saved_tensors
         padding = -1 if ctx.padding is None else ctx.padding  # no index is -1
         flat = indices.reshape(-1).long()
         flat = flat.masked_fill(flat == padding, -1)
-        if hooks.offer(weight, EmbeddingGradient(flat, grad.reshape(-1, grad.shape[-1]), ctx.memory)):
+        if hooks.offer(ctx.weight, EmbeddingGradient(flat, grad.reshape(-1, grad.shape[-1]), ctx.memory)):
             return None, None, None, None
         return None, torch.ops.aten.embedding_dense_backward(grad, indices, ctx.rows, padding, False), None, None
 

@@ -200,7 +200,7 @@ def test_the_trainer_trains_as_with_the_loss_of_the_model(arguments, make):
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("arguments", [{}, {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}], ids=str)
+@pytest.mark.parametrize("arguments", [TRAINED["immediate"], TRAINED["clipped and accumulated"]], ids=["one", "more"])
 def test_a_tied_head_may_have_a_bias(arguments, make, offers):
     """As Phi's, which is updated before the weight that its gradient was computed with."""
     weights = []

@@ -384,6 +384,22 @@ def test_a_gradient_is_that_of_its_micro_batch(loss, tied, change, batches):
     assert_equals_plain(loss, batches(6), change, policy="deferred", micro_batches=3, tied=tied)
 
 
+def test_an_embedding_may_change_before_its_backward(batches, offers):
+    """Its gradient does not depend on it."""
+
+    def loss(net, ids):
+        value = net.extra(ids).square().mean(-1).sigmoid().sum()
+        scaled_extra(net)
+        return value
+
+    def scaled_extra(net):
+        with torch.no_grad():
+            net.extra.weight.mul_(1.1)
+
+    assert_equals_plain(loss, batches(2))
+    assert offers == {"extra.weight": {("EmbeddingGradient", True)}}
+
+
 def test_a_backward_of_gradients_that_the_loop_reuses(batches):
     """`tensor.backward(gradient)`, with one tensor for all of them."""
     nets = [Plain(computed) for computed in (True, False)]
