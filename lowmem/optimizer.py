@@ -24,7 +24,7 @@ from lowmem.step.policies import POLICIES, Needs, Policy, choose, repeatable, re
 from lowmem.step.report import LastStep, Report
 from lowmem.step.saving import Saving
 from lowmem.step.updates import Updates, decide_compilation, settle, takes_computed
-from lowmem.tiles.gradients import ComputedGradient, Contribution, Gradient, Stored
+from lowmem.tiles.gradients import ComputedGradient, Contribution, Gradient
 from lowmem.tiles.graph import Clock, load_compiler
 
 logger = logging.getLogger(__name__)
@@ -350,12 +350,14 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _gradient(self, record: ParamRecord, offered: list[Contribution]) -> Gradient:
         """The sum of what backward has put into `.grad` and what is computed as it is read."""
-        if record.param.grad is not None:
-            grad = self._placement.reducer.take(record.param)
-            if not offered:
-                return grad
-            offered.append(Stored(grad))
-        return ComputedGradient(record.span.shape, record.param.device, offered)
+        if not offered:
+            return self._placement.reducer.take(record.param)
+        computed = ComputedGradient(record.span.shape, record.param.device, offered)
+        if record.param.grad is None:
+            return computed
+        grad = self._placement.reducer.take(record.param)
+        computed.add_to(grad)
+        return grad
 
     def _begin_plain(self, first: ParamRecord) -> None:
         """A plain `loss.backward()` has begun, and the gradient of `first` is complete."""
@@ -443,7 +445,6 @@ class FusedOptimizer(torch.optim.Optimizer):
             rule.begin(group, self._cycle.step + (not self._cycle.waiting))
 
     def _drop(self) -> None:
-        self._hooks.drop_offered()
         self._policy.drop()
         self._placement.reducer.drop()
 

@@ -1,7 +1,8 @@
 """Embeddings whose gradient never exists as a whole: indices and the gradient of the output are kept instead."""
 
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,29 +39,43 @@ def compute_gradient(module: nn.Module, memory: int = MEMORY) -> bool:
         return False
     if module.scale_grad_by_freq or module.sparse:
         return False
-    cls = type(module)
-    if cls is nn.Embedding:
-        module.__class__ = ComputedEmbedding  # which can be pickled with its model
-    elif not isinstance(module, ComputedEmbedding):
-        # behind its own class, whose forward may scale what super().forward() returns
-        module.__class__ = type(cls.__name__, (cls, ComputedEmbedding), {"__module__": cls.__module__})
+    if not isinstance(module, ComputedEmbedding):
+        module.__class__ = _computed(type(module))  # type: ignore[arg-type]
     module.memory = memory  # type: ignore[assignment]
     return True
+
+
+@functools.cache
+def _computed(cls: type[nn.Embedding]) -> type[ComputedEmbedding]:
+    """A class of embeddings with `ComputedEmbedding` behind it: its forward may scale what super().forward() returns.
+    Pickle cannot find it by its name, which is that of `cls`, so its instances are made from `cls` again.
+    """
+    if cls is nn.Embedding:
+        return ComputedEmbedding
+    own = {"__module__": cls.__module__, "__reduce__": lambda self: (_new, (cls,), self.__dict__)}
+    return type(cls.__name__, (cls, ComputedEmbedding), own)
+
+
+def _new(cls: type[nn.Embedding]) -> nn.Module:
+    computed = _computed(cls)  # type: ignore[arg-type]
+    return computed.__new__(computed)
 
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, indices: Tensor, weight: Tensor, padding: int | None, memory: int) -> Tensor:
-        ctx.save_for_backward(indices, weight)
+        ctx.save_for_backward(indices)
+        ctx.weight = weight  # its values are not needed, so they may change until backward, as those of nn.Embedding
         ctx.rows, ctx.padding, ctx.memory = len(weight), padding, memory
         return F.embedding(indices, weight, padding)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        indices, weight = ctx.saved_tensors
+        (indices,) = ctx.saved_tensors
         padding = -1 if ctx.padding is None else ctx.padding  # no index is -1
-        flat = indices.reshape(-1).masked_fill(indices.reshape(-1) == padding, -1)
-        if hooks.offer(weight, EmbeddingGradient(flat, grad.reshape(-1, grad.shape[-1]), ctx.memory)):
+        flat = indices.reshape(-1).long()
+        flat = flat.masked_fill(flat == padding, -1)
+        if hooks.offer(ctx.weight, EmbeddingGradient(flat, grad.reshape(-1, grad.shape[-1]), ctx.memory)):
             return None, None, None, None
         return None, torch.ops.aten.embedding_dense_backward(grad, indices, ctx.rows, padding, False), None, None
 
@@ -81,6 +96,9 @@ class EmbeddingGradient:
     @property
     def kept(self) -> Sequence[Tensor]:
         return self.indices, self.grad
+
+    def copy(self) -> "EmbeddingGradient":
+        return replace(self, indices=self.indices.clone(), grad=self.grad.detach().clone())
 
     @property
     def block_rows(self) -> int:

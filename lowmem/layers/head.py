@@ -9,13 +9,13 @@ states and the log-sum-exp alone: it is computed when the optimizer reads it.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from lowmem.errors import ConfigError
+from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.step import hooks
 from lowmem.tiles.gradients import ComputedGradient
 
@@ -44,8 +44,9 @@ Gather = Callable[[], AbstractContextManager[Any]]
 class Head:
     """How logits follow from the product y of hidden states and weight, and a loss from logits z.
 
-    z = softcap · tanh(scale · y / softcap) / temperature, without `softcap` z = scale · y / temperature. The loss of a
-    token with label l is logsumexp(z) − (1 − ε) z_l − ε mean(z) + z_loss · logsumexp(z)², with ε = label_smoothing.
+    z = softcap · tanh(s · y / softcap) / temperature, without `softcap` z = s · y / temperature, with s = logit_scale.
+    The loss of a token with label l is logsumexp(z) − (1 − ε) z_l − ε mean(z) + z_loss · logsumexp(z)², with
+    ε = label_smoothing.
 
     Attributes:
         memory: bytes of temporaries that it may need.
@@ -54,7 +55,7 @@ class Head:
         ConfigError: a value out of range.
     """
 
-    scale: float = 1.0
+    logit_scale: float = 1.0
     softcap: float | None = None
     temperature: float = 1.0
     label_smoothing: float = 0.0
@@ -62,6 +63,12 @@ class Head:
     memory: int = MEMORY
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor) and value.requires_grad:
+                raise ConfigError(
+                    f"{name} is a tensor that requires a gradient and would not get one; it has to be a number. Learn "
+                    "a scale of hidden states instead: linear_cross_entropy(hidden * scale, ...)"
+                )
         for name, valid, allowed in (
             ("softcap", self.softcap is None or 0 < self.softcap < math.inf, "a finite number > 0, or None"),
             ("temperature", 0 < self.temperature < math.inf, "a finite number > 0"),
@@ -74,13 +81,13 @@ class Head:
     @property
     def slope(self) -> float:
         """The derivative of logits with respect to y, without that of tanh."""
-        return self.scale / self.temperature
+        return self.logit_scale / self.temperature
 
     def logits(self, product: Tensor) -> tuple[Tensor, Tensor | None]:
         """Logits from y, in its memory, and the derivative of tanh where there is one."""
         if self.softcap is None:
             return product.mul_(self.slope) if self.slope != 1 else product, None
-        tanh = product.mul_(self.scale / self.softcap).tanh_()
+        tanh = product.mul_(self.logit_scale / self.softcap).tanh_()
         derivative = 1 - tanh.square()
         return tanh.mul_(self.softcap / self.temperature), derivative
 
@@ -128,7 +135,7 @@ def linear_cross_entropy(
     Args:
         hidden: [..., size], float32 or 16-bit.
         weight: [vocabulary, size].
-        labels: [...], int64, not shifted; tokens whose label is `ignore_index` have loss 0.
+        labels: [...], integers, not shifted; tokens whose label is `ignore_index` have loss 0.
         bias: [vocabulary].
         reduction: "mean" over the tokens that are not ignored, "sum", or "none".
         num_items: divides the sum instead of the number of tokens: those of all micro-batches and ranks.
@@ -140,6 +147,9 @@ def linear_cross_entropy(
 
     Raises:
         ConfigError: a value out of range, or `memory` that is not enough for one row.
+        IndexError: on a CPU, a label that is neither `ignore_index` nor the number of a row; a GPU stops with an
+            assertion, as in `torch.nn.functional.cross_entropy`.
+        UnsupportedError: in a backward with `create_graph=True`.
     """
     head = Head(logit_scale, softcap, temperature, label_smoothing, z_loss, memory)
     if reduction not in ("mean", "sum", "none"):
@@ -169,7 +179,7 @@ def token_losses(
 
     Args:
         hidden: [tokens, size].  weight: [vocabulary, size].  bias: [vocabulary].
-        targets: int64 [tokens], the label of each token.
+        targets: integers [tokens], the label of each token.
         gather: makes a context in which weight and bias are complete.
     """
     learns = torch.is_grad_enabled() and hidden.requires_grad
@@ -225,6 +235,7 @@ class _TokenLosses(torch.autograd.Function):
         log_sums, directions = torch.empty_like(losses), torch.empty_like(hidden) if learns else None
         values = [torch.empty_like(losses, dtype=torch.bool if name == "is_top1" else None) for name in metrics]
         with gather(), _no_autocast(hidden.device):
+            targets = _checked(targets, len(weight))
             step, rows = head.tile(tokens, len(weight), size)
             for start in range(0, tokens, step):
                 part = slice(start, start + step)
@@ -248,6 +259,11 @@ class _TokenLosses(torch.autograd.Function):
         grad_hidden = grad_weight = grad_bias = None
         if grad is None:
             return (None,) * 9
+        if torch.is_grad_enabled():
+            raise UnsupportedError(
+                "create_graph=True: the loss of a head that is computed in tiles has no second derivatives. Compute it "
+                "from all logits: torch.nn.functional.cross_entropy(hidden @ weight.T, labels)"
+            )
         grad = grad.float()
         if ctx.needs_input_grad[0]:
             grad_hidden = torch.mul(directions, grad[:, None], out=torch.empty_like(hidden))
@@ -277,7 +293,7 @@ class _Scores:
         self._head, self._products, self._targets, self._metrics = head, products, targets, metrics
         self._hidden = products.cast(hidden)
         zeros = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
-        self._largest = torch.full_like(zeros, -torch.inf)
+        self._largest = torch.full_like(zeros, torch.finfo(zeros.dtype).min)  # finite, to which −inf can be compared
         self._sum = zeros.clone()  # of exp(z − largest)
         self._target, self._target_slope = zeros.clone(), zeros.clone()
         self._sum_z, self._sum_exp_z, self._sum_squares = zeros.clone(), zeros.clone(), zeros.clone()
@@ -377,7 +393,13 @@ class HeadGradient:
 
     @property
     def kept(self) -> Sequence[Tensor]:
-        return self.hidden, self.targets, self.log_sums, self.grad
+        bias = () if self.bias is None else (self.bias,)
+        return self.hidden, *bias, self.targets, self.log_sums, self.grad
+
+    def copy(self) -> "HeadGradient":
+        bias = None if self.bias is None else self.bias.clone()
+        hidden, targets, grad = self.hidden.clone(), self.targets.clone(), self.grad.clone()
+        return replace(self, hidden=hidden, bias=bias, targets=targets, grad=grad)
 
     @property
     def block_rows(self) -> int:
@@ -429,6 +451,17 @@ class HeadGradient:
         here, at = (local >= 0) & (local < len(weight)), local.clamp(0, len(weight) - 1)
         p.scatter_add_(1, at[:, None], torch.where(here, (head.label_smoothing - 1) * grad, 0.0)[:, None])
         return p if slope is None else p.mul_(slope)
+
+
+def _checked(targets: Tensor, vocabulary: int) -> Tensor:
+    """Labels as int64, each of which is the number of a row. The host does not wait for a GPU."""
+    try:
+        targets.new_zeros(()).expand(vocabulary).index_select(0, targets)
+    except IndexError:
+        raise IndexError(
+            f"a label is neither the number of one of the {vocabulary:,} rows of the weight nor ignore_index"
+        ) from None
+    return targets.long()
 
 
 def _rows_at_a_time(weight: Tensor) -> int:

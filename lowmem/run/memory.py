@@ -3,7 +3,7 @@
 import errno
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -170,14 +170,17 @@ def step_memory(model: nn.Module, make_optimizer: Callable[[], FusedOptimizer],
     tracker.label([*model.buffers(), *batch], BUFFERS)
     tracker.now = 0
     backwards = []
-    with tracker, ExitStack() as hooks:
-        # registered before the optimizer's own hooks, which free the gradient
-        for param in filter(lambda param: param.requires_grad, model.parameters()):
-            hook = param.register_post_accumulate_grad_hook(
-                lambda param: tracker.label([] if param.grad is None else [param.grad], GRADIENTS)
-            )
-            hooks.callback(hook.remove)
+    with tracker:
         optimizer = make_optimizer()
+        reducer = optimizer._placement.reducer
+        take = reducer.take  # a hook of ours would have to see every gradient as a tensor
+
+        def labelled(param: Tensor) -> Tensor:
+            grad = take(param)
+            tracker.label([grad], GRADIENTS)
+            return grad
+
+        reducer.take = labelled  # type: ignore[method-assign]
         for number, loss in enumerate(losses, start=1):
             last, forward = number == len(losses), tracker.now
             with nullcontext() if last else optimizer.accumulate():

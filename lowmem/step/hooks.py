@@ -33,6 +33,14 @@ _TWO_OPTIMIZERS = (
 )
 
 
+class _Offers(dict[Tensor, list[Contribution]]):
+    """Contributions that a backward has offered, by parameter. Autograd refers to them as a callback at the end of that
+    backward and nothing else does, so that a failed one leaves none, and one that runs inside another adds to them.
+    """
+
+    def __call__(self) -> None: ...
+
+
 class Hooks:
     """The hooks of one optimizer on its parameters, frozen ones included, which may be unfrozen later.
 
@@ -58,8 +66,7 @@ class Hooks:
         self._handles: dict[Tensor, RemovableHandle] = {}
         self._lock = threading.RLock()
         self._backward: int | None = None  # the graph task of a backward() of this optimizer
-        self._offered: dict[Tensor, list[Contribution]] = {}
-        self._offered_in: int | None = None  # the graph task of the backward that they are from
+        self._offers: Callable[[], _Offers | None] = lambda: None  # of the backward that is running
         self.paused = self.in_accumulate = self.removed = False
         self._prepared: bool | None = None  # by Accelerate; None: not asked yet
         _LIVE.add(self)
@@ -98,31 +105,31 @@ class Hooks:
 
     def offered(self, param: Tensor) -> list[Contribution]:
         """Takes what the running backward has offered of the gradient of a parameter."""
-        return self._offered.pop(param, []) if self._offered else []
-
-    def drop_offered(self) -> None:
-        """Forgets what was offered: its backward failed."""
-        self._offered.clear()
+        offers = self._offers()
+        return [] if offers is None else offers.pop(param, [])
 
     def _offer(self, record: ParamRecord, contribution: Contribution) -> bool:
         """See `offer`."""
-        task = torch._C._current_graph_task_id()
-        if task == -1 or not record.computes or self.removed:
+        if torch._C._current_graph_task_id() == -1 or not record.computes or self.removed:
             return False
-        span = record.span
+        span, param = record.span, record.param
+        if param._backward_hooks or len(param._post_accumulate_grad_hooks) > 1:  # others' hooks, which take tensors
+            return False
         sharded = span.held < span.numel  # ranks decide alike, whatever their batches are
-        if not sharded and not saves_memory(contribution.kept, span.numel * record.param.element_size()):
+        if not sharded and not saves_memory(contribution.kept, span.numel * param.element_size()):
             return False
         try:
             if not record.reached:
                 return False
         except RuntimeError:  # torch.autograd.grad returns the gradient to its caller
             return False
-        if not self.paused:
-            if task != self._offered_in:  # the backward before this one failed
-                self._offered.clear()
-            self._offered_in = task
-            self._offered.setdefault(record.param, []).append(contribution)
+        with self._lock:
+            if not self.paused:
+                if (offers := self._offers()) is None:
+                    offers = _Offers()
+                    self._offers = weakref.ref(offers)
+                    torch.autograd.Variable._execution_engine.queue_callback(offers)  # type: ignore[attr-defined]
+                offers.setdefault(param, []).append(contribution.copy())
         return True
 
     def claim(self, record: ParamRecord) -> None:

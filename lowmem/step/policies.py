@@ -21,7 +21,7 @@ from lowmem.step.clipping import Clipping, Decision, Norms, square_sums
 from lowmem.step.cycle import StepCycle
 from lowmem.step.offload import GradientStore, make_store
 from lowmem.step.updates import Updates
-from lowmem.tiles.gradients import ComputedGradient, Gradient, saves_memory
+from lowmem.tiles.gradients import ComputedGradient, Gradient
 from lowmem.tiles.sweep import add
 
 logger = logging.getLogger(__name__)
@@ -340,8 +340,7 @@ class Deferred(Policy):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._computed: dict[str, ComputedGradient] = {}  # these are kept as what they are computed from
-        self._kept_any = False
+        self._computed: dict[str, ComputedGradient] = {}  # of the last micro-batch, until its backward ends
 
     @property
     def _store(self) -> GradientStore:
@@ -401,38 +400,29 @@ class Deferred(Policy):
                 f"parameter {record.name!r} got its gradient in two parts within one backward, and the first part has "
                 "been unscaled or clamped already. Use checkpoint(..., use_reentrant=False)"
             )
-        total = self._sum(record, before, grad)
+        total = grad if before is None else self._sum(record, before, grad)
         if self._last:
             return total
-        self._keep(record, total)
+        self._keep(record, total if isinstance(total, Tensor) else self._dense(record, total))
         return None
 
-    def _sum(self, record: ParamRecord, before: Gradient | None, grad: Gradient) -> Gradient:
-        if isinstance(grad, ComputedGradient) and not isinstance(before, Tensor):
-            return self._small(record, grad if before is None else before + grad)
-        if before is None:
-            return grad
-        wide = self._config.accumulation_dtype == "float32"
-        dtype = torch.promote_types(before.dtype, torch.float32) if wide else record.param.dtype
-        total = before.to(dtype if wide else before.dtype) if isinstance(before, Tensor) else before.dense(dtype)
+    def _sum(self, record: ParamRecord, before: Gradient, grad: Gradient) -> Gradient:
+        if isinstance(before, Tensor):
+            wide = self._config.accumulation_dtype == "float32"
+            total = before.to(torch.promote_types(before.dtype, torch.float32)) if wide else before
+        elif isinstance(grad, Tensor):
+            total = self._dense(record, before)
+        else:
+            return before + grad
         if isinstance(grad, Tensor):
             add(total, grad)
         else:
             grad.add_to(total)
         return total
 
-    def _small(self, record: ParamRecord, grad: ComputedGradient) -> Gradient:
-        """The gradient itself where keeping what it is computed from saves most of the memory, else as a tensor."""
-        wide = self._config.accumulation_dtype == "float32" and not (self._last and not self._cycle.waiting)
-        dtype = torch.float32 if wide else record.param.dtype
-        dense = record.span.numel * dtype.itemsize
-        if saves_memory(grad.kept, dense):
-            return grad
-        logger.info(
-            "%s: its gradient is computed and stored as a tensor of %s bytes, because micro-batches of this size would "
-            "keep too much to compute it from", record.name, f"{dense:,}"
-        )  # fmt: skip
-        return grad.dense(dtype)
+    def _dense(self, record: ParamRecord, grad: ComputedGradient) -> Tensor:
+        """A gradient that is computed as it is read, as a tensor in the dtype of sums."""
+        return grad.dense(torch.float32 if self._config.accumulation_dtype == "float32" else record.param.dtype)
 
     def _get(self, record: ParamRecord) -> Gradient | None:
         """What is kept of earlier micro-batches."""
@@ -443,9 +433,6 @@ class Deferred(Policy):
             self._computed.pop(record.name, None)
             self._store.keep(record, total)
             return
-        if not self._kept_any:
-            logger.info("%s and others: what a gradient is computed from is kept instead of the gradient", record.name)
-        self._kept_any = True
         self._computed[record.name] = total
 
     def _collect(self, record: ParamRecord, total: Gradient) -> None:

@@ -25,7 +25,7 @@ def saves_memory(kept: Sequence[Tensor], dense: int) -> bool:
 
 
 class Contribution(Protocol):
-    """What one use of a parameter adds to its gradient."""
+    """What one use of a parameter adds to its gradient. It may depend on the parameter."""
 
     @property
     def block_rows(self) -> int:
@@ -35,26 +35,11 @@ class Contribution(Protocol):
     def kept(self) -> Sequence[Tensor]:
         """The tensors that it keeps, the parameter left out."""
 
+    def copy(self) -> "Contribution":
+        """The same contribution from copies of what it keeps."""
+
     def add_to(self, rows: Tensor, start: int) -> None:
         """Adds rows of the contribution, from `start` on, to float32 `rows` [block, cols]."""
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A contribution that exists as a tensor of the parameter's shape."""
-
-    grad: Tensor
-
-    @property
-    def block_rows(self) -> int:
-        return len(self.grad)
-
-    @property
-    def kept(self) -> Sequence[Tensor]:
-        return (self.grad,)
-
-    def add_to(self, rows: Tensor, start: int) -> None:
-        rows.add_(self.grad[start : start + len(rows)])
 
 
 @dataclass(eq=False)
@@ -62,7 +47,9 @@ class ComputedGradient:
     """The gradient of a contiguous matrix [rows, cols] as the sum of contributions, which are added as it is read.
 
     Contributions may depend on the parameter: rows of the gradient on the same rows of it alone. So a sweep may write
-    rows of the parameter once it has read the gradient of those rows for the last time.
+    rows of the parameter once it has read the gradient of those rows for the last time. Of everything else they have
+    copies (`Contribution.copy`), since parameters are updated while backward runs and buffers are reused. The training
+    loop may change the parameter between two backwards: what is stored over the end of a backward is a tensor.
 
     Attributes:
         shape: [rows, cols], of the full parameter.  device: where it is computed.
@@ -78,11 +65,6 @@ class ComputedGradient:
     def dtype(self) -> torch.dtype:
         """Of what is read."""
         return torch.float32
-
-    @property
-    def kept(self) -> Sequence[Tensor]:
-        """What it is computed from."""
-        return [tensor for part in self.contributions for tensor in part.kept]
 
     @property
     def block_rows(self) -> int:

@@ -200,6 +200,27 @@ def test_the_trainer_trains_as_with_the_loss_of_the_model(arguments, make):
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("arguments", [TRAINED["immediate"], TRAINED["clipped and accumulated"]], ids=["one", "more"])
+def test_a_tied_head_may_have_a_bias(arguments, make, offers):
+    """As Phi's, which is updated before the weight that its gradient was computed with."""
+    weights = []
+    for cls in (FusedSFTTrainer, FusedTrainer):
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(
+            "phi", vocab_size=2003, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48,
+            tie_word_embeddings=True, resid_pdrop=0.0, embd_pdrop=0.0,
+        )  # fmt: skip
+        net = AutoModelForCausalLM.from_config(config)
+        torch.nn.init.normal_(net.lm_head.bias)
+        fused = lowmem.FusedConfig(rule="lomo", lr=1.0, batching=False)
+        trainer = make(cls, net, fused, learning_rate=1.0, **arguments)
+        trainer.train()
+        weights.append([param.detach() for param in trainer.model.parameters()])
+    assert ("HeadGradient", True) in offers["model.embed_tokens.weight"]
+    for actual, expected in zip(*weights, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_logits_exist_only_in_tiles(make, tiny_llama, token_batches):
     """The loss of the model allocates three float32 tensors of their size; tiles allocate less than one."""
     vocabulary, size = 32_000, (4, 128)

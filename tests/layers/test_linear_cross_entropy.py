@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lowmem.errors import ConfigError
+from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.layers import head
 from lowmem.layers.head import METRICS, Head, linear_cross_entropy, token_losses
 
@@ -229,3 +229,62 @@ def test_what_is_refused(inputs):
     ):
         with pytest.raises(ConfigError, match=words):
             linear_cross_entropy(hidden.float(), weight.float(), labels, **options)
+
+
+@pytest.mark.parametrize("name", ["logit_scale", "softcap", "temperature", "label_smoothing", "z_loss"])
+def test_a_number_that_is_to_be_learned_is_refused(name, inputs):
+    """It would get no gradient. A tensor that is not learned may be one."""
+    hidden, weight, _, labels = (tensor.float() if tensor.is_floating_point() else tensor for tensor in inputs)
+    value = torch.tensor(0.5)
+    expected = linear_cross_entropy(hidden, weight, labels, **{name: 0.5})
+    assert linear_cross_entropy(hidden, weight, labels, **{name: value}) == expected
+    with pytest.raises(ConfigError, match=f"{name} is a tensor that requires a gradient and would not get one"):
+        linear_cross_entropy(hidden, weight, labels, **{name: value.requires_grad_()})
+
+
+@pytest.mark.parametrize("learns", [False, True])
+@pytest.mark.parametrize("label", [-1, -VOCABULARY, VOCABULARY, -101])
+def test_a_label_of_no_row_is_refused(label, learns, inputs):
+    """As PyTorch does, also where the host must not wait for the labels."""
+    hidden, weight, _, labels = inputs
+    labels[2] = label
+    with pytest.raises(IndexError, match="is out of bounds"):
+        torch.nn.functional.cross_entropy(hidden @ weight.t(), labels)
+    with pytest.raises(IndexError, match="neither the number of one of the 1,003 rows of the weight nor ignore_index"):
+        linear_cross_entropy(hidden.float().requires_grad_(learns), weight.float(), labels)
+
+
+def test_labels_are_integers(inputs):
+    hidden, weight, _, labels = inputs
+    expected = linear_cross_entropy(hidden.float(), weight.float(), labels)
+    assert linear_cross_entropy(hidden.float(), weight.float(), labels.int()) == expected
+    for other in (labels.float(), labels > 5):
+        with pytest.raises(RuntimeError, match="Expected dtype int32 or int64"):
+            linear_cross_entropy(hidden.float(), weight.float(), other)
+
+
+def test_second_derivatives_are_refused(inputs):
+    """As of a gradient penalty through a frozen head."""
+    hidden, weight, _, labels = inputs
+    hidden = hidden.float().requires_grad_()
+    loss = linear_cross_entropy(hidden, weight.float(), labels)
+    with pytest.raises(UnsupportedError, match=r"create_graph=True: .*cross_entropy\(hidden @ weight.T, labels\)"):
+        torch.autograd.grad(loss, hidden, create_graph=True)
+
+
+@pytest.mark.parametrize("softcap", [None, 20.0])
+@pytest.mark.parametrize("rows", [slice(0, 300), slice(500, 501), slice(700, None)], ids=str)
+def test_words_whose_bias_is_minus_infinity_are_never_chosen(rows, softcap, inputs):
+    """A whole tile of them is not NaN, also if it is the first."""
+    *tensors, labels = inputs
+    tensors[2][rows] = -torch.inf
+    allowed = torch.arange(VOCABULARY)[tensors[2] > -torch.inf]
+    labels = torch.where(labels < 0, labels, allowed[labels.clamp(max=len(allowed) - 1)])
+    exact, mine = leaves(tensors, torch.float64), leaves(tensors, torch.float32)
+    expected = torch.nn.functional.cross_entropy(logits_of(*exact, 1.0, softcap, 1.0), labels)
+    loss = linear_cross_entropy(*mine[:2], labels, bias=mine[2], softcap=softcap, memory=SMALL)
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=0)
+    expected.backward()
+    loss.backward()
+    for one, other in zip(mine, exact, strict=True):
+        assert relative(one.grad, other.grad) <= 2e-6

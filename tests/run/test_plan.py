@@ -58,8 +58,7 @@ def test_options_change_the_memory(write):
     stored = planned(write, "trainer.activation_checkpointing=false")
     assert stored.items["activations"] > plain.items["activations"]
     offloaded = planned(write, "trainer.gradient_accumulation_steps=4")
-    vocabulary = 2 * 4096 * 64
-    assert 4 * (PARAMETERS - vocabulary) <= offloaded.host_peak < 4 * PARAMETERS  # summed in float32
+    assert 4 * PARAMETERS <= offloaded.host_peak < 4.1 * PARAMETERS  # summed in float32
     residual = planned(write, "optimizer.rounding=compensated")
     assert residual.items["optimizer states"] - plain.items["optimizer states"] == 2 * PARAMETERS
 

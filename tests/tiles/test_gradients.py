@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lowmem.errors import UnsupportedError
-from lowmem.tiles.gradients import ComputedGradient, Stored, saves_memory
+from lowmem.tiles.gradients import ComputedGradient, saves_memory
 from lowmem.tiles.layout import Layout, View
 from lowmem.tiles.storage import Held, Nearest
 from lowmem.tiles.sweep import Sweep
@@ -32,10 +32,6 @@ class InBlocks:
     block_rows: int
     reads: int = 0
 
-    @property
-    def kept(self):
-        return (self.grad,)
-
     def add_to(self, rows, start):
         self.reads += 1
         rows += self.grad[start : start + len(rows)]
@@ -50,7 +46,7 @@ def param():
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
 def test_every_rectangle_is_that_of_the_tensor(view, block, param):
     one, other = torch.randn(2, ROWS, COLS)
-    computed = ComputedGradient((ROWS, COLS), param.device, [InBlocks(one, block), Stored(other)])
+    computed = ComputedGradient((ROWS, COLS), param.device, [InBlocks(one, block), InBlocks(other, ROWS)])
     layout = computed.layout(view)
     views = computed.views(layout)
     full = Layout.of((ROWS, COLS), view)
@@ -115,19 +111,21 @@ def test_a_sweep_reads_it_as_often_as_it_likes(view, tile, param):
 
 def test_a_pass_after_the_weight_was_written_is_refused(param):
     """The gradient would be that of other weights."""
-    computed = ComputedGradient((ROWS, COLS), param.device, [Stored(torch.ones(ROWS, COLS))])
+    computed = ComputedGradient((ROWS, COLS), param.device, [InBlocks(torch.ones(ROWS, COLS), ROWS)])
     sweep = Sweep(computed.layout(View.matrix(2)), Held(Nearest(torch.float32), (param,)), computed)
     sweep.apply(moved)
     with pytest.raises(UnsupportedError, match="needs_dense_gradient = True"):
         sweep.reduce(squares)
 
 
-def test_what_is_kept_is_counted(param):
-    computed = ComputedGradient(
-        (ROWS, COLS), param.device, [Stored(torch.ones(ROWS, COLS)), InBlocks(torch.ones(ROWS, COLS).bfloat16(), 8)]
-    )
-    assert [tensor.nbytes for tensor in computed.kept] == [ROWS * COLS * 4, ROWS * COLS * 2]
-    assert len((computed + computed).kept) == 4
-    assert saves_memory(computed.kept, 4 * ROWS * COLS * 6)
-    assert not saves_memory(computed.kept, 4 * ROWS * COLS * 6 - 1)
-    assert computed.block_rows == 8
+def test_a_quarter_of_the_memory_is_worth_it(param):
+    kept = torch.ones(ROWS, COLS), torch.ones(ROWS, COLS).bfloat16()
+    assert saves_memory(kept, 4 * ROWS * COLS * 6)
+    assert not saves_memory(kept, 4 * ROWS * COLS * 6 - 1)
+
+
+def test_a_sum_has_the_blocks_of_the_smallest(param):
+    parts = [InBlocks(torch.ones(ROWS, COLS), ROWS), InBlocks(torch.ones(ROWS, COLS), 8)]
+    one, other = (ComputedGradient((ROWS, COLS), param.device, [part]) for part in parts)
+    assert ((one + other).block_rows, one.block_rows) == (8, ROWS)
+    assert torch.equal((one + other).dense(torch.float32), torch.full((ROWS, COLS), 2.0))
