@@ -63,7 +63,7 @@ def resolve(rule: str | UpdateRule | type) -> UpdateRule:
         return rule
     if isinstance(rule, str):
         if rule in TABLE:
-            return TABLE[rule]()
+            return _make(TABLE[rule])
         if "." not in rule:
             raise ConfigError(
                 f"rule {rule!r} is unknown.{did_you_mean(rule, TABLE)} Known are {', '.join(sorted(TABLE))}, and the "
@@ -71,17 +71,29 @@ def resolve(rule: str | UpdateRule | type) -> UpdateRule:
             )
         return ForeignRule(import_optimizer(rule))
     if isinstance(rule, type) and issubclass(rule, UpdateRule):
-        return rule()
+        return _make(rule)
     if isinstance(rule, type) and issubclass(rule, torch.optim.Optimizer):
         return ForeignRule(rule)
     raise ConfigError(f"rule {rule!r} is neither a name, an UpdateRule nor a torch.optim.Optimizer class")
 
 
+def _make(cls: type[UpdateRule]) -> UpdateRule:
+    try:
+        return cls()
+    except TypeError as error:
+        raise ConfigError(
+            f"rule {cls.__name__} cannot be created by its name alone ({error}). Pass an instance: rule={cls.__name__}(...)"
+        ) from error
+
+
 def table() -> list[RuleInfo]:
-    """The rules of this package and those registered from outside, by name."""
+    """The rules of this package and those registered from outside that a name alone creates, by name."""
     rows, shape = [], (4096, 4096)
     for name in sorted(TABLE):
-        rule = TABLE[name]()
+        try:
+            rule = _make(TABLE[name])
+        except ConfigError:
+            continue  # `resolve` says why
         spec = rule.spec("", shape, rule.defaults)
         nbytes = 0.0
         for state in spec.states.values():
