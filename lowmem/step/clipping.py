@@ -195,7 +195,7 @@ class Clipping:
         """The clipping of each rule that has its own, given the gradients as `clip_norm` leaves them."""
         members: dict[int, list[ParamRecord]] = {}
         for record in self._records.values():
-            if record.trained and record.rule.needs_norm(record.group) is not None:
+            if (record.trained or record.name in norms) and record.rule.needs_norm(record.group) is not None:
                 members.setdefault(id(record.group), []).append(record)
         if not members:
             return {}
