@@ -110,7 +110,9 @@ class ScaledAdam(UpdateRule):
             raise ConfigError(f"clipping_update_period={period}, {known}; it cannot change during training")
         sizes = [state["param_rms"].to(zero.device) if "param_rms" in state else zero + 1.0 for state in group.states]
         norm = torch.linalg.vector_norm(group.norms * torch.stack(sizes))
-        done = memory["steps"]
+        # from the first step on, also where clipping was asked for later, or the oldest parameter is frozen by now
+        counts = [state["step"].to(zero.device) for state in group.states if state]
+        done = torch.stack([memory["steps"], *(count.float() for count in counts)]).max()
 
         here = torch.arange(period, device=zero.device) == done % period
         norms = torch.where(here & (done > 0), norm, memory["model_norms"])

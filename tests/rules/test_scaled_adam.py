@@ -88,7 +88,7 @@ def test_unfreezing_leaves_the_period_of_clipping_as_it_is(give_gradients):
     params = [torch.nn.Parameter(torch.ones(4), requires_grad=n == 2) for n in range(3)]
     options = {"clipping_scale": 1.0, "clipping_update_period": 4, "size_update_period": 100}
     opt = lowmem.FusedOptimizer(params, rule="scaled_adam", lr=0.0, **options)
-    norms, coefs = [], []
+    norms, thresholds = [], []
     for step in range(9):
         trained = params[2 - step // 3 :]
         for param in trained:
@@ -96,13 +96,13 @@ def test_unfreezing_leaves_the_period_of_clipping_as_it_is(give_gradients):
         give_gradients(opt, *((param, torch.full((4,), 1.0 + step)) for param in trained))
         norms.append((1.0 + step) * 2.0 * math.sqrt(len(trained)))
         memory = opt.state_dict()["state"]["_group0"]
-        last = [0.0, *norms[1:4]] if step < 4 else [norms[n] for n in sorted(range(step - 3, step + 1), key=lambda n: n % 4)]
         if step >= 4:
-            torch.testing.assert_close(memory["model_norms"], torch.tensor(last))
-        coefs.append(memory["model_norm_threshold"].item())
-    assert all(math.isnan(value) for value in coefs[:4])
-    assert coefs[4:8] == pytest.approx([sorted([norms[1], norms[2], norms[3], norms[4]])[2]] * 4)
-    assert coefs[8] == pytest.approx(sorted(norms[5:9])[2])
+            last = sorted(range(step - 3, step + 1), key=lambda n: n % 4)
+            torch.testing.assert_close(memory["model_norms"], torch.tensor([norms[n] for n in last]))
+        thresholds.append(memory["model_norm_threshold"].item())
+    assert all(math.isnan(value) for value in thresholds[:4])
+    assert thresholds[4:8] == pytest.approx([sorted(norms[1:5])[2]] * 4)
+    assert thresholds[8] == pytest.approx(sorted(norms[5:9])[2])
 
 
 def test_a_parameter_that_never_had_a_gradient_stays(give_gradients):
