@@ -1,5 +1,6 @@
 """The fused optimizer: a `torch.optim.Optimizer` whose updates happen during backward."""
 
+import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -70,6 +71,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.config = FusedConfig.of(rule, options)
         self._model = model
         self._rules: list[UpdateRule] = []  # of the groups, in their order
+        self._added: list[tuple[dict[str, Any], dict[str, Any], int]] = []
         self._cycle = StepCycle()
         self._policies: list[Policy] = []  # the last one is in use; a list, which the wrapper of Lightning shares
         self._records: dict[Tensor, ParamRecord] = {}
@@ -162,6 +164,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 record.refuse_leftover()
             self._records.update(records)
             if self._complete:
+                self._order_records()
                 self._refuse_unknown_names()
                 self._choose_policy()
         except BaseException:  # the group is added completely or not at all
@@ -171,6 +174,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             self.param_groups.pop()
             self._rules.pop()
             raise
+        self._added.append((group, dict(group), len(group["params"])))
+        self._confirmed = False
 
     def _records_of(self, group: dict[str, Any], rule: UpdateRule) -> dict[Tensor, ParamRecord]:
         names = {record.name for record in self._records.values()}
@@ -386,9 +391,6 @@ class FusedOptimizer(torch.optim.Optimizer):
             del grad  # not to be held while the next one is made
 
     def _begin_pass(self, last: bool) -> None:
-        if not self._confirmed:
-            self._placement.confirm(self._records.values())
-            self._confirmed = True
         self._policy.begin(last)
         if last or not self._placement.reducer.accumulates_first:
             self._placement.reducer.begin(self._records.values(), self._policy.sums())
@@ -440,9 +442,23 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._opt_called = True  # LR schedulers ask whether an optimizer step came before theirs
 
     def _begin_rules(self) -> None:
+        habits.refuse_edits(self.param_groups, self._added)
+        if not self._confirmed:
+            self._placement.confirm(self._records.values(), self._settings())
+            self._confirmed = True
         self._choose_policy()  # the options of a group may ask for another by now
         for rule, group in zip(self._rules, self.param_groups, strict=True):
             rule.begin(group, self._cycle.step + (not self._cycle.waiting))
+
+    def _settings(self) -> dict[str, Any]:
+        """What all ranks have to agree on."""
+        others = ("rule", "lr", "hyper", "groups", "store_dir")  # are in the groups, or a rank's own
+        settings = {name: value for name, value in vars(self.config).items() if name not in others}
+        settings["seed"] = self._updates.seed
+        for n, group in enumerate(self.param_groups):
+            for key in group.keys() - {"params", "param_names"}:
+                settings[f"{key} of parameter group {n}"] = group[key]
+        return {**settings, "number of trained parameters": sum(param.requires_grad for param in self._records)}
 
     def _drop(self) -> None:
         self._policy.drop()
@@ -545,20 +561,34 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises:
             StepError: in the middle of a step, or after one that is torn.
         """
-        if not distributed_checkpoint.asks_for_states():
-            return {**self._saving.metadata(), "state": self._saving.gathered()}
-        for record in self._records.values():
-            self._claim(record)
-        return self._saving.numbered()
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
+        if distributed_checkpoint.asks_for_states():
+            for record in self._records.values():
+                self._claim(record)
+            saved = self._saving.numbered()
+        else:
+            saved = {**self._saving.metadata(), "state": self._saving.gathered()}
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            saved = post_hook(self, saved) or saved
+        return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues from what `state_dict` returned. Tensors are copied to their parameter's device and never cast.
 
+        Rule "adamw" also continues from the state of a `torch.optim.AdamW` of the same parameters and groups.
+
         Raises:
-            CheckpointError: it is of other rules or storages, or its parameters or groups are not this optimizer's.
+            CheckpointError: it is of other rules or storages, its parameters or groups are not this optimizer's, or it
+                is damaged. The optimizer is then as it was.
         """
+        state_dict = copy.copy(state_dict)
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = hook(self, state_dict) or state_dict
         self._saving.load(state_dict)
         self._drop()
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
 
 
 def _refuse_loss(loss: Any) -> None:

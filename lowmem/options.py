@@ -139,11 +139,13 @@ class FusedConfig:
         self._check_policy()
         for option in ("clip_norm", "clip_value"):
             value = getattr(self, option)
-            if value is not None and not 0 < value < math.inf:
+            if value is not None and not (_is_number(value) and value > 0):
                 raise ConfigError(f"{option}={value!r} is not a finite number > 0; omit it for no clipping")
         if self.norm_type not in (2, math.inf):
             raise ConfigError(f"norm_type={self.norm_type!r} is neither 2 nor inf")
         initial_scale(self.loss_scale)
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
+            raise ConfigError(f"seed={self.seed!r} is not a whole number")
         if self.max_nonfinite_steps is not None and not _is_count(self.max_nonfinite_steps):
             raise ConfigError(
                 f"max_nonfinite_steps={self.max_nonfinite_steps!r} is neither a whole number >= 1 nor None (never stop)"
@@ -228,7 +230,7 @@ class FusedConfig:
                 raise ConfigError(
                     f"{option} {value!r} is unknown.{did_you_mean(str(value), names)} Known are {', '.join(names)}"
                 )
-        if self.compile not in (True, False, "auto"):
+        if not isinstance(self.compile, bool) and self.compile != "auto":
             raise ConfigError(f"compile={self.compile!r}; allowed are True, False and 'auto'")
         for option in ("batching", "log_norms"):
             if not isinstance(getattr(self, option), bool):
@@ -237,7 +239,7 @@ class FusedConfig:
     def _check_policy(self) -> None:
         if self.store_dir is not None and self.store != "disk":
             raise ConfigError(f"store_dir={self.store_dir!r} has no effect without store='disk'")
-        if self.store_dir is not None and not Path(self.store_dir).is_dir():
+        if self.store_dir is not None and not Path(str(self.store_dir)).is_dir():
             raise ConfigError(
                 f"store_dir={self.store_dir!r} is not a directory. Create it, or omit store_dir to use a temporary one"
             )

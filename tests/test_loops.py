@@ -10,7 +10,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
 
@@ -417,6 +417,19 @@ def test_a_grad_scaler(how):
     assert same(weights(net), ordinary(make_net(), [[0]]))
 
 
+def test_clipping_by_a_norm_that_is_known():
+    net, other = make_net(), make_net(1)
+    opt = lomo(net)
+    for model in (net, other):
+        loss_of(model).backward()
+    norm = get_total_norm([param.grad for param in other.parameters()])
+    with pytest.raises(StepError, match=r"^clip_grads_with_norm_\(\): parameter '0.weight' has no.*clip_norm=0.5"):
+        clip_grads_with_norm_(net.parameters(), 0.5, norm)
+    clip_grads_with_norm_(other.parameters(), norm / 2, norm)
+    torch.testing.assert_close(get_total_norm([param.grad for param in other.parameters()]), norm / 2)
+    opt.remove()
+
+
 @pytest.mark.parametrize(("clip", "option"), [(clip_grad_norm_, "clip_norm=0.5"), (clip_grad_value_, "clip_value=0.5")])
 def test_clipping_after_backward(clip, option):
     net, other = make_net(), make_net(1)
@@ -445,6 +458,77 @@ def test_a_torch_that_has_its_functions_elsewhere(monkeypatch, caplog):
     monkeypatch.setattr(habits, "_wrap_clipping", lambda: None)
     habits.watch.__wrapped__()
     assert "is not known to lowmem, which will not notice a checkpointed region that reads" in caplog.text
+
+
+# -- parameter groups that are edited ----------------------------------------------------------------------------------
+
+
+def shorten(opt):
+    del opt.param_groups[0]["params"][0]
+
+
+def extend(opt):
+    opt.param_groups[0]["params"].append(nn.Parameter(torch.ones(2)))
+
+
+def replace_params(opt):
+    opt.param_groups[0]["params"] = list(opt.param_groups[0]["params"])
+
+
+def replace_group(opt):
+    opt.param_groups[1] = {**opt.param_groups[1], "lr": 0.5}
+
+
+def replace_groups(opt):
+    opt.param_groups = [dict(group) for group in opt.param_groups]
+
+
+def append_group(opt):
+    opt.param_groups.append({**opt.param_groups[0], "params": [nn.Parameter(torch.ones(2))]})
+
+
+def remove_group(opt):
+    opt.param_groups.pop()
+
+
+EDITS = {
+    shorten: "'params' of parameter group 0 was changed",
+    extend: "'params' of parameter group 0 was changed",
+    replace_params: "'params' of parameter group 0 was changed",
+    replace_group: "parameter group 1 was changed",
+    replace_groups: "parameter group 0 was changed",
+    append_group: "the number of parameter groups was changed",
+    remove_group: "the number of parameter groups was changed",
+    **{
+        (
+            lambda opt, key=key, value=value: opt.param_groups[1].update({key: value})
+        ): f"'{key}' of parameter group 1 was"
+        for key, value in {"rule": "adamw", "rounding": "compensated", "state_storage": "bfloat16"}.items()
+    },
+}
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize(("edit", "message"), EDITS.items(), ids=lambda value: getattr(value, "__name__", ""))
+def test_edits_of_groups_that_cannot_work(edit, message, plain):
+    net = make_net()
+    opt = lowmem.FusedOptimizer([{"params": net[n].named_parameters(str(n))} for n in (0, 2)], rule="lomo", lr=0.1)
+    opt.backward(loss_of(net))
+    before = weights(net)
+    edit(opt)
+    with pytest.raises(StepError, match=f"{message}.*add_param_group"):
+        loss_of(net).backward() if plain else opt.backward(loss_of(net))
+    assert same(weights(net), before)
+
+
+def test_edits_of_groups_that_work():
+    net = make_net()
+    opt = lowmem.FusedOptimizer(net[0].named_parameters("0"), rule="lomo", lr=0.1)
+    opt.param_groups[0]["lr"] = 0.2
+    opt.add_param_group({"params": net[2].named_parameters("2"), "lr": 0.3})
+    opt.param_groups[1].update(lr=0.2, note="mine")
+    opt.backward(loss_of(net))
+    assert same(weights(net), ordinary(make_net(), [[0]], lr=0.2))
 
 
 # -- the life of an optimizer ------------------------------------------------------------------------------------------

@@ -1,8 +1,11 @@
 """The fused optimizer: it equals ordinary training, reports what a step was, and saves and resumes exactly."""
 
+import copy
 import dataclasses
+import functools
 import io
 import math
+import operator
 
 import pytest
 import torch
@@ -217,6 +220,17 @@ def test_group_added_later(give_gradients):
     torch.testing.assert_close(second.detach(), torch.full((2,), 0.8))
 
 
+def test_norms_are_in_the_order_of_the_model_where_groups_are_added(give_gradients):
+    """As those of one group: the order decides the last bits of the sum."""
+    net = torch.nn.Sequential(*(torch.nn.Linear(3, 2) for _ in range(8)))
+    grads = [torch.randn_like(param) for param in net.parameters()]
+    opt = lowmem.FusedOptimizer(net[5].named_parameters("5"), model=net, rule="lomo", clip_norm=0.5, policy="deferred")
+    for n in (7, 0, 3, 6, 2, 1, 4):
+        opt.add_param_group({"params": net[n].named_parameters(str(n))})
+    give_gradients(opt, *zip(net.parameters(), grads, strict=True))
+    assert list(opt.last_step.names) == [name for name, _ in net.named_parameters()]
+
+
 def test_group_that_cannot_be_added_leaves_nothing(give_gradients):
     one, two = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3))
     two.grad = torch.ones(3)
@@ -409,6 +423,199 @@ def test_state_of_another_optimizer_is_refused(saved, loading, message):
         assert_same(opt.state_dict()["state"][name], kept)
 
 
+def changed(saved, path, value):
+    """A copy of a saved state with another value at a path; without it if that is `del`."""
+    saved = copy.deepcopy(saved)
+    *way, last = path
+    place = functools.reduce(operator.getitem, way, saved)
+    if value is del_:
+        del place[last]
+    else:
+        place[last] = value
+    return saved
+
+
+del_ = object()
+DAMAGED = {
+    "a negative step": (["step"], -5, "step=-5"),
+    "a step of text": (["step"], "3", "step='3'"),
+    "a step of True": (["step"], True, "step=True"),
+    "a seed of text": (["seed"], "x", "seed='x'"),
+    "no step": (["step"], del_, "has no step"),
+    "no seed": (["seed"], del_, "seed"),
+    "no groups": (["param_groups"], del_, "param_groups"),
+    "no state": (["state"], del_, "state"),
+    "groups of text": (["param_groups"], "x", "damaged"),
+    "a group of text": (["param_groups", 0], "x", "damaged"),
+    "no parameters": (["param_groups", 0, "params"], del_, "params"),
+    "a learning rate of text": (["param_groups", 0, "lr"], "x", "lr='x'"),
+    "no learning rate": (["param_groups", 0, "lr"], del_, "'lr'"),
+    "betas that are one": (["param_groups", 0, "betas"], [0.9], "betas"),
+    "states in a list": (["state"], [], "damaged"),
+    "a state of text": (["state", "b"], "x", "damaged"),
+    "a tensor of text": (["state", "b", "exp_avg"], "x", "state of 'b' has .*exp_avg"),
+    "something else": (["state", "b", "other"], 5, "state of 'b' has .*other"),
+    "a tensor too few": (["state", "b", "step"], del_, "state of 'b' has "),
+    "another dtype": (["state", "b", "exp_avg"], torch.zeros(2).bfloat16(), "bfloat16, .*this optimizer's"),
+    "a parameter that is not there": (["state", "c"], {}, "a state of 'c'"),
+    "a group that is not there": (["state", "_group0"], {"x": torch.ones(2)}, "state of group 0"),
+    "counts of text": (["nonfinite", "steps"], "x", "nonfinite=.*'steps': 'x'"),
+    "a scale of text": (["loss_scale", "scale"], "x", "loss scale has scale='x'"),
+    "no scale": (["loss_scale", "scale"], del_, "loss scale has scale=None"),
+}
+
+
+@pytest.mark.parametrize("name", [*DAMAGED, "nothing", "a list", "None"])
+def test_a_damaged_state_is_refused_and_changes_nothing(name):
+    """The optimizer goes on to the bits of one that nothing was loaded into, also in the middle of a step."""
+    options = {"rule": "adamw", "rounding": "stochastic", "loss_scale": "dynamic", "policy": "deferred"}
+    shapes, ends = {"a": 3, "b": 2}, []
+    for attacked in (False, True):
+        opt = optimizer_of(shapes, **options)
+        params = [record.param for record in opt._records.values()]
+        saved = optimizer_of(shapes, **options, lr=0.5, seed=3).state_dict()
+        with opt.accumulate():
+            opt.backward(sum(param.float().square().sum() for param in params))
+        if attacked:
+            path, value, message = DAMAGED.get(name, ([], None, "the saved optimizer is damaged"))
+            whole = {"nothing": {}, "a list": [saved], "None": None}
+            with pytest.raises(CheckpointError, match=message):
+                opt.load_state_dict(whole[name] if name in whole else changed(saved, path, value))
+        opt.backward(sum(param.float().cos().sum() for param in params))
+        ends.append(({str(n): param.detach() for n, param in enumerate(params)}, opt.state_dict()))
+    (one, state), (other, other_state) = ends
+    assert_same(one, other)
+    for key in state["state"]:
+        assert_same(state["state"][key], other_state["state"][key])
+    assert {**state, "state": 0} == {**other_state, "state": 0}
+
+
+def test_a_state_that_cannot_be_read_to_its_end_is_torn(monkeypatch):
+    opt = optimizer_of({"a": 3, "b": 2}, rule="adamw")
+    saved = opt.state_dict()
+    monkeypatch.setattr(lowmem.step.saving, "_read", lambda value: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        opt.load_state_dict(saved)
+    with pytest.raises(StepError, match=r"loaded only in part.*Load a checkpoint"):
+        opt.state_dict()
+    monkeypatch.undo()
+    opt.load_state_dict(saved)
+    assert opt.state_dict()["step"] == saved["step"]
+
+
+def test_hooks_of_torch_around_saving_and_loading():
+    """As `torch.optim.Optimizer` calls them, in the order in which it does."""
+    seen = []
+
+    def watched(opt):
+        log = []
+        opt.register_state_dict_pre_hook(lambda o: log.append(("pre save", o is opt)))
+        opt.register_state_dict_post_hook(lambda o, saved: log.append(("post save", o is opt, "state" in saved)))
+        opt.register_state_dict_post_hook(lambda o, saved: {**saved, "mine": 1})
+        opt.register_load_state_dict_pre_hook(lambda o, saved: log.append(("pre load", saved.pop("mine"))))
+        opt.register_load_state_dict_pre_hook(
+            lambda o, saved: {**saved, "param_groups": [{**group, "lr": 0.25} for group in saved["param_groups"]]}
+        )
+        opt.register_load_state_dict_post_hook(lambda o: log.append(("post load", o is opt, o.param_groups[0]["lr"])))
+        saved = opt.state_dict()
+        assert saved["mine"] == 1
+        opt.load_state_dict(saved)
+        assert saved["mine"] == 1  # hooks are given a shallow copy
+        seen.append(log)
+
+    watched(optimizer_of({"a": 3}, rule="adamw"))
+    watched(torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))]))
+    assert seen[0] == seen[1]
+
+
+# -- the state of torch.optim.AdamW ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.Adam], ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("seldom", [False, True])
+def test_a_state_of_torch_is_taken_over(cls, named, seldom):
+    """Three steps of torch's optimizer, a file, and three of ours: the bits of six of torch's."""
+    decay = {"weight_decay": 0.1 if cls is torch.optim.AdamW else 0.0}
+
+    def groups(net):
+        layers = [list(layer.named_parameters(prefix=str(n))) for n, layer in enumerate(net)]
+        if not named:
+            layers = [[param for _, param in layer] for layer in layers]
+        return [{"params": layers[0]}, {"params": layers[1] + layers[2], "lr": 3e-3}]
+
+    def loss(net, step):
+        x = torch.linspace(-1, 1, 12).view(4, 3) + step
+        return (net[:2] if seldom and step < 4 else net)(x).square().mean()  # the last layer joins late
+
+    def made():
+        torch.manual_seed(0)
+        return torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(3)))
+
+    plain, net = made(), made()
+    theirs = cls(groups(plain), lr=0.01, betas=(0.8, 0.95), foreach=False, **decay)
+    for step in range(6):
+        if step == 3:
+            saved, weights_then = roundtrip([theirs.state_dict(), plain.state_dict()])
+        loss(plain, step).backward()
+        theirs.step()
+        theirs.zero_grad()
+    opt = lowmem.FusedOptimizer(groups(net), rule="adamw", lr=0.5, seed=7)
+    net.load_state_dict(weights_then)
+    opt.load_state_dict(saved)
+    assert [group["lr"] for group in opt.param_groups] == [0.01, 3e-3]
+    for step in range(3, 6):
+        opt.backward(loss(net, step))
+    assert_same(weights(net), weights(plain))
+    assert (opt.state_dict()["step"], opt.state_dict()["seed"]) == (6, 7)
+    again = lowmem.FusedOptimizer(groups(made()), rule="adamw", lr=0.5)
+    again.load_state_dict(roundtrip(opt.state_dict()))  # and is saved as any other
+
+
+def test_a_state_of_torch_in_bfloat16(give_gradients):
+    """What torch held in the dtype of the weight is held in float32, with the same values."""
+    theirs, ours = (torch.nn.Parameter(torch.ones(4).bfloat16()) for _ in range(2))
+    plain = torch.optim.AdamW([theirs])
+    theirs.grad = torch.arange(4.0).bfloat16()
+    plain.step()
+    opt = lowmem.FusedOptimizer([ours], rule="adamw")
+    opt.load_state_dict(plain.state_dict())
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert torch.equal(opt.state[ours][name], plain.state[theirs][name].float())
+    give_gradients(opt, (ours, torch.ones(4).bfloat16()))
+    assert opt.state[ours]["step"].item() == 2
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "own", "message"),
+    [
+        (torch.optim.AdamW, {"amsgrad": True}, {}, "group 0 of the saved torch optimizer has amsgrad"),
+        (torch.optim.AdamW, {"maximize": True}, {}, "has maximize"),
+        (torch.optim.Adam, {"weight_decay": 0.1}, {}, "has coupled weight_decay"),
+        (torch.optim.AdamW, {}, {"rule": "adalomo"}, "rule 'adamw', this one 'adalomo'"),
+        (torch.optim.AdamW, {}, {"names": "cd"}, "has other parameters, or another order"),
+        (torch.optim.AdamW, {}, {"names": "ba"}, "has other parameters, or another order"),
+        (torch.optim.AdamW, {}, {"names": "abc"}, r"groups of \[2\] parameters, this one \[3\]"),
+        (torch.optim.AdamW, {}, {"state_storage": "bfloat16"}, "exp_avg .* float32, .*exp_avg .* bfloat16"),
+        (torch.optim.SGD, {}, {}, "has no step, seed and loss scale"),
+    ],
+)
+def test_a_state_of_torch_that_is_refused(cls, options, own, message):
+    def params(names):
+        return [(name, torch.nn.Parameter(torch.ones(2))) for name in names]
+
+    theirs = params("ab")
+    plain = cls(theirs, **options)
+    for _, param in theirs:
+        param.grad = torch.ones(2)
+    plain.step()
+    opt = lowmem.FusedOptimizer(params(own.pop("names", "ab")), **{"rule": "adamw", **own})
+    before = opt.state_dict()
+    with pytest.raises(CheckpointError, match=message):
+        opt.load_state_dict(plain.state_dict())
+    assert opt.state_dict() == before
+
+
 # -- hooks -------------------------------------------------------------------------------------------------------------
 
 
@@ -471,6 +678,19 @@ def test_failed_construction_leaves_no_hook():
         ({"accumulation_dtype": "float64"}, ConfigError, "Known are float32, gradient"),
         ({"replay": "forward", "policy": "deferred"}, ConfigError, "it is of 'two_pass'"),
         ({"loss_scale": "static"}, ConfigError, "neither a number >= 0"),
+        ({"clip_norm": "1"}, ConfigError, "clip_norm='1' is not a finite number > 0"),
+        ({"clip_norm": True}, ConfigError, "clip_norm=True"),
+        ({"clip_value": "1"}, ConfigError, "clip_value='1'"),
+        ({"clip_value": True}, ConfigError, "clip_value=True"),
+        ({"norm_type": "2"}, ConfigError, "norm_type='2'"),
+        ({"loss_scale": True}, ConfigError, "loss_scale=True"),
+        ({"max_nonfinite_steps": True}, ConfigError, "max_nonfinite_steps=True"),
+        ({"seed": "x"}, ConfigError, "seed='x' is not a whole number"),
+        ({"seed": 1.5}, ConfigError, r"seed=1\.5"),
+        ({"seed": True}, ConfigError, "seed=True"),
+        ({"compile": 0}, ConfigError, "compile=0; allowed are True, False and 'auto'"),
+        ({"batching": 1}, ConfigError, "batching=1; allowed are True and False"),
+        ({"store": "disk", "store_dir": 5}, ConfigError, "store_dir=5 is not a directory"),
     ],
 )
 def test_option_refused(options, error, message):

@@ -25,7 +25,7 @@ from lowmem.hf import integrity
 from lowmem.hf.integrity import CHECKSUMS_FILE, Checked, Progress
 from lowmem.hf.weights import weight_files
 from lowmem.optimizer import FusedOptimizer
-from lowmem.step.state_dict import Stored
+from lowmem.step.saving import Stored
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 TRAINER_STATE_FILE = "trainer_state.json"

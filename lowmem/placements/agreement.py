@@ -1,14 +1,15 @@
-"""Whether all ranks of the default process group hold the same parameters."""
+"""Ranks that train one model are compared: their parameters, and the settings of their optimizers."""
 
 import hashlib
-from collections.abc import Collection
-from typing import NamedTuple
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowmem.errors import UnsupportedError
+from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.placements.record import ParamRecord
 
 # Elements that are summed at once, as 64-bit integers.
@@ -17,45 +18,49 @@ _CHUNK = 1 << 20
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class _Summary(NamedTuple):
-    """What a rank holds: the number of its parameters, and checksums of their kinds and of their values."""
-
-    params: int
-    kinds: str
-    values: str
-
-
 def refuse_different(records: Collection[ParamRecord]) -> None:
     """Raises `UnsupportedError` on every rank unless all of them hold parameters of equal names, shapes and values.
 
     Every rank of the default process group calls it. It sends a few bytes.
     """
-    summaries: list[_Summary | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(summaries, _summary(records))
-    first = summaries[0]
-    assert first is not None
-    for rank, other in enumerate(summaries):
-        assert other is not None
-        if other != first:
-            raise UnsupportedError(
-                f"placement='auto' in a process group of {len(summaries)} ranks: {_difference(rank, other, first)}. "
-                "Write placement='replicated' to train one model (the weights of rank 0 are broadcast, every rank has "
-                "all parameters, and gradients are averaged), or placement='local' where each rank trains parameters "
-                "of its own (pipeline stages, independent models: nothing is averaged)"
-            )
-
-
-def _difference(rank: int, other: _Summary, first: _Summary) -> str:
-    if other.params != first.params:
-        return f"rank 0 has {first.params} parameter(s) and rank {rank} has {other.params}"
-    what = "names, shapes or dtypes" if other.kinds != first.kinds else "values"
-    return f"the parameters of rank {rank} have other {what} than those of rank 0"
-
-
-def _summary(records: Collection[ParamRecord]) -> _Summary:
     kinds = [(record.name, tuple(record.param.shape), str(record.param.dtype)) for record in records]
     sums = [_checksum(record.param).cpu() for record in records]  # on several devices, perhaps
-    return _Summary(len(records), _digest(kinds), _digest([int(total) for total in sums]))
+    values = _digest([int(total) for total in sums])
+    summary = {"number": len(records), "names, shapes or dtypes": _digest(kinds), "values": values}
+    if (difference := _difference(summary)) is not None:
+        what, rank, first, other = difference
+        details = f"the parameters of rank {rank} have other {what} than those of rank 0"
+        if what == "number":
+            details = f"rank 0 has {first} parameter(s) and rank {rank} has {other}"
+        raise UnsupportedError(
+            f"placement='auto' in a process group of {dist.get_world_size()} ranks: {details}. Write "
+            "placement='replicated' to train one model (the weights of rank 0 are broadcast, every rank has all "
+            "parameters, and gradients are averaged), or placement='local' where each rank trains parameters of its "
+            "own (pipeline stages, independent models: nothing is averaged)"
+        )
+
+
+def refuse_other_settings(settings: Mapping[str, Any], group: dist.ProcessGroup | None = None) -> None:
+    """Raises `ConfigError` on every rank unless all ranks of a group, which all call it, have equal settings."""
+    # the address of an object differs
+    shown = {name: re.sub(" at 0x[0-9a-f]+", "", repr(value)) for name, value in settings.items()}
+    if (difference := _difference(shown, group)) is not None:
+        name, rank, first, other = difference
+        raise ConfigError(
+            f"{name} is {first} on rank 0 and {other} on rank {rank}. Ranks that train one model need the same options "
+            "and hyperparameters"
+        )
+
+
+def _difference(own: Mapping[str, Any], group: dist.ProcessGroup | None = None) -> tuple[str, int, Any, Any] | None:
+    """The first entry that differs between ranks of a group: its name, a rank, the value of rank 0 and of that one."""
+    everyones: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyones, dict(own), group=group)
+    for rank, other in enumerate(everyones):
+        for name in everyones[0] | other:
+            if everyones[0].get(name) != other.get(name):
+                return name, rank, everyones[0].get(name), other.get(name)
+    return None
 
 
 def _digest(values: object) -> str:

@@ -80,7 +80,8 @@ class AllReduce(Reducer):
     def begin(self, records: Collection[ParamRecord], sums: Sums = NO_SUMS) -> None:
         self._begin_nothing()
         self._sums = sums
-        self._records = {record.name: record for record in records if record.trained}
+        # one that is frozen meanwhile keeps its turn: other ranks may train it
+        self._records = {record.name: record for record in records if record.claimed}
         if set(self._order) == self._records.keys():
             self._learn()
             return
@@ -152,6 +153,9 @@ class AllReduce(Reducer):
             name = self._order[self._launched]
             if name in self._out_of_order:
                 grad = self._out_of_order.pop(name)
+            elif name in self._missing and self._expected_anywhere(name) == _ABSENT:
+                self._launched += 1
+                continue
             elif name in self._missing or ended:
                 yield from self._wait(0)  # a gradient may be waiting behind this one
                 grad = self._stand_in(name)
@@ -183,10 +187,7 @@ class AllReduce(Reducer):
     def _wait(self, in_flight: int) -> Reduced:
         """Yields averaged gradients until so many are in flight."""
         while len(self._in_flight) > in_flight:
-            if self._expected is None:  # launched before them
-                assert self._expecting is not None and self._everywhere is not None
-                self._expecting.wait()
-                self._expected = Readback(self._everywhere)
+            self._read_expected()
             name, grad, work = self._in_flight.popleft()
             work.wait()
             if name in self._arrived or self._is_used(name):
@@ -195,10 +196,17 @@ class AllReduce(Reducer):
                 self._kept[name] = grad
             del grad, work
 
+    def _read_expected(self) -> Readback:
+        """Starts to copy what all ranks expect to the host."""
+        if self._expected is None:
+            assert self._expecting is not None and self._everywhere is not None
+            self._expecting.wait()
+            self._expected = Readback(self._everywhere)
+        return self._expected
+
     def _expected_anywhere(self, name: str) -> float:
         if not self._anywhere:
-            assert self._expected is not None
-            values = self._expected.values() or [_UNKNOWN] * len(self._order)  # none in a dry run
+            values = self._read_expected().values() or [_UNKNOWN] * len(self._order)  # none in a dry run
             self._anywhere = dict(zip(self._order, values, strict=True))
         return self._anywhere[name]
 

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -164,10 +164,11 @@ class Placement:
                 "Call reshard() on every FSDPModule before model.named_parameters()"
             )
 
-    def confirm(self, records: Collection[ParamRecord]) -> None:
-        """The first backward begins.
+    def confirm(self, records: Collection[ParamRecord], settings: Mapping[str, Any]) -> None:
+        """The first backward begins, or the first one with a new group. Every rank calls it.
 
         Raises:
+            ConfigError: ranks that train one model have different settings.
             UnsupportedError: the parameters were wrapped or sharded after the optimizer was made.
         """
         if in_group():

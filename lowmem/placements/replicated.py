@@ -1,13 +1,14 @@
 """Data parallel without a wrapper: every rank holds every parameter, and gradients are averaged in the hooks."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from lowmem.errors import UnsupportedError
-from lowmem.placements.agreement import refuse_different
+from lowmem.placements.agreement import refuse_different, refuse_other_settings
 from lowmem.placements.all_reduce import AllReduce
 from lowmem.placements.base import Placement, Shard
 from lowmem.placements.record import ParamRecord
@@ -44,6 +45,10 @@ class Replicated(Placement):
         with torch.no_grad():
             for record in records:
                 dist.broadcast(record.param.detach(), src=0)
+
+    def confirm(self, records: Collection[ParamRecord], settings: Mapping[str, Any]) -> None:
+        super().confirm(records, settings)
+        refuse_other_settings(settings)
 
     def settle(self, records: Collection[ParamRecord]) -> None:
         """A wrapper that the model got after the first step writes its own averages into `.grad` when backward ends."""

@@ -1,13 +1,14 @@
 """What the sharded placements share: each rank holds a range of every parameter's elements."""
 
 from abc import abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowmem.errors import UnsupportedError
+from lowmem.placements.agreement import refuse_other_settings
 from lowmem.placements.base import Placement, Reducer, Shard
 from lowmem.placements.ranks import Ranks
 from lowmem.placements.record import ParamRecord
@@ -66,8 +67,9 @@ class ShardedReducer(Reducer):
 class Sharded(Placement):
     """A placement whose graphs have gathered parameters as leaves, which come and go."""
 
-    def confirm(self, records: Collection[ParamRecord]) -> None:
-        """What has been sharded stays so."""
+    def confirm(self, records: Collection[ParamRecord], settings: Mapping[str, Any]) -> None:
+        if self.shard.ranks is not None:
+            refuse_other_settings(settings, self.shard.ranks.group)
 
     def leaves(self, params: Sequence[Tensor]) -> Sequence[Tensor] | None:
         return None

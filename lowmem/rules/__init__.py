@@ -63,7 +63,7 @@ def resolve(rule: str | UpdateRule | type) -> UpdateRule:
         return rule
     if isinstance(rule, str):
         if rule in TABLE:
-            return TABLE[rule]()
+            return resolve(TABLE[rule])
         if "." not in rule:
             raise ConfigError(
                 f"rule {rule!r} is unknown.{did_you_mean(rule, TABLE)} Known are {', '.join(sorted(TABLE))}, and the "
@@ -71,17 +71,23 @@ def resolve(rule: str | UpdateRule | type) -> UpdateRule:
             )
         return ForeignRule(import_optimizer(rule))
     if isinstance(rule, type) and issubclass(rule, UpdateRule):
-        return rule()
+        try:
+            return rule()
+        except TypeError as error:
+            raise ConfigError(f"{rule.__name__} needs arguments: {error}. Pass an instance as the rule") from error
     if isinstance(rule, type) and issubclass(rule, torch.optim.Optimizer):
         return ForeignRule(rule)
     raise ConfigError(f"rule {rule!r} is neither a name, an UpdateRule nor a torch.optim.Optimizer class")
 
 
 def table() -> list[RuleInfo]:
-    """The rules of this package and those registered from outside, by name."""
+    """The rules of this package and those registered from outside, by name, except for those that need arguments."""
     rows, shape = [], (4096, 4096)
     for name in sorted(TABLE):
-        rule = TABLE[name]()
+        try:
+            rule = resolve(name)
+        except ConfigError:
+            continue
         spec = rule.spec("", shape, rule.defaults)
         nbytes = 0.0
         for state in spec.states.values():

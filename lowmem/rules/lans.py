@@ -142,7 +142,7 @@ class Lans(UpdateRule):
         beta1, beta2, fused = hyper["beta1"], hyper["beta2"], hyper["variant"] == "fused"
         lr = hyper["lr"] * spec.lr_mult
         full = {name: state[name] for name in ("mean", "var")}
-        sums = sweep.reduce(norms, full=full).scalar
+        sums = sweep.reduce(norms).scalar
         count = next_count(sweep, state) + hyper["begin_num_update"]
         scalar = {"beta1": beta1, "gain1": 1.0 - beta1, "beta2": beta2, "gain2": 1.0 - beta2}
         scalar |= {"epsilon": hyper["epsilon"], "wd": hyper["wd"] * spec.wd_mult}

@@ -27,7 +27,7 @@ from lowmem.tiles.sweep import Sweep
 from lowmem.tiles.tile import Sums, Tile
 
 # Tensors of `group_memory`.
-_MEMORY = ("model_norms", "model_norm_threshold", "num_clipped", "percent_clipped")
+_MEMORY = ("steps", "model_norms", "model_norm_threshold", "num_clipped", "percent_clipped")
 
 
 def size_gradient(t: Tile) -> Sums:
@@ -100,7 +100,7 @@ class ScaledAdam(UpdateRule):
         if hyper["clipping_scale"] is None:
             return {}
         norms, unknown = torch.zeros(hyper["clipping_update_period"]), torch.full((), math.nan)
-        return dict(zip(_MEMORY, (norms, unknown, unknown, torch.zeros(())), strict=True))
+        return dict(zip(_MEMORY, (torch.zeros(()), norms, unknown, unknown, torch.zeros(())), strict=True))
 
     def clip_by_norm(self, group: GroupNorms) -> GroupClip:
         period, scale = group.hyper["clipping_update_period"], group.hyper["clipping_scale"]
@@ -110,7 +110,9 @@ class ScaledAdam(UpdateRule):
             raise ConfigError(f"clipping_update_period={period}, {known}; it cannot change during training")
         sizes = [state["param_rms"].to(zero.device) if "param_rms" in state else zero + 1.0 for state in group.states]
         norm = torch.linalg.vector_norm(group.norms * torch.stack(sizes))
-        done = group.states[0]["step"].to(zero.device) if group.states[0] else torch.zeros_like(zero, dtype=torch.int64)
+        # from the first step on, also where clipping was asked for later, or the oldest parameter is frozen by now
+        counts = [state["step"].to(zero.device) for state in group.states if state]
+        done = torch.stack([memory["steps"], *(count.float() for count in counts)]).max()
 
         here = torch.arange(period, device=zero.device) == done % period
         norms = torch.where(here & (done > 0), norm, memory["model_norms"])
@@ -121,7 +123,7 @@ class ScaledAdam(UpdateRule):
         coef = (threshold / (norm + 1e-20)).clamp(max=1.0)
         coef = torch.where(coef.isnan(), 1.0, coef)  # there is no threshold yet
         clipped = torch.where(due, zero, clipped) + (coef < 1.0)
-        new = dict(zip(_MEMORY, (norms, threshold, clipped, percent), strict=True))
+        new = dict(zip(_MEMORY, (done + 1, norms, threshold, clipped, percent), strict=True))
         return GroupClip(coef, by_rule=not group.hyper["clip_update"], memory=new)
 
     def spec(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> ScaledSpec:

@@ -195,7 +195,7 @@ class Clipping:
         """The clipping of each rule that has its own, given the gradients as `clip_norm` leaves them."""
         members: dict[int, list[ParamRecord]] = {}
         for record in self._records.values():
-            if record.trained and record.rule.needs_norm(record.group) is not None:
+            if (record.trained or record.name in norms) and record.rule.needs_norm(record.group) is not None:
                 members.setdefault(id(record.group), []).append(record)
         if not members:
             return {}
@@ -231,7 +231,8 @@ class Clipping:
         coefs = [coef.to(device) for coef in _coefs(records[0], decision.clip_coef, decision.groups)]
         finite, square_sums = decision.finite.to(device), None
         if records[0].name in decision.summable:
-            finite = finite & torch.stack([decision.summable[record.name].to(device) for record in records])
+            zero_is = torch.ones_like(finite)  # of a parameter without gradient
+            finite = finite & torch.stack([decision.summable.get(r.name, zero_is).to(device) for r in records])
         if decision.prepared:
             zero = torch.zeros((), dtype=torch.float64, device=device)
             norms = [decision.norms[r.name].raw if r.name in decision.norms else zero for r in records]

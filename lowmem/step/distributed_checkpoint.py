@@ -1,7 +1,7 @@
-"""The form in which `torch.distributed.checkpoint.state_dict` takes and returns the state of an optimizer.
+"""The forms in which torch has the state of an optimizer, with parameters by number.
 
-It replaces numbers of parameters by names, drops everything but states and groups, and wants states of every parameter
-that is trained, also before the first step: `dcp.load` loads what is there already.
+`torch.distributed.checkpoint.state_dict` replaces numbers of parameters by names, drops everything but states and
+groups, and wants states of every parameter that is trained, also before the first step: `dcp.load` loads what is there.
 """
 
 import sys
@@ -64,8 +64,9 @@ def numbered(saved: Mapping[str, Any], updated: Collection[str]) -> dict[str, An
     return {"state": state, "param_groups": groups}
 
 
-def named(saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """What `numbered` returned, by the names of `groups`, which has the same parameters in the same order.
+def named(saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], seed: int) -> Mapping[str, Any]:
+    """What `numbered`, or a `torch.optim.AdamW`, returned, by the names of `groups`, which has the same parameters in
+    the same order.
 
     Anything else is returned as it is.
 
@@ -74,19 +75,21 @@ def named(saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> Mapp
     """
     if "step" in saved:
         return saved
+    ours, theirs = [group["param_names"] for group in groups], [group["params"] for group in saved["param_groups"]]
+    if list(map(len, ours)) != list(map(len, theirs)):
+        raise CheckpointError(
+            f"the saved optimizer has groups of {list(map(len, theirs))} parameters, this one {list(map(len, ours))}"
+        )
     saved_groups = [dict(group) for group in saved["param_groups"]]
     rests = [dict(group.pop(_REST)) for group in saved_groups if _REST in group]
+    if not rests and all("amsgrad" in group for group in saved_groups):
+        return named(_of_adamw(saved, groups, seed), groups, seed)
     if not rests:
         raise CheckpointError(
             "the saved optimizer has no step, seed and loss scale, which flatten_optimizer_state_dict=True loses. "
             "Save it without this option, or save what opt.state_dict() returns"
         )
     (rest,) = rests
-    ours, theirs = [group["param_names"] for group in groups], [group["params"] for group in saved_groups]
-    if list(map(len, ours)) != list(map(len, theirs)):
-        raise CheckpointError(
-            f"the saved optimizer has groups of {list(map(len, theirs))} parameters, this one {list(map(len, ours))}"
-        )
     names = {
         key: name
         for group, saved_group in zip(ours, theirs, strict=True)
@@ -101,3 +104,31 @@ def named(saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> Mapp
             {**group, "params": group_names} for group, group_names in zip(saved_groups, ours, strict=True)
         ],
     }
+
+
+def _of_adamw(saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], seed: int) -> Mapping[str, Any]:
+    """The state of a `torch.optim.AdamW` as `numbered` returns that of rule "adamw", whose mathematics is the same.
+
+    Raises:
+        CheckpointError: it was trained with an option that the rule does not have, or its parameters have other names.
+    """
+    # a weight of 16 bits has states of 16 bits there
+    state = {number: {key: value.float() for key, value in kept.items()} for number, kept in saved["state"].items()}
+    for kept in state.values():
+        kept["step"] = kept["step"].long()
+    converted = []
+    for n, (group, own) in enumerate(zip(saved["param_groups"], groups, strict=True)):
+        coupled = group["weight_decay"] != 0 and not group.get("decoupled_weight_decay", True)
+        options = {"amsgrad": group["amsgrad"], "maximize": group.get("maximize"), "coupled weight_decay": coupled}
+        if used := [option for option, value in options.items() if value]:
+            raise CheckpointError(f"group {n} of the saved torch optimizer has {used[0]}, and rule 'adamw' has not")
+        if group.get("param_names", own["param_names"]) != own["param_names"]:
+            raise CheckpointError(f"group {n} of the saved torch optimizer has other parameters, or another order")
+        hyper = {key: group[key] for key in own.keys() & group.keys()}
+        converted.append({**own, **hyper, "lr": float(group["lr"]), "rule": "adamw"})
+    converted[0][_REST] = {
+        "step": max((int(kept["step"]) for kept in state.values()), default=0),
+        "seed": seed,
+        "updated": "".join("1" if number in state else "0" for group in converted for number in group["params"]),
+    }
+    return {"state": state, "param_groups": converted}

@@ -6,7 +6,7 @@ Functions of torch are wrapped, once per process. They do what they did before f
 
 import functools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves
 
 from lowmem.errors import StepError
+from lowmem.rules import ENGINE_KEYS
 from lowmem.step import hooks
 
 logger = logging.getLogger(__name__)
@@ -23,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 @functools.cache
 def watch() -> None:
-    """Wraps `GradScaler.scale`, `clip_grad_norm_`, `clip_grad_value_`, and what recomputes a checkpointed region.
+    """Wraps `GradScaler.scale`, torch's functions that clip gradients, and what recomputes a checkpointed region.
 
     Logs a warning for what this version of torch has elsewhere.
     """
@@ -76,6 +77,7 @@ def _refuse_scaled(grad: Tensor) -> None:
 def _wrap_clipping() -> None:
     """Loops import these functions by name, so they are replaced inside of their torch.no_grad() decorator."""
     functions = {clip_grad.clip_grad_norm_: ("clip_norm", "max_norm"), clip_grad.clip_grad_value_: ("clip_value",) * 2}
+    functions[nn.utils.clip_grads_with_norm_] = ("clip_norm", "max_norm")
     for function, names in functions.items():
         cell = (function.__closure__ or ())[function.__code__.co_freevars.index("func")]
         cell.cell_contents = _watch_clipping(cell.cell_contents, *names)
@@ -89,13 +91,37 @@ def _watch_clipping(clip: Callable[..., Any], option: str, argument: str) -> Cal
         for param in params:
             if (name := hooks.name_of(param)) is not None:
                 raise StepError(
-                    f"{clip.__name__}(): parameter {name!r} has no gradient, because backward has used it and freed "
-                    f"it. Write FusedOptimizer(..., {option}={limit!r}), which clips exactly; opt.last_step.grad_norm "
-                    "is the norm before"
+                    f"{clip.__name__.lstrip('_')}(): parameter {name!r} has no gradient, because backward has used it "
+                    f"and freed it. Write FusedOptimizer(..., {option}={limit!r}), which clips exactly; "
+                    "opt.last_step.grad_norm is the norm before"
                 )
         return clip(params or parameters, *args, **kwargs)
 
     return watched
+
+
+# -- parameter groups that are edited ----------------------------------------------------------------------------------
+
+
+def refuse_edits(groups: Sequence[Any], added: Sequence[tuple[dict[str, Any], dict[str, Any], int]]) -> None:
+    """Raises `StepError` for changes of `param_groups` that would have no effect.
+
+    Groups are compared by identity, and their parameters by the identity of the list and its length. `added` has each
+    group, its keys and values when it was added, and how many parameters it had.
+    """
+    edits = ["the number of parameter groups"] if len(groups) != len(added) else []
+    for n, (now, (group, before, count)) in enumerate(zip(groups, added, strict=False)):
+        if now is not group:
+            edits.append(f"parameter group {n}")
+        if group.get("params") is not before["params"] or len(group["params"]) != count:
+            edits.append(f"'params' of parameter group {n}")
+        edits += [f"{key!r} of parameter group {n}" for key in ENGINE_KEYS if group.get(key) != before[key]]
+    if edits:
+        raise StepError(
+            f"{edits[0]} was changed, and the optimizer would go on with what it was given. Put it back. Set "
+            "hyperparameters as in opt.param_groups[0]['lr'] = 1e-4, freeze parameters by requires_grad_(False), add "
+            "others by opt.add_param_group(), and create another FusedOptimizer for another rule or storage"
+        )
 
 
 # -- weights that are read again in backward ---------------------------------------------------------------------------

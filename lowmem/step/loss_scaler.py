@@ -1,5 +1,6 @@
 """Loss scaling: the loss is multiplied by it before backward, and gradients are divided by it as they are read."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -87,8 +88,9 @@ class LossScaler:
     def check_saved(self, saved: Mapping[str, Any] | None) -> None:
         """Raises `CheckpointError` if `load_state_dict` would; changes nothing."""
         for name in ("scale", "good", "patience"):
-            if self._dynamic is not None and saved is not None and name not in saved:
-                raise CheckpointError(f"the saved loss scale has no {name!r}")
+            value = saved.get(name) if self._dynamic is not None and saved is not None else 1
+            if not isinstance(value, int | float) or not 0 <= value < math.inf:
+                raise CheckpointError(f"the saved loss scale has {name}={value!r}, which is not a number >= 0")
 
     def load_state_dict(self, saved: Mapping[str, Any] | None) -> None:
         """Continues from what `state_dict` returned; without it the scale starts from `init_scale`.

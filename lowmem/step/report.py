@@ -229,7 +229,7 @@ class Report:
     def load_state_dict(self, saved: Mapping[str, int] | None) -> None:
         """Continues to count from what `state_dict` returned, and forgets how the last step ended."""
         self._flags = self._hopeless = None
-        saved = saved or {"gradients": 0, "steps": 0}
+        saved = {"gradients": 0, "steps": 0, **(saved or {})}
         self.nonfinite_gradients = torch.full_like(self.nonfinite_gradients, saved["gradients"])
         self.nonfinite_steps = torch.full_like(self.nonfinite_steps, saved["steps"])
         self._streak, self._first = saved.get("streak", 0), []

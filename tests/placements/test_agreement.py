@@ -1,11 +1,11 @@
-"""In a process group, placement "auto" refuses ranks whose parameters differ and leaves them as they were."""
+"""In a process group, ranks whose parameters or settings differ are refused, and left as they were."""
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import lowmem
-from lowmem.errors import UnsupportedError
+from lowmem.errors import ConfigError, UnsupportedError
 
 
 def layers(count, dtype=torch.float32):
@@ -131,3 +131,97 @@ def test_a_trainer_broadcasts(two, tmp_path, monkeypatch):
     (placement, one), (_, other) = two.run(in_a_trainer, tmp_path)
     assert placement == "replicated"
     assert torch.equal(one, other)
+
+
+# -- the settings of optimizers ----------------------------------------------------------------------------------------
+
+SETTINGS = {
+    "seed": ({"seed": 0}, {"seed": 1}, "seed is 0 on rank 0 and 1 on rank 1"),
+    "clip_norm": ({"clip_norm": 1.0}, {}, "clip_norm is 1.0 on rank 0 and None on rank 1"),
+    "clip_value": ({"clip_value": 1.0}, {"clip_value": 2.0}, "clip_value is 1.0 on rank 0 and 2.0 on rank 1"),
+    "loss_scale": ({"loss_scale": 8.0}, {"loss_scale": 2.0}, "loss_scale is 8.0 on rank 0"),
+    "policy": ({"policy": "deferred"}, {"policy": "two_pass"}, "policy is 'deferred' on rank 0"),
+    "lr": ({"lr": 0.1}, {"lr": 0.2}, "lr of parameter group 0 is 0.1 on rank 0 and 0.2 on rank 1"),
+    "rule": ({"rule": "lomo"}, {"rule": "adamw"}, "of parameter group 0 is"),
+    "rounding": ({"rounding": "stochastic"}, {}, "rounding is 'stochastic' on rank 0 and"),
+}
+
+
+def sharded_or_not(rank, sharded):
+    net = layers(2)
+    if sharded:
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(net)
+    return net
+
+
+def settings_that_differ(rank, options, message, plain, sharded):
+    net = sharded_or_not(rank, sharded)
+    opt = lowmem.FusedOptimizer(net.named_parameters(), model=net, **{"rule": "lomo", "lr": 0.1, **options[rank]})
+    before = [param.detach().clone() for param in net.parameters()]
+    with pytest.raises(ConfigError, match=message):
+        loss = net(torch.ones(1, 4)).sum()
+        loss.backward() if plain else opt.backward(loss)
+    for param, value in () if sharded else zip(net.parameters(), before, strict=True):
+        assert torch.equal(param, value)
+    opt.remove()
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["", "plain"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_that_differ_are_refused(two, name, plain):
+    """On every rank, before the first update."""
+    *options, message = SETTINGS[name]
+    two.run(settings_that_differ, options, message, plain, False)
+
+
+@pytest.mark.parametrize("name", ["seed", "lr"])
+def test_settings_that_differ_are_refused_where_parameters_are_sharded(two, name):
+    *options, message = SETTINGS[name]
+    two.run(settings_that_differ, options, message, False, True)
+
+
+def edited_on_one_rank(rank):
+    net = layers(2)
+    opt = lowmem.FusedOptimizer(net.named_parameters(), rule="adamw", betas=(0.9, 0.99 + 0.001 * rank))
+    with pytest.raises(ConfigError, match="betas of parameter group 0"):
+        opt.backward(net(torch.ones(1, 4)).sum())
+    opt.param_groups[0]["betas"] = (0.9, 0.99)
+    opt.backward(net(torch.ones(1, 4)).sum())
+    opt.param_groups[0]["lr"] = 0.1 + rank  # they are compared once
+    opt.backward(net(torch.ones(1, 4)).sum())
+    opt.remove()
+    opt = lowmem.FusedOptimizer(net.named_parameters(), rule="lomo", placement="local", seed=rank, lr=0.1 + rank)
+    opt.backward(net(torch.ones(1, 4)).sum())  # trains by itself
+
+
+def test_settings_are_compared_once(two):
+    two.run(edited_on_one_rank)
+
+
+def a_frozen_one(rank):
+    net = layers(2)
+    net[0].weight.requires_grad_(rank == 0)
+    opt = lowmem.FusedOptimizer(net.named_parameters(), rule="lomo")
+    with pytest.raises(ConfigError, match="number of trained parameters is 4 on rank 0 and 3 on rank 1"):
+        opt.backward(net(torch.ones(1, 4)).sum())
+
+
+def test_a_parameter_that_is_frozen_on_one_rank_from_the_start(two):
+    two.run(a_frozen_one)
+
+
+class Hyper:
+    """Its repr has its address."""
+
+
+def objects(rank):
+    net = layers(1)
+    held = [Hyper() for _ in range(1 + 99 * rank)]
+    opt = lowmem.FusedOptimizer([{"params": net.parameters(), "name": held[-1]}], rule="lomo")
+    opt.backward(net(torch.ones(1, 4)).sum())
+
+
+def test_an_object_is_compared_by_its_kind(two):
+    two.run(objects)

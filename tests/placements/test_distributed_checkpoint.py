@@ -139,6 +139,18 @@ def test_full_states(name):
     assert_same(resumed.state_dict(), opt.state_dict())
 
 
+def test_a_class_with_the_options_of_adamw_has_states_of_its_own():
+    """They are not taken for those of an optimizer outside."""
+    net, other = make(), make()
+    opts = [lowmem.FusedOptimizer(n.named_parameters(), rule="torch.optim.AdamW", lr=0.1) for n in (net, other)]
+    for model, opt in zip((net, other), opts, strict=True):
+        steps(model, opt, list(data())[:1])
+    steps(net, opts[0], list(data())[1:3])
+    states = get_optimizer_state_dict(net, opts[0], options=StateDictOptions(full_state_dict=True))
+    set_optimizer_state_dict(other, opts[1], states, options=StateDictOptions(full_state_dict=True))
+    assert_same(opts[1].state_dict(), opts[0].state_dict())
+
+
 def test_what_cannot_be_loaded_is_refused():
     net = make()
     with pytest.raises(UnsupportedError, match="makes its states in its first step"):

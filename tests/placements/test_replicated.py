@@ -160,6 +160,63 @@ def test_a_parameter_that_joins_later(two):
     assert all(map(torch.equal, one, other))
 
 
+def frozen_at_times(rank, settings, orders, frozen, micro_batches=1):
+    """Rank 1 has `frozen[step]` frozen; the reference has the mean over ranks of gradients that are zero there."""
+    net, reference = Branches(), Branches()
+    reference.load_state_dict(net.state_dict())
+    opt = lowmem.FusedOptimizer(net.named_parameters(), lr=0.1, **settings)
+    plain = torch.optim.AdamW(reference.parameters(), lr=0.1, weight_decay=0.01, foreach=False)
+    for order, names in zip(orders, frozen, strict=True):
+        for n, layer in enumerate(net.layers):
+            layer.weight.requires_grad_(rank != 1 or n not in names)
+        for micro in range(micro_batches):
+            with opt.accumulate() if micro + 1 < micro_batches else nullcontext():
+                opt.backward((1 + rank) * net(order))
+        plain.zero_grad()
+        for one in (0, 1):
+            for n, layer in enumerate(reference.layers):
+                layer.weight.requires_grad_(one != 1 or n not in names)
+            (0.5 * micro_batches * (1 + one) * reference(order)).backward()
+        plain.step()
+        for layer, wanted in zip(net.layers, reference.layers, strict=True):
+            torch.testing.assert_close(layer.weight.detach(), wanted.weight.detach(), rtol=1e-5, atol=1e-6)
+    return [layer.weight.detach() for layer in net.layers]
+
+
+@pytest.mark.parametrize("policy", ["immediate", "two_pass", "deferred"])
+def test_a_parameter_that_one_rank_has_frozen_for_some_steps(two, policy):
+    """It counts as zero there, as with `find_unused_parameters`, and both ranks update it."""
+    orders = [(0, 1, 2, 3), (0, 1, 2, 3), (3, 0, 1, 2), (0, 1, 2), (0, 1, 2, 3)]
+    settings = {"rule": "adamw", "weight_decay": 0.01, "policy": policy}
+    one, other = two.run(frozen_at_times, settings, orders, [(), (1,), (0, 2), (0,), ()])
+    assert all(map(torch.equal, one, other))
+    if policy == "deferred":
+        one, other = two.run(frozen_at_times, settings, orders, [(), (1,), (0, 2), (0,), ()], 2)
+        assert all(map(torch.equal, one, other))
+
+
+def collectives(rank):
+    """How often gradients are reduced in the last of several steps, of which three have frozen layers on all ranks."""
+    net = Branches()
+    opt = lowmem.FusedOptimizer(net.named_parameters(), rule="lomo", lr=0.1)
+    for step in range(4):
+        for n, layer in enumerate(net.layers):
+            layer.weight.requires_grad_(step == 0 or n == 2)
+        reduced, own = [], dist.all_reduce
+        dist.all_reduce = lambda tensor, *args, own=own, reduced=reduced, **kwargs: (
+            reduced.append(tensor.is_floating_point()), own(tensor, *args, **kwargs)
+        )[1]  # fmt: skip
+        try:
+            opt.backward(net((0, 1, 2, 3)))
+        finally:
+            dist.all_reduce = own
+    return sum(reduced)
+
+
+def test_what_every_rank_has_frozen_is_not_reduced(two):
+    assert two.run(collectives) == [1, 1]
+
+
 # -- an overflow, memory -----------------------------------------------------------------------------------------------
 
 

@@ -363,6 +363,23 @@ def test_table_counts_every_kind_of_state(clean_table):
     assert row.state_bytes == 2 + 4 + 2 * 4 / 4096
 
 
+def test_a_rule_that_takes_arguments(clean_table, give_gradients):
+    """It is used as an instance, and the others are listed without it."""
+
+    @lowmem.rules.register("argued")
+    class Argued(lowmem.rules.Lomo):
+        def __init__(self, argument):
+            self.argument = argument
+
+    assert {row.name for row in lowmem.rules.table()} == TABLE.keys() - {"argued"}
+    param = torch.nn.Parameter(torch.ones(2))
+    for rule in ("argued", Argued):
+        with pytest.raises(ConfigError, match=r"Argued needs arguments: .*'argument'.*Pass an instance"):
+            lowmem.FusedOptimizer([param], rule=rule)
+    give_gradients(lowmem.FusedOptimizer([param], rule=Argued(3), lr=0.5), (param, torch.ones(2)))
+    assert (param == 0.5).all()
+
+
 @pytest.mark.parametrize("rule", FULL)
 def test_table_says_what_is_kept(rule, give_gradients):
     """The bytes that a step leaves in the state of an n x n parameter are a quadratic function of n, which three

@@ -63,6 +63,48 @@ def test_a_missing_gradient_is_zero(give_gradients, shape, batching):
             np.testing.assert_allclose(kept[name].numpy(), state, rtol=1e-4, atol=atol)
 
 
+@pytest.mark.parametrize("policy", ["two_pass", "deferred"])
+def test_a_missing_gradient_is_zero_where_norms_are_clipped(give_gradients, policy):
+    """Of three parameters that are one stack, each misses a gradient in some steps."""
+    rng = np.random.default_rng(0)
+    want = [rng.normal(size=(3, 5)) for _ in range(3)]
+    params = [torch.nn.Parameter(torch.tensor(value).float()) for value in want]
+    opt = lowmem.FusedOptimizer(params, rule="scaled_adam", clip_norm=0.5, policy=policy)
+    references = [Reference((3, 5), lr=3e-2) for _ in params]
+    for step in range(6):
+        grads = [None if step % 3 == n else torch.tensor(rng.normal(size=(3, 5))).float() for n in range(3)]
+        give_gradients(opt, *((p, g) for p, g in zip(params, grads, strict=True) if g is not None))
+        exact = [None if grad is None else grad.double().numpy() for grad in grads]
+        coef = 0.5 / math.sqrt(sum(np.square(grad).sum() for grad in exact if grad is not None))
+        exact = [None if grad is None else coef * grad for grad in exact]
+        want = [reference.step(*pair) for reference, *pair in zip(references, want, exact, strict=True)]
+    for param, value in zip(params, want, strict=True):
+        np.testing.assert_allclose(param.detach().numpy(), value, rtol=1e-5, atol=1e-6)
+        assert opt.state[param]["step"].item() == 6
+
+
+def test_unfreezing_leaves_the_period_of_clipping_as_it_is(give_gradients):
+    """Three parameters of which the first two join in later steps clip by the norms of every step before."""
+    params = [torch.nn.Parameter(torch.ones(4), requires_grad=n == 2) for n in range(3)]
+    options = {"clipping_scale": 1.0, "clipping_update_period": 4, "size_update_period": 100}
+    opt = lowmem.FusedOptimizer(params, rule="scaled_adam", lr=0.0, **options)
+    norms, thresholds = [], []
+    for step in range(9):
+        trained = params[2 - step // 3 :]
+        for param in trained:
+            param.requires_grad_(True)
+        give_gradients(opt, *((param, torch.full((4,), 1.0 + step)) for param in trained))
+        norms.append((1.0 + step) * 2.0 * math.sqrt(len(trained)))
+        memory = opt.state_dict()["state"]["_group0"]
+        if step >= 4:
+            last = sorted(range(step - 3, step + 1), key=lambda n: n % 4)
+            torch.testing.assert_close(memory["model_norms"], torch.tensor([norms[n] for n in last]))
+        thresholds.append(memory["model_norm_threshold"].item())
+    assert all(math.isnan(value) for value in thresholds[:4])
+    assert thresholds[4:8] == pytest.approx([sorted(norms[1:5])[2]] * 4)
+    assert thresholds[8] == pytest.approx(sorted(norms[5:9])[2])
+
+
 def test_a_parameter_that_never_had_a_gradient_stays(give_gradients):
     used, unused, frozen = (torch.nn.Parameter(torch.full((2, 3), 2.0)) for _ in range(3))
     frozen.requires_grad_(False)

@@ -242,7 +242,7 @@ def test_a_loaded_scale_is_divided_by():
 def test_saved_incompletely(missing):
     saved = made().state_dict()
     del saved[missing]
-    with pytest.raises(CheckpointError, match=f"the saved loss scale has no '{missing}'"):
+    with pytest.raises(CheckpointError, match=f"the saved loss scale has {missing}=None"):
         made().load_state_dict(saved)
 
 
@@ -529,7 +529,7 @@ def test_a_damaged_scale_replaces_nothing():
     del saved["loss_scale"]["good"]
     train_fused_step(opt, net, 1)
     before = copy.deepcopy(opt.state_dict())
-    with pytest.raises(CheckpointError, match="the saved loss scale has no 'good'"):
+    with pytest.raises(CheckpointError, match="the saved loss scale has good=None"):
         opt.load_state_dict(saved)
     after = opt.state_dict()
     assert (after["step"], after["loss_scale"]) == (before["step"], before["loss_scale"])
