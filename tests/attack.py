@@ -84,7 +84,7 @@ class Settings:
     hidden: int = one_of(8, 24, 48, 96, 192)
     blocks: int = one_of(1, 2, 3)
     tied: bool = one_of(True, False)
-    twice: bool = one_of(True, False, False)  # the first block is used twice
+    twice: bool = one_of(True, False, False)  # the first block and the embedding are used twice
     heads: int = one_of(1, 1, 2)  # uses of the head's weight, each with its own bias
     bias: bool = one_of(True, False)
     prompt: bool = one_of(True, *[False] * 5)  # hidden states that are a view of a parameter
@@ -264,11 +264,11 @@ class Net(nn.Module):
             compute_gradient(self.embed, 100_000)  # bytes: some blocks
 
     def forward(self, ids: Tensor, labels: Tensor, seldom: bool) -> Tensor:
-        s = self.settings
+        s, hidden = self.settings, self.embed(ids) * self.gain
         if s.checkpoint is None:
-            hidden = self.hidden(self.gain, ids)
+            hidden = self.hidden(hidden, ids)
         else:
-            hidden = checkpoint(self.hidden, self.gain, ids, use_reentrant=s.checkpoint == "reentrant")
+            hidden = checkpoint(self.hidden, hidden, ids, use_reentrant=s.checkpoint == "reentrant")
         if seldom:
             hidden = hidden + self.seldom(hidden)
         biases = list(self.biases) or [None] * s.heads
@@ -277,9 +277,11 @@ class Net(nn.Module):
             loss = loss + self.loss(self.prompt.view(2, -1, s.hidden), labels, None)
         return loss + self.loss(self.memory.copy_(hidden.detach()), labels, None) if s.buffer else loss
 
-    def hidden(self, gain: Tensor, ids: Tensor) -> Tensor:
-        hidden = self.embed(ids) * gain
-        for block in [*self.blocks, *self.blocks[: self.settings.twice]]:
+    def hidden(self, hidden: Tensor, ids: Tensor) -> Tensor:
+        blocks = list(self.blocks)
+        if self.settings.twice:
+            hidden, blocks = hidden + self.embed(ids.flip(-1)), [*blocks, blocks[0]]
+        for block in blocks:
             hidden = block(hidden)
         return hidden
 

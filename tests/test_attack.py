@@ -7,7 +7,7 @@ import torch
 from lowmem.step import clipping, hooks, policies
 from lowmem.step.updates import has_compiler
 
-BLOCK, BLOCKS = 40, 10
+BLOCK, BLOCKS = 40, 15
 COMPILED = (214, 341)  # a new optimizer, and betas that are edited in place
 
 
@@ -67,7 +67,7 @@ def forget_a_micro_batch(monkeypatch):
 def test_a_planted_defect_is_found(plant, reaches, monkeypatch):
     plant(monkeypatch)
     seeds = [seed for seed in range(200) if reaches(s := attack.draw(seed, compile=False)) and s.checkpoint is None]
-    with pytest.raises(attack.DefectError, match="differ|grad_norm") as caught:
+    with pytest.raises(attack.DefectError, match=r"differ|grad_norm") as caught:
         for seed in seeds[:20]:
             attack.run(seed, compile=False)
     assert f"seed={seed}," in str(caught.value)
