@@ -479,10 +479,10 @@ class OneByOne(torch.optim.Optimizer):
         self.inner.backward(sum(losses))
 
     def prepare(self) -> None:
-        """Makes the sweeping optimizer, again if parameters have joined or have another dtype by now."""
+        """Makes the sweeping optimizer, again if parameters have joined or have other memory by now."""
         params = [param for group in self.param_groups for param in group["params"]]
         inner = [shadow for group in self.inner.param_groups for shadow in group["params"]] if self.inner else []
-        if [param.dtype for param in params] == [shadow.dtype for shadow in inner]:
+        if [param.data_ptr() for param in params] == [shadow.data_ptr() for shadow in inner]:
             return
         groups = []
         for group in self.param_groups:  # shadows have the memory of the parameters
