@@ -51,13 +51,14 @@ def compute_gradient(module: nn.Module, memory: int = MEMORY) -> bool:
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, indices: Tensor, weight: Tensor, padding: int | None, memory: int) -> Tensor:
-        ctx.save_for_backward(indices, weight)
+        ctx.save_for_backward(indices)
+        ctx.weight = weight  # whose values are not read: they may change, as under F.embedding
         ctx.rows, ctx.padding, ctx.memory = len(weight), padding, memory
         return F.embedding(indices, weight, padding)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        indices, weight = ctx.saved_tensors
+        (indices,), weight = ctx.saved_tensors, ctx.weight
         padding = -1 if ctx.padding is None else ctx.padding  # no index is -1
         flat = indices.reshape(-1).masked_fill(indices.reshape(-1) == padding, -1)
         if hooks.offer(weight, EmbeddingGradient(flat, grad.reshape(-1, grad.shape[-1]), ctx.memory)):
