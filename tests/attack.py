@@ -36,10 +36,10 @@ from lowmem.layers.head import linear_cross_entropy
 SMALL = 1 << 14  # elements of a parameter whose gradient is never computed as it is read
 GUARD = 7.0  # what memory next to a parameter holds
 
-# Hyperparameters of each rule. Steps are large next to float32's roundings, and nothing is divided by a tiny root, so
-# that a step differs in its last bits if a gradient does.
+# Hyperparameters of each rule. Steps are large next to float32's roundings, but a scale does not come near zero, and
+# nothing is divided by a tiny root: where a gradient differs in its last bits, so does a step.
 HYPER: dict[str, dict[str, Any]] = {
-    "lomo": {"lr": 0.03},
+    "lomo": {"lr": 0.01},
     "adalomo": {"lr": 0.03},
     "adamw": {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-3},
     "lion": {"lr": 0.003, "betas": (0.9, 0.95)},
@@ -47,7 +47,7 @@ HYPER: dict[str, dict[str, Any]] = {
     "adafactor_t2t": {"lr": 0.03},
     "lans": {"lr": 0.03, "epsilon": 1e-3},
     "scaled_adam": {"lr": 0.03, "betas": (0.9, 0.98), "eps": 1e-3, "size_update_period": 2},
-    "torch.optim.SGD": {"lr": 0.1, "momentum": 0.9, "foreach": False},
+    "torch.optim.SGD": {"lr": 0.01, "momentum": 0.9, "foreach": False},
     "torch.optim.AdamW": {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-3, "foreach": False},
     "torch.optim.RMSprop": {"lr": 0.003, "eps": 1e-3, "foreach": False},
     "torch.optim.Adagrad": {"lr": 0.03, "eps": 1e-3, "foreach": False},
@@ -345,7 +345,10 @@ def guard(net: Net) -> list[Tensor]:
 
 
 class Loop:
-    """A model with its optimizer, and what happens to both between steps, alike on both sides."""
+    """A model with its optimizer, and what happens to both between steps, alike on both sides.
+
+    before: the weights as they were when the last step began, or the loop has changed one.
+    """
 
     def __init__(self, s: Settings, computed: bool) -> None:
         torch.manual_seed(s.seed)
@@ -357,6 +360,7 @@ class Loop:
             param.requires_grad_(False)
         self.optimizer = self.make()
         self.scheduler = self.schedule()
+        self.before = weights(self.net)
 
     def make(self) -> Any:
         raise NotImplementedError
@@ -366,7 +370,7 @@ class Loop:
         named = [(name, param) for name, param in self.net.named_parameters() if name not in self.late]
         groups = [{"params": named, **hyper}]
         if s.group is not None:
-            own = {"rule": "lomo", "lr": 0.1} if s.group == "rule" else {**hyper, "lr": hyper["lr"] / 2}
+            own = {"rule": "lomo", "lr": 0.01} if s.group == "rule" else {**hyper, "lr": hyper["lr"] / 2}
             groups = [{"params": [pair for pair in named if pair[1].ndim > 1], **hyper}]
             groups.append({"params": [pair for pair in named if pair[1].ndim <= 1], **own})
         return groups + [self.late_group()] * self.joined
@@ -404,10 +408,11 @@ class Loop:
             case "bfloat16" | "float32":
                 self.net.to(getattr(torch, event))
 
-    @torch.no_grad()
     def touch(self) -> None:
         """The loop itself changes a weight, between micro-batches if there are some."""
-        self.net.head.mul_(0.9)
+        with torch.no_grad():
+            self.net.head.mul_(0.9)
+        self.before = weights(self.net)
 
 
 class Ordinary(Loop):
@@ -601,20 +606,19 @@ def trained(s: Settings) -> str:
         try:
             loss = advance(ordinary, step)
         except Exception as error:  # plain PyTorch refuses it
-            before = weights(fused.net)
             try:
                 advance(fused, step)
             except Exception:
                 return type(error).__name__
             raise
-        before: list[Tensor] = []
         try:
-            fused_loss = advance(fused, step, before)
+            fused_loss = advance(fused, step)
         except LowmemError as error:
-            untouched = all(map(torch.equal, before, weights(fused.net)))
-            if untouched or (
-                s.checkpoint == "reentrant" and is_torn(fused.optimizer)
-            ):  # which shows in the second part
+            untouched = all(map(torch.equal, fused.before, weights(fused.net)))
+            torn = s.checkpoint == "reentrant" and is_torn(
+                fused.optimizer
+            )  # only the second part of a gradient shows it
+            if untouched or torn:
                 return type(error).__name__
             raise
         compare(f"step {step}", s, ordinary, fused, start)
@@ -623,16 +627,15 @@ def trained(s: Settings) -> str:
     return "accepted"
 
 
-def advance(loop: Loop, step: int, before: list[Tensor] | None = None) -> Tensor:
-    """One step. `before` gets the weights as they were when its backward began."""
-    s = loop.settings
+def advance(loop: Loop, step: int) -> Tensor:
+    """One step, after what happens before it."""
+    s, loop.before = loop.settings, weights(loop.net)
     events = [event for at, event in s.events if at == step]
     for event in events:
         loop.happen(event)
+        loop.before = weights(loop.net)
     if "touch" in events and s.accumulation == 1:
         loop.touch()
-    if before is not None:
-        before += weights(loop.net)
     return loop.train(batches(s, step, math.inf if "overflow" in events else 1.0), "touch" in events)
 
 
