@@ -169,7 +169,8 @@ class Settings:
     @property
     def rounds_gradients(self) -> bool:
         """Plain PyTorch rounds 16-bit gradients where lowmem does not: computed, summed, unscaled or clipped ones."""
-        return self.sixteen_bits and (self.computed or self.sums_float32 or self.changed)
+        in_parts = self.checkpoint == "reentrant"
+        return self.sixteen_bits and (self.computed or self.sums_float32 or self.changed or in_parts)
 
     @property
     def exact(self) -> bool:
