@@ -3,10 +3,10 @@
 
     python scripts/fuzz.py [--inputs 10000] [--seed 0] [--out benchmarks/results/fuzz.json] [--only configs,overrides]
 
-Each module of `tests/fuzz` is a surface: its function `run(seed, folder)` makes one input in an empty folder, gives it
-to the code that users reach, and returns "accepted" or the name of the `LowmemError`; whatever it raises is a defect.
-So is an input that takes longer than `--timeout` seconds, or that ends the process. Exits with status 1 if there is a
-defect.
+Each module of `tests/fuzz` is a surface, and so is `tests/attack.py`: its function `run(seed, folder)` makes one input
+in an empty folder, gives it to the code that users reach, and returns "accepted" or the name of the error by which it
+is refused; whatever it raises is a defect. So is an input that takes longer than `--timeout` seconds, or that ends the
+process. Exits with status 1 if there is a defect.
 """
 
 import argparse
@@ -33,6 +33,7 @@ from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
 SURFACES = {path.stem: path for path in sorted((ROOT / "tests" / "fuzz").glob("*.py"))}
+ATTACK = {"attack": ROOT / "tests" / "attack.py"}  # training loops of every kind, none of them damaged
 STARTING = 600  # seconds in which a process has to import the package
 
 out = Console(highlight=False)
@@ -122,7 +123,7 @@ def _serve(surface: Path, folder: Path, connection: Connection) -> None:
 def _shortened(error: BaseException) -> str:
     """The error and where it was raised."""
     frames = [f"{Path(frame.filename).name}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)]
-    return f"{type(error).__name__}: {str(error)[:1000]} [{' > '.join(frames[-6:])}]"
+    return f"{type(error).__name__}: {str(error)[:2000]} [{' > '.join(frames[-6:])}]"
 
 
 def fuzz(surface: Path, seeds: Iterable[int], timeout: float, report: Callable[[Figures], None]) -> Figures:
@@ -146,15 +147,16 @@ def fuzz(surface: Path, seeds: Iterable[int], timeout: float, report: Callable[[
 
 
 def main() -> None:
+    every = SURFACES | ATTACK
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--inputs", type=int, default=10_000, metavar="N", help="inputs per surface (10000)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the first input (0)")
-    parser.add_argument("--only", metavar="NAMES", help=f"surfaces, with commas between them, of {', '.join(SURFACES)}")
+    parser.add_argument("--only", metavar="NAMES", help=f"surfaces, with commas between them, of {', '.join(every)}")
     parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="seconds for one input (120)")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "fuzz.json", metavar="FILE")
     options = parser.parse_args()
-    surfaces = options.only.split(",") if options.only else list(SURFACES)
-    if unknown := set(surfaces) - SURFACES.keys():
+    surfaces = options.only.split(",") if options.only else list(every)
+    if unknown := set(surfaces) - every.keys():
         parser.error(f"unknown surfaces: {', '.join(sorted(unknown))}")
 
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # which the processes take over
@@ -169,7 +171,7 @@ def main() -> None:
                 progress.update(task, completed=figures.inputs, note=note)
 
             seeds = range(options.seed, options.seed + options.inputs)
-            results[name] = fuzz(SURFACES[name], seeds, options.timeout, report)
+            results[name] = fuzz(every[name], seeds, options.timeout, report)
     write(results, options)
     out.print(table(results))
     for name, figures in results.items():

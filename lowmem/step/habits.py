@@ -163,6 +163,12 @@ def _wrap_recomputation() -> None:
     backward = checkpoint.CheckpointFunction.backward
 
     def reentrant(ctx: Any, *grads: Any) -> Any:
+        # torch 2.13, utils/checkpoint.py, CheckpointFunction.backward refuses a backward that ends in chosen leaves
+        if not torch.autograd._is_checkpoint_valid() and hooks.running():
+            raise StepError(
+                "policy 'two_pass' measures gradients in a backward of their own, which reentrant activation "
+                "checkpointing does not allow. Use checkpoint(..., use_reentrant=False), or policy='deferred'"
+            )
         ctx.run_function = functools.partial(_watch_recomputation(_call), ctx.run_function)
         return backward(ctx, *grads)
 

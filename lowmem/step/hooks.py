@@ -245,6 +245,11 @@ def moved() -> list[Tensor]:
     return [record.param for hooks in moving for record in hooks._records.values() if record.name in hooks._cycle.moved]
 
 
+def running() -> bool:
+    """Whether an optimizer runs a backward."""
+    return any(not hooks._cycle.idle for hooks in _LIVE)
+
+
 def reached() -> Iterator[tuple[Hooks, ParamRecord]]:
     """What the running backward is going to update, with the hooks of its optimizer."""
     with _disable_current_modes():  # a dry run may be under way next to an optimizer of real tensors

@@ -196,6 +196,31 @@ def test_a_weight_that_was_changed_before_backward_is_refused(model, batches):
         opt.backward(loss)
 
 
+def test_an_embedding_that_was_changed_before_backward_trains():
+    """As in PyTorch, whose embedding saves its indices alone."""
+    nets = [torch.nn.Embedding(VOCABULARY, 32) for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    assert compute_gradient(nets[0], MEMORY)
+    opts = [lowmem.FusedOptimizer(net.named_parameters(), rule="lomo", lr=1e-2, compile=False) for net in nets]
+    for net, opt in zip(nets, opts, strict=True):
+        loss = net(torch.arange(40)).square().sum()
+        with torch.no_grad():
+            net.weight.mul_(2)
+        opt.backward(loss)
+    assert torch.equal(nets[0].weight, nets[1].weight)
+
+
+def test_a_nested_backward_that_moves_an_embedding_is_named(model, batches):
+    """It is used in a region with reentrant checkpointing and outside: its gradient comes in two parts."""
+    net, (ids,) = model(), batches(1)
+    embed = net.model.embed_tokens
+    opt = lowmem.FusedOptimizer(embed.named_parameters(), rule="lomo", lr=1e-2, compile=False)
+    outside = embed(ids)
+    inside = checkpoint(lambda x: (x + embed(ids.flip(-1))).tanh(), outside, use_reentrant=True)
+    with pytest.raises(lowmem.errors.StepError, match="in two parts"):
+        opt.backward((inside * 2).sum())
+
+
 class NothingIsReadBack(TorchDispatchMode):
     """Raises where a value would be copied to the host, for which a GPU would have to finish everything before."""
 

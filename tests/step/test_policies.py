@@ -166,6 +166,18 @@ def test_reentrant_checkpointing_of_the_first_gradient():
     assert opt.last_step is None
 
 
+def test_reentrant_checkpointing_in_a_measuring_pass(net):
+    """torch refuses it in words that do not help: nobody wrote the backward with chosen leaves."""
+    x, before = torch.ones(2, 4, requires_grad=True), weights(net)
+    opt = lowmem.FusedOptimizer(net.named_parameters(), policy="two_pass", clip_norm=1.0)
+    with pytest.raises(StepError, match=r"use_reentrant=False\), or policy='deferred'"):
+        opt.backward(net(x, reentrant=True))
+    assert not any(moved(net, before))
+    opt.backward(net(x))
+    with pytest.raises(RuntimeError, match="is incompatible with"):  # its own words where they help
+        torch.autograd.grad(net(x, reentrant=True), [x])
+
+
 # -- torn steps --------------------------------------------------------------------------------------------------------
 
 
