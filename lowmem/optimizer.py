@@ -133,7 +133,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Adds a group, checks its hyperparameters and hooks its trainable parameters."""
         where = f"parameter group {len(self.param_groups)}: "
         rule, group = self.config.complete(listed(param_group, first=len(self._records)), where)
-        rule = next((other for other in self._rules if other.name == rule.name), rule)
+        same = next((other for other in self._rules if other.name == rule.name), rule)
+        if not rule.equals(same):
+            raise ConfigError(
+                f"{where}its rule is called {rule.name!r} as another one before it is, and saved states go by names. "
+                "Give one of them another name, or make what differs between them a hyperparameter (`defaults`)"
+            )
+        rule = same
         placement = placements.find(self.config.placement, group["params"])
         if not self._records:
             self._placement = placement
