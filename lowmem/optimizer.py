@@ -23,9 +23,9 @@ from lowmem.step.loss_scaler import LossScaler
 from lowmem.step.policies import POLICIES, Needs, Policy, choose, repeatable, replay_of
 from lowmem.step.report import LastStep, Report
 from lowmem.step.saving import Saving
-from lowmem.step.updates import Updates, decide_compilation, settle, takes_computed
+from lowmem.step.updates import Updates, decide_compilation, refuse_misfits, settle, takes_computed
 from lowmem.tiles.gradients import ComputedGradient, Contribution, Gradient, Stored
-from lowmem.tiles.graph import Clock, load_compiler
+from lowmem.tiles.graph import Compiler
 
 logger = logging.getLogger(__name__)
 
@@ -89,8 +89,6 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._refuse_unknown_names()
             self.compiled = decide_compilation(self.config.compile, self._records.values())
             device = next((record.param.device for record in self._records.values()), torch.device("cpu"))
-            if self.compiled and device.type != "meta":
-                load_compiler(device.type)
             config, shard = self.config, self._placement.shard
             self._clipping = Clipping(
                 self.param_groups,
@@ -191,11 +189,17 @@ class FusedOptimizer(torch.optim.Optimizer):
         return records
 
     def _claim(self, record: ParamRecord) -> None:
-        """Decides how a parameter is updated, once it requires a gradient and has elements."""
-        if not record.claimed and record.param.requires_grad and record.span.numel:
-            settle(record, self._placement.shard)
-            record.computes = takes_computed(record, self._placement)
-            self._hooks.claim(record)
+        """Decides how a parameter is updated, once it requires a gradient, and again if its form has changed."""
+        shard = self._placement.shard
+        form = shard.form(record.param)
+        if form == record.form or not record.param.requires_grad or not record.span.numel:
+            return
+        if record.form is not None and (record.extra or self.state.get(record.param)):
+            refuse_misfits(record, self.state[record.param], shard)
+        settle(record, shard)
+        record.computes = takes_computed(record, self._placement)
+        self._hooks.claim(record)
+        record.form = form
 
     def _order_records(self) -> None:
         """Norms are summed, and reported, in the order of the model's parameters."""
@@ -444,6 +448,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._opt_called = True  # LR schedulers ask whether an optimizer step came before theirs
 
     def _begin_rules(self) -> None:
+        if self.config.compile is True and Compiler.failure is not None:
+            raise ConfigError(f"compile=True, but compiling failed; use 'auto' or False: {Compiler.failure}")
         self._choose_policy()  # the options of a group may ask for another by now
         for rule, group in zip(self._rules, self.param_groups, strict=True):
             rule.begin(group, self._cycle.step + (not self._cycle.waiting))
@@ -529,7 +535,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     @property
     def compile_seconds(self) -> float:
         """How long compiling sweeps has taken in this process, nearly all of it in the first step."""
-        return Clock.seconds
+        return Compiler.seconds
 
     # -- saving ----------------------------------------------------------------------------------------------------
 

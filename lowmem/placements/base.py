@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,10 @@ class Shard:
     def span(self, param: Tensor) -> Span:
         """Which elements of a parameter this rank holds."""
         return Span(tuple(param.shape), 0, param.numel(), param.numel())
+
+    def form(self, param: Tensor) -> tuple[Any, ...]:
+        """What decides how a parameter is updated, and changes with `model.to(...)` or `param.data = ...`."""
+        return param.dtype, param.device, param.shape, param.stride()
 
     def read(self, param: Tensor) -> Tensor:
         """The shard on the device that computes: the parameter's own memory where that is possible."""
