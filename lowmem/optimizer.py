@@ -24,9 +24,9 @@ from lowmem.step.loss_scaler import LossScaler
 from lowmem.step.policies import POLICIES, Needs, Policy, choose, repeatable, replay_of
 from lowmem.step.report import LastStep, Report
 from lowmem.step.saving import Saving
-from lowmem.step.updates import Updates, decide_compilation, settle, takes_computed
+from lowmem.step.updates import Updates, decide_compilation, refuse_misfits, settle, takes_computed
 from lowmem.tiles.gradients import ComputedGradient, Contribution, Gradient
-from lowmem.tiles.graph import Clock, load_compiler
+from lowmem.tiles.graph import Compiler
 
 logger = logging.getLogger(__name__)
 
@@ -91,8 +91,6 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._refuse_unknown_names()
             self.compiled = decide_compilation(self.config.compile, self._records.values())
             device = next((record.param.device for record in self._records.values()), torch.device("cpu"))
-            if self.compiled and device.type != "meta":
-                load_compiler(device.type)
             config, shard = self.config, self._placement.shard
             self._clipping = Clipping(
                 self.param_groups,
@@ -135,7 +133,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Adds a group, checks its hyperparameters and hooks its trainable parameters."""
         where = f"parameter group {len(self.param_groups)}: "
         rule, group = self.config.complete(listed(param_group, first=len(self._records)), where)
-        rule = next((other for other in self._rules if other.name == rule.name), rule)
+        same = next((other for other in self._rules if other.name == rule.name), rule)
+        if not rule.equals(same):
+            raise ConfigError(
+                f"{where}its rule is called {rule.name!r} as another one before it is, and saved states go by names. "
+                "Give one of them another name, or make what differs between them a hyperparameter (`defaults`)"
+            )
+        rule = same
         placement = placements.find(self.config.placement, group["params"])
         if not self._records:
             self._placement = placement
@@ -190,11 +194,17 @@ class FusedOptimizer(torch.optim.Optimizer):
         return records
 
     def _claim(self, record: ParamRecord) -> None:
-        """Decides how a parameter is updated, once it requires a gradient and has elements."""
-        if not record.claimed and record.param.requires_grad and record.span.numel:
-            settle(record, self._placement.shard)
-            record.computes = takes_computed(record, self._placement)
-            self._hooks.claim(record)
+        """Decides how a parameter is updated, once it requires a gradient, and again if its form has changed."""
+        shard = self._placement.shard
+        form = shard.form(record.param)
+        if form == record.form or not record.param.requires_grad or not record.span.numel:
+            return
+        if record.form is not None and (record.extra or self.state.get(record.param)):
+            refuse_misfits(record, self.state[record.param], shard)
+        settle(record, shard)
+        record.computes = takes_computed(record, self._placement)
+        self._hooks.claim(record)
+        record.form = form
 
     def _order_records(self) -> None:
         """Norms are summed, and reported, in the order of the model's parameters."""
@@ -442,6 +452,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._opt_called = True  # LR schedulers ask whether an optimizer step came before theirs
 
     def _begin_rules(self) -> None:
+        if self.config.compile is True and Compiler.failure is not None:
+            raise ConfigError(f"compile=True, but compiling failed; use 'auto' or False: {Compiler.failure}")
         habits.refuse_edits(self.param_groups, self._added)
         if not self._confirmed:
             self._placement.confirm(self._records.values(), self._settings())
@@ -540,7 +552,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     @property
     def compile_seconds(self) -> float:
         """How long compiling sweeps has taken in this process, nearly all of it in the first step."""
-        return Clock.seconds
+        return Compiler.seconds
 
     # -- saving ----------------------------------------------------------------------------------------------------
 

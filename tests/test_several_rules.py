@@ -1,12 +1,15 @@
 """Several rules in one optimizer: groups with rules of their own, clipped, accumulated and scaled together."""
 
 from contextlib import nullcontext
+from typing import ClassVar
 
 import pytest
 import torch
 
 import lowmem
 from lowmem.errors import CheckpointError, ConfigError
+from lowmem.rules import Lomo, ParamSpec, UpdateRule
+from lowmem.tiles.layout import View
 
 POLICIES = ("two_pass", "deferred")
 
@@ -241,3 +244,86 @@ def test_groups_by_name():
         lowmem.FusedConfig(groups=({"match": "("},))
     with pytest.raises(ConfigError, match=r"groups\[0\]: rule 'lomo' has no hyperparameter 'beta'"):
         lowmem.FusedConfig(groups=({"match": "x", "rule": "lomo", "beta": 1},))
+
+
+def sgd_called(name, times):
+    """A class of this name that steps by so many times its gradient."""
+
+    class Called(torch.optim.Optimizer):
+        def __init__(self, params, lr=1.0):
+            super().__init__(params, {"lr": lr})
+
+        @torch.no_grad()
+        def step(self):
+            for group in self.param_groups:
+                for param in group["params"]:
+                    param -= times * group["lr"] * param.grad
+
+    Called.__qualname__ = name
+    return Called
+
+
+class Times(UpdateRule):
+    """Steps by so many times its gradient, which is an attribute and not a hyperparameter."""
+
+    name, source, keeps = "times", "a test", "nothing"
+    defaults: ClassVar = {"lr": 1.0}
+
+    def __init__(self, times):
+        self.times = times
+
+    def spec(self, name, shape, hyper):
+        return ParamSpec(View.vector(len(shape)))
+
+    def update(self, sweep, spec, state, hyper, step):
+        sweep.apply(moved, scalar={"step": hyper["lr"] * self.times})
+
+
+class Thrice(Times):
+    """Another rule of the same name."""
+
+
+def moved(t):
+    return {"param": t.param - t.grad * t.scalar.step}
+
+
+one, two = sgd_called("One", 1), sgd_called("Two", 2)
+SAME_NAME = {
+    "classes": (sgd_called("Called", 1), sgd_called("Called", 2)),
+    "instances": (Times(1), Times(2)),
+    "rules": (Times(3), Thrice(3)),
+    "a name and an instance": ("lomo", type("Lomo2", (Lomo,), {})()),
+}
+
+
+@pytest.mark.parametrize("case", SAME_NAME)
+def test_two_rules_of_one_name_are_refused(case):
+    first, second = SAME_NAME[case]
+    params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    groups = [{"params": [param], "rule": rule} for param, rule in zip(params, (first, second), strict=True)]
+    with pytest.raises(ConfigError, match=r"parameter group 1: its rule is called .* another name"):
+        lowmem.FusedOptimizer(groups)
+    opt = lowmem.FusedOptimizer(groups[:1])
+    with pytest.raises(ConfigError, match="parameter group 1: its rule is called"):
+        opt.add_param_group(groups[1])
+    opt.backward(params[0].sum())
+    assert len(opt.param_groups) == 1 and len(opt.state_dict()["param_groups"]) == 1
+
+
+SHARED = {
+    "one class": (one, one, (0.0, 0.0)),
+    "two classes": (one, two, (0.0, -1.0)),
+    "one instance": ((times := Times(2)), times, (-1.0, -1.0)),
+    "equal instances": (Times(2), Times(2), (-1.0, -1.0)),
+    "a class and its name": (Lomo, "lomo", (0.0, 0.0)),
+}
+
+
+@pytest.mark.parametrize("case", SHARED)
+def test_groups_are_updated_by_their_own_rules(case):
+    first, second, values = SHARED[case]
+    params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    groups = [{"params": [param], "rule": rule, "lr": 1.0} for param, rule in zip(params, (first, second), strict=True)]
+    opt = lowmem.FusedOptimizer(groups)
+    opt.backward(sum(param.sum() for param in params))
+    assert [param.tolist() for param in params] == [[value] * 3 for value in values]

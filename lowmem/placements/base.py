@@ -36,6 +36,10 @@ class Shard:
         """Which elements of a parameter this rank holds."""
         return Span(tuple(param.shape), 0, param.numel(), param.numel())
 
+    def form(self, param: Tensor) -> tuple[Any, ...]:
+        """What decides how a parameter is updated, and changes with `model.to(...)` or `param.data = ...`."""
+        return param.dtype, param.device, param.shape, param.stride()
+
     def read(self, param: Tensor) -> Tensor:
         """The shard on the device that computes: the parameter's own memory where that is possible."""
         return param.detach()

@@ -22,6 +22,7 @@ class ParamRecord:
         span: which elements of it are on this rank.
         spec, layout: how it is updated and in which rectangles, once it is hooked.
         storage: of the weight.  state_storages: of its states of the parameter's size.
+        form: what `Shard.form` was when this was decided; None: it is decided before the next step.
         extra: the other tensors of the weight's storage, which has the parameter first; () before its first update.
         computes: its gradient may be one that is computed as it is read.
         stacks: number of the stack that it joins, by gradient dtype; negative if it is updated by itself.
@@ -40,6 +41,7 @@ class ParamRecord:
     layout: Layout | None = None
     storage: Storage | None = None
     state_storages: dict[str, Storage] = field(default_factory=dict)
+    form: tuple[Any, ...] | None = None
     extra: tuple[Tensor, ...] = ()
     stacks: dict[torch.dtype, int] = field(default_factory=dict)
     whole: dict[Any, Any] = field(default_factory=dict)

@@ -31,6 +31,9 @@ class FlatShard(Shard):
                 "of ranks"
             )
 
+    def form(self, param: Tensor) -> tuple[Any, ...]:
+        return (param.dtype,)
+
     @abstractmethod
     def ranks_of(self, param: Any) -> Ranks:
         """The ranks that hold a shard of a parameter."""

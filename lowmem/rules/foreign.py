@@ -172,6 +172,9 @@ class ForeignRule(UpdateRule):
         # by the id of our group: an instance, and those of its arguments that its own group does not show
         self._instances: dict[int, tuple[torch.optim.Optimizer, dict[str, Any]]] = {}
 
+    def equals(self, other: UpdateRule) -> bool:
+        return isinstance(other, ForeignRule) and self.cls is other.cls
+
     def check(self, hyper: Hyper) -> None:
         for key, value in hyper.items():
             if value is inspect.Parameter.empty:

@@ -117,6 +117,10 @@ class UpdateRule(ABC):
     sums_squares: ClassVar[bool] = False
     needs_dense_gradient: ClassVar[bool] = False
 
+    def equals(self, other: "UpdateRule") -> bool:
+        """Whether a rule of this name updates as this one does."""
+        return type(self) is type(other) and vars(self) == vars(other)
+
     def check(self, hyper: Hyper) -> None:
         """Raises `ConfigError` for a hyperparameter that is out of range."""
         for option, check in self.checks.items():

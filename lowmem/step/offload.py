@@ -87,7 +87,7 @@ class Host(GradientStore):
 
     def keep(self, record: ParamRecord, grad: Tensor) -> None:
         buffer = self._buffers.get(record.name)
-        if buffer is None or (buffer.dtype, buffer.stride()) != (grad.dtype, grad.stride()):
+        if buffer is None or (buffer.dtype, buffer.shape, buffer.stride()) != (grad.dtype, grad.shape, grad.stride()):
             buffer = torch.empty_like(grad, device="cpu", pin_memory=grad.device.type != "cpu")
             self._buffers[record.name] = buffer
         self._stored.add(record.name)

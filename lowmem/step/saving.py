@@ -143,6 +143,7 @@ class Saving:
         for record in self.records.values():
             if record.claimed or record.param in self.state:
                 settle(record, self.shard)
+                record.form = None
         self.updates.arenas.clear()
         clipping.scaler.load_state_dict(saved.get("loss_scale"))
         self.updates.seed = saved["seed"]

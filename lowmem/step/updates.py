@@ -3,13 +3,14 @@
 import importlib.util
 import os
 import shutil
-from collections.abc import Collection, Iterable, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lowmem.errors import ConfigError, UnsupportedError
+from lowmem.errors import ConfigError, StepError, UnsupportedError
 from lowmem.placements import Placement
 from lowmem.placements.base import Shard
 from lowmem.placements.record import ParamRecord
@@ -18,6 +19,7 @@ from lowmem.step.cycle import StepCycle
 from lowmem.step.stacks import Arenas, Stack, gather, scatter
 from lowmem.step.whole import WholeUpdates
 from lowmem.tiles.gradients import ComputedGradient, Gradient
+from lowmem.tiles.graph import Compiler, try_compiler
 from lowmem.tiles.layout import Layout, Span
 from lowmem.tiles.storage import Held, Nearest, Storage, noise_key, of_state, of_weight, part_name
 from lowmem.tiles.sweep import Reading, Sweep, begin_storage
@@ -67,7 +69,7 @@ class Updates:
         self.state, self.cycle, self.seed = state, cycle, seed
         self._shard, self.clipping = placement.shard, clipping
         self._compiled, self._batching = compiled, batching
-        self._whole = WholeUpdates(seed) if compiled and placement.shard.ranks is None else None
+        self._whole = WholeUpdates() if compiled and placement.shard.ranks is None else None
         self._kinds: dict[tuple[Any, ...], int] = {}  # of stacks, numbered: a number is quick to look up
         self._stacks: list[Stack] = []  # by their number
         self.arenas = Arenas()
@@ -147,7 +149,7 @@ class Updates:
         if (
             whole is None
             or not isinstance(grad, Tensor)
-            or not whole.update(record, weight, grad, states, reading, self.cycle.step)
+            or not whole.update(record, weight, grad, states, reading, self.cycle.step, self.seed)
         ):
             layout = record.layout if isinstance(grad, Tensor) else grad.layout(record.spec.view)
             self._sweep([record], layout, weight, grad, states, reading)
@@ -156,7 +158,7 @@ class Updates:
     def _whole_updates(self, record: ParamRecord) -> WholeUpdates | None:
         """What updates a parameter in one call of compiled code, if that is asked for and no dispatch mode looks on."""
         small = self._batching and record.span.numel <= SMALL  # has the same bits alone as in a stack
-        return None if small or torch._C._len_torch_dispatch_stack() else self._whole
+        return None if small or Compiler.failure or torch._C._len_torch_dispatch_stack() else self._whole
 
     @torch.no_grad()
     def _update_stack(self, stack: Stack, decision: Decision | None) -> None:
@@ -208,7 +210,7 @@ class Updates:
         first, step = records[0], self.cycle.step
         assert first.storage is not None
         # a dispatch mode (fake tensors, a memory tracker) looks at each operation, and compiled code has none to show
-        compiled = self._compiled and weight[0].numel() > SMALL
+        compiled = self._compiled and Compiler.failure is None and weight[0].numel() > SMALL
         planned = compiled and weight[0].device.type == "meta"  # a GPU's compiled code has no temporaries of a tile
         sweep = Sweep(
             layout,
@@ -244,6 +246,7 @@ def settle(record: ParamRecord, shard: Shard) -> None:
     Raises:
         UnsupportedError: its rule cannot update it.
     """
+    record.span = shard.span(record.param)
     group, shape, dtype = record.group, record.span.shape, record.param.dtype
     try:
         record.rule.admit(record.param, group)
@@ -268,6 +271,22 @@ def settle(record: ParamRecord, shard: Shard) -> None:
             else:
                 chosen = Nearest(dtype if state.dtype == "weight" else state.dtype)
             record.state_storages[name] = chosen
+
+
+def refuse_misfits(record: ParamRecord, state: Mapping[str, Any], shard: Shard) -> None:
+    """Raises `StepError` if a parameter has changed so that its states, or a residual or master copy, do not fit it."""
+    assert record.form is not None
+    was, now = record.form[:3], shard.form(record.param)[:3]
+    trial = replace(record, state_storages={}, stacks={}, whole={})
+    settle(trial, shard)
+    expected = tensors_of(trial)
+    # a residual or a master copy is that of one weight, and what a foreign class keeps may be
+    of_weight = trial.extra_names or record.extra_names or not state.keys() <= expected.keys()
+    if was != now and (of_weight or was[1:2] != now[1:2] or expected != tensors_of(record)):
+        raise StepError(
+            f"parameter {record.name!r} has changed from {was} to {now}, and its optimizer state does not fit it. Make "
+            "the optimizer after model.to(...), or convert the model back, or load a state that fits"
+        )
 
 
 def takes_computed(record: ParamRecord, placement: Placement) -> bool:
@@ -319,17 +338,17 @@ def decide_compilation(requested: bool | str, records: Collection[ParamRecord]) 
     """Whether to compile: as requested, or with "auto" where it pays.
 
     Raises:
-        ConfigError: it is True where there is no compiler.
+        ConfigError: it is True where there is no compiler that works.
     """
-    if requested is False:
-        return False
     devices = {record.param.device.type for record in records}
-    missing = next((device for device in devices if not has_compiler(device)), None)
-    if missing is not None:
-        if requested is True:
-            raise ConfigError(f"compile=True, but there is no compiler for {missing!r}; use compile=False")
-        return False
-    return requested is True or sum(r.span.held for r in records if r.param.requires_grad) >= COMPILE_FROM
+    if requested is True and not torch._C._len_torch_dispatch_stack():
+        for device in devices - {"meta"}:
+            try:
+                try_compiler(device)
+            except Exception as error:
+                raise ConfigError(f"compile=True, but compiling for {device!r} fails; use 'auto': {error}") from error
+    size = sum(r.span.held for r in records if r.param.requires_grad)
+    return requested is True or (requested == "auto" and size >= COMPILE_FROM and all(map(has_compiler, devices)))
 
 
 def has_compiler(device: str) -> bool:

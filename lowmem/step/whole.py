@@ -1,8 +1,9 @@
 """Updates as one call: `rule.update` of a parameter that is one tile, compiled once for all parameters of its kind."""
 
+import copy
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from lowmem.placements.record import ParamRecord
 from lowmem.rules import ENGINE_KEYS, ParamSpec, UpdateRule
-from lowmem.tiles.graph import Clock, Numbers, Size, Sizes, compiled, trace
+from lowmem.tiles.graph import Compiler, Numbers, Size, Sizes, compiled, trace
 from lowmem.tiles.layout import Extent
 from lowmem.tiles.storage import Held, Storage, golden_ratio_noise, noise_key, part_name
 from lowmem.tiles.sweep import Reading
@@ -20,7 +21,7 @@ from lowmem.tiles.whole import LARGEST, UntraceableError, WholeSweep, blocks
 logger = logging.getLogger(__name__)
 
 # Keys of a parameter group that no update reads.
-_NOT_READ = (*ENGINE_KEYS, "params", "param_names", "initial_lr")
+_NOT_READ = frozenset((*ENGINE_KEYS, "params", "param_names", "initial_lr"))
 
 # Of one parameter. With more, such as when a number that is fixed changes in every step, it is swept pass by pass.
 SPECIALISATIONS = 16
@@ -33,38 +34,24 @@ Number = tuple[str, int | None]
 
 
 class Division(NamedTuple):
-    """Hyperparameters divided into those that compiled code is special to, as text, and those that it is given as
-    numbers at each call.
+    """Hyperparameters that compiled code is special to, as text, and those that it is given as numbers at each call."""
 
-    id: of equal `fixed` ones.
-    """
-
-    id: int
     fixed: tuple[tuple[str, str], ...]
     numbers: tuple[Number, ...]
-
-    @classmethod
-    def of(cls, fixed: Mapping[str, str], numbers: Iterable[Number]) -> "Division":
-        """One with its id."""
-        items = tuple(sorted(fixed.items()))
-        return cls(_FIXED.setdefault(items, len(_FIXED)), items, tuple(numbers))
-
-
-_FIXED: dict[tuple[tuple[str, str], ...], int] = {}
 
 
 class Hyper:
     """The hyperparameters of a group, as they are at one time.
 
     Attributes:
-        values: of all keys of the group, to see whether one has changed.
+        values: `_values` of the group with copies of lists and dicts, to see whether one has changed.
         numbers: the floats.
         divisions: into fixed ones and numbers. A rule that asks whether a number is zero, say, can be traced only if
             the number is fixed: in the second division all but `lr` are.
     """
 
     def __init__(self, group: Mapping[str, Any], rule: UpdateRule) -> None:
-        self.values = tuple(group.values())
+        self.values = [copy.deepcopy(each) if isinstance(each, list | dict) else each for each in _values(group)]
         self.numbers: dict[Number, float] = {}
         fixed = {}
         for name, value in group.items():
@@ -78,7 +65,10 @@ class Hyper:
                 fixed[name] = repr(value)
         lr = ("lr", None)
         other = {f"{name} {i}": repr(value) for (name, i), value in self.numbers.items() if (name, i) != lr}
-        self.divisions = Division.of(fixed, self.numbers), Division.of(fixed | other, self.numbers.keys() & {lr})
+        self.divisions = (
+            Division(tuple(sorted(fixed.items())), tuple(self.numbers)),
+            Division(tuple(sorted((fixed | other).items())), tuple(self.numbers.keys() & {lr})),
+        )
         self.results: dict[Update, tuple[int, list[Tensor]]] = {}  # of a step
 
 
@@ -224,15 +214,17 @@ _UPDATES: dict[Kind, Update | None] = {}
 
 
 def _compile(kind: Kind, record: ParamRecord) -> Update | None:
-    """The compiled update of a kind of parameters, to which `record` belongs; None if it cannot be traced."""
+    """The compiled update of a kind of parameters, to which `record` belongs; None if there is none."""
     if kind not in _UPDATES:
         start = time.perf_counter()
+        _UPDATES[kind] = None
         try:
             _UPDATES[kind] = Update(kind, record.rule, record.group)
         except UntraceableError as error:
             logger.info("%s of rule %s is compiled pass by pass: %s", record.name, record.rule.name, error)
-            _UPDATES[kind] = None
-        Clock.seconds += time.perf_counter() - start
+        except Exception as error:
+            Compiler.give_up(error)
+        Compiler.seconds += time.perf_counter() - start
     return _UPDATES[kind]
 
 
@@ -245,14 +237,9 @@ class Bound(NamedTuple):
 
 
 class WholeUpdates:
-    """Updates parameters that are one tile by compiled code.
+    """Updates parameters that are one tile by compiled code."""
 
-    Args:
-        seed: of stochastic rounding.
-    """
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
+    def __init__(self) -> None:
         self._hyper: dict[int, Hyper] = {}  # by the id of their group
 
     def update(
@@ -263,26 +250,30 @@ class WholeUpdates:
         states: Mapping[str, Tensor],
         reading: Reading,
         step: int,
+        seed: int,
     ) -> bool:
         """Updates a parameter, given the tensors of its weight and states. False if it cannot, and has done nothing."""
         hyper = self._hyper_of(record)
-        if hyper is None or not grad.is_contiguous():
+        if hyper is None or not all(tensor.is_contiguous() for tensor in (grad, *weight)):
             return False
         tensors = [getattr(reading, name) for name in _READ]
         like = grad.dtype, *(tensor is None for tensor in tensors)
         bound = None
         for division in hyper.divisions:
-            if (like, division.id) not in record.whole:
-                record.whole[like, division.id] = self._bind(record, weight, grad, reading, division)
-            if (bound := record.whole[like, division.id]) is not None:
+            if (like, division.fixed) not in record.whole:
+                record.whole[like, division.fixed] = self._bind(record, weight, grad, reading, division)
+            if (bound := record.whole[like, division.fixed]) is not None:
                 break
         if bound is None:
             return False
         elements = (grad, *weight, *(states[name] for name in bound.states))
+        wanted = zip(elements, bound.update.kind.arguments, strict=True)
+        if not all(t.dtype is its.dtype and t.is_contiguous() and t.device == grad.device for t, its in wanted):
+            return False
         args = [tensor.view(shape) for tensor, shape in zip(elements, bound.shapes, strict=True)]
         args += [tensor for tensor in tensors if tensor is not None]
         if bound.update.draws:
-            key = noise_key(self._seed, step, record.name)
+            key = noise_key(seed, step, record.name)
             args.append(torch.full((), key, dtype=torch.int32, device=grad.device))
         results = bound.update(args, hyper, step)
         record.square_sum = (results.pop(0) if reading.square_sums is None else reading.square_sums), 0
@@ -291,9 +282,9 @@ class WholeUpdates:
 
     def _hyper_of(self, record: ParamRecord) -> Hyper | None:
         """The hyperparameters of its group as they are now; None if a tensor is among them."""
-        values = tuple(record.group.values())
+        values = _values(record.group)
         hyper = self._hyper.get(id(record.group))
-        if hyper is None or not _same(hyper.values, values):
+        if hyper is None or hyper.values != values:
             if any(isinstance(value, Tensor) for value in values):
                 return None
             hyper = self._hyper[id(record.group)] = Hyper(record.group, record.rule)
@@ -303,7 +294,7 @@ class WholeUpdates:
         self, record: ParamRecord, weight: Sequence[Tensor], grad: Tensor, reading: Reading, division: Division
     ) -> Bound | None:
         assert record.layout is not None and record.spec is not None and record.storage is not None
-        if not record.layout.in_order or not all(part.is_contiguous() for part in weight):
+        if not record.layout.in_order:
             return None
         arguments = _arguments(record, grad.dtype)
         group = max(each.group for each in arguments)
@@ -335,12 +326,10 @@ class WholeUpdates:
         return Bound(update, tuple(map(here.shape, arguments)), states)
 
 
-def _same(old: tuple[Any, ...], new: tuple[Any, ...]) -> bool:
-    """Whether the values of a group are what they were. A tensor is equal to itself alone."""
-    if len(old) != len(new):
-        return False
-    pairs = zip(old, new, strict=True)
-    return all(a is b or (type(a) is type(b) is not Tensor and a == b) for a, b in pairs)
+def _values(group: Mapping[str, Any]) -> list[Any]:
+    """The types and values of what updates read of a group."""
+    values = [value for name, value in group.items() if name not in _NOT_READ]
+    return [*map(type, values), *values]
 
 
 def _arguments(record: ParamRecord, grad: torch.dtype) -> tuple[Argument, ...]:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from lowmem.tiles.graph import Clock, Function, Sizes, compiled, trace
+from lowmem.tiles.graph import Compiler, Function, Sizes, compiled, trace
 from lowmem.tiles.tile import ApplyFn, Formats, RawTile, ReduceFn, Summing, TileBody, Writing
 
 
@@ -31,15 +31,19 @@ class CompiledTile:
     def __call__(self, how: Summing | Writing, raw: RawTile) -> Any:
         leaves = _leaves(how, raw)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        if not all(tensor.is_contiguous() for tensor in tensors):
+        if Compiler.failure or not all(tensor.is_contiguous() for tensor in tensors):
             return self._body(how, raw)
-        kind: tuple[Any, ...] = raw.grad.device.type, *(size == 1 for size in raw.grad.shape)
-        kind = *kind, *((leaf.ndim, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        kind: tuple[Any, ...] = tuple(size == 1 for size in raw.grad.shape)
+        kind = *kind, *((leaf.ndim, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         if self._grouped:
             kind = *kind, *(tensor.shape[-1:] == (1,) for tensor in tensors)
         graph = self._graphs.get(kind)
         if graph is None:
-            graph = self._graphs[kind] = self._compile(how, raw)
+            try:
+                graph = self._graphs[kind] = self._compile(how, raw)
+            except Exception as error:  # the rule may have written states already, so that the sweep has to go on
+                Compiler.give_up(error)
+                return self._body(how, raw)
         results = iter(graph.run(*tensors))
         return [{name: next(results) for name in names} for names in graph.names]
 
@@ -56,7 +60,7 @@ class CompiledTile:
             return [value for named in results or () for value in named.values()]
 
         graph = compiled(trace(run, fakes), sizes, fakes)
-        Clock.seconds += time.perf_counter() - start
+        Compiler.seconds += time.perf_counter() - start
         return Graph(graph, names)
 
 

@@ -5,62 +5,56 @@ of a small parameter. Here the caller knows: it compiles for a kind of arguments
 keeps what it compiled on disk, as it does for `torch.compile`.
 """
 
+import functools
 import logging
 import math
 import operator
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+logger = logging.getLogger(__name__)
+
 # Inductor would put values for which much is read or computed into buffers as large as the tile, and go on from there.
 OPTIONS: dict[str, Any] = {f"realize_{kind}_threshold": 1 << 10 for kind in ("reads", "opcount", "acc_reads")}
 
 # Before its first kernel Inductor compiles a program for each instruction set, to see whether the compiler knows it: 9
-# seconds. What the processor has is known, and a compiler that is too old for it fails, after which Inductor may ask.
-UNASKED = {"cpp.vec_isa_ok": True}
+# seconds. What the processor has is known, and a compiler that is too old for it fails.
+OPTIONS["cpp.vec_isa_ok"] = True
 
 Size = int | torch.SymInt
 Function = Callable[..., Any]
 
-# Compiling changes options of Inductor, which are of the process.
+# Inductor compiles on one thread at a time.
 _LOCK = threading.Lock()
 
 
-def load_compiler(device: str) -> None:
-    """Loads the compiler for a type of device on another thread, so that this overlaps with the first forward."""
-    threading.Thread(target=_load_compiler, args=(device,), daemon=True).start()
-
-
-def _load_compiler(device: str) -> None:
-    import torch._inductor.compile_fx  # noqa: F401 (what takes longest)
-    from torch._inductor import codecache, config, cpu_vec_isa
-
-    if device != "cpu":
-        return
-    with suppress(Exception):  # which compiling an update raises as well
-        with _LOCK, config.patch(UNASKED):
-            cpu_vec_isa.valid_vec_isa_list()  # tests the C++ compiler, and remembers the result
-        if config.cpp_cache_precompile_headers and not _has_headers():  # compiling any kernel precompiles them
-            codecache.CppPythonBindingsCodeCache.load_pybinding(["float*"], 'extern "C" void kernel(float* x) {}')
-
-
-def _has_headers() -> bool:
-    """Whether the headers of CPU kernels are precompiled. That takes longer than compiling two kernels without it."""
-    from torch._inductor import codecache
-
-    return any(Path(codecache._HEADER_DIR).glob("*.gch"))
-
-
-class Clock:
-    """seconds: what compiling has taken so far in this process."""
+class Compiler:
+    """seconds: what compiling has taken so far in this process.  failure: why it has failed, the first time. From then
+    on updates are not compiled.
+    """
 
     seconds = 0.0
+    failure: str | None = None
+
+    @classmethod
+    def give_up(cls, error: Exception) -> None:
+        """Notes a failure."""
+        if cls.failure is None:
+            cls.failure = f"{type(error).__name__}: {error}"
+            logger.warning("updates are not compiled from here on, because compiling one has failed: %s", cls.failure)
+
+
+@functools.cache
+def try_compiler(device: str) -> None:
+    """Compiles a tiny function for a type of device; raises whatever the compiler does."""
+    sizes = Sizes()
+    fake = sizes.tensor((sizes.size("size", 64),), torch.float32, torch.device(device))
+    compiled(trace(lambda tensor: [tensor + 1], [fake]), sizes, [fake])
 
 
 class Sizes:
@@ -109,22 +103,10 @@ def trace(fn: Function, args: Sequence[Tensor]) -> fx.GraphModule:
 
 def compiled(graph: fx.GraphModule, sizes: Sizes, args: Sequence[Tensor]) -> Function:
     """Compiles what `trace` has returned for `args`. The result is called with real tensors of such sizes."""
-    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
 
-    headers = "cpp_cache_precompile_headers"
-    how: dict[str, Any] = {headers: getattr(config, headers) and _has_headers()}
-    how["_cache_config_ignore_prefix"] = [*config._cache_config_ignore_prefix, headers]  # the same key either way
-
-    def compile_with(options: dict[str, Any]) -> Function:
-        with torch._guards.tracing(torch._guards.TracingContext(sizes.mode)), torch.no_grad():
-            return compile_fx(graph, list(args), config_patches=options | how)  # type: ignore[return-value]
-
-    with _LOCK:
-        try:
-            return compile_with(OPTIONS | UNASKED)
-        except torch._inductor.exc.CppCompileError:
-            return compile_with(OPTIONS)
+    with _LOCK, torch._guards.tracing(torch._guards.TracingContext(sizes.mode)), torch.no_grad():
+        return compile_fx(graph, list(args), config_patches=OPTIONS)  # type: ignore[return-value]
 
 
 def realized(value: Tensor) -> Tensor:

@@ -1,0 +1,192 @@
+"""The compiler: it may fail, and is loaded when the first update is compiled, on the thread that needs it."""
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from torch._inductor import compile_fx
+
+import lowmem
+from lowmem.errors import ConfigError
+from lowmem.step import updates, whole
+from lowmem.step.updates import has_compiler
+from lowmem.tiles import compiled, graph
+from lowmem.tiles.graph import Compiler
+
+pytestmark = pytest.mark.skipif(not has_compiler("cpu"), reason="no C++ compiler")
+
+PATIENCE = 300
+
+
+def run(script, *words, **environment):
+    """What a process prints, which must end by itself and in order."""
+    command = [sys.executable, "-c", script, *map(str, words)]
+    environment = {**os.environ, **environment}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+# Two large parameters and two small ones.
+TRAINED = """
+import logging, sys
+import torch, lowmem
+from lowmem.step import updates
+updates.COMPILE_FROM = 0
+
+def trained(compile):
+    source = torch.Generator().manual_seed(0)
+    shapes = (8,), (256, 96), (8,), (300, 128)
+    params = [torch.nn.Parameter(torch.randn(shape, generator=source)) for shape in shapes]
+    opt = lowmem.FusedOptimizer(params, rule=sys.argv[1], lr=1e-2, compile=compile)
+    assert opt.compiled == bool(compile)
+    for _ in range(2):
+        opt.backward(sum((p * torch.randn(p.shape, generator=source)).sum() for p in params))
+    return params
+"""
+
+BROKEN = """
+logging.basicConfig(format="%(levelname)s %(message)s")
+assert all(map(torch.equal, trained("auto"), trained(False)))
+try:
+    trained(True)
+except lowmem.errors.ConfigError as error:
+    print(error, file=sys.stderr)
+"""
+
+
+def compiler(folder, refuses):
+    """A C++ compiler that fails with arguments that match a pattern of the shell."""
+    path = folder / "c++"
+    real = os.environ.get("CXX", "g++")
+    path.write_text(f'#!/bin/sh\ncase "$*" in {refuses}) echo it is refused >&2; exit 1;; esac\nexec {real} "$@"\n')
+    path.chmod(0o755)
+    return {"CXX": str(path), "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")}
+
+
+@pytest.mark.parametrize("broken", ["always", "once it compiles"])
+def test_a_broken_compiler(tmp_path, broken):
+    """With "auto" updates are not compiled, and one warning says why; with True the constructor raises."""
+    environment = compiler(tmp_path, refuses="*" if broken == "always" else "*.cpp*")
+    warning, _, refusal = run(TRAINED + BROKEN, "adalomo", **environment).partition("compile=True")
+    assert warning.count("WARNING") == 1 and "WARNING updates are not compiled" in warning
+    assert "but compiling for 'cpu' fails" in refusal
+    reason = "No working C++ compiler" if broken == "always" else "it is refused"
+    assert reason in warning and reason in refusal
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    """Nothing is compiled yet, and nothing has failed."""
+    monkeypatch.setattr(Compiler, "failure", None)
+    monkeypatch.setattr(whole, "_UPDATES", {})
+    compiled.tile_function.cache_clear()
+    yield
+    compiled.tile_function.cache_clear()
+
+
+def gradients(params, seed):
+    source = torch.Generator().manual_seed(seed)
+    return sum((p * torch.randn(p.shape, generator=source)).sum() for p in params)
+
+
+def parameters():
+    source = torch.Generator().manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(shape, generator=source)) for shape in ((8,), (256, 96), (300, 128))]
+
+
+@pytest.mark.parametrize("compile", [True, "auto"])
+def test_an_error_of_inductor(fresh, monkeypatch, caplog, compile):
+    """The step that it happens in is completed; with compile=True the next one raises before anything moves."""
+    monkeypatch.setattr(updates, "COMPILE_FROM", 0)
+    graph.try_compiler("cpu")
+    params, others = parameters(), parameters()
+    opt = lowmem.FusedOptimizer(params, rule="adalomo", lr=1e-2, compile=compile)
+    eager = lowmem.FusedOptimizer(others, rule="adalomo", lr=1e-2, compile=False)
+
+    def broken(*args, **options):
+        raise NotImplementedError("no such thing in Inductor")
+
+    monkeypatch.setattr(compile_fx, "compile_fx", broken)
+    with caplog.at_level(logging.WARNING, "lowmem"):
+        opt.backward(gradients(params, 1))
+        eager.backward(gradients(others, 1))
+        assert all(map(torch.equal, params, others))
+        if compile == "auto":
+            opt.backward(gradients(params, 2))
+            eager.backward(gradients(others, 2))
+        else:
+            for _ in range(2):
+                with pytest.raises(ConfigError, match=r"compile=True, but compiling failed.*no such thing in Inductor"):
+                    opt.backward(gradients(params, 2))
+            with pytest.raises(ConfigError, match="no such thing in Inductor"):
+                gradients(params, 2).backward()
+    assert all(map(torch.equal, params, others))
+    assert opt.state_dict()["step"] == (2 if compile == "auto" else 1)
+    assert sum(record.levelname == "WARNING" for record in caplog.records) == 1
+    assert "no such thing in Inductor" in caplog.text
+
+
+@pytest.mark.parametrize("working", [1, 2])
+def test_an_error_between_two_passes(fresh, monkeypatch, working):
+    """AdaLomo has written its states by then: the sweep goes on where it is."""
+    monkeypatch.setattr(updates, "SMALL", 1000)
+    graph.try_compiler("cpu")
+    params, others = parameters(), parameters()
+    opt = lowmem.FusedOptimizer(params, rule="adalomo", lr=1e-2, compile=True)
+    eager = lowmem.FusedOptimizer(others, rule="adalomo", lr=1e-2, compile=False)
+    opt._updates._whole = None
+    calls = []
+
+    def broken(*args):
+        calls.append(args)
+        if len(calls) > working:
+            raise NotImplementedError
+        return graph.compiled(*args)
+
+    monkeypatch.setattr(compiled, "compiled", broken)
+    opt.backward(gradients(params, 1))
+    eager.backward(gradients(others, 1))
+    assert len(calls) == working + 1 and Compiler.failure
+    torch.testing.assert_close(params, others)
+
+
+def test_no_thread_is_started():
+    """One that imports while the process forks, ends, or imports the same modules is waited for forever, or never."""
+    before = threading.enumerate()
+    opt = lowmem.FusedOptimizer(parameters(), rule="lion", lr=1e-2, compile=True)
+    assert opt.compiled and threading.enumerate() == before
+
+
+LARGE = """
+import os, signal, time
+import torch, lowmem
+lowmem.step.updates.COMPILE_FROM = 0
+opt = lowmem.FusedOptimizer([torch.nn.Parameter(torch.randn(256, 96))], rule="lion", lr=1e-2)
+assert opt.compiled
+"""
+
+FORKS = """
+for _ in range(5):
+    time.sleep(0.1)
+    child = os.fork()
+    if not child:
+        signal.alarm(300)  # one that hangs does not stay
+        import torch._inductor.compile_fx
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+def test_a_process_forked_next_to_an_optimizer_can_import_the_compiler():
+    """As a worker of a DataLoader does."""
+    assert run(LARGE + FORKS) == ""
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.3, 0.6])
+def test_a_script_that_ends_at_once_is_silent(seconds):
+    assert run(LARGE + f"time.sleep({seconds})\n") == ""
