@@ -110,7 +110,7 @@ def _require_process_group(argument: str) -> None:
         raise ConfigError(
             f"{argument}: this process was started alone, so there are no ranks to shard the model over. Start it with "
             "a launcher: deepspeed --num_gpus N --module lowmem train ..., or torchrun --nproc_per_node N -m lowmem "
-            "train ..."
+            f"train .... Or omit {argument} (trainer.{argument}=null in a run): one device resumes any checkpoint"
         )
 
 
