@@ -110,7 +110,7 @@ class FusedTrainerMixin(_Base):
     # -- the update ------------------------------------------------------------------------------------------------
 
     # Accelerate 1.15 (accelerator.py) sets ACCELERATE_USE_FSDP for good, and a later trainer may not ask for FSDP
-    @purge_accelerate_environment
+    @purge_accelerate_environment  # type: ignore[untyped-decorator]
     def create_accelerator_and_postprocess(self) -> None:
         arguments.check_activations(self.args)
         self._sharding = sharding.of(self.args)

@@ -149,7 +149,7 @@ def _check_schedule(args: "SFTConfig") -> None:
         raise ConfigError(f"{place}: the schedule gives learning rates that are negative or no numbers.")
 
 
-@purge_accelerate_environment
+@purge_accelerate_environment  # type: ignore[untyped-decorator]
 def model(config: RunConfig, tokenizer: "PreTrainedTokenizerBase", args: "SFTConfig") -> "PreTrainedModel":
     """The model in `model.dtype`, with pretrained weights or with random ones from `model.config`. Under ZeRO-3 no
     process ever holds the full model.
