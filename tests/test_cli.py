@@ -266,6 +266,7 @@ MISTAKES = {
     "a vector for Muon": (["optimizer.rule=torch.optim.Muon"], "input_layernorm.weight' of shape [32]"),
     "a logger not there": (["trainer.report_to=wandb"], "wandb"),
     "sharding without a launcher": (["trainer.deepspeed={zero_optimization: {stage: 3}}"], "trainer.deepspeed=null"),
+    "FSDP without a launcher": (["trainer.fsdp=true"], "trainer.fsdp=false"),
     "unknown policy": (["optimizer.policy=later"], "optimizer.policy"),
     "unknown rounding": (["optimizer.rounding=up"], "rounding 'up'"),
     "accumulation in the hook": (
