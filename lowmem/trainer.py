@@ -10,18 +10,20 @@ import copy
 import functools
 import json
 import logging
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from traceback import walk_tb
 from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
-from accelerate.utils import is_peft_model
+from accelerate.utils import is_peft_model, purge_accelerate_environment
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import Trainer
+from transformers import AutoProcessor, AutoTokenizer, Trainer
 from transformers.trainer_pt_utils import nested_gather
 
 from lowmem.errors import CheckpointError, ConfigError, StepError, UnsupportedError
@@ -79,7 +81,14 @@ class FusedTrainerMixin(_Base):
         self._staging: Path | None = None
         self._resumed: Progress | None = None
         self._sharding: sharding.Sharding | None = None
-        super().__init__(*args, **kwargs)
+        try:
+            super().__init__(*args, **kwargs)
+        except (OSError, ValueError) as error:
+            modules = {frame.f_globals["__name__"] for frame, _ in walk_tb(error.__traceback__)}
+            if modules.isdisjoint((AutoProcessor.__module__, AutoTokenizer.__module__)):
+                raise
+            advice = "the model's path has no tokenizer; pass processing_class=AutoTokenizer.from_pretrained(...)"
+            raise ConfigError(f"{advice}. Transformers says: {error}") from error
         # transformers 5.23 (trainer.py) would prepare, save and load sharded models in its own ways
         self.is_deepspeed_enabled = self.is_fsdp_enabled = False
         if self.optimizer_cls_and_kwargs is not None:
@@ -100,6 +109,8 @@ class FusedTrainerMixin(_Base):
 
     # -- the update ------------------------------------------------------------------------------------------------
 
+    # Accelerate 1.15 (accelerator.py) sets ACCELERATE_USE_FSDP for good, and a later trainer may not ask for FSDP
+    @purge_accelerate_environment  # type: ignore[untyped-decorator]
     def create_accelerator_and_postprocess(self) -> None:
         arguments.check_activations(self.args)
         self._sharding = sharding.of(self.args)
@@ -158,6 +169,8 @@ class FusedTrainerMixin(_Base):
         """
         fused = self.fused if self.optimizer is None else self.optimizer.config
         agreement.check(agreement.facts(self.args, fused, self.layers, self.train_dataset, resume_from_checkpoint))
+        if self.args.save_strategy != "no":
+            agreement.check_shared(Path(self.args.output_dir))
         start = super()._init_training_state(max_steps, steps_per_epoch, epochs, resume_from_checkpoint, trial)
         if resume_from_checkpoint is not None:
             # the path that was saved is that of the run folder before it was moved or copied, or of any other folder
@@ -316,7 +329,10 @@ class FusedTrainerMixin(_Base):
             self.accelerator.wait_for_everyone()
             if is_first:
                 checkpoint.publish(staged, final)
-        except (OSError, RuntimeError, SafetensorError) as error:  # torch.save raises RuntimeError
+        except (OSError, RuntimeError, SafetensorError) as error:
+            # torch.save raises RuntimeError if it cannot write a file, as devices and other ranks do when they fail
+            if isinstance(error, RuntimeError) and not re.search("inline_container|iostream|Parent", str(error)):
+                raise
             raise CheckpointError(
                 f"{run_dir}/checkpoint-{self.state.global_step} could not be written: {error}. Free some space or use "
                 "another run_dir (output_dir), and resume from the checkpoint before it."

@@ -265,7 +265,8 @@ MISTAKES = {
     "sparse only": (["optimizer.rule=torch.optim.SparseAdam"], "sparse"),
     "a vector for Muon": (["optimizer.rule=torch.optim.Muon"], "input_layernorm.weight' of shape [32]"),
     "a logger not there": (["trainer.report_to=wandb"], "wandb"),
-    "sharding without a launcher": (["trainer.deepspeed={zero_optimization: {stage: 3}}"], "was started alone"),
+    "sharding without a launcher": (["trainer.deepspeed={zero_optimization: {stage: 3}}"], "trainer.deepspeed=null"),
+    "FSDP without a launcher": (["trainer.fsdp=true"], "trainer.fsdp=false"),
     "unknown policy": (["optimizer.policy=later"], "optimizer.policy"),
     "unknown rounding": (["optimizer.rounding=up"], "rounding 'up'"),
     "accumulation in the hook": (
@@ -280,7 +281,7 @@ MISTAKES = {
     "vocabulary too small": (["model.config.vocab_size=40"], "vocab_size"),
     "no such model": (["model.config=null", "model.train_tokenizer=null", "model.path=/no/model"], "/no/model"),
     "misspelt model key": (["model.config.hidden_sizes=4"], "hidden_size"),
-    "template not there": (["model.chat_template=/no/chat.jinja"], "/no/chat.jinja"),
+    "template not there": (["model.chat_template=/no/chat.jinja"], "/no/chat.jinja: model.chat_template can't be read"),
 }
 
 

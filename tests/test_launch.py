@@ -175,8 +175,11 @@ def test_a_run_resumes_in_any_placement(folder, tmp_path):
         assert done.returncode == 0, done.stderr
         if last == 1:  # one device continues from here, for comparison
             shutil.copytree(tmp_path / "run", tmp_path / "one")
-    again = run(folder, *constant, "trainer.max_steps=5", "trainer.per_device_train_batch_size=12", "--resume",
-                f"run_dir={tmp_path}/one")  # fmt: skip
+            alone = run(tmp_path / "one", "--resume")
+            assert alone.returncode == 2
+            assert "trainer.deepspeed=null in a run): one device resumes any checkpoint" in alone.stderr
+    again = run(tmp_path / "one", *constant, "trainer.max_steps=5", "trainer.per_device_train_batch_size=12",
+                "trainer.deepspeed=null", "--resume")  # fmt: skip
     assert again.returncode == 0, again.stderr
     assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, 6))
     for ours, its in zip(metrics(tmp_path / "run"), metrics(tmp_path / "one"), strict=True):

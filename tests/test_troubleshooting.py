@@ -530,6 +530,18 @@ def not_alike(two):
     return two.run(started_with)[0]
 
 
+def saving_apart(rank, folder):
+    try:
+        agreement.check_shared(Path(folder) / str(rank))
+    except LowmemError as error:
+        return str(error)
+
+
+@entry("`output_dir: the machines do not share this directory`")
+def disks_of_their_own(two, tmp_path):
+    return two.run(saving_apart, str(tmp_path))[0]
+
+
 @entry("`did not answer within ... seconds`")
 def hanging():
     return failures._reason({1: None}, "Timed out waiting 6000ms for recv operation to complete", 6.0)
@@ -610,7 +622,7 @@ def rounded_away():
     assert trained("compensated") == pytest.approx(0.99, abs=2e-3)
 
 
-@entry("The first step takes a minute")
+@entry("The first step takes longer than the others")
 def compiled():
     assert lomo(make_net(), compile=True).compiled
     opt = lomo(make_net(), compile=False)

@@ -51,7 +51,7 @@ def facts(
     """
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "lowmem": lowmem.__version__}
     found: dict[str, Any] = {f"version of {name}": version for name, version in versions.items()}
-    found["training samples"] = len(dataset) if has_length(dataset) else "no number"
+    found["number of training samples"] = len(dataset) if has_length(dataset) else "unknown"
     found["checkpoint"] = "none" if resume_from is None else Path(resume_from).name
     if resume_from is not None and (state := Path(resume_from) / TRAINER_STATE_FILE).is_file():
         found["step of the checkpoint"] = read_json(state)["global_step"]
@@ -67,13 +67,12 @@ def check(mine: Mapping[str, str]) -> None:
 
     Every rank of the default process group calls it; without one it does nothing.
     """
-    if not in_group() or dist.get_world_size() == 1:
+    if not in_group():
         return
-    every: list[dict[str, str] | None] = [None] * dist.get_world_size()
+    every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, dict(mine))
-    first = every[0] or {}
+    first = every[0]
     for rank, other in enumerate(every):
-        assert other is not None
         names = [name for name in {**first, **other} if other.get(name) != first.get(name)]
         if names:
             shown = "; ".join(_difference(name, rank, other, first) for name in names[:_SHOWN])
@@ -86,9 +85,25 @@ def check(mine: Mapping[str, str]) -> None:
 
 def _difference(name: str, rank: int, other: Mapping[str, str], first: Mapping[str, str]) -> str:
     here, there = other.get(name, "nothing"), first.get(name, "nothing")
-    if name == "training samples":
-        return f"rank {rank} has {here} training samples, rank 0 has {there}"
     return f"{name} is {here[:80]} on rank {rank} and {there[:80]} on rank 0"
+
+
+def check_shared(folder: Path) -> None:
+    """Raises `ConfigError` unless every rank sees what the others write in the directory of checkpoints."""
+    if not in_group():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    marks = [folder / f".rank-{rank}" for rank in range(dist.get_world_size())]
+    marks[dist.get_rank()].touch()
+    dist.barrier()
+    shared = all(mark.exists() for mark in marks)
+    dist.barrier()
+    marks[dist.get_rank()].unlink()
+    if not shared:
+        raise ConfigError(
+            "output_dir: the machines do not share this directory. Every rank resumes from what rank 0 writes there: "
+            "set output_dir to a directory on a disk that they share, or save_strategy='no'"
+        )
 
 
 def set_timeout(args: TrainingArguments) -> None:

@@ -70,6 +70,8 @@ def check_arguments(args: TrainingArguments, fused: FusedConfig) -> None:
             "ddp_broadcast_buffers=True: the model is not wrapped in DistributedDataParallel, and the buffers of each "
             "rank are its own; omit it"
         )
+    if args.save_on_each_node:
+        raise UnsupportedError("save_on_each_node=True: rank 0 saves for all machines, on a disk they share; omit it")
     if args.max_grad_norm is None or args.max_grad_norm < 0:
         raise ConfigError(f"max_grad_norm={args.max_grad_norm} is not a number >= 0; set 0 for no clipping")
     started = int(os.environ.get("WORLD_SIZE", 1))

@@ -235,9 +235,9 @@ def rotate(run_dir: Path, step: int, limit: int | None, best: str | None) -> Non
     if limit is None or limit <= 0:
         return
     folders = by_number(run_dir)
-    kept = {run_dir / f"checkpoint-{step}"} | ({Path(best)} if best else set())
+    kept = {Path(path).resolve() for path in (run_dir / f"checkpoint-{step}", best) if path}
     later = [folder for folder in folders if _number(folder) > step]
-    oldest = [folder for folder in later + folders[: len(folders) - len(later)] if folder not in kept]
+    oldest = [folder for folder in later + folders[: len(folders) - len(later)] if folder.resolve() not in kept]
     for folder in oldest[: max(0, len(folders) - max(limit, len(folders) - len(oldest)))]:
         removed.mkdir(exist_ok=True)
         folder.rename(removed / folder.name)  # at once, so that no half of it looks like a checkpoint

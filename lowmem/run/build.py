@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.utils import purge_accelerate_environment
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, get_scheduler, set_seed
 
@@ -22,7 +23,7 @@ from lowmem.run import data
 from lowmem.run.config import ModelConfig, RunConfig
 from lowmem.run.engine import check_deepspeed
 from lowmem.run.pretrained import load_model, load_tokenizer
-from lowmem.run.source import reason
+from lowmem.run.source import read_text, reason
 from lowmem.run.tokenizers import train_tokenizer
 from lowmem.trainer import FusedSFTTrainer
 
@@ -70,14 +71,15 @@ def samples(config: RunConfig, resume_from: Path | None = None) -> Samples:
 
 
 def _tokenizer(model: ModelConfig, train: "Dataset", resume_from: Path | None) -> "PreTrainedTokenizerBase":
-    template = _read_template(model.chat_template) if model.chat_template else None
+    template = read_text(Path(model.chat_template), "model.chat_template") if model.chat_template else None
     if model.train_tokenizer is not None and resume_from is None:
         return train_tokenizer(data.texts(train), model.train_tokenizer.vocab_size, template)
     name = str(resume_from) if model.train_tokenizer is not None else model.tokenizer or model.path or ""
     try:
         tokenizer = load_tokenizer(name)
     except Exception as error:  # tokenizers raises no narrower type for a damaged file
-        raise ConfigError(f"model.tokenizer: no tokenizer can be loaded from {name!r}: {reason(error)}") from error
+        advice = f"no tokenizer can be loaded from {name!r}; set it to a directory or model that has one"
+        raise ConfigError(f"model.tokenizer: {advice}. Transformers says: {reason(error)}") from error
     for origin in ("is_local", "local_files_only"):  # would be saved, and a resumed run saves the same files
         tokenizer.init_kwargs.pop(origin, None)
     if template is not None:
@@ -85,13 +87,6 @@ def _tokenizer(model: ModelConfig, train: "Dataset", resume_from: Path | None) -
     if tokenizer.pad_token is None:  # padding is masked everywhere, so any token will do
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
-
-
-def _read_template(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"model.chat_template: {path} can't be read: {error.strerror}.") from error
 
 
 def arguments(config: RunConfig, samples: Samples) -> "SFTConfig":
@@ -154,6 +149,7 @@ def _check_schedule(args: "SFTConfig") -> None:
         raise ConfigError(f"{place}: the schedule gives learning rates that are negative or no numbers.")
 
 
+@purge_accelerate_environment  # type: ignore[untyped-decorator]
 def model(config: RunConfig, tokenizer: "PreTrainedTokenizerBase", args: "SFTConfig") -> "PreTrainedModel":
     """The model in `model.dtype`, with pretrained weights or with random ones from `model.config`. Under ZeRO-3 no
     process ever holds the full model.

@@ -47,7 +47,7 @@ def describe(config: RunConfig, trainer: Any) -> dict[str, str]:
         sizes[rule] = sizes.get(rule, 0) + sum(math.prod(shape_of(p)) for p in group["params"])
     rules = "; ".join(f"{rule}: {_count(size)}" for rule, size in sizes.items()) if len(sizes) > 1 else "".join(sizes)
     states = "" if config.optimizer.state_storage == "float32" else f", states in {config.optimizer.state_storage}"
-    compiled = ", compiled in the first step (up to a minute)" if optimizer.compiled else ""
+    compiled = ", compiled in the first step (about ten seconds)" if optimizer.compiled else ""
     parameters = _count(sum(math.prod(shape_of(p)) for p in model.parameters()))
     topics = {
         "model": f"{type(model).__name__}, {parameters}, {config.model.dtype}",

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from lowmem.errors import ConfigError
 from lowmem.run import build
@@ -36,6 +37,14 @@ def test_a_run_that_needs_deepspeed_names_the_extra(config, monkeypatch):
     with pytest.raises(ConfigError, match=r'pip install "lowmem\[deepspeed\]"'):
         build.arguments(sharded, build.samples(sharded))
     assert build.arguments(config, build.samples(config)).learning_rate == 1e-2
+
+
+def test_a_model_without_a_tokenizer_says_what_to_set(config, tmp_path):
+    LlamaConfig(vocab_size=280).save_pretrained(tmp_path / "model")
+    for name in (tmp_path / "model", tmp_path / "missing"):
+        of_path = replace(config, model=replace(config.model, path=str(name), config=None, train_tokenizer=None))
+        with pytest.raises(ConfigError, match=r"model\.tokenizer: .* from '.*'; set it to a directory"):
+            build.samples(of_path)
 
 
 CPUS = {

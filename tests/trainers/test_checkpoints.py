@@ -11,6 +11,7 @@ import pytest
 import torch
 from builders import build
 from test_two_ranks import joined
+from torch.distributed import DistBackendError
 from transformers import TrainerCallback
 
 from lowmem import files
@@ -111,6 +112,57 @@ def test_a_run_folder_that_is_deleted(make, when, tmp_path, monkeypatch):
             trainer.train()
 
 
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), DistBackendError("NCCL error")])
+def test_an_error_that_is_not_of_a_file_stays_itself(make, error, tmp_path, monkeypatch):
+    """Such as one of the device or of another rank, for which free space on the disk does nothing."""
+
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(checkpoint, "write_tensor", fail)
+    with pytest.raises(type(error)) as raised:
+        make(**SAVES).train()
+    assert raised.value is error
+    assert names(tmp_path / "run") == []
+
+
+@pytest.mark.parametrize("path", ["/dev/full", "/missing/scheduler.pt", "/proc/scheduler.pt"])
+def test_a_file_that_torch_cannot_write(make, path, monkeypatch):
+    """`torch.save` raises RuntimeError for a full disk, too."""
+    monkeypatch.setattr(checkpoint, "SCHEDULER_FILE", path)
+    with pytest.raises(CheckpointError, match=r"checkpoint-1 could not be written: .* Free some space"):
+        make(**SAVES).train()
+
+
+def test_machines_without_a_shared_disk_are_refused_before_the_first_step(two, tmp_path):
+    """Rank 0 writes the checkpoints, and each rank reads them."""
+    for message, steps in two.run(trained_apart, str(tmp_path)):
+        assert message.startswith("output_dir: the machines do not share this directory. Every rank resumes from what")
+        assert steps == 0
+    assert names(tmp_path / "0") == names(tmp_path / "1") == []
+
+
+def trained_apart(rank, folder):
+    with joined(rank):
+        trainer = build("causal language model", f"{folder}/{rank}", True, **SAVES, use_cpu=True)
+        try:
+            trainer.train()
+        except Exception as error:
+            return str(error), trainer.state.global_step
+        return None, trainer.state.global_step
+
+
+def test_machines_that_save_nothing_need_no_shared_disk(two, tmp_path):
+    assert two.run(trained_unsaved, str(tmp_path)) == [3, 3]
+
+
+def trained_unsaved(rank, folder):
+    with joined(rank):
+        trainer = build("causal language model", f"{folder}/{rank}", True, use_cpu=True)
+        trainer.train()
+        return trainer.state.global_step
+
+
 def test_a_slow_disk_only_takes_time(make, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda descriptor: time.sleep(0.01))
     make(**SAVES, max_steps=1).train()
@@ -183,6 +235,15 @@ def test_which_checkpoints_stay(there, step, limit, best, left, tmp_path):
         (tmp_path / f"checkpoint-{number}").mkdir()
     checkpoint.rotate(tmp_path, step, limit, best and str(tmp_path / f"checkpoint-{best}"))
     assert [int(folder.name.rpartition("-")[2]) for folder in checkpoint.by_number(tmp_path)] == left
+
+
+def test_the_best_stays_whatever_way_its_path_is_written(tmp_path, monkeypatch):
+    """A relative `output_dir`, and the absolute path of the checkpoint that was resumed from."""
+    for number in (1, 2, 3):
+        (tmp_path / f"checkpoint-{number}").mkdir()
+    monkeypatch.chdir(tmp_path.parent)
+    checkpoint.rotate(Path(tmp_path.name), 3, 2, str(tmp_path / "checkpoint-1"))
+    assert names(tmp_path) == ["checkpoint-1", "checkpoint-3"]
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "compensated"])

@@ -106,7 +106,7 @@ class ranks_of_accelerate:
 
 
 DIFFERENCES = {
-    "samples": ({"samples": 41}, "rank 1 has 41 training samples, rank 0 has 40"),
+    "samples": ({"samples": 41}, "number of training samples is 41 on rank 1 and 40 on rank 0"),
     "steps": ({"arguments": {"max_steps": 7}}, "max_steps is 7 on rank 1 and -1 on rank 0"),
     "batches": ({"arguments": {"per_device_train_batch_size": 3}}, "per_device_train_batch_size is 3 on rank 1"),
     "rule": ({"fused": {"rule": "lion"}}, r"optimizer\.rule is lion on rank 1 and adamw on rank 0"),
@@ -140,7 +140,7 @@ def test_the_step_of_a_checkpoint_counts(tmp_path):
     args = TrainingArguments(output_dir=str(tmp_path), report_to="none")
     (tmp_path / "trainer_state.json").write_text(json.dumps({"global_step": 4}))
     facts = agreement.facts(args, FusedConfig(), LayersConfig(), iter([]), str(tmp_path))
-    assert (facts["step of the checkpoint"], facts["training samples"]) == ("4", "no number")
+    assert (facts["step of the checkpoint"], facts["number of training samples"]) == ("4", "unknown")
 
 
 def test_rules_that_are_objects_are_compared_without_addresses(tmp_path):
@@ -168,7 +168,7 @@ def train_on(rank, folder, samples):
 
 def test_trainers_with_other_data_take_no_step(two, tmp_path):
     for message, steps, last in two.run(train_on, str(tmp_path), 11):
-        assert "rank 1 has 11 training samples, rank 0 has 12" in message
+        assert "number of training samples is 11 on rank 1 and 12 on rank 0" in message
         assert (steps, last) == (0, None)
 
 

@@ -7,6 +7,8 @@ import builders
 import pytest
 import torch
 from builders import build
+from test_two_ranks import joined
+from torch.distributed.fsdp import FSDPModule
 from transformers import set_seed
 
 import lowmem
@@ -69,3 +71,18 @@ def test_an_optimizer_of_the_users_own_is_not_removed(tmp_path):
     with pytest.raises(StepError, match="is updated by another FusedOptimizer already"):
         build(CAUSAL, tmp_path, True, {"model": model}).train()
     opt.backward(model(input_ids=torch.tensor([[1, 2]]), labels=torch.tensor([[1, 2]])).loss)
+
+
+def test_a_trainer_without_fsdp_may_follow_one_with_it(two, tmp_path):
+    """Accelerate sets in the first one's environment that a launcher asks for FSDP."""
+    assert two.run(with_fsdp_and_without, str(tmp_path)) == [[True, False]] * 2
+
+
+def with_fsdp_and_without(rank, folder):
+    sharded = []
+    with joined(rank):
+        for options in ({"fsdp": True}, {}):
+            trainer = build(CAUSAL, folder, True, max_steps=1, use_cpu=True, **options)
+            trainer.train()
+            sharded.append(isinstance(trainer.model, FSDPModule))
+    return sharded
