@@ -17,6 +17,7 @@ from lowmem.placements.base import Reduced
 from lowmem.placements.record import ParamRecord, listed
 from lowmem.rules import UpdateRule
 from lowmem.step import distributed_checkpoint, habits
+from lowmem.step.changes import Changes
 from lowmem.step.clipping import Clipping
 from lowmem.step.cycle import StepCycle
 from lowmem.step.hooks import Hooks
@@ -102,16 +103,18 @@ class FusedOptimizer(torch.optim.Optimizer):
                 scaler=LossScaler(config.loss_scale, device),
                 ranks=shard.ranks,
             )
+            changes = Changes(self._records, device)
             self._updates = Updates(
                 self.state,
                 self._cycle,
                 placement=self._placement,
                 clipping=self._clipping,
+                changes=changes,
                 seed=config.seed,
                 batching=config.batching,
                 compiled=self.compiled,
             )
-            self._report = Report(self._cycle, self._clipping, device, config.max_nonfinite_steps)
+            self._report = Report(self._cycle, self._clipping, changes, device, config.max_nonfinite_steps)
             self._saving = Saving(self._records, self.param_groups, self.state, shard, self._updates, self._report)
             self._choose_policy()
         except BaseException:

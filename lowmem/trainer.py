@@ -10,6 +10,7 @@ import copy
 import functools
 import json
 import logging
+import math
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -262,10 +263,12 @@ class FusedTrainerMixin(_Base):
         super().log(logs, *args, **kwargs)  # adds to `logs`, which evaluate() and train() return
 
     def _step_metrics(self) -> dict[str, Any]:
-        """Clip coefficient, loss scale, number of non-finite steps, statistics of the rule, and norms of gradients."""
+        """Share of changed weights, clip coefficient, loss scale, non-finite steps, statistics of the rule, norms."""
         last = self.optimizer.last_step
         scale, nonfinite_steps = last.loss_scale, self.optimizer.nonfinite_steps  # copies each to the host
         metrics: dict[str, Any] = {}
+        if not math.isnan(changed_share := float(last.changed_share)):
+            metrics["changed_share"] = changed_share
         if last.clip_coef is not None:
             metrics["clip_coef"] = float(last.clip_coef)
         if scale is not None:

@@ -27,9 +27,10 @@ _STYLE = {
 }  # fmt: skip
 _BLUE, _PALE, _GREEN, _VIOLET, _EVAL = "#1f5fa8", "#b5cbe6", "#2a8f7c", "#7b5ea7", ("#d1495b", "#e08e2b", "#5b8c2a")
 
-# The panels below the loss: label, color and style of the line. The last two are drawn where they were logged.
+# The panels below the loss: label, color and style of the line. All but the first two are drawn where they were logged.
 _PANELS = {
     "grad_norm": ("gradient norm", _VIOLET, "default"), "learning_rate": ("learning rate", _GREEN, "default"),
+    "changed_share": ("weights changed", _BLUE, "default"),
     "clip_coef": ("clip coefficient", _EVAL[1], "default"), "loss_scale": ("loss scale", _BLUE, "steps-post"),
 }  # fmt: skip
 # Most labels next to the heat map, and most columns of a picture.
@@ -96,7 +97,9 @@ def _smoothed(values: list[float]) -> np.ndarray[Any, Any]:
 
 
 def loss_picture(records: list[Record], name: str) -> Figure:
-    """Loss, gradient norm and learning rate; below them clip coefficient and loss scale, where they were logged."""
+    """Loss, gradient norm and learning rate; below them the share of weights that changed, clip coefficient and loss
+    scale, where they were logged.
+    """
     logged = {"grad_norm", "learning_rate"}.union(*records)
     panels = [key for key in _PANELS if key in logged]
     figure = Figure(figsize=(9, 4.2 + 1.4 * len(panels)), layout="constrained")
@@ -116,6 +119,7 @@ def loss_picture(records: list[Record], name: str) -> Figure:
         steps, values = series(records, key)
         if key == "clip_coef":
             values = [coef or math.nan for coef in values]  # 0 comes from an infinite norm, whose step was skipped
+        if key in ("clip_coef", "changed_share"):
             axes.set_ylim(0, 1.05)
         axes.plot(steps, values, color=color, lw=1.3, drawstyle=style)
         axes.set_ylabel(label)

@@ -14,6 +14,7 @@ from lowmem.errors import StepError
 from lowmem.placements.readback import Readback
 from lowmem.placements.record import ParamRecord
 from lowmem.rules import UpdateRule
+from lowmem.step.changes import Changes
 from lowmem.step.clipping import Clipping, Decision, square_sums, sums_squares
 from lowmem.step.cycle import StepCycle
 from lowmem.tiles.norms import norm_over, summable
@@ -31,6 +32,8 @@ class LastStep:
         names: the parameters that got a gradient, in parameter order.
         clip_coef: what `clip_norm` multiplied every gradient by, a float32 scalar; None if nothing is clipped by norm.
         replay: how "two_pass" got its second pass: "graph" or "forward".
+        changed_share: share of the weights that the step has changed, among those that had a gradient, a float32
+            scalar: of a sample of this rank's weights. NaN if none of them had a gradient, or none was updated.
     """
 
     step: int
@@ -38,6 +41,7 @@ class LastStep:
     names: tuple[str, ...]
     clip_coef: Tensor | None = None
     replay: str | None = None
+    changed_share: Tensor = field(default_factory=lambda: torch.full((), torch.nan))
     _norms: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
     _takes_nonfinite: frozenset[str] = frozenset()
     _summed: tuple[str, ...] = ()  # parameters whose rule sums squares
@@ -101,7 +105,7 @@ class Report:
     """Closes steps without waiting for the device; the host learns how a step ended when the next one begins.
 
     Args:
-        cycle, clipping: of the optimizer, live.
+        cycle, clipping, changes: of the optimizer, live.
         device: where the counts are.
         limit: how many steps with a gradient that is not finite may follow one another; None for any number.
 
@@ -111,8 +115,11 @@ class Report:
             the device.
     """
 
-    def __init__(self, cycle: StepCycle, clipping: Clipping, device: torch.device, limit: int | None) -> None:
-        self._cycle, self._clipping, self._device, self._limit = cycle, clipping, device, limit
+    def __init__(
+        self, cycle: StepCycle, clipping: Clipping, changes: Changes, device: torch.device, limit: int | None
+    ) -> None:
+        self._cycle, self._clipping, self._changes = cycle, clipping, changes
+        self._device, self._limit = device, limit
         self.last: LastStep | None = None
         self.nonfinite_gradients = torch.zeros((), dtype=torch.int64, device=device)
         self.nonfinite_steps = torch.zeros_like(self.nonfinite_gradients)
@@ -155,12 +162,14 @@ class Report:
         else:
             norms = self._stack(decision.norms[record.name].raw for record in fired)
             summed, fits = tuple(decision.summable), self._stack(decision.summable.values()).bool()
+        changed_share, changed_by_nearest = self._changes.take(groups)
         self.last = LastStep(
             self._cycle.step,
             policy,
             tuple(record.name for record in fired),
             clip_coef=None if decision is None else decision.clip_coef,
             replay=replay,
+            changed_share=changed_share,
             _norms=norms,
             _takes_nonfinite=frozenset(record.name for record in takes_nonfinite),
             _summed=summed,
@@ -174,7 +183,8 @@ class Report:
         self.nonfinite_steps = self.nonfinite_steps + ~finite
         yes = torch.ones_like(finite)
         flags = (finite, replayed, None if loss is None else loss.isfinite().all(), scaler.at_minimum(), fits.all())
-        self._flags = Readback(torch.stack([yes if flag is None else flag.to(self._device) for flag in flags]).float())
+        values = [*(yes if flag is None else flag.to(self._device) for flag in flags), changed_by_nearest]
+        self._flags = Readback(torch.stack([value.float() for value in values]))
         scaler.update(finite)
 
     def _squares(self, records: Sequence[ParamRecord]) -> Tensor:
@@ -246,7 +256,7 @@ class Report:
         self._flags = None
         if values is None:
             return
-        finite, replayed, loss_finite, at_minimum, all_fit = map(bool, values)
+        finite, replayed, loss_finite, at_minimum, all_fit = map(bool, values[:-1])
         if not replayed:
             self._cycle.tear(
                 "its second pass had other gradients than the one that was measured, so it was clipped by a wrong "
@@ -256,6 +266,7 @@ class Report:
             self._count_nonfinite(loss_finite, at_minimum)
             return
         self._streak, self._searching = 0, False
+        self._changes.watch(values[-1])
         if not all_fit:
             self._log_overflow()
 

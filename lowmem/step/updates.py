@@ -14,6 +14,7 @@ from lowmem.errors import ConfigError, StepError, UnsupportedError
 from lowmem.placements import Placement
 from lowmem.placements.base import Shard
 from lowmem.placements.record import ParamRecord
+from lowmem.step.changes import Changes
 from lowmem.step.clipping import Clipping, Decision
 from lowmem.step.cycle import StepCycle
 from lowmem.step.stacks import Arenas, Stack, gather, scatter
@@ -50,6 +51,7 @@ class Updates:
         cycle: the life cycle of the step.
         placement: where parameters are.
         clipping: what happens to gradients as they are read.
+        changes: counts the weights that updates change.
         seed: of stochastic rounding.
         batching: stack small parameters of equal spec, shape, dtype, device and group.
         compiled: update large parameters by compiled code.
@@ -62,12 +64,13 @@ class Updates:
         *,
         placement: Placement,
         clipping: Clipping,
+        changes: Changes,
         seed: int,
         batching: bool,
         compiled: bool,
     ) -> None:
         self.state, self.cycle, self.seed = state, cycle, seed
-        self._shard, self.clipping = placement.shard, clipping
+        self._shard, self.clipping, self._changes = placement.shard, clipping, changes
         self._compiled, self._batching = compiled, batching
         self._whole = WholeUpdates() if compiled and placement.shard.ranks is None else None
         self._kinds: dict[tuple[Any, ...], int] = {}  # of stacks, numbered: a number is quick to look up
@@ -145,6 +148,7 @@ class Updates:
         weight, states = (shard, *record.extra), self.state[record.param]
         reading = self.clipping.reading([record], grad, decision)
         self.cycle.moved.add(record.name)
+        sample = self._changes.before([record], shard, grad)
         whole = self._whole_updates(record)
         if (
             whole is None
@@ -153,6 +157,8 @@ class Updates:
         ):
             layout = record.layout if isinstance(grad, Tensor) else grad.layout(record.spec.view)
             self._sweep([record], layout, weight, grad, states, reading)
+        if sample is not None:
+            self._changes.after(sample, shard)
         self._shard.write(record.param, shard)
 
     def _whole_updates(self, record: ParamRecord) -> WholeUpdates | None:
@@ -184,7 +190,10 @@ class Updates:
         state = {name: kept[name] for name in states[0]}
         grad = torch.stack(grads)
         self.cycle.moved.update(record.name for record in records)
+        sample = self._changes.before(records, weight, grad)
         self._sweep(records, layout, (weight, *extra), grad, state, self.clipping.reading(records, grad, decision))
+        if sample is not None:
+            self._changes.after(sample, weight)
         torch._foreach_copy_(shards, weight.unbind())
         for param, shard in () if in_place else zip(params, shards, strict=True):
             self._shard.write(param, shard)

@@ -1,0 +1,130 @@
+"""The share of weights that a step changes, and the warning where rounding to nearest keeps them as they are."""
+
+import logging
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import lowmem
+from lowmem.step import changes
+
+
+class Words(nn.Module):
+    """At most eight parameters with fewer than 64 elements along each dimension, so that all of them are sampled."""
+
+    def __init__(self, dtype=torch.bfloat16):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(40, 24, dtype=dtype)
+        self.hidden = nn.Linear(24, 30, dtype=dtype)
+        self.norm = nn.LayerNorm(30, dtype=dtype)
+        self.head = nn.Linear(30, 40, bias=False, dtype=dtype)
+
+    def forward(self, words):
+        return F.cross_entropy(self.head(self.norm(self.hidden(self.embedding(words)))).float(), words)
+
+
+def counted(net, before, grads):
+    """The share, counted over all elements with a gradient."""
+    changed = sum(int(((p != before[n]) & (grads[n] != 0)).sum()) for n, p in net.named_parameters())
+    return changed / sum(int((grad != 0).sum()) for grad in grads.values())
+
+
+@pytest.mark.parametrize("policy", ["immediate", "two_pass", "deferred"])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic", "compensated"])
+def test_the_share_is_that_of_all_elements_with_a_gradient(policy, rounding):
+    net = Words()
+    opt = lowmem.FusedOptimizer(
+        net.named_parameters(), rule="adalomo", lr=3e-3, rounding=rounding, policy=policy, compile=False
+    )
+    for step in range(3):
+        words = torch.arange(step, step + 10)  # most rows of the embedding have no gradient
+        plain = Words()
+        plain.load_state_dict(net.state_dict())
+        plain(words).backward()
+        grads = {name: param.grad for name, param in plain.named_parameters()}
+        before = {name: param.detach().clone() for name, param in net.named_parameters()}
+        opt.backward(net(words))
+        assert float(opt.last_step.changed_share) == pytest.approx(counted(net, before, grads), abs=1e-6)
+        assert 0 < float(opt.last_step.changed_share) < 1
+
+
+def test_elements_are_sampled_evenly_from_a_view():
+    for shape in [(), (1,), (5000,), (300, 70), (3, 40, 50), (2, 3, 5, 7)]:
+        tensor = torch.arange(math.prod(shape)).view(shape)
+        sampled = tensor[changes._where(tensor.shape)]
+        assert sampled._base is tensor or sampled._base is tensor._base
+        assert min(tensor.numel(), changes.ELEMENTS // 4) <= sampled.numel() <= changes.ELEMENTS * 2 ** len(shape)
+
+
+def run(net, opt, steps, schedule=lambda step: 1.0):
+    scheduler = torch.optim.lr_scheduler.LambdaLR(opt, schedule)
+    for step in range(steps):
+        opt.backward(net(torch.arange(40).roll(step)))
+        scheduler.step()
+
+
+def warnings(caplog):
+    return [r for r in caplog.records if r.name == "lowmem.step.changes" and r.levelno == logging.WARNING]
+
+
+@pytest.mark.parametrize("rule", ["adamw", torch.optim.AdamW])
+def test_a_run_that_hardly_moves_is_warned_about_once(rule, caplog):
+    net = Words()
+    run(net, lowmem.FusedOptimizer(net.named_parameters(), rule=rule, lr=1e-6, rounding="nearest"), 60)
+    (warning,) = warnings(caplog)
+    assert "rounding='stochastic'" in warning.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("lr", "rounding", "dtype", "schedule"),
+    [
+        (1e-6, "stochastic", torch.bfloat16, lambda step: 1.0),
+        (1e-6, "nearest", torch.float32, lambda step: 1.0),
+        (1e-2, "nearest", torch.bfloat16, lambda step: 1.0),
+        (1e-6, "nearest", torch.bfloat16, lambda step: (step + 1) / 100),  # it warms up all the time
+        (1e-2, "nearest", torch.bfloat16, lambda step: 1.0 if step < 10 else 1e-4),  # decayed
+    ],
+)
+def test_others_are_not_warned_about(lr, rounding, dtype, schedule, caplog):
+    net = Words(dtype)
+    run(net, lowmem.FusedOptimizer(net.named_parameters(), rule="adamw", lr=lr, rounding=rounding), 40, schedule)
+    assert not warnings(caplog)
+
+
+def test_a_group_that_is_rounded_to_nearest_is_watched_among_others(caplog):
+    net = Words()
+    groups = [
+        {"params": [("hidden", net.hidden.weight)], "rounding": "nearest"},
+        {"params": [("head", net.head.weight)], "rounding": "stochastic"},
+    ]
+    net.requires_grad_(False)
+    net.hidden.weight.requires_grad_(True)
+    net.head.weight.requires_grad_(True)
+    run(net, lowmem.FusedOptimizer(groups, rule="adamw", lr=2e-5), 40)
+    assert len(warnings(caplog)) == 1
+
+
+def test_parameters_that_are_frozen_make_room_for_others():
+    net = Words()
+    opt = lowmem.FusedOptimizer(net.named_parameters(), rule="adalomo", lr=1e-2, compile=False)
+    opt.backward(net(torch.arange(40)))
+    net.requires_grad_(False)
+    net.head.requires_grad_(True)
+    shares = []
+    for _ in range(3):
+        opt.backward(net(torch.arange(40)))
+        shares.append(float(opt.last_step.changed_share))
+    assert all(0 < share <= 1 for share in shares)
+
+
+def test_a_skipped_step_has_no_share():
+    net = Words()
+    opt = lowmem.FusedOptimizer(net.named_parameters(), rule="adalomo", policy="deferred", loss_scale=2.0)
+    opt.backward(net(torch.arange(40)))
+    opt.backward(net(torch.arange(40)) * math.nan)
+    assert opt.last_step.skipped
+    assert not float(opt.last_step.changed_share) > 0
