@@ -94,8 +94,9 @@ class FusedConfig:
             the "gradient" (2 for bfloat16, rounded at every micro-batch, as `.grad` is). A step of one micro-batch
             stores its gradient as it is.
         rounding: how a float32 result is stored in a bfloat16 or float16 weight: "nearest", "stochastic", "compensated"
-            (adds 2 bytes per parameter), "master" (a float32 copy, adds 4 bytes), or a registered storage. float32
-            weights hold every result exactly. A param group may have its own.
+            (adds 2 bytes per parameter), "master" (a float32 copy, adds 4 bytes), or a registered storage. "auto" is
+            the rule's own, mostly "stochastic"; for classes of `torch.optim` and other packages it is "nearest", as
+            without lowmem. float32 weights hold every result exactly. A param group may have its own.
         state_storage: how elementwise optimizer states are stored: "float32", "bfloat16" or "float16" (both rounded
             stochastically), or a registered storage. A param group may have its own.
         placement: "local"; "replicated": every rank of a process group has all parameters, which are broadcast from
@@ -126,7 +127,7 @@ class FusedConfig:
     store: Store | None = None
     store_dir: str | None = None
     accumulation_dtype: Literal["float32", "gradient"] = "float32"
-    rounding: str = "nearest"
+    rounding: str = "auto"
     state_storage: str = "float32"
     placement: placements.Choice = "auto"
     compile: bool | Literal["auto"] = "auto"
@@ -210,7 +211,7 @@ class FusedConfig:
             rule.check(complete)
         except ConfigError as error:
             raise ConfigError(f"{place}{error}") from None
-        storage.check(f"{place}rounding", complete["rounding"], storage.roundings())
+        storage.check(f"{place}rounding", complete["rounding"], ["auto", *storage.roundings()])
         storage.check(f"{place}state_storage", complete["state_storage"], storage.state_storages())
         return rule, complete
 

@@ -137,7 +137,7 @@ def test_ways_to_train_are_one(how, tiny_llama, token_batches):
 @pytest.mark.parametrize("rule", ["lomo", "adalomo", "torch.optim.AdamW"])
 def test_parameters_of_all_shapes(rule, dtype, give_gradients):
     params = {str(n): torch.nn.Parameter(torch.ones([2, 3, 4, 5][:n], dtype=dtype)) for n in range(5)}
-    opt = lowmem.FusedOptimizer(params.items(), rule=rule, lr=0.1)
+    opt = lowmem.FusedOptimizer(params.items(), rule=rule, lr=0.1, rounding="nearest")
     for _ in range(2):
         give_gradients(opt, *[(param, torch.ones_like(param)) for param in params.values()])
     for param in params.values():
@@ -387,6 +387,7 @@ def optimizer_of(shapes, **options):
     [
         ({"rule": "lomo"}, {"rule": "adalomo"}, "rule 'lomo', this one 'adalomo'"),
         ({"rounding": "compensated"}, {"rounding": "nearest"}, "rounding 'compensated', this one 'nearest'"),
+        ({}, {"rounding": "nearest"}, "rounding 'auto', this one 'nearest'"),
         ({"shapes": {"a": 3, "c": 2}}, {}, r"differ in \['b', 'c'\]"),
         ({"shapes": {"a": 3}}, {}, r"1 parameters, this one 1 group\(s\)|of 1 parameters, this one 1 of 2"),
         ({"shapes": {"b": 2, "a": 3}}, {}, "in another order"),

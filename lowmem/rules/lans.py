@@ -126,8 +126,8 @@ class Lans(UpdateRule):
         variant=("fused", require.one_of("fused", "step")),
     )
 
-    def rounding(self, hyper: Hyper) -> str:
-        return "master" if hyper["multi_precision"] else "nearest"
+    def rounding(self, hyper: Hyper, dtype: torch.dtype) -> str:
+        return "master" if hyper["multi_precision"] else super().rounding(hyper, dtype)
 
     def names(self, hyper: Hyper) -> Iterable[str]:
         return (*(hyper["lr_mult"] or {}), *(hyper["wd_mult"] or {}))

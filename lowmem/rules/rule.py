@@ -125,9 +125,9 @@ class UpdateRule(ABC):
     def adopt(self, hyper: Hyper, sharded: bool) -> None:  # noqa: B027 (most rules have nothing to try)
         """Raises `UnsupportedError` if it cannot update a new group of an optimizer, or shards of it if `sharded`."""
 
-    def rounding(self, hyper: Hyper) -> str:
-        """The storage of weights, as in the source of this rule, where `rounding` is "nearest"."""
-        return "nearest"
+    def rounding(self, hyper: Hyper, dtype: torch.dtype) -> str:
+        """The rounding of weights of a 16-bit `dtype` where that of the group is "auto"."""
+        return "stochastic"
 
     def admit(self, param: Tensor, hyper: Hyper) -> None:
         """Raises `UnsupportedError` for a parameter that this rule cannot update."""

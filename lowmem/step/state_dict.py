@@ -89,10 +89,9 @@ def refuse_others(saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]])
     for n, (group, other) in enumerate(zip(groups, saved["param_groups"], strict=True)):
         where = f" in group {n}" if len(groups) > 1 else ""
         for key in ("rule", "rounding", "state_storage"):
-            if other.get(key) != group[key]:
-                raise CheckpointError(
-                    f"the saved optimizer has {key} {other.get(key)!r}{where}, this one {group[key]!r}"
-                )
+            pair = other.get(key), group[key]
+            if pair[0] != pair[1] and pair != ("nearest", "auto"):  # "nearest" was the default, and loads as it is
+                raise CheckpointError(f"the saved optimizer has {key} {pair[0]!r}{where}, this one {pair[1]!r}")
 
 
 def restore(
