@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import math
+import pickle
 
 import pytest
 import torch
@@ -252,12 +253,29 @@ def test_parameter_without_elements(give_gradients):
 
 
 def test_config_builds():
-    config = lowmem.FusedConfig(rule="lomo", clip_value=0.5, rounding="stochastic", seed=7, hyper={"weight_decay": 0.3})
+    config = lowmem.FusedConfig(rule="lomo", clip_value=0.5, rounding="stochastic", seed=7, weight_decay=0.3)
     params = [torch.nn.Parameter(torch.zeros(2))]
-    opt = lowmem.FusedOptimizer.from_config(params, config, lr=0.2, weight_decay=0.1)
-    assert opt.config == dataclasses.replace(config, lr=0.2)
+    config = dataclasses.replace(config, lr=0.2)
+    opt = lowmem.FusedOptimizer.from_config(params, config)
+    assert opt.config == config
     assert (opt._clipping.value, opt.param_groups[0]["rounding"], opt._updates.seed) == (0.5, "stochastic", 7)
     assert (opt.param_groups[0]["lr"], opt.param_groups[0]["weight_decay"]) == (0.2, 0.3)
+
+
+def test_hyperparameters_stand_next_to_options():
+    """As in FusedOptimizer(...); without a rule, a loop gets AdaLomo."""
+    config = lowmem.FusedConfig(rule="adamw", weight_decay=0.1, seed=3)
+    assert config == lowmem.FusedConfig("adamw", hyper={"weight_decay": 0.1}, seed=3)
+    assert dataclasses.replace(config, betas=(0.8, 0.9)).hyper == {"weight_decay": 0.1, "betas": (0.8, 0.9)}
+    assert pickle.loads(pickle.dumps(config)) == config
+    for typed, meant in (("wieght_decay", "weight_decay"), ("roundin", "rounding"), ("clip_nrom", "clip_norm")):
+        with pytest.raises(ConfigError, match=f"has no hyperparameter '{typed}'. Did you mean '{meant}'"):
+            lowmem.FusedConfig(rule="adamw", **{typed: 0.1})
+    params = [torch.nn.Parameter(torch.zeros(2))]
+    opt = lowmem.FusedOptimizer.from_config(params, lowmem.FusedConfig(clip_threshold=2.0))
+    assert (opt.config.rule, opt.param_groups[0]["clip_threshold"]) == ("adalomo", 2.0)
+    with pytest.raises(ConfigError, match="rule 'adalomo' has no hyperparameter 'betas'"):
+        lowmem.FusedOptimizer.from_config(params, lowmem.FusedConfig(betas=(0.9, 0.99)))
 
 
 # -- what a step reports -----------------------------------------------------------------------------------------------

@@ -1,13 +1,13 @@
 """The memory of one training step by kind: a prediction with fake tensors, a measurement with real ones."""
 
 import errno
-import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -17,16 +17,14 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lowmem.optimizer import FusedOptimizer
+from lowmem.step import updates
 
 
 def state_bytes(rule: Any, rounding: str = "auto", size: int = 1024, **options: Any) -> float:
     """Bytes of state per element of a `size` × `size` bfloat16 matrix, measured in one `FusedOptimizer` update."""
     param = nn.Parameter(torch.ones(size, size, dtype=torch.bfloat16))
-    logging.disable(logging.WARNING)  # about updates that rounding loses
-    try:
+    with mock.patch.object(updates.logger, "disabled", True):  # it would warn of a rule that rounds to nearest
         opt = FusedOptimizer([("weight", param)], rule=rule, rounding=rounding, compile=False, **options)
-    finally:
-        logging.disable(logging.NOTSET)
     opt.backward(param.sum())
     state = opt.state_dict()["state"].get("weight", {})
     return sum(value.nbytes for value in state.values() if isinstance(value, Tensor)) / param.numel()

@@ -31,6 +31,7 @@ from trl import SFTConfig
 from trl.kernels import chunked_logprob
 
 from lowmem.errors import ConfigError, UnsupportedError
+from lowmem.rules import AdaLomo
 from lowmem.run import build
 from lowmem.run.config import ModelConfig, RunConfig
 from lowmem.run.memory import StepMemory, step_memory
@@ -143,7 +144,7 @@ def ways(config: RunConfig, device: str) -> list[str]:
         "model.dtype=bfloat16": config.model.dtype == "float32" and not nearest,
         "optimizer.rounding=stochastic": optimizer.rounding in ("compensated", "master"),
         "optimizer.state_storage=bfloat16": large_states and optimizer.state_storage == "float32",
-        "optimizer={rule: adalomo, lr: 5e-4}": large_states,
+        f"optimizer={{rule: adalomo, lr: {AdaLomo.usual_lr[0]:g}}}": large_states,
         f"trainer.per_device_train_batch_size={rows // 2}": rows > 1,
         "trainer.per_device_train_batch_size=1": rows > 1,
         "trainer.activation_checkpointing_kwargs={offload: true}": on_gpu and recomputed and not (kwargs or to_host),
