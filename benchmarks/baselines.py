@@ -110,8 +110,8 @@ def drop_gradients(model: nn.Module) -> Step:
 
 
 def fused(model: nn.Module, **options: Any) -> Step:
-    """A `FusedOptimizer` with these options."""
-    opt = FusedOptimizer(model.named_parameters(), model=model, **{"lr": LR, **options})
+    """A `FusedOptimizer` with these options, that rounds as its peers do."""
+    opt = FusedOptimizer(model.named_parameters(), model=model, **{"lr": LR, "rounding": "nearest", **options})
 
     def step(losses: Sequence[Loss]) -> None:
         for n, loss in enumerate(losses, start=1):

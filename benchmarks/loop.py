@@ -137,7 +137,7 @@ def run_lowmem(workload: Workload, clock: Clock, folder: str, computed: bool = T
              "intermediate_size": workload.intermediate, "num_attention_heads": hidden // 64}  # fmt: skip
     config = configuration(model, workload.tokens, dtype=workload.dtype, layers={"computed_gradients": computed})
     if optimizer:
-        config.optimizer = lowmem.FusedConfig(lr=LR, **optimizer)
+        config.optimizer = lowmem.FusedConfig(**{"rule": "adalomo", "lr": LR, **optimizer})
     config.run_dir, config.trainer = folder, {**config.trainer, **arguments(workload)}
     trainer = trainer_of(config, rows_of(workload))
     trainer.add_callback(clock)

@@ -44,7 +44,8 @@ def tensors(shape: tuple[int, int], dtype: str) -> tuple[torch.nn.Parameter, Ten
 
 def ours(shape: tuple[int, int], dtype: str) -> Callable[[], None]:
     param, grad = tensors(shape, dtype)
-    opt = lowmem.FusedOptimizer([("weight", param)], rule="adalomo", lr=1e-3, compile=True, batching=False)
+    options = {"rounding": "nearest", "compile": True, "batching": False}
+    opt = lowmem.FusedOptimizer([("weight", param)], rule="adalomo", lr=1e-3, **options)
     return lambda: update_one(opt, param, grad)
 
 

@@ -48,6 +48,7 @@ class UpdateMethod(Method):
 
 
 def lowmem_update(param: Tensor, grad: Tensor, rule: str, compile: bool = True, **options: Any) -> Update:
+    options = {"rounding": "nearest", **options}  # as the peers do
     opt = lowmem.FusedOptimizer([("weight", param)], rule=rule, lr=1e-3, compile=compile, batching=False, **options)
     return lambda: update_one(opt, param, grad), lambda: reports.state_tensors(opt)
 

@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -18,9 +18,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from torch import Tensor
 
 from lowmem import __version__, rules
-from lowmem.errors import LowmemError
+from lowmem.errors import ConfigError, LowmemError
 from lowmem.files import write_file
 from lowmem.layers.config import parse_bytes
 from lowmem.placements import failures
@@ -118,6 +119,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--picture", type=Path, metavar="FILE", help="draw the memory through the step as PNG")
     sub = command("rules", show_rules, "List rules and storages, or the options of one rule.", "adalomo", config=False)
     sub.add_argument("rule", metavar="NAME", nargs="?", help="show the hyperparameters of this rule")
+    sub.add_argument("--model", type=Path, metavar="DIR", help="name learning rates for the weights in this directory")
     return parser
 
 
@@ -155,7 +157,7 @@ def inspect(arguments: argparse.Namespace) -> None:
             names = [name for name, _ in group["params"]]
             examples = ", ".join([*names[:3], *["..."][: len(names) - 3]])
             count = "1 parameter" if len(names) == 1 else f"{len(names)} parameters"
-            print_topics({group.get("rule", config.optimizer.rule): f"{count}: {examples}"})
+            print_topics({str(group.get("rule", config.optimizer.rule)): f"{count}: {examples}"})
     # brackets mark the trained parts where there are no colors
     opening, closing = ("", "") if out.is_terminal else ("⟦", "⟧")
     for number, row in enumerate(rows.select(range(min(arguments.samples, len(rows)))), start=1):
@@ -274,14 +276,16 @@ def _ways(arguments: argparse.Namespace, config: "RunConfig", memory: int) -> di
 def show_rules(arguments: argparse.Namespace) -> None:
     """`lowmem rules`."""
     if arguments.rule is not None:
-        _show_rule(arguments.rule)
+        _show_rule(arguments.rule, arguments.model)
         return
-    table = _table("rule", "states", "keeps", numbers=["states"])
-    rows = rules.table()
-    foreign = ("torch.optim.AdamW", "what the class keeps; float32 with another rounding than nearest")
-    for name, keeps in [*((row.name, row.keeps) for row in rows), foreign]:
-        table.add_row(name, f"{state_bytes(name):.3g}", keeps)
-    out.print("Bytes of optimizer states per parameter (measured on a 1024 x 1024 bfloat16 matrix)\n")
+    if arguments.model is not None:
+        raise ConfigError("--model needs the name of a rule: lowmem rules NAME --model DIR")
+    table = _table("rule", "states", "usual lr", "keeps", numbers=["states", "usual lr"])
+    foreign = ("torch.optim.AdamW", "what the class keeps; float32 with another rounding than nearest", ())
+    for name, keeps, usual in [*((row.name, row.keeps, row.usual_lr) for row in rules.table()), foreign]:
+        table.add_row(name, f"{state_bytes(name):.3g}", f"{usual[0]:g}" if usual else "", keeps)
+    out.print("Bytes of optimizer states per parameter (measured on a 1024 x 1024 bfloat16 matrix), and usual learning "
+              "rates for fine-tuning, whose origin `lowmem rules NAME` says\n", soft_wrap=True)  # fmt: skip
     out.print(table)
     out.print("\nBytes per element of a bfloat16 weight, by rounding, and of an elementwise state, by state_storage\n")
     table = _table("storage", "weight", "state", numbers=["weight", "state"])
@@ -294,8 +298,13 @@ def show_rules(arguments: argparse.Namespace) -> None:
     out.print("\n`lowmem rules NAME` shows the options of a rule. Any torch.optim.Optimizer is one by its import path.")
 
 
-def _show_rule(name: str) -> None:
+def _show_rule(name: str, model: Path | None) -> None:
     rule = rules.resolve(name)
+    weights: Iterable[Tensor] = ()
+    if model is not None:
+        from lowmem.hf.weights import saved_weights
+
+        weights = saved_weights(model)
     known = next((row for row in rules.table() if row.name == rule.name), None)
     if known is not None:
         print_topics({"rule": known.name, "source": known.source, "equals": known.exactness, "keeps": known.keeps})
@@ -303,6 +312,7 @@ def _show_rule(name: str) -> None:
     out.print(f"{state_bytes(name):.3g} bytes of states per parameter. Options, as keys of the section optimizer:")
     for option, default in rule.defaults.items():
         out.print(f"  {option}: {json.dumps(default, default=str)}", soft_wrap=True)
+    out.print(f"Learning rate: {rule.rates(weights)}.", soft_wrap=True)
 
 
 def _quiet() -> None:

@@ -69,7 +69,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         model: nn.Module | None = None,
         **options: Any,
     ) -> None:
-        self.config = FusedConfig.of(rule, options)
+        self.config = FusedConfig(rule, **options)
         self._model = model
         self._rules: list[UpdateRule] = []  # of the groups, in their order
         self._added: list[tuple[dict[str, Any], dict[str, Any], int]] = []
@@ -123,12 +123,11 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @classmethod
     def from_config(
-        cls, params: Iterable[Any], config: FusedConfig, model: nn.Module | None = None, **hyper: Any
+        cls, params: Iterable[Any], config: FusedConfig, model: nn.Module | None = None
     ) -> "FusedOptimizer":
-        """An optimizer with the options of `config`; `hyper` gives way to the hyperparameters that `config` sets."""
+        """An optimizer with the options of `config`, of rule "adalomo" where it names none."""
         options = {option.name: getattr(config, option.name) for option in fields(config)}
-        own = {name: options.pop(name) for name in ("rule", "lr", "hyper")}
-        return cls(params, own["rule"], model=model, **options, **{**hyper, **config.given})
+        return cls(params, model=model, **{**options, "rule": config.rule or "adalomo"})
 
     # -- parameters ------------------------------------------------------------------------------------------------
 

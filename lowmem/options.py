@@ -55,17 +55,19 @@ class DynamicScale:
                 raise ConfigError(f"loss_scale.{name}={value!r} is not {allowed}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class FusedConfig:
-    """The options of a `FusedOptimizer`, except for the parameters.
+    """The options of a `FusedOptimizer`, except for the parameters, as keyword arguments. Others are hyperparameters of
+    the rule: `FusedConfig(rule="adamw", weight_decay=0.1)`.
 
     Gradients are unscaled, clamped by `clip_value`, then clipped by `clip_norm`, as by `scaler.unscale_`,
     `clip_grad_value_` and `clip_grad_norm_` in this order. (AdaLomo measures before it clamps, as its source does.)
 
     Attributes:
-        rule: a name (`lowmem.rules.table()`), an `UpdateRule`, a `torch.optim.Optimizer` class, or its import path.
-        lr: learning rate; the rule's own default if None.
-        hyper: other hyperparameters of the rule.
+        rule: a name (`lowmem.rules.table()`), an `UpdateRule`, a `torch.optim.Optimizer` class, or its import path. If
+            None, a trainer uses the optimizer that its arguments name, which is AdamW by default, and a loop "adalomo".
+        lr: learning rate; if None that of the trainer's arguments, in a loop the rule's own default.
+        hyper: the other hyperparameters of the rule, by name.
         groups: parameter groups by name, where parameters come with names: each is a dict with a regular expression
             under "match", and options of its own: "rule", and hyperparameters of that rule. A parameter belongs to the
             first group whose expression is found in its name, else to the default group. What a group with a rule of
@@ -94,8 +96,9 @@ class FusedConfig:
             the "gradient" (2 for bfloat16, rounded at every micro-batch, as `.grad` is). A step of one micro-batch
             stores its gradient as it is.
         rounding: how a float32 result is stored in a bfloat16 or float16 weight: "nearest", "stochastic", "compensated"
-            (adds 2 bytes per parameter), "master" (a float32 copy, adds 4 bytes), or a registered storage. float32
-            weights hold every result exactly. A param group may have its own.
+            (adds 2 bytes per parameter), "master" (a float32 copy, adds 4 bytes), or a registered storage. "auto" is
+            the rule's own, mostly "stochastic"; for classes of `torch.optim` and other packages it is "nearest", as
+            without lowmem. float32 weights hold every result exactly. A param group may have its own.
         state_storage: how elementwise optimizer states are stored: "float32", "bfloat16" or "float16" (both rounded
             stochastically), or a registered storage. A param group may have its own.
         placement: "local"; "replicated": every rank of a process group has all parameters, which are broadcast from
@@ -112,7 +115,7 @@ class FusedConfig:
         UnsupportedError: a rule that cannot run fused.
     """
 
-    rule: str | UpdateRule | type = "adalomo"
+    rule: str | UpdateRule | type | None = None
     lr: float | None = None
     hyper: dict[str, Any] = field(default_factory=dict)
     groups: tuple[dict[str, Any], ...] = ()
@@ -126,7 +129,7 @@ class FusedConfig:
     store: Store | None = None
     store_dir: str | None = None
     accumulation_dtype: Literal["float32", "gradient"] = "float32"
-    rounding: str = "nearest"
+    rounding: str = "auto"
     state_storage: str = "float32"
     placement: placements.Choice = "auto"
     compile: bool | Literal["auto"] = "auto"
@@ -134,7 +137,11 @@ class FusedConfig:
     batching: bool = True
     log_norms: bool = False
 
-    def __post_init__(self) -> None:
+    def __init__(self, rule: str | UpdateRule | type | None = None, **options: Any) -> None:
+        names = {option.name for option in fields(self)}
+        hyper = {**options.pop("hyper", {}), **{name: options.pop(name) for name in options.keys() - names}}
+        for name, value in {"rule": rule, "hyper": hyper, **options}.items():
+            object.__setattr__(self, name, value)
         self._check_choices()
         self._check_policy()
         for option in ("clip_norm", "clip_value"):
@@ -150,7 +157,7 @@ class FusedConfig:
             raise ConfigError(
                 f"max_nonfinite_steps={self.max_nonfinite_steps!r} is neither a whole number >= 1 nor None (never stop)"
             )
-        self.complete({})
+        self.complete({"rule": "lomo"} if self.rule is None else {})  # without a rule it is known later
         for n, group in enumerate(self.groups):
             self._check_group(group, f"groups[{n}]: ")
 
@@ -158,13 +165,6 @@ class FusedConfig:
     def given(self) -> dict[str, Any]:
         """The hyperparameters that are set, `lr` among them."""
         return {**({} if self.lr is None else {"lr": self.lr}), **self.hyper}
-
-    @classmethod
-    def of(cls, rule: str | UpdateRule | type, options: Mapping[str, Any]) -> "FusedConfig":
-        """The options of `FusedOptimizer`'s arguments: what is not an option is a hyperparameter of the rule."""
-        names = {option.name for option in fields(cls)} - {"hyper"}
-        hyper = {name: value for name, value in options.items() if name not in names}
-        return cls(rule=rule, **{name: options[name] for name in options.keys() & names}, hyper=hyper)
 
     def param_groups(self, params: Iterable[Any]) -> list[dict[str, Any]]:
         """(name, parameter) pairs in groups as `torch.optim` takes them: the default group first, then `groups`.
@@ -197,22 +197,23 @@ class FusedConfig:
         Raises:
             ConfigError: an option that does not exist, or that is out of range.
         """
-        default = rules.resolve(self.rule)
-        rule = rules.resolve(group["rule"]) if "rule" in group else default
-        shared = self.given if rule.name == default.name else {}
+        rule = rules.resolve(group.get("rule", self.rule))
+        own = "rule" in group and (self.rule is None or rule.name != rules.resolve(self.rule).name)
+        shared = {} if own else self.given
         engine = {"rounding": self.rounding, "state_storage": self.state_storage}
         complete = {**rule.defaults, **shared, **engine, **group, "rule": rule.name}
+        known = [*rule.defaults, *(option.name for option in fields(self))]
         for key in () if rule.open_ended else complete:
             if key not in rule.defaults and key not in GROUP_KEYS:
                 raise ConfigError(
-                    f"{place}rule {rule.name!r} has no hyperparameter {key!r}.{did_you_mean(key, rule.defaults)} "
+                    f"{place}rule {rule.name!r} has no hyperparameter {key!r}.{did_you_mean(key, known)} "
                     f"It has {', '.join(rule.defaults)}."
                 )
         try:
             rule.check(complete)
         except ConfigError as error:
             raise ConfigError(f"{place}{error}") from None
-        storage.check(f"{place}rounding", complete["rounding"], storage.roundings())
+        storage.check(f"{place}rounding", complete["rounding"], ["auto", *storage.roundings()])
         storage.check(f"{place}state_storage", complete["state_storage"], storage.state_storages())
         return rule, complete
 
@@ -261,7 +262,8 @@ class FusedConfig:
             re.compile(group["match"])
         except re.error as error:
             raise ConfigError(f"{place}match={group['match']!r} is not a regular expression: {error}") from None
-        self.complete(_without_match(group), place)
+        if self.rule is not None or "rule" in group:
+            self.complete(_without_match(group), place)
 
 
 def _without_match(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -38,11 +38,13 @@ from lowmem.optimizer import FusedOptimizer
 from lowmem.options import FusedConfig
 from lowmem.placements import failures, find
 from lowmem.rules import resolve
+from lowmem.step.updates import weights_in_words
 
 if TYPE_CHECKING:
     from trl import SFTTrainer
 
     class _Base(Trainer):
+        args: Any
         optimizer: Any
 else:
     _Base = object
@@ -52,6 +54,9 @@ logger = logging.getLogger(__name__)
 # The optimizer of the trainer that trains a model.
 _OPTIMIZERS: "WeakKeyDictionary[nn.Module, ReferenceType[FusedOptimizer]]" = WeakKeyDictionary()
 
+# Methods of trainers that choose an optimizer, and that are never called here.
+_UNUSED = ("create_optimizer_and_scheduler", "get_optimizer_cls_and_kwargs")
+
 # Prefix of the metrics keys of `log_norms`; the name of the parameter follows.
 PARAM_NORM = "grad_norm/"
 
@@ -60,20 +65,36 @@ class FusedTrainerMixin(_Base):
     """Mixin for subclasses of `Trainer`, listed before them: parameters are updated in backward by the rule of `fused`.
 
     Learning rate, weight decay, schedule, evaluation, logging, callbacks, saving and resuming are arguments of the
-    trainer and mean what they mean there. Norms and biases do not decay. A group of `FusedConfig.groups` that names
-    another rule uses that rule's defaults for the learning rate and weight decay that it does not give.
+    trainer and mean what they mean there. With another rule than AdamW, the learning rate has to be set. Norms and
+    biases do not decay, unless a group of `FusedConfig.groups` gives the weight decay. A group that names another rule
+    uses that rule's defaults for the learning rate and weight decay that it does not give.
 
     Args:
-        fused: options of the fused optimizer. If None, the rule is that of the argument `optim`, or AdaLomo where
-            `optim` has its default value. Alternatively pass a `FusedOptimizer` in the trainer's `optimizers`.
+        fused: options of the fused optimizer. Without a rule in it, the optimizer is the one that the arguments name,
+            which is AdamW by default. Alternatively pass a `FusedOptimizer` in the trainer's `optimizers`.
         layers: what of gradients and activations exists as a whole; None has the defaults of `LayersConfig`.
 
     Raises:
-        ConfigError: an argument contradicts `fused`, or names what the rule does not have.
+        ConfigError: an argument contradicts `fused`, names what the rule does not have, or is the default learning
+            rate, which is chosen for AdamW. A class has a method for its optimizer that would be ignored.
+        TypeError: a class lists the mixin after a trainer.
         UnsupportedError: an argument cannot give the same result as ordinary training.
     """
 
     _label_smoothing = 0.0  # of the loss of `lowmem.layers.head`
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        mixin = cls.__mro__.index(FusedTrainerMixin)
+        for place, base in enumerate(cls.__mro__):
+            if place < mixin and issubclass(base, Trainer) and not issubclass(base, FusedTrainerMixin):
+                raise TypeError(f"list the mixin first: class {cls.__name__}(FusedTrainerMixin, {base.__name__})")
+            methods = _UNUSED if place <= mixin else (*_UNUSED, "create_optimizer")
+            for name in () if base in Trainer.__mro__ else vars(base).keys() & {*methods}:
+                raise ConfigError(
+                    f"{base.__name__}.{name} would have no effect on a fused trainer. Name the optimizer in "
+                    "fused=FusedConfig(rule=..., groups=...), or pass a FusedOptimizer in optimizers=(opt, None)"
+                )
 
     def __init__(
         self, *args: Any, fused: FusedConfig | None = None, layers: LayersConfig | None = None, **kwargs: Any
@@ -99,6 +120,9 @@ class FusedTrainerMixin(_Base):
             arguments.check_alone(self.args, fused)
         arguments.check_windows(self.args, self.train_dataset)
         self.fused = self._options()
+        if self.optimizer is None:
+            rate = optim.learning_rate(self.args, self.fused, self.model)
+            self.args = self.args if rate == self.args.learning_rate else _changed(self.args, learning_rate=rate)
         model_layers.check(self.args, self.layers)
         model_layers.change(self.model, self.layers)
 
@@ -203,10 +227,11 @@ class FusedTrainerMixin(_Base):
             self.fused = self._options()  # a hyperparameter search has set other arguments
             if model in _OPTIMIZERS and (other := _OPTIMIZERS[model]()) is not None:
                 other.remove()  # that of an earlier trainer
-            groups, config = self._param_groups(model), replace(self.fused, groups=())
+            groups = self._param_groups(model)
+            config = replace(self.fused, groups=(), lr=self.args.learning_rate)
             if find(config.placement, (pair for group in groups for pair in group["params"])).name == "replicated":
                 config = replace(config, placement="replicated")  # rank 0's weights, as DistributedDataParallel does
-            self.optimizer = FusedOptimizer.from_config(groups, config, model=model, lr=self.args.learning_rate)
+            self.optimizer = FusedOptimizer.from_config(groups, config, model=model)
         arguments.check_optimizer(self.optimizer, self.args)
         opt = self.optimizer
         if opt._hooks.removed:
@@ -226,7 +251,11 @@ class FusedTrainerMixin(_Base):
         if opt.policy == "two_pass":
             arguments.check_replay(self.args)
         names = ", ".join(dict.fromkeys(group["rule"] for group in opt.param_groups))
-        logger.info("fused optimizer: %s, policy %s (%s)", names, opt.policy, opt.policy_reason)
+        held = weights_in_words(opt._records.values())
+        logger.info("fused optimizer: %s, weights in %s, policy %s (%s)", names, held, opt.policy, opt.policy_reason)
+        if opt.config.clip_norm and opt.policy != "immediate" and self.args.gradient_accumulation_steps == 1:
+            cost = {"two_pass": "a second backward"}.get(opt.policy, "offloading all gradients")
+            logger.info("max_grad_norm=%g costs %s in each step, and 0 costs nothing", opt.config.clip_norm, cost)
         if self.layers.computed_gradients and (reason := head.why_dense(self)) is not None:
             logger.info("a gradient of the output head exists as a whole: %s", reason)
         # Accelerate 1.15 (accelerator.py, prepare_optimizer and optimizer_step_was_skipped) wraps an optimizer without
@@ -244,12 +273,12 @@ class FusedTrainerMixin(_Base):
         for group in self.fused.param_groups(named):
             rule = resolve(group["rule"]) if "rule" in group else default
             arguments.check_group(rule, default, group)
-            if rule.decay not in rule.defaults:
+            if rule.decay not in rule.defaults or rule.decay in group:
                 groups.append(group)
                 continue
             params, others = group["params"], rule.without_decay()
             amount = self.args.weight_decay if rule.name == default.name else rule.defaults[rule.decay]
-            decay = {rule.decay: group.get(rule.decay, amount) or others[rule.decay]}
+            decay = {rule.decay: amount or others[rule.decay]}
             groups.append({**group, **decay, "params": [pair for pair in params if pair[0] in decayed]})
             groups.append({**group, **others, "params": [pair for pair in params if pair[0] not in decayed]})
         return [group for group in groups if group["params"]]
@@ -431,6 +460,7 @@ class FusedTrainerMixin(_Base):
             ) from error
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        arguments.check_optimizer(self.optimizer, self.args)  # that of a subclass, perhaps
         self._continue_sums()
         super()._run_epoch(*args, **kwargs)
 

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lowmem import cli
 from lowmem.layers import activations
 from lowmem.run import build, report, terminal
+from lowmem.step import updates
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
 
@@ -114,16 +115,19 @@ def test_the_saved_config_repeats_the_run(config, run_dir, capsys):
     assert first == second
 
 
-def test_updates_that_rounding_would_lose_are_warned_about(config, run_dir, capsys):
-    for dtype, rounding, warned in (
-        ("bfloat16", "nearest", True),
-        ("bfloat16", "stochastic", False),
-        ("float32", "nearest", False),
+def test_updates_that_rounding_would_lose_are_warned_about(config, run_dir, capsys, caplog):
+    for dtype, rounding, warned, said in (
+        ("bfloat16", "nearest", True, "bfloat16 (rounding nearest)"),
+        ("bfloat16", "auto", False, "bfloat16 (rounding stochastic)"),
+        ("float32", "nearest", False, "float32 (exact)"),
     ):
+        caplog.clear()
         settings = (f"model.dtype={dtype}", f"optimizer.rounding={rounding}", f"run_dir={run_dir}-{dtype}-{rounding}")
-        code, _, err = lowmem(capsys, "train", config, *settings, "trainer.max_steps=1", "trainer.save_strategy=no")
-        assert code == 0
-        assert ("rounding nearest lose" in err) == warned
+        for command in ("train", "plan"):
+            updates._warn_of_lost_updates.cache_clear()  # it warns once per process
+            code, out, _ = lowmem(capsys, command, config, *settings, "trainer.max_steps=1", "trainer.save_strategy=no")
+            assert code == 0 and f"weights in {said}" in out
+        assert sum("with rounding 'nearest' lose every update" in text for text in caplog.messages) == 2 * warned
 
 
 def test_resuming_continues_from_the_newest_complete_checkpoint(config, run_dir, capsys):
@@ -174,7 +178,7 @@ def test_rules_prints_what_is_measured(capsys):
     assert code == 0
     table = out.partition("import path")[0]
     rows = {line.split()[0]: line.split()[1:3] for line in table.splitlines() if line}
-    assert rows["lomo"] == ["0", "nothing"]
+    assert rows["lomo"] == ["0", "0.03"]
     assert rows["adamw"][0] == "8"
     assert rows["torch.optim.AdamW"][0] == "4"
     assert rows["compensated"] == ["4"] and rows["bfloat16"] == ["2"]  # a weight, a state

@@ -6,6 +6,7 @@ import functools
 import io
 import math
 import operator
+import pickle
 
 import pytest
 import torch
@@ -140,7 +141,7 @@ def test_ways_to_train_are_one(how, tiny_llama, token_batches):
 @pytest.mark.parametrize("rule", ["lomo", "adalomo", "torch.optim.AdamW"])
 def test_parameters_of_all_shapes(rule, dtype, give_gradients):
     params = {str(n): torch.nn.Parameter(torch.ones([2, 3, 4, 5][:n], dtype=dtype)) for n in range(5)}
-    opt = lowmem.FusedOptimizer(params.items(), rule=rule, lr=0.1)
+    opt = lowmem.FusedOptimizer(params.items(), rule=rule, lr=0.1, rounding="nearest")
     for _ in range(2):
         give_gradients(opt, *[(param, torch.ones_like(param)) for param in params.values()])
     for param in params.values():
@@ -266,12 +267,29 @@ def test_parameter_without_elements(give_gradients):
 
 
 def test_config_builds():
-    config = lowmem.FusedConfig(rule="lomo", clip_value=0.5, rounding="stochastic", seed=7, hyper={"weight_decay": 0.3})
+    config = lowmem.FusedConfig(rule="lomo", clip_value=0.5, rounding="stochastic", seed=7, weight_decay=0.3)
     params = [torch.nn.Parameter(torch.zeros(2))]
-    opt = lowmem.FusedOptimizer.from_config(params, config, lr=0.2, weight_decay=0.1)
-    assert opt.config == dataclasses.replace(config, lr=0.2)
+    config = dataclasses.replace(config, lr=0.2)
+    opt = lowmem.FusedOptimizer.from_config(params, config)
+    assert opt.config == config
     assert (opt._clipping.value, opt.param_groups[0]["rounding"], opt._updates.seed) == (0.5, "stochastic", 7)
     assert (opt.param_groups[0]["lr"], opt.param_groups[0]["weight_decay"]) == (0.2, 0.3)
+
+
+def test_hyperparameters_stand_next_to_options():
+    """As in FusedOptimizer(...); without a rule, a loop gets AdaLomo."""
+    config = lowmem.FusedConfig(rule="adamw", weight_decay=0.1, seed=3)
+    assert config == lowmem.FusedConfig("adamw", hyper={"weight_decay": 0.1}, seed=3)
+    assert dataclasses.replace(config, betas=(0.8, 0.9)).hyper == {"weight_decay": 0.1, "betas": (0.8, 0.9)}
+    assert pickle.loads(pickle.dumps(config)) == config
+    for typed, meant in (("wieght_decay", "weight_decay"), ("roundin", "rounding"), ("clip_nrom", "clip_norm")):
+        with pytest.raises(ConfigError, match=f"has no hyperparameter '{typed}'. Did you mean '{meant}'"):
+            lowmem.FusedConfig(rule="adamw", **{typed: 0.1})
+    params = [torch.nn.Parameter(torch.zeros(2))]
+    opt = lowmem.FusedOptimizer.from_config(params, lowmem.FusedConfig(clip_threshold=2.0))
+    assert (opt.config.rule, opt.param_groups[0]["clip_threshold"]) == ("adalomo", 2.0)
+    with pytest.raises(ConfigError, match="rule 'adalomo' has no hyperparameter 'betas'"):
+        lowmem.FusedOptimizer.from_config(params, lowmem.FusedConfig(betas=(0.9, 0.99)))
 
 
 # -- what a step reports -----------------------------------------------------------------------------------------------
@@ -401,6 +419,7 @@ def optimizer_of(shapes, **options):
     [
         ({"rule": "lomo"}, {"rule": "adalomo"}, "rule 'lomo', this one 'adalomo'"),
         ({"rounding": "compensated"}, {"rounding": "nearest"}, "rounding 'compensated', this one 'nearest'"),
+        ({}, {"rounding": "nearest"}, "rounding 'auto', this one 'nearest'"),
         ({"shapes": {"a": 3, "c": 2}}, {}, r"differ in \['b', 'c'\]"),
         ({"shapes": {"a": 3}}, {}, r"1 parameters, this one 1 group\(s\)|of 1 parameters, this one 1 of 2"),
         ({"shapes": {"b": 2, "a": 3}}, {}, "in another order"),

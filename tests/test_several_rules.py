@@ -136,7 +136,7 @@ def test_what_a_group_does_not_set_is_its_own_rules_default():
     groups = [{"params": matrices}, {"params": vectors, "rule": "lion", "rounding": "stochastic"}]
     opt = lowmem.FusedOptimizer(groups, rule="adamw", lr=0.5, betas=(0.8, 0.9))
     first, second = opt.param_groups
-    assert (first["rule"], first["lr"], first["betas"], first["rounding"]) == ("adamw", 0.5, (0.8, 0.9), "nearest")
+    assert (first["rule"], first["lr"], first["betas"], first["rounding"]) == ("adamw", 0.5, (0.8, 0.9), "auto")
     lion = lowmem.rules.Lion.defaults
     assert (second["rule"], second["lr"], second["betas"]) == ("lion", lion["lr"], lion["betas"])
     assert second["rounding"] == "stochastic" and "eps" not in second

@@ -28,7 +28,7 @@ def test_fused_training_is_the_trainers_own_to_the_last_bit(make):
     ordinary = make(Trainer, lr_scheduler_type="cosine", warmup_steps=2, weight_decay=0.1)
     ordinary.train()
     fused = make(
-        fused=lowmem.FusedConfig(rule="torch.optim.AdamW", hyper={"foreach": False}),
+        fused=lowmem.FusedConfig(rule="torch.optim.AdamW", foreach=False),
         lr_scheduler_type="cosine",
         warmup_steps=2,
         weight_decay=0.1,
@@ -61,7 +61,7 @@ def test_clipping_and_accumulation_are_the_trainers_own_to_the_last_bit(
     }
     ordinary = make(Trainer, **arguments)
     ordinary.train()
-    fused = make(fused=lowmem.FusedConfig(rule="torch.optim.AdamW", hyper={"foreach": False}), **arguments)
+    fused = make(fused=lowmem.FusedConfig(rule="torch.optim.AdamW", foreach=False), **arguments)
     fused.train()
     assert fused.optimizer.policy == policy
     assert all(torch.equal(a, b) for a, b in zip(weights(ordinary), weights(fused), strict=True))
@@ -164,14 +164,15 @@ EXPECTED = {  # rule, lr and weight decay of some parameters
     "lm_head.weight": ("lans", rules.resolve("lans").defaults["lr"], {"wd": rules.resolve("lans").defaults["wd"]}),
     "model.layers.0.mlp.up_proj.weight": ("adalomo", 0.5, {"weight_decay": 0.3}),
     "model.layers.1.self_attn.q_proj.weight": ("adamw", 0.25, {"weight_decay": 0.125}),
-    "model.layers.1.input_layernorm.weight": ("adamw", 0.25, {"weight_decay": 0.0}),
+    "model.layers.1.input_layernorm.weight": ("adamw", 0.25, {"weight_decay": 0.125}),  # its group says so
     "model.norm.weight": ("adalomo", 1e-2, {"weight_decay": 0.0}),
 }
 
 
 def test_groups_of_rules_are_split_by_decay(make):
     """A group that names another rule takes that rule's defaults; the other groups take the trainer's arguments."""
-    trainer = make(fused=lowmem.FusedConfig(groups=GROUPS), weight_decay=0.3, lr_scheduler_type="linear", max_steps=2)
+    fused = lowmem.FusedConfig(rule="adalomo", groups=GROUPS)
+    trainer = make(fused=fused, weight_decay=0.3, lr_scheduler_type="linear", max_steps=2)
     group_of = groups_by_name(trainer)
     for name, (rule, lr, decay) in EXPECTED.items():
         group = group_of[name]
@@ -184,7 +185,8 @@ def test_groups_of_rules_are_split_by_decay(make):
 
 
 def test_a_group_of_the_default_rule_takes_the_arguments(make):
-    fused = lowmem.FusedConfig(groups=({"match": "mlp", "rule": "adalomo", "eps": (1e-30, 1e-2)},))
+    groups = ({"match": "mlp", "rule": "adalomo", "eps": (1e-30, 1e-2)},)
+    fused = lowmem.FusedConfig(rule="adalomo", groups=groups)
     group = groups_by_name(make(fused=fused, weight_decay=0.3))["model.layers.0.mlp.up_proj.weight"]
     assert (group["lr"], group["weight_decay"], group["eps"]) == (1e-2, 0.3, (1e-30, 1e-2))
 
@@ -321,7 +323,8 @@ def test_a_fused_optimizer_may_be_passed(make, tiny_llama):
 
 
 def test_bfloat16_weights_and_autocast_train(make, tiny_llama):
-    for trainer in (make(model=tiny_llama(torch.bfloat16)), make(bf16=True, use_cpu=True)):
+    fused = lowmem.FusedConfig(rule="adalomo")
+    for trainer in (make(model=tiny_llama(torch.bfloat16), fused=fused), make(bf16=True, use_cpu=True, fused=fused)):
         trainer.train()
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         assert losses[-1] < losses[0]
@@ -358,7 +361,7 @@ def test_what_cannot_be_exact_raises_before_the_first_step(make, arguments, erro
 
 CONTRADICTIONS = {
     "lr": ({"lr": 1.0}, r"FusedConfig\.lr=1\.0 contradicts learning_rate=0\.01"),
-    "weight decay": ({"hyper": {"weight_decay": 0.1}}, r"hyper\['weight_decay'\]=0\.1 contradicts weight_decay=0\.0"),
+    "weight decay": ({"weight_decay": 0.1}, r"FusedConfig\.weight_decay=0\.1 contradicts weight_decay=0\.0"),
     "clip norm": ({"clip_norm": 2.0}, r"FusedConfig\.clip_norm=2\.0 contradicts max_grad_norm=0\.0"),
 }
 
@@ -370,7 +373,7 @@ def test_options_that_contradict_arguments_are_refused(make, options, message):
 
 
 def test_options_may_repeat_arguments(make):
-    options = lowmem.FusedConfig(lr=1e-2, clip_norm=0.5, hyper={"weight_decay": 0.1})
+    options = lowmem.FusedConfig(lr=1e-2, clip_norm=0.5, weight_decay=0.1)
     optimizer = make(fused=options, max_grad_norm=0.5, weight_decay=0.1).create_optimizer()
     assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(1e-2, 0.1), (1e-2, 0.0)]
 
@@ -440,7 +443,7 @@ def test_the_sft_trainer_trains_as_its_own_does(tiny_llama, tokenizer, tmp_path)
         trainer.train()
         return weights(trainer)
 
-    adamw = lowmem.FusedConfig(rule="torch.optim.AdamW", hyper={"foreach": False})
+    adamw = lowmem.FusedConfig(rule="torch.optim.AdamW", foreach=False)
     ordinary = trained(trl.SFTTrainer, "adamw_torch")
     tensors = lowmem.LayersConfig(computed_gradients=False)
     fused = trained(FusedSFTTrainer, "adamw_torch_fused", fused=adamw, layers=tensors)

@@ -28,8 +28,7 @@ def check_arguments(args: TrainingArguments, fused: FusedConfig) -> None:
     if rule.decay not in rule.defaults and args.weight_decay:
         raise ConfigError(f"weight_decay={args.weight_decay}: rule {rule.name!r} has no weight decay; omit it")
     both = {
-        "learning_rate": ("lr", fused.lr),
-        "weight_decay": (f"hyper[{rule.decay!r}]", fused.hyper.get(rule.decay)),
+        "weight_decay": (rule.decay, fused.hyper.get(rule.decay)),
         "max_grad_norm": ("clip_norm", fused.clip_norm),
     }
     for argument, (option, value) in both.items():

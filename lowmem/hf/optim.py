@@ -5,6 +5,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from lowmem.errors import ConfigError, UnsupportedError
@@ -12,6 +13,9 @@ from lowmem.options import FusedConfig
 from lowmem.rules import resolve
 
 _ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
+
+# Names of the rule that the default learning rates of trainers are chosen for.
+_ADAMW = ("adamw", f"{torch.optim.AdamW.__module__}.AdamW")
 
 # Optimizers that Hugging Face gives the whole model. Their rules are in this package.
 _OURS = ("lomo", "adalomo")
@@ -29,50 +33,67 @@ def changed(args: TrainingArguments) -> dict[str, Any]:
 
 
 def choose(args: TrainingArguments, fused: FusedConfig | None) -> FusedConfig:
-    """`fused` with what the arguments name; `FusedConfig()` if neither names a rule.
+    """`fused` with the hyperparameters that the arguments name, and with their optimizer where it names no rule.
 
     Raises:
         ConfigError: an argument contradicts `fused`, or names nothing that the rule has.
         UnsupportedError: the optimizer cannot run fused.
     """
-    settings = changed(args)
+    settings, fused = changed(args), fused or FusedConfig()
     if "optim_target_modules" in settings:
         raise UnsupportedError(
             f"optim_target_modules={settings['optim_target_modules']!r} is of optimizers that project the gradients of "
             "some modules, which do not run fused; omit it, and set FusedConfig.groups for several rules"
         )
-    options = (fused or FusedConfig()) if "optim" not in settings else _with_optim(args, fused, settings)
-    if "optim" not in settings and "optim_args" in settings:
+    optim, optim_args = getattr(args.optim, "value", args.optim), settings.get("optim_args", "")
+    named = "optim" in settings or fused.rule is None
+    rule, same, hyper = _named(args, optim) if named else (fused.rule, set(), {})
+    chosen = resolve(fused.rule or rule)
+    if named and chosen.name not in same:
         raise ConfigError(
-            f"optim_args={settings['optim_args']!r} has no effect without optim; set optim, or give hyperparameters in "
-            "fused=FusedConfig(rule=..., hyper={...})"
+            f"optim={optim!r} contradicts FusedConfig.rule={chosen.name!r}; omit optim, or set rule={rule!r}"
         )
-    return replace(options, hyper=_with_adam(options, settings))
-
-
-def _with_optim(args: TrainingArguments, fused: FusedConfig | None, settings: Mapping[str, Any]) -> FusedConfig:
-    """The options of the optimizer that `optim` names, as Hugging Face would construct it."""
-    optim, optim_args = settings["optim"], settings.get("optim_args", "")
-    rule, same, hyper = _named(args, optim)
-    arguments = {part.partition("=")[0].strip() for part in optim_args.split(",") if part.strip()}
-    for name in arguments - hyper.keys():
-        raise ConfigError(f"optim_args={optim_args!r}: optim={optim!r} takes no {name!r}")
-    for name in settings.keys() & {*_ADAM}:
-        if _place(name, hyper) is None:
-            raise ConfigError(f"{name}={settings[name]!r} has no effect with optim={optim!r}; omit it")
-    if fused is None:
-        return FusedConfig(rule=rule, hyper=hyper)
-    chosen = resolve(fused.rule).name
-    if chosen not in same:
-        raise ConfigError(
-            f"optim={optim!r} contradicts FusedConfig.rule={chosen!r}; omit optim, or set rule={rule!r} in FusedConfig"
-        )
-    for name in arguments & fused.hyper.keys():
-        if fused.hyper[name] != hyper[name]:
+    merged = {**hyper, **fused.hyper}
+    for name in (part.partition("=")[0].strip() for part in optim_args.split(",") if part.strip()):
+        if name not in hyper:
+            raise ConfigError(f"optim_args={optim_args!r}: {optim!r} takes no {name!r}, or FusedConfig.rule is used")
+        if merged[name] != hyper[name]:
+            raise ConfigError(f"FusedConfig({name}={merged[name]!r}) contradicts optim_args={optim_args!r}; omit one")
+    for argument in settings.keys() & {*_ADAM}:
+        value, place = settings[argument], _place(argument, hyper if named else {**chosen.defaults, **merged})
+        if place is None:
             raise ConfigError(
-                f"FusedConfig.hyper[{name!r}]={fused.hyper[name]!r} contradicts optim_args={optim_args!r}; omit one"
+                f"{argument}={value!r} has no effect with {chosen.name!r}; omit it, or use another optimizer"
             )
-    return replace(fused, hyper={**hyper, **fused.hyper})
+        name, index = place
+        present = fused.hyper.get(name)
+        if present is not None and (present if index is None else present[index]) != value:
+            raise ConfigError(f"FusedConfig({name}={present!r}) contradicts {argument}={value!r}; omit one")
+        pair = merged.get(name, chosen.defaults[name])
+        merged[name] = value if index is None else (*pair[:index], value, *pair[index + 1 :])
+    return replace(fused, rule=fused.rule or rule, hyper=merged)
+
+
+def learning_rate(args: TrainingArguments, fused: FusedConfig, model: nn.Module) -> float:
+    """The learning rate of a trainer: `learning_rate`, or `FusedConfig.lr` where that has its default value.
+
+    Raises:
+        ConfigError: both are set and differ, or it is left at a default that is chosen for another rule.
+    """
+    rule, rate = resolve(fused.rule), args.learning_rate
+    default = next(option.default for option in fields(type(args)) if option.name == "learning_rate")
+    left_alone = rate == default and rule.name not in _ADAMW
+    if not left_alone and fused.lr not in (None, rate):
+        raise ConfigError(
+            f"FusedConfig.lr={fused.lr!r} contradicts learning_rate={rate!r}; in a trainer set learning_rate"
+        )
+    if left_alone and fused.lr is None and rule.usual_lr:
+        raise ConfigError(
+            f"learning_rate={rate:g} is the default of {type(args).__name__}, chosen for AdamW, and the rule is "
+            f"{rule.name!r}: {rule.rates(model.parameters(), rate)}. Set learning_rate, or keep it with "
+            f"fused=FusedConfig(lr={rate:g}, ...)"
+        )
+    return rate if fused.lr is None else fused.lr
 
 
 def _named(args: TrainingArguments, optim: str) -> tuple[str, set[str], dict[str, Any]]:
@@ -86,36 +107,12 @@ def _named(args: TrainingArguments, optim: str) -> tuple[str, set[str], dict[str
     if hyper.get("optim_bits") == 8:
         raise UnsupportedError(
             f"optim={optim!r}: Hugging Face keeps the states of embeddings in 32 bits, which it tells bitsandbytes by "
-            "the names of modules, and a fused update sees none. Set fused=FusedConfig(rule=..., hyper={...}) with the "
+            "the names of modules, and a fused update sees none. Set fused=FusedConfig(rule=...) with the "
             "class, which then has 8 bits for every large parameter"
         )
     path = f"{cls.__module__}.{cls.__qualname__}"
     hyper = {name: value for name, value in hyper.items() if name not in ("lr", "fused")}
     return ("adamw", {"adamw", path}, hyper) if cls is torch.optim.AdamW else (path, {path}, hyper)
-
-
-def _with_adam(options: FusedConfig, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyperparameters of `options` with `adam_beta1`, `adam_beta2` and `adam_epsilon` where they are set."""
-    rule, hyper = resolve(options.rule), dict(options.hyper)
-    for argument in settings.keys() & {*_ADAM}:
-        value = settings[argument]
-        place = _place(argument, {**rule.defaults, **hyper})
-        if place is None:
-            raise ConfigError(
-                f"{argument}={value!r}: rule {rule.name!r} has no such hyperparameter; omit it, or set another rule, "
-                "such as fused=FusedConfig(rule='adamw')"
-            )
-        name, index = place
-        present = options.hyper.get(name)
-        if present is not None and (present if index is None else present[index]) != value:
-            raise ConfigError(f"FusedConfig.hyper[{name!r}]={present!r} contradicts {argument}={value!r}; omit one")
-        if index is None:
-            hyper[name] = value
-        else:
-            pair = list(hyper.get(name, rule.defaults[name]))
-            pair[index] = value
-            hyper[name] = tuple(pair)
-    return hyper
 
 
 def _place(argument: str, hyper: Mapping[str, Any]) -> tuple[str, int | None] | None:

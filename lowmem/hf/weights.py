@@ -115,6 +115,14 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(set(names.values()))]
 
 
+def saved_weights(folder: Path) -> Iterator[Tensor]:
+    """The weights of a directory, read one at a time."""
+    for path in weight_files(folder):
+        check_safetensors(path)
+        with safe_open(path, framework="pt") as file:
+            yield from map(file.get_tensor, file.keys())
+
+
 @dataclass(frozen=True)
 class _Group:
     """Weights of the model and the tensors in files that a conversion makes of them, on `meta`, by name."""

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -50,9 +51,10 @@ class RuleInfo:
     exactness: str
     defaults: dict[str, object]
     source: str
+    usual_lr: tuple[Any, ...]
 
 
-def resolve(rule: str | UpdateRule | type) -> UpdateRule:
+def resolve(rule: str | UpdateRule | type | None) -> UpdateRule:
     """A rule from its name, an instance or class of `UpdateRule`, a `torch.optim.Optimizer` class or its import path.
 
     Raises:
@@ -94,5 +96,5 @@ def table() -> list[RuleInfo]:
             dtype = torch.bfloat16 if state.dtype == "weight" else state.dtype or torch.float32
             nbytes += math.prod(spec.view.state_shape(state.extent, shape) + state.extra) * dtype.itemsize
         size = nbytes / math.prod(shape)
-        rows.append(RuleInfo(name, size, rule.keeps, rule.exactness, dict(rule.defaults), rule.source))
+        rows.append(RuleInfo(name, size, rule.keeps, rule.exactness, dict(rule.defaults), rule.source, rule.usual_lr))
     return rows

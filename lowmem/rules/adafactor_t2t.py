@@ -42,7 +42,7 @@ class AdafactorT2T(UpdateRule):
     β₂: with `decay_type` "pow" 1 - t^-memory_exponent, with "adam" β(1-β^(t-1))/(1-β^t) for β = `beta2`, or the number
     `decay_rate`, t counting steps from 1. Without `lr` it is min(1/√t, 0.01), times 0.05 if steps are not relative.
 
-    bfloat16 weights, with rounding "nearest", are rounded as the source does: away from zero where the part of the
+    bfloat16 weights, with rounding "auto", are rounded as the source does: away from zero where the part of the
     spacing that would be cut off is larger than a noise that is the same for all and runs evenly through [0, 1) with
     the golden ratio. `simulated_quantize_bits` rounds rows of float32 weights (last dimension, more than one element)
     down to multiples of their largest magnitude over 2^(bits-1) - 1, after adding that noise in multiples.
@@ -58,6 +58,8 @@ class AdafactorT2T(UpdateRule):
     source = "Shazeer and Stern 2018, arXiv:1804.04235; Tensor2Tensor"
     keeps = "row and column means of g²"
     exactness = "trajectories recorded from its source, weights to 2e-5"
+    usual_lr = (1e-3, "T5, Raffel et al. 2020")
+    relative = True
     sums_squares = True
     defaults, checks = require.hyperparameters(
         lr=(None, require.number(">= 0", optional=True)),
@@ -81,8 +83,8 @@ class AdafactorT2T(UpdateRule):
                 f"is {param.dtype}; simulated_quantize_bits rounds float32 weights. Convert it, or omit that."
             )
 
-    def rounding(self, hyper: Hyper) -> str:
-        return "golden_ratio"
+    def rounding(self, hyper: Hyper, dtype: torch.dtype) -> str:
+        return "golden_ratio" if dtype == torch.bfloat16 else super().rounding(hyper, dtype)
 
     def spec(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> QuantisedSpec:
         ndim = len(shape)

@@ -29,6 +29,7 @@ class AdamW(UpdateRule):
     source = "Loshchilov and Hutter 2019, arXiv:1711.05101"
     keeps = "means of g and g²"
     exactness = "torch.optim.AdamW(foreach=False), bit for bit in float32"
+    usual_lr = (2e-5, "the default of TRL for SFT")
     defaults, checks = require.hyperparameters(
         lr=(1e-3, require.number(">= 0")),
         betas=((0.9, 0.999), require.betas),

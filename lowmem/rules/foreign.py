@@ -238,6 +238,9 @@ class ForeignRule(UpdateRule):
     def is_full(self, state: str) -> bool:
         return state in self._full
 
+    def rounding(self, hyper: Hyper, dtype: torch.dtype) -> str:
+        return "nearest"  # by the class itself, without a float32 copy
+
     def admit(self, param: Tensor, hyper: Hyper) -> None:
         self._construct(param.detach().requires_grad_(), hyper)  # hooks of the class would stay on the parameter itself
 

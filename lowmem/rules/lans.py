@@ -107,6 +107,8 @@ class Lans(UpdateRule):
     source = "Zheng et al. 2020, arXiv:2006.13484"
     keeps = "means of g and g²"
     exactness = "trajectories recorded from its source, weights to 1e-6"
+    usual_lr = (5e-3, "its paper, from random weights")
+    relative = True
     decay = "wd"
     defaults, checks = require.hyperparameters(
         lr=(1e-3, require.number(">= 0")),
@@ -126,8 +128,8 @@ class Lans(UpdateRule):
         variant=("fused", require.one_of("fused", "step")),
     )
 
-    def rounding(self, hyper: Hyper) -> str:
-        return "master" if hyper["multi_precision"] else "nearest"
+    def rounding(self, hyper: Hyper, dtype: torch.dtype) -> str:
+        return "master" if hyper["multi_precision"] else super().rounding(hyper, dtype)
 
     def names(self, hyper: Hyper) -> Iterable[str]:
         return (*(hyper["lr_mult"] or {}), *(hyper["wd_mult"] or {}))

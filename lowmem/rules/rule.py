@@ -1,5 +1,6 @@
 """What a rule is: the mathematics of one optimizer for one parameter."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -89,6 +90,8 @@ class UpdateRule(ABC):
 
     Attributes:
         name, source, keeps, exactness, defaults: for the table of rules.
+        usual_lr: a learning rate for fine-tuning, and where it is from; empty if none is usual.
+        relative: its steps are relative to the size of the weights, with at most `lr` as the ratio.
         checks: of hyperparameters, by name (`lowmem.rules.require`).
         decay: the name of its weight decay, if it has one.
         open_ended: it takes hyperparameters beyond `defaults`.
@@ -106,6 +109,8 @@ class UpdateRule(ABC):
     source: ClassVar[str]
     keeps: ClassVar[str]
     exactness: ClassVar[str] = "not stated"
+    usual_lr: ClassVar[tuple[Any, ...]] = ()
+    relative: ClassVar[bool] = False
     defaults: ClassVar[dict[str, Any]]
     checks: ClassVar[Mapping[str, Check]] = {}
     decay: ClassVar[str] = "weight_decay"
@@ -129,9 +134,20 @@ class UpdateRule(ABC):
     def adopt(self, hyper: Hyper, sharded: bool) -> None:  # noqa: B027 (most rules have nothing to try)
         """Raises `UnsupportedError` if it cannot update a new group of an optimizer, or shards of it if `sharded`."""
 
-    def rounding(self, hyper: Hyper) -> str:
-        """The storage of weights, as in the source of this rule, where `rounding` is "nearest"."""
-        return "nearest"
+    def rounding(self, hyper: Hyper, dtype: torch.dtype) -> str:
+        """The rounding of weights of a 16-bit `dtype` where that of the group is "auto"."""
+        return "stochastic"
+
+    def rates(self, weights: Iterable[Tensor], adamw: float = 2e-5) -> str:
+        """Learning rates for fine-tuning these weights, where AdamW would be given `adamw`, as by TRL; in words."""
+        words = "its usual rate is {:g} ({})".format(*self.usual_lr) if self.usual_lr else "no rate is usual"
+        floats = (w.detach().float() for w in weights if w.is_floating_point())
+        norms = [(float(torch.linalg.vector_norm(w)), w.numel()) for w in floats] if self.relative else []
+        size = math.hypot(*(norm for norm, _ in norms)) / math.sqrt(sum(count for _, count in norms) or 1)
+        if not size:  # the weights are sharded, or there are none
+            return words
+        least, most = 0.6 * adamw / size, adamw / size  # measured with AdaLomo
+        return f"{words}; AdamW's {adamw:g} is about {least:.2g} to {most:.2g} for weights with rms {size:.2g}, as here"
 
     def admit(self, param: Tensor, hyper: Hyper) -> None:
         """Raises `UnsupportedError` for a parameter that this rule cannot update."""

@@ -157,10 +157,9 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     trainer_fields.check_needs(values.get("trainer", {}), lambda name: source.at(("trainer", name)))
     if values["model"].config is not None:
         _check_model(values["model"], source)
-    hyper = values.pop("optimizer")
-    options = {f.name: hyper.pop(f.name) for f in fields(FusedConfig) if f.name in hyper}
+    options = {"rule": "adalomo", **values.pop("optimizer"), "seed": values.get("seed", 0)}
     with located(source.around(("optimizer",))):
-        fused = FusedConfig(**options, hyper=hyper, seed=values.get("seed", 0))
+        fused = FusedConfig(**options)
     with located(source.around(("layers",))):
         layers = LayersConfig(**values.pop("layers", {}))
     return RunConfig(**values, optimizer=fused, layers=layers)
@@ -179,7 +178,7 @@ def _optimizer_types(source: Source) -> Any:
     raw = source.data.get("optimizer")
     if not isinstance(raw, dict):
         return dict[str, Any]
-    rule, groups = raw.get("rule", FusedConfig.rule), []
+    rule, groups = raw.get("rule", "adalomo"), []
     for index, group in enumerate(raw["groups"] if isinstance(raw.get("groups"), list) else ()):
         own = isinstance(group, dict) and "rule" in group
         key = ("optimizer", "groups", index, "rule") if own else ("optimizer", "rule")

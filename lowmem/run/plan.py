@@ -31,6 +31,7 @@ from trl import SFTConfig
 from trl.kernels import chunked_logprob
 
 from lowmem.errors import ConfigError, UnsupportedError
+from lowmem.rules import AdaLomo
 from lowmem.run import build
 from lowmem.run.config import ModelConfig, RunConfig
 from lowmem.run.memory import StepMemory, step_memory
@@ -38,6 +39,7 @@ from lowmem.run.pretrained import load_config, no_code
 from lowmem.run.report import describe
 from lowmem.run.source import reason
 from lowmem.run.tokenizers import SMALLEST_VOCABULARY, train_tokenizer
+from lowmem.step.updates import rounding_of
 
 # The device of fake tensors. A GPU is "meta", so that its tensors differ from those on the host.
 DEVICES = {"gpu": torch.device("meta"), "cpu": torch.device("cpu")}
@@ -125,10 +127,11 @@ def plan(config: RunConfig, device: str) -> RunPlan:
 
 
 def ways(config: RunConfig, device: str) -> list[str]:
-    """Overrides of a configuration that reduce the memory of a step."""
+    """Overrides of a configuration that reduce the memory of a step, and train as well."""
     trainer, optimizer = config.trainer, config.optimizer
-    own_rules = {group["rule"] for group in optimizer.groups if "rule" in group}
-    large_states = {optimizer.rule, *own_rules} - {*_SMALL_STATES}
+    groups = [optimizer.complete({k: v for k, v in group.items() if k != "match"}) for group in ({}, *optimizer.groups)]
+    large_states = {rule.name for rule, _ in groups} - {*_SMALL_STATES}
+    nearest = any(rounding_of(rule, group, torch.bfloat16) == "nearest" for rule, group in groups)
     rows = trainer.get("per_device_train_batch_size", SFTConfig.per_device_train_batch_size)
     on_gpu, recomputed = device == "gpu", trainer.get("activation_checkpointing", True)
     kwargs = trainer.get("activation_checkpointing_kwargs") or {}
@@ -138,10 +141,10 @@ def ways(config: RunConfig, device: str) -> list[str]:
         "trainer.activation_checkpointing=true": not recomputed,
         "layers.computed_gradients=true": not config.layers.computed_gradients,
         "trainer.label_smoothing_factor=0": trainer.get("label_smoothing_factor"),
-        "model.dtype=bfloat16": config.model.dtype == "float32",
+        "model.dtype=bfloat16": config.model.dtype == "float32" and not nearest,
         "optimizer.rounding=stochastic": optimizer.rounding in ("compensated", "master"),
         "optimizer.state_storage=bfloat16": large_states and optimizer.state_storage == "float32",
-        f"optimizer={{rule: adalomo, lr: {optimizer.lr:g}, rounding: {optimizer.rounding}}}": large_states,
+        f"optimizer={{rule: adalomo, lr: {AdaLomo.usual_lr[0]:g}}}": large_states,
         f"trainer.per_device_train_batch_size={rows // 2}": rows > 1,
         "trainer.per_device_train_batch_size=1": rows > 1,
         "trainer.activation_checkpointing_kwargs={offload: true}": on_gpu and recomputed and not (kwargs or to_host),

@@ -25,6 +25,7 @@ from lowmem.run.config import RunConfig
 from lowmem.run.metrics import DOMINANT, METRICS, Record, cut_metrics, json_line, nonfinite
 from lowmem.run.pictures import size
 from lowmem.run.summary import plot_run, write_readme
+from lowmem.step.updates import weights_in_words
 
 # Metrics of an evaluation that describe its duration and are not shown.
 _TIMING = ("runtime", "samples_per_second", "steps_per_second", "num_tokens")
@@ -47,11 +48,12 @@ def describe(config: RunConfig, trainer: Any) -> dict[str, str]:
         sizes[rule] = sizes.get(rule, 0) + sum(math.prod(shape_of(p)) for p in group["params"])
     rules = "; ".join(f"{rule}: {_count(size)}" for rule, size in sizes.items()) if len(sizes) > 1 else "".join(sizes)
     states = "" if config.optimizer.state_storage == "float32" else f", states in {config.optimizer.state_storage}"
+    weights = weights_in_words(optimizer._records.values())
     compiled = ", compiled in the first step (about ten seconds)" if optimizer.compiled else ""
     parameters = _count(sum(math.prod(shape_of(p)) for p in model.parameters()))
     topics = {
         "model": f"{type(model).__name__}, {parameters}, {config.model.dtype}",
-        "optimizer": f"{rules}; rounding {config.optimizer.rounding}{states}, fused into backward{compiled}",
+        "optimizer": f"{rules}; weights in {weights}{states}, fused into backward{compiled}",
     }
     if in_group():
         share = "a shard of the parameters" if optimizer.placement in ("zero3", "fsdp2") else "all parameters"

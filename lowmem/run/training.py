@@ -13,7 +13,6 @@ from torch import distributed
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from lowmem import rules
 from lowmem.errors import DataError, LowmemError
 from lowmem.files import read_json, write_file
 from lowmem.hf import checkpoint
@@ -214,13 +213,6 @@ def _describe(config: RunConfig, trainer: Any, counts: TokenCounts) -> None:
     """Prints what is about to be trained, and warnings."""
     data = f"{counts.samples:,} samples, {counts.tokens:,} tokens, loss on {counts.trained_tokens:,}"
     print_topics({**report.describe(config, trainer), "data": data})
-    dtype, optimizer = config.model.dtype, config.optimizer
-    rule = rules.resolve(optimizer.rule)
-    nearest = optimizer.rounding == "nearest" == rule.rounding({**rule.defaults, **optimizer.hyper})
-    if nearest and dtype != "float32":
-        lost = "0.2 %" if dtype == "bfloat16" else "0.02 %"
-        warn(f"{dtype} weights with rounding nearest lose every update smaller than about {lost} of the weight; "
-              "optimizer.rounding=stochastic loses none and needs no more memory")  # fmt: skip
     if slow := build.slow_bfloat16(config, trainer.args.device):
         warn(slow)
     if counts.dropped:

@@ -1,6 +1,8 @@
 """From reduced gradients to sweeps: a large parameter by itself, small ones in stacks."""
 
+import functools
 import importlib.util
+import logging
 import os
 import shutil
 from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
@@ -8,12 +10,14 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lowmem.errors import ConfigError, StepError, UnsupportedError
-from lowmem.placements import Placement
+from lowmem.placements import Placement, in_group
 from lowmem.placements.base import Shard
 from lowmem.placements.record import ParamRecord
+from lowmem.rules import ForeignRule, UpdateRule
 from lowmem.step.changes import Changes
 from lowmem.step.clipping import Clipping, Decision
 from lowmem.step.cycle import StepCycle
@@ -22,8 +26,10 @@ from lowmem.step.whole import WholeUpdates
 from lowmem.tiles.gradients import ComputedGradient, Gradient
 from lowmem.tiles.graph import Compiler, try_compiler
 from lowmem.tiles.layout import Layout, Span
-from lowmem.tiles.storage import Held, Nearest, Storage, noise_key, of_state, of_weight, part_name
+from lowmem.tiles.storage import ROUNDED_DTYPES, Held, Nearest, Storage, noise_key, of_state, of_weight, part_name
 from lowmem.tiles.sweep import Reading, Sweep, begin_storage
+
+logger = logging.getLogger(__name__)
 
 # With fewer trainable elements compilation takes longer than it saves.
 COMPILE_FROM = 1 << 25
@@ -270,7 +276,9 @@ def settle(record: ParamRecord, shard: Shard) -> None:
         fits = spec.view.has_groups(shape, storage.group) and record.span.size % storage.group == 0
         return storage if fits else other
 
-    rounding = group["rounding"] if group["rounding"] != "nearest" else record.rule.rounding(group)
+    rounding = rounding_of(record.rule, group, dtype)
+    if rounding == "nearest" and dtype in ROUNDED_DTYPES:
+        _warn_of_lost_updates(dtype, record.rule.name if isinstance(record.rule, ForeignRule) else None)
     record.storage = fitting(of_weight(rounding, dtype), Nearest(dtype))
     record.state_storages = {}
     for name, state in spec.states.items():
@@ -296,6 +304,33 @@ def refuse_misfits(record: ParamRecord, state: Mapping[str, Any], shard: Shard) 
             f"parameter {record.name!r} has changed from {was} to {now}, and its optimizer state does not fit it. Make "
             "the optimizer after model.to(...), or convert the model back, or load a state that fits"
         )
+
+
+def rounding_of(rule: UpdateRule, group: Mapping[str, Any], dtype: torch.dtype) -> str:
+    """The rounding of a group's weights of this dtype, where "auto" is that of its rule."""
+    return rule.rounding(group, dtype) if group["rounding"] == "auto" else str(group["rounding"])
+
+
+def weights_in_words(records: Iterable[ParamRecord]) -> str:
+    """The dtypes of weights, with their rounding."""
+    held = ((r.param.dtype, rounding_of(r.rule, r.group, r.param.dtype)) for r in records)
+    return ", ".join(
+        f"{str(dtype).removeprefix('torch.')} ({f'rounding {how}' if dtype in ROUNDED_DTYPES else 'exact'})"
+        for dtype, how in dict.fromkeys(held)
+    )
+
+
+@functools.cache
+def _warn_of_lost_updates(dtype: torch.dtype, cls: str | None) -> None:
+    """Warns of weights that are rounded to the nearest value, once per process. cls: of another package, if it is."""
+    if in_group() and dist.get_rank() > 0:
+        return
+    logger.warning(
+        "%s weights with rounding 'nearest'%s lose every update smaller than about %.2g %% of the weight, at the usual "
+        "learning rates of fine-tuning most of them. Set rounding='stochastic', which loses none and needs %s",
+        str(dtype).removeprefix("torch."), f", unless {cls} itself does otherwise," if cls else "",
+        25 * torch.finfo(dtype).eps, "a float32 copy of one parameter at a time" if cls else "no more memory",
+    )  # fmt: skip
 
 
 def takes_computed(record: ParamRecord, placement: Placement) -> bool:

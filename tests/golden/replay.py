@@ -37,6 +37,7 @@ def adalomo(case: Case) -> dict[str, Any]:
     return {
         **hyper,
         "rule": "adalomo",
+        "rounding": "nearest",
         "clip_norm": clip_norm,
         "clip_value": clip_value if clip_value is not None and clip_value > 0 else None,
     }

@@ -58,7 +58,7 @@ def make(tiny_llama, tmp_path):
             "optim": "adamw_torch" if cls is Trainer else "adamw_torch_fused", "dataloader_pin_memory": False,
             "weight_decay": 0.1,
         }  # fmt: skip
-        options = {} if cls is Trainer else {"fused": lowmem.FusedConfig(rule="torch.optim.AdamW", hyper=SINGLE)}
+        options = {} if cls is Trainer else {"fused": lowmem.FusedConfig(rule="torch.optim.AdamW", **SINGLE)}
         arguments = TrainingArguments(**{**defaults, **arguments})
         return cls(model, arguments, train_dataset=samples, eval_dataset=samples[:8], **options)
 

@@ -115,7 +115,7 @@ def test_a_run_says_which_gradients_are_tensors(rule, vocabulary, words, tmp_pat
     from lowmem.trainer import FusedTrainer
 
     net = model_of("llama", vocab_size=vocabulary)
-    args = TrainingArguments(output_dir=str(tmp_path), report_to="none", max_grad_norm=0.0)
+    args = TrainingArguments(output_dir=str(tmp_path), report_to="none", max_grad_norm=0.0, learning_rate=1e-2)
     trainer = FusedTrainer(net, args=args, fused=lowmem.FusedConfig(rule=rule))
     assert layers.described(net, trainer.create_optimizer(), 256).endswith(words)
     net.requires_grad_(False)

@@ -122,7 +122,7 @@ def in_a_trainer(rank, folder):
     torch.manual_seed(rank)  # as a classification head that is not in the checkpoint
     net = layers(1)
     args = TrainingArguments(folder, use_cpu=True, report_to="none", save_strategy="no")
-    trainer = FusedTrainer(net, args, fused=lowmem.FusedConfig(rule="lomo"))
+    trainer = FusedTrainer(net, args, fused=lowmem.FusedConfig(rule="lomo", lr=1e-2))
     trainer.create_optimizer()
     return trainer.optimizer.placement, net[0].weight.detach()
 

@@ -138,8 +138,9 @@ def test_op_by_op_rounds_the_decayed_weight(give_gradients, dtype):
     stored = {}
     for variant in ("jit", "op_by_op"):
         (param,), opt = made(
-            [start], lr=2.0**-6, weight_decay_rate=0.1, multiply_by_parameter_scale=False, variant=variant
-        )
+            [start], lr=2.0**-6, weight_decay_rate=0.1, multiply_by_parameter_scale=False, variant=variant,
+            rounding="nearest",
+        )  # fmt: skip
         give_gradients(opt, (param, signs))
         stored[variant] = param.detach()
     rounded = (start.double() * torch.tensor(0.9).to(dtype).double()).to(dtype).double()

@@ -121,8 +121,8 @@ def test_bfloat16_is_rounded_without_bias(give_gradients):
 
 
 def test_other_roundings_have_noise_of_their_own(give_gradients):
-    """The same for all elements with `nearest`, as in the source; with `stochastic` each has its own."""
-    for rounding, values in (("nearest", 1), ("stochastic", 2)):
+    """The same for all elements with `auto`, as in the source; with `stochastic` each has its own."""
+    for rounding, values in (("auto", 1), ("stochastic", 2)):
         param, opt = made(torch.ones(500).bfloat16(), lr=2.0**-9, rounding=rounding, multiply_by_parameter_scale=False)
         give_gradients(opt, (param, torch.ones(500).bfloat16()))
         assert param.unique().numel() == values

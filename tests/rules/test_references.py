@@ -237,7 +237,8 @@ def trajectory(give_gradients, case, dtype):
     param = torch.nn.Parameter(draw())
     silent = warnings.catch_warnings(action="error", category=UserWarning)
     with silent if case.warning is None else pytest.warns(UserWarning, match=case.warning):
-        opt = lowmem.FusedOptimizer([("w", param)], rule=case.rule, **case.options)
+        rounding = "auto" if case.own.get("multi_precision") else "nearest"
+        opt = lowmem.FusedOptimizer([("w", param)], rule=case.rule, rounding=rounding, **case.options)
         if "step_offset" in case.options:  # a run that goes on
             reference.steps = case.options["step_offset"]
             opt.load_state_dict({**opt.state_dict(), "step": reference.steps})

@@ -258,7 +258,7 @@ def test_packed_rows_do_not_depend_on_the_number_of_processes(kind, tokenizer, t
     for workers in (None, 2):
         monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / str(workers))  # else the rows of the first
         config = DataConfig(write("d.jsonl", records[kind]), packing=True, max_length=40, workers=workers)
-        trainer, _ = prepared(config, tokenizer, partial(FusedSFTTrainer, fused=FusedConfig(rule="lion")))
+        trainer, _ = prepared(config, tokenizer, partial(FusedSFTTrainer, fused=FusedConfig(rule="lion", lr=1e-4)))
         prints.add(fingerprint(trainer.train_dataset))
     assert len(prints) == 1
 

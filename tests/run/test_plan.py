@@ -11,6 +11,7 @@ from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.layers.config import parse_bytes
 from lowmem.run import plan
 from lowmem.run.config import load
+from lowmem.step import updates
 
 RUN = {
     "run_dir": "runs/planned",
@@ -67,7 +68,7 @@ def test_options_change_the_memory(write):
 def test_options_of_layers_change_the_memory(write, device):
     """A tiled MLP, inputs of the two checkpointed layers in a file, and on a GPU the same on the host."""
     long = ("data.max_length=1024", "trainer.per_device_train_batch_size=1", "layers.head_memory=1MiB")
-    long += ("model.config.vocab_size=16384",)
+    long += ("model.config.vocab_size=16384", "optimizer.rounding=nearest")  # whose update has next to no temporaries
     plain = planned(write, *long, device=device)
     tiled = planned(write, *long, "layers.mlp_tile=64", device=device)
     assert tiled.items["temporaries"] < plain.items["temporaries"]
@@ -140,3 +141,25 @@ def test_patches_are_undone(write):
     before = torch.is_autocast_enabled
     planned(write)
     assert torch.is_autocast_enabled is before
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "advised"),
+    [
+        ("{rule: adamw, lr: 2e-5}", True),
+        ("{rule: adamw, lr: 2e-5, rounding: nearest}", False),
+        ("{rule: torch.optim.SGD, lr: 2e-5}", False),
+        ("{rule: lomo, lr: 0.1, groups: [{match: norm, rule: torch.optim.SGD, lr: 0.1}]}", False),
+        ("{rule: lans, lr: 2e-5, multi_precision: true}", True),
+    ],
+)
+def test_no_way_to_less_memory_is_warned_about_or_has_the_rate_of_another_rule(write, optimizer, advised, caplog):
+    overrides = ["model.dtype=float32", f"optimizer={optimizer}"]
+    ways = plan.ways(load(write, overrides), "gpu")
+    assert ("model.dtype=bfloat16" in ways) == advised
+    for way in ways:
+        updates._warn_of_lost_updates.cache_clear()
+        changed = load(write, [*overrides, way])
+        plan.plan(changed, "gpu")
+        assert changed.optimizer.rule != "adalomo" or changed.optimizer.lr == 5e-4
+    assert not caplog.messages

@@ -132,7 +132,7 @@ def test_lines_with_clip_coefficient_loss_scale_and_skipped_steps_stay_aligned()
 def test_metrics_of_a_fused_trainer_are_reported(run_dir, tiny_llama):
     options = {"max_steps": 2, "logging_steps": 1, "max_grad_norm": 0.01, "save_strategy": "no", "report_to": "none"}
     args = TrainingArguments(run_dir, use_cpu=True, per_device_train_batch_size=2, **options)
-    fused = FusedConfig(rule="lomo", loss_scale="dynamic", log_norms=True)
+    fused = FusedConfig(rule="lomo", lr=1e-2, loss_scale="dynamic", log_norms=True)
     trainer = FusedTrainer(tiny_llama(), args=args, fused=fused, train_dataset=Rows())
     lines = [line for line in train(trainer, run_dir).splitlines() if "tokens/s" in line]
     assert len(lines) == 2

@@ -228,7 +228,8 @@ def test_narrow_gradients_keep_their_bits(policy):
     one, other = (torch.nn.Parameter(torch.zeros(1000, dtype=torch.bfloat16)) for _ in range(2))
     grad = spread(1000, torch.bfloat16, 3.0)
     for param, scale in ((one, None), (other, 1000.0)):  # scaled gradients are rounded once, by autograd
-        opt = lowmem.FusedOptimizer([param], rule="lomo", lr=1.0, policy=policy, loss_scale=scale, clip_norm=1e9)
+        options = {"policy": policy, "loss_scale": scale, "clip_norm": 1e9, "rounding": "nearest"}
+        opt = lowmem.FusedOptimizer([param], rule="lomo", lr=1.0, **options)
         given(opt, (param, grad))
     scaled = (grad * 1000).float() * (torch.tensor(1000.0).double().reciprocal().float())
     assert torch.equal(one, -grad)

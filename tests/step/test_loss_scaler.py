@@ -303,7 +303,7 @@ def optimizer_of(rule, params):
 
 def fused_on(net, rule, **options):
     hyper = {"weight_decay": 0.01} if rule == "adamw" else {}
-    options = {"loss_scale": DynamicScale(**SCALE), **options}
+    options = {"loss_scale": DynamicScale(**SCALE), "rounding": "nearest", **options}
     return lowmem.FusedOptimizer(net.named_parameters(), rule=rule, lr=0.05, **hyper, **options)
 
 

@@ -1,6 +1,7 @@
-"""Small parameters updated as stacks get the bits that they get alone."""
+"""Small parameters updated as stacks get the bits that they get alone; how weights are rounded by default."""
 
 import itertools
+import re
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ OPTIONS = [
 CASES = [pytest.param(rule, options, id=f"{rule}-{','.join(options)}") for rule, options in OPTIONS]
 
 
-def run(rule, options, *, batching, dtype=torch.float32, rounding="nearest", steps=4, copies=3):
+def run(rule, options, *, batching, dtype=torch.float32, rounding="auto", steps=4, copies=3):
     """Trains several parameters of each shape, some without a gradient now and then, and one with NaN."""
     source = torch.Generator().manual_seed(0)
     params = {
@@ -145,3 +146,84 @@ def test_memory_of_what_waits():
 def test_batching_is_a_switch():
     with pytest.raises(lowmem.LowmemError, match="batching='yes'; allowed are True and False"):
         lowmem.FusedOptimizer([torch.nn.Parameter(torch.ones(1))], batching="yes")
+
+
+# -- rounding ----------------------------------------------------------------------------------------------------------
+
+
+def one_weight(dtype, rule="adamw", **options):
+    torch.manual_seed(0)
+    param = torch.nn.Parameter(torch.randn(64, 64).to(dtype))
+    return param, lowmem.FusedOptimizer([("w", param)], rule=rule, **{"lr": 1e-3, **options})
+
+
+def trained(dtype, rule, **options):
+    """A weight after some steps, and how many bytes the optimizer holds for it."""
+    param, opt = one_weight(dtype, rule, **options)
+    for _ in range(3):
+        opt.backward((param * torch.linspace(-1, 1, 64)).float().square().sum())
+    state = opt.state_dict()["state"].get("w", {})
+    return param.detach(), sum(t.nbytes for t in state.values() if isinstance(t, torch.Tensor))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("rule", "options", "rounding"),
+    [
+        *((rule, {}, "stochastic") for rule in sorted(TABLE) if rule != "adafactor_t2t"),
+        ("adafactor_t2t", {}, "golden_ratio"),
+        ("lans", {"multi_precision": True}, "master"),
+        ("torch.optim.AdamW", {"eps": 1e-3}, "nearest"),
+    ],
+)
+def test_the_default_rounding_is_the_rules_own_or_stochastic(dtype, rule, options, rounding):
+    rounding = "stochastic" if (rounding, dtype) == ("golden_ratio", torch.float16) else rounding
+    default, size = trained(dtype, rule, **options)
+    asked, asked_size = trained(dtype, rule, **options, rounding=rounding)
+    assert torch.equal(default, asked) and size == asked_size
+    nearest, _ = trained(dtype, rule, **options, rounding="nearest")
+    assert torch.equal(default, nearest) == (rounding == "nearest" or dtype == torch.float32)
+
+
+def test_rounding_by_default_is_per_group_and_saved_as_it_was_asked_for():
+    params = {name: torch.nn.Parameter(torch.ones(64, dtype=torch.bfloat16)) for name in "ab"}
+    groups = [{"params": [("a", params["a"])]}, {"params": [("b", params["b"])], "rounding": "nearest"}]
+    opt = lowmem.FusedOptimizer(groups, rule="lomo", lr=1e-3, seed=3)
+    opt.backward(sum(param.sum() for param in params.values()))
+    assert params["a"].unique().numel() == 2 and (params["b"] == 1.0).all()
+    saved = opt.state_dict()
+    assert [group["rounding"] for group in saved["param_groups"]] == ["auto", "nearest"]
+    opt.load_state_dict(saved)
+    assert [group["rounding"] for group in opt.param_groups] == ["auto", "nearest"]
+
+
+def test_what_was_saved_with_nearest_goes_on_with_nearest():
+    _, first = one_weight(torch.bfloat16, rounding="nearest")
+    param, opt = one_weight(torch.bfloat16, lr=9.0)
+    opt.load_state_dict(first.state_dict())
+    assert opt.param_groups[0]["rounding"] == "nearest"
+    start = param.detach().clone()
+    opt.backward(param.float().sum())
+    changed = (param.detach() != start).float().mean()
+    assert changed < 0.5  # where rounding is stochastic, most of them
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rule", "options", "said"),
+    [
+        (torch.bfloat16, "adamw", {"rounding": "nearest"}, "about 0.2 % .*'stochastic', .* needs no more memory"),
+        (torch.float16, "adamw", {"rounding": "nearest"}, "about 0.024 %"),
+        (torch.bfloat16, "torch.optim.AdamW", {}, "unless torch.optim.adamw.AdamW itself .* float32 copy of one param"),
+        (torch.bfloat16, "adafactor_t2t", {"rounding": "nearest"}, "lose every update"),
+        (torch.bfloat16, "adamw", {}, None),
+        (torch.bfloat16, "torch.optim.AdamW", {"rounding": "stochastic"}, None),
+        (torch.float32, "adamw", {"rounding": "nearest"}, None),
+        (torch.float32, "torch.optim.AdamW", {}, None),
+    ],
+)
+def test_updates_that_rounding_loses_are_warned_of_once(dtype, rule, options, said, caplog):
+    updates._warn_of_lost_updates.cache_clear()
+    for _ in range(2):
+        one_weight(dtype, rule, **options)
+    assert len(caplog.messages) == (said is not None)
+    assert said is None or re.search(said, caplog.text)

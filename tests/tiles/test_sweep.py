@@ -37,7 +37,8 @@ def update(
     hyper = {**rule.defaults, rule.decay: 0.01, **hyper}
     spec = rule.spec("w", shape, hyper)
     states = new_states(spec, shape, dtype)
-    weight = storage.of_weight(rule.rounding(hyper) if rounding_name == "nearest" else rounding_name, dtype)
+    own = rounding_name == "nearest" and rule.name == "adafactor_t2t"
+    weight = storage.of_weight("golden_ratio" if own else rounding_name, dtype)
     extra = {part.name: torch.zeros(shape, dtype=part.dtype) for part in weight.parts[1:]}
     for step in range(1, steps + 1):
         grad = torch.randn(shape, generator=source).to(dtype) if grads is None else grads[step - 1]

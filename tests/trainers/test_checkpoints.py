@@ -322,6 +322,7 @@ def test_another_number_of_processes_starts_the_random_state_anew(make, tmp_path
 def test_a_run_folder_that_was_moved_or_copied_keeps_its_best_model(make, original, tmp_path):
     settings = {
         **SAVES, "eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "learning_rate": 0.3,
+        "optim": "adalomo",
     }  # fmt: skip
     first = make(**settings, save_total_limit=3, max_steps=6)
     first.train()

@@ -16,7 +16,7 @@ HONOURED = {
     "adamw_torch with betas": ({"optim": "adamw_torch", **ADAM}, None, "adamw"),
     "the rule is repeated": (
         {"optim": "adamw_torch", **ADAM},
-        lowmem.FusedConfig(rule="adamw", hyper={"betas": [0.8, 0.95]}),
+        lowmem.FusedConfig(rule="adamw", betas=[0.8, 0.95]),
         "adamw",
     ),
     "torch's class": (
@@ -65,38 +65,50 @@ def test_rules_of_this_package_by_their_names_in_hugging_face(make, name):
     assert make(optim=name).create_optimizer().param_groups[0]["rule"] == name
 
 
-def test_the_default_value_of_optim_is_adalomo(make):
-    assert make(optim="adamw_torch_fused").create_optimizer().param_groups[0]["rule"] == "adalomo"
+@pytest.mark.parametrize("fused", [None, lowmem.FusedConfig(), lowmem.FusedConfig(policy="deferred")])
+def test_the_default_value_of_optim_is_adamw_with_its_arguments(make, fused):
+    (group,) = make(fused=fused, optim="adamw_torch_fused", **ADAM).create_optimizer().param_groups[:1]
+    assert (group["rule"], group["betas"], group["eps"]) == ("adamw", (0.8, 0.95), 1e-6)
 
 
-ADAMW = lowmem.FusedConfig(rule="adamw", hyper={"betas": (0.7, 0.95)})
+ADAMW = lowmem.FusedConfig(rule="adamw", betas=(0.7, 0.95))
+ADALOMO = lowmem.FusedConfig(rule="adalomo")
 REFUSED = {
-    "betas of AdaLomo": (None, {"adam_beta1": 0.8}, "adam_beta1=0.8: rule 'adalomo' has no such hyperparameter"),
-    "AdaLomo's eps is a pair": (None, {"adam_epsilon": 1e-6}, "adam_epsilon=1e-06: rule 'adalomo' has no such"),
-    "betas of SGD": (None, {"optim": "sgd", "adam_beta2": 0.9}, "adam_beta2=0.9 has no effect with optim='sgd'"),
+    "betas of AdaLomo": (ADALOMO, {"adam_beta1": 0.8}, "adam_beta1=0.8 has no effect with 'adalomo'"),
+    "AdaLomo's eps is a pair": (ADALOMO, {"adam_epsilon": 1e-6}, "adam_epsilon=1e-06 has no effect with 'adalomo'"),
+    "betas of adalomo": (None, {"optim": "adalomo", "adam_beta1": 0.8}, "adam_beta1=0.8 has no effect with 'adalomo'"),
+    "betas of SGD": (None, {"optim": "sgd", "adam_beta2": 0.9}, "adam_beta2=0.9 has no effect with 'torch.optim.sgd"),
     "eps of RMSprop": (None, {"optim": "rmsprop", "adam_epsilon": 1e-6}, "adam_epsilon=1e-06 has no effect with"),
     "another rule": (
         ADAMW,
         {"optim": "adafactor"},
         "optim='adafactor' contradicts FusedConfig.rule='adamw'; omit optim, or set rule='transformers.optimization",
     ),
-    "the rule of FusedConfig()": (lowmem.FusedConfig(), {"optim": "sgd"}, r"contradicts FusedConfig.rule='adalomo'"),
+    "a misspelt hyperparameter": (
+        lowmem.FusedConfig(wheight_decay=0.1),
+        {},
+        "rule 'adamw' has no hyperparameter 'wheight_decay'. Did you mean 'weight_decay'",
+    ),
     "other betas": (
         ADAMW,
         {"adam_beta1": 0.8},
-        r"FusedConfig.hyper\['betas'\]=\(0.7, 0.95\) contradicts adam_beta1=0.8",
+        r"FusedConfig\(betas=\(0.7, 0.95\)\) contradicts adam_beta1=0.8",
     ),
     "another momentum": (
-        lowmem.FusedConfig(rule="torch.optim.SGD", hyper={"momentum": 0.8}),
+        lowmem.FusedConfig(rule="torch.optim.SGD", momentum=0.8),
         MOMENTUM,
-        r"FusedConfig.hyper\['momentum'\]=0.8 contradicts optim_args='momentum=0.9, nesterov=true'",
+        r"FusedConfig\(momentum=0.8\) contradicts optim_args='momentum=0.9, nesterov=true'",
     ),
     "arguments that Hugging Face ignores": (
         None,
         {"optim": "adamw_torch", "optim_args": "momentum=0.9"},
-        "optim='adamw_torch' takes no 'momentum'",
+        "'adamw_torch' takes no 'momentum'",
     ),
-    "arguments without an optimizer": (ADAMW, {"optim_args": "momentum=0.9"}, "'momentum=0.9' has no effect without"),
+    "arguments without an optimizer": (
+        ADAMW,
+        {"optim_args": "momentum=0.9"},
+        "'adamw_torch_fused' takes no 'momentum'",
+    ),
     "a package that is not there": (None, {"optim": "grokadamw"}, "optim='grokadamw': Please install grokadamw"),
     "projections": (
         None,
@@ -108,7 +120,7 @@ REFUSED = {
     "weight decay in optim_args": (
         None,
         {"optim": "sgd", "optim_args": "weight_decay=0.1"},
-        r"hyper\['weight_decay'\]=0.1 contradicts weight_decay=0.0",
+        r"FusedConfig.weight_decay=0.1 contradicts weight_decay=0.0",
     ),
 }
 

@@ -127,7 +127,7 @@ def test_a_run_that_has_ended_goes_on_with_more_steps(make):
 def test_the_best_weights_are_loaded_when_a_run_that_has_ended_is_resumed(make):
     settings = {
         "save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "learning_rate": 0.3,
-        "load_best_model_at_end": True,
+        "load_best_model_at_end": True, "optim": "adalomo",
     }  # fmt: skip
     run = make(**settings)
     run.train()

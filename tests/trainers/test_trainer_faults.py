@@ -111,7 +111,7 @@ DIFFERENCES = {
     "batches": ({"arguments": {"per_device_train_batch_size": 3}}, "per_device_train_batch_size is 3 on rank 1"),
     "rule": ({"fused": {"rule": "lion"}}, r"optimizer\.rule is lion on rank 1 and adamw on rank 0"),
     "class": ({"fused": {"rule": torch.optim.SGD}}, r"optimizer\.rule is torch\.optim\.sgd\.SGD on rank 1"),
-    "hyper": ({"fused": {"hyper": {"betas": (0.8, 0.9)}}}, r"optimizer\.hyper is \{betas: \[0\.8, 0\.9\]\} on rank 1"),
+    "hyper": ({"fused": {"betas": (0.8, 0.9)}}, r"optimizer\.hyper is \{betas: \[0\.8, 0\.9\]\} on rank 1"),
     "layers": ({"layers": {"mlp_tile": 64}}, r"layers\.mlp_tile is 64 on rank 1 and None on rank 0"),
     "version": ({"facts": {"version of torch": "2.12"}}, "version of torch is 2.12 on rank 1"),
     "a fact of a later version": ({"facts": {"new": "1"}}, "new is 1 on rank 1 and nothing on rank 0"),
