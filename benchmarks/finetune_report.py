@@ -1,0 +1,385 @@
+"""The tables, figures and pictures of the fine-tuning study."""
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from benchmarks import reports
+from benchmarks.finetune_runs import METHODS, SIZES, Result, Run, Study, as_line, weight_rms
+from benchmarks.reports import formatted, picture, print_table
+
+Results = Mapping[Run, Result]
+
+ROUNDINGS = ("float32", "stochastic", "nearest", "compensated")
+RULES = [name for name, method in METHODS.items() if not method.variant]
+LOOKS = {
+    "float32": ("#333333", "-", "o"), "stochastic": ("#2a8f7c", "-", "s"), "nearest": ("#c44e52", "-", "v"),
+    "compensated": ("#4c72b0", ":", "x"),
+}  # fmt: skip
+COLORS = {
+    "adalomo": "#2a8f7c", "adamw": "#333333", "adafactor": "#4c72b0", "adafactor_t2t": "#8fb3e0", "lion": "#8172b3",
+    "lomo": "#937860", "lans": "#dd8452", "scaled_adam": "#c44e52",
+}  # fmt: skip
+
+
+def report(results: Results, study: Study, work: Path, folder: Path) -> None:
+    """Prints the tables of what is there, and writes the figures and the pictures."""
+    sizes = [size for size in SIZES if any(run.size == size for run in results)]
+    weights = {size: weight_rms(size, study, work) for size in sizes}
+    first = {size: next(result.curve[0] for run, result in results.items() if run.size == size) for size in sizes}
+    for size, known in weights.items():
+        _, new, old = first[size]
+        print(f"{size}: {known['parameters']:,.0f} parameters, rms of the matrices {known['rms']:.4f} "
+              f"({known['least']:.4f} to {known['most']:.4f}); before: new text {new:.3f}, old {old:.3f}")  # fmt: skip
+    tables = {
+        "rules": rules_table(results),
+        "paired": paired_table(results),
+        "kept": kept_table(results, weights, first),
+        "sizes": sizes_table(results, weights),
+        "rates": rates_table(results, weights),
+        "batch": batch_table(results),
+        "variants": variants_table(results),
+    }
+    for name, rows in tables.items():
+        if rows:
+            print(f"\n{name}\n")
+            print_table(list(rows[0]), [[_shown(value) for value in row.values()] for row in rows])
+    seconds = sum(result.seconds for result in results.values())
+    print(f"\n{len(results)} runs, {seconds / 60:.0f} minutes of one thread")
+    runs = [as_line(run, result) for run, result in results.items()]
+    before = {size: {"new": new, "old": old} for size, (_, new, old) in first.items()}
+    reports.save(
+        folder / "finetune.json",
+        asdict(study),
+        weights=weights,
+        before=before,
+        seconds=seconds,
+        tables=tables,
+        runs=runs,
+    )
+    if "1M" in first:
+        draw_grid(results, first["1M"][1], folder / "finetune_grid.png")
+        draw_rounding(results, weights["1M"]["rms"], first["1M"][1], folder / "finetune_rounding.png")
+        draw_forgetting(results, folder / "finetune_forgetting.png")
+        draw_sizes(results, weights, folder / "finetune_sizes.png")
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else "–" if value is None else str(value)
+
+
+# -- what is looked up -------------------------------------------------------------------------------------------------
+
+
+def series(results: Results, like: Run) -> dict[float, Result]:
+    """The results at every learning rate, in their order, of runs that otherwise are as `like`."""
+    found = {run.lr: result for run, result in results.items() if replace(run, lr=like.lr) == like}
+    return dict(sorted(found.items()))
+
+
+def best_lr(results: Results, like: Run) -> float | None:
+    found = series(results, like)
+    return min(found, key=lambda lr: found[lr].new, default=None)
+
+
+def with_seeds(results: Results, run: Run) -> list[Result]:
+    """The run's result and those with other seeds, in the order of the seeds."""
+    found = {other.seed: result for other, result in results.items() if replace(other, seed=run.seed) == run}
+    return [found[seed] for seed in sorted(found)]
+
+
+def spread(values: Iterable[float], digits: int = 3) -> str:
+    """The mean and, of several values, their standard deviation."""
+    values = list(values)
+    text = f"{mean(values):.{digits}f}"
+    return f"{text} ± {stdev(values):.{digits}f}" if len(values) > 1 else text
+
+
+def within(found: Mapping[float, Result], before: float, share: float) -> tuple[float, float]:
+    """The range of learning rates around the best one with so large a share of its improvement, on straight lines
+    over the logarithm; the end of the grid where that is not left."""
+    lrs = [lr for lr, result in found.items() if math.isfinite(result.new)]
+    losses = [found[lr].new for lr in lrs]
+    top = losses.index(min(losses))
+    limit = before - share * (before - losses[top])
+
+    def reach(places: Sequence[int]) -> float:
+        for here, there in itertools.pairwise(places):
+            if losses[there] > limit:
+                part = (limit - losses[here]) / (losses[there] - losses[here])
+                return float(lrs[here] * (lrs[there] / lrs[here]) ** part)
+        return lrs[places[-1]]
+
+    return reach(range(top, -1, -1)), reach(range(top, len(lrs)))
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+Row = dict[str, Any]
+
+
+def rules_table(results: Results) -> list[Row]:
+    """Each rule and rounding at its best learning rate, with the spread of its seeds."""
+    rows = []
+    for name, rounding in itertools.product(RULES, ROUNDINGS):
+        found = series(results, Run(name, rounding, 0.0))
+        if not found:
+            continue
+        lr = min(found, key=lambda lr: found[lr].new)
+        seeds = with_seeds(results, Run(name, rounding, lr))
+        before = next(iter(found.values())).curve[0][1]
+        low, high = within(found, before, 0.95)
+        rows.append(
+            {
+                "rule": name,
+                "weights": rounding,
+                "best lr": lr,
+                "new text": spread(result.new for result in seeds),
+                "old text": spread(result.old for result in seeds),
+                "seeds": len(seeds),
+                "95 % of it from": low,
+                "to": high,
+                "step / weights": found[lr].step,
+                "runs": len(found),
+            }
+        )
+    return rows
+
+
+def paired_table(results: Results) -> list[Row]:
+    """Differences to AdamW with the same weights, seed by seed, each at its best learning rate."""
+    rows = []
+    for rounding, name in itertools.product(("float32", "stochastic"), RULES):
+        lrs = {rule: best_lr(results, Run(rule, rounding, 0.0)) for rule in (name, "adamw")}
+        if name == "adamw" or None in lrs.values():
+            continue
+        ours, theirs = (with_seeds(results, Run(rule, rounding, lr or 0.0)) for rule, lr in lrs.items())
+        pairs = list(zip(ours, theirs, strict=False))
+        rows.append(
+            {
+                "weights": rounding,
+                "rule": name,
+                "new text, less AdamW's": ", ".join(f"{a.new - b.new:+.3f}" for a, b in pairs),
+                "old text": ", ".join(f"{a.old - b.old:+.3f}" for a, b in pairs),
+            }
+        )
+    return rows
+
+
+def kept_rows(results: Results, before: float) -> list[tuple[Run, Result, float]]:
+    """Runs with bfloat16 weights whose float32 run is there, and the share of its improvement that they have."""
+    rows = []
+    for run, result in results.items():
+        other = results.get(replace(run, rounding="float32"))
+        if run.rounding != "float32" and run.size == "1M" and other is not None and before - other.new > 0.02:
+            rows.append((run, result, (before - result.new) / (before - other.new)))
+    return sorted(rows, key=lambda row: (row[0].method, row[0].lr, row[0].rounding))
+
+
+def kept_table(results: Results, weights: Mapping[str, Any], first: Mapping[str, Any]) -> list[Row]:
+    """What is left of float32's improvement at the same learning rate, and how many weights an update changes."""
+    if "1M" not in first:
+        return []
+    rows: dict[tuple[str, float], Row] = {}
+    for run, result, kept in kept_rows(results, first["1M"][1]):
+        if run.method not in ("adamw", "adalomo") or run.seed or run.batch != 4 or run.rounding == "compensated":
+            continue
+        float32 = results[replace(run, rounding="float32")]
+        rms = weights["1M"]["rms"] if run.method == "adamw" else 1.0
+        row = {"rule": run.method, "lr": run.lr, "lr / rms(w)": run.lr / rms, "step / weights": float32.step}
+        row = rows.setdefault((run.method, run.lr), row)
+        row[f"kept, {run.rounding}"] = f"{kept:.1%}"
+        row[f"moved, {run.rounding}"] = f"{result.moved:.1%}"
+    columns = [f"{what}, {rounding}" for what in ("kept", "moved") for rounding in ("nearest", "stochastic")]
+    return [{**row, **{name: row.get(name) for name in columns}} for row in rows.values()]
+
+
+def sizes_table(results: Results, weights: Mapping[str, Any]) -> list[Row]:
+    """Every model: AdaLomo and AdamW at their best learning rates, and how those relate to the rms of the weights."""
+    rows = []
+    for size, rounding in itertools.product(weights, ("float32", "stochastic")):
+        lrs = {name: best_lr(results, Run(name, rounding, 0.0, size)) for name in ("adamw", "adalomo")}
+        adamw, adalomo = lrs.values()
+        if adamw is None or adalomo is None:
+            continue
+        row: Row = {"model": size, "weights": rounding, "rms(w)": weights[size]["rms"]}
+        for name, lr in (("adamw", adamw), ("adalomo", adalomo)):
+            result = results[Run(name, rounding, lr, size)]
+            row |= {f"{name} lr": lr, f"{name} new": f"{result.new:.3f}", f"{name} old": f"{result.old:.3f}"}
+        rows.append({**row, "adalomo lr × rms / adamw lr": adalomo * weights[size]["rms"] / adamw})
+    return rows
+
+
+def rates_table(results: Results, weights: Mapping[str, Any]) -> list[Row]:
+    """AdaLomo's learning rate with AdamW's result, for each of AdamW's below its best; float32."""
+    rows = []
+    for size in weights:
+        adamw, adalomo = (series(results, Run(name, "float32", 0.0, size)) for name in ("adamw", "adalomo"))
+        if not adamw or not adalomo:
+            continue
+        top = min(adamw, key=lambda lr: adamw[lr].new)
+        for lr, result in adamw.items():
+            equal = rate_of(adalomo, result.new)
+            if lr <= top and equal is not None:
+                ratio = equal * weights[size]["rms"] / lr
+                rows.append({"model": size, "adamw lr": lr, "new": f"{result.new:.3f}", "adalomo lr": equal,
+                             "adalomo lr × rms / adamw lr": ratio})  # fmt: skip
+    return rows
+
+
+def rate_of(found: Mapping[float, Result], loss: float) -> float | None:
+    """The learning rate up to the best one that ends at this loss, on straight lines over its logarithm."""
+    for (lr0, r0), (lr1, r1) in itertools.pairwise(found.items()):
+        if r1.new <= loss <= r0.new:
+            return float(lr0 * (lr1 / lr0) ** ((r0.new - loss) / (r0.new - r1.new)))
+    return None
+
+
+def batch_table(results: Results) -> list[Row]:
+    """Other numbers of rows per update at equal tokens, each at its best learning rate."""
+    rows = []
+    for batch, name in itertools.product(sorted({run.batch for run in results}), ("adalomo", "adamw")):
+        found = series(results, Run(name, "stochastic", 0.0, batch=batch))
+        if found:
+            lr = min(found, key=lambda lr: found[lr].new)
+            rows.append({"rows per update": batch, "rule": name, "best lr": lr, "new text": f"{found[lr].new:.3f}",
+                         "old text": f"{found[lr].old:.3f}", "learning rates": len(found)})  # fmt: skip
+    return rows
+
+
+def variants_table(results: Results) -> list[Row]:
+    """Rules with and without one of their parts, float32, each at its best learning rate."""
+    variants = [name for name, method in METHODS.items() if method.variant]
+    bases = {METHODS[name].rule for name in variants}
+    rows = []
+    for name in sorted((*bases, *variants)):
+        found = series(results, Run(name, "float32", 0.0))
+        if found:
+            lr = min(found, key=lambda lr: found[lr].new)
+            rows.append({"method": name, "best lr": lr, "new text": f"{found[lr].new:.3f}",
+                         "old text": f"{found[lr].old:.3f}", "learning rates": len(found)})  # fmt: skip
+    return rows
+
+
+# -- pictures ----------------------------------------------------------------------------------------------------------
+
+
+def _line(
+    axes: Any, found: Mapping[float, Result], value: Callable[[float, Result], tuple[float, float]], **look: Any
+) -> None:
+    points = [value(lr, result) for lr, result in found.items() if math.isfinite(result.new)]
+    if points:
+        axes.plot(*zip(*points, strict=True), **look)
+
+
+def draw_grid(results: Results, before: float, path: Path) -> None:
+    """The loss on the new text over the learning rate, a panel per rule and a line per rounding."""
+    lowest = min(result.new for result in results.values())
+    title = "Loss on the new text after fine-tuning a 1M Llama, by learning rate and how weights are stored"
+    with picture(path, title, (12, 6), 1) as single:
+        figure = single.figure
+        single.remove()
+        panels = figure.subplots(2, 4, sharey=True)
+        for axes, name in zip(panels.flat, RULES, strict=True):
+            for rounding, (color, style, marker) in LOOKS.items():
+                found = series(results, Run(name, rounding, 0.0))
+                label = rounding if rounding == "float32" else f"bfloat16, {rounding}"
+                look = {"color": color, "ls": style, "marker": marker, "ms": 4, "lw": 1.4, "label": label}
+                _line(axes, found, lambda lr, result: (lr, result.new), **look)
+            axes.axhline(before, color="#bbbbbb", lw=0.8)
+            axes.set(xscale="log", ylim=(lowest - 0.1, before + 0.15))
+            axes.set_title(name, fontsize=10)
+        for axes in panels[:, 0]:
+            axes.set_ylabel("held-out loss, nats")
+        for axes in panels[1]:
+            axes.set_xlabel("peak learning rate")
+        legend = panels[0, 0].get_legend_handles_labels()
+        figure.legend(*legend, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+
+
+def draw_rounding(results: Results, rms: float, before: float, path: Path) -> None:
+    """The share of float32's improvement that bfloat16 weights have, over the size of a step and over what moves."""
+    rows = [row for row in kept_rows(results, before) if row[0].batch == 4 and not row[0].seed]
+    title = "Improvement of bfloat16 weights, as a share of that of float32 weights at the same learning rate"
+    with picture(path, title, (11, 4.6), 2, sharey=True) as (left, right):
+        for name, marker in (("adamw", "o"), ("adalomo", "s")):
+            for rounding in ("nearest", "stochastic"):
+                some = [(run, kept) for run, _, kept in rows if (run.method, run.rounding) == (name, rounding)]
+                scale = rms if name == "adamw" else 1.0
+                look = {"color": LOOKS[rounding][0], "marker": marker, "ms": 5, "lw": 1.2}
+                look |= {"ls": "-" if name == "adalomo" else "--", "label": f"{name}, {rounding}"}
+                left.plot([run.lr / scale for run, _ in some], [100 * kept for _, kept in some], **look)
+        left.set(xscale="log", xlabel="learning rate, relative to rms(w)", ylabel="per cent of float32's improvement")
+        left.axvspan(0.002, 0.004, color="#eeeeee", zorder=0)
+        left.annotate("half a spacing\nof bfloat16", (0.0029, 3), fontsize=8, ha="center", color="#777777")
+        left.legend(fontsize=8, frameon=False, loc="center left")
+        for rounding, marker in (("nearest", "v"), ("stochastic", "s")):
+            some = [(result.moved, kept) for run, result, kept in rows if run.rounding == rounding]
+            if some:
+                moved, kept = zip(*some, strict=True)
+                color = LOOKS[rounding][0]
+                label = f"{rounding}, every rule"
+                right.scatter(
+                    [100 * m for m in moved], [100 * k for k in kept], s=22, color=color, marker=marker, label=label
+                )
+        right.axvline(5, color="#bbbbbb", lw=0.8)
+        right.axhline(12, color="#bbbbbb", lw=0.8)
+        right.annotate("5 % moved", (5.5, 104), fontsize=8, color="#777777")
+        right.annotate("12 %", (91, 13.5), fontsize=8, color="#777777")
+        right.set(xlabel="per cent of the weights that an update changes", ylim=(-8, 110), xlim=(-2, 102))
+        right.legend(fontsize=8, frameon=False, loc="lower right", bbox_to_anchor=(1, 0.18))
+
+
+def draw_forgetting(results: Results, path: Path) -> None:
+    """The loss on the old text against that on the new one, a line per rule over its learning rates."""
+    title = "Forgetting: loss on code against loss on docstrings, a point per learning rate"
+    with picture(path, title, (11, 4.8), 2, sharey=True) as panels:
+        lowest = min(result.new for run, result in results.items() if run.size == "1M" and run.batch == 4)
+        for axes, rounding in zip(panels, ("float32", "stochastic"), strict=True):
+            for name in RULES:
+                found = series(results, Run(name, rounding, 0.0))
+                look = {
+                    "color": COLORS[name],
+                    "marker": "o",
+                    "ms": 3.5,
+                    "lw": 2.2 if name in ("adalomo", "adamw") else 1.1,
+                }
+                _line(axes, found, lambda lr, result: (result.new, result.old), label=name, **look)
+            axes.set(xlabel="new text: held-out loss, nats", xlim=(lowest - 0.05, lowest + 0.9))
+            axes.set_title("float32 weights" if rounding == "float32" else "bfloat16, stochastic", fontsize=10)
+        panels[0].set_ylabel("old text: held-out loss, nats")
+        legend = panels[0].get_legend_handles_labels()
+        panels[0].figure.legend(*legend, loc="outside lower center", ncols=8, frameon=False, fontsize=9)
+
+
+def draw_sizes(results: Results, weights: Mapping[str, Any], path: Path) -> None:
+    """Loss over the learning rate by model, and by rows per update; stochastic."""
+    title = "Loss on the new text by size of the model, and by batch at equal tokens; bfloat16, stochastic"
+    with picture(path, title, (11, 4.8), 2) as (left, right):
+        for size, shade in zip(weights, (0.45, 0.7, 1.0), strict=False):
+            for name in ("adalomo", "adamw"):
+                scale = weights[size]["rms"] if name == "adamw" else 1.0
+                found = series(results, Run(name, "stochastic", 0.0, size))
+                look = {"color": COLORS[name], "alpha": shade, "marker": "o", "ms": 4, "label": f"{name}, {size}"}
+                _line(left, found, lambda lr, result, scale=scale: (lr / scale, result.new), **look)
+        left.set(xscale="log", xlabel="learning rate, relative to rms(w)", ylabel="held-out loss, nats")
+        left.set_xlim(left=1e-3)
+        left.legend(fontsize=8, frameon=False)
+        for name in ("adalomo", "adamw"):
+            rows = [row for row in batch_table(results) if row["rule"] == name]
+            batches, losses = [row["rows per update"] for row in rows], [float(row["new text"]) for row in rows]
+            right.plot(batches, losses, color=COLORS[name], marker="o", ms=4, label=name)
+            for x, y, row in zip(batches, losses, rows, strict=True):
+                offset = (0, 7) if name == "adamw" else (0, -13)
+                text = formatted(row["best lr"], ".2g")
+                right.annotate(
+                    text, (x, y), xytext=offset, textcoords="offset points", fontsize=8, ha="center", color=COLORS[name]
+                )
+        right.set_xscale("log", base=2)
+        right.margins(y=0.18, x=0.1)
+        right.set(xlabel="rows of 128 tokens per update (with the best learning rate)", ylabel="held-out loss, nats")
+        right.legend(fontsize=8, frameon=False)
