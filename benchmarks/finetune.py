@@ -31,6 +31,7 @@ EXTENSIONS = 4  # how often the grid of a search may be extended by one learning
 ROUNDINGS = ("float32", "stochastic", "nearest", "compensated")
 SMALL_RATES = {"adamw": (1e-6, 2e-5, 1e-4), "adalomo": (5e-5, 1e-3)}
 MORE_SMALL_RATES = {"adamw": (5e-6, 4e-4), "adalomo": (2e-4, 4e-3)}
+USUAL_RATES = {"adamw": 2e-5, "adalomo": 1e-3}
 MAIN = ("adalomo", "adamw")
 OTHERS = tuple(name for name, method in METHODS.items() if name not in MAIN and not method.variant)
 LARGER = tuple(SIZES)[1:]
@@ -43,9 +44,9 @@ def on_grid(lr: float, steps: int = 0) -> float:
 
 
 def best(results: Results, like: Run) -> Run | None:
-    """The run with the least loss on the new text among those that differ from `like` in the learning rate."""
-    found = [run for run in results if replace(run, lr=like.lr) == like]
-    return min(found, key=lambda run: results[run].new, default=None)
+    """The best run among those that differ from `like` in the learning rate."""
+    lr = finetune_report.best_lr(results, like)
+    return None if lr is None else replace(like, lr=lr)
 
 
 def search(results: Results, like: Run, *, fine: bool = False, wide: bool = True) -> list[Run]:
@@ -135,6 +136,21 @@ def variants(results: Results) -> Iterator[list[Run]]:
             yield search(results, Run(name, "float32", method.lr))
 
 
+def others_small(results: Results) -> Iterator[list[Run]]:
+    """Small learning rates of the other rules, to find those that end where AdamW does at its usual ones; float32."""
+    for name in OTHERS:
+        if (top := best(results, Run(name, "float32", 0.0))) is not None:
+            yield [replace(top, lr=on_grid(METHODS[name].lr, steps)) for steps in (-6, -9)]
+
+
+def small_in_larger(results: Results) -> Iterator[list[Run]]:
+    """Small learning rates of larger models."""
+    for size, (name, lr), rounding in itertools.product(
+        LARGER, USUAL_RATES.items(), ("float32", "nearest", "stochastic")
+    ):
+        yield [Run(name, rounding, lr, size)]
+
+
 def rest(results: Results) -> Iterator[list[Run]]:
     """What has to wait: float32 weights at three learning rates in larger models, and searches for every rounding."""
     for size, name in itertools.product(LARGER, MAIN):
@@ -147,7 +163,8 @@ def rest(results: Results) -> Iterator[list[Run]]:
 
 
 PARTS: dict[str, Callable[[Results], Iterator[list[Run]]]] = {
-    part.__name__: part for part in (main_rules, small, seeds, others, sizes, batch, variants, rest)
+    part.__name__: part
+    for part in (main_rules, small, seeds, others, sizes, batch, variants, others_small, small_in_larger, rest)
 }
 
 

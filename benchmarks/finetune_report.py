@@ -14,6 +14,7 @@ from benchmarks.reports import formatted, picture, print_table
 
 Results = Mapping[Run, Result]
 
+TIE = 0.005  # nats; paired differences between runs vary by more
 ROUNDINGS = ("float32", "stochastic", "nearest", "compensated")
 RULES = [name for name, method in METHODS.items() if not method.variant]
 LOOKS = {
@@ -63,7 +64,7 @@ def report(results: Results, study: Study, work: Path, folder: Path) -> None:
     )
     if "1M" in first:
         draw_grid(results, first["1M"][1], folder / "finetune_grid.png")
-        draw_rounding(results, weights["1M"]["rms"], first["1M"][1], folder / "finetune_rounding.png")
+        draw_rounding(results, first["1M"][1], folder / "finetune_rounding.png")
         draw_forgetting(results, folder / "finetune_forgetting.png")
         draw_sizes(results, weights, folder / "finetune_sizes.png")
 
@@ -82,8 +83,10 @@ def series(results: Results, like: Run) -> dict[float, Result]:
 
 
 def best_lr(results: Results, like: Run) -> float | None:
+    """The best learning rate for the new text: the least of those within `TIE` of it, which forgets least."""
     found = series(results, like)
-    return min(found, key=lambda lr: found[lr].new, default=None)
+    least = min((result.new for result in found.values()), default=math.inf)
+    return next((lr for lr, result in found.items() if result.new <= least + TIE), None)
 
 
 def with_seeds(results: Results, run: Run) -> list[Result]:
@@ -126,10 +129,9 @@ def rules_table(results: Results) -> list[Row]:
     """Each rule and rounding at its best learning rate, with the spread of its seeds."""
     rows = []
     for name, rounding in itertools.product(RULES, ROUNDINGS):
-        found = series(results, Run(name, rounding, 0.0))
-        if not found:
+        found, lr = series(results, Run(name, rounding, 0.0)), best_lr(results, Run(name, rounding, 0.0))
+        if lr is None:
             continue
-        lr = min(found, key=lambda lr: found[lr].new)
         seeds = with_seeds(results, Run(name, rounding, lr))
         before = next(iter(found.values())).curve[0][1]
         low, high = within(found, before, 0.95)
@@ -215,20 +217,22 @@ def sizes_table(results: Results, weights: Mapping[str, Any]) -> list[Row]:
 
 
 def rates_table(results: Results, weights: Mapping[str, Any]) -> list[Row]:
-    """AdaLomo's learning rate with AdamW's result, for each of AdamW's below its best; float32."""
+    """The learning rate of each rule that ends where AdamW does, for each of AdamW's up to its best one; float32."""
     rows = []
     for size in weights:
-        adamw, adalomo = (series(results, Run(name, "float32", 0.0, size)) for name in ("adamw", "adalomo"))
-        if not adamw or not adalomo:
-            continue
-        top = min(adamw, key=lambda lr: adamw[lr].new)
+        adamw = series(results, Run("adamw", "float32", 0.0, size))
+        top = min(adamw, key=lambda lr: adamw[lr].new, default=0.0)
         for lr, result in adamw.items():
-            equal = rate_of(adalomo, result.new)
-            if lr <= top and equal is not None:
-                ratio = equal * weights[size]["rms"] / lr
-                rows.append({"model": size, "adamw lr": lr, "new": f"{result.new:.3f}", "adalomo lr": equal,
-                             "adalomo lr × rms / adamw lr": ratio})  # fmt: skip
-    return rows
+            equal = {}
+            for name in RULES:
+                if name != "adamw" and any(run.method == name and run.size == size for run in results):
+                    equal[name] = rate_of(series(results, Run(name, "float32", 0.0, size)), result.new)
+            if lr <= top and any(equal.values()):
+                ratio = equal["adalomo"] and equal["adalomo"] * weights[size]["rms"] / lr
+                row = {"model": size, "adamw": lr, "new text": f"{result.new:.3f}", **equal}
+                rows.append({**row, "adalomo's × rms / adamw's": ratio})
+    columns = dict.fromkeys(name for row in rows for name in row)
+    return [{name: row.get(name) for name in columns} for row in rows]
 
 
 def rate_of(found: Mapping[float, Result], loss: float) -> float | None:
@@ -243,9 +247,8 @@ def batch_table(results: Results) -> list[Row]:
     """Other numbers of rows per update at equal tokens, each at its best learning rate."""
     rows = []
     for batch, name in itertools.product(sorted({run.batch for run in results}), ("adalomo", "adamw")):
-        found = series(results, Run(name, "stochastic", 0.0, batch=batch))
-        if found:
-            lr = min(found, key=lambda lr: found[lr].new)
+        found = series(results, like := Run(name, "stochastic", 0.0, batch=batch))
+        if (lr := best_lr(results, like)) is not None:
             rows.append({"rows per update": batch, "rule": name, "best lr": lr, "new text": f"{found[lr].new:.3f}",
                          "old text": f"{found[lr].old:.3f}", "learning rates": len(found)})  # fmt: skip
     return rows
@@ -257,9 +260,8 @@ def variants_table(results: Results) -> list[Row]:
     bases = {METHODS[name].rule for name in variants}
     rows = []
     for name in sorted((*bases, *variants)):
-        found = series(results, Run(name, "float32", 0.0))
-        if found:
-            lr = min(found, key=lambda lr: found[lr].new)
+        found = series(results, like := Run(name, "float32", 0.0))
+        if (lr := best_lr(results, like)) is not None:
             rows.append({"method": name, "best lr": lr, "new text": f"{found[lr].new:.3f}",
                          "old text": f"{found[lr].old:.3f}", "learning rates": len(found)})  # fmt: skip
     return rows
@@ -301,7 +303,7 @@ def draw_grid(results: Results, before: float, path: Path) -> None:
         figure.legend(*legend, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
 
 
-def draw_rounding(results: Results, rms: float, before: float, path: Path) -> None:
+def draw_rounding(results: Results, before: float, path: Path) -> None:
     """The share of float32's improvement that bfloat16 weights have, over the size of a step and over what moves."""
     rows = [row for row in kept_rows(results, before) if row[0].batch == 4 and not row[0].seed]
     title = "Improvement of bfloat16 weights, as a share of that of float32 weights at the same learning rate"
@@ -309,29 +311,26 @@ def draw_rounding(results: Results, rms: float, before: float, path: Path) -> No
         for name, marker in (("adamw", "o"), ("adalomo", "s")):
             for rounding in ("nearest", "stochastic"):
                 some = [(run, kept) for run, _, kept in rows if (run.method, run.rounding) == (name, rounding)]
-                scale = rms if name == "adamw" else 1.0
+                steps = [100 * results[replace(run, rounding="float32")].step for run, _ in some]
                 look = {"color": LOOKS[rounding][0], "marker": marker, "ms": 5, "lw": 1.2}
                 look |= {"ls": "-" if name == "adalomo" else "--", "label": f"{name}, {rounding}"}
-                left.plot([run.lr / scale for run, _ in some], [100 * kept for _, kept in some], **look)
-        left.set(xscale="log", xlabel="learning rate, relative to rms(w)", ylabel="per cent of float32's improvement")
-        left.axvspan(0.002, 0.004, color="#eeeeee", zorder=0)
-        left.annotate("half a spacing\nof bfloat16", (0.0029, 3), fontsize=8, ha="center", color="#777777")
-        left.legend(fontsize=8, frameon=False, loc="center left")
-        for rounding, marker in (("nearest", "v"), ("stochastic", "s")):
-            some = [(result.moved, kept) for run, result, kept in rows if run.rounding == rounding]
-            if some:
-                moved, kept = zip(*some, strict=True)
-                color = LOOKS[rounding][0]
-                label = f"{rounding}, every rule"
-                right.scatter(
-                    [100 * m for m in moved], [100 * k for k in kept], s=22, color=color, marker=marker, label=label
-                )
+                left.plot(steps, [100 * kept for _, kept in some], **look)
+        left.set(xscale="log", xlabel="norm of an update, per cent of that of the weights (float32)")
+        left.set_ylabel("per cent of float32's improvement")
+        left.axvspan(0.2, 0.4, color="#eeeeee", zorder=0)
+        left.annotate("half a spacing\nof bfloat16", (0.28, -4), fontsize=8, ha="center", color="#777777")
+        left.legend(fontsize=8, frameon=False, loc="lower right", bbox_to_anchor=(1, 0.2))
+        for rounding in ("stochastic", "nearest"):
+            color, _, marker = LOOKS[rounding]
+            some = [(100 * result.moved, 100 * kept) for run, result, kept in rows if run.rounding == rounding]
+            look = {"color": color, "marker": marker, "s": 22, "label": f"{rounding}, every rule"}
+            right.scatter([moved for moved, _ in some], [kept for _, kept in some], **look)
         right.axvline(5, color="#bbbbbb", lw=0.8)
         right.axhline(12, color="#bbbbbb", lw=0.8)
-        right.annotate("5 % moved", (5.5, 104), fontsize=8, color="#777777")
-        right.annotate("12 %", (91, 13.5), fontsize=8, color="#777777")
-        right.set(xlabel="per cent of the weights that an update changes", ylim=(-8, 110), xlim=(-2, 102))
-        right.legend(fontsize=8, frameon=False, loc="lower right", bbox_to_anchor=(1, 0.18))
+        right.annotate("5 %", (5.8, 45), fontsize=8, color="#777777")
+        right.annotate("12 %", (94, 14), fontsize=8, color="#777777")
+        right.set(xlabel="per cent of the weights that an update changes", ylim=(-8, 119), xlim=(-2, 102))
+        right.legend(fontsize=8, frameon=False, loc="lower right", bbox_to_anchor=(1, 0.2))
 
 
 def draw_forgetting(results: Results, path: Path) -> None:
