@@ -115,7 +115,7 @@ def sizes(results: Results) -> Iterator[list[Run]]:
     for size, name in itertools.product(LARGER, MAIN):
         top = best(results, Run(name, "stochastic", 0.0))
         if top is not None:
-            yield search(results, Run(name, "stochastic", on_grid(top.lr, -1), size))
+            yield search(results, Run(name, "stochastic", on_grid(top.lr, -1), size), fine=True)
     for size, name in itertools.product(LARGER, MAIN):
         if (top := best(results, Run(name, "stochastic", 0.0, size))) is not None:
             yield [replace(top, rounding="float32")]
@@ -152,11 +152,15 @@ def small_in_larger(results: Results) -> Iterator[list[Run]]:
 
 
 def rest(results: Results) -> Iterator[list[Run]]:
-    """What has to wait: float32 weights at three learning rates in larger models, and searches for every rounding."""
-    for size, name in itertools.product(LARGER, MAIN):
-        if (top := best(results, Run(name, "stochastic", 0.0, size))) is not None:
-            yield search(results, replace(top, rounding="float32"), wide=False)
+    """What has to wait: other seeds, float32 weights in larger models, and searches for every rounding."""
+    tops = [best(results, Run(name, "stochastic", 0.0, size)) for size, name in itertools.product(LARGER, MAIN)]
+    for top in tops:
+        if top is not None:
+            yield [replace(top, seed=seed) for seed in (1, 2)]
     yield from seeds(results, OTHERS)
+    for top in tops:
+        if top is not None:
+            yield search(results, replace(top, rounding="float32"), wide=False)
     yield from searches(results, OTHERS, ("stochastic", "nearest", "compensated"))
     for name, rounding in itertools.product(MAIN, ("nearest", "float32", "stochastic")):
         yield [Run(name, rounding, lr) for lr in MORE_SMALL_RATES[name]]

@@ -26,6 +26,8 @@ COLORS = {
     "lomo": "#937860", "lans": "#dd8452", "scaled_adam": "#c44e52",
 }  # fmt: skip
 
+SHADES = {"1M": 0.4, "5M": 0.65, "20M": 1.0}
+
 
 def report(results: Results, study: Study, work: Path, folder: Path) -> None:
     """Prints the tables of what is there, and writes the figures and the pictures."""
@@ -294,6 +296,7 @@ def draw_grid(results: Results, before: float, path: Path) -> None:
                 _line(axes, found, lambda lr, result: (lr, result.new), **look)
             axes.axhline(before, color="#bbbbbb", lw=0.8)
             axes.set(xscale="log", ylim=(lowest - 0.1, before + 0.15))
+            axes.xaxis.set_minor_formatter("")
             axes.set_title(name, fontsize=10)
         for axes in panels[:, 0]:
             axes.set_ylabel("held-out loss, nats")
@@ -334,39 +337,43 @@ def draw_rounding(results: Results, before: float, path: Path) -> None:
 
 
 def draw_forgetting(results: Results, path: Path) -> None:
-    """The loss on the old text against that on the new one, a line per rule over its learning rates."""
+    """The loss on the old text over that on the new one, a line per rule over its learning rates."""
     title = "Forgetting: loss on code against loss on docstrings, a point per learning rate"
-    with picture(path, title, (11, 4.8), 2, sharey=True) as panels:
+    with picture(path, title, (11, 4.8), 2) as (left, right):
         lowest = min(result.new for run, result in results.items() if run.size == "1M" and run.batch == 4)
-        for axes, rounding in zip(panels, ("float32", "stochastic"), strict=True):
-            for name in RULES:
-                found = series(results, Run(name, rounding, 0.0))
-                look = {
-                    "color": COLORS[name],
-                    "marker": "o",
-                    "ms": 3.5,
-                    "lw": 2.2 if name in ("adalomo", "adamw") else 1.1,
-                }
-                _line(axes, found, lambda lr, result: (result.new, result.old), label=name, **look)
-            axes.set(xlabel="new text: held-out loss, nats", xlim=(lowest - 0.05, lowest + 0.9))
-            axes.set_title("float32 weights" if rounding == "float32" else "bfloat16, stochastic", fontsize=10)
-        panels[0].set_ylabel("old text: held-out loss, nats")
-        legend = panels[0].get_legend_handles_labels()
-        panels[0].figure.legend(*legend, loc="outside lower center", ncols=8, frameon=False, fontsize=9)
+        for name in RULES:
+            found = series(results, Run(name, "float32", 0.0))
+            look = {"color": COLORS[name], "marker": "o", "ms": 3.5, "lw": 2.2 if name in ("adalomo", "adamw") else 1.1}
+            _line(left, found, lambda lr, result: (result.new, result.old), label=name, **look)
+        left.set(xlabel="new text: held-out loss, nats", xlim=(lowest - 0.05, lowest + 0.7), ylim=(3, 7.2))
+        left.set_ylabel("old text: held-out loss, nats")
+        left.set_title("1M, every rule, float32 weights", fontsize=10)
+        left.legend(fontsize=8, frameon=False, ncols=3, loc="upper left")
+        for (size, style), name in itertools.product(SHADES.items(), ("adalomo", "adamw")):
+            found = series(results, Run(name, "stochastic", 0.0, size))
+            look = {"color": COLORS[name], "marker": "o", "ms": 3.5, "alpha": style, "label": f"{name}, {size}"}
+            _line(right, found, lambda lr, result: _changes(result), **look)
+        right.set(xlabel="new text: change of the loss", ylabel="old text: change of the loss", ylim=(-0.1, 2.6))
+        right.set_title("three models, bfloat16 weights, stochastic", fontsize=10)
+        right.legend(fontsize=8, frameon=False)
+
+
+def _changes(result: Result) -> tuple[float, float]:
+    return result.new - result.curve[0][1], result.old - result.curve[0][2]
 
 
 def draw_sizes(results: Results, weights: Mapping[str, Any], path: Path) -> None:
     """Loss over the learning rate by model, and by rows per update; stochastic."""
     title = "Loss on the new text by size of the model, and by batch at equal tokens; bfloat16, stochastic"
     with picture(path, title, (11, 4.8), 2) as (left, right):
-        for size, shade in zip(weights, (0.45, 0.7, 1.0), strict=False):
-            for name in ("adalomo", "adamw"):
-                scale = weights[size]["rms"] if name == "adamw" else 1.0
-                found = series(results, Run(name, "stochastic", 0.0, size))
-                look = {"color": COLORS[name], "alpha": shade, "marker": "o", "ms": 4, "label": f"{name}, {size}"}
-                _line(left, found, lambda lr, result, scale=scale: (lr / scale, result.new), **look)
+        for size, name in itertools.product(weights, ("adalomo", "adamw")):
+            scale = weights[size]["rms"] if name == "adamw" else 1.0
+            found = series(results, Run(name, "stochastic", 0.0, size))
+            look = {"color": COLORS[name], "alpha": SHADES[size], "marker": "o", "ms": 4, "label": f"{name}, {size}"}
+            _line(left, found, lambda lr, result, scale=scale: (lr / scale, result.new), **look)
         left.set(xscale="log", xlabel="learning rate, relative to rms(w)", ylabel="held-out loss, nats")
-        left.set_xlim(left=1e-3)
+        lowest = min(result.new for result in results.values())
+        left.set(xlim=(8e-4, 0.25), ylim=(lowest - 0.1, lowest + 1.2))
         left.legend(fontsize=8, frameon=False)
         for name in ("adalomo", "adamw"):
             rows = [row for row in batch_table(results) if row["rule"] == name]
@@ -379,6 +386,7 @@ def draw_sizes(results: Results, weights: Mapping[str, Any], path: Path) -> None
                     text, (x, y), xytext=offset, textcoords="offset points", fontsize=8, ha="center", color=COLORS[name]
                 )
         right.set_xscale("log", base=2)
+        right.xaxis.set_major_formatter("{x:g}")
         right.margins(y=0.18, x=0.1)
         right.set(xlabel="rows of 128 tokens per update (with the best learning rate)", ylabel="held-out loss, nats")
         right.legend(fontsize=8, frameon=False)

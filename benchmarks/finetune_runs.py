@@ -53,7 +53,7 @@ METHODS = {
     "lans": Method("lans", 1e-2),
     "scaled_adam": Method("scaled_adam", 3e-2),
     "adamw, β₂ 0.95": Method("adamw", 3e-3, {**NO_DECAY, "betas": (0.9, 0.95)}, True),
-    "adalomo, u not clipped": Method("adalomo", 3e-2, {"clip_threshold": math.inf}, True),
+    "adalomo, u not clipped": Method("adalomo", 3e-2, {"clip_threshold": 1e30}, True),
     "adalomo, ε₂ 0.1": Method("adalomo", 3e-2, {"eps": (1e-30, 0.1)}, True),
     "adalomo, ε₂ 1e-6": Method("adalomo", 3e-2, {"eps": (1e-30, 1e-6)}, True),
     "adalomo, ε₁ 1e-8": Method("adalomo", 3e-2, {"eps": (1e-8, 1e-3)}, True),
