@@ -41,7 +41,7 @@ def report(results: Results, study: Study, work: Path, folder: Path) -> None:
     tables = {
         "rules": rules_table(results),
         "paired": paired_table(results),
-        "kept": kept_table(results, weights, first),
+        "kept": kept_table(results, weights),
         "sizes": sizes_table(results, weights),
         "rates": rates_table(results, weights),
         "batch": batch_table(results),
@@ -66,7 +66,7 @@ def report(results: Results, study: Study, work: Path, folder: Path) -> None:
     )
     if "1M" in first:
         draw_grid(results, first["1M"][1], folder / "finetune_grid.png")
-        draw_rounding(results, first["1M"][1], folder / "finetune_rounding.png")
+        draw_rounding(results, folder / "finetune_rounding.png")
         draw_forgetting(results, folder / "finetune_forgetting.png")
         draw_sizes(results, weights, folder / "finetune_sizes.png")
 
@@ -136,7 +136,7 @@ def rules_table(results: Results) -> list[Row]:
             continue
         seeds = with_seeds(results, Run(name, rounding, lr))
         before = next(iter(found.values())).curve[0][1]
-        low, high = within(found, before, 0.95)
+        low, high = within(found, before, 0.95) if len(found) > 2 else (None, None)
         rows.append(
             {
                 "rule": name,
@@ -157,14 +157,15 @@ def rules_table(results: Results) -> list[Row]:
 def paired_table(results: Results) -> list[Row]:
     """Differences to AdamW with the same weights, seed by seed, each at its best learning rate."""
     rows = []
-    for rounding, name in itertools.product(("float32", "stochastic"), RULES):
-        lrs = {rule: best_lr(results, Run(rule, rounding, 0.0)) for rule in (name, "adamw")}
+    for size, rounding, name in itertools.product(SHADES, ("float32", "stochastic"), RULES):
+        lrs = {rule: best_lr(results, Run(rule, rounding, 0.0, size)) for rule in (name, "adamw")}
         if name == "adamw" or None in lrs.values():
             continue
-        ours, theirs = (with_seeds(results, Run(rule, rounding, lr or 0.0)) for rule, lr in lrs.items())
+        ours, theirs = (with_seeds(results, Run(rule, rounding, lr or 0.0, size)) for rule, lr in lrs.items())
         pairs = list(zip(ours, theirs, strict=False))
         rows.append(
             {
+                "model": size,
                 "weights": rounding,
                 "rule": name,
                 "new text, less AdamW's": ", ".join(f"{a.new - b.new:+.3f}" for a, b in pairs),
@@ -174,28 +175,36 @@ def paired_table(results: Results) -> list[Row]:
     return rows
 
 
-def kept_rows(results: Results, before: float) -> list[tuple[Run, Result, float]]:
+def kept_rows(results: Results) -> list[tuple[Run, Result, float]]:
     """Runs with bfloat16 weights whose float32 run is there, and the share of its improvement that they have."""
     rows = []
     for run, result in results.items():
         other = results.get(replace(run, rounding="float32"))
-        if run.rounding != "float32" and run.size == "1M" and other is not None and before - other.new > 0.02:
-            rows.append((run, result, (before - result.new) / (before - other.new)))
-    return sorted(rows, key=lambda row: (row[0].method, row[0].lr, row[0].rounding))
+        if run.rounding != "float32" and other is not None and other.new < other.curve[0][1] - 0.02:
+            rows.append((run, result, _gain(result) / _gain(other)))
+    return sorted(rows, key=lambda row: (list(SHADES).index(row[0].size), row[0].method, row[0].lr, row[0].rounding))
 
 
-def kept_table(results: Results, weights: Mapping[str, Any], first: Mapping[str, Any]) -> list[Row]:
+def _gain(result: Result) -> float:
+    return result.curve[0][1] - result.new
+
+
+def kept_table(results: Results, weights: Mapping[str, Any]) -> list[Row]:
     """What is left of float32's improvement at the same learning rate, and how many weights an update changes."""
-    if "1M" not in first:
-        return []
-    rows: dict[tuple[str, float], Row] = {}
-    for run, result, kept in kept_rows(results, first["1M"][1]):
+    rows: dict[tuple[str, str, float], Row] = {}
+    for run, result, kept in kept_rows(results):
         if run.method not in ("adamw", "adalomo") or run.seed or run.batch != 4 or run.rounding == "compensated":
             continue
         float32 = results[replace(run, rounding="float32")]
-        rms = weights["1M"]["rms"] if run.method == "adamw" else 1.0
-        row = {"rule": run.method, "lr": run.lr, "lr / rms(w)": run.lr / rms, "step / weights": float32.step}
-        row = rows.setdefault((run.method, run.lr), row)
+        rms = weights[run.size]["rms"] if run.method == "adamw" else 1.0
+        row = {
+            "model": run.size,
+            "rule": run.method,
+            "lr": run.lr,
+            "lr / rms(w)": run.lr / rms,
+            "step / weights": float32.step,
+        }
+        row = rows.setdefault((run.size, run.method, run.lr), row)
         row[f"kept, {run.rounding}"] = f"{kept:.1%}"
         row[f"moved, {run.rounding}"] = f"{result.moved:.1%}"
     columns = [f"{what}, {rounding}" for what in ("kept", "moved") for rounding in ("nearest", "stochastic")]
@@ -306,14 +315,15 @@ def draw_grid(results: Results, before: float, path: Path) -> None:
         figure.legend(*legend, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
 
 
-def draw_rounding(results: Results, before: float, path: Path) -> None:
+def draw_rounding(results: Results, path: Path) -> None:
     """The share of float32's improvement that bfloat16 weights have, over the size of a step and over what moves."""
-    rows = [row for row in kept_rows(results, before) if row[0].batch == 4 and not row[0].seed]
+    rows = [row for row in kept_rows(results) if row[0].batch == 4 and not row[0].seed]
     title = "Improvement of bfloat16 weights, as a share of that of float32 weights at the same learning rate"
     with picture(path, title, (11, 4.6), 2, sharey=True) as (left, right):
         for name, marker in (("adamw", "o"), ("adalomo", "s")):
             for rounding in ("nearest", "stochastic"):
-                some = [(run, kept) for run, _, kept in rows if (run.method, run.rounding) == (name, rounding)]
+                like = ("1M", name, rounding)
+                some = [(run, kept) for run, _, kept in rows if (run.size, run.method, run.rounding) == like]
                 steps = [100 * results[replace(run, rounding="float32")].step for run, _ in some]
                 look = {"color": LOOKS[rounding][0], "marker": marker, "ms": 5, "lw": 1.2}
                 look |= {"ls": "-" if name == "adalomo" else "--", "label": f"{name}, {rounding}"}
@@ -326,7 +336,7 @@ def draw_rounding(results: Results, before: float, path: Path) -> None:
         for rounding in ("stochastic", "nearest"):
             color, _, marker = LOOKS[rounding]
             some = [(100 * result.moved, 100 * kept) for run, result, kept in rows if run.rounding == rounding]
-            look = {"color": color, "marker": marker, "s": 22, "label": f"{rounding}, every rule"}
+            look = {"color": color, "marker": marker, "s": 22, "label": f"{rounding}, every rule and model"}
             right.scatter([moved for moved, _ in some], [kept for _, kept in some], **look)
         right.axvline(5, color="#bbbbbb", lw=0.8)
         right.axhline(12, color="#bbbbbb", lw=0.8)
@@ -380,7 +390,7 @@ def draw_sizes(results: Results, weights: Mapping[str, Any], path: Path) -> None
             batches, losses = [row["rows per update"] for row in rows], [float(row["new text"]) for row in rows]
             right.plot(batches, losses, color=COLORS[name], marker="o", ms=4, label=name)
             for x, y, row in zip(batches, losses, rows, strict=True):
-                offset = (0, 7) if name == "adamw" else (0, -13)
+                offset = (-14, 6) if name == "adamw" else (14, -13)
                 text = formatted(row["best lr"], ".2g")
                 right.annotate(
                     text, (x, y), xytext=offset, textcoords="offset points", fontsize=8, ha="center", color=COLORS[name]
