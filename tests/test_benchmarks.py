@@ -27,6 +27,9 @@ from benchmarks import (  # noqa: E402
     convergence,
     determinism,
     dispatch,
+    finetune,
+    finetune_report,
+    finetune_runs,
     growth,
     long_context,
     long_context_plans,
@@ -245,6 +248,49 @@ def test_optimizers_are_trained_searched_and_drawn(monkeypatch, tmp_path, capsys
     done = {"AdamW": [run for run in runs["AdamW"] if run.lr == best] * 4}
     monkeypatch.setitem(convergence.CANDIDATES, "AdamW", convergence.Candidate(torch.optim.AdamW, (best,) * 2))
     assert convergence.missing_runs(done, ["AdamW"], {"AdamW": 3}) == []
+
+
+@pytest.fixture
+def small_study(monkeypatch):
+    """A study of seconds: a tiny Llama, and a few rows of tokens for text."""
+    monkeypatch.setattr(finetune_runs, "SIZES", {"1M": (1, 64, 2, 1e-3)})
+    rows = torch.arange(8 * 4).view(8, 4)
+    text = finetune_runs.Texts(old=rows, new=rows.flip(0), old_held_out=rows[:2], new_held_out=rows[2:4])
+    monkeypatch.setattr(finetune_runs, "texts", lambda study: text)
+    return finetune_runs.Study(updates=2, length=4, vocab=300, rows=2)
+
+
+def test_fine_tuning_is_studied_and_continued(monkeypatch, small_study, tmp_path, capsys):
+    asked = [finetune.Run(name, rounding, 1e-2) for name in ("adalomo", "lomo") for rounding in finetune.ROUNDINGS]
+    monkeypatch.setattr(finetune, "PARTS", {"some": lambda results: iter([asked])})
+    assert finetune.do_runs(small_study, ["some"], tmp_path, minutes=0) == {}
+    results = finetune.do_runs(small_study, ["some"], tmp_path, minutes=10)
+    assert list(results) == asked
+    assert all(result.curve[-1][0] == 1.0 and 0 < result.moved <= 1 for result in results.values())
+
+    monkeypatch.setattr(finetune, "train", lambda *args: pytest.fail("a finished run was repeated"))
+    assert finetune.do_runs(small_study, ["some"], tmp_path, minutes=10) == results
+    finetune_report.report(results, small_study, tmp_path, tmp_path)
+    assert len(json.loads((tmp_path / "finetune.json").read_text())["runs"]) == 8
+    assert len(list(tmp_path.glob("finetune_*.png"))) == 4
+
+
+def test_learning_rates_are_searched_until_the_best_is_inside():
+    asked, results = finetune.Run("adamw", "float32", 1e-3), {}
+
+    def finish(runs):
+        for run in runs:  # the best learning rate is 4e-2
+            loss = abs(torch.tensor(run.lr / 4e-2).log10().item())
+            results[run] = finetune_runs.Result(loss, 0.0, [], 0.0, 0.0, 0.0, 0.0)
+        return [run.lr for run in runs]
+
+    assert finish(finetune.search(results, asked)) == [3.2e-4, 1e-3, 3.2e-3]
+    assert finish(finetune.search(results, asked)) == [1e-2]
+    assert finish(finetune.search(results, asked)) == [3.2e-2]
+    assert finish(finetune.search(results, asked)) == [1e-1]
+    assert finish(finetune.search(results, asked)) == []
+    assert finish(finetune.search(results, asked, fine=True)) == [1.8e-2, 5.6e-2]
+    assert finish(finetune.search(results, asked, fine=True)) == []
 
 
 def test_runs_are_compared_by_their_bits_and_their_losses(monkeypatch, tmp_path, capsys):
