@@ -16,7 +16,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from traceback import walk_tb
 from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
@@ -24,7 +23,7 @@ import torch
 from accelerate.utils import is_peft_model, purge_accelerate_environment
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoProcessor, AutoTokenizer, Trainer
+from transformers import Trainer
 from transformers.trainer_pt_utils import nested_gather
 
 from lowmem.errors import CheckpointError, ConfigError, StepError, UnsupportedError
@@ -56,9 +55,6 @@ _OPTIMIZERS: "WeakKeyDictionary[nn.Module, ReferenceType[FusedOptimizer]]" = Wea
 
 # Methods of trainers that choose an optimizer, and that are never called here.
 _UNUSED = ("create_optimizer_and_scheduler", "get_optimizer_cls_and_kwargs")
-
-# Prefix of the metrics keys of `log_norms`; the name of the parameter follows.
-PARAM_NORM = "grad_norm/"
 
 
 class FusedTrainerMixin(_Base):
@@ -103,14 +99,7 @@ class FusedTrainerMixin(_Base):
         self._staging: Path | None = None
         self._resumed: Progress | None = None
         self._sharding: sharding.Sharding | None = None
-        try:
-            super().__init__(*args, **kwargs)
-        except (OSError, ValueError) as error:
-            modules = {frame.f_globals["__name__"] for frame, _ in walk_tb(error.__traceback__)}
-            if modules.isdisjoint((AutoProcessor.__module__, AutoTokenizer.__module__)):
-                raise
-            advice = "the model's path has no tokenizer; pass processing_class=AutoTokenizer.from_pretrained(...)"
-            raise ConfigError(f"{advice}. Transformers says: {error}") from error
+        super().__init__(*args, **kwargs)
         # transformers 5.23 (trainer.py) would prepare, save and load sharded models in its own ways
         self.is_deepspeed_enabled = self.is_fsdp_enabled = False
         if self.optimizer_cls_and_kwargs is not None:
@@ -305,7 +294,7 @@ class FusedTrainerMixin(_Base):
         if scale is not None or nonfinite_steps:
             metrics["nonfinite_steps"] = nonfinite_steps
         if self.optimizer.config.log_norms:
-            metrics |= {PARAM_NORM + name: norm for name, norm in zip(last.names, last.norms.tolist(), strict=True)}
+            metrics |= {f"grad_norm/{name}": norm for name, norm in zip(last.names, last.norms.tolist(), strict=True)}
         return {**metrics, **last.statistics}
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:

@@ -9,15 +9,11 @@ from typing import Any
 
 import matplotlib
 import numpy as np
-from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator
 
 from lowmem.run.memory import KINDS, StepMemory
 from lowmem.run.metrics import Record
-from lowmem.trainer import PARAM_NORM
 
 _STYLE = {
     "font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#888888",
@@ -33,15 +29,13 @@ _PANELS = {
     "changed_share": ("weights changed", _BLUE, "default"),
     "clip_coef": ("clip coefficient", _EVAL[1], "default"), "loss_scale": ("loss scale", _BLUE, "steps-post"),
 }  # fmt: skip
-# Most labels next to the heat map, and most columns of a picture.
-_LABELS, _COLUMNS = 40, 600
+# Most columns of a picture.
+_COLUMNS = 600
 
 
 def draw(records: list[Record], name: str) -> dict[str, bytes]:
-    """Draws the pictures of the run `name`: file name → PNG. norms.png needs logged norms of parameters."""
+    """Draws the pictures of the run `name`: file name → PNG."""
     pictures = {"loss.png": loss_picture, "memory.png": memory_picture}
-    if any(key.startswith(PARAM_NORM) for record in records for key in record):
-        pictures["norms.png"] = norms_picture
     return {file_name: _png(picture, records, name) for file_name, picture in pictures.items()}
 
 
@@ -187,63 +181,3 @@ def _step_picture(step: StepMemory, title: str, memory: int | None) -> Figure:
     axes.set(title=title, xlabel="allocations and releases", ylabel=f"tensors ({unit_name})", **limits)
     axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), title="at the peak", reverse=True)
     return figure
-
-
-def norms_picture(records: list[Record], name: str) -> Figure:
-    """A heat map of each parameter's gradient norm by step, parameters in the order of the records."""
-    records = [record for record in records if any(key.startswith(PARAM_NORM) for key in record)]
-    keys = list(dict.fromkeys(key for record in records for key in record if key.startswith(PARAM_NORM)))
-    with np.errstate(divide="ignore"):
-        logs = np.log10(np.array([[record.get(key, 0.0) for key in keys] for record in records], dtype=float))
-    starts = np.arange(0, len(records), math.ceil(len(records) / _COLUMNS))
-    logs = np.maximum.reduceat(logs, starts)  # each column shows its largest value; NaN wins
-    finite = logs[np.isfinite(logs)]
-    low, high = (finite.min(), finite.max()) if finite.size else (0.0, 0.0)
-
-    rows = min(max(len(keys), 8), _LABELS)
-    figure = Figure(figsize=(9, 1.6 + 0.17 * rows), layout="constrained")
-    axes = figure.subplots()
-    colors = colormaps["viridis"].with_extremes(bad=_EVAL[0], under="white")
-    steps = [record["step"] for record in records]
-    gaps = np.diff(steps) if len(steps) > 1 else [1]
-    padded = np.array([steps[0] - gaps[0], *steps, steps[-1] + gaps[-1]])
-    edges = ((padded[:-1] + padded[1:]) / 2)[[*starts, -1]]  # half-way between steps
-    cells = np.where(np.isneginf(logs), low - 1, logs).T
-    high = max(high, low + 1)  # colors span at least a decade, so that noise does not look like more
-    image = axes.pcolormesh(edges, np.arange(len(keys) + 1) - 0.5, cells, cmap=colors, vmin=low, vmax=high)
-    at, labels = zip(*_row_labels([key.removeprefix(PARAM_NORM) for key in keys]), strict=True)
-    axes.set_yticks(at, labels, fontsize=7)
-    axes.tick_params(axis="y", length=2)
-    axes.invert_yaxis()
-    axes.grid(False)
-    axes.set(title=f"{_shortened(name)}: gradient norm of each parameter", xlabel="step")
-    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, min_n_ticks=1))
-    figure.colorbar(image, ax=axes, label="log$_{10}$ of the norm", pad=0.02, aspect=30).outline.set_visible(False)
-    special = ("not finite", _EVAL[0], np.isnan(logs)), ("zero, or no gradient", "white", np.isneginf(logs))
-    patches = [Patch(fc=color, ec="#888888", label=label) for label, color, cells in special if cells.any()]
-    if patches:  # next to the label of x
-        place = {"loc": "upper right", "bbox_to_anchor": (1, 0), "borderaxespad": 2.8}
-        axes.legend(handles=patches, ncols=2, fontsize=8, handlelength=1, **place)
-    return figure
-
-
-def _row_labels(names: list[str]) -> list[tuple[float, str]]:
-    """Rows and their labels: every parameter if there is room, otherwise one label per numbered block."""
-    short = [re.sub(r"^(model|transformer)\.|\.weight$", "", name) for name in names]
-    if len(short) <= _LABELS:
-        return [(row, _shortened(name)) for row, name in enumerate(short)]
-    blocks = [match[0] if (match := re.match(r"(.*?\.)?\d+(?=\.)", name)) else name for name in short]
-    labels = []
-    for block, members in itertools.groupby(enumerate(blocks), key=lambda row: row[1]):
-        rows = [row for row, _ in members]
-        labels.append(((rows[0] + rows[-1]) / 2, _shortened(block)))
-    shown: list[tuple[float, str]] = []
-    for row, label in labels[:: math.ceil(len(labels) / _LABELS)]:
-        if not shown or row - shown[-1][0] >= 0.6 * len(names) / _LABELS:  # at least a line of text below the last one
-            shown.append((row, label))
-    return shown
-
-
-def _shortened(name: str, length: int = 34) -> str:
-    """A long name without its middle."""
-    return name if len(name) <= length else f"{name[: length // 3]}…{name[-(length - length // 3 - 1) :]}"

@@ -30,7 +30,6 @@ _FILES = {
     "metrics.jsonl": "every logged number, one JSON object per line",
     "loss.png": "training and evaluation loss, gradient norm, learning rate, clip coefficient, loss scale",
     "memory.png": "memory in use, its peak, and the size of the weights",
-    "norms.png": "the gradient norm of each parameter at each step",
     "runs": "TensorBoard files; view them with `tensorboard --logdir` and this folder",
 }
 

@@ -80,11 +80,6 @@ class Sizes:
         with self.mode:
             return torch.empty(tuple(shape), dtype=dtype, device=device)
 
-    @property
-    def assumptions(self) -> list[str]:
-        """What the traced code takes for granted about sizes."""
-        return [str(guard.expr) for guard in self._env.guards]
-
 
 def trace(fn: Function, args: Sequence[Tensor]) -> fx.GraphModule:
     """The operations of `fn(*args)`, whose `args` are fake tensors and which returns tensors."""

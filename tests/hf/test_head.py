@@ -193,7 +193,7 @@ TRAINED = {
 def test_the_trainer_trains_as_with_the_loss_of_the_model(arguments, make):
     weights = []
     for cls, options in ((FusedSFTTrainer, {}), (FusedTrainer, {"activation_checkpointing_kwargs": None})):
-        trainer = make(cls, **{**arguments, **options, "optim": "adalomo"})  # which amplifies no last bits
+        trainer = make(cls, **{**arguments, **options})
         trainer.train()
         weights.append([param.detach() for param in trainer.model.parameters()])
     for actual, expected in zip(*weights, strict=True):

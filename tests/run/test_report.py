@@ -140,7 +140,7 @@ def test_metrics_of_a_fused_trainer_are_reported(run_dir, tiny_llama):
     norms = [key for key in read_metrics(run_dir)[0] if key.startswith("grad_norm/")]
     assert norms == [f"grad_norm/{name}" for name, _ in trainer.model.named_parameters()]
     text = (run_dir / "README.md").read_text()
-    assert "| clipped | 100% of the logged steps |" in text and "![norms.png](norms.png)" in text
+    assert "| clipped | 100% of the logged steps |" in text
 
 
 def test_the_trainer_s_own_printer_is_replaced(trainer, run_dir, capsys):
@@ -403,18 +403,6 @@ def test_pictures_need_the_metrics_alone_and_can_be_drawn_again(logged):
     assert drawn == plot_run(logged) == [logged / "loss.png", logged / "memory.png"]
     assert all(path.read_bytes().startswith(PNG) for path in drawn)
     assert (logged / "metrics.jsonl").read_bytes() == before
-
-
-def test_the_norms_of_parameters_have_a_picture_of_their_own(logged):
-    plot_run(logged)
-    write_readme(logged)
-    assert "norms.png" not in (logged / "README.md").read_text()
-    path = logged / "metrics.jsonl"
-    path.write_text(path.read_text().replace('"loss"', '"grad_norm/a.weight": 1.0, "loss"'))
-    assert plot_run(logged)[-1] == logged / "norms.png"
-    write_readme(logged)
-    text = (logged / "README.md").read_text()
-    assert "![norms.png](norms.png)" in text and "| [norms.png](norms.png) | the gradient norm" in text
 
 
 def test_lines_with_a_norm_for_each_of_many_parameters_share_their_names(tmp_path):

@@ -184,27 +184,6 @@ def test_what_cannot_be_honoured_raises_when_the_trainer_is_made(options, error,
         build(CAUSAL, tmp_path, True, **options)
 
 
-@pytest.mark.parametrize("row", ["SFT", "Reward"])
-def test_a_tokenizer_that_is_missing_is_named(row, tmp_path):
-    """Also where the model has no path from which TRL could load one."""
-    builders.llama().save_pretrained(tmp_path / "model")
-    for path in (str(tmp_path / "model"), ""):
-        model = builders.ROWS[row]()[3]["model"]
-        model.config._name_or_path = path
-        with pytest.raises(ConfigError, match=r"the model's path has no tokenizer; pass processing_class="):
-            build(row, tmp_path, True, {"model": model, "processing_class": None})
-
-
-@pytest.mark.parametrize("error", [ValueError("no model"), OSError("no model")])
-def test_other_errors_while_a_trainer_is_made_stay_themselves(error, tmp_path):
-    def fail():
-        raise error
-
-    with pytest.raises(type(error)) as raised:
-        build(CAUSAL, tmp_path, True, {"model": None, "model_init": fail})
-    assert raised.value is error
-
-
 def test_a_checkpoint_within_a_step_is_refused(tmp_path):
     options = {"save_strategy": "epoch", "gradient_accumulation_steps": 4}
     with pytest.raises(UnsupportedError, match="data without a length may end before"):
