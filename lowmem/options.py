@@ -140,14 +140,15 @@ class FusedConfig:
     def __init__(self, rule: str | UpdateRule | type | None = None, **options: Any) -> None:
         names = {option.name for option in fields(self)}
         hyper = {**options.pop("hyper", {}), **{name: options.pop(name) for name in options.keys() - names}}
-        for name, value in {"rule": rule, "hyper": hyper, **options}.items():
-            object.__setattr__(self, name, value)
+        options |= {"rule": rule, "hyper": hyper}
+        for option in fields(self):
+            object.__setattr__(self, option.name, options.get(option.name, option.default))
         self._check_choices()
         self._check_policy()
-        for option in ("clip_norm", "clip_value"):
-            value = getattr(self, option)
+        for name in ("clip_norm", "clip_value"):
+            value = getattr(self, name)
             if value is not None and not (_is_number(value) and value > 0):
-                raise ConfigError(f"{option}={value!r} is not a finite number > 0; omit it for no clipping")
+                raise ConfigError(f"{name}={value!r} is not a finite number > 0; omit it for no clipping")
         if self.norm_type not in (2, math.inf):
             raise ConfigError(f"norm_type={self.norm_type!r} is neither 2 nor inf")
         initial_scale(self.loss_scale)

@@ -178,7 +178,7 @@ def test_rules_prints_what_is_measured(capsys):
     assert code == 0
     table = out.partition("import path")[0]
     rows = {line.split()[0]: line.split()[1:3] for line in table.splitlines() if line}
-    assert rows["lomo"] == ["0", "0.03"]
+    assert rows["lomo"] == ["0", "0.01"]
     assert rows["adamw"][0] == "8"
     assert rows["torch.optim.AdamW"][0] == "4"
     assert rows["compensated"] == ["4"] and rows["bfloat16"] == ["2"]  # a weight, a state

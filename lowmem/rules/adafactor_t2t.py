@@ -58,8 +58,8 @@ class AdafactorT2T(UpdateRule):
     source = "Shazeer and Stern 2018, arXiv:1804.04235; Tensor2Tensor"
     keeps = "row and column means of g²"
     exactness = "trajectories recorded from its source, weights to 2e-5"
-    usual_lr = (1e-3, "T5, Raffel et al. 2020")
-    relative = True
+    usual_lr = (1e-3, "measured: docs/choosing.md")
+    relative = (0.9, 1.3)
     sums_squares = True
     defaults, checks = require.hyperparameters(
         lr=(None, require.number(">= 0", optional=True)),

@@ -91,7 +91,8 @@ class UpdateRule(ABC):
     Attributes:
         name, source, keeps, exactness, defaults: for the table of rules.
         usual_lr: a learning rate for fine-tuning, and where it is from; empty if none is usual.
-        relative: its steps are relative to the size of the weights, with at most `lr` as the ratio.
+        relative: where its steps are relative to the size of the weights, the range of its rate that gives what AdamW's
+            gives, times the rms of the weights and over AdamW's rate.
         checks: of hyperparameters, by name (`lowmem.rules.require`).
         decay: the name of its weight decay, if it has one.
         open_ended: it takes hyperparameters beyond `defaults`.
@@ -110,7 +111,7 @@ class UpdateRule(ABC):
     keeps: ClassVar[str]
     exactness: ClassVar[str] = "not stated"
     usual_lr: ClassVar[tuple[Any, ...]] = ()
-    relative: ClassVar[bool] = False
+    relative: ClassVar[tuple[float, float] | None] = None
     defaults: ClassVar[dict[str, Any]]
     checks: ClassVar[Mapping[str, Check]] = {}
     decay: ClassVar[str] = "weight_decay"
@@ -141,12 +142,14 @@ class UpdateRule(ABC):
     def rates(self, weights: Iterable[Tensor], adamw: float = 2e-5) -> str:
         """Learning rates for fine-tuning these weights, where AdamW would be given `adamw`, as by TRL; in words."""
         words = "its usual rate is {:g} ({})".format(*self.usual_lr) if self.usual_lr else "no rate is usual"
-        floats = (w.detach().float() for w in weights if w.is_floating_point())
-        norms = [(float(torch.linalg.vector_norm(w)), w.numel()) for w in floats] if self.relative else []
+        if self.relative is None:
+            return words
+        matrices = (w.detach().float() for w in weights if w.ndim > 1 and w.is_floating_point())
+        norms = [(float(torch.linalg.vector_norm(w)), w.numel()) for w in matrices]
         size = math.hypot(*(norm for norm, _ in norms)) / math.sqrt(sum(count for _, count in norms) or 1)
         if not size:  # the weights are sharded, or there are none
             return words
-        least, most = 0.6 * adamw / size, adamw / size  # measured with AdaLomo
+        least, most = (factor * adamw / size for factor in self.relative)
         return f"{words}; AdamW's {adamw:g} is about {least:.2g} to {most:.2g} for weights with rms {size:.2g}, as here"
 
     def admit(self, param: Tensor, hyper: Hyper) -> None:

@@ -66,7 +66,7 @@ def test_the_rank_that_ended_it_is_named(fault, tmp_path):
         process.start()
     answers = [pipes[rank][0].recv() if pipes[rank][0].poll(PATIENCE) else None for rank in (0, 2)]
     for name, message, steps in answers:
-        assert (name, steps) == ("RankError", 2)
+        assert (name, steps) == ("RankError", 2), message
         assert message.startswith(SAID[fault]) and len(message) < 300
     if fault == "fail":
         assert pipes[1][0].recv()[:2] == ("DataError", "row 7 is broken")
