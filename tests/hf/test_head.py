@@ -192,8 +192,9 @@ TRAINED = {
 @pytest.mark.parametrize("arguments", TRAINED.values(), ids=TRAINED)
 def test_the_trainer_trains_as_with_the_loss_of_the_model(arguments, make):
     weights = []
+    fused = lowmem.FusedConfig(rule="adalomo")  # whose step does not depend on the sign of a gradient that is nearly 0
     for cls, options in ((FusedSFTTrainer, {}), (FusedTrainer, {"activation_checkpointing_kwargs": None})):
-        trainer = make(cls, **{**arguments, **options})
+        trainer = make(cls, fused=fused, **{**arguments, **options})
         trainer.train()
         weights.append([param.detach() for param in trainer.model.parameters()])
     for actual, expected in zip(*weights, strict=True):

@@ -9,6 +9,7 @@ import yaml
 from lowmem import cli
 from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.layers.config import parse_bytes
+from lowmem.rules.adalomo import AdaLomo
 from lowmem.run import plan
 from lowmem.run.config import load
 from lowmem.step import updates
@@ -161,5 +162,5 @@ def test_no_way_to_less_memory_is_warned_about_or_has_the_rate_of_another_rule(w
         updates._warn_of_lost_updates.cache_clear()
         changed = load(write, [*overrides, way])
         plan.plan(changed, "gpu")
-        assert changed.optimizer.rule != "adalomo" or changed.optimizer.lr == 5e-4
+        assert changed.optimizer.rule != "adalomo" or changed.optimizer.lr == AdaLomo.usual_lr[0]
     assert not caplog.messages
