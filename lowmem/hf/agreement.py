@@ -75,17 +75,16 @@ def check(mine: Mapping[str, str]) -> None:
     for rank, other in enumerate(every):
         names = [name for name in {**first, **other} if other.get(name) != first.get(name)]
         if names:
-            shown = "; ".join(_difference(name, rank, other, first) for name in names[:_SHOWN])
+            shown = "; ".join(
+                f"{name} is {other.get(name, 'nothing')[:80]} on rank {rank} and "
+                f"{first.get(name, 'nothing')[:80]} on rank 0"
+                for name in names[:_SHOWN]
+            )
             more = f"; and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
             raise ConfigError(
                 f"the ranks were not started alike: {shown}{more}. Start every rank with the same command, packages "
                 "and files"
             )
-
-
-def _difference(name: str, rank: int, other: Mapping[str, str], first: Mapping[str, str]) -> str:
-    here, there = other.get(name, "nothing"), first.get(name, "nothing")
-    return f"{name} is {here[:80]} on rank {rank} and {there[:80]} on rank 0"
 
 
 def check_shared(folder: Path) -> None:
