@@ -89,13 +89,14 @@ def peaks(rank, kind, settings, folder):
 def test_memory_is_pieces_what_the_engine_gathers_and_one_gradient(two, kind, settings, tmp_path):
     """Above a step that drops its gradients in the hook: a piece of one, and a tile's temporaries on a CPU."""
     piece, tiles = 2 << 20, 3 << 20
+    late = 2 * (4 << 20)  # each of gloo's two threads may let go of a tensor only after its collective has returned
     for floor, above, weights, most, others in two.run(peaks, kind, settings, tmp_path):
         assert weights == 16 << 20  # half of them
         if kind == "zero3":
             assert floor <= 8.1 * 2**20  # one parameter gathered, one gradient
         assert above <= floor + piece + tiles
-        assert others["saving"] <= most
-        assert others["loading"] <= most
+        assert others["saving"] <= most + late
+        assert others["loading"] <= most + late
 
 
 @pytest.mark.parametrize("kind", SHARDS)
