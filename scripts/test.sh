@@ -7,7 +7,7 @@ if [ "${1:-}" = --full ]; then
     export LOWMEM_FULL=1
     shift
 fi
-export EXTRAS=dev
+export EXTRAS=dev,judges
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 ruff check .
 ruff format --check .
