@@ -1,6 +1,6 @@
 """The options of layers, applied to the model of a trainer."""
 
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 from transformers import TrainingArguments
@@ -47,11 +47,19 @@ def change(model: Any, layers: LayersConfig) -> None:
     """
     if layers.mlp_tile is not None:
         tile_mlps(model, layers.mlp_tile)
-    embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    if layers.computed_gradients and isinstance(embedding, nn.Embedding):
+    table = embedding(model, "input")
+    if layers.computed_gradients and isinstance(table, nn.Embedding):
         head = Head(memory=layers.head_bytes)
-        head.tile(1, embedding.num_embeddings, embedding.embedding_dim)  # raises if that is too little
-        compute_gradient(embedding, head.memory)
+        head.tile(1, table.num_embeddings, table.embedding_dim)  # raises if that is too little
+        compute_gradient(table, head.memory)
+
+
+def embedding(model: Any, side: Literal["input", "output"]) -> Any:
+    """The module with a model's input or output embedding; None where it has none, as models of images have not."""
+    try:
+        return getattr(model, f"get_{side}_embeddings")()
+    except (AttributeError, NotImplementedError):
+        return None
 
 
 def offload(model: Any, layers: LayersConfig) -> None:
@@ -66,8 +74,8 @@ def described(model: Any, optimizer: FusedOptimizer, tokens: int) -> str:
     Args:
         tokens: of the largest micro-batch.
     """
-    layers = (model.get_output_embeddings(), model.get_input_embeddings())
-    weights = [layer.weight for layer in layers if layer is not None and layer.weight.requires_grad]
+    layers = (embedding(model, "output"), embedding(model, "input"))
+    weights = [layer.weight for layer in layers if hasattr(layer, "weight") and layer.weight.requires_grad]
     records = [optimizer._records[weight] for weight in weights if weight in optimizer._records]
     if not records:
         return "the head and the embedding are not trained"
