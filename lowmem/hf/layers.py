@@ -37,7 +37,8 @@ def check(args: TrainingArguments, layers: LayersConfig) -> None:
 
 
 def change(model: Any, layers: LayersConfig) -> None:
-    """Tiles the MLPs of a model, and makes its embedding one whose gradient the optimizer computes as it reads it.
+    """Tiles the MLPs of a model, makes its embedding one whose gradient the optimizer computes as it reads it, and makes
+    checkpointed layers write what they keep to a file, once train() has enabled activation checkpointing.
 
     A model that is to be sharded is changed before.
 
@@ -52,6 +53,8 @@ def change(model: Any, layers: LayersConfig) -> None:
         head = Head(memory=layers.head_bytes)
         head.tile(1, table.num_embeddings, table.embedding_dim)  # raises if that is too little
         compute_gradient(table, head.memory)
+    if layers.activation_offload == "disk" and getattr(model, "is_activation_checkpointing", False):
+        offload_to_file(model, layers.activation_dir)
 
 
 def embedding(model: Any, side: Literal["input", "output"]) -> Any:
@@ -60,12 +63,6 @@ def embedding(model: Any, side: Literal["input", "output"]) -> Any:
         return getattr(model, f"get_{side}_embeddings")()
     except (AttributeError, NotImplementedError):
         return None
-
-
-def offload(model: Any, layers: LayersConfig) -> None:
-    """Makes checkpointed layers write what they keep to a file, once train() has enabled activation checkpointing."""
-    if layers.activation_offload == "disk" and getattr(model, "is_activation_checkpointing", False):
-        offload_to_file(model, layers.activation_dir)
 
 
 def described(model: Any, optimizer: FusedOptimizer, tokens: int) -> str:

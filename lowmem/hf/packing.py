@@ -60,8 +60,7 @@ def check_borders(
 
     if (table := embedding(model, "input")) is None:
         raise UnsupportedError(
-            f"packing=True or padding_free=True: {type(model).__name__} has no get_input_embeddings(), by which samples "
-            "of a row are found to be apart; define it, or omit both"
+            f"packing=True or padding_free=True: {type(model).__name__} needs get_input_embeddings(); or omit both"
         )
     hook, training = table.register_forward_hook(cut), model.training
     try:
