@@ -37,7 +37,7 @@ def check(args: TrainingArguments, layers: LayersConfig) -> None:
 
 
 def change(model: Any, layers: LayersConfig) -> None:
-    """Tiles the MLPs of a model, makes its embedding one whose gradient the optimizer computes as it reads it, and makes
+    """Tiles the MLPs of a model, makes its embedding one whose gradient the optimizer computes as it reads it, and lets
     checkpointed layers write what they keep to a file, once train() has enabled activation checkpointing.
 
     A model that is to be sharded is changed before.
