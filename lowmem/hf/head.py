@@ -37,7 +37,7 @@ def check(model: Any) -> None:
     known = {id(param) for module in modules for param in module.parameters()}
     others = [name for name, param in model.named_parameters() if id(param) not in known]
     if output is None or others:
-        reason = f"{others[0]!r} lies between" if others else "there is no such matrix"
+        reason = "there is no such matrix" if output is None else f"{others[0]!r} lies between"
         raise UnsupportedError(
             f"{type(model).__name__}: TRL's SFTTrainer multiplies the last hidden state by one matrix, the output "
             f"embedding, to compute logits, and in this model {reason}. Use a model whose head is one matrix, or, in "
