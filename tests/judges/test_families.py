@@ -373,21 +373,29 @@ def trained(cls, model, rows, folder, clip, **keywords):
     return losses, [*model.parameters(), *model.buffers()]
 
 
-def compare(row, folder, clip):
+def compare(row, folder, clip, **keywords):
     """Whether a fused training ends as the trainer's own, which has to have changed the model."""
     name, data, options = row
     rows = [data(torch.Generator().manual_seed(number)) for number in range(ROWS)]
     start = [param.detach().clone() for param in build(name, options).parameters()]
     losses, tensors = trained(hf.Trainer, build(name, options), rows, folder, clip)
     assert not all(map(torch.equal, start, tensors))
-    fused = FusedConfig(rule=torch.optim.AdamW, foreach=False)
-    actual_losses, actual = trained(FusedTrainer, build(name, options), rows, folder, clip, fused=fused)
+    actual_losses, actual = trained(FusedTrainer, build(name, options), rows, folder, clip, **keywords)
     return actual_losses == losses and all(map(torch.equal, actual, tensors))
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.1], ids=["not clipped", "clipped"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_families_train_as_with_the_trainer(kind, clip, tmp_path):
-    families = KINDS[kind]
-    verdicts = {name: judge(lambda row=row: compare(row, tmp_path, clip)) for name, row in families.items()}
+    families, rule = KINDS[kind], FusedConfig(rule=torch.optim.AdamW, foreach=False)
+    verdicts = {name: judge(lambda row=row: compare(row, tmp_path, clip, fused=rule)) for name, row in families.items()}
     report(f"transformers {hf.__version__}, {kind}", verdicts, at_least=len(families))
+
+
+@pytest.mark.parametrize("kind", ["encoders", "decoders", "experts and recurrences", "encoders with decoders"])
+def test_families_train_so_by_default_with_large_embeddings(kind, tmp_path):
+    """By the rule that is chosen where none is, which reads the gradients of embeddings as they are computed."""
+    families = {name: row for name, row in KINDS[kind].items() if row[1] in (language, sentence, answer)}
+    large = {name: (*row[:2], {**row[2], "vocab_size": 2048}) for name, row in [*families.items()][::2]}
+    verdicts = {name: judge(lambda row=row: compare(row, tmp_path, clip=0.1)) for name, row in large.items()}
+    report(f"transformers {hf.__version__}, {kind}, 2048 tokens", verdicts, at_least=len(large))
