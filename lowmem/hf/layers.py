@@ -58,7 +58,7 @@ def change(model: Any, layers: LayersConfig) -> None:
 
 
 def embedding(model: Any, side: Literal["input", "output"]) -> Any:
-    """The module with a model's input or output embedding; None where it has none, as models of images have not."""
+    """The input or output embedding that a model names; None if it has none, as vision models and plain modules."""
     try:
         return getattr(model, f"get_{side}_embeddings")()
     except (AttributeError, NotImplementedError):
