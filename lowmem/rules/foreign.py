@@ -7,7 +7,7 @@ import pickle
 import random
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn, cast
@@ -18,30 +18,25 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lowmem.errors import ConfigError, UnsupportedError, did_you_mean
-from lowmem.rules.foreign_state import PLAIN, pack_state, unpack, unpack_state
-from lowmem.rules.rule import ENGINE_KEYS, Hyper, ParamSpec, State, UpdateRule
+from lowmem.rules.foreign_instance import COUNTS, NOT_IN_GROUP, Instance, number_of, refuse_combination
+from lowmem.rules.foreign_state import pack_state
+from lowmem.rules.rule import Hyper, ParamSpec, State, UpdateRule
 from lowmem.tiles.layout import View
 from lowmem.tiles.sweep import Sweep
 
 # Names of distributions that differ from the module that they install.
 _DISTRIBUTIONS = {"lomo_optim": "lomo-optim", "optimi": "torch-optimi"}
 
-# The key of our parameter group for numbers that a class counts with, other than hyperparameters.
-_COUNTS = "counts"
-
-# Keys of our parameter groups that a class does not expect in its own, and those that its constructor does not take.
-_NOT_IN_GROUP = frozenset(("params", "param_names", _COUNTS, *ENGINE_KEYS))
-_NO_ARGUMENTS = frozenset(("name", "initial_lr", "max_lr", "min_lr", *_NOT_IN_GROUP))
+# Keys of our parameter groups that a constructor does not take.
+_NO_ARGUMENTS = NOT_IN_GROUP | {"name", "initial_lr", "max_lr", "min_lr"}
 
 # A class is tried on parameters with as many dimensions as those of its group, or else on its group's own with at most
 # so many elements. Optimizers with few bits per state have full ones for small parameters.
 _TRIAL_SHAPES: dict[int, list[tuple[int, ...]]] = {
-    0: [()], 1: [(96,), (160,)], 2: [(64, 64), (32, 160)], 3: [(4, 32, 40)], 4: [(16, 32, 3, 3)]
+    0: [(), ()], 1: [(96,), (160,)], 2: [(64, 64), (32, 160)],
+    3: [(4, 32, 40), (2, 8, 8)], 4: [(16, 32, 3, 3), (8, 16, 1, 1)],
 }  # fmt: skip
 _TRIED = 1 << 20
-
-# Types of settings that a constructor may derive from others.
-_DERIVED = (int, float, str, tuple)
 
 # Steps of a trial, the sizes of its gradients, and the element at which a shard ends.
 _TRIAL_STEPS, _TRIAL_SIZES, _CUT = 12, (1e-3, 1.0, 1e3), 1500
@@ -104,7 +99,7 @@ class ForeignRule(UpdateRule):
         self._shape: tuple[int, ...] = (64, 64)  # of a parameter that it can be constructed for
         self._counts = False  # whether the class has numbers that change
         # by the id of our group: an instance, and those of its arguments that its own group does not show
-        self._instances: dict[int, tuple[_Instance, dict[str, Any]]] = {}
+        self._instances: dict[int, tuple[Instance, dict[str, Any]]] = {}
 
     def equals(self, other: UpdateRule) -> bool:
         return isinstance(other, ForeignRule) and self.cls is other.cls
@@ -121,6 +116,7 @@ class ForeignRule(UpdateRule):
 
     def adopt(self, hyper: Hyper, sharded: bool) -> None:
         """By trial, on the device of the parameters. Settings that the class derives from others are set in `hyper`."""
+        self._instances.pop(id(hyper), None)  # of a group that is gone
         params = [param for param in hyper["params"] if param.requires_grad]
         real = [param for param in params if param.device.type != "meta" and not is_fake(param)]
         device = real[0].device if real else torch.device("cpu")
@@ -167,25 +163,25 @@ class ForeignRule(UpdateRule):
             grads[_TRIAL_STEPS // 2][0] = None
         _seed()
         params = [start.clone().requires_grad_() for start in starts]
-        together, group = self._made(params, hyper)
+        together, group = self._made(params, hyper, groups=1 + bool(self._instances))
         drawn_before = _host_random()
         for step in grads:
             for param, grad in zip(params, step, strict=True):
                 param.grad = None if grad is None else grad.clone()
             together.optimizer.step()
+            if _host_random() != drawn_before:
+                self._refuse("draws random numbers of Python or NumPy once per step. Use another optimizer.")
         if together.optimizer.param_groups[0] is group and (unread := self._extra(hyper).keys() - group.read):
             key = min(unread)
             raise ConfigError(f"{self.name} does not read {key!r}.{did_you_mean(key, self.defaults)} Omit it")
-        if _host_random() != drawn_before:
-            self._refuse("draws random numbers of Python or NumPy for all parameters at once. Use another optimizer.")
         _seed()
         self._shape = shapes[0]
         alone, counted = self._one_at_a_time(hyper, starts, grads)
         now = together.now()
-        if any(self._number(key, now.get(key)) != number for key, number in counted.items()) or not all(
+        if any(number_of(self.name, key, now.get(key)) != number for key, number in counted.items()) or not all(
             torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in zip(params, alone, strict=True)
         ):
-            self._refuse_combination("steps on one at a time differ from steps on all of them")
+            refuse_combination(self.name, "steps on one at a time differ from steps on all of them")
         if sharded:
             self._try_shards(hyper, starts[0], [step[0] for step in grads if step[0] is not None])
 
@@ -214,7 +210,7 @@ class ForeignRule(UpdateRule):
         """Steps as in training. Returns the weights, and the numbers that have changed."""
         params = [start.clone() for start in starts]
         instance, _ = self._made([params[0].clone().requires_grad_()], hyper)
-        instance.release(instance.numbers)
+        instance.release()
         group = {**hyper, **instance.derived(hyper)}
         states: list[State] = [{} for _ in params]
         counted: set[str] = set()
@@ -229,7 +225,7 @@ class ForeignRule(UpdateRule):
         for param, state in zip(params, states, strict=True):
             self._full |= {key for key, value in state.items() if getattr(value, "shape", None) == param.shape}
         self._counts |= bool(counted)
-        return params, {key: group[_COUNTS].get(key, group.get(key)) for key in counted}
+        return params, {key: group[COUNTS].get(key, group.get(key)) for key in counted}
 
     def _refuse_overrides(self, optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> None:
         """Refuses settings of single parameters, which bitsandbytes 0.50 (optim/optimizer.py) finds by number."""
@@ -275,64 +271,23 @@ class ForeignRule(UpdateRule):
     def end(self, hyper: Hyper) -> None:
         instance, _ = self._instances[id(hyper)]
         if self._counts and instance.changes is None:  # no parameter of the group had a gradient
-            self._step(instance, None, {}, hyper)
+            instance.step(None, {}, hyper)
 
-    def _step(self, instance: "_Instance", param: Tensor | None, state: State, hyper: Hyper) -> State:
-        """Steps on `param` with its packed state, and returns the new one. Numbers that change are put into `hyper`.
-
-        For every parameter of a step they are at first as they were when the step began.
-        """
-        optimizer, group, before = instance.optimizer, cast(dict[str, Any], hyper), instance.place(param)
-        if param is not None:
-            stored = param.detach()
-            if not state and instance.eager:
-                fresh, _ = self._made([param], group)
-                state = pack_state(self.name, fresh.optimizer.state[param])
-            optimizer.state[param] = unpack_state(self.name, state)
-        marked = _marked(before)
-        try:
-            optimizer.step()
-            now, values = instance.now(), dict(optimizer.state[param] if param is not None else ())
-        finally:
-            instance.release(before)
-        if param is not None and param.untyped_storage()._cdata != stored.untyped_storage()._cdata:
-            stored.copy_(param.detach())  # it put new memory into param.data
-        changes = {key: self._number(key, now[key]) for key in _changed(marked, now)}
-        if instance.changes is None:
-            instance.changes = changes
-            group.update({key: number for key, number in changes.items() if key in group})
-            group[_COUNTS] = {**group.get(_COUNTS, {}), **{k: v for k, v in changes.items() if k not in group}}
-        elif changes != instance.changes:
-            differ = [key for key in {**changes, **instance.changes} if changes.get(key) != instance.changes.get(key)]
-            self._refuse_combination(f"{', '.join(differ)} would differ from parameter to parameter")
-        return pack_state(self.name, values)
-
-    def _number(self, key: str, value: Any) -> Any:
-        """What the class counts with, as JSON."""
-        form = pack_state(self.name, {key: value})
-        tensor = form.pop(key) if isinstance(form[key], Tensor) else None
-        if tensor is not None and tensor.is_cpu and tensor.numel() == 1:
-            return {"values": tensor.tolist(), "dtype": str(tensor.dtype).removeprefix("torch.")}
-        if tensor is not None or len(form) > 1:
-            self._refuse(f"keeps {key!r}, a tensor, apart from the states of parameters. Use another optimizer.")
-        return form[key]
-
-    def _refuse_combination(self, detail: str) -> NoReturn:
-        self._refuse(
-            f"combines parameters inside step() ({detail}), and a fused update sees one at a time. Where it clips by "
-            "the norm over all gradients, switch that off and set clip_norm, which is exact; else use a class that "
-            "treats each parameter by itself, such as torch.optim.AdamW, or a rule of lowmem."
-        )
+    def _step(self, instance: Instance, param: Tensor, state: State, hyper: Hyper) -> State:
+        if not state and instance.eager:
+            fresh, _ = self._made([param], hyper)
+            state = pack_state(self.name, fresh.optimizer.state[param])
+        return instance.step(param, state, hyper)
 
     def _refuse(self, reason: str) -> NoReturn:
         raise UnsupportedError(f"{self.name} {reason}")
 
-    def _instance(self, hyper: Hyper) -> "_Instance":
+    def _instance(self, hyper: Hyper) -> Instance:
         """The instance for a parameter group, a new one if an argument has changed that only the constructor reads."""
         instance, arguments = self._instances.get(id(hyper), (None, {}))
         if instance is None or any(hyper.get(key) != value for key, value in arguments.items()):
             instance, _ = self._made([torch.zeros(self._shape).requires_grad_()], hyper)
-            instance.release(instance.numbers)
+            instance.release()
             hidden = {key: value for key, value in self._arguments(hyper).items() if key not in instance.numbers}
             self._instances[id(hyper)] = instance, hidden
         return instance
@@ -345,76 +300,11 @@ class ForeignRule(UpdateRule):
         named = {key: value for key, value in hyper.items() if key in self.defaults}
         return {**named, **self._extra(hyper)} if self.open_ended else named
 
-    def _made(self, params: list[Tensor], hyper: Hyper) -> "tuple[_Instance, _Watched]":
-        """A new instance for parameters, and the group that it was given."""
-        group = _Watched(params=params, **self._extra(hyper))
-        return _Instance(self.cls([group] if len(group) > 1 else params, **self._arguments(hyper))), group
-
-
-class _Instance:
-    """An object of the class, which steps on one parameter of a group at a time.
-
-    Attributes:
-        numbers: what it may count with when it is new: the values in its group, and under names that begin with "self."
-            and "state." those on itself and in its state, apart from those of parameters.
-        eager: it makes the states of parameters when it is constructed.
-        changes: the numbers that this step has changed; None before its first update.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        if hasattr(optimizer, "train"):
-            optimizer.train()  # schedule-free optimizers step in training mode only
-        self.optimizer = optimizer
-        self.numbers = self._start = self.now()
-        self.eager = any(isinstance(key, Tensor) for key in optimizer.state)
-        self.changes: dict[str, Any] | None = None
-
-    def now(self) -> dict[str, Any]:
-        """Its numbers, as they are."""
-        group, own = self.optimizer.param_groups[0], vars(self.optimizer)
-        return {
-            **{key: value for key, value in group.items() if key != "params"},
-            **{f"self.{key}": value for key, value in own.items() if type(value) in PLAIN},
-            **{f"state.{key}": value for key, value in self.optimizer.state.items() if not isinstance(key, Tensor)},
-        }
-
-    def derived(self, hyper: Hyper) -> dict[str, Any]:
-        """The settings of a group of which the class has made other ones: a limit from a rate, or a rate of its own."""
-        shared = {key: value for key, value in self.numbers.items() if key in hyper and isinstance(value, _DERIVED)}
-        return {key: value for key, value in shared.items() if value != hyper[key]}
-
-    def begin(self, hyper: Hyper) -> None:
-        """A step begins, and our group is as it will be for every parameter."""
-        settings = {**hyper, **hyper.get(_COUNTS, {})}
-        given = {
-            key: _like(self.numbers.get(key), value)
-            for key, value in settings.items()
-            if key not in _NOT_IN_GROUP and (value is not None or self.numbers.get(key) is None)
-        }
-        self._start = {**self.numbers, **given}
-        self.changes = None
-
-    def place(self, param: Tensor | None) -> dict[str, Any]:
-        """Puts the numbers with which the step began into place, and a parameter or none. Returns the numbers."""
-        single = {k: v.clone() for k, v in self._start.items() if isinstance(v, Tensor) and v.numel() == 1}
-        start = {**self._start, **single}
-        group: dict[str, Any] = {"params": [] if param is None else [param]}
-        places: dict[str, Any] = {"self": vars(self.optimizer), "state": self.optimizer.state}
-        for key, value in start.items():
-            where, _, name = key.partition(".")
-            if name and where in places:
-                places[where][name] = value
-            else:
-                group[key] = value
-        self.optimizer.param_groups = [group]
-        return start
-
-    def release(self, before: Mapping[str, Any]) -> None:
-        """Holds nothing of a parameter any more."""
-        for key in self.now().keys() - before.keys():
-            vars(self.optimizer).pop(key.removeprefix("self."), None)
-        self.optimizer.state.clear()
-        self.optimizer.param_groups = [{"params": []}]
+    def _made(self, params: list[Tensor], hyper: Hyper, groups: int = 1) -> "tuple[Instance, _Watched]":
+        """A new instance for parameters in so many groups, and the first group."""
+        given = [_Watched(params=params[n::groups], **self._extra(hyper)) for n in range(groups)]
+        plain = groups == 1 and not self._extra(hyper)
+        return Instance(self.name, self.cls(params if plain else given, **self._arguments(hyper))), given[0]
 
 
 class _Watched(dict[str, Any]):
@@ -462,27 +352,6 @@ def _seed() -> None:
     random.seed(0)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(0)
-
-
-def _like(old: Any, value: Any) -> Any:
-    """`value` as the class keeps it: torchao has the learning rate as a tensor, where schedulers set a number."""
-    if isinstance(value, dict) and value.keys() == {"values", "dtype"}:
-        return torch.tensor(value["values"], dtype=getattr(torch, value["dtype"]))
-    return torch.full_like(old, value) if isinstance(old, Tensor) and isinstance(value, int | float) else unpack(value)
-
-
-def _marked(values: Mapping[str, Any]) -> dict[str, tuple[Any, int]]:
-    """Values, with how often those that are tensors have been written to."""
-    return {key: (value, value._version if isinstance(value, Tensor) else 0) for key, value in values.items()}
-
-
-def _changed(marked: Mapping[str, tuple[Any, int]], now: Mapping[str, Any]) -> list[str]:
-    """Keys of values that are new, or replaced or written to since they were marked."""
-    return [key for key in now if key not in marked] + [
-        key
-        for key, (value, version) in marked.items()
-        if now.get(key) is not value or (isinstance(value, Tensor) and value._version != version)
-    ]
 
 
 def import_optimizer(path: str) -> type[torch.optim.Optimizer]:
