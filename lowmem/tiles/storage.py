@@ -394,9 +394,6 @@ def golden_ratio_noise(step: int) -> float:
     """(step times the golden ratio) mod 1 in float32, bit by bit of `step`, to the bits of Tensor2Tensor's."""
     phi, noise = (5**0.5 - 1) / 2, 0.0
     for i in range(30):
-        noise = _float32(noise + _float32((phi * 2**i) % 1.0) * (step >> i & 1))
+        part = nearest_number((phi * 2**i) % 1.0, torch.float32)
+        noise = nearest_number(noise + part * (step >> i & 1), torch.float32)
     return noise % 1.0
-
-
-def _float32(value: float) -> float:
-    return float(struct.unpack("f", struct.pack("f", value))[0])
