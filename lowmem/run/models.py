@@ -1,6 +1,7 @@
 """Checks `model.config`: keys and values by name, then a model that is built from it without memory."""
 
 import contextlib
+import copy
 import math
 import re
 from dataclasses import fields
@@ -95,10 +96,4 @@ def _run(config: Any) -> None:
 
 
 def _made(values: dict[str, Any]) -> Any:
-    return AutoConfig.for_model(**_copied(values))  # some classes change the values that they are given
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}
-    return [*map(_copied, value)] if isinstance(value, list) else value
+    return AutoConfig.for_model(**copy.deepcopy(values))  # some classes change the values that they are given

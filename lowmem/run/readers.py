@@ -57,16 +57,8 @@ def listed(names: Iterable[str]) -> str:
 
 def _not_utf8(path: Path) -> DataError:
     with path.open("rb") as lines:  # a decoder reads ahead and doesn't know the line
-        number = next(number for number, line in enumerate(lines, 1) if not _is_utf8(line))
+        number = next(n for n, line in enumerate(lines, 1) if line.decode(errors="ignore").encode() != line)
     return DataError(f"{shown(path)}, line {number}: not UTF-8 text. Convert the file to UTF-8.")
-
-
-def _is_utf8(line: bytes) -> bool:
-    try:
-        line.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def _lines(path: Path, newline: str | None = None) -> Iterator[str]:
