@@ -175,7 +175,6 @@ class AllReduce(Reducer):
         return total
 
     def _launch(self, name: str, grad: Tensor) -> None:
-        """Launches the all-reduce of the gradient whose turn it is."""
         if self._sums.wide:
             grad = grad.to(torch.promote_types(grad.dtype, torch.float32))
         grad = grad.div_(dist.get_world_size())  # before the sum: float16 would overflow
@@ -227,7 +226,9 @@ class AllReduce(Reducer):
         arrived = self._flags([*flags, most])
         dist.all_reduce(arrived, op=dist.ReduceOp.MAX)
         self._last = Readback(arrived)
-        self._remember()
+        self._backwards += 1
+        self._silent |= self._reached - self._arrived.keys()
+        self._arrivals = list(self._arrived)
         values = self._last.values() if self._kept or self._used else None
         for name, anywhere in zip(self._order, values or (), strict=False):
             if anywhere == _USED:
@@ -239,11 +240,6 @@ class AllReduce(Reducer):
                 yield self._records[name], self._kept.pop(name)
 
     # -- the order -------------------------------------------------------------------------------------------------
-
-    def _remember(self) -> None:
-        self._backwards += 1
-        self._silent |= self._reached - self._arrived.keys()
-        self._arrivals = list(self._arrived)
 
     def _learn(self) -> None:
         """Takes over the order in which the gradients of one rank arrived in the last backward.

@@ -103,9 +103,12 @@ class Updates:
     def _number_of(self, record: ParamRecord, grad: Gradient) -> int:
         """Which stack a parameter joins with gradients of this dtype, or `ALONE`."""
         size, param, spec = record.span.numel, record.param, record.spec
-        if isinstance(grad, ComputedGradient) or size > SMALL or not self._batching or not self._stackable(record):
+        if isinstance(grad, ComputedGradient) or size > SMALL or not self._batching:
             return ALONE
-        assert spec is not None  # settled when it was hooked
+        assert spec is not None and record.layout is not None  # settled when it was hooked
+        # shards of parameters like this one have to be one tile when they are stacked, on every rank
+        if not record.rule.stackable or (self._shard.ranks is not None and not record.layout.one_line):
+            return ALONE
         like = id(record.group), record.span.shape, param.dtype, grad.dtype, param.device, spec
         number = self._kinds.setdefault(like, len(self._stacks))
         if number == len(self._stacks):
@@ -142,11 +145,6 @@ class Updates:
         if record.extra:
             begin_storage(record.layout, Held(storage, (shard, *record.extra)))
         self.state[record.param] = tensors
-
-    def _stackable(self, record: ParamRecord) -> bool:
-        """Whether shards of parameters like this one are one tile when they are stacked, on every rank."""
-        assert record.layout is not None
-        return record.rule.stackable and (self._shard.ranks is None or record.layout.one_line)
 
     def _update_one(self, record: ParamRecord, grad: Gradient, decision: Decision | None) -> None:
         assert record.layout is not None and record.spec is not None
