@@ -6,9 +6,10 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from datasets import Dataset
 from torch import distributed
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
@@ -28,9 +29,6 @@ from lowmem.run.secrets import redacted
 from lowmem.run.source import reason
 from lowmem.run.summary import last_losses
 from lowmem.run.terminal import generate_command, out, print_topics, rank, stage, train_command, warn
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 
 def train(config: RunConfig, *, resume: bool = False) -> int | None:
@@ -123,7 +121,7 @@ def _print_end(config: RunConfig, trainer: Any, samples: build.Samples, run_dir:
     print_topics(topics)
 
 
-def _first_prompt(train: "Dataset") -> str:
+def _first_prompt(train: Dataset) -> str:
     """The beginning of what a model could be asked, from the first sample."""
     row = train[0]
     turns = row.get("messages") or row.get("prompt") or row.get("text") or "a prompt"
