@@ -17,12 +17,12 @@ import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import ClassVar, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from lowmem.errors import ConfigError, did_you_mean
+from lowmem.errors import ConfigError
 
 ROUNDED_DTYPES = (torch.bfloat16, torch.float16)
 STORED_DTYPES = (torch.float32, *ROUNDED_DTYPES)
@@ -233,12 +233,6 @@ def state_storages() -> list[str]:
     return [*STATE_DTYPES, *(name for name, cls in TABLE.items() if not issubclass(cls, Float))]
 
 
-def check(option: str, name: Any, known: list[str]) -> None:
-    """Raises `ConfigError` if `option` names no storage that is known."""
-    if name not in known:
-        raise ConfigError(f"{option} {name!r} is unknown.{did_you_mean(str(name), known)} Known are {', '.join(known)}")
-
-
 @functools.cache
 def of_weight(rounding: str, dtype: torch.dtype) -> Storage:
     """The storage of a weight whose parameter has this dtype. One that holds every result exactly needs no rounding."""
@@ -279,10 +273,8 @@ def part_name(state: str, part: str) -> str:
 _LOW16 = 0xFFFF
 
 
-def widen(stored: Tensor, residual: Tensor | None = None) -> Tensor:
-    """The float32 value of a stored tile; with an int16 `residual`, the value that `split` encoded."""
-    if residual is None:
-        return stored.float()
+def widen(stored: Tensor, residual: Tensor) -> Tensor:
+    """The float32 value that `split` encoded."""
     if stored.dtype == torch.bfloat16:
         return (stored.float().view(torch.int32) + residual).view(torch.float32)
     return stored.float() + residual * (spacing(stored.float(), stored.dtype) * 2.0**-15)
