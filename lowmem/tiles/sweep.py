@@ -210,7 +210,7 @@ class Sweep:
             self._cuts = _two_of_each_size(self._cuts)
         self._passes = 0
         self._params = self._views(weight)
-        self._grads = layout.views(grad) if isinstance(grad, Tensor) else grad.views(layout)
+        self._grads = layout.views(grad) if isinstance(grad, Tensor) else []
         self._written = False
         self._measured: tuple[Tensor, Tensor] | None = None  # sums of squares [B], known after the first reduce
         self._square_sums = reading.square_sums
@@ -376,10 +376,12 @@ class Sweep:
         scalars = {name: self.scalar(v) for name, v in (given.get("scalar") or {}).items()}
         for cut in order:
             i, rect, block = cut.of, cut.rect, cut.block if in_blocks else 1
-            local = None if cut.complete else rect.within(self.layout.rects[i])
+            outer = self.layout.blocks[i]
+            local = None if cut.complete else rect.within(outer.rect)
             here = None if self._at_once else (rect.batch, rect.rows, rect.cols)
+            grad = self._grad.view(outer) if isinstance(self._grad, ComputedGradient) else self._grads[i]
             raw = RawTile(
-                grad=_cut(self._grads[i], local, block),
+                grad=_cut(grad, local, block),
                 param=_tiles_of(self._params, i, local, block),
                 inverse_scale=self._reading.inverse_scale,
                 limit=self._reading.limit,
