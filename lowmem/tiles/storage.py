@@ -83,13 +83,14 @@ class Storage(ABC):
 
 @dataclass(frozen=True)
 class Float(Storage):
-    """A storage whose first part is the tensor itself in a float dtype."""
+    """A storage whose first part is the tensor itself in a float dtype; `more` are the others."""
 
     dtype: torch.dtype
+    more: ClassVar[tuple[Part, ...]] = ()
 
     @functools.cached_property
     def parts(self) -> tuple[Part, ...]:  # type: ignore[override]
-        return (Part("", self.dtype),)
+        return Part("", self.dtype), *self.more
 
     def decode(self, stored: tuple[Tensor, ...]) -> Tensor:
         return stored[0].float()
@@ -128,9 +129,7 @@ class GoldenRatio(Float):
 class Compensated(Float):
     """Kahan summation: what rounding to the nearest value cut off is kept too, in 16 bits."""
 
-    @functools.cached_property
-    def parts(self) -> tuple[Part, ...]:  # type: ignore[override]
-        return Part("", self.dtype), Part("residual", torch.int16)
+    more = (Part("residual", torch.int16),)
 
     def decode(self, stored: tuple[Tensor, ...]) -> Tensor:
         return widen(*stored)
@@ -142,9 +141,7 @@ class Compensated(Float):
 class Master(Float):
     """Rounded to the nearest value, together with a float32 copy."""
 
-    @functools.cached_property
-    def parts(self) -> tuple[Part, ...]:  # type: ignore[override]
-        return Part("", self.dtype), Part("weight32", torch.float32)
+    more = (Part("weight32", torch.float32),)
 
     def decode(self, stored: tuple[Tensor, ...]) -> Tensor:
         return stored[1]
