@@ -53,9 +53,9 @@ class AllReduce(Reducer):
         self._arrivals: list[str] = []  # in the last backward
         self._last: Readback | None = None  # what all ranks got in it, and how many gradients waited
         self._next_learning = self._interval = 1  # the order is not learned again before so many backwards
-        self._begin_nothing()
+        self.drop()
 
-    def _begin_nothing(self) -> None:
+    def drop(self) -> None:
         self._sums = NO_SUMS
         self._launched = 0  # so many of the order are launched
         self._waited = 0  # so many gradients waited for their turn at once
@@ -72,13 +72,10 @@ class AllReduce(Reducer):
         self._kept: dict[str, Tensor] = {}  # averages that are used if some rank got a gradient
         self._used: set[str] = set()  # averages that are used, but are not of this rank
 
-    def drop(self) -> None:
-        self._begin_nothing()
-
     # -- one backward ----------------------------------------------------------------------------------------------
 
     def begin(self, records: Collection[ParamRecord], sums: Sums = NO_SUMS) -> None:
-        self._begin_nothing()
+        self.drop()
         self._sums = sums
         # one that is frozen meanwhile keeps its turn: other ranks may train it
         self._records = {record.name: record for record in records if record.claimed}

@@ -73,18 +73,14 @@ def check(raw: dict[str, Any], vocab_size: int | None) -> None:
     try:
         config = _made(values)
         with contextlib.suppress(Exception):  # such as a list with an element per layer, which has to fit
-            _run(_made(_with_layers(values, config)))
+            name = getattr(config, "attribute_map", {}).get("num_hidden_layers", "num_hidden_layers")
+            _run(_made({**values, name: min(getattr(config, "num_hidden_layers", _LAYERS_BUILT), _LAYERS_BUILT)}))
             return
         _run(config)
     except Exception as error:  # model classes document none
         if not isinstance(error, NotImplementedError) and not re.search("meta (tensor|device)", str(error), re.I):
             raise ConfigError(f"model.config can't make a {raw['model_type']} model: {reason(error)}") from error
         # numbers decide how to go on, and tensors on the meta device have none
-
-
-def _with_layers(values: dict[str, Any], config: Any) -> dict[str, Any]:
-    name = getattr(config, "attribute_map", {}).get("num_hidden_layers", "num_hidden_layers")
-    return {**values, name: min(getattr(config, "num_hidden_layers", _LAYERS_BUILT), _LAYERS_BUILT)}
 
 
 def _run(config: Any) -> None:

@@ -64,7 +64,9 @@ def train(config: RunConfig, *, resume: bool = False) -> int | None:
                 trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
         except Exception as error:
             raise _explained(error, config, run_dir) from error
-        _leave_group()
+        if in_group():  # a process that ends without leaving it aborts
+            distributed.barrier()
+            distributed.destroy_process_group()
         _print_end(config, trainer, samples, run_dir, stopped=bool(signals))
     return signals[0] if signals else None
 
@@ -198,13 +200,6 @@ def _on_any_rank(flag: bool, device: Any) -> bool:
     flags = torch.tensor(int(flag), device=device)
     distributed.all_reduce(flags, op=distributed.ReduceOp.MAX)
     return bool(flags)
-
-
-def _leave_group() -> None:
-    """Destroys the process group: a process that ends without this aborts."""
-    if in_group():
-        distributed.barrier()
-        distributed.destroy_process_group()
 
 
 def _describe(config: RunConfig, trainer: Any, counts: TokenCounts) -> None:
