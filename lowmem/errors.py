@@ -1,6 +1,6 @@
 """Exceptions for users. Each message says what is wrong, where, and what to write instead."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 
@@ -30,6 +30,12 @@ class CheckpointError(LowmemError):
 
 class RankError(LowmemError):
     """Another rank of the process group failed, ended, or did not answer in time."""
+
+
+def require_known(option: str, name: object, known: Sequence[str]) -> None:
+    """Raises `ConfigError` unless an option has one of the known names."""
+    if name not in known:
+        raise ConfigError(f"{option} {name!r} is unknown.{did_you_mean(str(name), known)} Known are {', '.join(known)}")
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import safetensors.torch
 import torch
 from torch import Tensor
 
@@ -47,8 +48,6 @@ def begin_safetensors(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: M
     Returns:
         The offset in the file of each tensor, for `write_tensor`.
     """
-    import safetensors.torch
-
     # safetensors orders tensors and names dtypes; without elements, their shapes and offsets are to be filled in
     empty = {name: torch.empty(0, dtype=tensor.dtype) for name, tensor in tensors.items()}
     header = json.loads(safetensors.torch.save(empty, metadata=dict(metadata))[8:])
@@ -75,8 +74,6 @@ def write_tensor(file: BinaryIO, offset: int, tensor: Tensor) -> None:
 
 def check_safetensors(path: Path) -> None:
     """Raises `CheckpointError` unless the file exists, has a valid header and the length that the header implies."""
-    from safetensors import SafetensorError, safe_open
-
     if not path.is_file():
         raise CheckpointError(f"{path} is missing")
     size = path.stat().st_size
@@ -93,9 +90,9 @@ def check_safetensors(path: Path) -> None:
     if size != expected:
         raise CheckpointError(f"{path} is cut short: {size} bytes of {expected}")
     try:
-        with safe_open(path, framework="pt"):
+        with safetensors.safe_open(path, framework="pt"):
             pass
-    except SafetensorError:
+    except safetensors.SafetensorError:
         raise CheckpointError(f"{path} is damaged: its header does not fit its tensors") from None
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from lowmem import placements, rules
-from lowmem.errors import ConfigError, did_you_mean
+from lowmem.errors import ConfigError, did_you_mean, require_known
 from lowmem.rules import UpdateRule
 from lowmem.tiles import storage
 
@@ -215,24 +215,20 @@ class FusedConfig:
             rule.check(complete)
         except ConfigError as error:
             raise ConfigError(f"{place}{error}") from None
-        storage.check(f"{place}rounding", complete["rounding"], ["auto", *storage.roundings()])
-        storage.check(f"{place}state_storage", complete["state_storage"], storage.state_storages())
+        require_known(f"{place}rounding", complete["rounding"], ["auto", *storage.roundings()])
+        require_known(f"{place}state_storage", complete["state_storage"], storage.state_storages())
         return rule, complete
 
     def _check_choices(self) -> None:
         for option, choices in (
             ("policy", get_args(Policy)),
             ("replay", get_args(Replay)),
-            ("store", (None, *get_args(Store))),
+            ("store", get_args(Store)),
             ("accumulation_dtype", ("float32", "gradient")),
             ("placement", get_args(placements.Choice)),
         ):
-            value = getattr(self, option)
-            if value not in choices:
-                names = [name for name in choices if name is not None]
-                raise ConfigError(
-                    f"{option} {value!r} is unknown.{did_you_mean(str(value), names)} Known are {', '.join(names)}"
-                )
+            if option != "store" or self.store is not None:
+                require_known(option, getattr(self, option), choices)
         if not isinstance(self.compile, bool) and self.compile != "auto":
             raise ConfigError(f"compile={self.compile!r}; allowed are True, False and 'auto'")
         for option in ("batching", "log_norms"):

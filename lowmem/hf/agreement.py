@@ -21,6 +21,7 @@ from lowmem.hf.checkpoint import TRAINER_STATE_FILE
 from lowmem.layers.config import LayersConfig
 from lowmem.options import FusedConfig
 from lowmem.placements import in_group, ranks
+from lowmem.placements.agreement import differences
 
 # Arguments that decide which steps a run takes, and when it evaluates and saves.
 _ARGUMENTS = (
@@ -67,24 +68,16 @@ def check(mine: Mapping[str, str]) -> None:
 
     Every rank of the default process group calls it; without one it does nothing.
     """
-    if not in_group():
+    if not in_group() or not (found := differences(mine)):
         return
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, dict(mine))
-    first = every[0]
-    for rank, other in enumerate(every):
-        names = [name for name in {**first, **other} if other.get(name) != first.get(name)]
-        if names:
-            shown = "; ".join(
-                f"{name} is {other.get(name, 'nothing')[:80]} on rank {rank} and "
-                f"{first.get(name, 'nothing')[:80]} on rank 0"
-                for name in names[:_SHOWN]
-            )
-            more = f"; and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            raise ConfigError(
-                f"the ranks were not started alike: {shown}{more}. Start every rank with the same command, packages "
-                "and files"
-            )
+    shown = "; ".join(
+        f"{name} is {(other or 'nothing')[:80]} on rank {rank} and {(first or 'nothing')[:80]} on rank 0"
+        for name, rank, first, other in found[:_SHOWN]
+    )
+    more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    raise ConfigError(
+        f"the ranks were not started alike: {shown}{more}. Start every rank with the same command, packages and files"
+    )
 
 
 def check_shared(folder: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from pydantic import ConfigDict, NonNegativeInt, ValidationError
+from safetensors import safe_open
 from torch import Tensor
 
 from lowmem.errors import CheckpointError
@@ -107,8 +108,6 @@ def load_optimizer(optimizer: FusedOptimizer, path: Path) -> None:
     Raises:
         CheckpointError: the file is missing, cut short, or belongs to another optimizer or model.
     """
-    from safetensors import safe_open
-
     saved = _metadata(path)
     with safe_open(path, framework="pt") as file:
         state: dict[str, dict[str, Any]] = saved.pop("values")
@@ -128,8 +127,6 @@ def _metadata(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: the file is missing, cut short, or was not written by `save_optimizer`.
     """
-    from safetensors import safe_open
-
     check_safetensors(path)
     with safe_open(path, framework="pt") as file:
         text = (file.metadata() or {}).get("lowmem")

@@ -15,7 +15,11 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils.fsdp_utils import fsdp2_apply_ac, fsdp2_prepare_model
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.modeling_utils import set_zero3_state
@@ -271,11 +275,6 @@ class FSDP2Sharding(Sharding):
             os.environ["ACCELERATE_USE_FSDP"] = "true"
 
     def shard(self, model: nn.Module, accelerator: Any) -> None:
-        from accelerate.utils import FullyShardedDataParallelPlugin
-        from accelerate.utils.fsdp_utils import fsdp2_apply_ac, fsdp2_prepare_model
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import FSDPModule
-
         if isinstance(model, FSDPModule):
             return
         _require_process_group("fsdp")
@@ -302,8 +301,6 @@ class FSDP2Sharding(Sharding):
         fsdp2_prepare_model(stand_in, model)
 
     def release(self, model: nn.Module) -> None:
-        from torch.distributed.fsdp import FSDPModule
-
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

@@ -157,7 +157,11 @@ class _FileLayout:
 
     def _grouped(self, weights: dict[str, Tensor]) -> Iterator[_Group]:
         renamed = {id(tensor): name for name, tensor in self.tensors.items()}
-        converters = _converters(self._model)
+        conversions = getattr(self._model, "_weight_conversions", None)
+        if conversions is None:
+            conversions = get_model_conversion_mapping(self._model, add_legacy=False)
+        # those that revert_weight_conversion uses
+        converters = [c.reverse_transform() for c in reversed(conversions) if isinstance(c, WeightConverter)]
         combined: dict[str, dict[str, Tensor]] = {}
         for name, weight in weights.items():
             if id(weight) in renamed:
@@ -186,14 +190,6 @@ def _unsharded(model: Any, weights: dict[str, Tensor]) -> Any:
         # transformers 5.23 (core_model_loading.py) drops unused conversions after loading, but not under ZeRO-3
         unsharded._weight_conversions = [c for c in conversions if c.was_used()]
     return unsharded
-
-
-def _converters(model: Any) -> list[Any]:
-    """The converters that `revert_weight_conversion` uses."""
-    conversions = getattr(model, "_weight_conversions", None)
-    if conversions is None:
-        conversions = get_model_conversion_mapping(model, add_legacy=False)
-    return [c.reverse_transform() for c in reversed(conversions) if isinstance(c, WeightConverter)]
 
 
 class _SkipContiguous(TorchFunctionMode):

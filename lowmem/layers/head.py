@@ -411,7 +411,8 @@ class HeadGradient:
 
     def add_to(self, rows: Tensor, start: int) -> None:
         with _no_autocast(rows.device):
-            for part in rows.split(_rows_at_a_time(self.weight)):
+            at_a_time = max(1, _CPU_SLICE // (4 * rows.shape[1])) if rows.device.type == "cpu" else len(rows)
+            for part in rows.split(at_a_time):
                 for hidden, of_products in self._tiles(start, len(part)):
                     self.products.add(part, self.products.cast(of_products).t(), hidden)
                 start += len(part)
@@ -462,11 +463,6 @@ def _checked(targets: Tensor, vocabulary: int) -> Tensor:
             f"a label is neither the number of one of the {vocabulary:,} rows of the weight nor ignore_index"
         ) from None
     return targets.long()
-
-
-def _rows_at_a_time(weight: Tensor) -> int:
-    """How many rows of the weight are multiplied at a time at most."""
-    return max(1, _CPU_SLICE // (4 * weight.shape[1])) if weight.device.type == "cpu" else len(weight)
 
 
 def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:

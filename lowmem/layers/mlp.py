@@ -5,7 +5,7 @@ Forward keeps the input alone. Backward computes each tile again and returns one
 
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MethodType
 from typing import Any
@@ -164,7 +164,7 @@ class _Tiled(torch.autograd.Function):
         if ctx.kept is None:  # it needs no gradient
             ctx.save_for_backward(hidden)
         ctx.versions = [param._version for param in params]
-        ctx.autocast = _autocast_state(hidden.device.type)
+        ctx.autocast = _present_autocast(hidden.device.type)
         ctx.tokens = module._tile_tokens
         ctx.random = torch.get_rng_state(), get_device_states(hidden)
         hidden, result = hidden.detach(), None
@@ -200,7 +200,7 @@ class _Tiled(torch.autograd.Function):
         with _random_state(ctx.random, hidden.device.type):
             for rows, values in _tiles(hidden, ctx.tokens):
                 tile = values.detach().requires_grad_(needed)
-                with torch.enable_grad(), _autocast(ctx.autocast):
+                with torch.enable_grad(), ctx.autocast():
                     part = torch.func.functional_call(body, leaves, (tile,))
                 part.backward(flat_grad[..., rows, :])
                 del part
@@ -276,20 +276,13 @@ def _tiles(hidden: Tensor, tokens: int) -> Iterator[tuple[slice, Tensor]]:
         yield rows, flat[..., rows, :]
 
 
-def _autocast_state(device_type: str) -> dict[str, Any] | None:
+def _present_autocast(device_type: str) -> Callable[[], AbstractContextManager[Any]]:
+    """Makes contexts with the autocast of this moment."""
     if not torch.amp.is_autocast_available(device_type):
-        return None
-    return {
-        "device_type": device_type,
-        "dtype": torch.get_autocast_dtype(device_type),
-        "enabled": torch.is_autocast_enabled(device_type),
-        # backward may run inside of autocast, which would keep the cast weights of every MLP until it ends
-        "cache_enabled": False,
-    }
-
-
-def _autocast(state: dict[str, Any] | None) -> AbstractContextManager[Any]:
-    return nullcontext() if state is None else torch.autocast(**state)
+        return nullcontext
+    dtype, enabled = torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type)
+    # backward may run inside of autocast, which would keep the cast weights of every MLP until it ends
+    return functools.partial(torch.autocast, device_type, dtype, enabled, cache_enabled=False)
 
 
 @contextmanager

@@ -27,8 +27,8 @@ def refuse_different(records: Collection[ParamRecord]) -> None:
     sums = [_checksum(record.param).cpu() for record in records]  # on several devices, perhaps
     values = _digest([int(total) for total in sums])
     summary = {"number": len(records), "names, shapes or dtypes": _digest(kinds), "values": values}
-    if (difference := _difference(summary)) is not None:
-        what, rank, first, other = difference
+    if found := differences(summary):
+        what, rank, first, other = found[0]
         details = f"the parameters of rank {rank} have other {what} than those of rank 0"
         if what == "number":
             details = f"rank 0 has {first} parameter(s) and rank {rank} has {other}"
@@ -44,23 +44,26 @@ def refuse_other_settings(settings: Mapping[str, Any], group: dist.ProcessGroup 
     """Raises `ConfigError` on every rank unless all ranks of a group, which all call it, have equal settings."""
     # the address of an object differs
     shown = {name: re.sub(" at 0x[0-9a-f]+", "", repr(value)) for name, value in settings.items()}
-    if (difference := _difference(shown, group)) is not None:
-        name, rank, first, other = difference
+    if found := differences(shown, group):
+        name, rank, first, other = found[0]
         raise ConfigError(
             f"{name} is {first} on rank 0 and {other} on rank {rank}. Ranks that train one model need the same options "
             "and hyperparameters"
         )
 
 
-def _difference(own: Mapping[str, Any], group: dist.ProcessGroup | None = None) -> tuple[str, int, Any, Any] | None:
-    """The first entry that differs between ranks of a group: its name, a rank, the value of rank 0 and of that one."""
+def differences(own: Mapping[str, Any], group: dist.ProcessGroup | None = None) -> list[tuple[str, int, Any, Any]]:
+    """What differs between the first rank of a group and another: name, the other rank, values of both. Of the first
+    rank that differs; every rank calls it.
+    """
     everyones: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyones, dict(own), group=group)
-    for rank, other in enumerate(everyones):
-        for name in everyones[0] | other:
-            if everyones[0].get(name) != other.get(name):
-                return name, rank, everyones[0].get(name), other.get(name)
-    return None
+    first = everyones[0]
+    by_rank = (
+        [(name, rank, first.get(name), other.get(name)) for name in first | other if first.get(name) != other.get(name)]
+        for rank, other in enumerate(everyones)
+    )
+    return next(filter(None, by_rank), [])
 
 
 def _digest(values: object) -> str:

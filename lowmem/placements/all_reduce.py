@@ -53,9 +53,9 @@ class AllReduce(Reducer):
         self._arrivals: list[str] = []  # in the last backward
         self._last: Readback | None = None  # what all ranks got in it, and how many gradients waited
         self._next_learning = self._interval = 1  # the order is not learned again before so many backwards
-        self._begin_nothing()
+        self.drop()
 
-    def _begin_nothing(self) -> None:
+    def drop(self) -> None:
         self._sums = NO_SUMS
         self._launched = 0  # so many of the order are launched
         self._waited = 0  # so many gradients waited for their turn at once
@@ -72,13 +72,10 @@ class AllReduce(Reducer):
         self._kept: dict[str, Tensor] = {}  # averages that are used if some rank got a gradient
         self._used: set[str] = set()  # averages that are used, but are not of this rank
 
-    def drop(self) -> None:
-        self._begin_nothing()
-
     # -- one backward ----------------------------------------------------------------------------------------------
 
     def begin(self, records: Collection[ParamRecord], sums: Sums = NO_SUMS) -> None:
-        self._begin_nothing()
+        self.drop()
         self._sums = sums
         # one that is frozen meanwhile keeps its turn: other ranks may train it
         self._records = {record.name: record for record in records if record.claimed}
@@ -175,7 +172,6 @@ class AllReduce(Reducer):
         return total
 
     def _launch(self, name: str, grad: Tensor) -> None:
-        """Launches the all-reduce of the gradient whose turn it is."""
         if self._sums.wide:
             grad = grad.to(torch.promote_types(grad.dtype, torch.float32))
         grad = grad.div_(dist.get_world_size())  # before the sum: float16 would overflow
@@ -227,7 +223,9 @@ class AllReduce(Reducer):
         arrived = self._flags([*flags, most])
         dist.all_reduce(arrived, op=dist.ReduceOp.MAX)
         self._last = Readback(arrived)
-        self._remember()
+        self._backwards += 1
+        self._silent |= self._reached - self._arrived.keys()
+        self._arrivals = list(self._arrived)
         values = self._last.values() if self._kept or self._used else None
         for name, anywhere in zip(self._order, values or (), strict=False):
             if anywhere == _USED:
@@ -239,11 +237,6 @@ class AllReduce(Reducer):
                 yield self._records[name], self._kept.pop(name)
 
     # -- the order -------------------------------------------------------------------------------------------------
-
-    def _remember(self) -> None:
-        self._backwards += 1
-        self._silent |= self._reached - self._arrived.keys()
-        self._arrivals = list(self._arrived)
 
     def _learn(self) -> None:
         """Takes over the order in which the gradients of one rank arrived in the last backward.

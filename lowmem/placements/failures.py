@@ -44,7 +44,9 @@ def explain(error: BaseException) -> RankError | None:
         return None
     collective = _of_collective(error)
     if collective is None:
-        _within_grace(_tell, f"{type(error).__name__}: {_first_line(error)}")
+        line = str(error).strip().partition("\n")[0]
+        line = line if len(line) <= 200 else f"{line[:197]}..."
+        _within_grace(_tell, f"{type(error).__name__}: {line}")
         return None
     seconds = _TIMEOUT.search(collective)
     others: dict[int, str | None] = {}
@@ -82,11 +84,6 @@ def _of_collective(error: BaseException | None) -> str | None:
             return message
         error = error.__cause__ or error.__context__
     return None
-
-
-def _first_line(error: BaseException) -> str:
-    line = str(error).strip().partition("\n")[0]
-    return line if len(line) <= 200 else f"{line[:197]}..."
 
 
 def _tell(message: str) -> None:

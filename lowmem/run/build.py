@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.utils import purge_accelerate_environment
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, get_scheduler, set_seed
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, get_scheduler, set_seed
+from trl import SFTConfig
 
 from lowmem.errors import ConfigError, LowmemError
 from lowmem.hf import sharding
@@ -31,7 +32,6 @@ from lowmem.trainer import FusedSFTTrainer
 if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-    from trl import SFTConfig
 
 # Arguments of the trainer where a configuration does not set them and SFTConfig's defaults do not suit a run.
 _TRAINER_DEFAULTS = {
@@ -90,14 +90,12 @@ def _tokenizer(model: ModelConfig, train: "Dataset", resume_from: Path | None) -
     return tokenizer
 
 
-def arguments(config: RunConfig, samples: Samples) -> "SFTConfig":
+def arguments(config: RunConfig, samples: Samples) -> SFTConfig:
     """The arguments of the trainer.
 
     Raises:
         ConfigError: `trl.SFTConfig` refuses one, or DeepSpeed is needed and not installed.
     """
-    from trl import SFTConfig
-
     if config.trainer.get("deepspeed"):
         sharding.require_deepspeed()
         check_deepspeed(config.trainer["deepspeed"])
@@ -130,7 +128,7 @@ def arguments(config: RunConfig, samples: Samples) -> "SFTConfig":
     return args
 
 
-def _check_schedule(args: "SFTConfig") -> None:
+def _check_schedule(args: SFTConfig) -> None:
     """Raises `ConfigError` if the schedule can't be made or gives learning rates that are no numbers."""
     steps = args.max_steps if args.max_steps > 0 else 1_000_000
     options = {"num_warmup_steps": args.get_warmup_steps(steps), "num_training_steps": steps}
@@ -151,7 +149,7 @@ def _check_schedule(args: "SFTConfig") -> None:
 
 
 @purge_accelerate_environment  # type: ignore[untyped-decorator]
-def model(config: RunConfig, tokenizer: "PreTrainedTokenizerBase", args: "SFTConfig") -> "PreTrainedModel":
+def model(config: RunConfig, tokenizer: "PreTrainedTokenizerBase", args: SFTConfig) -> "PreTrainedModel":
     """The model in `model.dtype`, with pretrained weights or with random ones from `model.config`. Under ZeRO-3 no
     process ever holds the full model.
 
@@ -201,13 +199,11 @@ def _check_positions(model: "PreTrainedModel", config: RunConfig) -> None:
 
 
 def model_config(raw: dict[str, Any], tokenizer: "PreTrainedTokenizerBase") -> Any:
-    from transformers import AutoConfig
-
     special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     return AutoConfig.for_model(**{"vocab_size": len(tokenizer), **special, **raw})
 
 
-def trainer(config: RunConfig, samples: Samples, model: "PreTrainedModel", args: "SFTConfig") -> Any:
+def trainer(config: RunConfig, samples: Samples, model: "PreTrainedModel", args: SFTConfig) -> Any:
     """The `FusedSFTTrainer` of a run, with its data tokenized.
 
     Raises:

@@ -36,16 +36,14 @@ class DataConfig:
     kind: Literal["auto", "messages", "prompt_completion", "instruction", "sharegpt", "text"] = "auto"
     split: str = "train"  # of `path`, if that is a Hub name
     columns: dict[FieldName, str] = field(default_factory=dict)  # field → its name in the data: `{output: answer}`
-    max_samples: Annotated[Whole, Field(ge=1, le=2**63 - 1)] | None = (
-        None  # use only this many records, the first of `path`
-    )
+    # use only this many records, the first of `path`
+    max_samples: Annotated[Whole, Field(ge=1, le=2**63 - 1)] | None = None
     eval_path: str | None = None  # held-out data, as `path`
     eval_split: str = "test"  # of `eval_path`, if that is a Hub name
     eval_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0  # the share of `path` that is held out, chosen by `seed`
     seed: Annotated[Whole, Field(ge=0)] = 0
-    max_length: Annotated[Whole, Field(ge=2, le=2**31 - 1)] = (
-        1024  # tokens; a longer chat is cut at its end, packed text is split
-    )
+    # tokens; a longer chat is cut at its end, packed text is split
+    max_length: Annotated[Whole, Field(ge=2, le=2**31 - 1)] = 1024
     packing: bool = False  # put several samples, which don't attend to each other, into one row of `max_length` tokens
     answer_only: bool | None = None  # loss on answers alone (None: if there are answers) or on every token (False)
     workers: Annotated[Whole, Field(ge=1, le=1024)] | None = None  # processes that tokenize; None uses this process

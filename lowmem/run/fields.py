@@ -22,7 +22,8 @@ _COUNT = within(Whole, lambda n: n >= 1, "at least 1")
 _OPTIONAL_COUNT = _COUNT | None
 _FROM_ZERO = within(Whole, lambda n: n >= 0, "at least 0")
 _AMOUNT = within(Finite, lambda x: x >= 0, "at least 0")
-_STEPS = within(Finite, _is_steps, "a whole number of steps, or a part of the training between 0 and 1")
+_IN_STEPS = "a whole number of steps, or a part of the training between 0 and 1"
+_STEPS = within(Finite, _is_steps, _IN_STEPS)
 _LEVEL: Any = Literal[tuple(SFTConfig.__dataclass_fields__["log_level"].metadata["choices"])]
 
 # The keys of checkpointing are those of transformers, of TRL (selective) and of torch.utils.checkpoint.
@@ -71,9 +72,7 @@ NARROWED: dict[str, Any] = {
     **dict.fromkeys(("gradient_accumulation_steps", "ddp_timeout"), _COUNT),
     "max_steps": within(Whole, lambda n: n == -1 or n >= 1, "at least 1, or -1 for all epochs"),
     "num_train_epochs": within(Finite, lambda x: x > 0, "greater than 0"),
-    "warmup_steps": within(
-        Finite, lambda x: x == 0 or _is_steps(x), "a whole number of steps, or a part of the training between 0 and 1"
-    ),
+    "warmup_steps": within(Finite, lambda x: x == 0 or _is_steps(x), _IN_STEPS),
     "lr_scheduler_kwargs": dict[str, Any] | None,
     "label_smoothing_factor": within(Finite, lambda x: 0 <= x < 1, "at least 0 and less than 1"),
     "neftune_noise_alpha": _AMOUNT | None,

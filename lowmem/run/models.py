@@ -1,6 +1,7 @@
 """Checks `model.config`: keys and values by name, then a model that is built from it without memory."""
 
 import contextlib
+import copy
 import math
 import re
 from dataclasses import fields
@@ -72,18 +73,14 @@ def check(raw: dict[str, Any], vocab_size: int | None) -> None:
     try:
         config = _made(values)
         with contextlib.suppress(Exception):  # such as a list with an element per layer, which has to fit
-            _run(_made(_with_layers(values, config)))
+            name = getattr(config, "attribute_map", {}).get("num_hidden_layers", "num_hidden_layers")
+            _run(_made({**values, name: min(getattr(config, "num_hidden_layers", _LAYERS_BUILT), _LAYERS_BUILT)}))
             return
         _run(config)
     except Exception as error:  # model classes document none
         if not isinstance(error, NotImplementedError) and not re.search("meta (tensor|device)", str(error), re.I):
             raise ConfigError(f"model.config can't make a {raw['model_type']} model: {reason(error)}") from error
         # numbers decide how to go on, and tensors on the meta device have none
-
-
-def _with_layers(values: dict[str, Any], config: Any) -> dict[str, Any]:
-    name = getattr(config, "attribute_map", {}).get("num_hidden_layers", "num_hidden_layers")
-    return {**values, name: min(getattr(config, "num_hidden_layers", _LAYERS_BUILT), _LAYERS_BUILT)}
 
 
 def _run(config: Any) -> None:
@@ -95,10 +92,4 @@ def _run(config: Any) -> None:
 
 
 def _made(values: dict[str, Any]) -> Any:
-    return AutoConfig.for_model(**_copied(values))  # some classes change the values that they are given
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}
-    return [*map(_copied, value)] if isinstance(value, list) else value
+    return AutoConfig.for_model(**copy.deepcopy(values))  # some classes change the values that they are given

@@ -35,7 +35,9 @@ def read(path: Path) -> Iterator[tuple[str, Any]]:
         for number, record in enumerate(READERS[path.suffix.lower()](path), 1):
             yield f"{shown(path)}, record {number}", record
     except UnicodeDecodeError as error:
-        raise _not_utf8(path) from error
+        with path.open("rb") as lines:  # a decoder reads ahead and doesn't know the line
+            number = next(n for n, line in enumerate(lines, 1) if line.decode(errors="ignore").encode() != line)
+        raise DataError(f"{shown(path)}, line {number}: not UTF-8 text. Convert the file to UTF-8.") from error
     except OSError as error:
         raise DataError(f"{shown(path)} cannot be read: {error.strerror}.") from error
     if number == 0:
@@ -53,20 +55,6 @@ def listed(names: Iterable[str]) -> str:
     plain = [name if name.isprintable() else repr(name) for name in names[:10]]
     more = f" and {len(names) - 10:,} more" if len(names) > 10 else ""
     return ", ".join(name if len(name) <= 40 else f"{name[:40]} ..." for name in plain) + more
-
-
-def _not_utf8(path: Path) -> DataError:
-    with path.open("rb") as lines:  # a decoder reads ahead and doesn't know the line
-        number = next(number for number, line in enumerate(lines, 1) if not _is_utf8(line))
-    return DataError(f"{shown(path)}, line {number}: not UTF-8 text. Convert the file to UTF-8.")
-
-
-def _is_utf8(line: bytes) -> bool:
-    try:
-        line.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def _lines(path: Path, newline: str | None = None) -> Iterator[str]:

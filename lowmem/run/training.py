@@ -6,9 +6,10 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from datasets import Dataset
 from torch import distributed
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
@@ -28,9 +29,6 @@ from lowmem.run.secrets import redacted
 from lowmem.run.source import reason
 from lowmem.run.summary import last_losses
 from lowmem.run.terminal import generate_command, out, print_topics, rank, stage, train_command, warn
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 
 def train(config: RunConfig, *, resume: bool = False) -> int | None:
@@ -66,7 +64,9 @@ def train(config: RunConfig, *, resume: bool = False) -> int | None:
                 trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
         except Exception as error:
             raise _explained(error, config, run_dir) from error
-        _leave_group()
+        if in_group():  # a process that ends without leaving it aborts
+            distributed.barrier()
+            distributed.destroy_process_group()
         _print_end(config, trainer, samples, run_dir, stopped=bool(signals))
     return signals[0] if signals else None
 
@@ -123,7 +123,7 @@ def _print_end(config: RunConfig, trainer: Any, samples: build.Samples, run_dir:
     print_topics(topics)
 
 
-def _first_prompt(train: "Dataset") -> str:
+def _first_prompt(train: Dataset) -> str:
     """The beginning of what a model could be asked, from the first sample."""
     row = train[0]
     turns = row.get("messages") or row.get("prompt") or row.get("text") or "a prompt"
@@ -200,13 +200,6 @@ def _on_any_rank(flag: bool, device: Any) -> bool:
     flags = torch.tensor(int(flag), device=device)
     distributed.all_reduce(flags, op=distributed.ReduceOp.MAX)
     return bool(flags)
-
-
-def _leave_group() -> None:
-    """Destroys the process group: a process that ends without this aborts."""
-    if in_group():
-        distributed.barrier()
-        distributed.destroy_process_group()
 
 
 def _describe(config: RunConfig, trainer: Any, counts: TokenCounts) -> None:

@@ -3,7 +3,6 @@
 import functools
 import os
 import tempfile
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -26,44 +25,31 @@ Wait = Callable[[], object]
 _PAGE = 4096
 
 
-class GradientStore(ABC):
-    """Stores one gradient per parameter between the backwards of a step, and returns each once."""
-
-    @abstractmethod
-    def get(self, record: ParamRecord) -> Tensor | None:
-        """Returns the stored gradient on the parameter's device, or None."""
-
-    @abstractmethod
-    def keep(self, record: ParamRecord, grad: Tensor) -> None:
-        """Stores `grad` in place of what was stored. The caller must not use it afterwards."""
-
-    @abstractmethod
-    def drain(self, records: Iterable[ParamRecord]) -> Iterator[tuple[ParamRecord, Tensor]]:
-        """Yields what is stored, in the order of `records`, and forgets it on the way."""
-
-    @abstractmethod
-    def clear(self) -> None:
-        """Forgets everything."""
-
-
-class Resident(GradientStore):
-    """Gradients stay on the device of their parameters: nothing is copied."""
+class GradientStore:
+    """Stores one gradient per parameter between the backwards of a step, and returns each once: here on the device of
+    the parameter, without a copy.
+    """
 
     def __init__(self) -> None:
         self._stored: dict[str, Tensor] = {}
 
     def get(self, record: ParamRecord) -> Tensor | None:
-        return self._stored.get(record.name)
+        """Returns the stored gradient on the parameter's device, or None."""
+        stored = self._stored.get(record.name)
+        return None if stored is None else stored.to(record.param.device)
 
     def keep(self, record: ParamRecord, grad: Tensor) -> None:
+        """Stores `grad` in place of what was stored. The caller must not use it afterwards."""
         self._stored[record.name] = grad
 
     def drain(self, records: Iterable[ParamRecord]) -> Iterator[tuple[ParamRecord, Tensor]]:
+        """Yields what is stored, in the order of `records`, and forgets it on the way."""
         for record in records:
             if record.name in self._stored:
-                yield record, self._stored.pop(record.name)
+                yield record, self._stored.pop(record.name).to(record.param.device)
 
     def clear(self) -> None:
+        """Forgets everything."""
         self._stored.clear()
 
 
@@ -73,8 +59,8 @@ class Host(GradientStore):
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._buffers: dict[str, Tensor] = {}  # reused in the next step
-        self._stored: set[str] = set()
         self._streams: dict[torch.device, Any] = {}
         self._leaving: deque[tuple[Tensor, Wait]] = deque()
 
@@ -90,7 +76,7 @@ class Host(GradientStore):
         if buffer is None or (buffer.dtype, buffer.shape, buffer.stride()) != (grad.dtype, grad.shape, grad.stride()):
             buffer = torch.empty_like(grad, device="cpu", pin_memory=grad.device.type != "cpu")
             self._buffers[record.name] = buffer
-        self._stored.add(record.name)
+        self._stored[record.name] = buffer
         self._leaving.append((grad, self._copy(buffer, grad)))
         self._wait_for_copies(MAX_IN_FLIGHT)
 
@@ -104,14 +90,14 @@ class Host(GradientStore):
                 grad, wait = coming
                 coming = self._fetch(waiting[n + 1]) if n + 1 < len(waiting) else None
                 wait()
-                self._stored.discard(record.name)
+                self._stored.pop(record.name, None)
                 yield record, grad
         finally:
             if coming is not None:  # no longer needed, but it is still being written
                 coming[1]()
 
     def clear(self) -> None:
-        self._stored.clear()
+        super().clear()
         self._wait_for_copies(0)
 
     def _wait_for_copies(self, in_flight: int) -> None:
@@ -153,9 +139,9 @@ class Disk(GradientStore):
     """
 
     def __init__(self, folder: str | None, records: Mapping[Tensor, ParamRecord], in_float32: bool) -> None:
+        super().__init__()
         self._folder = folder
         self._room: dict[str, Tensor] = {}  # bytes of the file
-        self._stored: dict[str, Tensor] = {}
         least = 4 if in_float32 else 0
         self._make_room({r.name: r.span.held * max(r.param.element_size(), least) for r in records.values()})
 
@@ -174,10 +160,6 @@ class Disk(GradientStore):
             ) from error
         self._room |= dict(zip(sizes, mapped[:total].split(list(sizes.values())), strict=True))
 
-    def get(self, record: ParamRecord) -> Tensor | None:
-        stored = self._stored.get(record.name)
-        return None if stored is None else stored.to(record.param.device)
-
     def keep(self, record: ParamRecord, grad: Tensor) -> None:
         stored = self._stored.get(record.name)
         if stored is None or stored.dtype != grad.dtype:
@@ -188,18 +170,10 @@ class Disk(GradientStore):
         if stored.data_ptr() != grad.data_ptr():
             stored.copy_(grad)
 
-    def drain(self, records: Iterable[ParamRecord]) -> Iterator[tuple[ParamRecord, Tensor]]:
-        for record in records:
-            if record.name in self._stored:
-                yield record, self._stored.pop(record.name).to(record.param.device)
-
-    def clear(self) -> None:
-        self._stored.clear()
-
 
 def make_store(config: FusedConfig, records: Mapping[Tensor, ParamRecord]) -> GradientStore:
     """The store that `config` asks for. On a CPU `host` and `device` are the same memory, and nothing is copied."""
     if config.store == "disk":
         return Disk(config.store_dir, records, config.accumulation_dtype == "float32")
     on_cpu = all(record.param.device.type == "cpu" for record in records.values())
-    return Resident() if config.store == "device" or on_cpu else Host()
+    return GradientStore() if config.store == "device" or on_cpu else Host()

@@ -103,9 +103,12 @@ class Updates:
     def _number_of(self, record: ParamRecord, grad: Gradient) -> int:
         """Which stack a parameter joins with gradients of this dtype, or `ALONE`."""
         size, param, spec = record.span.numel, record.param, record.spec
-        if isinstance(grad, ComputedGradient) or size > SMALL or not self._batching or not self._stackable(record):
+        if isinstance(grad, ComputedGradient) or size > SMALL or not self._batching:
             return ALONE
-        assert spec is not None  # settled when it was hooked
+        assert spec is not None and record.layout is not None  # settled when it was hooked
+        # shards of parameters like this one have to be one tile when they are stacked, on every rank
+        if not record.rule.stackable or (self._shard.ranks is not None and not record.layout.one_line):
+            return ALONE
         like = id(record.group), record.span.shape, param.dtype, grad.dtype, param.device, spec
         number = self._kinds.setdefault(like, len(self._stacks))
         if number == len(self._stacks):
@@ -143,11 +146,6 @@ class Updates:
             begin_storage(record.layout, Held(storage, (shard, *record.extra)))
         self.state[record.param] = tensors
 
-    def _stackable(self, record: ParamRecord) -> bool:
-        """Whether shards of parameters like this one are one tile when they are stacked, on every rank."""
-        assert record.layout is not None
-        return record.rule.stackable and (self._shard.ranks is None or record.layout.one_line)
-
     def _update_one(self, record: ParamRecord, grad: Gradient, decision: Decision | None) -> None:
         assert record.layout is not None and record.spec is not None
         shard = self._shard.read(record.param)
@@ -155,7 +153,9 @@ class Updates:
         reading = self.clipping.reading([record], grad, decision)
         self.cycle.moved.add(record.name)
         sample = self._changes.before([record], shard, grad)
-        whole = self._whole_updates(record)
+        small = self._batching and record.span.numel <= SMALL  # has the same bits alone as in a stack
+        # a dispatch mode looks at each operation, and compiled code has none to show
+        whole = None if small or Compiler.failure or torch._C._len_torch_dispatch_stack() else self._whole
         if (
             whole is None
             or not isinstance(grad, Tensor)
@@ -166,11 +166,6 @@ class Updates:
         if sample is not None:
             self._changes.after(sample, shard)
         self._shard.write(record.param, shard)
-
-    def _whole_updates(self, record: ParamRecord) -> WholeUpdates | None:
-        """What updates a parameter in one call of compiled code, if that is asked for and no dispatch mode looks on."""
-        small = self._batching and record.span.numel <= SMALL  # has the same bits alone as in a stack
-        return None if small or Compiler.failure or torch._C._len_torch_dispatch_stack() else self._whole
 
     @torch.no_grad()
     def _update_stack(self, stack: Stack, decision: Decision | None) -> None:
@@ -191,7 +186,10 @@ class Updates:
         shards = params if in_place else [self._shard.read(param) for param in params]
         weight = torch.stack(shards)
         if (layout := stack.layouts.get(len(records))) is None:
-            layout = stack.layouts[len(records)] = self._layout(first, weight)
+            assert first.spec is not None and first.layout is not None
+            stacked = first.spec.view.stacked()
+            layout = Layout.of(tuple(weight.shape), stacked) if in_place else first.layout.lines(len(records))
+            stack.layouts[len(records)] = layout
         extra = tuple(kept[name] for name in first.extra_names)
         state = {name: kept[name] for name in states[0]}
         grad = torch.stack(grads)
@@ -205,13 +203,6 @@ class Updates:
             self._shard.write(param, shard)
         if arena is None:
             scatter(kept, records, states)
-
-    def _layout(self, record: ParamRecord, stacked: Tensor) -> Layout:
-        """The layout of parameters like this one, stacked."""
-        assert record.spec is not None and record.layout is not None
-        if self._shard.ranks is None:
-            return Layout.of(tuple(stacked.shape), record.spec.view.stacked())
-        return record.layout.lines(len(stacked))
 
     def _sweep(
         self,

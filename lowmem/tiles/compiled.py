@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.utils._pytree import tree_structure, tree_unflatten
 
 from lowmem.tiles.graph import Compiler, Function, Sizes, compiled, trace
 from lowmem.tiles.tile import ApplyFn, Formats, RawTile, ReduceFn, Summing, TileBody, Writing
@@ -54,8 +55,8 @@ class CompiledTile:
 
         def run(*tensors: Tensor) -> list[Tensor]:
             given = iter(tensors)
-            tile = _rebuilt(how, raw, [next(given) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
-            results = self._body(*tile)
+            tile = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            results = self._body(*tree_unflatten(tile, tree_structure((how, raw))))
             names[:] = [list(named) for named in results or ()]
             return [value for named in results or () for value in named.values()]
 
@@ -65,24 +66,12 @@ class CompiledTile:
 
 
 def _leaves(how: Summing | Writing, raw: RawTile) -> list[Any]:
-    """The tensors of a tile and of how it is read or written, with None and booleans between them."""
+    """The tensors of a tile and of how it is read or written, with None and booleans between them: what `tree_leaves`
+    returns, in a tenth of the time.
+    """
     parts = (part for parts in raw.full.values() for part in parts)
     vectors = (*raw.row.values(), *raw.col.values(), *raw.scalar.values())
     return [*how, raw.grad, *raw.param, raw.inverse_scale, raw.limit, raw.clip_coef, *parts, *vectors]
-
-
-def _rebuilt(how: Summing | Writing, raw: RawTile, leaves: list[Any]) -> tuple[Summing | Writing, RawTile]:
-    """`how` and `raw` with other `_leaves`."""
-    given = iter(leaves)
-
-    def named(old: dict[str, Any]) -> dict[str, Any]:
-        return {name: next(given) for name in old}
-
-    new = type(how)(*(next(given) for _ in how))
-    grad, param = next(given), tuple(next(given) for _ in raw.param)
-    scale, limit, coef = next(given), next(given), next(given)
-    full = {name: tuple(next(given) for _ in parts) for name, parts in raw.full.items()}
-    return new, RawTile(grad, param, scale, limit, coef, full, named(raw.row), named(raw.col), named(raw.scalar))
 
 
 def _fake(sizes: Sizes, name: str, tensor: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lowmem.tiles.layout import Layout, View
+from lowmem.tiles.layout import Block, Layout, View
 
 # Gradients are computed as they are read where what they are computed from takes this many times less memory. For more
 # tokens a tensor is hardly larger, and computed once.
@@ -114,9 +114,10 @@ class ComputedGradient:
         rows, cols = self.shape
         return _in_blocks(rows, cols, view, self.block_rows)
 
-    def views(self, layout: Layout) -> "Sequence[Tensor]":
-        """The gradient of each rectangle of `layout(...)`, [batch, rows, cols], computed when it is asked for."""
-        return _Views(self, layout)  # type: ignore[return-value]
+    def view(self, block: Block) -> Tensor:
+        """The gradient of a rectangle of `layout(...)`: [batch, rows, cols]."""
+        here = replace(block, start=0, stop=block.stop - block.start)
+        return here.view(self.read(block.start // self.shape[1]))
 
     def read(self, start: int) -> Tensor:
         """The block that begins at row `start`, which stays until another one is read."""
@@ -124,18 +125,6 @@ class ComputedGradient:
             self._held = None  # freed before the next one is allocated
             self._held = start, self._rows(start, start + self.block_rows)
         return self._held[1]
-
-
-class _Views:
-    """Indexed by the number of a rectangle."""
-
-    def __init__(self, grad: ComputedGradient, layout: Layout) -> None:
-        self._grad, self._layout = grad, layout
-
-    def __getitem__(self, number: int) -> Tensor:
-        block = self._layout.blocks[number]
-        here = replace(block, start=0, stop=block.stop - block.start)
-        return here.view(self._grad.read(block.start // self._grad.shape[1]))
 
 
 @functools.lru_cache(maxsize=64)

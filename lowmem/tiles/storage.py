@@ -17,12 +17,12 @@ import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import ClassVar, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from lowmem.errors import ConfigError, did_you_mean
+from lowmem.errors import ConfigError
 
 ROUNDED_DTYPES = (torch.bfloat16, torch.float16)
 STORED_DTYPES = (torch.float32, *ROUNDED_DTYPES)
@@ -83,13 +83,14 @@ class Storage(ABC):
 
 @dataclass(frozen=True)
 class Float(Storage):
-    """A storage whose first part is the tensor itself in a float dtype."""
+    """A storage whose first part is the tensor itself in a float dtype; `more` are the others."""
 
     dtype: torch.dtype
+    more: ClassVar[tuple[Part, ...]] = ()
 
     @functools.cached_property
     def parts(self) -> tuple[Part, ...]:  # type: ignore[override]
-        return (Part("", self.dtype),)
+        return Part("", self.dtype), *self.more
 
     def decode(self, stored: tuple[Tensor, ...]) -> Tensor:
         return stored[0].float()
@@ -128,9 +129,7 @@ class GoldenRatio(Float):
 class Compensated(Float):
     """Kahan summation: what rounding to the nearest value cut off is kept too, in 16 bits."""
 
-    @functools.cached_property
-    def parts(self) -> tuple[Part, ...]:  # type: ignore[override]
-        return Part("", self.dtype), Part("residual", torch.int16)
+    more = (Part("residual", torch.int16),)
 
     def decode(self, stored: tuple[Tensor, ...]) -> Tensor:
         return widen(*stored)
@@ -142,9 +141,7 @@ class Compensated(Float):
 class Master(Float):
     """Rounded to the nearest value, together with a float32 copy."""
 
-    @functools.cached_property
-    def parts(self) -> tuple[Part, ...]:  # type: ignore[override]
-        return Part("", self.dtype), Part("weight32", torch.float32)
+    more = (Part("weight32", torch.float32),)
 
     def decode(self, stored: tuple[Tensor, ...]) -> Tensor:
         return stored[1]
@@ -233,12 +230,6 @@ def state_storages() -> list[str]:
     return [*STATE_DTYPES, *(name for name, cls in TABLE.items() if not issubclass(cls, Float))]
 
 
-def check(option: str, name: Any, known: list[str]) -> None:
-    """Raises `ConfigError` if `option` names no storage that is known."""
-    if name not in known:
-        raise ConfigError(f"{option} {name!r} is unknown.{did_you_mean(str(name), known)} Known are {', '.join(known)}")
-
-
 @functools.cache
 def of_weight(rounding: str, dtype: torch.dtype) -> Storage:
     """The storage of a weight whose parameter has this dtype. One that holds every result exactly needs no rounding."""
@@ -279,10 +270,8 @@ def part_name(state: str, part: str) -> str:
 _LOW16 = 0xFFFF
 
 
-def widen(stored: Tensor, residual: Tensor | None = None) -> Tensor:
-    """The float32 value of a stored tile; with an int16 `residual`, the value that `split` encoded."""
-    if residual is None:
-        return stored.float()
+def widen(stored: Tensor, residual: Tensor) -> Tensor:
+    """The float32 value that `split` encoded."""
     if stored.dtype == torch.bfloat16:
         return (stored.float().view(torch.int32) + residual).view(torch.float32)
     return stored.float() + residual * (spacing(stored.float(), stored.dtype) * 2.0**-15)
@@ -394,9 +383,6 @@ def golden_ratio_noise(step: int) -> float:
     """(step times the golden ratio) mod 1 in float32, bit by bit of `step`, to the bits of Tensor2Tensor's."""
     phi, noise = (5**0.5 - 1) / 2, 0.0
     for i in range(30):
-        noise = _float32(noise + _float32((phi * 2**i) % 1.0) * (step >> i & 1))
+        part = nearest_number((phi * 2**i) % 1.0, torch.float32)
+        noise = nearest_number(noise + part * (step >> i & 1), torch.float32)
     return noise % 1.0
-
-
-def _float32(value: float) -> float:
-    return float(struct.unpack("f", struct.pack("f", value))[0])

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -54,6 +54,18 @@ GPU_TILE = 1 << 22
 
 # Tiles do not cross columns whose number is a multiple of this: int32 counts the columns of a tile.
 WIDEST = 1 << 30
+
+
+class Given(TypedDict, total=False):
+    """What tile functions read by name in addition to the gradient and the weight.
+
+    full: states of the parameter's size.  row: one value per row, [B, R].  col: [B, C].  scalar: a number, or [B].
+    """
+
+    full: States | None
+    row: Vectors | None
+    col: Vectors | None
+    scalar: Scalars | None
 
 
 class Across(Protocol):
@@ -198,7 +210,7 @@ class Sweep:
             self._cuts = _two_of_each_size(self._cuts)
         self._passes = 0
         self._params = self._views(weight)
-        self._grads = layout.views(grad) if isinstance(grad, Tensor) else grad.views(layout)
+        self._grads = layout.views(grad) if isinstance(grad, Tensor) else []
         self._written = False
         self._measured: tuple[Tensor, Tensor] | None = None  # sums of squares [B], known after the first reduce
         self._square_sums = reading.square_sums
@@ -238,15 +250,7 @@ class Sweep:
         """Writes everything from here on: the rule says what a gradient that is not finite does."""
         self._guarded = False
 
-    def reduce(
-        self,
-        fn: ReduceFn,
-        *,
-        full: States | None = None,
-        row: Vectors | None = None,
-        col: Vectors | None = None,
-        scalar: Scalars | None = None,
-    ) -> Sums:
+    def reduce(self, fn: ReduceFn, **given: Unpack[Given]) -> Sums:
         """Sums of what `fn` names: rows [B, R], columns [B, C], scalars [B], all float32.
 
         The first reduce of a sweep measures the gradient on the way, so measuring costs no pass of its own.
@@ -270,8 +274,8 @@ class Sweep:
                     into[name] = torch.full((batch, rows), -torch.inf, dtype=torch.float32, device=self.device)
                 into[name][where] = torch.maximum(into[name][where], value)
 
-        formats = Formats.of(self._weight.storage, full or {})
-        for cut, raw in self._tiles(full, row, col, scalar, in_blocks=True):
+        formats = Formats.of(self._weight.storage, given.get("full") or {})
+        for cut, raw in self._tiles(given, in_blocks=True):
             rect, run = cut.rect, self._bind(reduce_tile, fn, formats, cut)
             row_sums, col_sums, scalar_sums, row_max = run(Summing(measure, cut.compiled), raw)
             if cut.compiled:
@@ -288,25 +292,17 @@ class Sweep:
             self._measured = total.scalar.pop(SQUARE), total.scalar.pop(REDUCED_SQUARE)
         return total
 
-    def apply(
-        self,
-        fn: ApplyFn,
-        *,
-        full: States | None = None,
-        row: Vectors | None = None,
-        col: Vectors | None = None,
-        scalar: Scalars | None = None,
-    ) -> None:
+    def apply(self, fn: ApplyFn, **given: Unpack[Given]) -> None:
         """Writes what `fn` gives for each tile: `param`, and states of the parameter's size by their name in `full`."""
         if isinstance(self._grad, ComputedGradient):
             _ = self.square_sums  # measured before the weight changes, from which the gradient is computed
-        formats = Formats.of(self._weight.storage, full or {})
+        formats = Formats.of(self._weight.storage, given.get("full") or {})
         storages = [formats.param, *(storage for _, storage in formats.full)]
         noise = self._noise() if formats.drawing else None
         drawn = any(storage.noise == "step" for storage in storages)
         shared = self._shared_noise() if drawn else None
         finite = None if self.finite is None else self._by_slice(self.finite)
-        for cut, raw in self._tiles(full, row, col, scalar):
+        for cut, raw in self._tiles(given):
             rect, run = cut.rect, self._bind(apply_tile, fn, formats, cut)
             here = None if self._at_once else (rect.batch, rect.rows)
             bits = first = None
@@ -364,14 +360,7 @@ class Sweep:
             for part, tensor in zip(held.storage.parts, held.parts, strict=True)
         ]
 
-    def _tiles(
-        self,
-        full: States | None,
-        row: Vectors | None,
-        col: Vectors | None,
-        scalar: Scalars | None,
-        in_blocks: bool = False,
-    ) -> Iterator[tuple[Cut, RawTile]]:
+    def _tiles(self, given: Given, in_blocks: bool = False) -> Iterator[tuple[Cut, RawTile]]:
         """Every second pass goes backwards, and begins with what the one before has left in the cache."""
         if self._written and isinstance(self._grad, ComputedGradient):
             raise UnsupportedError(
@@ -381,16 +370,18 @@ class Sweep:
         order = self._cuts if self._passes % 2 == 0 else self._cuts[::-1]
         self._passes += 1
         batch, rows, cols = self.shape
-        fulls = {name: self._views(held) for name, held in (full or {}).items()}
-        on_rows = {name: t.view(batch, rows) for name, t in (row or {}).items()}
-        on_cols = {name: t.view(batch, cols) for name, t in (col or {}).items()}
-        scalars = {name: self.scalar(v) for name, v in (scalar or {}).items()}
+        fulls = {name: self._views(held) for name, held in (given.get("full") or {}).items()}
+        on_rows = {name: t.view(batch, rows) for name, t in (given.get("row") or {}).items()}
+        on_cols = {name: t.view(batch, cols) for name, t in (given.get("col") or {}).items()}
+        scalars = {name: self.scalar(v) for name, v in (given.get("scalar") or {}).items()}
         for cut in order:
             i, rect, block = cut.of, cut.rect, cut.block if in_blocks else 1
-            local = None if cut.complete else rect.within(self.layout.rects[i])
+            outer = self.layout.blocks[i]
+            local = None if cut.complete else rect.within(outer.rect)
             here = None if self._at_once else (rect.batch, rect.rows, rect.cols)
+            grad = self._grad.view(outer) if isinstance(self._grad, ComputedGradient) else self._grads[i]
             raw = RawTile(
-                grad=_cut(self._grads[i], local, block),
+                grad=_cut(grad, local, block),
                 param=_tiles_of(self._params, i, local, block),
                 inverse_scale=self._reading.inverse_scale,
                 limit=self._reading.limit,

@@ -125,38 +125,28 @@ class Tile:
         self.row = Fields({k: v.view(-1, *rows, 1) for k, v in raw.row.items()})
         self.col = Fields({k: v.view(-1, *(1 for _ in rows), v.shape[-1]) for k, v in raw.col.items()})
         self.scalar = Fields({k: v if v.ndim == 0 else self.by_slice(v) for k, v in raw.scalar.items()})
-        self._cache: dict[str, Tensor] = {}
 
     def by_slice(self, value: Tensor) -> Tensor:
         """[b], broadcastable to the tile."""
         return value.view(-1, *(1 for _ in self._raw.grad.shape[1:]))
 
-    def _once(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
-        if name not in self._cache:
-            self._cache[name] = compute()
-        return self._cache[name]
-
-    @property
+    @functools.cached_property
     def unclipped(self) -> Tensor:
         """The gradient unscaled, not yet clipped in any way."""
-        inverse_scale, grad = self._raw.inverse_scale, self._raw.grad
-        return self._once("unclipped", lambda: grad.float() if inverse_scale is None else grad.float() * inverse_scale)
+        inverse_scale, grad = self._raw.inverse_scale, self._raw.grad.float()
+        return grad if inverse_scale is None else grad * inverse_scale
 
-    @property
+    @functools.cached_property
     def grad(self) -> Tensor:
         """The gradient, unscaled and clipped."""
         limit, clip_coef = self._raw.limit, self._raw.clip_coef
+        grad = self.unclipped if limit is None else self.unclipped.clamp(-limit, limit)
+        return grad if clip_coef is None else grad * clip_coef
 
-        def clipped() -> Tensor:
-            grad = self.unclipped if limit is None else self.unclipped.clamp(-limit, limit)
-            return grad if clip_coef is None else grad * clip_coef
-
-        return self._once("grad", clipped)
-
-    @property
+    @functools.cached_property
     def grad_square(self) -> Tensor:
         """The gradient squared, computed once for the rule and the measurement."""
-        return self._once("grad_square", self.grad.square)
+        return self.grad.square()
 
     @property
     def unclipped_square(self) -> Tensor:
@@ -164,10 +154,10 @@ class Tile:
         as_it_is = self._raw.limit is None and self._raw.clip_coef is None
         return self.grad_square if as_it_is else self.unclipped.square()
 
-    @property
+    @functools.cached_property
     def param(self) -> Tensor:
         """The weight."""
-        return self._once("param", lambda: self._formats.param.decode(self._raw.param))
+        return self._formats.param.decode(self._raw.param)
 
     def stored(self, value: Tensor, like: str = "param") -> Tensor:
         """A float32 tile rounded to the dtype of the weight, or of a full state: arithmetic in that dtype."""

@@ -2,8 +2,7 @@
 
 import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from typing import NoReturn, Unpack
 
 import torch
 from torch import Tensor
@@ -11,7 +10,7 @@ from torch import Tensor
 from lowmem.tiles.graph import realized
 from lowmem.tiles.layout import Rect
 from lowmem.tiles.storage import Held, mix
-from lowmem.tiles.sweep import Cut, Reading, Scalars, States, Sweep, Vectors
+from lowmem.tiles.sweep import Cut, Given, Reading, Sweep
 from lowmem.tiles.tile import BLOCK_ROWS, LINE, ApplyFn, Formats, RawTile, ReduceFn, Sums, TileBody
 
 # Columns are summed within each block of rows, in vector registers, and then over blocks: so many float32 sums at most
@@ -90,43 +89,34 @@ class WholeSweep(Sweep):
         self._square_sums, self._measured = reading.square_sums, None
         self._written = False
 
-    def reduce(self, fn: ReduceFn, **arguments: Any) -> Sums:
+    def reduce(self, fn: ReduceFn, **given: Unpack[Given]) -> Sums:
         """As that of a sweep."""
-        sums = super().reduce(fn, **arguments)
+        sums = super().reduce(fn, **given)
         if self._lines and (sums.row or sums.col or sums.row_max):
             raise UntraceableError("sums along rows or columns of a single line")
         return sums
 
-    @contextmanager
-    def materialized(self) -> Iterator[Tensor]:
+    def materialized(self) -> NoReturn:
         """Raises `UntraceableError`."""
         raise UntraceableError("the rule steps on the parameter as one tensor")
-        yield
 
     def scalar(self, value: Tensor | float) -> Tensor:
         """A number as a float32 scalar."""
         return value.float() if isinstance(value, Tensor) else super().scalar(value)
 
-    def _tiles(
-        self,
-        full: States | None,
-        row: Vectors | None,
-        col: Vectors | None,
-        scalar: Scalars | None,
-        in_blocks: bool = False,
-    ) -> Iterator[tuple[Cut, RawTile]]:
+    def _tiles(self, given: Given, in_blocks: bool = False) -> Iterator[tuple[Cut, RawTile]]:
         batch, rows, _ = self.shape
         assert isinstance(self._grad, Tensor)
-        scalars = {name: self.scalar(value) for name, value in (scalar or {}).items()}
+        scalars = {name: self.scalar(value) for name, value in (given.get("scalar") or {}).items()}
         raw = RawTile(
             grad=self._grad,
             param=self._weight.parts,
             inverse_scale=self._reading.inverse_scale,
             limit=self._reading.limit,
             clip_coef=self._reading.clip_coef,
-            full={name: held.parts for name, held in (full or {}).items()},
-            row={name: realized(value.view(batch, rows)) for name, value in (row or {}).items()},
-            col={name: realized(value.view(batch, -1)) for name, value in (col or {}).items()},
+            full={name: held.parts for name, held in (given.get("full") or {}).items()},
+            row={name: realized(value.view(batch, rows)) for name, value in (given.get("row") or {}).items()},
+            col={name: realized(value.view(batch, -1)) for name, value in (given.get("col") or {}).items()},
             scalar={name: realized(value) if value.ndim else value for name, value in scalars.items()},
         )
         yield Cut(0, EVERYWHERE, complete=True, block=2, compiled=True), raw

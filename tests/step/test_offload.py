@@ -16,12 +16,12 @@ from lowmem.options import FusedConfig
 from lowmem.placements.record import ParamRecord
 from lowmem.rules import Lomo, ParamSpec, StateSpec, UpdateRule
 from lowmem.step import policies
-from lowmem.step.offload import Disk, Host, Resident, make_store
+from lowmem.step.offload import Disk, GradientStore, Host, make_store
 from lowmem.tiles.layout import Span, View
 
 # Host is made for a device that is not the host; here it copies from memory to memory, without streams.
 MAKE = {
-    "resident": lambda folder, records, in_float32: Resident(),
+    "resident": lambda folder, records, in_float32: GradientStore(),
     "host": lambda folder, records, in_float32: Host(),
     "disk": lambda folder, records, in_float32: Disk(folder, records, in_float32),
 }
@@ -267,7 +267,7 @@ def test_float32_sums_of_narrow_gradients(kind, dtype, stores):
 def test_what_gradients_wait_in(sums, count, want, monkeypatch):
     kept = []
 
-    class Noting(Resident):
+    class Noting(GradientStore):
         def keep(self, record, grad):
             kept.append(str(grad.dtype).removeprefix("torch."))
             super().keep(record, grad)
@@ -505,7 +505,7 @@ def test_parameters_that_come_later(store):
 # -- which one it is ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "made"), [("host", Resident), ("device", Resident), ("disk", Disk)])
+@pytest.mark.parametrize(("kind", "made"), [("host", GradientStore), ("device", GradientStore), ("disk", Disk)])
 def test_which_store_is_made_on_a_cpu(kind, made, tmp_path):
     """There host and device are one memory, and nothing is copied."""
     records = slots_of(torch.nn.Parameter(torch.zeros(3)))
@@ -513,7 +513,7 @@ def test_which_store_is_made_on_a_cpu(kind, made, tmp_path):
     assert type(make_store(config, records)) is made
 
 
-@pytest.mark.parametrize(("kind", "made"), [("host", Host), ("device", Resident), ("disk", Disk)])
+@pytest.mark.parametrize(("kind", "made"), [("host", Host), ("device", GradientStore), ("disk", Disk)])
 def test_which_store_is_made_elsewhere(kind, made, tmp_path):
     records = slots_of(torch.nn.Parameter(torch.zeros(3, device="meta")))
     config = FusedConfig(store=kind, store_dir=str(tmp_path) if kind == "disk" else None)

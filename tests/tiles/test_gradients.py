@@ -42,19 +42,18 @@ def param():
     return torch.randn(ROWS, COLS)
 
 
-@pytest.mark.parametrize("block", [1, 7, 53, 100])
+@pytest.mark.parametrize("rows", [1, 7, 53, 100])
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
-def test_every_rectangle_is_that_of_the_tensor(view, block, param):
+def test_every_rectangle_is_that_of_the_tensor(view, rows, param):
     one, other = torch.randn(2, ROWS, COLS)
-    computed = ComputedGradient((ROWS, COLS), param.device, [InBlocks(one, block), InBlocks(other, ROWS)])
+    computed = ComputedGradient((ROWS, COLS), param.device, [InBlocks(one, rows), InBlocks(other, ROWS)])
     layout = computed.layout(view)
-    views = computed.views(layout)
     full = Layout.of((ROWS, COLS), view)
     (whole,) = full.views(one + other) if len(full.blocks) == 1 else (None,)
     covered = torch.zeros(full.shape)
-    for number, rect in enumerate(layout.rects):
-        at = rect.batch, rect.rows, rect.cols
-        assert whole is None or torch.equal(views[number], whole[at])
+    for block in layout.blocks:
+        at = block.rect.batch, block.rect.rows, block.rect.cols
+        assert whole is None or torch.equal(computed.view(block), whole[at])
         covered[at] += 1
     assert covered.eq(1).all()
     assert torch.equal(computed.dense(torch.float32), one + other)
