@@ -2,7 +2,7 @@
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
@@ -20,7 +20,7 @@ from lowmem.step import distributed_checkpoint, habits
 from lowmem.step.changes import Changes
 from lowmem.step.clipping import Clipping
 from lowmem.step.cycle import StepCycle
-from lowmem.step.hooks import Hooks
+from lowmem.step.hooks import GivenGradients, Hooks
 from lowmem.step.loss_scaler import LossScaler
 from lowmem.step.policies import POLICIES, Needs, Policy, choose, repeatable, replay_of
 from lowmem.step.report import LastStep, Report
@@ -201,6 +201,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         form = shard.form(record.param)
         if form == record.form or not record.param.requires_grad or not record.span.numel:
             return
+        exclude = self.config.loss_scale, self.config.clip_value, shard.ranks
+        if record.param.is_complex() and any(each is not None for each in exclude):
+            raise UnsupportedError(
+                f"parameter {record.name!r} is complex, and such are trained without loss_scale and clip_value, and "
+                "not sharded. Make it real, with the two parts as last dimension, and use torch.view_as_complex(param)"
+            )
         if record.form is not None and (record.extra or self.state.get(record.param)):
             refuse_misfits(record, self.state[record.param], shard)
         settle(record, shard)
@@ -490,7 +496,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             error.add_note(f"the {waiting} micro-batch(es) before it were dropped with it; begin the step again")
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Backward has updated the weights, so this only completes a step whose micro-batches wait for a last one.
+        """Updates the weights by gradients that the training loop has put into `.grad`, and completes a step whose
+        micro-batches wait for a last one. Otherwise backward has updated the weights already.
 
         Args:
             closure: computes the loss, runs its backward and returns it, as for any `torch.optim.Optimizer`.
@@ -499,7 +506,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             What the closure returns.
 
         Raises:
-            StepError: several backwards came before it, outside of `accumulate`.
+            StepError: several backwards came before it, outside of `accumulate`, or one and gradients in `.grad`; or
+                those cannot be used.
         """
         if distributed_checkpoint.wants_initial_states():
             return None  # `state_dict` makes them
@@ -507,10 +515,23 @@ class FusedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if given := [r for r in self._records.values() if r.span.numel and r.param.grad is not None]:
+            self._backward_of(given)
         if self._cycle.waiting:
             self._finish_waiting()
         self._cycle.stepped()
         return loss
+
+    def _backward_of(self, given: Sequence[ParamRecord]) -> None:
+        """Runs the backward of a loss whose gradients are those in `.grad`."""
+        for record in given:
+            self._hooks.refuse_given(record, scaled=self._clipping.scaler.value is not None)
+        self._cycle.loop_steps = True
+        params, grads = [record.param for record in given], [record.param.grad for record in given]
+        for param in params:
+            param.grad = None
+        with torch.inference_mode(False), torch.enable_grad():
+            self.backward(lambda: GivenGradients.apply(grads, *params))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the micro-batches of a step that is not complete, and what lies in `.grad` of frozen parameters.

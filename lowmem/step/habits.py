@@ -88,13 +88,13 @@ def _watch_clipping(clip: Callable[..., Any], option: str, argument: str) -> Cal
     def watched(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         limit = args[0] if args else kwargs.get(argument)
-        for param in params:
-            if (name := hooks.name_of(param)) is not None:
-                raise StepError(
-                    f"{clip.__name__.lstrip('_')}(): parameter {name!r} has no gradient, because backward has used it "
-                    f"and freed it. Write FusedOptimizer(..., {option}={limit!r}), which clips exactly; "
-                    "opt.last_step.grad_norm is the norm before"
-                )
+        updated = {param: name for param in params if (name := hooks.name_of(param)) is not None}
+        if updated and all(param.grad is None for param in updated):
+            raise StepError(
+                f"{clip.__name__.lstrip('_')}(): parameter {next(iter(updated.values()))!r} has no gradient, because "
+                f"backward has used it and freed it. Write FusedOptimizer(..., {option}={limit!r}), which clips "
+                "exactly; opt.last_step.grad_norm is the norm before"
+            )
         return clip(params or parameters, *args, **kwargs)
 
     return watched

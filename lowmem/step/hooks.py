@@ -6,7 +6,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,6 +39,19 @@ class _Offers(dict[Tensor, list[Contribution]]):
     """
 
     def __call__(self) -> None: ...
+
+
+class GivenGradients(torch.autograd.Function):
+    """A loss of 0 whose gradients are given: those that a training loop has computed go the way of all others."""
+
+    @staticmethod
+    def forward(ctx: Any, grads: Sequence[Tensor], *params: Tensor) -> Tensor:
+        ctx.grads = grads  # autograd copies a gradient that somebody else holds
+        return torch.zeros((), device=params[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> Any:
+        return None, *ctx.grads
 
 
 class Hooks:
@@ -94,7 +107,7 @@ class Hooks:
     def add(self, record: ParamRecord) -> None:
         """Hooks a parameter that has elements and can have a gradient, now or once it is unfrozen."""
         param = record.param
-        if not record.span.numel or not param.is_floating_point() or param.is_inference():
+        if not record.span.numel or not (param.is_floating_point() or param.is_complex()) or param.is_inference():
             return
         requires_grad = param.requires_grad
         try:
@@ -113,7 +126,7 @@ class Hooks:
         if torch._C._current_graph_task_id() == -1 or not record.computes or self.removed:
             return False
         span, param = record.span, record.param
-        if param._backward_hooks or len(param._post_accumulate_grad_hooks) > 1:  # others' hooks, which take tensors
+        if _others_hook(param):  # and take tensors
             return False
         sharded = span.held < span.numel  # ranks decide alike, whatever their batches are
         if not sharded and not saves_memory(contribution.kept, span.numel * param.element_size()):
@@ -131,6 +144,22 @@ class Hooks:
                     torch.autograd.Variable._execution_engine.queue_callback(offers)  # type: ignore[attr-defined]
                 offers.setdefault(param, []).append(contribution.copy())
         return True
+
+    def refuse_given(self, record: ParamRecord, scaled: bool) -> None:
+        """Raises `StepError` if a step cannot use what is in `.grad`. scaled: there is a loss scale."""
+        param = record.param
+        assert param.grad is not None
+        for wrong, reason in (
+            (scaled, "no loss scale has multiplied it: omit loss_scale, call opt.backward(loss)"),
+            (not param.requires_grad, "it is frozen: call requires_grad_() on it"),
+            (_others_hook(param), "others have hooks on it, which would run once more: remove them"),
+            (param.grad.shape != param.shape, "it is partitioned: call step() in deepspeed.zero.GatheredParameters"),
+        ):
+            if wrong:
+                raise StepError(
+                    f"step() would update parameter {record.name!r} by what is in .grad, but {reason}, or set its "
+                    ".grad to None before step()"
+                )
 
     def claim(self, record: ParamRecord) -> None:
         """Makes this optimizer the one that updates a parameter.
@@ -219,6 +248,10 @@ class Hooks:
                     f"{reached_record.name!r}: run it inside accumulate() of both, or make one optimizer, whose param "
                     "groups may have their own rule (groups=...)"
                 )
+
+
+def _others_hook(param: Tensor) -> bool:
+    return bool(param._backward_hooks) or len(param._post_accumulate_grad_hooks or ()) > 1
 
 
 def name_of(param: Any) -> str | None:

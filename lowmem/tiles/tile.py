@@ -138,9 +138,14 @@ class Tile:
 
     @property
     def unclipped(self) -> Tensor:
-        """The gradient unscaled, not yet clipped in any way."""
+        """The gradient unscaled, not yet clipped in any way. Of a complex one, which is only measured, the modulus."""
         inverse_scale, grad = self._raw.inverse_scale, self._raw.grad
-        return self._once("unclipped", lambda: grad.float() if inverse_scale is None else grad.float() * inverse_scale)
+
+        def unscaled() -> Tensor:
+            wide = (grad.abs() if grad.is_complex() else grad).float()
+            return wide if inverse_scale is None else wide * inverse_scale
+
+        return self._once("unclipped", unscaled)
 
     @property
     def grad(self) -> Tensor:
