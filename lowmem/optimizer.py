@@ -256,7 +256,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Where parameters are: "local", "replicated", "zero3" or "fsdp2"."""
         return self._placement.name
 
-    def _choose_policy(self) -> None:
+    def _choose_policy(self, loss: Tensor | None = None) -> None:
         """Chooses the policy for what is asked by now, and logs the reason if it was chosen automatically.
 
         Raises:
@@ -264,7 +264,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         on_cpu = all(record.param.is_cpu for record in self._records.values())
         replays_graph = self._placement.replays_graph
-        needs = Needs.of(self._rules, self.param_groups, self._clipping, accumulation=self._hooks.accumulating)
+        asked = {"accumulation": self._hooks.accumulating, "reentrant": loss is not None and habits.reentrant(loss)}
+        needs = Needs.of(self._rules, self.param_groups, self._clipping, **asked)
         name, reason = choose(self.config, needs, on_cpu=on_cpu, replays_graph=replays_graph)
         if self._policies and (name == self.policy or self._policy.accumulates):
             return
@@ -336,6 +337,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             loss = again = repeatable(loss, (record.param.device for record in self._records.values()))
         value = loss if isinstance(loss, Tensor) else loss()
         _refuse_loss(value)
+        self._choose_policy(value)
         for record in self._records.values():
             self._claim(record)  # it may have been frozen until now
             record.refuse_leftover()
@@ -390,6 +392,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._policy.allow_plain_backward()
         for record in self._records.values():
             self._claim(record)
+        habits.refuse_nested(self._records.values())
         self._cycle.begin(explicit=False)
         if not self._cycle.waiting:
             self._drop()  # left over from a plain backward that failed

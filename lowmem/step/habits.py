@@ -6,6 +6,7 @@ Functions of torch are wrapped, once per process. They do what they did before f
 
 import functools
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -16,8 +17,10 @@ from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves
 
 from lowmem.errors import StepError
+from lowmem.placements.record import ParamRecord
 from lowmem.rules import ENGINE_KEYS
 from lowmem.step import hooks
+from lowmem.step.cycle import NESTED
 
 logger = logging.getLogger(__name__)
 
@@ -158,11 +161,37 @@ class _MovedParameter(_Moved, nn.Parameter): ...
 _MOVED: dict[type, type] = {Tensor: _MovedTensor, nn.Parameter: _MovedParameter}
 
 
+_REENTRANT: "weakref.WeakSet[Any]" = weakref.WeakSet()  # nodes of reentrant checkpointing in graphs that exist
+
+
+def reentrant(loss: Tensor) -> bool:
+    """Whether the graph of a loss has regions with reentrant activation checkpointing."""
+    nodes, seen = [loss.grad_fn], set()
+    while _REENTRANT and nodes:
+        if (node := nodes.pop()) in _REENTRANT:
+            return True
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += [following for following, _ in node.next_functions]
+    return False
+
+
+def refuse_nested(records: Iterable[ParamRecord]) -> None:
+    """Raises `StepError` if a plain backward, in its first hook, is going to run others that update parameters."""
+    nested = any(map(torch._C._will_engine_execute_node, list(_REENTRANT)))
+    if nested and any(record.trained and not record.reached for record in records):
+        raise StepError(NESTED)
+
+
 def _wrap_recomputation() -> None:
     checkpoint._run_fn_with_dynamo_disabled = _watch_recomputation(checkpoint._run_fn_with_dynamo_disabled)
-    backward = checkpoint.CheckpointFunction.backward
+    forward, backward = checkpoint.CheckpointFunction.forward, checkpoint.CheckpointFunction.backward
 
-    def reentrant(ctx: Any, *grads: Any) -> Any:
+    def noted(ctx: Any, *args: Any) -> Any:
+        _REENTRANT.add(ctx)
+        return forward(ctx, *args)
+
+    def watched(ctx: Any, *grads: Any) -> Any:
         # torch 2.13, utils/checkpoint.py, CheckpointFunction.backward refuses a backward that ends in chosen leaves
         if not torch.autograd._is_checkpoint_valid() and hooks.running():
             raise StepError(
@@ -172,7 +201,8 @@ def _wrap_recomputation() -> None:
         ctx.run_function = functools.partial(_watch_recomputation(_call), ctx.run_function)
         return backward(ctx, *grads)
 
-    checkpoint.CheckpointFunction.backward = staticmethod(reentrant)  # type: ignore[method-assign]
+    checkpoint.CheckpointFunction.forward = staticmethod(noted)  # type: ignore[method-assign]
+    checkpoint.CheckpointFunction.backward = staticmethod(watched)  # type: ignore[method-assign]
 
 
 def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
