@@ -423,6 +423,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._update(record, grad)
         if last or not self._placement.reducer.accumulates_first:
             self._use(self._placement.reducer.flush())
+        if not last:
+            self._placement.rest(self._records.values())
 
     def _end_plain(self) -> None:
         last = not self._hooks.accumulating

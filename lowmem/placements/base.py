@@ -185,6 +185,9 @@ class Placement:
     def settle(self, records: Collection[ParamRecord]) -> None:
         """The updates of a step are done: frees copies of the weights before it."""
 
+    def rest(self, records: Collection[ParamRecord]) -> None:
+        """A micro-batch that others of its step will follow has ended: frees what its backward left gathered."""
+
     def recover(self) -> None:
         """Resets the placement after a failed backward so that the next one can start."""
 
