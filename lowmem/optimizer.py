@@ -201,8 +201,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         form = shard.form(record.param)
         if form == record.form or not record.param.requires_grad or not record.span.numel:
             return
-        exclude = self.config.loss_scale, self.config.clip_value, shard.ranks
-        if record.param.is_complex() and any(each is not None for each in exclude):
+        if record.param.is_complex() and (self.config.loss_scale or self.config.clip_value or shard.ranks):
             raise UnsupportedError(
                 f"parameter {record.name!r} is complex, and such are trained without loss_scale and clip_value, and "
                 "not sharded. Make it real, with the two parts as last dimension, and use torch.view_as_complex(param)"
@@ -264,7 +263,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         on_cpu = all(record.param.is_cpu for record in self._records.values())
         replays_graph = self._placement.replays_graph
-        asked = {"accumulation": self._hooks.accumulating, "reentrant": loss is not None and habits.reentrant(loss)}
+        asked = {"accumulation": self._hooks.accumulating, "reentrant": habits.reentrant(loss)}
         needs = Needs.of(self._rules, self.param_groups, self._clipping, **asked)
         name, reason = choose(self.config, needs, on_cpu=on_cpu, replays_graph=replays_graph)
         if self._policies and (name == self.policy or self._policy.accumulates):
@@ -325,6 +324,10 @@ class FusedOptimizer(torch.optim.Optimizer):
                 parameters of another `FusedOptimizer` that is not `paused`, or the gradients of the last
                 `max_nonfinite_steps` steps were not finite.
         """
+        return self._backward(loss, last=not self._hooks.accumulating)
+
+    def _backward(self, loss: Tensor | Callable[[], Tensor], last: bool) -> Tensor:
+        """As `backward`; `last` is False for a micro-batch that others of its step will follow."""
         if self._hooks.removed or self._hooks.paused:
             state = "was removed by remove()" if self._hooks.removed else "is inside its paused()"
             raise StepError(f"backward() of an optimizer that {state}: nothing would be updated")
@@ -342,7 +345,6 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._claim(record)  # it may have been frozen until now
             record.refuse_leftover()
         self._cycle.begin(explicit=True)
-        last = not self._hooks.accumulating
         try:
             for loss, inputs, retain_graph in self._policy.passes(value, again):
                 self._begin_pass(last)
@@ -352,8 +354,6 @@ class FusedOptimizer(torch.optim.Optimizer):
                 self._end_pass(last)
             if last:
                 self._finish(value.detach())
-            else:
-                self._cycle.wait()
         except BaseException as error:
             self._fail(error)
             raise
@@ -392,8 +392,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._policy.allow_plain_backward()
         for record in self._records.values():
             self._claim(record)
-        habits.refuse_nested(self._records.values())
-        self._cycle.begin(explicit=False)
+        self._cycle.begin(explicit=False, nests=habits.nests(self._records.values()))
         if not self._cycle.waiting:
             self._drop()  # left over from a plain backward that failed
         self._begin_pass(last=not self._hooks.accumulating)
@@ -424,27 +423,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         if last or not self._placement.reducer.accumulates_first:
             self._use(self._placement.reducer.flush())
         if not last:
-            self._placement.rest(self._records.values())
+            self._placement.settle(self._records.values())
+            self._cycle.wait()
 
     def _end_plain(self) -> None:
         last = not self._hooks.accumulating
         self._end_pass(last)
         if last:
             self._finish()
-        else:
-            self._cycle.wait()
-
-    def _finish_waiting(self) -> None:
-        """Ends a step whose micro-batches wait for a last one."""
-        self._begin_rules()
-        self._cycle.begin(explicit=True)
-        try:
-            self._begin_pass(last=True)
-            self._end_pass(last=True)
-            self._finish()
-        except BaseException as error:
-            self._fail(error)
-            raise
 
     def _finish(self, loss: Tensor | None = None) -> None:
         """Every backward of the step is over: closes the step and leaves its report."""
@@ -520,15 +506,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if given := [r for r in self._records.values() if r.span.numel and r.param.grad is not None]:
+        given = [r for r in self._records.values() if r.span.numel and r.param.grad is not None]
+        if given or self._cycle.waiting:
             self._backward_of(given)
-        if self._cycle.waiting:
-            self._finish_waiting()
         self._cycle.stepped()
         return loss
 
     def _backward_of(self, given: Sequence[ParamRecord]) -> None:
-        """Runs the backward of a loss whose gradients are those in `.grad`."""
+        """Ends a step by the backward of a loss whose gradients are those in `.grad`."""
         for record in given:
             self._hooks.refuse_given(record, scaled=self._clipping.scaler.value is not None)
         self._cycle.loop_steps = True
@@ -536,7 +521,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         for param in params:
             param.grad = None
         with torch.inference_mode(False), torch.enable_grad():
-            self.backward(lambda: GivenGradients.apply(grads, *params))
+            leaf = torch.zeros((), device=next(iter(self._records)).device, requires_grad=True)
+            self._backward(lambda: GivenGradients.apply(grads, leaf, *params), last=True)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the micro-batches of a step that is not complete, and what lies in `.grad` of frozen parameters.

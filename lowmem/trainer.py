@@ -238,7 +238,7 @@ class FusedTrainerMixin(_Base):
                 "when the optimizer gets it; use policy='deferred' (or 'auto')"
             )
         if opt.policy == "two_pass":
-            arguments.check_replay(self.args, opt.config.policy)
+            arguments.check_replay(self.args)
         names = ", ".join(dict.fromkeys(group["rule"] for group in opt.param_groups))
         held = weights_in_words(opt._records.values())
         logger.info("fused optimizer: %s, weights in %s, policy %s (%s)", names, held, opt.policy, opt.policy_reason)

@@ -124,17 +124,12 @@ def check_activations(args: TrainingArguments) -> None:
         raise ConfigError(f"{offload}: this run computes on the CPU, where its activations already are; omit it")
 
 
-def check_replay(args: TrainingArguments, policy: str) -> None:
+def check_replay(args: TrainingArguments) -> None:
     """Raises for options with which backward cannot use a graph twice."""
     if args.torch_compile:
         raise UnsupportedError(
             "torch_compile=True: a compiled backward reuses the memory of its activations, and policy 'two_pass' needs "
             "them twice; use policy='deferred'"
-        )
-    if policy != "auto" and (args.activation_checkpointing_kwargs or {}).get("use_reentrant"):
-        raise UnsupportedError(
-            "activation_checkpointing_kwargs={'use_reentrant': True}: policy 'two_pass' cannot measure gradients of "
-            "parameters in checkpointed layers; set use_reentrant to false, or use policy='deferred'"
         )
     if getattr(args, "activation_offloading", False):
         raise UnsupportedError(

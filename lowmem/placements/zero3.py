@@ -128,26 +128,17 @@ class Zero3(Sharded):
     def settle(self, records: Collection[ParamRecord]) -> None:
         from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-        params: list[Any] = [record.param for record in records if record.trained]
+        params: list[Any] = [record.param for record in records]
         for param in params:
-            if param.ds_status is ZeroParamStatus.INFLIGHT:
+            if param.ds_status is ZeroParamStatus.INFLIGHT and param.requires_grad:
                 raise StepError(
                     f"DeepSpeed was still gathering a parameter of shape {list(param.ds_shape)} when the step ended, "
                     "and would continue with the weights before it. Set stage3_prefetch_bucket_size to 0"
                 )
-        self.rest(records)
-        if persistent := [param for param in params if param.ds_persist]:
-            for param in persistent:
-                self.shard.release(param)
+            self.shard.release(param)
+        persistent = [param for param in params if param.ds_persist]
+        if persistent:
             persistent[0].all_gather(persistent)
-
-    @torch.no_grad()
-    def rest(self, records: Collection[ParamRecord]) -> None:
-        """DeepSpeed does not notice that backward is done with an embedding, a tied weight or a frozen one."""
-        params: list[Any] = [record.param for record in records]
-        for param in params:
-            if not param.ds_persist:
-                self.shard.release(param)
 
 
 def _in_file(param: Any) -> bool:

@@ -9,7 +9,7 @@ from lowmem.errors import StepError
 
 logger = logging.getLogger(__name__)
 
-NESTED = (
+_NESTED = (
     "a plain loss.backward() with reentrant activation checkpointing runs one backward inside another, and a step "
     "cannot tell where it ends. Use checkpoint(..., use_reentrant=False), or opt.backward(loss)"
 )
@@ -50,8 +50,8 @@ class StepCycle:
         self._detect_failure()
         return not self._open
 
-    def begin(self, explicit: bool) -> None:
-        """Opens a step, or the next micro-batch of one that waits.
+    def begin(self, explicit: bool, nests: bool = False) -> None:
+        """Opens a step, or the next micro-batch of one that waits. nests: its backward will run others.
 
         Raises:
             StepError: the previous step is torn or still open, or this backward would have to accumulate.
@@ -65,8 +65,8 @@ class StepCycle:
                 "a second backward before step(), or a gradient in .grad: the first one has updated the weights "
                 "already. To accumulate, run every backward of a step but the last inside `with opt.accumulate():`."
             )
-        if not explicit and _inside_custom_backward():
-            raise StepError(NESTED)
+        if nests or (not explicit and _inside_custom_backward()):
+            raise StepError(_NESTED)
         self._open, self._explicit = True, explicit
         self._graph_task = torch._C._current_graph_task_id()
         self._fired_now.clear()
@@ -156,7 +156,7 @@ class StepCycle:
         if self._open and not self._explicit and torch._C._current_graph_task_id() != self._graph_task:
             if self.waiting:
                 logger.warning("a backward failed, and the %d micro-batch(es) before it were dropped", self.waiting)
-            self.fail(NESTED if _inside_custom_backward() else "a plain loss.backward() ended with an error")
+            self.fail(_NESTED if _inside_custom_backward() else "a plain loss.backward() ended with an error")
 
     def _undo(self) -> None:
         self.step -= 1

@@ -20,7 +20,6 @@ from lowmem.errors import StepError
 from lowmem.placements.record import ParamRecord
 from lowmem.rules import ENGINE_KEYS
 from lowmem.step import hooks
-from lowmem.step.cycle import NESTED
 
 logger = logging.getLogger(__name__)
 
@@ -164,10 +163,10 @@ _MOVED: dict[type, type] = {Tensor: _MovedTensor, nn.Parameter: _MovedParameter}
 _REENTRANT: "weakref.WeakSet[Any]" = weakref.WeakSet()  # nodes of reentrant checkpointing in graphs that exist
 
 
-def reentrant(loss: Tensor) -> bool:
+def reentrant(loss: Tensor | None) -> bool:
     """Whether the graph of a loss has regions with reentrant activation checkpointing."""
-    nodes, seen = [loss.grad_fn], set()
-    while _REENTRANT and nodes:
+    nodes, seen = [] if loss is None else [loss.grad_fn], set(_REENTRANT)
+    while seen and nodes:
         if (node := nodes.pop()) in _REENTRANT:
             return True
         if node is not None and node not in seen:
@@ -176,11 +175,10 @@ def reentrant(loss: Tensor) -> bool:
     return False
 
 
-def refuse_nested(records: Iterable[ParamRecord]) -> None:
-    """Raises `StepError` if a plain backward, in its first hook, is going to run others that update parameters."""
-    nested = any(map(torch._C._will_engine_execute_node, list(_REENTRANT)))
-    if nested and any(record.trained and not record.reached for record in records):
-        raise StepError(NESTED)
+def nests(records: Iterable[ParamRecord]) -> bool:
+    """Whether the running backward is going to run others that may update parameters."""
+    hidden = any(record.trained and not record.reached for record in records)
+    return hidden and any(map(torch._C._will_engine_execute_node, list(_REENTRANT)))
 
 
 def _wrap_recomputation() -> None:
@@ -192,12 +190,6 @@ def _wrap_recomputation() -> None:
         return forward(ctx, *args)
 
     def watched(ctx: Any, *grads: Any) -> Any:
-        # torch 2.13, utils/checkpoint.py, CheckpointFunction.backward refuses a backward that ends in chosen leaves
-        if not torch.autograd._is_checkpoint_valid() and hooks.running():
-            raise StepError(
-                "policy 'two_pass' measures gradients in a backward of their own, which reentrant activation "
-                "checkpointing does not allow. Use checkpoint(..., use_reentrant=False), or policy='deferred'"
-            )
         ctx.run_function = functools.partial(_watch_recomputation(_call), ctx.run_function)
         return backward(ctx, *grads)
 

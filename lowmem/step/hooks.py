@@ -45,13 +45,13 @@ class GivenGradients(torch.autograd.Function):
     """A loss of 0 whose gradients are given: those that a training loop has computed go the way of all others."""
 
     @staticmethod
-    def forward(ctx: Any, grads: Sequence[Tensor], *params: Tensor) -> Tensor:
+    def forward(ctx: Any, grads: Sequence[Tensor], leaf: Tensor, *params: Tensor) -> Tensor:
         ctx.grads = grads  # autograd copies a gradient that somebody else holds
-        return torch.zeros((), device=params[0].device)
+        return torch.zeros_like(leaf)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> Any:
-        return None, *ctx.grads
+        return None, None, *ctx.grads
 
 
 class Hooks:
@@ -126,7 +126,7 @@ class Hooks:
         if torch._C._current_graph_task_id() == -1 or not record.computes or self.removed:
             return False
         span, param = record.span, record.param
-        if _others_hook(param):  # and take tensors
+        if param._backward_hooks or len(param._post_accumulate_grad_hooks) > 1:  # others' hooks, which take tensors
             return False
         sharded = span.held < span.numel  # ranks decide alike, whatever their batches are
         if not sharded and not saves_memory(contribution.kept, span.numel * param.element_size()):
@@ -148,12 +148,11 @@ class Hooks:
     def refuse_given(self, record: ParamRecord, scaled: bool) -> None:
         """Raises `StepError` if a step cannot use what is in `.grad`. scaled: there is a loss scale."""
         param = record.param
-        assert param.grad is not None
+        hooked = param._backward_hooks or len(param._post_accumulate_grad_hooks) > 1
         for wrong, reason in (
             (scaled, "no loss scale has multiplied it: omit loss_scale, call opt.backward(loss)"),
             (not param.requires_grad, "it is frozen: call requires_grad_() on it"),
-            (_others_hook(param), "others have hooks on it, which would run once more: remove them"),
-            (param.grad.shape != param.shape, "it is partitioned: call step() in deepspeed.zero.GatheredParameters"),
+            (hooked, "others have hooks on it, which would run once more: remove them"),
         ):
             if wrong:
                 raise StepError(
@@ -250,10 +249,6 @@ class Hooks:
                 )
 
 
-def _others_hook(param: Tensor) -> bool:
-    return bool(param._backward_hooks) or len(param._post_accumulate_grad_hooks or ()) > 1
-
-
 def name_of(param: Any) -> str | None:
     """The name of a parameter in the optimizer that updates it; None if there is none."""
     hooks = _OWNERS.get(param)
@@ -276,11 +271,6 @@ def moved() -> list[Tensor]:
     """The parameters that a running backward has updated already."""
     moving = [hooks for hooks in _LIVE if hooks._cycle.moved]
     return [record.param for hooks in moving for record in hooks._records.values() if record.name in hooks._cycle.moved]
-
-
-def running() -> bool:
-    """Whether an optimizer runs a backward."""
-    return any(not hooks._cycle.idle for hooks in _LIVE)
 
 
 def reached() -> Iterator[tuple[Hooks, ParamRecord]]:

@@ -81,6 +81,11 @@ def choose(config: FusedConfig, needs: Needs, *, on_cpu: bool, replays_graph: bo
     """
     if config.policy == "auto":
         return _cheapest(config, needs, on_cpu and replays_graph, replays_graph)
+    if config.policy == "two_pass" and needs.reentrant:
+        raise UnsupportedError(
+            "policy 'two_pass' measures gradients in a backward of their own, which reentrant activation checkpointing "
+            "does not allow. Use checkpoint(..., use_reentrant=False), or policy='deferred' (or 'auto')"
+        )
     if config.policy == "immediate" and needs.norm is not None:
         raise UnsupportedError(
             f"{needs.norm}: policy 'immediate' updates a parameter before the norm over all gradients is known, so it "

@@ -138,14 +138,9 @@ class Tile:
 
     @property
     def unclipped(self) -> Tensor:
-        """The gradient unscaled, not yet clipped in any way. Of a complex one, which is only measured, the modulus."""
+        """The gradient unscaled, not yet clipped in any way."""
         inverse_scale, grad = self._raw.inverse_scale, self._raw.grad
-
-        def unscaled() -> Tensor:
-            wide = (grad.abs() if grad.is_complex() else grad).float()
-            return wide if inverse_scale is None else wide * inverse_scale
-
-        return self._once("unclipped", unscaled)
+        return self._once("unclipped", lambda: grad.float() if inverse_scale is None else grad.float() * inverse_scale)
 
     @property
     def grad(self) -> Tensor:
