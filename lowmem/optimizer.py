@@ -340,7 +340,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             loss = again = repeatable(loss, (record.param.device for record in self._records.values()))
         value = loss if isinstance(loss, Tensor) else loss()
         _refuse_loss(value)
-        self._choose_policy(value)
+        if self.policy == "two_pass" and self._placement.shard.ranks is None:  # it measures chosen leaves
+            self._choose_policy(value)
         for record in self._records.values():
             self._claim(record)  # it may have been frozen until now
             record.refuse_leftover()

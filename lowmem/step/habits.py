@@ -177,8 +177,8 @@ def reentrant(loss: Tensor | None) -> bool:
 
 def nests(records: Iterable[ParamRecord]) -> bool:
     """Whether the running backward is going to run others that may update parameters."""
-    hidden = any(record.trained and not record.reached for record in records)
-    return hidden and any(map(torch._C._will_engine_execute_node, list(_REENTRANT)))
+    nested = any(map(torch._C._will_engine_execute_node, list(_REENTRANT)))
+    return nested and any(record.trained and not record.reached for record in records)
 
 
 def _wrap_recomputation() -> None:
