@@ -163,11 +163,11 @@ class FusedOptimizer(torch.optim.Optimizer):
             records = self._records_of(group, rule)
             if self._complete:
                 self._placement.adopt(records.values(), self._model)
-            rule.adopt(group, sharded=self._placement.shard.ranks is not None and bool(records))
             for record in records.values():
                 self._hooks.add(record)
                 self._claim(record)
                 record.refuse_leftover()
+            rule.adopt(group, sharded=self._placement.shard.ranks is not None and bool(records))
             self._records.update(records)
             if self._complete:
                 self._order_records()
@@ -438,6 +438,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._cycle.refuse_nothing()
         with torch.no_grad():
             decision = self._policy.complete()
+            if decision is None or not decision.skipped:
+                for rule, group in zip(self._rules, self.param_groups, strict=True):
+                    rule.end(group)
             self._placement.settle(self._records.values())
             self._cycle.end()
             self._report.close(

@@ -205,7 +205,8 @@ class FusedConfig:
         complete = {**rule.defaults, **shared, **engine, **group, "rule": rule.name}
         known = [*rule.defaults, *(option.name for option in fields(self))]
         for key in () if rule.open_ended else complete:
-            if key not in rule.defaults and key not in GROUP_KEYS:
+            read = isinstance(rule, rules.ForeignRule) and key in group  # the rule refuses what its class does not read
+            if key not in rule.defaults and key not in GROUP_KEYS and not read:
                 raise ConfigError(
                     f"{place}rule {rule.name!r} has no hyperparameter {key!r}.{did_you_mean(key, known)} "
                     f"It has {', '.join(rule.defaults)}."

@@ -130,7 +130,6 @@ class FusedTrainerMixin(_Base):
         self._sharding = sharding.of(self.args)
         super().create_accelerator_and_postprocess()
         agreement.set_timeout(self.args)
-        self.accelerator.backward = self._fused_backward
         # Accelerate 1.15 (accelerator.py, prepare_model) wraps the model in DDP unless it is in evaluation mode. The
         # hooks of the optimizer average gradients, so the model gets its device and autocast only.
         self.accelerator.prepare_model = functools.partial(self.accelerator.prepare_model, evaluation_mode=True)
@@ -208,9 +207,8 @@ class FusedTrainerMixin(_Base):
         return epochs, 0
 
     def create_optimizer(self, model: nn.Module | None = None) -> FusedOptimizer:
-        model_layers.change(self.model, self.layers)  # model_init made a new one
+        model_layers.change(self.model, self.layers)  # model_init made a new one, or its layers are checkpointed now
         self._shard()
-        model_layers.offload(self.model, self.layers)
         model = self.model if model is None else model
         if self.optimizer is None:
             self.fused = self._options()  # a hyperparameter search has set other arguments
@@ -251,6 +249,7 @@ class FusedTrainerMixin(_Base):
         # the first of these attributes, and reads the second
         opt._is_accelerate_prepared = True
         opt.step_was_skipped = False
+        self.accelerator.backward = self._fused_backward  # not before: training_step() may be called without train()
         return opt
 
     def _param_groups(self, model: nn.Module) -> list[dict[str, Any]]:
@@ -472,7 +471,11 @@ class FusedTrainerMixin(_Base):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         self._shard()
-        load_weights(self.model if model is None else model, Path(resume_from_checkpoint))
+        model = self.model if model is None else model
+        if self._sharding is None and type(model).load_state_dict is not nn.Module.load_state_dict:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # a class loads itself in its own way
+        else:
+            load_weights(model, Path(resume_from_checkpoint))
 
     def _load_best_model(self) -> None:
         self._load_from_checkpoint(self.state.best_model_checkpoint)

@@ -330,7 +330,7 @@ def test_resuming_without_a_run_is_refused(config, run_dir, capsys):
     assert "does not contain a run to resume" in lowmem(capsys, "train", config, "--resume")[2]
     assert not run_dir.exists()
     run_dir.mkdir()
-    assert "no complete checkpoint" in lowmem(capsys, "generate", run_dir, "hello")[2]
+    assert "No valid checkpoint found in output directory" in lowmem(capsys, "generate", run_dir, "hello")[2]
 
 
 def test_a_tokenizer_without_chat_template_is_refused(config, run_dir, tmp_path, capsys):

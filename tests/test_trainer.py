@@ -261,7 +261,7 @@ def test_true_resumes_from_the_last_complete_checkpoint(make, tmp_path, caplog):
     again.train(resume_from_checkpoint=True)
     assert "checkpoint-8/model.safetensors is cut short" in caplog.text
     assert [entry["step"] for entry in again.state.log_history if "loss" in entry][-2:] == [7, 8]
-    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+    with pytest.raises(CheckpointError, match="No valid checkpoint found in output directory"):
         make(run="another").train(resume_from_checkpoint=True)
 
 

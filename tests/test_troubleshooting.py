@@ -452,7 +452,7 @@ def alone():
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
-@entry("`there is no complete checkpoint in ...`")
+@entry("`No valid checkpoint found in output directory (...)`")
 def no_checkpoint(tmp_path):
     from lowmem.hf.checkpoint import find_last
 

@@ -178,7 +178,7 @@ def check_model(folder: Path) -> None:
 
 def _check_weights(folder: Path) -> None:
     if not folder.is_dir():
-        raise CheckpointError(f"{folder} is not a checkpoint: there is no such directory")
+        raise CheckpointError(f"Can't find a valid checkpoint at {folder}: there is no such directory")
     for path in weight_files(folder):
         check_safetensors(path)
     integrity.check_configuration(folder)
@@ -290,4 +290,4 @@ def find_last(run_dir: Path, check: Callable[[Path], None] = check_resumable) ->
         return folder, damaged
     more = [f"and {len(damaged) - _REASONS} more"] if len(damaged) > _REASONS else []
     reasons = f": {'; '.join(damaged[:_REASONS] + more)}" if damaged else ""
-    raise CheckpointError(f"there is no complete checkpoint in {run_dir}{reasons}")
+    raise CheckpointError(f"No valid checkpoint found in output directory ({run_dir}){reasons}")

@@ -10,6 +10,7 @@ from accelerate.utils import is_peft_model
 from torch import Tensor
 
 from lowmem.errors import UnsupportedError
+from lowmem.hf.layers import embedding
 from lowmem.layers.config import LayersConfig
 from lowmem.layers.head import METRICS, Head, token_losses
 
@@ -24,19 +25,19 @@ def check(model: Any) -> None:
     it calls the base model, in which adapters are; prompts come before its first layer.
     """
     model = model.get_base_model() if is_peft_model(model) else model
-    embedding = model.get_output_embeddings()
-    if embedding is not None and not hasattr(embedding, "bias"):
+    output = embedding(model, "output")
+    if output is not None and not hasattr(output, "bias"):
         raise UnsupportedError(
-            f"{type(embedding).__name__}: TRL's SFTTrainer multiplies the last hidden state by one matrix, the output "
+            f"{type(output).__name__}: TRL's SFTTrainer multiplies the last hidden state by one matrix, the output "
             "embedding, to compute logits, and here an adapter changes rows of it. Leave the output embedding out of "
             "trainable_token_indices, in which a tied embedding also is, or use FusedTrainer, which uses the loss that "
             "the model computes"
         )
-    modules = [model.base_model] if embedding is None else [model.base_model, embedding]
+    modules = [model.base_model] if output is None else [model.base_model, output]
     known = {id(param) for module in modules for param in module.parameters()}
     others = [name for name, param in model.named_parameters() if id(param) not in known]
-    if embedding is None or others:
-        reason = f"{others[0]!r} lies between" if others else "there is no such matrix"
+    if output is None or others:
+        reason = "there is no such matrix" if output is None else f"{others[0]!r} lies between"
         raise UnsupportedError(
             f"{type(model).__name__}: TRL's SFTTrainer multiplies the last hidden state by one matrix, the output "
             f"embedding, to compute logits, and in this model {reason}. Use a model whose head is one matrix, or, in "

@@ -1,6 +1,6 @@
 """The options of layers, applied to the model of a trainer."""
 
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 from transformers import TrainingArguments
@@ -37,7 +37,8 @@ def check(args: TrainingArguments, layers: LayersConfig) -> None:
 
 
 def change(model: Any, layers: LayersConfig) -> None:
-    """Tiles the MLPs of a model, and makes its embedding one whose gradient the optimizer computes as it reads it.
+    """Tiles the MLPs of a model, makes its embedding one whose gradient the optimizer computes as it reads it, and lets
+    checkpointed layers write what they keep to a file, once train() has enabled activation checkpointing.
 
     A model that is to be sharded is changed before.
 
@@ -47,17 +48,21 @@ def change(model: Any, layers: LayersConfig) -> None:
     """
     if layers.mlp_tile is not None:
         tile_mlps(model, layers.mlp_tile)
-    embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    if layers.computed_gradients and isinstance(embedding, nn.Embedding):
+    table = embedding(model, "input")
+    if layers.computed_gradients and isinstance(table, nn.Embedding):
         head = Head(memory=layers.head_bytes)
-        head.tile(1, embedding.num_embeddings, embedding.embedding_dim)  # raises if that is too little
-        compute_gradient(embedding, head.memory)
-
-
-def offload(model: Any, layers: LayersConfig) -> None:
-    """Makes checkpointed layers write what they keep to a file, once train() has enabled activation checkpointing."""
+        head.tile(1, table.num_embeddings, table.embedding_dim)  # raises if that is too little
+        compute_gradient(table, head.memory)
     if layers.activation_offload == "disk" and getattr(model, "is_activation_checkpointing", False):
         offload_to_file(model, layers.activation_dir)
+
+
+def embedding(model: Any, side: Literal["input", "output"]) -> Any:
+    """The input or output embedding that a model names; None if it has none, as vision models and plain modules."""
+    try:
+        return getattr(model, f"get_{side}_embeddings")()
+    except (AttributeError, NotImplementedError):
+        return None
 
 
 def described(model: Any, optimizer: FusedOptimizer, tokens: int) -> str:
@@ -66,8 +71,8 @@ def described(model: Any, optimizer: FusedOptimizer, tokens: int) -> str:
     Args:
         tokens: of the largest micro-batch.
     """
-    layers = (model.get_output_embeddings(), model.get_input_embeddings())
-    weights = [layer.weight for layer in layers if layer is not None and layer.weight.requires_grad]
+    layers = (embedding(model, "output"), embedding(model, "input"))
+    weights = [layer.weight for layer in layers if hasattr(layer, "weight") and layer.weight.requires_grad]
     records = [optimizer._records[weight] for weight in weights if weight in optimizer._records]
     if not records:
         return "the head and the embedding are not trained"

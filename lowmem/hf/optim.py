@@ -103,7 +103,7 @@ def _named(args: TrainingArguments, optim: str) -> tuple[str, set[str], dict[str
     try:
         cls, hyper = Trainer.get_optimizer_cls_and_kwargs(args)
     except (ImportError, ValueError) as error:  # its package is not installed, or it needs the model
-        raise ConfigError(f"optim={optim!r}: {error}") from error
+        raise ConfigError(f"optim={optim!r}: {str(error).replace(str(args.optim), optim)}") from error
     if hyper.get("optim_bits") == 8:
         raise UnsupportedError(
             f"optim={optim!r}: Hugging Face keeps the states of embeddings in 32 bits, which it tells bitsandbytes by "

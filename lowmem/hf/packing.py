@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
 from lowmem.errors import ConfigError, UnsupportedError
+from lowmem.hf.layers import embedding
 
 if TYPE_CHECKING:
     from trl import SFTConfig
@@ -57,7 +58,11 @@ def check_borders(
         embedded.append(output.detach().requires_grad_())
         return embedded[-1].clone()  # some models scale it in place
 
-    hook, training = model.get_input_embeddings().register_forward_hook(cut), model.training
+    if (table := embedding(model, "input")) is None:
+        raise UnsupportedError(
+            f"packing=True or padding_free=True: {type(model).__name__} needs get_input_embeddings(); or omit both"
+        )
+    hook, training = table.register_forward_hook(cut), model.training
     try:
         with torch.enable_grad(), autocast:
             logits = model.eval()(**batch, use_cache=False).logits

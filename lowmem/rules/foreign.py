@@ -2,119 +2,44 @@
 
 import importlib
 import inspect
+import itertools
+import pickle
+import random
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch._subclasses.fake_tensor import is_fake
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lowmem.errors import ConfigError, UnsupportedError, did_you_mean
-from lowmem.rules.rule import ENGINE_KEYS, Hyper, ParamSpec, State, UpdateRule
+from lowmem.rules.foreign_instance import COUNTS, NOT_IN_GROUP, Instance, number_of, refuse_combination
+from lowmem.rules.foreign_state import pack_state
+from lowmem.rules.rule import Hyper, ParamSpec, State, UpdateRule
 from lowmem.tiles.layout import View
 from lowmem.tiles.sweep import Sweep
-
-# Types of states that are held as they are.
-_PLAIN = (Tensor, int, float, str, bool, type(None))
-
-
-def packed(owner: str, values: Mapping[str, Any]) -> State:
-    """The state that the class `owner` keeps for a parameter, as tensors and JSON.
-
-    Raises:
-        UnsupportedError: a value that is not made of tensors, numbers, strings, lists, tuples and dicts.
-    """
-    state: State = {}
-    try:
-        for name, value in values.items():
-            if type(value) in _PLAIN:
-                state[name] = value
-            elif (form := _pack(value, name, state)) != {"tensor": name}:
-                state[name] = form
-    except TypeError as error:
-        raise UnsupportedError(f"{owner} keeps {error}, which cannot be saved. Use another optimizer.") from None
-    return state
-
-
-def unpacked(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Undoes `packed`."""
-    values = dict(state)
-    for name, value in state.items():
-        if isinstance(value, dict | list):
-            values[name] = _unpack(value, values)
-    return values
-
-
-def _pack(value: Any, name: str, tensors: dict[str, Any]) -> Any:
-    """`value` as JSON; the tensors in it go into `tensors`, under names that begin with `name`."""
-
-    def pack_items(items: Iterable[tuple[Any, Any]]) -> dict[str, Any]:
-        return {key: _pack(item, f"{name}.{key}", tensors) for key, item in items}
-
-    cls = type(value)
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if cls in (Tensor, torch.nn.Parameter):
-        tensors[name] = value
-        return {"tensor": name}
-    if cls is torch.dtype:
-        return {"dtype": str(value).removeprefix("torch.")}
-    if cls is list:
-        return list(pack_items(enumerate(value)).values())
-    if cls in (tuple, torch.Size):
-        return {cls.__name__: _pack(list(value), name, tensors)}
-    if cls is dict and all(isinstance(key, str) for key in value):
-        return {"dict": pack_items(value.items())}
-    if is_traceable_wrapper_subclass(value) and getattr(sys.modules[cls.__module__], cls.__name__, None) is cls:
-        parts, context = value.__tensor_flatten__()
-        return {
-            "class": [cls.__module__, cls.__name__],
-            "parts": pack_items((part, getattr(value, part)) for part in parts),
-            "rest": _pack([context, value.shape, value.stride()], name, tensors),
-        }
-    raise TypeError(f"{name!r} as {cls.__name__}")
-
-
-def _unpack(form: Any, tensors: dict[str, Any]) -> Any:
-    """Undoes `_pack`; the tensors in the value are taken out of `tensors`."""
-    match form:
-        case list():
-            return [_unpack(item, tensors) for item in form]
-        case {"tensor": name}:
-            return tensors.pop(name)
-        case {"dtype": name}:
-            return getattr(torch, name)
-        case {"tuple": items}:
-            return tuple(_unpack(items, tensors))
-        case {"Size": items}:
-            return torch.Size(items)
-        case {"dict": items}:
-            return {key: _unpack(item, tensors) for key, item in items.items()}
-        case {"class": [module, name], "parts": parts, "rest": rest}:
-            cls = getattr(sys.modules[module], name)  # its optimizer has imported it
-            return cls.__tensor_unflatten__(_unpack({"dict": parts}, tensors), *_unpack(rest, tensors))
-    return form
-
 
 # Names of distributions that differ from the module that they install.
 _DISTRIBUTIONS = {"lomo_optim": "lomo-optim", "optimi": "torch-optimi"}
 
-# Keys of our parameter groups that a class does not expect in its own, and those that its constructor does not take.
-_NOT_IN_GROUP = frozenset(("param_names", *ENGINE_KEYS))
-_NO_ARGUMENTS = frozenset(("params", "name", "initial_lr", *_NOT_IN_GROUP))
+# Keys of our parameter groups that a constructor does not take.
+_NO_ARGUMENTS = NOT_IN_GROUP | {"name", "initial_lr", "max_lr", "min_lr"}
 
-# A class is tried on this many elements: optimizers with few bits per state have full ones for smaller parameters.
-_TRIAL_SHAPE = (64, 64)
+# A class is tried on parameters with as many dimensions as those of its group, or else on its group's own with at most
+# so many elements. Optimizers with few bits per state have full ones for small parameters.
+_TRIAL_SHAPES: dict[int, list[tuple[int, ...]]] = {
+    0: [(), ()], 1: [(96,), (160,)], 2: [(64, 64), (32, 160)],
+    3: [(4, 32, 40), (2, 8, 8)], 4: [(16, 32, 3, 3), (8, 16, 1, 1)],
+}  # fmt: skip
+_TRIED = 1 << 20
 
-# Steps of the trial on shards, and the element where it cuts.
-_SHARD_STEPS, _CUT = 3, 1500
-
-# The state that holds what a class keeps in its parameter group, where that is allowed.
-_GROUP = "group"
+# Steps of a trial, the sizes of its gradients, and the element at which a shard ends.
+_TRIAL_STEPS, _TRIAL_SIZES, _CUT = 12, (1e-3, 1.0, 1e3), 1500
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,12 +52,17 @@ class ForeignSpec(ParamSpec):
 class ForeignRule(UpdateRule):
     """Runs an optimizer class on one parameter at a time and holds its state for the parameter.
 
-    `state[param]` may consist of tensors, numbers, strings, lists, tuples and dicts. Tensor subclasses, such as the
-    low-bit states of torchao, are held as the tensors in them. What differs when parameters are updated one at a time
-    is refused: a closure, sparse gradients, state in the parameter group or on the optimizer. Most of it shows in a
-    trial on a small tensor. With a rounding other than `nearest` the class steps on a float32 copy of the parameter.
+    A state may consist of tensors, numbers, strings, containers of them and objects of the class's own package. Tensor
+    subclasses, such as the low-bit states of torchao, are held as the tensors in them. A number that the class has in
+    its parameter group, on itself or in its state apart from parameters is a count of steps, and is held in our
+    parameter group.
+
+    A trial on small tensors compares steps on all of them with steps on one at a time: it refuses classes that combine
+    parameters and those that do not run. With a rounding other than `nearest` the class steps on a float32 copy of the
+    parameter.
 
     Raises:
+        ConfigError: the class does not read an option.
         UnsupportedError: the class cannot run fused; the message says why and names what can.
     """
 
@@ -158,19 +88,18 @@ class ForeignRule(UpdateRule):
         if first.name == "model":
             other = "an optimizer that takes parameters, or a rule of lowmem, such as 'adalomo'"
             self._refuse(f"takes a whole model, to hook it itself. Use {other}.")
-        if isinstance(inspect.getattr_static(cls, "param_groups", None), property):
+        if "optimizer" in first.name or isinstance(inspect.getattr_static(cls, "param_groups", None), property):
             self._refuse("drives other optimizers, which would each see all parameters. Use the one that it drives.")
         self.open_ended = any(a.kind is a.VAR_KEYWORD for a in arguments)  # type: ignore[misc]
         # an argument without a default is known by its name; `check` refuses a group that does not set it
         self.defaults = {  # type: ignore[misc]
             a.name: a.default for a in arguments if a.kind not in (a.VAR_KEYWORD, a.VAR_POSITIONAL)
         }
-        # optimi can step on one `param` alone, so what it keeps in the group can be kept for each parameter
-        self._splits_group = "param" in step
         self._full: set[str] = set()  # states that have an element for each of their parameter's
-        self._states_at_once = False  # the class makes its states when it is constructed, not in its first step
+        self._shape: tuple[int, ...] = (64, 64)  # of a parameter that it can be constructed for
+        self._counts = False  # whether the class has numbers that change
         # by the id of our group: an instance, and those of its arguments that its own group does not show
-        self._instances: dict[int, tuple[torch.optim.Optimizer, dict[str, Any]]] = {}
+        self._instances: dict[int, tuple[Instance, dict[str, Any]]] = {}
 
     def equals(self, other: UpdateRule) -> bool:
         return isinstance(other, ForeignRule) and self.cls is other.cls
@@ -183,49 +112,89 @@ class ForeignRule(UpdateRule):
             reason = "gradient_release=True registers hooks of its own, and lowmem frees gradients anyway"
             raise UnsupportedError(f"{self.name}: {reason}. Omit it.")
 
+    # -- the trial -------------------------------------------------------------------------------------------------
+
     def adopt(self, hyper: Hyper, sharded: bool) -> None:
-        """By trial: steps on a small tensor, and where parameters are sharded also on two shards of one."""
-        trial = torch.ones(_TRIAL_SHAPE, dtype=torch.float32, device="cpu").requires_grad_()
-        trial.grad = torch.ones_like(trial)
-        optimizer = self._construct(trial, hyper)
-        for key, value in optimizer.param_groups[0].items():
-            if value is not None and key in hyper and hyper[key] is None:
-                reason = f"derives {key}={value!r} from its other settings where {key}=None"
-                raise ConfigError(f"{self.name} {reason}, and may differ when a run is resumed. Set {key}.")
-        self._refuse_state("beside its parameters", [str(key) for key in optimizer.state if key is not trial])
-        self._states_at_once = bool(optimizer.state)
-        try:
-            with _isolated():
-                if hasattr(optimizer, "train"):
-                    optimizer.train()  # schedule-free optimizers step in training mode only
-                state = self._step(optimizer, trial, packed(self.name, optimizer.state.get(trial, {})), hyper)
-            self._full |= {name for name, value in state.items() if getattr(value, "shape", None) == trial.shape}
-        except UnsupportedError:
-            raise
-        except Exception:  # a trial that fails shows nothing: the class may need a GPU, or another shape
-            pass
-        self._instances[id(hyper)] = self._instance(hyper)
-        if sharded:
-            self._try_shards(hyper)
+        """By trial, on the device of the parameters. Settings that the class derives from others are set in `hyper`."""
+        self._instances.pop(id(hyper), None)  # of a group that is gone
+        params = [param for param in hyper["params"] if param.requires_grad]
+        real = [param for param in params if param.device.type != "meta" and not is_fake(param)]
+        device = real[0].device if real else torch.device("cpu")
+        kinds = sorted({param.ndim for param in params} | ({1, 2} if sharded or not params else set()), reverse=True)
+        usual = [shape for kind in kinds for shape in _TRIAL_SHAPES.get(kind, ())]
+        small = sorted((param for param in real if 0 < param.numel() <= _TRIED), key=torch.numel)
+        ends = [{param.ndim: tuple(param.shape) for param in order} for order in (small, small[::-1])]
+        own = [shape for end in ends for shape in end.values()]  # the largest and the smallest
+        rates = [{**hyper, "lr": 1e-2}, hyper] if "lr" in hyper else [hyper]  # a step at a tiny rate hides differences
+        failure: Exception | None = None
+        for settings, shapes, absent in itertools.product(rates, filter(None, (usual, own)), (True, False)):
+            try:
+                with _isolated():
+                    self._try(settings, shapes, absent, device, sharded)
+            except (ConfigError, UnsupportedError):
+                raise
+            except Exception as error:  # a class may raise anything
+                failure = error
+                continue
+            instance = self._instance(hyper)
+            cast(dict[str, Any], hyper).update(instance.derived(hyper))
+            self._refuse_overrides(instance.optimizer, params)
+            return
+        raise UnsupportedError(f"{self.name} does not run: {failure or type(failure).__name__}") from failure
 
-    def _try_shards(self, hyper: Hyper) -> None:
-        """Refuses a class whose steps on two shards of a matrix are not the shards of its steps on the matrix."""
+    def _try(
+        self, hyper: Hyper, shapes: Sequence[tuple[int, ...]], absent: bool, device: torch.device, sharded: bool
+    ) -> None:
+        """Refuses a class whose steps on parameters one at a time are not its steps on all of them.
+
+        absent: one of them has no gradient once.
+        """
         source = torch.Generator().manual_seed(0)
-        start, *grads = (torch.randn(_TRIAL_SHAPE, generator=source) for _ in range(1 + _SHARD_STEPS))
-        hyper = {**hyper, "lr": 1e-2} if "lr" in hyper else hyper
 
-        def steps(part: slice | None) -> Tensor:
-            param, *gradients = (t.clone() if part is None else t.flatten()[part].clone() for t in (start, *grads))
-            optimizer = self._construct(param.requires_grad_(), hyper)
-            state = packed(self.name, optimizer.state.get(param, {}))
-            for param.grad in gradients:
-                state = self._step(optimizer, param, state, hyper)
-            return param.detach().flatten()
+        def drawn(shape: tuple[int, ...], size: float = 1.0) -> Tensor:
+            return torch.randn(shape, generator=source).mul_(size).to(device)
+
+        starts = list(map(drawn, shapes))
+        grads: list[list[Tensor | None]] = [
+            [drawn(shape, _TRIAL_SIZES[(step + n) % len(_TRIAL_SIZES)]) for n, shape in enumerate(shapes)]
+            for step in range(_TRIAL_STEPS)
+        ]
+        if absent:
+            grads[_TRIAL_STEPS // 2][0] = None
+        _seed()
+        params = [start.clone().requires_grad_() for start in starts]
+        together, group = self._made(params, hyper, groups=1 + bool(self._instances))
+        drawn_before = _host_random()
+        for step in grads:
+            for param, grad in zip(params, step, strict=True):
+                param.grad = None if grad is None else grad.clone()
+            together.optimizer.step()
+            if _host_random() != drawn_before:
+                self._refuse("draws random numbers of Python or NumPy once per step. Use another optimizer.")
+        if together.optimizer.param_groups[0] is group and (unread := self._extra(hyper).keys() - group.read):
+            key = min(unread)
+            raise ConfigError(f"{self.name} does not read {key!r}.{did_you_mean(key, self.defaults)} Omit it")
+        _seed()
+        self._shape = shapes[0]
+        alone, counted = self._one_at_a_time(hyper, starts, grads)
+        now = together.now()
+        if any(number_of(self.name, key, now.get(key)) != number for key, number in counted.items()) or not all(
+            torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in zip(params, alone, strict=True)
+        ):
+            refuse_combination(self.name, "steps on one at a time differ from steps on all of them")
+        if sharded:
+            self._try_shards(hyper, starts[0], [step[0] for step in grads if step[0] is not None])
+
+    def _try_shards(self, hyper: Hyper, start: Tensor, grads: Sequence[Tensor]) -> None:
+        """Refuses a class whose steps on two shards of a matrix are not the shards of its steps on the matrix."""
+
+        def cut(tensor: Tensor) -> list[Tensor]:
+            return list(tensor.flatten().tensor_split([_CUT]))
 
         try:
-            with _isolated():
-                full, shards = steps(None), [steps(slice(0, _CUT)), steps(slice(_CUT, None))]
-            if torch.allclose(full, torch.cat(shards), rtol=1e-5, atol=1e-7):
+            (full,), _ = self._one_at_a_time(hyper, [start], [[grad] for grad in grads])
+            shards, _ = self._one_at_a_time(hyper, cut(start), list(map(cut, grads)))
+            if torch.allclose(full.flatten(), torch.cat(shards), rtol=1e-5, atol=1e-7):
                 return
             reason = "updates them otherwise"
         except Exception as error:  # a class may raise anything
@@ -235,6 +204,43 @@ class ForeignRule(UpdateRule):
             "'replicated'; here use a rule of lowmem, such as 'adalomo', or an elementwise class: torch.optim.AdamW"
         )
 
+    def _one_at_a_time(
+        self, hyper: Hyper, starts: Sequence[Tensor], grads: Sequence[Sequence[Tensor | None]]
+    ) -> tuple[list[Tensor], dict[str, Any]]:
+        """Steps as in training. Returns the weights, and the numbers that have changed."""
+        params = [start.clone() for start in starts]
+        instance, _ = self._made([params[0].clone().requires_grad_()], hyper)
+        instance.release()
+        group = {**hyper, **instance.derived(hyper)}
+        states: list[State] = [{} for _ in params]
+        counted: set[str] = set()
+        for step in grads:
+            instance.begin(group)
+            for n, grad in enumerate(step):
+                if grad is not None:
+                    param = params[n].detach().requires_grad_()
+                    param.grad = grad.clone()
+                    states[n] = self._step(instance, param, states[n], group)
+            counted.update(instance.changes or ())
+        for param, state in zip(params, states, strict=True):
+            self._full |= {key for key, value in state.items() if getattr(value, "shape", None) == param.shape}
+        self._counts |= bool(counted)
+        return params, {key: group[COUNTS].get(key, group.get(key)) for key in counted}
+
+    def _refuse_overrides(self, optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> None:
+        """Refuses settings of single parameters, which bitsandbytes 0.50 (optim/optimizer.py) finds by number."""
+        manager = getattr(optimizer, "mng", None)
+        if manager is None:
+            return
+        modules = {id(getattr(module, name)) for module, name, _ in manager.module_weight_config_triple}
+        if manager.index2config or not {id(param) for param in params}.isdisjoint(manager.pid2config.keys() | modules):
+            self._refuse(
+                "has settings for single parameters (override_config, StableEmbedding), found by their numbers. "
+                "Give these parameters a group of their own, with another rule or other settings."
+            )
+
+    # -- updates ---------------------------------------------------------------------------------------------------
+
     def is_full(self, state: str) -> bool:
         return state in self._full
 
@@ -242,110 +248,110 @@ class ForeignRule(UpdateRule):
         return "nearest"  # by the class itself, without a float32 copy
 
     def admit(self, param: Tensor, hyper: Hyper) -> None:
-        self._construct(param.detach().requires_grad_(), hyper)  # hooks of the class would stay on the parameter itself
+        try:  # hooks of the class would stay on the parameter itself
+            self._made([param.detach().requires_grad_()], hyper)
+        except Exception as error:  # a class may raise anything
+            raise UnsupportedError(f"{self.name} does not accept this: {error or type(error).__name__}") from error
 
     def spec(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> ForeignSpec:
         return ForeignSpec(View.vector(len(shape)), name=name)
 
+    def begin(self, hyper: Hyper, step: int) -> None:
+        self._instance(hyper).begin(hyper)
+
     def update(self, sweep: Sweep, spec: ForeignSpec, state: State, hyper: Hyper, step: int) -> None:
         with sweep.materialized() as param:
-            # another instance when an argument changed that only the constructor reads
-            optimizer, arguments = self._instances.get(id(hyper), (None, {}))
-            if optimizer is None or any(hyper.get(key) != value for key, value in arguments.items()):
-                optimizer, _ = self._instances[id(hyper)] = self._instance(hyper)
             try:
-                if self._states_at_once and not state:
-                    state.update(packed(self.name, self._construct(param, hyper).state[param]))
-                new = self._step(optimizer, param, state, hyper)
+                new = self._step(self._instances[id(hyper)][0], param, state, hyper)
             except UnsupportedError as error:
                 raise UnsupportedError(f"parameter {spec.name!r}: {error}") from None
         state.clear()
         state.update(new)
 
-    def _step(self, optimizer: torch.optim.Optimizer, param: Tensor, state: State, hyper: Hyper) -> State:
-        """Steps on `param` with its packed state, and returns the new one."""
-        values, stored, own_group = unpacked(state), param.detach(), optimizer.param_groups[0]
-        split = values.pop(_GROUP, {}) if self._splits_group else {}
-        settings = {key: _like(own_group.get(key), value) for key, value in hyper.items() if key not in _NOT_IN_GROUP}
-        group = {**own_group, **settings, **split, "params": [param]}
-        group_before, counters_before = _marked(group), _marked(_counters(optimizer))
-        optimizer.state.clear()
-        optimizer.state[param] = values
-        optimizer.param_groups = [group]
-        try:
-            optimizer.step()
-            beside = [str(key) for key in optimizer.state if key is not param]
-            values = dict(optimizer.state[param])
-        finally:
-            optimizer.state.clear()
-            optimizer.param_groups = [own_group]  # the other would keep the gradient alive
-        if param.untyped_storage()._cdata != stored.untyped_storage()._cdata:  # it put new memory into param.data
-            stored.copy_(param.detach())
-        changed = _changed(group_before, group)
-        if self._splits_group:
-            values[_GROUP] = {key: group[key] for key in {**split, **dict.fromkeys(changed)}}
-            changed = []
-        self._refuse_state("in its parameter group", changed)
-        self._refuse_state("on itself", _changed(counters_before, _counters(optimizer)))
-        self._refuse_state("beside its parameters", beside)
-        return packed(self.name, values)
+    def end(self, hyper: Hyper) -> None:
+        instance, _ = self._instances[id(hyper)]
+        if self._counts and instance.changes is None:  # no parameter of the group had a gradient
+            instance.step(None, {}, hyper)
 
-    def _refuse_state(self, where: str, keys: list[str]) -> None:
-        if keys:
-            change = "which would change with every parameter instead of every step"
-            self._refuse(f"keeps state {where} ({', '.join(keys)}), {change}. Use another optimizer.")
+    def _step(self, instance: Instance, param: Tensor, state: State, hyper: Hyper) -> State:
+        if not state and instance.eager:
+            fresh, _ = self._made([param], hyper)
+            state = pack_state(self.name, fresh.optimizer.state[param])
+        return instance.step(param, state, hyper)
 
     def _refuse(self, reason: str) -> NoReturn:
         raise UnsupportedError(f"{self.name} {reason}")
 
-    def _instance(self, hyper: Hyper) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
-        """An instance for a parameter group, and its arguments that its own group does not show."""
-        optimizer = self._construct(torch.zeros(_TRIAL_SHAPE, device="cpu").requires_grad_(), hyper)
-        group = optimizer.param_groups[0]
-        group["params"] = []
-        return optimizer, {key: value for key, value in self._arguments(hyper).items() if key not in group}
+    def _instance(self, hyper: Hyper) -> Instance:
+        """The instance for a parameter group, a new one if an argument has changed that only the constructor reads."""
+        instance, arguments = self._instances.get(id(hyper), (None, {}))
+        if instance is None or any(hyper.get(key) != value for key, value in arguments.items()):
+            instance, _ = self._made([torch.zeros(self._shape).requires_grad_()], hyper)
+            instance.release()
+            hidden = {key: value for key, value in self._arguments(hyper).items() if key not in instance.numbers}
+            self._instances[id(hyper)] = instance, hidden
+        return instance
+
+    def _extra(self, hyper: Hyper) -> dict[str, Any]:
+        """Keys of a parameter group that the signature of the constructor does not name."""
+        return {key: value for key, value in hyper.items() if key not in self.defaults and key not in _NO_ARGUMENTS}
 
     def _arguments(self, hyper: Hyper) -> dict[str, Any]:
-        names = {*self.defaults, *(hyper.keys() - _NO_ARGUMENTS if self.open_ended else ())}
-        return {key: value for key, value in hyper.items() if key in names}
+        named = {key: value for key, value in hyper.items() if key in self.defaults}
+        return {**named, **self._extra(hyper)} if self.open_ended else named
 
-    def _construct(self, param: Tensor, hyper: Hyper) -> torch.optim.Optimizer:
-        try:
-            return self.cls([param], **self._arguments(hyper))
-        except Exception as error:  # a class may raise anything
-            raise UnsupportedError(f"{self.name} does not accept this: {error or type(error).__name__}") from error
+    def _made(self, params: list[Tensor], hyper: Hyper, groups: int = 1) -> "tuple[Instance, _Watched]":
+        """A new instance for parameters in so many groups, and the first group."""
+        given = [_Watched(params=params[n::groups], **self._extra(hyper)) for n in range(groups)]
+        plain = groups == 1 and not self._extra(hyper)
+        return Instance(self.name, self.cls(params if plain else given, **self._arguments(hyper))), given[0]
+
+
+class _Watched(dict[str, Any]):
+    """A parameter group that notes which of its keys are read."""
+
+    def __init__(self, **items: Any) -> None:
+        super().__init__(**items)
+        self.read: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self.read.add(key)
+        return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self.read.add(str(key))
+        return super().__contains__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.read.add(key)
+        return super().get(key, default)
 
 
 @contextmanager
 def _isolated() -> Iterator[None]:
     """A trial leaves no trace, and compiles nothing: torchao's step would take seconds."""
-    eager = torch.compiler.set_stance("force_eager")
-    with warnings.catch_warnings(action="ignore"), torch.random.fork_rng(devices=()), eager:
-        yield
+    python, numpys, eager = *_host_random(), torch.compiler.set_stance("force_eager")
+    try:
+        with warnings.catch_warnings(action="ignore"), torch.random.fork_rng(), eager, _disable_current_modes():
+            yield
+    finally:
+        random.setstate(python)
+        if numpys is not None:
+            sys.modules["numpy"].random.set_state(pickle.loads(numpys))
 
 
-def _like(old: Any, value: Any) -> Any:
-    """`value` as the class keeps it: torchao has the learning rate as a tensor, where schedulers set a number."""
-    return torch.full_like(old, value) if isinstance(old, Tensor) and isinstance(value, int | float) else value
+def _host_random() -> tuple[Any, bytes | None]:
+    """The states of Python's random numbers and of NumPy's, if that is imported."""
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), None if numpy is None else pickle.dumps(numpy.random.get_state())
 
 
-def _counters(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What an optimizer could count with. True and False mark rather that something is done."""
-    return {k: v for k, v in vars(optimizer).items() if isinstance(v, (int, float, Tensor)) and not isinstance(v, bool)}
-
-
-def _marked(values: Mapping[str, Any]) -> dict[str, tuple[Any, int]]:
-    """Values, with how often those that are tensors have been written to."""
-    return {key: (value, value._version if isinstance(value, Tensor) else 0) for key, value in values.items()}
-
-
-def _changed(marked: Mapping[str, tuple[Any, int]], now: Mapping[str, Any]) -> list[str]:
-    """Keys of values that are new, or replaced or written to since they were marked."""
-    return [key for key in now if key not in marked] + [
-        key
-        for key, (value, version) in marked.items()
-        if now.get(key) is not value or (isinstance(value, Tensor) and value._version != version)
-    ]
+def _seed() -> None:
+    """The next numbers that are drawn at random are always the same."""
+    torch.manual_seed(0)
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
 
 
 def import_optimizer(path: str) -> type[torch.optim.Optimizer]:

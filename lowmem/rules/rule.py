@@ -163,6 +163,9 @@ class UpdateRule(ABC):
     def begin(self, hyper: Hyper, step: int) -> None:  # noqa: B027 (most rules accept every step)
         """Raises `ConfigError` for hyperparameters that do not fit the step that begins, before anything is updated."""
 
+    def end(self, hyper: Hyper) -> None:  # noqa: B027 (most rules keep nothing of a step)
+        """A step has ended that was not skipped."""
+
     def takes_nonfinite(self, hyper: Hyper) -> bool:
         """Whether it says itself what Inf and NaN in a gradient do, so that they skip neither parameter nor step."""
         return False

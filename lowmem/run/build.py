@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, ge
 
 from lowmem.errors import ConfigError, LowmemError
 from lowmem.hf import sharding
+from lowmem.hf.layers import embedding
 from lowmem.rules import resolve
 from lowmem.run import data
 from lowmem.run.config import ModelConfig, RunConfig
@@ -177,7 +178,7 @@ def model(config: RunConfig, tokenizer: "PreTrainedTokenizerBase", args: "SFTCon
         key = "model.path" if config.model.path is not None else "model.config"
         raise ConfigError(f"{key}: no model can be created from it: {reason(error)}") from error
     _check_positions(model, config)
-    size = model.get_input_embeddings().num_embeddings
+    size = getattr(embedding(model, "input"), "num_embeddings", len(tokenizer))
     if size < len(tokenizer):
         raise ConfigError(
             f"the tokenizer has {len(tokenizer)} tokens and the model embeds {size}. Omit model.config.vocab_size, or "

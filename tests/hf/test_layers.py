@@ -1,0 +1,85 @@
+"""The embeddings of any model, and what a trainer changes of models that have none or several."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+
+import lowmem
+from lowmem.errors import UnsupportedError
+from lowmem.hf import head, layers
+from lowmem.hf.packing import check_borders
+from lowmem.layers.embedding import ComputedEmbedding
+
+SIZES = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+
+
+class Several(nn.Module):
+    """Embeddings, none of which a method names."""
+
+    def __init__(self):
+        super().__init__()
+        self.users, self.items = nn.Embedding(30, 4), nn.Embedding(20, 4)
+
+
+def llama():
+    return hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=20, **SIZES))
+
+
+def resnet():
+    sizes = {"embedding_size": 4, "hidden_sizes": [4], "depths": [1], "layer_type": "basic"}
+    return hf.ResNetForImageClassification(hf.ResNetConfig(**sizes))
+
+
+def vit():
+    return hf.ViTForImageClassification(hf.ViTConfig(**SIZES, image_size=4, patch_size=2))
+
+
+def perceiver():
+    sizes = {"d_latents": 8, "d_model": 8, "num_latents": 2, "num_self_attends_per_block": 1, "vocab_size": 20}
+    heads = {"num_self_attention_heads": 1, "num_cross_attention_heads": 1, "max_position_embeddings": 8}
+    return hf.PerceiverForSequenceClassification(hf.PerceiverConfig(**sizes, **heads))
+
+
+# A model, its input embedding, its output embedding, and how many of its modules get another class.
+MODELS = [
+    (llama, nn.Embedding, nn.Linear, 1),
+    (lambda: hf.BertModel(hf.BertConfig(vocab_size=20, **SIZES)), nn.Embedding, None, 1),
+    (resnet, None, None, 0),
+    (vit, nn.Module, None, 0),
+    (perceiver, nn.Parameter, None, 0),  # its latents
+    (Several, None, None, 0),
+    (lambda: nn.Linear(2, 2), None, None, 0),
+]
+
+
+@pytest.mark.parametrize(("make", "source", "target", "changed"), MODELS)
+def test_a_model_is_asked_for_its_embeddings(make, source, target, changed):
+    model = make()
+    for side, kind in (("input", source), ("output", target)):
+        found = layers.embedding(model, side)
+        assert found is None if kind is None else isinstance(found, kind)
+    layers.change(model, lowmem.LayersConfig())
+    assert sum(isinstance(module, ComputedEmbedding) for module in model.modules()) == changed
+
+
+def test_a_model_without_a_head_is_described():
+    model = resnet()
+    opt = lowmem.FusedOptimizer(model.named_parameters(), model=model, rule="lomo", lr=1e-3)
+    assert layers.described(model, opt, 8) == "the head and the embedding are not trained"
+    with pytest.raises(UnsupportedError, match="there is no such matrix"):
+        head.check(model)
+
+
+class Unnamed(hf.LlamaForCausalLM):
+    def get_input_embeddings(self):
+        raise NotImplementedError
+
+
+def test_packing_needs_an_embedding_to_be_checked():
+    model = Unnamed(hf.LlamaConfig(vocab_size=20, **SIZES))
+    with pytest.raises(UnsupportedError, match=r"Unnamed needs get_input_embeddings\(\); or omit both"):
+        check_borders(model, lambda rows: {"input_ids": torch.tensor([rows[0]["input_ids"] * 2])},
+                      torch.device("cpu"), nullcontext())  # fmt: skip

@@ -1,0 +1,150 @@
+"""Optimizer classes of other packages: the bits of a plain loop, resumed too, or a refusal before the first update.
+
+The model has a branch that gets no gradient in some steps. The plain loop has its parameters in the order in which
+their gradients are complete, in which a class that draws random numbers draws them under fused training.
+"""
+
+import importlib
+import inspect
+import itertools
+
+import pytest
+import torch
+from judged import judge, report
+
+import lowmem
+from lowmem.errors import UnsupportedError
+
+# How many configurations of each package are known to be equal.
+EQUAL = {
+    "pytorch_optimizer.optimizer": 1,
+    "schedulefree": 1,
+    "prodigyopt": 0,
+    "bitsandbytes.optim": 1,
+    "torchao.optim": 1,
+    "optimi": 1,
+    "lion_pytorch": 1,
+    "came_pytorch": 1,
+    "adam_mini": 0,
+    "galore_torch": 1,
+    "apollo_torch": 1,
+}
+
+# Arguments that a class cannot do without.
+NEEDED = {"num_iterations": 100, "num_data": 100, "lr": 1e-2}
+
+STEPS, RESUMED = 8, 4
+
+
+def classes(package):
+    """The optimizer classes that a package names, each once."""
+    module = importlib.import_module(package)
+    found = [value for name, value in sorted(vars(module).items()) if inspect.isclass(value) and name[0] != "_"]
+    base = torch.optim.Optimizer
+    own = [cls for cls in found if issubclass(cls, base) and cls.__module__.partition(".")[0] != "torch"]
+    return [
+        cls for cls in dict.fromkeys(own) if "step" in vars(cls) or any("step" in vars(b) for b in cls.__mro__[1:-2])
+    ]
+
+
+def configurations(cls):
+    """The defaults of a class, and each of its switches turned."""
+    arguments = inspect.signature(cls).parameters
+    usual = {key: value for key, value in NEEDED.items() if key in arguments}
+    if "foreach" in arguments:
+        usual["foreach"] = False
+    switches = {
+        key: not argument.default
+        for key, argument in arguments.items()
+        if isinstance(argument.default, bool) and key != "use_triton"  # ends the process where there is none
+    }
+    decay = {"weight_decay": 1e-2} if "weight_decay" in arguments else {}
+    yield "", usual
+    for key, value in switches.items():
+        yield f"{key}={value}", {**usual, **decay, key: value}
+
+
+class Branches(torch.nn.Module):
+    """Matrices of 64 by 64, for which low-bit states are full; vectors, if the class takes them."""
+
+    def __init__(self, bias):
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk = torch.nn.Linear(64, 64, bias=bias)
+        self.left, self.right = (torch.nn.Linear(64, size, bias=bias) for size in (64, 3))
+
+    def forward(self, x, step):
+        hidden = torch.tanh(self.trunk(x))
+        parts = [self.left(hidden)] if step % 3 == 1 else [self.left(hidden), self.right(hidden)]
+        return sum(part.square().mean() for part in parts)
+
+
+def grouped(net, cls):
+    """Parameters in the order in which gradients are complete, in groups where the class wants to know their kind."""
+    named = list(net.named_parameters())[::-1]
+    if "use_muon" not in (inspect.getdoc(cls) or ""):
+        return named
+    kinds = [[item for item in named if (item[1].ndim == 2) is matrices] for matrices in (True, False)]
+    return [{"params": kind, "use_muon": use} for kind, use in zip(kinds, (True, False), strict=True) if kind]
+
+
+def batches():
+    source = torch.Generator().manual_seed(1)
+    return [
+        size * torch.randn(4, 64, generator=source) for size in itertools.islice(itertools.cycle((1, 30, 0.03)), STEPS)
+    ]
+
+
+def plain(cls, settings, bias):
+    net = Branches(bias)
+    groups = grouped(net, cls)
+    if isinstance(groups[0], dict):
+        params = [{**group, "params": [param for _, param in group["params"]]} for group in groups]
+    else:
+        params = [param for _, param in groups]
+    optimizer = cls(params, **settings)
+    if hasattr(optimizer, "train"):
+        optimizer.train()
+    for step, x in enumerate(batches()):
+        optimizer.zero_grad()
+        net(x, step).backward()
+        torch.manual_seed(step)
+        optimizer.step()
+    return net
+
+
+def fused(cls, settings, bias):
+    net = Branches(bias)
+    optimizer = lowmem.FusedOptimizer(grouped(net, cls), rule=cls, **settings)
+    for step, x in enumerate(batches()):
+        if step == RESUMED:
+            other = Branches(bias)
+            other.load_state_dict(net.state_dict())
+            saved, net = optimizer.state_dict(), other
+            optimizer = lowmem.FusedOptimizer(grouped(net, cls), rule=cls, **settings)
+            optimizer.load_state_dict(saved)
+        torch.manual_seed(step)
+        optimizer.backward(net(x, step))
+    return net
+
+
+def same(cls, settings):
+    try:
+        net = fused(cls, settings, bias=True)
+    except UnsupportedError:
+        net, bias = fused(cls, settings, bias=False), False  # some classes take matrices only
+    else:
+        bias = True
+    others = plain(cls, settings, bias).parameters()
+    return all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(net.parameters(), others, strict=True))
+
+
+@pytest.mark.parametrize("package", EQUAL)
+def test_every_class(package):
+    pytest.importorskip(package.partition(".")[0], reason=f"{package} is not installed: pip install lowmem[judges]")
+    verdicts = {}
+    with torch.compiler.set_stance("force_eager"):
+        for cls in classes(package):
+            for name, settings in configurations(cls):
+                verdicts[f"{cls.__name__}({name})"] = judge(lambda cls=cls, settings=settings: same(cls, settings))
+    report(package, verdicts, EQUAL[package])
