@@ -249,6 +249,28 @@ def test_clipping_by_hand():
         clip_grad_norm_(net.parameters(), 0.05)
 
 
+def test_a_grad_scaler():
+    """It has scaled a loss whose gradients torch.autograd.grad returns, and unscales them in .grad."""
+
+    def run(net, opt):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+        for step in range(STEPS):
+            params = list(net.parameters())
+            scaled = scaler.scale(losses(net, step)[0])
+            for param, grad in zip(params, torch.autograd.grad(scaled, params), strict=True):
+                param.grad = grad
+            scaler.unscale_(opt)
+            clip_grad_norm_(net.parameters(), 0.05)
+            scaler.step(opt)
+            scaler.update()
+            opt.zero_grad()
+        return weights(net)
+
+    net, other = make_net(), make_net()
+    opt = lowmem.FusedOptimizer(net.named_parameters(), rule=torch.optim.AdamW, lr=1e-2)
+    assert same(run(net, opt), run(other, torch.optim.AdamW(other.parameters(), lr=1e-2, foreach=False)))
+
+
 def test_what_cannot_be_right_raises_before_anything_moves():
     net = make_net()
     before = weights(net)

@@ -131,10 +131,7 @@ class Hooks:
         sharded = span.held < span.numel  # ranks decide alike, whatever their batches are
         if not sharded and not saves_memory(contribution.kept, span.numel * param.element_size()):
             return False
-        try:
-            if not record.reached:
-                return False
-        except RuntimeError:  # torch.autograd.grad returns the gradient to its caller
+        if not record.reached:
             return False
         with self._lock:
             if not self.paused:
