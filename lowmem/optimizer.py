@@ -2,7 +2,7 @@
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
@@ -20,7 +20,7 @@ from lowmem.step import distributed_checkpoint, habits
 from lowmem.step.changes import Changes
 from lowmem.step.clipping import Clipping
 from lowmem.step.cycle import StepCycle
-from lowmem.step.hooks import Hooks
+from lowmem.step.hooks import GivenGradients, Hooks
 from lowmem.step.loss_scaler import LossScaler
 from lowmem.step.policies import POLICIES, Needs, Policy, choose, repeatable, replay_of
 from lowmem.step.report import LastStep, Report
@@ -201,6 +201,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         form = shard.form(record.param)
         if form == record.form or not record.param.requires_grad or not record.span.numel:
             return
+        if record.param.is_complex() and (self.config.loss_scale or self.config.clip_value or shard.ranks):
+            raise UnsupportedError(
+                f"parameter {record.name!r} is complex, and such are trained without loss_scale and clip_value, and "
+                "not sharded. Make it real, with the two parts as last dimension, and use torch.view_as_complex(param)"
+            )
         if record.form is not None and (record.extra or self.state.get(record.param)):
             refuse_misfits(record, self.state[record.param], shard)
         settle(record, shard)
@@ -250,7 +255,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Where parameters are: "local", "replicated", "zero3" or "fsdp2"."""
         return self._placement.name
 
-    def _choose_policy(self) -> None:
+    def _choose_policy(self, loss: Tensor | None = None) -> None:
         """Chooses the policy for what is asked by now, and logs the reason if it was chosen automatically.
 
         Raises:
@@ -258,7 +263,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         on_cpu = all(record.param.is_cpu for record in self._records.values())
         replays_graph = self._placement.replays_graph
-        needs = Needs.of(self._rules, self.param_groups, self._clipping, accumulation=self._hooks.accumulating)
+        asked = {"accumulation": self._hooks.accumulating, "reentrant": habits.reentrant(loss)}
+        needs = Needs.of(self._rules, self.param_groups, self._clipping, **asked)
         name, reason = choose(self.config, needs, on_cpu=on_cpu, replays_graph=replays_graph)
         if self._policies and (name == self.policy or self._policy.accumulates):
             return
@@ -318,6 +324,10 @@ class FusedOptimizer(torch.optim.Optimizer):
                 parameters of another `FusedOptimizer` that is not `paused`, or the gradients of the last
                 `max_nonfinite_steps` steps were not finite.
         """
+        return self._backward(loss, last=not self._hooks.accumulating)
+
+    def _backward(self, loss: Tensor | Callable[[], Tensor], last: bool) -> Tensor:
+        """As `backward`; `last` is False for a micro-batch that others of its step will follow."""
         if self._hooks.removed or self._hooks.paused:
             state = "was removed by remove()" if self._hooks.removed else "is inside its paused()"
             raise StepError(f"backward() of an optimizer that {state}: nothing would be updated")
@@ -330,11 +340,12 @@ class FusedOptimizer(torch.optim.Optimizer):
             loss = again = repeatable(loss, (record.param.device for record in self._records.values()))
         value = loss if isinstance(loss, Tensor) else loss()
         _refuse_loss(value)
+        if self.policy == "two_pass" and self._placement.shard.ranks is None:  # it measures chosen leaves
+            self._choose_policy(value)
         for record in self._records.values():
             self._claim(record)  # it may have been frozen until now
             record.refuse_leftover()
         self._cycle.begin(explicit=True)
-        last = not self._hooks.accumulating
         try:
             for loss, inputs, retain_graph in self._policy.passes(value, again):
                 self._begin_pass(last)
@@ -344,8 +355,6 @@ class FusedOptimizer(torch.optim.Optimizer):
                 self._end_pass(last)
             if last:
                 self._finish(value.detach())
-            else:
-                self._cycle.wait()
         except BaseException as error:
             self._fail(error)
             raise
@@ -384,7 +393,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._policy.allow_plain_backward()
         for record in self._records.values():
             self._claim(record)
-        self._cycle.begin(explicit=False)
+        self._cycle.begin(explicit=False, nests=habits.nests(self._records.values()))
         if not self._cycle.waiting:
             self._drop()  # left over from a plain backward that failed
         self._begin_pass(last=not self._hooks.accumulating)
@@ -414,26 +423,15 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._update(record, grad)
         if last or not self._placement.reducer.accumulates_first:
             self._use(self._placement.reducer.flush())
+        if not last:
+            self._placement.settle(self._records.values())
+            self._cycle.wait()
 
     def _end_plain(self) -> None:
         last = not self._hooks.accumulating
         self._end_pass(last)
         if last:
             self._finish()
-        else:
-            self._cycle.wait()
-
-    def _finish_waiting(self) -> None:
-        """Ends a step whose micro-batches wait for a last one."""
-        self._begin_rules()
-        self._cycle.begin(explicit=True)
-        try:
-            self._begin_pass(last=True)
-            self._end_pass(last=True)
-            self._finish()
-        except BaseException as error:
-            self._fail(error)
-            raise
 
     def _finish(self, loss: Tensor | None = None) -> None:
         """Every backward of the step is over: closes the step and leaves its report."""
@@ -493,7 +491,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             error.add_note(f"the {waiting} micro-batch(es) before it were dropped with it; begin the step again")
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Backward has updated the weights, so this only completes a step whose micro-batches wait for a last one.
+        """Updates the weights by gradients that the training loop has put into `.grad`, and completes a step whose
+        micro-batches wait for a last one. Otherwise backward has updated the weights already.
 
         Args:
             closure: computes the loss, runs its backward and returns it, as for any `torch.optim.Optimizer`.
@@ -502,7 +501,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             What the closure returns.
 
         Raises:
-            StepError: several backwards came before it, outside of `accumulate`.
+            StepError: several backwards came before it, outside of `accumulate`, or one and gradients in `.grad`; or
+                those cannot be used.
         """
         if distributed_checkpoint.wants_initial_states():
             return None  # `state_dict` makes them
@@ -510,10 +510,23 @@ class FusedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._cycle.waiting:
-            self._finish_waiting()
+        given = [r for r in self._records.values() if r.span.numel and r.param.grad is not None]
+        if given or self._cycle.waiting:
+            self._backward_of(given)
         self._cycle.stepped()
         return loss
+
+    def _backward_of(self, given: Sequence[ParamRecord]) -> None:
+        """Ends a step by the backward of a loss whose gradients are those in `.grad`."""
+        for record in given:
+            self._hooks.refuse_given(record, scaled=self._clipping.scaler.value is not None)
+        self._cycle.loop_steps = True
+        params, grads = [record.param for record in given], [record.param.grad for record in given]
+        for param in params:
+            param.grad = None
+        with torch.inference_mode(False), torch.enable_grad():
+            leaf = torch.zeros((), device=next(iter(self._records)).device, requires_grad=True)
+            self._backward(lambda: GivenGradients.apply(grads, leaf, *params), last=True)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the micro-batches of a step that is not complete, and what lies in `.grad` of frozen parameters.

@@ -155,6 +155,14 @@ def leftover():
     opt.backward(loss_of(net))
 
 
+@entry("`step() would update parameter ... by what is in .grad, but`")
+def given():
+    net = make_net()
+    opt = lomo(net, loss_scale=2.0)
+    net[0].weight.grad = torch.ones_like(net[0].weight)
+    opt.step()
+
+
 @entry("`backward() of an optimizer that was removed by remove()`")
 def removed():
     net = make_net()
@@ -465,6 +473,16 @@ def another_rule():
     net = make_net()
     saved = lomo(net).state_dict()
     lomo(net, rule="adamw").load_state_dict(saved)
+
+
+@entry("`the saved state ... is of the weight ... in ..., which this model has in ...`")
+def another_dtype():
+    net = make_net().bfloat16()
+    opt = lomo(net, rounding="compensated")
+    opt.backward(net(torch.ones(2, 3, dtype=torch.bfloat16)).float().sum())
+    saved = opt.state_dict()
+    opt.remove()
+    lomo(net.float(), rounding="compensated").load_state_dict(saved)
 
 
 @entry("`the saved optimizer has ... group(s) of ... parameters, this one ...`")

@@ -131,11 +131,6 @@ def check_replay(args: TrainingArguments) -> None:
             "torch_compile=True: a compiled backward reuses the memory of its activations, and policy 'two_pass' needs "
             "them twice; use policy='deferred'"
         )
-    if (args.activation_checkpointing_kwargs or {}).get("use_reentrant"):
-        raise UnsupportedError(
-            "activation_checkpointing_kwargs={'use_reentrant': True}: policy 'two_pass' cannot measure gradients of "
-            "parameters in checkpointed layers; set use_reentrant to false, or use policy='deferred'"
-        )
     if getattr(args, "activation_offloading", False):
         raise UnsupportedError(
             "activation_offloading=True loads every activation once, and policy 'two_pass' needs it twice; use "

@@ -183,7 +183,7 @@ class Placement:
         return params
 
     def settle(self, records: Collection[ParamRecord]) -> None:
-        """The updates of a step are done: frees copies of the weights before it."""
+        """The updates of a step are done, or a micro-batch has ended: frees copies of weights."""
 
     def recover(self) -> None:
         """Resets the placement after a failed backward so that the next one can start."""

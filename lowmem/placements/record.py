@@ -66,10 +66,13 @@ class ParamRecord:
         """Whether the running backward updates it. Parameters that reentrant checkpointing or `fully_shard` hides from
         the graph are not reached.
         """
+        if not self.trained:
+            return False
         # torch 2.13, autograd/graph.py, register_multi_grad_hook asks for the gradients of a backward in this way
-        return self.trained and bool(
-            torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(self.param).node)
-        )
+        try:
+            return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(self.param).node)
+        except RuntimeError:  # torch.autograd.grad returns the gradient to its caller
+            return False
 
     def refuse_leftover(self) -> None:
         """Raises `StepError` if the parameter has a gradient that the next one would be added to."""

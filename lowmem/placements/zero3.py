@@ -128,9 +128,9 @@ class Zero3(Sharded):
     def settle(self, records: Collection[ParamRecord]) -> None:
         from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-        params: list[Any] = [record.param for record in records if record.trained]
+        params: list[Any] = [record.param for record in records]
         for param in params:
-            if param.ds_status is ZeroParamStatus.INFLIGHT:
+            if param.ds_status is ZeroParamStatus.INFLIGHT and param.requires_grad:
                 raise StepError(
                     f"DeepSpeed was still gathering a parameter of shape {list(param.ds_shape)} when the step ended, "
                     "and would continue with the weights before it. Set stage3_prefetch_bucket_size to 0"

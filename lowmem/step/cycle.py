@@ -27,6 +27,7 @@ class StepCycle:
         moved: the parameters whose update has begun, while a backward runs.
         waiting: how many micro-batches of an unfinished step have ended.
         accumulates: whether a gradient that arrives in two parts is summed; if not, the second part raises.
+        loop_steps: the training loop calls `optimizer.step()`.
     """
 
     def __init__(self) -> None:
@@ -41,7 +42,7 @@ class StepCycle:
         self._fired: set[str] = set()  # in this step
         self._fired_now: set[str] = set()  # in this backward
         self._steps = 0  # since the last `stepped`
-        self._loop_steps = False  # the training loop calls `optimizer.step()`
+        self.loop_steps = False
 
     @property
     def idle(self) -> bool:
@@ -49,8 +50,8 @@ class StepCycle:
         self._detect_failure()
         return not self._open
 
-    def begin(self, explicit: bool) -> None:
-        """Opens a step, or the next micro-batch of one that waits.
+    def begin(self, explicit: bool, nests: bool = False) -> None:
+        """Opens a step, or the next micro-batch of one that waits. nests: its backward will run others.
 
         Raises:
             StepError: the previous step is torn or still open, or this backward would have to accumulate.
@@ -59,12 +60,12 @@ class StepCycle:
         self.refuse_torn("train on")
         if self._open:
             raise StepError("a backward started inside the step of another one; let the first one finish")
-        if self._loop_steps and self._steps and not self.waiting:
+        if self.loop_steps and self._steps and not self.waiting:
             raise StepError(
-                "a second backward before step(): the first one has updated the weights already. To accumulate "
-                "gradients, run every backward of a step but the last inside `with opt.accumulate():`."
+                "a second backward before step(), or a gradient in .grad: the first one has updated the weights "
+                "already. To accumulate, run every backward of a step but the last inside `with opt.accumulate():`."
             )
-        if not explicit and _inside_custom_backward():
+        if nests or (not explicit and _inside_custom_backward()):
             raise StepError(_NESTED)
         self._open, self._explicit = True, explicit
         self._graph_task = torch._C._current_graph_task_id()
@@ -174,7 +175,7 @@ class StepCycle:
                 f"{backwards} backwards came before this step(), and each of them has updated the weights. To "
                 "accumulate gradients, run every backward of a step but the last inside `with opt.accumulate():`."
             )
-        self._loop_steps |= backwards > 0
+        self.loop_steps |= backwards > 0
 
     def discard(self) -> None:
         """The training loop called `optimizer.zero_grad()`: micro-batches of an unfinished step are dropped.
@@ -184,7 +185,7 @@ class StepCycle:
         """
         if self.waiting:
             self._undo()
-        elif self._loop_steps and self._steps:
+        elif self.loop_steps and self._steps:
             raise StepError(
                 "zero_grad() before step(): it would drop a gradient that backward has used to update the weights "
                 "already. Run a backward that should not update them inside `with opt.paused():`"

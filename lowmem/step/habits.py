@@ -6,6 +6,7 @@ Functions of torch are wrapped, once per process. They do what they did before f
 
 import functools
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves
 
 from lowmem.errors import StepError
+from lowmem.placements.record import ParamRecord
 from lowmem.rules import ENGINE_KEYS
 from lowmem.step import hooks
 
@@ -88,13 +90,13 @@ def _watch_clipping(clip: Callable[..., Any], option: str, argument: str) -> Cal
     def watched(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         limit = args[0] if args else kwargs.get(argument)
-        for param in params:
-            if (name := hooks.name_of(param)) is not None:
-                raise StepError(
-                    f"{clip.__name__.lstrip('_')}(): parameter {name!r} has no gradient, because backward has used it "
-                    f"and freed it. Write FusedOptimizer(..., {option}={limit!r}), which clips exactly; "
-                    "opt.last_step.grad_norm is the norm before"
-                )
+        updated = {param: name for param in params if (name := hooks.name_of(param)) is not None}
+        if updated and all(param.grad is None for param in updated):
+            raise StepError(
+                f"{clip.__name__.lstrip('_')}(): parameter {next(iter(updated.values()))!r} has no gradient, because "
+                f"backward has used it and freed it. Write FusedOptimizer(..., {option}={limit!r}), which clips "
+                "exactly; opt.last_step.grad_norm is the norm before"
+            )
         return clip(params or parameters, *args, **kwargs)
 
     return watched
@@ -158,21 +160,41 @@ class _MovedParameter(_Moved, nn.Parameter): ...
 _MOVED: dict[type, type] = {Tensor: _MovedTensor, nn.Parameter: _MovedParameter}
 
 
+_REENTRANT: "weakref.WeakSet[Any]" = weakref.WeakSet()  # nodes of reentrant checkpointing in graphs that exist
+
+
+def reentrant(loss: Tensor | None) -> bool:
+    """Whether the graph of a loss has regions with reentrant activation checkpointing."""
+    nodes, seen = [] if loss is None else [loss.grad_fn], set(_REENTRANT)
+    while seen and nodes:
+        if (node := nodes.pop()) in _REENTRANT:
+            return True
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += [following for following, _ in node.next_functions]
+    return False
+
+
+def nests(records: Iterable[ParamRecord]) -> bool:
+    """Whether the running backward is going to run others that may update parameters."""
+    nested = any(map(torch._C._will_engine_execute_node, list(_REENTRANT)))
+    return nested and any(record.trained and not record.reached for record in records)
+
+
 def _wrap_recomputation() -> None:
     checkpoint._run_fn_with_dynamo_disabled = _watch_recomputation(checkpoint._run_fn_with_dynamo_disabled)
-    backward = checkpoint.CheckpointFunction.backward
+    forward, backward = checkpoint.CheckpointFunction.forward, checkpoint.CheckpointFunction.backward
 
-    def reentrant(ctx: Any, *grads: Any) -> Any:
-        # torch 2.13, utils/checkpoint.py, CheckpointFunction.backward refuses a backward that ends in chosen leaves
-        if not torch.autograd._is_checkpoint_valid() and hooks.running():
-            raise StepError(
-                "policy 'two_pass' measures gradients in a backward of their own, which reentrant activation "
-                "checkpointing does not allow. Use checkpoint(..., use_reentrant=False), or policy='deferred'"
-            )
+    def noted(ctx: Any, *args: Any) -> Any:
+        _REENTRANT.add(ctx)
+        return forward(ctx, *args)
+
+    def watched(ctx: Any, *grads: Any) -> Any:
         ctx.run_function = functools.partial(_watch_recomputation(_call), ctx.run_function)
         return backward(ctx, *grads)
 
-    checkpoint.CheckpointFunction.backward = staticmethod(reentrant)  # type: ignore[method-assign]
+    checkpoint.CheckpointFunction.forward = staticmethod(noted)  # type: ignore[method-assign]
+    checkpoint.CheckpointFunction.backward = staticmethod(watched)  # type: ignore[method-assign]
 
 
 def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -6,7 +6,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,6 +39,19 @@ class _Offers(dict[Tensor, list[Contribution]]):
     """
 
     def __call__(self) -> None: ...
+
+
+class GivenGradients(torch.autograd.Function):
+    """A loss of 0 whose gradients are given: those that a training loop has computed go the way of all others."""
+
+    @staticmethod
+    def forward(ctx: Any, grads: Sequence[Tensor], leaf: Tensor, *params: Tensor) -> Tensor:
+        ctx.grads = grads  # autograd copies a gradient that somebody else holds
+        return torch.zeros_like(leaf)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> Any:
+        return None, None, *ctx.grads
 
 
 class Hooks:
@@ -94,7 +107,7 @@ class Hooks:
     def add(self, record: ParamRecord) -> None:
         """Hooks a parameter that has elements and can have a gradient, now or once it is unfrozen."""
         param = record.param
-        if not record.span.numel or not param.is_floating_point() or param.is_inference():
+        if not record.span.numel or not (param.is_floating_point() or param.is_complex()) or param.is_inference():
             return
         requires_grad = param.requires_grad
         try:
@@ -118,10 +131,7 @@ class Hooks:
         sharded = span.held < span.numel  # ranks decide alike, whatever their batches are
         if not sharded and not saves_memory(contribution.kept, span.numel * param.element_size()):
             return False
-        try:
-            if not record.reached:
-                return False
-        except RuntimeError:  # torch.autograd.grad returns the gradient to its caller
+        if not record.reached:
             return False
         with self._lock:
             if not self.paused:
@@ -131,6 +141,21 @@ class Hooks:
                     torch.autograd.Variable._execution_engine.queue_callback(offers)  # type: ignore[attr-defined]
                 offers.setdefault(param, []).append(contribution.copy())
         return True
+
+    def refuse_given(self, record: ParamRecord, scaled: bool) -> None:
+        """Raises `StepError` if a step cannot use what is in `.grad`. scaled: there is a loss scale."""
+        param = record.param
+        hooked = param._backward_hooks or len(param._post_accumulate_grad_hooks) > 1
+        for wrong, reason in (
+            (scaled, "no loss scale has multiplied it: omit loss_scale, call opt.backward(loss)"),
+            (not param.requires_grad, "it is frozen: call requires_grad_() on it"),
+            (hooked, "others have hooks on it, which would run once more: remove them"),
+        ):
+            if wrong:
+                raise StepError(
+                    f"step() would update parameter {record.name!r} by what is in .grad, but {reason}, or set its "
+                    ".grad to None before step()"
+                )
 
     def claim(self, record: ParamRecord) -> None:
         """Makes this optimizer the one that updates a parameter.
@@ -243,11 +268,6 @@ def moved() -> list[Tensor]:
     """The parameters that a running backward has updated already."""
     moving = [hooks for hooks in _LIVE if hooks._cycle.moved]
     return [record.param for hooks in moving for record in hooks._records.values() if record.name in hooks._cycle.moved]
-
-
-def running() -> bool:
-    """Whether an optimizer runs a backward."""
-    return any(not hooks._cycle.idle for hooks in _LIVE)
 
 
 def reached() -> Iterator[tuple[Hooks, ParamRecord]]:

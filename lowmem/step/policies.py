@@ -43,17 +43,18 @@ class Needs:
 
     norm: the option that needs the norm over all gradients before the first update.  skip: what needs a step with an
     overflow to be skipped as a whole.  exact_skip: what is exact only if it is.  accumulation: several micro-batches
-    are one step.
+    are one step.  reentrant: activation checkpointing that does not allow a backward which only measures.
     """
 
     norm: str | None = None
     skip: str | None = None
     exact_skip: str | None = None
     accumulation: bool = False
+    reentrant: bool = False
 
     @classmethod
     def of(
-        cls, rules: Iterable[UpdateRule], groups: Iterable[Mapping[str, Any]], clipping: Clipping, accumulation: bool
+        cls, rules: Iterable[UpdateRule], groups: Iterable[Mapping[str, Any]], clipping: Clipping, **asked: bool
     ) -> "Needs":
         """What the rules of parameter groups, clipping and loss scaling ask for."""
         scaler, rules = clipping.scaler, list(rules)
@@ -64,7 +65,7 @@ class Needs:
             norm=f"clip_norm={clipping.norm!r}" if clipping.norm is not None else norm,
             skip="loss_scale with a foreign optimizer" if foreign else None,
             exact_skip="a dynamic loss scale" if scaler.dynamic else None,
-            accumulation=accumulation,
+            **asked,
         )
 
 
@@ -72,14 +73,19 @@ def choose(config: FusedConfig, needs: Needs, *, on_cpu: bool, replays_graph: bo
     """The policy that was asked for, or with `auto` the cheapest that is exact for what is needed; and the reason.
 
     With accumulation that is `deferred`; with nothing to know beforehand `immediate`. In between it is `deferred` on a
-    GPU, whose gradients are offloaded to the host, and where the graph cannot be replayed; else `two_pass` on a CPU,
-    where offloaded gradients would take as much memory as the weights.
+    GPU, whose gradients are offloaded to the host, and where the graph cannot be replayed or has reentrant activation
+    checkpointing; else `two_pass` on a CPU, where offloaded gradients would take as much memory as the weights.
 
     Raises:
         UnsupportedError: the policy cannot do what is needed.
     """
     if config.policy == "auto":
         return _cheapest(config, needs, on_cpu and replays_graph, replays_graph)
+    if config.policy == "two_pass" and needs.reentrant:
+        raise UnsupportedError(
+            "policy 'two_pass' measures gradients in a backward of their own, which reentrant activation checkpointing "
+            "does not allow. Use checkpoint(..., use_reentrant=False), or policy='deferred' (or 'auto')"
+        )
     if config.policy == "immediate" and needs.norm is not None:
         raise UnsupportedError(
             f"{needs.norm}: policy 'immediate' updates a parameter before the norm over all gradients is known, so it "
@@ -109,9 +115,11 @@ def _cheapest(config: FusedConfig, needs: Needs, replays: bool, replays_graph: b
     if beforehand is None:
         return "immediate", "updates during backward, one gradient in memory at a time"
     reason = f"{beforehand} needs all gradients before the first update"
-    if replays or config.replay != "auto":
+    if (replays or config.replay != "auto") and not needs.reentrant:
         replay = replay_of("two_pass", config, replays_graph=replays_graph)
         return "two_pass", f"{reason}, so they are measured in a first backward, and the {replay} is replayed"
+    if needs.reentrant:
+        reason += ", and reentrant activation checkpointing allows no backward that only measures them"
     return "deferred", f"{reason}, so gradients are offloaded until the step is decided"
 
 

@@ -14,7 +14,8 @@ from lowmem.placements.record import ParamRecord
 from lowmem.rules import ForeignRule
 from lowmem.step import distributed_checkpoint
 from lowmem.step.report import Report
-from lowmem.step.updates import Updates, grouped_span, settle, tensors_of
+from lowmem.step.updates import Updates, grouped_span, rounding_of, settle, tensors_of
+from lowmem.tiles.storage import Nearest, of_weight
 
 # The memory of a group's own clipping by norm is saved like a state, under this and the number of the group.
 _GROUP = "_group"
@@ -95,6 +96,7 @@ class Saving:
             "step": self.updates.cycle.step,
             "loss_scale": self.updates.clipping.scaler.state_dict(),
             "nonfinite": self.report.state_dict(),
+            "weights": {record.name: str(record.param.dtype) for record in self.records.values()},
             "param_groups": groups,
         }
 
@@ -174,6 +176,7 @@ class Saving:
                     settled[record.name] = trial
         for name, state in saved["state"].items():
             if name in by_name:
+                _refuse_other_weight(settled[name], state, (saved.get("weights") or {}).get(name))
                 _check_param(settled[name], state)
             else:
                 self._check_group(name, state, saved["param_groups"])
@@ -241,6 +244,24 @@ def _group_of(record: ParamRecord, name: str) -> int:
     """Of how many elements of the parameter a tensor has one value, if it is sharded as the parameter is, else 0."""
     kept = tensors_of(record).get(name)
     return kept.group if kept is not None else int(record.rule.is_full(name))
+
+
+def _refuse_other_weight(record: ParamRecord, state: Mapping[str, Any], was: str | None) -> None:
+    """Raises `CheckpointError` if states are of a weight in another dtype, and depend on it.
+
+    So do a residual and a master copy, and tensors of a foreign class that have the dtype and dimensions of the weight.
+    """
+    now = record.param.dtype
+    then = now if was is None else getattr(torch, was.removeprefix("torch."))
+    before, storage = (of_weight(rounding_of(record.rule, record.group, dtype), dtype) for dtype in (then, now))
+    stepped, steps = (each.dtype if isinstance(each, Nearest) else torch.float32 for each in (before, storage))
+    for name, value in state.items() if then != now else ():
+        like = getattr(value, "dtype", None) is stepped is not steps and len(value.shape) == len(record.span.shape) > 0
+        if name in [part.name for part in before.parts[1:]] or (like and isinstance(record.rule, ForeignRule)):
+            raise CheckpointError(
+                f"the saved state {name!r} is of the weight {record.name!r} in {was}, which this model has in {now}. "
+                f"Convert the model before its optimizer is made: model.to({was})"
+            )
 
 
 def _check_param(record: ParamRecord, state: Mapping[str, Any]) -> None:

@@ -210,6 +210,8 @@ class Sweep:
             self._cuts = _two_of_each_size(self._cuts)
         self._passes = 0
         self._params = self._views(weight)
+        if isinstance(grad, Tensor) and grad.is_complex():
+            grad = grad.abs()  # to be measured
         self._grads = layout.views(grad) if isinstance(grad, Tensor) else []
         self._written = False
         self._measured: tuple[Tensor, Tensor] | None = None  # sums of squares [B], known after the first reduce

@@ -361,11 +361,6 @@ REFUSED = {
         ConfigError,
         "label_smoothing_factor=0.1 has no effect with loss_type='dft'",
     ),
-    "reentrant in two passes": (
-        {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": True}, "fused": TWICE},
-        UnsupportedError,
-        "set use_reentrant to false, or use policy='deferred'",
-    ),
 }
 
 

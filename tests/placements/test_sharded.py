@@ -6,6 +6,7 @@ import torch.distributed as dist
 from nets import ROWS, data
 from products import pairwise
 from shards import SHARDS, assert_as_one_device, everyones, make, shared
+from torch.utils.checkpoint import checkpoint
 
 import lowmem
 from lowmem import placements
@@ -155,3 +156,38 @@ def test_states_are_whole_and_fit_elsewhere(ranks_of, count, kinds, settings):
     for name, param in net.named_parameters():
         for rank in found:
             torch.testing.assert_close(rank[2][name], param.detach(), rtol=1e-5, atol=1e-5, msg=name)
+
+
+class Checkpointed(torch.nn.Module):
+    """A layer in a region with reentrant checkpointing, between two others."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.inside, self.last = (torch.nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        return self.last(checkpoint(self.inside, self.first(x), use_reentrant=True)).square().mean()
+
+
+def make_checkpointed():
+    torch.manual_seed(0)
+    return Checkpointed()
+
+
+def through_a_region(rank, kind, policy):
+    net = make_checkpointed() if kind is None else SHARDS[kind](rank, make_checkpointed)
+    opt = lowmem.FusedOptimizer(net.named_parameters(), model=net, rule="adamw", lr=1e-2, clip_norm=0.1, policy=policy)
+    for step in range(3):
+        x = torch.full((2, 8), 1.0 + step)
+        opt.backward((lambda x=x: net(x)) if opt.replay == "forward" else net(x))
+    return opt.policy, {name: placements.full_tensor(param).clone() for name, param in net.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", SHARDS)
+def test_two_passes_through_reentrant_checkpointing(two, kind):
+    """A measuring pass takes all leaves here, which such a region allows."""
+    _, alone = through_a_region(0, None, "deferred")
+    for policy, weights in two.run(through_a_region, kind, "two_pass"):
+        assert policy == "two_pass"
+        for name, weight in weights.items():
+            torch.testing.assert_close(weight, alone[name], rtol=1e-5, atol=1e-5, msg=name)

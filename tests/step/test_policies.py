@@ -5,7 +5,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import lowmem
-from lowmem.errors import StepError
+from lowmem.errors import StepError, UnsupportedError
 
 
 class Boom(Exception):
@@ -170,12 +170,70 @@ def test_reentrant_checkpointing_in_a_measuring_pass(net):
     """torch refuses it in words that do not help: nobody wrote the backward with chosen leaves."""
     x, before = torch.ones(2, 4, requires_grad=True), weights(net)
     opt = lowmem.FusedOptimizer(net.named_parameters(), policy="two_pass", clip_norm=1.0)
-    with pytest.raises(StepError, match=r"use_reentrant=False\), or policy='deferred'"):
+    with pytest.raises(UnsupportedError, match=r"use_reentrant=False\), or policy='deferred'"):
         opt.backward(net(x, reentrant=True))
     assert not any(moved(net, before))
     opt.backward(net(x))
     with pytest.raises(RuntimeError, match="is incompatible with"):  # its own words where they help
         torch.autograd.grad(net(x, reentrant=True), [x])
+
+
+@pytest.mark.parametrize("options", [{}, {"replay": "forward"}], ids=str)
+@pytest.mark.parametrize("called", [False, True])
+def test_auto_defers_where_reentrant_checkpointing_rules_out_two_passes(net, called, options, caplog):
+    """From the step on whose forward has it; one before takes two passes."""
+    caplog.set_level("INFO")
+    plain = Net()
+    plain.load_state_dict(net.state_dict())
+    ordinary = torch.optim.AdamW(plain.parameters(), lr=0.01, foreach=False)
+    rule = {"rule": torch.optim.AdamW, "lr": 0.01, "clip_norm": 0.5}
+    opt = lowmem.FusedOptimizer(net.named_parameters(), model=net, **rule, **options)
+    for step in range(4):
+        x, reentrant = torch.randn(2, 4, requires_grad=True), True if step else None
+        plain(x).backward()
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        ordinary.step()
+        ordinary.zero_grad()
+
+        def loss(x=x, reentrant=reentrant):
+            return net(x, reentrant=reentrant)
+
+        opt.backward(loss if called or opt.replay == "forward" else loss())
+        assert opt.policy == ("deferred" if step else "two_pass")
+        assert torch.equal(opt.last_step.grad_norm.float(), norm)
+    assert not any(moved(net, weights(plain)))
+    assert opt.last_step.step == 4
+    assert sum("reentrant activation checkpointing" in line for line in caplog.messages) == 1
+
+
+def test_graphs_of_other_losses_do_not_count(net):
+    other = Net()(torch.ones(2, 4, requires_grad=True), reentrant=True)
+    opt = lowmem.FusedOptimizer(net.named_parameters(), clip_norm=1.0)
+    opt.backward(net())
+    assert opt.policy == "two_pass"
+    del other
+
+
+@pytest.mark.parametrize("policy", ["immediate", "deferred"])
+@pytest.mark.parametrize("rule", [torch.optim.AdamW, "lomo"])
+def test_a_plain_backward_around_others_is_refused_before_the_first_update(net, rule, policy):
+    before, x = weights(net), torch.ones(2, 4, requires_grad=True)
+    opt = lowmem.FusedOptimizer(net.named_parameters(), rule=rule, lr=0.01, policy=policy, batching=False)
+    with pytest.raises(StepError, match=r"use_reentrant=False\), or opt\.backward\(loss\)"):
+        net(x, reentrant=True).backward()
+    assert not any(moved(net, before))
+    net.zero_grad()
+    opt.backward(net(x, reentrant=True))
+    assert all(moved(net, before)) and opt.last_step.step == 1
+
+
+def test_a_plain_backward_around_frozen_layers(net):
+    """The backward inside it updates nothing."""
+    net.middle.requires_grad_(False)
+    before = weights(net)
+    opt = lowmem.FusedOptimizer(net.named_parameters(), rule=torch.optim.AdamW, lr=0.01)
+    net(torch.ones(2, 4, requires_grad=True), reentrant=True).backward()
+    assert moved(net, before) == [True, False, True] and opt.last_step.step == 1
 
 
 # -- torn steps --------------------------------------------------------------------------------------------------------

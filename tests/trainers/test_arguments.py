@@ -13,7 +13,7 @@ from builders import SENTENCES, assert_same_run, build, tokenizer
 from huggingface_hub.errors import OfflineModeIsEnabled
 from products import FULL
 from torch.utils.data import IterableDataset
-from transformers import EarlyStoppingCallback, LlamaForCausalLM, TrainingArguments
+from transformers import EarlyStoppingCallback, LlamaForCausalLM, Trainer, TrainingArguments
 
 import lowmem
 from lowmem.errors import CheckpointError, ConfigError, UnsupportedError
@@ -238,3 +238,20 @@ def test_what_is_pushed_to_the_hub_is_complete(strategy, tmp_path, monkeypatch):
         assert ".saving" not in files
         assert "model.safetensors" in files
         assert folder == tmp_path or "optimizer.safetensors" in files
+
+
+REENTRANT = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": True}}
+
+
+def test_reentrant_checkpointing_rules_two_passes_out(make, tiny_llama):
+    arguments = {**REENTRANT, "max_grad_norm": 0.5, "max_steps": 3}
+    trainer = make(fused=lowmem.FusedConfig(policy="two_pass"), **arguments)
+    before = [param.detach().clone() for param in trainer.model.parameters()]
+    with pytest.raises(UnsupportedError, match=r"use_reentrant=False\), or policy='deferred' \(or 'auto'\)"):
+        trainer.train()
+    assert all(map(torch.equal, trainer.model.parameters(), before))
+    trainer, plain = make(model=tiny_llama(), **arguments), make(Trainer, model=tiny_llama(), **arguments)
+    trainer.train()
+    plain.train()
+    assert trainer.optimizer.policy == "deferred"
+    assert all(map(torch.equal, trainer.model.parameters(), plain.model.parameters()))

@@ -1,0 +1,147 @@
+"""Gradients that a loop puts into `.grad` where several ranks train one model: averaged, as those of a backward are."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from shards import SHARDS, make
+
+import lowmem
+from lowmem import placements
+
+STEPS = 4
+
+
+def gradient(name, shape, rank, step):
+    source = torch.Generator().manual_seed(sum(map(ord, name)) + 100 * rank + step)
+    return torch.randn(shape, generator=source)
+
+
+def given(name, rank, step):
+    """Each rank leaves out others now and then."""
+    return (len(name) + rank + step) % 3 > 0
+
+
+def finish(net, opt):
+    return {
+        "weights": {name: placements.full_tensor(param).clone() for name, param in net.named_parameters()},
+        "norm": opt.last_step.grad_norm.item(),
+    }
+
+
+def replicated(rank, settings, micro_batches):
+    net = make()
+    opt = lowmem.FusedOptimizer(net.named_parameters(), model=net, placement="replicated", lr=1e-2, **settings)
+    for step in range(STEPS):
+        for n in range(micro_batches):
+            if n < micro_batches - 1:
+                with opt.accumulate():
+                    (net.one.sum() + net.embed.sum()).backward()
+        for name, param in net.named_parameters():
+            if param.requires_grad and given(name, rank, step):
+                param.grad = gradient(name, param.shape, rank, step)
+        opt.step()
+        opt.zero_grad()
+    return finish(net, opt)
+
+
+def averaged(count, settings, micro_batches=1):
+    net = make()
+    opt = lowmem.FusedOptimizer(net.named_parameters(), model=net, placement="local", lr=1e-2, **settings)
+    for step in range(STEPS):
+        for name, param in net.named_parameters():
+            if not param.requires_grad:
+                continue
+            grads = [gradient(name, param.shape, rank, step) for rank in range(count) if given(name, rank, step)]
+            if grads:
+                param.grad = sum(grads) / count
+            if micro_batches > 1 and name in ("one", "embed"):
+                param.grad = micro_batches - 1 + (0 if param.grad is None else param.grad)
+                param.grad = param.grad.expand(param.shape)
+        opt.step()
+        opt.zero_grad()
+    return finish(net, opt)
+
+
+def assert_same(found, alone):
+    for rank in found:
+        for name, weight in rank["weights"].items():
+            assert torch.equal(weight, found[0]["weights"][name]), name
+            torch.testing.assert_close(weight, alone["weights"][name], rtol=1e-5, atol=1e-5, msg=name)
+        assert rank["norm"] == pytest.approx(alone["norm"], rel=1e-4)
+
+
+CASES = {
+    "immediate": ({"rule": "adamw"}, 1),
+    "two_pass": ({"rule": "adamw", "policy": "two_pass", "clip_norm": 0.5}, 1),
+    "deferred": ({"rule": torch.optim.AdamW, "policy": "deferred", "clip_norm": 0.5}, 1),
+    "after micro-batches": ({"rule": torch.optim.AdamW, "policy": "deferred", "clip_norm": 0.5}, 3),
+}
+
+
+@pytest.mark.parametrize(("settings", "micro_batches"), CASES.values(), ids=CASES)
+def test_replicated(ranks, settings, micro_batches):
+    found = ranks.run(replicated, settings, micro_batches)
+    assert_same(found, averaged(ranks.count, settings, micro_batches))
+
+
+def sharded(rank, kind, settings):
+    net = SHARDS[kind](rank, make)
+    opt = lowmem.FusedOptimizer(net.named_parameters(), model=net, lr=1e-2, **settings)
+    params = dict(net.named_parameters())
+    trained = {name: param for name, param in params.items() if param.requires_grad}
+    for step in range(STEPS):
+        if kind == "fsdp2":
+            for name, param in trained.items():
+                if given(name, 0, step):  # shards of the average, as a backward leaves them
+                    full = sum(gradient(name, param.shape, each, step) for each in range(dist.get_world_size()))
+                    mesh, dims = param.device_mesh, param.placements
+                    full = full / dist.get_world_size()
+                    param.grad = torch.distributed.tensor.distribute_tensor(full, mesh, dims)
+            opt.step()
+        else:
+            import deepspeed
+
+            with deepspeed.zero.GatheredParameters(list(trained.values())):
+                for name, param in trained.items():
+                    if given(name, 0, step):
+                        param.grad = gradient(name, param.shape, rank, step)
+                opt.step()
+        opt.zero_grad()
+    return finish(net, opt)
+
+
+def not_gathered(rank):
+    import deepspeed
+
+    net = SHARDS["zero3"](rank, make, stage3_param_persistence_threshold=0)
+    opt = lowmem.FusedOptimizer(net.named_parameters(), model=net, rule="adamw")
+    before = placements.full_tensor(net.embed).clone()
+    with deepspeed.zero.GatheredParameters([net.embed]):
+        net.embed.grad = torch.ones_like(net.embed)
+    with pytest.raises(RuntimeError, match=r"got \[7, 5\] but expected shape compatible with \[0\]"):
+        opt.step()
+    return torch.equal(placements.full_tensor(net.embed), before) and opt.last_step is None
+
+
+def test_a_partitioned_parameter(two):
+    assert two.run(not_gathered) == [True, True]
+
+
+def of_all(count, settings):
+    net = make()
+    opt = lowmem.FusedOptimizer(net.named_parameters(), model=net, placement="local", lr=1e-2, **settings)
+    for step in range(STEPS):
+        for name, param in net.named_parameters():
+            if param.requires_grad and given(name, 0, step):
+                param.grad = sum(gradient(name, param.shape, rank, step) for rank in range(count)) / count
+        opt.step()
+        opt.zero_grad()
+    return finish(net, opt)
+
+
+@pytest.mark.parametrize("kind", SHARDS)
+@pytest.mark.parametrize(
+    "settings", [{"rule": "adalomo"}, {"rule": "adamw", "policy": "deferred", "clip_norm": 0.5}], ids=str
+)
+def test_sharded(two, kind, settings):
+    assert_same(two.run(sharded, kind, settings), of_all(2, settings))
