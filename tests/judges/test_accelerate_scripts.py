@@ -2,11 +2,13 @@
 
 import contextlib
 import copy
+import importlib.util
 import os
 
 import pytest
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration, skip_first_batches
+from accelerate.local_sgd import LocalSGD
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.test_utils import RegressionDataset, RegressionModel
 from accelerate.utils import GradientAccumulationPlugin, find_executable_batch_size
@@ -296,6 +298,29 @@ def continued_by_torch():
     return equal(Script(make, make_net(seed=9), loader_of()).train(epochs=1), want, weights(make_net()))
 
 
+def another_class(path, **options):
+    """An optimizer of another package, in the wrapper that prepare() puts around it."""
+    module, _, name = path.rpartition(".")
+    cls = getattr(importlib.import_module(module), name)
+
+    def plain(net, **_):
+        return cls(net.parameters(), **options)
+
+    def ours(net, **_):
+        return lowmem.FusedOptimizer(net.named_parameters(), model=net, rule=cls, **options)
+
+    with torch.compiler.set_stance("force_eager"):
+        want, found = (Script(make, make_net(Wide), loader_of(), steps=2).train() for make in (plain, ours))
+    return equal(found, want, weights(make_net(Wide)))
+
+
+class Wide(nn.Sequential):
+    """Large enough for states of few bits."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(1, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+
+
 def smaller_batches_after_an_error():
     """`find_executable_batch_size` begins again with a new model and optimizer when memory was too small."""
 
@@ -353,9 +378,17 @@ ONE = {
 }
 
 
+OTHERS = ["torchao.optim.AdamW8bit", "optimi.AdamW", "lion_pytorch.Lion"]
+
+
 def test_one_process(tmp_path):
     cases = {
         **ONE,
+        **{
+            path: lambda path=path: another_class(path, lr=1e-3)
+            for path in OTHERS
+            if importlib.util.find_spec(path.partition(".")[0]) is not None
+        },
         "resumed after an epoch": lambda: resumed(tmp_path / "epoch", 0),
         "resumed in an epoch": lambda: resumed(tmp_path / "batches", 4),
     }
@@ -399,6 +432,14 @@ def joined():
     """join_uneven_inputs is for the wrapper: 3 rows are two batches of one process and one of the other."""
     script = Script(fused, make_net(), loader_of(length=3, batch_size=1), wraps=True, even_batches=False)
     with script.accelerator.join_uneven_inputs([script.model]):
+        script.train()
+    return False
+
+
+def averaged_seldom():
+    """LocalSGD averages the weights of wrapped models every few steps."""
+    script = Script(fused, make_net(), loader_of(), wraps=True)
+    with LocalSGD(accelerator=script.accelerator, model=script.model, local_sgd_steps=2):
         script.train()
     return False
 
@@ -458,6 +499,7 @@ TWO = {
     "DistributedDataParallel": lambda rank: wrapped(),
     "DistributedDataParallel, accumulated": lambda rank: wrapped(steps=2),
     "DistributedDataParallel, joined": lambda rank: joined(),
+    "DistributedDataParallel, LocalSGD": lambda rank: averaged_seldom(),
     "DistributedDataParallel, a communication hook": lambda rank: compressed(),
 }
 
@@ -477,4 +519,4 @@ def test_two_processes(two, tmp_path):
     for case in [*TWO, "resumed in an epoch"]:
         verdicts[case], (other, _) = two.run(on_a_rank, case, str(tmp_path))
         assert verdicts[case][0] == other, case
-    report("Accelerate's scripts on two processes", verdicts, at_least=len(verdicts) - 5)
+    report("Accelerate's scripts on two processes", verdicts, at_least=len(verdicts) - 6)
