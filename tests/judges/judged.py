@@ -4,7 +4,10 @@ A judge compares this package with the plain computation on a corpus that others
 last bit, unless the judge says otherwise), `refused` (before the first update, with a reason) or `different`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+from torch import nn
 
 from lowmem.errors import LowmemError
 
@@ -30,3 +33,17 @@ def report(name: str, verdicts: Mapping[str, tuple[str, str]], at_least: int) ->
         print(f"  {case}: {verdicts[case][1]}")
     assert not found[DIFFERENT], f"{name}: different: {found[DIFFERENT]}"
     assert len(found[EQUAL]) >= at_least, f"{name}: only {len(found[EQUAL])} equal, {at_least} were"
+
+
+@contextmanager
+def untouched_if_refused(model: nn.Module) -> Iterator[None]:
+    """Fails if training inside is refused after it has moved a weight of `model`."""
+    before = [param.detach().clone() for param in model.parameters()]
+    try:
+        yield
+    except LowmemError as error:
+        moved = [
+            name for (name, param), old in zip(model.named_parameters(), before, strict=True) if not param.equal(old)
+        ]
+        assert not moved, f"refused after {moved} had moved: {error}"
+        raise
