@@ -268,7 +268,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         name, reason = choose(self.config, needs, on_cpu=on_cpu, replays_graph=replays_graph)
         if self._policies and (name == self.policy or self._policy.accumulates):
             return
-        policy = POLICIES[name](self.config, self._updates, self._clipping, self._placement, self._records)
+        policy = POLICIES[name](self.config, self._updates, self._placement, self._records)
         policy.reason, policy.replay = reason, replay_of(name, self.config, replays_graph=replays_graph)
         self._policies.append(policy)
         self._cycle.accumulates = policy.accumulates
@@ -443,15 +443,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                     rule.end(group)
             self._placement.settle(self._records.values())
             self._cycle.end()
-            self._report.close(
-                self._records.values(),
-                self.param_groups,
-                decision,
-                policy=self.policy,
-                replay=self.replay,
-                replayed=self._policy.replayed(decision),
-                loss=loss,
-            )
+            self._report.close(self._policy, decision, loss)
         self._opt_called = True  # LR schedulers ask whether an optimizer step came before theirs
 
     def _begin_rules(self) -> None:

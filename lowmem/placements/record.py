@@ -25,10 +25,10 @@ class ParamRecord:
         form: what `Shard.form` was when this was decided; None: it is decided before the next step.
         extra: the other tensors of the weight's storage, which has the parameter first; () before its first update.
         computes: its gradient may be one that is computed as it is read.
-        stacks: number of the stack that it joins, by gradient dtype; negative if it is updated by itself.
+        stacks: the stack that it joins, by gradient dtype; None if it is updated by itself.
         whole: compiled updates for it, by what they are special to.
         claimed: its optimizer has decided how it is updated, and no other one updates it.
-        square_sum: of its last gradient: an element of a float64 tensor, which those that are stacked with it share.
+        square_sum: of its last gradient, a float64 scalar.
         size: what its rule weights the norm of that by.
     """
 
@@ -43,11 +43,11 @@ class ParamRecord:
     state_storages: dict[str, Storage] = field(default_factory=dict)
     form: tuple[Any, ...] | None = None
     extra: tuple[Tensor, ...] = ()
-    stacks: dict[torch.dtype, int] = field(default_factory=dict)
+    stacks: dict[torch.dtype, Any] = field(default_factory=dict)
     whole: dict[Any, Any] = field(default_factory=dict)
     computes: bool = False
     claimed: bool = False
-    square_sum: tuple[Tensor, int] | None = None
+    square_sum: Tensor | None = None
     size: Tensor | None = None
 
     @property

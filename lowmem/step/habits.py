@@ -6,6 +6,7 @@ Functions of torch are wrapped, once per process. They do what they did before f
 
 import functools
 import logging
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -190,15 +191,11 @@ def _wrap_recomputation() -> None:
         return forward(ctx, *args)
 
     def watched(ctx: Any, *grads: Any) -> Any:
-        ctx.run_function = functools.partial(_watch_recomputation(_call), ctx.run_function)
+        ctx.run_function = functools.partial(_watch_recomputation(operator.call), ctx.run_function)
         return backward(ctx, *grads)
 
     checkpoint.CheckpointFunction.forward = staticmethod(noted)  # type: ignore[method-assign]
     checkpoint.CheckpointFunction.backward = staticmethod(watched)  # type: ignore[method-assign]
-
-
-def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return function(*args, **kwargs)
 
 
 def _watch_recomputation(run: Callable[..., Any]) -> Callable[..., Any]:

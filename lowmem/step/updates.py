@@ -42,9 +42,6 @@ SMALL = 1 << 14
 # Elements per tile in a plan for a GPU, where there is next to nothing to keep in a tile of compiled code.
 PLANNED_TILE = 1 << 16
 
-# In place of the number of a stack: the parameter is updated by itself.
-ALONE = -1
-
 # Elements in a stack: the gradients that wait for it are part of the memory of "one gradient".
 STACK = 1 << 18
 
@@ -79,41 +76,36 @@ class Updates:
         self._shard, self.clipping, self._changes = placement.shard, clipping, changes
         self._compiled, self._batching = compiled, batching
         self._whole = WholeUpdates() if compiled and placement.shard.ranks is None else None
-        self._kinds: dict[tuple[Any, ...], int] = {}  # of stacks, numbered: a number is quick to look up
-        self._stacks: list[Stack] = []  # by their number
+        self._stacks: dict[tuple[Any, ...], Stack] = {}  # by what their parameters have in common
         self.arenas = Arenas()
 
     def put(self, record: ParamRecord, grad: Gradient, decision: Decision | None) -> None:
         """Updates a parameter, or lets its gradient wait until a stack of such parameters is full."""
-        number = record.stacks.get(grad.dtype)
-        if number is None:
-            number = record.stacks[grad.dtype] = self._number_of(record, grad)
-        if number == ALONE:
+        if grad.dtype not in record.stacks:
+            record.stacks[grad.dtype] = self._stack_of(record, grad)
+        stack = record.stacks[grad.dtype]
+        if stack is None:
             if record.param not in self.state:
                 self.begin_state(record)
             self._update_one(record, grad, decision)
             return
         assert isinstance(grad, Tensor)  # a small gradient is never computed as it is read
-        stack = self._stacks[number]
         stack.records.append(record)
         stack.grads.append(grad)
         if len(stack.records) >= stack.full:
             self._update_stack(stack, decision)
 
-    def _number_of(self, record: ParamRecord, grad: Gradient) -> int:
-        """Which stack a parameter joins with gradients of this dtype, or `ALONE`."""
+    def _stack_of(self, record: ParamRecord, grad: Gradient) -> Stack | None:
+        """The stack that a parameter joins with gradients of this dtype, if it is not updated by itself."""
         size, param, spec = record.span.numel, record.param, record.spec
         if isinstance(grad, ComputedGradient) or size > SMALL or not self._batching:
-            return ALONE
+            return None
         assert spec is not None and record.layout is not None  # settled when it was hooked
         # shards of parameters like this one have to be one tile when they are stacked, on every rank
         if not record.rule.stackable or (self._shard.ranks is not None and not record.layout.one_line):
-            return ALONE
+            return None
         like = id(record.group), record.span.shape, param.dtype, grad.dtype, param.device, spec
-        number = self._kinds.setdefault(like, len(self._stacks))
-        if number == len(self._stacks):
-            self._stacks.append(Stack(min(STACK // size, spec.together or STACK)))
-        return number
+        return self._stacks.setdefault(like, Stack(min(STACK // size, spec.together or STACK)))
 
     def put_zeros(self, records: Iterable[ParamRecord], decision: Decision | None) -> None:
         """Updates parameters that got no gradient as if it were zero, where their rule asks for it."""
@@ -124,13 +116,13 @@ class Updates:
 
     def flush(self, decision: Decision | None) -> None:
         """Updates stacks that are not full: no gradient will arrive in this step."""
-        for stack in self._stacks:
+        for stack in self._stacks.values():
             if stack.records:
                 self._update_stack(stack, decision)
 
     def drop(self) -> None:
         """Forgets gradients that wait for a stack: their backward failed."""
-        for stack in self._stacks:
+        for stack in self._stacks.values():
             stack.empty()
 
     def begin_state(self, record: ParamRecord) -> None:
@@ -237,8 +229,8 @@ class Updates:
                 parts = tuple(named.pop(part_name(name, part.name)) for part in storage.parts)
                 named[name] = Held(storage, parts)
         sizes = first.rule.update(sweep, first.spec, named, first.group, step)
-        for member, record in enumerate(records):
-            record.square_sum = sweep.square_sums, member
+        for record, square_sum in zip(records, sweep.square_sums.unbind(), strict=True):
+            record.square_sum = square_sum
         for record, size in zip(records, () if sizes is None else sizes.unbind(), strict=sizes is not None):
             record.size = size
 

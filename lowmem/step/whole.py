@@ -276,7 +276,7 @@ class WholeUpdates:
             key = noise_key(seed, step, record.name)
             args.append(torch.full((), key, dtype=torch.int32, device=grad.device))
         results = bound.update(args, hyper, step)
-        record.square_sum = (results.pop(0) if reading.square_sums is None else reading.square_sums), 0
+        record.square_sum = (results.pop(0) if reading.square_sums is None else reading.square_sums).view(())
         record.size = results[0] if results else None
         return True
 
