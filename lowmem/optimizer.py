@@ -21,7 +21,6 @@ from lowmem.step.changes import Changes
 from lowmem.step.clipping import Clipping
 from lowmem.step.cycle import StepCycle
 from lowmem.step.hooks import GivenGradients, Hooks
-from lowmem.step.loss_scaler import LossScaler
 from lowmem.step.policies import POLICIES, Needs, Policy, choose, repeatable, replay_of
 from lowmem.step.report import LastStep, Report
 from lowmem.step.saving import Saving
@@ -93,28 +92,17 @@ class FusedOptimizer(torch.optim.Optimizer):
             self.compiled = decide_compilation(self.config.compile, self._records.values())
             device = next((record.param.device for record in self._records.values()), torch.device("cpu"))
             config, shard = self.config, self._placement.shard
-            self._clipping = Clipping(
-                self.param_groups,
-                self._records,
-                self.state,
-                clip_norm=config.clip_norm,
-                norm_type=config.norm_type,
-                clip_value=config.clip_value,
-                scaler=LossScaler(config.loss_scale, device),
-                ranks=shard.ranks,
-            )
-            changes = Changes(self._records, device)
+            self._clipping = Clipping(self.param_groups, self._records, self.state, config, device, shard.ranks)
             self._updates = Updates(
                 self.state,
                 self._cycle,
-                placement=self._placement,
-                clipping=self._clipping,
-                changes=changes,
-                seed=config.seed,
-                batching=config.batching,
-                compiled=self.compiled,
+                self._placement,
+                self._clipping,
+                Changes(self._records, device),
+                config,
+                self.compiled,
             )
-            self._report = Report(self._cycle, self._clipping, changes, device, config.max_nonfinite_steps)
+            self._report = Report(self._updates, device, config.max_nonfinite_steps)
             self._saving = Saving(self._records, self.param_groups, self.state, shard, self._updates, self._report)
             self._choose_policy()
         except BaseException:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lowmem.options import FusedConfig
 from lowmem.placements import Ranks
 from lowmem.placements.record import ParamRecord
 from lowmem.rules import GroupClip, GroupNorms
@@ -61,10 +62,8 @@ class Clipping:
     """What the gradients of a step are measured and clipped by.
 
     Args:
-        groups, records, states: of the optimizer, live.
-        clip_norm, norm_type: the norm over all gradients is at most `clip_norm`; 2.0 or inf.
-        clip_value: gradients are clamped to +-`clip_value`.
-        scaler: of the loss.
+        groups, records, states, config: of the optimizer, live.
+        device: of the loss scale.
         ranks: that hold a shard of each gradient, over which norms are summed; None if gradients are complete.
 
     Attributes:
@@ -76,16 +75,13 @@ class Clipping:
         groups: Sequence[Mapping[str, Any]],
         records: Mapping[Tensor, ParamRecord],
         states: Mapping[Tensor, Mapping[str, Any]],
-        *,
-        clip_norm: float | None,
-        norm_type: float,
-        clip_value: float | None,
-        scaler: LossScaler,
+        config: FusedConfig,
+        device: torch.device,
         ranks: Ranks | None,
     ) -> None:
-        self.scaler, self._ranks = scaler, ranks
+        self.scaler, self._ranks = LossScaler(config.loss_scale, device), ranks
         self.groups, self.records, self._states = groups, records, states
-        self.norm, self.norm_type, self.value = clip_norm, float(norm_type), clip_value
+        self.norm, self.norm_type, self.value = config.clip_norm, float(config.norm_type), config.clip_value
         self.memory: dict[int, dict[str, Tensor]] = {}
         self._limits: dict[torch.device, Tensor] = {}
 

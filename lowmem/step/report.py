@@ -13,10 +13,9 @@ from lowmem.errors import StepError
 from lowmem.placements.readback import Readback
 from lowmem.placements.record import ParamRecord
 from lowmem.rules import UpdateRule
-from lowmem.step.changes import Changes
-from lowmem.step.clipping import Clipping, Decision, sums_squares
-from lowmem.step.cycle import StepCycle
+from lowmem.step.clipping import Decision, sums_squares
 from lowmem.step.policies import Policy
+from lowmem.step.updates import Updates
 from lowmem.tiles.norms import norm_over, summable
 
 logger = logging.getLogger(__name__)
@@ -105,7 +104,7 @@ class Report:
     """Closes steps without waiting for the device; the host learns how a step ended when the next one begins.
 
     Args:
-        cycle, clipping, changes: of the optimizer, live.
+        updates: of the optimizer.
         device: where the counts are.
         limit: how many steps with a gradient that is not finite may follow one another; None for any number.
 
@@ -115,10 +114,8 @@ class Report:
             the device.
     """
 
-    def __init__(
-        self, cycle: StepCycle, clipping: Clipping, changes: Changes, device: torch.device, limit: int | None
-    ) -> None:
-        self._cycle, self._clipping, self._changes = cycle, clipping, changes
+    def __init__(self, updates: Updates, device: torch.device, limit: int | None) -> None:
+        self._cycle, self._clipping, self._changes = updates.cycle, updates.clipping, updates.changes
         self._device, self._limit = device, limit
         self.last: LastStep | None = None
         self.nonfinite_gradients = torch.zeros((), dtype=torch.int64, device=device)
@@ -127,7 +124,7 @@ class Report:
         self._hopeless: str | None = None
         self._streak = 0  # non-finite steps up to the last one
         self._first: list[str] = []  # the parameters whose gradient was not finite in the first of them
-        self._searching = clipping.scaler.dynamic  # a dynamic loss scale has not had a finite step yet
+        self._searching = self._clipping.scaler.dynamic  # a dynamic loss scale has not had a finite step yet
 
     def close(self, policy: Policy, decision: Decision | None, loss: Tensor | None) -> None:
         """Reports the step that has just ended. `loss` is not scaled, and None after a plain backward."""

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowmem.errors import ConfigError, StepError, UnsupportedError
+from lowmem.options import FusedConfig
 from lowmem.placements import Placement, in_group
 from lowmem.placements.base import Shard
 from lowmem.placements.record import ParamRecord
@@ -55,8 +56,7 @@ class Updates:
         placement: where parameters are.
         clipping: what happens to gradients as they are read.
         changes: counts the weights that updates change.
-        seed: of stochastic rounding.
-        batching: stack small parameters of equal spec, shape, dtype, device and group.
+        config: of the optimizer.
         compiled: update large parameters by compiled code.
     """
 
@@ -64,17 +64,15 @@ class Updates:
         self,
         state: MutableMapping[Tensor, dict[str, Any]],
         cycle: StepCycle,
-        *,
         placement: Placement,
         clipping: Clipping,
         changes: Changes,
-        seed: int,
-        batching: bool,
+        config: FusedConfig,
         compiled: bool,
     ) -> None:
-        self.state, self.cycle, self.seed = state, cycle, seed
-        self._shard, self.clipping, self._changes = placement.shard, clipping, changes
-        self._compiled, self._batching = compiled, batching
+        self.state, self.cycle, self.seed = state, cycle, config.seed
+        self._shard, self.clipping, self.changes = placement.shard, clipping, changes
+        self._compiled, self._batching = compiled, config.batching
         self._whole = WholeUpdates() if compiled and placement.shard.ranks is None else None
         self._stacks: dict[tuple[Any, ...], Stack] = {}  # by what their parameters have in common
         self.arenas = Arenas()
@@ -144,7 +142,7 @@ class Updates:
         weight, states = (shard, *record.extra), self.state[record.param]
         reading = self.clipping.reading([record], grad, decision)
         self.cycle.moved.add(record.name)
-        sample = self._changes.before([record], shard, grad)
+        sample = self.changes.before([record], shard, grad)
         small = self._batching and record.span.numel <= SMALL  # has the same bits alone as in a stack
         # a dispatch mode looks at each operation, and compiled code has none to show
         whole = None if small or Compiler.failure or torch._C._len_torch_dispatch_stack() else self._whole
@@ -156,7 +154,7 @@ class Updates:
             layout = record.layout if isinstance(grad, Tensor) else grad.layout(record.spec.view)
             self._sweep([record], layout, weight, grad, states, reading)
         if sample is not None:
-            self._changes.after(sample, shard)
+            self.changes.after(sample, shard)
         self._shard.write(record.param, shard)
 
     @torch.no_grad()
@@ -186,10 +184,10 @@ class Updates:
         state = {name: kept[name] for name in states[0]}
         grad = torch.stack(grads)
         self.cycle.moved.update(record.name for record in records)
-        sample = self._changes.before(records, weight, grad)
+        sample = self.changes.before(records, weight, grad)
         self._sweep(records, layout, (weight, *extra), grad, state, self.clipping.reading(records, grad, decision))
         if sample is not None:
-            self._changes.after(sample, weight)
+            self.changes.after(sample, weight)
         torch._foreach_copy_(shards, weight.unbind())
         for param, shard in () if in_place else zip(params, shards, strict=True):
             self._shard.write(param, shard)
