@@ -191,19 +191,10 @@ class Report:
                 updated.setdefault(record.rule, []).append(record)
         parts = []
         for rule, members in updated.items():
-            parts.append(
-                functools.partial(
-                    rule.statistics,
-                    [record.name for record in members],
-                    self._squares(members),
-                    self._stack(record.size for record in members),
-                    [
-                        (group, dict(self._clipping.memory.get(n, {})))
-                        for n, group in enumerate(self._clipping.groups)
-                        if group["rule"] == rule.name
-                    ],
-                )
-            )
+            names, sizes = [record.name for record in members], self._stack(record.size for record in members)
+            numbered = [(n, group) for n, group in enumerate(self._clipping.groups) if group["rule"] == rule.name]
+            groups = [(group, dict(self._clipping.memory.get(n, {}))) for n, group in numbered]
+            parts.append(functools.partial(rule.statistics, names, self._squares(members), sizes, groups))
             for record in members:
                 record.size = None
         return lambda: {key: value for part in parts for key, value in part().items()}
@@ -268,7 +259,7 @@ class Report:
         cause = "" if loss_finite else ", and its loss is not finite either"
         message = f"step {last.step} {what}: the gradient of {_some(last.nonfinite)} is not finite{cause}"
         if last.skipped:
-            self._cycle.uncount()
+            self._cycle.step -= 1  # it does not count
         if not self._searching:
             self._first = self._first if self._streak else last.nonfinite
             self._streak += 1

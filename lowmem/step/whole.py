@@ -116,7 +116,7 @@ class Kind:
     rule: or its class, if it has no attributes of its own.  storage: of the weight.  states: storages of those of the
     parameter's size.  arguments: the gradient, those of the weight, those of states.  batched: there are several slices
     of the batch.  lines: each is a single line.  reading: names, dtypes and numbers of dimensions of its tensors.
-    fixed, numbers: see `Hyper`.
+    division: see `Hyper`.
     """
 
     rule: Any
@@ -129,8 +129,7 @@ class Kind:
     lines: bool
     reading: tuple[tuple[str, torch.dtype, int], ...]
     sums_squares: bool
-    fixed: tuple[tuple[str, str], ...]
-    numbers: tuple[Number, ...]
+    division: Division
 
     @property
     def group(self) -> int:
@@ -161,7 +160,7 @@ class Update:
         args += [sizes.tensor((1,) * ndim, dtype, kind.device) for _, dtype, ndim in kind.reading]
         if self.draws:
             args.append(sizes.tensor((), torch.int32, kind.device))
-        numbers = sizes.tensor((2 + len(kind.numbers),), torch.float64, torch.device("cpu"))
+        numbers = sizes.tensor((2 + len(kind.division.numbers),), torch.float64, torch.device("cpu"))
         try:
             graph = trace(lambda *args: self._update(rule, group, args), (*args, numbers))
         except Exception as error:  # a rule may do anything that PyTorch cannot trace
@@ -184,7 +183,7 @@ class Update:
         key = next(given) if self.draws else None
         sweep = WholeSweep(weight, grad, reading, lines=kind.lines, noise_key=key, shared=numbers[1])
         hyper = dict(group)
-        for i, (name, position) in enumerate(kind.numbers, start=2):
+        for i, (name, position) in enumerate(kind.division.numbers, start=2):
             if position is None:
                 hyper[name] = numbers[i]
             else:
@@ -198,7 +197,7 @@ class Update:
         at_step, results = hyper.results.get(self, (None, []))
         if at_step != step:
             shared = golden_ratio_noise(step) if self.kind.draws("step") else 0.0
-            values = (step, shared, *(hyper.numbers[number] for number in self.kind.numbers))
+            values = (step, shared, *(hyper.numbers[number] for number in self.kind.division.numbers))
             results = self._numbers.results(values, self.kind.device)
             hyper.results[self] = step, results
         return self._run(*args, *results)  # type: ignore[no-any-return]
@@ -317,8 +316,7 @@ class WholeUpdates:
             lines=rows == 1,
             reading=tuple((name, tensor.dtype, tensor.ndim) for name, tensor in read),
             sums_squares=reading.sums_squares,
-            fixed=division.fixed,
-            numbers=division.numbers,
+            division=division,
         )
         if len(record.whole) >= SPECIALISATIONS or (update := _compile(kind, record)) is None:
             return None
