@@ -7,7 +7,7 @@ import os
 import shutil
 from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from lowmem.step.stacks import Arenas, Stack, gather, scatter
 from lowmem.step.whole import WholeUpdates
 from lowmem.tiles.gradients import ComputedGradient, Gradient
 from lowmem.tiles.graph import Compiler, try_compiler
-from lowmem.tiles.layout import Layout, Span
+from lowmem.tiles.layout import Layout
 from lowmem.tiles.storage import ROUNDED_DTYPES, Held, Nearest, Storage, noise_key, of_state, of_weight, part_name
 from lowmem.tiles.sweep import Reading, Sweep, begin_storage
 
@@ -128,8 +128,8 @@ class Updates:
         storage, shard = record.storage, self._shard.read(record.param)
         assert storage is not None and record.layout is not None
         tensors = {
-            name: shard.new_zeros(_grouped(shard.shape, kept.group) if kept.group else kept.shape, dtype=kept.dtype)
-            for name, kept in tensors_of(record).items()
+            name: shard.new_zeros(record.shape_of(kept, shard.shape), dtype=kept.dtype)
+            for name, kept in record.tensors.items()
         }
         record.extra = tuple(tensors.pop(part.name) for part in storage.parts[1:])
         if record.extra:
@@ -277,10 +277,10 @@ def refuse_misfits(record: ParamRecord, state: Mapping[str, Any], shard: Shard) 
     was, now = record.form[:3], shard.form(record.param)[:3]
     trial = replace(record, state_storages={}, stacks={}, whole={})
     settle(trial, shard)
-    expected = tensors_of(trial)
+    expected, shape = trial.tensors, trial.span.shape
     # a residual or a master copy is that of one weight, and what a foreign class keeps may be
     of_weight = trial.extra_names or record.extra_names or not state.keys() <= expected.keys()
-    if was != now and (of_weight or was[1:2] != now[1:2] or expected != tensors_of(record)):
+    if was != now and (of_weight or was[1:2] != now[1:2] or expected != record.tensors or shape != record.span.shape):
         raise StepError(
             f"parameter {record.name!r} has changed from {was} to {now}, and its optimizer state does not fit it. Make "
             "the optimizer after model.to(...), or convert the model back, or load a state that fits"
@@ -320,43 +320,6 @@ def takes_computed(record: ParamRecord, placement: Placement) -> bool:
     matrix = len(span.shape) == 2 and span.numel > SMALL and record.param.is_contiguous()
     becomes_shard = placement.shard.ranks is not None  # of the tensor that it is reduced to
     return matrix and reducer.takes_computed and (becomes_shard or not record.rule.needs_dense_gradient)
-
-
-class Kept(NamedTuple):
-    """A tensor that is kept for a parameter: its logical shape, dtype, and of how many elements of the parameter it has
-    one value, if it is sharded as the parameter is, else 0.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    group: int
-
-
-def tensors_of(record: ParamRecord) -> dict[str, Kept]:
-    """The tensors that are kept for a parameter, by name: its states, and the other tensors of its storage."""
-    assert record.spec is not None and record.storage is not None
-    shape = record.span.shape
-    tensors: dict[str, Kept] = {}
-    for name, state in record.spec.states.items():
-        if state.extent != "full":
-            dtype = state.dtype if isinstance(state.dtype, torch.dtype) else torch.float32
-            logical = record.spec.view.state_shape(state.extent, shape) + state.extra
-            tensors[name] = Kept(logical, dtype, 0)
-            continue
-        for part in record.state_storages[name].parts:
-            tensors[part_name(name, part.name)] = Kept(_grouped(shape, part.group), part.dtype, part.group)
-    for part in record.storage.parts[1:]:
-        tensors[part.name] = Kept(_grouped(shape, part.group), part.dtype, part.group)
-    return tensors
-
-
-def grouped_span(span: Span, group: int) -> Span:
-    """The span of a tensor with one value per `group` elements."""
-    return Span(_grouped(span.shape, group), span.start // group, span.stop // group, span.size // group)
-
-
-def _grouped(shape: Sequence[int], group: int) -> tuple[int, ...]:
-    return tuple(shape) if group == 1 else (*shape[:-1], shape[-1] // group)
 
 
 def decide_compilation(requested: bool | str, records: Collection[ParamRecord]) -> bool:
