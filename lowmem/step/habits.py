@@ -152,13 +152,7 @@ class _Moved:
         return result
 
 
-class _MovedTensor(_Moved, Tensor): ...
-
-
-class _MovedParameter(_Moved, nn.Parameter): ...
-
-
-_MOVED: dict[type, type] = {Tensor: _MovedTensor, nn.Parameter: _MovedParameter}
+_MOVED: dict[type, type] = {cls: type(f"Moved{cls.__name__}", (_Moved, cls), {}) for cls in (Tensor, nn.Parameter)}
 
 
 _REENTRANT: "weakref.WeakSet[Any]" = weakref.WeakSet()  # nodes of reentrant checkpointing in graphs that exist
