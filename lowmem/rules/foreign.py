@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import itertools
+import logging
 import pickle
 import random
 import sys
@@ -24,6 +25,8 @@ from lowmem.rules.rule import Hyper, ParamSpec, State, UpdateRule
 from lowmem.tiles.layout import View
 from lowmem.tiles.sweep import Sweep
 
+logger = logging.getLogger(__name__)
+
 # Names of distributions that differ from the module that they install.
 _DISTRIBUTIONS = {"lomo_optim": "lomo-optim", "optimi": "torch-optimi"}
 
@@ -38,8 +41,9 @@ _TRIAL_SHAPES: dict[int, list[tuple[int, ...]]] = {
 }  # fmt: skip
 _TRIED = 1 << 20
 
-# Steps of a trial, the sizes of its gradients, and the element at which a shard ends.
-_TRIAL_STEPS, _TRIAL_SIZES, _CUT = 12, (1e-3, 1.0, 1e3), 1500
+# Steps of a trial and the sizes of its gradients; steps on shards, and the element at which one ends.
+_TRIAL_STEPS, _TRIAL_SIZES = 12, (1e-3, 1.0, 1e3)
+_SHARD_STEPS, _CUT = 3, 1500
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,24 +130,33 @@ class ForeignRule(UpdateRule):
         ends = [{param.ndim: tuple(param.shape) for param in order} for order in (small, small[::-1])]
         own = [shape for end in ends for shape in end.values()]  # the largest and the smallest
         rates = [{**hyper, "lr": 1e-2}, hyper] if "lr" in hyper else [hyper]  # a step at a tiny rate hides differences
-        failure: Exception | None = None
-        for settings, shapes, absent in itertools.product(rates, filter(None, (usual, own)), (True, False)):
-            try:
-                with _isolated():
-                    self._try(settings, shapes, absent, device, sharded)
-            except (ConfigError, UnsupportedError):
-                raise
-            except Exception as error:  # a class may raise anything
-                failure = error
-                continue
-            instance = self._instance(hyper)
-            cast(dict[str, Any], hyper).update(instance.derived(hyper))
-            self._refuse_overrides(instance.optimizer, params)
-            return
-        raise UnsupportedError(f"{self.name} does not run: {failure or type(failure).__name__}") from failure
+        for dtype in {torch.complex64 if param.is_complex() else torch.float32 for param in params} or {torch.float32}:
+            failure: Exception | None = None
+            for settings, shapes, absent in itertools.product(rates, filter(None, (usual, own)), (True, False)):
+                try:
+                    with _isolated():
+                        self._try(settings, shapes, absent, dtype, device, sharded)
+                    break
+                except (ConfigError, UnsupportedError):
+                    raise
+                except Exception as error:  # a class may raise anything
+                    failure = error
+            else:
+                raise UnsupportedError(f"{self.name} does not run: {failure or type(failure).__name__}") from failure
+        instance = self._instance(hyper)
+        cast(dict[str, Any], hyper).update(instance.derived(hyper))
+        self._refuse_overrides(instance.optimizer, params)
+        if hasattr(self.cls, "eval"):
+            logger.warning("%s.eval() is not called: weights are evaluated and saved as they are trained", self.name)
 
     def _try(
-        self, hyper: Hyper, shapes: Sequence[tuple[int, ...]], absent: bool, device: torch.device, sharded: bool
+        self,
+        hyper: Hyper,
+        shapes: Sequence[tuple[int, ...]],
+        absent: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        sharded: bool,
     ) -> None:
         """Refuses a class whose steps on parameters one at a time are not its steps on all of them.
 
@@ -152,7 +165,7 @@ class ForeignRule(UpdateRule):
         source = torch.Generator().manual_seed(0)
 
         def drawn(shape: tuple[int, ...], size: float = 1.0) -> Tensor:
-            return torch.randn(shape, generator=source).mul_(size).to(device)
+            return torch.randn(shape, generator=source, dtype=dtype).mul_(size).to(device)
 
         starts = list(map(drawn, shapes))
         grads: list[list[Tensor | None]] = [
@@ -179,11 +192,11 @@ class ForeignRule(UpdateRule):
         alone, counted = self._one_at_a_time(hyper, starts, grads)
         now = together.now()
         if any(number_of(self.name, key, now.get(key)) != number for key, number in counted.items()) or not all(
-            torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in zip(params, alone, strict=True)
+            torch.allclose(*pair, rtol=0, atol=0, equal_nan=True) for pair in zip(params, alone, strict=True)
         ):
             refuse_combination(self.name, "steps on one at a time differ from steps on all of them")
         if sharded:
-            self._try_shards(hyper, starts[0], [step[0] for step in grads if step[0] is not None])
+            self._try_shards(hyper, starts[0], [step[0] for step in grads[:_SHARD_STEPS] if step[0] is not None])
 
     def _try_shards(self, hyper: Hyper, start: Tensor, grads: Sequence[Tensor]) -> None:
         """Refuses a class whose steps on two shards of a matrix are not the shards of its steps on the matrix."""
