@@ -41,9 +41,8 @@ _TRIAL_SHAPES: dict[int, list[tuple[int, ...]]] = {
 }  # fmt: skip
 _TRIED = 1 << 20
 
-# Steps of a trial and the sizes of its gradients; steps on shards, and the element at which one ends.
-_TRIAL_STEPS, _TRIAL_SIZES = 12, (1e-3, 1.0, 1e3)
-_SHARD_STEPS, _CUT = 3, 1500
+# Steps of a trial, the sizes of its gradients, and the element at which a shard ends.
+_TRIAL_STEPS, _TRIAL_SIZES, _CUT = 12, (1e-3, 1.0, 1e3), 1500
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +91,8 @@ class ForeignRule(UpdateRule):
         if first.name == "model":
             other = "an optimizer that takes parameters, or a rule of lowmem, such as 'adalomo'"
             self._refuse(f"takes a whole model, to hook it itself. Use {other}.")
-        if "optimizer" in first.name or isinstance(inspect.getattr_static(cls, "param_groups", None), property):
+        driven = any(argument.name in ("optimizer", "base_optimizer") for argument in (first, *arguments))
+        if driven or isinstance(inspect.getattr_static(cls, "param_groups", None), property):
             self._refuse("drives other optimizers, which would each see all parameters. Use the one that it drives.")
         self.open_ended = any(a.kind is a.VAR_KEYWORD for a in arguments)  # type: ignore[misc]
         # an argument without a default is known by its name; `check` refuses a group that does not set it
@@ -196,7 +196,7 @@ class ForeignRule(UpdateRule):
         ):
             refuse_combination(self.name, "steps on one at a time differ from steps on all of them")
         if sharded:
-            self._try_shards(hyper, starts[0], [step[0] for step in grads[:_SHARD_STEPS] if step[0] is not None])
+            self._try_shards(hyper, starts[0], [step[0] for step in grads if step[0] is not None])
 
     def _try_shards(self, hyper: Hyper, start: Tensor, grads: Sequence[Tensor]) -> None:
         """Refuses a class whose steps on two shards of a matrix are not the shards of its steps on the matrix."""
@@ -204,10 +204,13 @@ class ForeignRule(UpdateRule):
         def cut(tensor: Tensor) -> list[Tensor]:
             return list(tensor.flatten().tensor_split([_CUT]))
 
-        try:
+        def equal(grads: Sequence[Tensor]) -> bool:
             (full,), _ = self._one_at_a_time(hyper, [start], [[grad] for grad in grads])
             shards, _ = self._one_at_a_time(hyper, cut(start), list(map(cut, grads)))
-            if torch.allclose(full.flatten(), torch.cat(shards), rtol=1e-5, atol=1e-7):
+            return torch.allclose(full.flatten(), torch.cat(shards), rtol=1e-5, atol=1e-7)
+
+        try:
+            if equal(grads[:2]) and equal(grads):  # most differ soon, and some take long for flat shards
                 return
             reason = "updates them otherwise"
         except Exception as error:  # a class may raise anything

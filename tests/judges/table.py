@@ -12,8 +12,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from judged import EQUAL, REFUSED, judge
 from test_classes import EQUAL as PACKAGES
-from test_classes import classes, judged
-from test_sharded_classes import refuse_early
+from test_classes import judged
+from test_sharded_classes import candidates, refuse_early
 
 PAGE = Path(__file__).parents[2] / "docs" / "rules.md"
 DISTRIBUTIONS = {"optimi": "torch-optimi"}
@@ -23,7 +23,6 @@ REASONS = {
     "drives other optimizers": "drive other optimizers",
     "takes a whole model": "take a whole model",
     "closure": "need a closure",
-    "base_optimizer": "drive other optimizers",
     "process group": "need a process group of their own",
     "CUDA": "need a GPU",
     "does not require grad": "need gradients with a graph",
@@ -33,7 +32,9 @@ REASONS = {
 def row(package):
     verdicts = {name.removesuffix("()"): verdict for name, verdict in judged(package, every=False).items()}
     found = [name for name, (verdict, _) in verdicts.items() if verdict == EQUAL]
-    sharded = [cls.__name__ for cls in classes(package) if judge(lambda cls=cls: refuse_early(cls) is None)[0] == EQUAL]
+    sharded = [
+        cls.__name__ for cls in candidates(package) if judge(lambda cls=cls: refuse_early(cls) is None)[0] == EQUAL
+    ]
     refused = {}
     for name, (verdict, reason) in verdicts.items():
         if verdict == REFUSED:

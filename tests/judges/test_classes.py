@@ -19,17 +19,17 @@ from lowmem.errors import UnsupportedError
 
 # How many configurations of each package are known to be equal.
 EQUAL = {
-    "pytorch_optimizer.optimizer": 1,
-    "schedulefree": 1,
+    "pytorch_optimizer.optimizer": 409,
+    "schedulefree": 14,
     "prodigyopt": 0,
-    "bitsandbytes.optim": 1,
-    "torchao.optim": 1,
-    "optimi": 1,
-    "lion_pytorch": 1,
+    "bitsandbytes.optim": 61,
+    "torchao.optim": 12,
+    "optimi": 24,
+    "lion_pytorch": 2,
     "came_pytorch": 1,
     "adam_mini": 0,
-    "galore_torch": 1,
-    "apollo_torch": 1,
+    "galore_torch": 4,
+    "apollo_torch": 3,
 }
 
 # Arguments that a class cannot do without.
@@ -41,7 +41,11 @@ STEPS = 8
 def classes(package):
     """The optimizer classes that a package names, each once."""
     module = importlib.import_module(package)
-    found = [value for name, value in sorted(vars(module).items()) if inspect.isclass(value) and name[0] != "_"]
+    found = [
+        value
+        for name, value in sorted(vars(module).items())
+        if inspect.isclass(value) and name[0] != "_" and not inspect.isabstract(value)
+    ]
     base = torch.optim.Optimizer
     own = [cls for cls in found if issubclass(cls, base) and cls.__module__.partition(".")[0] != "torch"]
     return [

@@ -61,10 +61,14 @@ def same(cls, kind, rank):
     return all(torch.allclose(weight, alone[name], rtol=1e-4, atol=1e-6) for name, weight in ours.items())
 
 
+def candidates(package):
+    """Classes that do not want to know which of their parameters are matrices."""
+    return [cls for cls in classes(package) if "use_muon" not in (inspect.getdoc(cls) or "")]
+
+
 def verdicts(rank, kind, package):
     with torch.compiler.set_stance("force_eager"):
-        candidates = [cls for cls in classes(package) if "use_muon" not in (inspect.getdoc(cls) or "")]
-        return {cls.__name__: judge(lambda cls=cls: same(cls, kind, rank)) for cls in candidates}
+        return {cls.__name__: judge(lambda cls=cls: same(cls, kind, rank)) for cls in candidates(package)}
 
 
 @pytest.mark.parametrize("kind", SHARDS)
