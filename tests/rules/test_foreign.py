@@ -335,6 +335,21 @@ def test_a_class_that_cannot_run_is_refused_before_the_first_update(cls, message
         lowmem.FusedOptimizer([torch.nn.Parameter(torch.zeros(3))], rule=cls, lr=0.1)
 
 
+def test_a_class_that_does_not_take_complex_parameters_is_refused():
+    param = torch.nn.Parameter(torch.zeros(3, 3, dtype=torch.complex64))
+    with pytest.raises(UnsupportedError, match="Adafactor does not run: Adafactor does not support complex"):
+        lowmem.FusedOptimizer([param], rule=torch.optim.Adafactor)
+
+
+def test_a_class_whose_weights_are_evaluated_otherwise_says_so(caplog):
+    class Evaluates(Counting):
+        def eval(self):
+            pass
+
+    lowmem.FusedOptimizer([torch.nn.Parameter(torch.zeros(3))], rule=Evaluates)
+    assert "eval() is not called" in caplog.text
+
+
 class Kinds(Counting):
     """Reads a key of its groups that no argument names."""
 
@@ -593,6 +608,24 @@ def test_torchao_offload_refused():
 )
 def test_bitsandbytes(name, settings, dtype, tmp_path):
     follow(importable(f"bitsandbytes.optim.{name}"), tmp_path, dtype, **settings)
+
+
+def test_bitsandbytes_settings_of_single_parameters_are_refused(monkeypatch):
+    manager = pytest.importorskip("bitsandbytes", exc_type=ImportError).optim.GlobalOptimManager.get_instance()
+    for name in ("pid2config", "index2config"):
+        monkeypatch.setattr(manager, name, {})
+    monkeypatch.setattr(manager, "module_weight_config_triple", [])
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    rule = "bitsandbytes.optim.AdamW8bit"
+    lowmem.FusedOptimizer(model.parameters(), rule=rule).remove()
+    manager.override_config(model[1].weight, "optim_bits", 32)
+    lowmem.FusedOptimizer(model[0].parameters(), rule=rule).remove()
+    with pytest.raises(UnsupportedError, match="settings for single parameters"):
+        lowmem.FusedOptimizer(model.parameters(), rule=rule)
+    manager.pid2config.clear()
+    manager.register_module_override(model[1], "weight", {"optim_bits": 32})  # as StableEmbedding does
+    with pytest.raises(UnsupportedError, match="settings for single parameters"):
+        lowmem.FusedOptimizer(model.parameters(), rule=rule)
 
 
 @pytest.mark.parametrize("name", ["Lomo", "AdaLomo"])

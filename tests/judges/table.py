@@ -1,0 +1,56 @@
+"""Writes the table of docs/rules.md: which optimizer classes of which packages run, and why others are refused.
+
+python tests/judges/table.py
+"""
+
+import re
+import sys
+from importlib import metadata
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from judged import EQUAL, REFUSED, judge
+from test_classes import EQUAL as PACKAGES
+from test_classes import judged
+from test_sharded_classes import candidates, refuse_early
+
+PAGE = Path(__file__).parents[2] / "docs" / "rules.md"
+DISTRIBUTIONS = {"optimi": "torch-optimi"}
+REASONS = {
+    "combines parameters": "combine parameters inside `step()`",
+    "draws random numbers": "draw one random number for all parameters",
+    "drives other optimizers": "drive other optimizers",
+    "takes a whole model": "take a whole model",
+    "closure": "need a closure",
+    "process group": "need a process group of their own",
+    "CUDA": "need a GPU",
+    "does not require grad": "need gradients with a graph",
+}
+
+
+def row(package):
+    verdicts = {name.removesuffix("()"): verdict for name, verdict in judged(package, every=False).items()}
+    found = [name for name, (verdict, _) in verdicts.items() if verdict == EQUAL]
+    sharded = [
+        cls.__name__ for cls in candidates(package) if judge(lambda cls=cls: refuse_early(cls) is None)[0] == EQUAL
+    ]
+    refused = {}
+    for name, (verdict, reason) in verdicts.items():
+        if verdict == REFUSED:
+            said = next((words for key, words in REASONS.items() if key in reason), None)
+            refused.setdefault(
+                said or f"`{re.sub(r'.*(does not accept this|does not run): ', '', reason)[:80]}`", []
+            ).append(name)
+    why = "; ".join(f"{words}: {', '.join(names)}" for words, names in sorted(refused.items()))
+    version = metadata.version(DISTRIBUTIONS.get(package, package.partition(".")[0]))
+    flat = len(set(found) & set(sharded))
+    return f"| `{package}` {version} | {len(found)} of {len(verdicts)} | {flat} | {why or '-'} |"
+
+
+if __name__ == "__main__":
+    table = ["| classes of | equal | sharded too | refused |", "| --- | --- | --- | --- |", *map(row, PACKAGES)]
+    begin, end = "<!-- judges -->\n", "<!-- /judges -->"
+    text = PAGE.read_text()
+    before, after = text.split(begin)[0], text.split(end)[1]
+    PAGE.write_text(f"{before}{begin}{chr(10).join(table)}\n{end}{after}")
