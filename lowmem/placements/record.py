@@ -89,7 +89,7 @@ class ParamRecord:
         return tensors
 
     def shape_of(self, kept: Kept, shape: Sequence[int] | None = None) -> tuple[int, ...]:
-        """The logical shape of one of them; or if it is of the parameter's size, as held of a shard of `shape`."""
+        """The logical shape of one of them. One of the parameter's size has that of a shard, if `shape` is given."""
         assert self.spec is not None
         if kept.extent == "full":
             return grouped(self.span.shape if shape is None else shape, kept.group)
