@@ -21,7 +21,6 @@ from lowmem.step.changes import Changes
 from lowmem.step.clipping import Clipping
 from lowmem.step.cycle import StepCycle
 from lowmem.step.hooks import GivenGradients, Hooks
-from lowmem.step.loss_scaler import LossScaler
 from lowmem.step.policies import POLICIES, Needs, Policy, choose, repeatable, replay_of
 from lowmem.step.report import LastStep, Report
 from lowmem.step.saving import Saving
@@ -93,28 +92,17 @@ class FusedOptimizer(torch.optim.Optimizer):
             self.compiled = decide_compilation(self.config.compile, self._records.values())
             device = next((record.param.device for record in self._records.values()), torch.device("cpu"))
             config, shard = self.config, self._placement.shard
-            self._clipping = Clipping(
-                self.param_groups,
-                self._records,
-                self.state,
-                clip_norm=config.clip_norm,
-                norm_type=config.norm_type,
-                clip_value=config.clip_value,
-                scaler=LossScaler(config.loss_scale, device),
-                ranks=shard.ranks,
-            )
-            changes = Changes(self._records, device)
+            self._clipping = Clipping(self.param_groups, self._records, self.state, config, device, shard.ranks)
             self._updates = Updates(
                 self.state,
                 self._cycle,
-                placement=self._placement,
-                clipping=self._clipping,
-                changes=changes,
-                seed=config.seed,
-                batching=config.batching,
-                compiled=self.compiled,
+                self._placement,
+                self._clipping,
+                Changes(self._records, device),
+                config,
+                self.compiled,
             )
-            self._report = Report(self._cycle, self._clipping, changes, device, config.max_nonfinite_steps)
+            self._report = Report(self._updates, device, config.max_nonfinite_steps)
             self._saving = Saving(self._records, self.param_groups, self.state, shard, self._updates, self._report)
             self._choose_policy()
         except BaseException:
@@ -268,7 +256,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         name, reason = choose(self.config, needs, on_cpu=on_cpu, replays_graph=replays_graph)
         if self._policies and (name == self.policy or self._policy.accumulates):
             return
-        policy = POLICIES[name](self.config, self._updates, self._clipping, self._placement, self._records)
+        policy = POLICIES[name](self.config, self._updates, self._placement, self._records)
         policy.reason, policy.replay = reason, replay_of(name, self.config, replays_graph=replays_graph)
         self._policies.append(policy)
         self._cycle.accumulates = policy.accumulates
@@ -443,15 +431,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                     rule.end(group)
             self._placement.settle(self._records.values())
             self._cycle.end()
-            self._report.close(
-                self._records.values(),
-                self.param_groups,
-                decision,
-                policy=self.policy,
-                replay=self.replay,
-                replayed=self._policy.replayed(decision),
-                loss=loss,
-            )
+            self._report.close(self._policy, decision, loss)
         self._opt_called = True  # LR schedulers ask whether an optimizer step came before theirs
 
     def _begin_rules(self) -> None:

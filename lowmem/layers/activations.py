@@ -7,7 +7,7 @@ import tempfile
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -119,23 +119,14 @@ class _Saved:
     def __init__(self, tensor: Tensor, flat: Tensor, blocks: list[int], free: list[int]) -> None:
         self.like = flat.new_empty(0)  # device and dtype; fake if the tensor is
         self.length = len(flat)
-        self.layout = _layout(tensor)
+        self.size, self.stride, self.place = tensor.size(), tensor.stride(), _place(tensor)
         self.blocks = blocks
         weakref.finalize(self, free.extend, reversed(blocks)).atexit = False
 
 
-class _Layout(NamedTuple):
-    """How a tensor lies in its memory. `version` changes when a function writes into it."""
-
-    offset: int
-    size: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    version: int
-
-
-def _layout(tensor: Tensor) -> _Layout:
-    return _Layout(int(tensor.storage_offset()), tensor.size(), tensor.stride(), tensor.dtype, tensor._version)
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    """How a tensor lies in its memory, and its version, which changes when a function writes into it."""
+    return int(tensor.storage_offset()), tensor.size(), tensor.stride(), tensor.dtype, tensor._version
 
 
 class _File:
@@ -170,7 +161,7 @@ class _File:
             return tensor
         storage = tensor.untyped_storage()
         saved: _Saved | None = self._last.get(storage, lambda: None)()
-        if saved is None or saved.layout != _layout(tensor):
+        if saved is None or saved.place != _place(tensor):
             saved = self._write(tensor)
             self._last[storage] = weakref.ref(saved)
         return saved
@@ -205,7 +196,7 @@ class _File:
                 raise LowmemError(f"{self._folder}: activations cannot be read: {error.strerror}") from error
             if host is not flat:
                 flat.copy_(host)
-        return flat.as_strided(saved.layout.size, saved.layout.stride)
+        return flat.as_strided(saved.size, saved.stride)
 
     def _take(self, count: int) -> list[int]:
         """So many blocks, those first that are free."""

@@ -1,15 +1,28 @@
 """A parameter record: one parameter and what the engine knows about it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lowmem.errors import StepError
 from lowmem.rules import ParamSpec, UpdateRule
-from lowmem.tiles.layout import Layout, Span
-from lowmem.tiles.storage import Storage
+from lowmem.tiles.layout import Extent, Layout, Span, grouped
+from lowmem.tiles.storage import Storage, part_name
+
+
+class Kept(NamedTuple):
+    """A tensor that is kept for a parameter: a state, or a part of the storage of one or of the weight.
+
+    extent, extra: as in `StateSpec`.  group: elements of a row of which it has one value; 0 if the extent is not full.
+    """
+
+    dtype: torch.dtype
+    extent: Extent = "full"
+    group: int = 1
+    extra: tuple[int, ...] = ()
 
 
 @dataclass(eq=False)
@@ -25,10 +38,10 @@ class ParamRecord:
         form: what `Shard.form` was when this was decided; None: it is decided before the next step.
         extra: the other tensors of the weight's storage, which has the parameter first; () before its first update.
         computes: its gradient may be one that is computed as it is read.
-        stacks: number of the stack that it joins, by gradient dtype; negative if it is updated by itself.
+        stacks: the stack that it joins, by gradient dtype; None if it is updated by itself.
         whole: compiled updates for it, by what they are special to.
         claimed: its optimizer has decided how it is updated, and no other one updates it.
-        square_sum: of its last gradient: an element of a float64 tensor, which those that are stacked with it share.
+        square_sum: of its last gradient, a float64 scalar.
         size: what its rule weights the norm of that by.
     """
 
@@ -43,11 +56,11 @@ class ParamRecord:
     state_storages: dict[str, Storage] = field(default_factory=dict)
     form: tuple[Any, ...] | None = None
     extra: tuple[Tensor, ...] = ()
-    stacks: dict[torch.dtype, int] = field(default_factory=dict)
+    stacks: dict[torch.dtype, Any] = field(default_factory=dict)
     whole: dict[Any, Any] = field(default_factory=dict)
     computes: bool = False
     claimed: bool = False
-    square_sum: tuple[Tensor, int] | None = None
+    square_sum: Tensor | None = None
     size: Tensor | None = None
 
     @property
@@ -60,6 +73,27 @@ class ParamRecord:
         """Names of the other tensors of the weight's storage."""
         assert self.storage is not None  # chosen when it was hooked
         return tuple(part.name for part in self.storage.parts[1:])
+
+    @property
+    def tensors(self) -> dict[str, Kept]:
+        """The tensors that are kept for it, by name: the other ones of its storage, and its states."""
+        assert self.spec is not None and self.storage is not None
+        tensors = {part.name: Kept(part.dtype, group=part.group) for part in self.storage.parts[1:]}
+        for name, state in self.spec.states.items():
+            if state.extent == "full":
+                parts = self.state_storages[name].parts
+                tensors |= {part_name(name, part.name): Kept(part.dtype, group=part.group) for part in parts}
+            else:
+                dtype = state.dtype if isinstance(state.dtype, torch.dtype) else torch.float32
+                tensors[name] = Kept(dtype, state.extent, 0, state.extra)
+        return tensors
+
+    def shape_of(self, kept: Kept, shape: Sequence[int] | None = None) -> tuple[int, ...]:
+        """The logical shape of one of them. One of the parameter's size has that of a shard, if `shape` is given."""
+        assert self.spec is not None
+        if kept.extent == "full":
+            return grouped(self.span.shape if shape is None else shape, kept.group)
+        return self.spec.view.state_shape(kept.extent, self.span.shape) + kept.extra
 
     @property
     def reached(self) -> bool:

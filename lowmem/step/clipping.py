@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lowmem.options import FusedConfig
 from lowmem.placements import Ranks
 from lowmem.placements.record import ParamRecord
 from lowmem.rules import GroupClip, GroupNorms
@@ -61,10 +62,8 @@ class Clipping:
     """What the gradients of a step are measured and clipped by.
 
     Args:
-        groups, records, states: of the optimizer, live.
-        clip_norm, norm_type: the norm over all gradients is at most `clip_norm`; 2.0 or inf.
-        clip_value: gradients are clamped to +-`clip_value`.
-        scaler: of the loss.
+        groups, records, states, config: of the optimizer, live.
+        device: of the loss scale.
         ranks: that hold a shard of each gradient, over which norms are summed; None if gradients are complete.
 
     Attributes:
@@ -76,16 +75,13 @@ class Clipping:
         groups: Sequence[Mapping[str, Any]],
         records: Mapping[Tensor, ParamRecord],
         states: Mapping[Tensor, Mapping[str, Any]],
-        *,
-        clip_norm: float | None,
-        norm_type: float,
-        clip_value: float | None,
-        scaler: LossScaler,
+        config: FusedConfig,
+        device: torch.device,
         ranks: Ranks | None,
     ) -> None:
-        self.scaler, self._ranks = scaler, ranks
-        self._groups, self._records, self._states = groups, records, states
-        self.norm, self.norm_type, self.value = clip_norm, float(norm_type), clip_value
+        self.scaler, self._ranks = LossScaler(config.loss_scale, device), ranks
+        self.groups, self.records, self._states = groups, records, states
+        self.norm, self.norm_type, self.value = config.clip_norm, float(config.norm_type), config.clip_value
         self.memory: dict[int, dict[str, Tensor]] = {}
         self._limits: dict[torch.device, Tensor] = {}
 
@@ -140,7 +136,7 @@ class Clipping:
             prepared: the gradients that will be applied are those that were measured, not others of equal values.
         """
         # norms are summed in parameter order, which decides their last bits
-        fired = [record for record in self._records.values() if record.name in measured]
+        fired = [record for record in self.records.values() if record.name in measured]
         norms = {record.name: measured[record.name] for record in fired}
         if self._ranks is not None:
             norms = self._over_ranks(norms, self._ranks)
@@ -194,7 +190,7 @@ class Clipping:
     def _clip_groups(self, norms: Mapping[str, Norms], finite: Tensor, coef: Tensor | None) -> dict[int, GroupClip]:
         """The clipping of each rule that has its own, given the gradients as `clip_norm` leaves them."""
         members: dict[int, list[ParamRecord]] = {}
-        for record in self._records.values():
+        for record in self.records.values():
             if (record.trained or record.name in norms) and record.rule.needs_norm(record.group) is not None:
                 members.setdefault(id(record.group), []).append(record)
         if not members:
@@ -203,7 +199,7 @@ class Clipping:
         read = {name: each.clamped.to(zero.device) * (1.0 if coef is None else coef) for name, each in norms.items()}
         total = norm_over(torch.stack(list(read.values()))).float()
         clips = {}
-        for n, group in enumerate(self._groups):
+        for n, group in enumerate(self.groups):
             if not (records := members.get(id(group), [])):
                 continue
             rule = records[0].rule
@@ -246,23 +242,6 @@ class Clipping:
             finite if decision.guarded else None,
             square_sums=square_sums,
         )
-
-
-def square_sums(records: Iterable[ParamRecord], device: torch.device) -> Tensor:
-    """The sums of squares of the gradients that parameters were last updated with, float64 [records] on `device`."""
-    starts: dict[int, int] = {}  # of each tensor in all of them
-    tensors: list[Tensor] = []
-    places: list[int] = []
-    end = 0
-    for record in records:
-        assert record.square_sum is not None
-        tensor, place = record.square_sum
-        if id(tensor) not in starts:
-            starts[id(tensor)] = end
-            end += len(tensor)
-            tensors.append(tensor.to(device))
-        places.append(starts[id(tensor)] + place)
-    return torch.cat(tensors)[torch.tensor(places).to(device, non_blocking=True)]
 
 
 def sums_squares(record: ParamRecord) -> bool:

@@ -147,10 +147,6 @@ class StepCycle:
         """Refuses to continue from the weights of this step."""
         self.torn = f"step {self.step} is torn: {reason}"
 
-    def uncount(self) -> None:
-        """The last step turned out to have been skipped: it does not count."""
-        self.step -= 1
-
     def _detect_failure(self) -> None:
         """A plain backward that fails reports nothing: what comes next detects it."""
         if self._open and not self._explicit and torch._C._current_graph_task_id() != self._graph_task:

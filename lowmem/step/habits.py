@@ -6,6 +6,7 @@ Functions of torch are wrapped, once per process. They do what they did before f
 
 import functools
 import logging
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -151,13 +152,7 @@ class _Moved:
         return result
 
 
-class _MovedTensor(_Moved, Tensor): ...
-
-
-class _MovedParameter(_Moved, nn.Parameter): ...
-
-
-_MOVED: dict[type, type] = {Tensor: _MovedTensor, nn.Parameter: _MovedParameter}
+_MOVED: dict[type, type] = {cls: type(f"Moved{cls.__name__}", (_Moved, cls), {}) for cls in (Tensor, nn.Parameter)}
 
 
 _REENTRANT: "weakref.WeakSet[Any]" = weakref.WeakSet()  # nodes of reentrant checkpointing in graphs that exist
@@ -190,15 +185,11 @@ def _wrap_recomputation() -> None:
         return forward(ctx, *args)
 
     def watched(ctx: Any, *grads: Any) -> Any:
-        ctx.run_function = functools.partial(_watch_recomputation(_call), ctx.run_function)
+        ctx.run_function = functools.partial(_watch_recomputation(operator.call), ctx.run_function)
         return backward(ctx, *grads)
 
     checkpoint.CheckpointFunction.forward = staticmethod(noted)  # type: ignore[method-assign]
     checkpoint.CheckpointFunction.backward = staticmethod(watched)  # type: ignore[method-assign]
-
-
-def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return function(*args, **kwargs)
 
 
 def _watch_recomputation(run: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,8 +17,7 @@ from lowmem.placements import Placement
 from lowmem.placements.base import NO_SUMS, Sums
 from lowmem.placements.record import ParamRecord
 from lowmem.rules import UpdateRule
-from lowmem.step.clipping import Clipping, Decision, Norms, square_sums
-from lowmem.step.cycle import StepCycle
+from lowmem.step.clipping import Clipping, Decision, Norms
 from lowmem.step.offload import GradientStore, make_store
 from lowmem.step.updates import Updates
 from lowmem.tiles.gradients import ComputedGradient, Gradient
@@ -181,21 +180,13 @@ class Policy(ABC):
     accumulates: ClassVar[bool] = False
     reason: str = ""
     replay: str | None = None
+    _decision: Decision | None = None  # beforehand
 
     def __init__(
-        self,
-        config: FusedConfig,
-        updates: Updates,
-        clipping: Clipping,
-        placement: Placement,
-        records: Mapping[Tensor, ParamRecord],
+        self, config: FusedConfig, updates: Updates, placement: Placement, records: Mapping[Tensor, ParamRecord]
     ) -> None:
-        self._config, self._updates, self._clipping = config, updates, clipping
-        self._placement, self._records = placement, records
-
-    @property
-    def _cycle(self) -> StepCycle:
-        return self._updates.cycle
+        self._config, self._updates, self._placement, self._records = config, updates, placement, records
+        self._clipping, self._cycle = updates.clipping, updates.cycle
 
     def allow_plain_backward(self) -> None:
         """Raises `StepError` if a plain `loss.backward()` is not enough."""
@@ -230,17 +221,15 @@ class Policy(ABC):
     def ready(self, record: ParamRecord, grad: Gradient) -> None:
         """A gradient is averaged over ranks and cut."""
 
-    @abstractmethod
     def complete(self) -> Decision | None:
         """Finishes the updates of a step whose gradients are all ready; returns what was decided beforehand."""
-
-    def _finish(self, decision: Decision | None) -> Decision | None:
+        decision = self._decision
         if decision is None or not decision.skipped:
             self._updates.put_zeros(self._records.values(), decision)
         self._updates.flush(decision)
         return decision
 
-    def replayed(self, decision: Decision | None) -> Tensor | None:
+    def replayed(self) -> Tensor | None:
         """Whether both passes had the same gradients, boolean scalar; None if there is one pass."""
         return None
 
@@ -257,16 +246,12 @@ class Immediate(Policy):
     def ready(self, record: ParamRecord, grad: Gradient) -> None:
         self._updates.put(record, grad, None)
 
-    def complete(self) -> Decision | None:
-        return self._finish(None)
-
 
 class TwoPass(Policy):
     """Backward twice: the first measures each gradient and drops it, the second updates."""
 
     name = "two_pass"
     _measured: dict[str, Norms] | None = None  # while measuring
-    _decision: Decision | None = None
 
     def allow_plain_backward(self) -> None:
         raise StepError(
@@ -303,18 +288,17 @@ class TwoPass(Policy):
             )
         self._updates.put(record, grad, self._decision)
 
-    def complete(self) -> Decision | None:
-        return self._finish(self._decision)
-
-    def replayed(self, decision: Decision | None) -> Tensor | None:
+    def replayed(self) -> Tensor | None:
         """Compares the norms of both passes, of each parameter."""
+        decision = self._decision
         assert decision is not None
         if decision.skipped:
             return None
         device = decision.finite.device
         fired = [record for record in self._records.values() if record.name in decision.norms]
         first = torch.stack([decision.norms[record.name].tiled.to(device) for record in fired])
-        second = square_sums(fired, device).sqrt()
+        applied = [record.square_sum.to(device) for record in fired if record.square_sum is not None]
+        second = torch.stack(applied).sqrt()
         tolerance = torch.tensor([_tolerance(record.param) for record in fired], dtype=torch.float64)
         total = torch.linalg.vector_norm(torch.where(first.isfinite(), first, 0.0))
         allowed = tolerance.to(device, non_blocking=True) * (first + _CANCELLED * total)
@@ -349,17 +333,13 @@ class Deferred(Policy):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._computed: dict[str, ComputedGradient] = {}  # of the last micro-batch, until its backward ends
+        self._sums_full = self._placement.reducer.accumulates_first  # micro-batches are summed before they are reduced
 
     @property
     def _store(self) -> GradientStore:
         if self._made is None:
             self._made = make_store(self._config, self._records)
         return self._made
-
-    @property
-    def _sums_full(self) -> bool:
-        """Whether micro-batches are summed before they are reduced."""
-        return self._placement.reducer.accumulates_first
 
     def begin(self, last: bool) -> None:
         self._last = last
@@ -449,7 +429,7 @@ class Deferred(Policy):
         self._keep(record, total)
 
     def complete(self) -> Decision | None:
-        decision = self._clipping.decide(self._measured, prepared=True)
+        self._decision = decision = self._clipping.decide(self._measured, prepared=True)
         if decision.skipped:
             self._store.clear()
             self._computed.clear()
@@ -458,7 +438,7 @@ class Deferred(Policy):
         for record, grad in self._store.drain(list(self._records.values())):
             self._updates.put(record, grad, decision)
             del grad  # not to be held while the store fetches the next one
-        return self._finish(decision)
+        return super().complete()
 
     def drop(self) -> None:
         super().drop()

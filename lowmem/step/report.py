@@ -3,9 +3,8 @@
 import functools
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,9 +13,9 @@ from lowmem.errors import StepError
 from lowmem.placements.readback import Readback
 from lowmem.placements.record import ParamRecord
 from lowmem.rules import UpdateRule
-from lowmem.step.changes import Changes
-from lowmem.step.clipping import Clipping, Decision, square_sums, sums_squares
-from lowmem.step.cycle import StepCycle
+from lowmem.step.clipping import Decision, sums_squares
+from lowmem.step.policies import Policy
+from lowmem.step.updates import Updates
 from lowmem.tiles.norms import norm_over, summable
 
 logger = logging.getLogger(__name__)
@@ -105,7 +104,7 @@ class Report:
     """Closes steps without waiting for the device; the host learns how a step ended when the next one begins.
 
     Args:
-        cycle, clipping, changes: of the optimizer, live.
+        updates: of the optimizer.
         device: where the counts are.
         limit: how many steps with a gradient that is not finite may follow one another; None for any number.
 
@@ -115,10 +114,8 @@ class Report:
             the device.
     """
 
-    def __init__(
-        self, cycle: StepCycle, clipping: Clipping, changes: Changes, device: torch.device, limit: int | None
-    ) -> None:
-        self._cycle, self._clipping, self._changes = cycle, clipping, changes
+    def __init__(self, updates: Updates, device: torch.device, limit: int | None) -> None:
+        self._cycle, self._clipping, self._changes = updates.cycle, updates.clipping, updates.changes
         self._device, self._limit = device, limit
         self.last: LastStep | None = None
         self.nonfinite_gradients = torch.zeros((), dtype=torch.int64, device=device)
@@ -127,31 +124,12 @@ class Report:
         self._hopeless: str | None = None
         self._streak = 0  # non-finite steps up to the last one
         self._first: list[str] = []  # the parameters whose gradient was not finite in the first of them
-        self._searching = clipping.scaler.dynamic  # a dynamic loss scale has not had a finite step yet
+        self._searching = self._clipping.scaler.dynamic  # a dynamic loss scale has not had a finite step yet
 
-    def close(
-        self,
-        records: Collection[ParamRecord],
-        groups: Sequence[dict[str, Any]],
-        decision: Decision | None,
-        *,
-        policy: str,
-        replay: str | None,
-        replayed: Tensor | None,
-        loss: Tensor | None,
-    ) -> None:
-        """Reports the step that has just ended.
-
-        Args:
-            records: of every parameter, in the order of the report.
-            groups: the parameter groups.
-            decision: what was decided before the updates, if the policy decides.
-            policy, replay: how the step was taken.
-            replayed: whether both passes had the same gradients, boolean scalar; None if there is one pass.
-            loss: not scaled; None after a plain backward.
-        """
-        scaler = self._clipping.scaler
-        fired = [record for record in records if self._cycle.has_fired(record.name)]
+    def close(self, policy: Policy, decision: Decision | None, loss: Tensor | None) -> None:
+        """Reports the step that has just ended. `loss` is not scaled, and None after a plain backward."""
+        scaler, groups = self._clipping.scaler, self._clipping.groups
+        fired = [record for record in self._clipping.records.values() if self._cycle.has_fired(record.name)]
         takes_nonfinite: list[ParamRecord] = []
         if decision is None or not decision.guarded:
             takes_nonfinite = _where_group(fired, lambda record: record.rule.takes_nonfinite(record.group))
@@ -165,31 +143,32 @@ class Report:
         changed_share, changed_by_nearest = self._changes.take(groups)
         self.last = LastStep(
             self._cycle.step,
-            policy,
+            policy.name,
             tuple(record.name for record in fired),
             clip_coef=None if decision is None else decision.clip_coef,
-            replay=replay,
+            replay=policy.replay,
             changed_share=changed_share,
             _norms=norms,
             _takes_nonfinite=frozenset(record.name for record in takes_nonfinite),
             _summed=summed,
             _fits=fits,
             _scale=scaler.value,
-            _describe=self._statistics(records, groups),
+            _describe=self._statistics(),
         )
         nonfinite = norms.isfinite().logical_not().sum()
         finite = nonfinite == 0
         self.nonfinite_gradients = self.nonfinite_gradients + nonfinite
         self.nonfinite_steps = self.nonfinite_steps + ~finite
         yes = torch.ones_like(finite)
-        flags = (finite, replayed, None if loss is None else loss.isfinite().all(), scaler.at_minimum(), fits.all())
+        loss_finite = None if loss is None else loss.isfinite().all()
+        flags = (finite, policy.replayed(), loss_finite, scaler.at_minimum(), fits.all())
         values = [*(yes if flag is None else flag.to(self._device) for flag in flags), changed_by_nearest]
         self._flags = Readback(torch.stack([value.float() for value in values]))
         scaler.update(finite)
 
     def _squares(self, records: Sequence[ParamRecord]) -> Tensor:
         """The sum of squares of each gradient that has been applied, float64 [records]."""
-        return square_sums(records, self._device) if records else self._stack(())
+        return self._stack(record.square_sum for record in records)
 
     def _summable(self, records: Sequence[ParamRecord], squares: Tensor) -> Tensor:
         """Whether float32 can sum the squares of each gradient as its rule has read it, boolean [records]."""
@@ -204,29 +183,18 @@ class Report:
         there = [scalar.to(self._device) for scalar in scalars if scalar is not None]
         return torch.stack(there) if there else torch.zeros(0, dtype=torch.float64, device=self._device)
 
-    def _statistics(
-        self, records: Collection[ParamRecord], groups: Sequence[dict[str, Any]]
-    ) -> Callable[[], Statistics]:
+    def _statistics(self) -> Callable[[], Statistics]:
         """The rules' statistics of this step, computed when they are read."""
         updated: dict[UpdateRule, list[ParamRecord]] = {}
-        for record in records:
+        for record in self._clipping.records.values():
             if record.size is not None:
                 updated.setdefault(record.rule, []).append(record)
         parts = []
         for rule, members in updated.items():
-            parts.append(
-                functools.partial(
-                    rule.statistics,
-                    [record.name for record in members],
-                    self._squares(members),
-                    self._stack(record.size for record in members),
-                    [
-                        (group, dict(self._clipping.memory.get(n, {})))
-                        for n, group in enumerate(groups)
-                        if group["rule"] == rule.name
-                    ],
-                )
-            )
+            names, sizes = [record.name for record in members], self._stack(record.size for record in members)
+            numbered = [(n, group) for n, group in enumerate(self._clipping.groups) if group["rule"] == rule.name]
+            groups = [(group, dict(self._clipping.memory.get(n, {}))) for n, group in numbered]
+            parts.append(functools.partial(rule.statistics, names, self._squares(members), sizes, groups))
             for record in members:
                 record.size = None
         return lambda: {key: value for part in parts for key, value in part().items()}
@@ -291,7 +259,7 @@ class Report:
         cause = "" if loss_finite else ", and its loss is not finite either"
         message = f"step {last.step} {what}: the gradient of {_some(last.nonfinite)} is not finite{cause}"
         if last.skipped:
-            self._cycle.uncount()
+            self._cycle.step -= 1  # it does not count
         if not self._searching:
             self._first = self._first if self._streak else last.nonfinite
             self._streak += 1

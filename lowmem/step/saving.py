@@ -14,7 +14,7 @@ from lowmem.placements.record import ParamRecord
 from lowmem.rules import ForeignRule
 from lowmem.step import distributed_checkpoint
 from lowmem.step.report import Report
-from lowmem.step.updates import Updates, grouped_span, rounding_of, settle, tensors_of
+from lowmem.step.updates import Updates, rounding_of, settle
 from lowmem.tiles.storage import Nearest, of_weight
 
 # The memory of a group's own clipping by norm is saved like a state, under this and the number of the group.
@@ -63,7 +63,7 @@ class Saving:
             for name, value in {**self.state[record.param], **extra}.items():
                 group = _group_of(record, name)
                 if isinstance(value, Tensor) and group:
-                    span = grouped_span(record.span, group)
+                    span = record.span.grouped(group)
                     gather = functools.partial(self.shard.gather, value, span)
                     yield Entry(record.name, name, value, span.shape, gather)
                 else:
@@ -242,7 +242,7 @@ def _replicated(owner: str, name: str, value: Any) -> Entry:
 
 def _group_of(record: ParamRecord, name: str) -> int:
     """Of how many elements of the parameter a tensor has one value, if it is sharded as the parameter is, else 0."""
-    kept = tensors_of(record).get(name)
+    kept = record.tensors.get(name)
     return kept.group if kept is not None else int(record.rule.is_full(name))
 
 
@@ -265,7 +265,7 @@ def _refuse_other_weight(record: ParamRecord, state: Mapping[str, Any], was: str
 
 
 def _check_param(record: ParamRecord, state: Mapping[str, Any]) -> None:
-    want = {name: (kept.shape, kept.dtype) for name, kept in tensors_of(record).items()}
+    want = {name: (record.shape_of(kept), kept.dtype) for name, kept in record.tensors.items()}
     have = {name: (tuple(getattr(t, "shape", ())), getattr(t, "dtype", type(t))) for name, t in state.items()}
     if isinstance(record.rule, ForeignRule):  # only the class knows what else it keeps
         have = {name: kind for name, kind in have.items() if name in want}
@@ -285,7 +285,7 @@ def _copy(key: str, value: Any, record: ParamRecord, shard: Shard) -> Any:
     if not isinstance(value, Tensor):
         return value
     if group := _group_of(record, key):
-        value = shard.cut(value, grouped_span(record.span, group))
+        value = shard.cut(value, record.span.grouped(group))
     # torch.optim keeps its step counts on the host unless they take part in a kernel
     counts = isinstance(record.rule, ForeignRule) and key.rpartition(".")[2] == "step"
     on_host = counts and not (record.group.get("capturable") or record.group.get("fused"))

@@ -7,13 +7,14 @@ import os
 import shutil
 from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lowmem.errors import ConfigError, StepError, UnsupportedError
+from lowmem.options import FusedConfig
 from lowmem.placements import Placement, in_group
 from lowmem.placements.base import Shard
 from lowmem.placements.record import ParamRecord
@@ -25,7 +26,7 @@ from lowmem.step.stacks import Arenas, Stack, gather, scatter
 from lowmem.step.whole import WholeUpdates
 from lowmem.tiles.gradients import ComputedGradient, Gradient
 from lowmem.tiles.graph import Compiler, try_compiler
-from lowmem.tiles.layout import Layout, Span
+from lowmem.tiles.layout import Layout
 from lowmem.tiles.storage import ROUNDED_DTYPES, Held, Nearest, Storage, noise_key, of_state, of_weight, part_name
 from lowmem.tiles.sweep import Reading, Sweep, begin_storage
 
@@ -42,9 +43,6 @@ SMALL = 1 << 14
 # Elements per tile in a plan for a GPU, where there is next to nothing to keep in a tile of compiled code.
 PLANNED_TILE = 1 << 16
 
-# In place of the number of a stack: the parameter is updated by itself.
-ALONE = -1
-
 # Elements in a stack: the gradients that wait for it are part of the memory of "one gradient".
 STACK = 1 << 18
 
@@ -58,8 +56,7 @@ class Updates:
         placement: where parameters are.
         clipping: what happens to gradients as they are read.
         changes: counts the weights that updates change.
-        seed: of stochastic rounding.
-        batching: stack small parameters of equal spec, shape, dtype, device and group.
+        config: of the optimizer.
         compiled: update large parameters by compiled code.
     """
 
@@ -67,53 +64,46 @@ class Updates:
         self,
         state: MutableMapping[Tensor, dict[str, Any]],
         cycle: StepCycle,
-        *,
         placement: Placement,
         clipping: Clipping,
         changes: Changes,
-        seed: int,
-        batching: bool,
+        config: FusedConfig,
         compiled: bool,
     ) -> None:
-        self.state, self.cycle, self.seed = state, cycle, seed
-        self._shard, self.clipping, self._changes = placement.shard, clipping, changes
-        self._compiled, self._batching = compiled, batching
+        self.state, self.cycle, self.seed = state, cycle, config.seed
+        self._shard, self.clipping, self.changes = placement.shard, clipping, changes
+        self._compiled, self._batching = compiled, config.batching
         self._whole = WholeUpdates() if compiled and placement.shard.ranks is None else None
-        self._kinds: dict[tuple[Any, ...], int] = {}  # of stacks, numbered: a number is quick to look up
-        self._stacks: list[Stack] = []  # by their number
+        self._stacks: dict[tuple[Any, ...], Stack] = {}  # by what their parameters have in common
         self.arenas = Arenas()
 
     def put(self, record: ParamRecord, grad: Gradient, decision: Decision | None) -> None:
         """Updates a parameter, or lets its gradient wait until a stack of such parameters is full."""
-        number = record.stacks.get(grad.dtype)
-        if number is None:
-            number = record.stacks[grad.dtype] = self._number_of(record, grad)
-        if number == ALONE:
+        if grad.dtype not in record.stacks:
+            record.stacks[grad.dtype] = self._stack_of(record, grad)
+        stack = record.stacks[grad.dtype]
+        if stack is None:
             if record.param not in self.state:
                 self.begin_state(record)
             self._update_one(record, grad, decision)
             return
         assert isinstance(grad, Tensor)  # a small gradient is never computed as it is read
-        stack = self._stacks[number]
         stack.records.append(record)
         stack.grads.append(grad)
         if len(stack.records) >= stack.full:
             self._update_stack(stack, decision)
 
-    def _number_of(self, record: ParamRecord, grad: Gradient) -> int:
-        """Which stack a parameter joins with gradients of this dtype, or `ALONE`."""
+    def _stack_of(self, record: ParamRecord, grad: Gradient) -> Stack | None:
+        """The stack that a parameter joins with gradients of this dtype, if it is not updated by itself."""
         size, param, spec = record.span.numel, record.param, record.spec
         if isinstance(grad, ComputedGradient) or size > SMALL or not self._batching:
-            return ALONE
+            return None
         assert spec is not None and record.layout is not None  # settled when it was hooked
         # shards of parameters like this one have to be one tile when they are stacked, on every rank
         if not record.rule.stackable or (self._shard.ranks is not None and not record.layout.one_line):
-            return ALONE
+            return None
         like = id(record.group), record.span.shape, param.dtype, grad.dtype, param.device, spec
-        number = self._kinds.setdefault(like, len(self._stacks))
-        if number == len(self._stacks):
-            self._stacks.append(Stack(min(STACK // size, spec.together or STACK)))
-        return number
+        return self._stacks.setdefault(like, Stack(min(STACK // size, spec.together or STACK)))
 
     def put_zeros(self, records: Iterable[ParamRecord], decision: Decision | None) -> None:
         """Updates parameters that got no gradient as if it were zero, where their rule asks for it."""
@@ -124,13 +114,13 @@ class Updates:
 
     def flush(self, decision: Decision | None) -> None:
         """Updates stacks that are not full: no gradient will arrive in this step."""
-        for stack in self._stacks:
+        for stack in self._stacks.values():
             if stack.records:
                 self._update_stack(stack, decision)
 
     def drop(self) -> None:
         """Forgets gradients that wait for a stack: their backward failed."""
-        for stack in self._stacks:
+        for stack in self._stacks.values():
             stack.empty()
 
     def begin_state(self, record: ParamRecord) -> None:
@@ -138,8 +128,8 @@ class Updates:
         storage, shard = record.storage, self._shard.read(record.param)
         assert storage is not None and record.layout is not None
         tensors = {
-            name: shard.new_zeros(_grouped(shard.shape, kept.group) if kept.group else kept.shape, dtype=kept.dtype)
-            for name, kept in tensors_of(record).items()
+            name: shard.new_zeros(record.shape_of(kept, shard.shape), dtype=kept.dtype)
+            for name, kept in record.tensors.items()
         }
         record.extra = tuple(tensors.pop(part.name) for part in storage.parts[1:])
         if record.extra:
@@ -152,7 +142,7 @@ class Updates:
         weight, states = (shard, *record.extra), self.state[record.param]
         reading = self.clipping.reading([record], grad, decision)
         self.cycle.moved.add(record.name)
-        sample = self._changes.before([record], shard, grad)
+        sample = self.changes.before([record], shard, grad)
         small = self._batching and record.span.numel <= SMALL  # has the same bits alone as in a stack
         # a dispatch mode looks at each operation, and compiled code has none to show
         whole = None if small or Compiler.failure or torch._C._len_torch_dispatch_stack() else self._whole
@@ -164,7 +154,7 @@ class Updates:
             layout = record.layout if isinstance(grad, Tensor) else grad.layout(record.spec.view)
             self._sweep([record], layout, weight, grad, states, reading)
         if sample is not None:
-            self._changes.after(sample, shard)
+            self.changes.after(sample, shard)
         self._shard.write(record.param, shard)
 
     @torch.no_grad()
@@ -194,10 +184,10 @@ class Updates:
         state = {name: kept[name] for name in states[0]}
         grad = torch.stack(grads)
         self.cycle.moved.update(record.name for record in records)
-        sample = self._changes.before(records, weight, grad)
+        sample = self.changes.before(records, weight, grad)
         self._sweep(records, layout, (weight, *extra), grad, state, self.clipping.reading(records, grad, decision))
         if sample is not None:
-            self._changes.after(sample, weight)
+            self.changes.after(sample, weight)
         torch._foreach_copy_(shards, weight.unbind())
         for param, shard in () if in_place else zip(params, shards, strict=True):
             self._shard.write(param, shard)
@@ -237,8 +227,8 @@ class Updates:
                 parts = tuple(named.pop(part_name(name, part.name)) for part in storage.parts)
                 named[name] = Held(storage, parts)
         sizes = first.rule.update(sweep, first.spec, named, first.group, step)
-        for member, record in enumerate(records):
-            record.square_sum = sweep.square_sums, member
+        for record, square_sum in zip(records, sweep.square_sums.unbind(), strict=True):
+            record.square_sum = square_sum
         for record, size in zip(records, () if sizes is None else sizes.unbind(), strict=sizes is not None):
             record.size = size
 
@@ -287,10 +277,10 @@ def refuse_misfits(record: ParamRecord, state: Mapping[str, Any], shard: Shard) 
     was, now = record.form[:3], shard.form(record.param)[:3]
     trial = replace(record, state_storages={}, stacks={}, whole={})
     settle(trial, shard)
-    expected = tensors_of(trial)
+    expected, shape = trial.tensors, trial.span.shape
     # a residual or a master copy is that of one weight, and what a foreign class keeps may be
     of_weight = trial.extra_names or record.extra_names or not state.keys() <= expected.keys()
-    if was != now and (of_weight or was[1:2] != now[1:2] or expected != tensors_of(record)):
+    if was != now and (of_weight or was[1:2] != now[1:2] or expected != record.tensors or shape != record.span.shape):
         raise StepError(
             f"parameter {record.name!r} has changed from {was} to {now}, and its optimizer state does not fit it. Make "
             "the optimizer after model.to(...), or convert the model back, or load a state that fits"
@@ -330,43 +320,6 @@ def takes_computed(record: ParamRecord, placement: Placement) -> bool:
     matrix = len(span.shape) == 2 and span.numel > SMALL and record.param.is_contiguous()
     becomes_shard = placement.shard.ranks is not None  # of the tensor that it is reduced to
     return matrix and reducer.takes_computed and (becomes_shard or not record.rule.needs_dense_gradient)
-
-
-class Kept(NamedTuple):
-    """A tensor that is kept for a parameter: its logical shape, dtype, and of how many elements of the parameter it has
-    one value, if it is sharded as the parameter is, else 0.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    group: int
-
-
-def tensors_of(record: ParamRecord) -> dict[str, Kept]:
-    """The tensors that are kept for a parameter, by name: its states, and the other tensors of its storage."""
-    assert record.spec is not None and record.storage is not None
-    shape = record.span.shape
-    tensors: dict[str, Kept] = {}
-    for name, state in record.spec.states.items():
-        if state.extent != "full":
-            dtype = state.dtype if isinstance(state.dtype, torch.dtype) else torch.float32
-            logical = record.spec.view.state_shape(state.extent, shape) + state.extra
-            tensors[name] = Kept(logical, dtype, 0)
-            continue
-        for part in record.state_storages[name].parts:
-            tensors[part_name(name, part.name)] = Kept(_grouped(shape, part.group), part.dtype, part.group)
-    for part in record.storage.parts[1:]:
-        tensors[part.name] = Kept(_grouped(shape, part.group), part.dtype, part.group)
-    return tensors
-
-
-def grouped_span(span: Span, group: int) -> Span:
-    """The span of a tensor with one value per `group` elements."""
-    return Span(_grouped(span.shape, group), span.start // group, span.stop // group, span.size // group)
-
-
-def _grouped(shape: Sequence[int], group: int) -> tuple[int, ...]:
-    return tuple(shape) if group == 1 else (*shape[:-1], shape[-1] // group)
 
 
 def decide_compilation(requested: bool | str, records: Collection[ParamRecord]) -> bool:

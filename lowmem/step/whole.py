@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowmem.placements.record import ParamRecord
+from lowmem.placements.record import Kept, ParamRecord
 from lowmem.rules import ENGINE_KEYS, ParamSpec, UpdateRule
 from lowmem.tiles.graph import Compiler, Numbers, Size, Sizes, compiled, trace
-from lowmem.tiles.layout import Extent
 from lowmem.tiles.storage import Held, Storage, golden_ratio_noise, noise_key, part_name
 from lowmem.tiles.sweep import Reading
 from lowmem.tiles.whole import LARGEST, UntraceableError, WholeSweep, blocks
@@ -72,19 +71,6 @@ class Hyper:
         self.results: dict[Update, tuple[int, list[Tensor]]] = {}  # of a step
 
 
-class Argument(NamedTuple):
-    """A tensor that a compiled update reads or writes: the gradient, one of the weight's, or one of the states'.
-
-    name: of a state's tensor.  extent: as in `StateSpec`.  group: elements of a row of which it has one value.
-    """
-
-    name: str
-    dtype: torch.dtype
-    extent: Extent = "full"
-    group: int = 1
-    extra: tuple[int, ...] = ()
-
-
 @dataclass(frozen=True)
 class Blocks:
     """A parameter in blocks: [batch, count, rows, cols * group], where `rows` is 0 if each slice is a single line."""
@@ -95,8 +81,8 @@ class Blocks:
     cols: Size
     group: int
 
-    def shape(self, argument: Argument) -> tuple[Size, ...]:
-        """An argument of a parameter in such blocks."""
+    def shape(self, argument: Kept) -> tuple[Size, ...]:
+        """A tensor of a parameter in such blocks."""
         batch, count, rows, cols, group = self.batch, self.count, self.rows, self.cols, self.group
         line = rows == 0
         if argument.extent == "full":
@@ -114,28 +100,27 @@ class Kind:
     """What a compiled update is special to.
 
     rule: or its class, if it has no attributes of its own.  storage: of the weight.  states: storages of those of the
-    parameter's size.  arguments: the gradient, those of the weight, those of states.  batched: there are several slices
-    of the batch.  lines: each is a single line.  reading: names, dtypes and numbers of dimensions of its tensors.
-    fixed, numbers: see `Hyper`.
+    parameter's size.  arguments: the gradient, the parameter, and what is kept for it.  batched: there are several
+    slices of the batch.  lines: each is a single line.  reading: name, dtype and number of dimensions of its tensors.
+    division: see `Hyper`.
     """
 
     rule: Any
     spec: ParamSpec
     storage: Storage
     states: tuple[tuple[str, Storage], ...]
-    arguments: tuple[Argument, ...]
+    arguments: tuple[tuple[str, Kept], ...]
     device: torch.device
     batched: bool
     lines: bool
     reading: tuple[tuple[str, torch.dtype, int], ...]
     sums_squares: bool
-    fixed: tuple[tuple[str, str], ...]
-    numbers: tuple[Number, ...]
+    division: Division
 
     @property
     def group(self) -> int:
         """Elements of a row that are encoded together by some storage."""
-        return max(argument.group for argument in self.arguments)
+        return max(argument.group for _, argument in self.arguments)
 
     def draws(self, noise: str) -> bool:
         """Whether a storage draws such noise."""
@@ -157,11 +142,11 @@ class Update:
         sizes = Sizes()
         batch, count, rows, cols = (sizes.size(*example) for example in EXAMPLE.items())
         here = Blocks(batch if kind.batched else 1, count, 0 if kind.lines else rows, cols, kind.group)
-        args = [sizes.tensor(here.shape(each), each.dtype, kind.device) for each in kind.arguments]
+        args = [sizes.tensor(here.shape(each), each.dtype, kind.device) for _, each in kind.arguments]
         args += [sizes.tensor((1,) * ndim, dtype, kind.device) for _, dtype, ndim in kind.reading]
         if self.draws:
             args.append(sizes.tensor((), torch.int32, kind.device))
-        numbers = sizes.tensor((2 + len(kind.numbers),), torch.float64, torch.device("cpu"))
+        numbers = sizes.tensor((2 + len(kind.division.numbers),), torch.float64, torch.device("cpu"))
         try:
             graph = trace(lambda *args: self._update(rule, group, args), (*args, numbers))
         except Exception as error:  # a rule may do anything that PyTorch cannot trace
@@ -174,17 +159,17 @@ class Update:
         kind, numbers, given = self.kind, args[-1], iter(args)
         grouped = kind.group > 1
         grad, *tensors = (
-            next(given).flatten(-2) if grouped and each.extent == "full" else next(given) for each in kind.arguments
+            next(given).flatten(-2) if grouped and each.extent == "full" else next(given) for _, each in kind.arguments
         )
-        states: dict[str, Any] = {each.name: tensor for each, tensor in zip(kind.arguments[1:], tensors, strict=True)}
-        weight = Held(kind.storage, tuple(states.pop(_WEIGHT + part.name) for part in kind.storage.parts))
+        states: dict[str, Any] = {name: tensor for (name, _), tensor in zip(kind.arguments[1:], tensors, strict=True)}
+        weight = Held(kind.storage, tuple(states.pop(part.name) for part in kind.storage.parts))
         for name, storage in kind.states:
             states[name] = Held(storage, tuple(states.pop(part_name(name, part.name)) for part in storage.parts))
         reading = Reading(**{name: next(given) for name, _, _ in kind.reading}, sums_squares=kind.sums_squares)
         key = next(given) if self.draws else None
         sweep = WholeSweep(weight, grad, reading, lines=kind.lines, noise_key=key, shared=numbers[1])
         hyper = dict(group)
-        for i, (name, position) in enumerate(kind.numbers, start=2):
+        for i, (name, position) in enumerate(kind.division.numbers, start=2):
             if position is None:
                 hyper[name] = numbers[i]
             else:
@@ -198,7 +183,7 @@ class Update:
         at_step, results = hyper.results.get(self, (None, []))
         if at_step != step:
             shared = golden_ratio_noise(step) if self.kind.draws("step") else 0.0
-            values = (step, shared, *(hyper.numbers[number] for number in self.kind.numbers))
+            values = (step, shared, *(hyper.numbers[number] for number in self.kind.division.numbers))
             results = self._numbers.results(values, self.kind.device)
             hyper.results[self] = step, results
         return self._run(*args, *results)  # type: ignore[no-any-return]
@@ -207,8 +192,6 @@ class Update:
 # Sizes for which Inductor plans: how loops are divided among threads, or a GPU's blocks, and which sums are so long
 # that they are taken in parts (from 4,096 on). Those of a large parameter.
 EXAMPLE = {"batch": 8, "count": 1024, "rows": 16, "cols": 4096}
-
-_WEIGHT = "weight "  # before the name of a part of the weight, which may be that of a state
 
 _UPDATES: dict[Kind, Update | None] = {}
 
@@ -268,7 +251,7 @@ class WholeUpdates:
             return False
         elements = (grad, *weight, *(states[name] for name in bound.states))
         wanted = zip(elements, bound.update.kind.arguments, strict=True)
-        if not all(t.dtype is its.dtype and t.is_contiguous() and t.device == grad.device for t, its in wanted):
+        if not all(t.dtype is its.dtype and t.is_contiguous() and t.device == grad.device for t, (_, its) in wanted):
             return False
         args = [tensor.view(shape) for tensor, shape in zip(elements, bound.shapes, strict=True)]
         args += [tensor for tensor in tensors if tensor is not None]
@@ -276,7 +259,7 @@ class WholeUpdates:
             key = noise_key(seed, step, record.name)
             args.append(torch.full((), key, dtype=torch.int32, device=grad.device))
         results = bound.update(args, hyper, step)
-        record.square_sum = (results.pop(0) if reading.square_sums is None else reading.square_sums), 0
+        record.square_sum = (results.pop(0) if reading.square_sums is None else reading.square_sums).view(())
         record.size = results[0] if results else None
         return True
 
@@ -296,8 +279,9 @@ class WholeUpdates:
         assert record.layout is not None and record.spec is not None and record.storage is not None
         if not record.layout.in_order:
             return None
-        arguments = _arguments(record, grad.dtype)
-        group = max(each.group for each in arguments)
+        kept = record.tensors
+        arguments = (("gradient", Kept(grad.dtype)), ("", Kept(weight[0].dtype)), *kept.items())
+        group = max(each.group for _, each in arguments)
         batch, rows, cols = record.layout.shape
         divided = blocks(rows, cols)
         if divided is None or divided[2] % group or batch * rows * cols >= LARGEST:
@@ -317,31 +301,15 @@ class WholeUpdates:
             lines=rows == 1,
             reading=tuple((name, tensor.dtype, tensor.ndim) for name, tensor in read),
             sums_squares=reading.sums_squares,
-            fixed=division.fixed,
-            numbers=division.numbers,
+            division=division,
         )
         if len(record.whole) >= SPECIALISATIONS or (update := _compile(kind, record)) is None:
             return None
-        states = tuple(each.name for each in arguments[1 + len(weight) :])
-        return Bound(update, tuple(map(here.shape, arguments)), states)
+        shapes = tuple(here.shape(argument) for _, argument in arguments)
+        return Bound(update, shapes, tuple(kept)[len(weight) - 1 :])
 
 
 def _values(group: Mapping[str, Any]) -> list[Any]:
     """The types and values of what updates read of a group."""
     values = [value for name, value in group.items() if name not in _NOT_READ]
     return [*map(type, values), *values]
-
-
-def _arguments(record: ParamRecord, grad: torch.dtype) -> tuple[Argument, ...]:
-    """The gradient, the tensors of the weight, and those of the states."""
-    assert record.spec is not None and record.storage is not None
-    arguments = [Argument("gradient", grad)]
-    arguments += [Argument(_WEIGHT + part.name, part.dtype, group=part.group) for part in record.storage.parts]
-    for name, state in record.spec.states.items():
-        if state.extent == "full":
-            parts = record.state_storages[name].parts
-            arguments += [Argument(part_name(name, part.name), part.dtype, group=part.group) for part in parts]
-        else:
-            dtype = state.dtype if isinstance(state.dtype, torch.dtype) else torch.float32
-            arguments.append(Argument(name, dtype, state.extent, extra=state.extra))
-    return tuple(arguments)

@@ -3,7 +3,7 @@
 import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -147,6 +147,15 @@ class Span:
         """Elements of it that are here."""
         return self.stop - self.start
 
+    def grouped(self, group: int) -> "Span":
+        """The span of a tensor with one value per `group` elements of a row."""
+        return Span(grouped(self.shape, group), self.start // group, self.stop // group, self.size // group)
+
+
+def grouped(shape: Sequence[int], group: int) -> tuple[int, ...]:
+    """The shape of a tensor with one value per `group` elements of a row."""
+    return tuple(shape) if group == 1 else (*shape[:-1], shape[-1] // group)
+
 
 Box = tuple[slice, ...]
 
@@ -171,11 +180,9 @@ class Block:
 
         A tensor with one value per `group` elements of a row gives [batch, rows, cols / group].
         """
-        shape, index, (batch, rows, cols) = self.shape, self.index, self.rect.size
-        if group > 1:
-            shape = *shape[:-1], shape[-1] // group
-            if index is not None:
-                index = *index[:-1], slice(index[-1].start // group, index[-1].stop // group)
+        shape, index, (batch, rows, cols) = grouped(self.shape, group), self.index, self.rect.size
+        if group > 1 and index is not None:
+            index = *index[:-1], slice(index[-1].start // group, index[-1].stop // group)
         if shard.shape != shape:
             shard = shard.view(-1)[self.start // group : self.stop // group].view(shape)
         if index is not None:

@@ -261,20 +261,17 @@ class Sweep:
         batch, rows, cols = self.shape
         total = Sums()
 
-        def add(into: dict[str, Tensor], size: tuple[int, ...], where: tuple[slice, ...], part: Vectors) -> None:
+        def merge(into: dict[str, Tensor], size: tuple[int, ...], where: tuple[slice, ...], part: Vectors) -> None:
+            largest = into is total.row_max
             for name, value in part.items():
                 if self._at_once:
                     into[name] = value
                     continue
                 if name not in into:
-                    into[name] = torch.zeros(size, dtype=torch.float32, device=self.device)
-                into[name][where] += value
-
-        def raise_to(into: dict[str, Tensor], where: tuple[slice, ...], part: Vectors) -> None:
-            for name, value in part.items():
-                if name not in into:
-                    into[name] = torch.full((batch, rows), -torch.inf, dtype=torch.float32, device=self.device)
-                into[name][where] = torch.maximum(into[name][where], value)
+                    start = -torch.inf if largest else 0.0
+                    into[name] = torch.full(size, start, dtype=torch.float32, device=self.device)
+                here = into[name][where]
+                (torch.maximum if largest else torch.add)(here, value, out=here)
 
         formats = Formats.of(self._weight.storage, given.get("full") or {})
         for cut, raw in self._tiles(given, in_blocks=True):
@@ -284,10 +281,10 @@ class Sweep:
                 scalar_sums = {name: lines.sum(-1) for name, lines in scalar_sums.items()}
             if cut.block > 1:
                 col_sums = {name: blocks.sum(-2) for name, blocks in col_sums.items()}
-            add(total.row, (batch, rows), (rect.batch, rect.rows), row_sums)
-            add(total.col, (batch, cols), (rect.batch, rect.cols), col_sums)
-            add(total.scalar, (batch,), (rect.batch,), scalar_sums)
-            raise_to(total.row_max, (rect.batch, rect.rows), row_max)
+            merge(total.row, (batch, rows), (rect.batch, rect.rows), row_sums)
+            merge(total.col, (batch, cols), (rect.batch, rect.cols), col_sums)
+            merge(total.scalar, (batch,), (rect.batch,), scalar_sums)
+            merge(total.row_max, (batch, rows), (rect.batch, rect.rows), row_max)
         if self._across is not None:
             _sum_up(self._across, total)
         if measure:
