@@ -151,11 +151,15 @@ class FusedOptimizer(torch.optim.Optimizer):
             records = self._records_of(group, rule)
             if self._complete:
                 self._placement.adopt(records.values(), self._model)
+            sharded = self._placement.shard.ranks is not None and bool(records)
+            if sharded:  # first: a shard is refused for its own shape
+                rule.adopt(group, sharded)
             for record in records.values():
                 self._hooks.add(record)
                 self._claim(record)
                 record.refuse_leftover()
-            rule.adopt(group, sharded=self._placement.shard.ranks is not None and bool(records))
+            if not sharded:  # last: a parameter is refused by its name
+                rule.adopt(group, sharded)
             self._records.update(records)
             if self._complete:
                 self._order_records()

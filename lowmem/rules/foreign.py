@@ -124,8 +124,8 @@ class ForeignRule(UpdateRule):
         params = [param for param in hyper["params"] if param.requires_grad]
         real = [param for param in params if param.device.type != "meta" and not is_fake(param)]
         device = real[0].device if real else torch.device("cpu")
-        kinds = sorted({param.ndim for param in params} | ({1, 2} if sharded or not params else set()), reverse=True)
-        usual = [shape for kind in kinds for shape in _TRIAL_SHAPES.get(kind, ())]
+        kinds = {2} if sharded or not params else {param.ndim for param in params}
+        usual = [shape for kind in sorted(kinds, reverse=True) for shape in _TRIAL_SHAPES.get(kind, ())]
         small = sorted((param for param in real if 0 < param.numel() <= _TRIED), key=torch.numel)
         ends = [{param.ndim: tuple(param.shape) for param in order} for order in (small, small[::-1])]
         own = [shape for end in ends for shape in end.values()]  # the largest and the smallest
