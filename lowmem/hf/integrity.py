@@ -2,7 +2,6 @@
 must be that resuming reads. Nothing is unpickled but tensors and plain values.
 """
 
-import hashlib
 import os
 import random
 import re
@@ -12,14 +11,13 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
-import xxhash
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
 from tokenizers import Tokenizer
 from transformers import TrainerState
 from transformers.trainer_pt_utils import safe_globals
 
 from lowmem.errors import CheckpointError
-from lowmem.files import read_json
+from lowmem.files import checksum, read_json
 
 CHECKSUMS_FILE = "checksums.txt"
 
@@ -36,7 +34,7 @@ _LINE = re.compile(r"([0-9a-f]{32})  (.+)")
 def write_checksums(folder: Path) -> None:
     """Writes the checksum of each file in a directory, in the form that `xxh128sum -c checksums.txt` checks."""
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    lines = [f"{_checksum(folder / name)}  {name}\n" for name in names if name != CHECKSUMS_FILE]
+    lines = [f"{checksum(folder / name)}  {name}\n" for name in names if name != CHECKSUMS_FILE]
     (folder / CHECKSUMS_FILE).write_text("".join(lines), encoding="utf-8")
 
 
@@ -58,22 +56,17 @@ def check_checksums(folder: Path) -> None:
         match = _LINE.fullmatch(line)
         if match is None:
             raise CheckpointError(f"{path} is damaged: line {number} is not a checksum and a name")
-        checksum, name = match.groups()
+        expected, name = match.groups()
         file = folder / name
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
             raise CheckpointError(f"{path}: line {number} names {name[:100]!r}, which is outside of the checkpoint")
         if not file.is_file():
             raise CheckpointError(f"{file} is missing")
-        if _checksum(file) != checksum:
+        if checksum(file) != expected:
             raise CheckpointError(
                 f"{file} is damaged: its checksum is not that in {CHECKSUMS_FILE}. If you changed the file on purpose, "
                 f"remove its line from {CHECKSUMS_FILE}"
             )
-
-
-def _checksum(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()  # type: ignore[arg-type]
 
 
 def check_links(folder: Path) -> None:
