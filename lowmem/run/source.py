@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import json
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -93,8 +92,9 @@ class Source:
             section = section.get(part) if isinstance(section, dict) else None
         if not isinstance(section, dict) or not isinstance(path := section.get(key[-1]), str):
             return
-        with located(f"{self.at(key)}: {'.'.join(key)}"):
-            value, lines = _parse_json(read_text(Path(path), "the file"), shortened(path))
+        with located(f"{self.at(key)}: {'.'.join(key)} (JSON, read as YAML)"):
+            # YAML has no tabs between values
+            value, lines = _parse(read_text(Path(path), "the file").replace("\t", " "), shortened(path))
         section[key[-1]] = value
         self.places |= {(*key, *inner): f"{shortened(path)}, line {line}" for inner, line in lines.items()}
 
@@ -151,22 +151,6 @@ def _parse(text: str, name: str) -> tuple[Any, dict[Key, int]]:
         raise ConfigError(f"{name}: not valid YAML: {_problem(error)}.") from error
     except RecursionError:
         raise ConfigError(f"{name}: not valid YAML: nested more than {_MAX_DEPTH} deep.") from None
-
-
-def _parse_json(text: str, name: str) -> tuple[dict[str, Any], dict[Key, int]]:
-    """The value of a JSON document and the line of each of its keys."""
-
-    def refuse(constant: str) -> None:
-        raise ValueError(f"{constant} is not a number of JSON")
-
-    try:
-        json.loads(text, parse_constant=refuse)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{name} is not a file with JSON: {_problem(error)}.") from error
-    value, lines = _parse(text.replace("\t", " "), name)  # JSON is YAML, except for tabs between values
-    if not isinstance(value, dict):
-        raise ConfigError(f"{name} is not a mapping of keys.")
-    return value, lines
 
 
 def _problem(error: Any) -> str:
