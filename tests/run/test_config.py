@@ -379,7 +379,7 @@ def test_a_key_that_is_written_twice_is_refused(write):
         ("run_dir: a\0", "not valid YAML"),
         ("run_dir: !!python/object:os.system {}", "line 1: not valid YAML: !!python/object:os.system is a type that"),
         ("run_dir: !!set {a}", "line 1: not valid YAML: !!set is a type that"),
-        ("run_dir: &a [*a]", "line 1: not valid YAML: this contains itself"),
+        ("run_dir: &a [*a]", "line 1: not valid YAML: nested more than 40 deep, or in itself"),
         ("- run_dir\n", "a configuration is a mapping"),
         ("", "a configuration is a mapping of keys (run_dir, model, ...), not None"),
     ],
