@@ -1,18 +1,15 @@
-"""What damage of a checkpoint looks like, found before anything is loaded: checksums of all files, and what those files
-must be that resuming reads. Nothing is unpickled but tensors and plain values.
+"""Detects damaged checkpoints before anything is loaded: checksums of all files, and the values that training computes
+with. Nothing is unpickled but tensors and plain values.
 """
 
 import os
-import random
 import re
 from dataclasses import fields
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
 
-import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
-from tokenizers import Tokenizer
 from transformers import TrainerState
 from transformers.trainer_pt_utils import safe_globals
 
@@ -20,13 +17,6 @@ from lowmem.errors import CheckpointError
 from lowmem.files import checksum, read_json
 
 CHECKSUMS_FILE = "checksums.txt"
-
-# Files beside the weights that loading a model or tokenizer reads, each a JSON mapping.
-_MAPPINGS = (
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "preprocessor_config.json", "processor_config.json",
-)  # fmt: skip
-_TEXTS = ("*.jinja", "merges.txt", "vocab.txt")
 
 _LINE = re.compile(r"([0-9a-f]{32})  (.+)")
 
@@ -78,24 +68,6 @@ def check_links(folder: Path) -> None:
             raise CheckpointError(f"{path} is a link out of the checkpoint, or to nothing; put the file itself there")
 
 
-def check_configuration(folder: Path) -> None:
-    """Raises `CheckpointError` if a file of the model's configuration or the tokenizer is there and cannot be read."""
-    for name in _MAPPINGS:
-        if (folder / name).exists():
-            read_json(folder / name)
-    tokenizer = folder / "tokenizer.json"
-    if tokenizer.exists():
-        try:
-            Tokenizer.from_file(str(tokenizer))
-        except Exception as error:  # tokenizers raises no narrower type
-            raise CheckpointError(f"{tokenizer} is damaged: {str(error)[:100]}") from None
-    for path in (path for pattern in _TEXTS for path in folder.glob(pattern)):
-        try:
-            path.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path} is damaged: {str(error)[:100]}") from None
-
-
 def read_torch(path: Path) -> dict[str, Any]:
     """Reads a file of `torch.save` with tensors and plain values. Raises `CheckpointError` if it is anything else."""
     if not path.is_file():
@@ -108,20 +80,6 @@ def read_torch(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is damaged: it is not a mapping")
     return content
-
-
-def check_random_state(path: Path) -> None:
-    """Raises `CheckpointError` unless the generators of Python, NumPy and PyTorch take the states in the file."""
-    state = read_torch(path)
-    try:
-        random.Random().setstate(state["python"])
-        np.random.RandomState().set_state(state["numpy"])
-        torch.Generator().set_state(state["cpu"])
-        intact = 0 <= state["numpy"][2] <= len(state["numpy"][1])  # NumPy would read past the end
-    except Exception:  # each generator raises its own types
-        intact = False
-    if not intact:
-        raise CheckpointError(f"{path} is damaged: it has no state of the random generators")
 
 
 class Checked(BaseModel):
@@ -140,22 +98,6 @@ class Checked(BaseModel):
             raise CheckpointError(f"{path} is damaged: {name[:100]}: {problem['msg'].lower()[:100]}") from None
 
 
-class _Exported(Checked):
-    args: dict[str, Any]
-    attributes: dict[str, Any]
-
-
-class _Control(_Exported):
-    args: dict[str, bool]  # type: ignore[assignment]
-
-
-class _Callbacks(Checked):
-    model_config = ConfigDict(extra="allow")
-    __pydantic_extra__: dict[str, _Exported | list[_Exported]]
-
-    TrainerControl: _Control
-
-
 class _State(Checked):
     """Those values of transformers' `TrainerState` that training computes with."""
 
@@ -163,7 +105,7 @@ class _State(Checked):
 
     global_step: NonNegativeInt
     log_history: list[dict[str, Any]]
-    stateful_callbacks: _Callbacks
+    stateful_callbacks: dict[str, Any]
     epoch: float = 0
     train_batch_size: int | None = None
     num_input_tokens_seen: int = 0
