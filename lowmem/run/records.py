@@ -212,12 +212,8 @@ def _files(path: str, key: str) -> tuple[Path, ...] | None:
         if not re.fullmatch(_HUB_NAME, path) or Path(path.partition(":")[0]).exists():
             raise DataError(f"{key}: {_shortened(path)} does not exist, and a name on the Hub is org/name or "
                             f"org/name:config.{_nearest(target)}")  # fmt: skip
-    except FileNotFoundError as error:
-        raise DataError(f"{key}: {shown(error.filename)} is a broken link. Mend or delete it.") from error
-    except OSError as error:
-        raise DataError(f"{key}: {_shortened(str(error.filename))} cannot be read: {error.strerror}.") from error
-    except RuntimeError as error:  # ~user of a user that does not exist
-        raise DataError(f"{key}: {_shortened(path)} cannot be read: {error}") from error
+    except (OSError, RuntimeError) as error:  # such as a broken link, or ~user of a user that does not exist
+        raise DataError(f"{key}: {_shortened(path)} cannot be read: {_shortened(str(error))}.") from error
     return None
 
 

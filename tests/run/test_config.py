@@ -275,7 +275,7 @@ def test_an_unknown_key_like_no_other_lists_the_known_ones(write):
         ("data.kind=mesages", "found \"mesages\". Did you mean 'messages'?"),
         (
             "model.train_tokenizer.vocab_size=0",
-            "'model.train_tokenizer.vocab_size' should be greater than or equal to 1",
+            "'model.train_tokenizer.vocab_size' should be greater than or equal to 262, found 0.",
         ),
         ("seed=one", "'seed' should be a valid integer, found \"one\"."),
         ("seed=-1", "'seed' should be greater than or equal to 0, found -1."),
