@@ -116,16 +116,6 @@ def test_every_line_end_separates_records(end):
         assert rows(DataConfig(name)) == [{"text": "a"}, {"text": "b"}], name
 
 
-@pytest.mark.parametrize("name", ["d.jsonl", "d.csv", "d.txt"])
-def test_a_line_without_end_is_not_read_whole(name, monkeypatch):
-    monkeypatch.setattr(readers, "LONGEST_LINE", 1000)
-    with Path(name).open("wb") as file:
-        file.write(b"text\n" + b"x" * 900 + b"\n" + b"x" * 900 + b" \n")
-        file.truncate(2**24)  # NUL bytes, which take no space
-    line = {"d.jsonl": "line 1: not valid JSON"}.get(name, "line 4: longer than 1,000 characters")
-    assert line in refusal(name)
-
-
 @pytest.mark.parametrize(
     ("content", "part"),
     [
