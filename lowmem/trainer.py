@@ -436,7 +436,10 @@ class FusedTrainerMixin(_Base):
             return
         progress = Progress.read(Path(checkpoint_dir) / checkpoint.PROGRESS_FILE)
         if len(progress.loss_sums) == self.args.world_size:
-            super()._load_rng_state(checkpoint_dir)
+            try:
+                super()._load_rng_state(checkpoint_dir)
+            except Exception as error:  # each generator raises its own types
+                raise CheckpointError(f"{checkpoint_dir}: its random state cannot be loaded: {error}") from error
 
     def _load_callback_state(self) -> None:
         try:

@@ -5,7 +5,7 @@ parameters of prompt encoders (PEFT saves the prompts that they compute), parame
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
@@ -170,12 +170,17 @@ def _match(
         tensor = expected.get(name, optional.get(name))
         if tensor is None:
             raise CheckpointError(f"{path}: the model has no weight {name!r}; the checkpoint is of another model")
-        if (shape := file.get_slice(name).get_shape()) != (own := list(placements.shape_of(tensor))):
-            raise CheckpointError(
-                f"{path}: weight {name!r} has shape {shape} in the checkpoint and {own} in the model; the checkpoint "
-                "is of another model"
-            )
+        check_shape(path, file, name, placements.shape_of(tensor))
         yield tensor, file, name
+
+
+def check_shape(path: Path, file: Any, name: str, own: Sequence[int]) -> None:
+    """Raises `CheckpointError` unless a tensor of a safetensors file has the shape that it has in the model."""
+    if (shape := file.get_slice(name).get_shape()) != list(own):
+        raise CheckpointError(
+            f"{path}: weight {name!r} has shape {shape} in the checkpoint and {list(own)} in the model; the checkpoint "
+            "is of another model"
+        )
 
 
 def _path(folder: Path, adapter: str) -> Path:

@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ConfigDict, NonNegativeInt, ValidationError
 from safetensors import safe_open
 from torch import Tensor
 
 from lowmem.errors import CheckpointError
 from lowmem.files import begin_safetensors, check_safetensors, flush, flush_tree, write_tensor
 from lowmem.hf import integrity
-from lowmem.hf.integrity import CHECKSUMS_FILE, Checked, Progress
+from lowmem.hf.integrity import CHECKSUMS_FILE, Progress
 from lowmem.hf.weights import weight_files
 from lowmem.optimizer import FusedOptimizer
 from lowmem.step.saving import Stored
@@ -43,28 +42,6 @@ _DIRECTORY = re.compile(r"checkpoint-(\d+)")
 
 # Of how many damaged checkpoints a message gives the reason.
 _REASONS = 3
-
-
-class _Group(Checked):
-    model_config = ConfigDict(extra="allow")
-    params: list[str]
-
-
-class _Nonfinite(Checked):
-    gradients: NonNegativeInt
-    steps: NonNegativeInt
-
-
-class _Saved(Checked):
-    """What the metadata of an optimizer file must be."""
-
-    model_config = ConfigDict(extra="allow")
-    step: NonNegativeInt
-    seed: int
-    param_groups: list[_Group]
-    values: dict[str, dict[str, Any]]
-    nonfinite: _Nonfinite | None = None
-    loss_scale: dict[str, float] | None = None
 
 
 def save_optimizer(optimizer: FusedOptimizer, path: Path, *, write: bool = True) -> None:
@@ -135,10 +112,10 @@ def _metadata(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} was not written by lowmem, so it cannot be resumed from")
     try:
         saved = json.loads(text)
-        owners = _Saved.model_validate(saved).values
-    except (ValidationError, ValueError, RecursionError):
+        owners = {name for name, values in saved["values"].items() if isinstance(values, dict)}
+    except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
         raise CheckpointError(f"{path} is damaged: its metadata is not that of an optimizer") from None
-    if odd := {name.rpartition("/")[0] for name in names} - owners.keys():
+    if odd := {name.rpartition("/")[0] for name in names} - owners:
         raise CheckpointError(f"{path} is damaged: its metadata does not list {min(odd)[:100]!r}")
     return dict(saved)
 
@@ -178,7 +155,6 @@ def _check_weights(folder: Path) -> None:
         raise CheckpointError(f"Can't find a valid checkpoint at {folder}: there is no such directory")
     for path in weight_files(folder):
         check_safetensors(path)
-    integrity.check_configuration(folder)
 
 
 def check_resumable(folder: Path) -> None:
@@ -192,7 +168,7 @@ def check_resumable(folder: Path) -> None:
     integrity.read_torch(folder / SCHEDULER_FILE)
     ranks = len(Progress.read(folder / PROGRESS_FILE).loss_sums)
     for name in ["rng_state.pth"] if ranks == 1 else [f"rng_state_{rank}.pth" for rank in range(ranks)]:
-        integrity.check_random_state(folder / name)
+        integrity.read_torch(folder / name)
     integrity.check_links(folder)
     integrity.check_checksums(folder)
 

@@ -26,18 +26,16 @@ def check(model: Any) -> None:
     """
     model = model.get_base_model() if is_peft_model(model) else model
     output = embedding(model, "output")
-    if output is not None and not hasattr(output, "bias"):
-        raise UnsupportedError(
-            f"{type(output).__name__}: TRL's SFTTrainer multiplies the last hidden state by one matrix, the output "
-            "embedding, to compute logits, and here an adapter changes rows of it. Leave the output embedding out of "
-            "trainable_token_indices, in which a tied embedding also is, or use FusedTrainer, which uses the loss that "
-            "the model computes"
-        )
     modules = [model.base_model] if output is None else [model.base_model, output]
     known = {id(param) for module in modules for param in module.parameters()}
     others = [name for name, param in model.named_parameters() if id(param) not in known]
-    if output is None or others:
-        reason = "there is no such matrix" if output is None else f"{others[0]!r} lies between"
+    reason = "there is no such matrix" if output is None else f"{others[0]!r} lies between" if others else ""
+    if output is not None and not hasattr(output, "bias"):
+        reason = (
+            f"{type(output).__name__} changes rows of it; leave the output embedding out of trainable_token_indices, "
+            "in which a tied embedding also is"
+        )
+    if reason:
         raise UnsupportedError(
             f"{type(model).__name__}: TRL's SFTTrainer multiplies the last hidden state by one matrix, the output "
             f"embedding, to compute logits, and in this model {reason}. Use a model whose head is one matrix, or, in "

@@ -1,34 +1,22 @@
-"""What damage of a checkpoint looks like, found before anything is loaded: checksums of all files, and what those files
-must be that resuming reads. Nothing is unpickled but tensors and plain values.
+"""Detects damaged checkpoints before anything is loaded: checksums of all files, and the values that training computes
+with. Nothing is unpickled but tensors and plain values.
 """
 
-import hashlib
 import os
-import random
 import re
 from dataclasses import fields
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
 
-import numpy as np
 import torch
-import xxhash
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
-from tokenizers import Tokenizer
 from transformers import TrainerState
 from transformers.trainer_pt_utils import safe_globals
 
 from lowmem.errors import CheckpointError
-from lowmem.files import read_json
+from lowmem.files import checksum, read_json
 
 CHECKSUMS_FILE = "checksums.txt"
-
-# Files beside the weights that loading a model or tokenizer reads, each a JSON mapping.
-_MAPPINGS = (
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "preprocessor_config.json", "processor_config.json",
-)  # fmt: skip
-_TEXTS = ("*.jinja", "merges.txt", "vocab.txt")
 
 _LINE = re.compile(r"([0-9a-f]{32})  (.+)")
 
@@ -36,7 +24,7 @@ _LINE = re.compile(r"([0-9a-f]{32})  (.+)")
 def write_checksums(folder: Path) -> None:
     """Writes the checksum of each file in a directory, in the form that `xxh128sum -c checksums.txt` checks."""
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    lines = [f"{_checksum(folder / name)}  {name}\n" for name in names if name != CHECKSUMS_FILE]
+    lines = [f"{checksum(folder / name)}  {name}\n" for name in names if name != CHECKSUMS_FILE]
     (folder / CHECKSUMS_FILE).write_text("".join(lines), encoding="utf-8")
 
 
@@ -58,22 +46,17 @@ def check_checksums(folder: Path) -> None:
         match = _LINE.fullmatch(line)
         if match is None:
             raise CheckpointError(f"{path} is damaged: line {number} is not a checksum and a name")
-        checksum, name = match.groups()
+        expected, name = match.groups()
         file = folder / name
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
             raise CheckpointError(f"{path}: line {number} names {name[:100]!r}, which is outside of the checkpoint")
         if not file.is_file():
             raise CheckpointError(f"{file} is missing")
-        if _checksum(file) != checksum:
+        if checksum(file) != expected:
             raise CheckpointError(
                 f"{file} is damaged: its checksum is not that in {CHECKSUMS_FILE}. If you changed the file on purpose, "
                 f"remove its line from {CHECKSUMS_FILE}"
             )
-
-
-def _checksum(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()  # type: ignore[arg-type]
 
 
 def check_links(folder: Path) -> None:
@@ -83,24 +66,6 @@ def check_links(folder: Path) -> None:
         inside = Path(os.path.realpath(path)).is_relative_to(home) and path.exists()
         if path.is_symlink() and not inside:
             raise CheckpointError(f"{path} is a link out of the checkpoint, or to nothing; put the file itself there")
-
-
-def check_configuration(folder: Path) -> None:
-    """Raises `CheckpointError` if a file of the model's configuration or the tokenizer is there and cannot be read."""
-    for name in _MAPPINGS:
-        if (folder / name).exists():
-            read_json(folder / name)
-    tokenizer = folder / "tokenizer.json"
-    if tokenizer.exists():
-        try:
-            Tokenizer.from_file(str(tokenizer))
-        except Exception as error:  # tokenizers raises no narrower type
-            raise CheckpointError(f"{tokenizer} is damaged: {str(error)[:100]}") from None
-    for path in (path for pattern in _TEXTS for path in folder.glob(pattern)):
-        try:
-            path.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path} is damaged: {str(error)[:100]}") from None
 
 
 def read_torch(path: Path) -> dict[str, Any]:
@@ -115,20 +80,6 @@ def read_torch(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is damaged: it is not a mapping")
     return content
-
-
-def check_random_state(path: Path) -> None:
-    """Raises `CheckpointError` unless the generators of Python, NumPy and PyTorch take the states in the file."""
-    state = read_torch(path)
-    try:
-        random.Random().setstate(state["python"])
-        np.random.RandomState().set_state(state["numpy"])
-        torch.Generator().set_state(state["cpu"])
-        intact = 0 <= state["numpy"][2] <= len(state["numpy"][1])  # NumPy would read past the end
-    except Exception:  # each generator raises its own types
-        intact = False
-    if not intact:
-        raise CheckpointError(f"{path} is damaged: it has no state of the random generators")
 
 
 class Checked(BaseModel):
@@ -147,22 +98,6 @@ class Checked(BaseModel):
             raise CheckpointError(f"{path} is damaged: {name[:100]}: {problem['msg'].lower()[:100]}") from None
 
 
-class _Exported(Checked):
-    args: dict[str, Any]
-    attributes: dict[str, Any]
-
-
-class _Control(_Exported):
-    args: dict[str, bool]  # type: ignore[assignment]
-
-
-class _Callbacks(Checked):
-    model_config = ConfigDict(extra="allow")
-    __pydantic_extra__: dict[str, _Exported | list[_Exported]]
-
-    TrainerControl: _Control
-
-
 class _State(Checked):
     """Those values of transformers' `TrainerState` that training computes with."""
 
@@ -170,7 +105,7 @@ class _State(Checked):
 
     global_step: NonNegativeInt
     log_history: list[dict[str, Any]]
-    stateful_callbacks: _Callbacks
+    stateful_callbacks: dict[str, Any]
     epoch: float = 0
     train_batch_size: int | None = None
     num_input_tokens_seen: int = 0

@@ -130,7 +130,7 @@ class Zero3Sharding(Sharding):
         stage = self._config.get_value("zero_optimization.stage")
         if stage != 3:
             raise UnsupportedError(
-                f"deepspeed: zero_optimization.stage is {stage}; set it to 3. Without deepspeed every rank holds the "
+                f"deepspeed: zero_optimization.stage is {stage!r}; set it to 3. Without deepspeed every rank holds the "
                 "whole model"
             )
         for key, (neutral, advice) in _DECIDED_ELSEWHERE.items():
@@ -148,7 +148,7 @@ class Zero3Sharding(Sharding):
         # configuration, whatever dtype the model asks for.
         for section, section_dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
             settings = self._config.config.setdefault(section, {})
-            if settings.get("enabled") is True and dtype != section_dtype:
+            if settings.get("enabled") not in (None, False, "auto") and dtype != section_dtype:
                 raise ConfigError(
                     f"deepspeed: {section} is enabled, and the weights are {dtype}; DeepSpeed keeps weights in the "
                     f"dtype in which it computes. Set {section}.enabled to 'auto', or the model's dtype to "

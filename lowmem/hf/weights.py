@@ -226,11 +226,7 @@ def _match(layout: _FileLayout, saved: dict[str, Any], folder: Path) -> list[_Gr
         else:
             missing += [name for name in group.tensors if name not in saved]
     for name, tensor in (pair for group in groups for pair in group.tensors.items()):
-        if (shape := saved[name].get_slice(name).get_shape()) != list(tensor.shape):
-            raise CheckpointError(
-                f"{folder}: weight {name!r} has shape {shape} in the checkpoint and {list(tensor.shape)} in the model; "
-                "the checkpoint is of another model"
-            )
+        adapters.check_shape(folder, saved[name], name, tensor.shape)
     if missing:
         raise CheckpointError(f"{folder}: {len(missing)} weights are missing, such as {missing[0]!r}")
     return groups

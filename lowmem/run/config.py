@@ -22,6 +22,7 @@ from lowmem.run import models, secrets
 from lowmem.run.checks import STRICT, Problem, Whole, mapping, problems
 from lowmem.run.data import DataConfig
 from lowmem.run.source import Key, Source, dump, located, shortened
+from lowmem.run.tokenizers import SMALLEST_VOCABULARY
 
 # What to write instead of keys that another section sets, or that a run of this package can't honour.
 ELSEWHERE = {
@@ -97,7 +98,8 @@ SYNONYMS = {
 class TokenizerTraining:
     """A tokenizer that is trained on the data before the run."""
 
-    vocab_size: Annotated[Whole, Field(ge=1, le=2**22)]  # tokenizers 0.23 ends the process where memory is too small
+    # tokenizers 0.23 ends the process where memory is too small
+    vocab_size: Annotated[Whole, Field(ge=SMALLEST_VOCABULARY, le=2**22)]
 
 
 @pydantic.dataclasses.dataclass(config=STRICT)

@@ -41,29 +41,16 @@ _FSDP = {
     "transformer_layer_cls_to_wrap": str | list[str],
     "state_dict_type": Literal["FULL_STATE_DICT", "SHARDED_STATE_DICT"],
 }
+# DeepSpeed checks the rest itself (`lowmem.run.engine`).
 _DEEPSPEED_SECTIONS = (
-    *("activation_checkpointing", "aio", "amp", "checkpoint", "comms_logger", "compile", "csv_monitor", "data_types"),
-    *("flops_profiler", "tensor_parallel", "tensorboard", "torch_autocast", "wandb"),
+    *("activation_checkpointing", "aio", "amp", "bf16", "checkpoint", "comms_logger", "compile", "csv_monitor"),
+    *("data_types", "flops_profiler", "tensor_parallel", "tensorboard", "torch_autocast", "wandb", "zero_optimization"),
 )
-_BATCH = _COUNT | Literal["auto"]
 _DEEPSPEED = {
-    **dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), _BATCH),
-    "gradient_clipping": _AMOUNT | Literal["auto"],
-    "steps_per_print": _COUNT,
-    **dict.fromkeys(("wall_clock_breakdown", "prescale_gradients", "dump_state", "memory_breakdown"), bool),
-    "zero_optimization": mapping({}, {"stage": within(Whole, lambda n: 0 <= n <= 3, "0 to 3")}, extra="allow"),
-    "bf16": mapping({}, {"enabled": bool | Literal["auto"]}, extra="allow"),
-    "fp16": mapping(
-        {},
-        {
-            "enabled": bool | Literal["auto"],
-            "loss_scale": _AMOUNT,
-            "initial_scale_power": within(Whole, lambda n: 0 <= n <= 64, "0 to 64"),
-        },
-        extra="allow",
-    ),
-    **dict.fromkeys(("optimizer", "scheduler"), mapping({}, {"params": dict[str, Any]}, extra="allow")),
     **dict.fromkeys(_DEEPSPEED_SECTIONS, dict[str, Any]),
+    **dict.fromkeys(("optimizer", "scheduler"), mapping({}, {"params": dict[str, Any]}, extra="allow")),
+    **dict.fromkeys(("wall_clock_breakdown", "prescale_gradients", "dump_state", "memory_breakdown"), bool),
+    "fp16": mapping({}, {"initial_scale_power": within(Whole, lambda n: 0 <= n <= 64, "0 to 64")}, extra="allow"),
 }
 
 NARROWED: dict[str, Any] = {

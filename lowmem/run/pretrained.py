@@ -6,6 +6,7 @@ weights that are pickled. Unless it is told not to, transformers asks on the ter
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -16,22 +17,13 @@ from lowmem.errors import CheckpointError, ConfigError
 from lowmem.hf import adapters
 
 
-def load_tokenizer(name: str | Path) -> Any:
-    """Loads a tokenizer from a directory or the Hub.
-
-    Raises:
-        ConfigError: it needs code of its own.
-    """
-    return _load(AutoTokenizer, name)
+def _load(auto_class: Any, name: str | Path, **options: Any) -> Any:
+    """Loads from a directory or the Hub. Raises `ConfigError` if that needs code of its own."""
+    with no_code(name):
+        return auto_class.from_pretrained(name, trust_remote_code=False, **options)
 
 
-def load_config(name: str | Path) -> Any:
-    """Loads the configuration of a model from a directory or the Hub.
-
-    Raises:
-        ConfigError: it needs code of its own.
-    """
-    return _load(AutoConfig, name)
+load_tokenizer, load_config = partial(_load, AutoTokenizer), partial(_load, AutoConfig)
 
 
 def load_model(name: str | Path, *, dtype: Any, attention: str | None = None) -> Any:
@@ -59,11 +51,6 @@ def check_no_adapters(folder: Path) -> None:
             f'peft.PeftModel.from_pretrained(model, "{folder}").merge_and_unload().save_pretrained("merged"), and '
             'tokenizer.save_pretrained("merged"); then name the folder "merged"'
         )
-
-
-def _load(auto_class: Any, name: str | Path, **options: Any) -> Any:
-    with no_code(name):
-        return auto_class.from_pretrained(name, trust_remote_code=False, **options)
 
 
 @contextmanager

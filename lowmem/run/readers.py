@@ -9,7 +9,6 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from lowmem.errors import DataError
 Record = dict[str, Any]
 
 _SPACE, _SURROGATE = re.compile(r"[ \t\n\r]*"), re.compile(r"\\u[dD]")
-LONGEST_LINE = 2**28  # characters; without a limit, a file without line ends would fill the memory
 
 
 def read(path: Path) -> Iterator[tuple[str, Any]]:
@@ -59,9 +57,7 @@ def listed(names: Iterable[str]) -> str:
 
 def _lines(path: Path, newline: str | None = None) -> Iterator[str]:
     with path.open(encoding="utf-8-sig", newline=newline) as text:
-        for number, line in enumerate(iter(partial(text.readline, LONGEST_LINE + 1), ""), 1):
-            if len(line) > LONGEST_LINE:
-                raise DataError(f"{shown(path)}, line {number}: longer than {LONGEST_LINE:,} characters. Split it.")
+        for number, line in enumerate(text, 1):
             if "\0" in line:  # so has UTF-16 without a mark, where it is not invalid UTF-8
                 raise DataError(f"{shown(path)}, line {number}: has a NUL byte, which no text has. Convert the file to "
                                 "UTF-8.")  # fmt: skip

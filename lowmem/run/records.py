@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import datasets
-import xxhash
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from lowmem.errors import DataError, did_you_mean
+from lowmem.files import checksum
 from lowmem.run import readers
 from lowmem.run.checks import Problem, mapping, problems
 from lowmem.run.readers import READERS, Record, listed, shown
@@ -131,14 +131,10 @@ def _digests(files: Iterable[Path]) -> tuple[str, ...]:
     """Hashes of contents, by which cached rows are found: a file can change and keep its size and time."""
     digests = []
     for path in files:
-        digest = xxhash.xxh3_128()
         try:
-            with path.open("rb") as file:
-                while block := file.read(2**20):
-                    digest.update(block)
+            digests.append(checksum(path))
         except OSError as error:
             raise DataError(f"{shown(path)} cannot be read: {error.strerror}.") from error
-        digests.append(digest.hexdigest())
     return tuple(digests)
 
 
@@ -216,12 +212,8 @@ def _files(path: str, key: str) -> tuple[Path, ...] | None:
         if not re.fullmatch(_HUB_NAME, path) or Path(path.partition(":")[0]).exists():
             raise DataError(f"{key}: {_shortened(path)} does not exist, and a name on the Hub is org/name or "
                             f"org/name:config.{_nearest(target)}")  # fmt: skip
-    except FileNotFoundError as error:
-        raise DataError(f"{key}: {shown(error.filename)} is a broken link. Mend or delete it.") from error
-    except OSError as error:
-        raise DataError(f"{key}: {_shortened(str(error.filename))} cannot be read: {error.strerror}.") from error
-    except RuntimeError as error:  # ~user of a user that does not exist
-        raise DataError(f"{key}: {_shortened(path)} cannot be read: {error}") from error
+    except (OSError, RuntimeError) as error:  # such as a broken link, or ~user of a user that does not exist
+        raise DataError(f"{key}: {_shortened(path)} cannot be read: {_shortened(str(error))}.") from error
     return None
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import json
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -52,7 +51,7 @@ class Source:
         if not isinstance(data, dict):
             found = shortened(repr(data))
             raise ConfigError(f"{path}: a configuration is a mapping of keys (run_dir, model, ...), not {found}.")
-        return cls(data, {(): str(path)} | {key: f"{path}, line {line}" for key, line in lines.items()})
+        return cls(data, {key: f"{path}, line {line}" for key, line in lines.items()} | {(): str(path)})
 
     def at(self, key: Sequence[Any]) -> str:
         """The file and line, or the override, of `key` or else of the nearest key around it."""
@@ -93,8 +92,9 @@ class Source:
             section = section.get(part) if isinstance(section, dict) else None
         if not isinstance(section, dict) or not isinstance(path := section.get(key[-1]), str):
             return
-        with located(f"{self.at(key)}: {'.'.join(key)}"):
-            value, lines = _parse_json(read_text(Path(path), "the file"), shortened(path))
+        with located(f"{self.at(key)}: {'.'.join(key)} (JSON, read as YAML)"):
+            # YAML has no tabs between values
+            value, lines = _parse(read_text(Path(path), "the file").replace("\t", " "), shortened(path))
         section[key[-1]] = value
         self.places |= {(*key, *inner): f"{shortened(path)}, line {line}" for inner, line in lines.items()}
 
@@ -139,88 +139,45 @@ def _parse(text: str, name: str) -> tuple[Any, dict[Key, int]]:
         # ruamel.yaml 0.19 (scanner.py) takes seconds for thousands of brackets before it fails
         if any(depth > 500 for depth in accumulate((char in "[{") - (char in "]}") for char in text)):
             raise RecursionError
-        node = yaml.compose(text)
-        _check_size(node, name)
-        _check_nodes(node, yaml.constructor, name)
-        value = None if node is None else yaml.constructor.construct_document(node)
-        return value, dict(_lines(node, ()))
+        if (root := yaml.compose(text)) is None:
+            return None, {}
+        lines: dict[Key, int] = {}
+        for count, (key, line, node) in enumerate(_walk(root, (), 1, name)):
+            if count == _MAX_NODES:
+                raise ConfigError(f"{name}: a configuration has fewer than {_MAX_NODES:,} values, aliases included.")
+            _check_value(node, yaml.constructor, f"{name}, line {node.start_mark.line + 1}")
+            lines[key] = line
+        return yaml.constructor.construct_document(root), lines
     except MarkedYAMLError as error:
-        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError(f"{name}{line}: not valid YAML: {_problem(error.problem)}.") from error
+        place = f"{name}, line {error.problem_mark.line + 1}" if error.problem_mark else name
+        raise ConfigError(f"{place}: not valid YAML: {_problem(error.problem)}.") from error
     except YAMLError as error:
         raise ConfigError(f"{name}: not valid YAML: {_problem(error)}.") from error
     except RecursionError:
         raise ConfigError(f"{name}: not valid YAML: nested more than {_MAX_DEPTH} deep.") from None
 
 
-def _parse_json(text: str, name: str) -> tuple[dict[str, Any], dict[Key, int]]:
-    """The value of a JSON document and the line of each of its keys."""
-
-    def refuse(constant: str) -> None:
-        raise ValueError(f"{constant} is not a number of JSON")
-
-    try:
-        json.loads(text, parse_constant=refuse)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{name} is not a file with JSON: {_problem(error)}.") from error
-    value, lines = _parse(text.replace("\t", " "), name)  # JSON is YAML, except for tabs between values
-    if not isinstance(value, dict):
-        raise ConfigError(f"{name} is not a mapping of keys.")
-    return value, lines
-
-
 def _problem(error: Any) -> str:
     return shortened(secrets.redacted(" ".join(str(error).split())), 300)
 
 
-def _children(node: Node | None) -> list[Node]:
-    if isinstance(node, MappingNode):
-        return [child for pair in node.value for child in pair]
-    return node.value if isinstance(node, SequenceNode) else []
-
-
-def _check_size(root: Node | None, name: str) -> None:
-    """Refuses what contains itself, is nested too deep, or is too large once aliases are repeated."""
-    sizes: dict[int, int] = {}  # nodes below each finished node
-
-    def size(node: Node | None, around: frozenset[int]) -> int:
-        place = f"{name}, line {node.start_mark.line + 1}" if node is not None else name
-        if id(node) in around:
-            raise ConfigError(f"{place}: not valid YAML: this contains itself.")
-        if len(around) > _MAX_DEPTH:
-            raise ConfigError(f"{place}: not valid YAML: nested more than {_MAX_DEPTH} deep.")
-        if id(node) not in sizes:
-            sizes[id(node)] = 1 + sum(size(child, around | {id(node)}) for child in _children(node))
-        if sizes[id(node)] > _MAX_NODES:
-            raise ConfigError(f"{place}: a configuration has fewer than {_MAX_NODES:,} values, aliases included.")
-        return sizes[id(node)]
-
-    size(root, frozenset())
-
-
-def _check_nodes(root: Node | None, constructor: Any, name: str) -> None:
-    """Refuses keys that are no strings or are written twice, types of which a configuration has none, and values that
-    are not of the type that they are tagged with.
-    """
-    nodes, visited = [root] if root is not None else [], set[int]()
-    while nodes:
-        node = nodes.pop()
-        if id(node) in visited:
-            continue
-        visited.add(id(node))
-        nodes += _children(node)
-        place = f"{name}, line {node.start_mark.line + 1}"
-        if str(node.tag) not in _TYPES:
-            tag = shortened(str(node.tag).replace(_TAG, "!!"))
-            raise ConfigError(f"{place}: not valid YAML: {tag} is a type that a configuration does not have.")
-        if isinstance(node, MappingNode):
-            _check_keys(node, name)
-        elif isinstance(node, ScalarNode):
-            _check_text(node.value, place)
-            _check_scalar(node, constructor, place)
+def _walk(node: Node, key: Key, line: int, name: str) -> Iterator[tuple[Key, int, Node]]:
+    """Each value from `node` downwards with its key and the line of that, as often as aliases repeat it."""
+    if len(key) > _MAX_DEPTH:
+        raise ConfigError(f"{name}, line {line}: not valid YAML: nested more than {_MAX_DEPTH} deep, or in itself.")
+    yield key, line, node
+    items = []
+    if isinstance(node, SequenceNode):
+        items = [(str(index), item, item) for index, item in enumerate(node.value)]
+    elif isinstance(node, MappingNode):
+        _check_keys(node, name)
+        items = [(str(key.value), key, value) for key, value in node.value]
+    for part, first, value in items:
+        yield from _walk(value, (*key, part), first.start_mark.line + 1, name)
 
 
 def _check_keys(node: MappingNode, name: str) -> None:
+    """Refuses keys that are no strings or are written twice."""
     keys = dict[str, int]()
     for key, _ in node.value:
         line = key.start_mark.line + 1
@@ -233,11 +190,18 @@ def _check_keys(node: MappingNode, name: str) -> None:
                 f"{name}, line {line}: not valid YAML: the key {shortened(key.value)!r} is already on line "
                 f"{keys[key.value]}. Delete one of them."
             )
+        _check_text(key.value, f"{name}, line {line}")
         keys[key.value] = line
 
 
-def _check_scalar(node: ScalarNode, constructor: Any, place: str) -> None:
+def _check_value(node: Node, constructor: Any, place: str) -> None:
+    """Refuses types of which a configuration has none, and values that are not of the type they are tagged with."""
     kind = str(node.tag).removeprefix(_TAG)
+    if str(node.tag) not in _TYPES:
+        tag = shortened(str(node.tag).replace(_TAG, "!!"))
+        raise ConfigError(f"{place}: not valid YAML: {tag} is a type that a configuration does not have.")
+    if isinstance(node, ScalarNode):
+        _check_text(node.value, place)
     if kind not in ("int", "float", "bool"):
         return
     try:
@@ -254,18 +218,6 @@ def _check_scalar(node: ScalarNode, constructor: Any, place: str) -> None:
 def _check_text(text: str, place: str) -> None:
     if found := _CONTROL.search(text):
         raise ConfigError(f"{place}: contains the character U+{ord(found[0]):04X}, which is not part of any text.")
-
-
-def _lines(node: Node | None, key: Key) -> Iterator[tuple[Key, int]]:
-    """Each key and each index of a list below `node`, with its line."""
-    items = []
-    if isinstance(node, SequenceNode):
-        items = [(str(index), item, item) for index, item in enumerate(node.value)]
-    elif isinstance(node, MappingNode):
-        items = [(str(name.value), name, value) for name, value in node.value]
-    for name, first, value in items:
-        yield (*key, name), first.start_mark.line + 1
-        yield from _lines(value, (*key, name))
 
 
 def dump(data: dict[str, Any]) -> str:

@@ -5,8 +5,6 @@ from collections.abc import Iterable
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from lowmem.errors import ConfigError
-
 BEGIN, END, PAD = "<|begin|>", "<|end|>", "<|pad|>"
 ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>")
 SPECIAL_TOKENS = (BEGIN, END, PAD, *ROLE_TOKENS)
@@ -33,15 +31,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, chat_template: str | 
 
     Args:
         texts: the same texts give the same tokenizer.
-        vocab_size: with the 256 bytes and the special tokens; too little text gives a smaller vocabulary.
+        vocab_size: at least `SMALLEST_VOCABULARY`; too little text gives a smaller vocabulary.
         chat_template: Jinja; None uses `CHAT_TEMPLATE`.
-
-    Raises:
-        ConfigError: `vocab_size` has no room for the bytes and the special tokens.
     """
-    if vocab_size < SMALLEST_VOCABULARY:
-        raise ConfigError(f"vocab_size is {vocab_size}; it must be at least {SMALLEST_VOCABULARY} (256 bytes and "
-                          f"{len(SPECIAL_TOKENS)} special tokens).")  # fmt: skip
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()

@@ -185,11 +185,11 @@ def truncate(path):
 
 
 DAMAGE = {
-    "adapter cut short": (lambda f: truncate(f / "adapter_model.safetensors"), "model.safetensors is cut short"),
+    "adapter cut short": (lambda f: truncate(f / "adapter_model.safetensors"), "model.safetensors is damaged"),
     "adapter missing": (lambda f: (f / "adapter_model.safetensors").unlink(), "adapter_model.safetensors is missing"),
     "configuration missing": (lambda f: (f / "adapter_config.json").unlink(), "adapter_config.json is missing"),
     "configuration half": (lambda f: truncate(f / "adapter_config.json"), "adapter_config.json is damaged"),
-    "norms cut short": (lambda f: truncate(f / "trained.safetensors"), "trained.safetensors is cut short"),
+    "norms cut short": (lambda f: truncate(f / "trained.safetensors"), "trained.safetensors is damaged or cut short"),
     "states missing": (lambda f: (f / "optimizer.safetensors").unlink(), "has no optimizer.safetensors"),
 }  # fmt: skip
 

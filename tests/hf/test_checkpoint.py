@@ -152,7 +152,7 @@ def test_the_state_of_another_schedule_is_refused(change, tmp_path):
         checkpoint.load_scheduler(schedule(), tmp_path / "scheduler.pt")
 
 
-@pytest.mark.parametrize("change", ["values", "param_groups", "step", "nonfinite", "loss_scale", "text"])
+@pytest.mark.parametrize("change", ["values", "param_groups", "step", "nonfinite", "text"])
 def test_damaged_metadata_of_an_optimizer_is_refused(change, tiny_llama, token_batches, tmp_path):
     path = tmp_path / "o.safetensors"
     opt = trained(tiny_llama(), token_batches(1))
@@ -162,5 +162,5 @@ def test_damaged_metadata_of_an_optimizer_is_refused(change, tiny_llama, token_b
     metadata |= {"values": {}} if change == "values" else {change: ["x"]}
     text = "no JSON" if change == "text" else json.dumps(metadata)
     save_file(load_file(path), path, {"lowmem": text})
-    with pytest.raises(CheckpointError, match=r"o.safetensors is damaged: its metadata"):
+    with pytest.raises(CheckpointError, match=r"o.safetensors(: the saved optimizer)? (is damaged: |has step)"):
         checkpoint.load_optimizer(opt, path)

@@ -277,9 +277,9 @@ DAMAGE = {
     "no files": (lambda f: [path.unlink() for path in f.iterdir()], r"model\.safetensors is missing"),
     "cut short": (
         lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-10]),
-        r"model\.safetensors is cut short",
+        r"model\.safetensors is damaged or cut short",
     ),
-    "no header": (lambda f: (f / "model.safetensors").write_bytes(b"x" * 99), "header cannot be read"),
+    "no header": (lambda f: (f / "model.safetensors").write_bytes(b"x" * 99), "header too large"),
     "one missing": (
         lambda f: rewritten(f, lambda t: t.pop("model.norm.weight")),
         "1 weights are missing, such as 'model.norm.weight'",

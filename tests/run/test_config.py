@@ -275,7 +275,7 @@ def test_an_unknown_key_like_no_other_lists_the_known_ones(write):
         ("data.kind=mesages", "found \"mesages\". Did you mean 'messages'?"),
         (
             "model.train_tokenizer.vocab_size=0",
-            "'model.train_tokenizer.vocab_size' should be greater than or equal to 1",
+            "'model.train_tokenizer.vocab_size' should be greater than or equal to 262, found 0.",
         ),
         ("seed=one", "'seed' should be a valid integer, found \"one\"."),
         ("seed=-1", "'seed' should be greater than or equal to 0, found -1."),
@@ -379,7 +379,7 @@ def test_a_key_that_is_written_twice_is_refused(write):
         ("run_dir: a\0", "not valid YAML"),
         ("run_dir: !!python/object:os.system {}", "line 1: not valid YAML: !!python/object:os.system is a type that"),
         ("run_dir: !!set {a}", "line 1: not valid YAML: !!set is a type that"),
-        ("run_dir: &a [*a]", "line 1: not valid YAML: this contains itself"),
+        ("run_dir: &a [*a]", "line 1: not valid YAML: nested more than 40 deep, or in itself"),
         ("- run_dir\n", "a configuration is a mapping"),
         ("", "a configuration is a mapping of keys (run_dir, model, ...), not None"),
     ],

@@ -107,20 +107,36 @@ DAMAGES = [
 ]
 
 
-@pytest.mark.parametrize("listed", [True, False], ids=["listed", "accepted"])
-@pytest.mark.parametrize(("name", "how"), DAMAGES, ids=[f"{name} {how[0]}" for name, how in DAMAGES])
-def test_a_damaged_file_is_named_and_the_checkpoint_before_is_used(run, name, how, listed):
+# What resuming does not read, and what says itself that it cannot be loaded, once the checksums accept it.
+ACCEPTED = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+ACCEPTED |= {f"{RNG} a short state", f"{RNG} another generator", f"{STATE} a control of text"}
+LISTED = {f"{name} {what}, listed": (name, damage, True) for name, (what, damage) in DAMAGES}
+UNLISTED = {
+    f"{name} {what}, accepted": (name, damage, False)
+    for name, (what, damage) in DAMAGES
+    if damage is link_to_itself or not {name, f"{name} {what}"} & ACCEPTED
+}
+
+
+@pytest.mark.parametrize(("name", "damage", "listed"), (LISTED | UNLISTED).values(), ids=LISTED | UNLISTED)
+def test_a_damaged_file_is_named_and_the_checkpoint_before_is_used(run, name, damage, listed):
     """Also where the user has removed the file's line from the checksums."""
     if not listed:
-        if (name, how[0]) == ("tokenizer.json", "gone"):
-            pytest.skip("a checkpoint without a tokenizer")
         forget(run / NEWEST, name)
-    how[1](run / NEWEST / name)
+    damage(run / NEWEST / name)
     last, reasons = checkpoint.find_last(run)
     assert last == run / "checkpoint-2"
     assert len(reasons) == 1
     assert name in reasons[0] and NEWEST in reasons[0]
     assert len(reasons[0].replace(str(run), "")) < 400
+
+
+@pytest.mark.parametrize("values", [{"cpu": torch.zeros(7, dtype=torch.uint8)}, {"python": PYTHON_STATE}])
+def test_an_accepted_random_state_that_cannot_be_loaded_says_so(run, values):
+    forget(run / NEWEST, RNG)
+    change_rng(**values)(run / NEWEST / RNG)
+    with pytest.raises(CheckpointError, match=f"{NEWEST}: its random state cannot be loaded"):
+        build("SFT", run, True, max_steps=4).train(resume_from_checkpoint=True)
 
 
 def forget(folder, name):
