@@ -4,7 +4,6 @@ import importlib
 import inspect
 import itertools
 import logging
-import pickle
 import random
 import sys
 import warnings
@@ -174,20 +173,20 @@ class ForeignRule(UpdateRule):
         ]
         if absent:
             grads[_TRIAL_STEPS // 2][0] = None
-        _seed()
         params = [start.clone().requires_grad_() for start in starts]
         together, group = self._made(params, hyper, groups=1 + bool(self._instances))
-        drawn_before = _host_random()
+        _seed()
+        first = _drawn()
         for step in grads:
+            _seed()
             for param, grad in zip(params, step, strict=True):
                 param.grad = None if grad is None else grad.clone()
             together.optimizer.step()
-            if _host_random() != drawn_before:
+            if _drawn() != first:
                 self._refuse("draws random numbers of Python or NumPy once per step. Use another optimizer.")
         if together.optimizer.param_groups[0] is group and (unread := self._extra(hyper).keys() - group.read):
             key = min(unread)
             raise ConfigError(f"{self.name} does not read {key!r}.{did_you_mean(key, self.defaults)} Omit it")
-        _seed()
         self._shape = shapes[0]
         alone, counted = self._one_at_a_time(hyper, starts, grads)
         now = together.now()
@@ -231,6 +230,7 @@ class ForeignRule(UpdateRule):
         states: list[State] = [{} for _ in params]
         counted: set[str] = set()
         for step in grads:
+            _seed()
             instance.begin(group)
             for n, grad in enumerate(step):
                 if grad is not None:
@@ -346,28 +346,29 @@ class _Watched(dict[str, Any]):
 @contextmanager
 def _isolated() -> Iterator[None]:
     """A trial leaves no trace, and compiles nothing: torchao's step would take seconds."""
-    python, numpys, eager = *_host_random(), torch.compiler.set_stance("force_eager")
+    python, numpy = random.getstate(), sys.modules.get("numpy")
+    numpys, eager = numpy and numpy.random.get_state(), torch.compiler.set_stance("force_eager")
     try:
         with warnings.catch_warnings(action="ignore"), torch.random.fork_rng(), eager, _disable_current_modes():
             yield
     finally:
         random.setstate(python)
-        if numpys is not None:
-            sys.modules["numpy"].random.set_state(pickle.loads(numpys))
-
-
-def _host_random() -> tuple[Any, bytes | None]:
-    """The states of Python's random numbers and of NumPy's, if that is imported."""
-    numpy = sys.modules.get("numpy")
-    return random.getstate(), None if numpy is None else pickle.dumps(numpy.random.get_state())
+        if numpy:
+            numpy.random.set_state(numpys)
 
 
 def _seed() -> None:
     """The next numbers that are drawn at random are always the same."""
     torch.manual_seed(0)
     random.seed(0)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(0)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(0)
+
+
+def _drawn() -> tuple[float, ...]:
+    """Random numbers of Python, and of NumPy if that is imported."""
+    numpy = sys.modules.get("numpy")
+    return (random.random(), numpy.random.random()) if numpy else (random.random(),)
 
 
 def import_optimizer(path: str) -> type[torch.optim.Optimizer]:
