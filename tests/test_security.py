@@ -409,7 +409,9 @@ FAILING = """
 import os, torch
 class Failing(torch.optim.SGD):
     def step(self, closure=None):
-        raise RuntimeError(f"login failed: {dict(os.environ)}")
+        if torch._C._current_graph_task_id() != -1:  # not while it is tried
+            raise RuntimeError(f"login failed: {dict(os.environ)}")
+        super().step(closure)
 """
 
 
