@@ -145,7 +145,7 @@ class ForeignRule(UpdateRule):
         instance = self._instance(hyper)
         cast(dict[str, Any], hyper).update(instance.derived(hyper))
         self._refuse_overrides(instance.optimizer, params)
-        if hasattr(self.cls, "eval"):
+        if hasattr(self.cls, "eval") and len(self._instances) == 1:
             logger.warning("%s.eval() is not called: weights are evaluated and saved as they are trained", self.name)
 
     def _try(
@@ -188,14 +188,14 @@ class ForeignRule(UpdateRule):
             key = min(unread)
             raise ConfigError(f"{self.name} does not read {key!r}.{did_you_mean(key, self.defaults)} Omit it")
         self._shape = shapes[0]
-        alone, counted = self._one_at_a_time(hyper, starts, grads)
+        alone, counted, _ = self._one_at_a_time(hyper, starts, grads)
         now = together.now()
         if any(number_of(self.name, key, now.get(key)) != number for key, number in counted.items()) or not all(
             torch.allclose(*pair, rtol=0, atol=0, equal_nan=True) for pair in zip(params, alone, strict=True)
         ):
             refuse_combination(self.name, "steps on one at a time differ from steps on all of them")
         if sharded:
-            self._try_shards(hyper, starts[0], [step[0] for step in grads if step[0] is not None])
+            self._try_shards(hyper, starts[-1], [step[-1] for step in grads if step[-1] is not None])
 
     def _try_shards(self, hyper: Hyper, start: Tensor, grads: Sequence[Tensor]) -> None:
         """Refuses a class whose steps on two shards of a matrix are not the shards of its steps on the matrix."""
@@ -204,12 +204,16 @@ class ForeignRule(UpdateRule):
             return list(tensor.flatten().tensor_split([_CUT]))
 
         def equal(grads: Sequence[Tensor]) -> bool:
-            (full,), _ = self._one_at_a_time(hyper, [start], [[grad] for grad in grads])
-            shards, _ = self._one_at_a_time(hyper, cut(start), list(map(cut, grads)))
-            return torch.allclose(full.flatten(), torch.cat(shards), rtol=1e-5, atol=1e-7)
+            (full,), _, (state,) = self._one_at_a_time(hyper, [start], [[grad] for grad in grads])
+            shards, *_ = self._one_at_a_time(hyper, cut(start), list(map(cut, grads)))
+            sizes = {value.numel() for value in state.values() if isinstance(value, Tensor)}
+            same = torch.allclose(full.flatten(), torch.cat(shards), rtol=1e-5, atol=1e-7, equal_nan=True)
+            return same and sizes <= {1, start.numel()}  # others are not cut and gathered as shards are
 
-        try:
-            if equal(grads[:2]) and equal(grads):  # most differ soon, and some take long for flat shards
+        along = (grads[0] * start).sum(-1, keepdim=True) / start.square().sum(-1, keepdim=True) * start
+        across = grads[0] - along + 0.004 * start * (grads[0].norm() / start.norm())
+        try:  # most differ soon, some where a gradient is nearly at right angles to the rows, and some take long
+            if equal(grads[:2]) and equal([across, *grads[:2]]) and equal(grads):
                 return
             reason = "updates them otherwise"
         except Exception as error:  # a class may raise anything
@@ -221,8 +225,8 @@ class ForeignRule(UpdateRule):
 
     def _one_at_a_time(
         self, hyper: Hyper, starts: Sequence[Tensor], grads: Sequence[Sequence[Tensor | None]]
-    ) -> tuple[list[Tensor], dict[str, Any]]:
-        """Steps as in training. Returns the weights, and the numbers that have changed."""
+    ) -> tuple[list[Tensor], dict[str, Any], list[State]]:
+        """Steps as in training. Returns the weights, the numbers that have changed, and the states."""
         params = [start.clone() for start in starts]
         instance, _ = self._made([params[0].clone().requires_grad_()], hyper)
         instance.release()
@@ -241,7 +245,7 @@ class ForeignRule(UpdateRule):
         for param, state in zip(params, states, strict=True):
             self._full |= {key for key, value in state.items() if getattr(value, "shape", None) == param.shape}
         self._counts |= bool(counted)
-        return params, {key: group[COUNTS].get(key, group.get(key)) for key in counted}
+        return params, {key: group[COUNTS].get(key, group.get(key)) for key in counted}, states
 
     def _refuse_overrides(self, optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> None:
         """Refuses settings of single parameters, which bitsandbytes 0.50 (optim/optimizer.py) finds by number."""
