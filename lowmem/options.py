@@ -12,14 +12,12 @@ import torch
 from lowmem import placements, rules
 from lowmem.errors import ConfigError, did_you_mean, require_known
 from lowmem.rules import UpdateRule
+from lowmem.rules.rule import GROUP_KEYS
 from lowmem.tiles import storage
 
 Policy = Literal["auto", "immediate", "two_pass", "deferred"]
 Replay = Literal["auto", "graph", "forward"]
 Store = Literal["host", "device", "disk"]
-
-# Keys of a parameter group that are not hyperparameters: those of torch, of its schedulers and of this package.
-GROUP_KEYS = {"params", "param_names", "name", "initial_lr", "max_lr", "min_lr", *rules.ENGINE_KEYS}
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lowmem.errors import ConfigError, UnsupportedError, did_you_mean
-from lowmem.rules.foreign_instance import COUNTS, NOT_IN_GROUP, Instance, number_of, refuse_combination
+from lowmem.rules.foreign_instance import COUNTS, Instance, number_of, refuse_combination
 from lowmem.rules.foreign_state import pack_state
-from lowmem.rules.rule import Hyper, ParamSpec, State, UpdateRule
+from lowmem.rules.rule import GROUP_KEYS, Hyper, ParamSpec, State, UpdateRule
 from lowmem.tiles.layout import View
 from lowmem.tiles.sweep import Sweep
 
@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 # Names of distributions that differ from the module that they install.
 _DISTRIBUTIONS = {"lomo_optim": "lomo-optim", "optimi": "torch-optimi"}
 
-# Keys of our parameter groups that a constructor does not take.
-_NO_ARGUMENTS = NOT_IN_GROUP | {"name", "initial_lr", "max_lr", "min_lr"}
+# Keys of our parameter groups that a constructor does not take, unless its signature names them.
+_NO_ARGUMENTS = GROUP_KEYS | {COUNTS}
 
 # A class is tried on parameters with as many dimensions as those of its group, or else on its group's own with at most
 # so many elements. Optimizers with few bits per state have full ones for small parameters.

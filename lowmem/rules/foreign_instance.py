@@ -16,7 +16,7 @@ from lowmem.rules.rule import ENGINE_KEYS, Hyper, State
 COUNTS = "counts"
 
 # Keys of our parameter groups that a class does not expect in its own.
-NOT_IN_GROUP = frozenset(("params", "param_names", COUNTS, *ENGINE_KEYS))
+_NOT_IN_GROUP = frozenset(("params", "param_names", COUNTS, *ENGINE_KEYS))
 
 
 def refuse_combination(name: str, detail: str) -> NoReturn:
@@ -67,7 +67,7 @@ class Instance:
 
     def begin(self, hyper: Hyper) -> None:
         """A step begins with the settings and the counts of our group."""
-        settings = {key: value for key, value in {**hyper, **hyper.get(COUNTS, {})}.items() if key not in NOT_IN_GROUP}
+        settings = {key: value for key, value in {**hyper, **hyper.get(COUNTS, {})}.items() if key not in _NOT_IN_GROUP}
         self._start = {**self.numbers}
         for key, value in settings.items():
             if value is not None or self.numbers.get(key) is None:
@@ -86,8 +86,12 @@ class Instance:
             now, values = self.now(), {} if param is None else dict(optimizer.state[param])
         finally:
             self.release()
-        if param is not None and param.untyped_storage()._cdata != stored.untyped_storage()._cdata:  # type: ignore
-            stored.copy_(param.detach())  # type: ignore[union-attr]  # it put new memory into param.data
+        if (
+            stored is not None
+            and param is not None
+            and param.untyped_storage()._cdata != stored.untyped_storage()._cdata
+        ):
+            stored.copy_(param.detach())  # it put new memory into param.data
         changes = {
             key: number_of(self._name, key, value)
             for key, value in now.items()
@@ -130,7 +134,7 @@ class Instance:
 
 
 def number_of(name: str, key: str, value: Any) -> Any:
-    """What the class `name` counts with, as JSON.
+    """A number that the class `name` counts with, as JSON.
 
     Raises:
         UnsupportedError: it is, or contains, a tensor of several elements or on a device, or cannot be saved.
@@ -140,7 +144,7 @@ def number_of(name: str, key: str, value: Any) -> Any:
     if isinstance(number, Tensor) and number.is_cpu and number.numel() == 1:
         return {"values": number.tolist(), "dtype": str(number.dtype).removeprefix("torch.")}
     if form or isinstance(number, Tensor):
-        raise UnsupportedError(f"{name} keeps a tensor, {key!r}, apart from the states of parameters; use another one.")
+        raise UnsupportedError(f"{name} keeps a tensor, {key!r}, apart from the states of parameters. Use another one.")
     return number
 
 

@@ -1,4 +1,4 @@
-"""What an optimizer class of another package keeps for a parameter, as tensors and JSON."""
+"""The state that an optimizer class of another package keeps for a parameter, as tensors and JSON."""
 
 import sys
 from collections import deque
@@ -82,7 +82,7 @@ def _pack(value: Any, name: str, tensors: dict[str, Any], package: str) -> Any:
 
 
 def unpack(form: Any, tensors: dict[str, Any] | None = None, package: str = "") -> Any:
-    """Undoes what `pack_state` has done to a value; the tensors in it are taken out of `tensors`."""
+    """Undoes `pack_state` for one value; the tensors in it are taken out of `tensors`."""
     tensors = {} if tensors is None else tensors
 
     def items(pairs: Any) -> dict[Any, Any]:

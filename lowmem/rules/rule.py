@@ -21,6 +21,9 @@ State = dict[str, Any]
 # Keys of a parameter group that are options of the engine, not hyperparameters of a rule.
 ENGINE_KEYS = ("rule", "rounding", "state_storage")
 
+# Keys of a parameter group that are not hyperparameters: those of torch, of its schedulers and of this package.
+GROUP_KEYS = frozenset(("params", "param_names", "name", "initial_lr", "max_lr", "min_lr", *ENGINE_KEYS))
+
 
 @dataclass(frozen=True)
 class StateSpec:

@@ -1,4 +1,4 @@
-"""What a judge found, in three words, and how many of each it is known to find.
+"""The verdicts of a judge, and how many cases are known to be equal.
 
 A judge compares this package with the plain computation on a corpus that others wrote. Each case ends `equal` (to the
 last bit, unless the judge says otherwise), `refused` (before the first update, with a reason) or `different`.
