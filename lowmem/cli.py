@@ -23,8 +23,8 @@ from torch import Tensor
 from lowmem import __version__, rules
 from lowmem.errors import ConfigError, LowmemError
 from lowmem.files import write_file
+from lowmem.hf import failures
 from lowmem.layers.config import parse_bytes
-from lowmem.placements import failures
 from lowmem.run.memory import state_bytes
 from lowmem.run.secrets import redacted
 from lowmem.run.terminal import err, out, print_topics, rank, stage

@@ -27,7 +27,7 @@ from transformers import Trainer
 from transformers.trainer_pt_utils import nested_gather
 
 from lowmem.errors import CheckpointError, ConfigError, StepError, UnsupportedError
-from lowmem.hf import adapters, agreement, arguments, checkpoint, head, optim, sharding
+from lowmem.hf import adapters, agreement, arguments, checkpoint, failures, head, optim, sharding
 from lowmem.hf import layers as model_layers
 from lowmem.hf.integrity import Progress
 from lowmem.hf.packing import check_borders, check_evaluation
@@ -35,7 +35,7 @@ from lowmem.hf.weights import load_weights, save_weights
 from lowmem.layers.config import LayersConfig
 from lowmem.optimizer import FusedOptimizer
 from lowmem.options import FusedConfig
-from lowmem.placements import failures, find
+from lowmem.placements import find
 from lowmem.rules import resolve
 from lowmem.step.updates import weights_in_words
 

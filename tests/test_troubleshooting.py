@@ -23,12 +23,11 @@ from torch.utils.checkpoint import checkpoint
 
 import lowmem
 from lowmem.errors import LowmemError
-from lowmem.hf import agreement, integrity, layers
+from lowmem.hf import agreement, failures, integrity, layers
 from lowmem.hf.packing import check_borders
 from lowmem.layers.activations import FileOffload
 from lowmem.layers.head import linear_cross_entropy
 from lowmem.layers.mlp import tile_mlps
-from lowmem.placements import failures
 from lowmem.rules.lomo import Lomo
 from lowmem.run.folder import run_folder
 from lowmem.run.memory import is_out_of_memory

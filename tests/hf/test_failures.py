@@ -11,8 +11,8 @@ from processes import CONTEXT, PATIENCE
 
 import lowmem
 from lowmem.errors import CheckpointError, DataError, RankError
-from lowmem.placements import failures
-from lowmem.placements.failures import explain
+from lowmem.hf import failures
+from lowmem.hf.failures import explain
 
 TIMEOUT = 3
 
