@@ -1,6 +1,7 @@
 """The fused optimizer: a `torch.optim.Optimizer` whose updates happen during backward."""
 
 import copy
+import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -47,7 +48,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             own rule does not set is that rule's default, `lr` included. Frozen parameters cost nothing; one that is
             unfrozen later joins at the next `backward`.
         rule: a name (`lowmem.rules.table()`), an `UpdateRule`, a `torch.optim.Optimizer` class, or its import path.
-        model: the module that the parameters are of. FSDP2 needs it; elsewhere it lets wrappers be refused. With it,
+        model: the module that the parameters are of. FSDP2 needs it. With it,
             norms over all gradients are summed in the order of `model.parameters()`, as `clip_grad_norm_` would.
         **options: the attributes of `FusedConfig`, whose documentation is the reference, and hyperparameters of `rule`.
 
@@ -555,6 +556,12 @@ class FusedOptimizer(torch.optim.Optimizer):
     def compile_seconds(self) -> float:
         """How long compiling sweeps has taken in this process, nearly all of it in the first step."""
         return Compiler.seconds
+
+    @functools.cached_property
+    def _is_accelerate_prepared(self) -> bool:
+        """Accelerate 1.15 (accelerator.py, prepare_optimizer) asks for it as it wraps an optimizer."""
+        self._hooks.prepared = True
+        return False
 
     # -- saving ----------------------------------------------------------------------------------------------------
 

@@ -156,6 +156,8 @@ class Placement:
         Raises:
             UnsupportedError: something else updates them, or the model is needed and was not passed.
         """
+        if in_group():
+            refuse_wrapped(records)
         if "torch.distributed.fsdp" not in sys.modules:
             return
         # torch 2.13, distributed/_composable_state.py: the modules that fully_shard has sharded

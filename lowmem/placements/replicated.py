@@ -35,9 +35,6 @@ class Replicated(Placement):
         self._broadcasts = broadcasts
 
     def adopt(self, records: Collection[ParamRecord], model: nn.Module | None) -> None:
-        wrapper = torch.nn.parallel.DistributedDataParallel
-        if model is not None and any(isinstance(module, wrapper) for module in model.modules()):
-            raise UnsupportedError(WRAPPED)
         super().adopt(records, model)
         if not self._broadcasts:
             refuse_different(records)

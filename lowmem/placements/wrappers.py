@@ -1,16 +1,14 @@
-"""Wrappers and shards that a model got after its optimizer: torch and DeepSpeed tell nobody, so a search finds them."""
+"""Wrappers and shards that would train a model next to its optimizer, known by the marks that they leave."""
 
-import gc
-import sys
-from collections.abc import Collection, Iterator
-from typing import TypeVar
+import weakref
+from collections.abc import Collection
+from typing import Any
 
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from lowmem.errors import UnsupportedError
 from lowmem.placements.record import ParamRecord
-
-T = TypeVar("T")
 
 WRAPPED = (
     "the model is inside DistributedDataParallel, which averages gradients in buckets of its own, so they would be "
@@ -19,53 +17,41 @@ WRAPPED = (
 )
 
 _ENGINE = (
-    "the model is inside a DeepSpeed engine of ZeRO stage {}, which reduces gradients in buckets of its own and would "
-    "find none. Use the model without the engine, since ranks average in the hooks of this optimizer; or set stage 3 "
-    "and no optimizer, and make this one after deepspeed.initialize"
+    "the model is inside a DeepSpeed engine of ZeRO stage 1 or 2, which reduces gradients in buckets of its own and "
+    "would find none. Use the model without the engine, since ranks average in the hooks of this optimizer; or set "
+    "stage 3 and no optimizer, and make this one after deepspeed.initialize"
 )
+
+_LATER = (
+    "{} sharded the model after its optimizer was made, which holds the parameters from before and would update "
+    "nothing. Call {} first, and then FusedOptimizer(model.named_parameters(), model=model, ...)"
+)
+
+# What an attribute of a parameter says. DeepSpeed 0.19: converted, runtime/zero/partition_parameters.py, and linked to
+# a flat copy, utils/mixed_precision_linkage.py. torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param.py: replaced
+_MARKS = {
+    "ds_id": _LATER.format("deepspeed.initialize", "deepspeed.initialize(model=model, config=...)"),
+    "_hp_mapping": _ENGINE,
+    "_fsdp_orig_uid": _LATER.format("fully_shard", "fully_shard(model)"),
+}
+
+_DDP: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+
+
+def _note(module: nn.Module, name: str, submodule: Any) -> None:
+    """A module gets a submodule: DistributedDataParallel leaves no other mark before its first average."""
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        _DDP.add(module)
+
+
+register_module_module_registration_hook(_note)
 
 
 def refuse_wrapped(records: Collection[ParamRecord]) -> None:
-    """Raises `UnsupportedError` if the parameters of an optimizer were wrapped or sharded after it was made.
-
-    Looks at every object that the garbage collector knows, so it is called once, in the first backward.
-    """
-    if any(hasattr(record.param, "ds_id") for record in records):
-        raise UnsupportedError(_later("deepspeed.initialize", "deepspeed.initialize(model=model, config=...)"))
+    """Raises `UnsupportedError` if parameters are in a wrapper, or were sharded after their optimizer was made."""
     params = {record.param for record in records}
-    modules = list(instances(nn.Module))
-    engine = getattr(sys.modules.get("deepspeed"), "DeepSpeedEngine", ())
-    for module in modules:
-        if isinstance(module, nn.parallel.DistributedDataParallel) and not params.isdisjoint(module.parameters()):
-            raise UnsupportedError(WRAPPED)
-        stage = module.zero_optimization_stage() if isinstance(module, engine) else 0
-        if stage in (1, 2) and not params.isdisjoint(module.parameters()):
-            raise UnsupportedError(_ENGINE.format(stage))
-    if "torch.distributed.fsdp" not in sys.modules:
-        return
-    from torch.distributed.fsdp import FSDPModule
-
-    # fully_shard puts parameters of its own in the place of those that the optimizer has
-    in_modules = {param for module in modules for param in module.__dict__.get("_parameters", {}).values()}
-    orphans = {record.name: record for record in records if record.param not in in_modules}
-    for module in modules if orphans else ():
-        if isinstance(module, FSDPModule):
-            assert isinstance(module, nn.Module)
-            for name, param in module.named_parameters():
-                if name in orphans and tuple(param.shape) == orphans[name].span.shape:
-                    raise UnsupportedError(_later("fully_shard", "fully_shard(model)"))
-
-
-def instances(cls: type[T]) -> Iterator[T]:
-    """Every object of a class that the garbage collector knows."""
-    for item in gc.get_objects():
-        if issubclass(type(item), cls):  # isinstance would ask proxies for their class
-            yield item
-
-
-def _later(what: str, call: str) -> str:
-    return (
-        f"{what} sharded the model after its optimizer was made, which holds the parameters from before and would "
-        f"update nothing. Call {call} first, and then "
-        "FusedOptimizer(model.named_parameters(), model=model, ...)"
-    )
+    if any(not params.isdisjoint(module.parameters()) for module in _DDP):
+        raise UnsupportedError(WRAPPED)
+    for mark, message in _MARKS.items():
+        if any(hasattr(param, mark) for param in params):
+            raise UnsupportedError(message)

@@ -18,7 +18,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lowmem.errors import StepError
 from lowmem.placements.record import ParamRecord
-from lowmem.placements.wrappers import instances
 from lowmem.step.cycle import StepCycle
 from lowmem.tiles.gradients import Contribution, saves_memory
 
@@ -81,7 +80,7 @@ class Hooks:
         self._backward: int | None = None  # the graph task of a backward() of this optimizer
         self._offers: Callable[[], _Offers | None] = lambda: None  # of the backward that is running
         self.paused = self.in_accumulate = self.removed = False
-        self._prepared: bool | None = None  # by Accelerate; None: not asked yet
+        self.prepared = False  # by Accelerate
         _LIVE.add(self)
         weakref.finalize(update.__self__, self._abandon).atexit = False  # type: ignore[attr-defined]
 
@@ -96,13 +95,7 @@ class Hooks:
         Its state alone does not tell: it is of the process, and stays as a loop leaves it that ends in between.
         """
         state = sys.modules.get("accelerate.state")
-        if state is None or state.GradientState().sync_gradients:
-            return False
-        if self._prepared is None:
-            wrappers = instances(sys.modules["accelerate.optimizer"].AcceleratedOptimizer)
-            optimizers = [getattr(wrapper, "optimizer", None) for wrapper in wrappers]
-            self._prepared = any(opt is self._optimizer() for opt in optimizers if opt is not None)
-        return self._prepared
+        return self.prepared and state is not None and not state.GradientState().sync_gradients
 
     def add(self, record: ParamRecord) -> None:
         """Hooks a parameter that has elements and can have a gradient, now or once it is unfrozen."""
