@@ -93,7 +93,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             self.compiled = decide_compilation(self.config.compile, self._records.values())
             device = next((record.param.device for record in self._records.values()), torch.device("cpu"))
             config, shard = self.config, self._placement.shard
-            self._clipping = Clipping(self.param_groups, self._records, self.state, config, device, shard.ranks)
+            ranks = next(map(shard.ranks_of, self._records), None)
+            self._clipping = Clipping(self.param_groups, self._records, self.state, config, device, ranks)
             self._updates = Updates(
                 self.state,
                 self._cycle,
@@ -152,7 +153,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             records = self._records_of(group, rule)
             if self._complete:
                 self._placement.adopt(records.values(), self._model)
-            sharded = self._placement.shard.ranks is not None and bool(records)
+            sharded = self._placement.shard.sharded and bool(records)
             if sharded:  # first: a shard is refused for its own shape
                 rule.adopt(group, sharded)
             for record in records.values():
@@ -194,7 +195,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         form = shard.form(record.param)
         if form == record.form or not record.param.requires_grad or not record.span.numel:
             return
-        if record.param.is_complex() and (self.config.loss_scale or self.config.clip_value or shard.ranks):
+        if record.param.is_complex() and (self.config.loss_scale or self.config.clip_value or shard.sharded):
             raise UnsupportedError(
                 f"parameter {record.name!r} is complex, and such are trained without loss_scale and clip_value, and "
                 "not sharded. Make it real, with the two parts as last dimension, and use torch.view_as_complex(param)"
@@ -333,7 +334,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             loss = again = repeatable(loss, (record.param.device for record in self._records.values()))
         value = loss if isinstance(loss, Tensor) else loss()
         _refuse_loss(value)
-        if self.policy == "two_pass" and self._placement.shard.ranks is None:  # it measures chosen leaves
+        if self.policy == "two_pass" and self._placement.has_leaves:  # it measures chosen ones
             self._choose_policy(value)
         for record in self._records.values():
             self._claim(record)  # it may have been frozen until now

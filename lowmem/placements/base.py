@@ -1,7 +1,7 @@
 """What a placement is: a shard of each parameter on this rank, and a reducer that brings the gradient there."""
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from lowmem.placements.wrappers import refuse_wrapped
 from lowmem.tiles.gradients import Gradient
 from lowmem.tiles.layout import Layout, Span, View
 
+States = dict[str, Tensor]
 Reduced = Iterator[tuple[ParamRecord, Gradient]]
 
 # References to a storage that one tensor, and the expression that asks for their number, have.
@@ -21,13 +22,17 @@ _ONE_TENSOR = 2
 
 
 class Shard:
-    """The elements of a parameter that this rank holds: here all of them, on one device.
+    """The elements of a parameter that this rank holds, and where: here all of them, on one device.
 
     Attributes:
-        ranks: the ranks that hold a shard of each parameter; None where each parameter is complete.
+        sharded: each parameter is cut, and read and written one by one.
     """
 
-    ranks: Ranks | None = None
+    sharded: ClassVar[bool] = False
+
+    def ranks_of(self, param: Tensor) -> Ranks | None:
+        """The ranks that hold a shard of a parameter; None where it is complete."""
+        return None
 
     def admit(self, name: str, param: Tensor) -> None:
         """Raises `UnsupportedError` for a parameter that cannot be updated where it is."""
@@ -40,14 +45,14 @@ class Shard:
         """What decides how a parameter is updated, and changes with `model.to(...)` or `param.data = ...`."""
         return param.dtype, param.device, param.shape, param.stride()
 
-    def read(self, param: Tensor) -> Tensor:
-        """The shard on the device that computes: the parameter's own memory where that is possible."""
-        return param.detach()
+    def read(self, param: Tensor, states: States) -> tuple[Tensor, States]:
+        """The shard and the states given on the device that computes: their own memory where that is possible."""
+        return param.detach(), states
 
-    def write(self, param: Tensor, shard: Tensor) -> None:
-        """Puts a shard that `read` returned, and that has changed since, where it is stored."""
+    def write(self, param: Tensor, shard: Tensor, states: States) -> None:
+        """Puts what `read` returned, and what has changed since, where it is stored."""
 
-    def gather(self, shard: Tensor, span: Span) -> Tensor:
+    def gather(self, param: Tensor, shard: Tensor, span: Span) -> Tensor:
         """The full tensor of one that is sharded as a parameter is. Every rank calls it."""
         return shard
 
@@ -142,10 +147,12 @@ class Placement:
 
     Attributes:
         replays_graph: a second backward may run through the graph of a forward.
+        has_leaves: parameters are leaves of the graph, so that a backward may compute gradients of some of them only.
     """
 
     name: ClassVar[str]
     replays_graph: ClassVar[bool] = True
+    has_leaves: ClassVar[bool] = True
 
     def __init__(self, shard: Shard, reducer: Reducer) -> None:
         self.shard, self.reducer = shard, reducer
@@ -179,10 +186,6 @@ class Placement:
         """
         if in_group():
             refuse_wrapped(records)
-
-    def leaves(self, params: Sequence[Tensor]) -> Sequence[Tensor] | None:
-        """What a measuring backward computes gradients of: these parameters and no other leaf, or None for all."""
-        return params
 
     def settle(self, records: Collection[ParamRecord]) -> None:
         """The updates of a step are done, or a micro-batch has ended: frees copies of weights."""

@@ -5,6 +5,7 @@ from collections.abc import Collection
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -12,7 +13,7 @@ from torch.distributed.tensor.placement_types import Replicate
 from torch.distributed.tensor.placement_types import Shard as ShardPlacement
 
 from lowmem.errors import UnsupportedError
-from lowmem.placements.ranks import Ranks
+from lowmem.placements.base import States
 from lowmem.placements.record import ParamRecord
 from lowmem.placements.sharded import FlatShard, Sharded, ShardedReducer, span_of_rank
 from lowmem.tiles.layout import Span
@@ -30,18 +31,18 @@ class _Rows(FlatShard):
             )
         super().admit(name, param)
 
-    def ranks_of(self, param: Any) -> Ranks:
+    def group_of(self, param: Any) -> tuple[dist.ProcessGroup, torch.device]:
         mesh = param.device_mesh
-        return Ranks(mesh.get_group(param.placements.index(ShardPlacement(0))), torch.device(mesh.device_type))
+        return mesh.get_group(param.placements.index(ShardPlacement(0))), torch.device(mesh.device_type)
 
     def span(self, param: Any) -> Span:
-        ranks = self.ranks or self.ranks_of(param)
+        ranks = self.ranks_of(param)
         shape = tuple(param.shape)
         rows = -(-shape[0] // ranks.world_size)
         return span_of_rank(ranks.rank, shape, rows * torch.Size(shape[1:]).numel())
 
-    def read(self, param: Any) -> Tensor:
-        return cast(Tensor, param.detach().to_local()).view(-1)
+    def read(self, param: Any, states: States) -> tuple[Tensor, States]:
+        return param.detach().to_local().view(-1), states
 
 
 class _Reduced(ShardedReducer):

@@ -1,10 +1,11 @@
 """What the sharded placements share: each rank holds a range of every parameter's elements."""
 
 from abc import abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lowmem.errors import UnsupportedError
@@ -22,10 +23,14 @@ class FlatShard(Shard):
         UnsupportedError: a parameter is sharded over other ranks than the first one.
     """
 
+    sharded = True
+
+    def __init__(self) -> None:
+        self._ranks: dict[dist.ProcessGroup, Ranks] = {}
+
     def admit(self, name: str, param: Tensor) -> None:
         ranks = self.ranks_of(param)
-        self.ranks = self.ranks or ranks
-        if ranks.members != self.ranks.members:
+        if ranks.members != next(iter(self._ranks.values())).members:
             raise UnsupportedError(
                 f"parameter {name!r} is sharded over other ranks than those before it; make an optimizer for each set "
                 "of ranks"
@@ -35,30 +40,31 @@ class FlatShard(Shard):
         return (param.dtype,)
 
     @abstractmethod
-    def ranks_of(self, param: Any) -> Ranks:
-        """The ranks that hold a shard of a parameter."""
+    def group_of(self, param: Any) -> tuple[dist.ProcessGroup, torch.device]:
+        """The process group whose ranks hold a shard of a parameter, and the device of its tensors."""
+
+    def ranks_of(self, param: Tensor) -> Ranks:
+        group, device = self.group_of(param)
+        if group not in self._ranks:
+            self._ranks[group] = Ranks(group, device)
+        return self._ranks[group]
 
     def layout(self, record: ParamRecord, view: View) -> Layout:
         return Layout.of(record.span.shape, view, record.span.start, record.span.stop)
 
     def full_tensor(self, param: Tensor) -> Tensor:
-        return _gather(self.ranks_of(param), self.read(param), self.span(param))
+        return self.gather(param, self.read(param, {})[0], self.span(param))
 
     def fill(self, param: Tensor, full: Tensor) -> None:
-        shard = self.read(param)
+        shard, states = self.read(param, {})
         shard.copy_(self.cut(full, self.span(param)))
-        self.write(param, shard)
+        self.write(param, shard, states)
 
-    def gather(self, shard: Tensor, span: Span) -> Tensor:
-        assert self.ranks is not None
-        return _gather(self.ranks, shard, span)
+    def gather(self, param: Tensor, shard: Tensor, span: Span) -> Tensor:
+        return self.ranks_of(param).all_gather(shard, span.size)[: span.numel].view(span.shape)
 
     def cut(self, full: Tensor, span: Span) -> Tensor:
         return full.reshape(-1)[span.start : span.stop]
-
-
-def _gather(ranks: Ranks, shard: Tensor, span: Span) -> Tensor:
-    return ranks.all_gather(shard, span.size)[: span.numel].view(span.shape)
 
 
 class ShardedReducer(Reducer):
@@ -70,12 +76,12 @@ class ShardedReducer(Reducer):
 class Sharded(Placement):
     """A placement whose graphs have gathered parameters as leaves, which come and go."""
 
-    def confirm(self, records: Collection[ParamRecord], settings: Mapping[str, Any]) -> None:
-        if self.shard.ranks is not None:
-            refuse_other_settings(settings, self.shard.ranks.group)
+    has_leaves = False
 
-    def leaves(self, params: Sequence[Tensor]) -> Sequence[Tensor] | None:
-        return None
+    def confirm(self, records: Collection[ParamRecord], settings: Mapping[str, Any]) -> None:
+        for ranks in {self.shard.ranks_of(record.param) for record in records}:
+            assert ranks is not None
+            refuse_other_settings(settings, ranks.group)
 
 
 def span_of_rank(rank: int, shape: tuple[int, ...], size: int) -> Span:

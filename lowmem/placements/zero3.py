@@ -7,10 +7,11 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowmem.errors import StepError, UnsupportedError
-from lowmem.placements.base import Reduced
+from lowmem.placements.base import Reduced, States
 from lowmem.placements.ranks import Ranks
 from lowmem.placements.record import ParamRecord
 from lowmem.placements.sharded import FlatShard, Sharded, ShardedReducer, span_of_rank
@@ -32,19 +33,17 @@ class _Partition(FlatShard):
             )
         super().admit(name, param)
 
-    def ranks_of(self, param: Any) -> Ranks:
-        return Ranks(param.ds_process_group, param.device)
+    def group_of(self, param: Any) -> tuple[dist.ProcessGroup, torch.device]:
+        return param.ds_process_group, param.device
 
     def span(self, param: Any) -> Span:
-        ranks = self.ranks or self.ranks_of(param)
-        return span_of_rank(ranks.rank, tuple(param.ds_shape), param.ds_tensor.ds_numel)
+        return span_of_rank(self.ranks_of(param).rank, tuple(param.ds_shape), param.ds_tensor.ds_numel)
 
-    def read(self, param: Any) -> Tensor:
+    def read(self, param: Any, states: States) -> tuple[Tensor, States]:
         _swap_in(param)
-        shard: Tensor = param.ds_tensor.detach()[: self.span(param).held]
-        return shard.to(param.device)
+        return param.ds_tensor.detach()[: self.span(param).held].to(param.device), states
 
-    def write(self, param: Any, shard: Tensor) -> None:
+    def write(self, param: Any, shard: Tensor, states: States) -> None:
         stored = param.ds_tensor
         if stored.data_ptr() != shard.data_ptr():
             _swap_in(param)
@@ -78,10 +77,9 @@ class _ReduceScatter(ShardedReducer):
         self._shard = shard
 
     def reduce(self, record: ParamRecord, grad: Gradient) -> Reduced:
-        ranks, size = self._shard.ranks, record.span.size
-        assert ranks is not None
+        ranks = self._shard.ranks_of(record.param)
         if isinstance(grad, Tensor):
-            yield record, ranks.reduce_scatter_mean(grad.contiguous().view(-1), size)
+            yield record, ranks.reduce_scatter_mean(grad.contiguous().view(-1), record.span.size)
         else:
             yield record, self._reduce_blocks(record, grad, ranks)
 

@@ -263,7 +263,7 @@ class TwoPass(Policy):
         hooked = [record.param for record in self._records.values() if record.trained]
         self._decision, self._measured = None, {}
         if hooked:  # other leaves of the graph get their gradient once, in the second pass
-            yield Pass(loss, self._placement.leaves(hooked), retain_graph=again is None)
+            yield Pass(loss, hooked if self._placement.has_leaves else None, retain_graph=again is None)
         self._cycle.next_pass()
         self._decision = self._clipping.decide(self._measured, prepared=False)
         self._measured = None

@@ -64,7 +64,7 @@ class Saving:
                 group = _group_of(record, name)
                 if isinstance(value, Tensor) and group:
                     span = record.span.grouped(group)
-                    gather = functools.partial(self.shard.gather, value, span)
+                    gather = functools.partial(self.shard.gather, record.param, value, span)
                     yield Entry(record.name, name, value, span.shape, gather)
                 else:
                     yield _replicated(record.name, name, value)

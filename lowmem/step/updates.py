@@ -73,7 +73,7 @@ class Updates:
         self.state, self.cycle, self.seed = state, cycle, config.seed
         self._shard, self.clipping, self.changes = placement.shard, clipping, changes
         self._compiled, self._batching = compiled, config.batching
-        self._whole = WholeUpdates() if compiled and placement.shard.ranks is None else None
+        self._whole = WholeUpdates() if compiled and not placement.shard.sharded else None
         self._stacks: dict[tuple[Any, ...], Stack] = {}  # by what their parameters have in common
         self.arenas = Arenas()
 
@@ -100,7 +100,7 @@ class Updates:
             return None
         assert spec is not None and record.layout is not None  # settled when it was hooked
         # shards of parameters like this one have to be one tile when they are stacked, on every rank
-        if not record.rule.stackable or (self._shard.ranks is not None and not record.layout.one_line):
+        if not record.rule.stackable or (self._shard.sharded and not record.layout.one_line):
             return None
         like = id(record.group), record.span.shape, param.dtype, grad.dtype, param.device, spec
         return self._stacks.setdefault(like, Stack(min(STACK // size, spec.together or STACK)))
@@ -109,7 +109,7 @@ class Updates:
         """Updates parameters that got no gradient as if it were zero, where their rule asks for it."""
         for record in records:
             if record.rule.every_parameter and record.trained and not self.cycle.has_fired(record.name):
-                shard = self._shard.read(record.param)
+                shard, _ = self._shard.read(record.param, {})
                 self.put(record, shard.new_zeros(()).expand(shard.shape), decision)
 
     def flush(self, decision: Decision | None) -> None:
@@ -125,7 +125,7 @@ class Updates:
 
     def begin_state(self, record: ParamRecord) -> None:
         """Makes the states of a parameter before its first update."""
-        storage, shard = record.storage, self._shard.read(record.param)
+        storage, (shard, _) = record.storage, self._shard.read(record.param, {})
         assert storage is not None and record.layout is not None
         tensors = {
             name: shard.new_zeros(record.shape_of(kept, shard.shape), dtype=kept.dtype)
@@ -138,8 +138,8 @@ class Updates:
 
     def _update_one(self, record: ParamRecord, grad: Gradient, decision: Decision | None) -> None:
         assert record.layout is not None and record.spec is not None
-        shard = self._shard.read(record.param)
-        weight, states = (shard, *record.extra), self.state[record.param]
+        shard, states = self._shard.read(record.param, self.state[record.param])
+        weight = (shard, *record.extra)
         reading = self.clipping.reading([record], grad, decision)
         self.cycle.moved.add(record.name)
         sample = self.changes.before([record], shard, grad)
@@ -155,7 +155,7 @@ class Updates:
             self._sweep([record], layout, weight, grad, states, reading)
         if sample is not None:
             self.changes.after(sample, shard)
-        self._shard.write(record.param, shard)
+        self._shard.write(record.param, shard, states)
 
     @torch.no_grad()
     def _update_stack(self, stack: Stack, decision: Decision | None) -> None:
@@ -172,8 +172,8 @@ class Updates:
         arena = self.arenas.find(records, states)
         kept = gather(records, states) if arena is None else arena.stacked
         params = [record.param for record in records]
-        in_place = self._shard.ranks is None  # parameters that are complete, which need not be read one by one
-        shards = params if in_place else [self._shard.read(param) for param in params]
+        in_place = not self._shard.sharded  # parameters that are complete, which need not be read one by one
+        shards = params if in_place else [self._shard.read(param, {})[0] for param in params]
         weight = torch.stack(shards)
         if (layout := stack.layouts.get(len(records))) is None:
             assert first.spec is not None and first.layout is not None
@@ -190,7 +190,7 @@ class Updates:
             self.changes.after(sample, weight)
         torch._foreach_copy_(shards, weight.unbind())
         for param, shard in () if in_place else zip(params, shards, strict=True):
-            self._shard.write(param, shard)
+            self._shard.write(param, shard, {})
         if arena is None:
             scatter(kept, records, states)
 
@@ -216,7 +216,7 @@ class Updates:
             members=len(records),
             noise_keys=lambda: [noise_key(self.seed, step, record.name) for record in records],
             step=step,
-            across=self._shard.ranks,
+            across=self._shard.ranks_of(first.param),
             compiled=compiled and not torch._C._len_torch_dispatch_stack(),
             tile=PLANNED_TILE if planned else None,
         )
@@ -318,7 +318,7 @@ def takes_computed(record: ParamRecord, placement: Placement) -> bool:
     """Whether a parameter can be updated with a gradient that is computed as it is read."""
     span, reducer = record.span, placement.reducer
     matrix = len(span.shape) == 2 and span.numel > SMALL and record.param.is_contiguous()
-    becomes_shard = placement.shard.ranks is not None  # of the tensor that it is reduced to
+    becomes_shard = placement.shard.sharded  # of the tensor that it is reduced to
     return matrix and reducer.takes_computed and (becomes_shard or not record.rule.needs_dense_gradient)
 
 
