@@ -154,7 +154,11 @@ class AllReduce(Reducer):
             else:
                 yield from self._wait(0)  # a gradient may be waiting behind this one
                 grad = self._stand_in(name)
-            self._launch(name, grad)
+            if self._sums.wide:
+                grad = grad.to(torch.promote_types(grad.dtype, torch.float32))
+            grad = grad.div_(dist.get_world_size())  # before the sum: float16 would overflow
+            self._launched += 1
+            self._in_flight.append((name, grad, dist.all_reduce(flat(grad), async_op=True)))
             del grad
             yield from self._wait(MAX_IN_FLIGHT)
 
@@ -166,15 +170,6 @@ class AllReduce(Reducer):
         total = self._sums.read[name]()
         assert isinstance(total, Tensor)
         return total
-
-    def _launch(self, name: str, grad: Tensor) -> None:
-        if self._sums.wide:
-            grad = grad.to(torch.promote_types(grad.dtype, torch.float32))
-        grad = grad.div_(dist.get_world_size())  # before the sum: float16 would overflow
-        self._launched += 1
-        work = dist.all_reduce(flat(grad), async_op=True)
-        assert work is not None
-        self._in_flight.append((name, grad, work))
 
     def _wait(self, in_flight: int) -> Reduced:
         """Yields averaged gradients until so many are in flight."""

@@ -13,9 +13,9 @@ from torch.distributed.tensor.placement_types import Replicate
 from torch.distributed.tensor.placement_types import Shard as ShardPlacement
 
 from lowmem.errors import UnsupportedError
-from lowmem.placements.base import States
+from lowmem.placements.base import Reducer, States
 from lowmem.placements.record import ParamRecord
-from lowmem.placements.sharded import FlatShard, Sharded, ShardedReducer, span_of_rank
+from lowmem.placements.sharded import FlatShard, Sharded, span_of_rank
 from lowmem.tiles.layout import Span
 
 
@@ -45,10 +45,10 @@ class _Rows(FlatShard):
         return param.detach().to_local().view(-1), states
 
 
-class _Reduced(ShardedReducer):
+class _Reduced(Reducer):
     """FSDP2 has averaged and cut a gradient before its hook runs."""
 
-    takes_computed = False
+    accumulates_first = takes_computed = False
 
     def take(self, param: Tensor) -> Tensor:
         grad = cast(DTensor, param.grad)

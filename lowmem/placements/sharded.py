@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lowmem.errors import UnsupportedError
 from lowmem.placements.agreement import refuse_other_settings
-from lowmem.placements.base import Placement, Reducer, Shard
+from lowmem.placements.base import Placement, Shard
 from lowmem.placements.ranks import Ranks
 from lowmem.placements.record import ParamRecord
 from lowmem.tiles.layout import Layout, Span, View
@@ -67,19 +67,13 @@ class FlatShard(Shard):
         return full.reshape(-1)[span.start : span.stop]
 
 
-class ShardedReducer(Reducer):
-    """Gradients are averaged over the ranks as they are cut, and micro-batches summed shard by shard."""
-
-    accumulates_first = False
-
-
 class Sharded(Placement):
     """A placement whose graphs have gathered parameters as leaves, which come and go."""
 
     has_leaves = False
 
     def confirm(self, records: Collection[ParamRecord], settings: Mapping[str, Any]) -> None:
-        for ranks in {self.shard.ranks_of(record.param) for record in records}:
+        for ranks in dict.fromkeys(self.shard.ranks_of(record.param) for record in records):  # a set has no order
             assert ranks is not None
             refuse_other_settings(settings, ranks.group)
 

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowmem.errors import StepError, UnsupportedError
-from lowmem.placements.base import Reduced, States
+from lowmem.placements.base import Reduced, Reducer, States
 from lowmem.placements.ranks import Ranks
 from lowmem.placements.record import ParamRecord
-from lowmem.placements.sharded import FlatShard, Sharded, ShardedReducer, span_of_rank
+from lowmem.placements.sharded import FlatShard, Sharded, span_of_rank
 from lowmem.tiles.gradients import ComputedGradient, Gradient
 from lowmem.tiles.layout import Span
 
@@ -70,8 +70,10 @@ class _Partition(FlatShard):
             param.partition()
 
 
-class _ReduceScatter(ShardedReducer):
+class _ReduceScatter(Reducer):
     """Reduce-scatters each gradient in its hook, one that is computed block by block: no rank has all of it."""
+
+    accumulates_first = False
 
     def __init__(self, shard: FlatShard) -> None:
         self._shard = shard

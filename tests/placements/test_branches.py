@@ -41,7 +41,8 @@ def layer_drop():
     return [[tuple(range(LAYERS))] * 2, *paths]
 
 
-PATHS = {"alternating heads": HEADS, "layer drop": layer_drop(), "experts": EXPERT}
+APART = [[(0, 1), (7, 6, 5, 4, 3, 2)]] * 6  # the order has to be learned from both
+PATHS = {"alternating heads": HEADS, "layer drop": layer_drop(), "experts": EXPERT, "apart": APART}
 
 
 def as_one_device(rank, steps, settings, checkpointed):

@@ -103,11 +103,12 @@ def test_a_plain_backward(two):
 def wrapped_first(rank):
     net = make()
     wrapped = ddp(rank, net)
-    with pytest.raises(UnsupportedError, match="Remove the wrapper"):
-        lowmem.FusedOptimizer(wrapped.named_parameters(), rule="lomo", lr=0.1, model=wrapped)
+    for model in (wrapped, net, None):
+        with pytest.raises(UnsupportedError, match="Remove the wrapper"):
+            lowmem.FusedOptimizer(net.named_parameters(), rule="lomo", lr=0.1, model=model)
 
 
-def test_a_wrapper_that_is_passed(two):
+def test_a_wrapper_from_before(two):
     two.run(wrapped_first)
 
 
