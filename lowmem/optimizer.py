@@ -1,7 +1,6 @@
 """The fused optimizer: a `torch.optim.Optimizer` whose updates happen during backward."""
 
 import copy
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -104,7 +103,6 @@ class FusedOptimizer(torch.optim.Optimizer):
                 self._rules,
                 self._added,
                 self._records,
-                self._claim,
                 self._placement,
                 self._hooks,
                 self._cycle,
@@ -140,7 +138,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         placement = placements.find(self.config.placement, group["params"])
         if not self._records and not self._complete:
             self._placement = placement
-            self._claim = functools.partial(claim, self.config, self.state, placement, self._hooks)
         elif type(placement) is not type(self._placement):
             raise UnsupportedError(
                 f"{where}its placement is {placement.name}, that of the groups before it {self._placement.name}; "
@@ -165,7 +162,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 rule.adopt(group, sharded)
             for record in records.values():
                 self._hooks.add(record)
-                self._claim(record)
+                claim(record, {}, self.config, self._placement, self._hooks)  # it has no state yet
                 record.refuse_leftover()
             if not sharded:  # last: a parameter is refused by its name
                 rule.adopt(group, sharded)
@@ -381,8 +378,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
         if distributed_checkpoint.asks_for_states():
-            for record in self._records.values():
-                self._claim(record)
+            self._loop.claim()
             saved = self._saving.numbered()
         else:
             saved = {**self._saving.metadata(), "state": self._saving.gathered()}

@@ -1,7 +1,7 @@
 """The step as one loop: a gradient is taken from its parameter, reduced over ranks, and used as the policy says."""
 
 import logging
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,7 +39,6 @@ class StepLoop:
     Attributes:
         rules: of the parameter groups.
         added: each parameter group, its keys and values when it was added, and how many parameters it had.
-        claim: decides how a parameter is updated, before each step.
         policy: says when gradients become updates.
     """
 
@@ -47,7 +46,6 @@ class StepLoop:
     rules: Sequence[UpdateRule]
     added: Sequence[tuple[Group, Group, int]]
     records: Mapping[Tensor, ParamRecord]
-    claim: Callable[[ParamRecord], None]
     placement: Placement
     hooks: Hooks
     cycle: StepCycle
@@ -104,8 +102,8 @@ class StepLoop:
         _refuse_loss(value)
         if self.policy.name == "two_pass" and self.placement.shard.ranks is None:  # it measures chosen leaves
             self.choose_policy(value)
+        self.claim()
         for record in self.records.values():
-            self.claim(record)  # it may have been frozen until now
             record.refuse_leftover()
         self.cycle.begin(last, explicit=True)
         try:
@@ -138,18 +136,16 @@ class StepLoop:
         self.hooks.refuse_company(first)
         self._begin(groups)
         self.policy.allow_plain_backward()
-        for record in self.records.values():
-            self.claim(record)
+        self.claim()
         self.cycle.begin(not self.hooks.accumulating, nests=habits.nests(self.records.values()))
         if not self.cycle.waiting:
             self.drop()  # left over from a plain backward that failed
         self._begin_pass()
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_plain)  # type: ignore[attr-defined]
 
-        def end() -> None:
-            self._end_pass()
-            self._finish()
-
-        torch.autograd.Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
+    def _end_plain(self) -> None:
+        self._end_pass()
+        self._finish()
 
     def _begin(self, groups: Sequence[Group]) -> None:
         """A step begins, or a micro-batch: nothing has moved yet."""
@@ -163,6 +159,11 @@ class StepLoop:
         self.choose_policy()  # the options of a group may ask for another by now
         for rule, group in zip(self.rules, groups, strict=True):
             rule.begin(group, self.cycle.step + (not self.cycle.waiting))
+
+    def claim(self) -> None:
+        """Decides how parameters are updated that have been unfrozen, or have changed, since the last step."""
+        for record in self.records.values():
+            claim(record, self.updates.state, self.config, self.placement, self.hooks)
 
     def _settings(self, groups: Sequence[Group]) -> dict[str, Any]:
         """What all ranks have to agree on."""
@@ -271,11 +272,7 @@ class StepLoop:
 
 
 def claim(
-    config: FusedConfig,
-    state: MutableMapping[Tensor, dict[str, Any]],
-    placement: Placement,
-    hooks: Hooks,
-    record: ParamRecord,
+    record: ParamRecord, state: Mapping[Tensor, Group], config: FusedConfig, placement: Placement, hooks: Hooks
 ) -> None:
     """Decides how a parameter is updated, once it requires a gradient, and again if its form has changed."""
     shard = placement.shard

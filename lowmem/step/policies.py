@@ -89,16 +89,11 @@ _REFUSALS = {
 )
 
 
-class Choice(NamedTuple):
-    """A policy, why it was chosen, and how it gets its second pass, "graph" or "forward", if it has one."""
-
-    policy: str
-    reason: str
-    replay: str | None = None
-
-
-def choose(config: FusedConfig, needs: Needs, *, on_cpu: bool, replays_graph: bool = True) -> Choice:
-    """The policy that was asked for, or with `auto` the cheapest that is exact for what is needed.
+def choose(
+    config: FusedConfig, needs: Needs, *, on_cpu: bool, replays_graph: bool = True
+) -> tuple[str, str, str | None]:
+    """The policy that was asked for, or with `auto` the cheapest that is exact for what is needed; the reason; and how
+    it gets its second pass, "graph" or "forward", if it has one.
 
     With accumulation that is `deferred`; with nothing to know beforehand `immediate`. In between it is `deferred` on a
     GPU, whose gradients are offloaded to the host, and where the graph cannot be replayed or has reentrant activation
@@ -112,20 +107,19 @@ def choose(config: FusedConfig, needs: Needs, *, on_cpu: bool, replays_graph: bo
             raise UnsupportedError(why.format(policy=policy, need=need))
     beforehand = needs.norm or needs.skip or needs.exact_skip
     reason = f"{beforehand} needs all gradients before the first update"
-    measures = (on_cpu and replays_graph) or config.replay != "auto"
     if config.policy in ("immediate", "deferred"):
-        return Choice(config.policy, "as requested")
+        return config.policy, "as requested", None
     if config.policy == "auto":
         if needs.accumulation:
-            return Choice("deferred", "gradients of several micro-batches are summed")
+            return "deferred", "gradients of several micro-batches are summed", None
         if config.store is not None:
-            return Choice("deferred", f"store={config.store!r} asks for it")
+            return "deferred", f"store={config.store!r} asks for it", None
         if beforehand is None:
-            return Choice("immediate", "updates during backward, one gradient in memory at a time")
+            return "immediate", "updates during backward, one gradient in memory at a time", None
         if needs.reentrant:
             reason += ", and reentrant activation checkpointing allows no backward that only measures them"
-        if needs.reentrant or not measures:
-            return Choice("deferred", f"{reason}, so gradients are offloaded until the step is decided")
+        if needs.reentrant or (config.replay == "auto" and not (on_cpu and replays_graph)):
+            return "deferred", f"{reason}, so gradients are offloaded until the step is decided", None
     if config.replay == "graph" and not replays_graph:
         raise UnsupportedError(
             "replay='graph': DeepSpeed ZeRO-3 gathers parameters for one backward of each forward, so the graph "
@@ -133,7 +127,7 @@ def choose(config: FusedConfig, needs: Needs, *, on_cpu: bool, replays_graph: bo
         )
     replay = config.replay if config.replay != "auto" else "graph" if replays_graph else "forward"
     reason = f"{reason}, so they are measured in a first backward, and the {replay} is replayed"
-    return Choice("two_pass", reason if config.policy == "auto" else "as requested", replay)
+    return "two_pass", reason if config.policy == "auto" else "as requested", replay
 
 
 def repeatable(forward: Callable[[], Tensor], devices: Iterable[torch.device]) -> Callable[[], Tensor]:
