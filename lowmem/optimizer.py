@@ -98,18 +98,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             )
             self._report = Report(self._updates, device, config.max_nonfinite_steps)
             self._saving = Saving(self._records, self.param_groups, self.state, shard, self._updates, self._report)
-            self._loop = StepLoop(
-                config,
-                self._rules,
-                self._added,
-                self._records,
-                self._placement,
-                self._hooks,
-                self._cycle,
-                self._clipping,
-                self._updates,
-                self._report,
-            )
+            parts = self._cycle, self._clipping, self._updates, self._report
+            self._loop = StepLoop(config, self._rules, self._added, self._records, self._placement, self._hooks, *parts)
         except BaseException:
             self.remove()  # the hooks of the groups that were added
             raise

@@ -11,7 +11,7 @@ from torch import Tensor
 from lowmem.errors import ConfigError, StepError, UnsupportedError
 from lowmem.options import FusedConfig
 from lowmem.placements import Placement
-from lowmem.placements.base import Reduced
+from lowmem.placements.base import NO_SUMS, Reduced, Sums
 from lowmem.placements.record import ParamRecord
 from lowmem.rules import UpdateRule
 from lowmem.step import habits
@@ -53,6 +53,7 @@ class StepLoop:
     updates: Updates
     report: Report
     policy: Policy = field(init=False)
+    _sums: Sums = field(default=NO_SUMS, init=False)  # of earlier micro-batches, in the last one
     _confirmed: int = field(default=0, init=False)  # parameter groups whose settings all ranks share
 
     def __post_init__(self) -> None:
@@ -178,9 +179,9 @@ class StepLoop:
     # -- a backward runs -------------------------------------------------------------------------------------------
 
     def _begin_pass(self) -> None:
-        sums, reducer = self.policy.begin(), self.placement.reducer
+        self._sums, reducer = self.policy.begin(), self.placement.reducer
         if self.cycle.last or not reducer.accumulates_first:
-            reducer.begin(self.records.values(), sums)
+            reducer.begin(self.records.values(), self._sums)
 
     def arrived(self, record: ParamRecord, groups: Sequence[Group]) -> None:
         """The gradient of a parameter is complete."""
@@ -220,9 +221,10 @@ class StepLoop:
 
     @torch.no_grad()
     def _end_pass(self) -> None:
-        """A backward has ended: the gradients in flight arrive."""
-        reducer = self.placement.reducer
-        for record, total in self.policy.leftovers():
+        """A backward has ended: sums without a gradient in the last one, and the gradients in flight, arrive."""
+        reducer, missed = self.placement.reducer, self.cycle.missed() & self._sums.read.keys()
+        for record in [record for record in self.records.values() if record.name in missed]:
+            total = self._sums.read[record.name]()
             if reducer.accumulates_first:
                 self._use(reducer.reduce(record, total))
             else:

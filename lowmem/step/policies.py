@@ -196,16 +196,12 @@ class Policy(ABC):
         yield Pass(loss)
 
     def begin(self) -> Sums:
-        """A backward begins. Returns the sums of earlier micro-batches, if it is the last one and reduces sums."""
+        """A backward begins. Returns the sums of earlier micro-batches, if it is the last one."""
         return NO_SUMS
 
     def add(self, record: ParamRecord, grad: Gradient) -> Gradient | None:
         """Adds a gradient to those of earlier micro-batches. Returns the sum in the last one, None before it."""
         return grad
-
-    def leftovers(self) -> Iterator[tuple[ParamRecord, Gradient]]:
-        """Sums of earlier micro-batches whose parameters got no gradient in the last one."""
-        yield from ()
 
     @abstractmethod
     def ready(self, record: ParamRecord, grad: Gradient) -> None:
@@ -323,27 +319,21 @@ class Deferred(Policy):
 
     def begin(self) -> Sums:
         self._store = self._store or make_store(self.config, self.records)
-        read = {record.name: functools.partial(self._sum_of, record) for record in self._earlier()}
+        missed = self.cycle.missed() if self.cycle.last else set()
+        records = (record for record in self.records.values() if record.name in missed)
+        read = {record.name: functools.partial(self._sum_of, record) for record in records}
         return Sums(read, self._wide) if read else NO_SUMS
 
     @property
     def _wide(self) -> bool:
         return self.config.accumulation_dtype == "float32"
 
-    def _earlier(self) -> list[ParamRecord]:
-        """In the last micro-batch: the parameters that have a sum of those before it, and no gradient of it so far."""
-        missed = self.cycle.missed() if self.cycle.last else set()
-        return [record for record in self.records.values() if record.name in missed]
-
     def _sum_of(self, record: ParamRecord) -> Gradient:
+        """The sum of earlier micro-batches, for a parameter that gets no gradient in the last one."""
         self.cycle.notice(record.name)
         total = self._stored(record)
         assert total is not None
         return total
-
-    def leftovers(self) -> Iterator[tuple[ParamRecord, Gradient]]:
-        for record in self._earlier():
-            yield record, self._sum_of(record)
 
     def add(self, record: ParamRecord, grad: Gradient) -> Gradient | None:
         before = self._stored(record)
