@@ -15,14 +15,14 @@ from lowmem.errors import ConfigError, UnsupportedError, did_you_mean
 from lowmem.options import FusedConfig
 from lowmem.placements.record import ParamRecord, listed
 from lowmem.rules import UpdateRule
-from lowmem.step import distributed_checkpoint, habits
+from lowmem.step import habits
 from lowmem.step.changes import Changes
 from lowmem.step.clipping import Clipping
 from lowmem.step.cycle import StepCycle
 from lowmem.step.hooks import Hooks
 from lowmem.step.loop import StepLoop, claim
 from lowmem.step.report import LastStep, Report
-from lowmem.step.saving import Saving
+from lowmem.step.saving import Saving, States
 from lowmem.step.updates import Updates, decide_compilation
 from lowmem.tiles.graph import Compiler
 
@@ -79,6 +79,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise ConfigError("no parameters were given")
         try:
             super().__init__(groups, {})
+            self.state = States(dict)
             self.defaults = {**rules.resolve(rule).defaults, **self.config.given}
             self._placement.adopt(self._records.values(), self._model)
             self._complete = True
@@ -99,7 +100,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                 self.compiled,
             )
             self._report = Report(self._updates, device, config.max_nonfinite_steps)
-            self._saving = Saving(self._records, self.param_groups, self.state, shard, self._updates, self._report)
+            saved = self._clipping, self._cycle, self._updates, self._report
+            self._saving = Saving(self._records, self.param_groups, self.state, shard, *saved)
             parts = self._cycle, self._clipping, self._updates, self._report
             self._loop = StepLoop(config, self._rules, self._added, self._records, self._placement, self._hooks, *parts)
         except BaseException:
@@ -292,8 +294,6 @@ class FusedOptimizer(torch.optim.Optimizer):
             StepError: several backwards came before it, outside of `accumulate`, or one and gradients in `.grad`; or
                 those cannot be used.
         """
-        if distributed_checkpoint.wants_initial_states():
-            return None  # `state_dict` makes them
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -364,39 +364,60 @@ class FusedOptimizer(torch.optim.Optimizer):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next step depends on except the weights: states by parameter name, groups, step, seed.
+        """Everything that the next step depends on except the weights, as `torch.optim.Optimizer` has it: states by the
+        number of a parameter, and groups with `param_names`. The step, the seed and the like are in the first group,
+        under "lowmem".
 
-        Tensors are in their own dtype and logical shape: the live ones (copies of small ones), or gathered where
-        parameters are sharded, so that every rank has to call it (`lowmem.hf.checkpoint.save_optimizer` gathers one at
-        a time).
+        States of parameters that have had no update yet are shown as they will begin, and not loaded. Tensors are in
+        their own dtype and logical shape: the live ones (copies of small ones), or gathered where parameters are
+        sharded, so that every rank has to call it.
 
         Raises:
             StepError: in the middle of a step, or after one that is torn.
         """
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
-        if distributed_checkpoint.asks_for_states():
-            self._loop.claim()
-            saved = self._saving.numbered()
-        else:
-            saved = {**self._saving.metadata(), "state": self._saving.gathered()}
+        saved = self._saving.numbered()
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             saved = post_hook(self, saved) or saved
         return saved
 
+    def named_state_dict(self, *, lazy: bool = False) -> dict[str, Any]:
+        """The same by parameter name, without states of parameters that have had no update. No hooks are called.
+
+        Args:
+            lazy: tensors are `TensorSource`s: a shape, a dtype, and `read()`, which gathers one tensor at a time. Every
+                rank has to read them, in their order and before the next step.
+
+        Returns:
+            "state": name of a parameter → name of a state → value, and "_group0" → what the rule of group 0 remembers
+            to clip by norm; "param_groups", with names as "params"; "step", "seed", "loss_scale", "nonfinite" and
+            "weights", the dtypes of the parameters.
+
+        Raises:
+            StepError: in the middle of a step, or after one that is torn.
+        """
+        return self._saving.named(lazy=lazy)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues from what `state_dict` returned. Tensors are copied to their parameter's device and never cast.
 
-        Rule "adamw" also continues from the state of a `torch.optim.AdamW` of the same parameters and groups.
+        States that the optimizer has already are freed once the new ones are complete. Rule "adamw" also continues from
+        the state of a `torch.optim.AdamW` of the same parameters and groups.
 
         Raises:
             CheckpointError: it is of other rules or storages, its parameters or groups are not this optimizer's, or it
-                is damaged. The optimizer is then as it was.
+                is damaged. The optimizer is then as it was, and so it is if a tensor cannot be read.
         """
         state_dict = copy.copy(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
-        self._saving.load(state_dict)
+        self._saving.load(state_dict, numbered=True)
         self._loop.drop()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+    def load_named_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continues from what `named_state_dict` returned, as `load_state_dict` does. No hooks are called."""
+        self._saving.load(state_dict, numbered=False)
+        self._loop.drop()

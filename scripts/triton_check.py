@@ -59,7 +59,7 @@ def updated(rule: str, rounding: str, size: tuple[int, int], steps: int, compile
     with torch.no_grad():
         for _ in range(steps):
             update_one(opt, param, torch.randn(size).bfloat16())
-    states = next(iter(opt.state_dict()["state"].values()), {})  # some rules have none
+    states = next(iter(opt.named_state_dict()["state"].values()), {})  # some rules have none
     return param.detach(), {name: value for name, value in states.items() if isinstance(value, Tensor)}
 
 

@@ -497,10 +497,11 @@ class OneByOne(torch.optim.Optimizer):
         for group in self.param_groups:  # shadows have the memory of the parameters
             hyper = {key: each for key, each in group.items() if key not in SCHEDULED}
             groups.append({**hyper, "params": [nn.Parameter(param.detach()) for param in group["params"]]})
-        before = self.inner and self.inner.state_dict()
+        before = self.inner and self.inner.named_state_dict()
         self.inner = lowmem.FusedOptimizer(groups, **self.options, compile=False, batching=False)
         if before:
-            self.inner.load_state_dict({**self.inner.state_dict(), "state": before["state"], "step": before["step"]})
+            kept = {"state": before["state"], "step": before["step"]}
+            self.inner.load_named_state_dict({**self.inner.named_state_dict(), **kept})
 
 
 class Give(torch.autograd.Function):
@@ -668,9 +669,9 @@ def compare(where: str, s: Settings, ordinary: Ordinary, fused: Fused, start: li
 
 def compare_states(s: Settings, ordinary: Ordinary, fused: Fused) -> None:
     """Raises `DefectError` if states of our rules differ; in any case it saves, which a torn optimizer does not."""
-    got = fused.optimizer.state_dict()["state"]
+    got = fused.optimizer.named_state_dict()["state"]
     inner = ordinary.optimizer.inner if s.ours and s.exact else None
-    for name, states in inner.state_dict()["state"].items() if inner is not None else ():
+    for name, states in inner.named_state_dict()["state"].items() if inner is not None else ():
         for key, want in states.items():
             refuse_difference(f"state {key} of {name}", s, got[name][key], want, torch.zeros(()))
 

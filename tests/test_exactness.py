@@ -176,7 +176,7 @@ def test_with_a_dynamic_loss_scale(kind, rule, way):
     assert torch.equal(torch.stack(fused_losses), torch.stack(losses))
     assert_same_bits(ordinary, fused)
     assert opt.loss_scale == scaler.get_scale() == 2.0 ** (12 + 6 - 2)
-    assert (opt.state_dict()["step"], opt.nonfinite_steps) == (STEPS - 2, 2)
+    assert (opt.named_state_dict()["step"], opt.nonfinite_steps) == (STEPS - 2, 2)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -82,7 +82,7 @@ def test_a_backward_that_runs_out_of_memory(net, policy, hook):
         opt.backward(net(ids))
         resumed.backward(other(ids))
     assert all(map(torch.equal, weights(net), weights(other)))
-    assert opt.state_dict()["step"] == resumed.state_dict()["step"] == len(batches)
+    assert opt.named_state_dict()["step"] == resumed.named_state_dict()["step"] == len(batches)
 
 
 def test_the_gradients_that_waited_are_freed(net):

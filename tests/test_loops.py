@@ -545,9 +545,9 @@ def test_a_removed_optimizer_can_be_saved():
     net = make_net()
     opt = lomo(net, rule="adamw")
     opt.backward(loss_of(net))
-    saved = opt.state_dict()
+    saved = opt.named_state_dict()
     opt.remove()
-    after = opt.state_dict()
+    after = opt.named_state_dict()
     assert after["step"] == 1
     for name, state in saved["state"].items():
         assert state.keys() == after["state"][name].keys()

@@ -184,7 +184,7 @@ def test_states_of_a_parameter_that_is_frozen_now_are_saved_again():
     other.one.requires_grad_(False)
     resumed = lowmem.FusedOptimizer(split(other), rounding="compensated")
     resumed.load_state_dict(opt.state_dict())
-    state, expected = resumed.state_dict()["state"], opt.state_dict()["state"]
+    state, expected = resumed.named_state_dict()["state"], opt.named_state_dict()["state"]
     assert state.keys() == expected.keys()
     for name, tensors in expected.items():
         assert state[name].keys() == tensors.keys()
@@ -307,7 +307,7 @@ def test_two_rules_of_one_name_are_refused(case):
     with pytest.raises(ConfigError, match="parameter group 1: its rule is called"):
         opt.add_param_group(groups[1])
     opt.backward(params[0].sum())
-    assert len(opt.param_groups) == 1 and len(opt.state_dict()["param_groups"]) == 1
+    assert len(opt.param_groups) == 1 and len(opt.named_state_dict()["param_groups"]) == 1
 
 
 SHARED = {

@@ -118,7 +118,7 @@ def test_a_non_finite_gradient_skips_the_step_and_the_schedule(make, accumulatio
     assert [entry["nonfinite_steps"] for entry in logs] == [0, 0, 1, 1, 1, 2, 2, 2]
     rates = [entry["learning_rate"] for entry in logs]
     assert [after == before for before, after in itertools.pairwise(rates)] == [step in (2, 5) for step in range(7)]
-    assert trainer.optimizer.state_dict()["step"] == 6
+    assert trainer.optimizer.named_state_dict()["step"] == 6
 
 
 def test_gradients_are_freed_and_the_optimizer_is_not_wrapped(make):

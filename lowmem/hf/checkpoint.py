@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
 
 from lowmem.errors import CheckpointError
 from lowmem.files import begin_safetensors, check_safetensors, flush, flush_tree, write_tensor
@@ -25,7 +24,7 @@ from lowmem.hf import integrity
 from lowmem.hf.integrity import CHECKSUMS_FILE, Progress
 from lowmem.hf.weights import weight_files
 from lowmem.optimizer import FusedOptimizer
-from lowmem.step.saving import Stored
+from lowmem.step.saving import TensorSource
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 TRAINER_STATE_FILE = "trainer_state.json"
@@ -45,8 +44,8 @@ _REASONS = 3
 
 
 def save_optimizer(optimizer: FusedOptimizer, path: Path, *, write: bool = True) -> None:
-    """Writes what `FusedOptimizer.state_dict` returns as one safetensors file: tensors as `parameter/state`, everything
-    else as JSON in its metadata.
+    """Writes what `FusedOptimizer.named_state_dict` returns as one safetensors file: tensors as `parameter/state`,
+    everything else as JSON in its metadata.
 
     Gathers one state at a time. Where parameters are sharded, every rank calls it; only ranks that `write` touch the
     file.
@@ -55,28 +54,25 @@ def save_optimizer(optimizer: FusedOptimizer, path: Path, *, write: bool = True)
         CheckpointError: a state or a group has a value that is neither a tensor nor JSON.
         StepError: the step is torn.
     """
-    metadata, entries = optimizer._saving.metadata(), list(optimizer._saving.entries())
+    saved = optimizer.named_state_dict(lazy=True)
     values: dict[str, dict[str, Any]] = {}
-    tensors: dict[str, Tensor] = {}
-    for entry in entries:
-        plain = values.setdefault(entry.owner, {})
-        if isinstance(entry.value, Tensor):
-            tensors[f"{entry.owner}/{entry.name}"] = torch.empty(entry.shape, dtype=entry.value.dtype, device="meta")
-        else:
-            plain[entry.name] = entry.value
+    sources: dict[str, TensorSource] = {}
+    for owner, state in saved.pop("state").items():
+        values[owner] = {name: value for name, value in state.items() if not isinstance(value, TensorSource)}
+        sources |= {f"{owner}/{name}": value for name, value in state.items() if isinstance(value, TensorSource)}
     try:
-        text = json.dumps({**metadata, "values": values})
+        text = json.dumps({**saved, "values": values})
     except TypeError as error:
         raise CheckpointError(
             f"the optimizer cannot be saved: {error}. Give hyperparameters as numbers, strings and lists."
         ) from error
+    tensors = {key: torch.empty(source.shape, dtype=source.dtype, device="meta") for key, source in sources.items()}
     with path.open("wb") if write else nullcontext() as file:
         offsets = begin_safetensors(file, tensors, {"format": "pt", "lowmem": text}) if file is not None else {}
-        for entry in entries:
-            if isinstance(entry.value, Tensor):
-                tensor = entry.gather()
-                if file is not None:
-                    write_tensor(file, offsets[f"{entry.owner}/{entry.name}"], tensor)
+        for key, source in sources.items():
+            tensor = source.read()
+            if file is not None:
+                write_tensor(file, offsets[key], tensor)
 
 
 def load_optimizer(optimizer: FusedOptimizer, path: Path) -> None:
@@ -91,9 +87,10 @@ def load_optimizer(optimizer: FusedOptimizer, path: Path) -> None:
         for key in file.keys():  # noqa: SIM118 (not a mapping)
             param, _, name = key.rpartition("/")
             tensor = file.get_tensor(key)
-            state[param][name] = Stored(tuple(tensor.shape), tensor.dtype, functools.partial(file.get_tensor, key))
+            read = functools.partial(file.get_tensor, key)
+            state[param][name] = TensorSource(tuple(tensor.shape), tensor.dtype, read)
         try:
-            optimizer.load_state_dict({**saved, "state": state})
+            optimizer.load_named_state_dict({**saved, "state": state})
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from None
 

@@ -1,8 +1,12 @@
 """AdamW: Adam with decoupled weight decay (Loshchilov and Hutter 2019, arXiv:1711.05101)."""
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from lowmem.errors import CheckpointError
 from lowmem.rules import require
 from lowmem.rules.rule import Hyper, ParamSpec, State, StateSpec, UpdateRule, next_count, power, register
 from lowmem.tiles.layout import View
@@ -50,3 +54,28 @@ class AdamW(UpdateRule):
         scalar["root_correction2"] = (1.0 - power(beta2, count)).sqrt().float()
         scalar["step"] = (-hyper["lr"] / (1.0 - power(beta1, count))).float()
         sweep.apply(moved, full={name: state[name] for name in ("exp_avg", "exp_avg_sq")}, scalar=scalar)
+
+
+def of_torch(
+    groups: Sequence[Mapping[str, Any]], states: Mapping[Any, Mapping[str, Tensor]], own: Sequence[Mapping[str, Any]]
+) -> tuple[list[dict[str, Any]], dict[Any, dict[str, Tensor]]]:
+    """Groups and states of a saved `torch.optim.AdamW` as those of rule "adamw"; `own` are the groups that take them.
+
+    Raises:
+        CheckpointError: it was trained with an option that the rule does not have, or its parameters have other names.
+    """
+    converted = []
+    for n, (group, ours) in enumerate(zip(groups, own, strict=True)):
+        coupled = group["weight_decay"] != 0 and not group.get("decoupled_weight_decay", True)
+        options = {"amsgrad": group["amsgrad"], "maximize": group.get("maximize"), "coupled weight_decay": coupled}
+        if used := [option for option, value in options.items() if value]:
+            raise CheckpointError(f"group {n} of the saved torch optimizer has {used[0]}, and rule 'adamw' has not")
+        if group.get("param_names", ours["param_names"]) != ours["param_names"]:
+            raise CheckpointError(f"group {n} of the saved torch optimizer has other parameters, or another order")
+        hyper = {key: group[key] for key in ours.keys() & group.keys()}
+        converted.append({**ours, **hyper, "lr": float(group["lr"]), "rule": "adamw"})
+    # a weight of 16 bits has states of 16 bits there
+    return converted, {
+        key: {name: value.long() if name == "step" else value.float() for name, value in state.items()}
+        for key, state in states.items()
+    }

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn, cast
+from typing import Any, Literal, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -261,8 +261,11 @@ class ForeignRule(UpdateRule):
 
     # -- updates ---------------------------------------------------------------------------------------------------
 
-    def is_full(self, state: str) -> bool:
-        return state in self._full
+    def unspecified_state(self, state: str, hyper: Hyper) -> Literal["full", "device", "host"]:
+        # torch.optim keeps its step counts on the host unless they take part in a kernel
+        if state.rpartition(".")[2] == "step" and not (hyper.get("capturable") or hyper.get("fused")):
+            return "host"
+        return "full" if state in self._full else "device"
 
     def rounding(self, hyper: Hyper, dtype: torch.dtype) -> str:
         return "nearest"  # by the class itself, without a float32 copy

@@ -201,9 +201,11 @@ class UpdateRule(ABC):
             ConfigError: the hyperparameters do not cover this parameter, or are impossible for it.
         """
 
-    def is_full(self, state: str) -> bool:
-        """Whether a state that no `StateSpec` names has an element for each of its parameter's."""
-        return False
+    def unspecified_state(self, state: str, hyper: Hyper) -> Literal["full", "device", "host"] | None:
+        """Where a state that no `StateSpec` names is held: sharded as its parameter is (`full`), or as it is, on the
+        device or on the host. None: there is no such state.
+        """
+        return None
 
     @abstractmethod
     def update(self, sweep: Sweep, spec: Any, state: State, hyper: Hyper, step: int) -> Tensor | None:

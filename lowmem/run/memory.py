@@ -26,7 +26,7 @@ def state_bytes(rule: Any, rounding: str = "auto", size: int = 1024, **options: 
     with mock.patch.object(updates.logger, "disabled", True):  # it would warn of a rule that rounds to nearest
         opt = FusedOptimizer([("weight", param)], rule=rule, rounding=rounding, compile=False, **options)
     opt.backward(param.sum())
-    state = opt.state_dict()["state"].get("weight", {})
+    state = opt.named_state_dict()["state"].get("weight", {})
     return sum(value.nbytes for value in state.values() if isinstance(value, Tensor)) / param.numel()
 
 
@@ -195,7 +195,9 @@ def step_memory(model: nn.Module, make_optimizer: Callable[[], FusedOptimizer],
             if not last:
                 tracker.label_unknown(GRADIENTS, since=backward)  # what is accumulated
             backwards.append((backward, tracker.now))
-        tracker.label((entry.value for entry in optimizer._saving.entries() if isinstance(entry.value, Tensor)), STATES)
+        held = [record.extra for record in optimizer._records.values()], optimizer._clipping.memory
+        leaves = tree_leaves([list(optimizer.state.values()), *held])
+        tracker.label((leaf for leaf in leaves if isinstance(leaf, Tensor)), STATES)
     return _by_kind(tracker, next(model.parameters()).device, tuple(backwards))
 
 

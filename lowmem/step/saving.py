@@ -1,8 +1,15 @@
-"""Saving and loading an optimizer: states by parameter name, exact, never cast, and what else its next step needs."""
+"""Saving and loading an optimizer: everything that its next step depends on except the weights, exact, never cast.
+
+It has two forms. By name, as in files, it has states of the parameters that have had an update. By number, as
+`torch.optim.Optimizer.state_dict` has it, it also shows states before the first update, because
+`torch.distributed.checkpoint.load` loads only what is there.
+"""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -11,36 +18,39 @@ from torch import Tensor
 from lowmem.errors import CheckpointError
 from lowmem.placements.base import Shard
 from lowmem.placements.record import ParamRecord
-from lowmem.rules import ForeignRule
-from lowmem.step import distributed_checkpoint
+from lowmem.rules import ENGINE_KEYS, adamw
+from lowmem.step.clipping import Clipping
+from lowmem.step.cycle import StepCycle
 from lowmem.step.report import Report
 from lowmem.step.updates import Updates, rounding_of, settle
+from lowmem.tiles.layout import Span
 from lowmem.tiles.storage import Nearest, of_weight
 
 # The memory of a group's own clipping by norm is saved like a state, under this and the number of the group.
 _GROUP = "_group"
 
+# Entry of the first group by number: what is neither a state of a parameter nor a hyperparameter.
+# torch.distributed.checkpoint drops everything but states and groups.
+_REST = "lowmem"
 
-class Stored(NamedTuple):
-    """A tensor in a file: its shape and dtype, and how to read it."""
+Form = tuple[tuple[int, ...], Any]  # shape and dtype of a tensor, or the type of another value
+
+
+class States(defaultdict[Tensor, dict[str, Any]]):
+    """States by parameter, true also while it is empty: `torch.distributed.checkpoint.state_dict` lets an optimizer
+    whose `state` is false step on gradients of zero, to make states that `state_dict` shows anyway.
+    """
+
+    def __bool__(self) -> bool:
+        return True
+
+
+class TensorSource(NamedTuple):
+    """A tensor that is gathered from all ranks, or read from a file, when it is needed."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     read: Callable[[], Tensor]
-
-
-class Entry(NamedTuple):
-    """One thing that is saved.
-
-    owner: the name of its parameter, or of its group.  value: a number or the like, or this rank's tensor.  shape: the
-    logical shape of a tensor.  gather: returns the full value; every rank calls it.
-    """
-
-    owner: str
-    name: str
-    value: Any
-    shape: tuple[int, ...]
-    gather: Callable[[], Any]
 
 
 @dataclass(frozen=True)
@@ -51,112 +61,122 @@ class Saving:
     groups: Sequence[dict[str, Any]]
     state: dict[Tensor, dict[str, Any]]
     shard: Shard
+    clipping: Clipping
+    cycle: StepCycle
     updates: Updates
     report: Report
 
-    def entries(self) -> Iterator[Entry]:
-        """What is kept for each parameter that has had an update, and for each group, one at a time."""
-        for record in self.records.values():
-            if record.param not in self.state:
-                continue
-            extra = dict(zip(record.extra_names, record.extra, strict=True))
-            for name, value in {**self.state[record.param], **extra}.items():
-                group = _group_of(record, name)
-                if isinstance(value, Tensor) and group:
-                    span = record.span.grouped(group)
-                    gather = functools.partial(self.shard.gather, record.param, value, span)
-                    yield Entry(record.name, name, value, span.shape, gather)
-                else:
-                    yield _replicated(record.name, name, value)
-        for n, memory in self.updates.clipping.memory.items():
-            for name, value in memory.items():
-                yield _replicated(f"{_GROUP}{n}", name, value)
-
-    def gathered(self) -> dict[str, dict[str, Any]]:
-        """The same, by the names of owners: full tensors. Every rank calls it."""
-        gathered: dict[str, dict[str, Any]] = {}
-        for entry in self.entries():
-            gathered.setdefault(entry.owner, {})[entry.name] = _by_itself(entry.gather())
-        return gathered
-
-    def metadata(self) -> dict[str, Any]:
-        """Everything else: numbers and strings.
-
-        Raises:
-            StepError: in the middle of a step, or after one that is torn.
-        """
+    def named(self, *, lazy: bool) -> dict[str, Any]:
+        """All of it by name, with full tensors, or a `TensorSource` of each if `lazy`. Every rank calls it."""
         self.report.settle()
-        self.updates.cycle.refuse_open("save")
+        self.cycle.refuse_open("save")
         groups = [
             {**{k: v for k, v in group.items() if k not in ("params", "param_names")}, "params": group["param_names"]}
             for group in self.groups
         ]
+        records = [record for record in self.records.values() if record.param in self.state]
+        sources = {record.name: self._sources(record) for record in records}
+        for n, memory in self.clipping.memory.items():
+            sources[f"{_GROUP}{n}"] = {name: self._source(None, name, tensor) for name, tensor in memory.items()}
         return {
             "seed": self.updates.seed,
-            "step": self.updates.cycle.step,
-            "loss_scale": self.updates.clipping.scaler.state_dict(),
+            "step": self.cycle.step,
+            "loss_scale": self.clipping.scaler.state_dict(),
             "nonfinite": self.report.state_dict(),
             "weights": {record.name: str(record.param.dtype) for record in self.records.values()},
             "param_groups": groups,
+            "state": {owner: s if lazy else _kept(s) for owner, s in sources.items() if s},
         }
 
+    def _sources(self, record: ParamRecord) -> dict[str, Any]:
+        """What is held for a parameter by name: its states, and the other tensors of the storage of its weight."""
+        held = {**self.state[record.param], **dict(zip(record.extra_names, record.extra, strict=True))}
+        return {name: self._source(record, name, value) for name, value in held.items()}
+
+    def _source(self, record: ParamRecord | None, name: str, value: Any) -> Any:
+        """A tensor that is held for a parameter, or for a group, as a source of the full one."""
+        if not isinstance(value, Tensor):
+            return value
+        if record is None or (span := _span(record, name)) is None:
+            return TensorSource(tuple(value.shape), value.dtype, lambda: value)
+        gather = functools.partial(self.shard.gather, record.param, value, span)
+        return TensorSource(span.shape, value.dtype, gather)
+
     def numbered(self) -> dict[str, Any]:
-        """All of it as torch.distributed.checkpoint wants it, with states that the next updates would make."""
-        metadata = self.metadata()
-        updated = [record.name for record in self.records.values() if record.param in self.state]
-        begun: list[ParamRecord] = []
-        try:
-            for record in self.records.values():
-                if record.trained and record.param not in self.state:
-                    distributed_checkpoint.refuse_unknown_states(record, self.updates.cycle.step)
-                    self.updates.begin_state(record)
-                    begun.append(record)
-            gathered = self.gathered()
-        finally:
-            for record in begun:
-                del self.state[record.param]
-                record.extra = ()
+        """All of it as `torch.optim.Optimizer.state_dict` has it. Every rank calls it."""
+        rest = self.named(lazy=False)
+        groups, states = rest.pop("param_groups"), rest.pop("state")
+        names = list(chain.from_iterable(group["params"] for group in groups))
+        rest["states"] = [len(states.get(name, ())) for name in names]
+        for record in self.records.values():
+            if record.param.requires_grad and record.name not in states:
+                states[record.name] = self._initial(record)
         for n, group in enumerate(self.groups):
-            rule = next((record.rule for record in self.records.values() if record.group is group), None)
-            if rule is not None and (memory := rule.group_memory(group)):
-                clones = {name: tensor.clone() for name, tensor in memory.items()}
-                gathered.setdefault(f"{_GROUP}{n}", clones)
-        return distributed_checkpoint.numbered({**metadata, "state": gathered}, updated)
+            if memory := self._group_memory(n, group):
+                states.setdefault(f"{_GROUP}{n}", {name: tensor.clone() for name, tensor in memory.items()})
+        numbers = {name: number for number, name in enumerate(names)}
+        for group in groups:
+            group |= {"params": [numbers[name] for name in group["params"]], "param_names": group["params"]}
+        state = {number: states.pop(name) for name, number in numbers.items() if name in states}
+        groups[0][_REST] = {**rest, "state": states}
+        return {"state": state, "param_groups": groups}
 
-    def load(self, saved: Mapping[str, Any]) -> None:
-        """Continues from `metadata` and `gathered` together, from `numbered`, or from a `torch.optim.AdamW`.
-
-        Raises:
-            CheckpointError: it is of other rules or storages, its parameters or groups are not this optimizer's, or it
-                is damaged.
-        """
-        clipping, cycle = self.updates.clipping, self.updates.cycle
+    def _initial(self, record: ParamRecord) -> dict[str, Any]:
+        """The states of a parameter before its first update. The parameter gets none of them."""
+        if record.param in self.state or not record.span.numel:
+            return {}
+        trial = _settled(record, record.group, self.shard)
         try:
-            saved = distributed_checkpoint.named(saved, self.groups, self.updates.seed)
+            self.updates.begin_state(trial)
+            return _kept(self._sources(trial))
+        finally:
+            self.state.pop(record.param, None)
+
+    def _group_memory(self, n: int, hyper: Mapping[str, Any]) -> dict[str, Tensor]:
+        """What the rule of a group remembers of it before the first step, under these hyperparameters."""
+        rules = (record.rule for record in self.records.values() if record.group is self.groups[n])
+        rule = next(rules, None)
+        return {} if rule is None else rule.group_memory(hyper)
+
+    def load(self, saved: Mapping[str, Any], *, numbered: bool) -> None:
+        """Continues from what `named` returned; if `numbered`, from what `numbered` or a `torch.optim.AdamW` did.
+
+        Everything is checked, read and copied before anything changes, and states that are here are freed after that.
+        """
+        try:
+            if numbered:
+                saved = _by_name(saved, self.groups, self.updates.seed)
             settled = self._check(saved)
+            states = {
+                owner: {name: self._copy(settled.get(owner), name, value) for name, value in state.items()}
+                for owner, state in saved["state"].items()
+            }
         except CheckpointError:
             raise
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise CheckpointError(f"the saved optimizer is damaged: {type(error).__name__}: {error}") from error
-        cycle.tear("its state was loaded only in part")  # until all of it is
-        self._restore(saved["state"], settled)
         for group, saved_group in zip(self.groups, saved["param_groups"], strict=True):
-            group.update({k: v for k, v in saved_group.items() if k != "params"})
+            group.update({key: value for key, value in saved_group.items() if key != "params"})
+        self.state.clear()
         for record in self.records.values():
-            if record.claimed or record.param in self.state:
+            record.extra = ()
+            if record.name in states:
+                state = self.state[record.param] = states.pop(record.name)
+                record.extra = tuple(state.pop(name) for name in settled[record.name].extra_names)
+            if record.name in settled:
                 settle(record, self.shard)
                 record.form = None
         self.updates.arenas.clear()
-        clipping.scaler.load_state_dict(saved.get("loss_scale"))
         self.updates.seed = saved["seed"]
+        self.clipping.memory.clear()
+        self.clipping.memory.update({int(owner.removeprefix(_GROUP)): memory for owner, memory in states.items()})
+        self.clipping.scaler.load_state_dict(saved.get("loss_scale"))
         self.report.load_state_dict(saved.get("nonfinite"))
-        cycle.reset(saved["step"])
+        self.cycle.reset(saved["step"])
 
     def _check(self, saved: Mapping[str, Any]) -> dict[str, ParamRecord]:
-        """Changes nothing. Returns records of what has a state or is trained, as the saved hyperparameters have them.
-
-        Raises:
-            CheckpointError: `load` cannot take it.
+        """Refuses what cannot be loaded, and changes nothing. Returns records of what has a state or is trained, as the
+        saved hyperparameters have them.
         """
         self._refuse_others(saved["param_groups"])
         step, seed, counts = saved["step"], saved["seed"], saved.get("nonfinite") or {}
@@ -164,22 +184,30 @@ class Saving:
             raise CheckpointError(
                 f"the saved optimizer has {step=}, {seed=} and nonfinite={counts}, not all of them counts"
             )
-        self.updates.clipping.scaler.check_saved(saved.get("loss_scale"))
+        self.clipping.scaler.check_saved(saved.get("loss_scale"))
         by_name = {record.name: record for record in self.records.values()}
         settled: dict[str, ParamRecord] = {}
         for group in saved["param_groups"]:
             for record in map(by_name.__getitem__, group["params"]):
                 record.rule.check(group)
                 if record.claimed or record.name in saved["state"]:
-                    trial = ParamRecord(record.name, record.param, {**record.group, **group}, record.rule, record.span)
-                    settle(trial, self.shard)
-                    settled[record.name] = trial
-        for name, state in saved["state"].items():
-            if name in by_name:
-                _refuse_other_weight(settled[name], state, (saved.get("weights") or {}).get(name))
-                _check_param(settled[name], state)
-            else:
-                self._check_group(name, state, saved["param_groups"])
+                    settled[record.name] = _settled(record, group, self.shard)
+        want = {f"{_GROUP}{n}": _forms(self._group_memory(n, group)) for n, group in enumerate(saved["param_groups"])}
+        for name, trial in settled.items():
+            want[name] = {key: (trial.shape_of(tensor), tensor.dtype) for key, tensor in trial.tensors.items()}
+        for owner, have in ((owner, _forms(state)) for owner, state in saved["state"].items()):
+            if owner not in want:
+                raise CheckpointError(
+                    f"the saved optimizer has a state of {owner!r}, which is not a parameter of this one"
+                )
+            if owner in settled:
+                _refuse_other_weight(settled[owner], have, (saved.get("weights") or {}).get(owner))
+                have = {name: form for name, form in have.items() if not _unspecified(settled[owner], name)}
+            if have != want[owner]:
+                where = repr(owner) if owner in settled else owner.replace(_GROUP, "group ")
+                raise CheckpointError(
+                    f"the saved state of {where} has {_listing(have)}, this optimizer's {_listing(want[owner])}"
+                )
         return settled
 
     def _refuse_others(self, saved_groups: Sequence[Mapping[str, Any]]) -> None:
@@ -194,104 +222,115 @@ class Saving:
             )
         for n, (group, other) in enumerate(zip(self.groups, saved_groups, strict=True)):
             where = f" in group {n}" if len(self.groups) > 1 else ""
-            for key in ("rule", "rounding", "state_storage"):
+            for key in ENGINE_KEYS:
                 if other.get(key) != group[key]:
                     raise CheckpointError(
                         f"the saved optimizer has {key} {other.get(key)!r}{where}, this one {group[key]!r}"
                     )
 
-    def _check_group(self, name: str, state: Mapping[str, Any], saved_groups: Sequence[Mapping[str, Any]]) -> None:
-        number = name.removeprefix(_GROUP)
-        if not (name.startswith(_GROUP) and number.isdecimal() and int(number) < len(saved_groups)):
-            raise CheckpointError(f"the saved optimizer has a state of {name!r}, which is not a parameter of this one")
-        group = self.groups[int(number)]
-        rules = [record.rule for record in self.records.values() if record.group is group]
-        have = {key: tuple(t.shape) for key, t in state.items()}
-        want = {key: tuple(t.shape) for key, t in rules[0].group_memory(saved_groups[int(number)]).items()}
-        if have != want:
-            raise CheckpointError(f"the saved state of group {number} has {have}, this optimizer's {want}")
-
-    def _restore(self, states: Mapping[str, Mapping[str, Any]], settled: Mapping[str, ParamRecord]) -> None:
-        """Copies saved states to their parameters' devices."""
-        self.state.clear()
-        self.updates.clipping.memory.clear()
-        device = next((record.param.device for record in self.records.values()), None)
-        for record in self.records.values():
-            record.extra = ()
-            if record.name in states:
-                trial = settled[record.name]
-                copied = {key: _copy(key, value, trial, self.shard) for key, value in states[record.name].items()}
-                record.extra = tuple(copied.pop(key) for key in trial.extra_names)
-                self.state[record.param] = copied
-        for name, state in states.items():
-            if name not in settled:
-                memory = {key: _read(value).detach().to(device, copy=True) for key, value in state.items()}
-                self.updates.clipping.memory[int(name.removeprefix(_GROUP))] = memory
+    def _copy(self, record: ParamRecord | None, name: str, value: Any) -> Any:
+        """What this rank holds of a saved value of a parameter, or of a group, on the device where it is held."""
+        value = value.read() if isinstance(value, TensorSource) else value
+        if not isinstance(value, Tensor):
+            return value
+        device = next(iter(self.records)).device
+        if record is not None:
+            device = record.param.device
+            if (span := _span(record, name)) is not None:
+                value = self.shard.cut(value, span)
+            if _unspecified(record, name) == "host":
+                device = torch.device("cpu")
+        return value.detach().to(device, copy=True)
 
 
-def _by_itself(value: Any) -> Any:
-    """A copy of a tensor that is a view of other parameters' states too, all of which would be saved with it."""
-    shares = isinstance(value, Tensor) and value.untyped_storage().nbytes() > value.nbytes
-    return value.clone() if shares else value
+def _settled(record: ParamRecord, group: Mapping[str, Any], shard: Shard) -> ParamRecord:
+    """A record of the same parameter without states, as hyperparameters of its group have it."""
+    trial = ParamRecord(record.name, record.param, {**record.group, **group}, record.rule, record.span)
+    settle(trial, shard)
+    return trial
 
 
-def _replicated(owner: str, name: str, value: Any) -> Entry:
-    """What every rank has."""
-    return Entry(owner, name, value, tuple(value.shape) if isinstance(value, Tensor) else (), lambda: value)
+def _unspecified(record: ParamRecord, name: str) -> str | None:
+    """Where a state is held that the rule alone knows; None if it is another one."""
+    return None if name in record.tensors else record.rule.unspecified_state(name, record.group)
 
 
-def _group_of(record: ParamRecord, name: str) -> int:
-    """Of how many elements of the parameter a tensor has one value, if it is sharded as the parameter is, else 0."""
-    kept = record.tensors.get(name)
-    return kept.group if kept is not None else int(record.rule.is_full(name))
+def _span(record: ParamRecord, name: str) -> Span | None:
+    """Which part of a tensor is on this rank, if it is sharded as its parameter is; else every rank has all of it."""
+    group = record.tensors[name].group if name in record.tensors else int(_unspecified(record, name) == "full")
+    return record.span.grouped(group) if group else None
 
 
-def _refuse_other_weight(record: ParamRecord, state: Mapping[str, Any], was: str | None) -> None:
+def _kept(sources: Mapping[str, Any]) -> dict[str, Any]:
+    """Values for a user to keep: a view of other parameters' states, all of which would be saved with it, is copied."""
+    values = {name: source.read() if isinstance(source, TensorSource) else source for name, source in sources.items()}
+    views = {n: t for n, t in values.items() if isinstance(t, Tensor) and t.untyped_storage().nbytes() > t.nbytes}
+    return {**values, **{name: view.clone() for name, view in views.items()}}
+
+
+def _refuse_other_weight(record: ParamRecord, have: Mapping[str, Form], was: str | None) -> None:
     """Raises `CheckpointError` if states are of a weight in another dtype, and depend on it.
 
-    So do a residual and a master copy, and tensors of a foreign class that have the dtype and dimensions of the weight.
+    So do a residual and a master copy, and tensors that only the rule knows, if they have the dtype and dimensions of
+    the weight.
     """
     now = record.param.dtype
     then = now if was is None else getattr(torch, was.removeprefix("torch."))
     before, storage = (of_weight(rounding_of(record.rule, record.group, dtype), dtype) for dtype in (then, now))
     stepped, steps = (each.dtype if isinstance(each, Nearest) else torch.float32 for each in (before, storage))
-    for name, value in state.items() if then != now else ():
-        like = getattr(value, "dtype", None) is stepped is not steps and len(value.shape) == len(record.span.shape) > 0
-        if name in [part.name for part in before.parts[1:]] or (like and isinstance(record.rule, ForeignRule)):
+    for name, (shape, dtype) in have.items() if then != now else ():
+        like = dtype is stepped is not steps and len(shape) == len(record.span.shape) > 0
+        if name in [part.name for part in before.parts[1:]] or (like and name not in record.tensors):
             raise CheckpointError(
                 f"the saved state {name!r} is of the weight {record.name!r} in {was}, which this model has in {now}. "
                 f"Convert the model before its optimizer is made: model.to({was})"
             )
 
 
-def _check_param(record: ParamRecord, state: Mapping[str, Any]) -> None:
-    want = {name: (record.shape_of(kept), kept.dtype) for name, kept in record.tensors.items()}
-    have = {name: (tuple(getattr(t, "shape", ())), getattr(t, "dtype", type(t))) for name, t in state.items()}
-    if isinstance(record.rule, ForeignRule):  # only the class knows what else it keeps
-        have = {name: kind for name, kind in have.items() if name in want}
-    if want != have:
-        raise CheckpointError(
-            f"the saved state of {record.name!r} has {_listing(have)}, this optimizer's {_listing(want)}"
-        )
+def _forms(state: Mapping[str, Any]) -> dict[str, Form]:
+    return {name: (tuple(getattr(t, "shape", ())), getattr(t, "dtype", type(t))) for name, t in state.items()}
 
 
-def _read(value: Any) -> Any:
-    return value.read() if isinstance(value, Stored) else value
-
-
-def _copy(key: str, value: Any, record: ParamRecord, shard: Shard) -> Any:
-    """What this rank keeps of a saved value, on the device where it is kept."""
-    value = _read(value)
-    if not isinstance(value, Tensor):
-        return value
-    if group := _group_of(record, key):
-        value = shard.cut(value, record.span.grouped(group))
-    # torch.optim keeps its step counts on the host unless they take part in a kernel
-    counts = isinstance(record.rule, ForeignRule) and key.rpartition(".")[2] == "step"
-    on_host = counts and not (record.group.get("capturable") or record.group.get("fused"))
-    return value.detach().to("cpu" if on_host else record.param.device, copy=True)
-
-
-def _listing(states: Mapping[str, tuple[tuple[int, ...], Any]]) -> str:
-    parts = [f"{name} {list(shape)} {str(dtype).removeprefix('torch.')}" for name, (shape, dtype) in states.items()]
+def _listing(forms: Mapping[str, Form]) -> str:
+    parts = [f"{name} {list(shape)} {str(dtype).removeprefix('torch.')}" for name, (shape, dtype) in forms.items()]
     return ", ".join(parts) or "none"
+
+
+def _by_name(saved: Mapping[str, Any], own: Sequence[Mapping[str, Any]], seed: int) -> dict[str, Any]:
+    """What `Saving.numbered` or a `torch.optim.AdamW` returned, as `Saving.named` has it; `own` are the groups here.
+
+    torch.distributed.checkpoint has replaced numbers by the names of the model, in the order of the parameters here.
+    """
+    groups, states = [dict(group) for group in saved["param_groups"]], saved["state"]
+    keys, names = [group["params"] for group in groups], [group["param_names"] for group in own]
+    rest = next((group.pop(_REST) for group in groups if _REST in group), None)
+    if rest is not None and all(isinstance(key, int) for key in chain(*keys)):
+        names = [group["param_names"] for group in groups]
+    elif list(map(len, keys)) != list(map(len, names)):
+        raise CheckpointError(
+            f"the saved optimizer has groups of {list(map(len, keys))} parameters, this one {list(map(len, names))}"
+        )
+    if rest is None and all("amsgrad" in group for group in groups):
+        groups, states = adamw.of_torch(groups, states, own)
+        step = max((int(state["step"]) for state in states.values()), default=0)
+        rest = {"step": step, "seed": seed, "states": [len(states.get(key, ())) for key in chain(*keys)]}
+    if rest is None:
+        raise CheckpointError(
+            "the saved optimizer has no step, seed and loss scale, which flatten_optimizer_state_dict=True loses. "
+            "Save it without this option, or save what opt.state_dict() returns. What opt.named_state_dict() returned "
+            "is loaded by opt.load_named_state_dict(...)"
+        )
+    counts = dict(zip(chain(*keys), zip(chain(*names), rest["states"], strict=True), strict=True))
+    by_name = dict(rest.get("state", {}))  # of groups; torch.distributed.checkpoint loses empty dicts
+    for key, state in {**{key: {} for key in counts}, **states}.items():
+        name, count = counts[key]
+        if count not in (0, len(state)):
+            raise CheckpointError(
+                f"{count} states of {name!r} were saved, and {len(state)} are here. An optimizer class makes its "
+                "states in its first step, so torch.distributed.checkpoint cannot load them into one that has not "
+                "stepped. Load with opt.load_state_dict(...), or use a rule of lowmem"
+            )
+        if count:
+            by_name[name] = state
+    groups = [{**group, "params": group_names} for group, group_names in zip(groups, names, strict=True)]
+    return {**rest, "state": by_name, "param_groups": groups}

@@ -122,7 +122,7 @@ def groups(case: Case, params: Mapping[str, Tensor]) -> list[dict[str, Any]]:
 
 def measure(case: Case, opt: lowmem.FusedOptimizer, params: Mapping[str, Tensor]) -> Result:
     """Takes every step of a case and compares wherever it was recorded."""
-    opt.load_state_dict({**opt.state_dict(), "step": case.entry["initial_step"]})
+    opt.load_named_state_dict({**opt.named_state_dict(), "step": case.entry["initial_step"]})
     param, state, faults = 0.0, 0.0, []
     tally = Tally()
     for step in range(1, case.steps + 1):
@@ -191,7 +191,7 @@ def states(case: Case, step: int, opt: lowmem.FusedOptimizer) -> dict[str, Tenso
 
     Before a parameter's first gradient they are zero, as they begin; statistics of a group that does not clip are NaN.
     """
-    kept = opt.state_dict()["state"]
+    kept = opt.named_state_dict()["state"]
     group_of = {name: group for group in opt.param_groups for name in group["param_names"]}
     found = {}
     for key, reference in case.state_after(step).items():

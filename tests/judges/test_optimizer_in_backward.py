@@ -134,7 +134,7 @@ def optimizers_are_found_again():
     opt = fused(net.named_parameters(), torch.optim.Adam, lr=0.01)
     train(theirs), train(net)
     found = zip(theirs.named_parameters(), _get_in_backward_optimizers(theirs), strict=True)
-    states = opt.state_dict()["state"]
+    states = opt.named_state_dict()["state"]
     return len(states) == len(weights(net)) and all(
         states[name].keys() == own.state[param].keys()
         and all(torch.equal(states[name][key], value) for key, value in own.state[param].items())

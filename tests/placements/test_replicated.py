@@ -229,7 +229,7 @@ def poisoned(rank, policy):
         net.embed.register_hook(lambda grad: grad * torch.inf)
     opt.backward(net(torch.randint(7, (2, 5))))
     moved = {name for name, param in net.named_parameters() if not torch.equal(param, before[name])}
-    return opt.last_step.nonfinite, opt.last_step.skipped_params, moved, opt.state_dict()["step"], opt.loss_scale
+    return opt.last_step.nonfinite, opt.last_step.skipped_params, moved, opt.named_state_dict()["step"], opt.loss_scale
 
 
 @pytest.mark.parametrize("policy", ["two_pass", "deferred", "immediate"])

@@ -20,7 +20,13 @@ def poisoned(rank, kind, policy):
 
     opt.backward(loss if opt.replay == "forward" else loss())
     moved = {n for n, param in net.named_parameters() if not torch.equal(placements.full_tensor(param), before[n])}
-    return opt.last_step.skipped_params, moved, opt.state_dict()["step"], opt.loss_scale, len(opt.last_step.nonfinite)
+    return (
+        opt.last_step.skipped_params,
+        moved,
+        opt.named_state_dict()["step"],
+        opt.loss_scale,
+        len(opt.last_step.nonfinite),
+    )
 
 
 @pytest.mark.parametrize("policy", ["two_pass", "deferred", "immediate"])

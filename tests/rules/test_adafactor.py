@@ -163,7 +163,7 @@ def test_step_offset_of_a_new_run(give_gradients, size, plain):
             param.sum().backward() if plain else give_gradients(opt, (param, torch.ones(size)))
         opt.zero_grad()
     assert (param == 1).all()
-    assert opt.state_dict()["step"] == 0
+    assert opt.named_state_dict()["step"] == 0
 
 
 def test_step_offset_forgets_what_came_before(give_gradients):
@@ -173,7 +173,8 @@ def test_step_offset_forgets_what_came_before(give_gradients):
     for grad in grads[:2]:
         give_gradients(opt, (param, grad))
     (tuned,), going_on = made([param.detach()], step_offset=2)
-    going_on.load_state_dict({**opt.state_dict(), "param_groups": going_on.state_dict()["param_groups"]})
+    own = going_on.named_state_dict()["param_groups"]
+    going_on.load_named_state_dict({**opt.named_state_dict(), "param_groups": own})
     (fresh,), new = made([param.detach()])
     for grad in grads[2:]:
         give_gradients(going_on, (tuned, grad))
@@ -269,7 +270,7 @@ def test_skip_nan_updates_when_the_step_is_decided(give_gradients, options, thre
             given = given if threshold is None else clipped_as_the_source(given, threshold)
             steps = zip(references, want, given, strict=True)
             want = [reference.step(value, grad) for reference, value, grad in steps]
-    assert opt.state_dict()["step"] == 4
+    assert opt.named_state_dict()["step"] == 4
     for param, value, reference in zip(params, want, references, strict=True):
         np.testing.assert_allclose(param.detach().numpy(), value, rtol=1e-5, atol=1e-6)
         for name, state in reference.states().items():
@@ -287,7 +288,7 @@ def test_skip_nan_updates_and_a_dynamic_loss_scale(give_gradients, policy):
     assert opt.last_step.skipped
     assert torch.equal(param.detach(), start)
     assert opt.loss_scale == scale / 2
-    assert opt.state_dict()["step"] == 0
+    assert opt.named_state_dict()["step"] == 0
 
 
 def test_skip_nan_updates_in_one_group_of_two(give_gradients):
@@ -298,4 +299,4 @@ def test_skip_nan_updates_in_one_group_of_two(give_gradients):
     give_gradients(opt, (params[0], torch.tensor([1.0, torch.nan, 1.0])), (params[1], torch.ones(3)))
     assert opt.last_step.skipped
     assert all((param == 1).all() for param in params)
-    assert opt.state_dict()["step"] == 0
+    assert opt.named_state_dict()["step"] == 0

@@ -21,7 +21,7 @@ def made(start, **options):
 
 def at_step(opt, step):
     """Whose next step is this one."""
-    opt.load_state_dict({**opt.state_dict(), "step": step - 1})
+    opt.load_named_state_dict({**opt.named_state_dict(), "step": step - 1})
 
 
 # -- step sizes --------------------------------------------------------------------------------------------------------

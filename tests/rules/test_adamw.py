@@ -34,7 +34,7 @@ def test_equals_torch(give_gradients, options):
             pairs += [] if absent else [(param, their.grad.clone())]
         give_gradients(opt, *pairs)
         plain.step()
-    kept = opt.state_dict()["state"]
+    kept = opt.named_state_dict()["state"]
     for i, (param, their) in enumerate(zip(params, theirs, strict=True)):
         assert torch.equal(param, their)
         assert kept[f"param{i}"]["step"].item() == plain.state[their]["step"].item()
@@ -57,7 +57,7 @@ def test_compiled_is_a_few_roundings_from_torch(give_gradients):
         plain.step()
         largest = torch.maximum(largest, theirs.abs()).detach()
         largest_mean = torch.maximum(largest_mean, state["exp_avg"].abs())
-    kept, ulp = opt.state_dict()["state"]["param0"], 2.0**-23
+    kept, ulp = opt.named_state_dict()["state"]["param0"], 2.0**-23
     assert ((ours - theirs).abs() <= 8 * ulp * largest.clamp(min=0.01)).all()  # a step is of 0.01 at most
     assert ((kept["exp_avg"] - state["exp_avg"]).abs() <= 8 * ulp * largest_mean).all()
     assert ((kept["exp_avg_sq"] - state["exp_avg_sq"]).abs() <= 8 * ulp * state["exp_avg_sq"]).all()

@@ -30,7 +30,7 @@ def test_stacks_of_experts_are_factored_per_expert(rule):
     ids, losses = torch.randint(61, (4, 12)), []
     for _ in range(30):
         losses.append(opt.backward(model(input_ids=ids, labels=ids).loss).item())
-    states = opt.state_dict()["state"]
+    states = opt.named_state_dict()["state"]
     for name, param in stacks.items():
         experts, rows, cols = param.shape
         assert {tuple(states[name][key].shape) for key in (row, col)} == {(experts, rows), (experts, cols)}

@@ -18,7 +18,7 @@ def kept(give_gradients, shape, **options):
     """The shapes of what a step leaves in the state."""
     param, opt = made(shape, **options)
     give_gradients(opt, (param, torch.randn(shape)))
-    return {name: tuple(state.shape) for name, state in opt.state_dict()["state"]["block/w"].items()}
+    return {name: tuple(state.shape) for name, state in opt.named_state_dict()["state"]["block/w"].items()}
 
 
 def rule(*roles):

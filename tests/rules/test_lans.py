@@ -31,7 +31,7 @@ def follows_reference(give_gradients, grads, dtype=torch.float32, **options):
     if dtype == torch.float32:
         np.testing.assert_allclose(param.detach().numpy(), want, rtol=1e-5, atol=1e-6)
     for name, state in reference.states().items():
-        np.testing.assert_allclose(opt.state_dict()["state"]["w0"][name].numpy(), state, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(opt.named_state_dict()["state"]["w0"][name].numpy(), state, rtol=1e-5, atol=1e-6)
     return param.detach(), start
 
 
@@ -153,7 +153,7 @@ def test_master_copy_of_16_bit_weights_alone(give_gradients, variant, dtype):
         grad = torch.randn(5, 7).to(dtype).abs()
         give_gradients(opt, (param, grad))
         give_gradients(other, (plain, grad.float()))
-    tensors = opt.state_dict()["state"]["w0"]
+    tensors = opt.named_state_dict()["state"]["w0"]
     assert ("weight32" in tensors) == (dtype != torch.float32)
     master = tensors.get("weight32", param.detach())
     assert master.dtype == torch.float32

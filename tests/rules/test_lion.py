@@ -46,7 +46,7 @@ def test_equals_a_plain_transcription(give_gradients, betas, decay):
         plain.step()
     for i, (param, their) in enumerate(zip(params, theirs, strict=True)):
         assert torch.equal(param, their)
-        assert torch.equal(opt.state_dict()["state"][f"param{i}"]["exp_avg"], plain.state[their]["exp_avg"])
+        assert torch.equal(opt.named_state_dict()["state"][f"param{i}"]["exp_avg"], plain.state[their]["exp_avg"])
 
 
 @pytest.mark.parametrize("size", [1e-30, 1.0, 1e15])

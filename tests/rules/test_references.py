@@ -241,13 +241,13 @@ def trajectory(give_gradients, case, dtype):
         opt = lowmem.FusedOptimizer([("w", param)], rule=case.rule, rounding=rounding, **case.options)
         if "step_offset" in case.options:  # a run that goes on
             reference.steps = case.options["step_offset"]
-            opt.load_state_dict({**opt.state_dict(), "step": reference.steps})
+            opt.load_named_state_dict({**opt.named_state_dict(), "step": reference.steps})
     for lr in case.lrs:
         reference.lr = opt.param_groups[0]["lr"] = lr
         before, grad = param.detach().clone(), draw()
         give_gradients(opt, (param, grad))
         want = reference.step(before.double().numpy(), grad.double().numpy())
-        states = opt.state_dict()["state"].get("w", {})
+        states = opt.named_state_dict()["state"].get("w", {})
         yield Step(before.double(), param.detach(), torch.tensor(want), states, reference)
 
 

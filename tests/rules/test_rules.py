@@ -47,7 +47,7 @@ def made(rule, start, **options):
 def everything(params, opt):
     """Weights and states by name."""
     found = {f"w{i}": param.detach().clone() for i, param in enumerate(params)}
-    for name, kept in opt.state_dict()["state"].items():
+    for name, kept in opt.named_state_dict()["state"].items():
         found |= {f"{name}.{state}": t.clone() for state, t in kept.items()}
     return found
 
@@ -174,7 +174,7 @@ def test_experts_are_matrices_of_their_own(give_gradients, rule, options, row, c
         give_gradients(many, *zip(parts, grad, strict=True))
     for expert, part in enumerate(parts):  # the same sums in another order
         torch.testing.assert_close(whole[expert], part, rtol=1e-5, atol=1e-6 * sizes[expert].item())
-        kept, own = one.state_dict()["state"]["w0"], many.state_dict()["state"][f"w{expert}"]
+        kept, own = one.named_state_dict()["state"]["w0"], many.named_state_dict()["state"][f"w{expert}"]
         assert {row, col} <= kept.keys() == own.keys()
         assert kept[row].numel() + kept[col].numel() == shape[0] * (shape[1] + shape[2])
         for name, state in own.items():
@@ -388,7 +388,7 @@ def test_table_says_what_is_kept(rule, give_gradients):
     params = {str(n): torch.nn.Parameter(torch.randn(n, n).bfloat16()) for n in sizes}
     opt = lowmem.FusedOptimizer(params.items(), rule=rule)
     give_gradients(opt, *((param, torch.randn_like(param)) for param in params.values()))
-    states = opt.state_dict()["state"]
+    states = opt.named_state_dict()["state"]
     kept = [sum(state.nbytes for state in states.get(name, {}).values()) for name in params]
     (row,) = (row for row in lowmem.rules.table() if row.name == rule)
     assert row.state_bytes == pytest.approx(np.polyval(np.polyfit(sizes, kept, 2), 4096) / 4096**2, abs=1e-9)
@@ -428,7 +428,7 @@ def test_rule_from_outside(clean_table, give_gradients):
         opt = lowmem.FusedOptimizer([("w", param)], rule=rule)
         give_gradients(opt, (param, grad))
         torch.testing.assert_close(param.detach(), torch.tensor([[-0.2, 0.2], [-0.05, -0.05]]))
-        torch.testing.assert_close(opt.state_dict()["state"]["w"]["momentum"], 0.1 * grad)
+        torch.testing.assert_close(opt.named_state_dict()["state"]["w"]["momentum"], 0.1 * grad)
         opt.remove()
     with pytest.raises(ConfigError, match="'row_signs' is registered already"):
         lowmem.rules.register("row_signs")(RowSigns)

@@ -95,7 +95,7 @@ def test_unfreezing_leaves_the_period_of_clipping_as_it_is(give_gradients):
             param.requires_grad_(True)
         give_gradients(opt, *((param, torch.full((4,), 1.0 + step)) for param in trained))
         norms.append((1.0 + step) * 2.0 * math.sqrt(len(trained)))
-        memory = opt.state_dict()["state"]["_group0"]
+        memory = opt.named_state_dict()["state"]["_group0"]
         if step >= 4:
             last = sorted(range(step - 3, step + 1), key=lambda n: n % 4)
             torch.testing.assert_close(memory["model_norms"], torch.tensor([norms[n] for n in last]))
@@ -114,7 +114,7 @@ def test_a_parameter_that_never_had_a_gradient_stays(give_gradients):
     assert (unused == 2).all()
     assert (used != 2).all()
     assert opt.state[unused]["step"].item() == 5
-    assert opt.state_dict()["state"].keys() == {"used", "unused"}
+    assert opt.named_state_dict()["state"].keys() == {"used", "unused"}
 
 
 # -- parameters of one element -----------------------------------------------------------------------------------------

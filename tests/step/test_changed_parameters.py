@@ -74,7 +74,7 @@ def backward(opt, params, seed):
 
 
 def states(opt):
-    return [value for state in opt.state_dict()["state"].values() for value in state.values()]
+    return [value for state in opt.named_state_dict()["state"].values() for value in state.values()]
 
 
 def convert(params, dtype):
@@ -195,7 +195,7 @@ def test_another_shape(started):
         opt.backward(params[0].sum())
         if rule == "lomo":
             assert torch.equal(params[0], torch.full((80, 48), 0.5))
-        assert opt.state_dict()["step"] == 1 + started
+        assert opt.named_state_dict()["step"] == 1 + started
 
 
 def test_another_order_in_memory():

@@ -554,7 +554,7 @@ def test_scaled_adam_groups_clip_by_their_own_norms():
     for params, group in zip(groups, theirs, strict=True):
         assert_close_to(params, group.weights)
     assert clipped[0] and clipped[2] and not clipped[1]
-    assert opt.state_dict()["state"].keys() - {f"param{n}" for n in range(15)} == {"_group0", "_group2"}
+    assert opt.named_state_dict()["state"].keys() - {f"param{n}" for n in range(15)} == {"_group0", "_group2"}
     said = opt.last_step.statistics
     assert {key for key in said if key.startswith("model_norm_threshold")} == {
         "model_norm_threshold_group0",
@@ -623,7 +623,7 @@ SPOILT_AT = {"the first step": 0, "within the first period": 2, "where a thresho
 
 
 def group_state(opt):
-    return {name: value.clone() for name, value in opt.state_dict()["state"].get("_group0", {}).items()}
+    return {name: value.clone() for name, value in opt.named_state_dict()["state"].get("_group0", {}).items()}
 
 
 def equal(one, other):
@@ -669,10 +669,10 @@ def test_scaled_adam_resumed(clip_update, saved_after, policy):
     for step in range(24):
         give(opt, params, gradients(step))
         if step == saved_after:
-            state = copy.deepcopy(opt.state_dict())
+            state = copy.deepcopy(opt.named_state_dict())
             reached = [param.detach().clone() for param in params]
     others, resumed = scaled_adam(reached, **asked)
-    resumed.load_state_dict(state)
+    resumed.load_named_state_dict(state)
     assert equal(group_state(resumed), state["state"]["_group0"])
     for step in range(saved_after + 1, 24):
         give(resumed, others, gradients(step))
@@ -686,9 +686,9 @@ def test_scaled_adam_loading_takes_a_copy():
     params, opt = scaled_adam(values(0), clipping_scale=0.8)
     for step in range(PERIOD + 2):
         give(opt, params, gradients(step))
-    state = copy.deepcopy(opt.state_dict())
+    state = copy.deepcopy(opt.named_state_dict())
     kept = copy.deepcopy(state["state"])
-    opt.load_state_dict(state)
+    opt.load_named_state_dict(state)
     give(opt, params, gradients(99))
     assert all(equal(state["state"][name], kept[name]) for name in kept)
 
@@ -709,15 +709,15 @@ def test_a_damaged_group_state(name, changes, message):
     params, opt = scaled_adam(values(0), clipping_scale=0.8)
     for step in range(3):
         give(opt, params, gradients(step))
-    saved = copy.deepcopy(opt.state_dict())
+    saved = copy.deepcopy(opt.named_state_dict())
     kept = {**saved["state"]["_group0"], **changes}
     saved["state"][name] = {key: value for key, value in kept.items() if value is not None}
     give(opt, params, gradients(3))
-    before, step = group_state(opt), opt.state_dict()["step"]
+    before, step = group_state(opt), opt.named_state_dict()["step"]
     with pytest.raises(CheckpointError, match=message):
-        opt.load_state_dict(saved)
+        opt.load_named_state_dict(saved)
     assert equal(group_state(opt), before)
-    assert opt.state_dict()["step"] == step
+    assert opt.named_state_dict()["step"] == step
 
 
 def test_what_clips_by_norm_and_a_loss_scale():

@@ -271,7 +271,7 @@ def test_honest_replays_are_not_refused(dtype):
         if step % 20 == 0:
             loss = loss + wide(torch.full((2, 600), 0.3331, dtype=dtype)).sum().float()
         opt.backward(loss)
-    assert opt.state_dict()["step"] == 200
+    assert opt.named_state_dict()["step"] == 200
 
 
 def test_a_forward_that_is_not_the_same_twice_is_noticed(net):
@@ -412,7 +412,7 @@ def test_nothing_moves_before_the_last_micro_batch(net):
             opt.state_dict()
     opt.backward(net())
     assert not same(before, weights(net))
-    assert opt.state_dict()["step"] == opt.last_step.step == 1
+    assert opt.named_state_dict()["step"] == opt.last_step.step == 1
 
 
 def test_a_micro_batch_that_dies_takes_its_step_with_it(net):
@@ -467,12 +467,12 @@ def test_accumulation_inside_accumulation(net):
 def test_a_loss_that_is_nan_is_a_step_that_never_was(net, policy, rule, caplog):
     opt = make(net, policy, rule=rule, lr=0.01)
     opt.backward(net())
-    before, saved = weights(net), {n: dict(s) for n, s in opt.state_dict()["state"].items()}
+    before, saved = weights(net), {n: dict(s) for n, s in opt.named_state_dict()["state"].items()}
     kept = {n: {k: v.clone() for k, v in s.items() if isinstance(v, torch.Tensor)} for n, s in saved.items()}
     opt.backward(net() * torch.nan)
     assert opt.last_step.skipped
     assert opt.last_step.skipped_params == 3
-    after = opt.state_dict()
+    after = opt.named_state_dict()
     assert after["step"] == 1
     assert same(before, weights(net))
     for name, states in kept.items():

@@ -120,7 +120,7 @@ def test_a_mean_of_squares_that_would_overflow(give_gradients, rule, policy, cap
         assert torch.equal(params[0], twins[0])
         assert torch.equal(params[2], twins[1])
         assert not opt.last_step.skipped
-    assert opt.state_dict()["step"] == 3
+    assert opt.named_state_dict()["step"] == 3
     assert opt.loss_scale == 2.0
     (warning,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert "step 2 skipped 1 parameter(s)" in warning

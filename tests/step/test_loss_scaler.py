@@ -371,7 +371,7 @@ def test_whole_steps_are_left_out_as_by_grad_scaler(rule, kind, policy, accumula
         assert opt.last_step.skipped == (step in OVERFLOWS)
         assert all(map(torch.equal, weights(net), before)) == (step in OVERFLOWS)
         left_out += step in OVERFLOWS
-        assert opt.state_dict()["step"] == step + 1 - left_out
+        assert opt.named_state_dict()["step"] == step + 1 - left_out
     assert opt.nonfinite_steps == len(OVERFLOWS)
     assert opt.last_step.step == STEPS - len(OVERFLOWS)
 
@@ -382,10 +382,10 @@ def test_a_step_that_is_left_out_leaves_no_trace_in_states(rule, policy):
     net = Net()
     opt = fused_on(net, rule, policy=policy)
     train_fused_step(opt, net, 0)
-    saved = copy.deepcopy(opt.state_dict())
+    saved = copy.deepcopy(opt.named_state_dict())
     for step in (2, 3):  # two nonfinite_steps in a row
         train_fused_step(opt, net, step)
-    now = opt.state_dict()
+    now = opt.named_state_dict()
     assert now["state"].keys() == saved["state"].keys() and saved["state"]
     for name, kept in saved["state"].items():
         for key, value in kept.items():
@@ -427,7 +427,7 @@ def test_immediate_leaves_out_the_spoilt_parameters_alone(kind):
         assert opt.last_step.nonfinite == stayed == spoilt
         assert (opt.last_step.skipped_params, opt.last_step.skipped) == (len(spoilt), False)
     assert (opt.nonfinite_steps, opt.nonfinite_gradients) == (len(OVERFLOWS), len(OVERFLOWS))
-    assert opt.state_dict()["step"] == STEPS  # a step that was taken in part counts
+    assert opt.named_state_dict()["step"] == STEPS  # a step that was taken in part counts
 
 
 def test_gradients_and_steps_are_counted_apart(give_gradients):
@@ -504,7 +504,7 @@ def test_resumed_training_is_the_same(saved_after, policy):
         train_fused_step(resumed, other, step)
         assert resumed.loss_scale == scales[step]
     assert all(map(torch.equal, weights(other), weights(net)))
-    assert resumed.state_dict()["step"] == opt.state_dict()["step"]
+    assert resumed.named_state_dict()["step"] == opt.named_state_dict()["step"]
     assert (resumed.nonfinite_steps, resumed.nonfinite_gradients) == (opt.nonfinite_steps, opt.nonfinite_gradients)
 
 
@@ -517,7 +517,7 @@ def test_loading_forgets_an_overflow_that_nobody_was_told_of():
     train_fused_step(opt, net, 2)
     opt.load_state_dict(saved)
     train_fused_step(opt, net, 4)
-    assert opt.state_dict()["step"] == 2
+    assert opt.named_state_dict()["step"] == 2
 
 
 def test_a_damaged_scale_replaces_nothing():
@@ -525,13 +525,13 @@ def test_a_damaged_scale_replaces_nothing():
     net = Net()
     opt = fused_on(net, "adamw", policy="deferred")
     train_fused_step(opt, net, 0)
-    saved = copy.deepcopy(opt.state_dict())
+    saved = copy.deepcopy(opt.named_state_dict())
     del saved["loss_scale"]["good"]
     train_fused_step(opt, net, 1)
-    before = copy.deepcopy(opt.state_dict())
+    before = copy.deepcopy(opt.named_state_dict())
     with pytest.raises(CheckpointError, match="the saved loss scale has good=None"):
-        opt.load_state_dict(saved)
-    after = opt.state_dict()
+        opt.load_named_state_dict(saved)
+    after = opt.named_state_dict()
     assert (after["step"], after["loss_scale"]) == (before["step"], before["loss_scale"])
     for name, kept in before["state"].items():
         assert all(torch.equal(after["state"][name][key], value) for key, value in kept.items())

@@ -243,9 +243,9 @@ def test_a_resumed_run_stops_in_the_same_step(policy):
 def test_a_state_that_was_saved_without_the_count_loads():
     opt = make(net := Net())
     opt.backward(net(batch(0)))
-    saved = opt.state_dict()
+    saved = opt.named_state_dict()
     del saved["nonfinite"]["streak"]
-    opt.load_state_dict(saved)
+    opt.load_named_state_dict(saved)
     opt.backward(net(batch(1)))
 
 

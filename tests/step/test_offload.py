@@ -299,7 +299,7 @@ def test_a_backward_that_dies_leaves_nothing(kind, stores):
     assert "the 1 micro-batch(es) before it were dropped with it" in died.value.__notes__[0]
     spoilt.remove()
     opt.state_dict()  # no step is torn, and none waits
-    assert opt.last_step.step == opt.state_dict()["step"] == 1
+    assert opt.last_step.step == opt.named_state_dict()["step"] == 1
     fresh = micro_batches(2, SHAPES, torch.float32, seed=9)
     give_step(opt, params, fresh)
     for param, want in zip(params, as_torch_sums(params, fresh), strict=True):
@@ -390,7 +390,7 @@ def test_every_store_gives_the_same_bits(rule, dtype, sums, stores):
                 with opt.accumulate() if micro < 2 else nullcontext():
                     opt.backward(net.loss(10 * step + micro) / 3)
             assert opt.last_step.clip_coef < 1
-        state = opt.state_dict()["state"]
+        state = opt.named_state_dict()["state"]
         kept = [value for name in sorted(state) for _, value in sorted(state[name].items())]
         found.append([*net.parameters(), *kept, opt.last_step.norms])
     start = list(Net(getattr(torch, dtype)).parameters())
@@ -476,7 +476,7 @@ def test_no_room(folder, monkeypatch, tmp_path):
     assert param.grad is None
     opt.backward(param.sum())
     assert (param == -1).all()
-    assert opt.state_dict()["step"] == 1
+    assert opt.named_state_dict()["step"] == 1
 
 
 def test_a_folder_that_is_gone(tmp_path):

@@ -72,7 +72,7 @@ def test_no_step_from_this(net, opt, loss, message):
     before = weights(net)
     with pytest.raises(StepError, match=message):
         opt.backward(loss(net))
-    assert opt.state_dict()["step"] == 0  # nothing happened, and training may go on
+    assert opt.named_state_dict()["step"] == 0  # nothing happened, and training may go on
     opt.backward(net())
     assert opt.last_step.step == 1
     assert all(moved(net, before))
@@ -274,7 +274,7 @@ def test_torn_step_accepted_by_name(net, opt, plain):
     before = weights(net)
     opt.backward(net())
     assert all(moved(net, before))
-    assert opt.state_dict()["step"] == 2
+    assert opt.named_state_dict()["step"] == 2
 
 
 def test_the_report_after_a_torn_step_is_of_its_own_gradients(net, opt):
@@ -293,7 +293,7 @@ def test_backward_that_dies_before_any_update_tears_nothing(net, opt, plain):
         net(break_at="late").backward() if plain else opt.backward(net(break_at="late"))
     assert not any(moved(net, before))
     opt.backward(net())
-    assert opt.state_dict()["step"] == 1
+    assert opt.named_state_dict()["step"] == 1
 
 
 @pytest.mark.parametrize("plain", [False, True])
@@ -310,7 +310,7 @@ def test_backward_that_dies_while_small_parameters_wait_tears_nothing(net, plain
         one.zero_grad()
         one().backward() if plain else opt.backward(one())
     assert not any(moved(net, weights(other)))
-    assert opts[0].state_dict()["step"] == 1
+    assert opts[0].named_state_dict()["step"] == 1
 
 
 def test_saving_in_the_middle_of_a_step(net, opt):

@@ -73,7 +73,7 @@ def test_a_state_that_depends_on_the_dtype(was, now, rule, options, state, tmp_p
     save_optimizer(saved, tmp_path / "optimizer.safetensors")
     with pytest.raises(CheckpointError, match=message):
         load_optimizer(opt, tmp_path / "optimizer.safetensors")
-    assert not opt.state and opt.last_step is None
+    assert not len(opt.state) and opt.last_step is None
     assert all(map(torch.equal, net.parameters(), before))
     step(net, opt)
 
@@ -93,11 +93,11 @@ FITS = {
 
 @pytest.mark.parametrize(("was", "now", "rule", "options"), FITS.values(), ids=FITS)
 def test_a_state_that_fits(was, now, rule, options):
-    saved = saved_from(was, rule, **options).state_dict()
+    saved = saved_from(was, rule, **options).named_state_dict()
     net, opt = make(now, rule, **options)
-    opt.load_state_dict(saved)
+    opt.load_named_state_dict(saved)
     for name, value in saved["state"].get("weight", {}).items():
-        held = opt.state_dict()["state"]["weight"][name]
+        held = opt.named_state_dict()["state"]["weight"][name]
         assert held.dtype == value.dtype and torch.equal(held, value)
     step(net, opt)
     assert opt.last_step.step == 2
@@ -105,10 +105,10 @@ def test_a_state_that_fits(was, now, rule, options):
 
 def test_states_that_do_not_say_of_what_they_are():
     """Those of torch's own AdamW, and of before the dtype of the weights was saved."""
-    saved = saved_from(F32, torch.optim.AdamW).state_dict()
+    saved = saved_from(F32, torch.optim.AdamW).named_state_dict()
     del saved["weights"]
     net, opt = make(F32, torch.optim.AdamW)
-    opt.load_state_dict(saved)
+    opt.load_named_state_dict(saved)
     step(net, opt)
     torch.manual_seed(0)
     plain = nn.Linear(3, 2).to(BF16)
@@ -138,9 +138,9 @@ def test_by_torchs_distributed_checkpoint():
 
 @pytest.mark.parametrize("damage", ["float31", 3, ["float32"]])
 def test_a_damaged_dtype(damage):
-    saved = saved_from(F32, torch.optim.AdamW).state_dict()
+    saved = saved_from(F32, torch.optim.AdamW).named_state_dict()
     json.dumps(saved["weights"])  # as a file has it
     saved["weights"]["weight"] = damage
     _, opt = make(F32, torch.optim.AdamW)
     with pytest.raises(CheckpointError, match="the saved optimizer is damaged"):
-        opt.load_state_dict(saved)
+        opt.load_named_state_dict(saved)

@@ -96,7 +96,7 @@ def test_a_saved_state_is_saved_by_itself():
     params, opt = make()
     _, alone = make(batching=False)
     step(opt, params)
-    state = opt.state_dict()["state"]["param0"]
+    state = opt.named_state_dict()["state"]["param0"]
     assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in state.values())
     step(alone, alone.param_groups[0]["params"])
     files = [io.BytesIO(), io.BytesIO()]

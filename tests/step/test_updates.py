@@ -47,7 +47,7 @@ def run(rule, options, *, batching, dtype=torch.float32, rounding="auto", steps=
                 loss = loss + (param * grad).sum().float()
         opt.param_groups[0]["lr"] = 0.01 / (step + 1)
         opt.backward(loss)
-    states = opt.state_dict()["state"]
+    states = opt.named_state_dict()["state"]
     return opt, params, {f"{name}/{key}": t for name, kept in states.items() for key, t in kept.items()}
 
 
@@ -162,7 +162,7 @@ def trained(dtype, rule, **options):
     param, opt = one_weight(dtype, rule, **options)
     for _ in range(3):
         opt.backward((param * torch.linspace(-1, 1, 64)).float().square().sum())
-    state = opt.state_dict()["state"].get("w", {})
+    state = opt.named_state_dict()["state"].get("w", {})
     return param.detach(), sum(t.nbytes for t in state.values() if isinstance(t, torch.Tensor))
 
 

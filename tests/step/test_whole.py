@@ -59,7 +59,7 @@ def trained(rule, shapes, *, compile, dtype=torch.float32, steps=3, schedule=Non
 
 def results(params, opt):
     """The values of each parameter, with what compensated rounding cut off, and its states."""
-    saved = opt.state_dict()["state"]
+    saved = opt.named_state_dict()["state"]
     for n, param in enumerate(params):
         states = dict(saved.get(f"param{n}", {}))
         residual = states.pop("residual", None)

@@ -80,7 +80,7 @@ SHAPES = [(64,), (5, 128), (3, 4, 64), (2, 2, 3, 64)]
 @pytest.mark.parametrize("shape", SHAPES)
 def test_moments(shape):
     weight, grads, opt = train(shape, state_storage="int8_64")
-    assert {name: tensor.dtype for name, tensor in opt.state_dict()["state"]["w"].items()} == {
+    assert {name: tensor.dtype for name, tensor in opt.named_state_dict()["state"]["w"].items()} == {
         "step": torch.int64,
         "exp_avg": torch.int8,
         "exp_avg.scale": torch.float32,
@@ -96,7 +96,7 @@ def test_a_weight(shape):
     """The parameter shows to the model what is stored."""
     weight, grads, opt = train(shape, rounding="int8_64")
     assert torch.equal(weight, quantised(weight))
-    state = opt.state_dict()["state"]["w"]
+    state = opt.named_state_dict()["state"]["w"]
     assert (state["codes"].dtype, state["scale"].shape) == (torch.int8, (*shape[:-1], shape[-1] // GROUP))
     assert torch.equal(Int8().decode((state["codes"], state["scale"])), weight)
     reference = adamw(start(shape), grads, hold_weight=quantised)
@@ -125,7 +125,7 @@ def test_tiles_and_stacks_do_not_show(monkeypatch):
 
 def test_rows_without_complete_groups_stay_as_they_are():
     weight, grads, opt = train((3, 65), state_storage="int8_64", rounding="int8_64")
-    assert opt.state_dict()["state"]["w"]["exp_avg"].dtype == torch.float32
+    assert opt.named_state_dict()["state"]["w"]["exp_avg"].dtype == torch.float32
     torch.testing.assert_close(weight, adamw(start((3, 65)), grads))
 
 
@@ -155,11 +155,11 @@ def test_a_step_that_is_skipped_changes_nothing():
     param = torch.nn.Parameter(torch.randn(4, 64))
     opt = lowmem.FusedOptimizer([("w", param)], rule="adamw", state_storage="int8_64", rounding="int8_64")
     opt.backward(param.square().sum())
-    before = {name: tensor.clone() for name, tensor in opt.state_dict()["state"]["w"].items()}
+    before = {name: tensor.clone() for name, tensor in opt.named_state_dict()["state"]["w"].items()}
     weight = param.detach().clone()
     opt.backward((param * torch.nan).sum())
     assert torch.equal(param, weight)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in opt.state_dict()["state"]["w"].items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in opt.named_state_dict()["state"]["w"].items())
 
 
 def test_compiled():

@@ -201,7 +201,7 @@ def test_small_steps_move_16_bit_weights(dtype, give_gradients):
         opt = lowmem.FusedOptimizer([("w", param)], rule="lomo", lr=lr, **options)
         for _ in range(200):
             give_gradients(opt, (param, grad.to(param.dtype)))
-        state = opt.state_dict()["state"].get("w", {})
+        state = opt.named_state_dict()["state"].get("w", {})
         held = state.get("weight32", param.detach().float())
         held = storage.widen(param.detach(), state["residual"]) if "residual" in state else held
         moved[name] = held.double() - start.double()
