@@ -323,7 +323,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         if self._hooks.removed or self._hooks.paused:
             state = "was removed by remove()" if self._hooks.removed else "is inside its paused()"
             raise StepError(f"backward() of an optimizer that {state}: nothing would be updated")
-        self._report.refuse_hopeless()
         self._begin_rules()
         again = None
         if self.replay == "forward":
@@ -380,7 +379,6 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _begin_plain(self, first: ParamRecord) -> None:
         """A plain `loss.backward()` has begun, and the gradient of `first` is complete."""
         self._hooks.refuse_company(first)
-        self._report.refuse_hopeless()
         self._begin_rules()
         self._policy.allow_plain_backward()
         for record in self._records.values():
@@ -438,7 +436,13 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._report.close(self._policy, decision, loss)
         self._opt_called = True  # LR schedulers ask whether an optimizer step came before theirs
 
+    def _settle(self) -> None:
+        """The host learns how the last step ended."""
+        self._cycle.settle(*self._report.settle())
+
     def _begin_rules(self) -> None:
+        self._settle()
+        self._report.raise_if_diverged()
         if self.config.compile is True and Compiler.failure is not None:
             raise ConfigError(f"compile=True, but compiling failed; use 'auto' or False: {Compiler.failure}")
         habits.refuse_edits(self.param_groups, self._added)

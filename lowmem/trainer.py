@@ -363,6 +363,7 @@ class FusedTrainerMixin(_Base):
             self._staging = None
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(final))
+        self.optimizer._settle()
         if is_first and (streak := self.optimizer._report.streak):
             logger.warning(
                 "no older checkpoint was removed when step %d was saved: the last %d step(s) had gradients that are "

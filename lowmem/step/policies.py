@@ -17,7 +17,7 @@ from lowmem.placements import Placement
 from lowmem.placements.base import NO_SUMS, Sums
 from lowmem.placements.record import ParamRecord
 from lowmem.rules import UpdateRule
-from lowmem.step.clipping import Clipping, Decision, Norms
+from lowmem.step.clipping import Clipping, Decision
 from lowmem.step.offload import GradientStore, make_store
 from lowmem.step.updates import Updates
 from lowmem.tiles.gradients import ComputedGradient, Gradient
@@ -251,7 +251,7 @@ class TwoPass(Policy):
     """Backward twice: the first measures each gradient and drops it, the second updates."""
 
     name = "two_pass"
-    _measured: dict[str, Norms] | None = None  # while measuring
+    _measured: dict[str, Tensor] | None = None  # while measuring
 
     def allow_plain_backward(self) -> None:
         raise StepError(
@@ -281,7 +281,7 @@ class TwoPass(Policy):
         if self._measured is not None:
             self._measured[record.name] = self._clipping.measure(record, grad)
             return
-        if self._decision is None or record.name not in self._decision.norms:
+        if self._decision is None or record.name not in self._decision.each:
             raise StepError(
                 f"parameter {record.name!r} got a gradient in the second pass and none in the first, which reentrant "
                 "activation checkpointing hides it from. Use checkpoint(..., use_reentrant=False), or policy='deferred'"
@@ -294,14 +294,11 @@ class TwoPass(Policy):
         assert decision is not None
         if decision.skipped:
             return None
-        device = decision.finite.device
-        fired = [record for record in self._records.values() if record.name in decision.norms]
-        first = torch.stack([decision.norms[record.name].tiled.to(device) for record in fired])
-        applied = [record.square_sum.to(device) for record in fired if record.square_sum is not None]
-        second = torch.stack(applied).sqrt()
+        fired = [record for record in self._records.values() if record.name in decision.each]
+        first, second = decision.norms.tiled, self._clipping.gather(record.square_sum for record in fired).sqrt()
         tolerance = torch.tensor([_tolerance(record.param) for record in fired], dtype=torch.float64)
         total = torch.linalg.vector_norm(torch.where(first.isfinite(), first, 0.0))
-        allowed = tolerance.to(device, non_blocking=True) * (first + _CANCELLED * total)
+        allowed = tolerance.to(first.device, non_blocking=True) * (first + _CANCELLED * total)
         same = ((first - second).abs() <= allowed) | ~(first.isfinite() | second.isfinite())
         return same.all() | ~decision.finite
 
@@ -343,7 +340,7 @@ class Deferred(Policy):
 
     def begin(self, last: bool) -> None:
         self._last = last
-        self._measured: dict[str, Norms] = {}
+        self._measured: dict[str, Tensor] = {}
         self._arrived: set[str] = set()  # in this micro-batch
         # in the last micro-batch: what has a sum from those before
         records = self._records.values() if last and self._cycle.waiting else ()

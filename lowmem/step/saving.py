@@ -85,7 +85,7 @@ class Saving:
         Raises:
             StepError: in the middle of a step, or after one that is torn.
         """
-        self.report.settle()
+        self.updates.cycle.settle(*self.report.settle())
         self.updates.cycle.refuse_open("save")
         groups = [
             {**{k: v for k, v in group.items() if k not in ("params", "param_names")}, "params": group["param_names"]}
