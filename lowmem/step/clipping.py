@@ -124,17 +124,29 @@ class Clipping:
     def _measure(self, part: Tensor, inverse_scale: Tensor | None, limit: Tensor | None, before_limit: bool) -> Tensor:
         if inverse_scale is not None:
             part.mul_(inverse_scale)
-        raw, tiled = _norms(part)
-        clamped, clipped_by = raw, self._of_type(part, raw)
+        raw, tiled, clipped_by = self._norms(part)
+        clamped = raw
         if limit is not None:
             part.clamp_(-limit, limit)
-            clamped, _ = _norms(part)
-            clipped_by = clipped_by if before_limit else self._of_type(part, clamped)
+            clamped, _, after_limit = self._norms(part)
+            clipped_by = clipped_by if before_limit else after_limit
         return torch.stack((raw, clamped, clipped_by, tiled))
 
-    def _of_type(self, values: Tensor, norm: Tensor) -> Tensor:
-        """The norm that `clip_norm` measures, given the 2-norm."""
-        return norm if self.norm_type == 2 else torch.linalg.vector_norm(values, torch.inf).double()
+    def _norms(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Float64 scalars: the 2-norm in float32 as PyTorch computes it, and summed in tiles, each of reduced values
+        where that overflows; and the norm of `norm_type`.
+        """
+        parts = tiles(values)
+        single = tiled = torch.linalg.vector_norm(values)
+        if len(parts) > 1:
+            tiled = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(part) for part in parts]))
+        buffer = torch.empty_like(parts[0])  # stays in the cache
+        products = (torch.mul(part, REDUCED, out=buffer[: part.numel()]) for part in parts)
+        reduced = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(product) for product in products]))
+        large = reduced.double() / REDUCED
+        norm, norm_in_tiles = (torch.where(each.isfinite(), each.double(), large) for each in (single, tiled))
+        largest = None if self.norm_type == 2 else torch.linalg.vector_norm(values, torch.inf).double()
+        return norm, norm_in_tiles, norm if largest is None else largest
 
     def decide(self, measured: Mapping[str, Tensor], *, prepared: bool) -> Decision:
         """Settles a step. No value is read back, except for a foreign optimizer, whose update cannot be undone.
@@ -171,9 +183,12 @@ class Clipping:
     def review(self, fired: Sequence[ParamRecord]) -> Decision:
         """What is known about a step whose gradients have been applied as they arrived."""
         square_sums = self.gather(record.square_sum for record in fired)
-        counts = torch.tensor([record.span.numel for record in fired], dtype=torch.float64)
-        limit, counts = self.limit(self._device), counts.to(self._device, non_blocking=True)
-        fits = summable(square_sums, limit, counts) | ~self._mask(fired, sums_squares)
+        limit, counts = self.limit(self._device), torch.zeros(())
+        if limit is not None:
+            counts = torch.tensor([record.span.numel for record in fired], dtype=torch.float64)
+        fits = summable(square_sums, limit, counts.to(self._device, non_blocking=True)) | ~self._mask(
+            fired, sums_squares
+        )
         updated = fits & (square_sums.isfinite() | self._mask(fired, _takes_nonfinite))
         finite = torch.ones((), dtype=torch.bool, device=self._device)
         return Decision(tuple(record.name for record in fired), Norms(*[square_sums.sqrt()] * 4), updated, finite)
@@ -198,9 +213,11 @@ class Clipping:
         """The clipping of each rule that has its own, given the norms of gradients as `clip_norm` leaves them."""
         norms = dict(zip(names, read.float().unbind(), strict=True))
         members: dict[int, list[ParamRecord]] = {}
+        frozen: dict[int, list[ParamRecord]] = {}
         for record in self.records.values():
-            if (record.trained or record.name in norms) and record.rule.needs_norm(record.group) is not None:
-                members.setdefault(id(record.group), []).append(record)
+            if record.rule.needs_norm(record.group) is not None:
+                there = members if record.trained or record.name in norms else frozen
+                there.setdefault(id(record.group), []).append(record)
         clips: dict[int, GroupClip] = {}
         zero = torch.zeros_like(finite, dtype=torch.float32)
         for n, group in enumerate(self.groups):
@@ -214,6 +231,7 @@ class Clipping:
                     norms=torch.stack([norms.get(record.name, zero) for record in records]),
                     total=norm_over(read).float(),
                     states=[self._states.get(record.param, {}) for record in records],
+                    frozen=[self._states.get(record.param, {}) for record in frozen.get(id(group), [])],
                     memory=memory,
                 )
             )
@@ -266,22 +284,6 @@ def _coef(record: ParamRecord, coef: Tensor | None, groups: Mapping[int, GroupCl
     if own is None or own.by_rule:
         return coef
     return own.coef if coef is None else coef * own.coef
-
-
-def _norms(values: Tensor) -> tuple[Tensor, Tensor]:
-    """The 2-norm in float32 as PyTorch computes it, and summed in tiles; where that overflows, of reduced values: both
-    float64.
-    """
-    parts = tiles(values)
-    single = tiled = torch.linalg.vector_norm(values)
-    if len(parts) > 1:
-        tiled = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(part) for part in parts]))
-    buffer = torch.empty_like(parts[0])  # stays in the cache
-    products = (torch.mul(part, REDUCED, out=buffer[: part.numel()]) for part in parts)
-    reduced = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(product) for product in products]))
-    large = reduced.double() / REDUCED
-    norm, norm_in_tiles = (torch.where(each.isfinite(), each.double(), large) for each in (single, tiled))
-    return norm, norm_in_tiles
 
 
 def _is_float32(grad: Gradient) -> bool:
