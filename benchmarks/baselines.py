@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lowmem import FusedOptimizer, rules
 from lowmem.errors import ConfigError, did_you_mean
-from lowmem.files import version
+from lowmem.run.environment import version
 
 Loss = Callable[[], Tensor]
 

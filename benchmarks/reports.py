@@ -17,7 +17,8 @@ import torch
 
 from benchmarks.baselines import PACKAGES
 from lowmem.errors import LowmemError
-from lowmem.files import cpu, version, write_file, writing
+from lowmem.files import write_file, writing
+from lowmem.run.environment import cpu, version
 
 OUT = Path("runs/bench")
 CPUINFO = Path("/proc/cpuinfo")

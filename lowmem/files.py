@@ -1,15 +1,12 @@
-"""Files that are complete or do not exist, safetensors files written tensor by tensor, and versions of this machine."""
+"""Files that are complete or do not exist, and safetensors files written tensor by tensor."""
 
 import contextlib
 import errno
 import hashlib
 import json
 import os
-import platform
-import re
 import struct
 from collections.abc import Iterator, Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -25,21 +22,6 @@ _CHUNK_BYTES = 1 << 26
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 # What a file system answers that cannot flush directories.
 _NO_FLUSH = (errno.EINVAL, errno.ENOTSUP)
-
-
-def cpu() -> str:
-    """The name of the processor."""
-    info = Path("/proc/cpuinfo")
-    name = re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE) if info.exists() else None
-    return name[1] if name else platform.processor() or platform.machine()
-
-
-def version(package: str) -> str | None:
-    """The installed version of a package as pip names it, or None."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def begin_safetensors(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, int]:

@@ -182,7 +182,8 @@ def main() -> None:
 
 def write(results: dict[str, Figures], options: argparse.Namespace) -> None:
     """Writes the figures; those of surfaces that were not run stay in the file."""
-    from lowmem.files import version, write_file
+    from lowmem.files import write_file
+    from lowmem.run.environment import version
 
     surfaces = {name: vars(figures) for name, figures in results.items()}
     with contextlib.suppress(FileNotFoundError):

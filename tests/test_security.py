@@ -27,7 +27,7 @@ import lowmem
 from lowmem import cli
 from lowmem.errors import ConfigError
 from lowmem.hf import checkpoint
-from lowmem.run import build, config, pretrained, secrets
+from lowmem.run import build, config, environment, pretrained, secrets
 from lowmem.run import folder as run_folders
 from lowmem.run.config import load
 from lowmem.run.tokenizers import train_tokenizer
@@ -432,7 +432,7 @@ def test_a_run_that_fails_writes_and_prints_no_secret(home, monkeypatch, capsys)
 def test_the_command_is_recorded_without_secrets(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "markerofwandb")
     monkeypatch.setattr(sys, "argv", ["lowmem", "train", "a.yaml", "hub_token=abc", "trainer.run_name=markerofwandb"])
-    run_folders.write_environment(tmp_path)
+    environment.write_environment(tmp_path)
     command = json.loads((tmp_path / "environment.json").read_text())["command"]
     assert "abc" not in command and "markerofwandb" not in command and "train a.yaml" in command
 

@@ -1,33 +1,23 @@
-"""The folder of a run: who may write there, and when, where and with which versions the run was started."""
+"""The folder of a run: who may write there, and a run that goes on where it was moved or copied to."""
 
 import contextlib
 import fcntl
-import json
 import os
 import platform
-import shlex
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
-from typing import Any
-
-import psutil
-import torch
 
 from lowmem.errors import ConfigError
-from lowmem.files import cpu, version, write_file, writing
+from lowmem.files import writing
 from lowmem.hf.checkpoint import candidates, tidy
 from lowmem.run.config import RunConfig
-from lowmem.run.secrets import redacted
+from lowmem.run.environment import ENVIRONMENT
 from lowmem.run.terminal import warn
 
 LOCK = ".lock"
 CONFIG = "config.yaml"
-ENVIRONMENT = "environment.json"
 
 
 @contextmanager
@@ -124,32 +114,3 @@ def resumed_in_place(config: RunConfig, path: Path, overrides: Sequence[str]) ->
         return config
     warn(f"this run was started in {config.run_dir}; continuing in {here}, where its configuration is")
     return replace(config, run_dir=str(here))
-
-
-def write_environment(run_dir: str | Path) -> None:
-    """Writes environment.json: when, where and with which versions the run was started."""
-    packages = ("lowmem", "torch", "transformers", "trl", "accelerate", "datasets", "deepspeed", "safetensors")
-    record = {
-        "started": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "command": shlex.join(map(redacted, sys.argv)),
-        "directory": str(Path.cwd()),
-        "git": _git(),
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "cpu": {"model": cpu(), "count": os.cpu_count()},
-        "memory_bytes": psutil.virtual_memory().total,
-        "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-        "processes": int(os.environ.get("WORLD_SIZE", 1)),
-        "versions": {name: version(name) for name in packages},
-    }
-    write_file(Path(run_dir) / ENVIRONMENT, (json.dumps(record, indent=2) + "\n").encode())
-
-
-def _git() -> dict[str, Any] | None:
-    """The commit of the repository in the current directory, and whether there are uncommitted changes."""
-    try:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-        status = subprocess.run(["git", "status", "--porcelain"], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return {"commit": commit.stdout.strip(), "dirty": bool(status.stdout.strip())}

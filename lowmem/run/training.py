@@ -18,7 +18,7 @@ from lowmem.errors import DataError, LowmemError
 from lowmem.files import read_json, write_file
 from lowmem.hf import checkpoint
 from lowmem.placements import in_group
-from lowmem.run import build, folder, report
+from lowmem.run import build, environment, folder, report
 from lowmem.run import plan as planning
 from lowmem.run.config import RunConfig, save
 from lowmem.run.data import TokenCounts, check_tokenized, fingerprint
@@ -58,7 +58,7 @@ def train(config: RunConfig, *, resume: bool = False) -> int | None:
         _describe(config, trainer, counts)
         if rank() == 0:
             save(config, run_dir / folder.CONFIG)
-            folder.write_environment(run_dir)
+            environment.write_environment(run_dir)
         try:
             with report.RunReport(run_dir, out).attached(trainer), _stop_on_signal(trainer) as signals:
                 trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)

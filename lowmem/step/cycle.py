@@ -19,30 +19,28 @@ class StepCycle:
     """One step: idle → open while a backward runs → idle; torn if it failed after weights had moved.
 
     A step may take several backwards: micro-batches, between which it is `waiting`, or a measuring and an updating
-    pass.
-    `begin` is explicit in `FusedOptimizer.backward`, or implied by the first hook of a plain `loss.backward()`.
+    pass. `begin` is explicit in `FusedOptimizer.backward`, or implied by the first hook of a plain `loss.backward()`.
 
     Attributes:
         step: the number of this step, or of the last one.
         moved: the parameters whose update has begun, while a backward runs.
         waiting: how many micro-batches of an unfinished step have ended.
-        accumulates: whether a gradient that arrives in two parts is summed; if not, the second part raises.
+        last: the backward that runs, or ran last, is not a micro-batch that others of its step follow.
         loop_steps: the training loop calls `optimizer.step()`.
+        torn: why the step cannot be continued, if it failed after weights had moved.
     """
 
     def __init__(self) -> None:
-        self.step = 0
+        self.step = self.waiting = 0
         self.moved: set[str] = set()
-        self.waiting = 0
-        self.accumulates = False
+        self.last = True
+        self.loop_steps = False
         self.torn: str | None = None
-        self._graph_task: int | None = None  # of a plain backward, to recognise a new one
         self._open = False
-        self._explicit = False
+        self._graph_task: int | None = None  # of a plain backward, to recognise a new one
         self._fired: set[str] = set()  # in this step
         self._fired_now: set[str] = set()  # in this backward
         self._steps = 0  # since the last `stepped`
-        self.loop_steps = False
 
     @property
     def idle(self) -> bool:
@@ -50,14 +48,14 @@ class StepCycle:
         self._detect_failure()
         return not self._open
 
-    def begin(self, explicit: bool, nests: bool = False) -> None:
+    def begin(self, last: bool, *, explicit: bool = False, nests: bool = False) -> None:
         """Opens a step, or the next micro-batch of one that waits. nests: its backward will run others.
 
         Raises:
             StepError: the previous step is torn or still open, or this backward would have to accumulate.
         """
         self._detect_failure()
-        self.refuse_torn("train on")
+        self._refuse_torn("train on")
         if self._open:
             raise StepError("a backward started inside the step of another one; let the first one finish")
         if self.loop_steps and self._steps and not self.waiting:
@@ -67,23 +65,22 @@ class StepCycle:
             )
         if nests or (not explicit and _inside_custom_backward()):
             raise StepError(_NESTED)
-        self._open, self._explicit = True, explicit
-        self._graph_task = torch._C._current_graph_task_id()
+        self._open, self.last = True, last
+        self._graph_task = None if explicit else torch._C._current_graph_task_id()
         self._fired_now.clear()
-        if self.waiting:
-            return
-        self._fired.clear()
-        self.moved.clear()
-        self._steps += 1
-        self.step += 1
+        if not self.waiting:
+            self._fired.clear()
+            self.moved.clear()
+            self._steps += 1
+            self.step += 1
 
-    def fired(self, name: str) -> None:
+    def fired(self, name: str, *, in_parts: bool) -> None:
         """Notes a parameter's finished gradient.
 
         Raises:
-            StepError: the parameter's hook fired twice.
+            StepError: the parameter's hook fired twice, and its gradient may not come `in_parts`.
         """
-        if name in self._fired_now and not self.accumulates:
+        if name in self._fired_now and not in_parts:
             raise StepError(
                 f"parameter {name!r} got its gradient in two parts within one backward, and the first part has been "
                 "used as if it were all of it. Reentrant activation checkpointing of a module whose weight is used "
@@ -105,20 +102,14 @@ class StepCycle:
         self.refuse_nothing()
         self._fired_now.clear()
 
-    def missed(self) -> list[str]:
-        """Parameters that got a gradient in this step, but not in this pass of it."""
-        return sorted(self._fired - self._fired_now)
-
-    def wait(self) -> None:
-        """A micro-batch has ended; the step waits for the next one."""
-        self.refuse_nothing()
-        self._open = False
-        self.waiting += 1
+    def missed(self) -> set[str]:
+        """Parameters that got a gradient in this step, but not in this backward of it."""
+        return self._fired - self._fired_now
 
     def end(self) -> None:
-        """Closes the step: its updates are done."""
+        """A micro-batch has ended and the step waits for the next one, or its updates are done."""
         self._open = False
-        self.waiting = 0
+        self.waiting = 0 if self.last else self.waiting + 1
         self.moved.clear()
 
     def refuse_nothing(self) -> None:
@@ -135,10 +126,9 @@ class StepCycle:
         """A backward failed: nothing has happened if no update had started, else the step is torn."""
         self._open = False
         if self.moved:
-            done = len(self._fired_now)
             self.tear(
-                f"{reason} after {done} parameter(s) got their gradient, so some weights are of this step and others "
-                "of the one before"
+                f"{reason} after {len(self._fired_now)} parameter(s) got their gradient, so some weights are of this "
+                "step and others of the one before"
             )
         else:
             self._undo()
@@ -149,7 +139,7 @@ class StepCycle:
 
     def _detect_failure(self) -> None:
         """A plain backward that fails reports nothing: what comes next detects it."""
-        if self._open and not self._explicit and torch._C._current_graph_task_id() != self._graph_task:
+        if self._open and self._graph_task not in (None, torch._C._current_graph_task_id()):
             if self.waiting:
                 logger.warning("a backward failed, and the %d micro-batch(es) before it were dropped", self.waiting)
             self.fail(_NESTED if _inside_custom_backward() else "a plain loss.backward() ended with an error")
@@ -196,7 +186,7 @@ class StepCycle:
                 "already. Run a backward that should not update them inside `with opt.paused():`"
             )
 
-    def refuse_torn(self, intention: str) -> None:
+    def _refuse_torn(self, intention: str) -> None:
         """Raises `StepError` if the last step is torn."""
         if self.torn is not None:
             raise StepError(
@@ -207,7 +197,7 @@ class StepCycle:
     def refuse_open(self, intention: str) -> None:
         """Raises `StepError` in the middle of a step, or if one is torn."""
         self._detect_failure()
-        self.refuse_torn(intention)
+        self._refuse_torn(intention)
         if self._open:
             raise StepError(f"cannot {intention} in the middle of step {self.step}: its backward is still running")
         if self.waiting:
@@ -218,11 +208,8 @@ class StepCycle:
 
     def reset(self, step: int) -> None:
         """A clean state at `step`: after loading, or when the user accepts a torn step."""
-        self.step = step
-        self.torn = None
-        self._open = False
-        self._steps = 0
-        self.waiting = 0
+        self.step, self.torn, self._open = step, None, False
+        self._steps = self.waiting = 0
 
 
 def _inside_custom_backward() -> bool:

@@ -1,11 +1,10 @@
 """When an update happens: in the hook, in a second backward, or when the gradients of a whole step are complete."""
 
 import functools
-import logging
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -18,12 +17,11 @@ from lowmem.placements.base import NO_SUMS, Sums
 from lowmem.placements.record import ParamRecord
 from lowmem.rules import UpdateRule
 from lowmem.step.clipping import Clipping, Decision
+from lowmem.step.cycle import StepCycle
 from lowmem.step.offload import GradientStore, make_store
 from lowmem.step.updates import Updates
 from lowmem.tiles.gradients import ComputedGradient, Gradient
 from lowmem.tiles.sweep import add
-
-logger = logging.getLogger(__name__)
 
 # By how much a norm may be off because of the order in which the 2¹⁷ squares of a tile are added: in 8 vector lanes
 # at least, with 2¹⁴ additions each, that are off by 2⁻²⁴ of half the sum on average. A norm is off by half of that.
@@ -68,74 +66,68 @@ class Needs:
         )
 
 
-def choose(config: FusedConfig, needs: Needs, *, on_cpu: bool, replays_graph: bool = True) -> tuple[str, str]:
-    """The policy that was asked for, or with `auto` the cheapest that is exact for what is needed; and the reason.
+# (policy, need) → why a policy that was asked for cannot.
+_REFUSALS = {
+    ("two_pass", "reentrant"): (
+        "policy 'two_pass' measures gradients in a backward of their own, which reentrant activation checkpointing "
+        "does not allow. Use checkpoint(..., use_reentrant=False), or policy='deferred' (or 'auto')"
+    ),
+    ("immediate", "norm"): (
+        "{need}: policy 'immediate' updates a parameter before the norm over all gradients is known, so it "
+        "cannot clip by it. Use policy='two_pass', 'deferred' or 'auto', or omit the option (in a Hugging Face "
+        "trainer: max_grad_norm=0); clip_value and a rule's own update clipping work."
+    ),
+    ("immediate", "skip"): (
+        "{need}: under policy 'immediate' an overflowing update must be skipped parameter by parameter, "
+        "which that optimizer cannot do. Use policy='two_pass' or 'deferred', a rule of lowmem, or bfloat16 "
+        "without a loss scale."
+    ),
+} | dict.fromkeys(
+    (("immediate", "accumulation"), ("two_pass", "accumulation")),
+    "policy {policy!r} cannot accumulate gradients, because it stores none. Use policy='deferred' (or 'auto'), which "
+    "sums them in its store, or one larger batch.",
+)
+
+
+def choose(
+    config: FusedConfig, needs: Needs, *, on_cpu: bool, replays_graph: bool = True
+) -> tuple[str, str, str | None]:
+    """The policy that was asked for, or with `auto` the cheapest that is exact for what is needed; the reason; and how
+    it gets its second pass, "graph" or "forward", if it has one.
 
     With accumulation that is `deferred`; with nothing to know beforehand `immediate`. In between it is `deferred` on a
     GPU, whose gradients are offloaded to the host, and where the graph cannot be replayed or has reentrant activation
     checkpointing; else `two_pass` on a CPU, where offloaded gradients would take as much memory as the weights.
 
     Raises:
-        UnsupportedError: the policy cannot do what is needed.
+        UnsupportedError: the policy cannot do what is needed, or it should replay the graph, which is gone.
     """
-    if config.policy == "auto":
-        return _cheapest(config, needs, on_cpu and replays_graph, replays_graph)
-    if config.policy == "two_pass" and needs.reentrant:
-        raise UnsupportedError(
-            "policy 'two_pass' measures gradients in a backward of their own, which reentrant activation checkpointing "
-            "does not allow. Use checkpoint(..., use_reentrant=False), or policy='deferred' (or 'auto')"
-        )
-    if config.policy == "immediate" and needs.norm is not None:
-        raise UnsupportedError(
-            f"{needs.norm}: policy 'immediate' updates a parameter before the norm over all gradients is known, so it "
-            "cannot clip by it. Use policy='two_pass', 'deferred' or 'auto', or omit the option (in a Hugging Face "
-            "trainer: max_grad_norm=0); clip_value and a rule's own update clipping work."
-        )
-    if config.policy == "immediate" and needs.skip is not None:
-        raise UnsupportedError(
-            f"{needs.skip}: under policy 'immediate' an overflowing update must be skipped parameter by parameter, "
-            "which that optimizer cannot do. Use policy='two_pass' or 'deferred', a rule of lowmem, or bfloat16 "
-            "without a loss scale."
-        )
-    if config.policy != "deferred" and needs.accumulation:
-        raise UnsupportedError(
-            f"policy {config.policy!r} cannot accumulate gradients, because it stores none. Use policy='deferred' (or "
-            "'auto'), which sums them in its store, or one larger batch."
-        )
-    return config.policy, "as requested"
-
-
-def _cheapest(config: FusedConfig, needs: Needs, replays: bool, replays_graph: bool) -> tuple[str, str]:
+    for (policy, name), why in _REFUSALS.items():
+        if policy == config.policy and (need := getattr(needs, name)):
+            raise UnsupportedError(why.format(policy=policy, need=need))
     beforehand = needs.norm or needs.skip or needs.exact_skip
-    if needs.accumulation:
-        return "deferred", "gradients of several micro-batches are summed"
-    if config.store is not None:
-        return "deferred", f"store={config.store!r} asks for it"
-    if beforehand is None:
-        return "immediate", "updates during backward, one gradient in memory at a time"
     reason = f"{beforehand} needs all gradients before the first update"
-    if (replays or config.replay != "auto") and not needs.reentrant:
-        replay = replay_of("two_pass", config, replays_graph=replays_graph)
-        return "two_pass", f"{reason}, so they are measured in a first backward, and the {replay} is replayed"
-    if needs.reentrant:
-        reason += ", and reentrant activation checkpointing allows no backward that only measures them"
-    return "deferred", f"{reason}, so gradients are offloaded until the step is decided"
-
-
-def replay_of(policy: str, config: FusedConfig, *, replays_graph: bool) -> str | None:
-    """How `policy` gets its second pass, if it has one.
-
-    Raises:
-        UnsupportedError: it should replay the graph, which is gone.
-    """
-    if policy != "two_pass":
-        return None
+    if config.policy in ("immediate", "deferred"):
+        return config.policy, "as requested", None
+    if config.policy == "auto":
+        if needs.accumulation:
+            return "deferred", "gradients of several micro-batches are summed", None
+        if config.store is not None:
+            return "deferred", f"store={config.store!r} asks for it", None
+        if beforehand is None:
+            return "immediate", "updates during backward, one gradient in memory at a time", None
+        if needs.reentrant:
+            reason += ", and reentrant activation checkpointing allows no backward that only measures them"
+        if needs.reentrant or (config.replay == "auto" and not (on_cpu and replays_graph)):
+            return "deferred", f"{reason}, so gradients are offloaded until the step is decided", None
     if config.replay == "graph" and not replays_graph:
         raise UnsupportedError(
             "replay='graph': DeepSpeed ZeRO-3 gathers parameters for one backward of each forward, so the graph "
             "cannot be replayed. Use replay='forward' with opt.backward(lambda: loss), or policy='deferred'"
         )
-    return ("graph" if replays_graph else "forward") if config.replay == "auto" else config.replay
+    replay = config.replay if config.replay != "auto" else "graph" if replays_graph else "forward"
+    reason = f"{reason}, so they are measured in a first backward, and the {replay} is replayed"
+    return "two_pass", reason if config.policy == "auto" else "as requested", replay
 
 
 def repeatable(forward: Callable[[], Tensor], devices: Iterable[torch.device]) -> Callable[[], Tensor]:
@@ -165,36 +157,34 @@ class Pass(NamedTuple):
     retain_graph: bool = False
 
 
+@dataclass(eq=False)
 class Policy(ABC):
     """When gradients become updates.
 
-    The engine runs the backwards that `passes` yields. Every gradient goes through `accumulate`, the placement's
-    reducer, and `ready`; `complete` finishes the step.
+    The loop runs the backwards that `passes` yields. Every gradient goes through `add`, the placement's reducer (in one
+    order or the other), and `ready`; `complete` decides the step. Its parts are those of the optimizer, live.
 
     Attributes:
         reason: why it was chosen.
         replay: how it gets its second pass, if it has one: "graph" or "forward".
+        accumulates: it sums gradients, those of micro-batches and parts of one within a backward.
     """
 
+    config: FusedConfig
+    records: Mapping[Tensor, ParamRecord]
+    placement: Placement
+    cycle: StepCycle
+    clipping: Clipping
+    updates: Updates
+    reason: str
+    replay: str | None
     name: ClassVar[str]
     accumulates: ClassVar[bool] = False
-    reason: str = ""
-    replay: str | None = None
-    _decision: Decision | None = None  # beforehand
-
-    def __init__(
-        self, config: FusedConfig, updates: Updates, placement: Placement, records: Mapping[Tensor, ParamRecord]
-    ) -> None:
-        self._config, self._updates, self._placement, self._records = config, updates, placement, records
-        self._clipping, self._cycle = updates.clipping, updates.cycle
 
     def allow_plain_backward(self) -> None:
         """Raises `StepError` if a plain `loss.backward()` is not enough."""
-        if self._clipping.scaler.value is not None:
+        if self.clipping.scaler.value is not None:
             raise StepError("with a loss scale the loss must be scaled: call opt.backward(loss)")
-
-    def begin(self, last: bool) -> None:  # noqa: B027 (most policies keep nothing)
-        """A backward begins; `last` is False for a micro-batch that others of the same step will follow."""
 
     def passes(self, loss: Tensor, again: Callable[[], Tensor] | None) -> Iterator[Pass]:
         """The backwards of a loss, each of which has run when the next one is asked for.
@@ -205,37 +195,28 @@ class Policy(ABC):
         """
         yield Pass(loss)
 
-    def accumulate(self, record: ParamRecord, grad: Gradient) -> Gradient | None:
-        """Adds a full gradient to those of earlier micro-batches. Returns the gradient to reduce now, if any."""
-        return grad
-
-    def sums(self) -> Sums:
-        """The sums of earlier micro-batches, if this is the last one and sums are reduced."""
+    def begin(self) -> Sums:
+        """A backward begins. Returns the sums of earlier micro-batches, if it is the last one."""
         return NO_SUMS
 
-    def leftovers(self) -> Iterator[tuple[ParamRecord, Gradient]]:
-        """Full gradients of earlier micro-batches whose parameters got none in the last one."""
-        yield from ()
+    def add(self, record: ParamRecord, grad: Gradient) -> Gradient | None:
+        """Adds a gradient to those of earlier micro-batches. Returns the sum in the last one, None before it."""
+        return grad
 
     @abstractmethod
     def ready(self, record: ParamRecord, grad: Gradient) -> None:
-        """A gradient is averaged over ranks and cut."""
+        """A gradient is complete: summed over micro-batches, averaged over ranks and cut."""
 
     def complete(self) -> Decision | None:
-        """Finishes the updates of a step whose gradients are all ready; returns what was decided beforehand."""
-        decision = self._decision
-        if decision is None or not decision.skipped:
-            self._updates.put_zeros(self._records.values(), decision)
-        self._updates.flush(decision)
-        return decision
+        """All gradients of the step are ready. Returns what was decided before its first update."""
+        return None
 
     def replayed(self) -> Tensor | None:
         """Whether both passes had the same gradients, boolean scalar; None if there is one pass."""
         return None
 
-    def drop(self) -> None:
-        """Forgets the gradients of the step: their backward failed."""
-        self._updates.drop()
+    def drop(self) -> None:  # noqa: B027 (some policies keep nothing)
+        """Forgets the gradients of the step."""
 
 
 class Immediate(Policy):
@@ -244,14 +225,16 @@ class Immediate(Policy):
     name = "immediate"
 
     def ready(self, record: ParamRecord, grad: Gradient) -> None:
-        self._updates.put(record, grad, None)
+        self.updates.put(record, grad, None)
 
 
+@dataclass(eq=False)
 class TwoPass(Policy):
     """Backward twice: the first measures each gradient and drops it, the second updates."""
 
     name = "two_pass"
-    _measured: dict[str, Tensor] | None = None  # while measuring
+    _measured: dict[str, Tensor] = field(default_factory=dict, init=False)
+    _decision: Decision | None = field(default=None, init=False)  # None while measuring
 
     def allow_plain_backward(self) -> None:
         raise StepError(
@@ -260,33 +243,35 @@ class TwoPass(Policy):
         )
 
     def passes(self, loss: Tensor, again: Callable[[], Tensor] | None) -> Iterator[Pass]:
-        hooked = [record.param for record in self._records.values() if record.trained]
-        self._decision, self._measured = None, {}
+        self.drop()
+        hooked = [record.param for record in self.records.values() if record.trained]
         if hooked:  # other leaves of the graph get their gradient once, in the second pass
-            yield Pass(loss, self._placement.leaves(hooked), retain_graph=again is None)
-        self._cycle.next_pass()
-        self._decision = self._clipping.decide(self._measured, prepared=False)
-        self._measured = None
+            yield Pass(loss, self.placement.leaves(hooked), retain_graph=again is None)
+        self.cycle.next_pass()
+        self._decision = self.clipping.decide(self._measured, prepared=False)
         if self._decision.skipped:
             return
         yield Pass(loss if again is None else again())
-        if missed := self._cycle.missed():
-            self._cycle.moved.update(missed)
+        if missed := self.cycle.missed():
+            self.cycle.moved.update(missed)
             raise StepError(
-                f"the second pass gave no gradient to {missed[0]!r}, which had one in the first: the two are not the "
+                f"the second pass gave no gradient to {min(missed)!r}, which had one in the first: the two are not the "
                 "same computation. Use policy='deferred'"
             )
 
     def ready(self, record: ParamRecord, grad: Gradient) -> None:
-        if self._measured is not None:
-            self._measured[record.name] = self._clipping.measure(record, grad)
+        if self._decision is None:
+            self._measured[record.name] = self.clipping.measure(record, grad)
             return
-        if self._decision is None or record.name not in self._decision.each:
+        if record.name not in self._decision.each:
             raise StepError(
                 f"parameter {record.name!r} got a gradient in the second pass and none in the first, which reentrant "
                 "activation checkpointing hides it from. Use checkpoint(..., use_reentrant=False), or policy='deferred'"
             )
-        self._updates.put(record, grad, self._decision)
+        self.updates.put(record, grad, self._decision)
+
+    def complete(self) -> Decision | None:
+        return self._decision
 
     def replayed(self) -> Tensor | None:
         """Compares the norms of both passes, of each parameter."""
@@ -294,8 +279,8 @@ class TwoPass(Policy):
         assert decision is not None
         if decision.skipped:
             return None
-        fired = [record for record in self._records.values() if record.name in decision.each]
-        first, second = decision.norms.tiled, self._clipping.gather(record.square_sum for record in fired).sqrt()
+        fired = [record for record in self.records.values() if record.name in decision.each]
+        first, second = decision.norms.tiled, self.clipping.gather(record.square_sum for record in fired).sqrt()
         tolerance = torch.tensor([_tolerance(record.param) for record in fired], dtype=torch.float64)
         total = torch.linalg.vector_norm(torch.where(first.isfinite(), first, 0.0))
         allowed = tolerance.to(first.device, non_blocking=True) * (first + _CANCELLED * total)
@@ -303,8 +288,7 @@ class TwoPass(Policy):
         return same.all() | ~decision.finite
 
     def drop(self) -> None:
-        super().drop()
-        self._measured = self._decision = None
+        self._measured, self._decision = {}, None
 
 
 def _tolerance(param: Tensor) -> float:
@@ -320,81 +304,50 @@ def _tolerance(param: Tensor) -> float:
     return _SUMMED + roundoff
 
 
+@dataclass(eq=False)
 class Deferred(Policy):
     """Gradients are offloaded, and those of several micro-batches summed, until the step is decided."""
 
     name = "deferred"
     accumulates = True
-    _made: GradientStore | None = None
+    _store: GradientStore | None = field(default=None, init=False)
+    _computed: dict[str, ComputedGradient] = field(default_factory=dict, init=False)  # of the backward that runs
+    _measured: dict[str, Tensor] = field(default_factory=dict, init=False)  # complete over micro-batches and ranks
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._computed: dict[str, ComputedGradient] = {}  # of the last micro-batch, until its backward ends
-        self._sums_full = self._placement.reducer.accumulates_first  # micro-batches are summed before they are reduced
+    def begin(self) -> Sums:
+        self._store = self._store or make_store(self.config, self.records)
+        missed = self.cycle.missed() if self.cycle.last else set()
+        records = (record for record in self.records.values() if record.name in missed)
+        read = {record.name: functools.partial(self._sum_of, record) for record in records}
+        return Sums(read, self._wide) if read else NO_SUMS
 
     @property
-    def _store(self) -> GradientStore:
-        if self._made is None:
-            self._made = make_store(self._config, self._records)
-        return self._made
+    def _wide(self) -> bool:
+        return self.config.accumulation_dtype == "float32"
 
-    def begin(self, last: bool) -> None:
-        self._last = last
-        self._measured: dict[str, Tensor] = {}
-        self._arrived: set[str] = set()  # in this micro-batch
-        # in the last micro-batch: what has a sum from those before
-        records = self._records.values() if last and self._cycle.waiting else ()
-        self._earlier = [record for record in records if self._cycle.has_fired(record.name)]
-
-    def accumulate(self, record: ParamRecord, grad: Gradient) -> Gradient | None:
-        return self._add(record, grad) if self._sums_full else grad
-
-    def sums(self) -> Sums:
-        if not self._sums_full or not self._earlier:
-            return NO_SUMS
-        read = {record.name: functools.partial(self._read_sum, record) for record in self._earlier}
-        return Sums(read, wide=self._config.accumulation_dtype == "float32")
-
-    def _read_sum(self, record: ParamRecord) -> Gradient:
+    def _sum_of(self, record: ParamRecord) -> Gradient:
         """The sum of earlier micro-batches, for a parameter that gets no gradient in the last one."""
-        self._arrived.add(record.name)
-        total = self._get(record)
+        self.cycle.notice(record.name)
+        total = self._stored(record)
         assert total is not None
         return total
 
-    def leftovers(self) -> Iterator[tuple[ParamRecord, Gradient]]:
-        for record in self._earlier:
-            if record.name not in self._arrived:
-                total = self._read_sum(record)
-                if self._sums_full:
-                    yield record, total
-                else:
-                    self._collect(record, total)
-
-    def ready(self, record: ParamRecord, grad: Gradient) -> None:
-        total = grad if self._sums_full else self._add(record, grad)
-        if total is not None:
-            self._collect(record, total)
-
-    def _add(self, record: ParamRecord, grad: Gradient) -> Gradient | None:
-        """Adds a gradient to those of earlier micro-batches; returns the sum in the last one."""
-        self._arrived.add(record.name)
-        before = self._get(record)
-        if before is not None and record.name in self._measured and self._clipping.changes(before):
+    def add(self, record: ParamRecord, grad: Gradient) -> Gradient | None:
+        before = self._stored(record)
+        if before is not None and record.name in self._measured and self.clipping.changes(before):
             raise StepError(
                 f"parameter {record.name!r} got its gradient in two parts within one backward, and the first part has "
                 "been unscaled or clamped already. Use checkpoint(..., use_reentrant=False)"
             )
         total = grad if before is None else self._sum(record, before, grad)
-        if self._last:
+        if self.cycle.last:
             return total
         self._keep(record, total if isinstance(total, Tensor) else self._dense(record, total))
         return None
 
     def _sum(self, record: ParamRecord, before: Gradient, grad: Gradient) -> Gradient:
         if isinstance(before, Tensor):
-            wide = self._config.accumulation_dtype == "float32"
-            total = before.to(torch.promote_types(before.dtype, torch.float32)) if wide else before
+            total = before.to(torch.promote_types(before.dtype, torch.float32)) if self._wide else before
         elif isinstance(grad, Tensor):
             total = self._dense(record, before)
         else:
@@ -407,41 +360,41 @@ class Deferred(Policy):
 
     def _dense(self, record: ParamRecord, grad: ComputedGradient) -> Tensor:
         """A gradient that is computed as it is read, as a tensor in the dtype of sums."""
-        return grad.dense(torch.float32 if self._config.accumulation_dtype == "float32" else record.param.dtype)
+        return grad.dense(torch.float32 if self._wide else record.param.dtype)
 
-    def _get(self, record: ParamRecord) -> Gradient | None:
-        """What is kept of earlier micro-batches."""
+    def ready(self, record: ParamRecord, grad: Gradient) -> None:
+        self._measured[record.name] = self.clipping.measure(record, grad)
+        self._keep(record, grad)
+
+    def _stored(self, record: ParamRecord) -> Gradient | None:
+        assert self._store is not None  # since the backward began
         return self._computed.get(record.name) or self._store.get(record)
 
     def _keep(self, record: ParamRecord, total: Gradient) -> None:
+        assert self._store is not None
         if isinstance(total, Tensor):
             self._computed.pop(record.name, None)
             self._store.keep(record, total)
-            return
-        self._computed[record.name] = total
-
-    def _collect(self, record: ParamRecord, total: Gradient) -> None:
-        """Measures a gradient that is complete over micro-batches and ranks, and stores it."""
-        self._measured[record.name] = self._clipping.measure(record, total)
-        self._keep(record, total)
+        else:
+            self._computed[record.name] = total
 
     def complete(self) -> Decision | None:
-        self._decision = decision = self._clipping.decide(self._measured, prepared=True)
-        if decision.skipped:
-            self._store.clear()
-            self._computed.clear()
-        for record in [record for record in self._records.values() if record.name in self._computed]:
-            self._updates.put(record, self._computed.pop(record.name), decision)
-        for record, grad in self._store.drain(list(self._records.values())):
-            self._updates.put(record, grad, decision)
-            del grad  # not to be held while the store fetches the next one
-        return super().complete()
+        assert self._store is not None
+        decision = self.clipping.decide(self._measured, prepared=True)
+        if not decision.skipped:
+            for record in [record for record in self.records.values() if record.name in self._computed]:
+                self.updates.put(record, self._computed.pop(record.name), decision)
+            for record, grad in self._store.drain(list(self.records.values())):
+                self.updates.put(record, grad, decision)
+                del grad  # not to be held while the store fetches the next one
+        self.drop()
+        return decision
 
     def drop(self) -> None:
-        super().drop()
         self._computed.clear()
-        if self._made is not None:
-            self._made.clear()
+        self._measured.clear()
+        if self._store is not None:
+            self._store.clear()
 
 
 POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (Immediate, TwoPass, Deferred)}

@@ -444,8 +444,8 @@ def test_nothing_computed_is_stored_over_the_end_of_a_backward(model, batches):
     opt = lowmem.FusedOptimizer(net.named_parameters(), lr=1e-2, compile=False, policy="deferred")
     with opt.accumulate():
         opt.backward(loss_of(net, batches(1)[0]))
-    assert not opt._policy._computed
-    stored = opt._policy._store.get(opt._records[net.lm_head.weight])
+    assert not opt._loop.policy._computed
+    stored = opt._loop.policy._store.get(opt._records[net.lm_head.weight])
     assert (stored.shape, stored.dtype) == ((VOCABULARY, 32), torch.float32)
 
 

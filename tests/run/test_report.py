@@ -15,8 +15,8 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCall
 from lowmem import FusedConfig
 from lowmem.errors import ConfigError, LowmemError
 from lowmem.files import write_file, writing
-from lowmem.run import folder, report
-from lowmem.run.folder import run_folder, write_environment
+from lowmem.run import environment, report
+from lowmem.run.folder import run_folder
 from lowmem.run.metrics import cut_metrics, read_metrics
 from lowmem.run.report import RunReport
 from lowmem.run.summary import plot_run, write_readme
@@ -358,14 +358,14 @@ def test_a_run_dir_that_cannot_be_is_refused(tmp_path):
 def test_the_environment_says_where_and_with_what(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["lowmem", "train", "my run.yaml"])
     monkeypatch.chdir(tmp_path)  # no repository
-    write_environment(tmp_path)
-    environment = json.loads((tmp_path / "environment.json").read_text())
-    assert environment["command"] == "lowmem train 'my run.yaml'"
-    assert environment["git"] is None
-    assert environment["versions"]["torch"] == torch.__version__
-    assert environment["cpu"]["count"] >= 1 and environment["cpu"]["model"]
-    assert environment["memory_bytes"] > 2**28
-    assert environment["python"].startswith(f"{sys.version_info.major}.{sys.version_info.minor}.")
+    environment.write_environment(tmp_path)
+    written = json.loads((tmp_path / "environment.json").read_text())
+    assert written["command"] == "lowmem train 'my run.yaml'"
+    assert written["git"] is None
+    assert written["versions"]["torch"] == torch.__version__
+    assert written["cpu"]["count"] >= 1 and written["cpu"]["model"]
+    assert written["memory_bytes"] > 2**28
+    assert written["python"].startswith(f"{sys.version_info.major}.{sys.version_info.minor}.")
 
 
 def test_the_commit_and_its_changes_are_noted(tmp_path, monkeypatch):
@@ -374,11 +374,11 @@ def test_the_commit_and_its_changes_are_noted(tmp_path, monkeypatch):
         monkeypatch.setenv(f"GIT_{name}_NAME", "a")
         monkeypatch.setenv(f"GIT_{name}_EMAIL", "a@b.c")
     for words in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "first"]):
-        folder.subprocess.run(["git", *words], check=True)
-    clean = folder._git()
+        environment.subprocess.run(["git", *words], check=True)
+    clean = environment._git()
     assert len(clean["commit"]) == 40 and clean["dirty"] is False
     (tmp_path / "new.txt").touch()
-    assert folder._git() == {"commit": clean["commit"], "dirty": True}
+    assert environment._git() == {"commit": clean["commit"], "dirty": True}
 
 
 # --- The run folder ----------------------------------------------------------------------------------------------

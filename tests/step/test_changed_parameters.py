@@ -227,9 +227,9 @@ def test_an_order_in_memory_that_no_rule_reads_is_refused():
 
 def test_what_does_not_change_is_settled_once(monkeypatch):
     settled = []
-    settle = lowmem.optimizer.settle
+    settle = lowmem.step.loop.settle
     monkeypatch.setattr(
-        lowmem.optimizer, "settle", lambda record, shard: settled.append(record.name) or settle(record, shard)
+        lowmem.step.loop, "settle", lambda record, shard: settled.append(record.name) or settle(record, shard)
     )
     params = parameters(torch.float32)
     opt = lowmem.FusedOptimizer(params, rule="adalomo", lr=1e-2)

@@ -72,7 +72,7 @@ def dies_at(parameter):
 )
 def test_auto_is_the_cheapest_that_is_exact(wish, on_cpu, on_gpu):
     for place, expected in ((True, on_cpu), (False, on_gpu)):
-        policy, reason = choose(FusedConfig(), wish, on_cpu=place)
+        policy, reason, _ = choose(FusedConfig(), wish, on_cpu=place)
         assert policy == expected
         assert (wish.norm or "") in reason or wish.accumulation
 

@@ -408,7 +408,7 @@ def test_the_file_has_no_name(tmp_path):
     opt = lowmem.FusedOptimizer([param], rule="lomo", lr=1.0, store="disk", store_dir=str(tmp_path))
     with opt.accumulate():
         opt.backward((param * 2).sum())
-    assert isinstance(opt._policy._store, Disk)
+    assert isinstance(opt._loop.policy._store, Disk)
     assert list(tmp_path.iterdir()) == []
     opt.backward((param * 3).sum())
     assert (param == -5).all()

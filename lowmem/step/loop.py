@@ -1,0 +1,303 @@
+"""The step as one loop: a gradient is taken from its parameter, reduced over ranks, and used as the policy says."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowmem.errors import ConfigError, StepError, UnsupportedError
+from lowmem.options import FusedConfig
+from lowmem.placements import Placement
+from lowmem.placements.base import NO_SUMS, Reduced, Sums
+from lowmem.placements.record import ParamRecord
+from lowmem.rules import UpdateRule
+from lowmem.step import habits
+from lowmem.step.clipping import Clipping
+from lowmem.step.cycle import StepCycle
+from lowmem.step.hooks import GivenGradients, Hooks
+from lowmem.step.policies import POLICIES, Needs, Policy, choose, repeatable
+from lowmem.step.report import Report
+from lowmem.step.updates import Updates, refuse_misfits, settle, takes_computed
+from lowmem.tiles.gradients import ComputedGradient, Contribution, Gradient
+from lowmem.tiles.graph import Compiler
+
+logger = logging.getLogger(__name__)
+
+Group = dict[str, Any]
+
+
+@dataclass(eq=False)
+class StepLoop:
+    """The steps of one optimizer. Its parts are those of the optimizer, live.
+
+    A step is begun by `backward`, or by the first gradient of a plain `loss.backward()`. Autograd then calls `arrived`
+    for each parameter; when its backwards have run, the step is finished.
+
+    Attributes:
+        rules: of the parameter groups.
+        added: each parameter group, its keys and values when it was added, and how many parameters it had.
+        policy: says when gradients become updates.
+    """
+
+    config: FusedConfig
+    rules: Sequence[UpdateRule]
+    added: Sequence[tuple[Group, Group, int]]
+    records: Mapping[Tensor, ParamRecord]
+    placement: Placement
+    hooks: Hooks
+    cycle: StepCycle
+    clipping: Clipping
+    updates: Updates
+    report: Report
+    policy: Policy = field(init=False)
+    _sums: Sums = field(default=NO_SUMS, init=False)  # of earlier micro-batches, in the last one
+    _confirmed: int = field(default=0, init=False)  # parameter groups whose settings all ranks share
+
+    def __post_init__(self) -> None:
+        self.choose_policy()
+
+    def choose_policy(self, loss: Tensor | None = None) -> None:
+        """Chooses the policy for what is asked by now, and logs the reason if it was chosen automatically.
+
+        Raises:
+            UnsupportedError: the policy that was asked for cannot.
+        """
+        asked = {"accumulation": self.hooks.accumulating, "reentrant": habits.reentrant(loss)}
+        needs = Needs.of(self.rules, [group for group, _, _ in self.added], self.clipping, **asked)
+        on_cpu = all(record.param.is_cpu for record in self.records.values())
+        name, reason, replay = choose(self.config, needs, on_cpu=on_cpu, replays_graph=self.placement.replays_graph)
+        before = getattr(self, "policy", None)
+        if before is not None and (before.accumulates or before.name == name):
+            return
+        parts = self.config, self.records, self.placement, self.cycle, self.clipping, self.updates
+        self.policy = POLICIES[name](*parts, reason, replay)
+        if before is not None or name != "immediate":
+            logger.info("policy %s: %s", name, reason)
+
+    # -- a step begins ---------------------------------------------------------------------------------------------
+
+    def backward(self, loss: Tensor | Callable[[], Tensor], groups: Sequence[Group], last: bool) -> Tensor:
+        """Runs the backward of a loss, or of the one that a callable returns, as a step or a part of one.
+
+        Args:
+            loss: a scalar, not scaled.
+            groups: the parameter groups that the optimizer has now.
+            last: False for a micro-batch that others of its step will follow.
+
+        Returns:
+            The loss, detached.
+        """
+        if self.hooks.removed or self.hooks.paused:
+            state = "was removed by remove()" if self.hooks.removed else "is inside its paused()"
+            raise StepError(f"backward() of an optimizer that {state}: nothing would be updated")
+        self._begin(groups)
+        again = None
+        if self.policy.replay == "forward":
+            if isinstance(loss, Tensor):
+                raise StepError("replay='forward' computes the loss twice: pass a callable, opt.backward(lambda: loss)")
+            loss = again = repeatable(loss, (record.param.device for record in self.records.values()))
+        value = loss if isinstance(loss, Tensor) else loss()
+        _refuse_loss(value)
+        if self.policy.name == "two_pass" and self.placement.shard.ranks is None:  # it measures chosen leaves
+            self.choose_policy(value)
+        self.claim()
+        for record in self.records.values():
+            record.refuse_leftover()
+        self.cycle.begin(last, explicit=True)
+        try:
+            for loss, inputs, retain_graph in self.policy.passes(value, again):
+                self._begin_pass()
+                scaled = self.clipping.scaler.scaled(loss)
+                with self.hooks.alone(scaled):
+                    torch.autograd.backward(scaled, inputs=inputs, retain_graph=retain_graph)
+                self._end_pass()
+            self._finish(value.detach())
+        except BaseException as error:
+            self._fail(error)
+            raise
+        return value.detach()
+
+    def backward_of_given(self, given: Sequence[ParamRecord], groups: Sequence[Group]) -> None:
+        """Ends a step by the backward of a loss whose gradients are those in `.grad` of some parameters."""
+        for record in given:
+            self.hooks.refuse_given(record, scaled=self.clipping.scaler.value is not None)
+        self.cycle.loop_steps = True
+        params, grads = [record.param for record in given], [record.param.grad for record in given]
+        for param in params:
+            param.grad = None
+        with torch.inference_mode(False), torch.enable_grad():
+            leaf = torch.zeros((), device=next(iter(self.records)).device, requires_grad=True)
+            self.backward(lambda: GivenGradients.apply(grads, leaf, *params), groups, last=True)
+
+    def _begin_plain(self, first: ParamRecord, groups: Sequence[Group]) -> None:
+        """A plain `loss.backward()` has begun, and the gradient of `first` is complete."""
+        self.hooks.refuse_company(first)
+        self._begin(groups)
+        self.policy.allow_plain_backward()
+        self.claim()
+        self.cycle.begin(not self.hooks.accumulating, nests=habits.nests(self.records.values()))
+        if not self.cycle.waiting:
+            self.drop()  # left over from a plain backward that failed
+        self._begin_pass()
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_plain)  # type: ignore[attr-defined]
+
+    def _end_plain(self) -> None:
+        self._end_pass()
+        self._finish()
+
+    def _begin(self, groups: Sequence[Group]) -> None:
+        """A step begins, or a micro-batch: nothing has moved yet."""
+        self.cycle.settle(*self.report.settle())
+        self.report.raise_if_diverged()
+        if self.config.compile is True and Compiler.failure is not None:
+            raise ConfigError(f"compile=True, but compiling failed; use 'auto' or False: {Compiler.failure}")
+        habits.refuse_edits(groups, self.added)
+        if self._confirmed != len(groups):
+            self.placement.confirm(self.records.values(), self._settings(groups))
+            self._confirmed = len(groups)
+        self.choose_policy()  # the options of a group may ask for another by now
+        for rule, group in zip(self.rules, groups, strict=True):
+            rule.begin(group, self.cycle.step + (not self.cycle.waiting))
+
+    def claim(self) -> None:
+        """Decides how parameters are updated that have been unfrozen, or have changed, since the last step."""
+        for record in self.records.values():
+            claim(record, self.updates.state, self.config, self.placement, self.hooks)
+
+    def _settings(self, groups: Sequence[Group]) -> dict[str, Any]:
+        """What all ranks have to agree on."""
+        others = ("rule", "lr", "hyper", "groups", "store_dir")  # are in the groups, or a rank's own
+        settings = {name: value for name, value in vars(self.config).items() if name not in others}
+        settings["seed"] = self.updates.seed
+        for n, group in enumerate(groups):
+            for key in group.keys() - {"params", "param_names"}:
+                settings[f"{key} of parameter group {n}"] = group[key]
+        return {**settings, "number of trained parameters": sum(param.requires_grad for param in self.records)}
+
+    # -- a backward runs -------------------------------------------------------------------------------------------
+
+    def _begin_pass(self) -> None:
+        self._sums, reducer = self.policy.begin(), self.placement.reducer
+        if self.cycle.last or not reducer.accumulates_first:
+            reducer.begin(self.records.values(), self._sums)
+
+    def arrived(self, record: ParamRecord, groups: Sequence[Group]) -> None:
+        """The gradient of a parameter is complete."""
+        offered = self.hooks.offered(record.param)
+        if record.param.grad is None and not offered:  # its autograd function returned none
+            if not self.cycle.idle:
+                self._use(self.placement.reducer.skip(record))
+            return
+        if self.cycle.idle:
+            self._begin_plain(record, groups)
+        self.cycle.fired(record.name, in_parts=self.policy.accumulates)
+        reducer, grad = self.placement.reducer, self._take(record, offered)
+        total = self.policy.add(record, grad) if reducer.accumulates_first else grad
+        del grad
+        if total is not None:
+            self._use(reducer.reduce(record, total))
+
+    def _take(self, record: ParamRecord, offered: list[Contribution]) -> Gradient:
+        """The sum of what backward has put into `.grad` and what is computed as it is read."""
+        if not offered:
+            return self.placement.reducer.take(record.param)
+        computed = ComputedGradient(record.span.shape, record.param.device, offered)
+        if record.param.grad is None:
+            return computed
+        grad = self.placement.reducer.take(record.param)
+        computed.add_to(grad)
+        return grad
+
+    def _use(self, reduced: Reduced) -> None:
+        """Passes gradients that are reduced to the policy, as soon as they are."""
+        for record, grad in reduced:
+            self.cycle.notice(record.name)
+            total = grad if self.placement.reducer.accumulates_first else self.policy.add(record, grad)
+            if total is not None:
+                self.policy.ready(record, total)
+            del grad, total  # not to be held while the next one is made
+
+    @torch.no_grad()
+    def _end_pass(self) -> None:
+        """A backward has ended: sums without a gradient in the last one, and the gradients in flight, arrive."""
+        reducer, missed = self.placement.reducer, self.cycle.missed() & self._sums.read.keys()
+        for record in [record for record in self.records.values() if record.name in missed]:
+            total = self._sums.read[record.name]()
+            if reducer.accumulates_first:
+                self._use(reducer.reduce(record, total))
+            else:
+                self.policy.ready(record, total)
+            del total
+        if self.cycle.last or not reducer.accumulates_first:
+            self._use(reducer.flush())
+
+    # -- a step ends -----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _finish(self, loss: Tensor | None = None) -> None:
+        """Every backward of a micro-batch is over. The last one decides the step, and leaves its report."""
+        self.cycle.refuse_nothing()
+        if not self.cycle.last:
+            self.placement.settle(self.records.values())
+            self.cycle.end()
+            return
+        decision = self.policy.complete()
+        if decision is None or not decision.skipped:
+            self.updates.put_zeros(self.records.values(), decision)
+        self.updates.flush(decision)
+        if decision is None or not decision.skipped:
+            for rule, (group, _, _) in zip(self.rules, self.added, strict=True):
+                rule.end(group)
+        self.placement.settle(self.records.values())
+        self.cycle.end()
+        self.report.close(self.policy, decision, loss)
+
+    def _fail(self, error: BaseException) -> None:
+        """A backward has failed: notes in its error what that means for the step."""
+        waiting = self.cycle.waiting
+        if not self.cycle.idle:
+            self.cycle.fail(f"its backward ended with {type(error).__name__}")
+        self.drop()
+        self.placement.recover()
+        if self.cycle.torn is not None:
+            error.add_note(f"{self.cycle.torn}; the optimizer refuses to continue until a checkpoint is loaded")
+        elif waiting:
+            error.add_note(f"the {waiting} micro-batch(es) before it were dropped with it; begin the step again")
+
+    def drop(self) -> None:
+        """Forgets the gradients of the step."""
+        self.policy.drop()
+        self.updates.drop()
+        self.placement.reducer.drop()
+
+
+def claim(
+    record: ParamRecord, state: Mapping[Tensor, Group], config: FusedConfig, placement: Placement, hooks: Hooks
+) -> None:
+    """Decides how a parameter is updated, once it requires a gradient, and again if its form has changed."""
+    shard = placement.shard
+    form = shard.form(record.param)
+    if form == record.form or not record.param.requires_grad or not record.span.numel:
+        return
+    if record.param.is_complex() and (config.loss_scale or config.clip_value or shard.ranks):
+        raise UnsupportedError(
+            f"parameter {record.name!r} is complex, and such are trained without loss_scale and clip_value, and "
+            "not sharded. Make it real, with the two parts as last dimension, and use torch.view_as_complex(param)"
+        )
+    if record.form is not None and (record.extra or state.get(record.param)):
+        refuse_misfits(record, state[record.param], shard)
+    settle(record, shard)
+    record.computes = takes_computed(record, placement)
+    hooks.claim(record)
+    record.form = form
+
+
+def _refuse_loss(loss: Any) -> None:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        what = f"of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise StepError(f"the loss is {what}; it must be a tensor of one element, as .mean() returns")
+    if not loss.requires_grad:
+        raise StepError("the loss has no graph: every parameter is frozen, or it was computed under no_grad")
