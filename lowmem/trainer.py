@@ -363,7 +363,9 @@ class FusedTrainerMixin(_Base):
             self._staging = None
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(final))
-        if is_first and (streak := self.optimizer._report.streak):
+        opt = self.optimizer
+        opt._cycle.settle(*opt._report.settle())
+        if is_first and (streak := opt._report.streak):
             logger.warning(
                 "no older checkpoint was removed when step %d was saved: the last %d step(s) had gradients that are "
                 "not finite, and an older checkpoint may be the one to continue from", self.state.global_step, streak

@@ -61,13 +61,14 @@ class GroupNorms:
 
     norms: 2-norm of each gradient as the rule would read it, float32 [parameters], 0 where there is none.
     total: the 2-norm over all groups, float32 scalar.  states: of each parameter, empty before its first update.
-    memory: see `UpdateRule.group_memory`.
+    frozen: the states of parameters that are frozen by now.  memory: see `UpdateRule.group_memory`.
     """
 
     hyper: Hyper
     norms: Tensor
     total: Tensor
     states: Sequence[Mapping[str, Any]]
+    frozen: Sequence[Mapping[str, Any]]
     memory: Mapping[str, Tensor]
 
 

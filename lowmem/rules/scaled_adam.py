@@ -113,7 +113,7 @@ class ScaledAdam(UpdateRule):
         sizes = [state["param_rms"].to(zero.device) if "param_rms" in state else zero + 1.0 for state in group.states]
         norm = torch.linalg.vector_norm(group.norms * torch.stack(sizes))
         # from the first step on, also where clipping was asked for later, or the oldest parameter is frozen by now
-        counts = [state["step"].to(zero.device) for state in group.states if state]
+        counts = [state["step"].to(zero.device) for state in (*group.states, *group.frozen) if state]
         done = torch.stack([memory["steps"], *(count.float() for count in counts)]).max()
 
         here = torch.arange(period, device=zero.device) == done % period

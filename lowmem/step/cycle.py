@@ -149,6 +149,15 @@ class StepCycle:
         self._steps -= 1
         self.waiting = 0
 
+    def settle(self, skipped: bool, replayed: bool) -> None:
+        """The host knows how the last step ended: one that was skipped does not count."""
+        if not replayed:
+            self.tear(
+                "its second pass had other gradients than the one that was measured, so it was clipped by a wrong "
+                "norm. Something in the model or the loss is not the same twice; use policy='deferred'"
+            )
+        self.step -= skipped
+
     def stepped(self) -> None:
         """The training loop called `optimizer.step()`.
 

@@ -14,15 +14,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from lowmem.errors import StepError
 from lowmem.placements.record import ParamRecord
 from lowmem.step.cycle import StepCycle
 from lowmem.tiles.gradients import Contribution, saves_memory
 
-# parameter → the hooks of the optimizer that updates it
-_OWNERS = WeakTensorKeyDictionary()
+# those of optimizers that somebody holds and that were not removed
 _LIVE: "weakref.WeakSet[Hooks]" = weakref.WeakSet()
 
 _TWO_OPTIMIZERS = (
@@ -156,22 +154,19 @@ class Hooks:
         Raises:
             StepError: another one updates it.
         """
-        if _OWNERS.get(record.param, self) is not self:
+        if _owner(record.param) not in (None, self):
             gc.collect()  # an optimizer that nobody holds may be part of a cycle; with an LR scheduler it is
-        if _OWNERS.get(record.param, self) is not self:
+        if _owner(record.param) not in (None, self):
             raise StepError(
                 f"parameter {record.name!r} is updated by another FusedOptimizer already, and would be updated twice; "
                 "call remove() on that one first"
             )
-        _OWNERS[record.param] = self
         record.claimed = True
 
     def discard(self, record: ParamRecord) -> None:
         """Removes the hook of a parameter."""
         if (handle := self._handles.pop(record.param, None)) is not None:
             handle.remove()
-        if _OWNERS.get(record.param) is self:
-            del _OWNERS[record.param]
 
     def remove(self) -> None:
         """Removes every hook."""
@@ -239,9 +234,18 @@ class Hooks:
                 )
 
 
+def _owner(param: Tensor) -> Hooks | None:
+    """The hooks of the optimizer that updates a parameter."""
+    for hooks in list(_LIVE):
+        record = hooks._records.get(param)
+        if record is not None and record.claimed and param in hooks._handles:
+            return hooks
+    return None
+
+
 def name_of(param: Any) -> str | None:
     """The name of a parameter in the optimizer that updates it; None if there is none."""
-    hooks = _OWNERS.get(param)
+    hooks = _owner(param)
     return None if hooks is None else hooks._records[param].name
 
 
@@ -253,7 +257,7 @@ def offer(param: Tensor, contribution: Contribution) -> bool:
         its rule and its placement read gradients block by block, if that saves memory, and if the backward is to end in
         the parameter's hook.
     """
-    hooks = _OWNERS.get(param)
+    hooks = _owner(param)
     return hooks is not None and hooks._offer(hooks._records[param], contribution)
 
 

@@ -150,7 +150,8 @@ class StepLoop:
 
     def _begin(self, groups: Sequence[Group]) -> None:
         """A step begins, or a micro-batch: nothing has moved yet."""
-        self.report.refuse_hopeless()
+        self.cycle.settle(*self.report.settle())
+        self.report.raise_if_diverged()
         if self.config.compile is True and Compiler.failure is not None:
             raise ConfigError(f"compile=True, but compiling failed; use 'auto' or False: {Compiler.failure}")
         habits.refuse_edits(groups, self.added)

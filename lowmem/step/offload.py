@@ -28,43 +28,24 @@ _PAGE = 4096
 class GradientStore:
     """Stores one gradient per parameter between the backwards of a step, and returns each once: here on the device of
     the parameter, without a copy.
+
+    Elsewhere a separate stream copies gradients while the device computes, and copies the next one back while one is
+    applied: at most two are on the device.
     """
 
     def __init__(self) -> None:
         self._stored: dict[str, Tensor] = {}
-
-    def get(self, record: ParamRecord) -> Tensor | None:
-        """Returns the stored gradient on the parameter's device, or None."""
-        stored = self._stored.get(record.name)
-        return None if stored is None else stored.to(record.param.device)
-
-    def keep(self, record: ParamRecord, grad: Tensor) -> None:
-        """Stores `grad` in place of what was stored. The caller must not use it afterwards."""
-        self._stored[record.name] = grad
-
-    def drain(self, records: Iterable[ParamRecord]) -> Iterator[tuple[ParamRecord, Tensor]]:
-        """Yields what is stored, in the order of `records`, and forgets it on the way."""
-        for record in records:
-            if record.name in self._stored:
-                yield record, self._stored.pop(record.name).to(record.param.device)
-
-    def clear(self) -> None:
-        """Forgets everything."""
-        self._stored.clear()
-
-
-class Host(GradientStore):
-    """Gradients are in pinned memory of the host. A separate stream copies them while the device computes, and copies
-    the next one back while one is applied: at most two are on the device.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._buffers: dict[str, Tensor] = {}  # reused in the next step
         self._streams: dict[torch.device, Any] = {}
         self._leaving: deque[tuple[Tensor, Wait]] = deque()
 
+    def _buffer(self, name: str, grad: Tensor) -> Tensor:
+        """Where a gradient is stored."""
+        return grad
+
     def get(self, record: ParamRecord) -> Tensor | None:
+        """Returns the stored gradient on the parameter's device, or None. What is added to it in place counts once it
+        is stored again.
+        """
         if record.name not in self._stored:
             return None
         grad, wait = self._fetch(record)
@@ -72,15 +53,16 @@ class Host(GradientStore):
         return grad
 
     def keep(self, record: ParamRecord, grad: Tensor) -> None:
-        buffer = self._buffers.get(record.name)
-        if buffer is None or (buffer.dtype, buffer.shape, buffer.stride()) != (grad.dtype, grad.shape, grad.stride()):
-            buffer = torch.empty_like(grad, device="cpu", pin_memory=grad.device.type != "cpu")
-            self._buffers[record.name] = buffer
-        self._stored[record.name] = buffer
-        self._leaving.append((grad, self._copy(buffer, grad)))
-        self._wait_for_copies(MAX_IN_FLIGHT)
+        """Stores `grad` in place of what was stored. The caller must not use it afterwards."""
+        if self._stored.get(record.name) is grad:
+            return
+        buffer = self._stored[record.name] = self._buffer(record.name, grad)
+        if buffer is not grad:
+            self._leaving.append((grad, self._copy(buffer, grad)))
+            self._wait_for_copies(0 if grad.device.type == "cpu" else MAX_IN_FLIGHT)
 
     def drain(self, records: Iterable[ParamRecord]) -> Iterator[tuple[ParamRecord, Tensor]]:
+        """Yields what is stored, in the order of `records`, and forgets it on the way."""
         self._wait_for_copies(0)
         waiting = [record for record in records if record.name in self._stored]
         coming = self._fetch(waiting[0]) if waiting else None
@@ -97,7 +79,8 @@ class Host(GradientStore):
                 coming[1]()
 
     def clear(self) -> None:
-        super().clear()
+        """Forgets everything."""
+        self._stored.clear()
         self._wait_for_copies(0)
 
     def _wait_for_copies(self, in_flight: int) -> None:
@@ -107,8 +90,11 @@ class Host(GradientStore):
             wait()
 
     def _fetch(self, record: ParamRecord) -> tuple[Tensor, Wait]:
-        grad = torch.empty_like(self._buffers[record.name], device=record.param.device, pin_memory=False)
-        return grad, self._copy(grad, self._buffers[record.name])
+        stored = self._stored[record.name]
+        if stored.device == record.param.device:
+            return stored, lambda: None
+        grad = torch.empty_like(stored, device=record.param.device, pin_memory=False)
+        return grad, self._copy(grad, stored)
 
     def _copy(self, into: Tensor, source: Tensor) -> Wait:
         """Copies while the device computes."""
@@ -124,6 +110,21 @@ class Host(GradientStore):
         with module.stream(copying):
             into.copy_(source, non_blocking=True)
             return functools.partial(computing.wait_event, copying.record_event())
+
+
+class Host(GradientStore):
+    """Gradients are in pinned memory of the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._buffers: dict[str, Tensor] = {}  # reused in the next step
+
+    def _buffer(self, name: str, grad: Tensor) -> Tensor:
+        buffer = self._buffers.get(name)
+        if buffer is None or (buffer.dtype, buffer.shape, buffer.stride()) != (grad.dtype, grad.shape, grad.stride()):
+            buffer = torch.empty_like(grad, device="cpu", pin_memory=grad.device.type != "cpu")
+            self._buffers[name] = buffer
+        return buffer
 
 
 class Disk(GradientStore):
@@ -160,15 +161,10 @@ class Disk(GradientStore):
             ) from error
         self._room |= dict(zip(sizes, mapped[:total].split(list(sizes.values())), strict=True))
 
-    def keep(self, record: ParamRecord, grad: Tensor) -> None:
-        stored = self._stored.get(record.name)
-        if stored is None or stored.dtype != grad.dtype:
-            if record.name not in self._room or self._room[record.name].numel() < grad.nbytes:  # added later, or wider
-                self._make_room({record.name: grad.nbytes})
-            raw = self._room[record.name][: grad.nbytes].view(grad.dtype)
-            stored = self._stored[record.name] = raw.as_strided(grad.shape, grad.stride())
-        if stored.data_ptr() != grad.data_ptr():
-            stored.copy_(grad)
+    def _buffer(self, name: str, grad: Tensor) -> Tensor:
+        if name not in self._room or self._room[name].numel() < grad.nbytes:  # added later, or wider
+            self._make_room({name: grad.nbytes})
+        return self._room[name][: grad.nbytes].view(grad.dtype).as_strided(grad.shape, grad.stride())
 
 
 def make_store(config: FusedConfig, records: Mapping[Tensor, ParamRecord]) -> GradientStore:

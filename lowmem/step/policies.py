@@ -16,7 +16,7 @@ from lowmem.placements import Placement
 from lowmem.placements.base import NO_SUMS, Sums
 from lowmem.placements.record import ParamRecord
 from lowmem.rules import UpdateRule
-from lowmem.step.clipping import Clipping, Decision, Norms
+from lowmem.step.clipping import Clipping, Decision
 from lowmem.step.cycle import StepCycle
 from lowmem.step.offload import GradientStore, make_store
 from lowmem.step.updates import Updates
@@ -233,7 +233,7 @@ class TwoPass(Policy):
     """Backward twice: the first measures each gradient and drops it, the second updates."""
 
     name = "two_pass"
-    _measured: dict[str, Norms] = field(default_factory=dict, init=False)
+    _measured: dict[str, Tensor] = field(default_factory=dict, init=False)
     _decision: Decision | None = field(default=None, init=False)  # None while measuring
 
     def allow_plain_backward(self) -> None:
@@ -263,7 +263,7 @@ class TwoPass(Policy):
         if self._decision is None:
             self._measured[record.name] = self.clipping.measure(record, grad)
             return
-        if record.name not in self._decision.norms:
+        if record.name not in self._decision.each:
             raise StepError(
                 f"parameter {record.name!r} got a gradient in the second pass and none in the first, which reentrant "
                 "activation checkpointing hides it from. Use checkpoint(..., use_reentrant=False), or policy='deferred'"
@@ -279,14 +279,11 @@ class TwoPass(Policy):
         assert decision is not None
         if decision.skipped:
             return None
-        device = decision.finite.device
-        fired = [record for record in self.records.values() if record.name in decision.norms]
-        first = torch.stack([decision.norms[record.name].tiled.to(device) for record in fired])
-        applied = [record.square_sum.to(device) for record in fired if record.square_sum is not None]
-        second = torch.stack(applied).sqrt()
+        fired = [record for record in self.records.values() if record.name in decision.each]
+        first, second = decision.norms.tiled, self.clipping.gather(record.square_sum for record in fired).sqrt()
         tolerance = torch.tensor([_tolerance(record.param) for record in fired], dtype=torch.float64)
         total = torch.linalg.vector_norm(torch.where(first.isfinite(), first, 0.0))
-        allowed = tolerance.to(device, non_blocking=True) * (first + _CANCELLED * total)
+        allowed = tolerance.to(first.device, non_blocking=True) * (first + _CANCELLED * total)
         same = ((first - second).abs() <= allowed) | ~(first.isfinite() | second.isfinite())
         return same.all() | ~decision.finite
 
@@ -315,7 +312,7 @@ class Deferred(Policy):
     accumulates = True
     _store: GradientStore | None = field(default=None, init=False)
     _computed: dict[str, ComputedGradient] = field(default_factory=dict, init=False)  # of the backward that runs
-    _measured: dict[str, Norms] = field(default_factory=dict, init=False)  # complete over micro-batches and ranks
+    _measured: dict[str, Tensor] = field(default_factory=dict, init=False)  # complete over micro-batches and ranks
 
     def begin(self) -> Sums:
         self._store = self._store or make_store(self.config, self.records)

@@ -1,10 +1,9 @@
-"""The end of a step: its report, the update of the loss scale, and the checks before the next step."""
+"""The end of a step: its report, the update of the loss scale, and what the host learns before the next step."""
 
 import functools
 import logging
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,10 +12,10 @@ from lowmem.errors import StepError
 from lowmem.placements.readback import Readback
 from lowmem.placements.record import ParamRecord
 from lowmem.rules import UpdateRule
-from lowmem.step.clipping import Decision, sums_squares
+from lowmem.step.clipping import Decision
 from lowmem.step.policies import Policy
 from lowmem.step.updates import Updates
-from lowmem.tiles.norms import norm_over, summable
+from lowmem.tiles.norms import norm_over
 
 logger = logging.getLogger(__name__)
 
@@ -28,8 +27,6 @@ class LastStep:
     """The report of the last step. The numbers stay on the device until they are read.
 
     Attributes:
-        names: the parameters that got a gradient, in parameter order.
-        clip_coef: what `clip_norm` multiplied every gradient by, a float32 scalar; None if nothing is clipped by norm.
         replay: how "two_pass" got its second pass: "graph" or "forward".
         changed_share: share of the weights that the step has changed, among those that had a gradient, a float32
             scalar: of a sample of this rank's weights. NaN if none of them had a gradient, or none was updated.
@@ -37,16 +34,21 @@ class LastStep:
 
     step: int
     policy: str
-    names: tuple[str, ...]
-    clip_coef: Tensor | None = None
-    replay: str | None = None
-    changed_share: Tensor = field(default_factory=lambda: torch.full((), torch.nan))
-    _norms: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
-    _takes_nonfinite: frozenset[str] = frozenset()
-    _summed: tuple[str, ...] = ()  # parameters whose rule sums squares
-    _fits: Tensor = field(default_factory=lambda: torch.ones(0, dtype=torch.bool))  # whether float32 can, of each
-    _scale: Tensor | None = None
-    _describe: Callable[[], Statistics] = dict
+    replay: str | None
+    changed_share: Tensor
+    _decision: Decision
+    _scale: Tensor | None
+    _describe: Callable[[], Statistics]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The parameters that got a gradient, in parameter order."""
+        return self._decision.names
+
+    @property
+    def clip_coef(self) -> Tensor | None:
+        """What `clip_norm` multiplied every gradient by, a float32 scalar; None if nothing is clipped by norm."""
+        return self._decision.clip_coef
 
     @property
     def statistics(self) -> Statistics:
@@ -58,12 +60,12 @@ class LastStep:
         """The 2-norm of each parameter's unscaled, unclipped gradient, float32 [parameters], in the order of `names`.
         A norm beyond 3.4e38 is shown as Inf.
         """
-        return self._norms.float()
+        return self._decision.norms.raw.float()
 
     @property
     def grad_norm(self) -> Tensor:
         """The 2-norm over all gradients, a float32 scalar."""
-        return norm_over(self._norms).float()
+        return norm_over(self._decision.norms.raw).float()
 
     @property
     def loss_scale(self) -> float | None:
@@ -73,31 +75,30 @@ class LastStep:
     @property
     def nonfinite(self) -> list[str]:
         """Parameters whose gradient had Inf or NaN."""
-        return [name for name, norm in zip(self.names, self._norms.tolist(), strict=True) if not math.isfinite(norm)]
+        return self._where(~self._decision.norms.raw.isfinite())
 
     @property
     def overflowed(self) -> list[str]:
         """Parameters that were left as they are because the squares of their finite gradient overflow float32, in which
         their rule sums them.
         """
-        nonfinite = set(self.nonfinite)
-        fits = zip(self._summed, self._fits.tolist(), strict=True)
-        return [name for name, fit in fits if not fit and name not in nonfinite]
+        decision = self._decision
+        return self._where(decision.finite & decision.norms.raw.isfinite() & ~decision.updated)
 
     @property
     def skipped(self) -> bool:
         """Whether the whole step was skipped, as "two_pass" and "deferred" do for a gradient that is not finite."""
-        guarded = self.policy != "immediate" and not self._takes_nonfinite.issuperset(self.names)
-        return guarded and bool(self.nonfinite)
+        return not self._decision.finite
 
     @property
     def skipped_params(self) -> int:
         """How many parameters were not updated: all, or those of `overflowed`, and under "immediate" of `nonfinite`
         unless their rule says itself what an element that is not finite does.
         """
-        if self.skipped:
-            return len(self.names)
-        return len(self.overflowed) + len(set(self.nonfinite) - self._takes_nonfinite)
+        return self._decision.updated.tolist().count(False)
+
+    def _where(self, mask: Tensor) -> list[str]:
+        return [name for name, holds in zip(self.names, mask.tolist(), strict=True) if holds]
 
 
 class Report:
@@ -112,6 +113,8 @@ class Report:
         last: the report of the last step, None before the first.
         nonfinite_gradients, nonfinite_steps: gradients with Inf or NaN so far, and steps that met one: int64 scalars on
             the device.
+        streak: how many steps up to the last one had a gradient that is not finite, one after the other; not while a
+            dynamic loss scale has not had a finite step yet.
     """
 
     def __init__(self, updates: Updates, device: torch.device, limit: int | None) -> None:
@@ -120,81 +123,49 @@ class Report:
         self.last: LastStep | None = None
         self.nonfinite_gradients = torch.zeros((), dtype=torch.int64, device=device)
         self.nonfinite_steps = torch.zeros_like(self.nonfinite_gradients)
-        self._flags: Readback | None = None
-        self._hopeless: str | None = None
-        self._streak = 0  # non-finite steps up to the last one
+        self.streak = 0
         self._first: list[str] = []  # the parameters whose gradient was not finite in the first of them
-        self._searching = self._clipping.scaler.dynamic  # a dynamic loss scale has not had a finite step yet
+        self._ended: Readback | None = None
+        self._diverged: str | None = None
+        self._searching = self._clipping.scaler.dynamic
 
     def close(self, policy: Policy, decision: Decision | None, loss: Tensor | None) -> None:
         """Reports the step that has just ended. `loss` is not scaled, and None after a plain backward."""
-        scaler, groups = self._clipping.scaler, self._clipping.groups
-        fired = [record for record in self._clipping.records.values() if self._cycle.has_fired(record.name)]
-        takes_nonfinite: list[ParamRecord] = []
-        if decision is None or not decision.guarded:
-            takes_nonfinite = _where_group(fired, lambda record: record.rule.takes_nonfinite(record.group))
+        clipping, scaler = self._clipping, self._clipping.scaler
         if decision is None:
-            squares, summing = self._squares(fired), _where_group(fired, sums_squares)
-            norms, summed = squares.sqrt(), tuple(record.name for record in summing)
-            fits = self._summable(summing, squares if len(summing) == len(fired) else self._squares(summing))
-        else:
-            norms = self._stack(decision.norms[record.name].raw for record in fired)
-            summed, fits = tuple(decision.summable), self._stack(decision.summable.values()).bool()
-        changed_share, changed_by_nearest = self._changes.take(groups)
+            records = clipping.records.values()
+            decision = clipping.review([record for record in records if self._cycle.has_fired(record.name)])
+        share, by_nearest = self._changes.take(clipping.groups)
         self.last = LastStep(
-            self._cycle.step,
-            policy.name,
-            tuple(record.name for record in fired),
-            clip_coef=None if decision is None else decision.clip_coef,
-            replay=policy.replay,
-            changed_share=changed_share,
-            _norms=norms,
-            _takes_nonfinite=frozenset(record.name for record in takes_nonfinite),
-            _summed=summed,
-            _fits=fits,
-            _scale=scaler.value,
-            _describe=self._statistics(),
+            self._cycle.step, policy.name, policy.replay, share, decision, scaler.value, self._statistics()
         )
-        nonfinite = norms.isfinite().logical_not().sum()
+        nonfinite = decision.norms.raw.isfinite().logical_not().sum()
         finite = nonfinite == 0
         self.nonfinite_gradients = self.nonfinite_gradients + nonfinite
         self.nonfinite_steps = self.nonfinite_steps + ~finite
         yes = torch.ones_like(finite)
         loss_finite = None if loss is None else loss.isfinite().all()
-        flags = (finite, policy.replayed(), loss_finite, scaler.at_minimum(), fits.all())
-        values = [*(yes if flag is None else flag.to(self._device) for flag in flags), changed_by_nearest]
-        self._flags = Readback(torch.stack([value.float() for value in values]))
+        flags = (finite, policy.replayed(), loss_finite, scaler.at_minimum(), decision.updated.all(), by_nearest)
+        self._ended = Readback(
+            torch.stack([(yes if flag is None else flag.to(self._device)).float() for flag in flags])
+        )
         scaler.update(finite)
-
-    def _squares(self, records: Sequence[ParamRecord]) -> Tensor:
-        """The sum of squares of each gradient that has been applied, float64 [records]."""
-        return self._stack(record.square_sum for record in records)
-
-    def _summable(self, records: Sequence[ParamRecord], squares: Tensor) -> Tensor:
-        """Whether float32 can sum the squares of each gradient as its rule has read it, boolean [records]."""
-        limit = self._clipping.limit(self._device)
-        if limit is None:
-            return summable(squares)
-        counts = torch.tensor([record.span.numel for record in records], dtype=torch.float64)
-        return summable(squares, limit, counts.to(self._device, non_blocking=True))
-
-    def _stack(self, scalars: Iterable[Tensor | None]) -> Tensor:
-        """Scalars of parameters, from their devices, as one tensor; where there are none, an empty one."""
-        there = [scalar.to(self._device) for scalar in scalars if scalar is not None]
-        return torch.stack(there) if there else torch.zeros(0, dtype=torch.float64, device=self._device)
 
     def _statistics(self) -> Callable[[], Statistics]:
         """The rules' statistics of this step, computed when they are read."""
+        clipping = self._clipping
         updated: dict[UpdateRule, list[ParamRecord]] = {}
-        for record in self._clipping.records.values():
+        for record in clipping.records.values():
             if record.size is not None:
                 updated.setdefault(record.rule, []).append(record)
         parts = []
         for rule, members in updated.items():
-            names, sizes = [record.name for record in members], self._stack(record.size for record in members)
-            numbered = [(n, group) for n, group in enumerate(self._clipping.groups) if group["rule"] == rule.name]
-            groups = [(group, dict(self._clipping.memory.get(n, {}))) for n, group in numbered]
-            parts.append(functools.partial(rule.statistics, names, self._squares(members), sizes, groups))
+            names = [record.name for record in members]
+            squares = clipping.gather(record.square_sum for record in members)
+            sizes = clipping.gather(record.size for record in members)
+            numbered = [(n, group) for n, group in enumerate(clipping.groups) if group["rule"] == rule.name]
+            groups = [(group, dict(clipping.memory.get(n, {}))) for n, group in numbered]
+            parts.append(functools.partial(rule.statistics, names, squares, sizes, groups))
             for record in members:
                 record.size = None
         return lambda: {key: value for part in parts for key, value in part().items()}
@@ -206,99 +177,76 @@ class Report:
 
     def load_state_dict(self, saved: Mapping[str, int] | None) -> None:
         """Continues to count from what `state_dict` returned, and forgets how the last step ended."""
-        self._flags = self._hopeless = None
-        saved = {"gradients": 0, "steps": 0, **(saved or {})}
+        self._ended = self._diverged = None
+        saved = {"gradients": 0, "steps": 0, "streak": 0, **(saved or {})}
         self.nonfinite_gradients = torch.full_like(self.nonfinite_gradients, saved["gradients"])
         self.nonfinite_steps = torch.full_like(self.nonfinite_steps, saved["steps"])
-        self._streak, self._first = saved.get("streak", 0), []
+        self.streak, self._first = saved["streak"], []
 
-    @property
-    def streak(self) -> int:
-        """How many steps up to the last one had a gradient that is not finite, one after the other."""
-        self.settle()
-        return self._streak
-
-    def settle(self) -> None:
-        """The host learns how the last step ended: one that was skipped does not count."""
-        values = None if self._flags is None else self._flags.values()
-        self._flags = None
+    def settle(self) -> tuple[bool, bool]:
+        """The host learns how the last step ended. Returns whether it was skipped, and whether its second pass had the
+        gradients that the first one measured; (False, True) if the host knows about it already.
+        """
+        values = None if self._ended is None else self._ended.values()
+        self._ended = None
         if values is None:
-            return
-        finite, replayed, loss_finite, at_minimum, all_fit = map(bool, values[:-1])
-        if not replayed:
-            self._cycle.tear(
-                "its second pass had other gradients than the one that was measured, so it was clipped by a wrong "
-                "norm. Something in the model or the loss is not the same twice; use policy='deferred'"
-            )
+            return False, True
+        finite, replayed, loss_finite, at_minimum, all_updated = map(bool, values[:-1])
+        assert self.last is not None
         if not finite:
-            self._count_nonfinite(loss_finite, at_minimum)
-            return
-        self._streak, self._searching = 0, False
+            self._count_nonfinite(self.last, loss_finite, at_minimum and self._clipping.scaler.dynamic)
+            return self.last.skipped, replayed
+        self.streak, self._searching = 0, False
         self._changes.watch(values[-1])
-        if not all_fit:
-            self._log_overflow()
+        if not all_updated:
+            names = self.last.overflowed
+            logger.warning(
+                "step %d skipped %d parameter(s): the rule sums squares in float32, which those of the gradient of %s "
+                "overflow. Clip gradients by clip_norm or clip_value", self.last.step, len(names), _some(names)
+            )  # fmt: skip
+        return False, replayed
 
-    def refuse_hopeless(self) -> None:
+    def _count_nonfinite(self, last: LastStep, loss_finite: bool, lowest_scale: bool) -> None:
+        names, count = last.nonfinite, last.skipped_params
+        what = (
+            "was skipped"
+            if last.skipped
+            else f"skipped {count} parameter(s)"
+            if count
+            else "left elements as they were"
+        )
+        cause = "" if loss_finite else ", and its loss is not finite either"
+        message = f"step {last.step} {what}: the gradient of {_some(names)} is not finite{cause}"
+        usual = self._clipping.scaler.dynamic or int(self.nonfinite_steps) > 1  # one warning is enough
+        logger.log(logging.INFO if usual else logging.WARNING, "%s", message)
+        if not self._searching:
+            self._first = self._first if self.streak else names
+            self.streak += 1
+        if lowest_scale:
+            self._diverged = (
+                f"{message}, and the loss scale cannot back off below its minimum. The gradients overflow without it: "
+                "inspect the data of this step, or lower the learning rate"
+            )
+        elif self._limit is not None and self.streak >= self._limit:
+            first = f", first those of {_some(self._first)}" if self._first else ""
+            cause = "" if loss_finite else "; the loss is not finite either"
+            self._diverged = (
+                f"the last {self.streak} steps had gradients that are not finite{first}{cause}. Continue from a "
+                "checkpoint from before them, and inspect the data of those steps, lower the learning rate, or clip "
+                "gradients (clip_norm; in a trainer max_grad_norm). max_nonfinite_steps=None never stops"
+            )
+
+    def raise_if_diverged(self) -> None:
         """The next step begins.
 
         Raises:
             StepError: the last `limit` steps had gradients that are not finite, or those of the last step overflowed
                 although the loss scale cannot back off any further.
         """
-        self.settle()
-        if self._hopeless is not None:
-            reason, self._hopeless = self._hopeless, None
-            self._streak = 0  # whoever goes on gets as many steps again
+        if self._diverged is not None:
+            reason, self._diverged = self._diverged, None
+            self.streak = 0  # whoever goes on gets as many steps again
             raise StepError(reason)
-
-    def _count_nonfinite(self, loss_finite: bool, at_minimum: bool) -> None:
-        last, dynamic = self.last, self._clipping.scaler.dynamic
-        assert last is not None
-        skipped = f"skipped {last.skipped_params} parameter(s)" if last.skipped_params else "left elements as they were"
-        what = "was skipped" if last.skipped else skipped
-        cause = "" if loss_finite else ", and its loss is not finite either"
-        message = f"step {last.step} {what}: the gradient of {_some(last.nonfinite)} is not finite{cause}"
-        if last.skipped:
-            self._cycle.step -= 1  # it does not count
-        if not self._searching:
-            self._first = self._first if self._streak else last.nonfinite
-            self._streak += 1
-        if dynamic and at_minimum:
-            self._hopeless = (
-                f"{message}, and the loss scale cannot back off below its minimum. The gradients overflow without it: "
-                "inspect the data of this step, or lower the learning rate"
-            )
-        elif self._limit is not None and self._streak >= self._limit:
-            self._hopeless = self._lost(loss_finite)
-        usual = dynamic or int(self.nonfinite_steps) > 1  # one warning is enough; the count goes on
-        logger.log(logging.INFO if usual else logging.WARNING, "%s", message)
-
-    def _lost(self, loss_finite: bool) -> str:
-        loss = "" if loss_finite else "; the loss is not finite either"
-        begun = f", first those of {_some(self._first)}" if self._first else ""
-        return (
-            f"the last {self._streak} steps had gradients that are not finite{begun}{loss}. Continue from a checkpoint "
-            "from before them, and inspect the data of those steps, lower the learning rate, or clip gradients "
-            "(clip_norm; in a trainer max_grad_norm). max_nonfinite_steps=None never stops"
-        )
-
-    def _log_overflow(self) -> None:
-        assert self.last is not None
-        names = self.last.overflowed
-        logger.warning(
-            "step %d skipped %d parameter(s): the rule sums squares in float32, which those of the gradient of %s "
-            "overflow. Clip gradients by clip_norm or clip_value",
-            self.last.step,
-            len(names),
-            _some(names),
-        )
-
-
-def _where_group(records: Sequence[ParamRecord], holds: Callable[[ParamRecord], bool]) -> list[ParamRecord]:
-    """The records for whose group something holds: one record of each group is asked."""
-    groups = {id(record.group): record for record in records}
-    holding = {group for group, record in groups.items() if holds(record)}
-    return [record for record in records if id(record.group) in holding] if holding else []
 
 
 def _some(names: list[str]) -> str:

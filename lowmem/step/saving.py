@@ -68,7 +68,7 @@ class Saving:
 
     def named(self, *, lazy: bool) -> dict[str, Any]:
         """All of it by name, with full tensors, or a `TensorSource` of each if `lazy`. Every rank calls it."""
-        self.report.settle()
+        self.cycle.settle(*self.report.settle())
         self.cycle.refuse_open("save")
         groups = [
             {**{k: v for k, v in group.items() if k not in ("params", "param_names")}, "params": group["param_names"]}

@@ -105,6 +105,20 @@ def test_unfreezing_leaves_the_period_of_clipping_as_it_is(give_gradients):
     assert thresholds[8] == pytest.approx(sorted(norms[5:9])[2])
 
 
+def test_clipping_that_is_asked_for_when_the_oldest_parameter_is_frozen(give_gradients):
+    """Its clock is that of the group, and not of the parameter that has just joined."""
+    first, second = (torch.nn.Parameter(torch.ones(4), requires_grad=n == 0) for n in range(2))
+    opt = lowmem.FusedOptimizer([first, second], rule="scaled_adam", lr=0.0, clipping_update_period=4)
+    for _ in range(6):
+        give_gradients(opt, (first, torch.ones(4)))
+    first.requires_grad_(False)
+    second.requires_grad_(True)
+    opt.param_groups[0]["clipping_scale"] = 1.0
+    for step in (7, 8):
+        give_gradients(opt, (second, torch.ones(4)))
+        assert opt.state_dict()["state"]["_group0"]["steps"] == step
+
+
 def test_a_parameter_that_never_had_a_gradient_stays(give_gradients):
     used, unused, frozen = (torch.nn.Parameter(torch.full((2, 3), 2.0)) for _ in range(3))
     frozen.requires_grad_(False)
