@@ -139,7 +139,7 @@ def save(path: Path, settings: Mapping[str, Any], **parts: Any) -> None:
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """The tensors of an optimizer's state, those of compensated rounding included."""
-    states = optimizer.named_state_dict()["state"].values()
+    states = optimizer.state_dict()["state"].values()
     return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
 
 

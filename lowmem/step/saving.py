@@ -141,35 +141,41 @@ class Saving:
     def load(self, saved: Mapping[str, Any], *, numbered: bool) -> None:
         """Continues from what `named` returned; if `numbered`, from what `numbered` or a `torch.optim.AdamW` did.
 
-        Everything is checked, read and copied before anything changes, and states that are here are freed after that.
+        Everything is checked, and read from where it is, before anything changes. It is read once more when the states
+        that are here have been freed, so that both are never in memory at a time.
         """
         try:
             if numbered:
                 saved = _by_name(saved, self.groups, self.updates.seed)
             settled = self._check(saved)
-            states = {
-                owner: {name: self._copy(settled.get(owner), name, value) for name, value in state.items()}
-                for owner, state in saved["state"].items()
-            }
+            for value in chain.from_iterable(state.values() for state in saved["state"].values()):
+                if isinstance(value, TensorSource):
+                    value.read()
         except CheckpointError:
             raise
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise CheckpointError(f"the saved optimizer is damaged: {type(error).__name__}: {error}") from error
+        self.cycle.tear("its state was loaded only in part")  # until all of it is
         for group, saved_group in zip(self.groups, saved["param_groups"], strict=True):
             group.update({key: value for key, value in saved_group.items() if key != "params"})
         self.state.clear()
+        self.clipping.memory.clear()
+        self.updates.arenas.clear()
         for record in self.records.values():
             record.extra = ()
-            if record.name in states:
-                state = self.state[record.param] = states.pop(record.name)
-                record.extra = tuple(state.pop(name) for name in settled[record.name].extra_names)
             if record.name in settled:
                 settle(record, self.shard)
                 record.form = None
-        self.updates.arenas.clear()
+        params = {record.name: record for record in self.records.values()}
+        for owner, state in saved["state"].items():
+            copies = {name: self._copy(settled.get(owner), name, value) for name, value in state.items()}
+            if owner in params:
+                record = params[owner]
+                record.extra = tuple(copies.pop(name) for name in settled[owner].extra_names)
+                self.state[record.param] = copies
+            else:
+                self.clipping.memory[int(owner.removeprefix(_GROUP))] = copies
         self.updates.seed = saved["seed"]
-        self.clipping.memory.clear()
-        self.clipping.memory.update({int(owner.removeprefix(_GROUP)): memory for owner, memory in states.items()})
         self.clipping.scaler.load_state_dict(saved.get("loss_scale"))
         self.report.load_state_dict(saved.get("nonfinite"))
         self.cycle.reset(saved["step"])

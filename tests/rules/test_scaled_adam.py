@@ -116,7 +116,7 @@ def test_clipping_that_is_asked_for_when_the_oldest_parameter_is_frozen(give_gra
     opt.param_groups[0]["clipping_scale"] = 1.0
     for step in (7, 8):
         give_gradients(opt, (second, torch.ones(4)))
-        assert opt.state_dict()["state"]["_group0"]["steps"] == step
+        assert opt.named_state_dict()["state"]["_group0"]["steps"] == step
 
 
 def test_a_parameter_that_never_had_a_gradient_stays(give_gradients):
