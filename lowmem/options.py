@@ -202,9 +202,8 @@ class FusedConfig:
         engine = {"rounding": self.rounding, "state_storage": self.state_storage}
         complete = {**rule.defaults, **shared, **engine, **group, "rule": rule.name}
         known = [*rule.defaults, *(option.name for option in fields(self))]
-        for key in () if rule.open_ended else complete:
-            read = isinstance(rule, rules.ForeignRule) and key in group  # the rule refuses what its class does not read
-            if key not in rule.defaults and key not in GROUP_KEYS and not read:
+        for key in complete:
+            if key not in GROUP_KEYS and not rule.takes(key, of_group=key in group):
                 raise ConfigError(
                     f"{place}rule {rule.name!r} has no hyperparameter {key!r}.{did_you_mean(key, known)} "
                     f"It has {', '.join(rule.defaults)}."

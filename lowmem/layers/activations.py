@@ -119,13 +119,13 @@ class _Saved:
     def __init__(self, tensor: Tensor, flat: Tensor, blocks: list[int], free: list[int]) -> None:
         self.like = flat.new_empty(0)  # device and dtype; fake if the tensor is
         self.length = len(flat)
-        self.size, self.stride, self.place = tensor.size(), tensor.stride(), _place(tensor)
+        self.place = _place(tensor)
         self.blocks = blocks
         weakref.finalize(self, free.extend, reversed(blocks)).atexit = False
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
-    """How a tensor lies in its memory, and its version, which changes when a function writes into it."""
+    """How a tensor lies in its memory (offset, size, strides), its dtype, and its version, which any write changes."""
     return int(tensor.storage_offset()), tensor.size(), tensor.stride(), tensor.dtype, tensor._version
 
 
@@ -196,7 +196,7 @@ class _File:
                 raise LowmemError(f"{self._folder}: activations cannot be read: {error.strerror}") from error
             if host is not flat:
                 flat.copy_(host)
-        return flat.as_strided(saved.size, saved.stride)
+        return flat.as_strided(*saved.place[1:3])
 
     def _take(self, count: int) -> list[int]:
         """So many blocks, those first that are free."""

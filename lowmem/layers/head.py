@@ -188,31 +188,22 @@ def token_losses(
     dtype = torch.get_autocast_dtype(device) if autocast else hidden.dtype
     dtype = torch.float32 if device == "cpu" else dtype  # no 16-bit product there returns float32
     losses, *values = _TokenLosses.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, targets, head, _Products(dtype), tuple(metrics), gather, learns
+        hidden, weight, bias, targets, head, dtype, tuple(metrics), gather, learns
     )
     return losses, dict(zip(metrics, values, strict=True))
 
 
-@dataclass(frozen=True)
-class _Products:
-    """Products of matrices in `dtype`, summed and returned in float32."""
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """`left @ right`, summed and returned in float32."""
+    return left @ right if left.dtype == torch.float32 else torch.mm(left, right, out_dtype=torch.float32)
 
-    dtype: torch.dtype
 
-    def cast(self, matrix: Tensor) -> Tensor:
-        return matrix.to(self.dtype)
-
-    def of(self, left: Tensor, right: Tensor) -> Tensor:
-        if self.dtype == torch.float32:
-            return left @ right
-        return torch.mm(left, right, out_dtype=torch.float32)
-
-    def add(self, total: Tensor, left: Tensor, right: Tensor) -> None:
-        """Adds `left @ right` to a float32 total."""
-        if self.dtype == torch.float32:
-            total.addmm_(left, right)
-        else:
-            torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Adds `left @ right` to a float32 total."""
+    if left.dtype == torch.float32:
+        total.addmm_(left, right)
+    else:
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
 
 
 class _TokenLosses(torch.autograd.Function):
@@ -224,7 +215,7 @@ class _TokenLosses(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         head: Head,
-        products: _Products,
+        dtype: torch.dtype,
         metrics: tuple[str, ...],
         gather: Gather,
         learns: bool,
@@ -239,7 +230,7 @@ class _TokenLosses(torch.autograd.Function):
             step, rows = head.tile(tokens, len(weight), size)
             for start in range(0, tokens, step):
                 part = slice(start, start + step)
-                scores = _Scores(head, products, hidden[part], targets[part], metrics, learns)
+                scores = _Scores(head, hidden[part].to(dtype), targets[part], metrics, learns)
                 for row in range(0, len(weight), rows):
                     scores.add(weight[row : row + rows], None if bias is None else bias[row : row + rows], row)
                 losses[part], log_sums[part] = scores.losses(len(weight)), scores.log_sum()
@@ -249,7 +240,7 @@ class _TokenLosses(torch.autograd.Function):
                     directions[part] = scores.directions(weight)
                 del scores  # frees its sums before those of the next tokens are allocated
         ctx.save_for_backward(hidden, weight, bias, targets, log_sums, directions)
-        ctx.head, ctx.products, ctx.gather = head, products, gather
+        ctx.head, ctx.dtype, ctx.gather = head, dtype, gather
         ctx.mark_non_differentiable(*values)
         return losses, *values
 
@@ -271,7 +262,7 @@ class _TokenLosses(torch.autograd.Function):
         if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
             with ctx.gather():
                 full = weight.detach()
-                part = HeadGradient(hidden, full, bias, targets, log_sums, grad, ctx.head, ctx.products)
+                part = HeadGradient(hidden, full, bias, targets, log_sums, grad, ctx.head, ctx.dtype)
                 if ctx.needs_input_grad[1] and not hooks.offer(weight, part):
                     grad_weight = ComputedGradient(full.shape, full.device, [part]).dense(full.dtype)
                 if ctx.needs_input_grad[2]:
@@ -283,15 +274,12 @@ class _Scores:
     """What a pass over the vocabulary sums for some tokens, from one block of rows of the weight after another.
 
     Args:
-        hidden: [tokens, size].  targets: int64 [tokens].  metrics: what else is asked for.
+        hidden: [tokens, size], in the dtype of products.  targets: int64 [tokens].  metrics: what else is asked for.
         learns: sum the direction of the gradient of hidden states, too.
     """
 
-    def __init__(
-        self, head: Head, products: _Products, hidden: Tensor, targets: Tensor, metrics: Sequence[str], learns: bool
-    ) -> None:
-        self._head, self._products, self._targets, self._metrics = head, products, targets, metrics
-        self._hidden = products.cast(hidden)
+    def __init__(self, head: Head, hidden: Tensor, targets: Tensor, metrics: Sequence[str], learns: bool) -> None:
+        self._head, self._hidden, self._targets, self._metrics = head, hidden, targets, metrics
         zeros = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
         self._largest = torch.full_like(zeros, torch.finfo(zeros.dtype).min)  # finite, to which −inf can be compared
         self._sum = zeros.clone()  # of exp(z − largest)
@@ -307,8 +295,8 @@ class _Scores:
 
     def add(self, weight: Tensor, bias: Tensor | None, first: int) -> None:
         """Adds the logits of rows of the vocabulary, of which `first` is the number of the first."""
-        weight = self._products.cast(weight)
-        product = self._products.of(self._hidden, weight.t())
+        weight = weight.to(self._hidden.dtype)
+        product = _product(self._hidden, weight.t())
         z, slope = self._head.logits(product if bias is None else product.add_(bias))
         del product
         local = self._targets - first
@@ -335,12 +323,12 @@ class _Scores:
         if self._weighted is not None:
             self._weighted.mul_(shrink[:, None])
             exp = exp if slope is None else exp.mul_(slope)
-            self._products.add(self._weighted, self._products.cast(exp), weight)
+            _add_product(self._weighted, exp.to(weight.dtype), weight)
         if self._plain is not None:
             if slope is None:
                 self._plain += weight.sum(0, dtype=torch.float32)
             else:
-                self._products.add(self._plain, self._products.cast(slope), weight)
+                _add_product(self._plain, slope.to(weight.dtype), weight)
 
     def log_sum(self) -> Tensor:
         return self._largest + self._sum.log()
@@ -380,6 +368,7 @@ class HeadGradient:
     Attributes:
         hidden: [tokens, size].  weight: [vocabulary, size].  bias: [vocabulary].  targets: int64 [tokens].
         log_sums: log-sum-exp of the logits of each token.  grad: of the loss of each token: float32 [tokens].
+        dtype: of products.
     """
 
     hidden: Tensor
@@ -389,12 +378,11 @@ class HeadGradient:
     log_sums: Tensor
     grad: Tensor
     head: Head
-    products: _Products
+    dtype: torch.dtype
 
     @property
     def kept(self) -> Sequence[Tensor]:
-        bias = () if self.bias is None else (self.bias,)
-        return self.hidden, *bias, self.targets, self.log_sums, self.grad
+        return self.hidden, *([] if self.bias is None else [self.bias]), self.targets, self.log_sums, self.grad
 
     def copy(self) -> "HeadGradient":
         bias = None if self.bias is None else self.bias.clone()
@@ -414,7 +402,7 @@ class HeadGradient:
             at_a_time = max(1, _CPU_SLICE // (4 * rows.shape[1])) if rows.device.type == "cpu" else len(rows)
             for part in rows.split(at_a_time):
                 for hidden, of_products in self._tiles(start, len(part)):
-                    self.products.add(part, self.products.cast(of_products).t(), hidden)
+                    _add_product(part, of_products.to(self.dtype).t(), hidden)
                 start += len(part)
 
     def of_bias(self) -> Tensor:
@@ -431,16 +419,16 @@ class HeadGradient:
         rows of the weight, [tokens, rows].
         """
         step = self._tile[0]
-        weight = self.products.cast(self.weight[start : start + count])
+        weight = self.weight[start : start + count].to(self.dtype)
         for first in range(0, len(self.hidden), step):
             tokens = slice(first, first + step)
-            hidden = self.products.cast(self.hidden[tokens])
+            hidden = self.hidden[tokens].to(self.dtype)
             yield hidden, self._of_products(hidden, weight, tokens, start)
 
     def _of_products(self, hidden: Tensor, weight: Tensor, tokens: slice, start: int) -> Tensor:
         """The gradient of the products of these hidden states and rows of the weight: [tokens, rows]."""
         head, grad, log_sums = self.head, self.grad[tokens] * self.head.slope, self.log_sums[tokens]
-        product = self.products.of(hidden, weight.t())
+        product = _product(hidden, weight.t())
         if self.bias is not None:
             product.add_(self.bias[start : start + len(weight)])
         z, slope = head.logits(product)

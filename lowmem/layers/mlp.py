@@ -40,7 +40,7 @@ def tile_mlps(model: nn.Module, tokens: int) -> list[str]:
     """
     if tokens < 1:
         raise ConfigError(f"mlp_tile={tokens}: it is the number of tokens that an MLP computes at a time, 1 or more")
-    mlps: dict[str, nn.Module] = {}
+    mlps: dict[str, Any] = {}
     sparse: list[str] = []
     _search(model, "", mlps, sparse)
     if not mlps:
@@ -58,19 +58,15 @@ def tile_mlps(model: nn.Module, tokens: int) -> list[str]:
                 "needs them together. Call tile_mlps(model, tokens) before deepspeed.initialize"
             )
     for module in mlps.values():
-        _tile(module, tokens)
+        module._tile_tokens = tokens
+        if not hasattr(module, "_untiled_forward"):
+            # bound methods, which deepcopy binds to the copy
+            module._untiled_forward = module.forward
+            module._tile_checked = False
+            module.forward = MethodType(_forward, module)
+            # DeepSpeed 0.19, utils/z3_leaf_module.py: ZeRO-3 gathers the weights of the module together, for all tiles
+            module._z3_leaf = True
     return list(mlps)
-
-
-def _tile(module: Any, tokens: int) -> None:
-    module._tile_tokens = tokens
-    if not hasattr(module, "_untiled_forward"):
-        # bound methods, which deepcopy binds to the copy
-        module._untiled_forward = module.forward
-        module._tile_checked = False
-        module.forward = MethodType(_forward, module)
-        # DeepSpeed 0.19, utils/z3_leaf_module.py: ZeRO-3 gathers the weights of the module together, for all tiles
-        module._z3_leaf = True
 
 
 # -- which modules -----------------------------------------------------------------------------------------------------
@@ -192,8 +188,12 @@ class _Tiled(torch.autograd.Function):
                 "backward belongs to. Run the backward of a loss before the weights are updated by another one"
             )
         leaves = {f"mlp.{name}": params[name].detach().requires_grad_() for name in ctx.names}
-        sums = _Sums(list(leaves.values()))
-        body = _Body(ctx.module)
+        sums: dict[str, Tensor] = {}
+        # the hook of a leaf must not refer to the leaf: no garbage collector finds that cycle, which holds the weight
+        for name, leaf in leaves.items():
+            leaf.register_post_accumulate_grad_hook(functools.partial(_add, sums, name))
+        body = nn.Module()  # without the hooks of the MLP, which belong to its whole input and output
+        body.mlp, body.forward = ctx.module, ctx.module._untiled_forward
         needed = ctx.needs_input_grad[2]
         grad_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if needed else None
         flat_grad = _flat(grad)
@@ -206,7 +206,9 @@ class _Tiled(torch.autograd.Function):
                 del part
                 if grad_hidden is not None and tile.grad is not None:
                     _flat(grad_hidden)[..., rows, :] = tile.grad
-        return None, None, grad_hidden, *sums.take()
+        # None for a weight that was not used; a sum is freed when it is rounded
+        rounded = (sums.pop(name).to(leaf.dtype) if name in sums else None for name, leaf in leaves.items())
+        return None, None, grad_hidden, *rounded
 
 
 def _check_tokens(module: Any, hidden: Tensor, random: _RandomState) -> None:
@@ -226,41 +228,13 @@ def _check_tokens(module: Any, hidden: Tensor, random: _RandomState) -> None:
 _FAULT = "{} consists of what an MLP consists of, but {}. Omit mlp_tile"
 
 
-class _Body(nn.Module):
-    """The computation of one tile without the hooks of the MLP, which belong to its whole input and output."""
-
-    def __init__(self, mlp: Any) -> None:
-        super().__init__()
-        self.mlp = mlp
-
-    def forward(self, tile: Tensor) -> Any:
-        return self.mlp._untiled_forward(tile)
-
-
-class _Sums:
-    """The gradients of leaves, summed over tiles as soon as each exists; in float32 at least."""
-
-    def __init__(self, leaves: list[Tensor]) -> None:
-        self._leaves = leaves
-        self._sums: dict[int, Tensor] = {}
-        # the hook of a leaf must not refer to the leaf: no garbage collector finds that cycle, which holds the weight
-        for number, leaf in enumerate(leaves):
-            leaf.register_post_accumulate_grad_hook(functools.partial(_add, self._sums, number))
-
-    def take(self) -> Iterator[Tensor | None]:
-        """The sums in the dtype of the weights, each freed when it is taken; None for a weight that was not used."""
-        for number, leaf in enumerate(self._leaves):
-            total = self._sums.pop(number, None)
-            yield None if total is None else total.to(leaf.dtype)
-
-
-def _add(sums: dict[int, Tensor], number: int, leaf: Tensor) -> None:
-    """Adds the gradient of a leaf to its sum, and frees it."""
+def _add(sums: dict[str, Tensor], name: str, leaf: Tensor) -> None:
+    """Adds the gradient of a leaf, as soon as it exists, to its sum in float32 at least, and frees it."""
     assert leaf.grad is not None
-    if number in sums:
-        sums[number].add_(leaf.grad)
+    if name in sums:
+        sums[name].add_(leaf.grad)
     else:  # a copy, because a gradient may share the memory of another
-        sums[number] = leaf.grad.to(torch.promote_types(leaf.dtype, torch.float32), copy=True)
+        sums[name] = leaf.grad.to(torch.promote_types(leaf.dtype, torch.float32), copy=True)
     leaf.grad = None
 
 

@@ -7,38 +7,24 @@ from typing import Any
 import torch
 
 from lowmem.errors import ConfigError, did_you_mean
-from lowmem.rules.adafactor import Adafactor
-from lowmem.rules.adafactor_t2t import AdafactorT2T
-from lowmem.rules.adalomo import AdaLomo
-from lowmem.rules.adamw import AdamW
-from lowmem.rules.foreign import ForeignRule, import_optimizer
-from lowmem.rules.lans import Lans
-from lowmem.rules.lion import Lion
-from lowmem.rules.lomo import Lomo
-from lowmem.rules.rule import ENGINE_KEYS, TABLE, GroupClip, GroupNorms, ParamSpec, StateSpec, UpdateRule, register
-from lowmem.rules.scaled_adam import ScaledAdam
-
-__all__ = [
-    "ENGINE_KEYS",
-    "AdaLomo",
-    "Adafactor",
-    "AdafactorT2T",
-    "AdamW",
-    "ForeignRule",
-    "GroupClip",
-    "GroupNorms",
-    "Lans",
-    "Lion",
-    "Lomo",
-    "ParamSpec",
-    "RuleInfo",
-    "ScaledAdam",
-    "StateSpec",
-    "UpdateRule",
-    "register",
-    "resolve",
-    "table",
-]
+from lowmem.rules.adafactor import Adafactor as Adafactor
+from lowmem.rules.adafactor_t2t import AdafactorT2T as AdafactorT2T
+from lowmem.rules.adalomo import AdaLomo as AdaLomo
+from lowmem.rules.adamw import AdamW as AdamW
+from lowmem.rules.foreign import ForeignRule as ForeignRule
+from lowmem.rules.foreign import import_optimizer
+from lowmem.rules.lans import Lans as Lans
+from lowmem.rules.lion import Lion as Lion
+from lowmem.rules.lomo import Lomo as Lomo
+from lowmem.rules.rule import ENGINE_KEYS as ENGINE_KEYS
+from lowmem.rules.rule import TABLE
+from lowmem.rules.rule import GroupClip as GroupClip
+from lowmem.rules.rule import GroupNorms as GroupNorms
+from lowmem.rules.rule import ParamSpec as ParamSpec
+from lowmem.rules.rule import StateSpec as StateSpec
+from lowmem.rules.rule import UpdateRule as UpdateRule
+from lowmem.rules.rule import register as register
+from lowmem.rules.scaled_adam import ScaledAdam as ScaledAdam
 
 
 @dataclass(frozen=True)

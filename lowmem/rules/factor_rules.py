@@ -38,8 +38,12 @@ def dimensions(name: str, shape: tuple[int, ...], hyper: Hyper) -> Dimensions:
         ConfigError: the options do not cover the parameter, or are incomplete for it.
     """
     every, where = tuple(range(len(shape))), f"parameter {name!r} of shape {list(shape)}"
-    rule = _factor_rule(name, where, hyper)
-    if rule is None:
+    rule: FactorRule = HEURISTIC
+    if hyper["logical_factor_rules"] is not None:
+        rule = _logical_rule(name, where, hyper["logical_factor_rules"], hyper["param_logical_axes"])
+    elif hyper["factor_map"] is not None:
+        rule = roles_of("factor_map", first_match("factor_map", hyper["factor_map"], name, where))
+    if rule is None or not hyper["factored"]:  # without `factored` there are no rules
         return Dimensions(none=every)
     if rule == HEURISTIC:
         if len(shape) > 3:
@@ -89,16 +93,6 @@ def _heuristic(shape: tuple[int, ...], least: int) -> Dimensions:
         return Dimensions(stack, dims)
     row, col = sorted(dims, key=lambda d: shape[d])
     return Dimensions(stack, (), (row,), (col,))
-
-
-def _factor_rule(name: str, where: str, hyper: Hyper) -> FactorRule:
-    if not hyper["factored"]:
-        return None
-    if hyper["logical_factor_rules"] is not None:
-        return _logical_rule(name, where, hyper["logical_factor_rules"], hyper["param_logical_axes"])
-    if hyper["factor_map"] is None:
-        return HEURISTIC
-    return roles_of("factor_map", first_match("factor_map", hyper["factor_map"], name, where))
 
 
 def _logical_rule(

@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn, cast
 
 import torch
@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lowmem.errors import ConfigError, UnsupportedError, did_you_mean
-from lowmem.rules.foreign_instance import COUNTS, Instance, number_of, refuse_combination
+from lowmem.rules.foreign_instance import COUNTS, Instance, number_of, numbers_of, refuse_combination
 from lowmem.rules.foreign_state import pack_state
 from lowmem.rules.rule import GROUP_KEYS, Hyper, ParamSpec, State, UpdateRule
 from lowmem.tiles.layout import View
@@ -40,15 +40,19 @@ _TRIAL_SHAPES: dict[int, list[tuple[int, ...]]] = {
 }  # fmt: skip
 _TRIED = 1 << 20
 
+# Of each step, those of all parameters.
+_Grads = list[list[Tensor | None]]
+
 # Steps of a trial, the sizes of its gradients, and the element at which a shard ends.
 _TRIAL_STEPS, _TRIAL_SIZES, _CUT = 12, (1e-3, 1.0, 1e3), 1500
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForeignSpec(ParamSpec):
-    """The class makes its states itself at the first update. name: of the parameter, for messages."""
+    """The class makes its states itself at the first update. name: of the parameter.  hyper: its group, live."""
 
     name: str
+    hyper: Hyper = field(compare=False, repr=False)
 
 
 class ForeignRule(UpdateRule):
@@ -77,9 +81,9 @@ class ForeignRule(UpdateRule):
     def __init__(self, cls: type[torch.optim.Optimizer]) -> None:
         self.cls = cls
         self.name = self.source = f"{cls.__module__}.{cls.__qualname__}"  # type: ignore[misc]
-        step = inspect.signature(cls.step).parameters
         first, *arguments = inspect.signature(cls).parameters.values()
-        if "closure" in step and step["closure"].default is inspect.Parameter.empty:
+        closure = inspect.signature(cls.step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty:
             self._refuse(
                 "needs a closure: it evaluates the loss several times per step, but a fused update happens inside one "
                 "backward. Use a first-order optimizer, such as 'adalomo' or torch.optim.AdamW."
@@ -90,10 +94,10 @@ class ForeignRule(UpdateRule):
         if first.name == "model":
             other = "an optimizer that takes parameters, or a rule of lowmem, such as 'adalomo'"
             self._refuse(f"takes a whole model, to hook it itself. Use {other}.")
-        driven = any(argument.name in ("optimizer", "base_optimizer") for argument in (first, *arguments))
-        if driven or isinstance(inspect.getattr_static(cls, "param_groups", None), property):
+        driven = any(a.name in ("optimizer", "base_optimizer") for a in (first, *arguments))
+        if driven or isinstance(getattr(cls, "param_groups", None), property):
             self._refuse("drives other optimizers, which would each see all parameters. Use the one that it drives.")
-        self.open_ended = any(a.kind is a.VAR_KEYWORD for a in arguments)  # type: ignore[misc]
+        self._open_ended = any(a.kind is a.VAR_KEYWORD for a in arguments)
         # an argument without a default is known by its name; `check` refuses a group that does not set it
         self.defaults = {  # type: ignore[misc]
             a.name: a.default for a in arguments if a.kind not in (a.VAR_KEYWORD, a.VAR_POSITIONAL)
@@ -101,11 +105,13 @@ class ForeignRule(UpdateRule):
         self._full: set[str] = set()  # states that have an element for each of their parameter's
         self._shape: tuple[int, ...] = (64, 64)  # of a parameter that it can be constructed for
         self._counts = False  # whether the class has numbers that change
-        # by the id of our group: an instance, and those of its arguments that its own group does not show
-        self._instances: dict[int, tuple[Instance, dict[str, Any]]] = {}
+        self._instances: dict[int, Instance] = {}  # by the id of our group
 
     def equals(self, other: UpdateRule) -> bool:
         return isinstance(other, ForeignRule) and self.cls is other.cls
+
+    def takes(self, key: str, of_group: bool) -> bool:
+        return of_group or self._open_ended or key in self.defaults  # a trial refuses what the class does not read
 
     def check(self, hyper: Hyper) -> None:
         for key, value in hyper.items():
@@ -121,8 +127,7 @@ class ForeignRule(UpdateRule):
         """By trial, on the device of the parameters. Settings that the class derives from others are set in `hyper`."""
         self._instances.pop(id(hyper), None)  # of a group that is gone
         params = [param for param in hyper["params"] if param.requires_grad]
-        real = [param for param in params if param.device.type != "meta" and not is_fake(param)]
-        device = real[0].device if real else torch.device("cpu")
+        real = [param for param in params if not (param.is_meta or is_fake(param))]
         kinds = {2} if sharded or not params else {param.ndim for param in params}
         usual = [shape for kind in sorted(kinds, reverse=True) for shape in _TRIAL_SHAPES.get(kind, ())]
         small = sorted((param for param in real if 0 < param.numel() <= _TRIED), key=torch.numel)
@@ -130,11 +135,11 @@ class ForeignRule(UpdateRule):
         own = [shape for end in ends for shape in end.values()]  # the largest and the smallest
         rates = [{**hyper, "lr": 1e-2}, hyper] if "lr" in hyper else [hyper]  # a step at a tiny rate hides differences
         for dtype in {torch.complex64 if param.is_complex() else torch.float32 for param in params} or {torch.float32}:
-            failure: Exception | None = None
+            like, failure = torch.empty((), dtype=dtype, device=real[0].device if real else "cpu"), None
             for settings, shapes, absent in itertools.product(rates, filter(None, (usual, own)), (True, False)):
                 try:
                     with _isolated():
-                        self._try(settings, shapes, absent, dtype, device, sharded)
+                        self._try(settings, *_trial(shapes, absent, like), sharded)
                     break
                 except (ConfigError, UnsupportedError):
                     raise
@@ -142,55 +147,31 @@ class ForeignRule(UpdateRule):
                     failure = error
             else:
                 raise UnsupportedError(f"{self.name} does not run: {failure or type(failure).__name__}") from failure
-        instance = self._instance(hyper)
-        cast(dict[str, Any], hyper).update(instance.derived(hyper))
+        instance = self._instances[id(hyper)] = self._new(hyper)
+        cast(dict[str, Any], hyper).update(instance.derived)
         self._refuse_overrides(instance.optimizer, params)
         if hasattr(self.cls, "eval") and len(self._instances) == 1:
             logger.warning("%s.eval() is not called: weights are evaluated and saved as they are trained", self.name)
 
-    def _try(
-        self,
-        hyper: Hyper,
-        shapes: Sequence[tuple[int, ...]],
-        absent: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-        sharded: bool,
-    ) -> None:
-        """Refuses a class whose steps on parameters one at a time are not its steps on all of them.
-
-        absent: one of them has no gradient once.
-        """
-        source = torch.Generator().manual_seed(0)
-
-        def drawn(shape: tuple[int, ...], size: float = 1.0) -> Tensor:
-            return torch.randn(shape, generator=source, dtype=dtype).mul_(size).to(device)
-
-        starts = list(map(drawn, shapes))
-        grads: list[list[Tensor | None]] = [
-            [drawn(shape, _TRIAL_SIZES[(step + n) % len(_TRIAL_SIZES)]) for n, shape in enumerate(shapes)]
-            for step in range(_TRIAL_STEPS)
-        ]
-        if absent:
-            grads[_TRIAL_STEPS // 2][0] = None
+    def _try(self, hyper: Hyper, starts: Sequence[Tensor], grads: _Grads, sharded: bool) -> None:
+        """Refuses a class whose steps on parameters one at a time are not its steps on all of them."""
+        self._shape = tuple(starts[0].shape)
         params = [start.clone().requires_grad_() for start in starts]
-        together, group = self._made(params, hyper, groups=1 + bool(self._instances))
-        _seed()
-        first = _drawn()
+        together = self._made(params, hyper, groups=1 + bool(self._instances))
+        group, before = together.param_groups[0], _random_states()
         for step in grads:
-            _seed()
+            torch.manual_seed(0)
             for param, grad in zip(params, step, strict=True):
                 param.grad = None if grad is None else grad.clone()
-            together.optimizer.step()
-            if _drawn() != first:
-                self._refuse("draws random numbers of Python or NumPy once per step. Use another optimizer.")
-        if together.optimizer.param_groups[0] is group and (unread := self._extra(hyper).keys() - group.read):
+            together.step()
+        if _random_states()[: len(before)] != before:
+            self._refuse("draws random numbers of Python or NumPy once per step. Use another optimizer.")
+        if isinstance(group, _Watched) and (unread := self._extra(hyper).keys() - group.read):
             key = min(unread)
             raise ConfigError(f"{self.name} does not read {key!r}.{did_you_mean(key, self.defaults)} Omit it")
-        self._shape = shapes[0]
-        alone, counted, _ = self._one_at_a_time(hyper, starts, grads)
-        now = together.now()
-        if any(number_of(self.name, key, now.get(key)) != number for key, number in counted.items()) or not all(
+        alone, numbers, _ = self._one_at_a_time(hyper, starts, grads)
+        now = numbers_of(together)
+        if any(number_of(self.name, key, now.get(key)) != number for key, number in numbers.items()) or not all(
             torch.allclose(*pair, rtol=0, atol=0, equal_nan=True) for pair in zip(params, alone, strict=True)
         ):
             refuse_combination(self.name, "steps on one at a time differ from steps on all of them")
@@ -205,7 +186,7 @@ class ForeignRule(UpdateRule):
 
         def equal(grads: Sequence[Tensor]) -> bool:
             (full,), _, (state,) = self._one_at_a_time(hyper, [start], [[grad] for grad in grads])
-            shards, *_ = self._one_at_a_time(hyper, cut(start), list(map(cut, grads)))
+            shards, *_ = self._one_at_a_time(hyper, cut(start), [[*cut(grad)] for grad in grads])
             sizes = {value.numel() for value in state.values() if isinstance(value, Tensor)}
             same = torch.allclose(full.flatten(), torch.cat(shards), rtol=1e-5, atol=1e-7, equal_nan=True)
             return same and sizes <= {1, start.numel()}  # others are not cut and gathered as shards are
@@ -224,36 +205,32 @@ class ForeignRule(UpdateRule):
         )
 
     def _one_at_a_time(
-        self, hyper: Hyper, starts: Sequence[Tensor], grads: Sequence[Sequence[Tensor | None]]
+        self, hyper: Hyper, starts: Sequence[Tensor], grads: _Grads
     ) -> tuple[list[Tensor], dict[str, Any], list[State]]:
         """Steps as in training. Returns the weights, the numbers that have changed, and the states."""
-        params = [start.clone() for start in starts]
-        instance, _ = self._made([params[0].clone().requires_grad_()], hyper)
-        instance.release()
-        group = {**hyper, **instance.derived(hyper)}
-        states: list[State] = [{} for _ in params]
-        counted: set[str] = set()
+        params, states = [start.clone() for start in starts], [State() for _ in starts]
+        instance, changed = self._new(hyper), set[str]()
+        group = {**hyper, **instance.derived}
         for step in grads:
-            _seed()
+            torch.manual_seed(0)
             instance.begin(group)
             for n, grad in enumerate(step):
                 if grad is not None:
                     param = params[n].detach().requires_grad_()
                     param.grad = grad.clone()
                     states[n] = self._step(instance, param, states[n], group)
-            counted.update(instance.changes or ())
+            changed.update(instance.changes or ())
         for param, state in zip(params, states, strict=True):
             self._full |= {key for key, value in state.items() if getattr(value, "shape", None) == param.shape}
-        self._counts |= bool(counted)
-        return params, {key: group[COUNTS].get(key, group.get(key)) for key in counted}, states
+        self._counts |= bool(changed)
+        return params, {key: group[COUNTS].get(key, group.get(key)) for key in changed}, states
 
     def _refuse_overrides(self, optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> None:
         """Refuses settings of single parameters, which bitsandbytes 0.50 (optim/optimizer.py) finds by number."""
-        manager = getattr(optimizer, "mng", None)
-        if manager is None:
+        if (manager := getattr(optimizer, "mng", None)) is None:
             return
         modules = {id(getattr(module, name)) for module, name, _ in manager.module_weight_config_triple}
-        if manager.index2config or not {id(param) for param in params}.isdisjoint(manager.pid2config.keys() | modules):
+        if manager.index2config or any(id(param) in manager.pid2config.keys() | modules for param in params):
             self._refuse(
                 "has settings for single parameters (override_config, StableEmbedding), found by their numbers. "
                 "Give these parameters a group of their own, with another rule or other settings."
@@ -277,43 +254,39 @@ class ForeignRule(UpdateRule):
             raise UnsupportedError(f"{self.name} does not accept this: {error or type(error).__name__}") from error
 
     def spec(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> ForeignSpec:
-        return ForeignSpec(View.vector(len(shape)), name=name)
+        return ForeignSpec(View.vector(len(shape)), name=name, hyper=hyper)
 
     def begin(self, hyper: Hyper, step: int) -> None:
-        self._instance(hyper).begin(hyper)
+        instance = self._instances.get(id(hyper))
+        if instance is None or any(hyper.get(key) != value for key, value in instance.hidden.items()):
+            instance = self._instances[id(hyper)] = self._new(hyper)
+        instance.begin(hyper)
 
     def update(self, sweep: Sweep, spec: ForeignSpec, state: State, hyper: Hyper, step: int) -> None:
         with sweep.materialized() as param:
             try:
-                new = self._step(self._instances[id(hyper)][0], param, state, hyper)
+                new = self._step(self._instances[id(spec.hyper)], param, state, spec.hyper)
             except UnsupportedError as error:
                 raise UnsupportedError(f"parameter {spec.name!r}: {error}") from None
         state.clear()
         state.update(new)
 
     def end(self, hyper: Hyper) -> None:
-        instance, _ = self._instances[id(hyper)]
+        instance = self._instances[id(hyper)]
         if self._counts and instance.changes is None:  # no parameter of the group had a gradient
-            instance.step(None, {}, hyper)
+            instance.step(torch.zeros(self._shape).requires_grad_(), {}, hyper)
 
     def _step(self, instance: Instance, param: Tensor, state: State, hyper: Hyper) -> State:
         if not state and instance.eager:
-            fresh, _ = self._made([param], hyper)
-            state = pack_state(self.name, fresh.optimizer.state[param])
+            state = pack_state(self.name, self._made([param], hyper).state[param])
         return instance.step(param, state, hyper)
 
     def _refuse(self, reason: str) -> NoReturn:
         raise UnsupportedError(f"{self.name} {reason}")
 
-    def _instance(self, hyper: Hyper) -> Instance:
-        """The instance for a parameter group, a new one if an argument has changed that only the constructor reads."""
-        instance, arguments = self._instances.get(id(hyper), (None, {}))
-        if instance is None or any(hyper.get(key) != value for key, value in arguments.items()):
-            instance, _ = self._made([torch.zeros(self._shape).requires_grad_()], hyper)
-            instance.release()
-            hidden = {key: value for key, value in self._arguments(hyper).items() if key not in instance.numbers}
-            self._instances[id(hyper)] = instance, hidden
-        return instance
+    def _new(self, hyper: Hyper) -> Instance:
+        optimizer = self._made([torch.zeros(self._shape).requires_grad_()], hyper)
+        return Instance(self.name, optimizer, self._arguments(hyper))
 
     def _extra(self, hyper: Hyper) -> dict[str, Any]:
         """Keys of a parameter group that the signature of the constructor does not name."""
@@ -321,13 +294,16 @@ class ForeignRule(UpdateRule):
 
     def _arguments(self, hyper: Hyper) -> dict[str, Any]:
         named = {key: value for key, value in hyper.items() if key in self.defaults}
-        return {**named, **self._extra(hyper)} if self.open_ended else named
+        return {**named, **self._extra(hyper)} if self._open_ended else named
 
-    def _made(self, params: list[Tensor], hyper: Hyper, groups: int = 1) -> "tuple[Instance, _Watched]":
-        """A new instance for parameters in so many groups, and the first group."""
-        given = [_Watched(params=params[n::groups], **self._extra(hyper)) for n in range(groups)]
-        plain = groups == 1 and not self._extra(hyper)
-        return Instance(self.name, self.cls(params if plain else given, **self._arguments(hyper))), given[0]
+    def _made(self, params: list[Tensor], hyper: Hyper, groups: int = 1) -> torch.optim.Optimizer:
+        """A new object of the class, for parameters in so many groups."""
+        extra = self._extra(hyper)
+        watched = [_Watched(params=params[n::groups], **extra) for n in range(groups)]
+        optimizer = self.cls(watched if extra or groups > 1 else params, **self._arguments(hyper))
+        if hasattr(optimizer, "train"):
+            optimizer.train()  # schedule-free optimizers step in training mode only
+        return optimizer
 
 
 class _Watched(dict[str, Any]):
@@ -364,18 +340,30 @@ def _isolated() -> Iterator[None]:
             numpy.random.set_state(numpys)
 
 
-def _seed() -> None:
-    """The next numbers that are drawn at random are always the same."""
-    torch.manual_seed(0)
-    random.seed(0)
+def _random_states() -> list[Any]:
+    """Of the generator of Python, and of that of NumPy if it is imported."""
+    states: list[Any] = [random.getstate()]
     if numpy := sys.modules.get("numpy"):
-        numpy.random.seed(0)
+        _, key, *rest = numpy.random.get_state()
+        states += [key.tolist(), *rest]
+    return states
 
 
-def _drawn() -> tuple[float, ...]:
-    """Random numbers of Python, and of NumPy if that is imported."""
-    numpy = sys.modules.get("numpy")
-    return (random.random(), numpy.random.random()) if numpy else (random.random(),)
+def _trial(shapes: Sequence[tuple[int, ...]], absent: bool, like: Tensor) -> tuple[list[Tensor], _Grads]:
+    """Parameters, and their gradients of each step, always the same. absent: one of them has no gradient once."""
+    source = torch.Generator().manual_seed(0)
+
+    def drawn(shape: tuple[int, ...], size: float = 1.0) -> Tensor:
+        return torch.randn(shape, generator=source, dtype=like.dtype).mul_(size).to(like.device)
+
+    starts = list(map(drawn, shapes))
+    grads: _Grads = [
+        [drawn(shape, _TRIAL_SIZES[(step + n) % len(_TRIAL_SIZES)]) for n, shape in enumerate(shapes)]
+        for step in range(_TRIAL_STEPS)
+    ]
+    if absent:
+        grads[_TRIAL_STEPS // 2][0] = None
+    return starts, grads
 
 
 def import_optimizer(path: str) -> type[torch.optim.Optimizer]:

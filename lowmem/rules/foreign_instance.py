@@ -2,14 +2,13 @@
 
 import copy
 from collections import deque
-from collections.abc import Mapping
 from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
 
 from lowmem.errors import UnsupportedError
-from lowmem.rules.foreign_state import PLAIN, pack_state, unpack, unpack_state
+from lowmem.rules.foreign_state import pack_state, unpack, unpack_state
 from lowmem.rules.rule import ENGINE_KEYS, Hyper, State
 
 # The key of our parameter group for numbers that a class counts with, other than hyperparameters.
@@ -17,6 +16,9 @@ COUNTS = "counts"
 
 # Keys of our parameter groups that a class does not expect in its own.
 _NOT_IN_GROUP = frozenset(("params", "param_names", COUNTS, *ENGINE_KEYS))
+
+# Types of what a class counts with on itself. Values of other types stay as its last step left them.
+_PLAIN = (Tensor, int, float, str, bool, type(None))
 
 
 def refuse_combination(name: str, detail: str) -> NoReturn:
@@ -29,108 +31,97 @@ def refuse_combination(name: str, detail: str) -> NoReturn:
 
 
 class Instance:
-    """An optimizer, and what it counts with apart from the states of parameters: its numbers.
+    """An optimizer without parameters: it is given one for a step, with its state, and nothing of it stays.
 
-    They are values in its parameter group and, under names that begin with "self." and "state.", those on itself and in
-    its state apart from parameters. For every parameter of a step they are at first as they were when the step began;
-    those that the step changes are put into our parameter group. So they change once in a step, as in one on all
-    parameters.
+    What it counts with apart from the states of parameters are its numbers. For every parameter of a step they are at
+    first as they were when the step began; those that the step changes are put into our parameter group. So they change
+    once in a step, as in one on all parameters.
 
     Attributes:
         eager: it makes the states of parameters when it is constructed.
         numbers: those of a new object.
+        hidden: its arguments that its parameter group does not show, so that another value needs another object.
+        derived: settings that it has made from others: a limit from a rate, or a rate of its own for a group.
         changes: those that this step has changed; None before its first update.
     """
 
-    def __init__(self, name: str, optimizer: torch.optim.Optimizer) -> None:
-        if hasattr(optimizer, "train"):
-            optimizer.train()  # schedule-free optimizers step in training mode only
-        self.optimizer = optimizer
+    def __init__(self, name: str, optimizer: torch.optim.Optimizer, arguments: Hyper) -> None:
+        self._name, self.optimizer = name, optimizer
         self.eager = any(isinstance(key, Tensor) for key in optimizer.state)
-        self.numbers = self._start = self.now()
+        self.numbers = self._start = numbers_of(optimizer)
+        self.hidden = {key: value for key, value in arguments.items() if key not in self.numbers}
+        plain = {key: value for key, value in self.numbers.items() if isinstance(value, int | float | str | tuple)}
+        self.derived = {key: plain[key] for key in plain.keys() & arguments if plain[key] != arguments[key]}
         self.changes: dict[str, Any] | None = None
-        self._name = name
-
-    def now(self) -> dict[str, Any]:
-        """The numbers as they are."""
-        group, own = self.optimizer.param_groups[0], vars(self.optimizer)
-        return {
-            **{key: value for key, value in group.items() if key != "params"},
-            **{f"self.{key}": value for key, value in own.items() if type(value) in PLAIN},
-            **{f"state.{key}": value for key, value in self.optimizer.state.items() if not isinstance(key, Tensor)},
-        }
-
-    def derived(self, hyper: Hyper) -> dict[str, Any]:
-        """Settings of which the class has made other ones: a limit from a rate, or a rate of its own for a group."""
-        values = {key: value for key, value in self.numbers.items() if isinstance(value, int | float | str | tuple)}
-        return {key: value for key, value in values.items() if key in hyper and value != hyper[key]}
+        self._release()
 
     def begin(self, hyper: Hyper) -> None:
         """A step begins with the settings and the counts of our group."""
-        settings = {key: value for key, value in {**hyper, **hyper.get(COUNTS, {})}.items() if key not in _NOT_IN_GROUP}
-        self._start = {**self.numbers}
-        for key, value in settings.items():
-            if value is not None or self.numbers.get(key) is None:
-                self._start[key] = _like(self.numbers.get(key), value)
-        self.changes = None
+        self._start, self.changes = {**self.numbers}, None
+        for key, value in {**hyper, **hyper.get(COUNTS, {})}.items():
+            old = self.numbers.get(key)
+            if isinstance(old, Tensor) and isinstance(value, int | float):  # torchao has its rate as a tensor
+                self._start[key] = torch.full_like(old, value)
+            elif key not in _NOT_IN_GROUP and (value is not None or old is None):
+                self._start[key] = unpack(value)
 
-    def step(self, param: Tensor | None, state: State, hyper: Hyper) -> State:
-        """Steps on a parameter with its packed state, and returns the new one; or counts a step without gradients."""
-        optimizer, start = self.optimizer, self._place(param)
-        stored = None if param is None else param.detach()
-        if param is not None:
-            optimizer.state[param] = unpack_state(self._name, state)
-        versions = {key: value._version for key, value in start.items() if isinstance(value, Tensor)}
+    def step(self, param: Tensor, state: State, hyper: Hyper) -> State:
+        """Steps on a parameter with its packed state, and returns the new one."""
+        optimizer, stored = self.optimizer, param.detach()
+        start = {key: _own(value) for key, value in self._start.items()}
+        before = {key: _comparable(value, self._start[key]) for key, value in start.items()}
+        self._place(start)
+        optimizer.param_groups[0]["params"] = [param]
+        optimizer.state[param] = unpack_state(self._name, state)
         try:
             optimizer.step()
-            now, values = self.now(), {} if param is None else dict(optimizer.state[param])
+            now, values = numbers_of(optimizer), dict(optimizer.state[param])
         finally:
-            self.release()
-        if (
-            stored is not None
-            and param is not None
-            and param.untyped_storage()._cdata != stored.untyped_storage()._cdata
-        ):
+            self._release()
+        if param.untyped_storage()._cdata != stored.untyped_storage()._cdata:
             stored.copy_(param.detach())  # it put new memory into param.data
         changes = {
             key: number_of(self._name, key, value)
             for key, value in now.items()
-            if key not in start
-            or value is not start[key]
-            or (key in versions and value._version != versions[key])
-            or (isinstance(value, dict | list | deque) and value != self._start[key])
+            if key not in before or _comparable(value, value) != before[key]
         }
         if self.changes is None:
-            self.changes = changes
-            group = cast(dict[str, Any], hyper)
-            group.update({key: number for key, number in changes.items() if key in hyper})
-            group[COUNTS] = {**group.get(COUNTS, {}), **{key: n for key, n in changes.items() if key not in hyper}}
+            self.changes, group, counts = changes, cast(dict[str, Any], hyper), dict(hyper.get(COUNTS, {}))
+            for key, number in changes.items():
+                (group if key in group else counts)[key] = number
+            group[COUNTS] = counts
         elif changes != self.changes:
             keys = [key for key in {**changes, **self.changes} if changes.get(key) != self.changes.get(key)]
             refuse_combination(self._name, f"{', '.join(keys)} would differ from parameter to parameter")
         return pack_state(self._name, values)
 
-    def _place(self, param: Tensor | None) -> Mapping[str, Any]:
-        """Puts a parameter, or none, and the numbers with which the step began into place; returns the numbers."""
-        start = {key: _own(value) for key, value in self._start.items()}
-        own = vars(self.optimizer)
-        for key in [key for key, value in own.items() if type(value) in PLAIN and f"self.{key}" not in start]:
+    def _place(self, numbers: dict[str, Any]) -> None:
+        own, beside = vars(self.optimizer), cast(dict[Any, Any], self.optimizer.state)
+        for key in [key for key, value in own.items() if type(value) in _PLAIN and f"self.{key}" not in numbers]:
             del own[key]
-        beside, group = cast(dict[Any, Any], self.optimizer.state), {"params": [] if param is None else [param]}
-        for key, value in start.items():
+        (group,) = self.optimizer.param_groups
+        for key, value in numbers.items():
             if key.startswith("self."):
                 own[key.removeprefix("self.")] = value
             elif key.startswith("state."):
                 beside[key.removeprefix("state.")] = value
             else:
                 group[key] = value
-        self.optimizer.param_groups = [group]
-        return start
 
-    def release(self) -> None:
-        """Lets go of parameters and their gradients."""
+    def _release(self) -> None:
         self.optimizer.state.clear()
         self.optimizer.param_groups = [{"params": []}]
+
+
+def numbers_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The values in its parameter group and, with "self." and "state." in front of their names, those on itself and in
+    its state apart from parameters.
+    """
+    return {
+        **{key: value for key, value in optimizer.param_groups[0].items() if key != "params"},
+        **{f"self.{key}": value for key, value in vars(optimizer).items() if type(value) in _PLAIN},
+        **{f"state.{key}": value for key, value in optimizer.state.items() if not isinstance(key, Tensor)},
+    }
 
 
 def number_of(name: str, key: str, value: Any) -> Any:
@@ -155,8 +146,6 @@ def _own(value: Any) -> Any:
     return copy.deepcopy(value) if isinstance(value, dict | list | deque) else value
 
 
-def _like(old: Any, value: Any) -> Any:
-    """`value` as the class keeps it: torchao has the learning rate as a tensor, where schedulers set a number."""
-    if isinstance(value, dict) and value.keys() == {"values", "dtype"}:
-        return torch.tensor(value["values"], dtype=getattr(torch, value["dtype"]))
-    return torch.full_like(old, value) if isinstance(old, Tensor) and isinstance(value, int | float) else unpack(value)
+def _comparable(value: Any, original: Any) -> Any:
+    """`original`, of which `value` is a copy, or of a tensor what changes when it is written to, without reading it."""
+    return (id(value), value._version) if isinstance(value, Tensor) else original

@@ -12,9 +12,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lowmem.errors import UnsupportedError
 
-# Types of values that are held as they are.
-PLAIN = (Tensor, int, float, str, bool, type(None))
-
 
 def pack_state(owner: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """The state that the class `owner` keeps for a parameter, as tensors and JSON.
@@ -26,9 +23,7 @@ def pack_state(owner: str, values: Mapping[str, Any]) -> dict[str, Any]:
     state: dict[str, Any] = {}
     try:
         for name, value in values.items():
-            if type(value) in PLAIN:
-                state[name] = value
-            elif (form := _pack(value, name, state, _package(owner))) != {"tensor": name}:
+            if (form := _pack(value, name, state, _package(owner))) != {"tensor": name}:
                 state[name] = form
     except TypeError as error:
         raise UnsupportedError(f"{owner} keeps {error}, which cannot be saved. Use another optimizer.") from None
@@ -37,11 +32,9 @@ def pack_state(owner: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 def unpack_state(owner: str, state: Mapping[str, Any]) -> dict[str, Any]:
     """Undoes `pack_state`."""
-    values = dict(state)
-    for name, value in state.items():
-        if isinstance(value, dict | list):
-            values[name] = unpack(value, values, _package(owner))
-    return values
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    forms = {name: form for name, form in state.items() if name not in tensors}
+    return {**{name: unpack(form, tensors, _package(owner)) for name, form in forms.items()}, **tensors}
 
 
 def _package(name: str) -> str:
@@ -91,6 +84,8 @@ def unpack(form: Any, tensors: dict[str, Any] | None = None, package: str = "") 
     match form:
         case list():
             return [unpack(item, tensors, package) for item in form]
+        case {"values": values, "dtype": name}:
+            return torch.tensor(values, dtype=getattr(torch, name))
         case {"tensor": name}:
             return tensors.pop(name)
         case {"dtype": name}:

@@ -28,48 +28,44 @@ def that(condition: bool, option: str, value: object, allowed: str) -> None:
         raise ConfigError(f"{option}={value!r} is out of range; allowed: {allowed}")
 
 
+def check(valid: Callable[[Any], bool], allowed: str) -> Check:
+    """Allows values that are `valid`, which `allowed` says in words."""
+    return lambda option, value: that(valid(value), option, value, allowed)
+
+
 def number(*bounds: str, optional: bool = False, whole: bool = False) -> Check:
     """Allows a finite number within bounds such as ">= 0" and "< 1"; and None if `optional`."""
     limits = [(_COMPARISONS[sign], float(bound)) for sign, bound in map(str.split, bounds)]
     allowed = " ".join(("a whole number" if whole else "a number", " and ".join(bounds))).rstrip()
-    allowed += ", or None" if optional else ""
     types = (int,) if whole else (int, float)
 
-    def check(option: str, value: Any) -> None:
-        if value is not None or not optional:
-            valid = isinstance(value, types) and not isinstance(value, bool) and math.isfinite(value)
-            that(valid and all(compare(value, bound) for compare, bound in limits), option, value, allowed)
+    def valid(value: Any) -> bool:
+        finite = isinstance(value, types) and not isinstance(value, bool) and math.isfinite(value)
+        return (optional and value is None) or (finite and all(compare(value, bound) for compare, bound in limits))
 
-    return check
-
-
-def flag(option: str, value: Any) -> None:
-    """Allows True and False."""
-    that(isinstance(value, bool), option, value, "True or False")
+    return check(valid, f"{allowed}, or None" if optional else allowed)
 
 
 def one_of(first: str, second: str) -> Check:
     """Allows two names."""
-    return lambda option, value: that(value in (first, second), option, value, f"{first!r} or {second!r}")
+    return check(lambda value: value in (first, second), f"{first!r} or {second!r}")
 
 
 def pair(allowed: str, first: Check, second: Check) -> Check:
     """Allows a tuple or list of two values."""
 
-    def check(option: str, value: Any) -> None:
+    def each(option: str, value: Any) -> None:
         that(isinstance(value, tuple | list) and len(value) == 2, option, value, allowed)
         first(f"{option}[0]", value[0])
         second(f"{option}[1]", value[1])
 
-    return check
+    return each
 
 
+flag = check(lambda value: isinstance(value, bool), "True or False")
+anything = check(lambda value: True, "")  # the rule checks it together with others
 rate = number(">= 0", "< 1")
 betas = pair("two numbers >= 0 and < 1", rate, rate)
-
-
-def anything(option: str, value: Any) -> None:
-    """Allows everything: the rule checks the value together with others."""
 
 
 def dtype_of(value: Any) -> torch.dtype | None:
@@ -80,8 +76,4 @@ def dtype_of(value: Any) -> torch.dtype | None:
 def dtype(*, optional: bool) -> Check:
     """Allows "float32", "bfloat16" and "float16", and None if `optional`, for the dtype of the weight."""
     allowed = ", ".join(STATE_DTYPES) + (", or None for the weight's own" if optional else "")
-
-    def check(option: str, value: Any) -> None:
-        that(dtype_of(value) is not None or (optional and value is None), option, value, allowed)
-
-    return check
+    return check(lambda value: dtype_of(value) is not None or (optional and value is None), allowed)

@@ -99,7 +99,6 @@ class UpdateRule(ABC):
             gives, times the rms of the weights and over AdamW's rate.
         checks: of hyperparameters, by name (`lowmem.rules.require`).
         decay: the name of its weight decay, if it has one.
-        open_ended: it takes hyperparameters beyond `defaults`.
         stackable: small parameters of equal spec may be updated as one stack.
         every_parameter: a parameter without gradient is updated as if its gradient were zero.
         norm_before_clip_value: clip_norm measures gradients before clip_value clamps them.
@@ -119,7 +118,6 @@ class UpdateRule(ABC):
     defaults: ClassVar[dict[str, Any]]
     checks: ClassVar[Mapping[str, Check]] = {}
     decay: ClassVar[str] = "weight_decay"
-    open_ended: ClassVar[bool] = False
     stackable: ClassVar[bool] = True
     every_parameter: ClassVar[bool] = False
     norm_before_clip_value: ClassVar[bool] = False
@@ -130,6 +128,10 @@ class UpdateRule(ABC):
     def equals(self, other: "UpdateRule") -> bool:
         """Whether a rule of this name updates as this one does."""
         return type(self) is type(other) and vars(self) == vars(other)
+
+    def takes(self, key: str, of_group: bool) -> bool:
+        """Whether it has a hyperparameter `key`. of_group: a group sets it, not the optimizer for all groups."""
+        return key in self.defaults
 
     def check(self, hyper: Hyper) -> None:
         """Raises `ConfigError` for a hyperparameter that is out of range."""
