@@ -13,17 +13,19 @@ from torch import Tensor, nn
 from lowmem import placements, rules
 from lowmem.errors import ConfigError, UnsupportedError, did_you_mean
 from lowmem.options import FusedConfig
-from lowmem.placements.record import ParamRecord, listed
 from lowmem.rules import UpdateRule
 from lowmem.step import habits
 from lowmem.step.changes import Changes
 from lowmem.step.clipping import Clipping
+from lowmem.step.compiled import decide_compilation
 from lowmem.step.cycle import StepCycle
 from lowmem.step.hooks import Hooks
 from lowmem.step.loop import StepLoop, claim
+from lowmem.step.program import Program
+from lowmem.step.record import ParamRecord
 from lowmem.step.report import LastStep, Report
 from lowmem.step.saving import Saving, States
-from lowmem.step.updates import Updates, decide_compilation
+from lowmem.step.updates import Updates
 from lowmem.tiles.graph import Compiler
 
 
@@ -121,7 +123,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, checks its hyperparameters and hooks its trainable parameters."""
         where = f"parameter group {len(self.param_groups)}: "
-        rule, group = self.config.complete(listed(param_group, first=len(self._records)), where)
+        rule, group = self.config.complete(_listed(param_group, first=len(self._records)), where)
         same = next((other for other in self._rules if other.name == rule.name), rule)
         if not rule.equals(same):
             raise ConfigError(
@@ -146,7 +148,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         group.setdefault("param_names", [])  # torch leaves it out where there are no parameters
         records: dict[Tensor, ParamRecord] = {}
         self._rules.append(rule)
-        self._added.append((group, dict(group), len(group["params"])))
+        self._added.append((group, {}, len(group["params"])))
         try:
             records = self._records_of(group, rule)
             if self._complete:
@@ -158,6 +160,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 self._hooks.add(record)
                 claim(record, {}, self.config, self._placement, self._hooks)  # it has no state yet
                 record.refuse_leftover()
+            self._added[-1][1].update(habits.decided(group, records.values()))
             if not sharded:  # last: a parameter is refused by its name
                 rule.adopt(group, sharded)
             self._records.update(records)
@@ -176,14 +179,14 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _records_of(self, group: dict[str, Any], rule: UpdateRule) -> dict[Tensor, ParamRecord]:
         names = {record.name for record in self._records.values()}
-        shard = self._placement.shard
+        shard, programs = self._placement.shard, dict[Any, Program]()
         records: dict[Tensor, ParamRecord] = {}
         for name, param in zip(group["param_names"], group["params"], strict=True):
             if name in names or param in records:
                 raise ConfigError(f"parameter {name!r} is given twice; each parameter and each name may occur once")
             names.add(name)
             shard.admit(name, param)
-            records[param] = ParamRecord(name, param, group, rule, shard.span(param))
+            records[param] = ParamRecord(name, param, shard.span(param), group, rule, programs)
         return records
 
     def _order_records(self) -> None:
@@ -211,12 +214,12 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @property
     def policy_reason(self) -> str:
-        """Why this policy was chosen."""
+        """The reason why this policy was chosen."""
         return self._loop.policy.reason
 
     @property
     def replay(self) -> str | None:
-        """How "two_pass" gets its second pass, "graph" or "forward"; None under another policy."""
+        """The second pass of "two_pass", "graph" or "forward"; None under another policy."""
         return self._loop.policy.replay
 
     @property
@@ -329,23 +332,23 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @property
     def loss_scale(self) -> float | None:
-        """What the next loss is multiplied by; None if there is no scaling."""
+        """The factor of the next loss; None if there is no scaling."""
         value = self._clipping.scaler.value
         return None if value is None else float(value)
 
     @property
     def nonfinite_gradients(self) -> int:
-        """How many gradients with Inf or NaN there were since the optimizer was made."""
+        """The number of gradients with Inf or NaN since the optimizer was made."""
         return int(self._report.nonfinite_gradients)
 
     @property
     def nonfinite_steps(self) -> int:
-        """How many steps had a gradient with Inf or NaN since the optimizer was made."""
+        """The number of steps that had a gradient with Inf or NaN since the optimizer was made."""
         return int(self._report.nonfinite_steps)
 
     @property
     def compile_seconds(self) -> float:
-        """How long compiling sweeps has taken in this process, nearly all of it in the first step."""
+        """Seconds that compiling updates has taken in this process, nearly all of them in the first step."""
         return Compiler.seconds
 
     @functools.cached_property
@@ -421,3 +424,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Continues from what `named_state_dict` returned, as `load_state_dict` does. No hooks are called."""
         self._saving.load(state_dict, numbered=False)
         self._loop.drop()
+
+
+def _listed(group: dict[str, Any], first: int) -> dict[str, Any]:
+    """A parameter group whose `params` can be iterated more than once; numbered from `first` where it has no names."""
+    params = group["params"]
+    params = [params] if isinstance(params, Tensor) else params if isinstance(params, set) else list(params)
+    if "param_names" not in group and not any(isinstance(item, tuple) for item in params):
+        params = [(f"param{first + i}", param) for i, param in enumerate(params)]
+    return {**group, "params": params}

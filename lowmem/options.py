@@ -290,7 +290,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_scale(value: Any) -> bool:
-    """Whether it and its inverse are numbers of float32."""
+    """Returns whether it and its inverse are numbers of float32."""
     limits = torch.finfo(torch.float32)
     return _is_number(value) and limits.tiny <= value <= limits.max
 

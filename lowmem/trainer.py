@@ -37,7 +37,7 @@ from lowmem.optimizer import FusedOptimizer
 from lowmem.options import FusedConfig
 from lowmem.placements import find
 from lowmem.rules import resolve
-from lowmem.step.updates import weights_in_words
+from lowmem.step.record import weights_in_words
 
 if TYPE_CHECKING:
     from trl import SFTTrainer

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from lowmem.step import clipping, hooks, policies
-from lowmem.step.updates import has_compiler
+from lowmem.step.compiled import has_compiler
 
 BLOCK, BLOCKS = 40, 12
 COMPILED = (214, 341, 1136)  # another optimizer, betas that are edited in place, and another dtype

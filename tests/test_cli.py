@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lowmem import cli
 from lowmem.layers import activations
 from lowmem.run import build, report, terminal
-from lowmem.step import updates
+from lowmem.step import program
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
 
@@ -124,7 +124,7 @@ def test_updates_that_rounding_would_lose_are_warned_about(config, run_dir, caps
         caplog.clear()
         settings = (f"model.dtype={dtype}", f"optimizer.rounding={rounding}", f"run_dir={run_dir}-{dtype}-{rounding}")
         for command in ("train", "plan"):
-            updates._warn_of_lost_updates.cache_clear()  # it warns once per process
+            program._warn_of_lost_updates.cache_clear()  # it warns once per process
             code, out, _ = lowmem(capsys, command, config, *settings, "trainer.max_steps=1", "trainer.save_strategy=no")
             assert code == 0 and f"weights in {said}" in out
         assert sum("with rounding 'nearest' lose every update" in text for text in caplog.messages) == 2 * warned
@@ -181,7 +181,7 @@ def test_rules_prints_what_is_measured(capsys):
     assert rows["lomo"] == ["0", "0.01"]
     assert rows["adamw"][0] == "8"
     assert rows["torch.optim.AdamW"][0] == "4"
-    assert rows["compensated"] == ["4"] and rows["bfloat16"] == ["2"]  # a weight, a state
+    assert rows["compensated"] == ["4", "4"] and rows["bfloat16"] == ["2"]  # a weight and a state, a state
     assert "clip_threshold" not in out and "`lowmem rules NAME` shows the options" in out
     code, out, _ = lowmem(capsys, "rules", "adalomo")
     assert code == 0

@@ -11,9 +11,9 @@ from products import FULL, pairwise
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lowmem
-from lowmem.placements.record import ParamRecord
 from lowmem.rules import Lomo
 from lowmem.step.offload import Host
+from lowmem.step.record import ParamRecord
 from lowmem.tiles.layout import Span
 
 ROUNDINGS = ("nearest", "stochastic", "compensated", "master")
@@ -133,7 +133,7 @@ ELEMENTS = 10_000
 def slots_of(count):
     params = [torch.nn.Parameter(torch.zeros(ELEMENTS, device="gpu")) for _ in range(count)]
     return [
-        ParamRecord(f"p{n}", param, {}, Lomo(), Span((ELEMENTS,), 0, ELEMENTS, ELEMENTS))
+        ParamRecord(f"p{n}", param, Span((ELEMENTS,), 0, ELEMENTS, ELEMENTS), {}, Lomo())
         for n, param in enumerate(params)
     ]
 
@@ -206,7 +206,7 @@ def forget_what_leaves():
     with watched():
         (record,), store = slots_of(1), Host()
         store.keep(record, gradient())
-        store._leaving.clear()
+        store._leaving = None
         gradient()
 
 

@@ -521,6 +521,25 @@ def test_edits_of_groups_that_cannot_work(edit, message, plain):
     assert same(weights(net), before)
 
 
+def test_edits_of_hyperparameters_that_decide_which_states_there_are():
+    """In place as well, and before the first step. What is put back, or has no effect on the states, is not refused."""
+    net = make_net()
+    factors = [("0.weight", None), (".*", "HEURISTIC")]
+    opt = lowmem.FusedOptimizer(net.named_parameters(), rule="adafactor", factor_map=factors, min_dim_size_to_factor=2)
+    before = weights(net)
+    factors[0] = ("0.weight", "HEURISTIC")
+    with pytest.raises(StepError, match=r"'factor_map' of parameter group 0 was changed.*Put it back"):
+        opt.backward(loss_of(net))
+    assert same(weights(net), before)
+    factors[0] = ("0.weight$", None)
+    opt.backward(loss_of(net))
+    opt.param_groups[0]["min_dim_size_to_factor"] = 1
+    opt.backward(loss_of(net))
+    opt.param_groups[0]["min_dim_size_to_factor"] = 9
+    with pytest.raises(StepError, match="'min_dim_size_to_factor' of parameter group 0 was changed"):
+        opt.backward(loss_of(net))
+
+
 def test_edits_of_groups_that_work():
     net = make_net()
     opt = lowmem.FusedOptimizer(net[0].named_parameters("0"), rule="lomo", lr=0.1)
@@ -591,15 +610,15 @@ def test_hooks_on_several_threads():
     net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(24)))
     expected = copy.deepcopy(net)
     opt = lomo(net, batching=True, clip_norm=0.5, policy="deferred", rule="adamw")
-    update, active, together = opt._hooks._update, [], []
+    update, active, together = opt._hooks._update(), [], []
 
-    def watched(opt, record):
+    def watched(record):
         active.append(record.name)
         together.append(len(active))
-        update(opt, record)
+        update(record)
         active.remove(record.name)
 
-    opt._hooks._update = watched
+    opt._hooks._update = lambda: watched
     done = threading.Barrier(4)
 
     def backward_of(layers):

@@ -791,9 +791,9 @@ def test_parameter_that_cannot_be_seen_as_a_matrix():
 )
 def test_compile_setting(wanted, compiler, large, compiled, monkeypatch):
     """`auto` compiles where there is a compiler and enough to win; what was asked for and cannot be raises."""
-    monkeypatch.setattr(lowmem.step.updates, "has_compiler", lambda device: compiler)
-    monkeypatch.setattr(lowmem.step.updates, "try_compiler", {"cpu": 1}.get if compiler else {}.__getitem__)
-    monkeypatch.setattr(lowmem.step.updates, "COMPILE_FROM", 10 if large else 1000)
+    monkeypatch.setattr(lowmem.step.compiled, "has_compiler", lambda device: compiler)
+    monkeypatch.setattr(lowmem.step.compiled, "try_compiler", {"cpu": 1}.get if compiler else {}.__getitem__)
+    monkeypatch.setattr(lowmem.step.compiled, "COMPILE_FROM", 10 if large else 1000)
     param = torch.nn.Parameter(torch.zeros(100))
     if compiled is ConfigError:
         with pytest.raises(ConfigError, match="compile=True, but compiling for 'cpu' fails; use 'auto'"):

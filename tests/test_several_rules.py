@@ -275,8 +275,11 @@ class Times(UpdateRule):
     def spec(self, name, shape, hyper):
         return ParamSpec(View.vector(len(shape)))
 
-    def update(self, sweep, spec, state, hyper, step):
-        sweep.apply(moved, scalar={"step": hyper["lr"] * self.times})
+    def scalars(self, hyper, step):
+        return {"step": hyper["lr"] * self.times}
+
+    def update(self, sweep, spec, state):
+        sweep.apply(moved)
 
 
 class Thrice(Times):

@@ -81,5 +81,5 @@ def _sharded(kind: str) -> Placement:
 
 
 def _kind(param: Any) -> str | None:
-    """What shards a parameter."""
+    """The name of the placement that shards a parameter; None if none does."""
     return "zero3" if hasattr(param, "ds_id") else "fsdp2" if hasattr(param, "device_mesh") else None

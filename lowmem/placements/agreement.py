@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowmem.errors import ConfigError, UnsupportedError
-from lowmem.placements.record import ParamRecord
+from lowmem.placements.placed import Placed
 
 # Elements that are summed at once, as 64-bit integers.
 _CHUNK = 1 << 20
@@ -18,7 +18,7 @@ _CHUNK = 1 << 20
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def refuse_different(records: Collection[ParamRecord]) -> None:
+def refuse_different(records: Collection[Placed]) -> None:
     """Raises `UnsupportedError` on every rank unless all of them hold parameters of equal names, shapes and values.
 
     Every rank of the default process group calls it. It sends a few bytes.
@@ -53,7 +53,7 @@ def refuse_other_settings(settings: Mapping[str, Any], group: dist.ProcessGroup 
 
 
 def differences(own: Mapping[str, Any], group: dist.ProcessGroup | None = None) -> list[tuple[str, int, Any, Any]]:
-    """What differs between the first rank of a group and another: name, the other rank, values of both. Of the first
+    """The differences between the first rank of a group and another: name, the other rank, values of both. Of the first
     rank that differs; every rank calls it.
     """
     everyones: list[Any] = [None] * dist.get_world_size(group)

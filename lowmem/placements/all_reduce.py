@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowmem.errors import StepError
-from lowmem.placements.base import NO_SUMS, Reduced, Reducer, Sums
+from lowmem.placements.base import NO_EARLIER, Earlier, Reduced, Reducer
+from lowmem.placements.placed import Placed
 from lowmem.placements.readback import Readback
-from lowmem.placements.record import ParamRecord
 from lowmem.tiles.gradients import Gradient
-from lowmem.tiles.sweep import flat
+from lowmem.tiles.stored import flat
 
 # All-reduces that may be in flight while the backward goes on.
 MAX_IN_FLIGHT = 1
@@ -48,7 +48,7 @@ class AllReduce(Reducer):
 
     def __init__(self) -> None:
         self._order: list[str] = []  # in which all-reduces are launched
-        self._records: dict[str, ParamRecord] = {}
+        self._records: dict[str, Placed] = {}
         # learned from the backwards so far
         self._backwards = 0  # with these parameters
         self._hides = False  # gradients arrived that their graph did not show
@@ -57,7 +57,7 @@ class AllReduce(Reducer):
         self.drop()
 
     def drop(self) -> None:
-        self._sums = NO_SUMS
+        self._earlier = NO_EARLIER
         self._launched = 0  # so many of the order are launched
         self._arrived: dict[str, None] = {}
         self._reached: set[str] = set()  # by the graph
@@ -67,9 +67,9 @@ class AllReduce(Reducer):
         self._in_flight: deque[tuple[str, Tensor, dist.Work]] = deque()
         self._undecided: dict[str, Tensor] = {}  # averages that are used if some rank got a gradient
 
-    def begin(self, records: Collection[ParamRecord], sums: Sums = NO_SUMS) -> None:
+    def begin(self, records: Collection[Placed], earlier: Earlier = NO_EARLIER) -> None:
         self.drop()
-        self._sums = sums
+        self._earlier = earlier
         # one that is frozen meanwhile keeps its turn: other ranks may train it
         self._records = {record.name: record for record in records if record.claimed}
         if set(self._order) != self._records.keys():
@@ -80,7 +80,7 @@ class AllReduce(Reducer):
             arrived = [name for name in self._order if outcome[name] > _ARRIVED]
             self._order = _inserted(sorted(arrived, key=outcome.__getitem__), self._order)
 
-    def reduce(self, record: ParamRecord, grad: Gradient) -> Reduced:
+    def reduce(self, record: Placed, grad: Gradient) -> Reduced:
         assert isinstance(grad, Tensor)
         name = record.name
         if name in self._arrived:
@@ -102,7 +102,7 @@ class AllReduce(Reducer):
         del grad
         yield from self._advance()
 
-    def skip(self, record: ParamRecord) -> Reduced:
+    def skip(self, record: Placed) -> Reduced:
         self._expect()
         self._missing.add(record.name)
         yield from self._advance()
@@ -126,7 +126,7 @@ class AllReduce(Reducer):
             self._missing = self._records.keys() - self._reached
         certain = self._reached - self._silent if self._backwards else set()
         expected = dict.fromkeys(self._records.keys() - self._missing, _UNKNOWN)
-        expected |= dict.fromkeys([*certain, *self._sums.read], _EXPECTED)
+        expected |= dict.fromkeys([*certain, *self._earlier.read], _EXPECTED)
         self._expected = self._largest(expected)
 
     def _largest(self, numbers: Mapping[str, int]) -> "_Largest":
@@ -154,7 +154,7 @@ class AllReduce(Reducer):
             else:
                 yield from self._wait(0)  # a gradient may be waiting behind this one
                 grad = self._stand_in(name)
-            if self._sums.wide:
+            if self._earlier.wide:
                 grad = grad.to(torch.promote_types(grad.dtype, torch.float32))
             grad = grad.div_(dist.get_world_size())  # before the sum: float16 would overflow
             self._launched += 1
@@ -163,11 +163,11 @@ class AllReduce(Reducer):
             yield from self._wait(MAX_IN_FLIGHT)
 
     def _stand_in(self, name: str) -> Tensor:
-        """What to reduce for a parameter without a gradient: the sum of earlier micro-batches, or zeros."""
-        if name not in self._sums.read:
+        """The tensor to reduce for a parameter without a gradient: the sum of earlier micro-batches, or zeros."""
+        if name not in self._earlier.read:
             return torch.zeros_like(self._records[name].param)
         self._arrived[name] = None
-        total = self._sums.read[name]()
+        total = self._earlier.read[name]()
         assert isinstance(total, Tensor)
         return total
 
@@ -185,7 +185,7 @@ class AllReduce(Reducer):
             del grad, work
 
     def _uses(self, name: str) -> bool:
-        """Whether to use an average at once that this rank has no part in: another one expects a gradient."""
+        """Returns whether to use an average at once that this rank has no part in: another one expects a gradient."""
         return name not in self._reached and self._anywhere(name) == _EXPECTED
 
     def _close(self) -> Reduced:

@@ -1,4 +1,4 @@
-"""What a placement is: a shard of each parameter on this rank, and a reducer that brings the gradient there."""
+"""Placements: a shard of each parameter on this rank, and a reducer that brings the gradient there."""
 
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from lowmem.errors import UnsupportedError
+from lowmem.placements.placed import Placed
 from lowmem.placements.ranks import Ranks, in_group
-from lowmem.placements.record import ParamRecord
 from lowmem.placements.wrappers import refuse_wrapped
 from lowmem.tiles.gradients import Gradient
 from lowmem.tiles.layout import Layout, Span, View
 
-States = dict[str, Tensor]
-Reduced = Iterator[tuple[ParamRecord, Gradient]]
+Tensors = dict[str, Tensor]
+Reduced = Iterator[tuple[Placed, Gradient]]
 
 # References to a storage that one tensor, and the expression that asks for their number, have.
 _ONE_TENSOR = 2
@@ -38,18 +38,18 @@ class Shard:
         """Raises `UnsupportedError` for a parameter that cannot be updated where it is."""
 
     def span(self, param: Tensor) -> Span:
-        """Which elements of a parameter this rank holds."""
+        """The elements of a parameter that this rank holds."""
         return Span(tuple(param.shape), 0, param.numel(), param.numel())
 
     def form(self, param: Tensor) -> tuple[Any, ...]:
-        """What decides how a parameter is updated, and changes with `model.to(...)` or `param.data = ...`."""
+        """Properties that decide how a parameter is updated, and change with `model.to(...)` or `param.data = ...`."""
         return param.dtype, param.device, param.shape, param.stride()
 
-    def read(self, param: Tensor, states: States) -> tuple[Tensor, States]:
+    def read(self, param: Tensor, states: Tensors) -> tuple[Tensor, Tensors]:
         """The shard and the states given on the device that computes: their own memory where that is possible."""
         return param.detach(), states
 
-    def write(self, param: Tensor, shard: Tensor, states: States) -> None:
+    def write(self, param: Tensor, shard: Tensor, states: Tensors) -> None:
         """Puts what `read` returned, and what has changed since, where it is stored."""
 
     def gather(self, param: Tensor, shard: Tensor, span: Span) -> Tensor:
@@ -72,7 +72,7 @@ class Shard:
     def release(self, param: Tensor) -> None:
         """Frees what is gathered of a parameter."""
 
-    def layout(self, record: ParamRecord, view: View) -> Layout:
+    def layout(self, record: Placed, view: View) -> Layout:
         """The rectangles that the shard consists of."""
         layout, param = Layout.of(record.span.shape, view), record.param
         try:
@@ -85,8 +85,8 @@ class Shard:
         return layout
 
 
-class Sums(NamedTuple):
-    """What earlier micro-batches left for the last one of a step.
+class Earlier(NamedTuple):
+    """Sums that earlier micro-batches left for the last one of a step.
 
     read: parameter → reads its sum.  wide: gradients are reduced in float32 or wider, as sums are.
     """
@@ -95,7 +95,7 @@ class Sums(NamedTuple):
     wide: bool
 
 
-NO_SUMS = Sums({}, wide=False)
+NO_EARLIER = Earlier({}, wide=False)
 
 
 class Reducer:
@@ -120,17 +120,17 @@ class Reducer:
         shared = torch._C._storage_Use_Count(grad.untyped_storage()._cdata) > _ONE_TENSOR
         return grad.clone() if shared else grad
 
-    def begin(self, records: Collection[ParamRecord], sums: Sums = NO_SUMS) -> None:
+    def begin(self, records: Collection[Placed], earlier: Earlier = NO_EARLIER) -> None:
         """A backward begins in which gradients are reduced; `records` are all that may get one.
 
-        A parameter that gets no gradient in it may have one from earlier micro-batches, in `sums`.
+        A parameter that gets no gradient in it may have one from earlier micro-batches, in `earlier`.
         """
 
-    def reduce(self, record: ParamRecord, grad: Gradient) -> Reduced:
+    def reduce(self, record: Placed, grad: Gradient) -> Reduced:
         """Starts to reduce a gradient, and yields those that are ready: averaged over ranks, and cut."""
         yield record, grad
 
-    def skip(self, record: ParamRecord) -> Reduced:
+    def skip(self, record: Placed) -> Reduced:
         """The backward reached a parameter and gave it no gradient. Yields what is ready."""
         yield from ()
 
@@ -157,7 +157,7 @@ class Placement:
     def __init__(self, shard: Shard, reducer: Reducer) -> None:
         self.shard, self.reducer = shard, reducer
 
-    def adopt(self, records: Collection[ParamRecord], model: nn.Module | None) -> None:
+    def adopt(self, records: Collection[Placed], model: nn.Module | None) -> None:
         """An optimizer takes these parameters, of `model` where the user passed it.
 
         Raises:
@@ -177,7 +177,7 @@ class Placement:
                 "Call reshard() on every FSDPModule before model.named_parameters()"
             )
 
-    def confirm(self, records: Collection[ParamRecord], settings: Mapping[str, Any]) -> None:
+    def confirm(self, records: Collection[Placed], settings: Mapping[str, Any]) -> None:
         """The first backward begins, or the first one with a new group. Every rank calls it.
 
         Raises:
@@ -187,7 +187,7 @@ class Placement:
         if in_group():
             refuse_wrapped(records)
 
-    def settle(self, records: Collection[ParamRecord]) -> None:
+    def free_copies(self, records: Collection[Placed]) -> None:
         """The updates of a step are done, or a micro-batch has ended: frees copies of weights."""
 
     def recover(self) -> None:

@@ -13,8 +13,8 @@ from torch.distributed.tensor.placement_types import Replicate
 from torch.distributed.tensor.placement_types import Shard as ShardPlacement
 
 from lowmem.errors import UnsupportedError
-from lowmem.placements.base import Reducer, States
-from lowmem.placements.record import ParamRecord
+from lowmem.placements.base import Reducer, Tensors
+from lowmem.placements.placed import Placed
 from lowmem.placements.sharded import FlatShard, Sharded, span_of_rank
 from lowmem.tiles.layout import Span
 
@@ -41,7 +41,7 @@ class _Rows(FlatShard):
         rows = -(-shape[0] // ranks.world_size)
         return span_of_rank(ranks.rank, shape, rows * torch.Size(shape[1:]).numel())
 
-    def read(self, param: Any, states: States) -> tuple[Tensor, States]:
+    def read(self, param: Any, states: Tensors) -> tuple[Tensor, Tensors]:
         return param.detach().to_local().view(-1), states
 
 
@@ -72,14 +72,14 @@ class FSDP2(Sharded):
         super().__init__(_Rows(), _Reduced())
         self._modules: list[FSDPModule] = []
 
-    def adopt(self, records: Collection[ParamRecord], model: nn.Module | None) -> None:
+    def adopt(self, records: Collection[Placed], model: nn.Module | None) -> None:
         if model is None:
             raise UnsupportedError(
                 "parameters of fully_shard modules: pass the model too, FusedOptimizer(model.named_parameters(), "
                 "model=model, ...), because its modules are resharded after each step"
             )
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        self.settle(records)
+        self.free_copies(records)
         params = set(model.parameters())
         if strange := [record.name for record in records if record.param not in params]:
             raise UnsupportedError(
@@ -88,7 +88,7 @@ class FSDP2(Sharded):
                 "reshard() on every FSDPModule before model.named_parameters()"
             )
 
-    def settle(self, records: Collection[ParamRecord]) -> None:
+    def free_copies(self, records: Collection[Placed]) -> None:
         for module in self._modules:
             module.reshard()
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def in_group() -> bool:
-    """Whether this process is a rank of a process group."""
+    """Returns whether this process is a rank of a process group."""
     return dist.is_available() and dist.is_initialized()
 
 

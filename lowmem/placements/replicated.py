@@ -11,7 +11,7 @@ from lowmem.errors import UnsupportedError
 from lowmem.placements.agreement import refuse_different, refuse_other_settings
 from lowmem.placements.all_reduce import AllReduce
 from lowmem.placements.base import Placement, Shard
-from lowmem.placements.record import ParamRecord
+from lowmem.placements.placed import Placed
 from lowmem.placements.wrappers import WRAPPED
 
 
@@ -34,7 +34,7 @@ class Replicated(Placement):
         super().__init__(Shard(), AllReduce())
         self._broadcasts = broadcasts
 
-    def adopt(self, records: Collection[ParamRecord], model: nn.Module | None) -> None:
+    def adopt(self, records: Collection[Placed], model: nn.Module | None) -> None:
         super().adopt(records, model)
         if not self._broadcasts:
             refuse_different(records)
@@ -43,11 +43,11 @@ class Replicated(Placement):
             for record in records:
                 dist.broadcast(record.param.detach(), src=0)
 
-    def confirm(self, records: Collection[ParamRecord], settings: Mapping[str, Any]) -> None:
+    def confirm(self, records: Collection[Placed], settings: Mapping[str, Any]) -> None:
         super().confirm(records, settings)
         refuse_other_settings(settings)
 
-    def settle(self, records: Collection[ParamRecord]) -> None:
+    def free_copies(self, records: Collection[Placed]) -> None:
         """A wrapper that the model got after the first step writes its own averages into `.grad` when backward ends."""
         if any(record.param.grad is not None for record in records if record.trained):
             raise UnsupportedError(WRAPPED)

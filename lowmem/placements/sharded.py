@@ -1,4 +1,4 @@
-"""What the sharded placements share: each rank holds a range of every parameter's elements."""
+"""Common parts of the sharded placements: each rank holds a range of every parameter's elements."""
 
 from abc import abstractmethod
 from collections.abc import Collection, Mapping
@@ -11,8 +11,8 @@ from torch import Tensor
 from lowmem.errors import UnsupportedError
 from lowmem.placements.agreement import refuse_other_settings
 from lowmem.placements.base import Placement, Shard
+from lowmem.placements.placed import Placed
 from lowmem.placements.ranks import Ranks
-from lowmem.placements.record import ParamRecord
 from lowmem.tiles.layout import Layout, Span, View
 
 
@@ -49,7 +49,7 @@ class FlatShard(Shard):
             self._ranks[group] = Ranks(group, device)
         return self._ranks[group]
 
-    def layout(self, record: ParamRecord, view: View) -> Layout:
+    def layout(self, record: Placed, view: View) -> Layout:
         return Layout.of(record.span.shape, view, record.span.start, record.span.stop)
 
     def full_tensor(self, param: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ class Sharded(Placement):
 
     has_leaves = False
 
-    def confirm(self, records: Collection[ParamRecord], settings: Mapping[str, Any]) -> None:
+    def confirm(self, records: Collection[Placed], settings: Mapping[str, Any]) -> None:
         for ranks in dict.fromkeys(self.shard.ranks_of(record.param) for record in records):  # a set has no order
             assert ranks is not None
             refuse_other_settings(settings, ranks.group)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from lowmem.errors import UnsupportedError
-from lowmem.placements.record import ParamRecord
+from lowmem.placements.placed import Placed
 
 WRAPPED = (
     "the model is inside DistributedDataParallel, which averages gradients in buckets of its own, so they would be "
@@ -47,7 +47,7 @@ def _note(module: nn.Module, name: str, submodule: Any) -> None:
 register_module_module_registration_hook(_note)
 
 
-def refuse_wrapped(records: Collection[ParamRecord]) -> None:
+def refuse_wrapped(records: Collection[Placed]) -> None:
     """Raises `UnsupportedError` if parameters are in a wrapper, or were sharded after their optimizer was made."""
     params = {record.param for record in records}
     if any(not params.isdisjoint(module.parameters()) for module in _DDP):

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowmem.errors import StepError, UnsupportedError
-from lowmem.placements.base import Reduced, Reducer, States
+from lowmem.placements.base import Reduced, Reducer, Tensors
+from lowmem.placements.placed import Placed
 from lowmem.placements.ranks import Ranks
-from lowmem.placements.record import ParamRecord
 from lowmem.placements.sharded import FlatShard, Sharded, span_of_rank
 from lowmem.tiles.gradients import ComputedGradient, Gradient
 from lowmem.tiles.layout import Span
@@ -39,11 +39,11 @@ class _Partition(FlatShard):
     def span(self, param: Any) -> Span:
         return span_of_rank(self.ranks_of(param).rank, tuple(param.ds_shape), param.ds_tensor.ds_numel)
 
-    def read(self, param: Any, states: States) -> tuple[Tensor, States]:
+    def read(self, param: Any, states: Tensors) -> tuple[Tensor, Tensors]:
         _swap_in(param)
         return param.ds_tensor.detach()[: self.span(param).held].to(param.device), states
 
-    def write(self, param: Any, shard: Tensor, states: States) -> None:
+    def write(self, param: Any, shard: Tensor, states: Tensors) -> None:
         stored = param.ds_tensor
         if stored.data_ptr() != shard.data_ptr():
             _swap_in(param)
@@ -78,14 +78,14 @@ class _ReduceScatter(Reducer):
     def __init__(self, shard: FlatShard) -> None:
         self._shard = shard
 
-    def reduce(self, record: ParamRecord, grad: Gradient) -> Reduced:
+    def reduce(self, record: Placed, grad: Gradient) -> Reduced:
         ranks = self._shard.ranks_of(record.param)
         if isinstance(grad, Tensor):
             yield record, ranks.reduce_scatter_mean(grad.contiguous().view(-1), record.span.size)
         else:
             yield record, self._reduce_blocks(record, grad, ranks)
 
-    def _reduce_blocks(self, record: ParamRecord, grad: ComputedGradient, ranks: Ranks) -> Tensor:
+    def _reduce_blocks(self, record: Placed, grad: ComputedGradient, ranks: Ranks) -> Tensor:
         """This rank's shard of the mean, of which blocks of all shards are computed together."""
         span, dtype = record.span, record.param.dtype
         shard = torch.empty(span.held, dtype=dtype, device=grad.device)
@@ -116,7 +116,7 @@ class Zero3(Sharded):
         shard = _Partition()
         super().__init__(shard, _ReduceScatter(shard))
 
-    def adopt(self, records: Collection[ParamRecord], model: nn.Module | None) -> None:
+    def adopt(self, records: Collection[Placed], model: nn.Module | None) -> None:
         # DeepSpeed 0.19, runtime/zero/stage3.py, _link_all_hp_params: its optimizer marks the parameters that it has
         if any(hasattr(record.param, "_z3_optimizer") for record in records):
             raise UnsupportedError(
@@ -125,7 +125,7 @@ class Zero3(Sharded):
             )
 
     @torch.no_grad()
-    def settle(self, records: Collection[ParamRecord]) -> None:
+    def free_copies(self, records: Collection[Placed]) -> None:
         from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
         params: list[Any] = [record.param for record in records]
@@ -142,7 +142,7 @@ class Zero3(Sharded):
 
 
 def _in_file(param: Any) -> bool:
-    """Whether DeepSpeed keeps this rank's slice on NVMe."""
+    """Returns whether DeepSpeed keeps this rank's slice on NVMe."""
     return param.nvme_swapper is not None and str(param.ds_tensor.final_location).endswith("nvme")
 
 

@@ -41,7 +41,7 @@ class RuleInfo:
 
 
 def resolve(rule: str | UpdateRule | type | None) -> UpdateRule:
-    """A rule from its name, an instance or class of `UpdateRule`, a `torch.optim.Optimizer` class or its import path.
+    """A rule from its name, an instance or class of `UpdateRule`, a `torch.optim.Optimizer` class, or an import path.
 
     Raises:
         ConfigError: there is no such rule.
@@ -57,7 +57,7 @@ def resolve(rule: str | UpdateRule | type | None) -> UpdateRule:
                 f"rule {rule!r} is unknown.{did_you_mean(rule, TABLE)} Known are {', '.join(sorted(TABLE))}, and the "
                 "import path of any torch.optim.Optimizer, such as torch.optim.AdamW."
             )
-        return ForeignRule(import_optimizer(rule))
+        return resolve(import_optimizer(rule))
     if isinstance(rule, type) and issubclass(rule, UpdateRule):
         try:
             return rule()
@@ -76,7 +76,7 @@ def table() -> list[RuleInfo]:
             rule = resolve(name)
         except ConfigError:
             continue
-        spec = rule.spec("", shape, rule.defaults)
+        spec = rule.spec("", shape, {**rule.defaults, "rounding": "auto"})
         nbytes = 0.0
         for state in spec.states.values():
             dtype = torch.bfloat16 if state.dtype == "weight" else state.dtype or torch.float32

@@ -1,58 +1,29 @@
 """Adafactor as T5X has it: factored along dimensions that are chosen by parameter name (its `adafactor.py`)."""
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowmem.errors import ConfigError
-from lowmem.rules import require
+from lowmem.rules import factored, require
 from lowmem.rules.factor_rules import check_factor_rules, dimensions, first_match, flag_by_name
-from lowmem.rules.factored import FactoredSpec, change, clip_divisor, mean_alike, precondition, results, second_moments
-from lowmem.rules.factored import moved as moved_jitted
-from lowmem.rules.rule import GroupClip, GroupNorms, Hyper, State, StateSpec, UpdateRule, register
+from lowmem.rules.factored import FactoredSpec, exactly, moment_scalars, precondition
+from lowmem.rules.rule import GroupClip, GroupNorms, Hyper, State, StateSpec, UpdateRule, numbers, register
 from lowmem.tiles.layout import View
 from lowmem.tiles.storage import nearest_number
 from lowmem.tiles.sweep import Sweep
-from lowmem.tiles.tile import ApplyFn, Tile
+from lowmem.tiles.tile import Tile
 
 
-def moved_op_by_op(t: Tile) -> dict[str, Tensor]:
-    """As `moved`, with each operation on a stored tensor rounded to its dtype."""
-    step, decayed = change(t) * t.scalar.step, t.stored(t.param * t.scalar.keep)
-    if "m" not in t.full:
-        return results(t, decayed, step)
-    momentum = t.stored(t.full.m * t.scalar.beta1, like="m") + step * t.scalar.gain1
-    return {**results(t, decayed, momentum), "m": momentum}
-
-
-def _but_nan(t: Tile, new: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def moved(t: Tile) -> dict[str, Tensor]:
+    """As `factored.moved`. Where there is a number `skip_nan`, elements that would become NaN stay as they are."""
+    new = factored.moved(t, t.stored if "as_stored" in t.scalar else exactly)
+    if "skip_nan" not in t.scalar:
+        return new
     old = {name: t.param if name == "param" else getattr(t.full, name) for name in new}
     return {name: torch.where(value.isnan(), old[name], value) for name, value in new.items()}
-
-
-def moved_jitted_but_nan(t: Tile) -> dict[str, Tensor]:
-    return _but_nan(t, moved_jitted(t))
-
-
-def moved_op_by_op_but_nan(t: Tile) -> dict[str, Tensor]:
-    return _but_nan(t, moved_op_by_op(t))
-
-
-# By variant and by `skip_nan_updates`.
-MOVED: dict[str, tuple[ApplyFn, ApplyFn]] = {
-    "jit": (moved_jitted, moved_jitted_but_nan),
-    "op_by_op": (moved_op_by_op, moved_op_by_op_but_nan),
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdafactorSpec(FactoredSpec):
-    """swapped: rows of the view are the source's columns, which lie further apart in memory than its rows."""
-
-    swapped: bool = False
 
 
 @register("adafactor")
@@ -119,12 +90,26 @@ class Adafactor(UpdateRule):
         super().check(hyper)
         check_factor_rules(hyper)
 
-    def begin(self, hyper: Hyper, step: int) -> None:
+    def scalars(self, hyper: Hyper, step: int) -> dict[str, float]:
         if step <= hyper["step_offset"]:
             raise ConfigError(
                 f"step_offset={hyper['step_offset']}, but this is step {step}: it is the step at which fine-tuning "
                 "begins in a run that resumes from a checkpoint; omit it in a new run"
             )
+        lr, wd = hyper["lr"], hyper["weight_decay_rate"]
+        if hyper["weight_decay_rate_lr_exponent"]:
+            wd = (wd or 1.0) * lr ** hyper["weight_decay_rate_lr_exponent"]
+        gain = (step - hyper["step_offset"]) ** -hyper["decay_rate"]
+        scalars = moment_scalars(gain, hyper["epsilon1"], hyper["epsilon2"]) | {
+            "lr": lr,
+            "undecayed": 1.0 - (wd or 0.0),
+        }
+        scalars |= numbers(hyper, threshold="clipping_threshold", most="max_parameter_scale")
+        if hyper["beta1"] is not None:
+            dtype = require.dtype_of(hyper["dtype_momentum"]) or torch.float32
+            scalars |= {"beta1": nearest_number(hyper["beta1"], dtype), "gain1": 1.0 - hyper["beta1"]}
+        chosen = {"as_stored": hyper["variant"] == "op_by_op", "skip_nan": hyper["skip_nan_updates"]}
+        return scalars | {name: 1.0 for name, is_chosen in chosen.items() if is_chosen}
 
     def names(self, hyper: Hyper) -> Iterable[str]:
         return hyper["param_logical_axes"] or ()
@@ -143,7 +128,7 @@ class Adafactor(UpdateRule):
         threshold = group.hyper["global_norm_clip_threshold"]
         return GroupClip(threshold * (1.0 / group.total).clamp(max=1.0 / threshold))
 
-    def spec(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> AdafactorSpec:
+    def spec(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> FactoredSpec:
         scaled = hyper["multiply_by_parameter_scale"]
         if not isinstance(scaled, bool):
             where = f"parameter {name!r} of shape {list(shape)}"
@@ -153,44 +138,23 @@ class Adafactor(UpdateRule):
             momentum["m"] = StateSpec("full", require.dtype_of(hyper["dtype_momentum"]))
         batch, none, rows, cols = dimensions(name, shape, hyper)
         if not rows and not cols:
-            view = View(batch, (), none)
             states = {"v": StateSpec("full", signed=False), **momentum}
-            return AdafactorSpec(view, states, factored=False, scaled=scaled)
-        swapped = max(rows, default=-1) > max(cols, default=-1)
-        alike = View(none).sizes(shape)[0]
-        if swapped:
-            rows, cols = cols, rows
-        row, col = StateSpec("row"), StateSpec("col")
-        states = {"v_row": col if swapped else row, "v_col": row if swapped else col, **momentum}
+            return FactoredSpec(View(batch, (), none), states, scaled=scaled)
+        alike, row, col = View(none).sizes(shape)[0], "v_row", "v_col"
+        # the rows of the view are those dimensions that lie further apart in memory
+        if swapped := max(rows, default=-1) > max(cols, default=-1):
+            rows, cols, row, col = cols, rows, col, row
+        states = {row: StateSpec("row"), col: StateSpec("col"), **momentum}
         view = View(batch + none, rows, cols)
-        return AdafactorSpec(view, states, factored=True, alike=alike, scaled=scaled, swapped=swapped)
+        return FactoredSpec(view, states, normalised="col" if swapped else "row", alike=alike, scaled=scaled)
 
-    def update(self, sweep: Sweep, spec: AdafactorSpec, state: State, hyper: Hyper, step: int) -> None:
-        lr, wd, skip_nan = hyper["lr"], hyper["weight_decay_rate"], hyper["skip_nan_updates"]
-        if hyper["weight_decay_rate_lr_exponent"]:
-            wd = (wd or 1.0) * lr ** hyper["weight_decay_rate_lr_exponent"]
-        if skip_nan:
+    def update(self, sweep: Sweep, spec: FactoredSpec, state: State) -> None:
+        number = sweep.scalar
+        if "skip_nan" in number:
             sweep.pass_nonfinite()
-        op_by_op = hyper["variant"] == "op_by_op"
-        row, col = ("v_col", "v_row") if spec.swapped else ("v_row", "v_col")
-        moment, side = second_moments(state, row, col, "v"), "col" if spec.swapped else "row"
-        gain = (step - hyper["step_offset"]) ** -hyper["decay_rate"]
-        measured = precondition(
-            sweep, moment, gain=gain, eps=hyper["epsilon1"], normalised=side, as_stored=op_by_op, skip_nan=skip_nan
-        )
-        rounded: Callable[[Tensor], Tensor] = sweep.stored if op_by_op else lambda value: value
-        scale = sweep.scalar(lr)
+        change, scale = precondition(sweep, spec, state), number.lr
+        rounded = sweep.stored if "as_stored" in number else exactly
         if spec.scaled:
-            size = rounded(rounded(mean_alike(measured.param, sweep.count, spec.alike)).sqrt())
-            size = size.clamp(min=rounded(sweep.scalar(hyper["epsilon2"])))
-            if hyper["max_parameter_scale"] is not None:
-                size = size.clamp(max=rounded(sweep.scalar(hyper["max_parameter_scale"])))
-            scale = rounded(size * rounded(scale))
-        change_rms = mean_alike(measured.square, sweep.count, spec.alike).sqrt()
-        step_size = scale / clip_divisor(change_rms, hyper["clipping_threshold"])
-        keep = rounded(sweep.scalar(1.0 - (wd or 0.0)))
-        arguments = measured.arguments(momentum=state.get("m"), keep=keep, step=step_size)
-        if "m" in state:
-            beta1 = nearest_number(hyper["beta1"], state["m"].dtype)
-            arguments["scalar"] |= {"beta1": beta1, "gain1": 1.0 - hyper["beta1"]}
-        sweep.apply(MOVED[hyper["variant"]][skip_nan], **arguments)
+            scale = rounded(change.size * rounded(scale))
+        scalar = {"keep": rounded(number.undecayed), "step": scale / change.divisor}
+        sweep.apply(moved, **change.vectors, scalar=scalar)

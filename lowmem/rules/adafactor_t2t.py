@@ -1,5 +1,6 @@
 """Adafactor as Tensor2Tensor has it: own schedules, unbiased bfloat16, simulated quantisation (its `adafactor.py`)."""
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -8,10 +9,10 @@ from torch import Tensor
 
 from lowmem.errors import UnsupportedError
 from lowmem.rules import require
-from lowmem.rules.factored import FactoredSpec, clip_divisor, moved, precondition, second_moments
-from lowmem.rules.rule import Hyper, State, StateSpec, UpdateRule, register, rms
+from lowmem.rules.factored import FactoredSpec, moment_scalars, moved, precondition
+from lowmem.rules.rule import Hyper, State, StateSpec, UpdateRule, numbers, register
 from lowmem.tiles.layout import View
-from lowmem.tiles.storage import golden_ratio_noise
+from lowmem.tiles.storage import nearest_number, spacing
 from lowmem.tiles.sweep import Sweep
 from lowmem.tiles.tile import Sums, Tile
 
@@ -25,6 +26,38 @@ def quantised(t: Tile) -> dict[str, Tensor]:
     """The new weight in whole multiples of `quantum`, rounded down after the noise is added."""
     new = moved(t)
     return {**new, "param": (new["param"] / t.row.quantum + t.scalar.noise).floor() * t.row.quantum}
+
+
+def moved_past(t: Tile) -> dict[str, Tensor]:
+    """As `moved`; the new weight is rounded to bfloat16 by the noise of the step."""
+    new = moved(t)
+    return {**new, "param": rounded_past(new["param"], t.scalar.noise)}
+
+
+def rounded_past(value: Tensor, threshold: Tensor) -> Tensor:
+    """A float32 tile as a number of bfloat16: not the nearest, but the other of its two neighbours, where the distance
+    from the nearest is a larger part of the spacing than `threshold`.
+
+    With a threshold that runs evenly over [0, 1) the mean is the value. As Tensor2Tensor has it (its `adafactor.py`).
+    """
+    size = value.abs() + 1e-30
+    gap = spacing(size, torch.bfloat16)
+    scaled = size / gap
+    low = scaled.floor()
+    part = scaled - low
+    from_low = torch.where(part > threshold, low + 1.0, low)
+    from_high = torch.where(1.0 - part <= threshold, low + 1.0, low)
+    return torch.where(scaled.round() == low, from_low, from_high) * gap * value.sign()
+
+
+@functools.lru_cache(maxsize=1)
+def golden_ratio_noise(step: int) -> float:
+    """(step times the golden ratio) mod 1 in float32, bit by bit of `step`, to the bits of Tensor2Tensor's."""
+    phi, noise = (5**0.5 - 1) / 2, 0.0
+    for i in range(30):
+        part = nearest_number((phi * 2**i) % 1.0, torch.float32)
+        noise = nearest_number(noise + part * (step >> i & 1), torch.float32)
+    return noise % 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,36 +122,44 @@ class AdafactorT2T(UpdateRule):
     def spec(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> QuantisedSpec:
         ndim = len(shape)
         stack = ndim == 3 and hyper["factored"] and hyper["factor_stacks"]
-        factored = stack or (ndim == 2 and hyper["factored"])
         dims = tuple(range(ndim))
-        view = View.matrix(ndim) if stack else View((), dims[:-1], dims[-1:])
-        states = {"vr": StateSpec("row"), "vc": StateSpec("col")}
-        states = states if factored else {"v": StateSpec("full", signed=False)}
+        states = {"v": StateSpec("full", signed=False)}
+        if stack or (ndim == 2 and hyper["factored"]):
+            states = {"vr": StateSpec("row"), "vc": StateSpec("col")}
         if hyper["beta1"]:
             states["m"] = StateSpec("full", require.dtype_of(hyper["dtype_momentum"]) or "weight")
-        bits = hyper["simulated_quantize_bits"] is not None and ndim >= 2 and shape[-1] > 1
-        scaled = hyper["multiply_by_parameter_scale"]
-        return QuantisedSpec(view, states, factored=factored, scaled=scaled, quantised=bits)
+        return QuantisedSpec(
+            View.matrix(ndim) if stack else View((), dims[:-1], dims[-1:]),
+            states,
+            scaled=hyper["multiply_by_parameter_scale"],
+            quantised=hyper["simulated_quantize_bits"] is not None and ndim >= 2 and shape[-1] > 1,
+        )
 
-    def update(self, sweep: Sweep, spec: QuantisedSpec, state: State, hyper: Hyper, step: int) -> None:
-        moment = second_moments(state, "vr", "vc", "v")
-        change = precondition(sweep, moment, gain=1.0 - decay(step, hyper), eps=1e-30, as_stored=True)
-        scale = sweep.scalar(learning_rate(step, hyper))
-        if spec.scaled:  # in the weight's own dtype, as the source computes it
-            size = sweep.stored(sweep.stored(change.param / sweep.count).sqrt())
-            scale = scale * size.clamp(min=sweep.stored(sweep.scalar(1e-3)))
-        divisor = clip_divisor(rms(change.square, sweep.count), hyper["clipping_threshold"])
-        arguments = change.arguments(momentum=state.get("m"), keep=1.0, step=scale / divisor)
-        if "m" in state:
-            arguments["scalar"] |= {"beta1": hyper["beta1"], "gain1": 1.0 - hyper["beta1"]}
+    def scalars(self, hyper: Hyper, step: int) -> dict[str, float]:
+        beta1, bits = hyper["beta1"], hyper["simulated_quantize_bits"]
+        scalars = moment_scalars(1.0 - decay(step, hyper), 1e-30, 1e-3) | numbers(hyper, threshold="clipping_threshold")
+        scalars |= {"lr": learning_rate(step, hyper), "keep": 1.0, "beta1": beta1, "gain1": 1.0 - beta1}
+        scalars |= {
+            "noise": golden_ratio_noise(step),
+            "as_stored": 1.0,
+        }  # squares in the weight's dtype, as in the source
+        if bits is not None:
+            scalars["levels"] = 2 ** (bits - 1) - 1
+        return scalars | ({"past": 1.0} if hyper.get("rounding", "auto") == "auto" else {})
+
+    def update(self, sweep: Sweep, spec: QuantisedSpec, state: State) -> None:
+        change, number = precondition(sweep, spec, state), sweep.scalar
+        given = {
+            **change.vectors,
+            "scalar": {"step": number.lr * (change.size if spec.scaled else 1.0) / change.divisor},
+        }
         if not spec.quantised:
-            sweep.apply(moved, **arguments)
+            past = "past" in number and sweep.dtype == torch.bfloat16
+            sweep.apply(moved_past if past else moved, **given)
             return
-        size = sweep.reduce(largest, **arguments).row_max["size"]
-        quantum = (size + 1e-9) / (2 ** (hyper["simulated_quantize_bits"] - 1) - 1)
-        arguments["row"] = {**arguments.get("row", {}), "quantum": quantum}
-        arguments["scalar"]["noise"] = golden_ratio_noise(step)
-        sweep.apply(quantised, **arguments)
+        size = sweep.reduce(largest, **given).row_max["size"]
+        given["row"] = {**given.get("row", {}), "quantum": (size + 1e-9) / number.levels}
+        sweep.apply(quantised, **given)
 
 
 def decay(step: int, hyper: Hyper) -> float:

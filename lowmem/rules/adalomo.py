@@ -1,8 +1,8 @@
 """AdaLomo: a factored second moment and a step relative to the weight's size (arXiv:2310.10195, algorithm 1)."""
 
 from lowmem.rules import require
-from lowmem.rules.factored import FactoredSpec, clip_divisor, moved, precondition, second_moments
-from lowmem.rules.rule import Hyper, State, StateSpec, UpdateRule, register, rms
+from lowmem.rules.factored import FactoredSpec, moment_scalars, moved, precondition
+from lowmem.rules.rule import Hyper, State, StateSpec, UpdateRule, register
 from lowmem.tiles.layout import View
 from lowmem.tiles.sweep import Sweep
 
@@ -41,15 +41,18 @@ class AdaLomo(UpdateRule):
     )
 
     def spec(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> FactoredSpec:
-        view = View.matrix(len(shape))
-        if len(shape) < 2:
-            return FactoredSpec(view, {"exp_avg_sq": StateSpec("full", signed=False)}, factored=False)
         states = {"exp_avg_sq_row": StateSpec("row"), "exp_avg_sq_col": StateSpec("col")}
-        return FactoredSpec(view, states, factored=True)
+        if len(shape) < 2:
+            states = {"exp_avg_sq": StateSpec("full", signed=False)}
+        return FactoredSpec(View.matrix(len(shape)), states)
 
-    def update(self, sweep: Sweep, spec: FactoredSpec, state: State, hyper: Hyper, step: int) -> None:
-        moment = second_moments(state, "exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_sq")
-        change = precondition(sweep, moment, gain=step ** hyper["decay_rate"], eps=hyper["eps"][0])
-        scale = hyper["lr"] * rms(change.param, sweep.count).clamp(min=hyper["eps"][1])
-        divisor = clip_divisor(rms(change.square, sweep.count), hyper["clip_threshold"])
-        sweep.apply(moved, **change.arguments(keep=1.0 - scale * hyper["weight_decay"], step=scale / divisor))
+    def scalars(self, hyper: Hyper, step: int) -> dict[str, float]:
+        eps, least = hyper["eps"]
+        numbers = {"lr": hyper["lr"], "weight_decay": hyper["weight_decay"], "threshold": hyper["clip_threshold"]}
+        return {**moment_scalars(step ** hyper["decay_rate"], eps, least), **numbers}
+
+    def update(self, sweep: Sweep, spec: FactoredSpec, state: State) -> None:
+        change = precondition(sweep, spec, state)
+        scale = sweep.scalar.lr * change.size
+        scalar = {"keep": 1.0 - scale * sweep.scalar.weight_decay, "step": scale / change.divisor}
+        sweep.apply(moved, **change.vectors, scalar=scalar)

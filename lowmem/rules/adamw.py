@@ -8,7 +8,8 @@ from torch import Tensor
 
 from lowmem.errors import CheckpointError
 from lowmem.rules import require
-from lowmem.rules.rule import Hyper, ParamSpec, State, StateSpec, UpdateRule, next_count, power, register
+from lowmem.rules.moments import averages, correction, moment_states, next_count
+from lowmem.rules.rule import Hyper, ParamSpec, State, UpdateRule, register
 from lowmem.tiles.layout import View
 from lowmem.tiles.sweep import Sweep
 from lowmem.tiles.tile import Tile
@@ -42,17 +43,18 @@ class AdamW(UpdateRule):
     )
 
     def spec(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> ParamSpec:
-        count = StateSpec("slice", torch.int64)
-        states = {"step": count, "exp_avg": StateSpec("full"), "exp_avg_sq": StateSpec("full", signed=False)}
-        return ParamSpec(View.vector(len(shape)), states)
+        return ParamSpec(View.vector(len(shape)), moment_states("exp_avg", "exp_avg_sq"))
 
-    def update(self, sweep: Sweep, spec: ParamSpec, state: State, hyper: Hyper, step: int) -> None:
-        beta1, beta2 = hyper["betas"]
-        count = next_count(sweep, state)
-        scalar = {"gain1": 1.0 - beta1, "beta2": beta2, "gain2": 1.0 - beta2, "eps": hyper["eps"]}
-        scalar["keep"] = 1.0 - hyper["lr"] * hyper["weight_decay"]
-        scalar["root_correction2"] = (1.0 - power(beta2, count)).sqrt().float()
-        scalar["step"] = (-hyper["lr"] / (1.0 - power(beta1, count))).float()
+    def scalars(self, hyper: Hyper, step: int) -> dict[str, float]:
+        scalars = {"eps": hyper["eps"], "lr": hyper["lr"], "keep": 1.0 - hyper["lr"] * hyper["weight_decay"]}
+        return averages(*hyper["betas"]) | scalars
+
+    def update(self, sweep: Sweep, spec: ParamSpec, state: State) -> None:
+        count, double = next_count(sweep, state), sweep.double
+        scalar = {
+            "root_correction2": correction(double.beta2, count).sqrt().float(),
+            "step": (correction(double.beta1, count).reciprocal() * -double.lr).float(),
+        }
         sweep.apply(moved, full={name: state[name] for name in ("exp_avg", "exp_avg_sq")}, scalar=scalar)
 
 

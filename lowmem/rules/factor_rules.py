@@ -1,4 +1,4 @@
-"""Which dimensions of a parameter are factored, by its name: regular expressions, logical axes and T5X's heuristic."""
+"""Factored dimensions of a parameter, by its name: regular expressions, logical axes and T5X's heuristic."""
 
 import re
 import warnings

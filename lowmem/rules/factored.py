@@ -3,27 +3,32 @@
 Tile functions read the inverse root of the second moment as `row.r` and `col.c`, or the unfactored state `full.v`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lowmem.rules.rule import ParamSpec
+from lowmem.rules.rule import ParamSpec, State
 from lowmem.tiles.sweep import Sweep
-from lowmem.tiles.tile import ReduceFn, Sums, Tile
+from lowmem.tiles.tile import Sums, Tile
 
 
-def moments(t: Tile, param_square: Tensor | None = None) -> Sums:
+def exactly(value: Tensor, like: str = "param") -> Tensor:
+    """In place of `Tile.stored` or `Sweep.stored`, where arithmetic is in float32."""
+    return value
+
+
+def param_square(t: Tile) -> Tensor:
+    """w², in the weight's dtype if there is a number `as_stored`."""
+    square = t.param.square()
+    return t.stored(square) if "as_stored" in t.scalar else square
+
+
+def moments(t: Tile) -> Sums:
     """Sums of g² by row and column, and of w²."""
-    param_square = t.param.square() if param_square is None else param_square
-    return Sums(row={"square": t.grad_square}, col={"square": t.grad_square}, scalar={"param": param_square})
-
-
-def moments_as_stored(t: Tile) -> Sums:
-    """`moments` with w² in the weight's dtype."""
-    return moments(t, t.stored(t.param.square()))
+    return Sums(row={"square": t.grad_square}, col={"square": t.grad_square}, scalar={"param": param_square(t)})
 
 
 def second_moment(t: Tile) -> Tensor:
@@ -45,112 +50,89 @@ def change_square(t: Tile) -> Sums:
 
 def squares(t: Tile) -> Sums:
     """Sums of `change` squared and of w²."""
-    return Sums(scalar={**change_square(t).scalar, "param": t.param.square()})
+    return Sums(scalar={**change_square(t).scalar, "param": param_square(t)})
 
 
-def squares_as_stored(t: Tile) -> Sums:
-    """`squares` with w² in the weight's dtype."""
-    return Sums(scalar={**change_square(t).scalar, "param": t.stored(t.param.square())})
-
-
-def results(t: Tile, decayed: Tensor, change: Tensor) -> dict[str, Tensor]:
-    """The new weight, and the second moment if it is unfactored."""
-    moment = {"v": second_moment(t)} if "v" in t.full else {}
-    return {"param": decayed - change, **moment}
-
-
-def moved(t: Tile) -> dict[str, Tensor]:
-    """w ← keep·w - step·change, or minus the running mean of step·change if there is momentum `m`."""
-    step = change(t) * t.scalar.step
-    if "m" not in t.full:
-        return results(t, t.param * t.scalar.keep, step)
-    momentum = t.full.m * t.scalar.beta1 + step * t.scalar.gain1
-    return {**results(t, t.param * t.scalar.keep, momentum), "m": momentum}
+def moved(t: Tile, rounded: Callable[..., Tensor] = exactly) -> dict[str, Tensor]:
+    """w ← keep·w - step·change, or minus the running mean of step·change if there is momentum `m`; and v if it is
+    unfactored. rounded: what is done to products with a stored tensor, see `Tile.stored`.
+    """
+    step, new = change(t) * t.scalar.step, {}
+    if "m" in t.full:
+        step = new["m"] = rounded(t.full.m * t.scalar.beta1, "m") + step * t.scalar.gain1
+    if "v" in t.full:
+        new["v"] = second_moment(t)
+    return {"param": rounded(t.param * t.scalar.keep) - step, **new}
 
 
 @dataclass(frozen=True, kw_only=True)
 class FactoredSpec(ParamSpec):
-    """factored: v is kept as row and column means.  alike: this many consecutive slices of the batch share their scale
-    and clipping.  scaled: steps are relative to the weight's own size.
+    """Its states are v, or the row and the column means of v, and momentum `m` if there is some.
+
+    normalised: the factor that is divided by its mean.  alike: this many consecutive slices of the batch share their
+    scale and clipping.  scaled: steps are relative to the weight's own size.
     """
 
-    factored: bool
+    normalised: Literal["row", "col"] = "row"
     alike: int = 1
     scaled: bool = True
 
 
-@dataclass(frozen=True)
-class Preconditioned:
+class Change(NamedTuple):
     """A gradient divided by the root of its second moment, which each pass of the sweep computes again.
 
-    vectors: arguments of the sweep for tile functions that use `change`.  square, param: sums of squares of the change
-    and of the weight, float32 [batch].
+    vectors: arguments of the sweep for tile functions that use `change`.  size: the root mean square of the weight, at
+    least the number `least`, float32 [batch].  divisor: of the change, whose root mean square is then at most the
+    number `threshold`, if there is one.
     """
 
-    vectors: Mapping[str, dict[str, Any]]
-    square: Tensor
-    param: Tensor
-
-    def arguments(self, *, momentum: Any = None, **scalar: Tensor | float) -> dict[str, dict[str, Any]]:
-        """Arguments of `Sweep.apply` and `Sweep.reduce`: the vectors, with more scalars and the state `m`."""
-        arguments = {**self.vectors, "scalar": {**self.vectors.get("scalar", {}), **scalar}}
-        if momentum is not None:
-            arguments["full"] = {**self.vectors.get("full", {}), "m": momentum}
-        return arguments
+    vectors: dict[str, Any]
+    size: Tensor
+    divisor: Tensor | float
 
 
-def second_moments(state: Mapping[str, Any], row: str, col: str, full: str) -> dict[str, Any]:
-    """The states that hold the second moment, for `precondition`, from their names."""
-    return {"v": state[full]} if full in state else {"row": state[row], "col": state[col]}
+def moment_scalars(gain: float, eps: float, least: float) -> dict[str, float]:
+    """The numbers that `precondition` reads. gain: 1-β₂ of the step.  eps: added to g².  least: scale of a step."""
+    return {"gain": gain, "beta2": 1.0 - gain, "eps": eps, "least": least}
 
 
-def precondition(
-    sweep: Sweep,
-    moment: Mapping[str, Tensor],
-    *,
-    gain: float,
-    eps: float,
-    normalised: str = "row",
-    as_stored: bool = False,
-    skip_nan: bool = False,
-) -> Preconditioned:
+def precondition(sweep: Sweep, spec: FactoredSpec, state: State) -> Change:
     """Updates the second moment and measures the change that results: one pass unfactored, two factored.
 
-    Args:
-        moment: the states, see `second_moments`.
-        gain: 1-β₂ of this step.
-        eps: added to g².
-        normalised: the factor that is divided by its mean.
-        as_stored: squares of weights are rounded to the weight's dtype.
-        skip_nan: elements of `row` and `col` that would become NaN stay as they are.
+    It reads `moment_scalars`, and where there are these numbers: `threshold`, see `Change`; `most`, the largest scale
+    of a step; `as_stored`: weights are squared, and their size is computed, in the weight's dtype; `skip_nan`: elements
+    of row and column means that would become NaN stay as they are.
     """
-    vectors: dict[str, dict[str, Any]]
-    if "v" in moment:
-        vectors = {"full": {"v": moment["v"]}, "scalar": {"beta2": 1.0 - gain, "gain": gain, "eps": eps}}
-        scalar = sweep.reduce(squares_as_stored if as_stored else squares, **vectors).scalar
-        return Preconditioned(vectors, scalar["change"], scalar["param"])
-    fn: ReduceFn = moments_as_stored if as_stored else moments
-    sums = sweep.reduce(fn)
-    _, rows, cols = sweep.shape
-    factors = {}
-    for side, total, count in (("row", sums.row, cols), ("col", sums.col, rows)):
-        mean = total["square"] / count + eps
-        old = moment[side].view_as(mean)
-        new = old * (1.0 - gain) + mean * gain
-        sweep.store(moment[side], torch.where(new.isnan(), old, new) if skip_nan else new)
-        factors[side] = (new / new.mean(-1, keepdim=True) if side == normalised else new).rsqrt()
-    vectors = {"row": {"r": factors["row"]}, "col": {"c": factors["col"]}}
-    return Preconditioned(vectors, sweep.reduce(change_square, **vectors).scalar["change"], sums.scalar["param"])
+    (_, rows, cols), number = sweep.shape, sweep.scalar
+    names = {each.extent: name for name, each in spec.states.items() if name != "m"}
+    full = {"v": state[names["full"]]} if "full" in names else {}
+    full |= {"m": state["m"]} if "m" in state else {}
+    vectors: dict[str, Any] = {"full": full}
+    if "v" in full:
+        sums = sweep.reduce(squares, **vectors).scalar
+    else:
+        totals, factors = sweep.reduce(moments), {}
+        for side, total, count in (("row", totals.row, cols), ("col", totals.col, rows)):
+            mean = total["square"] / count + number.eps
+            stored = state[names[side]]  # type: ignore[index]
+            old = stored.view_as(mean)
+            new = old * number.beta2 + mean * number.gain
+            sweep.store(stored, torch.where(new.isnan(), old, new) if "skip_nan" in number else new)
+            factors[side] = (new / new.mean(-1, keepdim=True) if side == spec.normalised else new).rsqrt()
+        vectors |= {"row": {"r": factors["row"]}, "col": {"c": factors["col"]}}
+        sums = {**totals.scalar, **sweep.reduce(change_square, **vectors).scalar}
 
+    def mean_square(square_sum: Tensor) -> Tensor:
+        if spec.alike == 1:
+            return square_sum / sweep.count
+        together = square_sum.view(-1, spec.alike).sum(-1) / (sweep.count * spec.alike)
+        return together.repeat_interleave(spec.alike, output_size=square_sum.shape[0])
 
-def mean_alike(square_sum: Tensor, count: int, alike: int) -> Tensor:
-    """The mean square of slices of `count` elements, averaged over every `alike` consecutive slices, [batch]."""
-    if alike == 1:
-        return square_sum / count
-    together = square_sum.view(-1, alike).sum(-1) / (count * alike)
-    return together.repeat_interleave(alike, output_size=square_sum.shape[0])
-
-
-def clip_divisor(change_rms: Tensor, threshold: float | None) -> Tensor | float:
-    """Update clipping: the change divided by this has a root mean square of at most `threshold`."""
-    return 1.0 if threshold is None else (change_rms / threshold).clamp(min=1.0)
+    rounded: Callable[[Tensor], Tensor] = sweep.stored if "as_stored" in number else exactly
+    size = rounded(rounded(mean_square(sums["param"])).sqrt()).clamp(min=rounded(number.least))
+    if "most" in number:
+        size = size.clamp(max=rounded(number.most))
+    divisor: Tensor | float = 1.0
+    if "threshold" in number:
+        divisor = (mean_square(sums["change"]).sqrt() / number.threshold).clamp(min=1.0)
+    return Change(vectors, size, divisor)

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn, cast
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lowmem.errors import ConfigError, UnsupportedError, did_you_mean
 from lowmem.rules.foreign_instance import COUNTS, Instance, number_of, numbers_of, refuse_combination
 from lowmem.rules.foreign_state import pack_state
-from lowmem.rules.rule import GROUP_KEYS, Hyper, ParamSpec, State, UpdateRule
+from lowmem.rules.rule import GROUP_KEYS, Hyper, ParamSpec, State, UpdateRule, Watched
 from lowmem.tiles.layout import View
 from lowmem.tiles.sweep import Sweep
 
@@ -74,8 +74,7 @@ class ForeignRule(UpdateRule):
 
     keeps = "what the class keeps"
     exactness = "the class's own step(), bit for bit"
-    stackable = False
-    can_be_skipped = False
+    materializes = True
     needs_dense_gradient = True
 
     def __init__(self, cls: type[torch.optim.Optimizer]) -> None:
@@ -148,7 +147,6 @@ class ForeignRule(UpdateRule):
             else:
                 raise UnsupportedError(f"{self.name} does not run: {failure or type(failure).__name__}") from failure
         instance = self._instances[id(hyper)] = self._new(hyper)
-        cast(dict[str, Any], hyper).update(instance.derived)
         self._refuse_overrides(instance.optimizer, params)
         if hasattr(self.cls, "eval") and len(self._instances) == 1:
             logger.warning("%s.eval() is not called: weights are evaluated and saved as they are trained", self.name)
@@ -166,7 +164,7 @@ class ForeignRule(UpdateRule):
             together.step()
         if _random_states()[: len(before)] != before:
             self._refuse("draws random numbers of Python or NumPy once per step. Use another optimizer.")
-        if isinstance(group, _Watched) and (unread := self._extra(hyper).keys() - group.read):
+        if isinstance(group, Watched) and (unread := self._extra(hyper).keys() - group.read):
             key = min(unread)
             raise ConfigError(f"{self.name} does not read {key!r}.{did_you_mean(key, self.defaults)} Omit it")
         alone, numbers, _ = self._one_at_a_time(hyper, starts, grads)
@@ -209,8 +207,8 @@ class ForeignRule(UpdateRule):
     ) -> tuple[list[Tensor], dict[str, Any], list[State]]:
         """Steps as in training. Returns the weights, the numbers that have changed, and the states."""
         params, states = [start.clone() for start in starts], [State() for _ in starts]
-        instance, changed = self._new(hyper), set[str]()
-        group = {**hyper, **instance.derived}
+        group, changed = {**hyper}, set[str]()
+        instance = self._new(group)
         for step in grads:
             torch.manual_seed(0)
             instance.begin(group)
@@ -256,13 +254,14 @@ class ForeignRule(UpdateRule):
     def spec(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> ForeignSpec:
         return ForeignSpec(View.vector(len(shape)), name=name, hyper=hyper)
 
-    def begin(self, hyper: Hyper, step: int) -> None:
+    def scalars(self, hyper: Hyper, step: int) -> dict[str, float]:
         instance = self._instances.get(id(hyper))
-        if instance is None or any(hyper.get(key) != value for key, value in instance.hidden.items()):
+        if instance is None or not instance.serves(self._arguments(hyper)):
             instance = self._instances[id(hyper)] = self._new(hyper)
         instance.begin(hyper)
+        return {}  # numbers are the class's own
 
-    def update(self, sweep: Sweep, spec: ForeignSpec, state: State, hyper: Hyper, step: int) -> None:
+    def update(self, sweep: Sweep, spec: ForeignSpec, state: State) -> None:
         with sweep.materialized() as param:
             try:
                 new = self._step(self._instances[id(spec.hyper)], param, state, spec.hyper)
@@ -286,7 +285,7 @@ class ForeignRule(UpdateRule):
 
     def _new(self, hyper: Hyper) -> Instance:
         optimizer = self._made([torch.zeros(self._shape).requires_grad_()], hyper)
-        return Instance(self.name, optimizer, self._arguments(hyper))
+        return Instance(self.name, optimizer, self._arguments(hyper), hyper)
 
     def _extra(self, hyper: Hyper) -> dict[str, Any]:
         """Keys of a parameter group that the signature of the constructor does not name."""
@@ -299,31 +298,11 @@ class ForeignRule(UpdateRule):
     def _made(self, params: list[Tensor], hyper: Hyper, groups: int = 1) -> torch.optim.Optimizer:
         """A new object of the class, for parameters in so many groups."""
         extra = self._extra(hyper)
-        watched = [_Watched(params=params[n::groups], **extra) for n in range(groups)]
+        watched = [Watched({"params": params[n::groups], **extra}) for n in range(groups)]
         optimizer = self.cls(watched if extra or groups > 1 else params, **self._arguments(hyper))
         if hasattr(optimizer, "train"):
             optimizer.train()  # schedule-free optimizers step in training mode only
         return optimizer
-
-
-class _Watched(dict[str, Any]):
-    """A parameter group that notes which of its keys are read."""
-
-    def __init__(self, **items: Any) -> None:
-        super().__init__(**items)
-        self.read: set[str] = set()
-
-    def __getitem__(self, key: str) -> Any:
-        self.read.add(key)
-        return super().__getitem__(key)
-
-    def __contains__(self, key: object) -> bool:
-        self.read.add(str(key))
-        return super().__contains__(key)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        self.read.add(key)
-        return super().get(key, default)
 
 
 @contextmanager
@@ -366,11 +345,11 @@ def _trial(shapes: Sequence[tuple[int, ...]], absent: bool, like: Tensor) -> tup
     return starts, grads
 
 
-def import_optimizer(path: str) -> type[torch.optim.Optimizer]:
-    """The optimizer class at an import path such as `torch.optim.AdamW`.
+def import_optimizer(path: str) -> type[torch.optim.Optimizer | UpdateRule]:
+    """The class of an optimizer, or of a rule, at an import path such as `torch.optim.AdamW`.
 
     Raises:
-        ConfigError: the module, the name in it, or an optimizer under that name does not exist.
+        ConfigError: the module, the name in it, or such a class under that name does not exist.
     """
     module_name, _, attribute = path.rpartition(".")
     package = module_name.partition(".")[0]
@@ -385,6 +364,6 @@ def import_optimizer(path: str) -> type[torch.optim.Optimizer]:
     cls = getattr(module, attribute, None)
     if cls is None:
         raise ConfigError(f"rule {path!r}: {module_name} has no {attribute!r}.{did_you_mean(attribute, dir(module))}")
-    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
-        raise ConfigError(f"rule {path!r} is {cls!r}, not a torch.optim.Optimizer class")
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer | UpdateRule)):
+        raise ConfigError(f"rule {path!r} is {cls!r}, not a torch.optim.Optimizer class or an UpdateRule")
     return cls

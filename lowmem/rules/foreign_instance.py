@@ -40,20 +40,35 @@ class Instance:
     Attributes:
         eager: it makes the states of parameters when it is constructed.
         numbers: those of a new object.
-        hidden: its arguments that its parameter group does not show, so that another value needs another object.
-        derived: settings that it has made from others: a limit from a rate, or a rate of its own for a group.
         changes: those that this step has changed; None before its first update.
+
+    Args:
+        name: of the class.
+        optimizer: a new object of it.
+        arguments: those that it was made with. Settings that it has made from others, a limit from a rate, or a rate of
+            its own for a group, are put into `hyper`.
     """
 
-    def __init__(self, name: str, optimizer: torch.optim.Optimizer, arguments: Hyper) -> None:
+    def __init__(self, name: str, optimizer: torch.optim.Optimizer, arguments: Hyper, hyper: Hyper) -> None:
         self._name, self.optimizer = name, optimizer
         self.eager = any(isinstance(key, Tensor) for key in optimizer.state)
         self.numbers = self._start = numbers_of(optimizer)
-        self.hidden = {key: value for key, value in arguments.items() if key not in self.numbers}
         plain = {key: value for key, value in self.numbers.items() if isinstance(value, int | float | str | tuple)}
-        self.derived = {key: plain[key] for key in plain.keys() & arguments if plain[key] != arguments[key]}
+        derived = {key: plain[key] for key in plain.keys() & arguments if plain[key] != arguments[key]}
+        cast(dict[str, Any], hyper).update(derived)
+        self._hidden = {key: _own(value) for key, value in self._hidden_of({**arguments, **derived}).items()}
         self.changes: dict[str, Any] | None = None
         self._release()
+
+    def serves(self, arguments: Hyper) -> bool:
+        """Returns whether a new object with these arguments would be the same, apart from what its parameter group
+        shows.
+        """
+        return self._hidden == self._hidden_of(arguments)
+
+    def _hidden_of(self, arguments: Hyper) -> dict[str, Any]:
+        """Arguments that its parameter group does not show, and those for which it takes a value of its own."""
+        return {key: value for key, value in arguments.items() if key not in self.numbers or value is None}
 
     def begin(self, hyper: Hyper) -> None:
         """A step begins with the settings and the counts of our group."""
@@ -140,7 +155,7 @@ def number_of(name: str, key: str, value: Any) -> Any:
 
 
 def _own(value: Any) -> Any:
-    """A copy of what the class may write to."""
+    """A copy of what the class or a user may write to."""
     if isinstance(value, Tensor):
         return value.clone() if value.numel() == 1 else value
     return copy.deepcopy(value) if isinstance(value, dict | list | deque) else value

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from lowmem.rules import require
-from lowmem.rules.rule import Hyper, ParamSpec, State, StateSpec, UpdateRule, next_count, power, register
+from lowmem.rules.moments import averages, correction, moment_states, next_count
+from lowmem.rules.rule import Hyper, ParamSpec, State, UpdateRule, numbers, register
 from lowmem.tiles.layout import View
 from lowmem.tiles.norms import REDUCED, exact
 from lowmem.tiles.sweep import Sweep
@@ -81,10 +82,11 @@ def multipliers(option: str, value: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class LansSpec(ParamSpec):
-    """Multipliers of the learning rate and of the weight decay for this parameter."""
+    """Multipliers of the learning rate and of the weight decay for this parameter.  master: see `multi_precision`."""
 
     lr_mult: float
     wd_mult: float
+    master: bool
 
 
 @register("lans")
@@ -135,40 +137,43 @@ class Lans(UpdateRule):
         return (*(hyper["lr_mult"] or {}), *(hyper["wd_mult"] or {}))
 
     def spec(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> LansSpec:
-        count = StateSpec("slice", torch.int64)
-        states = {"step": count, "mean": StateSpec("full"), "var": StateSpec("full", signed=False)}
         lr_mult, wd_mult = ((hyper[option] or {}).get(name, 1.0) for option in ("lr_mult", "wd_mult"))
-        return LansSpec(View.vector(len(shape)), states, hyper["aggregate_num"], lr_mult=lr_mult, wd_mult=wd_mult)
+        return LansSpec(
+            View.vector(len(shape)), moment_states("mean", "var"), hyper["aggregate_num"],
+            lr_mult=lr_mult, wd_mult=wd_mult, master=hyper["multi_precision"],
+        )  # fmt: skip
 
-    def update(self, sweep: Sweep, spec: LansSpec, state: State, hyper: Hyper, step: int) -> None:
-        beta1, beta2, fused = hyper["beta1"], hyper["beta2"], hyper["variant"] == "fused"
-        lr = hyper["lr"] * spec.lr_mult
+    def scalars(self, hyper: Hyper, step: int) -> dict[str, float]:
+        scalars = averages(hyper["beta1"], hyper["beta2"]) | {name: hyper[name] for name in ("epsilon", "wd", "lr")}
+        scalars |= {"sign": float((hyper["rescale_grad"] > 0) - (hyper["rescale_grad"] < 0))}
+        scalars |= {"begun": hyper["begin_num_update"], **({"fused": 1.0} if hyper["variant"] == "fused" else {})}
+        return scalars | numbers(hyper, clip="clip_gradient", lower="lower_bound", upper="upper_bound")
+
+    def update(self, sweep: Sweep, spec: LansSpec, state: State) -> None:
+        number, double, fused = sweep.scalar, sweep.double, "fused" in sweep.scalar
         full = {name: state[name] for name in ("mean", "var")}
         sums = sweep.reduce(norms).scalar
-        count = next_count(sweep, state) + hyper["begin_num_update"]
-        scalar = {"beta1": beta1, "gain1": 1.0 - beta1, "beta2": beta2, "gain2": 1.0 - beta2}
-        scalar |= {"epsilon": hyper["epsilon"], "wd": hyper["wd"] * spec.wd_mult}
-        scalar["inverse_norm"] = inverse_norm(sums, hyper["rescale_grad"])
-        scalar["correction1"] = (1.0 - power(beta1, count)).float()
-        scalar["correction2"] = (1.0 - power(beta2, count)).float()
-        if hyper["clip_gradient"] is not None:
-            scalar["clip"] = hyper["clip_gradient"]
+        count = next_count(sweep, state) + double.begun
+        scalar = {"wd": (double.wd * spec.wd_mult).float(), "inverse_norm": inverse_norm(sums, number.sign)}
+        scalar["correction1"] = correction(double.beta1, count).float()
+        scalar["correction2"] = correction(double.beta2, count).float()
         size = (sums["stored"] if fused else sums["weight"]).sqrt()
-        bounds = hyper["lower_bound"], hyper["upper_bound"]
-        size = size if bounds == (None, None) else size.clamp(*bounds)
+        if "lower" in number or "upper" in number:
+            size = size.clamp(number.get("lower"), number.get("upper"))
         squares = sweep.reduce(both_squares, full=full, scalar=scalar).scalar
-        scalar["step_m"] = lr * beta1 * trust(size, squares["m"])
+        lr = double.lr * spec.lr_mult
+        scalar["step_m"] = (lr * double.beta1).float() * trust(size, squares["m"])
         if not fused:
             squares = sweep.reduce(second_square, full=full, scalar=scalar).scalar
-        scalar["step_g"] = lr * (1.0 - beta1) * trust(size, squares["g"])
+        scalar["step_g"] = (lr * double.gain1).float() * trust(size, squares["g"])
         sweep.apply(moved_fused if fused else moved_by_step, full=full, scalar=scalar)
 
 
-def inverse_norm(sums: dict[str, Tensor], rescale: float) -> Tensor:
-    """The multiplier that makes the gradient a unit vector, with the sign of `rescale`; 0 for a gradient of zeros."""
+def inverse_norm(sums: dict[str, Tensor], sign: Tensor) -> Tensor:
+    """The multiplier that makes the gradient a unit vector, times `sign`; 0 for a gradient of zeros."""
     tiny = sums["magnified"].sqrt() / _MAGNIFIED
     norm = torch.where(sums["magnified"].isfinite(), tiny, exact(sums["grad"], sums["reduced"]).sqrt().float())
-    return torch.where(norm > 0, torch.as_tensor(rescale).sign() / norm, 0.0)
+    return torch.where(norm > 0, sign / norm, 0.0)
 
 
 def trust(size: Tensor, square: Tensor) -> Tensor:

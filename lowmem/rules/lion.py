@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from lowmem.rules import require
+from lowmem.rules.moments import averages
 from lowmem.rules.rule import Hyper, ParamSpec, State, StateSpec, UpdateRule, register
 from lowmem.tiles.layout import View
 from lowmem.tiles.sweep import Sweep
@@ -33,8 +34,8 @@ class Lion(UpdateRule):
     def spec(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> ParamSpec:
         return ParamSpec(View.vector(len(shape)), {"exp_avg": StateSpec("full")})
 
-    def update(self, sweep: Sweep, spec: ParamSpec, state: State, hyper: Hyper, step: int) -> None:
-        beta1, beta2 = hyper["betas"]
-        scalar = {"beta1": beta1, "gain1": 1.0 - beta1, "beta2": beta2, "gain2": 1.0 - beta2}
-        scalar |= {"keep": 1.0 - hyper["lr"] * hyper["weight_decay"], "step": -hyper["lr"]}
-        sweep.apply(moved, full={"exp_avg": state["exp_avg"]}, scalar=scalar)
+    def scalars(self, hyper: Hyper, step: int) -> dict[str, float]:
+        return averages(*hyper["betas"]) | {"keep": 1.0 - hyper["lr"] * hyper["weight_decay"], "step": -hyper["lr"]}
+
+    def update(self, sweep: Sweep, spec: ParamSpec, state: State) -> None:
+        sweep.apply(moved, full={"exp_avg": state["exp_avg"]})

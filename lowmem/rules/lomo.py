@@ -33,6 +33,8 @@ class Lomo(UpdateRule):
     def spec(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> ParamSpec:
         return ParamSpec(View.vector(len(shape)))
 
-    def update(self, sweep: Sweep, spec: ParamSpec, state: State, hyper: Hyper, step: int) -> None:
-        keep = 1.0 - hyper["lr"] * hyper["weight_decay"]
-        sweep.apply(moved, scalar={"keep": keep, "step": -hyper["lr"]})
+    def scalars(self, hyper: Hyper, step: int) -> dict[str, float]:
+        return {"keep": 1.0 - hyper["lr"] * hyper["weight_decay"], "step": -hyper["lr"]}
+
+    def update(self, sweep: Sweep, spec: ParamSpec, state: State) -> None:
+        sweep.apply(moved)

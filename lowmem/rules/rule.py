@@ -1,4 +1,4 @@
-"""What a rule is: the mathematics of one optimizer for one parameter."""
+"""Rules: the mathematics of one optimizer for one parameter."""
 
 import math
 from abc import ABC, abstractmethod
@@ -44,7 +44,7 @@ class StateSpec:
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """What a rule decides about a parameter before its first update. A rule may add fields.
+    """The decisions of a rule about a parameter before its first update. A rule may add fields.
 
     view: its dimensions as [batch, rows, cols].  states: by name.
     together: the most small parameters of equal spec that are updated as one stack; None: as many as fit.
@@ -99,10 +99,10 @@ class UpdateRule(ABC):
             gives, times the rms of the weights and over AdamW's rate.
         checks: of hyperparameters, by name (`lowmem.rules.require`).
         decay: the name of its weight decay, if it has one.
-        stackable: small parameters of equal spec may be updated as one stack.
+        materializes: it updates by `Sweep.materialized`, one parameter at a time, and in a way that cannot be undone on
+            the device: the host has to know before that the step is not skipped.
         every_parameter: a parameter without gradient is updated as if its gradient were zero.
         norm_before_clip_value: clip_norm measures gradients before clip_value clamps them.
-        can_be_skipped: its update can be undone on the device, before the host knows that the step is skipped.
         sums_squares: its states are of no use once squares of the gradient, or their sum, overflow float32 (a norm of
             9e18). A parameter with such a gradient is left as it is.
         needs_dense_gradient: it reads the gradient as one tensor, or after it has written the parameter. Others can
@@ -118,19 +118,18 @@ class UpdateRule(ABC):
     defaults: ClassVar[dict[str, Any]]
     checks: ClassVar[Mapping[str, Check]] = {}
     decay: ClassVar[str] = "weight_decay"
-    stackable: ClassVar[bool] = True
+    materializes: ClassVar[bool] = False
     every_parameter: ClassVar[bool] = False
     norm_before_clip_value: ClassVar[bool] = False
-    can_be_skipped: ClassVar[bool] = True
     sums_squares: ClassVar[bool] = False
     needs_dense_gradient: ClassVar[bool] = False
 
     def equals(self, other: "UpdateRule") -> bool:
-        """Whether a rule of this name updates as this one does."""
+        """Returns whether a rule of this name updates as this one does."""
         return type(self) is type(other) and vars(self) == vars(other)
 
     def takes(self, key: str, of_group: bool) -> bool:
-        """Whether it has a hyperparameter `key`. of_group: a group sets it, not the optimizer for all groups."""
+        """Returns whether it takes the hyperparameter `key`. of_group: of one group, not of all groups."""
         return key in self.defaults
 
     def check(self, hyper: Hyper) -> None:
@@ -166,14 +165,13 @@ class UpdateRule(ABC):
                 "or use a torch.optim class, which steps in the parameter's own dtype."
             )
 
-    def begin(self, hyper: Hyper, step: int) -> None:  # noqa: B027 (most rules accept every step)
-        """Raises `ConfigError` for hyperparameters that do not fit the step that begins, before anything is updated."""
-
     def end(self, hyper: Hyper) -> None:  # noqa: B027 (most rules keep nothing of a step)
         """A step has ended that was not skipped."""
 
     def takes_nonfinite(self, hyper: Hyper) -> bool:
-        """Whether it says itself what Inf and NaN in a gradient do, so that they skip neither parameter nor step."""
+        """Returns whether it says itself what Inf and NaN in a gradient do, so that they skip neither parameter nor
+        step.
+        """
         return False
 
     def names(self, hyper: Hyper) -> Iterable[str]:
@@ -198,7 +196,8 @@ class UpdateRule(ABC):
 
     @abstractmethod
     def spec(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> ParamSpec:
-        """How the parameter `name` of `shape` is updated; `update` receives it.
+        """Decides how the parameter `name` of `shape` is updated; `update` receives it. Edits of the group that would
+        change it are refused.
 
         Raises:
             ConfigError: the hyperparameters do not cover this parameter, or are impossible for it.
@@ -210,12 +209,24 @@ class UpdateRule(ABC):
         """
         return None
 
-    @abstractmethod
-    def update(self, sweep: Sweep, spec: Any, state: State, hyper: Hyper, step: int) -> Tensor | None:
-        """One update. `step` counts from 1; `hyper` is the parameter group, with `lr` as the scheduler left it.
+    def scalars(self, hyper: Hyper, step: int) -> dict[str, float]:
+        """The numbers of a step, by the names under which `update` and tile functions read them (`Sweep.scalar`,
+        `Tile.scalar`). It is called once per group and step, before anything is updated. A choice for the whole group
+        is a number that is there or not.
 
-        It depends on its arguments alone: where code is compiled it is traced once for many parameters and steps, with
-        float64 scalar tensors in place of `step` and of the floats in `hyper`.
+        Args:
+            hyper: the parameter group, with `lr` as the scheduler left it.
+            step: counts from 1.
+
+        Raises:
+            ConfigError: the hyperparameters do not fit this step.
+        """
+        return {}
+
+    @abstractmethod
+    def update(self, sweep: Sweep, spec: Any, state: State) -> Tensor | None:
+        """One update, by the numbers that `scalars` returned. Where code is compiled it is traced once, for all
+        parameters of a kind and all steps, so it depends on its arguments alone; it may ask which numbers there are.
 
         Returns:
             For a rule with `statistics`, the size that the norm of each stacked gradient is weighted by, float32
@@ -236,6 +247,26 @@ class UpdateRule(ABC):
         return {}
 
 
+class Watched(dict[str, Any]):
+    """A parameter group that notes which of its keys are read."""
+
+    def __init__(self, items: Mapping[str, Any]) -> None:
+        super().__init__(items)
+        self.read: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self.read.add(key)
+        return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self.read.add(str(key))
+        return super().__contains__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.read.add(key)
+        return super().get(key, default)
+
+
 RuleClass = TypeVar("RuleClass", bound=type[UpdateRule])
 TABLE: dict[str, type[UpdateRule]] = {}
 
@@ -253,22 +284,6 @@ def register(name: str) -> Callable[[RuleClass], RuleClass]:
     return enter
 
 
-def rms(square_sum: Tensor, count: int) -> Tensor:
-    """Root of the mean square of `count` elements."""
-    return (square_sum / count).sqrt()
-
-
-def next_count(sweep: Sweep, state: State) -> Tensor:
-    """Counts an update in the state `step` and returns the count with this update, int64 [members].
-
-    The count is on the device: a skipped update does not count, and the host does not wait to know.
-    """
-    count: Tensor = state["step"] + 1
-    sweep.store(state["step"], count)
-    return count.view(-1)
-
-
-def power(base: float, exponent: Tensor) -> Tensor:
-    """base^exponent in float64, to the bits of Python; torch's vector code rounds differently."""
-    strided = exponent.double().unsqueeze(-1).expand(*exponent.shape, 2).contiguous()[..., 0]
-    return torch.pow(base, strided)
+def numbers(hyper: Hyper, **options: str) -> dict[str, float]:
+    """The hyperparameters among these that are not None, by other names."""
+    return {name: hyper[option] for name, option in options.items() if hyper[option] is not None}

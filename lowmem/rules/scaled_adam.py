@@ -9,19 +9,8 @@ from torch import Tensor
 
 from lowmem.errors import ConfigError
 from lowmem.rules import require
-from lowmem.rules.rule import (
-    GroupClip,
-    GroupNorms,
-    Hyper,
-    ParamSpec,
-    State,
-    StateSpec,
-    UpdateRule,
-    next_count,
-    power,
-    register,
-    rms,
-)
+from lowmem.rules.moments import averages, correction, moment_states, next_count
+from lowmem.rules.rule import GroupClip, GroupNorms, Hyper, ParamSpec, State, StateSpec, UpdateRule, register
 from lowmem.tiles.layout import View
 from lowmem.tiles.sweep import Sweep
 from lowmem.tiles.tile import Sums, Tile
@@ -40,17 +29,19 @@ def moved(t: Tile) -> dict[str, Tensor]:
     change = t.grad / ((square * t.scalar.correction2).sqrt() + t.scalar.eps)
     delta = t.full.delta * t.scalar.beta1
     if "grow" in t.scalar:
-        delta = delta + t.param * t.scalar.grow
-    delta = delta + change * t.scalar.step
-    limited = t.param.clamp(-t.scalar.most, t.scalar.most) if "most" in t.scalar else t.param
+        delta = delta + t.param * t.scalar.grow + change * t.scalar.step
+        return {"param": t.param + delta, "delta": delta, "exp_avg_sq": square}
+    delta = delta + change * t.scalar.single_step
+    limited = t.param.clamp(-t.scalar.scalar_max, t.scalar.scalar_max)
     return {"param": limited + delta, "delta": delta, "exp_avg_sq": square}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScaledSpec(ParamSpec):
-    """single: the parameter has one element, so its size is not learned."""
+    """single: the parameter has one element, so its size is not learned.  period: steps between two of its updates."""
 
     single: bool
+    period: int
 
 
 @register("scaled_adam")
@@ -129,44 +120,49 @@ class ScaledAdam(UpdateRule):
         return GroupClip(coef, by_rule=not group.hyper["clip_update"], memory=new)
 
     def spec(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> ScaledSpec:
-        count = StateSpec("slice", torch.int64)
-        states = {"step": count, "delta": StateSpec("full"), "exp_avg_sq": StateSpec("full", signed=False)}
+        states = moment_states("delta", "exp_avg_sq")
         single = all(n == 1 for n in shape)
         if not single:
             states["param_rms"] = states["scale_exp_avg_sq"] = StateSpec("slice")
             states["scale_grads"] = StateSpec("slice", extra=(hyper["size_update_period"],))
-        return ScaledSpec(View.vector(len(shape)), states, single=single)
+        return ScaledSpec(View.vector(len(shape)), states, single=single, period=hyper["size_update_period"])
 
-    def update(self, sweep: Sweep, spec: ScaledSpec, state: State, hyper: Hyper, step: int) -> Tensor:
-        beta1, beta2 = hyper["betas"]
-        gain1 = 1.0 - beta1
+    def scalars(self, hyper: Hyper, step: int) -> dict[str, float]:
+        betas, lr, period = hyper["betas"], hyper["lr"], hyper["size_update_period"]
+        scalars, size_lr, size_beta2 = averages(*betas), lr * hyper["scalar_lr_scale"], betas[1] ** period
+        return {
+            **scalars, "eps": hyper["eps"], "relative_step": -lr * scalars["gain1"],
+            "single_step": -size_lr * scalars["gain1"], "scalar_max": hyper["scalar_max"],
+            "least": hyper["param_min_rms"], "most": hyper["param_max_rms"], "shrink": -size_lr * period,
+            "size_lr": size_lr, "size_beta2": size_beta2, "size_gain2": 1.0 - size_beta2,
+        }  # fmt: skip
+
+    def update(self, sweep: Sweep, spec: ScaledSpec, state: State) -> Tensor:
+        number, scalar = sweep.scalar, {}
         sums = {} if spec.single else sweep.reduce(size_gradient).scalar
         count = next_count(sweep, state)
-        bias2 = 1.0 - power(beta2, count)
-        scalar: dict[str, Tensor | float] = {"beta1": beta1, "beta2": beta2, "gain2": 1.0 - beta2, "eps": hyper["eps"]}
+        bias2 = correction(sweep.double.beta2, count)
         if spec.single:
             size = torch.ones_like(bias2, dtype=torch.float32)
-            scalar |= {"step": -hyper["lr"] * hyper["scalar_lr_scale"] * gain1, "most": hyper["scalar_max"]}
         else:
             bias2 = torch.where(bias2 < 0.99, bias2, 1.0)
-            size, new_size, scale_step = self._learn_size(sweep, state, hyper, count, sums)
-            step_size = -hyper["lr"] * gain1 * new_size.clamp(min=hyper["param_min_rms"])
-            scalar |= {"step": step_size, "grow": scale_step * gain1}
+            size, new_size, scale_step = self._learn_size(sweep, state, spec.period, count, sums)
+            step_size = number.relative_step * new_size.clamp(min=number.least)
+            scalar = {"step": step_size, "grow": scale_step * number.gain1}
         scalar["correction2"] = (1.0 / bias2).float()
         sweep.apply(moved, full={name: state[name] for name in ("delta", "exp_avg_sq")}, scalar=scalar)
         return size
 
     def _learn_size(
-        self, sweep: Sweep, state: State, hyper: Hyper, count: Tensor, sums: dict[str, Tensor]
+        self, sweep: Sweep, state: State, period: int, count: Tensor, sums: dict[str, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The weight's size before this step and now, and the growth of the weight, each float32 [members]."""
-        period, size_lr = hyper["size_update_period"], hyper["lr"] * hyper["scalar_lr_scale"]
-        beta2 = hyper["betas"][1] ** period
+        number = sweep.scalar
         if sweep.rule_clip_coef is not None:
             sums["grad"] = sums["grad"] * sweep.rule_clip_coef
         done = count - 1  # updates before this one
         turn = done % period
-        measured, old = rms(sums["param"], sweep.count), state["param_rms"].view(-1)
+        measured, old = (sums["param"] / sweep.count).sqrt(), state["param_rms"].view(-1)
         before = torch.where(done == 0, measured, old)
         size = torch.where(turn == period - 1, measured, before)
         due = (turn == period - 1) & (done > 0)
@@ -175,12 +171,12 @@ class ScaledAdam(UpdateRule):
         here = torch.arange(period, device=grads.device) == turn[:, None]
         grads = torch.where(here, sums["grad"][:, None], grads)
         square = state["scale_exp_avg_sq"].view(-1)
-        square = torch.where(due, square * beta2 + grads.square().mean(-1) * (1.0 - beta2), square)
+        square = torch.where(due, square * number.size_beta2 + grads.square().mean(-1) * number.size_gain2, square)
 
-        root_correction2 = (1.0 - power(beta2, count // period)).sqrt().float()
-        scale_step = -size_lr * root_correction2 * grads.sum(-1) / (square.sqrt() + hyper["eps"])
-        scale_step = torch.where(size < hyper["param_min_rms"], 0.0, scale_step)
-        scale_step = torch.where(size > hyper["param_max_rms"], -size_lr * period, scale_step)
+        root_correction2 = correction(sweep.double.size_beta2, count // period).sqrt().float()
+        scale_step = -number.size_lr * root_correction2 * grads.sum(-1) / (square.sqrt() + number.eps)
+        scale_step = torch.where(size < number.least, 0.0, scale_step)
+        scale_step = torch.where(size > number.most, number.shrink, scale_step)
         sweep.store(state["param_rms"], size)
         sweep.store(state["scale_grads"], grads)
         sweep.store(state["scale_exp_avg_sq"], square)

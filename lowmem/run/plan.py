@@ -39,7 +39,7 @@ from lowmem.run.pretrained import load_config, no_code
 from lowmem.run.report import describe
 from lowmem.run.source import reason
 from lowmem.run.tokenizers import SMALLEST_VOCABULARY, train_tokenizer
-from lowmem.step.updates import rounding_of
+from lowmem.step.program import rounding_of
 
 # The device of fake tensors. A GPU is "meta", so that its tensors differ from those on the host.
 DEVICES = {"gpu": torch.device("meta"), "cpu": torch.device("cpu")}

@@ -25,7 +25,7 @@ from lowmem.run.config import RunConfig
 from lowmem.run.metrics import DOMINANT, METRICS, Record, cut_metrics, json_line, nonfinite
 from lowmem.run.pictures import size
 from lowmem.run.summary import plot_run, write_readme
-from lowmem.step.updates import weights_in_words
+from lowmem.step.record import weights_in_words
 
 # Metrics of an evaluation that describe its duration and are not shown.
 _TIMING = ("runtime", "samples_per_second", "steps_per_second", "num_tokens")

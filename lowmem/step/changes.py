@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowmem.placements.record import ParamRecord
+from lowmem.step.record import ParamRecord
 from lowmem.tiles.gradients import Gradient
-from lowmem.tiles.storage import ROUNDED_DTYPES, Nearest
+from lowmem.tiles.storage import ROUNDED_DTYPES
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +42,11 @@ class Changes:
     """
 
     def __init__(self, records: Mapping[Tensor, ParamRecord], device: torch.device) -> None:
-        self._records, self._device = records, device
+        self._records = records
         self._sampled: set[ParamRecord] = set()
-        self._counts: list[tuple[bool, Tensor]] = []  # in this step: rounded to nearest?, int64 [changed, counted]
+        # in this step, of others and of those rounded to nearest: int64 [2, changed and counted]
+        self._counts = torch.zeros(2, 2, dtype=torch.int64, device=device)
+        self._counted = False
         self._peak = self._rate = 0.0  # learning rates: the highest one, and that of the last step
         self._steady = False  # the last step was neither of a warmup nor late in a decay
         self._steps = 0  # in a row that have changed little
@@ -58,36 +60,32 @@ class Changes:
             self._sampled.update(dense[:: -(-len(dense) // PARAMETERS)])
         if self._sampled.isdisjoint(records) or not isinstance(grad, Tensor):
             return None
-        where, storage = _where(weight.shape), records[0].storage
-        nearest = isinstance(storage, Nearest) and storage.dtype in ROUNDED_DTYPES
+        where, storage = _where(weight.shape), records[0].program.weight
+        nearest = storage.is_cast and storage.parts[0].dtype in ROUNDED_DTYPES
         return Sample(where, weight[where].clone(), grad[where] != 0, nearest)
 
     def after(self, sample: Sample, weight: Tensor) -> None:
         """The weight that `before` sampled is updated."""
         changed = (weight[sample.where] != sample.before) & sample.has_gradient
-        self._counts.append((sample.nearest, torch.stack((changed.sum(), sample.has_gradient.sum()))))
+        counts = torch.stack((changed.sum(), sample.has_gradient.sum()))
+        self._counts[int(sample.nearest)].add_(counts.to(self._counts.device))
+        self._counted = True
 
     def take(self, groups: Sequence[Mapping[str, Any]]) -> tuple[Tensor, Tensor]:
         """The shares of a step that ends, float32 scalars: of all samples, and of those that are rounded to the nearest
-        value. NaN where no sampled element had a gradient.
-
-        Args:
-            groups: the parameter groups. The learning rate of the first one stands for the schedule.
+        value. NaN where no sampled element had a gradient. The learning rate of the first group stands for the
+        schedule.
         """
-        counts, self._counts = self._counts, []
-        if not counts:
+        share, of_nearest = (changed / counted for changed, counted in (self._counts.sum(0), self._counts[1]))
+        self._counts.zero_()
+        if not self._counted:
             self._sampled.clear()  # those parameters are frozen: the next step samples others
+        self._counted = False
         rate = groups[0].get("lr")
         rate, before = rate if isinstance(rate, float) else 0.0, self._rate
         self._rate, self._peak = rate, max(rate, self._peak)
         self._steady = self._peak / 2 <= rate <= before
-        return self._share([count for _, count in counts]), self._share([count for nearest, count in counts if nearest])
-
-    def _share(self, counts: Sequence[Tensor]) -> Tensor:
-        total = torch.zeros(2, dtype=torch.int64, device=self._device)
-        for count in counts:
-            total += count.to(self._device)
-        return total[0] / total[1]
+        return share, of_nearest
 
     def watch(self, share: float) -> None:
         """Warns once if rounding to the nearest value keeps a run from learning; `share` is that of the last step, of

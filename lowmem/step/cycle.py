@@ -14,6 +14,8 @@ _NESTED = (
     "cannot tell where it ends. Use checkpoint(..., use_reentrant=False), or opt.backward(loss)"
 )
 
+_EXPLICIT = -1  # no graph task has this number
+
 
 class StepCycle:
     """One step: idle → open while a backward runs → idle; torn if it failed after weights had moved.
@@ -36,8 +38,7 @@ class StepCycle:
         self.last = True
         self.loop_steps = False
         self.torn: str | None = None
-        self._open = False
-        self._graph_task: int | None = None  # of a plain backward, to recognise a new one
+        self._running: int | None = None  # the graph task of a plain backward that is open, or _EXPLICIT
         self._fired: set[str] = set()  # in this step
         self._fired_now: set[str] = set()  # in this backward
         self._steps = 0  # since the last `stepped`
@@ -46,17 +47,15 @@ class StepCycle:
     def idle(self) -> bool:
         """No backward is open."""
         self._detect_failure()
-        return not self._open
+        return self._running is None
 
     def begin(self, last: bool, *, explicit: bool = False, nests: bool = False) -> None:
-        """Opens a step, or the next micro-batch of one that waits. nests: its backward will run others.
-
-        Raises:
-            StepError: the previous step is torn or still open, or this backward would have to accumulate.
+        """Opens a step, or the next micro-batch of one that waits; raises `StepError` if the previous step is torn or
+        still open, or this backward would have to accumulate. nests: its backward will run others.
         """
         self._detect_failure()
         self._refuse_torn("train on")
-        if self._open:
+        if self._running is not None:
             raise StepError("a backward started inside the step of another one; let the first one finish")
         if self.loop_steps and self._steps and not self.waiting:
             raise StepError(
@@ -65,8 +64,7 @@ class StepCycle:
             )
         if nests or (not explicit and _inside_custom_backward()):
             raise StepError(_NESTED)
-        self._open, self.last = True, last
-        self._graph_task = None if explicit else torch._C._current_graph_task_id()
+        self._running, self.last = _EXPLICIT if explicit else torch._C._current_graph_task_id(), last
         self._fired_now.clear()
         if not self.waiting:
             self._fired.clear()
@@ -75,11 +73,7 @@ class StepCycle:
             self.step += 1
 
     def fired(self, name: str, *, in_parts: bool) -> None:
-        """Notes a parameter's finished gradient.
-
-        Raises:
-            StepError: the parameter's hook fired twice, and its gradient may not come `in_parts`.
-        """
+        """Notes a parameter's finished gradient; raises `StepError` for a second one that may not come `in_parts`."""
         if name in self._fired_now and not in_parts:
             raise StepError(
                 f"parameter {name!r} got its gradient in two parts within one backward, and the first part has been "
@@ -94,7 +88,7 @@ class StepCycle:
         self._fired_now.add(name)
 
     def has_fired(self, name: str) -> bool:
-        """Whether a parameter got its gradient in the step that is open, or the last one."""
+        """Returns whether a parameter got its gradient in the step that is open, or the last one."""
         return name in self._fired
 
     def next_pass(self) -> None:
@@ -108,15 +102,13 @@ class StepCycle:
 
     def end(self) -> None:
         """A micro-batch has ended and the step waits for the next one, or its updates are done."""
-        self._open = False
+        self._running = None
         self.waiting = 0 if self.last else self.waiting + 1
         self.moved.clear()
 
     def refuse_nothing(self) -> None:
         """Raises `StepError` if no parameter got a gradient."""
         if not self._fired:
-            self._open = False
-            self._undo()
             raise StepError(
                 "no parameter of this optimizer got a gradient: the loss does not depend on them, all are frozen, or "
                 "reentrant activation checkpointing hides them from a measuring pass (use_reentrant=False shows them)"
@@ -124,7 +116,7 @@ class StepCycle:
 
     def fail(self, reason: str) -> None:
         """A backward failed: nothing has happened if no update had started, else the step is torn."""
-        self._open = False
+        self._running = None
         if self.moved:
             self.tear(
                 f"{reason} after {len(self._fired_now)} parameter(s) got their gradient, so some weights are of this "
@@ -139,7 +131,7 @@ class StepCycle:
 
     def _detect_failure(self) -> None:
         """A plain backward that fails reports nothing: what comes next detects it."""
-        if self._open and self._graph_task not in (None, torch._C._current_graph_task_id()):
+        if self._running not in (None, _EXPLICIT, torch._C._current_graph_task_id()):
             if self.waiting:
                 logger.warning("a backward failed, and the %d micro-batch(es) before it were dropped", self.waiting)
             self.fail(_NESTED if _inside_custom_backward() else "a plain loss.backward() ended with an error")
@@ -159,11 +151,7 @@ class StepCycle:
         self.step -= skipped
 
     def stepped(self) -> None:
-        """The training loop called `optimizer.step()`.
-
-        Raises:
-            StepError: several backwards came before it, and each of them was a step.
-        """
+        """The training loop called `optimizer.step()`; raises `StepError` if each of several backwards was a step."""
         backwards, self._steps = self._steps, 0
         if backwards > 1:
             raise StepError(
@@ -173,10 +161,8 @@ class StepCycle:
         self.loop_steps |= backwards > 0
 
     def discard(self) -> None:
-        """The training loop called `optimizer.zero_grad()`: micro-batches of an unfinished step are dropped.
-
-        Raises:
-            StepError: the gradient to be dropped has updated the weights.
+        """The training loop called `optimizer.zero_grad()`: micro-batches of an unfinished step are dropped. Raises
+        `StepError` if the gradient to be dropped has updated the weights.
         """
         if self.waiting:
             self._undo()
@@ -198,7 +184,7 @@ class StepCycle:
         """Raises `StepError` in the middle of a step, or if one is torn."""
         self._detect_failure()
         self._refuse_torn(intention)
-        if self._open:
+        if self._running is not None:
             raise StepError(f"cannot {intention} in the middle of step {self.step}: its backward is still running")
         if self.waiting:
             raise StepError(
@@ -208,12 +194,14 @@ class StepCycle:
 
     def reset(self, step: int) -> None:
         """A clean state at `step`: after loading, or when the user accepts a torn step."""
-        self.step, self.torn, self._open = step, None, False
+        self.step, self.torn, self._running = step, None, None
         self._steps = self.waiting = 0
 
 
 def _inside_custom_backward() -> bool:
-    """Whether a Python autograd function's backward has begun this one. (That of FSDP2 runs hooks, in the same one.)"""
+    """Returns whether a Python autograd function's backward has begun this one. (That of FSDP2 runs hooks, in the same
+    one.)
+    """
     frame = sys._getframe()
     begun = False
     while frame is not None:

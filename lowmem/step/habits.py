@@ -4,11 +4,12 @@ Functions of torch are wrapped, once per process. They do what they did before f
 `FusedOptimizer` updates.
 """
 
+import copy
 import functools
 import logging
-import operator
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -17,10 +18,11 @@ from torch.nn.utils import clip_grad
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves
 
-from lowmem.errors import StepError
-from lowmem.placements.record import ParamRecord
+from lowmem.errors import ConfigError, StepError
 from lowmem.rules import ENGINE_KEYS
+from lowmem.rules.rule import Watched
 from lowmem.step import hooks
+from lowmem.step.record import ParamRecord
 
 logger = logging.getLogger(__name__)
 
@@ -46,10 +48,8 @@ def watch() -> None:
 
 
 def _wrap_scaling() -> None:
-    torch.amp.GradScaler.scale = _watch_scale(torch.amp.GradScaler.scale)  # type: ignore[method-assign]
+    scale = torch.amp.GradScaler.scale
 
-
-def _watch_scale(scale: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(scale)
     def watched(self: torch.amp.GradScaler, outputs: Any) -> Any:
         if not self.is_enabled():
@@ -61,7 +61,7 @@ def _watch_scale(scale: Callable[..., Any]) -> Callable[..., Any]:
                 loss.register_hook(_refuse_scaled)
         return scaled
 
-    return watched
+    torch.amp.GradScaler.scale = watched  # type: ignore[method-assign]
 
 
 def _refuse_scaled(grad: Tensor) -> None:
@@ -79,18 +79,18 @@ def _refuse_scaled(grad: Tensor) -> None:
 
 def _wrap_clipping() -> None:
     """Loops import these functions by name, so they are replaced inside of their torch.no_grad() decorator."""
-    functions = {clip_grad.clip_grad_norm_: ("clip_norm", "max_norm"), clip_grad.clip_grad_value_: ("clip_value",) * 2}
-    functions[nn.utils.clip_grads_with_norm_] = ("clip_norm", "max_norm")
-    for function, names in functions.items():
+    for function in (clip_grad.clip_grad_norm_, nn.utils.clip_grads_with_norm_, clip_grad.clip_grad_value_):
         cell = (function.__closure__ or ())[function.__code__.co_freevars.index("func")]
-        cell.cell_contents = _watch_clipping(cell.cell_contents, *names)
+        cell.cell_contents = _watch_clipping(cell.cell_contents)
 
 
-def _watch_clipping(clip: Callable[..., Any], option: str, argument: str) -> Callable[..., Any]:
+def _watch_clipping(clip: Callable[..., Any]) -> Callable[..., Any]:
+    option = "clip_value" if "value" in clip.__name__ else "clip_norm"
+
     @functools.wraps(clip)
     def watched(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        limit = args[0] if args else kwargs.get(argument)
+        limit = args[0] if args else kwargs.get("clip_value", kwargs.get("max_norm"))
         updated = {param: name for param in params if (name := hooks.name_of(param)) is not None}
         if updated and all(param.grad is None for param in updated):
             raise StepError(
@@ -106,11 +106,28 @@ def _watch_clipping(clip: Callable[..., Any], option: str, argument: str) -> Cal
 # -- parameter groups that are edited ----------------------------------------------------------------------------------
 
 
-def refuse_edits(groups: Sequence[Any], added: Sequence[tuple[dict[str, Any], dict[str, Any], int]]) -> None:
+def decided(group: dict[str, Any], records: Iterable[ParamRecord]) -> dict[str, Any]:
+    """The settings of a group that decide how its parameters are updated: the list of them, options of the engine, and
+    copies of the hyperparameters that its rule has read for their specs.
+    """
+    read = Watched(group)
+    for record in records:
+        with suppress(ConfigError):  # of a frozen one
+            record.rule.spec(record.name, record.span.shape, read)
+    copies = {key: copy.deepcopy(group[key]) for key in sorted(read.read)}
+    return {**copies, **{key: group[key] for key in ("params", *ENGINE_KEYS)}}
+
+
+def refuse_edits(
+    groups: Sequence[Any],
+    added: Sequence[tuple[dict[str, Any], dict[str, Any], int]],
+    records: Collection[ParamRecord],
+) -> None:
     """Raises `StepError` for changes of `param_groups` that would have no effect.
 
     Groups are compared by identity, and their parameters by the identity of the list and its length. `added` has each
-    group, its keys and values when it was added, and how many parameters it had.
+    group, what was `decided` by it, and how many parameters it had. A hyperparameter may be changed where the specs of
+    its group's parameters stay the same.
     """
     edits = ["the number of parameter groups"] if len(groups) != len(added) else []
     for n, (now, (group, before, count)) in enumerate(zip(groups, added, strict=False)):
@@ -119,6 +136,12 @@ def refuse_edits(groups: Sequence[Any], added: Sequence[tuple[dict[str, Any], di
         if group.get("params") is not before["params"] or len(group["params"]) != count:
             edits.append(f"'params' of parameter group {n}")
         edits += [f"{key!r} of parameter group {n}" for key in ENGINE_KEYS if group.get(key) != before[key]]
+        changed = [key for key in before if key not in ("params", *ENGINE_KEYS) and group.get(key) != before[key]]
+        claimed = [record for record in records if record.group is group and record.claimed] if changed else []
+        if any(record.program.spec != record.rule.spec(record.name, record.span.shape, group) for record in claimed):
+            edits += [f"{key!r} of parameter group {n}" for key in changed]
+        else:
+            before.update({key: copy.deepcopy(group.get(key)) for key in changed})
     if edits:
         raise StepError(
             f"{edits[0]} was changed, and the optimizer would go on with what it was given. Put it back. Set "
@@ -159,7 +182,7 @@ _REENTRANT: "weakref.WeakSet[Any]" = weakref.WeakSet()  # nodes of reentrant che
 
 
 def reentrant(loss: Tensor | None) -> bool:
-    """Whether the graph of a loss has regions with reentrant activation checkpointing."""
+    """Returns whether the graph of a loss has regions with reentrant activation checkpointing."""
     nodes, seen = [] if loss is None else [loss.grad_fn], set(_REENTRANT)
     while seen and nodes:
         if (node := nodes.pop()) in _REENTRANT:
@@ -171,7 +194,7 @@ def reentrant(loss: Tensor | None) -> bool:
 
 
 def nests(records: Iterable[ParamRecord]) -> bool:
-    """Whether the running backward is going to run others that may update parameters."""
+    """Returns whether the running backward is going to run others that may update parameters."""
     nested = any(map(torch._C._will_engine_execute_node, list(_REENTRANT)))
     return nested and any(record.trained and not record.reached for record in records)
 
@@ -185,7 +208,7 @@ def _wrap_recomputation() -> None:
         return forward(ctx, *args)
 
     def watched(ctx: Any, *grads: Any) -> Any:
-        ctx.run_function = functools.partial(_watch_recomputation(operator.call), ctx.run_function)
+        ctx.run_function = _watch_recomputation(ctx.run_function)
         return backward(ctx, *grads)
 
     checkpoint.CheckpointFunction.forward = staticmethod(noted)  # type: ignore[method-assign]
@@ -194,13 +217,13 @@ def _wrap_recomputation() -> None:
 
 def _watch_recomputation(run: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(run)
-    def watched(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def watched(*args: Any, **kwargs: Any) -> Any:
         # a mode would see as much, and torch.compile would compile functions once more for it
         moved = [(param, type(param)) for param in hooks.moved() if type(param) in _MOVED]
         for param, usual in moved:
             param.__class__ = _MOVED[usual]  # type: ignore[assignment]
         try:
-            return run(function, *args, **kwargs)
+            return run(*args, **kwargs)
         finally:
             for param, usual in moved:
                 param.__class__ = usual  # type: ignore[assignment]

@@ -7,7 +7,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
 from lowmem.errors import StepError
-from lowmem.placements.record import ParamRecord
 from lowmem.step.cycle import StepCycle
+from lowmem.step.record import ParamRecord
 from lowmem.tiles.gradients import Contribution, saves_memory
 
 # those of optimizers that somebody holds and that were not removed
@@ -71,11 +71,10 @@ class Hooks:
     def __init__(
         self, records: Mapping[Tensor, ParamRecord], cycle: StepCycle, update: Callable[[ParamRecord], None]
     ) -> None:
-        self._records, self._cycle = records, cycle
-        self._optimizer, self._update = weakref.ref(update.__self__), update.__func__  # type: ignore[attr-defined]
+        self._records, self._cycle, self._update = records, cycle, weakref.WeakMethod(update)
         self._handles: dict[Tensor, RemovableHandle] = {}
         self._lock = threading.RLock()
-        self._backward: int | None = None  # the graph task of a backward() of this optimizer
+        self._backward: int | None = None  # the graph task of the last backward() of this optimizer
         self._offers: Callable[[], _Offers | None] = lambda: None  # of the backward that is running
         self.paused = self.in_accumulate = self.removed = False
         self.prepared = False  # by Accelerate
@@ -84,16 +83,11 @@ class Hooks:
 
     @property
     def accumulating(self) -> bool:
-        """Whether a backward is a micro-batch: one that others of its step will follow."""
-        return self.in_accumulate or self._accelerate_accumulates()
-
-    def _accelerate_accumulates(self) -> bool:
-        """Whether Accelerate has prepared the optimizer and is going to leave out the step() of this micro-batch.
-
-        Its state alone does not tell: it is of the process, and stays as a loop leaves it that ends in between.
+        """Returns whether a backward is a micro-batch, one that others of its step will follow, in `accumulate` or in a
+        loop of Accelerate, whose state alone does not tell: it is of the process, and stays as a loop leaves it.
         """
-        state = sys.modules.get("accelerate.state")
-        return self.prepared and state is not None and not state.GradientState().sync_gradients
+        state = sys.modules.get("accelerate.state") if self.prepared else None
+        return self.in_accumulate or (state is not None and not state.GradientState().sync_gradients)
 
     def add(self, record: ParamRecord) -> None:
         """Hooks a parameter that has elements and can have a gradient, now or once it is unfrozen."""
@@ -114,15 +108,10 @@ class Hooks:
 
     def _offer(self, record: ParamRecord, contribution: Contribution) -> bool:
         """See `offer`."""
-        if torch._C._current_graph_task_id() == -1 or not record.computes or self.removed:
-            return False
         span, param = record.span, record.param
-        if param._backward_hooks or len(param._post_accumulate_grad_hooks) > 1:  # others' hooks, which take tensors
-            return False
         sharded = span.held < span.numel  # ranks decide alike, whatever their batches are
-        if not sharded and not saves_memory(contribution.kept, span.numel * param.element_size()):
-            return False
-        if not record.reached:
+        saves = sharded or saves_memory(contribution.kept, span.numel * param.element_size())
+        if not (record.computes and saves and record.reached) or _others_hook(param):  # hooks take tensors
             return False
         with self._lock:
             if not self.paused:
@@ -135,12 +124,10 @@ class Hooks:
 
     def refuse_given(self, record: ParamRecord, scaled: bool) -> None:
         """Raises `StepError` if a step cannot use what is in `.grad`. scaled: there is a loss scale."""
-        param = record.param
-        hooked = param._backward_hooks or len(param._post_accumulate_grad_hooks) > 1
         for wrong, reason in (
             (scaled, "no loss scale has multiplied it: omit loss_scale, call opt.backward(loss)"),
-            (not param.requires_grad, "it is frozen: call requires_grad_() on it"),
-            (hooked, "others have hooks on it, which would run once more: remove them"),
+            (not record.param.requires_grad, "it is frozen: call requires_grad_() on it"),
+            (_others_hook(record.param), "others have hooks on it, which would run once more: remove them"),
         ):
             if wrong:
                 raise StepError(
@@ -149,11 +136,7 @@ class Hooks:
                 )
 
     def claim(self, record: ParamRecord) -> None:
-        """Makes this optimizer the one that updates a parameter.
-
-        Raises:
-            StepError: another one updates it.
-        """
+        """Makes this optimizer the one that updates a parameter; raises `StepError` if another one does."""
         if _owner(record.param) not in (None, self):
             gc.collect()  # an optimizer that nobody holds may be part of a cycle; with an LR scheduler it is
         if _owner(record.param) not in (None, self):
@@ -186,29 +169,19 @@ class Hooks:
         self.remove()
 
     def _fire(self, record: ParamRecord, param: Tensor) -> None:
-        optimizer = self._optimizer()
-        if optimizer is None:
-            return
+        update = self._update()
+        assert update is not None  # the hooks go with their optimizer
         with self._lock:
             if self.paused:
                 param.grad = None
             else:
-                self._update(optimizer, record)
+                update(record)
 
-    @contextmanager
-    def alone(self, loss: Tensor) -> Iterator[None]:
+    def alone(self, loss: Tensor) -> AbstractContextManager[Any]:
         """Backwards of `loss` inside raise `StepError` before the first update if they reach parameters of another
         optimizer that is not paused.
         """
-        if len(_LIVE) == 1:
-            yield
-            return
-        handle = loss.register_hook(self._refuse_others)
-        try:
-            yield
-        finally:
-            handle.remove()
-            self._backward = None
+        return nullcontext() if len(_LIVE) == 1 else loss.register_hook(self._refuse_others)
 
     def _refuse_others(self, _: Tensor) -> None:
         self._backward = torch._C._current_graph_task_id()
@@ -232,6 +205,11 @@ class Hooks:
                     f"{reached_record.name!r}: run it inside accumulate() of both, or make one optimizer, whose param "
                     "groups may have their own rule (groups=...)"
                 )
+
+
+def _others_hook(param: Tensor) -> bool:
+    """Returns whether others have hooks on the gradient of a parameter, which has one of its optimizer."""
+    return bool(param._backward_hooks) or len(param._post_accumulate_grad_hooks) > 1  # type: ignore[attr-defined]
 
 
 def _owner(param: Tensor) -> Hooks | None:
@@ -263,12 +241,11 @@ def offer(param: Tensor, contribution: Contribution) -> bool:
 
 def moved() -> list[Tensor]:
     """The parameters that a running backward has updated already."""
-    moving = [hooks for hooks in _LIVE if hooks._cycle.moved]
-    return [record.param for hooks in moving for record in hooks._records.values() if record.name in hooks._cycle.moved]
+    return [r.param for hooks in _LIVE for r in hooks._records.values() if r.name in hooks._cycle.moved]
 
 
 def reached() -> Iterator[tuple[Hooks, ParamRecord]]:
-    """What the running backward is going to update, with the hooks of its optimizer."""
+    """Yields the parameters that the running backward is going to update, with the hooks of their optimizer."""
     with _disable_current_modes():  # a dry run may be under way next to an optimizer of real tensors
         for hooks in list(_LIVE):
             for record in () if hooks.paused else list(hooks._records.values()):

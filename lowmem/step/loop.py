@@ -11,16 +11,16 @@ from torch import Tensor
 from lowmem.errors import ConfigError, StepError, UnsupportedError
 from lowmem.options import FusedConfig
 from lowmem.placements import Placement
-from lowmem.placements.base import NO_SUMS, Reduced, Sums
-from lowmem.placements.record import ParamRecord
+from lowmem.placements.base import NO_EARLIER, Earlier, Reduced
 from lowmem.rules import UpdateRule
 from lowmem.step import habits
 from lowmem.step.clipping import Clipping
 from lowmem.step.cycle import StepCycle
 from lowmem.step.hooks import GivenGradients, Hooks
 from lowmem.step.policies import POLICIES, Needs, Policy, choose, repeatable
+from lowmem.step.record import ParamRecord
 from lowmem.step.report import Report
-from lowmem.step.updates import Updates, refuse_misfits, settle, takes_computed
+from lowmem.step.updates import Updates, takes_computed
 from lowmem.tiles.gradients import ComputedGradient, Contribution, Gradient
 from lowmem.tiles.graph import Compiler
 
@@ -38,7 +38,7 @@ class StepLoop:
 
     Attributes:
         rules: of the parameter groups.
-        added: each parameter group, its keys and values when it was added, and how many parameters it had.
+        added: each parameter group, what was `habits.decided` by it, and how many parameters it had.
         policy: says when gradients become updates.
     """
 
@@ -53,7 +53,7 @@ class StepLoop:
     updates: Updates
     report: Report
     policy: Policy = field(init=False)
-    _sums: Sums = field(default=NO_SUMS, init=False)  # of earlier micro-batches, in the last one
+    _earlier: Earlier = field(default=NO_EARLIER, init=False)  # of earlier micro-batches, in the last one
     _confirmed: int = field(default=0, init=False)  # parameter groups whose settings all ranks share
 
     def __post_init__(self) -> None:
@@ -154,13 +154,12 @@ class StepLoop:
         self.report.raise_if_diverged()
         if self.config.compile is True and Compiler.failure is not None:
             raise ConfigError(f"compile=True, but compiling failed; use 'auto' or False: {Compiler.failure}")
-        habits.refuse_edits(groups, self.added)
+        habits.refuse_edits(groups, self.added, self.records.values())
         if self._confirmed != len(groups):
             self.placement.confirm(self.records.values(), self._settings(groups))
             self._confirmed = len(groups)
         self.choose_policy()  # the options of a group may ask for another by now
-        for rule, group in zip(self.rules, groups, strict=True):
-            rule.begin(group, self.cycle.step + (not self.cycle.waiting))
+        self.updates.begin(zip(self.rules, groups, strict=True), self.cycle.step + (not self.cycle.waiting))
 
     def claim(self) -> None:
         """Decides how parameters are updated that have been unfrozen, or have changed, since the last step."""
@@ -168,7 +167,7 @@ class StepLoop:
             claim(record, self.updates.state, self.config, self.placement, self.hooks)
 
     def _settings(self, groups: Sequence[Group]) -> dict[str, Any]:
-        """What all ranks have to agree on."""
+        """The settings that all ranks have to agree on."""
         others = ("rule", "lr", "hyper", "groups", "store_dir")  # are in the groups, or a rank's own
         settings = {name: value for name, value in vars(self.config).items() if name not in others}
         settings["seed"] = self.updates.seed
@@ -180,9 +179,9 @@ class StepLoop:
     # -- a backward runs -------------------------------------------------------------------------------------------
 
     def _begin_pass(self) -> None:
-        self._sums, reducer = self.policy.begin(), self.placement.reducer
+        self._earlier, reducer = self.policy.begin(), self.placement.reducer
         if self.cycle.last or not reducer.accumulates_first:
-            reducer.begin(self.records.values(), self._sums)
+            reducer.begin(self.records.values(), self._earlier)
 
     def arrived(self, record: ParamRecord, groups: Sequence[Group]) -> None:
         """The gradient of a parameter is complete."""
@@ -213,7 +212,8 @@ class StepLoop:
 
     def _use(self, reduced: Reduced) -> None:
         """Passes gradients that are reduced to the policy, as soon as they are."""
-        for record, grad in reduced:
+        for placed, grad in reduced:
+            record = self.records[placed.param]
             self.cycle.notice(record.name)
             total = grad if self.placement.reducer.accumulates_first else self.policy.add(record, grad)
             if total is not None:
@@ -223,9 +223,9 @@ class StepLoop:
     @torch.no_grad()
     def _end_pass(self) -> None:
         """A backward has ended: sums without a gradient in the last one, and the gradients in flight, arrive."""
-        reducer, missed = self.placement.reducer, self.cycle.missed() & self._sums.read.keys()
+        reducer, missed = self.placement.reducer, self.cycle.missed() & self._earlier.read.keys()
         for record in [record for record in self.records.values() if record.name in missed]:
-            total = self._sums.read[record.name]()
+            total = self._earlier.read[record.name]()
             if reducer.accumulates_first:
                 self._use(reducer.reduce(record, total))
             else:
@@ -241,7 +241,7 @@ class StepLoop:
         """Every backward of a micro-batch is over. The last one decides the step, and leaves its report."""
         self.cycle.refuse_nothing()
         if not self.cycle.last:
-            self.placement.settle(self.records.values())
+            self.placement.free_copies(self.records.values())
             self.cycle.end()
             return
         decision = self.policy.complete()
@@ -251,7 +251,7 @@ class StepLoop:
         if decision is None or not decision.skipped:
             for rule, (group, _, _) in zip(self.rules, self.added, strict=True):
                 rule.end(group)
-        self.placement.settle(self.records.values())
+        self.placement.free_copies(self.records.values())
         self.cycle.end()
         self.report.close(self.policy, decision, loss)
 
@@ -288,8 +288,8 @@ def claim(
             "not sharded. Make it real, with the two parts as last dimension, and use torch.view_as_complex(param)"
         )
     if record.form is not None and (record.extra or state.get(record.param)):
-        refuse_misfits(record, state[record.param], shard)
-    settle(record, shard)
+        record.refuse_misfits(state[record.param], shard)
+    record.choose_program(shard)
     record.computes = takes_computed(record, placement)
     hooks.claim(record)
     record.form = form

@@ -3,7 +3,6 @@
 import functools
 import os
 import tempfile
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,8 @@ from torch import Tensor
 
 from lowmem.errors import ConfigError
 from lowmem.options import FusedConfig
-from lowmem.placements.record import ParamRecord
-
-# Copies of gradients to the host that may be in flight.
-MAX_IN_FLIGHT = 1
+from lowmem.step.record import ParamRecord
+from lowmem.tiles.gradients import Gradient
 
 # Makes the stream that asked for a copy wait for its end; the host continues.
 Wait = Callable[[], object]
@@ -30,19 +27,19 @@ class GradientStore:
     the parameter, without a copy.
 
     Elsewhere a separate stream copies gradients while the device computes, and copies the next one back while one is
-    applied: at most two are on the device.
+    applied: at most two are on the device. One that is computed as it is read is stored as it is.
     """
 
     def __init__(self) -> None:
-        self._stored: dict[str, Tensor] = {}
+        self._stored: dict[str, Gradient] = {}
         self._streams: dict[torch.device, Any] = {}
-        self._leaving: deque[tuple[Tensor, Wait]] = deque()
+        self._leaving: tuple[Tensor, Wait] | None = None  # the gradient whose copy may be in flight
 
     def _buffer(self, name: str, grad: Tensor) -> Tensor:
         """Where a gradient is stored."""
         return grad
 
-    def get(self, record: ParamRecord) -> Tensor | None:
+    def get(self, record: ParamRecord) -> Gradient | None:
         """Returns the stored gradient on the parameter's device, or None. What is added to it in place counts once it
         is stored again.
         """
@@ -52,25 +49,30 @@ class GradientStore:
         wait()
         return grad
 
-    def keep(self, record: ParamRecord, grad: Tensor) -> None:
+    def keep(self, record: ParamRecord, grad: Gradient) -> None:
         """Stores `grad` in place of what was stored. The caller must not use it afterwards."""
         if self._stored.get(record.name) is grad:
             return
-        buffer = self._stored[record.name] = self._buffer(record.name, grad)
-        if buffer is not grad:
-            self._leaving.append((grad, self._copy(buffer, grad)))
-            self._wait_for_copies(0 if grad.device.type == "cpu" else MAX_IN_FLIGHT)
+        if not isinstance(grad, Tensor) or (buffer := self._buffer(record.name, grad)) is grad:
+            self._stored[record.name] = grad
+            return
+        self._stored[record.name] = buffer
+        wait = self._copy(buffer, grad)
+        self._wait()
+        if grad.device.type != "cpu":
+            self._leaving = grad, wait
 
-    def drain(self, records: Iterable[ParamRecord]) -> Iterator[tuple[ParamRecord, Tensor]]:
+    def drain(self, records: Iterable[ParamRecord]) -> Iterator[tuple[ParamRecord, Gradient]]:
         """Yields what is stored, in the order of `records`, and forgets it on the way."""
-        self._wait_for_copies(0)
+        self._wait()
         waiting = [record for record in records if record.name in self._stored]
-        coming = self._fetch(waiting[0]) if waiting else None
+        fetched = map(self._fetch, waiting)
+        coming = next(fetched, None)
         try:
-            for n, record in enumerate(waiting):
+            for record in waiting:
                 assert coming is not None
-                grad, wait = coming
-                coming = self._fetch(waiting[n + 1]) if n + 1 < len(waiting) else None
+                grad, wait = coming  # the one before is free
+                coming = next(fetched, None)
                 wait()
                 self._stored.pop(record.name, None)
                 yield record, grad
@@ -81,17 +83,17 @@ class GradientStore:
     def clear(self) -> None:
         """Forgets everything."""
         self._stored.clear()
-        self._wait_for_copies(0)
+        self._wait()
 
-    def _wait_for_copies(self, in_flight: int) -> None:
-        """Frees gradients on the device whose copies have ended, until so many copies are in flight."""
-        while len(self._leaving) > in_flight:
-            _, wait = self._leaving.popleft()
-            wait()
+    def _wait(self) -> None:
+        """Frees the gradient whose copy is in flight, once that has ended."""
+        if self._leaving is not None:
+            self._leaving[1]()
+            self._leaving = None
 
-    def _fetch(self, record: ParamRecord) -> tuple[Tensor, Wait]:
+    def _fetch(self, record: ParamRecord) -> tuple[Gradient, Wait]:
         stored = self._stored[record.name]
-        if stored.device == record.param.device:
+        if not isinstance(stored, Tensor) or stored.device == record.param.device:
             return stored, lambda: None
         grad = torch.empty_like(stored, device=record.param.device, pin_memory=False)
         return grad, self._copy(grad, stored)
@@ -117,37 +119,34 @@ class Host(GradientStore):
 
     def __init__(self) -> None:
         super().__init__()
-        self._buffers: dict[str, Tensor] = {}  # reused in the next step
+        self._room: dict[str, Tensor] = {}  # bytes, used again in the next step
 
     def _buffer(self, name: str, grad: Tensor) -> Tensor:
-        buffer = self._buffers.get(name)
-        if buffer is None or (buffer.dtype, buffer.shape, buffer.stride()) != (grad.dtype, grad.shape, grad.stride()):
-            buffer = torch.empty_like(grad, device="cpu", pin_memory=grad.device.type != "cpu")
-            self._buffers[name] = buffer
-        return buffer
+        if name not in self._room or self._room[name].numel() < grad.nbytes:  # added later, or wider
+            self._make_room({name: grad.nbytes}, pinned=grad.device.type != "cpu")
+        return self._room[name][: grad.nbytes].view(grad.dtype).as_strided(grad.shape, grad.stride())
+
+    def _make_room(self, needed: Mapping[str, int], pinned: bool) -> None:
+        """Finds so many bytes for each name."""
+        self._room |= {name: torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for name, size in needed.items()}
 
 
-class Disk(GradientStore):
+class Disk(Host):
     """Gradients are in a memory-mapped file that has no name once it is open, and so never outlives the process.
 
     Args:
-        folder: where the file is created; None for the system's directory of temporary files.
+        folder: where the file is created; None for the system's directory of temporary files. `ConfigError` is raised
+            if it does not exist, or has no room.
         records: every parameter that may get a gradient.
         in_float32: whether micro-batches are summed in float32, and not in the dtype of the gradient.
-
-    Raises:
-        ConfigError: the directory does not exist, or has no room.
     """
 
     def __init__(self, folder: str | None, records: Mapping[Tensor, ParamRecord], in_float32: bool) -> None:
         super().__init__()
-        self._folder = folder
-        self._room: dict[str, Tensor] = {}  # bytes of the file
-        least = 4 if in_float32 else 0
-        self._make_room({r.name: r.span.held * max(r.param.element_size(), least) for r in records.values()})
+        self._folder, least = folder, 4 if in_float32 else 0
+        self._make_room({r.name: r.span.held * max(r.param.element_size(), least) for r in records.values()}, False)
 
-    def _make_room(self, needed: Mapping[str, int]) -> None:
-        """Creates a file with this many bytes for each name."""
+    def _make_room(self, needed: Mapping[str, int], pinned: bool) -> None:
         sizes = {name: -(-size // _PAGE) * _PAGE for name, size in needed.items()}
         total = sum(sizes.values())
         try:
@@ -160,11 +159,6 @@ class Disk(GradientStore):
                 f"{error.strerror}. Set store_dir to a directory with room."
             ) from error
         self._room |= dict(zip(sizes, mapped[:total].split(list(sizes.values())), strict=True))
-
-    def _buffer(self, name: str, grad: Tensor) -> Tensor:
-        if name not in self._room or self._room[name].numel() < grad.nbytes:  # added later, or wider
-            self._make_room({name: grad.nbytes})
-        return self._room[name][: grad.nbytes].view(grad.dtype).as_strided(grad.shape, grad.stride())
 
 
 def make_store(config: FusedConfig, records: Mapping[Tensor, ParamRecord]) -> GradientStore:

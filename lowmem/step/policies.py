@@ -2,10 +2,9 @@
 
 import functools
 import random
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,15 +12,15 @@ from torch import Tensor
 from lowmem.errors import StepError, UnsupportedError
 from lowmem.options import FusedConfig
 from lowmem.placements import Placement
-from lowmem.placements.base import NO_SUMS, Sums
-from lowmem.placements.record import ParamRecord
+from lowmem.placements.base import NO_EARLIER, Earlier
 from lowmem.rules import UpdateRule
 from lowmem.step.clipping import Clipping, Decision
 from lowmem.step.cycle import StepCycle
 from lowmem.step.offload import GradientStore, make_store
+from lowmem.step.record import ParamRecord
 from lowmem.step.updates import Updates
-from lowmem.tiles.gradients import ComputedGradient, Gradient
-from lowmem.tiles.sweep import add
+from lowmem.tiles.gradients import Gradient
+from lowmem.tiles.stored import add
 
 # By how much a norm may be off because of the order in which the 2¹⁷ squares of a tile are added: in 8 vector lanes
 # at least, with 2¹⁴ additions each, that are off by 2⁻²⁴ of half the sum on average. A norm is off by half of that.
@@ -36,7 +35,7 @@ _CANCELLED = 2.0**-4
 
 @dataclass(frozen=True)
 class Needs:
-    """What is asked of a policy.
+    """The requirements of a policy.
 
     norm: the option that needs the norm over all gradients before the first update.  skip: what needs a step with an
     overflow to be skipped as a whole.  exact_skip: what is exact only if it is.  accumulation: several micro-batches
@@ -53,11 +52,11 @@ class Needs:
     def of(
         cls, rules: Iterable[UpdateRule], groups: Iterable[Mapping[str, Any]], clipping: Clipping, **asked: bool
     ) -> "Needs":
-        """What the rules of parameter groups, clipping and loss scaling ask for."""
+        """Collects the requirements of rules, clipping and loss scaling."""
         scaler, rules = clipping.scaler, list(rules)
         norms = (rule.needs_norm(group) for rule, group in zip(rules, groups, strict=True))
         norm = next((option for option in norms if option is not None), None)
-        foreign = scaler.value is not None and not all(rule.can_be_skipped for rule in rules)
+        foreign = scaler.value is not None and any(rule.materializes for rule in rules)
         return cls(
             norm=f"clip_norm={clipping.norm!r}" if clipping.norm is not None else norm,
             skip="loss_scale with a foreign optimizer" if foreign else None,
@@ -93,14 +92,8 @@ def choose(
     config: FusedConfig, needs: Needs, *, on_cpu: bool, replays_graph: bool = True
 ) -> tuple[str, str, str | None]:
     """The policy that was asked for, or with `auto` the cheapest that is exact for what is needed; the reason; and how
-    it gets its second pass, "graph" or "forward", if it has one.
-
-    With accumulation that is `deferred`; with nothing to know beforehand `immediate`. In between it is `deferred` on a
-    GPU, whose gradients are offloaded to the host, and where the graph cannot be replayed or has reentrant activation
-    checkpointing; else `two_pass` on a CPU, where offloaded gradients would take as much memory as the weights.
-
-    Raises:
-        UnsupportedError: the policy cannot do what is needed, or it should replay the graph, which is gone.
+    it gets its second pass, "graph" or "forward", if it has one. Raises `UnsupportedError` if it cannot do what is
+    needed. On a CPU, `auto` prefers two passes, because offloaded gradients would take as much memory as the weights.
     """
     for (policy, name), why in _REFUSALS.items():
         if policy == config.policy and (need := getattr(needs, name)):
@@ -149,17 +142,13 @@ def repeatable(forward: Callable[[], Tensor], devices: Iterable[torch.device]) -
 # -- the policies ------------------------------------------------------------------------------------------------------
 
 
-class Pass(NamedTuple):
-    """One backward: of `loss`, which is not scaled, to the leaves `inputs` (None: all)."""
-
-    loss: Tensor
-    inputs: Sequence[Tensor] | None = None
-    retain_graph: bool = False
+# A loss, which is not scaled; the leaves to which its backward runs (None: all); whether to retain the graph.
+Pass = tuple[Tensor, Sequence[Tensor] | None, bool]
 
 
 @dataclass(eq=False)
-class Policy(ABC):
-    """When gradients become updates.
+class Policy:
+    """When gradients become updates: here in the hook. Nothing is known about the step before its first update.
 
     The loop runs the backwards that `passes` yields. Every gradient goes through `add`, the placement's reducer (in one
     order or the other), and `ready`; `complete` decides the step. Its parts are those of the optimizer, live.
@@ -178,11 +167,19 @@ class Policy(ABC):
     updates: Updates
     reason: str
     replay: str | None
-    name: ClassVar[str]
+    name: ClassVar[str] = "immediate"
     accumulates: ClassVar[bool] = False
+    _measured: dict[str, Tensor] = field(default_factory=dict, init=False)  # of gradients before the first update
+    _decision: Decision | None = field(default=None, init=False)  # before the first update
 
     def allow_plain_backward(self) -> None:
         """Raises `StepError` if a plain `loss.backward()` is not enough."""
+        if self.replay is not None:
+            raise StepError(
+                f"policy {self.name!r} needs more than one plain loss.backward(): nothing has been measured, so "
+                "nothing is updated. Call opt.backward(loss), or use policy='deferred', for which loss.backward() is "
+                "enough."
+            )
         if self.clipping.scaler.value is not None:
             raise StepError("with a loss scale the loss must be scaled: call opt.backward(loss)")
 
@@ -193,65 +190,49 @@ class Policy(ABC):
             loss: a scalar, not scaled.
             again: computes it again with the same random numbers; None if the graph can be replayed.
         """
-        yield Pass(loss)
+        yield loss, None, False
 
-    def begin(self) -> Sums:
+    def begin(self) -> Earlier:
         """A backward begins. Returns the sums of earlier micro-batches, if it is the last one."""
-        return NO_SUMS
+        return NO_EARLIER
 
     def add(self, record: ParamRecord, grad: Gradient) -> Gradient | None:
         """Adds a gradient to those of earlier micro-batches. Returns the sum in the last one, None before it."""
         return grad
 
-    @abstractmethod
     def ready(self, record: ParamRecord, grad: Gradient) -> None:
         """A gradient is complete: summed over micro-batches, averaged over ranks and cut."""
+        self.updates.put(record, grad, self._decision)
 
     def complete(self) -> Decision | None:
         """All gradients of the step are ready. Returns what was decided before its first update."""
-        return None
+        return self._decision
 
     def replayed(self) -> Tensor | None:
-        """Whether both passes had the same gradients, boolean scalar; None if there is one pass."""
+        """Returns whether both passes had the same gradients, boolean scalar; None if there is one pass."""
         return None
 
-    def drop(self) -> None:  # noqa: B027 (some policies keep nothing)
+    def drop(self) -> None:
         """Forgets the gradients of the step."""
+        self._measured.clear()
+        self._decision = None
 
 
-class Immediate(Policy):
-    """In the hook. Nothing is known about the step before its first update."""
-
-    name = "immediate"
-
-    def ready(self, record: ParamRecord, grad: Gradient) -> None:
-        self.updates.put(record, grad, None)
-
-
-@dataclass(eq=False)
 class TwoPass(Policy):
     """Backward twice: the first measures each gradient and drops it, the second updates."""
 
     name = "two_pass"
-    _measured: dict[str, Tensor] = field(default_factory=dict, init=False)
-    _decision: Decision | None = field(default=None, init=False)  # None while measuring
-
-    def allow_plain_backward(self) -> None:
-        raise StepError(
-            f"policy {self.name!r} needs more than one plain loss.backward(): nothing has been measured, so nothing is "
-            "updated. Call opt.backward(loss), or use policy='deferred', for which loss.backward() is enough."
-        )
 
     def passes(self, loss: Tensor, again: Callable[[], Tensor] | None) -> Iterator[Pass]:
         self.drop()
         hooked = [record.param for record in self.records.values() if record.trained]
         if hooked:  # other leaves of the graph get their gradient once, in the second pass
-            yield Pass(loss, hooked if self.placement.has_leaves else None, retain_graph=again is None)
+            yield loss, hooked if self.placement.has_leaves else None, again is None
         self.cycle.next_pass()
         self._decision = self.clipping.decide(self._measured, prepared=False)
         if self._decision.skipped:
             return
-        yield Pass(loss if again is None else again())
+        yield loss if again is None else again(), None, False
         if missed := self.cycle.missed():
             self.cycle.moved.update(missed)
             raise StepError(
@@ -263,32 +244,26 @@ class TwoPass(Policy):
         if self._decision is None:
             self._measured[record.name] = self.clipping.measure(record, grad)
             return
-        if record.name not in self._decision.each:
+        if record.name not in self._measured:
             raise StepError(
                 f"parameter {record.name!r} got a gradient in the second pass and none in the first, which reentrant "
                 "activation checkpointing hides it from. Use checkpoint(..., use_reentrant=False), or policy='deferred'"
             )
-        self.updates.put(record, grad, self._decision)
-
-    def complete(self) -> Decision | None:
-        return self._decision
+        super().ready(record, grad)
 
     def replayed(self) -> Tensor | None:
         """Compares the norms of both passes, of each parameter."""
         decision = self._decision
-        assert decision is not None
+        assert decision is not None and decision.tiled is not None
         if decision.skipped:
             return None
-        fired = [record for record in self.records.values() if record.name in decision.each]
-        first, second = decision.norms.tiled, self.clipping.gather(record.square_sum for record in fired).sqrt()
+        fired = [record for record in self.records.values() if record.name in self._measured]
+        first, second = decision.tiled, self.clipping.gather(record.square_sum for record in fired).sqrt()
         tolerance = torch.tensor([_tolerance(record.param) for record in fired], dtype=torch.float64)
         total = torch.linalg.vector_norm(torch.where(first.isfinite(), first, 0.0))
         allowed = tolerance.to(first.device, non_blocking=True) * (first + _CANCELLED * total)
         same = ((first - second).abs() <= allowed) | ~(first.isfinite() | second.isfinite())
         return same.all() | ~decision.finite
-
-    def drop(self) -> None:
-        self._measured, self._decision = {}, None
 
 
 def _tolerance(param: Tensor) -> float:
@@ -304,86 +279,67 @@ def _tolerance(param: Tensor) -> float:
     return _SUMMED + roundoff
 
 
-@dataclass(eq=False)
 class Deferred(Policy):
     """Gradients are offloaded, and those of several micro-batches summed, until the step is decided."""
 
     name = "deferred"
     accumulates = True
-    _store: GradientStore | None = field(default=None, init=False)
-    _computed: dict[str, ComputedGradient] = field(default_factory=dict, init=False)  # of the backward that runs
-    _measured: dict[str, Tensor] = field(default_factory=dict, init=False)  # complete over micro-batches and ranks
 
-    def begin(self) -> Sums:
-        self._store = self._store or make_store(self.config, self.records)
-        missed = self.cycle.missed() if self.cycle.last else set()
-        records = (record for record in self.records.values() if record.name in missed)
-        read = {record.name: functools.partial(self._sum_of, record) for record in records}
-        return Sums(read, self._wide) if read else NO_SUMS
+    @functools.cached_property
+    def _store(self) -> GradientStore:
+        return make_store(self.config, self.records)
 
     @property
     def _wide(self) -> bool:
         return self.config.accumulation_dtype == "float32"
 
+    def begin(self) -> Earlier:
+        _ = self._store  # made, or refused, before anything runs
+        missed = self.cycle.missed() if self.cycle.last else set()
+        records = (record for record in self.records.values() if record.name in missed)
+        read = {record.name: functools.partial(self._sum_of, record) for record in records}
+        return Earlier(read, self._wide) if read else NO_EARLIER
+
     def _sum_of(self, record: ParamRecord) -> Gradient:
         """The sum of earlier micro-batches, for a parameter that gets no gradient in the last one."""
         self.cycle.notice(record.name)
-        total = self._stored(record)
+        total = self._store.get(record)
         assert total is not None
         return total
 
     def add(self, record: ParamRecord, grad: Gradient) -> Gradient | None:
-        before = self._stored(record)
-        if before is not None and record.name in self._measured and self.clipping.changes(before):
-            raise StepError(
-                f"parameter {record.name!r} got its gradient in two parts within one backward, and the first part has "
-                "been unscaled or clamped already. Use checkpoint(..., use_reentrant=False)"
-            )
-        total = grad if before is None else self._sum(record, before, grad)
+        before = self._store.get(record)
+        if before is not None:
+            if record.name in self._measured and self.clipping.changes(before):
+                raise StepError(
+                    f"parameter {record.name!r} got its gradient in two parts within one backward, and the first part "
+                    "has been unscaled or clamped already. Use checkpoint(..., use_reentrant=False)"
+                )
+            total = self._dense(record, before)
+            if isinstance(grad, Tensor):
+                add(total, grad)
+            else:
+                grad.add_to(total)
+            grad = total
         if self.cycle.last:
-            return total
-        self._keep(record, total if isinstance(total, Tensor) else self._dense(record, total))
+            return grad
+        # what one is computed from may change between two backwards
+        self._store.keep(record, grad if isinstance(grad, Tensor) else self._dense(record, grad))
         return None
 
-    def _sum(self, record: ParamRecord, before: Gradient, grad: Gradient) -> Gradient:
-        if isinstance(before, Tensor):
-            total = before.to(torch.promote_types(before.dtype, torch.float32)) if self._wide else before
-        elif isinstance(grad, Tensor):
-            total = self._dense(record, before)
-        else:
-            return before + grad
+    def _dense(self, record: ParamRecord, grad: Gradient) -> Tensor:
+        """A gradient as a tensor in the dtype of sums."""
         if isinstance(grad, Tensor):
-            add(total, grad)
-        else:
-            grad.add_to(total)
-        return total
-
-    def _dense(self, record: ParamRecord, grad: ComputedGradient) -> Tensor:
-        """A gradient that is computed as it is read, as a tensor in the dtype of sums."""
+            return grad.to(torch.promote_types(grad.dtype, torch.float32)) if self._wide else grad
         return grad.dense(torch.float32 if self._wide else record.param.dtype)
 
     def ready(self, record: ParamRecord, grad: Gradient) -> None:
         self._measured[record.name] = self.clipping.measure(record, grad)
-        self._keep(record, grad)
-
-    def _stored(self, record: ParamRecord) -> Gradient | None:
-        assert self._store is not None  # since the backward began
-        return self._computed.get(record.name) or self._store.get(record)
-
-    def _keep(self, record: ParamRecord, total: Gradient) -> None:
-        assert self._store is not None
-        if isinstance(total, Tensor):
-            self._computed.pop(record.name, None)
-            self._store.keep(record, total)
-        else:
-            self._computed[record.name] = total
+        self._store.keep(record, grad)
 
     def complete(self) -> Decision | None:
-        assert self._store is not None
         decision = self.clipping.decide(self._measured, prepared=True)
         if not decision.skipped:
-            for record in [record for record in self.records.values() if record.name in self._computed]:
-                self.updates.put(record, self._computed.pop(record.name), decision)
             for record, grad in self._store.drain(list(self.records.values())):
                 self.updates.put(record, grad, decision)
                 del grad  # not to be held while the store fetches the next one
@@ -391,10 +347,9 @@ class Deferred(Policy):
         return decision
 
     def drop(self) -> None:
-        self._computed.clear()
-        self._measured.clear()
-        if self._store is not None:
+        super().drop()
+        if "_store" in vars(self):
             self._store.clear()
 
 
-POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (Immediate, TwoPass, Deferred)}
+POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (Policy, TwoPass, Deferred)}

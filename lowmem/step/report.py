@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,8 +10,6 @@ from torch import Tensor
 
 from lowmem.errors import StepError
 from lowmem.placements.readback import Readback
-from lowmem.placements.record import ParamRecord
-from lowmem.rules import UpdateRule
 from lowmem.step.clipping import Decision
 from lowmem.step.policies import Policy
 from lowmem.step.updates import Updates
@@ -28,6 +26,8 @@ class LastStep:
 
     Attributes:
         replay: how "two_pass" got its second pass: "graph" or "forward".
+        names: the parameters that got a gradient, in parameter order.
+        clip_coef: what `clip_norm` multiplied every gradient by, a float32 scalar; None if nothing is clipped by norm.
         changed_share: share of the weights that the step has changed, among those that had a gradient, a float32
             scalar: of a sample of this rank's weights. NaN if none of them had a gradient, or none was updated.
     """
@@ -35,47 +35,39 @@ class LastStep:
     step: int
     policy: str
     replay: str | None
+    names: tuple[str, ...]
+    clip_coef: Tensor | None
     changed_share: Tensor
     _decision: Decision
     _scale: Tensor | None
-    _describe: Callable[[], Statistics]
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The parameters that got a gradient, in parameter order."""
-        return self._decision.names
-
-    @property
-    def clip_coef(self) -> Tensor | None:
-        """What `clip_norm` multiplied every gradient by, a float32 scalar; None if nothing is clipped by norm."""
-        return self._decision.clip_coef
+    _statistics: Sequence[Callable[[], Statistics]]
 
     @property
     def statistics(self) -> Statistics:
-        """What the rules report about the step, for the log; empty for most rules."""
-        return self._describe()
+        """Figures that rules report about the step, for the log; empty for most rules."""
+        return {key: value for of_rule in self._statistics for key, value in of_rule().items()}
 
     @property
     def norms(self) -> Tensor:
         """The 2-norm of each parameter's unscaled, unclipped gradient, float32 [parameters], in the order of `names`.
         A norm beyond 3.4e38 is shown as Inf.
         """
-        return self._decision.norms.raw.float()
+        return self._decision.norms.float()
 
     @property
     def grad_norm(self) -> Tensor:
         """The 2-norm over all gradients, a float32 scalar."""
-        return norm_over(self._decision.norms.raw).float()
+        return norm_over(self._decision.norms).float()
 
     @property
     def loss_scale(self) -> float | None:
-        """What the loss was multiplied by; None if there is no scaling."""
+        """The factor of the loss; None if there is no scaling."""
         return None if self._scale is None else float(self._scale)
 
     @property
     def nonfinite(self) -> list[str]:
         """Parameters whose gradient had Inf or NaN."""
-        return self._where(~self._decision.norms.raw.isfinite())
+        return self._where(~self._decision.norms.isfinite())
 
     @property
     def overflowed(self) -> list[str]:
@@ -83,17 +75,19 @@ class LastStep:
         their rule sums them.
         """
         decision = self._decision
-        return self._where(decision.finite & decision.norms.raw.isfinite() & ~decision.updated)
+        return self._where(decision.finite & decision.norms.isfinite() & ~decision.updated)
 
     @property
     def skipped(self) -> bool:
-        """Whether the whole step was skipped, as "two_pass" and "deferred" do for a gradient that is not finite."""
+        """Returns whether the whole step was skipped, as "two_pass" and "deferred" do for a gradient that is not
+        finite.
+        """
         return not self._decision.finite
 
     @property
     def skipped_params(self) -> int:
-        """How many parameters were not updated: all, or those of `overflowed`, and under "immediate" of `nonfinite`
-        unless their rule says itself what an element that is not finite does.
+        """The number of parameters that were not updated: all, or those of `overflowed`, and under "immediate" of
+        `nonfinite` unless their rule says itself what an element that is not finite does.
         """
         return self._decision.updated.tolist().count(False)
 
@@ -136,10 +130,9 @@ class Report:
             records = clipping.records.values()
             decision = clipping.review([record for record in records if self._cycle.has_fired(record.name)])
         share, by_nearest = self._changes.take(clipping.groups)
-        self.last = LastStep(
-            self._cycle.step, policy.name, policy.replay, share, decision, scaler.value, self._statistics()
-        )
-        nonfinite = decision.norms.raw.isfinite().logical_not().sum()
+        said = decision.names, decision.clip_coef, share, decision, scaler.value, self._statistics()
+        self.last = LastStep(self._cycle.step, policy.name, policy.replay, *said)
+        nonfinite = decision.norms.isfinite().logical_not().sum()
         finite = nonfinite == 0
         self.nonfinite_gradients = self.nonfinite_gradients + nonfinite
         self.nonfinite_steps = self.nonfinite_steps + ~finite
@@ -151,24 +144,21 @@ class Report:
         )
         scaler.update(finite)
 
-    def _statistics(self) -> Callable[[], Statistics]:
-        """The rules' statistics of this step, computed when they are read."""
+    def _statistics(self) -> Sequence[Callable[[], Statistics]]:
+        """Gives the statistics of each rule for this step, computed when they are read."""
         clipping = self._clipping
-        updated: dict[UpdateRule, list[ParamRecord]] = {}
-        for record in clipping.records.values():
-            if record.size is not None:
-                updated.setdefault(record.rule, []).append(record)
+        sized = [record for record in clipping.records.values() if record.size is not None]
         parts = []
-        for rule, members in updated.items():
-            names = [record.name for record in members]
+        for rule in dict.fromkeys(record.rule for record in sized):
+            members = [record for record in sized if record.rule is rule]
             squares = clipping.gather(record.square_sum for record in members)
             sizes = clipping.gather(record.size for record in members)
             numbered = [(n, group) for n, group in enumerate(clipping.groups) if group["rule"] == rule.name]
             groups = [(group, dict(clipping.memory.get(n, {}))) for n, group in numbered]
-            parts.append(functools.partial(rule.statistics, names, squares, sizes, groups))
-            for record in members:
-                record.size = None
-        return lambda: {key: value for part in parts for key, value in part().items()}
+            parts.append(functools.partial(rule.statistics, [each.name for each in members], squares, sizes, groups))
+        for record in sized:
+            record.size = None
+        return parts
 
     def state_dict(self) -> dict[str, int]:
         """The counts, with which a resumed run continues."""
@@ -187,9 +177,8 @@ class Report:
         """The host learns how the last step ended. Returns whether it was skipped, and whether its second pass had the
         gradients that the first one measured; (False, True) if the host knows about it already.
         """
-        values = None if self._ended is None else self._ended.values()
-        self._ended = None
-        if values is None:
+        ended, self._ended = self._ended, None
+        if ended is None or (values := ended.values()) is None:
             return False, True
         finite, replayed, loss_finite, at_minimum, all_updated = map(bool, values[:-1])
         assert self.last is not None
@@ -208,13 +197,8 @@ class Report:
 
     def _count_nonfinite(self, last: LastStep, loss_finite: bool, lowest_scale: bool) -> None:
         names, count = last.nonfinite, last.skipped_params
-        what = (
-            "was skipped"
-            if last.skipped
-            else f"skipped {count} parameter(s)"
-            if count
-            else "left elements as they were"
-        )
+        left_out = f"skipped {count} parameter(s)" if count else "left elements as they were"
+        what = "was skipped" if last.skipped else left_out
         cause = "" if loss_finite else ", and its loss is not finite either"
         message = f"step {last.step} {what}: the gradient of {_some(names)} is not finite{cause}"
         usual = self._clipping.scaler.dynamic or int(self.nonfinite_steps) > 1  # one warning is enough
@@ -237,11 +221,8 @@ class Report:
             )
 
     def raise_if_diverged(self) -> None:
-        """The next step begins.
-
-        Raises:
-            StepError: the last `limit` steps had gradients that are not finite, or those of the last step overflowed
-                although the loss scale cannot back off any further.
+        """Raises `StepError`, once, if the last `limit` steps had gradients that are not finite, or those of the last
+        step overflowed although the loss scale cannot back off any further.
         """
         if self._diverged is not None:
             reason, self._diverged = self._diverged, None

@@ -17,14 +17,14 @@ from torch import Tensor
 
 from lowmem.errors import CheckpointError
 from lowmem.placements.base import Shard
-from lowmem.placements.record import ParamRecord
 from lowmem.rules import ENGINE_KEYS, adamw
 from lowmem.step.clipping import Clipping
 from lowmem.step.cycle import StepCycle
+from lowmem.step.program import rounding_of, weight_storage
+from lowmem.step.record import ParamRecord
 from lowmem.step.report import Report
-from lowmem.step.updates import Updates, rounding_of, settle
+from lowmem.step.updates import Updates
 from lowmem.tiles.layout import Span
-from lowmem.tiles.storage import Nearest, of_weight
 
 # The memory of a group's own clipping by norm is saved like a state, under this and the number of the group.
 _GROUP = "_group"
@@ -89,8 +89,8 @@ class Saving:
         }
 
     def _sources(self, record: ParamRecord) -> dict[str, Any]:
-        """What is held for a parameter by name: its states, and the other tensors of the storage of its weight."""
-        held = {**self.state[record.param], **dict(zip(record.extra_names, record.extra, strict=True))}
+        """The tensors of a parameter by name: its states, and the other tensors of the storage of its weight."""
+        held = {**self.state[record.param], **dict(zip(record.program.extra_names, record.extra, strict=True))}
         return {name: self._source(record, name, value) for name, value in held.items()}
 
     def _source(self, record: ParamRecord | None, name: str, value: Any) -> Any:
@@ -133,7 +133,7 @@ class Saving:
             self.state.pop(record.param, None)
 
     def _group_memory(self, n: int, hyper: Mapping[str, Any]) -> dict[str, Tensor]:
-        """What the rule of a group remembers of it before the first step, under these hyperparameters."""
+        """The memory of the rule of a group before the first step, under these hyperparameters."""
         rules = (record.rule for record in self.records.values() if record.group is self.groups[n])
         rule = next(rules, None)
         return {} if rule is None else rule.group_memory(hyper)
@@ -164,14 +164,14 @@ class Saving:
         for record in self.records.values():
             record.extra = ()
             if record.name in settled:
-                settle(record, self.shard)
+                record.choose_program(self.shard)
                 record.form = None
         params = {record.name: record for record in self.records.values()}
         for owner, state in saved["state"].items():
             copies = {name: self._copy(settled.get(owner), name, value) for name, value in state.items()}
             if owner in params:
                 record = params[owner]
-                record.extra = tuple(copies.pop(name) for name in settled[owner].extra_names)
+                record.extra = tuple(copies.pop(name) for name in settled[owner].program.extra_names)
                 self.state[record.param] = copies
             else:
                 self.clipping.memory[int(owner.removeprefix(_GROUP))] = copies
@@ -200,7 +200,8 @@ class Saving:
                     settled[record.name] = _settled(record, group, self.shard)
         want = {f"{_GROUP}{n}": _forms(self._group_memory(n, group)) for n, group in enumerate(saved["param_groups"])}
         for name, trial in settled.items():
-            want[name] = {key: (trial.shape_of(tensor), tensor.dtype) for key, tensor in trial.tensors.items()}
+            kept = trial.program.kept.items()
+            want[name] = {key: (trial.program.shape_of(tensor), tensor.dtype) for key, tensor in kept}
         for owner, have in ((owner, _forms(state)) for owner, state in saved["state"].items()):
             if owner not in want:
                 raise CheckpointError(
@@ -235,7 +236,7 @@ class Saving:
                     )
 
     def _copy(self, record: ParamRecord | None, name: str, value: Any) -> Any:
-        """What this rank holds of a saved value of a parameter, or of a group, on the device where it is held."""
+        """Copies this rank's share of a saved value of a parameter, or of a group, to the device where it belongs."""
         value = value.read() if isinstance(value, TensorSource) else value
         if not isinstance(value, Tensor):
             return value
@@ -251,19 +252,20 @@ class Saving:
 
 def _settled(record: ParamRecord, group: Mapping[str, Any], shard: Shard) -> ParamRecord:
     """A record of the same parameter without states, as hyperparameters of its group have it."""
-    trial = ParamRecord(record.name, record.param, {**record.group, **group}, record.rule, record.span)
-    settle(trial, shard)
+    trial = ParamRecord(record.name, record.param, record.span, {**record.group, **group}, record.rule)
+    trial.choose_program(shard)
     return trial
 
 
 def _unspecified(record: ParamRecord, name: str) -> str | None:
     """Where a state is held that the rule alone knows; None if it is another one."""
-    return None if name in record.tensors else record.rule.unspecified_state(name, record.group)
+    return None if name in record.program.kept else record.rule.unspecified_state(name, record.group)
 
 
 def _span(record: ParamRecord, name: str) -> Span | None:
-    """Which part of a tensor is on this rank, if it is sharded as its parameter is; else every rank has all of it."""
-    group = record.tensors[name].group if name in record.tensors else int(_unspecified(record, name) == "full")
+    """The part of a tensor on this rank, if it is sharded as its parameter is; None: every rank has all of it."""
+    kept = record.program.kept.get(name)
+    group = int(_unspecified(record, name) == "full") if kept is None else kept.group
     return record.span.grouped(group) if group else None
 
 
@@ -282,11 +284,11 @@ def _refuse_other_weight(record: ParamRecord, have: Mapping[str, Form], was: str
     """
     now = record.param.dtype
     then = now if was is None else getattr(torch, was.removeprefix("torch."))
-    before, storage = (of_weight(rounding_of(record.rule, record.group, dtype), dtype) for dtype in (then, now))
-    stepped, steps = (each.dtype if isinstance(each, Nearest) else torch.float32 for each in (before, storage))
+    before, storage = (weight_storage(rounding_of(record.rule, record.group, dtype), dtype) for dtype in (then, now))
+    stepped, steps = (each.parts[0].dtype if each.is_cast else torch.float32 for each in (before, storage))
     for name, (shape, dtype) in have.items() if then != now else ():
         like = dtype is stepped is not steps and len(shape) == len(record.span.shape) > 0
-        if name in [part.name for part in before.parts[1:]] or (like and name not in record.tensors):
+        if name in [part.name for part in before.parts[1:]] or (like and name not in record.program.kept):
             raise CheckpointError(
                 f"the saved state {name!r} is of the weight {record.name!r} in {was}, which this model has in {now}. "
                 f"Convert the model before its optimizer is made: model.to({was})"
@@ -303,7 +305,8 @@ def _listing(forms: Mapping[str, Form]) -> str:
 
 
 def _by_name(saved: Mapping[str, Any], own: Sequence[Mapping[str, Any]], seed: int) -> dict[str, Any]:
-    """What `Saving.numbered` or a `torch.optim.AdamW` returned, as `Saving.named` has it; `own` are the groups here.
+    """Converts what `Saving.numbered` or a `torch.optim.AdamW` returned to `Saving.named` has it; `own` are the groups
+    here.
 
     torch.distributed.checkpoint has replaced numbers by the names of the model, in the order of the parameters here.
     """

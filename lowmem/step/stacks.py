@@ -8,26 +8,23 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from lowmem.placements.record import ParamRecord
-from lowmem.tiles.layout import Layout
-
-States = Sequence[dict[str, Any]]
+from lowmem.step.program import Program
+from lowmem.step.record import ParamRecord
 
 
 @dataclass
 class Stack:
-    """Parameters of equal spec, shape, dtype, device and group, whose gradients wait until the stack is full.
+    """Parameters of one program, whose gradients wait until the stack is full.
 
     Attributes:
         full: how many of them are updated as one.
         records, grads: of those that wait.
-        layouts: of so many of them, stacked.
     """
 
+    program: Program
     full: int
     records: list[ParamRecord] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
-    layouts: dict[int, Layout] = field(default_factory=dict)
 
     def empty(self) -> tuple[list[ParamRecord], list[Tensor]]:
         """Returns the parameters and gradients that wait, and forgets them."""
@@ -51,8 +48,8 @@ class Arena:
     stacked: dict[str, Tensor]
     addresses: dict[str, list[int]]
 
-    def holds(self, records: Sequence[ParamRecord], states: States) -> bool:
-        """Whether the states are its views, in its order: a loaded state, or one that a user replaced, is not."""
+    def holds(self, records: Sequence[ParamRecord], states: Sequence[dict[str, Any]]) -> bool:
+        """Returns whether the states are its views, in its order: loaded or replaced ones are not."""
         return self.records == records and self.addresses == _addresses(_columns(records, states))
 
 
@@ -68,7 +65,7 @@ class Arenas:
         """Forgets all of them. Tensors that are views of one stay so until their next update."""
         self._of.clear()
 
-    def find(self, records: list[ParamRecord], states: States) -> Arena | None:
+    def find(self, records: list[ParamRecord], states: Sequence[dict[str, Any]]) -> Arena | None:
         """The arena that has the states of these parameters, and the other tensors of their storage, in this order. It
         is made where that leaves no other parameter behind, whose state would go on holding the memory of all.
         """
@@ -83,26 +80,26 @@ class Arenas:
         views = {name: list(tensor.unbind()) for name, tensor in stacked.items()}
         for i, (record, state) in enumerate(zip(records, states, strict=True)):
             state.update({name: views[name][i] for name in state})
-            record.extra = tuple(views[name][i] for name in record.extra_names)
+            record.extra = tuple(views[name][i] for name in record.program.extra_names)
         arena = Arena(records, stacked, _addresses(views))
         self._of.update(dict.fromkeys(records, arena))
         return arena
 
 
-def gather(records: Sequence[ParamRecord], states: States) -> dict[str, Tensor]:
+def gather(records: Sequence[ParamRecord], states: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
     """Copies of the states of parameters, and of the other tensors of their storage, stacked."""
     return {name: torch.stack(tensors) for name, tensors in _columns(records, states).items()}
 
 
-def scatter(stacked: Mapping[str, Tensor], records: Sequence[ParamRecord], states: States) -> None:
+def scatter(stacked: Mapping[str, Tensor], records: Sequence[ParamRecord], states: Sequence[dict[str, Any]]) -> None:
     """Copies what `gather` returned, and has changed since, to where it was."""
     for name, tensors in _columns(records, states).items():
         torch._foreach_copy_(tensors, stacked[name].unbind())
 
 
-def _columns(records: Sequence[ParamRecord], states: States) -> dict[str, list[Tensor]]:
+def _columns(records: Sequence[ParamRecord], states: Sequence[dict[str, Any]]) -> dict[str, list[Tensor]]:
     columns = {name: [state[name] for state in states] for name in states[0]}
-    for i, name in enumerate(records[0].extra_names):
+    for i, name in enumerate(records[0].program.extra_names):
         columns[name] = [record.extra[i] for record in records]
     return columns
 

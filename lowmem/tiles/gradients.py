@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lowmem.tiles.layout import Block, Layout, View
+from lowmem.tiles.layout import Layout, Rectangle, View
 
 # Gradients are computed as they are read where what they are computed from takes this many times less memory. For more
 # tokens a tensor is hardly larger, and computed once.
@@ -20,12 +20,12 @@ TIMES_LESS = 4
 
 
 def saves_memory(kept: Sequence[Tensor], dense: int) -> bool:
-    """Whether to keep these tensors in place of a gradient of `dense` bytes that is computed from them."""
+    """Returns whether to keep these tensors in place of a gradient of `dense` bytes that is computed from them."""
     return sum(tensor.nbytes for tensor in kept) * TIMES_LESS <= dense
 
 
 class Contribution(Protocol):
-    """What one use of a parameter adds to its gradient. It may depend on the parameter."""
+    """The part of a gradient that one use of the parameter adds. It may depend on the parameter."""
 
     @property
     def block_rows(self) -> int:
@@ -71,9 +71,6 @@ class ComputedGradient:
         """Rows of a block, of which the last one may have fewer."""
         return min(self.shape[0], *(part.block_rows for part in self.contributions))
 
-    def __add__(self, other: "ComputedGradient") -> "ComputedGradient":
-        return ComputedGradient(self.shape, self.device, [*self.contributions, *other.contributions])
-
     def blocks(self) -> Iterator[tuple[int, Tensor]]:
         """Each block as float32 [rows, cols], with the number of its first row. It may be changed in place."""
         for start in range(0, self.shape[0], self.block_rows):
@@ -88,7 +85,7 @@ class ComputedGradient:
         return block
 
     def elements(self, start: int, count: int) -> Tensor:
-        """So many elements in the order of rows, float32, and zeros where there are no more."""
+        """Returns `count` elements from `start` on, in the order of rows, float32, padded with zeros."""
         rows, cols = self.shape
         stop = min(start + count, rows * cols)
         if start >= stop:
@@ -114,10 +111,10 @@ class ComputedGradient:
         rows, cols = self.shape
         return _in_blocks(rows, cols, view, self.block_rows)
 
-    def view(self, block: Block) -> Tensor:
+    def view(self, rectangle: Rectangle) -> Tensor:
         """The gradient of a rectangle of `layout(...)`: [batch, rows, cols]."""
-        here = replace(block, start=0, stop=block.stop - block.start)
-        return here.view(self.read(block.start // self.shape[1]))
+        here = replace(rectangle, start=0, stop=rectangle.stop - rectangle.start)
+        return here.view(self.read(rectangle.start // self.shape[1]))
 
     def read(self, start: int) -> Tensor:
         """The block that begins at row `start`, which stays until another one is read."""
@@ -130,12 +127,12 @@ class ComputedGradient:
 @functools.lru_cache(maxsize=64)
 def _in_blocks(rows: int, cols: int, view: View, block_rows: int) -> Layout:
     """The layout of a matrix that is cut every `block_rows` rows."""
-    pieces = []
+    rectangles: list[Rectangle] = []
     for start in range(0, rows, block_rows):
         first, last = start * cols, min(start + block_rows, rows) * cols
         layout = Layout.of((rows, cols), view, first, last)
-        pieces += [replace(block, start=block.start + first, stop=block.stop + first) for block in layout.blocks]
-    return Layout(view.sizes((rows, cols)), tuple(pieces))
+        rectangles += [replace(r, start=r.start + first, stop=r.stop + first) for r in layout.rectangles]
+    return Layout(view.sizes((rows, cols)), tuple(rectangles))
 
 
 Gradient = Tensor | ComputedGradient

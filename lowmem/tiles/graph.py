@@ -7,8 +7,6 @@ keeps what it compiled on disk, as it does for `torch.compile`.
 
 import functools
 import logging
-import math
-import operator
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -81,8 +79,8 @@ class Sizes:
             return torch.empty(tuple(shape), dtype=dtype, device=device)
 
 
-def trace(fn: Function, args: Sequence[Tensor]) -> fx.GraphModule:
-    """The operations of `fn(*args)`, whose `args` are fake tensors and which returns tensors."""
+def trace(fn: Function, args: Sequence[Tensor | Size]) -> fx.GraphModule:
+    """The operations of `fn(*args)`, whose `args` are fake tensors and sizes, and which returns tensors."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     log = logging.getLogger("torch._subclasses.fake_tensor")
@@ -96,7 +94,7 @@ def trace(fn: Function, args: Sequence[Tensor]) -> fx.GraphModule:
     return fx.GraphModule(torch.nn.Module(), traced.graph)  # without its `shape_env`, for which there is no cache key
 
 
-def compiled(graph: fx.GraphModule, sizes: Sizes, args: Sequence[Tensor]) -> Function:
+def compiled(graph: fx.GraphModule, sizes: Sizes, args: Sequence[Tensor | Size]) -> Function:
     """Compiles what `trace` has returned for `args`. The result is called with real tensors of such sizes."""
     from torch._inductor.compile_fx import compile_fx
 
@@ -116,90 +114,3 @@ def tied(value: Tensor, to: Tensor) -> Tensor:
     into one loop only if they read the same tensor, or if one depends on the other.
     """
     return torch.where(to > 0, value, value) if value.device.type == "cpu" else value
-
-
-# -- numbers -----------------------------------------------------------------------------------------------------------
-
-_aten = torch.ops.aten
-
-# Operations of float64 scalars as Python computes them, in a hundredth of the time.
-_IN_PYTHON: dict[Any, Callable[..., Any]] = {
-    _aten.select.int: lambda numbers, dim, i: numbers[i],
-    _aten._to_copy.default: lambda value, **dtype: value,
-    _aten.add.Tensor: operator.add,
-    _aten.sub.Tensor: operator.sub,
-    _aten.mul.Tensor: operator.mul,
-    _aten.div.Tensor: operator.truediv,
-    _aten.pow.Tensor_Tensor: operator.pow,
-    _aten.pow.Tensor_Scalar: operator.pow,
-    _aten.pow.Scalar: operator.pow,
-    _aten.rsub.Scalar: lambda value, other: other - value,
-    _aten.neg.default: operator.neg,
-    _aten.sqrt.default: math.sqrt,
-}
-
-
-class Numbers:
-    """What a traced function computes from its numbers alone: the same for all parameters of a group in a step.
-
-    It is computed once, on the host, and the graph is given the results that it uses.
-
-    Args:
-        graph: traced with a float64 vector of numbers as its last argument. It is changed, and takes two vectors of
-            results in place of that one: float32 and float64.
-    """
-
-    def __init__(self, graph: fx.GraphModule) -> None:
-        nodes = list(graph.graph.nodes)
-        numbers = [node for node in nodes if node.op == "placeholder"][-1]
-        known = {numbers}
-        for node in nodes:
-            inputs = node.all_input_nodes
-            if node.target in _IN_PYTHON and inputs and known.issuperset(inputs) and _is_number(node):
-                known.add(node)
-        known_nodes = [node for node in nodes if node in known]
-        used = [node for node in known_nodes if node is not numbers and not known.issuperset(node.users)]
-        self._dtypes = torch.float32, torch.float64
-        self._by_dtype = [[node for node in used if node.meta["val"].dtype == dtype] for dtype in self._dtypes]
-        self._compute = self._in_python(known_nodes).forward
-        self._replace(graph, numbers, known_nodes)
-
-    def _in_python(self, nodes: Sequence[fx.Node]) -> fx.GraphModule:
-        graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-        for node in nodes:
-            copies[node] = copy = graph.node_copy(node, copies.__getitem__)
-            copy.target = _IN_PYTHON.get(node.target, node.target)
-        graph.output([[copies[node] for node in same] for same in self._by_dtype])
-        return fx.GraphModule(torch.nn.Module(), graph)
-
-    def _replace(self, graph: fx.GraphModule, numbers: fx.Node, known: Sequence[fx.Node]) -> None:
-        for dtype, same in zip(self._dtypes, self._by_dtype, strict=True):
-            with graph.graph.inserting_before(numbers):
-                vector = graph.graph.placeholder(str(dtype).removeprefix("torch."))
-            for i, node in enumerate(same):
-                with graph.graph.inserting_before(node):
-                    result = graph.graph.call_function(_aten.select.int, (vector, 0, i))
-                node.replace_all_uses_with(result)
-        for node in reversed(known):
-            graph.graph.erase_node(node)
-        graph.recompile()
-
-    def fake(self, sizes: Sizes, device: torch.device) -> list[Tensor]:
-        """Fake vectors of results, for `compiled`."""
-        pairs = zip(self._dtypes, self._by_dtype, strict=True)
-        return [sizes.tensor((len(same),), dtype, device) for dtype, same in pairs]
-
-    def results(self, values: Sequence[float], device: torch.device) -> list[Tensor]:
-        """The results for these numbers: the last two arguments of the graph."""
-        pairs = zip(self._dtypes, self._compute(values), strict=True)
-        return [torch.tensor(same, dtype=dtype).to(device, non_blocking=True) for dtype, same in pairs]
-
-
-def _is_number(node: fx.Node) -> bool:
-    """Whether it computes a scalar, in float64 up to a cast: the results of a cast are not computed with in Python."""
-    value = node.meta.get("val")
-    cast = node.target is _aten._to_copy.default
-    allowed = set(node.kwargs) <= ({"dtype", "device"} if cast else set())
-    dtypes = (torch.float32, torch.float64) if cast else (torch.float64,)
-    from_double = all(each.meta["val"].dtype == torch.float64 for each in node.all_input_nodes)
-    return isinstance(value, Tensor) and value.ndim == 0 and value.dtype in dtypes and allowed and from_double

@@ -1,20 +1,23 @@
-"""How a parameter is viewed as [batch, rows, cols], and which rectangles of it are in the shard of this rank."""
+"""The view of a parameter as [batch, rows, cols], and the rectangles of it that are in the shard of this rank."""
 
 import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
 Extent = Literal["full", "row", "col", "slice"]
 
+# Tiles do not cross columns whose number is a multiple of this: int32 counts the columns of a tile.
+WIDEST = 1 << 30
 
-@dataclass(frozen=True)
-class View:
-    """Which dimensions of a parameter are batch, rows and cols, each in the order in which they are laid side by side.
+
+class View(NamedTuple):
+    """The dimensions of a parameter that are batch, rows and cols, each in the order in which they are laid side by
+    side.
 
     What a rule sums or factors, it does within each slice of the batch.
     """
@@ -40,7 +43,7 @@ class View:
 
     def sizes(self, shape: tuple[int, ...]) -> tuple[int, int, int]:
         """A shape as [batch, rows, cols]."""
-        batch, rows, cols = (math.prod(shape[d] for d in dims) for dims in (self.batch, self.rows, self.cols))
+        batch, rows, cols = (math.prod(shape[d] for d in side) for side in self)
         return batch, rows, cols
 
     def state_shape(self, extent: Extent, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -51,79 +54,58 @@ class View:
         return tuple(shape[d] for d in dims)
 
     def has_groups(self, shape: tuple[int, ...], group: int) -> bool:
-        """Whether rows consist of groups of `group` elements that follow one another in memory."""
+        """Returns whether rows consist of groups of `group` elements that follow one another in memory."""
         return group == 1 or (self.cols[-1:] == (len(shape) - 1,) and shape[-1] % group == 0)
 
     def stacked(self) -> "View":
         """The view of several parameters of this view, stacked along a new first dimension."""
-        batch, rows, cols = (tuple(d + 1 for d in dims) for dims in (self.batch, self.rows, self.cols))
+        batch, rows, cols = (tuple(d + 1 for d in side) for side in self)
         return View((0, *batch), rows, cols)
 
 
-@dataclass(frozen=True)
-class Rect:
+class Rect(NamedTuple):
     """A rectangle of a parameter seen as [batch, rows, cols], in the parameter's own coordinates."""
 
     batch: slice
     rows: slice
     cols: slice
 
-    def subdivide(self, tile: int, block: int = 1) -> Iterator["Rect"]:
-        """Rectangles of about `tile` elements each that cover this one: whole slices, whole rows, a multiple of `block`
-        at a time, or parts of a row.
-        """
+    def subdivide(self, tile: int) -> Iterator["Rect"]:
+        """Rectangles of about `tile` elements each that cover this one: whole slices, whole rows, or parts of a row."""
         b, r, c = self.size
         if not b * r * c:
             yield self
             return
-        cols = min(c, tile)
-        rows = min(r, max(block, tile // cols // block * block)) if cols == c else 1
-        batch = min(b, max(1, tile // (rows * cols))) if rows == r and cols == c else 1
-        for b0 in range(self.batch.start, self.batch.stop, batch):
-            for r0 in range(self.rows.start, self.rows.stop, rows):
-                for c0 in range(self.cols.start, self.cols.stop, cols):
-                    yield Rect(
-                        slice(b0, min(b0 + batch, self.batch.stop)),
-                        slice(r0, min(r0 + rows, self.rows.stop)),
-                        slice(c0, min(c0 + cols, self.cols.stop)),
-                    )
-
-    def narrow(self, width: int) -> Iterator["Rect"]:
-        """This rectangle cut before every column whose number is a multiple of `width`."""
-        start, stop = self.cols.start, self.cols.stop
-        borders = [start, *range(start - start % width + width, stop, width), stop]
-        for first, last in itertools.pairwise(borders):
-            yield self if (first, last) == (start, stop) else Rect(self.batch, self.rows, slice(first, last))
-
-    def regular(self, block: int, line: int) -> tuple["Rect | None", "Rect | None"]:
-        """This rectangle in two: a multiple of `block` rows, or if it is a single row of `line` elements, twice that at
-        least; and what is left over. Either may be None.
-        """
-        _, r, c = self.size
-        side, size, step = (self.cols, c, line) if r == 1 else (self.rows, r, block)
-        count = size - size % step if size >= 2 * step else 0
-        middle = side.start + count
-
-        def of(part: slice) -> "Rect | None":
-            if part.start == part.stop:
-                return None
-            return Rect(self.batch, self.rows, part) if r == 1 else Rect(self.batch, part, self.cols)
-
-        return of(slice(side.start, middle)), of(slice(middle, side.stop))
+        border = (self.cols.start // WIDEST + 1) * WIDEST
+        if border < self.cols.stop:
+            for cols in (slice(self.cols.start, border), slice(border, self.cols.stop)):
+                yield from Rect(self.batch, self.rows, cols).subdivide(tile)
+            return
+        width = min(c, tile)
+        height = min(r, max(1, tile // width)) if width == c else 1
+        depth = min(b, max(1, tile // (height * width))) if height == r and width == c else 1
+        for batch in _cut(self.batch, depth):
+            for rows in _cut(self.rows, height):
+                for cols in _cut(self.cols, width):
+                    yield Rect(batch, rows, cols)
 
     def within(self, outer: "Rect") -> tuple[slice, slice, slice]:
         """This rectangle's indices in a tensor that holds just `outer`."""
 
-        def shift(inner: slice, outer: slice) -> slice:
-            return slice(inner.start - outer.start, inner.stop - outer.start)
-
-        return shift(self.batch, outer.batch), shift(self.rows, outer.rows), shift(self.cols, outer.cols)
-
-    @functools.cached_property
-    def size(self) -> tuple[int, int, int]:
-        """Batch, rows and cols."""
-        batch, rows, cols = (s.stop - s.start for s in (self.batch, self.rows, self.cols))
+        batch, rows, cols = (slice(s.start - o.start, s.stop - o.start) for s, o in zip(self, outer, strict=True))
         return batch, rows, cols
+
+    @property
+    def size(self) -> tuple[int, int, int]:
+        """Numbers of batch, rows and cols: [b, r, c]."""
+        batch, rows, cols = (side.stop - side.start for side in self)
+        return batch, rows, cols
+
+
+def _cut(side: slice, length: int) -> Iterator[slice]:
+    """A side in parts of this length, of which the last one may be shorter."""
+    for start in range(side.start, side.stop, length):
+        yield slice(start, min(start + length, side.stop))
 
 
 @dataclass(frozen=True)
@@ -160,8 +142,29 @@ def grouped(shape: Sequence[int], group: int) -> tuple[int, ...]:
 Box = tuple[slice, ...]
 
 
+def cut(tensor: Tensor, inner: Box | None, group: int = 1) -> Tensor:
+    """A part of a tensor with one value per `group` elements of a row (None: all of it), in its memory."""
+    if inner is None:
+        return tensor
+    if group > 1:
+        *lines, cols = inner
+        inner = *lines, slice(cols.start // group, cols.stop // group)
+    return tensor[inner]
+
+
+class Place(NamedTuple):
+    """Where a tile of a parameter is.
+
+    rectangle: number of its rectangle in the layout.  rect: in the view.  inner: in that rectangle; None: all of it.
+    """
+
+    rectangle: int
+    rect: Rect
+    inner: Box | None
+
+
 @dataclass(frozen=True)
-class Block:
+class Rectangle:
     """A rectangle of a parameter, and where it is in a shard.
 
     rect: in [batch, rows, cols].  start, stop: elements of the flat shard, which viewed in `shape` hold it at `index`
@@ -180,13 +183,10 @@ class Block:
 
         A tensor with one value per `group` elements of a row gives [batch, rows, cols / group].
         """
-        shape, index, (batch, rows, cols) = grouped(self.shape, group), self.index, self.rect.size
-        if group > 1 and index is not None:
-            index = *index[:-1], slice(index[-1].start // group, index[-1].stop // group)
+        shape, (batch, rows, cols) = grouped(self.shape, group), self.rect.size
         if shard.shape != shape:
             shard = shard.view(-1)[self.start // group : self.stop // group].view(shape)
-        if index is not None:
-            shard = shard[index]
+        shard = cut(shard, self.index, group)
         if self.order != tuple(range(shard.ndim)):
             shard = shard.permute(self.order)
         return shard.view(batch, rows, cols // group)
@@ -194,15 +194,14 @@ class Block:
 
 @dataclass(frozen=True)
 class Layout:
-    """Which rectangles of a [batch, rows, cols] parameter a process holds.
+    """The rectangles of a [batch, rows, cols] parameter that a process holds.
 
-    shape: that of the full parameter as [batch, rows, cols].  blocks: the rectangles of the shard.
-    cuts: how sweeps have cut that into tiles, by what they have cut it for.
+    shape: that of the full parameter as [batch, rows, cols].  rectangles: those of the shard.
     """
 
     shape: tuple[int, int, int]
-    blocks: tuple[Block, ...]
-    cuts: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    rectangles: tuple[Rectangle, ...]
+    _places: dict[int, list[Place]] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @classmethod
     def of(cls, shape: tuple[int, ...], view: View, start: int = 0, stop: int | None = None) -> "Layout":
@@ -214,60 +213,59 @@ class Layout:
         stop = numel if stop is None else stop
         if (start, stop) != (0, numel):
             shape, view = _merged(shape, view)
-        dims = view.batch + view.rows + view.cols
+        dims = sum(view, ())
         if not shape:
             shape, dims = (1,), (0,)
         if start >= stop:
             nothing = Rect(slice(0, 0), slice(0, 1), slice(0, 1))
-            return cls(sizes, (Block(nothing, 0, 0, (0, *shape[1:]), None, dims),))
-        blocks, done = [], 0
+            return cls(sizes, (Rectangle(nothing, 0, 0, (0, *shape[1:]), None, dims),))
+        rectangles, done = [], 0
         for box in _boxes(start, stop, shape):
             extent = tuple(s.stop - s.start for s in box)
             end = done + math.prod(extent)
-            looped = tuple(d for side in (view.batch, view.rows, view.cols) for d in _looped(side, box, shape))
+            looped = tuple(d for side in view for d in _looped(side, box, shape))
             for at in itertools.product(*(range(extent[d]) for d in looped)):
                 inner = dict(zip(looped, at, strict=True))
                 index = tuple(slice(inner.get(d, 0), inner.get(d, n - 1) + 1) for d, n in enumerate(extent))
                 part = tuple(slice(s.start + i.start, s.start + i.stop) for s, i in zip(box, index, strict=True))
-                rect = Rect(*(_side(side, part, shape) for side in (view.batch, view.rows, view.cols)))
-                blocks.append(Block(rect, done, end, extent, index if looped else None, dims))
+                rect = Rect(*(_side(side, part, shape) for side in view))
+                rectangles.append(Rectangle(rect, done, end, extent, index if looped else None, dims))
             done = end
-        return cls(sizes, tuple(blocks))
-
-    @property
-    def in_order(self) -> bool:
-        """Whether the process holds all of the parameter, whose elements in memory are in the order of the view."""
-        first = self.blocks[0]
-        complete = len(self.blocks) == 1 and first.index is None and first.rect.size == self.shape
-        return complete and first.order == tuple(range(len(first.order)))
+        return cls(sizes, tuple(rectangles))
 
     @property
     def one_line(self) -> bool:
-        """Whether the parameter is a single line, of which every range is a single rectangle."""
+        """Returns whether the parameter is a single line, of which every range is a single rectangle."""
         return self.shape[:2] == (1, 1)
 
     def lines(self, count: int) -> "Layout":
         """The layout of `count` such shards stacked, of parameters that are `one_line`."""
-        (block,) = self.blocks
-        here = block.rect.size[0] * block.rect.size[2]  # none, if the rank holds nothing
-        rect = Rect(slice(0, count if here else 0), block.rect.rows, block.rect.cols)
-        stacked = Block(rect, 0, count * here, (count, here), None, (0, 1))
+        (only,) = self.rectangles
+        here = only.rect.size[0] * only.rect.size[2]  # none, if the rank holds nothing
+        rect = Rect(slice(0, count if here else 0), only.rect.rows, only.rect.cols)
+        stacked = Rectangle(rect, 0, count * here, (count, here), None, (0, 1))
         return Layout((count, 1, self.shape[2]), (stacked,))
 
-    @functools.cached_property
-    def rects(self) -> tuple[Rect, ...]:
-        """The rectangles, in the order of `views`."""
-        return tuple(block.rect for block in self.blocks)
+    def place(self, n: int, rect: Rect) -> Place:
+        """Where a tile in rectangle number `n` is."""
+        outer = self.rectangles[n].rect
+        return Place(n, rect, None if rect == outer else rect.within(outer))
+
+    def places(self, tile: int) -> list[Place]:
+        """The shard cut into tiles of about so many elements."""
+        if tile not in self._places:
+            outer = [rectangle.rect for rectangle in self.rectangles]
+            self._places[tile] = [self.place(n, rect) for n, each in enumerate(outer) for rect in each.subdivide(tile)]
+        return self._places[tile]
 
     def views(self, shard: Tensor, group: int = 1) -> list[Tensor]:
-        """A shard as one [batch, rows, cols] view per rectangle; see `Block.view`."""
-        return [block.view(shard, group) for block in self.blocks]
+        """A shard as one [batch, rows, cols] view per rectangle; see `Rectangle.view`."""
+        return [rectangle.view(shard, group) for rectangle in self.rectangles]
 
 
 def _merged(shape: tuple[int, ...], view: View) -> tuple[tuple[int, ...], View]:
     """The same in fewer dimensions: those that follow one another on the same side are one."""
-    sides = (view.batch, view.rows, view.cols)
-    follows = {after for side in sides for d, after in itertools.pairwise(side) if after == d + 1}
+    follows = {after for side in view for d, after in itertools.pairwise(side) if after == d + 1}
     number, sizes = {}, list[int]()
     for d, size in enumerate(shape):
         if d in follows:
@@ -275,8 +273,7 @@ def _merged(shape: tuple[int, ...], view: View) -> tuple[tuple[int, ...], View]:
         else:
             number[d] = len(sizes)
             sizes.append(size)
-    batch, rows, cols = (tuple(number[d] for d in side if d in number) for side in sides)
-    return tuple(sizes), View(batch, rows, cols)
+    return tuple(sizes), View(*(tuple(number[d] for d in side if d in number) for side in view))
 
 
 def _boxes(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[Box]:

@@ -26,7 +26,7 @@ def norm_over(norms: Tensor, order: float = 2.0) -> Tensor:
 
 
 def summable(square_sums: Tensor, limit: Tensor | None = None, count: int | Tensor = 0) -> Tensor:
-    """Whether squares of gradients can be summed in float32, given their exact sums.
+    """Returns whether squares of gradients can be summed in float32, given their exact sums.
 
     limit: the gradients, of `count` elements each, will be clamped to +-`limit`.
     """

@@ -5,7 +5,9 @@ encoded. Weights, optimizer states and waiting gradients all have one. A rule ne
 
     @lowmem.storage.register("int8_64")
     @dataclass(frozen=True)
-    class Int8(Storage): ...
+    class Int8(Storage):
+        dtype: torch.dtype
+        signed: bool
 
 Random bits come from a counter (seed, step, parameter, element), never from a generator: an element gets the same bits
 whatever the tile, the rank or a resume in between, and the random state that dropout uses does not change.
@@ -17,7 +19,7 @@ import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -39,35 +41,29 @@ class Part(NamedTuple):
     group: int = 1
 
 
-class Random(NamedTuple):
-    """What encoding may draw from.
-
-    uniform: gives float32 in [0, 1) in the shape of the tile, one number per element.  shared: float32 scalar in [0, 1)
-    that all elements of a step have in common.
-    """
-
-    uniform: Callable[[], Tensor]
-    shared: Tensor | None
+# Gives random float32 numbers in [0, 1) in the shape of a tile, one per element.
+Uniform = Callable[[], Tensor]
 
 
 class Storage(ABC):
-    """How a float32 tensor is held. Subclasses are frozen dataclasses: equal ones share compiled code.
+    """The way in which a float32 tensor is stored: a format, and the rounding into it. Subclasses are formats, and
+    frozen dataclasses: equal ones share compiled code.
 
     Attributes:
         parts: the tensors. The first one has an element for each element of the float32 tensor. Zeros in all of them
             decode to zeros.
-        noise: "element" if `encode` draws a number per element, "step" if it draws one per step.
+        draws: `encode` draws random numbers.
     """
 
     parts: tuple[Part, ...]
-    noise: ClassVar[Literal["element", "step"] | None] = None
+    draws: bool = False
 
     @abstractmethod
     def decode(self, stored: tuple[Tensor, ...]) -> Tensor:
         """The float32 values [..., n] of tiles of the parts: [..., n / group] each."""
 
     @abstractmethod
-    def encode(self, value: Tensor, random: Random) -> tuple[Tensor, ...]:
+    def encode(self, value: Tensor, uniform: Uniform) -> tuple[Tensor, ...]:
         """Tiles of the parts for float32 values [..., n]."""
 
     @property
@@ -80,74 +76,54 @@ class Storage(ABC):
         """Elements of a row that are encoded together."""
         return max(part.group for part in self.parts)
 
+    @property
+    def is_cast(self) -> bool:
+        """Returns whether encoding is a cast to the dtype of the only part."""
+        return False
+
 
 @dataclass(frozen=True)
 class Float(Storage):
-    """A storage whose first part is the tensor itself in a float dtype; `more` are the others."""
+    """A float dtype: rounded to the nearest value, ties to even, or up or down at random so that the mean is the value.
+    float32 holds every result exactly.
+    """
 
     dtype: torch.dtype
-    more: ClassVar[tuple[Part, ...]] = ()
+    draws: bool = False
 
     @functools.cached_property
     def parts(self) -> tuple[Part, ...]:  # type: ignore[override]
-        return Part("", self.dtype), *self.more
+        return (Part("", self.dtype),)
+
+    @property
+    def is_cast(self) -> bool:
+        return not self.draws
 
     def decode(self, stored: tuple[Tensor, ...]) -> Tensor:
         return stored[0].float()
 
-
-class Nearest(Float):
-    """Rounded to the nearest value, ties to even. float32 holds every result exactly."""
-
-    def encode(self, value: Tensor, random: Random) -> tuple[Tensor, ...]:
-        return (value.to(self.dtype),)
+    def encode(self, value: Tensor, uniform: Uniform) -> tuple[Tensor, ...]:
+        return (narrow_stochastically(value, self.dtype, uniform()) if self.draws else value.to(self.dtype),)
 
 
-class Stochastic(Float):
-    """Rounded up or down at random, so that the mean is the value."""
-
-    noise = "element"
-
-    def encode(self, value: Tensor, random: Random) -> tuple[Tensor, ...]:
-        return (narrow_stochastically(value, self.dtype, random.uniform()),)
+FLOAT32 = Float(torch.float32)
 
 
-class GoldenRatio(Float):
-    """bfloat16 rounded up where what is cut off exceeds a threshold that all elements of a step share and that runs
-    evenly through [0, 1) over the steps, as in Tensor2Tensor (its `adafactor.py`). float16 is rounded to the nearest.
-    """
+@dataclass(frozen=True)
+class Compensated(Storage):
+    """Kahan summation: what rounding to the nearest value cut off is stored too, in 16 bits."""
 
-    noise = "step"
+    dtype: torch.dtype
 
-    def encode(self, value: Tensor, random: Random) -> tuple[Tensor, ...]:
-        if self.dtype != torch.bfloat16:
-            return (value.to(self.dtype),)
-        assert random.shared is not None
-        return (narrow_past(value, random.shared),)
-
-
-class Compensated(Float):
-    """Kahan summation: what rounding to the nearest value cut off is kept too, in 16 bits."""
-
-    more = (Part("residual", torch.int16),)
+    @functools.cached_property
+    def parts(self) -> tuple[Part, ...]:  # type: ignore[override]
+        return Part("", self.dtype), Part("residual", torch.int16)
 
     def decode(self, stored: tuple[Tensor, ...]) -> Tensor:
         return widen(*stored)
 
-    def encode(self, value: Tensor, random: Random) -> tuple[Tensor, ...]:
+    def encode(self, value: Tensor, uniform: Uniform) -> tuple[Tensor, ...]:
         return split(value, self.dtype)
-
-
-class Master(Float):
-    """Rounded to the nearest value, together with a float32 copy."""
-
-    more = (Part("weight32", torch.float32),)
-
-    def decode(self, stored: tuple[Tensor, ...]) -> Tensor:
-        return stored[1]
-
-    def encode(self, value: Tensor, random: Random) -> tuple[Tensor, ...]:
-        return value.to(self.dtype), value
 
 
 @dataclass(frozen=True)
@@ -156,66 +132,56 @@ class Shown(Storage):
 
     dtype: torch.dtype
     held: Storage
+    name: str = "codes"  # of the first part of `held`
 
     @functools.cached_property
     def parts(self) -> tuple[Part, ...]:  # type: ignore[override]
-        return Part("", self.dtype), *(part._replace(name=part.name or "codes") for part in self.held.parts)
+        return Part("", self.dtype), *(part._replace(name=part.name or self.name) for part in self.held.parts)
 
     @property
-    def noise(self) -> Literal["element", "step"] | None:  # type: ignore[override]
-        return self.held.noise
+    def draws(self) -> bool:  # type: ignore[override]
+        return self.held.draws
 
     def decode(self, stored: tuple[Tensor, ...]) -> Tensor:
         return self.held.decode(stored[1:])
 
-    def encode(self, value: Tensor, random: Random) -> tuple[Tensor, ...]:
-        held = self.held.encode(value, random)
+    def encode(self, value: Tensor, uniform: Uniform) -> tuple[Tensor, ...]:
+        held = self.held.encode(value, uniform)
         return self.held.decode(held).to(self.dtype), *held
 
 
-@dataclass(frozen=True)
-class FromParameter(Storage):
-    """Reads a weight from its parameter alone and encodes it for another storage: the first time."""
+# Makes a storage for tensors of a dtype; `signed` says whether they may be negative.
+Maker = Callable[[torch.dtype, bool], Storage]
+MakerType = TypeVar("MakerType", bound=Maker)
 
-    parts: tuple[Part, ...]
-    held: Storage
-
-    def decode(self, stored: tuple[Tensor, ...]) -> Tensor:
-        return stored[0].float()
-
-    def encode(self, value: Tensor, random: Random) -> tuple[Tensor, ...]:
-        half = torch.full_like(value, 0.5)  # not at random: the weight stays what it is, as far as it can be held
-        return self.held.encode(value, Random(lambda: half, half[..., :1]))
-
-
-StorageClass = TypeVar("StorageClass", bound=type[Storage])
-TABLE: dict[str, type[Storage]] = {
-    "nearest": Nearest,
-    "stochastic": Stochastic,
-    "compensated": Compensated,
-    "master": Master,
-    "golden_ratio": GoldenRatio,
+# By the names that `rounding` and `state_storage` take.
+TABLE: dict[str, Maker] = {
+    "nearest": lambda dtype, signed: Float(dtype),
+    "stochastic": lambda dtype, signed: Float(dtype, draws=True),
+    "compensated": lambda dtype, signed: Compensated(dtype),
+    "master": lambda dtype, signed: FLOAT32,
 }
+_FLOATS = frozenset(TABLE)  # float32 holds every result exactly, and needs none of them
 
-# Dtypes by name, in which a state may be held: float32 as it is, the others rounded stochastically.
+# Dtypes by the names that `state_storage` takes too: float32 as it is, the others rounded stochastically.
 STATE_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in STORED_DTYPES}
 
 
-def register(name: str) -> Callable[[StorageClass], StorageClass]:
-    """Adds a storage to the table, for `rounding` and `state_storage`. It is constructed with `signed`: whether what it
-    holds may be negative.
+def register(name: str) -> Callable[[MakerType], MakerType]:
+    """Adds a storage to the table, for `rounding` and `state_storage`: a class, or a function that returns a `Storage`.
+    It is called with a dtype, that of the parameter or bfloat16 for a state, and whether values may be negative.
 
     Raises:
         ConfigError: the name is taken, or a group of the storage does not divide 1,024.
     """
 
-    def enter(cls: StorageClass) -> StorageClass:
+    def enter(maker: MakerType) -> MakerType:
         if name in TABLE or name in STATE_DTYPES:
             raise ConfigError(f"storage {name!r} is registered already; choose another name")
-        if LARGEST_GROUP % cls(signed=True).group:  # type: ignore[call-arg]
+        if LARGEST_GROUP % maker(torch.bfloat16, True).group:
             raise ConfigError(f"storage {name!r}: the size of a group must divide {LARGEST_GROUP}")
-        TABLE[name] = cls
-        return cls
+        TABLE[name] = maker
+        return maker
 
     return enter
 
@@ -227,29 +193,27 @@ def roundings() -> list[str]:
 
 def state_storages() -> list[str]:
     """Names that `state_storage` takes."""
-    return [*STATE_DTYPES, *(name for name, cls in TABLE.items() if not issubclass(cls, Float))]
+    return [*STATE_DTYPES, *(name for name in TABLE if name != "master")]
+
+
+@functools.cache
+def of_state(name: str, signed: bool = True, dtype: torch.dtype = torch.bfloat16) -> Storage:
+    """The storage of a tensor, by its name."""
+    name, dtype = ("stochastic", STATE_DTYPES[name]) if name in STATE_DTYPES else (name, dtype)
+    return FLOAT32 if name in _FLOATS and dtype == torch.float32 else TABLE[name](dtype, signed)
 
 
 @functools.cache
 def of_weight(rounding: str, dtype: torch.dtype) -> Storage:
-    """The storage of a weight whose parameter has this dtype. One that holds every result exactly needs no rounding."""
-    cls = TABLE[rounding]
-    if not issubclass(cls, Float):
-        return Shown(dtype, cls(signed=True))  # type: ignore[call-arg]
-    return cls(dtype) if dtype in ROUNDED_DTYPES else Nearest(dtype)
-
-
-@functools.cache
-def of_state(name: str, signed: bool) -> Storage:
-    """The storage of an elementwise state."""
-    if name not in STATE_DTYPES:
-        return TABLE[name](signed=signed)  # type: ignore[call-arg]
-    dtype = STATE_DTYPES[name]
-    return Stochastic(dtype) if dtype in ROUNDED_DTYPES else Nearest(dtype)
+    """The storage of a weight, whose first part is the parameter, of this dtype."""
+    held = of_state(rounding, True, dtype)
+    if held.parts[0].dtype == dtype:
+        return held
+    return Shown(dtype, held, "weight32" if held == FLOAT32 else "codes")
 
 
 class Held(NamedTuple):
-    """A state of the parameter's size as a sweep reads and writes it: its storage and the tensors of that."""
+    """A weight, or a state of its size, as a sweep reads and writes it: its storage and the tensors of that."""
 
     storage: Storage
     parts: tuple[Tensor, ...]
@@ -258,6 +222,10 @@ class Held(NamedTuple):
     def dtype(self) -> torch.dtype:
         """The dtype of the first part."""
         return self.storage.parts[0].dtype
+
+    def decode(self) -> Tensor:
+        """The float32 values."""
+        return self.storage.decode(self.parts)
 
 
 def part_name(state: str, part: str) -> str:
@@ -342,22 +310,6 @@ def nearest_number(value: float, dtype: torch.dtype) -> float:
     return float(struct.unpack("<f", struct.pack("<I", bits))[0])
 
 
-def narrow_past(value: Tensor, threshold: Tensor) -> Tensor:
-    """A float32 tile as bfloat16: not the nearest, but the other of its two neighbours, where the distance from the
-    nearest is a larger part of the spacing than `threshold`.
-
-    With a threshold that runs evenly over [0, 1) the mean is the value. As Tensor2Tensor has it (its `adafactor.py`).
-    """
-    size = value.abs() + 1e-30
-    gap = spacing(size, torch.bfloat16)
-    scaled = size / gap
-    low = scaled.floor()
-    part = scaled - low
-    from_low = torch.where(part > threshold, low + 1.0, low)
-    from_high = torch.where(1.0 - part <= threshold, low + 1.0, low)
-    return (torch.where(scaled.round() == low, from_low, from_high) * gap * value.sign()).to(torch.bfloat16)
-
-
 def noise_key(seed: int, step: int, name: str) -> int:
     """A 31-bit key for one parameter at one step."""
     digest = hashlib.blake2b(f"{seed}/{step}/{name}".encode(), digest_size=4).digest()
@@ -376,13 +328,3 @@ def mix(x: Tensor) -> Tensor:
     x = x ^ ((x >> 15) & 0x1FFFF)
     x = x * -0x7B935975  # 0x846CA68B as a signed number
     return x ^ ((x >> 16) & _LOW16)
-
-
-@functools.lru_cache(maxsize=1)
-def golden_ratio_noise(step: int) -> float:
-    """(step times the golden ratio) mod 1 in float32, bit by bit of `step`, to the bits of Tensor2Tensor's."""
-    phi, noise = (5**0.5 - 1) / 2, 0.0
-    for i in range(30):
-        part = nearest_number((phi * 2**i) % 1.0, torch.float32)
-        noise = nearest_number(noise + part * (step >> i & 1), torch.float32)
-    return noise % 1.0

@@ -1,7 +1,11 @@
-"""What is done with one tile: a rule's function of it, its sums, how its results are written; eager or compiled."""
+"""One tile: what a rule's function reads of it, what is summed of it, and how its results are written.
+
+Shapes: the view of a parameter is [B, R, C], and a tile [b, r, c], some rows and columns of b slices of it. Traced code
+has the rows in blocks, [b, n, m, c], or a single row in parts, [b, n, 1, m] (`tiles/traced.py`).
+"""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -10,136 +14,134 @@ from torch import Tensor
 
 from lowmem.tiles.graph import tied
 from lowmem.tiles.norms import REDUCED
-from lowmem.tiles.storage import Held, Random, Storage, mix, nearest, uniform
+from lowmem.tiles.storage import Held, mix, nearest, uniform
 
 Named = dict[str, Tensor]
 
-# Compiled code on a CPU sums columns over this many rows at a time, which the cache holds, and a single line in this
-# many elements at a time. What is left over, and what is too small for such a grid, runs eagerly.
-BLOCK_ROWS = 16
-LINE = 1024
+# Kind of a vector of a parameter → its dimensions among [B, R, C]. A scalar may also have none.
+DIMS = {"row": (0, 1), "row_max": (0, 1), "noise": (0, 1), "col": (0, 2), "scalar": (0,), "finite": (0,)}
 
-# What lies between the noise of two rounded tensors and the next two of the same update (2³² over the golden ratio,
+# Offset between the random bits of consecutive pairs of tensors in an update (2³² over the golden ratio,
 # signed).
 _NEXT_NOISE = -0x61C88647
 
 
+def extent(kind: str, shape: tuple[int, int, int]) -> tuple[int, ...]:
+    """The shape of a vector of this kind of [B, R, C], or of [b, r, c]."""
+    return tuple(shape[d] for d in DIMS[kind])
+
+
 @dataclass
 class Sums:
-    """What a reduce function wants summed, each a tile [b, r, c]; and the sums of the parameter's [B, R, C], as
-    `Sweep.reduce` gives them.
+    """The tiles [b, r, c] that a reduce function wants summed; and the sums over [B, R, C] that `Sweep.reduce` returns.
 
     row: name → along each row, [B, R].  col: name → along each column, [B, C].  scalar: name → over both, [B].
     row_max: name → not a sum but the largest along each row, [B, R].
     """
 
-    row: dict[str, Tensor] = field(default_factory=dict)
-    col: dict[str, Tensor] = field(default_factory=dict)
-    scalar: dict[str, Tensor] = field(default_factory=dict)
-    row_max: dict[str, Tensor] = field(default_factory=dict)
-
-
-Parts = tuple[Tensor, ...]
-
-
-class Formats(NamedTuple):
-    """The storage of the weight, and by name those of the states that a tile function reads and writes."""
-
-    param: Storage
-    full: tuple[tuple[str, Storage], ...]
+    row: Named = field(default_factory=dict)
+    col: Named = field(default_factory=dict)
+    scalar: Named = field(default_factory=dict)
+    row_max: Named = field(default_factory=dict)
 
     @classmethod
-    def of(cls, param: Storage, full: Mapping[str, Held]) -> "Formats":
-        return cls(param, tuple((name, held.storage) for name, held in full.items()))
+    def of(cls, items: Iterable[tuple[str, str, Tensor]]) -> "Sums":
+        """Sums from items such as those of `items`."""
+        sums = cls()
+        for kind, name, value in items:
+            getattr(sums, kind)[name] = value
+        return sums
 
-    @property
-    def drawing(self) -> list[str]:
-        """Names of what draws a random number per element when it is encoded."""
-        return [name for name, storage in (("param", self.param), *self.full) if storage.noise == "element"]
+    def items(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Kind, name and value of each."""
+        for kind, named in vars(self).items():
+            for name, value in named.items():
+                yield kind, name, value
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The processing of a gradient as it is read, and what the step has decided about it.
+
+    inverse_scale: float32 scalar that the gradient is multiplied by first, or None.
+    limit: float32 scalar >= 0; the gradient is clamped to +-limit after that, or None.
+    clip_coef: float32 scalar that it is multiplied by after that, or None.
+    rule_clip_coef: clip coefficient of the rule's own clipping that the rule applies itself, or None.
+    finite: boolean, a scalar or [members]; False leaves everything as it is. None: the sweep decides for itself, per
+    parameter, for which an Inf or NaN in its gradient counts.
+    sums_squares: where the sweep decides, squares that overflow float32 count as well.
+    square_sums: those of the unscaled gradients, float64 [members], where they have been measured already.
+    """
+
+    inverse_scale: Tensor | None = None
+    limit: Tensor | None = None
+    clip_coef: Tensor | None = None
+    rule_clip_coef: Tensor | None = None
+    finite: Tensor | None = None
+    sums_squares: bool = False
+    square_sums: Tensor | None = None
 
 
 class RawTile(NamedTuple):
-    """The stored tensors of one tile: the arguments of compiled code."""
+    """The stored tensors of one tile.
+
+    grad: [b, r, c].  param, full: tensors [b, r, c / group].  reading: of the gradient.  row: [b, r, 1].
+    col: [b, 1, c].  scalar: scalars, or [b, 1, 1]; the numbers of the rule too.  finite: [b, 1, 1], False where
+    everything stays as it is; None: everything is written.  noise: int32 [b, r, 1], which with the number of a column
+    in the tile gives the random bits of an element; None if nothing draws them.
+    """
 
     grad: Tensor
-    param: Parts
-    inverse_scale: Tensor | None
-    limit: Tensor | None
-    clip_coef: Tensor | None
-    full: dict[str, Parts]
+    param: Held
+    reading: Reading
+    full: Mapping[str, Held]
     row: Named
     col: Named
     scalar: Named
-
-
-class Summing(NamedTuple):
-    """How a tile is summed.
-
-    measure: the gradient is measured on the way.  lines: sums over everything are left as one of each line, which
-    compiled code sums side by side in vector registers.
-    """
-
-    measure: bool
-    lines: bool
-
-
-class Writing(NamedTuple):
-    """What the results of a tile are written with, in addition to its `RawTile`.
-
-    finite: [b], False where everything stays as it is; None: everything is written.  noise: int32 [b, r], which with
-    the column of an element, counted from first_col, gives its random bits; None if nothing draws them.  shared: the
-    number in [0, 1) that all elements of the step share; None if nothing draws it.
-    """
-
     finite: Tensor | None
     noise: Tensor | None
-    first_col: Tensor | None
-    shared: Tensor | None
 
 
 class Fields:
-    """Tensors by name, as attributes."""
+    """Tensors by name, as attributes. Each is read when it is first used."""
 
-    def __init__(self, named: Named) -> None:
-        self._named = named
+    def __init__(self, named: Mapping[str, Any], read: Callable[[Any], Tensor] = lambda tensor: tensor) -> None:
+        self._named, self._read = named, read
 
     def __contains__(self, name: str) -> bool:
         return name in self._named
 
     def __getattr__(self, name: str) -> Tensor:
-        return self._named[name]
+        value = self.__dict__[name] = self._read(self._named[name])
+        return value
+
+    def get(self, name: str) -> Tensor | None:
+        """The tensor of this name; None if there is none."""
+        return getattr(self, name) if name in self else None
 
 
 class Tile:
-    """One rectangle as a rule's function sees it: everything float32, everything broadcastable to [b, r, c] (where the
-    sweep wants rows in blocks: [b, n, m, c]).
+    """One tile as a rule's function sees it: everything float32, everything broadcastable to [b, r, c].
 
-    grad: the gradient, unscaled, clamped by value, multiplied by the clip coefficient.  param: the weight.
-    full, row, col, scalar: what the rule passes to the sweep.
+    grad: the gradient [b, r, c], unscaled, clamped by value, multiplied by the clip coefficient.  param: the weight
+    [b, r, c].  full [b, r, c], row [b, r, 1], col [b, 1, c]: what the rule passes to the sweep.  scalar [] or
+    [b, 1, 1]: likewise, and the numbers of the rule (`scalars`).
     """
 
-    def __init__(self, formats: Formats, raw: RawTile) -> None:
-        self._formats, self._raw = formats, raw
-        rows = raw.grad.shape[1:-1]
-        self.full = Fields({name: storage.decode(raw.full[name]) for name, storage in formats.full})
-        self.row = Fields({k: v.view(-1, *rows, 1) for k, v in raw.row.items()})
-        self.col = Fields({k: v.view(-1, *(1 for _ in rows), v.shape[-1]) for k, v in raw.col.items()})
-        self.scalar = Fields({k: v if v.ndim == 0 else self.by_slice(v) for k, v in raw.scalar.items()})
-
-    def by_slice(self, value: Tensor) -> Tensor:
-        """[b], broadcastable to the tile."""
-        return value.view(-1, *(1 for _ in self._raw.grad.shape[1:]))
+    def __init__(self, raw: RawTile) -> None:
+        self._raw, self.full = raw, Fields(raw.full, Held.decode)
+        self.row, self.col, self.scalar = Fields(raw.row), Fields(raw.col), Fields(raw.scalar)
 
     @functools.cached_property
     def unclipped(self) -> Tensor:
-        """The gradient unscaled, not yet clipped in any way."""
-        inverse_scale, grad = self._raw.inverse_scale, self._raw.grad.float()
+        """The gradient [b, r, c] unscaled, not yet clipped in any way."""
+        inverse_scale, grad = self._raw.reading.inverse_scale, self._raw.grad.float()
         return grad if inverse_scale is None else grad * inverse_scale
 
     @functools.cached_property
     def grad(self) -> Tensor:
         """The gradient, unscaled and clipped."""
-        limit, clip_coef = self._raw.limit, self._raw.clip_coef
+        limit, clip_coef = self._raw.reading.limit, self._raw.reading.clip_coef
         grad = self.unclipped if limit is None else self.unclipped.clamp(-limit, limit)
         return grad if clip_coef is None else grad * clip_coef
 
@@ -151,80 +153,75 @@ class Tile:
     @property
     def unclipped_square(self) -> Tensor:
         """`unclipped` squared."""
-        as_it_is = self._raw.limit is None and self._raw.clip_coef is None
+        as_it_is = self._raw.reading.limit is None and self._raw.reading.clip_coef is None
         return self.grad_square if as_it_is else self.unclipped.square()
 
     @functools.cached_property
     def param(self) -> Tensor:
         """The weight."""
-        return self._formats.param.decode(self._raw.param)
+        return self._raw.param.decode()
 
     def stored(self, value: Tensor, like: str = "param") -> Tensor:
         """A float32 tile rounded to the dtype of the weight, or of a full state: arithmetic in that dtype."""
-        return nearest(value, (self._raw.param if like == "param" else self._raw.full[like])[0].dtype)
+        return nearest(value, (self._raw.param if like == "param" else self._raw.full[like]).dtype)
 
 
 ReduceFn = Callable[[Tile], Sums]
 ApplyFn = Callable[[Tile], Named]
-TileBody = Callable[..., Any]
-
 
 # Among the sums over everything, those that measure the gradient.
 SQUARE, REDUCED_SQUARE = "square of the gradient", "square of the gradient times a small number"
 
 
-def reduce_tile(fn: ReduceFn, formats: Formats, summing: Summing, raw: RawTile) -> tuple[Named, Named, Named, Named]:
-    tile = Tile(formats, raw)
-    measured, measure, lines = {}, *summing
-    in_blocks = raw.grad.ndim == 4
+def reduce_tile(fn: ReduceFn, measure: bool, raw: RawTile) -> Sums:
+    """The sums of one tile, with `measure` also those that measure its gradient: row [b, r], col [b, c], scalar [b].
+
+    Of blocks [b, n, m, c]: row [b, n * m], col [b, n, c] and scalar [b, n * m], for compiled code sums blocks and lines
+    side by side in vector registers.
+    """
+    tile, in_blocks = Tile(raw), raw.grad.ndim == 4
+    totals = Sums()
 
     def along(value: Tensor) -> Tensor:
         """`value`, to be summed along rows in the same loop as all other values of the tile."""
         return tied(value, raw.grad[..., :1, :1]) if in_blocks else value
 
+    def total(value: Tensor) -> Tensor:
+        return along(value).sum(-1).flatten(1) if in_blocks else value.sum((-2, -1))
+
     if measure:  # in place and first, so that no more temporaries of the tile exist at a time
-        measured[REDUCED_SQUARE] = _total(along((tile.unclipped * REDUCED).square_()), lines)
+        reduced = total((tile.unclipped * REDUCED).square_())
     sums = fn(tile)
-    totals = {**sums.scalar, SQUARE: tile.unclipped_square} if measure else sums.scalar
     row = {name: along(value).sum(-1) for name, value in sums.row.items()}
     col = sums.col
     if in_blocks and row and col:  # column sums follow in the same loop over blocks: the block is still in the cache
         of_block = next(iter(row.values())).sum(-1)[..., None, None]
         col = {name: tied(value, of_block) for name, value in col.items()}
-    return (
-        {name: value.flatten(1) for name, value in row.items()},
-        {name: value.sum(-2) for name, value in col.items()},
-        {name: _total(along(value), lines) for name, value in totals.items()} | measured,
-        {name: along(value).amax(-1).flatten(1) for name, value in sums.row_max.items()},
-    )
+    totals.row = {name: value.flatten(1) for name, value in row.items()}
+    totals.col = {name: value.sum(-2) for name, value in col.items()}
+    totals.scalar = {name: total(value) for name, value in sums.scalar.items()}
+    if measure:
+        totals.scalar |= {SQUARE: total(tile.unclipped_square), REDUCED_SQUARE: reduced}
+    totals.row_max = {name: along(value).amax(-1).flatten(1) for name, value in sums.row_max.items()}
+    return totals
 
 
-def _total(value: Tensor, lines: bool) -> Tensor:
-    """Sum over everything but the batch; or of each line, [b, lines]."""
-    if not lines:
-        return value.sum((-2, -1))
-    if value.ndim == 3:
-        value = value.unflatten(-1, (-1, LINE))
-    return value.sum(-1).flatten(1)
-
-
-def apply_tile(fn: ApplyFn, formats: Formats, writing: Writing, raw: RawTile) -> None:
-    tile = Tile(formats, raw)
-    finite = None if writing.finite is None else tile.by_slice(writing.finite)
-    storages, drawing = {"param": formats.param, **dict(formats.full)}, formats.drawing
+def apply_tile(fn: ApplyFn, raw: RawTile) -> None:
+    """Writes what a rule's function gives for a tile: values [b, r, c]."""
+    held = {"param": raw.param, **raw.full}
+    drawing = [name for name, each in held.items() if each.storage.draws]
     bits: dict[int, Tensor] = {}
 
     def draw(name: str, cols: int) -> Tensor:
-        """Random numbers for what is encoded under this name: two tensors share the random bits of an element."""
+        """Random numbers [b, r, c] for what is encoded under this name: two tensors share the bits of an element."""
         word, half = divmod(drawing.index(name), 2)
         if word not in bits:
-            assert writing.noise is not None and writing.first_col is not None
-            col = torch.arange(cols, dtype=torch.int32, device=writing.noise.device) + writing.first_col
-            bits[word] = mix(writing.noise.unsqueeze(-1) + word * _NEXT_NOISE + col)
+            assert raw.noise is not None
+            col = torch.arange(cols, dtype=torch.int32, device=raw.noise.device)
+            bits[word] = mix(raw.noise + word * _NEXT_NOISE + col)
         return uniform(bits[word], half)
 
-    for name, value in fn(tile).items():
-        random = Random(functools.partial(draw, name, value.shape[-1]), writing.shared)
-        encoded = storages[name].encode(value, random)
-        for target, new in zip(raw.param if name == "param" else raw.full[name], encoded, strict=True):
-            target.copy_(new if finite is None else torch.where(finite, new, target))
+    for name, value in fn(Tile(raw)).items():
+        encoded = held[name].storage.encode(value, functools.partial(draw, name, value.shape[-1]))
+        for target, new in zip(held[name].parts, encoded, strict=True):
+            target.copy_(new if raw.finite is None else torch.where(raw.finite, new, target))

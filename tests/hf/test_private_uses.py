@@ -66,7 +66,7 @@ def private_names():
     attributes with an underscore that nothing of ours defines."""
     trees = {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in (ROOT / "lowmem").rglob("*.py")}
     nodes = [(path, node) for path, tree in trees.items() for node in ast.walk(tree)]
-    ours = {"_getframe"}  # of Python
+    ours = {"_getframe", "_replace"}  # of Python
     for _, node in nodes:
         match node:
             case ast.FunctionDef(name=name) | ast.ClassDef(name=name):

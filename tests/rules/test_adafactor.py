@@ -6,7 +6,7 @@ import torch
 from reference.adafactor import Adafactor as Reference
 
 import lowmem
-from lowmem.errors import ConfigError, UnsupportedError
+from lowmem.errors import ConfigError
 
 
 def made(start, **options):
@@ -50,16 +50,6 @@ def test_weight_decay(give_gradients, options, decay):
     (param,), opt = made([start], **options)
     give_gradients(opt, (param, torch.zeros(5, 6)))
     torch.testing.assert_close(param.detach(), start * (1.0 - decay))
-
-
-@pytest.mark.parametrize("in_group", [False, True])
-def test_clipping_by_the_norm_in_the_hook_is_refused(in_group):
-    option = {"global_norm_clip_threshold": 0.5}
-    groups = [{"params": [torch.nn.Parameter(torch.zeros(3))], **(option if in_group else {})}]
-    options = {} if in_group else option
-    with pytest.raises(UnsupportedError, match=r"global_norm_clip_threshold=0\.5.*'two_pass', 'deferred' or 'auto'"):
-        lowmem.FusedOptimizer(groups, rule="adafactor", policy="immediate", **options)
-    assert lowmem.FusedOptimizer(groups, rule="adafactor", **options).policy == "two_pass"
 
 
 @pytest.mark.parametrize("threshold", [None, 0, 0.0])

@@ -8,7 +8,7 @@ from golden.load_golden import load_case
 
 import lowmem
 from lowmem.errors import UnsupportedError
-from lowmem.tiles.storage import golden_ratio_noise
+from lowmem.rules.adafactor_t2t import golden_ratio_noise
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 

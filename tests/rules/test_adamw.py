@@ -42,7 +42,7 @@ def test_equals_torch(give_gradients, options):
             assert torch.equal(kept[f"param{i}"][name], plain.state[their][name])
 
 
-@pytest.mark.skipif(not lowmem.step.updates.has_compiler("cpu"), reason="no C++ compiler")
+@pytest.mark.skipif(not lowmem.step.compiled.has_compiler("cpu"), reason="no C++ compiler")
 def test_compiled_is_a_few_roundings_from_torch(give_gradients):
     """A compiler may fuse a multiplication with an addition, which spares a rounding of half a unit in the last place.
     Over 20 steps no weight is more than eight units of the largest it has been away, and most are not away at all."""

@@ -229,17 +229,48 @@ def test_a_step_without_a_gradient_counts(cls):
 def test_settings_that_a_class_derives_are_in_the_group():
     """A rate of its own for a group; a limit from a rate, which it keeps when the rate changes."""
     param = torch.nn.Parameter(torch.ones(3))
-    opt = lowmem.FusedOptimizer([param], rule=FillsIn, lr=0.1)
-    assert opt.param_groups[0]["max_lr"] == 0.1
-    again = lowmem.FusedOptimizer([torch.nn.Parameter(torch.ones(3))], rule=FillsIn, lr=0.5)
+    opt = lowmem.FusedOptimizer([param], rule=ReadsOnce, lr=0.1)
+    assert opt.param_groups[0]["limit"] == 3 * 0.1
+    again = lowmem.FusedOptimizer([torch.nn.Parameter(torch.ones(3))], rule=ReadsOnce, lr=0.5)
     again.load_state_dict(opt.state_dict())
-    assert again.param_groups[0]["max_lr"] == 0.1
+    assert again.param_groups[0]["limit"] == 3 * 0.1
 
 
-class FillsIn(torch.optim.SGD):
-    def __init__(self, params, lr=1e-3, max_lr=None):
+class ReadsOnce(torch.optim.SGD):
+    """Settings that its group does not show, or shows as the class has made them."""
+
+    def __init__(self, params, lr=0.1, betas=(0.9, 0.5), limit=None, boost=1.0):
         super().__init__(params, lr)
-        self.param_groups[0]["max_lr"] = lr if max_lr is None else max_lr
+        self.param_groups[0].update(beta=betas[0], limit=3 * lr if limit is None else limit)
+        self.scale, self.of_rate = boost, limit is None
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            size, limit = group["lr"] * group["beta"] * self.scale, group["limit"] * (1 + self.of_rate)
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_((param.grad * size).clamp(-limit, limit))
+
+
+def test_settings_that_are_edited_count(give_gradients):
+    """A list in place, arguments that only a new object reads, and None for what the class makes itself."""
+    param = torch.nn.Parameter(torch.zeros(1))
+    opt = lowmem.FusedOptimizer([param], rule=ReadsOnce, betas=[0.5, 0.5], limit=1.0)
+    group = opt.param_groups[0]
+
+    def size():
+        before = param.item()
+        give_gradients(opt, (param, torch.ones(1)))
+        return pytest.approx(before - param.item(), rel=1e-5)
+
+    assert size() == 0.05
+    group["betas"][0] = 0.25
+    assert size() == 0.025
+    group["boost"] = 100.0
+    assert size() == 1.0
+    group["limit"] = None
+    assert [size(), size()] == [0.6, 0.6]
 
 
 # --- Classes that combine parameters --------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Every rule, with every option, against its float64 transcription."""
 
+import copy
 import warnings
 from dataclasses import dataclass
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from golden.replay import ordered
-from hypothesis import given, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from reference.adafactor import Adafactor
 from reference.adafactor_t2t import AdafactorT2T
@@ -19,8 +20,9 @@ from reference.lomo import Lomo
 from reference.scaled_adam import ScaledAdam
 
 import lowmem
+from lowmem.errors import ConfigError, StepError
 from lowmem.rules.rule import TABLE
-from lowmem.tiles.sweep import CPU_TILE
+from lowmem.tiles.stored import CPU_TILE
 
 REFERENCES = {
     "lomo": Lomo,
@@ -318,3 +320,49 @@ def test_16_bit_weights_are_the_rounded_reference(give_gradients, rule, dtype, d
         least, most = (ordered(bound.to(dtype)) for bound in (step.want - step.close, step.want + step.close))
         assert (least - 1 <= ordered(step.after)).all()
         assert (ordered(step.after) <= most + 1).all()
+
+
+# -- hyperparameters that are edited in place --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", REFERENCES)
+@given(st.data())
+@settings(max_examples=40, deadline=None)
+def test_an_edit_counts_or_is_refused(give_gradients, rule, data):
+    """What a step does after hyperparameters are edited in place is what it does where they are so from the start, with
+    the same state; or it raises, and nothing has moved."""
+    case = data.draw(cases(rule, torch.float32))
+    edits = data.draw(st.fixed_dictionaries({"lr": LRS}, optional=OPTIONS[rule]))
+    edits |= data.draw(factoring(case.shape))[0] if rule == "adafactor" else {}
+    before = copy.deepcopy({key: value for key, value in case.options.items() if key != "step_offset"})
+    edits.pop("step_offset", None)
+    generator = torch.Generator().manual_seed(case.seed)
+    start, *grads = (torch.randn(case.shape, generator=generator) for _ in range(3))
+
+    def made(**options):
+        param = torch.nn.Parameter(start.clone())
+        return param, lowmem.FusedOptimizer([("w", param)], rule=rule, rounding="nearest", **options)
+
+    with warnings.catch_warnings(action="ignore"):
+        try:
+            (param, opt), (other, expected) = made(**before), made(**{**before, **edits})
+        except ConfigError:
+            reject()
+        give_gradients(opt, (param, grads[0]))
+        other.data.copy_(param)
+        saved, group = copy.deepcopy(opt.named_state_dict()), opt.param_groups[0]
+        for key, value in edits.items():
+            if isinstance(group[key], dict | list) and type(group[key]) is type(value):  # the container itself
+                group[key].clear()
+                getattr(group[key], "update" if isinstance(value, dict) else "extend")(value)
+            else:
+                group[key] = value
+        try:
+            give_gradients(opt, (param, grads[1]))
+        except (ConfigError, StepError) as error:
+            assert any(key in str(error) for key in edits)
+            assert torch.equal(param, other)
+            return
+        expected.load_named_state_dict({**saved, "param_groups": expected.named_state_dict()["param_groups"]})
+        give_gradients(expected, (other, grads[1]))
+    assert torch.equal(param, other)

@@ -1,13 +1,14 @@
 """What every rule of the package does alike, the table, and what hyperparameters are refused."""
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 import lowmem
-from lowmem.errors import ConfigError
+from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.rules.rule import TABLE
 from lowmem.tiles.layout import View
 from lowmem.tiles.tile import Sums
@@ -147,6 +148,18 @@ def test_without_decay_nothing_decays(give_gradients, rule):
     give_gradients(opt, (decayed, torch.zeros(4, 4)), (kept, torch.zeros(4, 4)))
     assert (decayed < 1).all()
     assert (kept == 1).all()
+
+
+@pytest.mark.parametrize("in_group", [False, True])
+@pytest.mark.parametrize(
+    ("rule", "option"), [("adafactor", "global_norm_clip_threshold"), ("scaled_adam", "clipping_scale")]
+)
+def test_clipping_by_the_norm_in_the_hook_is_refused(rule, option, in_group):
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(3))], **({option: 0.5} if in_group else {})}]
+    options = {"rule": rule} if in_group else {"rule": rule, option: 0.5}
+    with pytest.raises(UnsupportedError, match=rf"{option}=0\.5.*'two_pass', 'deferred' or 'auto', or omit the option"):
+        lowmem.FusedOptimizer(groups, policy="immediate", **options)
+    assert lowmem.FusedOptimizer(groups, **options).policy == "two_pass"
 
 
 # -- stacks of matrices ------------------------------------------------------------------------------------------------
@@ -334,11 +347,7 @@ def test_table():
         "lion": "arXiv:2302.06675",
     }
     assert all(sources[name] in row.source for name, row in rows.items())
-
-
-def test_table_says_how_exact_each_rule_is():
-    assert all(row.exactness != "not said" for row in lowmem.rules.table())
-    assert "torch.optim.AdamW" in next(row for row in lowmem.rules.table() if row.name == "adamw").exactness
+    assert all(row.exactness != lowmem.rules.UpdateRule.exactness for row in rows.values())
 
 
 @pytest.fixture
@@ -417,9 +426,12 @@ def test_rule_from_outside(clean_table, give_gradients):
         def spec(self, name, shape, hyper):
             return lowmem.rules.ParamSpec(View.matrix(len(shape)), {"momentum": lowmem.rules.StateSpec("full")})
 
-        def update(self, sweep, spec, state, hyper, step):
+        def scalars(self, hyper, step):
+            return {k: hyper[k] for k in ("lr", "beta")}
+
+        def update(self, sweep, spec, state):
             size = sweep.reduce(largest_rows).row["size"] / sweep.shape[2]
-            sweep.apply(signed, full=dict(state), row={"size": size}, scalar={k: hyper[k] for k in ("lr", "beta")})
+            sweep.apply(signed, full=dict(state), row={"size": size})
 
     assert "row_signs" in {row.name for row in lowmem.rules.table()}
     grad = torch.tensor([[1.0, -3.0], [0.5, 0.5]])
@@ -432,6 +444,17 @@ def test_rule_from_outside(clean_table, give_gradients):
         opt.remove()
     with pytest.raises(ConfigError, match="'row_signs' is registered already"):
         lowmem.rules.register("row_signs")(RowSigns)
+
+
+def test_the_example_in_contributing(clean_table, give_gradients, tmp_path, monkeypatch):
+    """By its import path, as a command finds it, and by its name from then on."""
+    text = Path("CONTRIBUTING.md").read_text().partition("`lowmem/rules/signsgd.py`:\n\n```python\n")[2]
+    (tmp_path / "example_of_a_rule.py").write_text(text.partition("```")[0])
+    monkeypatch.syspath_prepend(tmp_path)
+    for rule in ("example_of_a_rule.SignSGD", "signsgd"):
+        param = torch.nn.Parameter(torch.ones(2))
+        give_gradients(lowmem.FusedOptimizer([param], rule=rule, lr=0.5), (param, torch.tensor([3.0, -1.0])))
+        assert param.tolist() == [0.5, 1.5]
 
 
 @pytest.mark.parametrize(

@@ -8,17 +8,8 @@ import torch
 from reference.scaled_adam import ScaledAdam as Reference
 
 import lowmem
-from lowmem.errors import ConfigError, UnsupportedError
+from lowmem.errors import ConfigError
 from lowmem.rules.rule import TABLE
-
-
-@pytest.mark.parametrize("in_group", [False, True])
-def test_clipping_by_the_norm_in_the_hook_is_refused(in_group):
-    groups = [{"params": [torch.nn.Parameter(torch.zeros(3))], **({"clipping_scale": 2.0} if in_group else {})}]
-    options = {} if in_group else {"clipping_scale": 2.0}
-    with pytest.raises(UnsupportedError, match=r"clipping_scale=2\.0.*'two_pass', 'deferred'.* or omit the option"):
-        lowmem.FusedOptimizer(groups, rule="scaled_adam", policy="immediate", **options)
-    assert lowmem.FusedOptimizer(groups, rule="scaled_adam", **options).policy == "two_pass"
 
 
 def test_the_period_of_clipping_cannot_change(give_gradients):

@@ -12,7 +12,7 @@ from lowmem.layers.config import parse_bytes
 from lowmem.rules.adalomo import AdaLomo
 from lowmem.run import plan
 from lowmem.run.config import load
-from lowmem.step import updates
+from lowmem.step import program
 
 RUN = {
     "run_dir": "runs/planned",
@@ -79,7 +79,7 @@ def test_options_of_layers_change_the_memory(write, device):
     if device == "gpu":
         on_host = planned(write, *long, "trainer.activation_checkpointing_kwargs={offload: true}")
         assert on_host.peak == in_file.peak
-        assert plain.host_peak < one_input and on_host.host_peak == 2 * one_input
+        assert plain.host_peak < 128 and on_host.host_peak == plain.host_peak + 2 * one_input  # the numbers of the rule
 
 
 def test_states_of_a_group_with_its_own_rule(write):
@@ -159,7 +159,7 @@ def test_no_way_to_less_memory_is_warned_about_or_has_the_rate_of_another_rule(w
     ways = plan.ways(load(write, overrides), "gpu")
     assert ("model.dtype=bfloat16" in ways) == advised
     for way in ways:
-        updates._warn_of_lost_updates.cache_clear()
+        program._warn_of_lost_updates.cache_clear()
         changed = load(write, [*overrides, way])
         plan.plan(changed, "gpu")
         assert changed.optimizer.rule != "adalomo" or changed.optimizer.lr == AdaLomo.usual_lr[0]

@@ -11,7 +11,8 @@ import torch
 
 import lowmem
 from lowmem.errors import StepError, UnsupportedError
-from lowmem.step.updates import has_compiler
+from lowmem.step.compiled import has_compiler
+from lowmem.step.record import ParamRecord
 from lowmem.tiles.graph import Compiler
 
 SHAPES = [(64, 48), (87, 50), (24,), (24,)]  # two that are updated alone, and a stack
@@ -227,9 +228,9 @@ def test_an_order_in_memory_that_no_rule_reads_is_refused():
 
 def test_what_does_not_change_is_settled_once(monkeypatch):
     settled = []
-    settle = lowmem.step.loop.settle
+    choose = ParamRecord.choose_program
     monkeypatch.setattr(
-        lowmem.step.loop, "settle", lambda record, shard: settled.append(record.name) or settle(record, shard)
+        ParamRecord, "choose_program", lambda self, shard: settled.append(self.name) or choose(self, shard)
     )
     params = parameters(torch.float32)
     opt = lowmem.FusedOptimizer(params, rule="adalomo", lr=1e-2)

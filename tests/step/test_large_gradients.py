@@ -13,7 +13,7 @@ from shards import SHARDS
 
 import lowmem
 from lowmem import placements
-from lowmem.step.updates import has_compiler
+from lowmem.step.compiled import has_compiler
 
 POLICIES = ["immediate", "two_pass", "deferred"]
 DECIDED = POLICIES[1:]

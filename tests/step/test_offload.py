@@ -13,10 +13,10 @@ import torch
 import lowmem
 from lowmem.errors import ConfigError
 from lowmem.options import FusedConfig
-from lowmem.placements.record import ParamRecord
 from lowmem.rules import Lomo, ParamSpec, StateSpec, UpdateRule
 from lowmem.step import policies
 from lowmem.step.offload import Disk, GradientStore, Host, make_store
+from lowmem.step.record import ParamRecord
 from lowmem.tiles.layout import Span, View
 
 # Host is made for a device that is not the host; here it copies from memory to memory, without streams.
@@ -47,7 +47,7 @@ def stores(monkeypatch, tmp_path):
 
 def slots_of(*params):
     return {
-        param: ParamRecord(f"p{n}", param, {}, Lomo(), Span(tuple(param.shape), 0, param.numel(), param.numel()))
+        param: ParamRecord(f"p{n}", param, Span(tuple(param.shape), 0, param.numel(), param.numel()), {}, Lomo())
         for n, param in enumerate(params)
     }
 
@@ -171,7 +171,7 @@ class Witness(UpdateRule):
         view = channels_first_or_last if len(shape) == 4 else View.vector(len(shape))
         return ParamSpec(view, {"seen": StateSpec("full")})
 
-    def update(self, sweep, spec, state, hyper, step):
+    def update(self, sweep, spec, state):
         sweep.apply(seen, full={"seen": state["seen"]})
 
 

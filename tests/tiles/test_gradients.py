@@ -9,7 +9,8 @@ from torch import Tensor
 from lowmem.errors import UnsupportedError
 from lowmem.tiles.gradients import ComputedGradient, saves_memory
 from lowmem.tiles.layout import Layout, View
-from lowmem.tiles.storage import Held, Nearest
+from lowmem.tiles.storage import FLOAT32, Held
+from lowmem.tiles.stored import StoredTiles
 from lowmem.tiles.sweep import Sweep
 from lowmem.tiles.tile import Sums
 
@@ -49,9 +50,9 @@ def test_every_rectangle_is_that_of_the_tensor(view, rows, param):
     computed = ComputedGradient((ROWS, COLS), param.device, [InBlocks(one, rows), InBlocks(other, ROWS)])
     layout = computed.layout(view)
     full = Layout.of((ROWS, COLS), view)
-    (whole,) = full.views(one + other) if len(full.blocks) == 1 else (None,)
+    (whole,) = full.views(one + other) if len(full.rectangles) == 1 else (None,)
     covered = torch.zeros(full.shape)
-    for block in layout.blocks:
+    for block in layout.rectangles:
         at = block.rect.batch, block.rect.rows, block.rect.cols
         assert whole is None or torch.equal(computed.view(block), whole[at])
         covered[at] += 1
@@ -97,7 +98,7 @@ def test_a_sweep_reads_it_as_often_as_it_likes(view, tile, param):
     for weight, read, layout in zip(
         weights, (grad, computed), (Layout.of((ROWS, COLS), view), computed.layout(view)), strict=True
     ):
-        sweep = Sweep(layout, Held(Nearest(torch.float32), (weight,)), read, tile=tile)
+        sweep = Sweep(StoredTiles(layout, Held(FLOAT32, (weight,)), read, tile=tile))
         sums.append([sweep.reduce(squares) for _ in range(2)][-1])
         sweep.apply(moved)
         assert sweep.square_sums.isfinite()
@@ -111,7 +112,7 @@ def test_a_sweep_reads_it_as_often_as_it_likes(view, tile, param):
 def test_a_pass_after_the_weight_was_written_is_refused(param):
     """The gradient would be that of other weights."""
     computed = ComputedGradient((ROWS, COLS), param.device, [InBlocks(torch.ones(ROWS, COLS), ROWS)])
-    sweep = Sweep(computed.layout(View.matrix(2)), Held(Nearest(torch.float32), (param,)), computed)
+    sweep = Sweep(StoredTiles(computed.layout(View.matrix(2)), Held(FLOAT32, (param,)), computed))
     sweep.apply(moved)
     with pytest.raises(UnsupportedError, match="needs_dense_gradient = True"):
         sweep.reduce(squares)
@@ -125,6 +126,6 @@ def test_a_quarter_of_the_memory_is_worth_it(param):
 
 def test_a_sum_has_the_blocks_of_the_smallest(param):
     parts = [InBlocks(torch.ones(ROWS, COLS), ROWS), InBlocks(torch.ones(ROWS, COLS), 8)]
-    one, other = (ComputedGradient((ROWS, COLS), param.device, [part]) for part in parts)
-    assert ((one + other).block_rows, one.block_rows) == (8, ROWS)
-    assert torch.equal((one + other).dense(torch.float32), torch.full((ROWS, COLS), 2.0))
+    both = ComputedGradient((ROWS, COLS), param.device, parts)
+    assert both.block_rows == 8
+    assert torch.equal(both.dense(torch.float32), torch.full((ROWS, COLS), 2.0))

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowmem.tiles.layout import Layout, Rect, View
-from lowmem.tiles.sweep import CPU_TILE
+from lowmem.tiles.stored import CPU_TILE
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_whole_layout_covers_exactly_once(case):
     local = torch.arange(float(torch.Size(shape).numel())).view(shape)
     layout = Layout.of(shape, view)
     seen = torch.full(layout.shape, -1.0)
-    for rect, piece in zip(layout.rects, layout.views(local), strict=True):
+    for rect, piece in zip((each.rect for each in layout.rectangles), layout.views(local), strict=True):
         assert piece.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
         assert (seen[rect.batch, rect.rows, rect.cols] == -1).all()
         seen[rect.batch, rect.rows, rect.cols] = piece
@@ -66,7 +66,7 @@ def test_whole_layout_covers_exactly_once(case):
     ],
 )
 def test_no_more_pieces_than_memory_asks_for(view, pieces):
-    assert len(Layout.of((4, 3, 2, 5), view).rects) == pieces
+    assert len(Layout.of((4, 3, 2, 5), view).rectangles) == pieces
 
 
 @st.composite
@@ -93,7 +93,7 @@ def test_subdivide_covers_exactly_once(rect, tile):
 
 
 def test_large_parameter_has_tiles_of_about_the_size_asked_for():
-    tiles = list(Layout.of((4096, 2048), View.matrix(2)).rects[0].subdivide(CPU_TILE))
+    tiles = list(Layout.of((4096, 2048), View.matrix(2)).rectangles[0].rect.subdivide(CPU_TILE))
     assert len(tiles) == 4096 * 2048 // CPU_TILE
 
 
@@ -108,7 +108,7 @@ def test_a_range_covers_its_elements_exactly_once(case, data):
     piece = whole.flatten()[start:stop].clone()
     layout = Layout.of(shape, view, start, stop)
     seen = torch.full(layout.shape, -1.0)
-    for rect, block in zip(layout.rects, layout.views(piece), strict=True):
+    for rect, block in zip((each.rect for each in layout.rectangles), layout.views(piece), strict=True):
         assert block.numel() == 0 or block.untyped_storage().data_ptr() == piece.untyped_storage().data_ptr()
         assert (seen[rect.batch, rect.rows, rect.cols] == -1).all()
         seen[rect.batch, rect.rows, rect.cols] = block
@@ -118,10 +118,10 @@ def test_a_range_covers_its_elements_exactly_once(case, data):
 
 def test_a_range_of_a_matrix_is_three_rectangles():
     """The end of a row, whole rows, the start of one."""
-    rects = Layout.of((6, 5), View.matrix(2), 8, 21).rects
-    assert [rect.size for rect in rects] == [(1, 1, 2), (1, 2, 5), (1, 1, 1)]
-    assert len(Layout.of((6, 5), View.vector(2), 8, 21).rects) == 1
-    assert len(Layout.of((6, 5, 3, 2), View.matrix(4), 8, 99).rects) == 3
+    layout = Layout.of((6, 5), View.matrix(2), 8, 21)
+    assert [block.rect.size for block in layout.rectangles] == [(1, 1, 2), (1, 2, 5), (1, 1, 1)]
+    assert len(Layout.of((6, 5), View.vector(2), 8, 21).rectangles) == 1
+    assert len(Layout.of((6, 5, 3, 2), View.matrix(4), 8, 99).rectangles) == 3
 
 
 @pytest.mark.parametrize(("start", "stop"), [(3, 7), (0, 9), (9, 9)])
@@ -129,6 +129,6 @@ def test_pieces_of_lines_are_one_tile_when_stacked(start, stop):
     whole = torch.arange(36.0).view(4, 9)
     layout = Layout.of((9,), View.vector(1), start, stop).lines(4)
     assert layout.shape == (4, 1, 9)
-    (rect,), (block,) = layout.rects, layout.views(whole[:, start:stop].contiguous())
+    rect, (block,) = layout.rectangles[0].rect, layout.views(whole[:, start:stop].contiguous())
     assert torch.equal(block, whole[rect.batch, rect.cols].unsqueeze(1))
     assert list(rect.subdivide(2)) and rect.size[0] == (4 if stop > start else 0)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import lowmem
 from lowmem.errors import ConfigError
-from lowmem.tiles.storage import Part, Random, Storage, register
+from lowmem.tiles.storage import Part, Storage, Uniform, register
 
 GROUP = 64
 
@@ -17,6 +17,7 @@ GROUP = 64
 class Int8(Storage):
     """Codes from -127 to 127 and a power of two per group of 64 elements of a row."""
 
+    dtype: torch.dtype = torch.bfloat16
     signed: bool = True
 
     parts = (Part("", torch.int8), Part("scale", torch.float32, GROUP))
@@ -25,7 +26,7 @@ class Int8(Storage):
         codes, scale = stored
         return (codes.float().unflatten(-1, (-1, GROUP)) * scale.unsqueeze(-1)).flatten(-2)
 
-    def encode(self, value: Tensor, random: Random) -> tuple[Tensor, ...]:
+    def encode(self, value: Tensor, uniform: Uniform) -> tuple[Tensor, ...]:
         groups = value.unflatten(-1, (-1, GROUP))
         largest = groups.abs().amax(-1, keepdim=True)
         scale = torch.where(largest > 0, torch.exp2(torch.ceil(torch.log2(largest / 127))), torch.zeros_like(largest))
@@ -106,10 +107,10 @@ def test_a_weight(shape):
 
 def test_tiles_and_stacks_do_not_show(monkeypatch):
     """Bit for bit: a long row in several tiles, small parameters in stacks or alone."""
-    from lowmem.tiles import sweep
+    from lowmem.tiles import stored
 
     one = train((4096,), state_storage="int8_64", rounding="int8_64")[0]
-    monkeypatch.setattr(sweep, "CPU_TILE", 1024)
+    monkeypatch.setattr(stored, "CPU_TILE", 1024)
     assert torch.equal(one, train((4096,), state_storage="int8_64", rounding="int8_64")[0])
     both = {}
     for batching in (True, False):
@@ -163,7 +164,7 @@ def test_a_step_that_is_skipped_changes_nothing():
 
 
 def test_compiled():
-    if not lowmem.step.updates.has_compiler("cpu"):
+    if not lowmem.step.compiled.has_compiler("cpu"):
         pytest.skip("no C++ compiler")
     shape = (256, 128)
     eager, _, _ = train(shape, state_storage="int8_64")
@@ -184,4 +185,4 @@ def test_registering():
     with pytest.raises(ConfigError, match=r"'int8_65' is unknown\. Did you mean 'int8_64'"):
         lowmem.FusedConfig(state_storage="int8_65")
     with pytest.raises(ConfigError, match="Known are float32"):
-        lowmem.FusedConfig(state_storage="compensated")
+        lowmem.FusedConfig(state_storage="master")

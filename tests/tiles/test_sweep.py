@@ -1,4 +1,4 @@
-"""The sweep: tiles cover exactly once, nothing depends on them, compiled code gives the same numbers."""
+"""The sweep: tiles cover exactly once, and nothing depends on them. Nothing is compiled here."""
 
 import functools
 import math
@@ -7,17 +7,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from products import FULL, pairwise
+from products import pairwise
 from torch.distributed._tools.mem_tracker import MemTracker
 
-import lowmem
 from lowmem.rules import resolve
 from lowmem.rules.rule import TABLE
-from lowmem.tiles import compiled as compiled_tiles
-from lowmem.tiles import storage, sweep
-from lowmem.tiles.layout import Layout, View
-from lowmem.tiles.storage import Held
-from lowmem.tiles.sweep import Reading, Sweep
+from lowmem.tiles import storage, stored
+from lowmem.tiles.layout import WIDEST, Layout, View
+from lowmem.tiles.storage import FLOAT32, Float, Held
+from lowmem.tiles.stored import StoredTiles
+from lowmem.tiles.sweep import Reading, Scalars, Sweep
 from lowmem.tiles.tile import Sums
 
 MIB = 1 << 20
@@ -27,32 +26,29 @@ ELEMENTWISE = ("lomo", "adamw", "lion")  # their results are of one element each
 OPTIONS = {"adafactor": {"min_dim_size_to_factor": 4, "beta1": 0.9}, "lans": {"variant": "step"}}
 
 
-def update(
-    rule, shape, *, dtype=torch.bfloat16, rounding_name="nearest", steps=2, tile=None, compiled=False, grads=None
-):
+def update(rule, shape, *, dtype=torch.bfloat16, rounding_name="nearest", steps=2, tile=None, grads=None):
     """A parameter and its states after some updates by a rule, from a fixed start; lr changes with each step."""
     hyper = OPTIONS.get(rule, {})
     rule, source = resolve(rule), torch.Generator().manual_seed(0)
     param = torch.randn(shape, generator=source).to(dtype)
-    hyper = {**rule.defaults, rule.decay: 0.01, **hyper}
+    own = rounding_name == "nearest" and rule.name == "adafactor_t2t"
+    hyper = {**rule.defaults, rule.decay: 0.01, "rounding": "auto" if own else rounding_name, **hyper}
     spec = rule.spec("w", shape, hyper)
     states = new_states(spec, shape, dtype)
-    own = rounding_name == "nearest" and rule.name == "adafactor_t2t"
-    weight = storage.of_weight("golden_ratio" if own else rounding_name, dtype)
+    weight = storage.of_weight(rounding_name, dtype)
     extra = {part.name: torch.zeros(shape, dtype=part.dtype) for part in weight.parts[1:]}
     for step in range(1, steps + 1):
         grad = torch.randn(shape, generator=source).to(dtype) if grads is None else grads[step - 1]
-        one = Sweep(
+        tiles = StoredTiles(
             Layout.of(shape, spec.view),
             Held(weight, (param, *extra.values())),
             grad,
             Reading(limit=torch.tensor(2.0)),
+            Scalars.of(rule.scalars({**hyper, "lr": 0.1 / step}, step)),
             noise_keys=functools.partial(list, [step]),
-            step=step,
-            compiled=compiled,
             tile=tile,
         )
-        rule.update(one, spec, held(spec, states), {**hyper, "lr": 0.1 / step}, step)
+        rule.update(Sweep(tiles), spec, held(spec, states))
     return param, {**states, **extra}
 
 
@@ -66,7 +62,7 @@ def new_states(spec, shape, dtype):
 def held(spec, states):
     """States as a sweep takes them: those of the parameter's size with their storage."""
     full = {name for name, each in spec.states.items() if each.extent == "full"}
-    return {name: Held(storage.Nearest(t.dtype), (t,)) if name in full else t for name, t in states.items()}
+    return {name: Held(Float(t.dtype), (t,)) if name in full else t for name, t in states.items()}
 
 
 def assert_same_to_float32_rounding(got, want):
@@ -115,8 +111,7 @@ def test_reduce_sums_over_tiles(shape, tile, clipped):
     param, grad = torch.randn(shape), torch.randn(shape)
     limit = torch.tensor(0.5) if clipped else None
     reading = Reading(inverse_scale=torch.tensor(2.0), limit=limit)
-    weight = Held(storage.Nearest(torch.float32), (param,))
-    one = Sweep(Layout.of(shape, View.matrix(3)), weight, grad, reading, tile=tile)
+    one = Sweep(StoredTiles(Layout.of(shape, View.matrix(3)), Held(FLOAT32, (param,)), grad, reading, tile=tile))
     sums = one.reduce(everything)
     scaled = 2.0 * grad.double()
     product = (scaled.clamp(-0.5, 0.5) if clipped else scaled) * param.double()
@@ -144,85 +139,6 @@ def test_not_finite_leaves_everything_untouched(rule, rounding_name, shape, bad)
     assert all(torch.equal(states_before[name], states_after[name]) for name in states_before)
 
 
-# -- compiled ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(not lowmem.step.updates.has_compiler("cpu"), reason="no C++ compiler")
-def compiled_cases():
-    """A matrix for each rule and a vector or a stack in turn, since compiling takes seconds; with LOWMEM_FULL all."""
-    if FULL:
-        return pairwise(RULES, ROUNDINGS, [(2500,), (70, 48), (3, 67, 30), (31, 50), (300,)])
-    turns = [(rule, ROUNDINGS[n % 4], ROUNDINGS[(n + 2) % 4], n % 2) for n, rule in enumerate(RULES)]
-    matrices = [(rule, rounding, (70, 48)) for rule, rounding, _, _ in turns]
-    others = [(rule, rounding, (3, 67, 30) if stack else (2500,)) for rule, _, rounding, stack in turns]
-    return [*matrices, *others, ("adalomo", "stochastic", (31, 50)), ("adamw", "stochastic", (300,))]
-
-
-@pytest.mark.parametrize(("rule", "rounding_name", "shape"), compiled_cases())
-def test_compiled_gives_the_same_numbers(rule, rounding_name, shape):
-    """Compiled code may fuse a multiplication with an addition, and sums in another order. What is left over of lines
-    and of blocks of rows is not compiled, and neither are the last two shapes."""
-    eager = update(rule, shape, rounding_name=rounding_name)
-    assert_same_to_float32_rounding(update(rule, shape, rounding_name=rounding_name, compiled=True), eager)
-
-
-@pytest.fixture
-def graphs(monkeypatch):
-    """What was traced, which is run as it is: special to the same arguments as compiled code, and quick to make."""
-    traced = []
-    compiled_tiles.tile_function.cache_clear()
-    monkeypatch.setattr(sweep, "CPU_COMPILED_TILE", 1 << 17)
-    monkeypatch.setattr(compiled_tiles, "compiled", lambda graph, sizes, args: traced.append(graph) or graph)
-    yield traced
-    compiled_tiles.tile_function.cache_clear()
-
-
-TRACED = [("adalomo", 5), ("adamw", 2), *([("lomo", 2), ("lans", 5)] if FULL else [])]  # others with LOWMEM_FULL
-
-
-@pytest.mark.parametrize(("rule", "functions"), TRACED)
-def test_shapes_steps_and_lr_do_not_recompile(graphs, rule, functions):
-    """A function is compiled anew only for a vector, a matrix or a stack, and for a stack that is cut: tiles of any
-    other size, step and learning rate run what is there, and give what eager code gives. The first is square."""
-    for shape in [(64, 64), (3000,), (3, 96, 30), (3, 70, 30), (900, 211), (1, 170_000), (3, 200, 1000)]:
-        update(rule, shape, dtype=torch.float32, compiled=True)
-    first = len(graphs)
-    assert first <= 5 * functions
-    for shape in [(5001,), (300_001,), (99, 64), (128, 128), (5, 64, 20), (47, 5000), (901, 610), (4, 300, 900)]:
-        traced, _ = update(rule, shape, dtype=torch.float32, compiled=True, steps=4)
-        eager, _ = update(rule, shape, dtype=torch.float32, steps=4)
-        torch.testing.assert_close(traced, eager, rtol=0, atol=2e-6)  # sums in another order
-    assert len(graphs) == first
-
-
-def stepped(t):
-    return {"param": t.param - t.grad}
-
-
-def test_gradients_of_any_dtype_read_in_any_way(graphs):
-    """Dtypes of gradients, shapes and ways of reading each have code of their own."""
-    for dtype in (torch.float32, torch.bfloat16):
-        for shape in [(3000,), (3, 96, 30), (3000, 64)]:  # the last one has a tile that starts elsewhere
-            for limit in (None, torch.tensor(1.0)):
-                layout, param = Layout.of(shape, View.matrix(len(shape))), torch.zeros(shape)
-                weight, grad = Held(storage.Nearest(torch.float32), (param,)), torch.ones(shape, dtype=dtype)
-                Sweep(layout, weight, grad, Reading(limit=limit), compiled=True).apply(stepped)
-                assert torch.equal(param, torch.full(shape, -1.0))
-
-
-def scaled(t):
-    return {"param": t.param * t.scalar.factor}
-
-
-def test_a_number_of_all_slices_or_one_of_each(graphs):
-    for factor in (torch.tensor(2.0), torch.tensor([2.0, 3.0, 4.0])):
-        param = torch.ones(3, 96, 30)
-        weight = Held(storage.Nearest(torch.float32), (param,))
-        one = Sweep(Layout.of(param.shape, View.matrix(3)), weight, torch.ones(param.shape), compiled=True)
-        one.apply(scaled, scalar={"factor": factor})
-        assert torch.equal(param, factor.expand(3)[:, None, None].expand(param.shape))
-
-
 # -- memory and syncs --------------------------------------------------------------------------------------------------
 
 
@@ -233,13 +149,14 @@ def test_temporaries_of_one_update(rule, rounding_name):
     """A 2048 x 2048 bfloat16 parameter is 8 MiB, a float32 copy of it 16; an update stays below 8 with all it needs."""
     rule, shape = resolve(rule), (2048, 2048)
     param, grad = torch.randn(shape).bfloat16(), torch.randn(shape).bfloat16()
-    spec = rule.spec("w", shape, rule.defaults)
+    spec = rule.spec("w", shape, {**rule.defaults, "rounding": rounding_name})
     states = new_states(spec, shape, torch.bfloat16)
     weight = storage.of_weight(rounding_name, torch.bfloat16)
     extra = [torch.zeros(shape, dtype=part.dtype) for part in weight.parts[1:]]
     with MemTracker() as tracker:
-        one = Sweep(Layout.of(shape, spec.view), Held(weight, (param, *extra)), grad)
-        rule.update(one, spec, held(spec, states), rule.defaults, 1)
+        numbers = Scalars.of(rule.scalars(rule.defaults, 1))
+        one = StoredTiles(Layout.of(shape, spec.view), Held(weight, (param, *extra)), grad, scalars=numbers)
+        rule.update(Sweep(one), spec, held(spec, states))
     kept = sum(tensor.untyped_storage().nbytes() for tensor in (param, grad, *extra, *states.values()))
     peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
     assert kept <= peak <= kept + 8 * MIB
@@ -252,15 +169,15 @@ MANY = 1 << 34
 
 def halfway(t):
     """Between two bfloat16 neighbours of 1, so that rounding at random shows one random bit."""
-    return {"param": t.param + (1 + 2.0**-8)}  # of zeros: Inductor would compute with a constant in float64
+    return {"param": t.param + (1 + 2.0**-8)}
 
 
-def rounded_at(start, count=64, tile=None, compiled=False):
+def rounded_at(start, count=64, tile=None):
     """What a shard that has the columns from `start` on makes of them."""
     shard = torch.zeros(count, dtype=torch.bfloat16)
-    weight = Held(storage.Stochastic(torch.bfloat16), (shard,))
+    weight = Held(Float(torch.bfloat16, draws=True), (shard,))
     layout = Layout.of((MANY,), View.vector(1), start, start + count)
-    Sweep(layout, weight, torch.zeros_like(shard), noise_keys=lambda: (7,), tile=tile, compiled=compiled).apply(halfway)
+    Sweep(StoredTiles(layout, weight, torch.zeros_like(shard), noise_keys=lambda: (7,), tile=tile)).apply(halfway)
     return shard
 
 
@@ -287,19 +204,12 @@ def test_noise_of_fewer_columns_is_what_it_was():
     assert torch.equal(rounded_at((1 << 31) - 64), want)
 
 
-@pytest.mark.skipif(not lowmem.step.updates.has_compiler("cpu"), reason="no C++ compiler")
-def test_many_columns_compiled():
-    start = (1 << 31) - 2500
-    assert torch.equal(rounded_at(start, 5000, compiled=True), rounded_at(start, 5000))
-
-
-@pytest.mark.parametrize("on_cpu", [False, True])
+@pytest.mark.parametrize("tile", [stored.GPU_TILE, stored.CPU_TILE])
 @pytest.mark.parametrize(("first", "last"), [(0, MANY), ((1 << 31) - 7, (1 << 32) + 9), (5, 1000)])
-def test_tiles_of_many_columns(first, last, on_cpu):
-    """What a GPU takes at once is cut where int32 ends; everything is covered, once."""
+def test_tiles_of_many_columns(first, last, tile):
+    """They are cut where int32 ends; everything is covered, once."""
     layout = Layout.of((MANY,), View.vector(1), first, last)
-    cuts = sweep._cut_up(layout.rects, on_cpu, True, None)
-    cols = sorted((cut.rect.cols.start, cut.rect.cols.stop) for cut in cuts)
+    cols = sorted((place.rect.cols.start, place.rect.cols.stop) for place in layout.places(tile))
     assert [start for start, _ in cols] == [first, *(stop for _, stop in cols[:-1])]
     assert cols[-1][1] == last
-    assert all(start // sweep.WIDEST == (stop - 1) // sweep.WIDEST for start, stop in cols)
+    assert all(start // WIDEST == (stop - 1) // WIDEST for start, stop in cols)

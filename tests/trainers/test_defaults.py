@@ -274,7 +274,7 @@ def test_the_log_says_how_weights_are_held_and_what_clipping_costs(make, tiny_ll
 
 
 def test_a_foreign_optimizer_in_bfloat16_is_warned_about(make, tiny_llama, caplog):
-    lowmem.step.updates._warn_of_lost_updates.cache_clear()
+    lowmem.step.program._warn_of_lost_updates.cache_clear()
     make(model=tiny_llama(torch.bfloat16), fused=FusedConfig(rule="torch.optim.AdamW")).create_optimizer()
     assert "unless torch.optim.adamw.AdamW itself does otherwise" in caplog.text
     assert "rounding='stochastic', which loses none and needs a float32 copy of one parameter at a time" in caplog.text

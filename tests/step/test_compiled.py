@@ -1,4 +1,4 @@
-"""Updates as one call: the same numbers as a sweep pass by pass, compiled once, and refused where they would not be."""
+"""Compiled updates: the same numbers as by tiles, traced once, and by tiles where they cannot be traced."""
 
 import itertools
 import logging
@@ -7,22 +7,27 @@ from typing import ClassVar
 
 import pytest
 import torch
-from products import pairwise
+from products import FULL, pairwise
 from torch._inductor import config, metrics
 from torch.profiler import ProfilerActivity, profile
 
 import lowmem
 from lowmem.rules.rule import TABLE, ParamSpec, UpdateRule
-from lowmem.step import whole
-from lowmem.step.updates import has_compiler
+from lowmem.step import compiled
+from lowmem.step.compiled import has_compiler
 from lowmem.tiles import storage
-from lowmem.tiles.layout import View
-from lowmem.tiles.whole import BLOCK_SUMS, blocks
+from lowmem.tiles import traced as traced_tiles
+from lowmem.tiles.layout import Layout, View
+from lowmem.tiles.storage import Held
+from lowmem.tiles.stored import NO_READING, StoredTiles
+from lowmem.tiles.sweep import Scalars, Sweep
+from lowmem.tiles.traced import BLOCK_SUMS, blocks
 
 RULES = sorted(TABLE)
 ELEMENTWISE = ("lomo", "adamw", "lion")
 OPTIONS = {"adafactor": {"min_dim_size_to_factor": 4, "beta1": 0.9}, "lans": {"variant": "step"}}
 MATRIX, PRIME, EXPERTS, VECTOR, LONG, KERNEL = (64, 48), (87, 50), (5, 32, 24), (3000,), (4, 3072), (40, 3, 4, 4)
+CUT = (1009, 200), (2, 997, 150), (200_003,)  # several tiles: these rows, and this line, do not divide into blocks
 READINGS = {
     "plain": {},
     "clipped": {"clip_norm": 1.0, "policy": "deferred"},
@@ -34,8 +39,8 @@ READINGS = {
 def graphs(monkeypatch):
     """What was traced, which is run as it is."""
     traced = []
-    monkeypatch.setattr(whole, "_UPDATES", {})
-    monkeypatch.setattr(whole, "compiled", lambda graph, sizes, args: traced.append(graph) or graph)
+    monkeypatch.setattr(compiled, "_TRACED", {})
+    monkeypatch.setattr(traced_tiles, "compiled", lambda graph, sizes, args: traced.append(graph) or graph)
     return traced
 
 
@@ -79,126 +84,153 @@ def assert_same(got, want, bits=False):
             torch.testing.assert_close(our_states[name], state, rtol=1e-5, atol=size)
 
 
-def whole_updates(opt):
-    """How many parameters were updated by one call."""
-    return sum(any(bound is not None for bound in record.whole.values()) for record in opt._records.values())
+def traced_updates(opt):
+    """How many parameters were updated by traced code."""
+    return sum(any(found is not None for found in r.program.compiled.values()) for r in opt._records.values())
 
 
 @pytest.mark.parametrize(
     ("rule", "rounding", "shape"),
-    pairwise(RULES, ("nearest", "stochastic", "compensated", "master"), (MATRIX, PRIME, EXPERTS, VECTOR, LONG)),
+    pairwise(RULES, ("nearest", "stochastic", "compensated", "master"), (MATRIX, PRIME, EXPERTS, VECTOR, LONG, *CUT)),
 )
-def test_the_same_as_pass_by_pass(graphs, rule, rounding, shape):
+def test_the_same_as_by_tiles(graphs, rule, rounding, shape):
     """Also the bits that are drawn at random: with others, weights would be spacings apart."""
     arguments = {"shapes": [shape], "dtype": torch.bfloat16, "rounding": rounding}
     got, want = (trained(rule, compile=compile, **arguments) for compile in (True, False))
-    assert whole_updates(got[1]) == (rule != "adafactor_t2t")  # its schedule asks for numbers
+    assert traced_updates(got[1]) == 1
     assert_same(got, want, bits=rule in ELEMENTWISE)
     torch.testing.assert_close(got[1].last_step.grad_norm, want[1].last_step.grad_norm)
 
 
 @pytest.mark.parametrize(("rule", "reading"), pairwise(RULES, READINGS))
-def test_gradients_are_read_as_pass_by_pass(graphs, rule, reading):
-    shapes = [MATRIX, VECTOR, KERNEL] if rule != "adafactor" else [MATRIX, VECTOR]
+def test_gradients_are_read_as_by_tiles(graphs, rule, reading):
+    shapes = [MATRIX, VECTOR, CUT[0], KERNEL] if rule != "adafactor" else [MATRIX, VECTOR, CUT[0]]
     arguments = {"shapes": shapes, **READINGS[reading]}
     got, want = (trained(rule, compile=compile, **arguments) for compile in (True, False))
     assert_same(got, want)
 
 
 @pytest.mark.parametrize("state_storage", ["bfloat16", "float16"])
-def test_states_are_stored_as_pass_by_pass(graphs, state_storage):
+def test_states_are_stored_as_by_tiles(graphs, state_storage):
     arguments = {"shapes": [MATRIX, EXPERTS], "state_storage": state_storage}
     got, want = (trained("adamw", compile=compile, **arguments) for compile in (True, False))
-    assert whole_updates(got[1]) == 2
+    assert traced_updates(got[1]) == 2
     assert_same(got, want, bits=True)
 
 
-def test_shapes_steps_and_hyperparameters_share_code(graphs):
-    """Kinds are a matrix, a stack of matrices, a single line, and a convolution."""
+def stepped(t):
+    return {"param": t.param - t.grad * t.scalar.step}
+
+
+class Stepped(UpdateRule):
+    """Steps by `step`, times 1 to 5 for the slices of a batch if `slices`; `opaque` asks for the value of a number."""
+
+    name, source, keeps = "stepped", "a test", "nothing"
+    defaults: ClassVar = {"lr": 1.0, "weight_decay": 0.0, "slices": False, "opaque": False}
+
+    def spec(self, name, shape, hyper):
+        return ParamSpec(View.matrix(len(shape)))
+
+    def scalars(self, hyper, step):
+        flags = {name: 1.0 for name in ("weight_decay", "slices", "opaque") if hyper[name]}
+        return {**flags, "lr": hyper["lr"], "half": hyper["weight_decay"] / 2}
+
+    def update(self, sweep, spec, state):
+        step = sweep.scalar.lr
+        if "slices" in sweep.scalar:
+            step = step * torch.arange(1.0, 1.0 + sweep.shape[0])
+        if "weight_decay" in sweep.scalar:
+            step = step * sweep.scalar.half
+        if "opaque" in sweep.scalar and sweep.scalar.lr > 0.5:
+            step = step * 2.0
+        sweep.apply(stepped, scalar={"step": step})
+
+
+@pytest.mark.parametrize("rule", ["adalomo", "adamw", *(["lomo", "lans"] if FULL else [])])
+def test_shapes_steps_and_hyperparameters_share_code(graphs, rule):
+    """Kinds are a matrix, a stack of matrices, a single line and a convolution, of one tile or of several, which are of
+    one row or of more. The first is square."""
 
     def schedule(step):
-        return {"lr": 0.01 * step, "weight_decay": 0.1 * step, "eps": (1e-30, 1e-3 * (step + 1)), "clip_threshold": 2.0}
+        decay = {TABLE[rule].decay: 0.1 * step}
+        more = {"eps": (1e-30, 1e-3 * (step + 1)), "clip_threshold": 2.0} if rule == "adalomo" else {}
+        return {"lr": 0.01 * step, **decay, **more}
 
-    arguments = {"shapes": [MATRIX, EXPERTS, VECTOR, PRIME, (7, 40, 16), (2048,), KERNEL], "schedule": schedule}
-    got, want = (trained("adalomo", compile=compile, steps=4, **arguments) for compile in (True, False))
+    arguments = {"steps": 4, "schedule": schedule}
+    first = [(64, 64), VECTOR, (3, 96, 30), (1, 170_000), (3, 200, 1000), KERNEL, (2048,), *CUT]
+    later = [(300_001,), (99, 64), (5, 64, 20), (47, 5000), (901, 610), PRIME, (30, 2, 5, 5), (1013, 170)]
+    later += [(3, 991, 160), (150_011,), (5001,), EXPERTS, (997, 1100)]
+    trained(rule, first, compile=True, **arguments)
+    kinds, parts = len(compiled._TRACED), len(graphs)
+    got, want = (trained(rule, later, compile=compile, **arguments) for compile in (True, False))
+    assert traced_updates(got[1]) == len(later)
     assert_same(got, want)
-    assert len(graphs) == 4
+    assert (len(compiled._TRACED), len(graphs)) == (kinds, parts)
+
+
+@pytest.mark.parametrize("shape", [(3000,), (3, 96, 30), (3000, 64), (1009, 200)])
+def test_gradients_of_any_dtype_read_in_any_way(graphs, shape):
+    for dtype, options in itertools.product((torch.float32, torch.bfloat16), ({}, {"clip_value": 1.0})):
+        param = torch.nn.Parameter(torch.zeros(shape))
+        opt = lowmem.FusedOptimizer([param], rule=Stepped(), compile=True, batching=False, **options)
+        opt.backward(param.sum())
+        with torch.no_grad():
+            opt._updates.put(opt._records[param], torch.ones(shape, dtype=dtype), None)
+        assert traced_updates(opt) and torch.equal(param, torch.full(shape, -2.0))
+
+
+@pytest.mark.parametrize("slices", [False, True])
+def test_a_number_of_all_slices_or_one_of_each(graphs, slices):
+    got, want = (trained(Stepped(), [EXPERTS, CUT[1]], compile=compile, slices=slices) for compile in (True, False))
+    assert traced_updates(got[1]) == 2
+    assert_same(got, want, bits=True)
 
 
 def test_numbers_are_computed_once_per_group_and_step(graphs, monkeypatch):
-    computed = []
-    results = whole.Numbers.results
-    monkeypatch.setattr(whole.Numbers, "results", lambda *args: computed.append(args) or results(*args))
+    computed, scalars = [], TABLE["adamw"].scalars
+    monkeypatch.setattr(TABLE["adamw"], "scalars", lambda *args: computed.append(args) or scalars(*args))
     trained("adamw", [MATRIX, PRIME, EXPERTS], compile=True, steps=5)
-    assert len(computed) == 5 * len(graphs)
+    assert len(computed) == 5
 
 
-def moved_decayed(t):
-    return {"param": t.param * t.scalar.keep - t.grad * t.scalar.step}
-
-
-class Branching(UpdateRule):
-    """Asks whether its weight decay is zero, and calls Python's mathematics with its learning rate if `opaque`."""
-
-    name, source, keeps = "branching", "a test", "nothing"
-    defaults: ClassVar = {"lr": 0.1, "weight_decay": 0.0, "opaque": False}
-
-    def spec(self, name, shape, hyper):
-        return ParamSpec(View.vector(len(shape)))
-
-    def update(self, sweep, spec, state, hyper, step):
-        keep = 1.0 - hyper["lr"] * hyper["weight_decay"] if hyper["weight_decay"] else 1.0
-        lr = math.sqrt(hyper["lr"]) if hyper["opaque"] else hyper["lr"]
-        sweep.apply(moved_decayed, scalar={"keep": keep, "step": lr})
-
-
-def test_a_number_that_a_rule_asks_about_is_part_of_the_code(graphs):
+def test_which_numbers_there_are_is_part_of_the_code(graphs):
     def schedule(step):
-        return {"lr": 0.1 * step, "weight_decay": (0.0, 0.5, 0.0, 0.25)[step]}
+        return {"weight_decay": (0.0, 0.5, 0.0, 0.25)[step]}
 
     arguments = {"shapes": [MATRIX, PRIME], "steps": 4, "schedule": schedule}
-    got, want = (trained(Branching(), compile=compile, **arguments) for compile in (True, False))
+    got, want = (trained(Stepped(), compile=compile, **arguments) for compile in (True, False))
     assert_same(got, want, bits=True)
-    assert len(graphs) == 3  # one for each weight decay
+    assert len(graphs) == 2  # with weight decay, and without
 
 
-def test_what_cannot_be_traced_is_compiled_pass_by_pass(graphs, caplog):
+def test_what_cannot_be_traced_is_updated_by_tiles(graphs, caplog):
     with caplog.at_level(logging.INFO, "lowmem"):
-        got = trained(Branching(), [MATRIX], compile=True, opaque=True)
-    assert "param0 of rule branching is compiled pass by pass" in caplog.text
-    assert not graphs and not whole_updates(got[1])
-    assert_same(got, trained(Branching(), [MATRIX], compile=False, opaque=True), bits=True)
-
-
-def test_numbers_that_change_all_the_time_do_not_compile_all_the_time(graphs):
-    def schedule(step):
-        return {"weight_decay": 0.01 * step}
-
-    arguments = {"shapes": [MATRIX], "steps": 2 * whole.SPECIALISATIONS, "schedule": schedule}
-    got, want = (trained(Branching(), compile=compile, **arguments) for compile in (True, False))
-    assert_same(got, want, bits=True)
-    assert len(graphs) < whole.SPECIALISATIONS
+        got = trained(Stepped(), [MATRIX], compile=True, opaque=True)
+    assert "updates of rule stepped are not compiled: " in caplog.text
+    assert not graphs and not traced_updates(got[1])
+    assert_same(got, trained(Stepped(), [MATRIX], compile=False, opaque=True), bits=True)
 
 
 @pytest.mark.parametrize(("bad", "rules"), [(math.nan, RULES[::2]), (math.inf, RULES[1::2])])
 def test_not_finite_leaves_everything_as_it_is(graphs, bad, rules):
-    for rule in rules:
-        params, opt = trained(rule, [MATRIX, VECTOR], compile=True, steps=2)
+    for rule, other in itertools.product(rules, (VECTOR, CUT[0])):
+        params, opt = trained(rule, [MATRIX, other], compile=True, steps=2)
         before = [param.clone() for param in params]
         opt.backward(params[0].sum() + params[1].square().sum() * bad)
         assert torch.equal(params[1], before[1]) and not torch.equal(params[0], before[0])
         assert opt.nonfinite_gradients == 1
 
 
-def test_memory_in_another_order_is_swept_pass_by_pass(graphs):
+def test_memory_in_another_order_is_updated_by_tiles(graphs, monkeypatch):
     """Transposed weights, and gradients that are expanded from a scalar."""
-    results = []
+    results, ran, run = [], [], compiled.Compiled.run
+    monkeypatch.setattr(compiled.Compiled, "run", lambda *args: ran.append((args, run(*args))) or ran[-1][1])
     for compile in (True, False):
         weight, other = torch.nn.Parameter(torch.ones(48, 64).t()), torch.nn.Parameter(torch.ones(64, 48))
         opt = lowmem.FusedOptimizer([weight, other], rule="adalomo", lr=0.1, compile=compile, batching=False)
         for _ in range(2):
             opt.backward(weight.square().sum() + other.sum())
-        assert whole_updates(opt) <= 1
+        assert all(result is None or args[2][0].is_contiguous() for args, result in ran)
         results.append(([weight, other], opt))
     assert_same(*results)
 
@@ -225,7 +257,7 @@ def test_a_list_that_is_edited_in_place_counts(graphs):
         if edited is not None:
             opt.param_groups[0]["betas"][0] = edited
         backward(opt, [param], source)
-        assert whole_updates(opt) == compile
+        assert traced_updates(opt) == compile
         results.append(param.detach())
     assert torch.equal(results[0], results[1]) and not torch.equal(results[1], results[2])
 
@@ -237,7 +269,7 @@ def test_random_bits_are_of_the_seed_that_was_loaded(graphs):
     other.load_state_dict(opt.state_dict())
     for each in ((opt, params), (other, others)):
         backward(*each, torch.Generator().manual_seed(1))
-    assert whole_updates(other) and torch.equal(params[0], others[0])
+    assert traced_updates(other) and torch.equal(params[0], others[0])
 
 
 @pytest.mark.parametrize(("rows", "cols"), [(1, 7), (1, 589_824), (32_000, 768), (50_257, 768), (4096, 4096), (97, 5)])
@@ -253,21 +285,46 @@ def test_what_has_no_blocks():
     assert blocks(1 << 16, 1 << 15) is None
 
 
-COMPILED = [(rule, ("nearest", "stochastic", "compensated")[n % 3]) for n, rule in enumerate(RULES)]
+def compiled_cases():
+    """Two matrices for each rule, and a vector, a stack or several tiles in turn, since compiling takes seconds."""
+    roundings, others = ("nearest", "stochastic", "compensated"), ((2500,), (3, 67, 30), *CUT)
+    if FULL:
+        return pairwise(RULES, roundings, [(shape,) for shape in (MATRIX, PRIME, *others)])
+    return [(rule, roundings[n % 3], (MATRIX, PRIME, others[n % 5])) for n, rule in enumerate(RULES)]
 
 
 @pytest.mark.skipif(not has_compiler("cpu"), reason="no C++ compiler")
-@pytest.mark.parametrize(("rule", "rounding"), COMPILED)
-def test_compiled(rule, rounding):
-    """Compiled code sums in another order. A matrix is compiled, and one of another size runs that code."""
-    arguments = {"shapes": [MATRIX, PRIME], "dtype": torch.bfloat16, "rounding": rounding}
+@pytest.mark.parametrize(("rule", "rounding", "shapes"), compiled_cases())
+def test_compiled(rule, rounding, shapes):
+    """Compiled code may fuse a multiplication with an addition, and sums in another order."""
+    arguments = {"shapes": shapes, "dtype": torch.bfloat16, "rounding": rounding}
     got, want = (trained(rule, compile=compile, **arguments) for compile in (True, False))
+    assert traced_updates(got[1]) == len(shapes)
     assert_same(got, want)
 
 
 @pytest.mark.skipif(not has_compiler("cpu"), reason="no C++ compiler")
+def test_many_columns_compiled():
+    """More than int32 counts: their random bits are those of tiles."""
+    start, count = (1 << 31) - 2500, 5000
+    layout, grad = Layout.of((1 << 34,), View.vector(1), start, start + count), torch.full((count,), -1 - 2.0**-8)
+    param = torch.nn.Parameter(torch.zeros(count, dtype=torch.bfloat16))
+    opt = lowmem.FusedOptimizer([param], rule="lomo", lr=1.0, weight_decay=0.0, rounding="stochastic")
+    record, weights = opt._records[param], torch.zeros(2, count, dtype=torch.bfloat16)
+    scalars = Scalars.of(record.rule.scalars(record.group, 1))
+    tiles = [
+        StoredTiles(layout, Held(record.program.weight, (w,)), grad, NO_READING, scalars, noise_keys=lambda: [7])
+        for w in weights
+    ]
+    record.rule.update(Sweep(tiles[0]), record.program.spec, {})
+    found = compiled.compiled_of(record.program, layout, grad, NO_READING, scalars)
+    found.run(grad, [weights[1]], {}, NO_READING, scalars, lambda: [7], lambda: tiles[1])
+    assert weights.unique().numel() == 2 and torch.equal(*weights)
+
+
+@pytest.mark.skipif(not has_compiler("cpu"), reason="no C++ compiler")
 def test_rows_columns_and_weights_are_summed_in_one_loop(monkeypatch):
-    monkeypatch.setattr(whole, "_UPDATES", {})
+    monkeypatch.setattr(compiled, "_TRACED", {})
     monkeypatch.setattr(metrics, "cpp_outer_loop_fused_inner_counts", [])
     with config.patch(force_disable_caches=True):
         trained("adalomo", [MATRIX], compile=True, steps=1)

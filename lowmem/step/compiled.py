@@ -1,0 +1,259 @@
+"""Compiled programs: `rule.update` of a kind of parameters, traced once, for tiles of any size and number."""
+
+import importlib.util
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowmem.errors import ConfigError
+from lowmem.rules import ParamSpec, UpdateRule
+from lowmem.step.program import Kept, Program
+from lowmem.step.record import ParamRecord
+from lowmem.tiles.gradients import Gradient
+from lowmem.tiles.graph import Compiler, Size, Sizes, try_compiler
+from lowmem.tiles.layout import Layout
+from lowmem.tiles.storage import Held, Storage, part_name
+from lowmem.tiles.stored import StoredTiles
+from lowmem.tiles.sweep import Reading, Scalars, Sweep
+from lowmem.tiles.traced import Piece, TracedTiles, TracedUpdate, UntraceableError, pieces, run_cut
+
+logger = logging.getLogger(__name__)
+
+# With fewer trainable elements compilation takes longer than it saves.
+COMPILE_FROM = 1 << 25
+
+# The tensors that a `Reading` may have.
+READ = tuple(field.name for field in fields(Reading) if field.name != "sums_squares")
+
+# Sizes for which Inductor plans: how loops are divided among threads, or a GPU's blocks, and which sums are so long
+# that they are taken in parts (from 4,096 on). Those of a large parameter.
+EXAMPLE = {"batch": 8, "count": 1024, "rows": 16, "cols": 4096}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The cache key of compiled code.
+
+    rule: or its class, if it has no attributes of its own.  storage: of the weight.  states: storages of those of the
+    parameter's size.  small: the other states.  elements: dtypes of the gradient and the tensors of weight and states,
+    with the size of their groups.  form: see `Piece`.  reading: name, dtype and number of dimensions of its tensors.
+    numbers: names of the rule's.  cut: code is cut at each pass over the tiles.
+    """
+
+    rule: Any
+    spec: ParamSpec
+    storage: Storage
+    states: tuple[tuple[str, Storage], ...]
+    small: tuple[tuple[str, Kept], ...]
+    elements: tuple[Kept, ...]
+    device: torch.device
+    batched: bool
+    form: tuple[bool, bool]
+    reading: tuple[tuple[str, torch.dtype, int], ...]
+    sums_squares: bool
+    numbers: tuple[str, ...]
+    cut: bool
+
+    @property
+    def group(self) -> int:
+        """Elements of a row that are encoded together by some storage."""
+        return max(each.group for each in self.elements)
+
+    @property
+    def draws(self) -> bool:
+        """Returns whether a storage draws random numbers."""
+        return any(storage.draws for storage in (self.storage, *dict(self.states).values()))
+
+
+def trace_update(kind: Kind, rule: UpdateRule) -> TracedUpdate:
+    """Traces and compiles the update of a kind of parameters.
+
+    Arguments: the small states, the tensors of the reading, the rule's numbers in float32 and float64, the key of the
+    noise if some is drawn, if it is cut the parameter's size [B, R, C]; of a tile the gradient, weight and states.
+    """
+    sizes, (batched, lines), group = Sizes(), kind.form, kind.group
+    batch, count, height, cols = (sizes.size(*example) for example in EXAMPLE.items())
+    tile_batch: Size = batch if batched else 1
+    tile_height: Size = 1 if lines else height
+    full: tuple[Size, ...] = tile_batch, 1 if lines else count * height, count * cols * group if lines else cols * group
+    if kind.cut:
+        full = (sizes.size("B", 8) if kind.batched else 1), sizes.size("R", 4096), sizes.size("C", 4096)
+    shared: list[Tensor | Size] = []
+    for _, kept in kind.small:
+        extent = {"row": full[:2], "col": full[::2], "slice": full[:1]}[kept.extent]
+        shared.append(sizes.tensor((*extent, *kept.extra), kept.dtype, kind.device))
+    shared += [sizes.tensor((1,) * ndim, dtype, kind.device) for _, dtype, ndim in kind.reading]
+    shared += [sizes.tensor((len(kind.numbers),), dtype, kind.device) for dtype in (torch.float32, torch.float64)]
+    if kind.draws:
+        shared.append(sizes.tensor((), torch.int32, kind.device))
+    if kind.cut:
+        shared += full
+    shape = tile_batch, count, tile_height, cols
+    tile = [
+        sizes.tensor(shape if group == 1 else (*shape, group // each.group), each.dtype, kind.device)
+        for each in kind.elements
+    ]
+
+    def update(*args: Any) -> tuple[list[Tensor], TracedTiles]:
+        given = iter(args)
+        states: dict[str, Any] = {name: next(given) for name, _ in kind.small}
+        reading = Reading(**{name: next(given) for name, _, _ in kind.reading}, sums_squares=kind.sums_squares)
+        scalars = Scalars(kind.numbers, next(given), next(given))
+        key = next(given) if kind.draws else None
+        size = tuple(next(given) for _ in full) if kind.cut else None
+        grad, *rest = (next(given).flatten(-2) if group > 1 else next(given) for _ in kind.elements)
+        parts = iter(rest)
+        weight = Held(kind.storage, tuple(next(parts) for _ in kind.storage.parts))
+        states |= {name: Held(each, tuple(next(parts) for _ in each.parts)) for name, each in kind.states}
+        tiles = TracedTiles(weight, grad, reading, scalars, lines=lines, shape=size, noise_key=key)
+        sweep = Sweep(tiles)
+        weighted = rule.update(sweep, kind.spec, states)
+        results = [] if reading.square_sums is not None else [sweep.square_sums]
+        return results if weighted is None else [*results, weighted.view(-1)], tiles
+
+    return TracedUpdate(update, sizes, shared, tile, cut=kind.cut)
+
+
+_TRACED: dict[Kind, TracedUpdate | None] = {}
+
+
+def traced(kind: Kind, rule: UpdateRule, first: bool) -> TracedUpdate | None:
+    """The compiled update of a kind of parameters; None if there is none. first: it also computes what lies between two
+    passes.
+    """
+    if Compiler.failure is not None:
+        return None
+    start = time.perf_counter()
+    try:
+        if kind not in _TRACED:
+            _TRACED[kind] = None
+            _TRACED[kind] = trace_update(kind, rule)
+        if (update := _TRACED[kind]) is not None:
+            update.compile(first)
+    except UntraceableError as error:
+        logger.info("updates of rule %s are not compiled: %s", rule.name, error)
+    except Exception as error:
+        _TRACED[kind] = None
+        Compiler.give_up(error)
+    Compiler.seconds += time.perf_counter() - start
+    return _TRACED[kind]
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """Runs a program by compiled code, with gradients of one kind.
+
+    updates: by the form of a piece.  pieces: its tiles.  small: shapes of the small states, as [B, R], [B, C] or [B].
+    tile: shapes of the gradient and the tensors of weight and states, if the parameter is one tile.
+    """
+
+    kind: Kind
+    updates: dict[tuple[bool, bool], TracedUpdate]
+    pieces: list[Piece]
+    small: dict[str, tuple[int, ...]]
+    tile: list[tuple[int, ...]]
+    names: tuple[str, ...]
+
+    def run(
+        self,
+        grad: Gradient,
+        weight: Sequence[Tensor],
+        states: Mapping[str, Tensor],
+        reading: Reading,
+        scalars: Scalars,
+        keys: Callable[[], Sequence[int]],
+        tiles: Callable[[], StoredTiles],
+    ) -> list[Tensor] | None:
+        """Updates a parameter, and returns what `trace_update` does; None if its tensors have changed meanwhile.
+
+        Args:
+            keys: gives that of the noise.
+            tiles: gives those of the parameter, which is several.
+        """
+        kind = self.kind
+        tensors = [grad, *weight, *(states[name] for name in self.names)]
+        for tensor, kept in zip(tensors if isinstance(grad, Tensor) else tensors[1:], kind.elements, strict=False):
+            if tensor.dtype is not kept.dtype or not tensor.is_contiguous() or tensor.device != kind.device:  # type: ignore[union-attr]
+                return None
+        shared: list[Any] = [states[name].view(shape) for name, shape in self.small.items()]
+        shared += [getattr(reading, name) for name, _, _ in kind.reading]
+        shared += scalars.single, scalars.double
+        if kind.draws:
+            shared.append(torch.full((), *keys(), dtype=torch.int32, device=kind.device))
+        if not kind.cut:
+            args = [tensor.view(shape) for tensor, shape in zip(tensors, self.tile, strict=True)]  # type: ignore[arg-type]
+            return self.updates[self.pieces[0].form].run(*shared, *args)  # type: ignore[no-any-return]
+        return run_cut(self.updates, tiles(), self.pieces, shared, [kept.group for kept in kind.elements], tensors)
+
+
+def compiled_of(
+    program: Program, layout: Layout, grad: Gradient, reading: Reading, scalars: Scalars
+) -> Compiled | None:
+    """Returns what runs a program by compiled code with such gradients; None if it cannot be compiled.
+
+    layout: that of the program, or of the blocks of a gradient that is computed.
+    """
+    names = tuple(part_name(name, part.name) for name, each in program.states.items() for part in each.parts)
+    weight = [Kept(part.dtype, group=part.group) for part in program.weight.parts]
+    elements = Kept(grad.dtype), *weight, *(program.kept[name] for name in names)
+    group = max(each.group for each in elements)
+    parts = pieces(layout, group)
+    if not parts:
+        return None
+    first, cut = parts[0].form, program.ranks is not None or not isinstance(grad, Tensor) or len(parts) > 1
+    read = [(name, tensor) for name in READ if (tensor := getattr(reading, name)) is not None]
+    rule = program.rule
+    kind = Kind(
+        rule if vars(rule) else type(rule),
+        program.spec,
+        program.weight,
+        tuple(program.states.items()),
+        tuple((name, kept) for name, kept in program.kept.items() if kept.extent != "full"),
+        elements,
+        grad.device,
+        batched=layout.shape[0] > 1,
+        form=first,
+        reading=tuple((name, tensor.dtype, tensor.ndim) for name, tensor in read),
+        sums_squares=reading.sums_squares,
+        numbers=scalars.names,
+        cut=cut,
+    )
+    updates = {form: traced(replace(kind, form=form), rule, form == first) for form in {each.form for each in parts}}
+    if not all(updates.values()):
+        return None
+    batch, rows, cols = layout.shape
+    extents = {"row": (batch, rows), "col": (batch, cols), "slice": (batch,)}
+    small = {name: (*extents[kept.extent], *kept.extra) for name, kept in kind.small}
+    tile = [] if cut else [parts[0].shape(group, each.group) for each in elements]
+    return Compiled(kind, updates, parts, small, tile, names)  # type: ignore[arg-type]
+
+
+def decide_compilation(requested: bool | str, records: Collection[ParamRecord]) -> bool:
+    """Returns whether to compile: as requested, or with "auto" where it pays.
+
+    Raises:
+        ConfigError: it is True where there is no compiler that works.
+    """
+    devices = {record.param.device.type for record in records}
+    if requested is True and not torch._C._len_torch_dispatch_stack():
+        for device in devices - {"meta"}:
+            try:
+                try_compiler(device)
+            except Exception as error:
+                raise ConfigError(f"compile=True, but compiling for {device!r} fails; use 'auto': {error}") from error
+    size = sum(r.span.held for r in records if r.param.requires_grad)
+    return requested is True or (requested == "auto" and size >= COMPILE_FROM and all(map(has_compiler, devices)))
+
+
+def has_compiler(device: str) -> bool:
+    """Returns whether a compiler for a type of device is installed."""
+    if device == "cpu":
+        return any(shutil.which(name) for name in (os.environ.get("CXX", ""), "g++", "clang++", "c++") if name)
+    return device == "meta" or importlib.util.find_spec("triton") is not None  # "meta" is a GPU that is planned for

@@ -1,0 +1,158 @@
+"""Programs: how parameters of a kind are updated and stored, decided when they are claimed."""
+
+import functools
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from lowmem.errors import UnsupportedError
+from lowmem.placements import in_group
+from lowmem.placements.base import Shard
+from lowmem.placements.placed import Placed
+from lowmem.placements.ranks import Ranks
+from lowmem.rules import ParamSpec, UpdateRule
+from lowmem.tiles.layout import Extent, Layout, Span, grouped
+from lowmem.tiles.storage import FLOAT32, ROUNDED_DTYPES, TABLE, Float, Storage, of_state, of_weight, part_name
+
+logger = logging.getLogger(__name__)
+
+# A smaller parameter that a storage with groups cannot hold has float32 states, and its weight is rounded to nearest.
+SMALLEST_GROUPED = 1 << 12
+
+
+class Kept(NamedTuple):
+    """A tensor that is kept for a parameter: a state, or a part of the storage of one or of the weight.
+
+    extent, extra: as in `StateSpec`.  group: elements of a row of which it has one value; 0 if the extent is not full.
+    """
+
+    dtype: torch.dtype
+    extent: Extent = "full"
+    group: int = 1
+    extra: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """The update of parameters of one kind: equal in group, shape, dtype, device and all that follows from these.
+
+    Attributes:
+        rule, spec: of the parameters.
+        span: which elements of each are on this rank.  layout: in which rectangles.
+        ranks: those that hold the other shards of each; None where it is complete.
+        weight: the storage of the weight.  states: of the states of the parameter's size, by name.
+        members: how many parameters it updates at once, as a stack.
+        compiled: its compiled code, by the kind of gradient; None where there is none (`compiled_of`).
+    """
+
+    rule: UpdateRule
+    spec: ParamSpec
+    span: Span
+    layout: Layout
+    ranks: Ranks | None
+    weight: Storage
+    states: Mapping[str, Storage]
+    members: int = 1
+    compiled: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
+    _stacked: dict[int, "Program"] = field(default_factory=dict, init=False, repr=False)
+
+    @functools.cached_property
+    def extra_names(self) -> tuple[str, ...]:
+        """Names of the tensors that hold the weight together with the parameter."""
+        return tuple(part.name for part in self.weight.parts[1:])
+
+    @functools.cached_property
+    def kept(self) -> dict[str, Kept]:
+        """The tensors that are kept for a parameter, by name: those of `extra_names`, and its states."""
+        kept = {part.name: Kept(part.dtype, group=part.group) for part in self.weight.parts[1:]}
+        for name, state in self.spec.states.items():
+            if state.extent == "full":
+                parts = self.states[name].parts
+                kept |= {part_name(name, part.name): Kept(part.dtype, group=part.group) for part in parts}
+            else:
+                dtype = state.dtype if isinstance(state.dtype, torch.dtype) else torch.float32
+                kept[name] = Kept(dtype, state.extent, 0, state.extra)
+        return kept
+
+    def shape_of(self, kept: Kept, shape: Sequence[int] | None = None) -> tuple[int, ...]:
+        """The logical shape of one of them. One of the parameter's size has that of a shard, if `shape` is given."""
+        if kept.extent == "full":
+            return grouped(self.span.shape if shape is None else shape, kept.group)
+        return self.spec.view.state_shape(kept.extent, self.span.shape) + kept.extra
+
+    def stacked(self, count: int) -> "Program":
+        """The program of so many such parameters as one."""
+        if count not in self._stacked:
+            if self.ranks is None:
+                layout = Layout.of((count, *self.span.shape), self.spec.view.stacked())
+            else:
+                layout = self.layout.lines(count)
+            self._stacked[count] = replace(self, layout=layout, members=count)
+        return self._stacked[count]
+
+
+def make_program(placed: Placed, rule: UpdateRule, group: Mapping[str, Any], shard: Shard) -> Program:
+    """Decides how a parameter is updated and stored, by what its group says now.
+
+    A storage with groups holds parameters whose rows consist of complete groups, also when they are sharded. Small
+    others, mostly vectors, are held as float32 states, and weights rounded to the nearest value.
+
+    Raises:
+        UnsupportedError: its rule cannot update it, or a storage cannot hold it.
+    """
+    span, dtype = placed.span, placed.param.dtype
+    try:
+        rule.admit(placed.param, group)
+        spec = rule.spec(placed.name, span.shape, group)
+        layout = shard.layout(placed, spec.view)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"parameter {placed.name!r} of shape {list(span.shape)} {error}") from None
+
+    def fitting(storage: Storage, other: Storage) -> Storage:
+        fits = spec.view.has_groups(span.shape, storage.group) and span.size % storage.group == 0
+        if not fits and span.numel >= SMALLEST_GROUPED:
+            raise UnsupportedError(
+                f"parameter {placed.name!r} of shape {list(span.shape)} cannot be held in groups of {storage.group} "
+                "elements of a row: its rows or shards do not divide into them. Give it a group of parameters of its "
+                "own, with another rounding or state_storage"
+            )
+        return storage if fits else other
+
+    rounding = rounding_of(rule, group, dtype)
+    if rounding == "nearest" and dtype in ROUNDED_DTYPES:
+        _warn_of_lost_updates(dtype, rule.name if rule.materializes else None)
+    weight, states = fitting(weight_storage(rounding, dtype), Float(dtype)), {}
+    for name, state in spec.states.items():
+        if state.extent == "full":
+            if state.dtype is None:
+                states[name] = fitting(of_state(group["state_storage"], state.signed), FLOAT32)
+            else:
+                states[name] = Float(dtype if state.dtype == "weight" else state.dtype)
+    return Program(rule, spec, span, layout, shard.ranks_of(placed.param), weight, states)
+
+
+def weight_storage(rounding: str, dtype: torch.dtype) -> Storage:
+    """The storage of a weight; a rule that rounds in its own way gives numbers that the dtype has."""
+    return of_weight(rounding if rounding in TABLE else "nearest", dtype)
+
+
+def rounding_of(rule: UpdateRule, group: Mapping[str, Any], dtype: torch.dtype) -> str:
+    """The rounding of a group's weights of this dtype, where "auto" is that of its rule."""
+    return rule.rounding(group, dtype) if group["rounding"] == "auto" else str(group["rounding"])
+
+
+@functools.cache
+def _warn_of_lost_updates(dtype: torch.dtype, cls: str | None) -> None:
+    """Warns of weights that are rounded to the nearest value, once per process. cls: of another package, if it is."""
+    if in_group() and dist.get_rank() > 0:
+        return
+    logger.warning(
+        "%s weights with rounding 'nearest'%s lose every update smaller than about %.2g %% of the weight, at the usual "
+        "learning rates of fine-tuning most of them. Set rounding='stochastic', which loses none and needs %s",
+        str(dtype).removeprefix("torch."), f", unless {cls} itself does otherwise," if cls else "",
+        25 * torch.finfo(dtype).eps, "a float32 copy of one parameter at a time" if cls else "no more memory",
+    )  # fmt: skip

@@ -1,0 +1,83 @@
+"""A parameter record: one parameter of an optimizer, and what belongs to it."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from lowmem.errors import StepError
+from lowmem.placements.base import Shard
+from lowmem.placements.placed import Placed
+from lowmem.rules import UpdateRule
+from lowmem.step.program import Program, make_program, rounding_of
+from lowmem.tiles.storage import ROUNDED_DTYPES
+
+
+@dataclass(eq=False)
+class ParamRecord(Placed):
+    """One parameter of a `FusedOptimizer`.
+
+    Attributes:
+        group: its parameter group, the live one that schedulers edit.
+        rule: of the group.
+        programs: those of the group, by what its parameters have in common.
+        program: how it is updated, once it is claimed.
+        form: what `Shard.form` was when this was decided; None: it is decided before the next step.
+        extra: the other tensors of the weight's storage, which has the parameter first; () before its first update.
+        computes: its gradient may be one that is computed as it is read.
+        square_sum: of its last gradient, a float64 scalar.
+        size: what its rule weights the norm of that by.
+    """
+
+    group: dict[str, Any]
+    rule: UpdateRule
+    programs: dict[Any, Program] = field(default_factory=dict, repr=False)
+    program: Program = field(init=False, repr=False)
+    form: tuple[Any, ...] | None = field(default=None, init=False)
+    extra: tuple[Tensor, ...] = field(default=(), init=False)
+    computes: bool = field(default=False, init=False)
+    square_sum: Tensor | None = field(default=None, init=False)
+    size: Tensor | None = field(default=None, init=False)
+
+    def choose_program(self, shard: Shard) -> None:
+        """Decides how the parameter is updated and stored, by what its group says now; see `make_program`."""
+        self.span = shard.span(self.param)
+        program = make_program(self, self.rule, self.group, shard)
+        like = self.param.dtype, self.param.device, self.span, program.spec, program.ranks
+        self.program = self.programs.setdefault((*like, program.weight, *program.states.items()), program)
+
+    def refuse_misfits(self, state: Mapping[str, Any], shard: Shard) -> None:
+        """Raises `StepError` if the parameter has changed so that its states, or a residual or master copy, do not fit
+        it any more.
+        """
+        assert self.form is not None
+        was, now, before = self.form[:3], shard.form(self.param)[:3], self.program
+        trial = replace(self, programs={})
+        trial.choose_program(shard)
+        after = trial.program
+        # a residual or a master copy is that of one weight, and what a foreign class keeps may be
+        of_weight = before.extra_names or after.extra_names or not state.keys() <= after.kept.keys()
+        fits = before.kept == after.kept and before.span.shape == after.span.shape
+        if was != now and (of_weight or was[1:2] != now[1:2] or not fits):
+            raise StepError(
+                f"parameter {self.name!r} has changed from {was} to {now}, and its optimizer state does not fit it. "
+                "Make the optimizer after model.to(...), or convert the model back, or load a state that fits"
+            )
+
+    def refuse_leftover(self) -> None:
+        """Raises `StepError` if the parameter has a gradient that the next one would be added to."""
+        if self.param.grad is not None and self.trained:
+            raise StepError(
+                f"parameter {self.name!r} has a gradient in .grad already, which this step would add to its own. "
+                "Call zero_grad() first; nothing can accumulate in .grad, because gradients are freed in the hooks."
+            )
+
+
+def weights_in_words(records: Iterable[ParamRecord]) -> str:
+    """The dtypes of weights, with their rounding."""
+    held = ((r.param.dtype, rounding_of(r.rule, r.group, r.param.dtype)) for r in records)
+    return ", ".join(
+        f"{str(dtype).removeprefix('torch.')} ({f'rounding {how}' if dtype in ROUNDED_DTYPES else 'exact'})"
+        for dtype, how in dict.fromkeys(held)
+    )

@@ -1,0 +1,241 @@
+"""Tiles of tensors as they are stored: the loop over a parameter in which nothing is compiled."""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
+
+from lowmem.errors import UnsupportedError
+from lowmem.tiles.gradients import ComputedGradient, Gradient
+from lowmem.tiles.layout import Layout, Place, cut
+from lowmem.tiles.storage import Held, Storage, mix
+from lowmem.tiles.sweep import Given, Reading, Scalars, Tiles, Vectors, vectors_of
+from lowmem.tiles.tile import DIMS, RawTile, Sums, extent
+
+# Elements per tile. A CPU wants the few float32 temporaries of a tile in the cache; on a GPU it trades temporary memory
+# against launches.
+CPU_TILE = 1 << 17
+GPU_TILE = 1 << 22
+
+NO_READING, NO_SCALARS = Reading(), Scalars.of({})
+
+
+class Across(Protocol):
+    """The ranks that hold a shard of the parameter each."""
+
+    def all_reduce_sum(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Each float32 tensor summed over the ranks, in one collective."""
+
+    def all_reduce_max(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The elementwise maximum of each float32 tensor over the ranks, in one collective."""
+
+
+class Source:
+    """A tensor of a shard, or a gradient that is computed as it is read: tiles are taken from it.
+
+    group: elements of a row of which it has one value.
+    """
+
+    def __init__(self, layout: Layout, tensor: Gradient, group: int = 1) -> None:
+        self._layout, self._tensor, self._group = layout, tensor, group
+        self._views = layout.views(tensor, group) if isinstance(tensor, Tensor) else None
+
+    def tile(self, place: Place) -> Tensor:
+        """[b, r, c / group], in its memory."""
+        if isinstance(self._tensor, ComputedGradient):
+            return cut(self._tensor.view(self._layout.rectangles[place.rectangle]), place.inner)
+        assert self._views is not None
+        return cut(self._views[place.rectangle], place.inner, self._group)
+
+
+Sources = tuple[Storage, list[Source]]
+
+
+def _held_at(sources: Sources, place: Place) -> Held:
+    """One tile of each tensor of a storage."""
+    storage, parts = sources
+    return Held(storage, tuple(part.tile(place) for part in parts))
+
+
+class StoredTiles(Tiles):
+    """Tiles that are views of the parameter, its gradient and its states.
+
+    Args:
+        layout: the local shard of the parameter in [batch, rows, cols].
+        weight: the local shard of the parameter and the other tensors of its storage.
+        grad: the local shard of the gradient, in the dtype it came in; or one that is computed as it is read, and then
+            `layout` is of its blocks.
+        reading: what happens to the gradient as it is read.
+        scalars: the numbers of the rule.
+        members: how many parameters are stacked.
+        noise_keys: gives one key per member for random bits, where some are drawn.
+        across: the ranks that hold the other shards; None: there are none.
+        tile: elements per tile, if not the usual number.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        weight: Held,
+        grad: Gradient,
+        reading: Reading = NO_READING,
+        scalars: Scalars = NO_SCALARS,
+        *,
+        members: int = 1,
+        noise_keys: Callable[[], Sequence[int]] = lambda: [0],
+        across: Across | None = None,
+        tile: int | None = None,
+    ) -> None:
+        self.shape, self.members, self.device = layout.shape, members, weight.parts[0].device
+        self.weight, self.reading, self.scalars = weight, reading, scalars
+        self.layout, self._grad, self._keys, self.across = layout, grad, noise_keys, across
+        self._places = layout.places(tile or (CPU_TILE if self.device.type == "cpu" else GPU_TILE))
+        self._at_once = len(self._places) == 1 and self._places[0].rect.size == self.shape
+        if is_fake(weight.parts[0]):
+            self._places = _two_of_each_size(self._places)
+        self._passes = 0
+        self._written = False
+        self._params = self._sources(weight)
+        # complex gradients are only measured
+        self._grads = Source(layout, grad.abs() if isinstance(grad, Tensor) and grad.is_complex() else grad)
+
+    def complete_grad(self) -> Tensor:
+        assert isinstance(self._grad, Tensor)  # rules that need it have needs_dense_gradient
+        return self._grad
+
+    def reduce(self, body: Callable[[RawTile], Sums], given: Given) -> Sums:
+        total = Totals(self.shape, self.device)
+        for place, raw in self._tiles(given, vectors_of(given)):
+            if self._at_once:
+                total.sums = body(raw)
+            else:
+                total.add(place, body(raw))
+        return total.sums if self.across is None else over_ranks(self.across, total.sums)
+
+    def each(self, body: Callable[[RawTile], None], given: Given, vectors: Vectors) -> None:
+        for _, raw in self._tiles(given, vectors):
+            body(raw)
+        self._written = True
+
+    def noise_keys(self) -> Tensor | int:
+        if self.members == 1:
+            return self._keys()[0]
+        return torch.tensor(self._keys(), dtype=torch.int32).to(self.device, non_blocking=True)[:, None]
+
+    def _tiles(self, given: Given, vectors: Vectors) -> Iterator[tuple[Place, RawTile]]:
+        """Every second pass goes backwards, and begins with what the one before has left in the cache."""
+        if self._written and isinstance(self._grad, ComputedGradient):
+            raise UnsupportedError(
+                "this rule reads the gradient once more after it has written the weight, from which the gradient is "
+                "computed. Set needs_dense_gradient = True in its class"
+            )
+        order = self._places if self._passes % 2 == 0 else self._places[::-1]
+        self._passes += 1
+        fulls = {name: self._sources(held) for name, held in (given.get("full") or {}).items()}
+        for place in order:
+            full = {name: _held_at(sources, place) for name, sources in fulls.items()}
+            here = {key: self._broadcast(key[0], value, place) for key, value in vectors.items()}
+            yield place, self._raw(self._grads.tile(place), _held_at(self._params, place), full, here)
+
+    def part(self, kind: str, value: Tensor, place: Place) -> Tensor:
+        """The part of a vector of the parameter that is of a tile, in the same dimensions: see `DIMS`."""
+        if value.ndim == 0:
+            return value
+        rect = place.rect
+        if not self._at_once:
+            value = value.view(extent(kind, self.shape))[tuple(rect[d] for d in DIMS[kind])]
+        if kind == "noise":  # from here on it counts the columns of the tile
+            high, low = divmod(rect.cols.start + (1 << 31), 1 << 32)
+            value = mix(value + high) if high else value
+            value = value if low == 1 << 31 else value + (low - (1 << 31))
+        return value
+
+    def _broadcast(self, kind: str, value: Tensor | float, place: Place) -> Tensor:
+        """`part`, broadcastable to the tile [b, r, c]."""
+        if not isinstance(value, Tensor):
+            return torch.full((), value, dtype=torch.float32, device=self.device)
+        if value.ndim == 0:
+            return value
+        shape = [n if d in DIMS[kind] else 1 for d, n in enumerate(place.rect.size)]
+        return self.part(kind, value, place).view(shape)
+
+    def _sources(self, held: Held) -> Sources:
+        pairs = zip(held.storage.parts, held.parts, strict=True)
+        return held.storage, [Source(self.layout, tensor, part.group) for part, tensor in pairs]
+
+
+class Totals:
+    """Sums of a parameter of `shape`, [B, R, C], from those of its tiles."""
+
+    def __init__(self, shape: tuple[int, int, int], device: torch.device) -> None:
+        self._shape, self._device, self.sums = shape, device, Sums()
+
+    def add(self, place: Place, part: Sums) -> None:
+        """Adds the sums of a tile: [b, r], [b, c] or [b]."""
+        for kind, name, value in part.items():
+            largest, into = kind == "row_max", getattr(self.sums, kind)
+            if name not in into:
+                start = -torch.inf if largest else 0.0
+                into[name] = torch.full(extent(kind, self._shape), start, dtype=torch.float32, device=self._device)
+            here = into[name][tuple(place.rect[d] for d in DIMS[kind])]
+            (torch.maximum if largest else torch.add)(here, value, out=here)
+
+
+def over_ranks(across: Across, local: Sums) -> Sums:
+    """The sums of all ranks."""
+    total: list[tuple[str, str, Tensor]] = []
+    for reduce, largest in ((across.all_reduce_sum, False), (across.all_reduce_max, True)):
+        sums = [each for each in local.items() if (each[0] == "row_max") is largest]
+        values = reduce([value for *_, value in sums]) if sums else []
+        total += [(kind, name, value) for (kind, name, _), value in zip(sums, values, strict=True)]
+    return Sums.of(total)
+
+
+def begin_storage(layout: Layout, weight: Held) -> None:
+    """Encodes a weight, before its first update, into the tensors that its storage has in addition to the parameter:
+    not at random, so that the weight stays what it is, as far as it can be held.
+    """
+    tiles = StoredTiles(layout, weight, weight.parts[0])
+    for _, raw in tiles._tiles({}, {}):
+        value = raw.param.parts[0].float()
+        half = functools.partial(torch.full_like, value, 0.5)
+        for target, new in zip(raw.param.parts, weight.storage.encode(value, half), strict=True):
+            target.copy_(new)
+
+
+def _two_of_each_size(places: Sequence[Place]) -> list[Place]:
+    """The tiles that a dry run needs: equal ones take equal memory, once the first one has made the sums over all of
+    them.
+    """
+    of_size: dict[tuple[int, ...], list[Place]] = {}
+    for place in places:
+        of_size.setdefault(place.rect.size, []).append(place)
+    return [place for same in of_size.values() for place in same[:2]]
+
+
+# -- outside of a sweep ------------------------------------------------------------------------------------------------
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """The elements in the order of their memory, whatever the order of dimensions: a view of one dimension."""
+    return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
+
+
+def tiles(tensor: Tensor) -> tuple[Tensor, ...]:
+    """`flat`, cut into tiles."""
+    return flat(tensor).split(CPU_TILE if tensor.device.type == "cpu" else GPU_TILE)
+
+
+def add(total: Tensor, grad: Tensor) -> None:
+    """Adds a gradient to a sum in the same layout, to which it may be narrower.
+
+    torch would make a copy of the whole gradient in the dtype of the sum, in four times the time on a CPU.
+    """
+    if grad.dtype == total.dtype or grad.stride() != total.stride():
+        total.add_(grad)
+        return
+    for into, part in zip(tiles(total), tiles(grad), strict=True):
+        into.add_(part)
