@@ -9,7 +9,8 @@ from torch import Tensor
 
 import lowmem
 from lowmem.placements import Ranks, release
-from lowmem.step.updates import Updates, has_compiler
+from lowmem.step.compiled import has_compiler
+from lowmem.step.updates import Updates
 
 __all__ = ["has_compiler", "reduce_scatter_as_nccl", "release", "stacks_between", "update_one"]
 
@@ -17,6 +18,7 @@ __all__ = ["has_compiler", "reduce_scatter_as_nccl", "release", "stacks_between"
 def update_one(opt: lowmem.FusedOptimizer, param: Tensor, grad: Tensor) -> None:
     """Updates one parameter as its hook does, but without a backward pass."""
     opt._cycle.step += 1
+    opt._updates.begin(zip(opt._rules, opt.param_groups, strict=True), opt._cycle.step)
     opt._updates.put(opt._records[param], grad, None)
 
 

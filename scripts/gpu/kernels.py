@@ -3,10 +3,10 @@
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, NoReturn
 from unittest import mock
 
 import torch
@@ -19,12 +19,9 @@ from torch._inductor.runtime import triton_helpers
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch._subclasses.fake_tensor import is_fake
 
-import lowmem.step.whole
-import lowmem.tiles.compiled
-from lowmem.step.whole import Kind, Update
-from lowmem.tiles.compiled import CompiledTile
-from lowmem.tiles.graph import OPTIONS, Function, Sizes
-from lowmem.tiles.tile import Fields, Formats, RawTile, Tile
+from lowmem.placements.base import Shard
+from lowmem.tiles.graph import OPTIONS, Compiler, Function, Sizes
+from lowmem.tiles.tile import RawTile, Tile
 
 GPU = torch.device("cuda", 0)
 
@@ -57,18 +54,36 @@ class Generated:
     """What inductor generates while updates run.
 
     Attributes:
-        assumptions: what the code takes for granted about sizes.
         launches: recorded instead of launched, unless kernels are interpreted.
-        calls: of compiled functions. An update that takes one has no kernels but those of its launches.
+        calls: of compiled functions. A shard has several, cut where sums of its tiles and ranks are taken.
         allocated: bytes of buffers that the code allocates, results included.
-        read: bytes per element that the rule's passes over the parameter read.
+        tiles: as rules have read them while they were traced.
     """
 
-    assumptions: list[str] = field(default_factory=list)
     launches: list[Launch] = field(default_factory=list)
     calls: int = 0
     allocated: int = 0
-    read: int = 0
+    tiles: list[tuple[Tile, RawTile]] = field(default_factory=list)
+
+    @property
+    def read(self) -> float:
+        """Bytes per element that the rule's passes over the parameter read."""
+        total = 0.0
+        for tile, raw in self.tiles:
+            read = {**vars(tile), **vars(tile.full)}
+            held = {"param": raw.param, **raw.full}
+            total += raw.grad.itemsize if "unclipped" in read else 0
+            total += sum(each.storage.bytes_per_element for name, each in held.items() if name in read)
+        return total
+
+
+class _OneRank:
+    """The ranks of a shard that is all of its parameter."""
+
+    def all_reduce_sum(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return list(tensors)
+
+    all_reduce_max = all_reduce_sum
 
 
 class _SourceError(Exception):
@@ -76,69 +91,47 @@ class _SourceError(Exception):
 
 
 @contextmanager
-def generating(interpreted: bool) -> Iterator[Generated]:
-    """Updates of tensors on the CPU are compiled for "cuda". Their kernels are run by Triton's interpreter, or only
-    recorded.
+def generating(interpreted: bool, sharded: bool = False) -> Iterator[Generated]:
+    """Updates of tensors on the CPU are compiled for "cuda", as those of a shard if `sharded`. Their kernels are run by
+    Triton's interpreter, or only recorded.
 
     Whoever enters has called `pretend`.
     """
     generated = Generated()
-    tensor, create, once = Sizes.tensor, Tile.__init__, Tile._once
-    create_update, compile_tile = Update.__init__, CompiledTile._compile
+    tensor, create = Sizes.tensor, Tile.__init__
 
-    class CountedFields(Fields):
-        def __init__(self, named: dict[str, Tensor], full: dict[str, tuple[Tensor, ...]]) -> None:
-            super().__init__(named)
-            self._unread = {name: sum(part.itemsize for part in parts) for name, parts in full.items()}
-
-        def __getattr__(self, name: str) -> Tensor:
-            generated.read += self._unread.pop(name, 0)
-            return super().__getattr__(name)
-
-    def create_and_count(tile: Tile, formats: Formats, raw: RawTile) -> None:
-        create(tile, formats, raw)
+    def create_and_note(tile: Tile, raw: RawTile) -> None:
+        create(tile, raw)
         if is_fake(raw.grad):  # nothing else is traced
-            tile.full = CountedFields(tile.full._named, raw.full)
-
-    def compute_and_count(tile: Tile, name: str, compute: Callable[[], Tensor]) -> Tensor:
-        if name not in tile._cache and is_fake(tile._raw.grad):
-            parts = {"unclipped": (tile._raw.grad,), "param": tile._raw.param}.get(name, ())
-            generated.read += sum(part.itemsize for part in parts)
-        return once(tile, name, compute)
-
-    def update_on_gpu(update: Update, kind: Kind, *args: Any) -> None:
-        generated.read = 0  # of an attempt that failed
-        create_update(update, replace(kind, device=GPU), *args)
-        update.kind = kind
-
-    def tile_on_gpu(tile: CompiledTile, *args: Any) -> Any:
-        with mock.patch.object(Sizes, "tensor", lambda *args: tensor(*args[:-1], GPU)):
-            return compile_tile(tile, *args)
+            generated.tiles.append((tile, raw))
 
     def compiled(graph: fx.GraphModule, sizes: Sizes, args: Sequence[Tensor]) -> Function:
         source = _source(graph, sizes, args)
-        generated.assumptions += sizes.assumptions
-        return _load(source, generated)
+        return graph if source is None else _load(source, generated)
 
     def record(kernel: CachingAutotuner, *args: Any, stream: int) -> None:
         generated.launches.append(Launch(kernel, args))
 
+    def fail(error: Exception) -> NoReturn:
+        raise error
+
     recording = mock.patch.object(CachingAutotuner, "run", record)
     with (
-        mock.patch.object(Update, "__init__", update_on_gpu),
-        mock.patch.object(CompiledTile, "_compile", tile_on_gpu),
-        mock.patch.object(Tile, "__init__", create_and_count),
-        mock.patch.object(Tile, "_once", compute_and_count),
-        mock.patch.object(lowmem.step.whole, "compiled", compiled),
-        mock.patch.object(lowmem.tiles.compiled, "compiled", compiled),
+        mock.patch("lowmem.step.compiled._TRACED", {}),
+        mock.patch.object(Compiler, "give_up", fail),
+        mock.patch.object(Shard, "ranks_of", lambda *_: _OneRank() if sharded else None),
+        mock.patch.object(Sizes, "tensor", lambda sizes, shape, dtype, device: tensor(sizes, shape, dtype, GPU)),
+        mock.patch.object(Tile, "__init__", create_and_note),
+        mock.patch("lowmem.tiles.traced.compiled", compiled),
+        mock.patch("lowmem.tiles.graph.compiled", compiled),
         mock.patch.object(triton_helpers, "set_driver_to_gpu", lambda: None),
         _interpreter() if interpreted else recording,
     ):
         yield generated
 
 
-def _source(graph: fx.GraphModule, sizes: Sizes, args: Sequence[Tensor]) -> str:
-    """The code of a module with a function `call`, and of its kernels."""
+def _source(graph: fx.GraphModule, sizes: Sizes, args: Sequence[Tensor]) -> str | None:
+    """The code of a module with a function `call`, and of its kernels; None if there is nothing to compute."""
 
     def stop(lowering: GraphLowering) -> None:
         raise _SourceError(lowering.codegen()[0].value)
@@ -156,7 +149,7 @@ def _source(graph: fx.GraphModule, sizes: Sizes, args: Sequence[Tensor]) -> str:
             if not isinstance(inner, _SourceError):
                 raise
             return str(inner)
-    raise AssertionError("nothing was compiled")
+    return None
 
 
 def _load(source: str, generated: Generated) -> Function:
