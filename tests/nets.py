@@ -1,9 +1,12 @@
-"""A model of every kind of parameter, and data for it, for tests of placements."""
+"""Models that several tests train, data for them, and what tests ask of any model: its weights, and its memory."""
 
 import torch
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.utils.checkpoint import checkpoint
 
 STEPS = 10
 ROWS = 6  # a step, over all ranks: 6, 3 or 2 each
+LAYERS = 8
 
 
 class Net(torch.nn.Module):
@@ -31,6 +34,21 @@ class Net(torch.nn.Module):
         return torch.nn.functional.cross_entropy(logits, ids[:, -1])
 
 
+class Layers(torch.nn.Module):
+    """Layers of one shape that are taken in any order, or not at all."""
+
+    def __init__(self, size=4, checkpointed=False):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(size, size, bias=False) for _ in range(LAYERS))
+        self.size, self.checkpointed = size, checkpointed
+
+    def forward(self, path):
+        x = torch.ones(1, self.size, requires_grad=self.checkpointed)
+        for n in path:
+            x = checkpoint(self.layers[n], x, use_reentrant=True) if self.checkpointed else self.layers[n](x)
+        return x.square().sum()
+
+
 def data():
     """Ten batches for all ranks together."""
     source = torch.Generator().manual_seed(5)
@@ -39,3 +57,37 @@ def data():
         if step % 3 == 1:
             ids[1:, 0] = 2 * (ids[1:, 0] // 2)  # only the first rank, if any, has odd rows
         yield ids
+
+
+def weights(*nets):
+    return [param.detach().clone() for net in nets for param in net.parameters()]
+
+
+def same(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def assert_same(one, other):
+    assert one.keys() == other.keys()
+    for name in one:
+        assert one[name].dtype == other[name].dtype
+        assert torch.equal(one[name], other[name]), name
+
+
+class Memory(MemTracker):
+    """Bytes of tensors on a CPU while it is entered, those of `held` too; `above` is what does not stay."""
+
+    def __init__(self, *held):
+        super().__init__()
+        self.track_external(*held)
+
+    def total(self, when):
+        return self.get_tracker_snapshot(when)[torch.device("cpu")]["Total"]
+
+    @property
+    def most(self):
+        return self.total("peak")
+
+    @property
+    def above(self):
+        return self.most - self.total("current")

@@ -12,10 +12,40 @@ from nets import Net, data
 
 import lowmem
 from lowmem import placements
+from lowmem.rules.rule import TABLE
+
+RULES = [*sorted(TABLE), "torch.optim.AdamW"]
+POLICIES = {
+    "two_pass": {"policy": "two_pass", "clip_norm": 0.5},
+    "forward replay": {"replay": "forward", "clip_norm": 0.5},
+    "deferred": {"policy": "deferred", "clip_norm": 0.5},
+    "on disk": {"policy": "deferred", "clip_norm": 0.5, "store": "disk"},
+    "dynamic scale": {"clip_norm": 0.5, "loss_scale": "dynamic"},
+    "largest element": {"clip_norm": 0.05, "norm_type": float("inf"), "clip_value": 0.1},
+    "its own clipping": {"rule": "scaled_adam", "clipping_scale": 0.8, "clipping_update_period": 3},
+    "not batched": {"rule": "adamw", "batching": False},
+    "several rules": {
+        "rule": "adamw",
+        "groups": ({"match": "bias|gain|one", "rule": "lomo", "lr": 1e-2},),
+        "clip_norm": 0.5,
+    },
+}
+ACCUMULATED = {
+    "clipped": {"policy": "deferred", "clip_norm": 0.5},
+    "scaled, in the dtype of gradients": {
+        "policy": "deferred", "loss_scale": "dynamic", "accumulation_dtype": "gradient"
+    },
+}  # fmt: skip
 
 
-def zero3(rank, make, *, built_whole=False, **options):
-    """`make()` under DeepSpeed without an optimizer; `options` are of its section zero_optimization."""
+def settings_of(rule):
+    factors = [("convolution.weight", ["ROW", "NONE", "COLUMN", "COLUMN"]), (".*", "HEURISTIC")]
+    options = {"adafactor": {"min_dim_size_to_factor": 3, "factor_map": factors}, "lion": {"lr": 1e-3}}
+    return {"rule": rule, "lr": 1e-2, **options.get(rule, {})}
+
+
+def deepspeed_on(rank):
+    """DeepSpeed, ready on this rank of the group."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(dist.get_world_size())}
     os.environ |= {"DS_ACCELERATOR": "cpu", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     import deepspeed
@@ -23,10 +53,28 @@ def zero3(rank, make, *, built_whole=False, **options):
     # it would be compiled, for half a minute, and ranks that are killed leave a lock for which all others wait
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+    return deepspeed
+
+
+def engine(rank, net, stage, optimizer=None):
+    """`net` in an engine of DeepSpeed, which shards it after it was made."""
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}}
+    config["zero_allow_untested_optimizer"] = True
+    return deepspeed_on(rank).initialize(model=net, config=config, optimizer=optimizer)[0]
+
+
+def zero3(rank, make, *, built_whole=False, **options):
+    """`make()` under DeepSpeed without an optimizer; `options` are of its section zero_optimization."""
+    deepspeed = deepspeed_on(rank)
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, **options}}
     with deepspeed.zero.Init(config_dict_or_path=config, enabled=not built_whole):
         model = make()
     return deepspeed.initialize(model=model, config=config)[0].module
+
+
+def whole_first(rank, make, **options):
+    """`zero3` of a model with the random numbers of one device, which `zero.Init` would draw otherwise."""
+    return zero3(rank, make, built_whole=True, **options)
 
 
 def fsdp2(rank, make, **options):
@@ -37,6 +85,16 @@ def fsdp2(rank, make, **options):
     for child in model.children():
         for layer in child if isinstance(child, torch.nn.ModuleList) else [child]:
             fully_shard(layer, **options)
+    return fully_shard(model, **options)
+
+
+def by_layer(rank, make, **options):
+    """`fully_shard` on each decoder layer of a language model and on the rest together, as is usual."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = make()
+    for layer in model.model.layers:
+        fully_shard(layer, **options)
     return fully_shard(model, **options)
 
 
@@ -54,9 +112,9 @@ def everyones(ids):
     return ids
 
 
-def train(net, rows_of, settings, micro_batches=1):
+def train(net, rows_of, settings, micro_batches=1, batches=None):
     opt = lowmem.FusedOptimizer(net.named_parameters(), model=net, **{"lr": 1e-2, **settings})
-    for ids in map(everyones, data()):
+    for ids in batches or map(everyones, data()):
         parts = rows_of(ids).tensor_split(micro_batches)
         for n, part in enumerate(parts, start=1):
 
@@ -86,7 +144,10 @@ def on_one_device(case):
 
 
 def assert_as_one_device(found, kind, settings, micro_batches=1):
-    alone = on_one_device(pickle.dumps((settings, micro_batches)))
+    assert_alike(found, kind, on_one_device(pickle.dumps((settings, micro_batches))))
+
+
+def assert_alike(found, kind, alone):
     for rank in found:
         assert rank["placement"] == kind
         for name, weight in rank["weights"].items():

@@ -9,6 +9,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
+from nets import same, weights
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
@@ -43,14 +44,6 @@ def fused(**options):
 
 def ordinary(net):
     return torch.optim.AdamW(net.parameters(), lr=1e-2, foreach=False)
-
-
-def weights(net):
-    return [param.detach().clone() for param in net.parameters()]
-
-
-def same(one, other):
-    return all(map(torch.equal, one, other))
 
 
 def loss_of(net, batch):

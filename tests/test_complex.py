@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from nets import same, weights
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
@@ -29,10 +30,6 @@ def batch(n):
     return torch.randn(4, 64, generator=torch.Generator().manual_seed(n))
 
 
-def weights(net):
-    return [param.detach().clone() for param in net.parameters()]
-
-
 def ordinary(cls, clip=None, micro_batches=1, dtype=torch.complex64, norm_type=2.0, of=torch.float32, **options):
     net = Fourier(dtype, of)
     opt = cls(net.parameters(), lr=1e-3, foreach=False, **options)
@@ -55,10 +52,6 @@ def fused(rule, micro_batches=1, dtype=torch.complex64, of=torch.float32, **opti
                 opt.backward(net(batch(10 * step + n)) / micro_batches)
         opt.backward(net(batch(10 * step + micro_batches - 1)) / micro_batches)
     return weights(net), opt.last_step.grad_norm
-
-
-def same(one, other):
-    return all(map(torch.equal, one, other))
 
 
 CLASSES = ["AdamW", "SGD", "Adam", "Adagrad", "RMSprop", "Adamax", "NAdam", "RAdam", "Rprop", "Adadelta", "ASGD"]

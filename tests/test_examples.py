@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
+from nets import same, weights
 from torch.nn.functional import binary_cross_entropy_with_logits as cross_entropy
 from torch.nn.utils import clip_grad_norm_
 
@@ -21,14 +22,6 @@ def example(name):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def weights(*nets):
-    return [param.detach().clone() for net in nets for param in net.parameters()]
-
-
-def same(one, other):
-    return all(map(torch.equal, one, other))
 
 
 def test_every_example_has_a_test():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from nets import Net, data
+from nets import Net, data, weights
 from processes import CONTEXT, PATIENCE
 
 import lowmem
@@ -39,10 +39,6 @@ def make(net, policy):
 def net():
     torch.manual_seed(0)
     return Net()
-
-
-def weights(net):
-    return [param.detach().clone() for param in net.parameters()]
 
 
 def first_used(net):

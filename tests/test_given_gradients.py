@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from nets import same, weights
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
@@ -25,14 +26,6 @@ def losses(net, step):
     x = torch.arange(12.0).view(4, 3) / 10 + step
     out = net(x)
     return out.square().mean(), (out - 1).abs().mean()
-
-
-def weights(net):
-    return [param.detach().clone() for param in net.parameters()]
-
-
-def same(one, other):
-    return all(map(torch.equal, one, other))
 
 
 def projected(net, step):

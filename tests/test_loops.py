@@ -6,9 +6,11 @@ import pickle
 import threading
 import warnings
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
+from nets import same, weights
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 from torch.optim.lr_scheduler import LambdaLR
@@ -30,14 +32,6 @@ def loss_of(net, n=0):
     return net(DATA + n).square().mean()
 
 
-def weights(model):
-    return [param.detach().clone() for param in model.parameters()]
-
-
-def same(one, other):
-    return all(map(torch.equal, one, other))
-
-
 def ordinary(net, windows, discard=(), cls=torch.optim.SGD, **options):
     """Each window is the numbers of its micro-batches. Gradients of `discard` are dropped after their backward."""
     opt = cls(net.parameters(), **{"lr": 0.1, "foreach": False, **options})
@@ -49,6 +43,12 @@ def ordinary(net, windows, discard=(), cls=torch.optim.SGD, **options):
         opt.step()
         opt.zero_grad()
     return weights(net)
+
+
+def ordinary_backward(opt, loss):
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
 
 
 def lomo(net, **options):
@@ -180,11 +180,6 @@ def test_a_parameter_that_is_unfrozen_after_the_optimizer_was_made(plain):
             backward(opt, loss_of(net, n))
         assert all(param.grad is None for param in net.parameters())
         return weights(net)
-
-    def ordinary_backward(opt, loss):
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
 
     want = run(lambda net: torch.optim.SGD(net.parameters(), lr=0.1, foreach=False), ordinary_backward)
     got = run(lomo, lambda opt, loss: loss.backward() if plain else opt.backward(loss))
@@ -330,14 +325,7 @@ def test_ordinary_checkpointing_is_not_refused(compiled):
         return lomo(net, batching=False).backward
 
     def plain(net):
-        opt = torch.optim.SGD(net.parameters(), lr=0.1, foreach=False)
-
-        def backward(loss):
-            loss.backward()
-            opt.step()
-            opt.zero_grad()
-
-        return backward
+        return partial(ordinary_backward, torch.optim.SGD(net.parameters(), lr=0.1, foreach=False))
 
     assert same(run(fused), run(plain))
 
@@ -380,11 +368,6 @@ def test_a_sparse_gradient_is_made_dense(cls):
         for n in range(3):
             backward(opt, net(torch.tensor([1, 2, 2, n])).square().mean())
         return weights(net)
-
-    def ordinary_backward(opt, loss):
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
 
     want = run(lambda net: cls(net.parameters(), lr=0.1, foreach=False), ordinary_backward)
     got = run(lambda net: lomo(net, rule=cls, foreach=False), lambda opt, loss: opt.backward(loss))

@@ -10,6 +10,7 @@ import pickle
 
 import pytest
 import torch
+from nets import assert_same
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
 import lowmem
@@ -34,13 +35,6 @@ class PlainLomo(torch.optim.Optimizer):
 
 def weights(model):
     return {name: param.detach().clone() for name, param in model.named_parameters()}
-
-
-def assert_same(one, other):
-    assert one.keys() == other.keys()
-    for name in one:
-        assert one[name].dtype == other[name].dtype
-        assert torch.equal(one[name], other[name]), name
 
 
 def roundtrip(saved):
@@ -684,13 +678,6 @@ def test_second_optimizer_is_refused_and_leaves_no_hook(give_gradients):
     torch.testing.assert_close(shared.detach(), torch.full((2,), 0.9))
 
 
-def test_failed_construction_leaves_no_hook():
-    first, second = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
-    with pytest.raises(ConfigError, match="lr"):
-        lowmem.FusedOptimizer([{"params": [first]}, {"params": [second], "lr": -1.0}], rule="lomo")
-    lowmem.FusedOptimizer([first, second], rule="lomo")
-
-
 # -- what is refused before the first step -----------------------------------------------------------------------------
 
 
@@ -737,12 +724,6 @@ def test_failed_construction_leaves_no_hook():
 def test_option_refused(options, error, message):
     with pytest.raises(error, match=message):
         lowmem.FusedOptimizer([torch.nn.Parameter(torch.zeros(2))], **options)
-
-
-def test_unknown_hyperparameter_of_a_group():
-    groups = [{"params": [torch.nn.Parameter(torch.zeros(2))], "weight_decy": 0.1}]
-    with pytest.raises(ConfigError, match=r"parameter group 0.*Did you mean 'weight_decay'"):
-        lowmem.FusedOptimizer(groups)
 
 
 @pytest.mark.parametrize("named", [False, True])

@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from nets import same
 
 import lowmem
 from lowmem.errors import CheckpointError, ConfigError
@@ -76,28 +77,24 @@ def fused(micro_batches=1, **options):
     return list(net.parameters()), opt
 
 
-def assert_same_bits(weights, expected):
-    assert all(map(torch.equal, weights, expected))
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 def test_clipped_together(policy):
     """As two torch optimizers with one `clip_grad_norm_`, bit for bit."""
     weights, opt = fused(policy=policy, clip_norm=0.05)
     assert opt.last_step.clip_coef < 1
-    assert_same_bits(weights, by_torch(clip_norm=0.05))
+    assert same(weights, by_torch(clip_norm=0.05))
 
 
 def test_immediate():
     """Without a norm nothing has to be known beforehand."""
     weights, opt = fused()
     assert opt.policy == "immediate"
-    assert_same_bits(weights, by_torch())
+    assert same(weights, by_torch())
 
 
 def test_accumulated_together():
     weights, _ = fused(micro_batches=2, clip_norm=0.05)
-    assert_same_bits(weights, by_torch(micro_batches=2, clip_norm=0.05))
+    assert same(weights, by_torch(micro_batches=2, clip_norm=0.05))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -105,7 +102,7 @@ def test_scaled_together(policy):
     scale = lowmem.DynamicScale(init_scale=2.0**10, growth_interval=2)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
     weights, opt = fused(policy=policy, clip_norm=0.05, loss_scale=scale)
-    assert_same_bits(weights, by_torch(clip_norm=0.05, scaler=scaler))
+    assert same(weights, by_torch(clip_norm=0.05, scaler=scaler))
     assert opt.loss_scale == scaler.get_scale()
 
 
@@ -116,7 +113,7 @@ def test_an_overflow_skips_every_rule():
     net.two.bias.register_hook(lambda grad: grad * torch.inf)
     opt.backward(net(batches()[0]))
     assert opt.last_step.skipped
-    assert_same_bits(net.parameters(), before)
+    assert same(net.parameters(), before)
 
 
 def test_a_foreign_optimizer_next_to_a_rule():
@@ -127,7 +124,7 @@ def test_a_foreign_optimizer_next_to_a_rule():
     opt = lowmem.FusedOptimizer(groups, model=net, clip_norm=0.05, policy="deferred", compile=False)
     for rows in batches():
         opt.backward(net(rows))
-    assert_same_bits(net.parameters(), by_torch(clip_norm=0.05, for_vectors=torch.optim.Adagrad))
+    assert same(net.parameters(), by_torch(clip_norm=0.05, for_vectors=torch.optim.Adagrad))
 
 
 def test_what_a_group_does_not_set_is_its_own_rules_default():
@@ -174,7 +171,7 @@ def test_resumed_bit_for_bit():
     for rows in batches()[3:]:
         opt.backward(net(rows))
         resumed.backward(other(rows))
-    assert_same_bits(net.parameters(), other.parameters())
+    assert same(net.parameters(), other.parameters())
 
 
 def test_states_of_a_parameter_that_is_frozen_now_are_saved_again():
@@ -207,6 +204,8 @@ def test_states_of_another_rule_are_refused():
         ({"rule": "lommo"}, "rule 'lommo' is unknown. Did you mean 'lomo'"),
         ({"betas": (0.9, 0.9)}, "parameter group 1: rule 'lomo' has no hyperparameter 'betas'"),
         ({"match": "bias"}, "parameter group 1: rule 'lomo' has no hyperparameter 'match'"),
+        ({"weight_decy": 0.1}, "parameter group 1: rule 'lomo' has no .*Did you mean 'weight_decay'"),
+        ({"lr": -1.0}, "parameter group 1: lr=-1.0 is out of range"),
         ({"weight_decay": -1.0}, "parameter group 1: weight_decay=-1.0 is out of range"),
         ({"rounding": "up"}, "parameter group 1: rounding 'up' is unknown"),
         ({"state_storage": "int3"}, "parameter group 1: state_storage 'int3' is unknown"),

@@ -378,15 +378,10 @@ def test_options_may_repeat_arguments(make):
     assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(1e-2, 0.1), (1e-2, 0.0)]
 
 
-def test_another_optimizer_is_refused(tiny_llama, samples, tmp_path):
+def test_another_optimizer_is_refused(make, tiny_llama):
     model = tiny_llama()
     with pytest.raises(ConfigError, match="needs a FusedOptimizer"):
-        FusedTrainer(
-            model=model,
-            args=TrainingArguments(output_dir=str(tmp_path), max_grad_norm=0, report_to="none"),
-            train_dataset=samples,
-            optimizers=(torch.optim.SGD(model.parameters(), lr=0.1), None),
-        )
+        make(model=model, optimizers=(torch.optim.SGD(model.parameters(), lr=0.1), None))
 
 
 def test_an_optimizer_class_is_refused(tiny_llama, samples, tmp_path):
@@ -467,21 +462,3 @@ def test_the_fused_loss_of_trl_is_the_same_twice(tiny_llama, tokenizer, tmp_path
         assert trainer.optimizer.last_step.clip_coef < 1
         runs.append(weights(trainer))
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
-
-
-def test_the_mixin_fits_a_preference_trainer(tiny_llama, tokenizer, tmp_path):
-    class FusedDPOTrainer(FusedTrainerMixin, trl.DPOTrainer):
-        pass
-
-    rows = [{"prompt": f"question {i}", "chosen": f" a good answer {i}", "rejected": " no"} for i in range(8)]
-    trainer = FusedDPOTrainer(
-        tiny_llama(vocab_size=len(tokenizer)),
-        ref_model=tiny_llama(vocab_size=len(tokenizer)),
-        args=trl_arguments(trl.DPOConfig, tmp_path),
-        train_dataset=Dataset.from_list(rows),
-        processing_class=tokenizer,
-    )
-    trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert losses[-1] < losses[0]
-    assert trainer.optimizer.last_step.step == 3

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from torch.distributed._tools.mem_tracker import MemTracker
+from nets import Memory
 
 import lowmem
 
@@ -45,13 +45,9 @@ def ordinary(model, cls=torch.optim.SGD):
 def peak_above_weights_and_states(model, opt, step, batch):
     """Bytes at the peak of the second step, by kind, weights and optimizer states (there since the first) left out."""
     step(batch)
-    tracker = MemTracker()
-    tracker.track_external(model, opt)
-    with tracker:
+    with Memory(model, opt) as memory:
         step(batch)
-    (peak,) = tracker.get_tracker_snapshot("peak").values()
-    (rest,) = tracker.get_tracker_snapshot("current").values()
-    return peak["Total"] - rest["Total"]
+    return memory.above
 
 
 def sizes(model):
@@ -86,14 +82,11 @@ def test_no_gradient_outlives_its_update(options, model, token_batches):
     net = model(True)
     (batch,) = token_batches(1, size=(1, 8), vocab_size=VOCABULARY)
     _, step = fused(net, **options)
-    tracker = MemTracker()
-    tracker.track_external(net)
-    with tracker:
+    with Memory(net) as memory:
         step(batch)
-        tracker.reset_mod_stats()
+        memory.reset_mod_stats()
         step(batch)
-    (peak,) = tracker.get_tracker_snapshot("peak").values()
-    assert peak["Total"] - sum(sizes(net)) <= max(sizes(net)) + 8 * MIB
+    assert memory.most - sum(sizes(net)) <= max(sizes(net)) + 8 * MIB
 
 
 @pytest.mark.parametrize("rounding", ["stochastic", "compensated"])
@@ -119,10 +112,10 @@ def peak_of_policy(net, batch, micro_batches=1, **options):
     The tracker looks at everything alive after every operation, so the rule is one of few operations.
     """
     opt = lowmem.FusedOptimizer(net.named_parameters(), "lomo", lr=1e-3, clip_norm=1.0, **options)
-    tracker = MemTracker()
+    memory = Memory()
 
     def loss():
-        tracker.reset_mod_stats()  # it cannot track a module's second forward otherwise
+        memory.reset_mod_stats()  # it cannot track a module's second forward otherwise
         return net(**batch).loss
 
     def step():
@@ -132,12 +125,10 @@ def peak_of_policy(net, batch, micro_batches=1, **options):
 
     step()
     step()
-    tracker.track_external(net, opt)
-    with tracker:
+    memory.track_external(net, opt)
+    with memory:
         step()
-    (peak,) = tracker.get_tracker_snapshot("peak").values()
-    (rest,) = tracker.get_tracker_snapshot("current").values()
-    return peak["Total"] - rest["Total"]
+    return memory.above
 
 
 # What a policy may hold at once, in units of the largest gradient and of all gradients together, in their own dtype.

@@ -86,6 +86,16 @@ def lomo(net, **options):
     return lowmem.FusedOptimizer(net.named_parameters(), **{"rule": "lomo", "lr": 0.1, "model": net, **options})
 
 
+@pytest.fixture
+def net():
+    return make_net()
+
+
+@pytest.fixture
+def opt(net):
+    return lomo(net)
+
+
 @contextmanager
 def one_rank(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'group'}", rank=0, world_size=1)
@@ -99,18 +109,14 @@ def one_rank(tmp_path):
 
 
 @entry("`... backwards came before this step(), and each of them has updated the weights`")
-def backwards_before_step():
-    net = make_net()
-    opt = lomo(net)
+def backwards_before_step(net, opt):
     loss_of(net).backward()
     loss_of(net).backward()
     opt.step()
 
 
 @entry("`a second backward before step()`")
-def second_backward():
-    net = make_net()
-    opt = lomo(net)
+def second_backward(net, opt):
     opt.backward(loss_of(net))
     opt.step()
     opt.backward(loss_of(net))
@@ -118,9 +124,7 @@ def second_backward():
 
 
 @entry("`zero_grad() before step(): it would drop a gradient that backward has used`")
-def zero_grad_before_step():
-    net = make_net()
-    opt = lomo(net)
+def zero_grad_before_step(net, opt):
     opt.backward(loss_of(net))
     opt.step()
     opt.backward(loss_of(net))
@@ -128,17 +132,14 @@ def zero_grad_before_step():
 
 
 @entry("`cannot save in the middle of step ...: ... micro-batch(es) wait for the last one of their step`")
-def save_between():
-    net = make_net()
-    opt = lomo(net)
+def save_between(net, opt):
     with opt.accumulate():
         opt.backward(loss_of(net))
     opt.state_dict()
 
 
 @entry("`step ... is torn`")
-def torn():
-    net = make_net()
+def torn(net):
     opt = lomo(net, batching=False)
     net[0].weight.register_hook(lambda grad: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -147,25 +148,21 @@ def torn():
 
 
 @entry("`parameter ... has a gradient in .grad already`")
-def leftover():
-    net = make_net()
+def leftover(net):
     loss_of(net).backward()
     opt = lomo(net)
     opt.backward(loss_of(net))
 
 
 @entry("`step() would update parameter ... by what is in .grad, but`")
-def given():
-    net = make_net()
+def given(net):
     opt = lomo(net, loss_scale=2.0)
     net[0].weight.grad = torch.ones_like(net[0].weight)
     opt.step()
 
 
 @entry("`backward() of an optimizer that was removed by remove()`")
-def removed():
-    net = make_net()
-    opt = lomo(net)
+def removed(net, opt):
     opt.remove()
     opt.backward(loss_of(net))
 
@@ -174,54 +171,43 @@ def removed():
 
 
 @entry("`the loss has no graph`")
-def no_graph():
-    net = make_net()
-    opt = lomo(net)
+def no_graph(net, opt):
     with torch.no_grad():
         loss = loss_of(net)
     opt.backward(loss)
 
 
 @entry("`the loss is of shape ...; it must be a tensor of one element`")
-def not_a_scalar():
-    net = make_net()
-    opt = lomo(net)
+def not_a_scalar(net, opt):
     opt.backward(net(torch.ones(2, 3)))
 
 
 @entry("`no parameter of this optimizer got a gradient`")
-def another_model():
-    net = make_net()
-    opt = lomo(net)
+def another_model(net, opt):
     opt.backward(loss_of(copy.deepcopy(net)))
 
 
 @entry("`policy 'two_pass' needs more than one plain loss.backward()`")
-def plain_two_pass():
-    net = make_net()
+def plain_two_pass(net):
     opt = lomo(net, clip_norm=1.0)
     assert opt.policy == "two_pass"
     loss_of(net).backward()
 
 
 @entry("`with a loss scale the loss must be scaled: call opt.backward(loss)`")
-def plain_with_scale():
-    net = make_net()
+def plain_with_scale(net):
     opt = lomo(net, loss_scale=8.0)
     assert opt.loss_scale == 8.0
     loss_of(net).backward()
 
 
 @entry("`a GradScaler has scaled the loss`")
-def grad_scaler():
-    net = make_net()
-    opt = lomo(net)
+def grad_scaler(net, opt):
     opt.backward(torch.amp.GradScaler("cpu").scale(loss_of(net)))
 
 
 @entry("`the loss scale cannot back off below its minimum`")
-def hopeless():
-    net = make_net()
+def hopeless(net):
     opt = lomo(net, loss_scale=lowmem.DynamicScale(init_scale=1.0, min_scale=1.0))
     for _ in range(2):
         opt.backward(loss_of(net) * float("inf"))
@@ -231,9 +217,7 @@ def hopeless():
 
 
 @entry("`clip_grad_norm_(): parameter ... has no gradient`")
-def clip_after_backward():
-    net = make_net()
-    opt = lomo(net)
+def clip_after_backward(net, opt):
     opt.backward(loss_of(net))
     clip_grad_norm_(net.parameters(), 1.0)
 
@@ -269,17 +253,14 @@ def two_parts():
 
 
 @entry("`reentrant activation checkpointing runs one backward inside another`")
-def reentrant():
-    net = make_net()
-    opt = lomo(net)
+def reentrant(net, opt):
     assert opt.policy == "immediate"
     x = torch.ones(2, 3, requires_grad=True)
     checkpoint(net, x, use_reentrant=True).square().mean().backward()
 
 
 @entry("`activation checkpointing recomputes a value from parameter ..., which this backward has updated already`")
-def reread():
-    net = make_net()
+def reread(net):
     opt = lomo(net, batching=False)
 
     def region(x):
@@ -348,16 +329,13 @@ def read_after_written():
 
 
 @entry("`is updated by another FusedOptimizer already`")
-def taken():
-    net = make_net()
-    opt = lomo(net)
+def taken(net, opt):
     assert opt.last_step is None
     lomo(net)
 
 
 @entry("`this backward reaches parameter ... of another FusedOptimizer`")
-def reaches_another():
-    net = make_net()
+def reaches_another(net):
     first, last = lomo(net[0]), lomo(net[2])
     assert first.placement == last.placement
     last.backward(loss_of(net))
@@ -468,8 +446,7 @@ def only_weights(tmp_path, tiny_llama):
 
 
 @entry("`the saved optimizer has rule ..., this one ...`")
-def another_rule():
-    net = make_net()
+def another_rule(net):
     saved = lomo(net).state_dict()
     lomo(net, rule="adamw").load_state_dict(saved)
 
@@ -485,8 +462,7 @@ def another_dtype():
 
 
 @entry("`the saved optimizer has ... group(s) of ... parameters, this one ...`")
-def other_parameters():
-    net = make_net()
+def other_parameters(net):
     saved = lomo(net).state_dict()
     lomo(net[0]).load_state_dict(saved)
 
@@ -528,8 +504,7 @@ def other_data(tmp_path):
 
 
 @entry("`the last ... steps had gradients that are not finite`")
-def never_finite():
-    net = make_net()
+def never_finite(net):
     opt = lomo(net, max_nonfinite_steps=2)
     for _ in range(3):
         opt.backward(loss_of(net) * math.nan)
@@ -565,9 +540,7 @@ def hanging():
 
 
 @entry("`out of memory`")
-def no_memory():
-    net = make_net()
-    opt = lomo(net)
+def no_memory(net, opt):
     net[0].weight.register_hook(lambda grad: grad.new_empty(2**60))
     try:
         opt.backward(loss_of(net))
@@ -580,8 +553,7 @@ def no_memory():
 
 
 @entry("The weights do not move")
-def only_micro_batches():
-    net = make_net()
+def only_micro_batches(net):
     opt, before = lomo(net), net[0].weight.detach().clone()
     for _ in range(3):
         with opt.accumulate():

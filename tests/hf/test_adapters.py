@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import trl
 from datasets import Dataset
+from nets import assert_same
 from ranks import Ranks
 from transformers import BitsAndBytesConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
@@ -71,12 +72,6 @@ SAVES = {"save_strategy": "steps", "save_steps": 2}
 
 def state(trainer):
     return {name: tensor.detach().clone() for name, tensor in trainer.model.state_dict().items()}
-
-
-def assert_same(actual, expected):
-    assert actual.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(actual[name], tensor), name
 
 
 def losses(trainer):

@@ -15,7 +15,7 @@ import pytest
 import torch
 import trl
 from datasets import Dataset
-from torch.distributed._tools.mem_tracker import MemTracker
+from nets import Memory
 from transformers import AutoConfig, AutoModelForCausalLM
 from trl.models.activation_offloading import get_act_offloading_ctx_manager
 from trl.trainer.utils import add_fused_lm_head
@@ -233,14 +233,10 @@ def test_logits_exist_only_in_tiles(make, tiny_llama, token_batches):
     opt.backward(own_loss(net, **batch))  # makes its states
     peaks = []
     for tiled in (False, True):
-        tracker = MemTracker()
-        tracker.track_external(net, opt)
-        with tracker:
+        with Memory(net, opt) as memory:
             inputs = {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
             opt.backward(trainer.compute_loss(net, inputs) if tiled else own_loss(net, **batch))
-        (peak,) = tracker.get_tracker_snapshot("peak").values()
-        (rest,) = tracker.get_tracker_snapshot("current").values()
-        peaks.append(peak["Total"] - rest["Total"])
+        peaks.append(memory.above)
     own, tiles = peaks
     assert own >= 3 * logits
     assert tiles <= logits

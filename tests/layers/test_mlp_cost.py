@@ -3,7 +3,7 @@
 import pytest
 import torch
 from mlps import GROUPS, MLP, Net, build, gradients, step
-from torch.distributed._tools.mem_tracker import MemTracker
+from nets import Memory
 from torch.utils.flop_counter import FlopCounterMode
 
 from lowmem.layers.mlp import tile_mlps
@@ -47,14 +47,12 @@ def test_activation_checkpointing_does_not_compute_tiles_once_more(token_batches
 def peak(net, x):
     """Bytes at the peak of a forward and a backward, above what is there before them."""
     net(x)  # the first one also checks
-    tracker = MemTracker()
-    tracker.track_external(net, x)
     before = sum(tensor.nbytes for tensor in (x, *net.parameters()))
-    with tracker:
+    with Memory(net, x) as memory:
         net(x).sum().backward()
     gradients(net)
     x.grad = None
-    return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"] - before
+    return memory.most - before
 
 
 @pytest.mark.filterwarnings("ignore:Expected a tensor")
@@ -79,11 +77,9 @@ def test_a_checkpointed_model_holds_a_tile_of_one_layer(token_batches):
     peaks = []
     for _ in range(2):
         step(model, batch)
-        tracker = MemTracker()
-        tracker.track_external(model)
-        with tracker:
+        with Memory(model) as memory:
             step(model, batch)
-        peaks.append(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])
+        peaks.append(memory.most)
         tile_mlps(model, 32)
     activation = 512 * 1024 * 4
     assert peaks[0] >= 5 * activation

@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 from products import FULL
-from shards import zero3
+from shards import by_layer, whole_first, zero3
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -33,17 +33,6 @@ def make(tokens=None, checkpointing=False):
 
 def replicated(rank, make):
     return make()
-
-
-def by_layer(rank, make):
-    model = make()
-    for layer in model.model.layers:
-        fully_shard(layer)
-    return fully_shard(model)
-
-
-def whole_first(rank, make, **options):
-    return zero3(rank, make, built_whole=True, **options)  # `zero.Init` draws other random numbers
 
 
 LITTLE = {"stage3_param_persistence_threshold": 40, "stage3_prefetch_bucket_size": 3000,

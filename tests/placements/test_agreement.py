@@ -196,20 +196,12 @@ def edited_on_one_rank(rank):
     opt.backward(net(torch.ones(1, 4)).sum())  # trains by itself
 
 
-def test_settings_are_compared_once(two):
-    two.run(edited_on_one_rank)
-
-
 def a_frozen_one(rank):
     net = layers(2)
     net[0].weight.requires_grad_(rank == 0)
     opt = lowmem.FusedOptimizer(net.named_parameters(), rule="lomo")
     with pytest.raises(ConfigError, match="number of trained parameters is 4 on rank 0 and 3 on rank 1"):
         opt.backward(net(torch.ones(1, 4)).sum())
-
-
-def test_a_parameter_that_is_frozen_on_one_rank_from_the_start(two):
-    two.run(a_frozen_one)
 
 
 class Hyper:
@@ -223,5 +215,6 @@ def objects(rank):
     opt.backward(net(torch.ones(1, 4)).sum())
 
 
-def test_an_object_is_compared_by_its_kind(two):
-    two.run(objects)
+@pytest.mark.parametrize("case", [edited_on_one_rank, a_frozen_one, objects])
+def test_settings_are_compared_once_and_by_their_kind(two, case):
+    two.run(case)

@@ -4,30 +4,13 @@ import random
 
 import pytest
 import torch
-from torch.distributed._tools.mem_tracker import MemTracker
-from torch.utils.checkpoint import checkpoint
+from nets import LAYERS, Layers, Memory
 
 import lowmem
 from lowmem.errors import StepError
 from lowmem.placements.all_reduce import _inserted
 
-LAYERS = 8
 MIB = 1 << 20
-
-
-class Layers(torch.nn.Module):
-    """Layers of one shape that are taken in any order, or not at all."""
-
-    def __init__(self, size=4, checkpointed=False):
-        super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(size, size, bias=False) for _ in range(LAYERS))
-        self.size, self.checkpointed = size, checkpointed
-
-    def forward(self, path):
-        x = torch.ones(1, self.size, requires_grad=self.checkpointed)
-        for n in path:
-            x = checkpoint(self.layers[n], x, use_reentrant=True) if self.checkpointed else self.layers[n](x)
-        return x.square().sum()
 
 
 BODY = tuple(range(1, 7))
@@ -43,6 +26,8 @@ def layer_drop():
 
 APART = [[(0, 1), (7, 6, 5, 4, 3, 2)]] * 6  # the order has to be learned from both
 PATHS = {"alternating heads": HEADS, "layer drop": layer_drop(), "experts": EXPERT, "apart": APART}
+SHORT = [[(0, 1, 2), (2, 1, 0)], [(0, 3), (1, 2)], [(3,), (3, 0, 1, 2)], [(1, 0), (0, 1)]]
+ORDERS = {**PATHS, "short and unlike": SHORT}
 
 
 def as_one_device(rank, steps, settings, checkpointed):
@@ -70,12 +55,14 @@ def as_one_device(rank, steps, settings, checkpointed):
 
 
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["", "reentrant"])
+@pytest.mark.parametrize("batching", [False, True])
 @pytest.mark.parametrize("policy", ["immediate", "two_pass", "deferred"])
-@pytest.mark.parametrize("steps", PATHS.values(), ids=PATHS)
-def test_equal_to_one_device(two, steps, policy, checkpointed):
+@pytest.mark.parametrize("steps", ORDERS.values(), ids=ORDERS)
+def test_equal_to_one_device(two, steps, policy, batching, checkpointed):
+    """Averages of equal shape would be mixed up without a word, if ranks began them as their gradients come."""
     if checkpointed and policy == "two_pass":
         pytest.skip("refused")
-    one, other = two.run(as_one_device, steps, {"policy": policy}, checkpointed)
+    one, other = two.run(as_one_device, steps, {"policy": policy, "batching": batching}, checkpointed)
     assert all(map(torch.equal, one, other))
 
 
@@ -130,14 +117,10 @@ def peaks(rank, steps, settings):
             with opt.accumulate():
                 opt.backward(net(paths[rank]))
         loss = net(micro_batches[-1][rank])
-        tracker = MemTracker()
-        tracker.track_external(net, opt, loss)
-        with tracker:
+        with Memory(net, opt, loss) as memory:
             opt.backward(loss)
         del loss
-        (most,) = tracker.get_tracker_snapshot("peak").values()
-        (rest,) = tracker.get_tracker_snapshot("current").values()
-        found.append((most["Total"] - rest["Total"]) / (4 * MIB))
+        found.append(memory.above / (4 * MIB))
     return found
 
 
@@ -217,13 +200,10 @@ def test_a_parameter_that_is_reached_but_gets_no_gradient_is_left_out(two, steps
     assert torch.equal(one[5], Half().layers[5].weight)
 
 
-def surprised(rank):
+def zeros_for_no_gradient(rank):
+    """They are noticed on every rank."""
     with pytest.raises(StepError, match="returns None"):
         never(rank, [[(0, 1, None)] * 2, [(0, 1, 5), (0, 1, None)]])
-
-
-def test_zeros_that_stand_for_no_gradient_are_noticed_on_every_rank(two):
-    two.run(surprised)
 
 
 def hidden_later(rank):
@@ -235,8 +215,9 @@ def hidden_later(rank):
         opt.backward(net(range(LAYERS)))
 
 
-def test_reentrant_checkpointing_that_begins_later_is_refused(two):
-    two.run(hidden_later)
+@pytest.mark.parametrize("case", [zeros_for_no_gradient, hidden_later])
+def test_what_the_graph_does_not_show_is_refused(two, case):
+    two.run(case)
 
 
 def test_a_parameter_without_a_gradient_on_one_device():

@@ -5,81 +5,35 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
-from nets import ROWS, Net, data
+from nets import ROWS, Layers, Memory, Net, data
 from ranks import RankError
-from torch.distributed._tools.mem_tracker import MemTracker
+from shards import ACCUMULATED, POLICIES, RULES, assert_alike, settings_of, train
 
 import lowmem
 from lowmem.errors import StepError
-from lowmem.rules.rule import TABLE
-
-
-def train(ids_of, settings, micro_batches=1, seed=0):
-    torch.manual_seed(seed)
-    net = Net()
-    opt = lowmem.FusedOptimizer(net.named_parameters(), **{"lr": 1e-2, **settings})
-    for ids in data():
-        parts = ids_of(ids).tensor_split(micro_batches)
-        for n, part in enumerate(parts, start=1):
-            with opt.accumulate() if n < micro_batches else nullcontext():
-                opt.backward(net(part) / micro_batches)
-    report = opt.last_step
-    return {
-        "weights": {name: param.detach() for name, param in net.named_parameters()},
-        "told": (report.step, report.names, report.grad_norm.item()),
-        "factor": None if report.clip_coef is None else report.clip_coef.item(),
-        "placement": type(opt._placement).__name__,
-    }
 
 
 def own_rows(rank, settings, micro_batches=1):
     count = dist.get_world_size()
+    torch.manual_seed(rank)
     settings = {"placement": "replicated", **settings}
-    return train(lambda ids: ids.tensor_split(count)[rank], settings, micro_batches, seed=rank)
+    return train(Net(), lambda ids: ids.tensor_split(count)[rank], settings, micro_batches, data())
 
 
-def assert_as_one_device(found, settings, micro_batches=1):
-    alone = train(lambda ids: ids, settings, micro_batches)
-    for rank in found:
-        assert rank["placement"] == "Replicated"
-        for name, weight in rank["weights"].items():
-            assert torch.equal(weight, found[0]["weights"][name]), name
-            # averages are summed in another order than the rows of one batch
-            torch.testing.assert_close(weight, alone["weights"][name], rtol=1e-5, atol=1e-5, msg=name)
-        assert rank["told"][:2] == alone["told"][:2]
-        assert rank["told"][2] == pytest.approx(alone["told"][2], rel=1e-4)
-        assert (rank["factor"] is None) == (alone["factor"] is None)
-        assert alone["factor"] is None or rank["factor"] == pytest.approx(alone["factor"], rel=1e-4)
-
-
-RULES = [*sorted(TABLE), "torch.optim.AdamW"]
-OPTIONS = {
-    "adafactor": {
-        "min_dim_size_to_factor": 3,
-        "factor_map": [("convolution.weight", ["ROW", "NONE", "COLUMN", "COLUMN"]), (".*", "HEURISTIC")],
-    }
-}
+def assert_as_one_device(found, settings):
+    torch.manual_seed(0)
+    assert_alike(found, "replicated", train(Net(), lambda ids: ids, settings, batches=data()))
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_every_rule(ranks, rule):
-    settings = {"rule": rule, "lr": 1e-3 if rule == "lion" else 1e-2, **OPTIONS.get(rule, {})}
+    settings = settings_of(rule)
     assert_as_one_device(ranks.run(own_rows, settings), settings)
 
 
-POLICIES = {
-    "two_pass": ({"policy": "two_pass", "clip_norm": 0.5}, 1),
-    "deferred": ({"policy": "deferred", "clip_norm": 0.5}, 1),
-    "on disk": ({"policy": "deferred", "clip_norm": 0.5, "store": "disk"}, 1),
-    "dynamic scale": ({"clip_norm": 0.5, "loss_scale": "dynamic"}, 1),
-    "largest element": ({"clip_norm": 0.05, "norm_type": float("inf"), "clip_value": 0.1}, 1),
-    "its own clipping": ({"rule": "scaled_adam", "clipping_scale": 0.8, "clipping_update_period": 3}, 1),
-}
-
-
-@pytest.mark.parametrize(("settings", "micro_batches"), POLICIES.values(), ids=POLICIES)
-def test_every_policy(ranks, settings, micro_batches):
-    assert_as_one_device(ranks.run(own_rows, settings, micro_batches), settings, micro_batches)
+@pytest.mark.parametrize("settings", POLICIES.values(), ids=POLICIES)
+def test_every_policy(ranks, settings):
+    assert_as_one_device(ranks.run(own_rows, settings), settings)
 
 
 def accumulated(rank, settings):
@@ -87,63 +41,18 @@ def accumulated(rank, settings):
     return own_rows(rank, settings, micro_batches=ROWS // dist.get_world_size())
 
 
-@pytest.mark.parametrize(
-    "settings", [{"clip_norm": 0.5}, {"loss_scale": "dynamic", "accumulation_dtype": "gradient"}], ids=str
-)
+@pytest.mark.parametrize("settings", ACCUMULATED.values(), ids=ACCUMULATED)
 def test_accumulation(ranks, settings):
     """Micro-batches of equal size: their mean over ranks and micro-batches is that of the whole batch."""
-    settings = {"policy": "deferred", **settings}
     assert_as_one_device(ranks.run(accumulated, settings), settings)
 
 
 # -- gradients that not every rank has ---------------------------------------------------------------------------------
 
 
-class Branches(torch.nn.Module):
-    """Layers of one shape, taken in any order, or not at all."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4, bias=False) for _ in range(4))
-
-    def forward(self, order):
-        x = torch.ones(2, 4)
-        for n in order:
-            x = self.layers[n](x)
-        return x.square().sum()
-
-
-def take_branches(rank, orders, settings):
-    net = Branches()
-    opt = lowmem.FusedOptimizer(net.named_parameters(), rule="lomo", lr=0.1, **settings)
-    expected = [layer.weight.detach().clone() for layer in net.layers]
-    for step in orders:
-        copies = Branches()
-        for copy, weight in zip(copies.layers, expected, strict=True):
-            copy.weight.data.copy_(weight)
-        (sum(copies(order) for order in step) / len(step)).backward()
-        for n, layer in enumerate(copies.layers):
-            if layer.weight.grad is not None:
-                expected[n] = expected[n] - 0.1 * layer.weight.grad
-        opt.backward(net(step[rank]))
-        names = [f"layers.{n}.weight" for n in range(4) if any(n in order for order in step)]
-        assert list(opt.last_step.names) == names
-    return [layer.weight.detach() for layer in net.layers], expected
-
-
-@pytest.mark.parametrize("settings", [{}, {"policy": "two_pass"}, {"policy": "deferred"}], ids=str)
-@pytest.mark.parametrize("batching", [False, True])
-def test_other_layers_in_another_order_on_each_rank(two, settings, batching):
-    """Averages of equal shape would be mixed up without a word, if ranks began them as their gradients come."""
-    orders = [[(0, 1, 2), (2, 1, 0)], [(0, 3), (1, 2)], [(3,), (3, 0, 1, 2)], [(1, 0), (0, 1)]]
-    for weights, expected in two.run(take_branches, orders, {**settings, "batching": batching}):
-        for weight, wanted in zip(weights, expected, strict=True):
-            torch.testing.assert_close(weight, wanted, rtol=1e-5, atol=1e-6)
-
-
 def thaw(rank):
     """A layer that is frozen at first, between two of its shape."""
-    net = Branches()
+    net = Layers()
     net.layers[1].weight.requires_grad_(False)
     opt = lowmem.FusedOptimizer(net.named_parameters(), rule="lomo", lr=0.1)
     told = []
@@ -162,7 +71,7 @@ def test_a_parameter_that_joins_later(two):
 
 def frozen_at_times(rank, settings, orders, frozen, micro_batches=1):
     """Rank 1 has `frozen[step]` frozen; the reference has the mean over ranks of gradients that are zero there."""
-    net, reference = Branches(), Branches()
+    net, reference = Layers(), Layers()
     reference.load_state_dict(net.state_dict())
     opt = lowmem.FusedOptimizer(net.named_parameters(), lr=0.1, **settings)
     plain = torch.optim.AdamW(reference.parameters(), lr=0.1, weight_decay=0.01, foreach=False)
@@ -197,7 +106,7 @@ def test_a_parameter_that_one_rank_has_frozen_for_some_steps(two, policy):
 
 def collectives(rank):
     """How often gradients are reduced in the last of several steps, of which three have frozen layers on all ranks."""
-    net = Branches()
+    net = Layers()
     opt = lowmem.FusedOptimizer(net.named_parameters(), rule="lomo", lr=0.1)
     for step in range(4):
         for n, layer in enumerate(net.layers):
@@ -285,13 +194,9 @@ def peak(rank):
         opt.backward(x.square().sum())
 
     step()
-    tracker = MemTracker()
-    tracker.track_external(net, opt)
-    with tracker:
+    with Memory(net, opt) as memory:
         step()
-    (most,) = tracker.get_tracker_snapshot("peak").values()
-    (rest,) = tracker.get_tracker_snapshot("current").values()
-    return most["Total"] - rest["Total"]
+    return memory.above
 
 
 @pytest.mark.filterwarnings("ignore:Expected a tensor")

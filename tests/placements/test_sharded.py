@@ -5,45 +5,20 @@ import torch
 import torch.distributed as dist
 from nets import ROWS, data
 from products import pairwise
-from shards import SHARDS, assert_as_one_device, everyones, make, shared
+from shards import ACCUMULATED, POLICIES, RULES, SHARDS, assert_as_one_device, everyones, make, settings_of, shared
 from torch.utils.checkpoint import checkpoint
 
 import lowmem
 from lowmem import placements
 from lowmem.errors import UnsupportedError
-from lowmem.rules.rule import TABLE
 
-RULES = [*sorted(TABLE), "torch.optim.AdamW"]
 COUNTS = [2, 3]  # of ranks
-OPTIONS = {
-    "adafactor": {
-        "min_dim_size_to_factor": 3,
-        "factor_map": [("convolution.weight", ["ROW", "NONE", "COLUMN", "COLUMN"]), (".*", "HEURISTIC")],
-    }
-}
 
 
 @pytest.mark.parametrize(("count", "kind", "rule"), pairwise(COUNTS, SHARDS, RULES))
 def test_every_rule(ranks_of, count, kind, rule):
-    settings = {"rule": rule, "lr": 1e-3 if rule == "lion" else 1e-2, **OPTIONS.get(rule, {})}
+    settings = settings_of(rule)
     assert_as_one_device(ranks_of(count).run(shared, kind, settings), kind, settings)
-
-
-POLICIES = {
-    "two_pass": {"policy": "two_pass", "clip_norm": 0.5},
-    "forward replay": {"replay": "forward", "clip_norm": 0.5},
-    "deferred": {"policy": "deferred", "clip_norm": 0.5},
-    "on disk": {"policy": "deferred", "clip_norm": 0.5, "store": "disk"},
-    "dynamic scale": {"clip_norm": 0.5, "loss_scale": "dynamic"},
-    "largest element": {"clip_norm": 0.05, "norm_type": float("inf"), "clip_value": 0.1},
-    "its own clipping": {"rule": "scaled_adam", "clipping_scale": 0.8, "clipping_update_period": 3},
-    "not batched": {"rule": "adamw", "batching": False},
-    "several rules": {
-        "rule": "adamw",
-        "groups": ({"match": "bias|gain|one", "rule": "lomo", "lr": 1e-2},),
-        "clip_norm": 0.5,
-    },
-}
 
 
 @pytest.mark.parametrize(("count", "kind", "policy"), pairwise(COUNTS, SHARDS, POLICIES))
@@ -57,15 +32,9 @@ def accumulated(rank, kind, settings):
     return shared(rank, kind, settings, micro_batches=ROWS // dist.get_world_size())
 
 
-ACCUMULATED = {
-    "clipped": {"clip_norm": 0.5},
-    "scaled, in the dtype of gradients": {"loss_scale": "dynamic", "accumulation_dtype": "gradient"},
-}
-
-
 @pytest.mark.parametrize(("count", "kind", "settings"), pairwise(COUNTS, SHARDS, ACCUMULATED))
 def test_accumulation(ranks_of, count, kind, settings):
-    settings = {"policy": "deferred", **ACCUMULATED[settings]}
+    settings = ACCUMULATED[settings]
     assert_as_one_device(ranks_of(count).run(accumulated, kind, settings), kind, settings)
 
 

@@ -5,8 +5,8 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from nets import Memory
 from shards import SHARDS
-from torch.distributed._tools.mem_tracker import MemTracker
 
 import lowmem
 from lowmem import placements
@@ -31,14 +31,10 @@ NOTHING_EARLY = ("stage3_prefetch_bucket_size", "stage3_param_persistence_thresh
 BARE = {"zero3": dict.fromkeys(NOTHING_EARLY, 0), "fsdp2": {}}  # DeepSpeed holds what it computes with
 
 
-def peak_of(action, *held):
-    """Bytes of tensors at most while `action` runs, and after it."""
-    tracker = MemTracker()
-    tracker.track_external(*held)
-    with warnings.catch_warnings(action="ignore"), tracker:
+def memory_of(action, *held):
+    with warnings.catch_warnings(action="ignore"), Memory(*held) as memory:
         action()
-    most, rest = (tracker.get_tracker_snapshot(kind)[torch.device("cpu")] for kind in ("peak", "current"))
-    return most["Total"], rest["Total"]
+    return memory
 
 
 def drop(param):
@@ -58,7 +54,7 @@ def peaks(rank, kind, settings, folder):
 
     hooks = [param.register_post_accumulate_grad_hook(drop) for param in net.parameters()]
     floor_step()
-    floor, _ = peak_of(floor_step, net, *pieces)
+    floor = memory_of(floor_step, net, *pieces).most
     for hook in hooks:
         hook.remove()
     opt = lowmem.FusedOptimizer(net.named_parameters(), model=net, lr=1e-3, **settings)
@@ -76,12 +72,13 @@ def peaks(rank, kind, settings, folder):
 
     step()
     weights = sum(piece.to_local().nbytes if kind == "fsdp2" else piece.nbytes for piece in pieces)
-    most, rest = peak_of(step, net, opt, *pieces)
+    memory = memory_of(step, net, opt, *pieces)
+    most, above = memory.most, memory.above
     others = {}
     for name, action in (("saving", save), ("loading", load)):
-        others[name] = peak_of(action, net, opt, *pieces)[0]
+        others[name] = memory_of(action, net, opt, *pieces).most
         dist.barrier()
-    return floor - weights, most - rest, weights, most, others
+    return floor - weights, above, weights, most, others
 
 
 @pytest.mark.parametrize("settings", [{"rule": "lomo"}, {"rule": "adalomo"}, {"rule": "adamw"}], ids=str)

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
-from shards import SHARDS, zero3
+from shards import SHARDS, by_layer, whole_first
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
@@ -38,14 +38,6 @@ def make(model="llama", dtype=torch.float32, checkpointing=False, **config):
     return net.to(dtype).train()
 
 
-def by_layer(rank, make, **options):
-    """`fully_shard` on each decoder layer and on the rest together, as is usual."""
-    model = make()
-    for layer in model.model.layers:
-        fully_shard(layer, **options)
-    return fully_shard(model, **options)
-
-
 def at_the_root(rank, make, **options):
     """All hooks fire in FSDP2's last callback."""
     return fully_shard(make(), **options)
@@ -64,10 +56,6 @@ def kept_after_backward(rank, make):
 def mixed(rank, make):
     """bfloat16 for both: gradients are summed in float32 and kept in float32."""
     return by_layer(rank, make, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
-
-
-def whole_first(rank, make, **options):
-    return zero3(rank, make, built_whole=True, **options)
 
 
 SHARED = {**SHARDS, "zero3": whole_first, "by layer": by_layer, "root": at_the_root, "hybrid": hybrid,

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from shards import SHARDS, make, make_wide
+from shards import SHARDS, engine, make, make_wide
 
 import lowmem
 from lowmem import placements
@@ -41,23 +41,11 @@ def test_an_overflow_on_one_rank_is_everyones(two, kind, policy):
 
 
 def engine_with_optimizer(rank):
-    import deepspeed
-
-    SHARDS["zero3"](rank, make)  # has everything initialised
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": 3},
-        "zero_allow_untested_optimizer": True,
-    }
     net = make()
-    engine = deepspeed.initialize(model=net, config=config, optimizer=torch.optim.SGD(net.parameters(), lr=0.1))[0]
+    owner = engine(rank, net, stage=3, optimizer=torch.optim.SGD(net.parameters(), lr=0.1))
     with pytest.raises(UnsupportedError, match="DeepSpeed has an optimizer for these parameters"):
         lowmem.FusedOptimizer(net.named_parameters(), model=net)
-    engine.destroy()
-
-
-def test_an_engine_with_an_optimizer_is_refused(two):
-    two.run(engine_with_optimizer)
+    owner.destroy()
 
 
 def mics(rank):
@@ -67,21 +55,14 @@ def mics(rank):
         lowmem.FusedOptimizer(net.named_parameters(), model=net)
 
 
-def test_mics_is_refused(two):
-    two.run(mics)
-
-
 def graph_replay(rank):
     net = SHARDS["zero3"](rank, make)
     with pytest.raises(UnsupportedError, match=r"replay='graph'.*replay='forward'"):
         lowmem.FusedOptimizer(net.named_parameters(), model=net, clip_norm=1.0, policy="two_pass", replay="graph")
 
 
-def test_graph_replay_is_refused_under_zero3(two):
-    two.run(graph_replay)
-
-
 def still_gathered(rank):
+    """Gathered parameters of FSDP2 are taken for whole ones, and forgotten when they are cut again."""
     from torch.distributed.fsdp import FSDPModule
 
     net = SHARDS["fsdp2"](rank, make)
@@ -95,21 +76,12 @@ def still_gathered(rank):
     assert lowmem.FusedOptimizer([("embed", net.embed)], model=net, lr=0.1).placement == "fsdp2"
 
 
-def test_gathered_parameters_of_fsdp2_are_refused(two):
-    """They are taken for whole ones, and forgotten when they are cut again."""
-    two.run(still_gathered)
-
-
 def in_another_dimension(rank):
     from torch.distributed.tensor import Shard
 
     net = SHARDS["fsdp2"](rank, make_wide, shard_placement_fn=lambda param: Shard(param.ndim - 1))
     with pytest.raises(UnsupportedError, match="dimension 0"):
         lowmem.FusedOptimizer(net.named_parameters(), model=net)
-
-
-def test_other_dimensions_are_refused(two):
-    two.run(in_another_dimension)
 
 
 def some_whole(rank):
@@ -127,8 +99,12 @@ def some_whole(rank):
         lowmem.FusedOptimizer([whole], placement="fsdp2")
 
 
-def test_a_mixture_is_refused(two):
-    two.run(some_whole)
+@pytest.mark.parametrize(
+    "case",
+    [engine_with_optimizer, mics, graph_replay, still_gathered, in_another_dimension, some_whole],
+)
+def test_what_cannot_be_right_is_refused(two, case):
+    two.run(case)
 
 
 class Chain(torch.nn.Module):

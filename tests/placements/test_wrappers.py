@@ -1,10 +1,8 @@
 """A model that is wrapped or sharded after its optimizer was made is refused before the first update."""
 
-import os
-
 import pytest
 import torch
-import torch.distributed as dist
+from shards import engine
 
 import lowmem
 from lowmem.errors import StepError, UnsupportedError
@@ -34,23 +32,11 @@ def half_fsdp2(rank, net):
 
 
 def zero1(rank, net):
-    return initialized(rank, net, stage=1, optimizer=torch.optim.SGD(net.parameters(), lr=0.1))
+    return engine(rank, net, stage=1, optimizer=torch.optim.SGD(net.parameters(), lr=0.1))
 
 
 def zero3(rank, net):
-    return initialized(rank, net, stage=3).module
-
-
-def initialized(rank, net, stage, **options):
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(dist.get_world_size())}
-    os.environ |= {"DS_ACCELERATOR": "cpu", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
-    import deepspeed
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
-    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}}
-    config["zero_allow_untested_optimizer"] = True
-    return deepspeed.initialize(model=net, config=config, **options)[0]
+    return engine(rank, net, stage=3).module
 
 
 MESSAGES = {ddp: "Remove the wrapper", replicate: "Remove the wrapper"}
@@ -96,10 +82,6 @@ def plain_backward(rank):
     opt.remove()
 
 
-def test_a_plain_backward(two):
-    two.run(plain_backward)
-
-
 def wrapped_first(rank):
     net = make()
     wrapped = ddp(rank, net)
@@ -108,11 +90,8 @@ def wrapped_first(rank):
             lowmem.FusedOptimizer(net.named_parameters(), rule="lomo", lr=0.1, model=model)
 
 
-def test_a_wrapper_from_before(two):
-    two.run(wrapped_first)
-
-
 def wrapped_after_a_step(rank):
+    """It shows by the end of the next one."""
     net = make()
     opt = lowmem.FusedOptimizer(net.named_parameters(), rule="lomo", lr=0.1)
     opt.backward(net(torch.ones(1, 3)).sum())
@@ -124,8 +103,9 @@ def wrapped_after_a_step(rank):
         opt.backward(net(torch.ones(1, 3)).sum())
 
 
-def test_a_wrapper_after_the_first_step_shows_by_the_end_of_the_next(two):
-    two.run(wrapped_after_a_step)
+@pytest.mark.parametrize("case", [plain_backward, wrapped_first, wrapped_after_a_step])
+def test_a_wrapper_is_refused_whenever_it_comes(two, case):
+    two.run(case)
 
 
 def others_are_wrapped(rank):

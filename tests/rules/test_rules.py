@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from nets import assert_same
 
 import lowmem
 from lowmem.errors import ConfigError, UnsupportedError
@@ -51,13 +52,6 @@ def everything(params, opt):
     for name, kept in opt.named_state_dict()["state"].items():
         found |= {f"{name}.{state}": t.clone() for state, t in kept.items()}
     return found
-
-
-def assert_same(one, other):
-    assert one.keys() == other.keys()
-    for name in one:
-        assert one[name].dtype == other[name].dtype
-        assert torch.equal(one[name], other[name]), name
 
 
 # -- what every rule does ----------------------------------------------------------------------------------------------

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from nets import Memory
 from processes import PATIENCE, Launched
 from safetensors.torch import load_file
-from torch.distributed._tools.mem_tracker import MemTracker
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from lowmem import placements
@@ -109,12 +109,10 @@ def test_weights_are_those_of_one_device(ranks_of, placement, count, tmp_path):
 
 def peak(rank, world, path):
     """The most bytes of tensors while a model is created, and the bytes of its weights."""
-    tracker = MemTracker()
-    with warnings.catch_warnings(action="ignore"), tracker:
+    with warnings.catch_warnings(action="ignore"), Memory() as memory:
         model, _ = as_rank(rank, world, create, path, False)
-    most = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
     weights = sum(torch.Size(placements.shape_of(param)).numel() * param.itemsize for param in model.parameters())
-    return most, weights
+    return memory.most, weights
 
 
 def test_no_rank_of_zero3_holds_the_full_model(two, tmp_path):
