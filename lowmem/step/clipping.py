@@ -167,7 +167,8 @@ class Clipping:
             one = torch.ones_like(finite, dtype=torch.float32)
             coefs = (own_coefs.get(id(record.group), (coef, None))[0] for record in fired)
             read = clamped * torch.stack([one if each is None else each for each in coefs])
-        updated = finite & self._fits(fired, read.square())
+        updated = self._fits(fired, read.square())
+        updated = finite.expand(len(fired)) if updated is None else finite & updated
         skipped = any(record.rule.materializes for record in fired) and not bool(finite)
         return Decision(names, raw, updated, finite, tiled, coef, own_coefs, prepared, skipped)
 
@@ -177,8 +178,10 @@ class Clipping:
         if self._limit is not None:
             counts = torch.tensor([record.span.numel for record in fired], dtype=torch.float64)
             clamped = [self._limit, counts.to(self._device, non_blocking=True)]
+        updated, taken = square_sums.isfinite(), self._mask(fired, _takes_nonfinite)
+        updated = updated if taken is None else updated | taken
         fits = self._fits(fired, square_sums, *clamped)
-        updated = fits & (square_sums.isfinite() | self._mask(fired, _takes_nonfinite))
+        updated = updated if fits is None else updated & fits
         finite = torch.ones((), dtype=torch.bool, device=self._device)
         return Decision(tuple(record.name for record in fired), square_sums.sqrt(), updated, finite)
 
@@ -186,13 +189,16 @@ class Clipping:
         """Scalars of parameters, from their devices, as one tensor."""
         return torch.stack([scalar.to(self._device) for scalar in scalars if scalar is not None])
 
-    def _fits(self, records: Sequence[ParamRecord], square_sums: Tensor, *clamped: Tensor) -> Tensor:
-        """Returns whether rules can sum the squares of gradients, see `summable`: boolean [parameters]."""
-        return summable(square_sums, *clamped) | ~self._mask(records, sums_squares)
+    def _fits(self, records: Sequence[ParamRecord], square_sums: Tensor, *clamped: Tensor) -> Tensor | None:
+        """Returns where rules can sum the squares of gradients, see `summable`: boolean [parameters]; None: all can."""
+        summing = self._mask(records, sums_squares)
+        return None if summing is None else summable(square_sums, *clamped) | ~summing
 
-    def _mask(self, records: Sequence[ParamRecord], holds: Callable[[ParamRecord], bool]) -> Tensor:
-        """Of which parameters something holds, that is the same for all of a group: boolean [parameters]."""
+    def _mask(self, records: Sequence[ParamRecord], holds: Callable[[ParamRecord], bool]) -> Tensor | None:
+        """Parameters of which something holds that is the same for a group: boolean [parameters]. None: of none."""
         of_group = {key: holds(record) for key, record in {id(record.group): record for record in records}.items()}
+        if not any(of_group.values()):
+            return None
         mask = torch.tensor([of_group[id(record.group)] for record in records])
         return mask.to(self._device, non_blocking=True)
 

@@ -67,10 +67,14 @@ class Scalars:
         return cls(tuple(numbers), single, double)
 
     @functools.cached_property
-    def elements(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The numbers by name as scalars, float32 and float64."""
-        single, double = (vector.unbind() if self.names else () for vector in (self.single, self.double))
-        return dict(zip(self.names, single, strict=True)), dict(zip(self.names, double, strict=True))
+    def singles(self) -> dict[str, Tensor]:
+        """The numbers by name as float32 scalars."""
+        return dict(zip(self.names, self.single.unbind(), strict=True)) if self.names else {}
+
+    @functools.cached_property
+    def doubles(self) -> dict[str, Tensor]:
+        """The numbers by name as float64 scalars."""
+        return dict(zip(self.names, self.double.unbind(), strict=True)) if self.names else {}
 
 
 class Tiles(ABC):
@@ -120,7 +124,7 @@ class Tiles(ABC):
 
     def _raw(self, grad: Tensor, param: Held, full: States, vectors: Vectors) -> RawTile:
         """A tile from what it has of everything."""
-        named: dict[str, dict[str, Tensor]] = {"row": {}, "col": {}, "scalar": self.scalars.elements[0].copy()}
+        named: dict[str, dict[str, Tensor]] = {"row": {}, "col": {}, "scalar": self.scalars.singles.copy()}
         named |= {"finite": {}, "noise": {}}
         for (kind, name), value in vectors.items():
             named[kind][name] = value
@@ -146,11 +150,15 @@ class Sweep:
     def __init__(self, tiles: Tiles) -> None:
         self._tiles = tiles
         self.shape, self.device = tiles.shape, tiles.device
-        self.scalar, self.double = map(Fields, tiles.scalars.elements)
+        self.scalar = Fields(tiles.scalars.singles)
         self.rule_clip_coef = tiles.reading.rule_clip_coef
         self._guarded = True  # by its own measurement
         self._finite = None if tiles.reading.finite is None else tiles.reading.finite.expand(tiles.members)
         self._measured: tuple[Tensor, Tensor] | None = None  # sums of squares [B], known after the first reduce
+
+    @functools.cached_property
+    def double(self) -> Fields:
+        return Fields(self._tiles.scalars.doubles)
 
     @property
     def dtype(self) -> torch.dtype:
