@@ -179,7 +179,7 @@ class Clipping:
             counts = torch.tensor([record.span.numel for record in fired], dtype=torch.float64)
             clamped = [self._limit, counts.to(self._device, non_blocking=True)]
         updated, taken = square_sums.isfinite(), self._mask(fired, _takes_nonfinite)
-        updated = updated if taken is None else updated | taken
+        updated = updated if taken is False else updated | taken
         fits = self._fits(fired, square_sums, *clamped)
         updated = updated if fits is None else updated & fits
         finite = torch.ones((), dtype=torch.bool, device=self._device)
@@ -192,13 +192,16 @@ class Clipping:
     def _fits(self, records: Sequence[ParamRecord], square_sums: Tensor, *clamped: Tensor) -> Tensor | None:
         """Returns where rules can sum the squares of gradients, see `summable`: boolean [parameters]; None: all can."""
         summing = self._mask(records, sums_squares)
-        return None if summing is None else summable(square_sums, *clamped) | ~summing
-
-    def _mask(self, records: Sequence[ParamRecord], holds: Callable[[ParamRecord], bool]) -> Tensor | None:
-        """Parameters of which something holds that is the same for a group: boolean [parameters]. None: of none."""
-        of_group = {key: holds(record) for key, record in {id(record.group): record for record in records}.items()}
-        if not any(of_group.values()):
+        if summing is False:
             return None
+        fits = summable(square_sums, *clamped)
+        return fits if summing is True else fits | ~summing
+
+    def _mask(self, records: Sequence[ParamRecord], holds: Callable[[ParamRecord], bool]) -> Tensor | bool:
+        """Parameters of which something holds that is the same for a group: boolean [parameters], or one for all."""
+        of_group = {key: holds(record) for key, record in {id(record.group): record for record in records}.items()}
+        if len(set(of_group.values())) == 1:
+            return next(iter(of_group.values()))
         mask = torch.tensor([of_group[id(record.group)] for record in records])
         return mask.to(self._device, non_blocking=True)
 
