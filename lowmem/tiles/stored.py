@@ -145,7 +145,7 @@ class StoredTiles(Tiles):
         if value.ndim == 0:
             return value
         rect = place.rect
-        if not self._at_once:
+        if rect.size != self.shape:
             value = value.view(extent(kind, self.shape))[tuple(rect[d] for d in DIMS[kind])]
         if kind == "noise":  # from here on it counts the columns of the tile
             high, low = divmod(rect.cols.start + (1 << 31), 1 << 32)
@@ -153,10 +153,8 @@ class StoredTiles(Tiles):
             value = value if low == 1 << 31 else value + (low - (1 << 31))
         return value
 
-    def _broadcast(self, kind: str, value: Tensor | float, place: Place) -> Tensor:
+    def _broadcast(self, kind: str, value: Tensor, place: Place) -> Tensor:
         """`part`, broadcastable to the tile [b, r, c]."""
-        if not isinstance(value, Tensor):
-            return torch.full((), value, dtype=torch.float32, device=self.device)
         if value.ndim == 0:
             return value
         shape = [n if d in DIMS[kind] else 1 for d, n in enumerate(place.rect.size)]

@@ -15,7 +15,7 @@ import lowmem
 from lowmem.rules.rule import TABLE, ParamSpec, UpdateRule
 from lowmem.step import compiled
 from lowmem.step.compiled import has_compiler
-from lowmem.tiles import storage
+from lowmem.tiles import storage, stored
 from lowmem.tiles import traced as traced_tiles
 from lowmem.tiles.layout import Layout, View
 from lowmem.tiles.storage import Held
@@ -100,6 +100,15 @@ def test_the_same_as_by_tiles(graphs, rule, rounding, shape):
     assert traced_updates(got[1]) == 1
     assert_same(got, want, bits=rule in ELEMENTWISE)
     torch.testing.assert_close(got[1].last_step.grad_norm, want[1].last_step.grad_norm)
+
+
+@pytest.mark.parametrize("shape", CUT)
+def test_pieces_of_one_tile(graphs, monkeypatch, shape):
+    """On a GPU the loop takes as one tile what compiled code takes in several pieces."""
+    monkeypatch.setattr(stored, "CPU_TILE", stored.GPU_TILE)
+    got, want = (trained("adalomo", shapes=[shape], compile=compile) for compile in (True, False))
+    assert traced_updates(got[1]) == 1
+    assert_same(got, want)
 
 
 @pytest.mark.parametrize(("rule", "reading"), pairwise(RULES, READINGS))
