@@ -1,1 +1,1 @@
-"""What the package does inside Hugging Face libraries."""
+"""The parts of the package that work inside Hugging Face libraries."""

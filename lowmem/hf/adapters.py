@@ -209,7 +209,7 @@ def _adapters(model: Any, state: dict[str, Any], embeddings: bool | Literal["aut
 
 
 def _others(model: nn.Module, state: dict[str, Any]) -> dict[str, Tensor]:
-    """What is trained and not saved by PEFT, and prompt encoders and buffers, by their names in the model."""
+    """Tensors that are trained and not saved by PEFT, and prompt encoders and buffers, by their names in the model."""
     seen = {id(tensor) for tensors in _adapters(model, state, False).values() for tensor in tensors.values()}
     buffers = {id(buffer) for buffer in model.buffers()}
     others: dict[str, Tensor] = {}

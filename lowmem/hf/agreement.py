@@ -1,4 +1,4 @@
-"""Whether all ranks of a trainer were started alike: what differs is named before the first step.
+"""Checks that all ranks of a trainer were started alike: differences are named before the first step.
 
 Ranks that differ would train on other data than asked for, or wait for one another until the timeout.
 """
@@ -42,7 +42,7 @@ _SHOWN = 3
 def facts(
     args: TrainingArguments, config: FusedConfig, layers: LayersConfig, dataset: Any, resume_from: str | None
 ) -> dict[str, str]:
-    """What all ranks must have in common, as text: the name of each fact → its value.
+    """The facts that all ranks must have in common, as text: the name of each fact → its value.
 
     Args:
         config: the options of the optimizer.

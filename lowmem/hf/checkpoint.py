@@ -96,7 +96,7 @@ def load_optimizer(optimizer: FusedOptimizer, path: Path) -> None:
 
 
 def _metadata(path: Path) -> dict[str, Any]:
-    """What an optimizer file has beside tensors.
+    """The contents of an optimizer file that are not tensors.
 
     Raises:
         CheckpointError: the file is missing, cut short, or was not written by `save_optimizer`.
@@ -134,7 +134,7 @@ def load_scheduler(scheduler: Any, path: Path) -> None:
 
 
 def _alike(saved: Any, own: Any) -> bool:
-    """Whether both are numbers, or lists of as many; nothing else of a schedule is computed with."""
+    """Returns whether both are numbers, or lists of as many; nothing else of a schedule is computed with."""
     if isinstance(own, list | tuple):
         return isinstance(saved, list | tuple) and len(saved) == len(own) and all(map(_alike, saved, own))
     return not isinstance(own, int | float) or isinstance(saved, int | float)

@@ -1,4 +1,4 @@
-"""What ended a collective: the rank that failed, died or was too slow is named, instead of a backend's traceback."""
+"""Names the rank that ended a collective, because it failed, died or was too slow, instead of a backend's traceback."""
 
 import re
 import threading
@@ -105,7 +105,7 @@ def _ask(others: dict[int, str | None]) -> None:
 
 
 def _within_grace(function: Callable[..., None], *args: Any) -> bool:
-    """Whether a function that talks to the store has returned: the process with the store may be gone, or hang."""
+    """Returns whether a function that talks to the store returned: the process with the store may be gone, or hang."""
     returned = []
 
     def call() -> None:

@@ -44,8 +44,8 @@ def check(model: Any) -> None:
 
 
 def why_dense(trainer: Any) -> str | None:
-    """Why the loss of a trainer gives the weight of the output head a gradient that exists as a whole; None if it does
-    not.
+    """The reason why the loss of a trainer gives the weight of the output head a gradient that exists as a whole; None
+    if it does not.
     """
     name = type(trainer).__name__
     if trainer.compute_loss_func is not None:
@@ -61,7 +61,7 @@ def why_dense(trainer: Any) -> str | None:
 
 
 def _logs_entropy(trainer: Any) -> bool:
-    """Whether it is a trainer of TRL's for which the entropy of tokens is a metric, and not part of the loss."""
+    """Returns whether the entropy of tokens is a metric of a trainer of TRL, and not part of its loss."""
     from trl import DPOTrainer, KTOTrainer, SFTTrainer
 
     return isinstance(trainer, SFTTrainer | DPOTrainer | KTOTrainer)
@@ -92,7 +92,7 @@ def loss(trainer: Any, layers: LayersConfig, label_smoothing: float = 0.0) -> It
 
 
 class _LogProbs:
-    """What TRL calls in place of its ChunkedLogProbFunction.
+    """Called by TRL in place of its ChunkedLogProbFunction.
 
     Args:
         own: TRL's.

@@ -99,7 +99,7 @@ class Checked(BaseModel):
 
 
 class _State(Checked):
-    """Those values of transformers' `TrainerState` that training computes with."""
+    """The values of transformers' `TrainerState` that training computes with."""
 
     model_config = ConfigDict(extra="allow")
 

@@ -66,7 +66,7 @@ def embedding(model: Any, side: Literal["input", "output"]) -> Any:
 
 
 def described(model: Any, optimizer: FusedOptimizer, tokens: int) -> str:
-    """Whether the gradients of a model's head and input embedding are computed as they are read, or why not.
+    """Says whether the gradients of a model's head and input embedding are computed as they are read, or why not.
 
     Args:
         tokens: of the largest micro-batch.

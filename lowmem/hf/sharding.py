@@ -54,7 +54,7 @@ _DECIDED_ELSEWHERE: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 class Sharding(ABC):
-    """How the model of a trainer is sharded.
+    """The sharding of a trainer's model.
 
     Raises:
         ConfigError, UnsupportedError: an argument, or a key of DeepSpeed's or FSDP's configuration, is not supported.

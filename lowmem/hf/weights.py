@@ -133,7 +133,7 @@ class _Group:
 
 
 class _FileLayout:
-    """How the weights of a model are laid out in files: `tensors` in the order of `save_pretrained`, and `groups`."""
+    """The layout of the weights of a model in files: `tensors` in the order of `save_pretrained`, and `groups`."""
 
     def __init__(self, model: nn.Module) -> None:
         self.state: dict[str, Tensor] = dict(model.state_dict(keep_vars=True))

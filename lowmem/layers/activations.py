@@ -125,7 +125,7 @@ class _Saved:
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
-    """How a tensor lies in its memory (offset, size, strides), its dtype, and its version, which any write changes."""
+    """Offset, size and strides of a tensor in its memory, its dtype, and its version, which any write changes."""
     return int(tensor.storage_offset()), tensor.size(), tensor.stride(), tensor.dtype, tensor._version
 
 

@@ -10,7 +10,7 @@ from lowmem.errors import ConfigError
 
 @dataclass(frozen=True)
 class LayersConfig:
-    """What of a model's gradients and activations exists as a whole.
+    """Options that keep gradients and activations of a model from existing as a whole.
 
     Attributes:
         computed_gradients: the gradients of the output head and of the embedding never exist as a whole: the optimizer

@@ -42,7 +42,7 @@ Gather = Callable[[], AbstractContextManager[Any]]
 
 @dataclass(frozen=True)
 class Head:
-    """How logits follow from the product y of hidden states and weight, and a loss from logits z.
+    """The way from the product y of hidden states and weight to logits z, and from these to a loss.
 
     z = softcap · tanh(s · y / softcap) / temperature, without `softcap` z = s · y / temperature, with s = logit_scale.
     The loss of a token with label l is logsumexp(z) − (1 − ε) z_l − ε mean(z) + z_loss · logsumexp(z)², with
@@ -92,7 +92,7 @@ class Head:
         return tanh.mul_(self.softcap / self.temperature), derivative
 
     def tile(self, tokens: int, vocabulary: int, size: int) -> tuple[int, int]:
-        """How many tokens and rows of the vocabulary a tile has, whose hidden states have `size` elements.
+        """The numbers of tokens and rows of the vocabulary that a tile has, whose hidden states have `size` elements.
 
         Raises:
             ConfigError: `memory` is not enough for one of each.
@@ -271,7 +271,7 @@ class _TokenLosses(torch.autograd.Function):
 
 
 class _Scores:
-    """What a pass over the vocabulary sums for some tokens, from one block of rows of the weight after another.
+    """The sums of a pass over the vocabulary for some tokens, from one block of rows of the weight after another.
 
     Args:
         hidden: [tokens, size], in the dtype of products.  targets: int64 [tokens].  metrics: what else is asked for.
