@@ -22,6 +22,7 @@ from lowmem.tiles.layout import Layout
 from lowmem.tiles.storage import Held, Storage, part_name
 from lowmem.tiles.stored import StoredTiles
 from lowmem.tiles.sweep import Reading, Scalars, Sweep
+from lowmem.tiles.tile import extent
 from lowmem.tiles.traced import Piece, TracedTiles, TracedUpdate, UntraceableError, pieces, run_cut
 
 logger = logging.getLogger(__name__)
@@ -82,13 +83,16 @@ def trace_update(kind: Kind, rule: UpdateRule) -> TracedUpdate:
     batch, count, height, cols = (sizes.size(*example) for example in EXAMPLE.items())
     tile_batch: Size = batch if batched else 1
     tile_height: Size = 1 if lines else height
-    full: tuple[Size, ...] = tile_batch, 1 if lines else count * height, count * cols * group if lines else cols * group
+    full: tuple[Size, Size, Size] = (
+        tile_batch,
+        1 if lines else count * height,
+        count * cols * group if lines else cols * group,
+    )
     if kind.cut:
         full = (sizes.size("B", 8) if kind.batched else 1), sizes.size("R", 4096), sizes.size("C", 4096)
     shared: list[Tensor | Size] = []
     for _, kept in kind.small:
-        extent = {"row": full[:2], "col": full[::2], "slice": full[:1]}[kept.extent]
-        shared.append(sizes.tensor((*extent, *kept.extra), kept.dtype, kind.device))
+        shared.append(sizes.tensor((*extent(kept.extent, full), *kept.extra), kept.dtype, kind.device))
     shared += [sizes.tensor((1,) * ndim, dtype, kind.device) for _, dtype, ndim in kind.reading]
     shared += [sizes.tensor((len(kind.numbers),), dtype, kind.device) for dtype in (torch.float32, torch.float64)]
     if kind.draws:
@@ -208,7 +212,7 @@ def compiled_of(
     if not parts:
         return None
     first, cut = parts[0].form, program.ranks is not None or not isinstance(grad, Tensor) or len(parts) > 1
-    read = [(name, tensor) for name in READ if (tensor := getattr(reading, name)) is not None]
+    read = {name: tensor for name in READ if (tensor := getattr(reading, name)) is not None}
     rule = program.rule
     kind = Kind(
         rule if vars(rule) else type(rule),
@@ -220,7 +224,7 @@ def compiled_of(
         grad.device,
         batched=layout.shape[0] > 1,
         form=first,
-        reading=tuple((name, tensor.dtype, tensor.ndim) for name, tensor in read),
+        reading=tuple((name, tensor.dtype, tensor.ndim) for name, tensor in read.items()),
         sums_squares=reading.sums_squares,
         numbers=scalars.names,
         cut=cut,
@@ -228,9 +232,7 @@ def compiled_of(
     updates = {form: traced(replace(kind, form=form), rule, form == first) for form in {each.form for each in parts}}
     if not all(updates.values()):
         return None
-    batch, rows, cols = layout.shape
-    extents = {"row": (batch, rows), "col": (batch, cols), "slice": (batch,)}
-    small = {name: (*extents[kept.extent], *kept.extra) for name, kept in kind.small}
+    small = {name: (*extent(kept.extent, layout.shape), *kept.extra) for name, kept in kind.small}
     tile = [] if cut else [parts[0].shape(group, each.group) for each in elements]
     return Compiled(kind, updates, parts, small, tile, names)  # type: ignore[arg-type]
 

@@ -104,34 +104,34 @@ def make_program(placed: Placed, rule: UpdateRule, group: Mapping[str, Any], sha
     Raises:
         UnsupportedError: its rule cannot update it, or a storage cannot hold it.
     """
-    span, dtype = placed.span, placed.param.dtype
-    try:
-        rule.admit(placed.param, group)
-        spec = rule.spec(placed.name, span.shape, group)
-        layout = shard.layout(placed, spec.view)
-    except UnsupportedError as error:
-        raise UnsupportedError(f"parameter {placed.name!r} of shape {list(span.shape)} {error}") from None
+    span, dtype, states = placed.span, placed.param.dtype, dict[str, Storage]()
 
     def fitting(storage: Storage, other: Storage) -> Storage:
         fits = spec.view.has_groups(span.shape, storage.group) and span.size % storage.group == 0
         if not fits and span.numel >= SMALLEST_GROUPED:
             raise UnsupportedError(
-                f"parameter {placed.name!r} of shape {list(span.shape)} cannot be held in groups of {storage.group} "
-                "elements of a row: its rows or shards do not divide into them. Give it a group of parameters of its "
-                "own, with another rounding or state_storage"
+                f"cannot be held in groups of {storage.group} elements of a row: its rows or shards do not divide into "
+                "them. Give it a group of parameters of its own, with another rounding or state_storage"
             )
         return storage if fits else other
 
     rounding = rounding_of(rule, group, dtype)
-    if rounding == "nearest" and dtype in ROUNDED_DTYPES:
-        _warn_of_lost_updates(dtype, rule.name if rule.materializes else None)
-    weight, states = fitting(weight_storage(rounding, dtype), Float(dtype)), {}
-    for name, state in spec.states.items():
-        if state.extent == "full":
+    try:
+        rule.admit(placed.param, group)
+        spec = rule.spec(placed.name, span.shape, group)
+        layout = shard.layout(placed, spec.view)
+        weight = fitting(weight_storage(rounding, dtype), Float(dtype))
+        for name, state in spec.states.items():
+            if state.extent != "full":
+                continue
             if state.dtype is None:
                 states[name] = fitting(of_state(group["state_storage"], state.signed), FLOAT32)
             else:
                 states[name] = Float(dtype if state.dtype == "weight" else state.dtype)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"parameter {placed.name!r} of shape {list(span.shape)} {error}") from None
+    if rounding == "nearest" and dtype in ROUNDED_DTYPES:
+        _warn_of_lost_updates(dtype, rule.name if rule.materializes else None)
     return Program(rule, spec, span, layout, shard.ranks_of(placed.param), weight, states)
 
 

@@ -5,7 +5,7 @@ has the rows in blocks, [b, n, m, c], or a single row in parts, [b, n, 1, m] (`t
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,14 +19,16 @@ from lowmem.tiles.storage import Held, mix, nearest, uniform
 Named = dict[str, Tensor]
 
 # Kind of a vector of a parameter → its dimensions among [B, R, C]. A scalar may also have none.
-DIMS = {"row": (0, 1), "row_max": (0, 1), "noise": (0, 1), "col": (0, 2), "scalar": (0,), "finite": (0,)}
+DIMS = {
+    "row": (0, 1), "row_max": (0, 1), "noise": (0, 1), "col": (0, 2), "scalar": (0,), "slice": (0,), "finite": (0,)
+}  # fmt: skip
 
 # Offset between the random bits of consecutive pairs of tensors in an update (2³² over the golden ratio,
 # signed).
 _NEXT_NOISE = -0x61C88647
 
 
-def extent(kind: str, shape: tuple[int, int, int]) -> tuple[int, ...]:
+def extent(kind: str, shape: Sequence[Any]) -> tuple[Any, ...]:
     """The shape of a vector of this kind of [B, R, C], or of [b, r, c]."""
     return tuple(shape[d] for d in DIMS[kind])
 
