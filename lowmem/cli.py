@@ -1,4 +1,4 @@
-"""The command line: `lowmem train`, `inspect`, `generate`, `plan`, `rules`.
+"""The command line: TRL's training commands, `plan` and `inspect` before them, `generate` and `rules`.
 
 A mistake of the user is one message on stderr and exit status 2, and leaves no partial files.
 """
@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -23,7 +23,6 @@ from torch import Tensor
 from lowmem import __version__, rules
 from lowmem.errors import ConfigError, LowmemError
 from lowmem.files import write_file
-from lowmem.hf import failures
 from lowmem.layers.config import parse_bytes
 from lowmem.run.memory import state_bytes
 from lowmem.run.secrets import redacted
@@ -32,8 +31,17 @@ from lowmem.tiles import storage
 
 # What imports transformers, trl or datasets is imported in functions, so that `lowmem --help` is fast.
 if TYPE_CHECKING:
-    from lowmem.run.config import RunConfig
+    from lowmem.run.arguments import Arguments
     from lowmem.run.memory import StepMemory
+
+_TRAINING = {
+    "sft": "Fine-tune on texts, chats, or prompts and completions.",
+    "dpo": "Direct preference optimization on chosen and rejected answers.",
+    "kto": "Kahneman-Tversky optimization on answers that are good or bad.",
+    "reward": "Train a reward model on chosen and rejected answers.",
+    "grpo": "Group relative policy optimization with reward functions.",
+    "rloo": "Reinforce leave-one-out with reward functions.",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -44,16 +52,13 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     checkpoint then.
     """
     out.quiet = err.quiet = rank() > 0
-    parser = _parser()
-    arguments, rest = parser.parse_known_args(argv)
-    # argparse does not collect key=value after an option
-    if rest and not (hasattr(arguments, "overrides") and all("=" in word and word[0] != "-" for word in rest)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    if rest:
-        arguments.overrides += rest
+    command, rest = _parser().parse_known_args(argv)
+    traceback = "--traceback" in rest or getattr(command, "traceback", False)
     try:
+        from lowmem.hf import failures  # raises if an installed library is too old
+
         with failures.explained():
-            status = arguments.command(arguments)
+            status = command.run(command, rest)
     except KeyboardInterrupt:
         err.print("interrupted", style="red")
         sys.exit(130)
@@ -61,10 +66,12 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except Exception as error:
-        if arguments.debug:
+        if traceback:
             raise
         expected = isinstance(error, LowmemError)
-        message = str(error) if expected else f"unexpected {type(error).__name__}: {error}. --debug shows the traceback"
+        message = (
+            str(error) if expected else f"unexpected {type(error).__name__}: {error}. Add --traceback to see where"
+        )
         place = f"error on rank {rank()}: " if rank() else "error: "
         Console(stderr=True).print(Text.assemble((place, "bold red"), redacted(message)), soft_wrap=True)
         sys.exit(2 if expected else 3)
@@ -74,155 +81,181 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lowmem",
-        description="Full-parameter fine-tuning at the memory of the weights.",
-        epilog="example:\n  lowmem train configs/quickstart.yaml optimizer.lr=2e-3",
+        description="Full-parameter fine-tuning at the memory of the weights. The training commands take the arguments "
+        "and YAML files of `trl`, and two sections more: fused and layers.",
+        epilog="example:\n  lowmem sft --config configs/quickstart.yaml --learning_rate 2e-2",
         formatter_class=argparse.RawDescriptionHelpFormatter,  # an example is copied, and must not be wrapped
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"lowmem {__version__}")
-    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # DeepSpeed's launcher passes it
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # from DeepSpeed's launcher
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def command(name: str, run: Any, summary: str, example: str, config: bool = True) -> argparse.ArgumentParser:
+    def command(name: str, run: Any, summary: str, example: str = "", **options: Any) -> argparse.ArgumentParser:
         subparser = commands.add_parser(
-            name,
-            help=summary,
-            description=summary,
-            epilog=f"example:\n  lowmem {name} {example}",
-            formatter_class=parser.formatter_class,
-        )
-        subparser.set_defaults(command=run)
-        subparser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-        if config:
-            subparser.add_argument("config", metavar="CONFIG", help="a YAML file, such as configs/quickstart.yaml")
-            subparser.add_argument("overrides", metavar="key=value", nargs="*", help="such as optimizer.lr=2e-3")
+            name, help=summary, description=summary, epilog=f"example:\n  lowmem {name} {example}",
+            formatter_class=parser.formatter_class, allow_abbrev=False, **options,
+        )  # fmt: skip
+        subparser.set_defaults(run=run)
         return subparser
 
-    sub = command("train", train, "Train a model; all results are written to the run folder.",
-                  "configs/quickstart.yaml optimizer.lr=2e-3 run_dir=runs/first")  # fmt: skip
-    sub.add_argument("--resume", action="store_true", help="continue from the newest complete checkpoint in the folder")
-    sub = command("inspect", inspect, "Show training samples, and the tokens on which the loss is computed.",
-                  "configs/quickstart.yaml --samples 5")  # fmt: skip
-    sub.add_argument("--samples", type=int, default=3, metavar="N", help="number of samples to show (3)")
-    sub = command("generate", generate, "Answer a prompt with the newest checkpoint of a run.",
-                  'runs/quickstart "a prompt"', config=False)  # fmt: skip
+    for name, summary in _TRAINING.items():
+        command(name, train, summary, add_help=False).set_defaults(training=name)
+    for name, run, summary in (
+        ("plan", plan, "Predict the memory of a training step; nothing is downloaded or allocated."),
+        (
+            "inspect",
+            inspect,
+            "Show the first rows as they are trained on, with the tokens that the loss is computed on.",
+        ),
+    ):
+        sub = command(name, run, summary, "sft --config configs/llama3_8b_chat_24gb.yaml")
+        sub.add_argument("training", metavar="COMMAND", choices=_TRAINING, help=f"one of {', '.join(_TRAINING)}")
+    sub = command("generate", generate, "Answer a prompt with the model of a run.", 'runs/quickstart "a prompt"')
     sub.add_argument("run_dir", metavar="RUN_DIR", help="a run folder, or a checkpoint in it")
     sub.add_argument("prompt", metavar="PROMPT", help="the user's message; a model trained on raw text continues it")
     sub.add_argument("--system", metavar="TEXT", help="a system message before the prompt")
     sub.add_argument("--max-new-tokens", type=int, metavar="N", help="maximum length of the answer (256)")
     sub.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (the default)")
     sub.add_argument("--seed", type=int, default=0, metavar="N", help="seed of sampling (0)")
-    sub = command("plan", plan, "Predict the memory of a training step; nothing is downloaded or allocated.",
-                  "configs/llama3_8b_chat_24gb.yaml --memory 24GiB")  # fmt: skip
-    sub.add_argument("--memory", metavar="SIZE", help="such as 24GiB: say whether a step fits, and if not, what would")
-    sub.add_argument("--device", choices=("gpu", "cpu"), default="gpu", help="the device to train on (gpu)")
-    sub.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
-    sub.add_argument("--picture", type=Path, metavar="FILE", help="draw the memory through the step as PNG")
-    sub = command("rules", show_rules, "List rules and storages, or the options of one rule.", "adalomo", config=False)
+    sub.add_argument("--traceback", action="store_true", help="show the traceback of an error")
+    sub = command("rules", show_rules, "List rules and storages, or the options of one rule.", "adalomo")
     sub.add_argument("rule", metavar="NAME", nargs="?", help="show the hyperparameters of this rule")
     sub.add_argument("--model", type=Path, metavar="DIR", help="name learning rates for the weights in this directory")
+    sub.add_argument("--traceback", action="store_true", help="show the traceback of an error")
     return parser
 
 
-def train(arguments: argparse.Namespace) -> int:
-    """`lowmem train`."""
+def train(command: argparse.Namespace, rest: Sequence[str]) -> int:
+    """`lowmem sft` and the other training commands."""
     with stage("starting"):
         _quiet()
         from lowmem.run import training
-        from lowmem.run.config import load
-        from lowmem.run.folder import resumed_in_place
-
-    config = load(arguments.config, arguments.overrides)
-    if arguments.resume:
-        config = resumed_in_place(config, Path(arguments.config), arguments.overrides)
-    stopped = training.train(config, resume=arguments.resume)
+        from lowmem.run.arguments import parse
+    stopped = training.train(parse(command.training, rest))
     return 0 if stopped is None else 128 + stopped
 
 
-def inspect(arguments: argparse.Namespace) -> None:
+def inspect(command: argparse.Namespace, rest: Sequence[str]) -> None:
     """`lowmem inspect`."""
-    _quiet()
-    from lowmem.run import build
-    from lowmem.run.config import load
-    from lowmem.run.data import check_tokenized, segments
-    from lowmem.run.plan import empty_model
+    arguments = _arguments(command, rest, _inspect_options)
+    from lowmem.run import data
 
-    config = load(arguments.config, arguments.overrides)
-    samples = build.samples(config)
-    rows = build.tokenized(config, samples)
-    counts = check_tokenized(rows, samples.train, config.data)
-    if config.optimizer.groups:
-        with torch.device("meta"):
-            model = empty_model(config.model, samples.tokenizer)
-        for group in config.optimizer.param_groups(model.named_parameters()):
-            names = [name for name, _ in group["params"]]
-            examples = ", ".join([*names[:3], *["..."][: len(names) - 3]])
-            count = "1 parameter" if len(names) == 1 else f"{len(names)} parameters"
-            print_topics({str(group.get("rule", config.optimizer.rule)): f"{count}: {examples}"})
-    # brackets mark the trained parts where there are no colors
-    opening, closing = ("", "") if out.is_terminal else ("⟦", "⟧")
-    for number, row in enumerate(rows.select(range(min(arguments.samples, len(rows)))), start=1):
-        parts = segments(row, samples.tokenizer)
-        trained_tokens = sum(part.tokens for part in parts if part.trained)
-        out.rule(f"sample {number}: {sum(part.tokens for part in parts)} tokens, loss on {trained_tokens}", style="dim")
+    train, _ = data.load(arguments)
+    trainer = data.stand_in(arguments, train)
+    opening, closing = ("", "") if out.is_terminal else ("⟦", "⟧")  # where there are no colors
+    for number, parts in enumerate(data.rows(trainer, arguments.options.samples or 3), start=1):
+        trained = sum(part.tokens for part in parts if part.trained)
+        out.rule(f"row {number}: {sum(part.tokens for part in parts)} tokens, trained on {trained}", style="dim")
         text = Text()
         for part in parts:
             text.append(f"{opening}{part.text}{closing}" if part.trained else part.text,
                         style="bold green" if part.trained else "dim")  # fmt: skip
         out.print(text, soft_wrap=True)
     out.rule(style="dim")
-    legend = "in green" if out.is_terminal else "in ⟦ ⟧"
-    trained = f"loss on {counts.trained_tokens:,} ({counts.trained_tokens / counts.tokens:.0%})"
-    other = f"{counts.at_max_length:,} fill max_length, {len(counts.dropped):,} are left out"
-    out.print(f"The loss is computed on the text {legend}.", soft_wrap=True)
-    out.print(f"All {counts.samples:,} samples: {counts.tokens:,} tokens, {trained}; {other}", soft_wrap=True)
-
-
-def generate(arguments: argparse.Namespace) -> None:
-    """`lowmem generate`."""
-    _quiet()
-    from lowmem.run import generation
-
-    generation.generate(
-        Path(arguments.run_dir),
-        arguments.prompt,
-        system=arguments.system,
-        max_new_tokens=arguments.max_new_tokens,
-        temperature=arguments.temperature,
-        seed=arguments.seed,
+    counts = data.check(trainer, data.first(train))  # after the rows, which show the cause of an error
+    out.print(
+        f"Trained on: the text {'in green' if out.is_terminal else 'in ⟦ ⟧'}. First rows: {counts}", soft_wrap=True
     )
 
 
-def plan(arguments: argparse.Namespace) -> int:
+def plan(command: argparse.Namespace, rest: Sequence[str]) -> int:
     """`lowmem plan`."""
-    with stage("starting"):
-        _quiet()
-        from lowmem.run import plan as planning
-        from lowmem.run.config import load
-        from lowmem.run.pictures import draw_step, size
+    arguments = _arguments(command, rest, _plan_options)
+    from lowmem.run import plan as planning
+    from lowmem.run.pictures import draw_step, size
 
-    config, device = load(arguments.config, arguments.overrides), arguments.device
-    memory = None if arguments.memory is None else parse_bytes(arguments.memory, "--memory")
+    options, device = arguments.options, arguments.options.device or "gpu"
+    memory = None if options.memory is None else parse_bytes(options.memory, "--memory")
     with stage("planning a step"):
-        step, summary = planning.plan(config, device)
+        step, summary = planning.plan(arguments, device)
     print_topics(summary)
     out.print()
     out.print(_step_table(step))
     out.print(f"\nNot counted: {planning.NOT_COUNTED[device]}.", soft_wrap=True)
     figures = {"device": device, **summary, **step.figures(), "memory": memory, "ways": {}}
-    fits = True
+    fits = memory is None or step.peak <= memory
     if memory is not None:
-        fits = step.peak <= memory
         margin = f"{size(abs(memory - step.peak))} {'to spare' if fits else 'too much'}"
         verdict = "fits in" if fits else "does not fit in"
         out.print(f"\n{verdict} {size(memory)}: {margin}", style="bold")
         if not fits:
-            figures["ways"] = _ways(arguments, config, memory)
-    if arguments.json is not None:
-        write_file(arguments.json, (json.dumps(figures, indent=2) + "\n").encode())
-    if arguments.picture is not None:
-        title = f"{Path(arguments.config).stem}: memory through a step"
-        write_file(arguments.picture, draw_step(step, title, memory))
+            figures["ways"] = _ways(command, rest, arguments, memory)
+    if options.json is not None:
+        write_file(options.json, (json.dumps(figures, indent=2) + "\n").encode())
+    if options.picture is not None:
+        title = f"{arguments.file.stem if arguments.file else arguments.command}: memory through a step"
+        write_file(options.picture, draw_step(step, title, memory))
     return 0 if fits else 1
+
+
+def _arguments(command: argparse.Namespace, rest: Sequence[str], options: Callable[[Any], None]) -> "Arguments":
+    """The arguments of a training command for the device that `--device` names."""
+    with stage("starting"):
+        _quiet()
+        from lowmem.run.arguments import early, parse
+    return parse(command.training, rest, device=early(rest).device, more=options)
+
+
+def _inspect_options(parser: Any) -> None:
+    group = parser.add_argument_group("lowmem inspect")
+    group.add_argument("--samples", type=int, metavar="N", help="number of rows to show (3)")
+    group.add_argument("--device", choices=("gpu", "cpu"), help="the device to train on (gpu)")
+
+
+def _plan_options(parser: Any) -> None:
+    group = parser.add_argument_group("lowmem plan")
+    group.add_argument(
+        "--memory", metavar="SIZE", help="such as 24GiB: say whether a step fits, and if not, what would"
+    )
+    group.add_argument("--device", choices=("gpu", "cpu"), help="the device to train on (gpu)")
+    group.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
+    group.add_argument("--picture", type=Path, metavar="FILE", help="draw the memory through the step as PNG")
+
+
+def _ways(command: argparse.Namespace, rest: Sequence[str], arguments: "Arguments", memory: int) -> dict[str, int]:
+    """Plans arguments that reduce memory, one by one and, if none is enough, together: argument → bytes at the peak."""
+    import shlex
+
+    from lowmem.run import plan as planning
+    from lowmem.run.pictures import size
+
+    device = arguments.options.device or "gpu"
+
+    def peak(*ways: str) -> int | None:
+        try:
+            words = [word for way in ways for word in shlex.split(way)]
+            return planning.plan(_arguments(command, [*rest, *words], _plan_options), device).step.peak
+        except LowmemError:  # the argument conflicts with another
+            return None
+
+    peaks: dict[str, int] = {}
+    for way in planning.ways(arguments, device):
+        with stage(f"planning with {way}"):
+            nbytes = peak(way)
+        if nbytes is not None:
+            peaks[way] = nbytes
+    if peaks and min(peaks.values()) > memory and (nbytes := peak(*peaks)) is not None:
+        peaks[" ".join(peaks)] = nbytes
+    for way, nbytes in peaks.items():
+        verdict = Text("fits", "green") if nbytes <= memory else "does not fit"
+        out.print(Text.assemble(f"  {way}  {size(nbytes)}, ", verdict), soft_wrap=True)
+    return peaks
+
+
+def generate(command: argparse.Namespace, rest: Sequence[str]) -> None:
+    """`lowmem generate`."""
+    _refuse_more(rest)
+    _quiet()
+    from lowmem.run import generation
+
+    options = {name: getattr(command, name) for name in ("system", "max_new_tokens", "temperature", "seed")}
+    generation.generate(Path(command.run_dir), command.prompt, **options)
+
+
+def _refuse_more(rest: Sequence[str]) -> None:
+    if rest:
+        raise ConfigError(f"unknown arguments: {' '.join(rest)}")
 
 
 def _table(*headings: str, numbers: Sequence[str]) -> Table:
@@ -246,35 +279,10 @@ def _step_table(step: "StepMemory") -> Table:
     return table
 
 
-def _ways(arguments: argparse.Namespace, config: "RunConfig", memory: int) -> dict[str, int]:
-    """Plans overrides that reduce memory, one by one and, if none is enough, together: override → bytes at the peak."""
-    from lowmem.run import plan as planning
-    from lowmem.run.config import load
-    from lowmem.run.pictures import size
-
-    def peak(*overrides: str) -> int | None:
-        try:
-            changed = load(arguments.config, [*arguments.overrides, *overrides])
-            return planning.plan(changed, arguments.device).step.peak
-        except LowmemError:  # the override conflicts with another setting
-            return None
-
-    peaks: dict[str, int] = {}
-    for way in planning.ways(config, arguments.device):
-        with stage(f"planning with {way}"):
-            nbytes = peak(way)
-        if nbytes is not None:
-            peaks[way] = nbytes
-    if peaks and min(peaks.values()) > memory and (nbytes := peak(*peaks)) is not None:
-        peaks[" ".join(peaks)] = nbytes
-    for way, nbytes in peaks.items():
-        verdict = Text("fits", "green") if nbytes <= memory else "does not fit"
-        out.print(Text.assemble(f"  {way}  {size(nbytes)}, ", verdict), soft_wrap=True)
-    return peaks
-
-
-def show_rules(arguments: argparse.Namespace) -> None:
+def show_rules(arguments: argparse.Namespace, rest: Sequence[str]) -> None:
     """`lowmem rules`."""
+    _refuse_more(rest)
+    logging.getLogger("lowmem").setLevel(logging.ERROR)  # measuring would warn of rules that round to nearest
     if arguments.rule is not None:
         _show_rule(arguments.rule, arguments.model)
         return
@@ -309,7 +317,7 @@ def _show_rule(name: str, model: Path | None) -> None:
     if known is not None:
         print_topics({"rule": known.name, "source": known.source, "equals": known.exactness, "keeps": known.keeps})
         out.print(f"\n{python_inspect.getdoc(type(rule))}\n", soft_wrap=True)
-    out.print(f"{state_bytes(name):.3g} bytes of states per parameter. Options, as keys of the section optimizer:")
+    out.print(f"{state_bytes(name):.3g} bytes of states per parameter. Options, as keys of the section fused:")
     for option, default in rule.defaults.items():
         out.print(f"  {option}: {json.dumps(default, default=str)}", soft_wrap=True)
     out.print(f"Learning rate: {rule.rates(weights)}.", soft_wrap=True)
@@ -322,6 +330,7 @@ def _quiet() -> None:
     import transformers
 
     huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY = True  # TRL 1.16 reports each trainer that is made
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # datasets 4 (load.py) reports each data set, local ones too
 
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would warn that it found no accelerator

@@ -2,7 +2,8 @@
 
     python scripts/make_docstrings.py --out data/docstrings.jsonl --limit 5000 --seed 0
 
-Each line is `{"instruction": "Document this function of json:\ndef loads(s, ...)", "output": "Deserialize ..."}`.
+Each line is a chat in the form that `lowmem sft` and `trl sft` take: `{"prompt": [{"role": "user", "content": "Document
+this function of json:\ndef loads(s, ...)"}], "completion": [{"role": "assistant", "content": "Deserialize ..."}]}`.
 The same Python version, limit and seed give the same file. Tests, idlelib and lib2to3 are left out.
 """
 
@@ -80,6 +81,14 @@ def pairs(path: Path, module: str) -> Iterator[dict[str, str]]:
             yield {"instruction": f"Document this {kind}:\n{head}", "output": output}
 
 
+def chat(instruction: str, output: str) -> dict[str, list[dict[str, str]]]:
+    """A question and its answer as TRL takes them."""
+    return {
+        "prompt": [{"role": "user", "content": instruction}],
+        "completion": [{"role": "assistant", "content": output}],
+    }
+
+
 def module_name(path: Path, root: Path) -> str:
     parts = path.relative_to(root).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
@@ -114,7 +123,7 @@ def main() -> None:
     chosen = all_pairs[: arguments.limit]
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     temporary = arguments.out.with_name(f"{arguments.out.name}.{os.getpid()}.tmp")
-    temporary.write_text("".join(json.dumps(pair) + "\n" for pair in chosen), encoding="utf-8")
+    temporary.write_text("".join(json.dumps(chat(**pair)) + "\n" for pair in chosen), encoding="utf-8")
     temporary.replace(arguments.out)
     print(f"{arguments.out}: {len(chosen)} of {len(all_pairs)} pairs from {modules} modules")
 

@@ -1,283 +1,213 @@
-"""Prepares data for TRL's SFT trainer with exact labels, and does only what TRL and datasets don't do themselves.
+"""The data of a run: loaded by `datasets` as TRL does, looked at before training, and recognized when it is resumed."""
 
-`load` reads and checks the records, `for_tokenizer` labels them, `sft_arguments` are arguments of the trainer, and
-`check_tokenized` counts what the trainer tokenized. `fingerprint` identifies it.
-"""
-
+import copy
+import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import field
-from functools import partial
-from itertools import accumulate, compress, groupby
-from typing import Annotated, Any, Literal, NamedTuple
+from dataclasses import replace
+from itertools import accumulate, groupby, islice
+from pathlib import Path
+from typing import Any, NamedTuple
 
-import numpy as np
-import pyarrow.compute as pc  # type: ignore[import-untyped]
-import pydantic
+import datasets
+import pyarrow as pa
+import pyarrow.compute as pc
 import xxhash
-from datasets import Dataset
-from pydantic import Field
-from transformers import PreTrainedTokenizerBase
-from trl.chat_template_utils import get_training_chat_template, has_generation_markers
+from transformers import TrainerCallback, set_seed
+from transformers.trainer_callback import ExportableState
+from trl import get_dataset
 
 from lowmem.errors import ConfigError, DataError
-from lowmem.run.checks import STRICT, Whole
-from lowmem.run.readers import Record, listed
-from lowmem.run.records import FieldName, read_rows
+from lowmem.run import build
+from lowmem.run.arguments import Arguments, reason, refused
 
-_MARK = "{% generation %} around"
+# The rows that are looked at before training, and in which every answer has to be trained on.
+LOOKED_AT = 100
 
-
-@pydantic.dataclasses.dataclass(config=STRICT)
-class DataConfig:
-    """The `data:` section of a configuration."""
-
-    # a .jsonl, .json, .csv, .parquet or .txt file, a directory of them, or a Hub name: `org/name[:config]`
-    path: Annotated[str, Field(min_length=1)]
-    kind: Literal["auto", "messages", "prompt_completion", "instruction", "sharegpt", "text"] = "auto"
-    split: str = "train"  # of `path`, if that is a Hub name
-    columns: dict[FieldName, str] = field(default_factory=dict)  # field → its name in the data: `{output: answer}`
-    # use only this many records, the first of `path`
-    max_samples: Annotated[Whole, Field(ge=1, le=2**63 - 1)] | None = None
-    eval_path: str | None = None  # held-out data, as `path`
-    eval_split: str = "test"  # of `eval_path`, if that is a Hub name
-    eval_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0  # the share of `path` that is held out, chosen by `seed`
-    seed: Annotated[Whole, Field(ge=0)] = 0
-    # tokens; a longer chat is cut at its end, packed text is split
-    max_length: Annotated[Whole, Field(ge=2, le=2**31 - 1)] = 1024
-    packing: bool = False  # put several samples, which don't attend to each other, into one row of `max_length` tokens
-    answer_only: bool | None = None  # loss on answers alone (None: if there are answers) or on every token (False)
-    workers: Annotated[Whole, Field(ge=1, le=1024)] | None = None  # processes that tokenize; None uses this process
-
-    def __post_init__(self) -> None:
-        if self.eval_path and self.eval_fraction:
-            raise ConfigError("data.eval_path and data.eval_fraction are both set; keep one of them.")
+_BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 
 
 class Segment(NamedTuple):
-    """Consecutive tokens of a sample that are all targets of the loss, or none of them."""
+    """Consecutive tokens of a row that all contribute to the loss, or none of which does."""
 
     text: str
     trained: bool
     tokens: int
 
 
-class TokenCounts(NamedTuple):
-    """Samples and tokens after tokenization, and how many tokens the loss is taken on."""
-
-    samples: int
-    tokens: int
-    trained_tokens: int
-    dropped: tuple[str, ...]  # `source` of samples that TRL dropped: no answer token within max_length (not if packed)
-    at_max_length: int  # samples of length max_length, nearly all of which were cut (packed text: split)
-    without_target: int  # samples that add nothing to the loss: packed with others, or a single token long
-
-
-def load(config: DataConfig) -> tuple[Dataset, Dataset | None]:
-    """Reads and checks the training data and the held-out data, or None, and converts them to the columns of TRL.
-
-    A row has `messages`, or `prompt` and `completion` (both strings or both lists of messages), or `text`, and its
-    `source` ("data/x.jsonl, record 12"). Instructions become a question and an answer, paragraphs of a .txt file texts.
+def load(arguments: Arguments) -> tuple[Any, Any]:
+    """The training data and the evaluation data, or None, as `datasets` has them.
 
     Raises:
-        DataError: the first file, record or combination that cannot be used.
+        ConfigError: no data set is named, or it has no such split.
+        DataError: `datasets` cannot load it.
     """
-    need_answers, held_out = config.answer_only is not False, None
-    read = partial(read_rows, kind=config.kind, columns=config.columns, need_answers=need_answers)
-    train = read(config.path, "data.path", config.split, limit=config.max_samples)
-    if config.eval_path:
-        held_out = read(config.eval_path, "data.eval_path", config.eval_split, limit=None)
-        if _columns(train) != _columns(held_out):
-            raise DataError(f"{config.eval_path} has {', '.join(_columns(held_out))} but {config.path} has "
-                            f"{', '.join(_columns(train))}. Use held-out data of the same kind.")  # fmt: skip
-    elif config.eval_fraction:
-        count = int(len(train) * config.eval_fraction)
-        if count == 0:
-            raise DataError(f"data.eval_fraction {config.eval_fraction} of {len(train)} records holds out no record. "
-                            f"Set it to at least {1 / len(train):.3g}, or to 0.")  # fmt: skip
-        train, held_out = train.train_test_split(test_size=count, seed=config.seed).values()
-    if "text" in train.column_names and config.answer_only:
-        raise DataError(f"{config.path} is text and has no answers. Omit data.answer_only, or set it to false.")
-    return train, held_out
+    script, mixture = arguments.script, arguments.mixture
+    name = script.dataset_name
+    if not mixture.datasets and name is None:
+        raise ConfigError("no data: set dataset_name, or datasets: [{path: json, data_files: chats.jsonl}]")
+    if not mixture.datasets and (builder := _BUILDERS.get(Path(name).suffix.lower())):
+        raise ConfigError(
+            f"dataset_name {name!r} is the name of a file; write datasets: [{{path: {builder}, data_files: {name}}}]"
+        )
+    set_seed(arguments.training.seed)  # TRL splits by the state of NumPy, which has to be that of every rank and start
+    try:
+        if mixture.datasets:
+            splits = get_dataset(mixture)
+        else:
+            splits = datasets.load_dataset(name, name=script.dataset_config, streaming=script.dataset_streaming)
+    except Exception as error:  # each reader of `datasets` raises its own types
+        cause = error.__cause__ or error.__context__
+        because = f" ({reason(cause)})" if cause is not None else ""
+        because = " (a file without rows)" if isinstance(error, StopIteration) else because
+        raise DataError(f"the data cannot be loaded: {reason(error)}{because}") from error
+    train = _split(splits, script.dataset_train_split, "dataset_train_split", "")
+    if arguments.training.eval_strategy == "no":
+        return train, None
+    advice = "; or set test_split_size, such as 0.05, to hold out a part of the data" if mixture.datasets else ""
+    return train, _split(splits, script.dataset_test_split, "dataset_test_split", advice)
 
 
-def texts(dataset: Dataset) -> Iterator[str]:
-    """Yields every string of a data set from `load`, to train a tokenizer on."""
-    for row in dataset.select_columns(_columns(dataset)):
-        for value in row.values():
-            yield from [value] if isinstance(value, str) else (message["content"] for message in value)
+def _split(splits: Any, name: str, key: str, advice: str) -> Any:
+    if name not in splits:
+        raise ConfigError(f"the data has no split {name!r}. It has {', '.join(splits)}; set {key} to one{advice}")
+    split = splits[name]
+    if next(iter(split), None) is None:
+        raise DataError(f"the split {name!r} of the data has no rows")
+    return split
 
 
-def for_tokenizer(dataset: Dataset, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Dataset:
-    """Makes sure that the trainer takes the loss on exactly the answers, with this tokenizer.
+def first(train: Any) -> Any:
+    """The rows that are looked at, as a data set in memory."""
+    if isinstance(train, datasets.Dataset):
+        return train.select(range(min(LOOKED_AT, len(train))))
+    return datasets.Dataset.from_list(list(train.take(LOOKED_AT)))
 
-    TRL finds the answers of `messages` if the chat template has `{% generation %}` around them. For other templates
-    the rows are returned with `input_ids` and `labels`, where an answer is what the template adds to the prompt before
-    it; each row is checked to begin as its shorter chats do. A template that TRL knows is replaced by TRL's variant.
+
+def stand_in(arguments: Arguments, train: Any) -> Any:
+    """The trainer of a run with the first rows alone and a small model in place of its own, whose tokenizer it has."""
+    from transformers import AutoProcessor, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+
+    name, args = arguments.model.model_name_or_path, copy.copy(arguments.training)
+    args.deepspeed = args.fsdp = None
+    args.report_to, args.eval_strategy = [], "no"
+    with refused("model_name_or_path"):
+        tokenizer = AutoProcessor.from_pretrained(
+            name, revision=arguments.model.model_revision, trust_remote_code=arguments.training.trust_remote_code
+        )
+    size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    config = LlamaConfig(vocab_size=len(getattr(tokenizer, "tokenizer", tokenizer)), num_labels=1, **size)
+    model = (LlamaForSequenceClassification if arguments.command == "reward" else LlamaForCausalLM)(config)
+    with tempfile.TemporaryDirectory() as folder:  # a trainer creates its output folder, and loads a reference model
+        args.output_dir = model.config._name_or_path = folder
+        model.save_pretrained(folder)
+        return build.trainer(replace(arguments, training=args), first(train), None, model, processing_class=tokenizer)
+
+
+def check(trainer: Any, loaded: Any) -> str:
+    """Looks at what a trainer has made of its data, and says how much that is.
+
+    Args:
+        trainer: with its data tokenized.
+        loaded: the data before that.
 
     Raises:
-        DataError: the tokenizer has no chat template or end token, or the template refuses, drops or rewrites turns.
+        DataError: no token contributes to the loss, or `max_length` cuts off the answer of one of the first rows.
     """
-    if "messages" not in dataset.column_names and isinstance(dataset[0].get("prompt", ""), str):
-        if tokenizer.eos_token is None:
-            raise DataError("The tokenizer has no end-of-text token, so no text would ever end. Set its eos_token.")
-        return dataset
-    if tokenizer.chat_template is None:
-        raise DataError(f"{dataset[0]['source']} is a chat and the tokenizer has no chat template. Set "
-                        "model.chat_template to a Jinja file, or use data of kind text or "
-                        "prompt_completion with strings.")  # fmt: skip
-    masked = config.answer_only is not False and "messages" in dataset.column_names
-    template, by_turns = _training_template(tokenizer) if masked else (None, False)
-    sources: dict[tuple[str, ...], str] = {}  # of the first row with each sequence of roles
-    for row in dataset:
-        messages = row["messages"] if "messages" in row else row["prompt"] + row["completion"]
-        sources.setdefault(tuple(message["role"] for message in messages), row["source"])
-    for roles, source in sources.items():
-        _try_roles(roles, source, tokenizer, template, masked and not by_turns)
-    if not by_turns:
-        return dataset
-    options = {"remove_columns": "messages", "num_proc": config.workers, "desc": "Labelling the answers"}
-    return dataset.map(_answer_labels, fn_kwargs={"tokenizer": tokenizer, "template": template}, **options)
-
-
-def sft_arguments(config: DataConfig, dataset: Dataset) -> dict[str, Any]:
-    """The keyword arguments of `trl.SFTConfig` for a data set from `for_tokenizer`."""
-    answer_only = config.answer_only is not False
-    return {
-        "max_length": config.max_length,
-        "packing": config.packing,
-        "packing_strategy": "bfd_split" if "text" in dataset.column_names else "bfd",
-        "completion_only_loss": answer_only and "prompt" in dataset.column_names,
-        "assistant_only_loss": answer_only and "messages" in dataset.column_names,
-        "dataset_num_proc": config.workers,
-    }
-
-
-def check_tokenized(tokenized: Dataset, loaded: Dataset, config: DataConfig) -> TokenCounts:
-    """Counts what the trainer will train on: `tokenized` is the trainer's data set, made from `loaded`.
-
-    Raises:
-        DataError: no sample is left, or the loss is on no token.
-    """
-    advice = "Raise data.max_length, or check the data with `lowmem inspect`."
-    if len(tokenized) == 0:
-        raise DataError(f"None of the {len(loaded)} samples has an answer token within max_length. {advice}")
-    pairs = []  # of each sample: tokens, and those among them that are targets
+    tokenized = trainer.train_dataset
+    if not isinstance(tokenized, datasets.Dataset):
+        return f"streamed; columns {', '.join(next(iter(tokenized)))}"
+    if not tokenized.column_names:
+        raise DataError(f"none of {len(loaded):,} rows is left once they are tokenized. Look at their format")
+    if "labels" not in tokenized.column_names:
+        return f"{len(tokenized):,} rows; columns {', '.join(tokenized.column_names)}"
+    limit = trainer.args.max_length
+    advice = "Raise max_length, or look at the rows with `lowmem inspect`"
+    packed = "seq_lengths" in tokenized.column_names
+    if not packed and len(tokenized) < len(loaded) and (row := _first_dropped(trainer, loaded)) is not None:
+        raise DataError(
+            f"row {row + 1} of the data: its answer begins after max_length={limit} tokens, so nothing of it is "
+            "trained on. Raise max_length, or leave such rows out. `lowmem inspect` shows the rows with a max_length "
+            "that is large enough"
+        )
+    tokens, trained = 0, 0
     for batch in tokenized.with_format("arrow").iter(batch_size=1000):
         labels = batch["labels"].combine_chunks()
-        packed = "seq_lengths" in batch.column_names
-        counts = batch["seq_lengths"].combine_chunks().flatten() if packed else pc.list_value_length(labels)
-        length = counts.to_numpy()
-        ends = length.cumsum()
-        is_target = labels.flatten().to_numpy() != -100
-        is_target[(ends - length)[length > 0]] = False  # nothing comes before the first token of a sample
-        running = np.concatenate([[0], is_target.cumsum()])
-        pairs.append([length, running[ends] - running[ends - length]])
-    lengths, targets = np.concatenate(pairs, axis=1)
-    tokens, trained = int(lengths.sum()), int(targets.sum())
+        tokens += len(labels.flatten())
+        trained += pc.sum(pc.not_equal(labels.flatten(), -100)).as_py() or 0
     if trained == 0:
-        raise DataError(f"All {tokens} tokens of the {len(lengths)} samples are masked, so there is no loss. {advice}")
-    left = set(tokenized["source"] if "source" in tokenized.column_names else loaded["source"])
-    dropped = tuple(source for source in loaded["source"] if source not in left)
-    at_max_length, without_target = int((lengths == config.max_length).sum()), int((targets == 0).sum())
-    return TokenCounts(len(lengths), tokens, trained, dropped, at_max_length, without_target)
+        raise DataError(f"none of the {tokens:,} tokens in {len(loaded):,} rows contributes to the loss. {advice}")
+    dropped = len(loaded) - len(tokenized)
+    missing = f", {dropped:,} left out, whose answers begin after max_length" if dropped > 0 and not packed else ""
+    rows = f"{len(loaded):,} rows" + (f" packed into {len(tokenized):,}" if packed else "")
+    return f"{rows}{missing}, {tokens:,} tokens, loss on {trained:,} ({trained / max(tokens, 1):.0%})"
 
 
-def fingerprint(tokenized: Dataset) -> str:
-    """Returns a hash of the tokens, the labels and, where packed, the bounds of the samples of every row in order.
-
-    The trainer's data sets have the same hash if and only if they train the same, wherever the rows come from and
-    however `datasets` holds them.
-    """
-    names = [name for name in ("input_ids", "labels", "seq_lengths") if name in tokenized.column_names]
-    hashes = {name: (xxhash.xxh3_128(), xxhash.xxh3_128()) for name in names}  # of lengths, and of values
-    for batch in tokenized.select_columns(names).with_format("arrow").iter(batch_size=1000):
-        for name, (lengths, values) in hashes.items():
-            rows = batch[name].combine_chunks()
-            lengths.update(_eight_bytes_each(pc.list_value_length(rows)))
-            values.update(_eight_bytes_each(rows.flatten()))
-    digests = [f"{name} {lengths.hexdigest()} {values.hexdigest()}" for name, (lengths, values) in hashes.items()]
-    return xxhash.xxh3_128_hexdigest(" ".join(digests).encode())
+def _first_dropped(trainer: Any, loaded: Any) -> int | None:
+    """The number of the first row that TRL leaves out, among those that are looked at."""
+    rows = loaded.select(range(min(LOOKED_AT, len(loaded)))).add_column("row", range(min(LOOKED_AT, len(loaded))))
+    kept = trainer._prepare_dataset(rows, trainer.processing_class, trainer.args, False, None, "train")
+    missing = set(range(len(rows))) - set(kept["row"])
+    return min(missing, default=None)
 
 
-def segments(example: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[Segment]:
+def rows(trainer: Any, count: int) -> Iterator[list[Segment]]:
+    """The first rows of a trainer's data in words: each column of tokens, split where the loss begins or ends."""
+    tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+    for row in islice(trainer.train_dataset, count):
+        if "labels" in row:
+            yield segments(row, tokenizer)
+            continue
+        columns = [name for name in row if name.endswith(("_ids", "prompt", "completion", "chosen", "rejected"))]
+        parts = []
+        for name in columns:
+            tokens = row[name] if name.endswith("_ids") and row[name] else []
+            text = tokenizer.decode(tokens) if name.endswith("_ids") else str(row[name])
+            parts.append(Segment(f"{name}: {text}\n", "prompt" not in name, len(tokens)))
+        yield parts
+
+
+def segments(row: Mapping[str, Any], tokenizer: Any) -> list[Segment]:
     """Splits one tokenized row (`input_ids`, `labels`; packed: `seq_lengths`) where the loss begins or ends."""
-    starts = set(accumulate(example.get("seq_lengths", ()), initial=0))  # nothing comes before the first token
-    trained = [label != -100 and position not in starts for position, label in enumerate(example["labels"])]
-    pairs = zip(trained, example["input_ids"], strict=True)
-    runs = ((state, [token for _, token in run]) for state, run in groupby(pairs, key=lambda pair: pair[0]))
-    return [Segment(tokenizer.decode(ids), state, len(ids)) for state, ids in runs]
+    starts = set(accumulate(row.get("seq_lengths") or (), initial=0))  # nothing comes before the first token
+    trained = [label != -100 and position not in starts for position, label in enumerate(row["labels"])]
+    runs = groupby(zip(trained, row["input_ids"], strict=True), key=lambda pair: pair[0])
+    parts = ((state, [token for _, token in run]) for state, run in runs)
+    return [Segment(tokenizer.decode(ids), state, len(ids)) for state, ids in parts]
 
 
-def _training_template(tokenizer: PreTrainedTokenizerBase) -> tuple[str | None, bool]:
-    """The template with which TRL renders training chats (None: the tokenizer's), and whether to label turn by turn.
+class DataFingerprint(TrainerCallback, ExportableState):  # type: ignore[misc]
+    """Saves a fingerprint of the training data in each checkpoint, and refuses to resume with other data."""
 
-    TRL's masks need `{% generation %}` in the template and a tokenizer with offsets. Some of TRL's variants of
-    templates also mark a token of the prompt, which labelling turn by turn does not.
-    """
-    if has_generation_markers(tokenizer.chat_template):
-        return None, not tokenizer.is_fast
-    try:
-        template = get_training_chat_template(tokenizer)
-    except ValueError:
-        return None, True
-    chat = [{"role": role, "content": f"some {role} text"} for role in ("user", "assistant", "user", "assistant")]
-    try:
-        _answer_labels({"messages": chat, "source": "a test chat"}, tokenizer, template)
-    except DataError:
-        return template, not tokenizer.is_fast
-    return template, True
+    fingerprint: str | None = None
 
+    def state(self) -> dict[str, Any]:
+        """What `trainer_state.json` has of this callback."""
+        return {"args": {}, "attributes": {"fingerprint": self.fingerprint}}
 
-def _try_roles(roles: tuple[str, ...], source: str, tokenizer: PreTrainedTokenizerBase, template: str | None,
-               masked: bool) -> None:  # fmt: skip
-    """Renders a chat of these roles; if TRL masks by the template, checks that it masks all but the answers."""
-    messages = [{"role": role, "content": f"word{number}word"} for number, role in enumerate(roles)]
-    rendered = _render(messages, source, tokenizer, chat_template=template, return_assistant_tokens_mask=masked)
-    ids = rendered["input_ids"]
-    trained = tokenizer.decode(list(compress(ids, rendered["assistant_masks"])) if masked else ids)
-    for role, word in (message.values() for message in messages):
-        if (word in trained) != (not masked or role == "assistant"):
-            verb = "drops" if role == "assistant" or not masked else "trains on"
-            raise DataError(f"{source}: the chat template {verb} a {role!r} message of the roles {listed(roles)}. "
-                            f"Use a model.chat_template that has {_MARK} every answer and nothing else.")  # fmt: skip
+    def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_: Any) -> None:
+        """Raises `DataError` if the checkpoint that is resumed was trained on other data."""
+        data = train_dataloader.dataset
+        self.fingerprint = fingerprint(data) if isinstance(data, datasets.Dataset) else None
+        saved = state.stateful_callbacks.get(type(self).__name__)
+        if saved and saved["attributes"]["fingerprint"] not in (None, self.fingerprint):
+            raise DataError(
+                "the data, as it is tokenized now, is not what this checkpoint was trained on. Restore the data and "
+                "its settings (max_length, the chat template) to continue the run, or start another from these "
+                "weights: model_name_or_path=CHECKPOINT and another output_dir"
+            )
 
 
-def _answer_labels(example: Record, tokenizer: PreTrainedTokenizerBase, template: str | None) -> Record:
-    """`input_ids` and `labels` of one chat: an answer is what the template adds to the prompt before it."""
-    messages, source = example["messages"], example["source"]
-    if messages[0]["role"] == "assistant":
-        raise DataError(f"{source}: the chat begins with an answer, which this chat template cannot mask. Put a user "
-                        f"message before it, or set model.chat_template to one with {_MARK} the answers.")  # fmt: skip
-    render = partial(_render, source=source, tokenizer=tokenizer, chat_template=template)
-    ids = render(messages)["input_ids"]
-    labels = [-100] * len(ids)
-    for place, message in enumerate(messages):
-        if message["role"] == "assistant":
-            prompt = render(messages[:place], add_generation_prompt=True)["input_ids"]
-            answered = render(messages[: place + 1])["input_ids"]
-            if ids[: len(answered)] != answered or answered[: len(prompt)] != prompt:
-                raise DataError(f"{source}: the chat template rewrites earlier turns (message {place + 1}), so its "
-                                f"answers cannot be located exactly. Use a model.chat_template with {_MARK} the "
-                                "answers, or set data.answer_only to false.")  # fmt: skip
-            labels[len(prompt) : len(answered)] = answered[len(prompt) :]
-    return {"input_ids": ids, "labels": labels}
-
-
-def _render(messages: list[Record], source: str, tokenizer: PreTrainedTokenizerBase,
-            **options: Any) -> Mapping[str, list[int]]:  # fmt: skip
-    try:
-        return tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **options)
-    except Exception as error:  # a template computes with what it is given, and may fail in any way
-        roles = listed(message["role"] for message in messages)
-        reason = " ".join(str(error).split())[:200]
-        raise DataError(f"{source}: the chat template refuses the roles {roles} ({reason}). Change the data, or set "
-                        "model.chat_template to one that accepts them.") from error  # fmt: skip
-
-
-def _eight_bytes_each(integers: Any) -> bytes:
-    """The integers of an Arrow array, of whatever type, as bytes."""
-    return integers.to_numpy(zero_copy_only=False).astype("<i8").tobytes()
-
-
-def _columns(dataset: Dataset) -> list[str]:
-    return [name for name in dataset.column_names if name != "source"]
+def fingerprint(dataset: datasets.Dataset) -> str:
+    """A hash of every row in order, which depends on what is trained on alone, and not on how `datasets` holds it."""
+    names = sorted({"input_ids", "labels", "seq_lengths"} & set(dataset.column_names)) or sorted(dataset.column_names)
+    digest = xxhash.xxh3_128(" ".join(names).encode())
+    for batch in dataset.select_columns(names).with_format("arrow").iter(batch_size=1000):
+        for name in names:
+            column = batch[name].combine_chunks()
+            is_list = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
+            if is_list and pa.types.is_integer(column.type.value_type):
+                digest.update(pc.list_value_length(column).to_numpy(zero_copy_only=False).astype("<i8").tobytes())
+                digest.update(column.flatten().to_numpy(zero_copy_only=False).astype("<i8").tobytes())
+            else:
+                digest.update(repr(column.to_pylist()).encode())
+    return digest.hexdigest()

@@ -10,7 +10,6 @@ import sys
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
@@ -18,12 +17,12 @@ import torch
 from lowmem.files import write_file
 from lowmem.run.secrets import redacted
 
-ENVIRONMENT = "environment.json"
+CONFIG, ENVIRONMENT = "config.yaml", "environment.json"
 
 
 def write_environment(run_dir: str | Path) -> None:
     """Writes environment.json: when, where and with which versions the run was started."""
-    packages = ("lowmem", "torch", "transformers", "trl", "accelerate", "datasets", "deepspeed", "safetensors")
+    packages = ("lowmem", "torch", "transformers", "trl", "accelerate", "datasets", "deepspeed", "peft")
     record = {
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": shlex.join(map(redacted, sys.argv)),
@@ -40,14 +39,13 @@ def write_environment(run_dir: str | Path) -> None:
     write_file(Path(run_dir) / ENVIRONMENT, (json.dumps(record, indent=2) + "\n").encode())
 
 
-def _git() -> dict[str, Any] | None:
-    """The commit of the repository in the current directory, and whether there are uncommitted changes."""
+def _git() -> str | None:
+    """The commit of the repository in the current directory, with "-dirty" where there are uncommitted changes."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-        status = subprocess.run(["git", "status", "--porcelain"], capture_output=True, text=True, check=True)
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
-    return {"commit": commit.stdout.strip(), "dirty": bool(status.stdout.strip())}
 
 
 def cpu() -> str:

@@ -4,24 +4,29 @@ import contextlib
 import fcntl
 import os
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 from lowmem.errors import ConfigError
-from lowmem.files import writing
+from lowmem.files import write_file, writing
 from lowmem.hf.checkpoint import candidates, tidy
-from lowmem.run.config import RunConfig
-from lowmem.run.environment import ENVIRONMENT
-from lowmem.run.terminal import warn
+from lowmem.run.arguments import LAST, Arguments
+from lowmem.run.environment import CONFIG
+from lowmem.run.terminal import train_command, warn
 
 LOCK = ".lock"
-CONFIG = "config.yaml"
+
+_HEADER = """\
+# The arguments of a run of `lowmem {command}`. Continue it, here or where this folder was moved to, with:
+#   {resume}
+# environment.json: machine and versions · metrics.jsonl, loss.png, memory.png: everything that was logged
+# checkpoint-N: the weights as a model of transformers, and the optimizer · model.safetensors: the final weights
+"""
 
 
 @contextmanager
-def run_folder(run_dir: str | Path, resume: bool, rank: int = 0) -> Iterator[Path]:
+def run_folder(arguments: Arguments, rank: int = 0) -> Iterator[Path]:
     """The folder of a run, which no other process uses meanwhile. Rank 0 creates it, and removes it if the run fails
     before anything is written there.
 
@@ -29,14 +34,12 @@ def run_folder(run_dir: str | Path, resume: bool, rank: int = 0) -> Iterator[Pat
         ConfigError: the folder has a run and is not to be resumed, has none and is, or is in use.
         LowmemError: it cannot be written.
     """
-    folder = Path(run_dir)
+    folder, resume = Path(arguments.training.output_dir), arguments.training.resume_from_checkpoint
     if rank > 0:
         yield folder
         return
     if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"run_dir {folder} is a file. Set run_dir to another path.")
-    if resume and not folder.is_dir():
-        raise ConfigError(f"run_dir {folder} does not contain a run to resume. Omit --resume to start one.")
+        raise ConfigError(f"output_dir {folder} is a file. Set output_dir to another path.")
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         _check_links(folder)
@@ -51,6 +54,12 @@ def run_folder(run_dir: str | Path, resume: bool, rank: int = 0) -> Iterator[Pat
         raise
 
 
+def write_config(arguments: Arguments, folder: Path) -> None:
+    """Writes config.yaml, with which `lowmem` continues the run."""
+    header = _HEADER.format(command=arguments.command, resume=train_command(arguments.command, folder))
+    write_file(folder / CONFIG, (header + arguments.to_yaml()).encode())
+
+
 def _check_links(folder: Path) -> None:
     for path in folder.iterdir():
         if path.is_symlink() and not (path.is_dir() or path.name.startswith("checkpoint-")):
@@ -60,15 +69,15 @@ def _check_links(folder: Path) -> None:
             )
 
 
-def _check_use(folder: Path, resume: bool) -> None:
+def _check_use(folder: Path, resume: str | None) -> None:
     found = {path.name for path in folder.iterdir()} - {LOCK}
     is_run = CONFIG in found or candidates(folder)
-    if resume and not is_run:
-        raise ConfigError(f"run_dir {folder} does not contain a run to resume. Omit --resume to start one.")
-    if found and not resume:
+    if resume == LAST and not is_run:
+        raise ConfigError(f"output_dir {folder} has no run to resume. Omit --resume_from_checkpoint to start one.")
+    if found and resume is None:
         what = "already contains a run" if is_run else f"is not empty (it has {min(found)})"
-        go_on = "Continue it with --resume, set" if is_run else "Set"
-        raise ConfigError(f"run_dir {folder} {what}. {go_on} run_dir to another folder, or delete this one.")
+        go_on = f"Continue it with --resume_from_checkpoint {LAST}, set" if is_run else "Set"
+        raise ConfigError(f"output_dir {folder} {what}. {go_on} output_dir to another folder, or delete this one.")
 
 
 @contextmanager
@@ -86,12 +95,13 @@ def _locked(folder: Path) -> Iterator[None]:
             file.seek(0)
             owner = file.read(200).strip() or "another process"
             raise ConfigError(
-                f"run_dir {folder} is in use by {owner}. Wait until it has ended, or set run_dir to another folder."
+                f"output_dir {folder} is in use by {owner}. Wait until it has ended, or set output_dir to another "
+                "folder."
             ) from None
         except OSError as error:  # some network file systems have no locks
             warn(f"{path}: no lock can be taken here ({error.strerror}), so do not start another run in this folder")
         if os.fstat(file.fileno()).st_nlink == 0:
-            raise ConfigError(f"run_dir {folder} was in use until now. Start again.")
+            raise ConfigError(f"output_dir {folder} was just released by another run. Run the command again.")
         file.truncate(0)
         file.write(f"process {os.getpid()} on {platform.node()}")
         file.flush()
@@ -100,17 +110,3 @@ def _locked(folder: Path) -> Iterator[None]:
         finally:
             with contextlib.suppress(OSError):
                 path.unlink()  # while it is held, so that nobody else holds a file that is gone
-
-
-def resumed_in_place(config: RunConfig, path: Path, overrides: Sequence[str]) -> RunConfig:
-    """The configuration with the folder that its file is in as `run_dir`, where that is a run folder: it may have been
-    copied or moved since it was written. An override of `run_dir` stays.
-    """
-    here = path.parent
-    overridden = any(override.partition("=")[0].strip() == "run_dir" for override in overrides)
-    if overridden or path.name != CONFIG or not (here / ENVIRONMENT).exists():
-        return config
-    if here.resolve() == Path(config.run_dir).resolve():
-        return config
-    warn(f"this run was started in {config.run_dir}; continuing in {here}, where its configuration is")
-    return replace(config, run_dir=str(here))

@@ -5,12 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TextStreamer, set_seed
+from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer, set_seed
 
 from lowmem.errors import CheckpointError, ConfigError
 from lowmem.hf import adapters, checkpoint
-from lowmem.run.pretrained import check_no_adapters, load_model, load_tokenizer
-from lowmem.run.source import reason
+from lowmem.run.arguments import reason
 from lowmem.run.terminal import warn
 
 # The longest answer where nothing else is asked for, and the context has room.
@@ -71,25 +70,39 @@ def _chat(folder: Path, tokenizer: Any, prompt: str, system: str | None) -> Any:
 
 
 def _model_folder(folder: Path) -> Path:
-    """The folder itself if it has a model, else its newest complete checkpoint."""
+    """The folder itself if it has a complete model, else its newest complete checkpoint."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: there is no such folder. Name a run folder, or a checkpoint in it.")
-    if (folder / "config.json").exists() or adapters.files(folder):
-        checkpoint.check_model(folder)
-    else:
-        folder, damaged = checkpoint.find_last(folder, checkpoint.check_model)
-        for damage in damaged:
-            warn(f"skipped a damaged checkpoint: {damage}")
-        if damaged:
-            warn(f"answering with {folder}")
-    check_no_adapters(folder)
+    damaged = []
+    try:
+        if has_model := (folder / "config.json").exists() or bool(adapters.files(folder)):
+            checkpoint.check_model(folder)
+    except CheckpointError as error:
+        if not checkpoint.candidates(folder):
+            raise
+        has_model, damaged = False, [str(error)]
+    if not has_model:
+        folder, others = checkpoint.find_last(folder, checkpoint.check_model)
+        damaged += others
+    for damage in damaged:
+        warn(f"skipped a damaged checkpoint: {damage}")
+    if damaged:
+        warn(f"answering with {folder}")
+    if adapters.files(folder):
+        raise CheckpointError(
+            f"{folder} has PEFT adapters without their base model. Merge them first, in Python: "
+            f'peft.PeftModel.from_pretrained(model, "{folder}").merge_and_unload().save_pretrained("merged"), and '
+            'tokenizer.save_pretrained("merged"); then name the folder "merged"'
+        )
     return folder
 
 
 def _load(folder: Path) -> tuple[Any, Any]:
     try:
-        tokenizer = load_tokenizer(folder)
-        model = load_model(folder, dtype="auto")
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, trust_remote_code=False, dtype="auto", attn_implementation="sdpa"
+        )
     except Exception as error:  # transformers does not say which there can be
         raise CheckpointError(f"{folder}: its model or tokenizer cannot be loaded: {reason(error)}") from error
     return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer

@@ -7,7 +7,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -17,14 +16,12 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lowmem.optimizer import FusedOptimizer
-from lowmem.step import updates
 
 
 def state_bytes(rule: Any, rounding: str = "auto", size: int = 1024, **options: Any) -> float:
     """Bytes of state per element of a `size` × `size` bfloat16 matrix, measured in one `FusedOptimizer` update."""
     param = nn.Parameter(torch.ones(size, size, dtype=torch.bfloat16))
-    with mock.patch.object(updates.logger, "disabled", True):  # it would warn of a rule that rounds to nearest
-        opt = FusedOptimizer([("weight", param)], rule=rule, rounding=rounding, compile=False, **options)
+    opt = FusedOptimizer([("weight", param)], rule=rule, rounding=rounding, compile=False, **options)
     opt.backward(param.sum())
     state = opt.named_state_dict()["state"].get("weight", {})
     return sum(value.nbytes for value in state.values() if isinstance(value, Tensor)) / param.numel()
@@ -159,7 +156,8 @@ class StepMemory:
 
 
 def step_memory(model: nn.Module, make_optimizer: Callable[[], FusedOptimizer],
-                losses: Sequence[Callable[[], Tensor]], batch: Sequence[Tensor]) -> StepMemory:  # fmt: skip
+                losses: Sequence[Callable[[], Tensor]], batch: Sequence[Tensor],
+                others: Sequence[nn.Module] = ()) -> StepMemory:  # fmt: skip
     """Accounts for every tensor in an optimizer's first step. Its states are counted from the step's beginning.
 
     Args:
@@ -167,9 +165,10 @@ def step_memory(model: nn.Module, make_optimizer: Callable[[], FusedOptimizer],
         make_optimizer: returns the optimizer that takes the step.
         losses: one callable per micro-batch, which computes its loss.
         batch: tensors that live through the step.
+        others: models that are not trained, such as a reference model.
     """
     tracker = _Tracker()
-    tracker.label(model.parameters(), WEIGHTS)
+    tracker.label((param for each in (model, *others) for param in each.parameters()), WEIGHTS)
     tracker.label([*model.buffers(), *batch], BUFFERS)
     tracker.now = 0
     backwards = []

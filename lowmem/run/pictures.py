@@ -2,9 +2,9 @@
 
 import itertools
 import math
-import re
 from collections.abc import Callable
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -12,8 +12,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from lowmem.files import write_file
 from lowmem.run.memory import KINDS, StepMemory
-from lowmem.run.metrics import Record
+from lowmem.run.metrics import Record, loss_keys, series
 
 _STYLE = {
     "font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#888888",
@@ -33,10 +34,11 @@ _PANELS = {
 _COLUMNS = 600
 
 
-def draw(records: list[Record], name: str) -> dict[str, bytes]:
-    """Draws the pictures of the run `name`: file name → PNG."""
+def draw(folder: Path, records: list[Record]) -> None:
+    """Draws loss.png and memory.png of a run from what it has logged."""
     pictures = {"loss.png": loss_picture, "memory.png": memory_picture}
-    return {file_name: _png(picture, records, name) for file_name, picture in pictures.items()}
+    for name, picture in pictures.items() if any("memory" in record for record in records) else ():
+        write_file(folder / name, _png(picture, records, folder.resolve().name))
 
 
 def draw_step(step: StepMemory, title: str, memory: int | None) -> bytes:
@@ -49,24 +51,6 @@ def _png(picture: Callable[..., Figure], *args: Any) -> bytes:
     with matplotlib.rc_context(_STYLE):
         picture(*args).savefig(png, format="png", dpi=150)
     return png.getvalue()
-
-
-def series(records: list[Record], key: str) -> tuple[list[int], list[float]]:
-    """The steps and values of one metric; a value that was not finite is NaN."""
-    rows = [(record["step"], record[key]) for record in records if key in record]
-    return [step for step, _ in rows], [math.nan if value is None else value for _, value in rows]
-
-
-def loss_keys(records: list[Record]) -> list[str]:
-    """The names of evaluation losses: one, or one per evaluation dataset."""
-    keys = dict.fromkeys(key for record in records for key in record)
-    return [key for key in keys if re.fullmatch(r"eval_(.+_)?(?<!aux_)loss", key)]
-
-
-def new_nonfinite_steps(records: list[Record]) -> list[int]:
-    """The number of new non-finite steps in each record that counts them."""
-    counts = [record["nonfinite_steps"] for record in records if "nonfinite_steps" in record]
-    return np.diff(counts, prepend=0).tolist()
 
 
 def unit(nbytes: float) -> tuple[int, str]:
@@ -132,9 +116,10 @@ def loss_picture(records: list[Record], name: str) -> Figure:
 
 def _mark_skipped_steps(axes: Axes, records: list[Record]) -> None:
     steps, scales = series(records, "loss_scale")
+    counts = [record["nonfinite_steps"] for record in records if "nonfinite_steps" in record]
     axes.set_yscale("log", base=2)
     axes.set_ylim(min(scales) / 2, max(scales) * 2)
-    skipped = [(steps[i], scales[i]) for i, count in enumerate(new_nonfinite_steps(records)) if count]
+    skipped = [(steps[i], scales[i]) for i, count in enumerate(np.diff(counts, prepend=0)) if count]
     if skipped:
         axes.plot(*zip(*skipped, strict=True), "x", color=_EVAL[0], ms=6, mew=1.5, label="skipped step")
         axes.legend(loc="lower right", bbox_to_anchor=(1, 0.95), borderaxespad=0)
@@ -142,6 +127,7 @@ def _mark_skipped_steps(axes: Axes, records: list[Record]) -> None:
 
 def memory_picture(records: list[Record], name: str) -> Figure:
     """Memory in use, its peak so far, and the size of the weights."""
+    records = [record for record in records if "memory" in record]  # which a trainer without lowmem does not log
     figure = Figure(figsize=(9, 4.5), layout="constrained")
     axes = figure.subplots()
     steps, used = series(records, "memory")

@@ -4,15 +4,16 @@ The model is built from its configuration alone. The step has the run's own rule
 the largest batch that the run can meet. Nothing is allocated, and every machine predicts the same.
 """
 
+import copy
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
@@ -21,37 +22,43 @@ from torch.utils._pytree import tree_map_only
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
+    AutoConfig,
     AutoModelForCausalLM,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
 )
 from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.masking_utils import sdpa_mask
-from trl import SFTConfig
-from trl.kernels import chunked_logprob
 
 from lowmem.errors import ConfigError, UnsupportedError
+from lowmem.hf import optim
+from lowmem.options import FusedConfig
 from lowmem.rules import AdaLomo
 from lowmem.run import build
-from lowmem.run.config import ModelConfig, RunConfig
+from lowmem.run.arguments import Arguments, refused
 from lowmem.run.memory import StepMemory, step_memory
-from lowmem.run.pretrained import load_config, no_code
 from lowmem.run.report import describe
-from lowmem.run.source import reason
-from lowmem.run.tokenizers import SMALLEST_VOCABULARY, train_tokenizer
 from lowmem.step.program import rounding_of
 
 # The device of fake tensors. A GPU is "meta", so that its tensors differ from those on the host.
 DEVICES = {"gpu": torch.device("meta"), "cpu": torch.device("cpu")}
 
-# Arguments of the trainer that cannot be planned, why, and what to set instead; _AUTOCAST is of bf16 and fp16.
+# The commands whose steps can be planned.
+PLANNED = ("sft", "dpo")
+
+# Arguments that cannot be planned, and what to set instead.
 _UNSUPPORTED = {
-    "deepspeed": "a plan covers one device; trainer.deepspeed=null plans a rank with the full model",
-    "fsdp": "a plan covers one device; trainer.fsdp=false plans a rank with the full model",
-    "use_liger_kernel": "its kernels need data; trainer.use_liger_kernel=false plans PyTorch's, which need more memory",
-    "torch_compile": "a compiled model cannot run on fake tensors; trainer.torch_compile=false plans the eager model",
+    "deepspeed": "a plan covers one device. Omit deepspeed to plan a rank with the full model",
+    "fsdp": "a plan covers one device. Omit fsdp to plan a rank with the full model",
+    "use_liger_kernel": "its kernels need data. Omit it to plan PyTorch's code, which needs more memory",
+    "torch_compile": "a compiled model cannot run on fake tensors. Omit it to plan the eager model",
 }
-_AUTOCAST = "a plan for a GPU has no autocast; set model.dtype, which also needs less memory, or use --device cpu"
+
+# Arguments of data that are unset, because a plan has rows of its own.
+_OF_DATA: dict[str, Any] = {
+    "report_to": [], "eval_strategy": "no", "dataset_num_proc": None, "assistant_only_loss": False,
+    "completion_only_loss": None, "chat_template_path": None, "eos_token": None, "pad_token": None,
+}  # fmt: skip
 
 # Memory that is not in tensors.
 NOT_COUNTED = {
@@ -63,6 +70,7 @@ _SMALL_STATES = ("lomo", "adalomo", "adafactor", "adafactor_t2t")  # rules with 
 _MICRO_BATCHES = 3  # a micro-batch after the third needs the same memory as the third
 _MLP_TILE = 4096  # tokens that an MLP computes at a time, where a plan proposes it
 _MIN_OFFLOAD = 1024  # TRL offloads activations of at least so many bytes
+_LONGEST = 1024  # tokens of a row where max_length is None
 
 
 class RunPlan(NamedTuple):
@@ -72,48 +80,62 @@ class RunPlan(NamedTuple):
     summary: dict[str, str]
 
 
-def plan(config: RunConfig, device: str) -> RunPlan:
+def plan(arguments: Arguments, device: str) -> RunPlan:
     """Predicts the memory of a training step on a "gpu" or on the "cpu".
 
     Raises:
-        ConfigError: the model's configuration cannot be read, or `config` cannot be trained.
-        UnsupportedError: `config` cannot be planned.
+        ConfigError: the model's configuration cannot be read, or the arguments cannot be trained with.
+        UnsupportedError: they cannot be planned.
     """
-    place, requested = DEVICES[device], config.trainer
-    autocast = dict.fromkeys(("bf16", "fp16"), _AUTOCAST) if device == "gpu" else {}
-    for name, instead in (_UNSUPPORTED | autocast).items():
-        if requested.get(name):
-            raise UnsupportedError(f"trainer.{name} cannot be planned: {instead}")
-    arguments, recomputing = dict(requested), dict(requested.get("activation_checkpointing_kwargs") or {})
-    if device == "gpu":  # with use_cpu the trainer refuses offloading, which is therefore set afterwards
-        arguments.pop("activation_offloading", None)
-        if recomputing:
-            arguments["activation_checkpointing_kwargs"] = {k: v for k, v in recomputing.items() if k != "offload"}
+    if arguments.command not in PLANNED:
+        raise UnsupportedError(
+            f"{arguments.command}: a step of it also generates or has several models, and is not planned. `lowmem plan "
+            "sft` with the same model and max_length is a lower bound"
+        )
+    place, requested = DEVICES[device], arguments.training
+    for name, instead in _UNSUPPORTED.items():
+        if getattr(requested, name):
+            raise UnsupportedError(f"{name} cannot be planned: {instead}")
+    set_ = arguments.values
+    if device == "gpu" and (set_.get("fp16") or (arguments.dtype == torch.float32 and set_.get("bf16") is not False)):
+        raise UnsupportedError(
+            "a plan for a GPU has no autocast. Set dtype: bfloat16, which also needs half of the memory, or bf16: "
+            "false, or use --device cpu"
+        )
+    if arguments.model.use_peft or arguments.model.load_in_4bit or arguments.model.load_in_8bit:
+        raise UnsupportedError("use_peft, load_in_4bit and load_in_8bit are not planned, which covers full training")
+    optim.learning_rate(requested, _fused(arguments), nn.Module())  # refused here, where no weights are fake
     with tempfile.TemporaryDirectory() as folder:  # a trainer creates its output folder
-        data = replace(config.data, workers=None)  # there are two rows
-        config = replace(config, run_dir=folder, data=data, trainer={**arguments, "use_cpu": True})
-        # one row is a token shorter than the other, so that a batch has padding and a mask
-        ids = [[1] * length for length in (config.data.max_length, config.data.max_length - 1)]
-        rows = Dataset.from_dict({"input_ids": ids, "labels": ids})
-        samples = build.Samples(train_tokenizer(["a"], SMALLEST_VOCABULARY), rows, rows)
-        args = build.arguments(config, samples)
-        masked = args.per_device_train_batch_size > 1 or args.packing
+        args = copy.copy(requested)
+        vars(args).update({name: value for name, value in _OF_DATA.items() if hasattr(args, name)}, output_dir=folder)
+        recomputing = dict(args.gradient_checkpointing_kwargs or {})
+        if device == "gpu":  # on this device the trainer refuses offloading, which is therefore set afterwards
+            args.activation_offloading = False
+            inside = {name: value for name, value in recomputing.items() if name != "offload"}
+            args.activation_checkpointing_kwargs = args.gradient_checkpointing_kwargs = inside or None
+        rows, names = _rows(arguments.command, args.max_length or _LONGEST)
+        masked = args.per_device_train_batch_size > 1 or getattr(args, "packing", False)
         fake = FakeTensorMode(allow_non_fake_inputs=True)  # torch.tensor(n, device="meta") is not a fake tensor
+        config = _model_config(arguments)
         with fake, place:
-            model = empty_model(config.model, samples.tokenizer, _MASKED if masked else _UNMASKED)
-        model.hf_device_map = {"": place.type}  # keeps the trainer from moving the model
-        trainer = build.trainer(config, samples, model, args)
+            model, *others = (_empty_model(arguments, config, masked) for _ in range(1 + len(names)))
+        for item in (model, *others):
+            item.hf_device_map = dict.fromkeys(("", "model"), place.type)  # keeps Accelerate from moving the model
+        options = dict(zip(names, others, strict=True))
+        planned = replace(arguments, training=args)
+        trainer = build.trainer(planned, rows, None, model, processing_class=_tokenizer(), **options)
         largest = [trainer.train_dataset[n % 2] for n in range(args.per_device_train_batch_size)]
         collated = trainer.data_collator(largest)
-    args.activation_offloading = bool(requested.get("activation_offloading"))
+    args.activation_offloading = getattr(requested, "activation_offloading", False)
     hooks = saved_tensors_hooks(_offload, lambda packed: packed[1].to(packed[0]))
     offloading = hooks if args.activation_offloading else nullcontext()
-    if args.activation_checkpointing:
-        kwargs = {**args.activation_checkpointing_kwargs, **recomputing}
-        args.activation_checkpointing_kwargs = kwargs.copy()
+    if args.gradient_checkpointing:
+        args.activation_checkpointing_kwargs = args.gradient_checkpointing_kwargs = recomputing
+        kwargs = {"use_reentrant": False, **recomputing}
         every, offload = kwargs.pop("every_n_layers", 1), kwargs.pop("offload", False)
-        model.activation_checkpointing_enable(kwargs or None, every_n_layers=every, offload=offload)
-    with fake, _ScalarsAreOne(), offloading, _gpu_kernels() if device == "gpu" else nullcontext():
+        recompute = getattr(model, f"{_checkpointing(args)}_enable")
+        recompute(kwargs, every_n_layers=every, offload=offload)
+    with fake, _Values(), offloading, _no_autocast():
         batch = tree_map_only(Tensor, lambda value: torch.empty_like(value, device=place), dict(collated))
 
         def loss() -> Tensor:
@@ -121,83 +143,121 @@ def plan(config: RunConfig, device: str) -> RunPlan:
                 return trainer.compute_loss(model, dict(batch))
 
         losses = [loss] * min(args.gradient_accumulation_steps, _MICRO_BATCHES)
-        step = step_memory(model.train(), trainer.create_optimizer, losses, [*filter(torch.is_tensor, batch.values())])
+        tensors = [*filter(torch.is_tensor, batch.values())]
+        step = step_memory(model.train(), trainer.create_optimizer, losses, tensors, [*options.values()])
     micro = f"{args.gradient_accumulation_steps} micro-batches of " if args.gradient_accumulation_steps > 1 else ""
-    return RunPlan(step, {**describe(config, trainer), "step": f"{micro}{len(largest)} x {args.max_length} tokens"})
+    return RunPlan(step, {**describe(planned, trainer), "step": f"{micro}{len(largest)} x {args.max_length} tokens"})
 
 
-def ways(config: RunConfig, device: str) -> list[str]:
-    """Overrides of a configuration that reduce the memory of a step, and train as well."""
-    trainer, optimizer = config.trainer, config.optimizer
-    groups = [optimizer.complete({k: v for k, v in group.items() if k != "match"}) for group in ({}, *optimizer.groups)]
+def _checkpointing(args: Any) -> str:
+    """The name of activation checkpointing, in arguments and methods; transformers 5.23 has changed it."""
+    return "activation_checkpointing" if hasattr(args, "activation_checkpointing") else "gradient_checkpointing"
+
+
+def ways(arguments: Arguments, device: str) -> list[str]:
+    """Arguments that reduce the memory of a step, and train as well."""
+    args, layers = arguments.training, arguments.layers
+    fused = _fused(arguments)
+    groups = [fused.complete({k: v for k, v in group.items() if k != "match"}) for group in ({}, *fused.groups)]
     large_states = {rule.name for rule, _ in groups} - {*_SMALL_STATES}
     nearest = any(rounding_of(rule, group, torch.bfloat16) == "nearest" for rule, group in groups)
-    rows = trainer.get("per_device_train_batch_size", SFTConfig.per_device_train_batch_size)
-    on_gpu, recomputed = device == "gpu", trainer.get("activation_checkpointing", True)
-    kwargs = trainer.get("activation_checkpointing_kwargs") or {}
-    to_host = trainer.get("activation_offloading") or kwargs.get("offload")
-    tile, tokens = config.layers.mlp_tile, rows * config.data.max_length
+    rows, length = args.per_device_train_batch_size, args.max_length or _LONGEST
+    on_gpu, recomputed, checkpointing = device == "gpu", args.gradient_checkpointing, _checkpointing(args)
+    kwargs = args.gradient_checkpointing_kwargs or {}
+    to_host = getattr(args, "activation_offloading", False) or kwargs.get("offload")
+    tile, tokens = layers.mlp_tile, rows * length
     helps = {
-        "trainer.activation_checkpointing=true": not recomputed,
-        "layers.computed_gradients=true": not config.layers.computed_gradients,
-        "trainer.label_smoothing_factor=0": trainer.get("label_smoothing_factor"),
-        "model.dtype=bfloat16": config.model.dtype == "float32" and not nearest,
-        "optimizer.rounding=stochastic": optimizer.rounding in ("compensated", "master"),
-        "optimizer.state_storage=bfloat16": large_states and optimizer.state_storage == "float32",
-        f"optimizer={{rule: adalomo, lr: {AdaLomo.usual_lr[0]:g}}}": large_states,
-        f"trainer.per_device_train_batch_size={rows // 2}": rows > 1,
-        "trainer.per_device_train_batch_size=1": rows > 1,
-        "trainer.activation_checkpointing_kwargs={offload: true}": on_gpu and recomputed and not (kwargs or to_host),
-        f"layers.mlp_tile={_MLP_TILE}": tokens >= 2 * _MLP_TILE and (tile is None or tile > _MLP_TILE),
-        f"data.max_length={config.data.max_length // 2}": True,
+        f"--{checkpointing} true": not recomputed,
+        "--layers.computed_gradients true": not layers.computed_gradients,
+        "--label_smoothing_factor 0": args.label_smoothing_factor,
+        "--dtype bfloat16": arguments.dtype == torch.float32 and not nearest,
+        "--fused.rounding stochastic": fused.rounding in ("compensated", "master"),
+        "--fused.state_storage bfloat16": large_states and fused.state_storage == "float32",
+        f"--fused.rule adalomo --learning_rate {AdaLomo.usual_lr[0]:g}": large_states and not fused.hyper,
+        f"--per_device_train_batch_size {rows // 2}": rows > 1,
+        "--per_device_train_batch_size 1": rows > 1,
+        f"--{checkpointing}_kwargs '{{\"offload\": true}}'": on_gpu and recomputed and not (kwargs or to_host),
+        f"--layers.mlp_tile {_MLP_TILE}": tokens >= 2 * _MLP_TILE and (tile is None or tile > _MLP_TILE),
+        f"--max_length {length // 2}": True,
     }
-    return [override for override in helps if helps[override]]
+    return [way for way in helps if helps[way]]
 
 
-def empty_model(model: ModelConfig, tokenizer: PreTrainedTokenizerBase, sdpa: str = "sdpa") -> PreTrainedModel:
-    """The model from its configuration, on the device of the context, with `sdpa` in place of attention "sdpa"."""
-    options = {"dtype": model.dtype, "attn_implementation": sdpa if model.attention == "sdpa" else model.attention}
+def _fused(arguments: Arguments) -> FusedConfig:
+    fused = arguments.fused or FusedConfig()
+    return optim.choose(arguments.training, fused) if fused.rule is None else fused
+
+
+def _model_config(arguments: Arguments) -> Any:
+    name = arguments.model.model_name_or_path
+    if name is None:
+        raise ConfigError("no model: set model_name_or_path to a directory with a config.json, or a name on the Hub")
     try:
-        with no_code(model.path):
-            return AutoModelForCausalLM.from_config(_model_config(model, tokenizer), trust_remote_code=False, **options)
-    except (ValueError, ImportError) as error:
-        raise ConfigError(f"model: cannot be built from its configuration: {reason(error)}") from error
+        with refused("model_name_or_path"):
+            return AutoConfig.from_pretrained(name, revision=arguments.model.model_revision, trust_remote_code=False)
+    except ConfigError as error:
+        raise ConfigError(
+            f"model_name_or_path: a plan needs the config.json of {name!r}, which cannot be read ({error}). Download "
+            f"it where there is a network (hf download {name} config.json) and name its directory"
+        ) from error
 
 
-def _model_config(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> Any:
-    if model.path is None:
-        vocabulary = {"vocab_size": model.train_tokenizer.vocab_size} if model.train_tokenizer else {}
-        config = vocabulary | (model.config or {})
-        if "vocab_size" in config:
-            return build.model_config(config, tokenizer)
-        raise ConfigError("model.config has no vocab_size, and a plan does not load the tokenizer "
-                          f"{model.tokenizer!r}: add model.config.vocab_size=N")  # fmt: skip
-    try:
-        return load_config(model.path)
-    except OSError as error:
-        raise ConfigError(f"model.path: a plan needs the configuration of {model.path!r}, which cannot be downloaded "
-                          f"here. Download it where there is a network (hf download {model.path} config.json) and name "
-                          "its folder, or describe the model in model.config") from error  # fmt: skip
+def _empty_model(arguments: Arguments, config: Any, masked: bool) -> PreTrainedModel:
+    """The model from its configuration, on the device of the context, without the memory of attention scores."""
+    attention = arguments.model.attn_implementation or "sdpa"
+    fake = _MASKED if masked else _UNMASKED
+    with refused("model_name_or_path: no model can be built from its configuration"):
+        return AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), trust_remote_code=False, dtype=arguments.dtype,
+            attn_implementation=fake if attention == "sdpa" else attention,
+        )  # fmt: skip
 
 
-class _ScalarsAreOne(TorchDispatchMode):
-    """Returns 1 to code that reads a number from a fake tensor, such as a metric."""
+def _rows(command: str, length: int) -> tuple[Dataset, list[str]]:
+    """Two rows of `length` tokens at most, and the other models of the trainer. One row is a token shorter than the
+    other, so that a batch has padding and a mask.
+    """
+    if command == "sft":
+        ids = [[1] * length for length in (length, length - 1)]
+        return Dataset.from_dict({"input_ids": ids, "labels": ids}), []
+    prompt, answers = length // 2, length - length // 2 - 1  # TRL adds an end token
+    answer = [" a" * answers, " a" * (answers - 1)]
+    return Dataset.from_dict({"prompt": ["a" + " a" * (prompt - 1)] * 2, "chosen": answer, "rejected": answer}), [
+        "ref_model"
+    ]
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer for which every word is a token, so that a plan does not load that of the model."""
+    words = Tokenizer(models.WordLevel({"<pad>": 0, "a": 1, "</s>": 2}, unk_token="<pad>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>", pad_token="<pad>")
+
+
+class _Values(TorchDispatchMode):
+    """Values of fake tensors where code asks for them: every number is 1, and every element of a mask is True."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
+        aten = torch.ops.aten
+        if func is aten._local_scalar_dense.default:
             return True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
+        if func in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default):
+            mask = args[1][0]
+            if len(args[1]) == 1 and mask is not None and mask.dtype == torch.bool:
+                selected = (mask.numel(), *args[0].shape[mask.ndim :])
+                return args[0].new_empty(selected) if func is aten.index.Tensor else torch.empty_like(args[0])
         return func(*args, **(kwargs or {}))
 
 
 @contextmanager
-def _gpu_kernels() -> Iterator[None]:
-    """Skips the Triton kernels of TRL's head (trl.kernels.chunked_logprob, TRL 1.16), which work in place on a GPU."""
-    names = ("_forward_tile", "_backward_tile", "_addmm_fp32")
-    kernels: dict[str, Any] = dict.fromkeys(names, lambda *_, **__: None)
-    # torch 2.13 raises when asked about autocast on "meta" (torch.is_autocast_enabled)
-    no_autocast = mock.patch.object(torch, "is_autocast_enabled", lambda *_: False)
-    with no_autocast, mock.patch.multiple(chunked_logprob, **kernels):
+def _no_autocast() -> Iterator[None]:
+    """Answers the head of TRL, which asks about autocast on its device: torch 2.13 raises when that is "meta"."""
+    is_enabled = torch.is_autocast_enabled
+    torch.is_autocast_enabled = lambda device="cuda": device != "meta" and is_enabled(device)  # type: ignore[assignment]
+    try:
         yield
+    finally:
+        torch.is_autocast_enabled = is_enabled
 
 
 def _offload(saved: Tensor) -> tuple[torch.device, Tensor]:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,9 @@ from lowmem.errors import LowmemError
 from lowmem.files import writing
 from lowmem.hf import layers
 from lowmem.placements import in_group, shape_of
-from lowmem.run.config import RunConfig
-from lowmem.run.metrics import DOMINANT, METRICS, Record, cut_metrics, json_line, nonfinite
-from lowmem.run.pictures import size
-from lowmem.run.summary import plot_run, write_readme
+from lowmem.run.arguments import Arguments
+from lowmem.run.metrics import DOMINANT, METRICS, Record, json_line, write_metrics
+from lowmem.run.pictures import draw, size
 from lowmem.step.record import weights_in_words
 
 # Metrics of an evaluation that describe its duration and are not shown.
@@ -39,46 +37,42 @@ _WHEN = {
 }
 
 
-def describe(config: RunConfig, trainer: Any) -> dict[str, str]:
+def describe(arguments: Arguments, trainer: Any) -> dict[str, str]:
     """What a run trains and how, by topic, for its first lines and for a plan."""
-    model, args, optimizer = trainer.model, trainer.args, trainer.optimizer
+    model, args, optimizer, options = trainer.model, trainer.args, trainer.optimizer, arguments.layers
     sizes: dict[str, int] = {}  # rule and learning rate → parameters
     for group in optimizer.param_groups:
         rule = group["rule"] + ("" if group.get("lr") is None else f", lr {group['lr']:g}")
         sizes[rule] = sizes.get(rule, 0) + sum(math.prod(shape_of(p)) for p in group["params"])
     rules = "; ".join(f"{rule}: {_count(size)}" for rule, size in sizes.items()) if len(sizes) > 1 else "".join(sizes)
-    states = "" if config.optimizer.state_storage == "float32" else f", states in {config.optimizer.state_storage}"
+    storage = trainer.fused.state_storage
+    states = "" if storage == "float32" else f", states in {storage}"
     weights = weights_in_words(optimizer._records.values())
     compiled = ", compiled in the first step (about ten seconds)" if optimizer.compiled else ""
     parameters = _count(sum(math.prod(shape_of(p)) for p in model.parameters()))
     topics = {
-        "model": f"{type(model).__name__}, {parameters}, {config.model.dtype}",
+        "model": f"{type(model).__name__}, {parameters}, {str(model.dtype).removeprefix('torch.')}",
         "optimizer": f"{rules}; weights in {weights}{states}, fused into backward{compiled}",
     }
     if in_group():
         share = "a shard of the parameters" if optimizer.placement in ("zero3", "fsdp2") else "all parameters"
         topics["placement"] = f"{optimizer.placement}: each of {args.world_size} processes holds {share}"
-    logits = "computed in tiles of the vocabulary" if args.loss_type == "nll" else f"{args.loss_type}, in tiles"
-    if args.label_smoothing_factor:
-        smoothed = f"with labels smoothed by {args.label_smoothing_factor:g}"
-        in_tiles = config.layers.computed_gradients
-        logits = f"{logits}, {smoothed}" if in_tiles else f"{smoothed}, which takes all logits at once"
-    recomputed = args.activation_checkpointing or (args.fsdp and args.fsdp_config.get("activation_checkpointing"))
+    recomputed = args.gradient_checkpointing or (args.fsdp and args.fsdp_config.get("activation_checkpointing"))
     activations = "recomputed in backward" if recomputed else "kept for backward"
-    kwargs = args.activation_checkpointing_kwargs or {}
-    offloaded = ", offloaded to the host" if args.activation_offloading or kwargs.get("offload") else ""
-    if config.layers.activation_offload is not None:
-        offloaded = ", in a file"
-    tiled = f"; MLPs compute {config.layers.mlp_tile:,} tokens at a time" if config.layers.mlp_tile else ""
+    kwargs = args.gradient_checkpointing_kwargs or {}
+    if options.activation_offload is not None:
+        activations += ", in a file"
+    elif getattr(args, "activation_offloading", False) or kwargs.get("offload"):
+        activations += ", offloaded to the host"
+    if options.mlp_tile:
+        activations += f"; MLPs compute {options.mlp_tile:,} tokens at a time"
+    if options.computed_gradients:
+        topics["gradients"] = layers.described(model, optimizer)
     why = "" if optimizer.policy == "immediate" else f": {optimizer.policy_reason}"
-    if config.layers.computed_gradients:
-        topics["gradients"] = layers.described(
-            model, optimizer, args.per_device_train_batch_size * config.data.max_length
-        )
     return {
         **topics,
         "updates": f"{_WHEN[optimizer.policy]} (policy {optimizer.policy}{why})",
-        "loss": f"cross-entropy {logits}; activations {activations}{offloaded}{tiled}",
+        "activations": activations,
     }
 
 
@@ -87,8 +81,7 @@ def _count(parameters: int) -> str:
 
 
 class RunReport(TrainerCallback):  # type: ignore[misc]
-    """Writes log lines, metrics.jsonl and, on a terminal, a progress bar; at the end, even after an error, pictures
-    and README.
+    """Writes log lines, metrics.jsonl and, on a terminal, a progress bar; at the end, even after an error, pictures.
 
         with RunReport(run_dir).attached(trainer):
             trainer.train()
@@ -102,7 +95,7 @@ class RunReport(TrainerCallback):  # type: ignore[misc]
         self.run_dir = Path(run_dir)
         self.console = console or Console()
         self.progress: Progress | None = None
-        self.logged = False
+        self.records: list[Record] = []
         self.weight_bytes = 0
         self.seconds = 0.0  # of training since the last log line
         self.last_time = 0.0
@@ -132,9 +125,8 @@ class RunReport(TrainerCallback):  # type: ignore[misc]
     def _finish(self) -> None:
         if self.progress:
             self.progress.stop()
-        if self.logged:  # neither on other ranks than 0 nor before the first log line
-            plot_run(self.run_dir)
-            write_readme(self.run_dir)
+        if self.records:  # neither on other ranks than 0 nor before the first log line
+            draw(self.run_dir, self.records)
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: torch.nn.Module, optimizer: Any = None, **_: Any
@@ -142,10 +134,8 @@ class RunReport(TrainerCallback):  # type: ignore[misc]
         if not state.is_world_process_zero:
             return
         self.weight_bytes = sum(math.prod(shape_of(p)) * p.element_size() for p in model.parameters())
-        if damaged := cut_metrics(self.run_dir / METRICS, state.global_step):
-            self._print(f"{self.run_dir / METRICS}: left out {damaged} damaged lines", "yellow")
-        # a run that was killed while its pictures were drawn, and has nothing left to log
-        self.logged = state.global_step > 0 and (self.run_dir / METRICS).exists()
+        self.records = state.log_history
+        write_metrics(self.run_dir, self.records)
         self.logged_tokens, self.first_step = state.num_input_tokens_seen, state.global_step
         self.compile_seconds = getattr(optimizer, "compile_seconds", 0.0)
         self.first_time = self.last_time = time.perf_counter()
@@ -182,9 +172,8 @@ class RunReport(TrainerCallback):  # type: ignore[misc]
         nothing_trained = "train_loss" in logs and state.global_step == self.first_step  # a finished run was resumed
         if not state.is_world_process_zero or nothing_trained:
             return
-        record = {
-            "step": state.global_step,
-            **{name: value for name, value in logs.items() if isinstance(value, Real) or name == DOMINANT},
+        record = state.log_history[-1]  # saved in checkpoints, so that a resumed run has it
+        record |= {
             "time": round(time.time(), 3),
             "tokens": state.num_input_tokens_seen,
             **_memory(args.device),
@@ -198,7 +187,6 @@ class RunReport(TrainerCallback):  # type: ignore[misc]
         path = self.run_dir / METRICS
         with writing(path), path.open("a", encoding="utf-8") as file:
             file.write(json_line(record))
-        self.logged = True
         seconds_left = None
         if self.progress is None and trained > 0:  # a progress bar shows it
             seconds_left = (self.last_time - self.first_time) / trained * (state.max_steps - state.global_step)
@@ -237,7 +225,8 @@ def _log_line(record: Record, max_steps: int, width: int, seconds_left: float | 
         if seconds_left is not None:
             parts["left"] = f"{timedelta(seconds=round(seconds_left))} left"
         if record.get("nonfinite_steps"):  # not in every line, so at the end
-            parts["nonfinite"] = f"{nonfinite(record)} {record['nonfinite_steps']:,}"
+            kind = "skipped steps" if "loss_scale" in record else "non-finite steps"
+            parts["nonfinite"] = f"{kind} {record['nonfinite_steps']:,}"
         if name := record.get(DOMINANT):
             parts["dominant"] = f"{record['dominant_proportion']:.0%} of the norm is {name}"
         for name in _LEFT_OUT:

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 _BLANK = "***"
@@ -25,12 +25,21 @@ _SHORTEST = 8  # characters of an environment variable that is blanked; shorter 
 _ASSIGNED = re.compile(rf"({_NAME}[\"']?\s*[=:]\s*)(\"[^\"]*\"|'[^']*'|[^\s,;}}\])\"']+)", re.IGNORECASE)
 
 
+# Further values that are blanked.
+_HIDDEN: set[str] = set()
+
+
+def hide(values: Iterable[str]) -> None:
+    """Blanks these values from now on, except short ones."""
+    _HIDDEN.update(value for value in values if len(value) >= _SHORTEST)
+
+
 def redacted(text: str) -> str:
     """Returns the text with `***` in place of credentials: the values of keys such as `hub_token` and `api_key` in
-    `key=value` and `key: value`, tokens of known services, user and password in URLs, and the values of environment
-    variables such as `WANDB_API_KEY`.
+    `key=value` and `key: value`, tokens of known services, user and password in URLs, the values of environment
+    variables such as `WANDB_API_KEY`, and hidden ones.
     """
-    for value in _environment():
+    for value in (*_environment(), *_HIDDEN):
         text = text.replace(value, _BLANK)
     text = _URL.sub(rf"\1{_BLANK}@", _VALUE.sub(_BLANK, text))
     return _ASSIGNED.sub(lambda match: match[1] + _BLANK, text)

@@ -19,11 +19,11 @@ def rank() -> int:
     return int(os.environ.get("RANK", 0))
 
 
-def train_command(run_dir: Path) -> str:
-    """The command that continues the run of a folder, with as many processes as now."""
+def train_command(command: str, run_dir: Path) -> str:
+    """The command line that continues the run of a folder, with as many processes as now."""
     processes = int(os.environ.get("WORLD_SIZE", 1))
     start = "lowmem" if processes == 1 else f"torchrun --nproc_per_node {processes} -m lowmem"
-    return f"{start} train {shlex.quote(str(run_dir / 'config.yaml'))} --resume"
+    return f"{start} {command} --config {shlex.quote(str(run_dir / 'config.yaml'))} --resume_from_checkpoint last"
 
 
 def generate_command(run_dir: Path, prompt: str = "a prompt") -> str:

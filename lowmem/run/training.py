@@ -9,169 +9,160 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
+from safetensors import SafetensorError
 from torch import distributed
 from transformers import TrainerCallback
-from transformers.trainer_callback import ExportableState
 
-from lowmem.errors import DataError, LowmemError
-from lowmem.files import read_json, write_file
+from lowmem.errors import CheckpointError, ConfigError, LowmemError
+from lowmem.files import write_file
 from lowmem.hf import checkpoint
 from lowmem.placements import in_group
-from lowmem.run import build, environment, folder, report
+from lowmem.run import build, data, environment, folder, report
 from lowmem.run import plan as planning
-from lowmem.run.config import RunConfig, save
-from lowmem.run.data import TokenCounts, check_tokenized, fingerprint
+from lowmem.run.arguments import LAST, Arguments, reason
 from lowmem.run.memory import is_out_of_memory
-from lowmem.run.metrics import read_metrics
+from lowmem.run.metrics import last_losses
 from lowmem.run.pictures import size
 from lowmem.run.secrets import redacted
-from lowmem.run.source import reason
-from lowmem.run.summary import last_losses
 from lowmem.run.terminal import generate_command, out, print_topics, rank, stage, train_command, warn
 
+# Ranks tell each other of a signal once in so many steps.
+_STEPS_BETWEEN = 10
 
-def train(config: RunConfig, *, resume: bool = False) -> int | None:
-    """Trains in `config.run_dir`, from the beginning or from its newest complete checkpoint.
+
+def train(arguments: Arguments) -> int | None:
+    """Trains in `output_dir`, from the beginning or from a checkpoint, and saves the model there.
 
     Returns:
         The signal on which the run has stopped, with a checkpoint, or None if it is complete.
 
     Raises:
-        LowmemError: what is wrong with the configuration, the data, the run folder or a checkpoint.
+        LowmemError: what is wrong with the arguments, the data, the run folder or a checkpoint.
     """
-    with folder.run_folder(config.run_dir, resume, rank()) as run_dir:
-        resume_from = _newest_checkpoint(run_dir) if resume else None
-        with stage("reading the data"):
-            samples = build.samples(config, resume_from)
-        args = build.arguments(config, samples)
-        with stage("creating the model" if config.model.path is None else "loading the model"):
-            model = build.model(config, samples.tokenizer, args)
-        with stage("tokenizing"):
-            trainer = build.trainer(config, samples, model, args)
-            counts = check_tokenized(trainer.train_dataset, samples.train, config.data)
-            trained_on = DataFingerprint(fingerprint(trainer.train_dataset))
-        if resume_from is not None:
-            trained_on.check(resume_from, config.data.path)
-        trainer.add_callback(trained_on)
+    with folder.run_folder(arguments, rank()) as run_dir:
+        resume = _resumed(arguments, run_dir)
+        with stage("loading the data"):
+            train, evaluation = data.load(arguments)
+        with stage("loading the model and tokenizing"), _explained(arguments, run_dir):
+            trainer = build.trainer(arguments, train, evaluation)
+        counts = data.check(trainer, train)
+        trainer.add_callback(data.DataFingerprint())
         trainer.create_optimizer()  # raises what it does not support before anything is written
-        _describe(config, trainer, counts)
+        if slow := build.slow_bfloat16(arguments, trainer.args.device):
+            warn(slow)
+        print_topics({**report.describe(arguments, trainer), "data": counts})
         if rank() == 0:
-            save(config, run_dir / folder.CONFIG)
+            folder.write_config(arguments, run_dir)
             environment.write_environment(run_dir)
-        try:
-            with report.RunReport(run_dir, out).attached(trainer), _stop_on_signal(trainer) as signals:
-                trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
-        except Exception as error:
-            raise _explained(error, config, run_dir) from error
+        with _explained(arguments, run_dir), report.RunReport(run_dir, out).attached(trainer):
+            with _stop_on_signal(trainer) as stopped:
+                trainer.train(resume_from_checkpoint=resume)
+            if not stopped:
+                _save_model(trainer, run_dir)
+        if arguments.training.push_to_hub and not stopped:
+            trainer.push_to_hub(dataset_name=arguments.script.dataset_name)
         if in_group():  # a process that ends without leaving it aborts
             distributed.barrier()
             distributed.destroy_process_group()
-        _print_end(config, trainer, samples, run_dir, stopped=bool(signals))
-    return signals[0] if signals else None
+        _print_end(arguments, trainer, run_dir, stopped=bool(stopped))
+    return stopped[0] if stopped else None
 
 
-class DataFingerprint(TrainerCallback, ExportableState):  # type: ignore[misc]
-    """Saves the fingerprint of the training data in each checkpoint, in trainer_state.json."""
-
-    def __init__(self, fingerprint: str) -> None:
-        self.fingerprint = fingerprint
-
-    def state(self) -> dict[str, Any]:
-        return {"args": {"fingerprint": self.fingerprint}, "attributes": {}}
-
-    def check(self, folder: Path, data: str) -> None:
-        """Raises `DataError` if the checkpoint in `folder` was trained on other data."""
-        saved = read_json(folder / checkpoint.TRAINER_STATE_FILE)["stateful_callbacks"].get(type(self).__name__)
-        if saved is not None and saved["args"]["fingerprint"] != self.fingerprint:
-            raise DataError(
-                f"{data}, as it is tokenized now, is not what {folder} was trained on. Restore data and "
-                "settings (data, the chat template) to continue this run, or start another from these weights: "
-                f"model.path={shlex.quote(str(folder))} model.config=null model.train_tokenizer=null run_dir=..."
-            )
-
-
-def _newest_checkpoint(run_dir: Path) -> Path | None:
-    """The checkpoint to continue from; None if the run has not saved any yet."""
-    if not checkpoint.candidates(run_dir):
-        warn(f"{run_dir} has no checkpoint yet, so the run starts from its beginning")
-        return None
-    newest, damaged = checkpoint.find_last(run_dir)
-    for fault in damaged:
-        warn(f"skipped a damaged checkpoint: {fault}")
-    out.print(f"resuming from {newest}", soft_wrap=True)
-    return newest
+def _save_model(trainer: Any, run_dir: Path) -> None:
+    """Saves the final model beside the checkpoints. Every rank calls it; a run that is killed meanwhile has its last
+    checkpoint.
+    """
+    staging = run_dir / checkpoint.STAGING
+    try:
+        trainer.save_model(str(staging / "model"), _internal_call=True)
+        if rank() == 0:
+            checkpoint.publish_model(staging / "model", run_dir)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{run_dir}: the final model could not be written: {error}. The last checkpoint has it. Free some space, "
+            "and resume from there"
+        ) from error
+    finally:
+        if rank() == 0:
+            checkpoint.remove(staging)
 
 
-def _print_end(config: RunConfig, trainer: Any, samples: build.Samples, run_dir: Path, *, stopped: bool) -> None:
+def _resumed(arguments: Arguments, run_dir: Path) -> str | bool | None:
+    """What the trainer gets as `resume_from_checkpoint`: True for the newest intact checkpoint of `output_dir`."""
+    path = arguments.training.resume_from_checkpoint
+    if path is not None and path != LAST and not Path(path).is_dir():
+        raise ConfigError(f"resume_from_checkpoint: there is no directory {path}. {LAST!r} is the newest in output_dir")
+    if path != LAST:
+        return path
+    if checkpoint.candidates(run_dir):
+        return True
+    warn(f"{run_dir} has no checkpoint yet, so the run starts from its beginning")
+    return None
+
+
+def _print_end(arguments: Arguments, trainer: Any, run_dir: Path, *, stopped: bool) -> None:
     """Says how the run ended, and what can be done with its results."""
     if rank() > 0:
         return
     if stopped:
-        out.print(f"stopped at step {trainer.state.global_step}; continue with: {train_command(run_dir)}", style="bold",
-                  soft_wrap=True)  # fmt: skip
+        again = train_command(arguments.command, run_dir)
+        out.print(f"stopped at step {trainer.state.global_step}; continue with: {again}", style="bold", soft_wrap=True)
         return
-    losses = last_losses(read_metrics(run_dir))
-    figures = "".join(f"{', ' if number else ': '}{name} {loss:.4f}" for number, (name, loss) in enumerate(losses))
-    out.print(f"done{figures}", style="bold", soft_wrap=True)
-    topics = {"results": f"{run_dir}/README.md"}
-    if checkpoints := checkpoint.by_number(run_dir):
-        topics |= {
-            "checkpoint": str(checkpoints[-1]),
-            "try it": generate_command(run_dir, _first_prompt(samples.train)),
-        }
+    losses = ", ".join(f"{name} {loss:.4f}" for name, loss in last_losses(trainer.state.log_history))
+    out.print(f"done{': ' if losses else ''}{losses}", style="bold", soft_wrap=True)
+    topics = {"results": f"{run_dir}: model, config.yaml, metrics.jsonl, loss.png, memory.png"}
+    if arguments.command != "reward":
+        topics["try it"] = generate_command(run_dir)
     print_topics(topics)
 
 
-def _first_prompt(train: Dataset) -> str:
-    """The beginning of what a model could be asked, from the first sample."""
-    row = train[0]
-    turns = row.get("messages") or row.get("prompt") or row.get("text") or "a prompt"
-    texts = [turns] if isinstance(turns, str) else [turn["content"] for turn in turns if turn["role"] == "user"]
-    return texts[0][:200] if texts else "a prompt"
+@contextmanager
+def _explained(arguments: Arguments, run_dir: Path) -> Iterator[None]:
+    """Adds advice to an error of memory. The traceback of any other that is not for users goes into the folder."""
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error):
+            advice = _memory_advice(arguments, run_dir)
+            raise LowmemError(f"out of memory: {reason(error)}. {advice}") from error
+        if not isinstance(error, LowmemError):
+            path = run_dir / ("traceback.txt" if rank() == 0 else f"traceback-{rank()}.txt")
+            write_file(path, redacted("".join(traceback.format_exception(error))).encode())
+        raise
 
 
-def _explained(error: Exception, config: RunConfig, run_dir: Path) -> Exception:
-    """The error that ended training, with advice where memory ran out. The traceback of any other that is not meant for
-    users goes into the run folder.
-    """
-    if is_out_of_memory(error):
-        return LowmemError(f"out of memory: {reason(error)}. {_memory_advice(config, run_dir)}")
-    if not isinstance(error, LowmemError):
-        path = run_dir / ("traceback.txt" if rank() == 0 else f"traceback-{rank()}.txt")
-        write_file(path, redacted("".join(traceback.format_exception(error))).encode())
-    return error
-
-
-def _memory_advice(config: RunConfig, run_dir: Path) -> str:
+def _memory_advice(arguments: Arguments, run_dir: Path) -> str:
     """What a step needs by the plan, and how to need less."""
     device = "gpu" if torch.cuda.is_available() else "cpu"
     try:
-        step = planning.plan(config, device).step
-    except LowmemError as error:
-        return f"No plan can be made: {error}."
+        step = planning.plan(arguments, device).step
+    except Exception as error:  # whatever it is must not hide that memory ran out
+        return f"No plan can be made: {reason(error)}."
     largest = ", ".join(f"{kind} {size(nbytes)}" for kind, nbytes in step.items.items() if nbytes >= step.peak / 10)
-    plan = f"lowmem plan {shlex.quote(str(run_dir / folder.CONFIG))} --device {device} --memory SIZE"
+    config = shlex.quote(str(run_dir / environment.CONFIG))
     return (
         f"By the plan a step needs {size(step.peak)} ({largest}). What needs less: "
-        f"{', '.join(planning.ways(config, device))}; `{plan}` says how much. Then continue with: "
-        f"{train_command(run_dir)}"
+        f"{', '.join(planning.ways(arguments, device))}; `lowmem plan {arguments.command} --config {config} --device "
+        f"{device} --memory SIZE` says how much. Then continue with: {train_command(arguments.command, run_dir)}"
     )
 
 
 @contextmanager
 def _stop_on_signal(trainer: Any) -> Iterator[list[int]]:
-    """On the first Ctrl-C or SIGTERM, ends training after the current step with a checkpoint; a second Ctrl-C ends it
-    at once. A second SIGTERM does not: a cluster and a launcher may both send one.
+    """On the first Ctrl-C or SIGTERM, ends training with a checkpoint: after the current step, or within
+    `_STEPS_BETWEEN` steps where there are several ranks. A second Ctrl-C ends it at once. A second SIGTERM does not: a
+    cluster and a launcher may both send one.
 
-    Yields a list to which the signal is added when it arrives.
+    Yields a list to which the signal is added when training ends because of it.
     """
     signals: list[int] = []
+    stopped: list[int] = []
 
     class Stop(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if _on_any_rank(bool(signals), args.device):
+            if number := _on_any_rank(max(signals, default=0), state.global_step, args.device):
                 control.should_save = control.should_training_stop = True
+                stopped.append(number)
 
     def restore() -> None:
         for name, handler in handlers.items():
@@ -181,35 +172,23 @@ def _stop_on_signal(trainer: Any) -> Iterator[list[int]]:
         signals.append(number)
         restore()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        warn("stopping after this step, with a checkpoint; press Ctrl-C again to stop at once")
+        when = f"within {_STEPS_BETWEEN} steps" if in_group() else "after this step"
+        warn(f"stopping {when}, with a checkpoint; press Ctrl-C again to stop at once")
 
     handlers = {name: signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)}
     trainer.add_callback(Stop())
     for name in handlers:
         signal.signal(name, handle)
     try:
-        yield signals
+        yield stopped
     finally:
         restore()
 
 
-def _on_any_rank(flag: bool, device: Any) -> bool:
-    """Whether `flag` is set on any rank: a signal may arrive in different steps, and all ranks stop in the same one."""
-    if not in_group():
-        return flag
-    flags = torch.tensor(int(flag), device=device)
-    distributed.all_reduce(flags, op=distributed.ReduceOp.MAX)
-    return bool(flags)
-
-
-def _describe(config: RunConfig, trainer: Any, counts: TokenCounts) -> None:
-    """Prints what is about to be trained, and warnings."""
-    data = f"{counts.samples:,} samples, {counts.tokens:,} tokens, loss on {counts.trained_tokens:,}"
-    print_topics({**report.describe(config, trainer), "data": data})
-    if slow := build.slow_bfloat16(config, trainer.args.device):
-        warn(slow)
-    if counts.dropped:
-        warn(f"{len(counts.dropped)} samples have no answer token within max_length and are left out, "
-              f"such as {counts.dropped[0]}")  # fmt: skip
-    if counts.without_target:
-        warn(f"{counts.without_target} samples do not contribute to the loss")
+def _on_any_rank(number: int, step: int, device: Any) -> int:
+    """The signal that has arrived on any rank, or 0. It may arrive on them in different steps; all stop in the same."""
+    if not in_group() or step % _STEPS_BETWEEN:
+        return 0 if in_group() else number
+    largest = torch.tensor(number, device=device)
+    distributed.all_reduce(largest, op=distributed.ReduceOp.MAX)
+    return int(largest)

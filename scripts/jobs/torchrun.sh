@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One run over the GPUs of this machine:  scripts/jobs/torchrun.sh CONFIG [key=value ...] [--resume]
+# One run over the GPUs of this machine:  scripts/jobs/torchrun.sh CONFIG [--KEY VALUE ...]
 # Over several machines, on each of them: NODES=4 HEAD=first-machine:29500 scripts/jobs/torchrun.sh CONFIG ...
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/processes.sh"
@@ -9,4 +9,4 @@ if [ "${NODES:-1}" -gt 1 ]; then
 else
     where=(--standalone)
 fi
-exec torchrun "${where[@]}" --nproc_per_node "$processes" -m lowmem train "$@"
+exec torchrun "${where[@]}" --nproc_per_node "$processes" -m lowmem sft --config "$@"
