@@ -56,13 +56,16 @@ def write_tensor(file: BinaryIO, offset: int, tensor: Tensor) -> None:
         file.write(chunk.contiguous().view(-1).view(torch.uint8).cpu().numpy())
 
 
-def check_safetensors(path: Path) -> None:
-    """Raises `CheckpointError` unless the file exists, has a valid header and the length that the header implies."""
+def open_safetensors(path: Path) -> Any:
+    """Opens a safetensors file, as `safetensors.safe_open` does.
+
+    Raises:
+        CheckpointError: the file is missing, or does not have the length that its header implies.
+    """
     if not path.is_file():
         raise CheckpointError(f"{path} is missing")
     try:
-        with safetensors.safe_open(path, framework="pt"):
-            pass
+        return safetensors.safe_open(path, framework="pt")
     except (OSError, safetensors.SafetensorError) as error:
         raise CheckpointError(f"{path} is damaged or cut short: {error}") from None
 
@@ -114,7 +117,7 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        advice = " Free some space there, or set run_dir to another disk." if error.errno in _DISK_FULL else ""
+        advice = " Free some space there, or set output_dir to another disk." if error.errno in _DISK_FULL else ""
         reason = (error.strerror or str(error)).lower()
         raise LowmemError(f"{path}: can't be written: {reason}.{advice}") from error
 

@@ -157,6 +157,8 @@ class FusedConfig:
                 f"max_nonfinite_steps={self.max_nonfinite_steps!r} is neither a whole number >= 1 nor None (never stop)"
             )
         self.complete({"rule": "lomo"} if self.rule is None else {})  # without a rule it is known later
+        if not isinstance(self.groups, list | tuple):
+            raise ConfigError(f"groups={self.groups!r} is not a list of groups, such as {{match: norm, rule: lomo}}")
         for n, group in enumerate(self.groups):
             self._check_group(group, f"groups[{n}]: ")
 

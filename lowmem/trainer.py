@@ -8,7 +8,6 @@ accelerator becomes that of the fused optimizer) and how checkpoints are written
 
 import copy
 import functools
-import json
 import logging
 import math
 import re
@@ -23,14 +22,12 @@ import torch
 from accelerate.utils import is_peft_model, purge_accelerate_environment
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import Trainer
-from transformers.trainer_pt_utils import nested_gather
+from transformers import Trainer, TrainingArguments
 
 from lowmem.errors import CheckpointError, ConfigError, StepError, UnsupportedError
 from lowmem.hf import adapters, agreement, arguments, checkpoint, failures, head, optim, sharding
 from lowmem.hf import layers as model_layers
-from lowmem.hf.integrity import Progress
-from lowmem.hf.packing import check_borders, check_evaluation
+from lowmem.hf.packing import check_borders
 from lowmem.hf.weights import load_weights, save_weights
 from lowmem.layers.config import LayersConfig
 from lowmem.optimizer import FusedOptimizer
@@ -68,7 +65,7 @@ class FusedTrainerMixin(_Base):
     Args:
         fused: options of the fused optimizer. Without a rule in it, the optimizer is the one that the arguments name,
             which is AdamW by default. Alternatively pass a `FusedOptimizer` in the trainer's `optimizers`.
-        layers: what of gradients and activations exists as a whole; None has the defaults of `LayersConfig`.
+        layers: memory options of the head, the embedding, MLPs and activations. If None, uses `LayersConfig()`.
 
     Raises:
         ConfigError: an argument contradicts `fused`, names what the rule does not have, or is the default learning
@@ -76,8 +73,6 @@ class FusedTrainerMixin(_Base):
         TypeError: a class lists the mixin after a trainer.
         UnsupportedError: an argument cannot give the same result as ordinary training.
     """
-
-    _label_smoothing = 0.0  # of the loss of `lowmem.layers.head`
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -89,21 +84,25 @@ class FusedTrainerMixin(_Base):
             for name in () if base in Trainer.__mro__ else vars(base).keys() & {*methods}:
                 raise ConfigError(
                     f"{base.__name__}.{name} would have no effect on a fused trainer. Name the optimizer in "
-                    "fused=FusedConfig(rule=..., groups=...), or pass a FusedOptimizer in optimizers=(opt, None)"
+                    "fused.rule and fused.groups, or pass a FusedOptimizer in optimizers=(opt, None)"
                 )
 
+    # Accelerate 1.15 (accelerator.py) sets ACCELERATE_USE_FSDP for good, and a later trainer may not ask for FSDP
+    @purge_accelerate_environment  # type: ignore[untyped-decorator]
     def __init__(
         self, *args: Any, fused: FusedConfig | None = None, layers: LayersConfig | None = None, **kwargs: Any
     ) -> None:
         self._requested, self.layers = fused, layers or LayersConfig()
         self._staging: Path | None = None
-        self._resumed: Progress | None = None
         self._sharding: sharding.Sharding | None = None
+        given = [*args, *kwargs.values()]
+        options = next((value for value in given if isinstance(value, TrainingArguments)), None)
+        sharding.prepare(kwargs.get("model", args[0] if args else None), options)
         super().__init__(*args, **kwargs)
         # transformers 5.23 (trainer.py) would prepare, save and load sharded models in its own ways
         self.is_deepspeed_enabled = self.is_fsdp_enabled = False
         if self.optimizer_cls_and_kwargs is not None:
-            raise ConfigError("optimizer_cls_and_kwargs: name the class in fused=FusedConfig(rule=...) instead")
+            raise ConfigError("optimizer_cls_and_kwargs: name the class in fused.rule instead")
         if self.optimizer is not None:
             arguments.check_optimizer(self.optimizer, self.args)
             arguments.check_alone(self.args, fused)
@@ -114,6 +113,7 @@ class FusedTrainerMixin(_Base):
             self.args = self.args if rate == self.args.learning_rate else _changed(self.args, learning_rate=rate)
         model_layers.check(self.args, self.layers)
         model_layers.change(self.model, self.layers)
+        head.compute(self, self.layers)
 
     def _options(self) -> FusedConfig:
         """The options that `fused` and the arguments give together, as the arguments are now."""
@@ -123,8 +123,6 @@ class FusedTrainerMixin(_Base):
 
     # -- the update ------------------------------------------------------------------------------------------------
 
-    # Accelerate 1.15 (accelerator.py) sets ACCELERATE_USE_FSDP for good, and a later trainer may not ask for FSDP
-    @purge_accelerate_environment  # type: ignore[untyped-decorator]
     def create_accelerator_and_postprocess(self) -> None:
         arguments.check_activations(self.args)
         self._sharding = sharding.of(self.args)
@@ -163,10 +161,6 @@ class FusedTrainerMixin(_Base):
             self._sharding.shard(self.model, self.accelerator)
             self._sharding.release(self.model)
 
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        with head.loss(self, self.layers, self._label_smoothing):
-            return super().compute_loss(*args, **kwargs)
-
     def _fused_backward(self, loss: Tensor, **_: Any) -> None:
         with nullcontext() if self.accelerator.sync_gradients else self.optimizer.accumulate():
             self.optimizer.backward(loss)
@@ -181,22 +175,14 @@ class FusedTrainerMixin(_Base):
         more if the last epoch is not complete. Raises where the ranks of a group were not started alike.
         """
         fused = self.fused if self.optimizer is None else self.optimizer.config
-        agreement.check(agreement.facts(self.args, fused, self.layers, self.train_dataset, resume_from_checkpoint))
+        agreement.check(self.args, fused, self.layers, self.train_dataset, resume_from_checkpoint)
         if self.args.save_strategy != "no":
             agreement.check_shared(Path(self.args.output_dir))
         start = super()._init_training_state(max_steps, steps_per_epoch, epochs, resume_from_checkpoint, trial)
         if resume_from_checkpoint is not None:
-            # the path that was saved is that of the run folder before it was moved or copied, or of any other folder
+            # the path that was saved is that of the run folder before it was moved or copied
             best = Path(resume_from_checkpoint).parent / f"checkpoint-{self.state.best_global_step}"
-            if best.is_dir():
-                self.state.best_model_checkpoint = str(best)
-            elif self.state.best_model_checkpoint is not None:
-                logger.warning(
-                    "%s has no %s, which was the best: the best checkpoint from now on is chosen",
-                    best.parent,
-                    best.name,
-                )
-                self.state.best_model_checkpoint = None
+            self.state.best_model_checkpoint = str(best) if best.is_dir() else None
         if resume_from_checkpoint is None or self.state.global_step < max_steps:
             return start
         if self.is_world_process_zero():
@@ -240,11 +226,6 @@ class FusedTrainerMixin(_Base):
         names = ", ".join(dict.fromkeys(group["rule"] for group in opt.param_groups))
         held = weights_in_words(opt._records.values())
         logger.info("fused optimizer: %s, weights in %s, policy %s (%s)", names, held, opt.policy, opt.policy_reason)
-        if opt.config.clip_norm and opt.policy != "immediate" and self.args.gradient_accumulation_steps == 1:
-            cost = {"two_pass": "a second backward"}.get(opt.policy, "offloading all gradients")
-            logger.info("max_grad_norm=%g costs %s in each step, and 0 costs nothing", opt.config.clip_norm, cost)
-        if self.layers.computed_gradients and (reason := head.why_dense(self)) is not None:
-            logger.info("a gradient of the output head exists as a whole: %s", reason)
         # Accelerate 1.15 (accelerator.py, prepare_optimizer and optimizer_step_was_skipped) wraps an optimizer without
         # the first of these attributes, and reads the second
         opt._is_accelerate_prepared = True
@@ -260,7 +241,6 @@ class FusedTrainerMixin(_Base):
         groups: list[dict[str, Any]] = []
         for group in self.fused.param_groups(named):
             rule = resolve(group["rule"]) if "rule" in group else default
-            arguments.check_group(rule, default, group)
             if rule.decay not in rule.defaults or rule.decay in group:
                 groups.append(group)
                 continue
@@ -275,8 +255,6 @@ class FusedTrainerMixin(_Base):
         """Logs as the trainer does, with the metrics of the policy and the rule."""
         if isinstance(self.optimizer, FusedOptimizer) and self.optimizer.last_step is not None and "loss" in logs:
             logs.update(self._step_metrics())
-        if "train_loss" in logs:  # of the full run, also where it was resumed
-            logs["train_loss"] = self._total_loss_scalar / max(self.state.global_step, 1)
         super().log(logs, *args, **kwargs)  # adds to `logs`, which evaluate() and train() return
 
     def _step_metrics(self) -> dict[str, Any]:
@@ -314,14 +292,8 @@ class FusedTrainerMixin(_Base):
         """
         saves = self.args.save_strategy != "no" or bool(resume_from_checkpoint)
         adapters.check(self.model, self.args, sharded=self._sharding is not None, saves=saves)
-        if resume_from_checkpoint is True:
-            folder, damaged = checkpoint.find_last(Path(self.args.output_dir))
-            for reason in damaged:
-                logger.warning("skipped a damaged checkpoint: %s", reason)
-            resume_from_checkpoint = str(folder)
-        elif resume_from_checkpoint:
-            checkpoint.check_resumable(Path(resume_from_checkpoint))
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        path = checkpoint.to_resume(resume_from_checkpoint, Path(self.args.output_dir))
+        return super().train(path if resume_from_checkpoint else None, *args, **kwargs)
 
     def _get_output_dir(self, trial: Any) -> str:
         return str(self._staging) if self._staging is not None else super()._get_output_dir(trial)
@@ -333,6 +305,8 @@ class FusedTrainerMixin(_Base):
         """
         run_dir = Path(super()._get_output_dir(trial))
         self._staging = run_dir / checkpoint.STAGING
+        name = f"checkpoint-{self.state.global_step}"
+        staged, final = self._staging / name, run_dir / name
         is_first = self.is_world_process_zero()
         try:
             if is_first:
@@ -340,13 +314,10 @@ class FusedTrainerMixin(_Base):
             self.accelerator.wait_for_everyone()
             super()._save_checkpoint(model, trial)
             self.accelerator.wait_for_everyone()
-            (staged,) = self._staging.iterdir()
-            final = run_dir / staged.name
             if self.state.best_model_checkpoint == str(staged):
                 self.state.best_model_checkpoint = str(final)
                 if is_first:
                     self.state.save_to_json(str(staged / checkpoint.TRAINER_STATE_FILE))
-            self.accelerator.wait_for_everyone()
             if is_first:
                 checkpoint.publish(staged, final)
         except (OSError, RuntimeError, SafetensorError) as error:
@@ -354,8 +325,8 @@ class FusedTrainerMixin(_Base):
             if isinstance(error, RuntimeError) and not re.search("inline_container|iostream|Parent", str(error)):
                 raise
             raise CheckpointError(
-                f"{run_dir}/checkpoint-{self.state.global_step} could not be written: {error}. Free some space or use "
-                "another run_dir (output_dir), and resume from the checkpoint before it."
+                f"{final} could not be written: {error}. Free some space or set another output_dir, and resume from "
+                "the checkpoint before it."
             ) from error
         finally:
             if is_first:
@@ -406,26 +377,12 @@ class FusedTrainerMixin(_Base):
             checkpoint.save_optimizer(self.optimizer, Path(output_dir) / checkpoint.OPTIMIZER_FILE, write=write)
         if write:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / checkpoint.SCHEDULER_FILE)
-        sums = nested_gather(self._tr_loss, self.args.parallel_mode).reshape(-1).tolist()
-        if write:
-            progress = Progress(
-                loss_sums=sums, total_loss=self._total_loss_scalar, logged_step=self._globalstep_last_logged
-            )
-            (Path(output_dir) / checkpoint.PROGRESS_FILE).write_text(json.dumps(progress.model_dump()) + "\n")
 
     def _load_optimizer_and_scheduler(self, checkpoint_dir: str | None) -> None:
-        if checkpoint_dir is None:
-            return
-        folder = Path(checkpoint_dir)
-        checkpoint.load_optimizer(self.optimizer, folder / checkpoint.OPTIMIZER_FILE)
-        checkpoint.load_scheduler(self.lr_scheduler, folder / checkpoint.SCHEDULER_FILE)
-        self._resumed = Progress.read(folder / checkpoint.PROGRESS_FILE)
-        ranks = len(self._resumed.loss_sums)
-        if ranks != self.args.world_size and self.is_world_process_zero():
-            logger.warning(
-                "%s was saved by %d processes, and there are %d now: the random state starts anew", folder, ranks,
-                self.args.world_size,
-            )  # fmt: skip
+        if checkpoint_dir is not None:
+            folder = Path(checkpoint_dir)
+            checkpoint.load_optimizer(self.optimizer, folder / checkpoint.OPTIMIZER_FILE)
+            checkpoint.load_scheduler(self.lr_scheduler, folder / checkpoint.SCHEDULER_FILE)
 
     def _save_scaler(self, output_dir: str) -> None:
         """Saves nothing: the optimizer has the loss scale."""
@@ -433,46 +390,9 @@ class FusedTrainerMixin(_Base):
     def _load_scaler(self, checkpoint_dir: str | None) -> None:
         """Loads nothing, also where there is a `scaler.pt`."""
 
-    def _load_rng_state(self, checkpoint_dir: str | None) -> None:
-        if checkpoint_dir is None:
-            return
-        progress = Progress.read(Path(checkpoint_dir) / checkpoint.PROGRESS_FILE)
-        if len(progress.loss_sums) == self.args.world_size:
-            try:
-                super()._load_rng_state(checkpoint_dir)
-            except Exception as error:  # each generator raises its own types
-                raise CheckpointError(f"{checkpoint_dir}: its random state cannot be loaded: {error}") from error
-
-    def _load_callback_state(self) -> None:
-        try:
-            super()._load_callback_state()
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"{checkpoint.TRAINER_STATE_FILE}: the state of a callback that was saved does not fit the callback: "
-                f"{error}. Set restore_callback_states_from_checkpoint=False to begin without it"
-            ) from error
-
-    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
         arguments.check_optimizer(self.optimizer, self.args)  # that of a subclass, perhaps
-        self._continue_sums()
-        super()._run_epoch(*args, **kwargs)
-
-    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the mean loss of the full run, also where it was resumed."""
-        self._continue_sums()
-        output = super()._finalize_training(*args, **kwargs)
-        return output._replace(training_loss=output.metrics["train_loss"])
-
-    def _continue_sums(self) -> None:
-        """Continues the sums of losses of the run that is resumed: transformers 5.23 (trainer.py) begins new ones."""
-        progress, self._resumed = self._resumed, None
-        if progress is None:
-            return
-        sums = progress.loss_sums
-        same = len(sums) == self.args.world_size
-        own = sums[self.args.process_index] if same else sum(sums) / len(sums)
-        self._tr_loss.copy_(torch.tensor(own, dtype=torch.float64))
-        self._total_loss_scalar, self._globalstep_last_logged = progress.total_loss, progress.logged_step
+        return super().create_scheduler(*args, **kwargs)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         self._shard()
@@ -509,11 +429,10 @@ def _sft_trainer() -> "type[SFTTrainer]":
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             head.check(self.model)
-            arguments.check_smoothing(self.args, self.layers)
-            check_evaluation(self.args)
+            arguments.check_smoothing(self.args)
             if self.layers.computed_gradients and self.label_smoother is not None:
-                self._label_smoothing = self.args.label_smoothing_factor
                 self.label_smoother: Any = None
+                head.compute(self, self.layers, self.args.label_smoothing_factor)
 
         def create_optimizer(self, model: nn.Module | None = None) -> FusedOptimizer:
             if self.padding_free:
@@ -521,19 +440,6 @@ def _sft_trainer() -> "type[SFTTrainer]":
                 autocast = self.compute_loss_context_manager()
                 check_borders(self.model, self.data_collator, self.args.device, autocast)
             return super().create_optimizer(model)
-
-        def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, packing: bool,
-                             formatting_func: Any, dataset_name: str) -> Any:  # fmt: skip
-            """Tokenizes in `dataset_num_proc` processes, but packs in one. TRL 1.16 packs the share of each process
-            alone, so the rows would depend on the number of processes, and on what `datasets` has in its cache.
-            """
-            if packing:
-                options = {"max_length": None, "shuffle_dataset": False}
-                dataset = super()._prepare_dataset(
-                    dataset, processing_class, _changed(args, **options), False, formatting_func, dataset_name
-                )
-                args, formatting_func = _changed(args, dataset_num_proc=None), None
-            return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
 
     FusedSFTTrainer.__module__ = __name__
     FusedSFTTrainer.__qualname__ = "FusedSFTTrainer"

@@ -12,14 +12,13 @@ from typing import Any, Literal
 
 import torch
 from accelerate.utils import is_peft_model
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import TrainingArguments
 from transformers.utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME
 
 from lowmem import placements
 from lowmem.errors import CheckpointError, UnsupportedError
-from lowmem.files import begin_safetensors, check_safetensors, read_json, write_tensor
+from lowmem.files import begin_safetensors, open_safetensors, read_json, write_tensor
 
 logger = logging.getLogger(__name__)
 
@@ -47,10 +46,10 @@ def check(model: Any, args: TrainingArguments, *, sharded: bool, saves: bool) ->
         return
     for config in model.peft_config.values():
         kind = config.peft_type.value
-        if kind in _PREFIXES and args.activation_checkpointing:
+        if kind in _PREFIXES and args.gradient_checkpointing:
             raise UnsupportedError(
-                f"{kind}: activation_checkpointing computes a layer twice, and the layer would add its keys and values "
-                "to the prefix twice. Set activation_checkpointing=False (SFTConfig and DPOConfig set it to True)"
+                f"{kind}: gradient_checkpointing computes a layer twice, and the layer would add its keys and values "
+                "to the prefix twice. Set gradient_checkpointing=False (SFTConfig and DPOConfig set it to True)"
             )
         if config.is_prompt_learning and sharded:
             raise UnsupportedError(
@@ -127,8 +126,6 @@ def load(model: Any, folder: Path) -> None:
     found = files(folder)
     if not found:
         raise CheckpointError(f"{folder} has no PEFT adapters, and the model has; the checkpoint is of another model")
-    for path in found:
-        check_safetensors(path)
     state = _state(model)
     expected = {_path(folder, name): tensors for name, tensors in _adapters(model, state, False).items()}
     # an embedding that was resized or has an adapter: whether PEFT saves it depends on the files of the base model
@@ -148,7 +145,7 @@ def load(model: Any, folder: Path) -> None:
     with ExitStack() as stack, torch.no_grad():
         pairs: list[tuple[Tensor, Any, str]] = []
         for path in found:
-            file = stack.enter_context(safe_open(path, framework="pt"))
+            file = stack.enter_context(open_safetensors(path))
             if path not in prompts:  # computed; the encoder itself is in OTHERS_FILE
                 pairs += _match(path, file, expected[path], optional.get(path, {}))
         for tensor, file, name in pairs:

@@ -1,25 +1,35 @@
 """Checks a trainer's arguments: what would be ignored, or would not give the same result, raises before training."""
 
 import os
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainingArguments
 from transformers.trainer_utils import has_length
-from transformers.utils import is_liger_kernel_available
 
 from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.hf import optim
 from lowmem.hf.sharding import Sharding
-from lowmem.layers.config import LayersConfig
 from lowmem.optimizer import FusedOptimizer
 from lowmem.options import FusedConfig
-from lowmem.rules import UpdateRule, resolve
+from lowmem.rules import resolve
 from lowmem.step.policies import Needs, choose
 
 if TYPE_CHECKING:
     from trl import SFTConfig
+
+
+_UNSUPPORTED = {
+    "auto_find_batch_size": "it retries after a backward that ran out of memory, and a fused backward has updated some "
+    "weights by then. Find the batch size in a separate short run",
+    "enable_jit_checkpoint": "it saves between backward and the optimizer's step, and a fused backward has updated the "
+    "weights by then. Omit it, and set control.should_save in a callback's on_step_end",
+    "parallelism_config": "tensor, context and sequence parallelism are not supported. Set fsdp or deepspeed, or start "
+    "one process per device for data parallelism",
+    "ddp_broadcast_buffers": "the model is not wrapped in DistributedDataParallel, and each rank has its own buffers. "
+    "Omit it",
+    "save_on_each_node": "rank 0 saves for all machines, on a disk that they share. Omit it",
+}
 
 
 def check_arguments(args: TrainingArguments, fused: FusedConfig) -> None:
@@ -34,9 +44,7 @@ def check_arguments(args: TrainingArguments, fused: FusedConfig) -> None:
     for argument, (option, value) in both.items():
         if value is not None and value != (setting := getattr(args, argument)):
             hint = " (its default is 1.0, and 0 does not clip)" if argument == "max_grad_norm" else ""
-            raise ConfigError(
-                f"FusedConfig.{option}={value!r} contradicts {argument}={setting!r}; in a trainer set {argument}{hint}"
-            )
+            raise ConfigError(f"fused.{option}={value!r} contradicts {argument}={setting!r}; set only {argument}{hint}")
     if fused.replay == "forward":
         raise UnsupportedError(
             "replay='forward' computes the loss twice, and a trainer has computed it when the optimizer gets it; omit "
@@ -47,30 +55,14 @@ def check_arguments(args: TrainingArguments, fused: FusedConfig) -> None:
             "fp16=True: Accelerate has no fp16 autocast on a CPU and ignores it without a warning; use bf16=True, or "
             "weights in bfloat16"
         )
-    if args.use_liger_kernel and not is_liger_kernel_available():
-        raise ConfigError("use_liger_kernel=True needs a package: pip install liger-kernel, or omit it")
-    if args.auto_find_batch_size:
+    for name, reason in _UNSUPPORTED.items():
+        if value := getattr(args, name):
+            raise UnsupportedError(f"{name}={value!r}: {reason}")
+    if args.deepspeed and hasattr(args, "num_generations"):
         raise UnsupportedError(
-            "auto_find_batch_size=True retries after a backward that ran out of memory, and a fused backward has "
-            "updated some weights by then; find the batch size in a separate short run"
+            "deepspeed: this trainer generates text between its steps, after which DeepSpeed ZeRO-3 does not gather "
+            "the weights for backward. Set fsdp instead"
         )
-    if args.enable_jit_checkpoint:
-        raise UnsupportedError(
-            "enable_jit_checkpoint=True saves between backward and the optimizer's step, and a fused backward has "
-            "updated the weights by then; omit it, and set control.should_save in a callback's on_step_end"
-        )
-    if args.parallelism_config is not None:
-        raise UnsupportedError(
-            "parallelism_config: tensor, context and sequence parallelism are not supported; set fsdp or deepspeed, or "
-            "start one process per device for data parallelism"
-        )
-    if args.ddp_broadcast_buffers:
-        raise UnsupportedError(
-            "ddp_broadcast_buffers=True: the model is not wrapped in DistributedDataParallel, and the buffers of each "
-            "rank are its own; omit it"
-        )
-    if args.save_on_each_node:
-        raise UnsupportedError("save_on_each_node=True: rank 0 saves for all machines, on a disk they share; omit it")
     if args.max_grad_norm is None or args.max_grad_norm < 0:
         raise ConfigError(f"max_grad_norm={args.max_grad_norm} is not a number >= 0; set 0 for no clipping")
     started = int(os.environ.get("WORLD_SIZE", 1))
@@ -95,29 +87,15 @@ def check_windows(args: TrainingArguments, dataset: Any) -> None:
         )
 
 
-def check_group(rule: UpdateRule, default: UpdateRule, group: Mapping[str, Any]) -> None:
-    """Raises if a parameter group has no learning rate, which the schedule of a trainer scales."""
-    if group.get("lr", rule.defaults["lr"] if rule.name != default.name else 0.0) is None:
-        raise ConfigError(
-            f"FusedConfig.groups: rule {rule.name!r} has a schedule of its own where lr is None, and a trainer's "
-            "schedule scales the lr of every group; give the group an lr"
-        )
-
-
 def check_activations(args: TrainingArguments) -> None:
     """Raises for options of activations that would be ignored, or that do not fit this device."""
-    kwargs = args.activation_checkpointing_kwargs or {}
-    if kwargs and not args.activation_checkpointing:
+    kwargs = args.gradient_checkpointing_kwargs or {}
+    if args.gradient_checkpointing and args.fsdp and args.fsdp_config.get("activation_checkpointing"):
         raise ConfigError(
-            f"activation_checkpointing_kwargs={kwargs} has no effect without activation_checkpointing; set that to "
-            "true, or omit them"
-        )
-    if args.activation_checkpointing and args.fsdp and args.fsdp_config.get("activation_checkpointing"):
-        raise ConfigError(
-            "activation_checkpointing and fsdp_config.activation_checkpointing would recompute every layer twice; set "
+            "gradient_checkpointing and fsdp_config.activation_checkpointing would recompute every layer twice; set "
             "one of them to false"
         )
-    offload = "activation_checkpointing_kwargs={'offload': True}" if kwargs.get("offload") else None
+    offload = "gradient_checkpointing_kwargs={'offload': True}" if kwargs.get("offload") else None
     if getattr(args, "activation_offloading", False):
         offload = "activation_offloading=True"
     if offload and args.device.type == "cpu":
@@ -134,7 +112,7 @@ def check_replay(args: TrainingArguments) -> None:
     if getattr(args, "activation_offloading", False):
         raise UnsupportedError(
             "activation_offloading=True loads every activation once, and policy 'two_pass' needs it twice; use "
-            "policy='deferred', or offload with activation_checkpointing_kwargs={'offload': True}"
+            "policy='deferred', or offload with gradient_checkpointing_kwargs={'offload': True}"
         )
 
 
@@ -151,7 +129,7 @@ def check_optimizer(optimizer: Any, args: TrainingArguments) -> None:
     if not isinstance(optimizer, FusedOptimizer):
         raise ConfigError(
             f"optimizers=({type(optimizer).__name__}, ...): a fused trainer needs a FusedOptimizer; name the class in "
-            "fused=FusedConfig(rule=...) instead"
+            "fused.rule instead"
         )
     if (args.max_grad_norm or None) != optimizer.config.clip_norm:
         raise ConfigError(
@@ -162,15 +140,12 @@ def check_optimizer(optimizer: Any, args: TrainingArguments) -> None:
         raise ConfigError('fp16=True, but the optimizer has no loss scale; create it with loss_scale="dynamic"')
 
 
-def check_smoothing(args: "SFTConfig", layers: LayersConfig) -> None:
-    """Raises where TRL's SFTTrainer would ignore label smoothing or fail."""
-    option = f"label_smoothing_factor={args.label_smoothing_factor}"
+def check_smoothing(args: "SFTConfig") -> None:
+    """Raises where TRL's SFTTrainer would ignore label smoothing."""
     if args.label_smoothing_factor and args.loss_type != "nll":
-        raise ConfigError(f"{option} has no effect with loss_type={args.loss_type!r}; omit one of them")
-    if args.label_smoothing_factor and args.deepspeed and not layers.computed_gradients:
-        raise UnsupportedError(
-            f"{option}: without layers.computed_gradients TRL computes the logits of each batch twice, in two ways, "
-            "and DeepSpeed ZeRO-3 gathers the head for one of them; use fsdp, or omit one of the two"
+        raise ConfigError(
+            f"label_smoothing_factor={args.label_smoothing_factor} has no effect with loss_type={args.loss_type!r}; "
+            "omit one of them"
         )
 
 

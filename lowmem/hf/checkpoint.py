@@ -1,12 +1,14 @@
 """Checkpoints: a Hugging Face model directory with `optimizer.safetensors`, which is complete or does not exist.
 
-`publish` writes checksums of all files, waits for the disk, and gives the directory its name. `check_resumable` finds
-what has been damaged since. Optimizer states are saved by parameter name, in logical shapes and their own dtype. They
-are written and read one at a time, as weights are, so that saving and resuming need no more memory than training.
+`publish` writes checksums of all files, waits for the disk, and gives the directory its name. `to_resume` finds what
+has been damaged since, once and on one rank; what loads a checkpoint trusts it. Optimizer states are saved by parameter
+name, in logical shapes and their own dtype. They are written and read one at a time, as weights are, so that saving and
+resuming need no more memory than training.
 """
 
 import functools
 import json
+import logging
 import os
 import re
 import shutil
@@ -16,20 +18,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+import torch.distributed as dist
+from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
 
 from lowmem.errors import CheckpointError
-from lowmem.files import begin_safetensors, check_safetensors, flush, flush_tree, write_tensor
+from lowmem.files import begin_safetensors, flush, flush_tree, open_safetensors, read_json, write_tensor
 from lowmem.hf import integrity
-from lowmem.hf.integrity import CHECKSUMS_FILE, Progress
+from lowmem.hf.integrity import CHECKSUMS_FILE
 from lowmem.hf.weights import weight_files
 from lowmem.optimizer import FusedOptimizer
+from lowmem.placements import in_group
 from lowmem.step.saving import TensorSource
+
+logger = logging.getLogger(__name__)
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 TRAINER_STATE_FILE = "trainer_state.json"
 SCHEDULER_FILE = "scheduler.pt"
-PROGRESS_FILE = "progress.json"
+
+# The files by which a directory is recognized as that of a model.
+_CONFIGURATIONS = (CONFIG_NAME, ADAPTER_CONFIG_NAME)
 
 # Directories in a run directory: a checkpoint that is being written, one that another of its name is replacing, and
 # one that is being removed. A run that is killed leaves them behind.
@@ -38,9 +46,6 @@ _REPLACED = ".replaced"
 _REMOVED = ".removed"
 
 _DIRECTORY = re.compile(r"checkpoint-(\d+)")
-
-# Of how many damaged checkpoints a message gives the reason.
-_REASONS = 3
 
 
 def save_optimizer(optimizer: FusedOptimizer, path: Path, *, write: bool = True) -> None:
@@ -51,7 +56,7 @@ def save_optimizer(optimizer: FusedOptimizer, path: Path, *, write: bool = True)
     file.
 
     Raises:
-        CheckpointError: a state or a group has a value that is neither a tensor nor JSON.
+        TypeError: a state or a group has a value that is neither a tensor nor JSON.
         StepError: the step is torn.
     """
     saved = optimizer.named_state_dict(lazy=True)
@@ -60,12 +65,7 @@ def save_optimizer(optimizer: FusedOptimizer, path: Path, *, write: bool = True)
     for owner, state in saved.pop("state").items():
         values[owner] = {name: value for name, value in state.items() if not isinstance(value, TensorSource)}
         sources |= {f"{owner}/{name}": value for name, value in state.items() if isinstance(value, TensorSource)}
-    try:
-        text = json.dumps({**saved, "values": values})
-    except TypeError as error:
-        raise CheckpointError(
-            f"the optimizer cannot be saved: {error}. Give hyperparameters as numbers, strings and lists."
-        ) from error
+    text = json.dumps({**saved, "values": values})
     tensors = {key: torch.empty(source.shape, dtype=source.dtype, device="meta") for key, source in sources.items()}
     with path.open("wb") if write else nullcontext() as file:
         offsets = begin_safetensors(file, tensors, {"format": "pt", "lowmem": text}) if file is not None else {}
@@ -81,8 +81,11 @@ def load_optimizer(optimizer: FusedOptimizer, path: Path) -> None:
     Raises:
         CheckpointError: the file is missing, cut short, or belongs to another optimizer or model.
     """
-    saved = _metadata(path)
-    with safe_open(path, framework="pt") as file:
+    with open_safetensors(path) as file:
+        text = (file.metadata() or {}).get("lowmem")
+        if text is None:
+            raise CheckpointError(f"{path} was not written by lowmem, so it cannot be resumed from")
+        saved = json.loads(text)
         state: dict[str, dict[str, Any]] = saved.pop("values")
         for key in file.keys():  # noqa: SIM118 (not a mapping)
             param, _, name = key.rpartition("/")
@@ -95,79 +98,63 @@ def load_optimizer(optimizer: FusedOptimizer, path: Path) -> None:
             raise CheckpointError(f"{path}: {error}") from None
 
 
-def _metadata(path: Path) -> dict[str, Any]:
-    """The contents of an optimizer file that are not tensors.
-
-    Raises:
-        CheckpointError: the file is missing, cut short, or was not written by `save_optimizer`.
-    """
-    check_safetensors(path)
-    with safe_open(path, framework="pt") as file:
-        text = (file.metadata() or {}).get("lowmem")
-        names = list(file.keys())
-    if text is None:
-        raise CheckpointError(f"{path} was not written by lowmem, so it cannot be resumed from")
-    try:
-        saved = json.loads(text)
-        owners = {name for name, values in saved["values"].items() if isinstance(values, dict)}
-    except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
-        raise CheckpointError(f"{path} is damaged: its metadata is not that of an optimizer") from None
-    if odd := {name.rpartition("/")[0] for name in names} - owners:
-        raise CheckpointError(f"{path} is damaged: its metadata does not list {min(odd)[:100]!r}")
-    return dict(saved)
-
-
 def load_scheduler(scheduler: Any, path: Path) -> None:
-    """Loads the state of a learning rate schedule.
-
-    Raises:
-        CheckpointError: the file is missing, damaged, or of another schedule.
-    """
-    saved, own = integrity.read_torch(path), scheduler.state_dict()
-    odd = saved.keys() ^ own.keys() or {name for name in own if not _alike(saved[name], own[name])}
-    if odd:
-        raise CheckpointError(f"{path} is damaged or of another schedule: see {min(map(str, odd))[:100]!r}")
-    try:
-        scheduler.load_state_dict(saved)
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path} is damaged or of another schedule: {error}") from error
-
-
-def _alike(saved: Any, own: Any) -> bool:
-    """Returns whether both are numbers, or lists of as many; nothing else of a schedule is computed with."""
-    if isinstance(own, list | tuple):
-        return isinstance(saved, list | tuple) and len(saved) == len(own) and all(map(_alike, saved, own))
-    return not isinstance(own, int | float) or isinstance(saved, int | float)
+    """Loads the state of a learning rate schedule. Raises `CheckpointError` if it is of another kind of schedule."""
+    saved = torch.load(path, map_location="cpu", weights_only=True)
+    if odd := saved.keys() ^ scheduler.state_dict().keys():
+        raise CheckpointError(f"{path} is of another schedule: see {min(odd)!r}. Set lr_scheduler_type to what it was")
+    scheduler.load_state_dict(saved)
 
 
 def check_model(folder: Path) -> None:
-    """Raises `CheckpointError` unless `folder` has complete weights, and its files their checksums if it has those."""
-    _check_weights(folder)
+    """Raises `CheckpointError` unless `folder` has complete weights and a configuration that can be read, if any. The
+    optimizer's file is not read.
+    """
     if (folder / CHECKSUMS_FILE).exists():
-        integrity.check_checksums(folder)
-
-
-def _check_weights(folder: Path) -> None:
-    if not folder.is_dir():
-        raise CheckpointError(f"Can't find a valid checkpoint at {folder}: there is no such directory")
+        integrity.check_checksums(folder, unread=(OPTIMIZER_FILE,))
+        return
+    if (folder / CONFIG_NAME).exists():
+        read_json(folder / CONFIG_NAME)
     for path in weight_files(folder):
-        check_safetensors(path)
+        with open_safetensors(path):
+            pass
 
 
 def check_resumable(folder: Path) -> None:
-    """Raises `CheckpointError` unless training can be resumed from `folder`: each file is there, as it was written."""
-    _check_weights(folder)
+    """Raises `CheckpointError` unless `folder` has an optimizer's states, and each file is as it was written."""
+    if not folder.is_dir():
+        raise CheckpointError(f"Can't find a valid checkpoint at {folder}: there is no such directory")
     if not (folder / OPTIMIZER_FILE).exists():
         raise CheckpointError(f"{folder} has no {OPTIMIZER_FILE}: it has only weights and cannot be resumed from")
-    _metadata(folder / OPTIMIZER_FILE)
-    named = _DIRECTORY.fullmatch(folder.name)
-    integrity.check_trainer_state(folder / TRAINER_STATE_FILE, int(named[1]) if named else None)
-    integrity.read_torch(folder / SCHEDULER_FILE)
-    ranks = len(Progress.read(folder / PROGRESS_FILE).loss_sums)
-    for name in ["rng_state.pth"] if ranks == 1 else [f"rng_state_{rank}.pth" for rank in range(ranks)]:
-        integrity.read_torch(folder / name)
-    integrity.check_links(folder)
     integrity.check_checksums(folder)
+
+
+def to_resume(requested: str | bool | None, run_dir: Path) -> str | None:
+    """Returns the checkpoint that a run resumes from: the one that is named, or the last intact one if it is `True`.
+
+    Rank 0 looks for it and checks it, and the other ranks trust it. Every rank calls it.
+
+    Raises:
+        CheckpointError: the checkpoint is missing or damaged, or there is none. On every rank.
+    """
+    verdict: list[str | None] = [None, None]
+    if requested and not (in_group() and dist.get_rank()):
+        try:
+            if requested is True:
+                folder, damaged = find_last(run_dir)
+                for reason in damaged:
+                    logger.warning("skipped a damaged checkpoint: %s", reason)
+            else:
+                check_resumable(folder := Path(requested))
+            verdict[0] = str(folder)
+        except (CheckpointError, OSError) as error:
+            verdict[1] = str(error)
+    if in_group():
+        dist.broadcast_object_list(verdict)
+    path, problem = verdict
+    if problem is not None:
+        raise CheckpointError(problem)
+    return path
 
 
 def publish(staged: Path, folder: Path) -> None:
@@ -193,6 +180,22 @@ def publish(staged: Path, folder: Path) -> None:
         raise
     flush(folder.parent)
     remove(replaced.parent)
+
+
+def publish_model(staged: Path, folder: Path) -> None:
+    """Moves the files of a model, once the disk has all of them, into a folder that may have an earlier model.
+
+    Its configuration goes first and comes last: a folder has none, or it has a complete model.
+    """
+    flush_tree(staged)
+    configurations = [name for name in _CONFIGURATIONS if (staged / name).exists()]
+    for name in configurations:
+        (folder / name).unlink(missing_ok=True)
+    for path in sorted(staged.iterdir(), key=lambda path: path.name in configurations):
+        if path.is_dir():
+            remove(folder / path.name)
+        path.replace(folder / path.name)
+    flush(folder)
 
 
 def rotate(run_dir: Path, step: int, limit: int | None, best: str | None) -> None:
@@ -258,6 +261,5 @@ def find_last(run_dir: Path, check: Callable[[Path], None] = check_resumable) ->
             damaged.append(str(error))
             continue
         return folder, damaged
-    more = [f"and {len(damaged) - _REASONS} more"] if len(damaged) > _REASONS else []
-    reasons = f": {'; '.join(damaged[:_REASONS] + more)}" if damaged else ""
+    reasons = f": {'; '.join(damaged)}" if damaged else ""
     raise CheckpointError(f"No valid checkpoint found in output directory ({run_dir}){reasons}")

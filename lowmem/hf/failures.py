@@ -20,6 +20,7 @@ _GRACE = 3.0
 _KEY = "lowmem/failed/{}"
 _FOUND = "found: "
 
+_GLOO = re.compile("/gloo/|caused pair closure")
 _TIMEOUT = re.compile(r"(?:[Tt]imed out waiting |Timeout\(ms\)=|timeout after )(\d+)")
 _TOO_SLOW = re.compile(r"tim(?:ed|e)[ -]?out", re.IGNORECASE)
 
@@ -80,7 +81,7 @@ def _of_collective(error: BaseException | None) -> str | None:
     """The message of the first error of a collective in a chain of causes."""
     while error is not None:
         message = str(error)
-        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in message):
+        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and _GLOO.search(message)):
             return message
         error = error.__cause__ or error.__context__
     return None

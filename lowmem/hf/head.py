@@ -1,9 +1,8 @@
 """TRL's fused head, which computes the loss from tiles of logits: the models that it suits, and how it is computed."""
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
+from functools import partial, update_wrapper
+from types import FunctionType, MethodType
 from typing import Any
 
 from accelerate.utils import is_peft_model
@@ -43,62 +42,40 @@ def check(model: Any) -> None:
         )
 
 
-def why_dense(trainer: Any) -> str | None:
-    """The reason why the loss of a trainer gives the weight of the output head a gradient that exists as a whole; None
-    if it does not.
-    """
-    name = type(trainer).__name__
-    if trainer.compute_loss_func is not None:
-        return "compute_loss_func gets all logits"
-    if "trl.trainer.utils" in sys.modules:
-        from trl import GRPOTrainer, RLOOTrainer
+def compute(trainer: Any, layers: LayersConfig, label_smoothing: float = 0.0) -> None:
+    """Lets the losses of a trainer of TRL, and of its reference model, be those of `lowmem.layers.head`.
 
-        if _logs_entropy(trainer):
-            return None
-        if isinstance(trainer, GRPOTrainer | RLOOTrainer):
-            return f"the loss of {name} may depend on the entropy of tokens"
-    return f"{name} takes the loss that the model computes from all logits, and FusedSFTTrainer does not"
-
-
-def _logs_entropy(trainer: Any) -> bool:
-    """Returns whether the entropy of tokens is a metric of a trainer of TRL, and not part of its loss."""
-    from trl import DPOTrainer, KTOTrainer, SFTTrainer
-
-    return isinstance(trainer, SFTTrainer | DPOTrainer | KTOTrainer)
-
-
-@contextmanager
-def loss(trainer: Any, layers: LayersConfig, label_smoothing: float = 0.0) -> Iterator[None]:
-    """Losses that one of TRL's trainers computes inside are those of `lowmem.layers.head`, with smoothed labels.
-
-    TRL 1.16 (trainer/utils.py, add_fused_lm_head) calls one autograd function by its name. Where `computed_gradients`
-    is False, or the loss of a trainer may depend on the entropy of tokens, that stays TRL's own, with smaller tiles on
-    a CPU: it has no option for their size, and allocates about eight float32 tensors of 4096 x 32768 logits.
+    TRL 1.16 (trainer/utils.py, add_fused_lm_head) has given its models a forward that calls one autograd function by
+    its name. Each gets a copy of that forward in which the name is of another function. Where `computed_gradients` is
+    False, or the loss may depend on the entropy of tokens, the function is TRL's own, with smaller tiles on a CPU: it
+    has no option for their size, and allocates about eight float32 tensors of 4096 x 32768 logits.
     """
     if "trl.trainer.utils" not in sys.modules:  # it is none of TRL's trainers
-        yield
         return
-    from trl.trainer import utils
+    from trl import DPOTrainer, KTOTrainer, SFTTrainer
+    from trl.trainer.utils import _ChunkedLogProbFunction
 
-    own, columns = utils._ChunkedLogProbFunction, utils._CHUNKED_LOGPROB_CHUNK_SIZE
+    names: dict[str, Any] = {"_ChunkedLogProbFunction": _ChunkedLogProbFunction}
     if layers.computed_gradients:
-        utils._ChunkedLogProbFunction = _LogProbs(own, layers.head_bytes, label_smoothing, _logs_entropy(trainer))
+        entropy = isinstance(trainer, SFTTrainer | DPOTrainer | KTOTrainer)  # is a metric, and not part of the loss
+        names["_ChunkedLogProbFunction"] = _LogProbs(
+            _ChunkedLogProbFunction, layers.head_bytes, label_smoothing, entropy
+        )
     if trainer.args.device.type == "cpu":
-        utils._CHUNKED_LOGPROB_CHUNK_SIZE = _CPU_COLUMNS
-    try:
-        yield
-    finally:
-        utils._ChunkedLogProbFunction, utils._CHUNKED_LOGPROB_CHUNK_SIZE = own, columns
+        names["_CHUNKED_LOGPROB_CHUNK_SIZE"] = _CPU_COLUMNS
+    for model in (trainer.model, getattr(trainer, "ref_model", None)):
+        for module in () if model is None else model.modules():
+            forward = getattr(vars(module).get("forward"), "__func__", None)
+            if forward is not None and "_ChunkedLogProbFunction" in forward.__code__.co_names:
+                parts = forward.__name__, forward.__defaults__, forward.__closure__
+                copy = FunctionType(forward.__code__, {**forward.__globals__, **names}, *parts)
+                copy.__kwdefaults__ = forward.__kwdefaults__
+                module.forward = MethodType(update_wrapper(copy, forward), module)
 
 
 class _LogProbs:
-    """Called by TRL in place of its ChunkedLogProbFunction.
-
-    Args:
-        own: TRL's.
-        memory, label_smoothing: see `Head`. Where labels are smoothed, minus the loss of a token takes the place of its
-            log-probability, of which the loss is the sum.
-        logs_entropy: the entropy of tokens is a metric, and not part of the loss.
+    """Called by TRL in place of its ChunkedLogProbFunction. Where labels are smoothed, minus the loss of a token takes
+    the place of its log-probability, of which the loss is the sum.
     """
 
     def __init__(self, own: Any, memory: int, label_smoothing: float, logs_entropy: bool) -> None:

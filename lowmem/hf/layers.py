@@ -12,22 +12,21 @@ from lowmem.layers.embedding import compute_gradient
 from lowmem.layers.head import Head
 from lowmem.layers.mlp import tile_mlps
 from lowmem.optimizer import FusedOptimizer
-from lowmem.tiles.gradients import TIMES_LESS
 
 
 def check(args: TrainingArguments, layers: LayersConfig) -> None:
     """Raises `ConfigError` where arguments of the trainer and options of layers exclude each other."""
     if layers.activation_offload is None:
         return
-    if not args.activation_checkpointing:
+    if not args.gradient_checkpointing:
         raise ConfigError(
-            "activation_offload='disk' writes what checkpointed layers keep, and without activation_checkpointing "
-            "every activation would be kept; set activation_checkpointing=True in the trainer's arguments"
+            "activation_offload='disk' writes what checkpointed layers keep, and without gradient_checkpointing "
+            "every activation would be kept; set gradient_checkpointing=True in the trainer's arguments"
         )
-    if getattr(args, "activation_offloading", False) or (args.activation_checkpointing_kwargs or {}).get("offload"):
+    if getattr(args, "activation_offloading", False) or (args.gradient_checkpointing_kwargs or {}).get("offload"):
         raise ConfigError(
             "activation_offload='disk' and offloading to the host exclude each other: omit activation_offloading and "
-            "activation_checkpointing_kwargs={'offload': True}, or activation_offload"
+            "gradient_checkpointing_kwargs={'offload': True}, or activation_offload"
         )
     if args.torch_compile:
         raise ConfigError(
@@ -53,7 +52,8 @@ def change(model: Any, layers: LayersConfig) -> None:
         head = Head(memory=layers.head_bytes)
         head.tile(1, table.num_embeddings, table.embedding_dim)  # raises if that is too little
         compute_gradient(table, head.memory)
-    if layers.activation_offload == "disk" and getattr(model, "is_activation_checkpointing", False):
+    checkpointed = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    if checkpointed and layers.activation_offload == "disk":
         offload_to_file(model, layers.activation_dir)
 
 
@@ -65,27 +65,12 @@ def embedding(model: Any, side: Literal["input", "output"]) -> Any:
         return None
 
 
-def described(model: Any, optimizer: FusedOptimizer, tokens: int) -> str:
-    """Says whether the gradients of a model's head and input embedding are computed as they are read, or why not.
-
-    Args:
-        tokens: of the largest micro-batch.
-    """
+def described(model: Any, optimizer: FusedOptimizer) -> str:
+    """Says whether the gradients of a model's head and input embedding are computed as they are read."""
     layers = (embedding(model, "output"), embedding(model, "input"))
     weights = [layer.weight for layer in layers if hasattr(layer, "weight") and layer.weight.requires_grad]
     records = [optimizer._records[weight] for weight in weights if weight in optimizer._records]
     if not records:
         return "the head and the embedding are not trained"
-    if all(record.computes for record in records):
-        sharded = "and reduced block by block, a shard on each rank"
-        how = f"computed {'as they are read' if optimizer.placement == 'local' else sharded}"
-        most = min(record.span.shape[0] for record in records) // TIMES_LESS
-        if optimizer.placement == "local" and tokens > most:
-            how += f" in batches of up to {most:,} tokens, and tensors in larger ones"
-    elif optimizer.placement != "local":
-        how = f"tensors, because placement {optimizer.placement} reduces them over ranks"
-    elif dense := [record.rule.name for record in records if record.rule.needs_dense_gradient]:
-        how = f"tensors, because rule {dense[0]} needs them"
-    else:
-        how = "tensors, because they are small"
+    how = "computed as they are read" if all(record.computes for record in records) else "tensors"
     return f"of the head and the embedding: {how}"

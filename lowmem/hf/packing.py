@@ -2,29 +2,17 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
-from lowmem.errors import ConfigError, UnsupportedError
+from lowmem.errors import UnsupportedError
 from lowmem.hf.layers import embedding
-
-if TYPE_CHECKING:
-    from trl import SFTConfig
 
 # Tokens of each of the two samples that are tried.
 _LENGTH = 8
-
-
-def check_evaluation(args: "SFTConfig") -> None:
-    """Raises for packed evaluation rows whose samples TRL 1.16 (sft_trainer.py, data collator) would not keep apart."""
-    if args.eval_packing and not (args.packing or args.padding_free) and args.packing_strategy != "wrapped":
-        raise ConfigError(
-            "eval_packing=True without packing: TRL then evaluates a packed row as one sample, in which each sample "
-            "attends to those before it; set packing=True, or omit eval_packing"
-        )
 
 
 def check_borders(

@@ -8,8 +8,6 @@ import copy
 import importlib.util
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -20,18 +18,18 @@ from accelerate.utils.fsdp_utils import fsdp2_apply_ac, fsdp2_prepare_model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from transformers import PreTrainedModel, TrainingArguments
+from transformers import AutoConfig, TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-from transformers.modeling_utils import set_zero3_state
 
 from lowmem import placements
 from lowmem.errors import ConfigError, UnsupportedError
+from lowmem.hf.versions import check_version
 from lowmem.options import DynamicScale
 from lowmem.placements.ranks import set_timeout
 
 # Keys of a DeepSpeed configuration that something else decides here: the values that change nothing, and the advice.
 _DECIDED_ELSEWHERE: dict[str, tuple[tuple[Any, ...], str]] = {
-    "optimizer": ((), "the rule updates; name it in optimizer.rule of a run, or in FusedConfig(rule=...)"),
+    "optimizer": ((), "the rule updates; name it in fused.rule"),
     "scheduler": ((), "the trainer has the schedule: set its lr_scheduler_type and warmup_steps"),
     "zero_optimization.offload_optimizer.device": (
         ("none",),
@@ -49,7 +47,7 @@ _DECIDED_ELSEWHERE: dict[str, tuple[tuple[Any, ...], str]] = {
     "amp.enabled": ((False,), "use bf16 or fp16 of the trainer"),
     "torch_autocast.enabled": ((False,), "use bf16 of the trainer, with weights in bfloat16"),
     "tensor_parallel.autotp_size": ((0, 1), "only ZeRO-3 shards the model"),
-    "data_types.grad_accum_dtype": ((), "optimizer.accumulation_dtype is the dtype in which micro-batches are summed"),
+    "data_types.grad_accum_dtype": ((), "fused.accumulation_dtype is the dtype in which micro-batches are summed"),
 }
 
 
@@ -65,13 +63,7 @@ class Sharding(ABC):
 
     @abstractmethod
     def prepare(self, dtype: torch.dtype) -> None:
-        """Prepares this process to create or load a model whose weights have `dtype`."""
-
-    def creating(self) -> AbstractContextManager[None]:
-        """A context in which a model with random weights is created: with the same seed it gets the weights of one
-        device, and the random state is the same afterwards.
-        """
-        return nullcontext()
+        """Prepares this process to load a model whose weights have `dtype`."""
 
     @abstractmethod
     def shard(self, model: nn.Module, accelerator: Any) -> None:
@@ -103,19 +95,34 @@ def of(args: TrainingArguments) -> Sharding | None:
     return FSDP2Sharding(args) if args.fsdp else None
 
 
+def prepare(model: Any, args: TrainingArguments | None) -> None:
+    """Prepares this process for a trainer of TRL to load the model, if it is given by its name and will be sharded."""
+    if not isinstance(model, str) or args is None or (sharded := of(args)) is None:
+        return
+    options = getattr(args, "model_init_kwargs", None) or {}
+    dtype = options.get("dtype", "float32")
+    if dtype in (None, "auto"):
+        # transformers 5.23 (dynamic_module_utils.py) asks on the terminal where `trust_remote_code` is not given
+        kept = {"trust_remote_code": False, "revision": None} | options
+        kept = {name: kept[name] for name in ("revision", "trust_remote_code")}
+        dtype = AutoConfig.from_pretrained(model, **kept).dtype or "float32"
+    sharded.prepare(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
+
+
 def require_deepspeed() -> None:
     """Raises `ConfigError` if DeepSpeed is not installed."""
     if importlib.util.find_spec("deepspeed") is None:
-        raise ConfigError('deepspeed: DeepSpeed is not installed. Install it with pip install "lowmem[deepspeed]"')
+        raise ConfigError(
+            'deepspeed: DeepSpeed is not installed. Install it with pip install ".[deepspeed]" in the clone'
+        )
 
 
 def _require_process_group(argument: str) -> None:
     if not dist.is_initialized():
-        off = "null" if argument == "deepspeed" else "false"
         raise ConfigError(
             f"{argument}: this process was started alone, so there are no ranks to shard the model over. Start it with "
-            "a launcher: deepspeed --num_gpus N --module lowmem train ..., or torchrun --nproc_per_node N -m lowmem "
-            f"train .... Or omit {argument} (trainer.{argument}={off} in a run): one device resumes any checkpoint"
+            "a launcher: deepspeed --num_gpus N --module lowmem sft ..., or torchrun --nproc_per_node N -m lowmem sft "
+            f"... . Or omit {argument}: one device resumes any checkpoint"
         )
 
 
@@ -126,6 +133,7 @@ class Zero3Sharding(Sharding):
 
     def __init__(self, args: TrainingArguments) -> None:
         super().__init__(args)
+        check_version("deepspeed")
         self._config = args.hf_deepspeed_config
         stage = self._config.get_value("zero_optimization.stage")
         if stage != 3:
@@ -173,22 +181,6 @@ class Zero3Sharding(Sharding):
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
 
-    @contextmanager
-    def creating(self) -> Iterator[None]:
-        """Every parameter is partitioned when its module is complete, and gathered to be initialized."""
-        import deepspeed
-
-        # transformers 5.23 (modeling_utils.py, _from_config) would create the model without initializing it, and then
-        # draw the weights on rank 0, in another order than on one device
-        initialize = PreTrainedModel._initialize_weights
-        PreTrainedModel._initialize_weights = _gathering(initialize)
-        try:
-            # without overrides tensors are created on the CPU, whose random numbers one device takes too
-            with deepspeed.zero.Init(config_dict_or_path=self._config.config, tensor_overrides=()), set_zero3_state():
-                yield
-        finally:
-            PreTrainedModel._initialize_weights = initialize
-
     def shard(self, model: nn.Module, accelerator: Any) -> None:
         if self._engine is not None:
             return
@@ -230,28 +222,6 @@ class Zero3Sharding(Sharding):
         )
 
 
-def _gathering(initialize: Callable[..., None]) -> Callable[..., None]:
-    """`PreTrainedModel._initialize_weights` of partitioned modules: every rank draws the same full tensors."""
-
-    def initialize_gathered(model: PreTrainedModel, module: nn.Module, *args: Any) -> None:
-        import deepspeed
-
-        if getattr(module, "_is_hf_initialized", False):
-            return
-        # some models initialize the parameters of a child again, such as GPT-2's output projections
-        owners = [module, *(child for child in module.children() if not isinstance(child, PreTrainedModel))]
-        params = [param for owner in owners for param in owner.parameters(recurse=False)]
-        with deepspeed.zero.GatheredParameters(params, modifier_rank=0):
-            gathered = {param: param.data for param in params}
-            for param in gathered:
-                param.data = param.data.cpu()
-            initialize(model, module, *args)
-            for param, full in gathered.items():
-                param.data = full.copy_(param.data)
-
-    return initialize_gathered
-
-
 class FSDP2Sharding(Sharding):
     """Shards as Accelerate does for FSDP2, with its settings, except that weights keep their dtype."""
 
@@ -271,7 +241,8 @@ class FSDP2Sharding(Sharding):
     def prepare(self, dtype: torch.dtype) -> None:
         _require_process_group("fsdp")
         if self._settings["cpu_ram_efficient_loading"]:
-            # transformers 5.23 (distributed/fsdp.py) reads it: only rank 0 loads weights
+            # transformers (distributed/fsdp.py) reads it: the other ranks initialize only buffers. 5.23 loads weights
+            # on every rank nevertheless; those of rank 0 are broadcast when the model is sharded
             os.environ["ACCELERATE_USE_FSDP"] = "true"
 
     def shard(self, model: nn.Module, accelerator: Any) -> None:

@@ -16,7 +16,6 @@ from typing import Any, BinaryIO
 import torch
 from accelerate.utils import is_peft_model
 from huggingface_hub import split_state_dict_into_shards_factory
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.overrides import TorchFunctionMode
@@ -27,7 +26,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from lowmem import placements
 from lowmem.errors import CheckpointError
-from lowmem.files import begin_safetensors, check_safetensors, read_json, write_tensor
+from lowmem.files import begin_safetensors, open_safetensors, read_json, write_tensor
 from lowmem.hf import adapters
 
 Offsets = dict[str, tuple[BinaryIO, int]]
@@ -82,14 +81,11 @@ def load_weights(model: nn.Module, folder: Path) -> None:
             f"{folder} has PEFT adapters, and the model has none. Add them to the model first: "
             "peft.get_peft_model(model, config), or peft.PeftModel.from_pretrained(model, folder)"
         )
-    paths = weight_files(folder)
-    for path in paths:
-        check_safetensors(path)
     layout = _FileLayout(model)
     with ExitStack() as stack, torch.no_grad():
         saved: dict[str, Any] = {}
-        for path in paths:
-            file = stack.enter_context(safe_open(path, framework="pt"))
+        for path in weight_files(folder):
+            file = stack.enter_context(open_safetensors(path))
             saved |= dict.fromkeys(file.keys(), file)
         for group in _match(layout, saved, folder):
             _load(layout, group, saved)
@@ -118,8 +114,7 @@ def weight_files(folder: Path) -> list[Path]:
 def saved_weights(folder: Path) -> Iterator[Tensor]:
     """The weights of a directory, read one at a time."""
     for path in weight_files(folder):
-        check_safetensors(path)
-        with safe_open(path, framework="pt") as file:
+        with open_safetensors(path) as file:
             yield from map(file.get_tensor, file.keys())
 
 

@@ -60,7 +60,7 @@ class FileOffload(saved_tensors_hooks):
 def offload_to_file(model: nn.Module, folder: str | None = None) -> FileOffload:
     """Makes the checkpointed layers of a transformers model write their inputs to a file.
 
-    `model.activation_checkpointing_enable()` must have been called; calling it again ends the offload.
+    Activation checkpointing must have been enabled on the model; enabling it again ends the offload.
 
     Args:
         model: a model with layers that transformers checkpoints.
@@ -74,7 +74,7 @@ def offload_to_file(model: nn.Module, folder: str | None = None) -> FileOffload:
     if not layers:
         raise ConfigError(
             f"activation_offload='disk' writes the inputs of checkpointed layers, and {type(model).__name__} has none; "
-            "set activation_checkpointing=true"
+            "set gradient_checkpointing=true"
         )
     functions = [_checkpointing(layer) for layer in layers]
     offload = FileOffload(folder)
@@ -92,12 +92,12 @@ def _checkpointing(layer: nn.Module) -> Callable[..., Any]:
         raise UnsupportedError(
             f"activation_offload='disk': {type(layer).__name__} is checkpointed by another function than "
             "torch.utils.checkpoint.checkpoint, which may offload its inputs elsewhere; omit 'offload' from "
-            "activation_checkpointing_kwargs"
+            "gradient_checkpointing_kwargs"
         )
     if keywords.get("use_reentrant") is not False:
         raise UnsupportedError(
             "activation_offload='disk' needs activation checkpointing that is not reentrant; set "
-            "activation_checkpointing_kwargs={'use_reentrant': False}"
+            "gradient_checkpointing_kwargs={'use_reentrant': False}"
         )
     return function  # type: ignore[no-any-return]
 

@@ -23,7 +23,7 @@ class LayersConfig:
         head_memory: what computing the loss and these gradients may need in addition, such as "128MiB"; more is faster.
         mlp_tile: MLPs compute so many tokens at a time, and once more in backward; None computes all at once.
         activation_offload: "disk" writes the activations that checkpointed layers keep to a file. (On a GPU,
-            `activation_checkpointing_kwargs={"offload": True}` moves them to the host.)
+            `gradient_checkpointing_kwargs={"offload": True}` moves them to the host.)
         activation_dir: directory of that file; None uses a temporary one.
 
     Raises:
@@ -51,7 +51,7 @@ class LayersConfig:
         if self.activation_offload not in ("disk", None):
             raise ConfigError(
                 f"activation_offload={self.activation_offload!r}; allowed are 'disk' and None. To move activations to "
-                "the host set activation_checkpointing_kwargs={'offload': True} in the trainer's arguments"
+                "the host set gradient_checkpointing_kwargs={'offload': True} in the trainer's arguments"
             )
         if self.activation_dir is not None and self.activation_offload is None:
             raise ConfigError(f"activation_dir={self.activation_dir!r} has no effect without activation_offload='disk'")

@@ -139,7 +139,11 @@ def linear_cross_entropy(
         bias: [vocabulary].
         reduction: "mean" over the tokens that are not ignored, "sum", or "none".
         num_items: divides the sum instead of the number of tokens: those of all micro-batches and ranks.
-        logit_scale, softcap, temperature, label_smoothing, z_loss: see `Head`.
+        logit_scale: see `Head`.
+        softcap: see `Head`.
+        temperature: see `Head`.
+        label_smoothing: see `Head`.
+        z_loss: see `Head`.
         memory: bytes of temporaries, which decide how large tiles are.
 
     Returns:

@@ -59,7 +59,7 @@ class Adafactor(UpdateRule):
     source = "Shazeer and Stern 2018, arXiv:1804.04235; T5X"
     keeps = "row and column means of g²"
     exactness = "trajectories recorded from its source, weights to 1e-6"
-    usual_lr = (1e-3, "measured: docs/choosing.md")
+    usual_lr = (1e-3, "measured: docs/how-to/choosing.md")
     relative = (0.9, 1.3)
     decay = "weight_decay_rate"
     sums_squares = True

@@ -91,7 +91,7 @@ class AdafactorT2T(UpdateRule):
     source = "Shazeer and Stern 2018, arXiv:1804.04235; Tensor2Tensor"
     keeps = "row and column means of g²"
     exactness = "trajectories recorded from its source, weights to 2e-5"
-    usual_lr = (1e-3, "measured: docs/choosing.md")
+    usual_lr = (1e-3, "measured: docs/how-to/choosing.md")
     relative = (0.9, 1.3)
     sums_squares = True
     defaults, checks = require.hyperparameters(

@@ -25,7 +25,7 @@ class AdaLomo(UpdateRule):
     source = "Lv et al. 2023, arXiv:2310.10195"
     keeps = "row and column means of g², float32"
     exactness = "trajectories recorded from its source, weights to 1e-6"
-    usual_lr = (1e-3, "measured: docs/choosing.md")
+    usual_lr = (1e-3, "measured: docs/how-to/choosing.md")
     relative = (0.9, 1.3)
     norm_before_clip_value = True
     sums_squares = True

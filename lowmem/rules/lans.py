@@ -109,7 +109,7 @@ class Lans(UpdateRule):
     source = "Zheng et al. 2020, arXiv:2006.13484"
     keeps = "means of g and g²"
     exactness = "trajectories recorded from its source, weights to 1e-6"
-    usual_lr = (4e-4, "measured: docs/choosing.md")
+    usual_lr = (4e-4, "measured: docs/how-to/choosing.md")
     relative = (0.4, 0.7)
     decay = "wd"
     defaults, checks = require.hyperparameters(

@@ -24,7 +24,7 @@ class Lion(UpdateRule):
     source = "Chen et al. 2023, arXiv:2302.06675"
     keeps = "mean of g"
     exactness = "its paper's formula, to 1e-6 in float32"
-    usual_lr = (1e-5, "measured: docs/choosing.md")
+    usual_lr = (1e-5, "measured: docs/how-to/choosing.md")
     defaults, checks = require.hyperparameters(
         lr=(1e-4, require.number(">= 0")),
         betas=((0.9, 0.99), require.betas),

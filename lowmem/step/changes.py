@@ -19,7 +19,7 @@ PARAMETERS = 8
 ELEMENTS = 1 << 10
 
 # A run with nearest rounding is warned about once so many steps in a row have changed less than this share of weights,
-# at a learning rate that does not rise and is at least half of its peak. docs/choosing.md has what was learned there.
+# at a learning rate that does not rise and is at least half of its peak (docs/how-to/choosing.md).
 STEPS = 20
 LITTLE = 0.05
 
