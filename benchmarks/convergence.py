@@ -30,8 +30,8 @@ from benchmarks import reports
 from benchmarks.baselines import select
 from benchmarks.models import llama
 from benchmarks.reports import command, headline, picture, print_table
-from lowmem.run.tokenizers import train_tokenizer
 from scripts.make_docstrings import functions, module_name, signature, source_files
+from scripts.make_model import train_tokenizer
 
 EXTENSIONS = 3  # how often a grid may be extended by one learning rate
 WARMUP = 0.05  # of the steps; after it the learning rate decays linearly to zero

@@ -28,7 +28,10 @@ from typing import Any
 import psutil
 from rich.console import Console
 
+import lowmem.cli
 from benchmarks import reports
+from lowmem.files import checksum
+from scripts.make_model import make_model, train_tokenizer
 
 ROOT = Path(__file__).parent.parent
 STEPS = 24
@@ -39,6 +42,8 @@ MOMENTS = {
     "finishing a checkpoint": ".saving/*/checksums.txt",
     "removing a checkpoint": ".removed",
     "drawing": "loss.png",
+    "saving the final model": ".saving/model",
+    "moving the final model": "tokenizer.json",
 }
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
 SECONDS = 600  # until a run counts as hanging
@@ -48,20 +53,16 @@ SECONDS = 600  # until a run counts as hanging
 class Setting:
     """How the runs of a row are started."""
 
-    overrides: tuple[str, ...] = ()
+    arguments: tuple[str, ...]
     ranks: int = 1
-    adapters: bool = False
 
 
-ZERO3 = (
-    "trainer.deepspeed={zero_optimization: {stage: 3}, train_micro_batch_size_per_gpu: auto, train_batch_size: auto}"
-)
 SETTINGS = {
-    "local": Setting(("optimizer.rule=adamw", "optimizer.rounding=stochastic", "model.dtype=bfloat16")),
-    "deferred": Setting(("optimizer.clip_norm=1.0", "trainer.gradient_accumulation_steps=2", "data.packing=true")),
-    "adapters": Setting(adapters=True),
-    "ZeRO-3, 2 ranks": Setting((ZERO3,), ranks=2),
-    "FSDP2, 2 ranks": Setting(("trainer.fsdp=true", "trainer.fsdp_config={version: 2}"), ranks=2),
+    "local": Setting(("--fused.rule", "adamw", "--fused.rounding", "stochastic", "--dtype", "bfloat16")),
+    "deferred": Setting(("--max_grad_norm", "1", "--gradient_accumulation_steps", "2", "--packing", "true")),
+    "adapters": Setting(("--use_peft", "true", "--lora_r", "4", "--lora_dropout", "0.1", "--fused.rule", "adamw")),
+    "ZeRO-3, 2 ranks": Setting(("--deepspeed", str(ROOT / "configs" / "zero3.json")), ranks=2),
+    "FSDP2, 2 ranks": Setting(("--fsdp",), ranks=2),
 }
 
 
@@ -78,20 +79,16 @@ class Outcome:
 
 def write_config(folder: Path) -> Path:
     """A run of a few seconds that saves, evaluates, rotates checkpoints and draws."""
-    pairs = [{"instruction": f"def get_{i}(self)", "output": f"Return {TOPICS[i % 8]} of {i}."} for i in range(60)]
+    pairs = [{"prompt": f"def get_{i}(self)", "completion": f"Return {TOPICS[i % 8]} of {i}."} for i in range(60)]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
              "num_key_value_heads": 2, "attention_dropout": 0.1}  # fmt: skip
+    make_model(folder / "model", train_tokenizer((text for pair in pairs for text in pair.values()), 300), **sizes)
     config = {
-        "run_dir": str(folder / "run"),
-        "model": {"config": {"model_type": "llama", **sizes}, "train_tokenizer": {"vocab_size": 300},
-                  "dtype": "float32"},
-        "data": {"path": str(folder / "pairs.jsonl"), "eval_fraction": 0.2, "max_length": 64},
-        "optimizer": {"rule": "adalomo", "lr": 0.02},
-        "trainer": {
-            "max_steps": STEPS, "per_device_train_batch_size": 4, "logging_steps": 3, "save_steps": 2,
-            "save_total_limit": 2, "eval_strategy": "steps", "eval_steps": 6, "dataloader_pin_memory": False,
-        },
+        "model_name_or_path": str(folder / "model"), "dtype": "float32", "max_length": 64, "test_split_size": 0.2,
+        "datasets": [{"path": "json", "data_files": str(folder / "pairs.jsonl")}], "fused": {"rule": "adalomo"},
+        "learning_rate": 0.02, "max_grad_norm": 0, "max_steps": STEPS, "per_device_train_batch_size": 4,
+        "logging_steps": 1, "save_steps": 2, "save_total_limit": 2, "eval_strategy": "steps", "eval_steps": 6,
     }  # fmt: skip
     path = folder / "run.yaml"
     path.write_text(json.dumps(config))  # which is YAML
@@ -102,8 +99,8 @@ class Run:
     """One process, or several under torchrun, that trains or resumes in a folder."""
 
     def __init__(self, setting: Setting, config: Path, run_dir: Path) -> None:
-        resume = ["--resume"] if (run_dir / "config.yaml").exists() or list(run_dir.glob("checkpoint-*")) else []
-        words = ["train", str(config), f"run_dir={run_dir}", *setting.overrides, *resume]
+        resume = ["--resume_from_checkpoint", "last"] if (run_dir / "config.yaml").exists() else []
+        words = ["sft", "--config", str(config), "--output_dir", str(run_dir), *setting.arguments, *resume]
         run_dir.parent.mkdir(exist_ok=True, parents=True)
         self.log = run_dir.with_suffix(".log")
         if setting.ranks > 1:
@@ -115,9 +112,9 @@ class Run:
                 )  # fmt: skip
             self.pid = self.process.pid
         else:
-            self.pid = self._fork((lambda: train_adapters(run_dir)) if setting.adapters else (lambda: lowmem(words)))
+            self.pid = self._fork(words)
 
-    def _fork(self, work: Callable[[], None]) -> int:
+    def _fork(self, words: list[str]) -> int:
         """Forks a process that has imported everything: starting Python would take most of the time."""
         if pid := os.fork():
             return pid
@@ -125,8 +122,7 @@ class Run:
         os.dup2(log, 1), os.dup2(log, 2)
         status = 1
         try:
-            work()
-            status = 0
+            lowmem.cli.main(words)
         except SystemExit as end:
             status = int(end.code or 0)
         except BaseException:
@@ -152,36 +148,6 @@ class Run:
             time.sleep(0.001)
 
 
-def lowmem(words: list[str]) -> None:
-    from lowmem.cli import main
-
-    main(words)
-
-
-def train_adapters(run_dir: Path) -> None:
-    """LoRA by a trainer of the user's own."""
-    import peft
-    import torch
-    from datasets import Dataset
-    from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
-
-    from lowmem import FusedConfig
-    from lowmem.trainer import FusedTrainer
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_key_value_heads=2, **sizes))
-    model = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj"]))
-    ids = torch.randint(64, (48, 12), generator=torch.Generator().manual_seed(1)).tolist()
-    args = TrainingArguments(
-        str(run_dir), max_steps=STEPS, per_device_train_batch_size=4, save_steps=2, save_total_limit=2,
-        logging_steps=3, report_to="none", use_cpu=True, learning_rate=1e-2, max_grad_norm=0, seed=7,
-    )  # fmt: skip
-    data = Dataset.from_dict({"input_ids": ids, "labels": ids})
-    trainer = FusedTrainer(model, args=args, fused=FusedConfig(rule="adamw"), train_dataset=data)
-    trainer.train(resume_from_checkpoint=bool(list(run_dir.glob("checkpoint-*"))))
-
-
 def wait(run: Run, until: Callable[[], bool]) -> int | None:
     """Waits until something has happened or the run has ended; returns the exit status then."""
     end = time.monotonic() + SECONDS
@@ -204,7 +170,7 @@ def killed_run(setting: Setting, config: Path, run_dir: Path, seconds: float, ch
             at = time.monotonic() + chance.uniform(0, seconds)
             status = wait(run, lambda at=at: time.monotonic() > at)  # type: ignore[misc]
         else:
-            skipped, begun = chance.randint(0, 6), set()
+            skipped, begun = 0 if "final" in moment else chance.randint(0, 6), set()
 
             def seen(pattern: str = MOMENTS[moment], skipped: int = skipped, begun: set[int] = begun) -> bool:
                 with contextlib.suppress(OSError):  # it is gone already
@@ -223,22 +189,19 @@ def killed_run(setting: Setting, config: Path, run_dir: Path, seconds: float, ch
 
 
 def results(run_dir: Path) -> dict[str, Any]:
-    """What must not depend on crashes: the files of the last checkpoint by content, and the losses by step."""
+    """What must not depend on crashes: the last checkpoint and the final model by content, and the losses by step."""
     checkpoint = run_dir / f"checkpoint-{STEPS}"
     lines = (checkpoint / "checksums.txt").read_text().splitlines()
     files = {name: checksum for checksum, name in (line.split("  ", 1) for line in lines)}
     for name in ("trainer_state.json", "training_args.bin"):  # have times, and the path of the folder
         files.pop(name, None)
     state = json.loads((checkpoint / "trainer_state.json").read_text())
+    files["final model"] = checksum(*run_dir.glob("*model.safetensors"))
     losses = {f"loss at {entry['step']}": entry["loss"] for entry in state["log_history"] if "loss" in entry}
-    if (run_dir / "metrics.jsonl").exists():
-        records = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-        losses |= {
-            f"{key} of {r['step']}": r[key] for r in records for key in ("loss", "eval_loss", "tokens") if key in r
-        }
-        # a run that is killed right after its last save keeps one checkpoint more
-        names = {path.name for path in run_dir.iterdir() if not path.name.startswith((".", "checkpoint-"))}
-        losses["files"] = sorted(names)
+    records = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    losses |= {f"{key} of {r['step']}": r[key] for r in records for key in ("loss", "eval_loss", "tokens") if key in r}
+    # a run that is killed right after its last save keeps one checkpoint more
+    losses["files"] = sorted(path.name for path in run_dir.iterdir() if not path.name.startswith((".", "checkpoint-")))
     return files | losses
 
 
@@ -282,8 +245,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/bench"))
     arguments = parser.parse_args(argv)
     os.environ |= ENVIRONMENT
-    import lowmem.cli
-    import lowmem.run.training  # noqa: F401 (imported before processes are forked)
+    import trl.scripts.sft  # noqa: F401 (imported before processes are forked)
+
+    import lowmem.run.training  # noqa: F401
 
     console = Console()
     with reports.output(arguments.out, "crashes"):

@@ -2,7 +2,7 @@
 
     python -m benchmarks.determinism [--steps 20] [--only "2 data loader workers"]
 
-Every run is the quickstart with a smaller model and fewer steps, by `lowmem train` in a process of its own, on the CPU.
+Every run is the quickstart with a smaller model and fewer steps, by `lowmem sft` in a process of its own, on the CPU.
 Its weights and its last loss are compared with those of another run, which differs in one thing. The attention of the
 first group has dropout, so that a run that draws another random number is seen.
 """
@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from rich.console import Console
 from safetensors.torch import load_file
 
@@ -35,26 +36,28 @@ from benchmarks.baselines import select
 from benchmarks.processes import MeasurementError
 from benchmarks.reports import command, formatted, headline, print_missing, print_table
 from scripts.make_docstrings import collect
+from scripts.make_model import make_model, train_tokenizer
 
 # Of every run that does not say otherwise. Torch and DeepSpeed read it when they are imported.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
-# Not lowmem.run.build: it reads from the environment how many ranks there are.
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["trl.trainer.sft_trainer", "deepspeed", "lowmem.trainer", "lowmem.run.report"])
+CONTEXT.set_forkserver_preload(["trl.scripts.sft", "deepspeed", "lowmem.run.training"])
 
 ROOT = Path(__file__).parent.parent
+# Arguments in place of those of the quickstart; {folder} has the data and the models.
 SMALLER = (
-    "model.config.hidden_size=64", "model.config.intermediate_size=128", "model.config.num_hidden_layers=2",
-    "model.train_tokenizer.vocab_size=512", "data.max_length=64", "trainer.warmup_steps=5", "trainer.logging_steps=1",
-    "trainer.eval_strategy=no", "trainer.save_total_limit=10",
+    "--model_name_or_path={folder}/model", "--max_length=64", "--warmup_steps=5", "--logging_steps=1",
+    "--eval_strategy=no", "--save_total_limit=10",
 )  # fmt: skip
-RECORDS = 202  # 10 are held out, and 192 are 12 full batches
-DROPOUT = ("model.config.attention_dropout=0.1",)
-EVALUATED = ("trainer.eval_strategy=steps", "trainer.eval_steps=5")
-HALVES = ("trainer.per_device_train_batch_size=8",)  # the quickstart has 16
-NOT_FULL = ("data.max_samples=200",)
-ROUNDED = ("model.dtype=bfloat16", "optimizer.rounding=stochastic")
-ZERO3 = "trainer.deepspeed=" + str(ROOT / "configs" / "zero3.json")
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "max_position_embeddings": 256, "tie_word_embeddings": True}  # fmt: skip
+RECORDS = 203  # 11 are held out, and 192 are 12 full batches
+DROPOUT = ("--model_name_or_path={folder}/dropout",)
+EVALUATED = ("--eval_strategy=steps", "--eval_steps=5")
+HALVES = ("--per_device_train_batch_size=8",)  # the quickstart has 16
+NOT_FULL = ("--config={folder}/fewer.yaml",)
+ROUNDED = ("--dtype=bfloat16", "--fused.rounding=stochastic")
+ZERO3 = f"--deepspeed={ROOT / 'configs' / 'zero3.json'}"
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ class Run:
     """A run, and the one it is compared with, by its name; None for one that others are compared with."""
 
     against: str | None
-    overrides: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     ranks: int = 0  # of a process group, if there is one
     elsewhere: bool = False  # started in another directory
@@ -76,29 +79,29 @@ RUNS = {
     FIRST: Run(None, DROPOUT),
     "another process and hash seed": Run(FIRST, DROPOUT, {"PYTHONHASHSEED": "1"}),
     "another directory": Run(FIRST, DROPOUT, elsewhere=True),
-    "1 data loader worker": Run(FIRST, (*DROPOUT, "trainer.dataloader_num_workers=1")),
-    "2 data loader workers": Run(FIRST, (*DROPOUT, "trainer.dataloader_num_workers=2")),
-    "2 processes that tokenize": Run(FIRST, (*DROPOUT, "data.workers=2")),
-    "norms logged": Run(FIRST, (*DROPOUT, "optimizer.log_norms=true")),
+    "1 data loader worker": Run(FIRST, (*DROPOUT, "--dataloader_num_workers=1")),
+    "2 data loader workers": Run(FIRST, (*DROPOUT, "--dataloader_num_workers=2")),
+    "2 processes that tokenize": Run(FIRST, (*DROPOUT, "--dataset_num_proc=2")),
+    "norms logged": Run(FIRST, (*DROPOUT, "--fused.log_norms=true")),
     "evaluated, with dropout": Run(FIRST, (*DROPOUT, *EVALUATED)),
     "resumed twice": Run(FIRST, DROPOUT, resumes=True),
-    "activation checkpointing": Run(FIRST, (*DROPOUT, "trainer.activation_checkpointing=true")),
-    "policy two_pass": Run(FIRST, (*DROPOUT, "optimizer.policy=two_pass")),
-    "policy deferred": Run(FIRST, (*DROPOUT, "optimizer.policy=deferred")),
-    CLIPPED: Run(None, (*DROPOUT, "optimizer.clip_norm=0.5", "optimizer.policy=deferred")),
-    "clipped, two_pass": Run(CLIPPED, (*DROPOUT, "optimizer.clip_norm=0.5", "optimizer.policy=two_pass")),
+    "activation checkpointing": Run(FIRST, (*DROPOUT, "--activation_checkpointing=true")),
+    "policy two_pass": Run(FIRST, (*DROPOUT, "--fused.policy=two_pass")),
+    "policy deferred": Run(FIRST, (*DROPOUT, "--fused.policy=deferred")),
+    CLIPPED: Run(None, (*DROPOUT, "--max_grad_norm=0.5", "--fused.policy=deferred")),
+    "clipped, two_pass": Run(CLIPPED, (*DROPOUT, "--max_grad_norm=0.5", "--fused.policy=two_pass")),
     "2 threads": Run(FIRST, DROPOUT, {"OMP_NUM_THREADS": "2"}),
-    COMPILED: Run(FIRST, (*DROPOUT, "optimizer.compile=true")),
-    "compiled, another process": Run(COMPILED, (*DROPOUT, "optimizer.compile=true")),
+    COMPILED: Run(FIRST, (*DROPOUT, "--fused.compile=true")),
+    "compiled, another process": Run(COMPILED, (*DROPOUT, "--fused.compile=true")),
     UNDROPPED: Run(None),
     "evaluated": Run(UNDROPPED, EVALUATED),
-    "2 micro-batches": Run(UNDROPPED, (*HALVES, "trainer.gradient_accumulation_steps=2")),
+    "2 micro-batches": Run(UNDROPPED, (*HALVES, "--gradient_accumulation_steps=2")),
     "1 rank": Run(UNDROPPED, ranks=1),
     REPLICATED: Run(UNDROPPED, HALVES, ranks=2),
-    FSDP2: Run(UNDROPPED, (*HALVES, "trainer.fsdp=true"), ranks=2),
+    FSDP2: Run(UNDROPPED, (*HALVES, "--fsdp"), ranks=2),
     SHARDED: Run(UNDROPPED, (*HALVES, ZERO3), ranks=2),
     "2 ranks, replicated, again": Run(REPLICATED, HALVES, ranks=2),
-    "2 ranks, FSDP2, again": Run(FSDP2, (*HALVES, "trainer.fsdp=true"), ranks=2),
+    "2 ranks, FSDP2, again": Run(FSDP2, (*HALVES, "--fsdp"), ranks=2),
     "2 ranks, ZeRO-3, again": Run(SHARDED, (*HALVES, ZERO3), ranks=2),
     PARTIAL: Run(None, NOT_FULL),
     "2 ranks, a last batch that is not full": Run(PARTIAL, (*HALVES, *NOT_FULL), ranks=2),
@@ -106,16 +109,24 @@ RUNS = {
     "bfloat16, stochastic, another process": Run(STOCHASTIC, ROUNDED),
     "bfloat16, stochastic, resumed twice": Run(STOCHASTIC, ROUNDED, resumes=True),
     "bfloat16, stochastic, 2 ranks": Run(STOCHASTIC, (*ROUNDED, *HALVES), ranks=2),
-    "another seed": Run(FIRST, (*DROPOUT, "seed=1")),
+    "another seed": Run(FIRST, (*DROPOUT, "--seed=1")),
 }
 
 
-def write_data(path: Path) -> None:
-    """Signatures and docstrings of the standard library, one text per line."""
+def write_inputs(folder: Path) -> None:
+    """Signatures and docstrings of the standard library, one text per line; models; and two configurations."""
     pairs, _ = collect(Path(sysconfig.get_path("stdlib")))
     chosen = islice(pairs, 0, None, len(pairs) // RECORDS)
-    texts = ({"text": f"{pair['instruction']}\n{pair['output']}"} for pair in islice(chosen, RECORDS))
-    path.write_text("".join(json.dumps(text) + "\n" for text in texts))
+    texts = [f"{pair['instruction']}\n{pair['output']}" for pair in islice(chosen, RECORDS)]
+    (folder / "data.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    tokenizer = train_tokenizer(texts, 512)
+    make_model(folder / "model", tokenizer, **SIZES)
+    make_model(folder / "dropout", tokenizer, **SIZES, attention_dropout=0.1)
+    config = yaml.safe_load((ROOT / "configs" / "quickstart.yaml").read_text())
+    data = {"path": "json", "data_files": str(folder / "data.jsonl")}
+    for name, rows in (("config", RECORDS), ("fewer", RECORDS - 2)):
+        config["datasets"] = [{**data, "split": f"train[:{rows}]"}]
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(config))
 
 
 def train(run: Run, steps: int, folder: Path) -> tuple[dict[str, torch.Tensor], dict[int, float]]:
@@ -126,16 +137,16 @@ def train(run: Run, steps: int, folder: Path) -> tuple[dict[str, torch.Tensor], 
     """
     where = Path(tempfile.mkdtemp(dir=folder))
     saves = -(-steps // 3) if run.resumes else steps
-    sizes = (f"trainer.max_steps={steps}", f"trainer.save_steps={saves}", f"data.path={folder / 'data.jsonl'}")
-    config = ("train", str(ROOT / "configs" / "quickstart.yaml"), *SMALLER, *sizes, *run.overrides)
-    arguments = ["lowmem", *config, f"run_dir={where / 'run'}"]
+    sizes = (f"--max_steps={steps}", f"--save_steps={saves}", f"--output_dir={where / 'run'}")
+    words = ("--config={folder}/config.yaml", *SMALLER, *run.arguments, *sizes)
+    arguments = ["lowmem", "sft", *(word.format(folder=folder) for word in words)]
     start = _in_new_interpreter if run.environment else _in_forks
     start(arguments, run, where)
     for resumed in (saves, 2 * saves) if run.resumes else ():
         for checkpoint in (where / "run").glob("checkpoint-*"):
             if int(checkpoint.name.rpartition("-")[2]) > resumed:
                 shutil.rmtree(checkpoint)
-        start([*arguments, "--resume"], run, where)
+        start([*arguments, "--resume_from_checkpoint=last"], run, where)
     lines = map(json.loads, (where / "run" / "metrics.jsonl").read_text().splitlines())
     losses = {line["step"]: line["loss"] for line in lines if "loss" in line}
     return load_file(where / "run" / f"checkpoint-{steps}" / "model.safetensors"), losses
@@ -197,7 +208,7 @@ def compare(names: Sequence[str], options: argparse.Namespace) -> tuple[dict[str
     failed: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="lowmem-bench-") as temporary:
         folder = Path(temporary)
-        write_data(folder / "data.jsonl")
+        write_inputs(folder)
         finished = functools.cache(lambda name: train(RUNS[name], options.steps, folder))
         console = Console(stderr=True)
         for number, name in enumerate(names, 1):
@@ -231,7 +242,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         ]
         print_table(("run", "compared with", "bit-identical", "weights differ by", "loss differs by"), rows)
         print_missing(failed, {})
-        settings = {"steps": options.steps, "records": RECORDS, "overrides": SMALLER}
+        settings = {"steps": options.steps, "records": RECORDS, "arguments": SMALLER}
         reports.save(options.out / "determinism.json", settings, differences=differences, failed=failed)
 
 

@@ -6,6 +6,7 @@ The quickstart trains on without an end, with a checkpoint every 200 steps, eval
 it. What a step leaves behind shows as a slope over the samples after the first tenth.
 """
 
+import json
 import os
 import signal
 import subprocess
@@ -18,17 +19,17 @@ from pathlib import Path
 
 import numpy as np
 import psutil
+import yaml
 from rich.progress import track
 
 from benchmarks import reports
 from benchmarks.reports import command, make_parser, output, picture, print_table
-from lowmem.run.metrics import read_metrics
 
 ROOT = Path(__file__).parent.parent
 SECONDS = 5  # between two samples
-OVERRIDES = (
-    "trainer.max_steps=1000000000", "trainer.lr_scheduler_type=constant", "trainer.save_steps=200",
-    "trainer.save_total_limit=2", "trainer.logging_steps=10", "trainer.eval_steps=500",
+ARGUMENTS = (
+    "--max_steps", "1000000000", "--lr_scheduler_type", "constant", "--save_steps", "200", "--save_total_limit", "2",
+    "--logging_steps", "10", "--eval_steps", "500",
 )  # fmt: skip
 
 
@@ -51,9 +52,14 @@ def sample(process: psutil.Process, start: float) -> Sample:
 
 def watch(minutes: int, folder: Path) -> tuple[list[Sample], dict[str, float]]:
     """Trains in `folder` for so long; the samples, and what the run did."""
-    data = folder / "docstrings.jsonl"
-    subprocess.run([sys.executable, ROOT / "scripts" / "make_docstrings.py", "--out", data], check=True, cwd=ROOT)
-    words = ["train", "configs/quickstart.yaml", f"run_dir={folder}/run", f"data.path={data}", *OVERRIDES]
+    data, model = folder / "docstrings.jsonl", folder / "model"
+    for words in (("make_docstrings.py", "--out", data), ("make_model.py", "--data", data, "--out", model)):
+        subprocess.run([sys.executable, ROOT / "scripts" / words[0], *words[1:]], check=True, cwd=ROOT)
+    config = yaml.safe_load((ROOT / "configs" / "quickstart.yaml").read_text())
+    config |= {"output_dir": f"{folder}/run", "model_name_or_path": str(model)}
+    config["datasets"] = [{"path": "json", "data_files": str(data)}]
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    words = ("sft", "--config", f"{folder}/config.yaml", *ARGUMENTS)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with (folder / "log.txt").open("w") as log:
         start_run = [sys.executable, "-m", "lowmem", *words]
@@ -64,9 +70,9 @@ def watch(minutes: int, folder: Path) -> tuple[list[Sample], dict[str, float]]:
         samples.append(sample(process, start))
     run.send_signal(signal.SIGTERM)
     status = run.wait(timeout=600)
-    records = read_metrics(folder / "run")
-    steps = records[-1]["step"]
-    return samples, {"steps": steps, "checkpoints": steps // 200 + 1, "tokens": records[-1]["tokens"], "exit": status}
+    last = json.loads((folder / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    steps = last["step"]
+    return samples, {"steps": steps, "checkpoints": steps // 200 + 1, "tokens": last["tokens"], "exit": status}
 
 
 def slope(samples: list[Sample]) -> float:

@@ -1,4 +1,4 @@
-"""The only access to lowmem's internals in benchmarks/ and scripts/gpu/. Everything else there uses the public API."""
+"""The only access to lowmem's internals in benchmarks/, but for `gpu` and `triton_check` (compiled code)."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import lowmem
 from benchmarks.models import llama
 from lowmem.errors import LowmemError
-from lowmem.run.tokenizers import train_tokenizer
 from scripts.make_docstrings import functions, module_name, source_files
+from scripts.make_model import train_tokenizer
 
 # Layers, hidden size, and updates and learning rate of pretraining.
 SIZES = {"1M": (4, 128, 1500, 4e-3), "5M": (6, 256, 800, 2e-3), "20M": (6, 512, 500, 1e-3)}

@@ -22,9 +22,7 @@ from benchmarks.long_context_plans import DEFAULTS, OFF, SHORTEST
 from benchmarks.measurement import peak_of_tensors
 from benchmarks.processes import alone
 from benchmarks.reports import command, headline, print_table
-from benchmarks.runs import configuration, step_of
-from lowmem.run.config import RunConfig
-from lowmem.run.plan import plan
+from benchmarks.runs import Configuration, configuration, planned, step_of
 
 # Part `measured`: a Llama whose head may need as small a part of the memory as that of a large one.
 SMALL = {"model_type": "llama", "vocab_size": 2048, "hidden_size": 64, "intermediate_size": 224,
@@ -54,7 +52,7 @@ def timed(tokens: int) -> dict[str, dict[str, Any]]:
 # -- measured ----------------------------------------------------------------------------------------------------------
 
 
-def real_step(config: RunConfig) -> dict[str, float]:
+def real_step(config: Configuration) -> dict[str, float]:
     """Bytes of tensors at the peak of a step on the CPU, and the seconds that measuring it takes."""
     step, start = step_of(config), time.perf_counter()
     return {"real": peak_of_tensors(step), "seconds": time.perf_counter() - start}
@@ -68,7 +66,7 @@ def measured(options: Any) -> None:
         for setting, layers in MEASURED.items():
             options_of_layers = {"head_memory": "1MiB", **layers}
             config = partial(configuration, SMALL, tokens, dtype=options.dtype, layers=options_of_layers, compile=False)
-            expected = plan(config(), "cpu").step.peak
+            expected = planned(config(), "cpu").peak
             results[setting][tokens] = {"planned": expected, **alone(real_step, config())}
     print(f"Peak of tensors in MiB: real / planned; {headline(options.dtype)}\n")
     rows = [

@@ -8,8 +8,7 @@ from typing import Any
 
 from benchmarks import reports
 from benchmarks.reports import picture, print_table
-from benchmarks.runs import configuration
-from lowmem.run.plan import plan
+from benchmarks.runs import configuration, planned
 
 LLAMA = {"model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8, "max_position_embeddings": 131072}
 QWEN3 = {"model_type": "qwen3", "vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128}
@@ -63,12 +62,12 @@ SMALL_VOCABULARY = 8192
 
 def peak(model: Mapping[str, Any], tokens: int, setting: Mapping[str, Any], **changes: Any) -> int:
     """Bytes of tensors at the peak of a planned step on a GPU; `changes` are of the model."""
-    return plan(configuration({**model, **changes}, tokens, **setting), "gpu").step.peak
+    return planned(configuration({**model, **changes}, tokens, **setting), "gpu").peak
 
 
 def weights(model: Mapping[str, Any]) -> int:
     """Bytes of the weights."""
-    return plan(configuration(model, 64), "gpu").step.items["weights"]
+    return planned(configuration(model, 64), "gpu").items["weights"]
 
 
 @cache

@@ -1,6 +1,6 @@
 """The loop around a training step: how much of a step is neither the model nor the update.
 
-    python -m benchmarks.loop [--load 1x128] [--only "lowmem train"] [--rounds 3]
+    python -m benchmarks.loop [--load 1x128] [--only "lowmem sft"] [--rounds 3]
 
 Every loop trains the same Llama on rows of random tokens, with activation checkpointing, without clipping, and logs
 every step. A step lasts from the end of one to the end of the next, so it contains fetching and collating its batch,
@@ -36,9 +36,9 @@ from benchmarks.processes import Figures, alone, in_rounds, medians
 from benchmarks.reports import command, formatted, headline, print_missing, print_table
 from benchmarks.runs import configuration, trainer_of
 from lowmem.run.report import RunReport
-from lowmem.run.tokenizers import SMALLEST_VOCABULARY, train_tokenizer
+from scripts.make_model import SMALLEST_VOCABULARY, train_tokenizer
 
-OURS = "lowmem train"
+OURS = "lowmem sft"
 BASE = "PyTorch loop, AdamW(fused=True)"
 PHASES = ("forward", "backward", "update")
 
@@ -116,7 +116,7 @@ def arguments(workload: Workload) -> dict[str, Any]:
 
 
 def peer_arguments(workload: Workload) -> dict[str, Any]:
-    """Those of Hugging Face's own trainers, which are the defaults of `lowmem train`."""
+    """Those of Hugging Face's own trainers, which are the defaults of `lowmem sft`."""
     return {
         **arguments(workload),
         "learning_rate": LR,
@@ -131,14 +131,15 @@ def peer_arguments(workload: Workload) -> dict[str, Any]:
 
 
 def run_lowmem(workload: Workload, clock: Clock, folder: str, computed: bool = True, **optimizer: Any) -> None:
-    """`lowmem train` with its report, its files and its progress bar."""
-    layers, hidden, vocabulary = SIZES[workload.size]
-    model = {"model_type": "llama", "vocab_size": vocabulary, "hidden_size": hidden, "num_hidden_layers": layers,
+    """`lowmem sft` with its report, its files and its progress bar."""
+    depth, hidden, vocabulary = SIZES[workload.size]
+    model = {"model_type": "llama", "vocab_size": vocabulary, "hidden_size": hidden, "num_hidden_layers": depth,
              "intermediate_size": workload.intermediate, "num_attention_heads": hidden // 64}  # fmt: skip
-    config = configuration(model, workload.tokens, dtype=workload.dtype, layers={"computed_gradients": computed})
-    if optimizer:
-        config.optimizer = lowmem.FusedConfig(**{"rule": "adalomo", "lr": LR, **optimizer})
-    config.run_dir, config.trainer = folder, {**config.trainer, **arguments(workload)}
+    layers = {"computed_gradients": computed}
+    others = {**arguments(workload), **{f"fused.{name}": value for name, value in optimizer.items()}}
+    config = configuration(
+        model, workload.tokens, dtype=workload.dtype, layers=layers, learning_rate=LR, output_dir=folder, **others
+    )
     trainer = trainer_of(config, rows_of(workload))
     trainer.add_callback(clock)
     with (
@@ -191,7 +192,7 @@ def run_pytorch(workload: Workload, clock: Clock, folder: str, update: Literal["
             clock.end_step()
 
 
-_ADAMW = {"rule": "torch.optim.AdamW", "hyper": {"fused": True}}
+_ADAMW = {"rule": "torch.optim.AdamW", "rounding": "nearest", "fused": True}
 LOOPS = {
     OURS: Method(run_lowmem, "ours"),
     f"{OURS}, computed_gradients=False": Method(partial(run_lowmem, computed=False), "ours"),

@@ -38,7 +38,7 @@ def llama(
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(llama_config, dtype=getattr(torch, dtype))
     if checkpointing:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.train()
 
 

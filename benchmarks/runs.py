@@ -1,17 +1,29 @@
-"""Runs of `lowmem train` as benchmarks: their configuration, and the step of their trainer."""
+"""Runs of `lowmem sft` as benchmarks: their arguments, their plan, and the step of their trainer."""
 
+import json
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from datasets import Dataset
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from lowmem.layers.config import LayersConfig
-from lowmem.options import FusedConfig
 from lowmem.run import build
-from lowmem.run.config import DataConfig, ModelConfig, RunConfig
-from lowmem.run.tokenizers import SMALLEST_VOCABULARY, train_tokenizer
+from lowmem.run.arguments import Arguments, parse
+from lowmem.run.plan import StepMemory, plan
+from scripts.make_model import SMALLEST_VOCABULARY, train_tokenizer
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A model with random weights, and arguments by their names on the command line."""
+
+    model: Mapping[str, Any]
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 def configuration(
@@ -22,43 +34,60 @@ def configuration(
     layers: Mapping[str, Any] | None = None,
     offload: bool = False,
     compile: bool | Literal["auto"] = "auto",
-) -> RunConfig:
+    **others: Any,
+) -> Configuration:
     """A run of AdaLomo with one sequence per step and activation checkpointing.
 
     Args:
-        model: of `model.config`.
+        model: what its config.json has.
         tokens: of the sequence.
         layers: options of `LayersConfig`.
         offload: checkpointed layers move their inputs to the host.
+        others: further arguments, or other values.
     """
-    checkpointing = {"activation_checkpointing_kwargs": {"offload": True}} if offload else {}
-    rounding = "nearest" if dtype == "float32" else "stochastic"
-    return RunConfig(
-        run_dir="runs/benchmark",
-        model=ModelConfig(config=dict(model), tokenizer="none", dtype=dtype),
-        data=DataConfig(path="none.jsonl", max_length=tokens, workers=1),
-        optimizer=FusedConfig(rule="adalomo", lr=1e-4, rounding=rounding, compile=compile),
-        layers=LayersConfig(**layers or {}),
-        trainer={"per_device_train_batch_size": 1, "max_steps": 1, "loss_type": "nll", **checkpointing},
-    )
+    arguments = {
+        "dtype": dtype, "max_length": tokens, "learning_rate": 1e-4, "max_grad_norm": 0, "max_steps": 1,
+        "per_device_train_batch_size": 1, "loss_type": "nll", "bf16": False, "report_to": "none",
+        "fused.rule": "adalomo", "fused.rounding": "nearest" if dtype == "float32" else "stochastic",
+        "fused.compile": compile, **{f"layers.{name}": value for name, value in (layers or {}).items()},
+    }  # fmt: skip
+    if offload:
+        arguments["activation_checkpointing_kwargs"] = {"offload": True}
+    return Configuration(model, {**arguments, **others})
 
 
-def trainer_of(config: RunConfig, rows: list[list[int]]) -> Any:
-    """A run's own trainer, with random weights and rows of tokens. Its run folder may be temporary."""
+@contextmanager
+def parsed(config: Configuration, device: str) -> Iterator[Arguments]:
+    """The arguments of `lowmem sft` in a temporary folder with the model's config.json."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config.model))
+        values = {"output_dir": folder, "model_name_or_path": folder, **config.arguments}
+        texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}
+        yield parse("sft", [word for name, text in texts.items() for word in (f"--{name}", text)], device=device)
+
+
+def planned(config: Configuration, device: str) -> StepMemory:
+    """The memory of a step by its plan."""
+    with parsed(config, device) as arguments:
+        return plan(arguments, device).step
+
+
+def trainer_of(config: Configuration, rows: list[list[int]]) -> Any:
+    """A run's own trainer on the CPU, with random weights and rows of tokens."""
     dataset = Dataset.from_dict({"input_ids": rows, "labels": rows})
-    samples = build.Samples(train_tokenizer(["a"], SMALLEST_VOCABULARY), dataset, dataset)
-    args = build.arguments(config, samples)
-    return build.trainer(config, samples, build.model(config, samples.tokenizer, args), args)
+    with parsed(config, "cpu") as arguments:
+        kind = AutoConfig.for_model(**config.model)
+        model = AutoModelForCausalLM.from_config(kind, dtype=arguments.dtype, attn_implementation="sdpa")
+        tokenizer = train_tokenizer(["a"], SMALLEST_VOCABULARY)
+        return build.trainer(arguments, dataset, None, model, processing_class=tokenizer)
 
 
-def step_of(config: RunConfig) -> Callable[[], None]:
+def step_of(config: Configuration) -> Callable[[], None]:
     """The training step of a run's own trainer on the CPU, with random weights and random tokens."""
-    with tempfile.TemporaryDirectory() as folder:  # a trainer creates its output folder
-        config.run_dir, config.trainer = folder, {**config.trainer, "use_cpu": True}
-        ids = torch.randint((config.model.config or {})["vocab_size"], (config.data.max_length,)).tolist()
-        trainer = trainer_of(config, [ids])
+    ids = torch.randint(config.model["vocab_size"], (config.arguments["max_length"],)).tolist()
+    trainer = trainer_of(config, [ids])
     model = trainer.model
-    model.activation_checkpointing_enable(trainer.args.activation_checkpointing_kwargs)
+    model.gradient_checkpointing_enable(trainer.args.activation_checkpointing_kwargs)
     model.train()
     optimizer = trainer.create_optimizer()
     batch = dict(trainer.data_collator([trainer.train_dataset[0]]))

@@ -1,0 +1,261 @@
+"""Triton kernels that inductor generates for an update: counted, compiled ahead of time, or interpreted. No GPU."""
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, NoReturn
+from unittest import mock
+
+import torch
+from torch import Tensor, fx
+from torch._inductor import async_compile
+from torch._inductor.codecache import PyCodeCache
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.graph import GraphLowering
+from torch._inductor.runtime import triton_helpers
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+from torch._subclasses.fake_tensor import is_fake
+
+from lowmem.placements.base import Shard
+from lowmem.tiles.graph import OPTIONS, Compiler, Function, Sizes
+from lowmem.tiles.tile import RawTile, Tile
+
+GPU = torch.device("cuda", 0)
+
+
+@dataclass
+class Launch:
+    """A kernel and the arguments that it is launched with."""
+
+    kernel: CachingAutotuner
+    args: tuple[Any, ...]
+
+    @property
+    def moved(self) -> int:
+        """Bytes that it reads and writes: those of a tensor once for each loop over it, as if no cache kept them from
+        one loop to the next. What one loop reads several times, such as a vector for each row, counts once.
+        """
+        tensors = dict(zip(self.kernel.fn.arg_names, self.args, strict=False))
+        accesses, loop = set(), 0
+        for line in self.kernel.fn.src.split("\n"):
+            loop += line.startswith("    for ")
+            inside = loop if line.startswith(8 * " ") else None
+            for how, name, index in re.findall(r"tl\.(load|store|atomic_add)\((\w+) \+ \((.*)", line):
+                varies = re.search(r"\b[xyr]\d*_?\d+\b|\btmp\d+", index.split(", ")[0]) is not None
+                accesses.add((how, inside, name, varies))
+        return sum(tensors[name].nbytes if varies else tensors[name].itemsize for *_, name, varies in accesses)
+
+
+@dataclass
+class Generated:
+    """What inductor generates while updates run.
+
+    Attributes:
+        launches: recorded instead of launched, unless kernels are interpreted.
+        calls: of compiled functions. A shard has several, cut where sums of its tiles and ranks are taken.
+        allocated: bytes of buffers that the code allocates, results included.
+        tiles: as rules have read them while they were traced.
+    """
+
+    launches: list[Launch] = field(default_factory=list)
+    calls: int = 0
+    allocated: int = 0
+    tiles: list[tuple[Tile, RawTile]] = field(default_factory=list)
+
+    @property
+    def read(self) -> float:
+        """Bytes per element that the rule's passes over the parameter read."""
+        total = 0.0
+        for tile, raw in self.tiles:
+            read = {**vars(tile), **vars(tile.full)}
+            held = {"param": raw.param, **raw.full}
+            total += raw.grad.itemsize if "unclipped" in read else 0
+            total += sum(each.storage.bytes_per_element for name, each in held.items() if name in read)
+        return total
+
+
+class _OneRank:
+    """The ranks of a shard that is all of its parameter."""
+
+    def all_reduce_sum(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return list(tensors)
+
+    all_reduce_max = all_reduce_sum
+
+
+class _SourceError(Exception):
+    """Carries the generated code out of the compiler."""
+
+
+@contextmanager
+def generating(interpreted: bool, sharded: bool = False) -> Iterator[Generated]:
+    """Updates of tensors on the CPU are compiled for "cuda", as those of a shard if `sharded`. Their kernels are run by
+    Triton's interpreter, or only recorded.
+
+    Whoever enters has called `pretend`.
+    """
+    generated = Generated()
+    tensor, create = Sizes.tensor, Tile.__init__
+
+    def create_and_note(tile: Tile, raw: RawTile) -> None:
+        create(tile, raw)
+        if is_fake(raw.grad):  # nothing else is traced
+            generated.tiles.append((tile, raw))
+
+    def compiled(graph: fx.GraphModule, sizes: Sizes, args: Sequence[Tensor]) -> Function:
+        source = _source(graph, sizes, args)
+        return graph if source is None else _load(source, generated)
+
+    def record(kernel: CachingAutotuner, *args: Any, stream: int) -> None:
+        generated.launches.append(Launch(kernel, args))
+
+    def fail(error: Exception) -> NoReturn:
+        raise error
+
+    recording = mock.patch.object(CachingAutotuner, "run", record)
+    with (
+        mock.patch("lowmem.step.compiled._TRACED", {}),
+        mock.patch.object(Compiler, "give_up", fail),
+        mock.patch.object(Shard, "ranks_of", lambda *_: _OneRank() if sharded else None),
+        mock.patch.object(Sizes, "tensor", lambda sizes, shape, dtype, device: tensor(sizes, shape, dtype, GPU)),
+        mock.patch.object(Tile, "__init__", create_and_note),
+        mock.patch("lowmem.tiles.traced.compiled", compiled),
+        mock.patch("lowmem.tiles.graph.compiled", compiled),
+        mock.patch.object(triton_helpers, "set_driver_to_gpu", lambda: None),
+        _interpreter() if interpreted else recording,
+    ):
+        yield generated
+
+
+def _source(graph: fx.GraphModule, sizes: Sizes, args: Sequence[Tensor]) -> str | None:
+    """The code of a module with a function `call`, and of its kernels; None if there is nothing to compute."""
+
+    def stop(lowering: GraphLowering) -> None:
+        raise _SourceError(lowering.codegen()[0].value)
+
+    with (
+        mock.patch.object(GraphLowering, "compile_to_module", stop),
+        torch._guards.tracing(torch._guards.TracingContext(sizes.mode)),
+        torch.no_grad(),
+    ):
+        try:
+            # it would compute constants on the device
+            compile_fx(graph, list(args), config_patches=OPTIONS | {"joint_graph_constant_folding": False})
+        except Exception as error:
+            inner = getattr(error, "inner_exception", error)
+            if not isinstance(inner, _SourceError):
+                raise
+            return str(inner)
+    return None
+
+
+def _load(source: str, generated: Generated) -> Function:
+    """The generated function, which allocates on the CPU what it would allocate on the GPU."""
+
+    def kernel(_: Any, name: str, code: str, **__: Any) -> Any:
+        return getattr(PyCodeCache.load(code), name)
+
+    def empty_strided(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+        buffer = torch.empty_strided(size, stride, dtype=dtype)
+        generated.allocated += buffer.nbytes
+        return buffer
+
+    torch._C._cuda_getCurrentRawStream = lambda _: 0
+    torch.cuda._DeviceGuard = lambda _: nullcontext()  # type: ignore[misc, assignment]
+    with (
+        mock.patch.object(torch._C._dynamo.guards, "_empty_strided_cuda", empty_strided),
+        mock.patch.object(async_compile.AsyncCompile, "triton", kernel),
+    ):
+        call = PyCodeCache.load(source).call
+
+    def count_and_call(*args: Tensor) -> list[Tensor]:
+        generated.calls += 1
+        return list(call(list(args)))
+
+    return count_and_call
+
+
+# -- compiled ----------------------------------------------------------------------------------------------------------
+
+
+class Resources(NamedTuple):
+    """What a compiled kernel takes: registers and bytes of spilled ones per thread, shared memory per block."""
+
+    registers: int
+    spilled: int
+    shared: int
+
+
+def compile_for(kernel: CachingAutotuner, capability: int) -> list[Resources]:
+    """Compiles a kernel for a GPU that need not be there, in each of the configurations that a GPU would time."""
+    return [_compile(kernel, config, capability) for config in kernel.configs]
+
+
+def _compile(kernel: CachingAutotuner, config: Any, capability: int) -> Resources:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    meta = kernel._create_compile_meta(config)
+    code = ASTSource(kernel.fn, meta["signature"], meta["constants"], meta["configs"][0])
+    options = kernel._create_compile_options(config, meta)
+    binary = triton.compile(code, target=GPUTarget("cuda", capability, 32), options=options)
+    ptx = binary.asm["ptx"]
+    target = re.search(r"\.target (\w+)", ptx)
+    assert target is not None
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        ptxas = triton.knobs.nvidia.ptxas.path
+        command = [ptxas, "-v", f"--gpu-name={target[1]}", file.name, "-o", "/dev/null"]
+        log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers, spilled = (
+        sum(map(int, re.findall(pattern, log))) for pattern in (r"Used (\d+) registers", r"(\d+) bytes spill stores")
+    )
+    return Resources(registers, spilled, binary.metadata.shared)
+
+
+# -- interpreted -------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _interpreter() -> Iterator[None]:
+    """What the interpreter lacks: CUDA's functions, and the rounding of float32 to bfloat16, for it cuts off."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    convert = interpreter._convert_float
+
+    def rounded(data: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if (source, target) != (tl.float32, tl.bfloat16):
+            return convert(data, source, target, rounding)
+        return torch.from_numpy(data).bfloat16().view(torch.uint16).numpy()
+
+    with (
+        mock.patch.object(interpreter, "_convert_float", rounded),
+        mock.patch.object(triton_helpers, "libdevice", _Library()),
+    ):
+        yield
+
+
+class _Library:
+    """CUDA's library of functions, by torch."""
+
+    def __getattr__(self, name: str) -> Any:
+        import triton.language as tl
+        from triton.runtime.interpreter import TensorHandle
+
+        function = getattr(torch, {"nearbyint": "round"}.get(name, name))
+
+        def run(*args: Any) -> Any:
+            values = [torch.from_numpy(arg.handle.data) if isinstance(arg, tl.tensor) else arg for arg in args]
+            result = function(*values)
+            first = next(arg for arg in args if isinstance(arg, tl.tensor))
+            dtype = tl.int1 if result.dtype == torch.bool else first.dtype
+            shape = list(first.shape)
+            return tl.tensor(TensorHandle(result.numpy(), dtype), tl.block_type(dtype, shape) if shape else dtype)
+
+        return run

@@ -1,0 +1,218 @@
+"""Checks what lowmem compiles for a GPU, on a machine without one. Nothing is run on a GPU, and nothing is timed.
+
+    pip install triton   # the version that torch was built for
+    python -m benchmarks.triton_check [--rules adalomo adamw] [--out benchmarks/results/triton.json]
+
+For each rule and rounding, Inductor generates the Triton code of an update as it would for a GPU, of a parameter and of
+a shard. The kernels that update a 4096 x 4096 bfloat16 matrix are counted, with the bytes that they read and write, and
+compiled for sm_80 and sm_90. Triton's interpreter runs the same code on a small matrix, and the results are compared
+with those of eager code.
+"""
+
+import argparse
+import itertools
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+import lowmem
+import lowmem.step.updates
+from benchmarks import reports
+from benchmarks.engine import update_one
+from benchmarks.gpu.kernels import Launch, Resources, compile_for, generating
+from benchmarks.gpu.pretended import DEVICES, pretend
+from lowmem.tiles.storage import widen
+
+RESULTS = Path(__file__).parent / "results" / "triton.json"
+RULES = [row.name for row in lowmem.rules.table()]
+ROUNDINGS = ["nearest", "stochastic", "compensated"]
+PLACES = ["parameter", "shard"]
+MATRIX = 4096, 4096
+INTERPRETED = 48, 80  # the interpreter takes a tenth of a millisecond for an operation of a block
+
+NOTE = "Nothing was run or timed on a GPU: kernels were counted, compiled ahead of time, and interpreted on a CPU."
+
+Tensors = dict[str, Tensor]
+
+
+def initial(size: tuple[int, int]) -> Tensor:
+    """The weight before its first update, after which gradients are drawn."""
+    torch.manual_seed(0)
+    return torch.randn(size).bfloat16()
+
+
+def updated(rule: str, rounding: str, size: tuple[int, int], steps: int, compile: bool) -> tuple[Tensor, Tensors]:
+    """A weight after some updates, and its states by name, those of its storage included."""
+    param = torch.nn.Parameter(initial(size))
+    opt = lowmem.FusedOptimizer([param], rule=rule, lr=1e-2, rounding=rounding, batching=False, compile=compile)
+    with torch.no_grad():
+        for _ in range(steps):
+            update_one(opt, param, torch.randn(size).bfloat16())
+    states = next(iter(opt.named_state_dict()["state"].values()), {})  # some rules have none
+    return param.detach(), {name: value for name, value in states.items() if isinstance(value, Tensor)}
+
+
+# -- kernels -----------------------------------------------------------------------------------------------------------
+
+
+def count(rule: str, rounding: str, place: str) -> dict[str, Any]:
+    """The kernels of an update, what they move and what they take.
+
+    calls: of compiled functions. That of a shard is cut where sums over ranks are taken.
+    floor_bytes: what is kept and the gradient read once, and what is kept written once.  passes_bytes: with what each
+    pass of the rule reads.  allocated: bytes of all buffers of the compiled functions.
+    """
+    with generating(interpreted=False, sharded=place == "shard") as generated:
+        param, states = updated(rule, rounding, MATRIX, 1, compile=True)
+    written = param.nbytes + sum(state.nbytes for state in states.values())
+    full = param.nbytes + sum(state.nbytes for state in states.values() if state.shape == param.shape)
+    moved = sum(launch.moved for launch in generated.launches)
+    passes = int(generated.read * param.numel()) + full
+    compiled = {f"sm_{capability}": resources(generated.launches, capability) for capability in DEVICES}
+    floor = 2 * written + param.nbytes
+    return {
+        "calls": generated.calls,
+        "kernels": len(generated.launches),
+        "bytes": moved,
+        "floor_bytes": floor,
+        "over_floor": moved / floor,
+        "passes_bytes": passes,
+        "over_passes": moved / passes,
+        "allocated": generated.allocated,
+        **compiled,
+        "launches": [{"name": launch.kernel.fn.__name__, "bytes": launch.moved} for launch in generated.launches],
+    }
+
+
+def resources(launches: Sequence[Launch], capability: int) -> dict[str, Any]:
+    """The most that a kernel takes. Of a kernel's configurations, only those that a GPU would choose from count: those
+    with the fewest spilled registers.
+    """
+    most = Resources(0, 0, 0)
+    configurations = Counter[str]()
+    for kernel in {id(launch.kernel): launch.kernel for launch in launches}.values():
+        compiled = compile_for(kernel, capability)
+        configurations["configurations"] += len(compiled)
+        configurations["configurations_that_spill"] += sum(each.spilled > 0 for each in compiled)
+        least = min(each.spilled for each in compiled)
+        usable = [each for each in compiled if each.spilled == least]
+        most = Resources(*(max(values) for values in zip(most, *usable, strict=True)))
+    return {**most._asdict(), **configurations}
+
+
+# -- results -----------------------------------------------------------------------------------------------------------
+
+
+def interpret(rule: str, rounding: str, place: str) -> dict[str, Any]:
+    """Compares two updates by interpreted kernels with two eager ones.
+
+    weights: largest difference of weights, over the largest change of a weight (compensated ones in float32).
+    differ: share of the weights that differ as they are stored.  states: largest difference of a state, over the
+    largest of its values.
+    """
+    with mock.patch.object(lowmem.step.updates, "SMALL", 0):
+        with generating(interpreted=True, sharded=place == "shard"):
+            weight, states = updated(rule, rounding, INTERPRETED, 2, compile=True)
+        eager, eager_states = updated(rule, rounding, INTERPRETED, 2, compile=False)
+    wide, eager_wide = weight.float(), eager.float()
+    if "residual" in states:
+        wide, eager_wide = widen(weight, states.pop("residual")), widen(eager, eager_states.pop("residual"))
+    differences = [
+        float((state.double() - other.double()).abs().max() / other.double().abs().max().clamp(min=1e-30))
+        for state, other in zip(states.values(), eager_states.values(), strict=True)
+    ]
+    return {
+        "weights": float((wide - eager_wide).abs().max() / (eager_wide - initial(INTERPRETED).float()).abs().max()),
+        "differ": float((weight != eager).float().mean()),
+        "states": max(differences, default=0.0),
+    }
+
+
+def attempt(check: Callable[..., dict[str, Any]], *case: str) -> dict[str, Any]:
+    """What a check returns, or its error."""
+    try:
+        return check(*case)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}".split("\n")[0]}
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--rules", nargs="+", choices=RULES, default=RULES)
+    parser.add_argument("--interpret", action="store_true", help=argparse.SUPPRESS)  # what the second process is for
+    options = parser.parse_args()
+    pretend(next(iter(DEVICES)))
+    logging.basicConfig(level=logging.INFO)  # says why an update is not traced as a whole
+    cases = list(itertools.product(options.rules, ROUNDINGS, PLACES))
+    if options.interpret:
+        for case in cases:
+            print(json.dumps(attempt(interpret, *case)), flush=True)
+        return
+    # Triton decides when it is imported whether kernels are compiled or interpreted
+    command = [sys.executable, "-m", "benchmarks.triton_check", "--interpret", "--rules", *options.rules]
+    interpreter = subprocess.Popen(
+        command, env=os.environ | {"TRITON_INTERPRET": "1"}, stdout=subprocess.PIPE, text=True
+    )
+    assert interpreter.stdout is not None
+    results = {}
+    for case in cases:
+        results[", ".join(case)] = row = attempt(count, *case)
+        row["interpreted"] = json.loads(interpreter.stdout.readline())
+        reports.save(options.out, {"matrix": MATRIX, "interpreted": INTERPRETED, "note": NOTE}, updates=results)
+        print(", ".join(case), file=sys.stderr)
+    interpreter.wait()
+    show(results)
+
+
+def show(results: dict[str, dict[str, Any]]) -> None:
+    """Prints a table with a row per case."""
+    headings = [
+        "rule, rounding, of a",
+        "calls",
+        "kernels",
+        "MiB",
+        "floor MiB",
+        "/ floor",
+        "/ its passes",
+        "buffers MiB",
+    ]
+    for capability in DEVICES:
+        headings += [f"sm_{capability}: registers", "spilled bytes"]
+    headings += ["weights", "that differ", "states"]
+    rows = []
+    for name, row in results.items():
+        interpreted = row["interpreted"]
+        if "error" in row:
+            rows.append([name, row["error"], *("" for _ in headings[2:])])
+            continue
+        cells = [name, str(row["calls"]), str(row["kernels"])]
+        cells += [f"{row[key] / 2**20:.0f}" for key in ("bytes", "floor_bytes")]
+        cells += [f"{row[key]:.2f}" for key in ("over_floor", "over_passes")]
+        cells.append(f"{row['allocated'] / 2**20:.2f}")
+        for capability in DEVICES:
+            cells += [str(row[f"sm_{capability}"][key]) for key in ("registers", "spilled")]
+        if "error" in interpreted:
+            cells += [interpreted["error"], "", ""]
+        else:
+            cells += [f"{interpreted['weights']:.1e}", f"{interpreted['differ']:.2%}", f"{interpreted['states']:.1e}"]
+        rows.append(cells)
+    reports.print_table(headings, rows)
+    print(f"\n{NOTE}")
+
+
+if __name__ == "__main__":
+    main()
