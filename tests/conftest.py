@@ -1,6 +1,7 @@
 """What the tests share: one thread, a fixed seed, ranks, a small Llama, and a loss with the gradients asked for."""
 
 import gc
+import logging
 import os
 import tempfile
 from pathlib import Path
@@ -18,7 +19,7 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no processes that
 
 import pytest
 import torch
-from ranks import Ranks
+from support.ranks import Ranks
 from transformers import LlamaConfig, LlamaForCausalLM
 
 torch.set_num_threads(1)
@@ -27,6 +28,13 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def fixed_seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def log_level_is_of_the_test_alone():
+    """`lowmem rules` raises it."""
+    yield
+    logging.getLogger("lowmem").setLevel(logging.NOTSET)
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +79,7 @@ def tiny_llama():
         torch.manual_seed(0)
         model = LlamaForCausalLM(LlamaConfig(**{**sizes, **heads, "use_cache": False, **config})).to(dtype)
         if checkpointing:
-            model.activation_checkpointing_enable({"use_reentrant": False})
+            model.gradient_checkpointing_enable({"use_reentrant": False})
         return model.train()
 
     return make

@@ -9,7 +9,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from nets import same, weights
+from support.nets import same, weights
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 

@@ -1,6 +1,7 @@
-"""The commands as a user types them: a run from end to end, and each mistake as one message with exit status 2."""
+"""The commands as a user types them: TRL's own cases, runs from end to end, and each mistake as one message."""
 
 import contextlib
+import importlib
 import io
 import json
 import os
@@ -8,24 +9,18 @@ import re
 import resource
 import shutil
 import signal
-from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from matplotlib.figure import Figure
-from processes import CONTEXT, PATIENCE, Launched, sketch
-from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from support.processes import CONTEXT, PATIENCE, sketch
+from support.runs import assets, in_use, logged, lowmem, train, write, write_rows
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, set_seed
 
-from lowmem import cli
 from lowmem.layers import activations
 from lowmem.run import build, report, terminal
 from lowmem.step import program
-
-CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
-
-TOPICS = ("a list", "the path", "a number", "the name", "one file", "the lock", "a queue", "the tree")
 
 
 @pytest.fixture(autouse=True)
@@ -38,512 +33,541 @@ def run_dir(tmp_path):
     return tmp_path / "run"
 
 
-@pytest.fixture
-def config(tmp_path, run_dir):
-    """A small run as a YAML file, its data beside it."""
-    pairs = [{"instruction": f"def get_{i}(self)", "output": f"Return {TOPICS[i % 8]} of {i}."} for i in range(48)]
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    text = yaml.safe_dump(
-        {
-            "run_dir": str(run_dir),
-            "model": {
-                "config": {
-                    "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
-                    "num_attention_heads": 2, "num_key_value_heads": 2,
-                },
-                "train_tokenizer": {"vocab_size": 300},
-                "dtype": "float32",
-            },
-            "data": {"path": str(tmp_path / "pairs.jsonl"), "eval_fraction": 0.2, "max_length": 64},
-            "optimizer": {"rule": "adalomo", "lr": 0.05},
-            "trainer": {
-                "max_steps": 6, "per_device_train_batch_size": 4, "logging_steps": 2, "save_steps": 4,
-                "eval_strategy": "steps", "eval_steps": 4, "dataloader_pin_memory": False,
-            },
-        }
-    )  # fmt: skip
-    path = tmp_path / "run.yaml"
-    path.write_text(text)
-    return path
-
-
-def lowmem(capsys, *arguments):
-    """Runs a command; its exit status, stdout and stderr."""
-    with pytest.raises(SystemExit) as done:
-        cli.main([str(argument) for argument in arguments])
-    printed = capsys.readouterr()
-    return done.value.code, printed.out, printed.err
-
-
-def test_a_run_from_end_to_end(config, run_dir, capsys):
-    code, out, err = lowmem(capsys, "train", config, "trainer.max_steps=8", "optimizer.clip_threshold=0.9")
-    assert (code, err) == (0, "")
-    assert "LlamaForCausalLM" in out
-    assert "updates    during backward, each parameter as soon as its gradient is complete (policy immediate)\n" in out
-    assert out.count("grad norm") == 4
-    assert "evaluation" in out
-    assert {path.name for path in run_dir.iterdir()} == {
-        "config.yaml", "environment.json", "metrics.jsonl", "loss.png", "memory.png", "README.md",
-        "checkpoint-4", "checkpoint-8",
-    }  # fmt: skip
-    saved = yaml.safe_load((run_dir / "config.yaml").read_text())
-    assert saved["optimizer"]["clip_threshold"] == 0.9
-    assert saved["trainer"]["max_steps"] == 8
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    losses = [line["loss"] for line in lines if "loss" in line]
-    assert losses[-1] < losses[0]
-
-    model = AutoModelForCausalLM.from_pretrained(run_dir / "checkpoint-8")
-    tokenizer = AutoTokenizer.from_pretrained(run_dir / "checkpoint-8")
-    assert model.get_input_embeddings().num_embeddings == len(tokenizer)
-    assert tokenizer.chat_template is not None
-
-    code, out, err = lowmem(capsys, "generate", run_dir, "def get_3(self)", "--max-new-tokens", 5)
-    assert (code, err) == (0, "")
-    code, again, _ = lowmem(capsys, "generate", run_dir / "checkpoint-8", "def get_3(self)", "--max-new-tokens", 5)
-    assert (code, again) == (0, out)
-
-
-def test_the_saved_config_repeats_the_run(config, run_dir, capsys):
-    lowmem(capsys, "train", config, "optimizer.rounding=stochastic", "model.dtype=bfloat16")
-    code, _, _ = lowmem(capsys, "train", run_dir / "config.yaml", f"run_dir={run_dir}-2")
-    assert code == 0
-    first, second = (
-        [json.loads(line).get("loss") for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        for folder in (run_dir, Path(f"{run_dir}-2"))
-    )
-    assert first == second
-
-
-def test_updates_that_rounding_would_lose_are_warned_about(config, run_dir, capsys, caplog):
-    for dtype, rounding, warned, said in (
-        ("bfloat16", "nearest", True, "bfloat16 (rounding nearest)"),
-        ("bfloat16", "auto", False, "bfloat16 (rounding stochastic)"),
-        ("float32", "nearest", False, "float32 (exact)"),
-    ):
-        caplog.clear()
-        settings = (f"model.dtype={dtype}", f"optimizer.rounding={rounding}", f"run_dir={run_dir}-{dtype}-{rounding}")
-        for command in ("train", "plan"):
-            program._warn_of_lost_updates.cache_clear()  # it warns once per process
-            code, out, _ = lowmem(capsys, command, config, *settings, "trainer.max_steps=1", "trainer.save_strategy=no")
-            assert code == 0 and f"weights in {said}" in out
-        assert sum("with rounding 'nearest' lose every update" in text for text in caplog.messages) == 2 * warned
-
-
-def test_resuming_continues_from_the_newest_complete_checkpoint(config, run_dir, capsys):
-    lowmem(capsys, "train", config)
-    weights = run_dir / "checkpoint-6" / "model.safetensors"
-    content = weights.read_bytes()
-    weights.write_bytes(content[:-8])
-    code, out, err = lowmem(capsys, "train", run_dir / "config.yaml", "--resume")
-    assert code == 0
-    assert "resuming from" in out and "checkpoint-4" in out
-    assert "skipped a damaged checkpoint" in err and "model.safetensors" in err
-    assert weights.read_bytes() == content
-    steps = [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert steps == sorted(steps)
-
-
-def test_inspect_shows_the_tokens_on_which_the_loss_is_computed(config, run_dir, capsys):
-    code, out, _ = lowmem(capsys, "inspect", config, "--samples", 2)
-    assert code == 0
-    assert out.count("tokens, loss on") == 3
-    assert "<|user|>def get_" in out
-    assert "⟦Return" in out and "<|end|>⟧" in out
-    assert not run_dir.exists()
-    code, out, _ = lowmem(capsys, "inspect", config, "data.answer_only=false", "--samples", 1)
-    assert "⟦<|user|>def get_" in out
-
-
-def test_the_rule_of_each_group_is_shown(config, capsys):
-    groups = "optimizer.groups=[{match: norm|embed, rule: adamw, lr: 1e-3}]"
-    code, out, _ = lowmem(capsys, "inspect", config, groups, "--samples", 0)
-    assert code == 0
-    assert "adalomo    8 parameters: model.layers.0.self_attn.q_proj.weight" in out
-    assert "adamw      4 parameters: model.embed_tokens.weight" in out
-    code, out, err = lowmem(capsys, "train", config, groups, "trainer.max_steps=1", "trainer.save_strategy=no")
-    assert (code, err) == (0, "")
-    assert re.search(r"optimizer  adalomo, lr 0.05: [\d,]+ parameters; adamw, lr 0.001: [\d,]+ parameters;", out)
-    assert "no_such_name" in lowmem(capsys, "inspect", config, "optimizer.groups=[{match: no_such_name}]")[2]
-
-
-def test_bfloat16_on_a_slow_cpu_is_warned_about(config, capsys, monkeypatch):
-    monkeypatch.setattr(build, "slow_bfloat16", lambda config, device: f"bfloat16 is slow on {device}")
-    code, _, err = lowmem(capsys, "train", config, "trainer.max_steps=1", "trainer.save_strategy=no")
-    assert (code, err) == (0, "bfloat16 is slow on cpu\n")
-
-
-def test_rules_prints_what_is_measured(capsys):
-    code, out, _ = lowmem(capsys, "rules")
-    assert code == 0
-    table = out.partition("import path")[0]
-    rows = {line.split()[0]: line.split()[1:3] for line in table.splitlines() if line}
-    assert rows["lomo"] == ["0", "0.01"]
-    assert rows["adamw"][0] == "8"
-    assert rows["torch.optim.AdamW"][0] == "4"
-    assert rows["compensated"] == ["4", "4"] and rows["bfloat16"] == ["2"]  # a weight and a state, a state
-    assert "clip_threshold" not in out and "`lowmem rules NAME` shows the options" in out
-    code, out, _ = lowmem(capsys, "rules", "adalomo")
-    assert code == 0
-    assert "  clip_threshold: 1.0\n" in out and "arXiv:2310.10195" in out
-    assert lowmem(capsys, "rules", "torch.optim.SGD")[1].startswith("0 bytes of states")
-    assert "Did you mean 'adamw'" in lowmem(capsys, "rules", "adamww")[2]
-
-
-@pytest.mark.parametrize(
-    ("rule", "option", "key"),
-    [
-        ("adalomo", "weight_decay", "weight_decay"),
-        ("lans", "wd", "wd"),
-        ("adafactor", "weight_decay_rate", "weight_decay_rate"),
-    ],
-)
-def test_weight_decay_by_the_rules_own_name(config, run_dir, capsys, rule, option, key):
-    code, _, err = lowmem(
-        capsys, "train", config, f"optimizer.rule={rule}", f"optimizer.{option}=0.125", "optimizer.lr=1e-3"
-    )
-    assert (code, err) == (0, "")
-    assert yaml.safe_load((run_dir / "config.yaml").read_text())["optimizer"][key] == 0.125
-    with safe_open(run_dir / "checkpoint-6" / "optimizer.safetensors", framework="pt") as file:
-        groups = json.loads(file.metadata()["lowmem"])["param_groups"]
-    assert [group[key] for group in groups] == [0.125, {"adafactor": None}.get(rule, 0.0)]
-
-
-def test_the_dominant_parameter_is_in_the_log(config, run_dir, capsys, monkeypatch):
-    monkeypatch.setattr(terminal.out, "width", 200)
-    code, out, err = lowmem(capsys, "train", config, "optimizer.rule=scaled_adam", "optimizer.lr=0.03")
-    assert (code, err) == (0, "")
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    names = [line["dominant_parameter"] for line in lines if "loss" in line]
-    assert len(names) == 3
-    assert f"of the norm is {names[0]}" in out
-
-
-def test_a_text_run_continues_its_prompt(config, run_dir, tmp_path, capsys):
-    (tmp_path / "book.txt").write_text("\n\n".join(f"Line {i} of the book goes on and on." for i in range(60)))
-    text = (f"data.path={tmp_path}/book.txt", "data.packing=true", "data.eval_fraction=0.1")
-    code, _, err = lowmem(capsys, "train", config, *text, "trainer.max_steps=4")
-    assert (code, err) == (0, "")
-    assert lowmem(capsys, "generate", run_dir, "Line 7", "--max-new-tokens", 4, "--temperature", 0.8)[0] == 0
-
-
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_every_shipped_config_loads(path):
-    from lowmem.run.config import load
-
-    config = load(path)
-    assert config.trainer["save_steps"] if "save_strategy" not in config.trainer else True
-    assert f"runs/{config.run_dir.removeprefix('runs/')}" == config.run_dir
-
-
-def bad_line(folder):
-    path = folder / "pairs.jsonl"
-    lines = path.read_text().splitlines()
-    lines[6] = lines[6][:-5]
-    path.write_text("\n".join(lines))
-
-
-def lost_field(folder):
-    path = folder / "pairs.jsonl"
-    lines = path.read_text().splitlines()
-    lines[4] = '{"instruction": "def f()"}'
-    path.write_text("\n".join(lines))
-
-
-MISTAKES = {
-    "unknown key": (["trainer.max_step=3"], "Did you mean 'max_steps'"),
-    "unknown section": (["optimiser.lr=3"], "Did you mean 'optimizer'"),
-    "unknown hyperparameter": (["optimizer.clip_treshold=3"], "clip_threshold"),
-    "wrong type": (["trainer.max_steps=many"], "trainer.max_steps"),
-    "value out of range": (["optimizer.clip_threshold=-1"], "clip_threshold=-1"),
-    "override without value": (["trainer.max_steps"], "key=value"),
-    "missing data file": (["data.path=/nowhere/pairs.jsonl"], "/nowhere/pairs.jsonl"),
-    "malformed line": (bad_line, "line 7"),
-    "missing field": (lost_field, "record 5"),
-    "empty data": (lambda folder: (folder / "pairs.jsonl").write_text(""), "no records"),
-    "everything masked": (["data.max_length=3"], "max_length"),
-    "unknown rule": (["optimizer.rule=adalmo"], "Did you mean 'adalomo'"),
-    "unknown import path": (["optimizer.rule=torch.optim.AdamWW"], "Did you mean 'AdamW'"),
-    "package not there": (["optimizer.rule=no_such_package.AdamX"], "no_such_package"),
-    "closure": (["optimizer.rule=torch.optim.LBFGS"], "closure"),
-    "sparse only": (["optimizer.rule=torch.optim.SparseAdam"], "sparse"),
-    "a vector for Muon": (["optimizer.rule=torch.optim.Muon"], "input_layernorm.weight' of shape [32]"),
-    "a logger not there": (["trainer.report_to=wandb"], "wandb"),
-    "sharding without a launcher": (["trainer.deepspeed={zero_optimization: {stage: 3}}"], "trainer.deepspeed=null"),
-    "FSDP without a launcher": (["trainer.fsdp=true"], "trainer.fsdp=false"),
-    "unknown policy": (["optimizer.policy=later"], "optimizer.policy"),
-    "unknown rounding": (["optimizer.rounding=up"], "rounding 'up'"),
-    "accumulation in the hook": (
-        ["trainer.gradient_accumulation_steps=4", "optimizer.policy=immediate"],
-        "gradient_accumulation_steps=4",
-    ),
-    "clipping by norm in the hook": (["optimizer.clip_norm=1.0", "optimizer.policy=immediate"], "clip_norm"),
-    "unknown store": (["optimizer.store=disc"], "Did you mean 'disk'?"),
-    "a folder without its store": (["optimizer.store_dir=/tmp"], "store='disk'"),
-    "fp16": (["trainer.fp16=true"], "fp16"),
-    "nothing held out": (["data.eval_fraction=0"], "eval_fraction"),
-    "vocabulary too small": (["model.config.vocab_size=40"], "vocab_size"),
-    "no such model": (["model.config=null", "model.train_tokenizer=null", "model.path=/no/model"], "/no/model"),
-    "misspelt model key": (["model.config.hidden_sizes=4"], "hidden_size"),
-    "template not there": (["model.chat_template=/no/chat.jinja"], "/no/chat.jinja: model.chat_template can't be read"),
-}
-
-
-@pytest.mark.parametrize(("change", "message"), MISTAKES.values(), ids=MISTAKES)
-def test_a_mistake_is_one_message_and_nothing_is_left(change, message, config, run_dir, tmp_path, capsys):
-    overrides = change if isinstance(change, list) else []
-    if callable(change):
-        change(tmp_path)
-    code, _, err = lowmem(capsys, "train", config, *overrides)
-    assert code == 2
-    assert err.startswith("error: ")
-    assert message in err
-    assert "Traceback" not in err
-    assert not run_dir.exists()
-
-
-def test_an_existing_run_folder_is_not_touched(config, run_dir, capsys):
-    run_dir.mkdir()
-    (run_dir / "notes.txt").write_text("mine")
-    code, _, err = lowmem(capsys, "train", config)
-    assert code == 2
-    assert "is not empty (it has notes.txt). Set run_dir to another folder" in err
-    assert [path.name for path in run_dir.iterdir()] == ["notes.txt"]
-
-
-def test_a_finished_run_is_not_changed(config, run_dir, capsys, caplog):
-    """Job scripts that always resume end well."""
-    lowmem(capsys, "train", config, "trainer.max_steps=2")
-    weights = (run_dir / "checkpoint-2" / "model.safetensors").read_bytes()
-    metrics = (run_dir / "metrics.jsonl").read_text()
-    code, out, _ = lowmem(capsys, "train", run_dir / "config.yaml", "--resume")
-    assert code == 0
-    assert f"nothing is left to train: {run_dir}/checkpoint-2 is at step 2 of 2" in caplog.text
-    assert "mean loss" not in out and "\ndone: training loss" in out
-    assert (run_dir / "metrics.jsonl").read_text() == metrics
-    assert (run_dir / "checkpoint-2" / "model.safetensors").read_bytes() == weights
-    assert not (run_dir / "checkpoint-3").exists()
-    assert lowmem(capsys, "train", run_dir / "config.yaml", "--resume", "trainer.max_steps=3")[0] == 0
-
-
-def test_resuming_without_a_run_is_refused(config, run_dir, capsys):
-    assert "does not contain a run to resume" in lowmem(capsys, "train", config, "--resume")[2]
-    assert not run_dir.exists()
-    run_dir.mkdir()
-    assert "No valid checkpoint found in output directory" in lowmem(capsys, "generate", run_dir, "hello")[2]
-
-
-def test_a_tokenizer_without_chat_template_is_refused(config, run_dir, tmp_path, capsys):
-    from lowmem.run.tokenizers import train_tokenizer
-
-    plain = train_tokenizer(["some text"], 300)
-    plain.chat_template = None
-    plain.save_pretrained(tmp_path / "plain")
-    code, _, err = lowmem(capsys, "train", config, "model.train_tokenizer=null", f"model.tokenizer={tmp_path}/plain")
-    assert code == 2
-    assert "model.chat_template" in err
-    assert not run_dir.exists()
-
-
-def test_reentrant_checkpointing_trains_like_non_reentrant(config, run_dir, capsys):
-    # each weight has one gradient per backward here; the optimizer's own tests cover weights with several
-    losses = []
-    for kind in ("true", "false"):
-        checkpointing = ("trainer.activation_checkpointing=true", "model.config.tie_word_embeddings=true")
-        reentrant = f"trainer.activation_checkpointing_kwargs={{use_reentrant: {kind}}}"
-        code, _, err = lowmem(capsys, "train", config, *checkpointing, reentrant, f"run_dir={run_dir}-{kind}")
-        assert code == 0, err
-        lines = Path(f"{run_dir}-{kind}", "metrics.jsonl").read_text().splitlines()
-        losses.append([json.loads(line).get("loss") for line in lines])
-    assert losses[0] == losses[1]
-
-
-def test_ctrl_c_ends_with_a_loadable_checkpoint(config, run_dir, capsys):
-    # no other checkpoint, however many steps are taken before the signal comes
-    settings = ("trainer.max_steps=100000", "trainer.save_steps=100000", "trainer.eval_strategy=no")
-    started = Launched.ranks(0, "lowmem", "train", str(config), *settings, "trainer.logging_steps=1")
-    started.wait_for("grad norm")
-    os.kill(started.processes[0].pid, signal.SIGINT)
-    done = started.finish()
-    assert done.returncode == 130, done.stderr
-    assert "stopping after this step" in done.stderr
-    assert "continue with: lowmem train" in done.stdout and "--resume" in done.stdout
-    (folder,) = run_dir.glob("checkpoint-*")
-    AutoModelForCausalLM.from_pretrained(folder)
-    step = int(folder.name.removeprefix("checkpoint-"))
-    code, out, err = lowmem(capsys, "train", run_dir / "config.yaml", "--resume", f"trainer.max_steps={step + 2}")
-    assert code == 0, err
-    assert f"resuming from {folder}" in out
-
-
-def train_with_small_files(config, end):
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
-    errors = io.StringIO()
-    with contextlib.redirect_stderr(errors), pytest.raises(SystemExit) as done:
-        cli.main(["train", str(config)])
-    end.send((done.value.code, errors.getvalue()))
-
-
-def test_a_full_disk_is_reported_and_leaves_no_partial_checkpoint(config, run_dir):
-    ours, its = CONTEXT.Pipe()
-    process = CONTEXT.Process(target=train_with_small_files, args=(config, its), daemon=True)
-    process.start()
-    its.close()
-    code, err = ours.recv()
-    process.join(PATIENCE)
-    assert code == 2, err
-    assert "error: " in err and "could not be written" in err
-    assert not list(run_dir.glob("checkpoint-*"))
-    assert not (run_dir / ".saving").exists()
-
-
-# --- Runs that were moved, killed, damaged or named oddly -----------------------------------------------------------
+def saving(folder, command="sft", **changes):
+    """A YAML file of a run of six steps that saves and evaluates in the fourth, and saves at its end."""
+    steps = {"max_steps": 6, "save_strategy": "steps", "save_steps": 4, "logging_steps": 2}
+    evaluation = {"eval_strategy": "steps", "eval_steps": 4, "test_split_size": 0.25}
+    return write(folder, command, **steps, **evaluation, **changes)
 
 
 def weights(folder):
     return (folder / "model.safetensors").read_bytes()
 
 
-def test_a_copied_run_continues_in_its_own_folder(config, run_dir, tmp_path, capsys):
-    lowmem(capsys, "train", config)
-    before = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
-    copy = tmp_path / "a copy [bold]"
-    shutil.copytree(run_dir, copy)
-    code, out, err = lowmem(capsys, "train", copy / "config.yaml", "--resume", "trainer.max_steps=8")
-    assert code == 0, err
-    assert f"this run was started in {run_dir}; continuing in {copy}" in err
-    assert f"resuming from {copy}/checkpoint-6" in out
-    assert f"lowmem generate '{copy}'" in out
-    assert (copy / "checkpoint-8").exists()
-    assert {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")} == before
-    assert yaml.safe_load((copy / "config.yaml").read_text())["run_dir"] == str(copy)
-    assert f"lowmem train '{copy}/config.yaml' --resume" in (copy / "README.md").read_text()
+# --- TRL's own cases --------------------------------------------------------------------------------------------------
+
+GENERATED = "--reward_model_name_or_path {scores} --max_completion_length 32 --num_generations"
+
+# Those of `tests/test_cli.py` of TRL that train with its six commands: command, configuration of the data, arguments.
+OF_TRL = {
+    "sft": ("sft", "language_modeling", ""),
+    "dpo": ("dpo", "preference", ""),
+    "dpo, several losses": ("dpo", "preference", "--loss_type sigmoid bco_pair --loss_weights 1.0 0.5"),
+    "kto": ("kto", "unpaired_preference", ""),
+    "reward": ("reward", "implicit_prompt_preference", ""),
+    "grpo": ("grpo", "prompt_only", f"{GENERATED} 4"),
+    "rloo": ("rloo", "prompt_only", f"{GENERATED} 2"),
+}
 
 
-def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again(config, run_dir, capsys):
-    lowmem(capsys, "train", config)
-    final = weights(run_dir / "checkpoint-6")
+@pytest.mark.parametrize("case", OF_TRL)
+def test_commands_train_with_the_arguments_of_trl(case, tmp_path):
+    command, data, words = OF_TRL[case]
+    usual = f"--output_dir run --model_name_or_path {{model}} --dataset_name {{zen}} --dataset_config {data}"
+    text = f"{command} {usual} --report_to none --max_steps 2 --logging_steps 1 {words}"
+    ended = train(tmp_path, *text.format(**{name: assets() / name for name in ("model", "zen", "scores")}).split())
+    assert (ended.status, ended.err) == (0, "")
+    assert len(logged(tmp_path / "run")) == 2
+    assert (tmp_path / "run" / "checkpoint-2" / "optimizer.safetensors").exists()
+
+
+@pytest.fixture
+def trainers(monkeypatch):
+    """The trainers that are built."""
+    built, own = [], build.trainer
+    monkeypatch.setattr(build, "trainer", lambda *args, **kwargs: built.append(own(*args, **kwargs)) or built[-1])
+    return built
+
+
+def test_a_file_of_trl_with_a_model_s_own_options(tmp_path, trainers):
+    changes = {"lr_scheduler_type": "cosine_with_restarts", "fused": None, "max_grad_norm": None}
+    path = write(tmp_path, **changes, model_init_kwargs={"attn_implementation": "eager", "attention_dropout": 0.25})
+    assert train(tmp_path, "sft", "--config", path).status == 0
+    (trainer,) = trainers
+    config = trainer.model.config
+    assert trainer.state.global_step == 2
+    assert (config._attn_implementation, config.attention_dropout) == ("eager", 0.25)
+    assert type(trainer.lr_scheduler).__name__ == "LambdaLR" and trainer.optimizer.param_groups[0]["rule"] == "adamw"
+
+
+def test_only_the_steps_that_remain_are_trained_after_resuming(tmp_path, trainers):
+    path = write(tmp_path, save_strategy="steps", save_steps=2)
+    assert train(tmp_path, "sft", "--config", path).status == 0
+    words = ("--max_steps", 3, "--resume_from_checkpoint", tmp_path / "run" / "checkpoint-2")
+    assert train(tmp_path, "sft", "--config", path, *words).status == 0
+    assert trainers[1].state.global_step == 3
+    assert [record["step"] for record in trainers[1].state.log_history if "loss" in record] == [1, 2, 3]
+
+
+# --- Files as TRL's documentation has them ----------------------------------------------------------------------------
+
+ON_CPUS = "bf16: false\nreport_to: none\nlogging_steps: 1\nmax_steps: 3\noptim: adamw_torch\n"
+LORA = "use_peft: true\nlora_r: 32\nlora_alpha: 16\nlora_target_modules: [q_proj, v_proj]\n"
+FILES = {
+    "SFT": ("sft", "dataset_config: language_modeling\nlearning_rate: 2.0e-5\nlr_scheduler_type: cosine\n"),
+    "SFT, LoRA": (
+        "sft",
+        "dataset_config: prompt_completion\nlearning_rate: 2.0e-4\npacking: true\nmax_length: 64\n"
+        f"per_device_train_batch_size: 2\ngradient_accumulation_steps: 2\n{LORA}",
+    ),
+    "DPO": ("dpo", "dataset_config: preference\nlearning_rate: 5.0e-7\nbeta: 0.1\nper_device_train_batch_size: 2\n"),
+    "reward": ("reward", "dataset_config: implicit_prompt_preference\nlearning_rate: 1.0e-5\nmax_length: 32\n"),
+    "KTO": ("kto", "dataset_config: unpaired_preference\nlearning_rate: 5.0e-7\nper_device_train_batch_size: 4\n"),
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_files_for_trl_give_its_losses(case, tmp_path):
+    """To the last bit with its head, and nearly with that of lowmem."""
+    command, text = FILES[case]
+    names = f"model_name_or_path: {assets() / 'model'}\ndataset_name: {assets() / 'zen'}\n"
+    (tmp_path / "trl.yaml").write_text(f"{names}{text}{ON_CPUS}")
+    (tmp_path / "lowmem.yaml").write_text(f"{names}{text}{ON_CPUS}layers: {{computed_gradients: false}}\n")
+    script = importlib.import_module(f"trl.scripts.{command}")
+    words = ["--config", str(tmp_path / "trl.yaml"), "--output_dir", str(tmp_path / "trl")]
+    set_seed(42)
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        script.main(*script.make_parser().parse_args_and_config(words))
+    theirs = json.loads((tmp_path / "trl" / "checkpoint-3" / "trainer_state.json").read_text())["log_history"]
+    losses = [record["loss"] for record in theirs if "loss" in record]
+    for name, tolerance in (("lowmem", 0), ("trl", 1e-5)):
+        run_dir = tmp_path / f"of {name}.yaml"
+        ended = lowmem(command, "--config", tmp_path / f"{name}.yaml", "--output_dir", run_dir)
+        assert (ended.status, ended.err) == (0, "")
+        assert logged(run_dir) == pytest.approx(losses, rel=tolerance, abs=0)
+
+
+# --- Runs -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_from_end_to_end(tmp_path, run_dir):
+    ended = train(tmp_path, "sft", "--config", saving(tmp_path), "--learning_rate", 0.05, "--fused.clip_threshold", 0.9)
+    assert (ended.status, ended.err) == (0, "")
+    assert "LlamaForCausalLM" in ended.out and "data       12 rows, " in ended.out
+    assert (
+        "updates    during backward, each parameter as soon as its gradient is complete (policy immediate)\n"
+        in ended.out
+    )
+    assert ended.out.count("grad norm") == 3 and "evaluation  loss" in ended.out
+    of_libraries = ("tokenizer", "generation", "training", "README")
+    assert {path.name for path in run_dir.iterdir() if not path.name.startswith(of_libraries)} == {
+        "config.yaml", "environment.json", "metrics.jsonl", "loss.png", "memory.png", "checkpoint-4", "checkpoint-6",
+        "config.json", "model.safetensors", "chat_template.jinja",
+    }  # fmt: skip
+    text = (run_dir / "config.yaml").read_text()
+    assert f"#   lowmem sft --config {run_dir}/config.yaml --resume_from_checkpoint last\n" in text
+    saved = yaml.safe_load(text)
+    assert saved["fused"]["clip_threshold"] == 0.9 and saved["learning_rate"] == 0.05
+    losses = logged(run_dir)
+    assert losses[-1] < losses[0] and logged(run_dir, "eval_loss")
+    assert weights(run_dir) == weights(run_dir / "checkpoint-6")
+    AutoModelForCausalLM.from_pretrained(run_dir / "checkpoint-6")
+    assert AutoTokenizer.from_pretrained(run_dir).chat_template is not None
+    logged_lines = [line for line in ended.out.splitlines() if line.startswith("step ")]
+    assert all(len(line) <= 80 for line in logged_lines) and "0:00:0" in logged_lines[0] and " left" in logged_lines[0]
+
+    answer = lowmem("generate", run_dir, "where 3", "--max-new-tokens", 5)
+    assert (answer.status, answer.err) == (0, "")
+    assert lowmem("generate", run_dir / "checkpoint-6", "where 3", "--max-new-tokens", 5).out == answer.out
+
+    again = lowmem("sft", "--config", run_dir / "config.yaml", "--output_dir", tmp_path / "again")
+    assert again.status == 0 and logged(tmp_path / "again") == losses
+
+
+def test_updates_that_rounding_would_lose_are_warned_about(tmp_path, caplog):
+    for dtype, rounding, warned, said in (
+        ("bfloat16", "nearest", True, "bfloat16 (rounding nearest)"),
+        ("bfloat16", "auto", False, "bfloat16 (rounding stochastic)"),
+        ("float32", "nearest", False, "float32 (exact)"),
+    ):
+        caplog.clear()
+        path = write(
+            tmp_path, dtype=dtype, output_dir=str(tmp_path / f"{dtype} {rounding}"), max_steps=1, max_length=16
+        )
+        for command in (["sft"], ["plan", "sft", "--bf16", "false"]):
+            program._warn_of_lost_updates.cache_clear()  # it warns once per process
+            ended = lowmem(*command, "--config", path, "--fused.rounding", rounding)
+            assert ended.status == 0 and f"weights in {said}" in ended.out
+        assert sum("with rounding 'nearest' lose every update" in text for text in caplog.messages) == 2 * warned
+
+
+def test_rules_of_groups_and_slow_bfloat16_are_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "slow_bfloat16", lambda config, device: f"bfloat16 is slow on {device}")
+    groups = [{"match": "norm|embed", "rule": "adamw", "lr": 1e-3}]
+    ended = train(tmp_path, "sft", "--config", write(tmp_path, fused={"rule": "adalomo", "groups": groups}))
+    assert (ended.status, ended.err) == (0, "bfloat16 is slow on cpu\n")
+    assert re.search(r"optimizer  adalomo, lr 0.001: [\d,]+ parameters; adamw, lr 0.001: [\d,]+ parameters;", ended.out)
+
+
+def test_the_dominant_parameter_is_in_the_log(tmp_path, run_dir, monkeypatch):
+    monkeypatch.setattr(terminal.out, "width", 200)
+    ended = train(tmp_path, "sft", "--config", write(tmp_path, fused={"rule": "scaled_adam"}, learning_rate=0.03))
+    names = logged(run_dir, "dominant_parameter")
+    assert len(names) == 2 and f"of the norm is {names[0]}" in ended.out
+
+
+def test_a_run_writes_activations_to_a_file(tmp_path, monkeypatch):
+    """Its optimizer is made before the trainer enables activation checkpointing."""
+    files, own = [], activations._File._write
+    monkeypatch.setattr(activations._File, "_write", lambda file, tensor: files.append(file) or own(file, tensor))
+    monkeypatch.setattr(activations, "_LEAST", 1)
+    path = write(
+        tmp_path, gradient_checkpointing=True, activation_checkpointing=None, layers={"activation_offload": "disk"}
+    )
+    ended = train(tmp_path, "sft", "--config", path)
+    assert (ended.status, ended.err) == (0, "")
+    assert "activations recomputed in backward, in a file\n" in ended.out
+    assert len(files) >= 2 and len({id(file) for file in files}) == 1
+
+
+# --- Resuming ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run of six steps."""
+    folder = tmp_path_factory.mktemp("finished")
+    assert lowmem("sft", "--config", saving(folder)).status == 0
+    return folder / "run"
+
+
+@pytest.fixture
+def run(finished, tmp_path):
+    """A copy of that run in another folder, with a name that a shell and a console would read otherwise."""
+    return shutil.copytree(finished, tmp_path / "a copy [bold]")
+
+
+def read(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def resume(run, *words):
+    return lowmem("sft", "--config", run / "config.yaml", "--resume_from_checkpoint", "last", *words)
+
+
+def test_a_copied_run_continues_in_its_own_folder(finished, run):
+    before = {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
+    ended = resume(run, "--max_steps", 8)
+    assert ended.status == 0, ended.err
+    assert f"this run was started in {finished}; it continues where its configuration is" in ended.err
+    assert f"lowmem generate '{run}'" in ended.out and (run / "checkpoint-8").exists()
+    assert {path: path.stat().st_mtime_ns for path in finished.rglob("*")} == before
+    text = (run / "config.yaml").read_text()
+    assert yaml.safe_load(text)["output_dir"] == str(run)
+    assert f"lowmem sft --config '{run}/config.yaml' --resume_from_checkpoint last" in text
+
+
+def test_a_finished_run_is_not_changed(run, caplog):
+    """Job scripts that always resume end well."""
+    metrics, saved = read(run), weights(run / "checkpoint-6")
+    ended = resume(run)
+    assert ended.status == 0 and "mean loss" not in ended.out and "\ndone: training loss" in ended.out
+    assert f"nothing is left to train: {run}/checkpoint-6 is at step 6 of 6" in caplog.text
+    assert read(run) == metrics[: len(read(run))] and weights(run / "checkpoint-6") == saved
+    assert [record["step"] for record in read(run) if "loss" in record] == [2, 4, 6]
+
+
+@pytest.mark.parametrize("damage", ["truncated", "gone"])
+def test_the_newest_intact_checkpoint_is_continued_to_the_same_weights(run, damage, caplog):
+    saved = weights(run / "checkpoint-6")
+    file = run / "checkpoint-6" / "model.safetensors"
+    file.write_bytes(saved[:-8]) if damage == "truncated" else file.unlink()
+    ended = resume(run)
+    assert ended.status == 0, ended.err
+    assert f"skipped a damaged checkpoint: {file}" in caplog.text
+    assert weights(run / "checkpoint-6") == saved
+    assert [record["step"] for record in read(run) if "loss" in record] == [2, 4, 6]
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again(finished, run):
     for name in ("checkpoint-4", "checkpoint-6"):
-        shutil.rmtree(run_dir / name)
-    assert "Continue it with --resume" in lowmem(capsys, "train", config)[2]
-    code, _, err = lowmem(capsys, "train", run_dir / "config.yaml", "--resume")
-    assert code == 0, err
-    assert "has no checkpoint yet, so the run starts from its beginning" in err
-    assert weights(run_dir / "checkpoint-6") == final
-    steps = [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert steps == sorted(steps)
+        shutil.rmtree(run / name)
+    ended = resume(run)
+    assert ended.status == 0, ended.err
+    assert "has no checkpoint yet, so the run starts from its beginning" in ended.err
+    assert weights(run / "checkpoint-6") == weights(finished / "checkpoint-6")
+    assert all((run / name).stat().st_size for name in ("loss.png", "memory.png"))
 
 
-def test_other_data_under_the_same_path_is_refused(config, run_dir, tmp_path, capsys):
-    lowmem(capsys, "train", config)
-    data = tmp_path / "pairs.jsonl"
-    before = data.read_text()
-    data.write_text(before.replace("Return a queue of 14.", "Return a queue of 99."))
-    code, _, err = lowmem(capsys, "train", run_dir / "config.yaml", "--resume", "trainer.max_steps=7")
-    assert code == 2
-    assert f"{data}, as it is tokenized now, is not what {run_dir}/checkpoint-6 was trained on" in err
-    data.write_text(before)
-    assert lowmem(capsys, "train", run_dir / "config.yaml", "--resume", "trainer.max_steps=7")[0] == 0
+# --- Ends -------------------------------------------------------------------------------------------------------------
 
 
-def test_what_was_not_drawn_is_drawn_on_resume(config, run_dir, capsys):
-    lowmem(capsys, "train", config)
-    for name in ("README.md", "loss.png", "memory.png"):
-        (run_dir / name).unlink()
-    with (run_dir / "metrics.jsonl").open("a") as file:
-        file.write("{damaged}\n")
-    code, out, err = lowmem(capsys, "train", run_dir / "config.yaml", "--resume")
-    assert code == 0, err
-    assert "left out 1 damaged lines" in out
-    assert all((run_dir / name).stat().st_size for name in ("README.md", "loss.png", "memory.png"))
+class At(TrainerCallback):
+    """Does something at the end of a step."""
+
+    def __init__(self, step, act):
+        self.step, self.act = step, act
+
+    def on_step_end(self, args, state, control, **_):
+        if state.global_step == self.step:
+            self.act()
 
 
-def test_lines_fit_in_eighty_columns(config, capsys):
-    code, out, _ = lowmem(capsys, "train", config, "optimizer.clip_norm=1.0", "trainer.logging_steps=1")
-    assert code == 0
-    logged = [line for line in out.splitlines() if line.startswith("step ")]
-    assert len(logged) >= 8
-    assert all(len(line) <= 80 for line in logged)
-    assert "0:00:0" in logged[0] and " left" in logged[0]
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_run_with_a_checkpoint(number, tmp_path, run_dir, monkeypatch):
+    own, handlers = build.trainer, [signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)]
+
+    def with_signal(*args, **kwargs):
+        trainer = own(*args, **kwargs)
+        trainer.add_callback(At(2, lambda: os.kill(os.getpid(), number)))
+        return trainer
+
+    monkeypatch.setattr(build, "trainer", with_signal)
+    path = write(tmp_path, max_steps=1000, save_strategy="steps", save_steps=1000)
+    ended = lowmem("sft", "--config", path)
+    assert ended.status == 128 + number
+    assert "stopping after this step, with a checkpoint" in ended.err
+    assert "stopped at step 2; continue with: lowmem sft --config " in ended.out
+    assert [path.name for path in run_dir.glob("checkpoint-*")] == ["checkpoint-2"]
+    assert handlers == [signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)]
+    monkeypatch.setattr(build, "trainer", own)
+    assert resume(run_dir, "--max_steps", 3).status == 0
+
+
+def test_ctrl_c_before_training_and_a_second_one_leave_no_more(tmp_path, run_dir, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(build, "trainer", interrupted)
+    ended = lowmem("sft", "--config", write(tmp_path))
+    assert (ended.status, ended.err) == (130, "interrupted\n") and not run_dir.exists()
+
+
+def train_with_small_files(path, end):
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
+    end.send(lowmem("sft", "--config", path))
+
+
+def test_a_full_disk_is_reported_and_leaves_no_partial_checkpoint(tmp_path, run_dir):
+    ours, its = CONTEXT.Pipe()
+    path = write(tmp_path, save_strategy="steps", save_steps=1)
+    process = CONTEXT.Process(target=train_with_small_files, args=(path, its), daemon=True)
+    process.start()
+    its.close()
+    ended = ours.recv()
+    process.join(PATIENCE)
+    assert ended.status == 2, ended
+    assert "error: " in ended.err and "could not be written" in ended.err
+    assert not list(run_dir.glob("checkpoint-*")) and not (run_dir / ".saving").exists()
+
+
+def failing(error):
+    def fail(*_, **__):
+        raise error
+
+    return fail
+
+
+def test_a_defect_is_one_line_and_keeps_its_traceback(tmp_path, run_dir, monkeypatch):
+    monkeypatch.setattr(report.RunReport, "on_step_end", failing(KeyError("a [bold] bug")))
+    ended = lowmem("sft", "--config", write(tmp_path))
+    assert ended.status == 3
+    assert ended.err == "error: unexpected KeyError: 'a [bold] bug'. Add --traceback to see where\n"
+    assert "in fail" in (run_dir / "traceback.txt").read_text()
+    with pytest.raises(KeyError):
+        lowmem("sft", "--config", tmp_path / "sft.yaml", "--output_dir", tmp_path / "two", "--traceback")
+
+
+def test_out_of_memory_is_advised_with_the_plan(tmp_path, run_dir, monkeypatch):
+    monkeypatch.setattr(report.RunReport, "on_step_end", failing(torch.OutOfMemoryError("Tried to allocate 20.00 MiB")))
+    ended = lowmem("sft", "--config", write(tmp_path, max_length=16))
+    assert ended.status == 2
+    assert "out of memory: Tried to allocate 20.00 MiB. By the plan a step needs " in ended.err
+    assert "--per_device_train_batch_size 1" in ended.err
+    assert f"lowmem sft --config {run_dir}/config.yaml --resume_from_checkpoint last" in ended.err
+
+
+# --- Mistakes ---------------------------------------------------------------------------------------------------------
+
+
+def missing(*names):
+    """Packages that are not installed."""
+
+    def change(folder, monkeypatch):
+        find = importlib.util.find_spec
+        monkeypatch.setattr(
+            importlib.util, "find_spec", lambda name, *rest: None if name in names else find(name, *rest)
+        )
+        monkeypatch.setattr("trl.trainer.utils.is_peft_available", lambda: "peft" not in names)
+
+    return change
+
+
+def rows(*records):
+    def change(folder, monkeypatch):
+        write_rows(folder / "rows.jsonl", list(records))
+
+    return change
+
+
+def no_pad_token(folder, monkeypatch):
+    shutil.copytree(assets() / "model", folder / "model")
+    for name in ("tokenizer_config.json", "config.json", "generation_config.json"):
+        settings = json.loads((folder / "model" / name).read_text())
+        for key in ("pad_token", "pad_token_id", "eos_token", "eos_token_id"):
+            settings.pop(key, None)
+        (folder / "model" / name).write_text(json.dumps(settings))
+
+
+def a_run(folder, monkeypatch):
+    (folder / "run").mkdir()
+    (folder / "run" / "config.yaml").touch()
+
+
+def of(file):
+    return {"datasets": [{"path": "json", "data_files": str(file)}]}
+
+
+ZERO = {"deepspeed": {"zero_optimization": {"stage": 3}}}
+NO_MATCH = {"fused": {"rule": "adalomo", "groups": [{"match": "none"}]}}
+
+# Command, what is otherwise in its file, arguments, the message, and what else is otherwise.
+MISTAKES = {
+    "unknown key": ("sft", {"learning_rat": 1}, "", "unknown key 'learning_rat'. Did you mean 'learning_rate'?"),
+    "wrong type": ("sft", {"max_steps": "many"}, "", "max_steps: invalid int value: 'many'"),
+    "missing file": ("sft", {}, "--config none.yaml", "none.yaml cannot be read: No such file or directory"),
+    "bad YAML": ("sft", "seed: 1\nmax_length: [1, 2", "", "bad.yaml, line 2: expected ',' or ']'"),
+    "missing data": ("sft", of("none.jsonl"), "", "none.jsonl"),
+    "data that is no JSON": ("sft", of("sft.yaml"), "", "(JSON parse error: "),
+    "wrong column": ("sft", of("rows.jsonl"), "", "no column 'text', which sft needs. It has foo", rows({"foo": "a"})),
+    "data of another command": ("dpo", of(assets() / "kto.jsonl"), "", "the data has no column 'chosen'"),
+    "an empty file": ("sft", of("rows.jsonl"), "", "a file without rows", rows()),
+    "no pad token": ("sft", {"model_name_or_path": "model"}, "", "set pad_token to one of the tokens", no_pad_token),
+    "no split to evaluate": ("sft", {"eval_strategy": "steps"}, "", "has no split 'test'. It has train"),
+    "answers that are cut off": ("sft", {"assistant_only_loss": True}, "--max_length 3", "row 1 of the data"),
+    "LoRA without PEFT": ("sft", {"use_peft": True}, "", "PEFT", missing("peft")),
+    "DeepSpeed is not installed": ("sft", ZERO, "", "DeepSpeed is not installed. Install it", missing("deepspeed")),
+    "DeepSpeed without a launcher": ("sft", ZERO, "", "Start it with a launcher"),
+    "FSDP without a launcher": ("sft", {"fsdp": True}, "", "a launcher"),
+    "fp16 without a GPU": ("sft", {"fp16": True}, "", "fp16"),
+    "bf16 without a GPU": ("sft", {"bf16": True}, "", "bf16"),
+    "a folder that cannot be written": ("sft", {"output_dir": "/proc/run"}, "", "/proc/run: can't be written: "),
+    "a file as folder": ("sft", {"output_dir": "sft.yaml"}, "", "output_dir sft.yaml is a file"),
+    "a run is there": ("sft", {}, "", "already contains a run. Continue it with --resume_from_checkpoint last", a_run),
+    "no run to resume": ("sft", {}, "--resume_from_checkpoint last", "has no run to resume"),
+    "no checkpoint to resume": ("sft", {}, "--resume_from_checkpoint none", "there is no directory none. 'last' is"),
+    "options of the launcher": ("sft", {"num_processes": 2}, "", "with: accelerate launch --num_processes 2 -m "),
+    "a token": ("sft", {"hub_token": "hf_abcdefghijklmnopqrst"}, "", "hub_token has a password or token"),
+    "unknown rule": ("sft", {"fused": {"rule": "adaloom"}}, "", "line 15: fused: rule 'adaloom' is unknown"),
+    "unknown class": ("sft", {"fused": {"rule": "torch.optim.AdamWW"}}, "", "Did you mean 'AdamW'"),
+    "unknown option": ("sft", {}, "--fused.polcy deferred", "unknown argument 'fused.polcy'. Did you mean 'policy'?"),
+    "option of another rule": ("sft", {}, "--fused.betas [0.9,0.95]", "The rule adalomo has lr, eps, decay_rate"),
+    "AdamW's rate for another rule": ("sft", {"learning_rate": None}, "", "chosen for AdamW, and the rule is"),
+    "another optimizer": ("sft", {"fused": {"policy": "auto"}, "optim": "galore_adamw"}, "", "galore_adamw"),
+    "clipping in the hook": ("sft", {"max_grad_norm": 1.0}, "--fused.policy immediate", "policy"),
+    "a pattern that nothing matches": ("sft", NO_MATCH, "", "groups[0]: match='none'"),
+    "a file as dataset_name": ("sft", {"datasets": None, "dataset_name": "a.jsonl"}, "", "data_files: a.jsonl}]"),
+    "no data": ("sft", {"datasets": None}, "", "no data: set dataset_name"),
+    "no model": ("sft", {"model_name_or_path": None}, "", "no model: set model_name_or_path"),
+    "no such model": ("sft", {"model_name_or_path": "no/such"}, "", "error: model_name_or_path 'no/such': there is no"),
+    "no reward": ("grpo", {"reward_model_name_or_path": None}, "", "no reward: set reward_funcs"),
+    "unknown reward": ("grpo", {"reward_funcs": ["no_module.f"]}, "", "reward_funcs: 'no_module.f' is neither"),
+    "a logger that is not there": ("sft", {"report_to": "clearml"}, "", "clearml"),
+    "a plan of GRPO": ("plan grpo", {}, "", "grpo: a step of it also generates"),
+    "not an amount": ("plan sft", {}, "--memory lots", "--memory"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_a_mistake_is_one_message_and_nothing_is_left(case, tmp_path, monkeypatch):
+    command, changes, words, message, *more = MISTAKES[case]
+    path = write(tmp_path, command.split()[-1], **(changes if isinstance(changes, dict) else {}))
+    if isinstance(changes, str):
+        path = tmp_path / "bad.yaml"
+        path.write_text(changes)
+    for change in more:
+        change(tmp_path, monkeypatch)
+    ended = train(tmp_path, *command.split(), "--config", path, *words.split())
+    assert ended.status == 2, ended
+    assert message in ended.err and "Traceback" not in ended.err
+    assert ended.err.count("\n") == 1, ended.err
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("words", "message"),
     [
-        (["--max-new-tokens", "0"], "--max-new-tokens 0"),
-        (["--seed", "-1"], "--seed -1"),
-        (["--temperature", "nan"], "--temperature nan"),
-        (["--temperature", "-1"], "--temperature -1.0"),
+        ("stf", "invalid choice: 'stf'"),
+        ("plan", "the following arguments are required: COMMAND"),
+        ("plan stf", "invalid choice: 'stf'"),
+        ("generate", "the following arguments are required: RUN_DIR, PROMPT"),
+        ("rules adamw lion", "unknown arguments: lion"),
+        ("rules adamww", "Did you mean 'adamw'"),
+        ("rules --model x", "--model needs the name of a rule"),
+        ("sft", "no data: set dataset_name"),
     ],
 )
-def test_nonsense_for_generate_is_refused(arguments, message, tmp_path, capsys):
-    code, _, err = lowmem(capsys, "generate", tmp_path, "hello", *arguments)
-    assert code == 2
-    assert message in err
+def test_mistakes_before_a_file_is_read(words, message, tmp_path):
+    with contextlib.chdir(tmp_path):
+        ended = lowmem(*words.split())
+    assert ended.status == 2 and message in ended.err and not list(tmp_path.iterdir())
 
 
-def test_generate_says_which_checkpoint_answers(config, run_dir, capsys):
-    assert "there is no such folder" in lowmem(capsys, "generate", "/nope", "hello")[2]
-    lowmem(capsys, "train", config, "model.config.max_position_embeddings=64")
-    (run_dir / "checkpoint-6" / "model.safetensors").write_bytes(b"")
-    code, _, err = lowmem(capsys, "generate", run_dir, "hello", "--max-new-tokens", 100)
-    assert code == 0
-    assert "skipped a damaged checkpoint" in err and f"answering with {run_dir}/checkpoint-4" in err
-    assert "the answer ends after" in err
-    code, _, err = lowmem(capsys, "generate", run_dir, "hello " * 100)
-    assert code == 2
-    assert "tokens; the model takes from 1 to 63" in err
+def test_a_folder_in_use_is_named(tmp_path, run_dir):
+    with in_use(run_dir) as other:
+        ended = train(tmp_path, "sft", "--config", write(tmp_path))
+    assert ended.status == 2 and f"is in use by process {other} on " in ended.err
+
+
+# --- generate, rules and help -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--max-new-tokens 0", "--max-new-tokens 0"),
+        ("--seed -1", "--seed -1"),
+        ("--temperature nan", "--temperature nan"),
+        ("--temperature -1", "--temperature -1.0"),
+    ],
+)
+def test_nonsense_for_generate_is_refused(words, message, tmp_path):
+    ended = lowmem("generate", tmp_path, "hello", *words.split())
+    assert ended.status == 2 and message in ended.err
+
+
+def test_generate_says_which_checkpoint_answers(run, tmp_path):
+    assert "there is no such folder" in lowmem("generate", "/nope", "hello").err
+    assert "No valid checkpoint found in output directory" in lowmem("generate", tmp_path, "hello").err
+    (run / "config.json").unlink()  # of the final model
+    (run / "checkpoint-6" / "model.safetensors").write_bytes(b"")
+    ended = lowmem("generate", run, "hello", "--max-new-tokens", 100)
+    assert ended.status == 0
+    assert "skipped a damaged checkpoint" in ended.err and f"answering with {run}/checkpoint-4" in ended.err
+    assert "the answer ends after" in ended.err
+    ended = lowmem("generate", run, "hello " * 100)
+    assert ended.status == 2 and "tokens; the model takes from 1 to 63" in ended.err
+    sampled = [lowmem("generate", run, "hello", "--temperature", 0.8, "--system", "be brief").out for _ in range(2)]
+    assert sampled[0] == sampled[1]
+
+
+def test_rules_prints_what_is_measured():
+    ended = lowmem("rules")
+    assert ended.status == 0
+    rows = {line.split()[0]: line.split()[1:3] for line in ended.out.partition("import path")[0].splitlines() if line}
+    assert rows["lomo"] == ["0", "0.01"]
+    assert rows["adamw"][0] == "8"
+    assert rows["torch.optim.AdamW"][0] == "4"
+    assert rows["compensated"] == ["4", "4"] and rows["bfloat16"] == ["2"]  # a weight and a state, a state
+    assert "clip_threshold" not in ended.out and "`lowmem rules NAME` shows the options" in ended.out
+    ended = lowmem("rules", "adalomo", "--model", assets() / "model")
+    assert ended.status == 0
+    assert "  clip_threshold: 1.0\n" in ended.out and "arXiv:2310.10195" in ended.out
+    assert lowmem("rules", "torch.optim.SGD").out.startswith("0 bytes of states")
 
 
 EXAMPLES = {
-    "": "lowmem train configs/quickstart.yaml optimizer.lr=2e-3",
-    "train": "lowmem train configs/quickstart.yaml optimizer.lr=2e-3 run_dir=runs/first",
-    "plan": "lowmem plan configs/llama3_8b_chat_24gb.yaml --memory 24GiB",
+    "": "lowmem sft --config configs/quickstart.yaml --learning_rate 2e-2",
+    "plan": "lowmem plan sft --config configs/llama3_8b_chat_24gb.yaml",
+    "inspect": "lowmem inspect sft --config configs/llama3_8b_chat_24gb.yaml",
+    "generate": 'lowmem generate runs/quickstart "a prompt"',
 }
 
 
 @pytest.mark.parametrize("command", EXAMPLES)
-def test_the_example_of_a_command_is_on_a_line_of_its_own(command, capsys, monkeypatch):
+def test_the_example_of_a_command_is_on_a_line_of_its_own(command, monkeypatch):
     """It can be copied, whatever the width of the terminal."""
     monkeypatch.setenv("COLUMNS", "40")
-    code, out, _ = lowmem(capsys, *command.split(), "--help")
-    assert code == 0
-    assert out.splitlines()[-2:] == ["example:", f"  {EXAMPLES[command]}"]
-
-
-def test_a_run_writes_activations_to_a_file(config, run_dir, capsys, monkeypatch):
-    """Its optimizer is made before the trainer enables activation checkpointing."""
-    files, write = [], activations._File._write
-    monkeypatch.setattr(activations._File, "_write", lambda file, tensor: files.append(file) or write(file, tensor))
-    monkeypatch.setattr(activations, "_LEAST", 1)
-    options = ["trainer.activation_checkpointing=true", "layers.activation_offload=disk", "trainer.max_steps=2"]
-    code, out, err = lowmem(capsys, "train", config, *options, "trainer.eval_strategy=no")
-    assert (code, err) == (0, "")
-    assert "activations recomputed in backward, in a file\n" in out
-    assert len(files) >= 2
-    assert len({id(file) for file in files}) == 1
-
-
-def test_a_defect_is_one_line_and_keeps_its_traceback(config, run_dir, capsys, monkeypatch):
-    def fail(*_, **__):
-        raise KeyError("a [bold] bug")
-
-    monkeypatch.setattr(report.RunReport, "on_step_end", fail)
-    code, _, err = lowmem(capsys, "train", config)
-    assert code == 3
-    assert err == "error: unexpected KeyError: 'a [bold] bug'. --debug shows the traceback\n"
-    assert "in fail" in (run_dir / "traceback.txt").read_text()
-    with pytest.raises(KeyError):
-        cli.main(["train", str(config), f"run_dir={run_dir}-2", "--debug"])
-
-
-def test_out_of_memory_is_advised_with_the_plan(config, run_dir, capsys, monkeypatch):
-    def fail(*_, **__):
-        raise torch.OutOfMemoryError("Tried to allocate 20.00 MiB")
-
-    monkeypatch.setattr(report.RunReport, "on_step_end", fail)
-    code, _, err = lowmem(capsys, "train", config)
-    assert code == 2
-    assert "out of memory: Tried to allocate 20.00 MiB. By the plan a step needs " in err
-    assert "trainer.per_device_train_batch_size=2" in err and f"lowmem train {run_dir}/config.yaml --resume" in err
+    ended = lowmem(*command.split(), "--help")
+    assert ended.status == 0
+    assert ended.out.splitlines()[-2:] == ["example:", f"  {EXAMPLES[command]}"]

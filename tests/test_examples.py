@@ -1,20 +1,29 @@
-"""The examples train as the same loops do with torch's optimizers, to the bit."""
+"""The examples train: those with a model of their own as the same loops do with torch's optimizers, to the bit, and
+those that take a model directory on a small one."""
 
 import importlib.util
+import json
+import os
+import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
-from nets import same, weights
+from support.nets import same, weights
+from support.processes import free_port
 from torch.nn.functional import binary_cross_entropy_with_logits as cross_entropy
 from torch.nn.utils import clip_grad_norm_
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lowmem
 from lowmem.errors import StepError
 
 LR = 0.05  # of the example for Lightning
-FOLDER = Path(__file__).parents[1] / "examples"
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "examples"
 
 
 def example(name):
@@ -25,8 +34,97 @@ def example(name):
 
 
 def test_every_example_has_a_test():
+    text = Path(__file__).read_text()
     for path in FOLDER.glob("*.py"):
-        assert any(name.startswith(f"test_{path.stem}") for name in globals()), path
+        assert f"test_{path.stem}" in text or f'("{path.stem}", ' in text, path
+
+
+# -- language models ---------------------------------------------------------------------------------------------------
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text):
+    return {"role": "assistant", "content": text}
+
+
+ROWS = {
+    "chats": [{"messages": [user(f"What is {n}?"), assistant(f"{n}.")]} for n in range(8)],
+    "pairs": [{"prompt": [user(f"What is {n}?")], "chosen": [assistant("A number.")], "rejected": [assistant("?")]}
+              for n in range(8)],
+    "questions": [{"prompt": [user(f"What is {n}?")], "answer": str(n)} for n in range(8)],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A small model with a tokenizer, a text, and data of each kind."""
+    folder = tmp_path_factory.mktemp("examples")
+    for name, rows in ROWS.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "text.txt").write_text((ROOT / "README.md").read_text()[:2000])
+    script = runpy.run_path(str(ROOT / "scripts" / "make_model.py"))
+    tokenizer = script["train_tokenizer"]([(folder / "text.txt").read_text()], 300)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    script["make_model"](folder / "model", tokenizer, num_key_value_heads=2, **sizes)
+    return folder
+
+
+def run(name, folder, data, out, *options, monkeypatch):
+    arguments = [str(folder / "model"), str(folder / data), "--output_dir", str(out), *options]
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
+
+
+def assert_trained(folder, out):
+    """The model is there, with other weights than before, and loads."""
+    model = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
+    assert model.dtype == torch.bfloat16
+    before = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.bfloat16)
+    assert not same(weights(before), weights(model))
+    assert all(weight.isfinite().all() for weight in weights(model))
+    assert AutoTokenizer.from_pretrained(out).chat_template
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("name", "data", "options"),
+    [
+        ("loop", "text.txt", ["--length", "128"]),
+        ("sft", "chats.jsonl", []),
+        ("dpo", "pairs.jsonl", ["--learning_rate", "1e-4"]),
+        ("grpo", "questions.jsonl", ["--steps", "2", "--max_completion_length", "4"]),
+    ],
+)
+def test_language_models(name, data, options, folder, tmp_path, monkeypatch):
+    run(name, folder, data, tmp_path / "out", *options, monkeypatch=monkeypatch)
+    assert_trained(folder, tmp_path / "out")
+
+
+def test_zero3(folder, tmp_path):
+    """By DeepSpeed's launcher, which starts two processes."""
+    pytest.importorskip("deepspeed")
+    # DeepSpeed 0.19 (comm/torch.py, build_shm_op) would compile an operator for two minutes
+    (tmp_path / "script.py").write_text(
+        "import runpy, deepspeed\n"
+        "deepspeed.ops.__compatible_ops__['deepspeed_shm_comm'] = False\n"
+        f"runpy.run_path({str(FOLDER / 'zero3.py')!r}, run_name='__main__')\n"
+    )
+    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", str(free_port())]
+    script = [str(tmp_path / "script.py"), str(folder / "model"), str(folder / "text.txt"), "--length", "128"]
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
+                   "PYTHONPATH": str(ROOT)}  # fmt: skip
+    command = [*launcher, *script, "--output_dir", str(tmp_path / "out")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "loss" in done.stdout
+    assert_trained(folder, tmp_path / "out")
+
+
+# -- a GAN -------------------------------------------------------------------------------------------------------------
 
 
 def test_gan(capsys):

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from nets import Net, data, weights
-from processes import CONTEXT, PATIENCE
+from support.nets import Net, data, weights
+from support.processes import CONTEXT, PATIENCE
 
 import lowmem
 from lowmem.errors import CheckpointError, StepError

@@ -1,14 +1,8 @@
-"""Some inputs of each surface of `tests/fuzz`, and the script that gives them many more."""
-
-import sys
-from pathlib import Path
+"""Some inputs of each surface of `tests/fuzz`, and the command that gives them many more."""
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import fuzz  # noqa: E402
+from benchmarks import fuzz
 
 INPUTS = 40
 

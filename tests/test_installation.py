@@ -1,5 +1,6 @@
-"""What pyproject.toml says to setuptools and ruff, where folders have the names of modules."""
+"""What is installed, and what pyproject.toml says to setuptools and ruff where folders have the names of modules."""
 
+import importlib.util
 import shutil
 import subprocess
 import sys
@@ -32,14 +33,76 @@ def test_an_editable_install_is_imported_next_to_its_clone(tmp_path):
     assert python(tmp_path, "-ES", "-c", load) == str(package / "__init__.py")
 
 
+def test_the_packages_have_all_modules_and_their_types(tmp_path):
+    """The wheel is built from what is in the source distribution, as `python -m build` does."""
+    pytest.importorskip("setuptools", "77")
+    source = tmp_path / "clone"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "MANIFEST.in"):
+        shutil.copy(ROOT / name, source)
+    for name in ("lowmem", "tests"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "golden"))
+    python(source, "-c", "from setuptools.build_meta import build_sdist; build_sdist('..')")
+    (archive,) = tmp_path.glob("*.tar.gz")
+    shutil.unpack_archive(archive, tmp_path / "unpacked")
+    (unpacked,) = (tmp_path / "unpacked").iterdir()
+    assert {"CHANGELOG.md", "LICENSE"} <= {path.name for path in unpacked.iterdir()}
+    assert not (unpacked / "tests").exists()
+    python(unpacked, "-c", "from setuptools.build_meta import build_wheel; build_wheel('../..')")
+    (wheel,) = tmp_path.glob("*.whl")
+    files = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "lowmem").rglob("*.py")}
+    assert files == modules | {"lowmem/py.typed"}
+    if importlib.util.find_spec("twine"):
+        python(tmp_path, "-m", "twine", "check", "--strict", str(wheel), str(archive))
+
+
+# Of the packages that are installed, only torch and what it requires can be imported.
+ALONE = """
+import re, sys
+from importlib import metadata
+from importlib.machinery import PathFinder
+
+def closure(package):
+    yield package.lower().replace("_", "-")
+    for requirement in metadata.requires(package) or ():
+        if ";" not in requirement:
+            yield from closure(re.match(r"[a-zA-Z0-9_-]+", requirement)[0])
+
+NEEDED = {*closure("torch"), "lowmem"}
+OTHERS = {module for module, packages in metadata.packages_distributions().items()
+          if NEEDED.isdisjoint(package.lower().replace("_", "-") for package in packages)}
+
+class Finder(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.split(".")[0] in OTHERS else super().find_spec(name, path, target)
+
+sys.meta_path[:] = [Finder if finder is PathFinder else finder for finder in sys.meta_path]
+import torch, lowmem
+
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8)).bfloat16()
+for rule in (*(info.name for info in lowmem.rules.table()), torch.optim.AdamW):
+    opt = lowmem.FusedOptimizer(model.named_parameters(), rule=rule, lr=1e-3, policy="deferred", clip_norm=1.0)
+    for _ in range(2):
+        opt.backward(model(torch.randn(4, 64, dtype=torch.bfloat16)).float().square().mean())
+        opt.step()
+    opt.load_state_dict(opt.state_dict())
+    opt.remove()
+assert {"numpy", "safetensors", "transformers"} <= OTHERS
+"""
+
+
+def test_the_optimizer_needs_torch_alone(tmp_path):
+    """As after `pip install --no-deps lowmem` beside torch."""
+    python(tmp_path, "-W", "ignore", "-c", ALONE)
+
+
 def test_imports_are_sorted_alike_whatever_folders_there_are(tmp_path):
-    """The quickstart creates `data` and `runs`, and `tests/runs.py` is imported by its name."""
+    """The quickstart creates `data` and `runs`; tests import folders of theirs by their names alone."""
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    (tmp_path / "tests").mkdir()
-    helpers = list((ROOT / "tests").glob("*.py"))
-    for path in helpers:
-        shutil.copy(path, tmp_path / "tests")
-    for name in ("lowmem", "benchmarks", "scripts", *(path.stem for path in helpers)):
+    shutil.copytree(ROOT / "tests", tmp_path / "tests", ignore=shutil.ignore_patterns("golden", "__pycache__"))
+    for name in ("lowmem", "benchmarks", "scripts", "data", "runs", "support", "reference"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").touch()
     python(tmp_path, "-m", "ruff", "check", "--no-cache", "--select", "I", ".")

@@ -1,4 +1,4 @@
-"""`lowmem train` under launchers: several processes over gloo are one run."""
+"""`lowmem sft` under launchers: several processes over gloo are one run."""
 
 import json
 import os
@@ -11,64 +11,63 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import PATIENCE, Launched, free_port
-from products import FULL
+import yaml
 from safetensors.torch import load_file
+from support.processes import PATIENCE, Launched, free_port
+from support.products import FULL
 
+from scripts.make_model import make_model, train_tokenizer
+
+ROOT = Path(__file__).parents[1]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m")
-DEEPSPEED = ("deepspeed.launcher.runner", "--num_gpus", "2", "--module")
+SHARDED = {
+    "zero3": ("--deepspeed", str(ROOT / "configs" / "zero3.json")),
+    "fsdp2": ("--fsdp", "--fsdp_config", '{"cpu_ram_efficient_loading": true}'),
+}
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A configuration of a tiny run, with its data."""
+    """The configuration of a tiny run, with its data and its model."""
     folder = tmp_path_factory.mktemp("launch")
-    rows = [
-        {"text": " ".join(["one two", "three", "four five six"][n % 3] for n in range(i, i + 5))} for i in range(64)
-    ]
+    words = ["one two", "three", "four five six"]
+    rows = [{"text": " ".join(words[n % 3] for n in range(i, i + 5))} for i in range(64)]
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = train_tokenizer([row["text"] for row in rows], 280)
+    make_model(folder / "model", tokenizer, num_key_value_heads=2, **SIZES)
     config = {
-        "run_dir": str(folder / "run"),
-        "model": {
-            "config": {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-                       "num_attention_heads": 4, "num_key_value_heads": 2},
-            "train_tokenizer": {"vocab_size": 280},
-            "dtype": "float32",
-        },
-        "data": {"path": str(folder / "data.jsonl"), "max_length": 32},
-        "optimizer": {"lr": 1e-2, "clip_norm": 1.0},
-        "trainer": {"max_steps": 6, "logging_steps": 1, "save_steps": 3, "per_device_train_batch_size": 4,
-                    "dataloader_pin_memory": False},
+        "output_dir": str(folder / "run"), "model_name_or_path": str(folder / "model"), "dtype": "float32",
+        "datasets": [{"path": "json", "data_files": str(folder / "data.jsonl")}], "max_length": 32,
+        "fused": {"rule": "adalomo"}, "learning_rate": 1e-2, "max_grad_norm": 1.0, "max_steps": 6, "logging_steps": 1,
+        "save_steps": 3, "per_device_train_batch_size": 4, "report_to": "none",
     }  # fmt: skip
-    (folder / "config.yaml").write_text(json.dumps(config))
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
     return folder
 
 
-def run(folder, *arguments, ranks=0):
-    """One process, or as many ranks as given, with the environment that a launcher sets."""
-    return launched(folder, *arguments, ranks=ranks).finish()
-
-
 def launched(folder, *arguments, ranks=0):
-    return Launched.ranks(ranks, "lowmem", "train", str(folder / "config.yaml"), *arguments, environment=ENVIRONMENT)
+    """One process, or as many ranks as given, with the environment that a launcher sets."""
+    words = ("lowmem", "sft", "--config", str(folder / "config.yaml"), *arguments)
+    return Launched.ranks(ranks, *words, environment=ENVIRONMENT)
 
 
-def command(folder, *arguments, launcher):
-    port = ["--master_port", str(free_port())] if launcher == DEEPSPEED else []
-    start = [sys.executable, "-m", *launcher[:-1], *port, *launcher[-1:], "lowmem", "train"]
-    return [*start, str(folder / "config.yaml"), *arguments]
+def run(folder, run_dir, *arguments, ranks=0, batch=None):
+    """A run to its end. One process takes batches of eight, and two of four."""
+    size = ("--per_device_train_batch_size", str(batch or 8 // max(ranks, 1)))
+    done = launched(folder, "--output_dir", str(run_dir), *size, *arguments, ranks=ranks).finish()
+    assert done.returncode == 0, done.stderr
+    return done
 
 
-def metrics(run_dir):
-    return [line for line in map(json.loads, (run_dir / "metrics.jsonl").open()) if "loss" in line]
+def metrics(run_dir, key="loss"):
+    return [line for line in map(json.loads, (run_dir / "metrics.jsonl").open()) if key in line]
 
 
 @pytest.fixture(scope="module")
 def one_process(folder):
-    """The run directory of the run in one process."""
-    done = run(folder, f"run_dir={folder}/one", "trainer.per_device_train_batch_size=8")
-    assert done.returncode == 0, done.stderr
+    """The folder of the run in one process."""
+    run(folder, folder / "one")
     return folder / "one"
 
 
@@ -81,178 +80,251 @@ def assert_same_metrics(run_dir, one_process):
             assert line[key] == pytest.approx(reference[key], rel=1e-4), key
 
 
+def assert_same_weights(run_dir, other, **tolerance):
+    ours, its = (load_file(path / "model.safetensors") for path in (run_dir, other))
+    assert ours.keys() == its.keys()
+    for name, weight in ours.items():
+        torch.testing.assert_close(weight, its[name], **(tolerance or {"rtol": 1e-5, "atol": 1e-5}))
+
+
 def assert_one_run(done, run_dir, one_process):
     """The same losses, norms and weights as one process on the same batches, and one set of files."""
     assert done.returncode == 0, done.stderr
     assert_same_metrics(run_dir, one_process)
     assert len(metrics(one_process)) == 6
-    assert done.stdout.count("step 6/6  loss") == 1
+    assert done.stdout.count("step 6/6  loss") == done.stdout.count("done: ") == 1
     assert "destroy_process_group" not in done.stderr
-    weights = [load_file(path / "checkpoint-6" / "model.safetensors") for path in (run_dir, one_process)]
-    for name, weight in weights[0].items():
-        torch.testing.assert_close(weight, weights[1][name], rtol=1e-5, atol=1e-5)
+    assert_same_weights(run_dir, one_process)
+    assert_same_weights(run_dir, run_dir / "checkpoint-6", rtol=0, atol=0)
 
 
 def test_two_processes_are_one_run(folder, one_process, tmp_path):
-    assert_one_run(run(folder, f"run_dir={tmp_path}/run", ranks=2), tmp_path / "run", one_process)
+    assert_one_run(run(folder, tmp_path / "run", ranks=2), tmp_path / "run", one_process)
 
 
 def test_a_run_resumes_with_as_many_processes_or_fewer(folder, one_process, tmp_path):
     """Bit for bit with as many, with the same losses in one."""
-    assert run(folder, f"run_dir={tmp_path}/run", ranks=2).returncode == 0
-    whole = load_file(tmp_path / "run" / "checkpoint-6" / "model.safetensors")
-    for ranks, batch in ((2, 4), (0, 8)):
-        shutil.rmtree(tmp_path / "run" / "checkpoint-6")
-        batch_size = f"trainer.per_device_train_batch_size={batch}"
-        done = run(folder, f"run_dir={tmp_path}/run", batch_size, "--resume", ranks=ranks)
-        assert done.returncode == 0, done.stderr
-        again = load_file(tmp_path / "run" / "checkpoint-6" / "model.safetensors")
-        for name, weight in whole.items():
-            if ranks:
-                assert torch.equal(weight, again[name]), name
-            else:
-                torch.testing.assert_close(weight, again[name], rtol=1e-5, atol=1e-5)
-        assert [line["loss"] for line in metrics(tmp_path / "run")] == pytest.approx(
-            [line["loss"] for line in metrics(one_process)], rel=1e-4
-        )
-
-
-ZERO3 = {
-    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": "auto", "reduce_bucket_size": "auto",
-                          "stage3_prefetch_bucket_size": "auto", "overlap_comm": True, "contiguous_gradients": True},
-    "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
-    "gradient_clipping": "auto", "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"},
-}  # fmt: skip
-SHARDED = {"zero3": "trainer.deepspeed=" + json.dumps(ZERO3), "fsdp2": "trainer.fsdp=true"}
+    run_dir = tmp_path / "run"
+    run(folder, run_dir, ranks=2)
+    shutil.copytree(run_dir / "checkpoint-6", tmp_path / "whole")
+    for ranks in (2, 0):
+        shutil.rmtree(run_dir / "checkpoint-6")
+        run(folder, run_dir, "--resume_from_checkpoint", "last", ranks=ranks)
+        assert_same_weights(run_dir, tmp_path / "whole", **({"rtol": 0, "atol": 0} if ranks else {}))
+        assert_same_metrics(run_dir, one_process)
 
 
 @pytest.mark.parametrize("shards", SHARDED.values(), ids=SHARDED)
-def test_a_model_sharded_over_processes(folder, one_process, tmp_path, shards):
-    """From saved weights: the same losses, norms, scores and files as one process."""
-    settings = [
-        f"model={{path: {one_process}/checkpoint-3, dtype: float32}}", "data.eval_fraction=0.25",
-        "trainer.eval_strategy=steps", "trainer.eval_steps=2", "trainer.max_steps=4",
-        "trainer.gradient_accumulation_steps=2", "trainer.per_device_eval_batch_size=8",
-    ]  # fmt: skip
-    one = run(folder, *settings, f"run_dir={tmp_path}/one", "trainer.per_device_train_batch_size=8")
-    assert one.returncode == 0, one.stderr
-    done = run(folder, *settings, f"run_dir={tmp_path}/run", shards, ranks=2)
-    assert done.returncode == 0, done.stderr
+def test_a_model_sharded_over_processes(folder, tmp_path, shards):
+    """The same losses, norms, scores and files as one process."""
+    settings = ("--test_split_size", "0.25", "--eval_strategy", "steps", "--eval_steps", "2", "--max_steps", "4",
+                "--gradient_accumulation_steps", "2", "--per_device_eval_batch_size", "8")  # fmt: skip
+    run(folder, tmp_path / "one", *settings)
+    done = run(folder, tmp_path / "run", *settings, *shards, ranks=2)
     assert "each of 2 processes holds a shard of the parameters" in done.stdout
     assert done.stdout.count("step 4/4  loss") == 1
     assert "destroy_process_group" not in done.stderr
     assert_same_metrics(tmp_path / "run", tmp_path / "one")
-    files = [{p.name for p in (tmp_path / name / "checkpoint-4").iterdir()} for name in ("run", "one")]
-    assert {name for name in files[0] if "rng_state" not in name} == {n for n in files[1] if "rng_state" not in n}
-    for file in ("model.safetensors", "optimizer.safetensors"):
-        ours, its = (load_file(tmp_path / name / "checkpoint-4" / file) for name in ("run", "one"))
+    for inside in (".", "checkpoint-4"):
+        files = [{path.name for path in (tmp_path / name / inside).iterdir()} for name in ("run", "one")]
+        assert {name for name in files[0] ^ files[1] if "rng_state" not in name} == set()
+    for file in ("model.safetensors", "checkpoint-4/model.safetensors", "checkpoint-4/optimizer.safetensors"):
+        ours, its = (load_file(tmp_path / name / file) for name in ("run", "one"))
         assert ours.keys() == its.keys()
         for name, tensor in its.items():
             assert tensor.dtype == ours[name].dtype
             torch.testing.assert_close(ours[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
-    scores = [[line["eval_loss"] for line in map(json.loads, (tmp_path / name / "metrics.jsonl").open())
-               if "eval_loss" in line] for name in ("run", "one")]  # fmt: skip
+    scores = [[line["eval_loss"] for line in metrics(tmp_path / name, "eval_loss")] for name in ("run", "one")]
     assert len(scores[0]) == 2
     assert scores[0] == pytest.approx(scores[1], rel=1e-3)  # a mean of means over other batches
+
+
+# Says what a rank has of the model when the trainer has loaded it, before its own sharding begins.
+PROBE = """
+import sys
+from lowmem import cli
+from lowmem.hf.sharding import Zero3Sharding
+def shard(self, model, accelerator, shard=Zero3Sharding.shard):
+    if self._engine is None:
+        print("loaded", sum(param.numel() for param in model.parameters()), "elements")
+    shard(self, model, accelerator)
+Zero3Sharding.shard = shard
+cli.main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("name", ["zero3", "fsdp2"])
+def test_the_configurations_of_an_8b_model_train_a_small_one(folder, tmp_path, monkeypatch, name):
+    """Their sections, with another model and other data. Under ZeRO-3 no rank ever has the full model."""
+    config = yaml.safe_load((ROOT / "configs" / f"llama3_8b_{name}.yaml").read_text())
+    for key in ("dataset_name", "dataset_train_split", "dataset_test_split"):
+        del config[key]
+    chat = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two three"}]
+    (tmp_path / "chats.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 24)
+    config |= {
+        "output_dir": str(tmp_path / "run"), "model_name_or_path": str(folder / "model"), "test_split_size": 0.25,
+        "datasets": [{"path": "json", "data_files": str(tmp_path / "chats.jsonl")}], "dataset_num_proc": None,
+        "max_steps": 4, "warmup_steps": 1, "logging_steps": 1, "eval_steps": 2, "save_steps": 1, "report_to": "none",
+    }  # fmt: skip
+    if name == "zero3":
+        config["deepspeed"] = str(ROOT / config["deepspeed"])
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    (tmp_path / "probe.py").write_text(PROBE)
+    monkeypatch.syspath_prepend(tmp_path)  # which processes that are forked take over
+    words = ("probe", "sft", "--config", str(tmp_path / "config.yaml"))
+    done = Launched.ranks(2, *words, environment=ENVIRONMENT).finish()
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("loaded 0 elements") == done.stdout.count("loaded ") == (2 if name == "zero3" else 0)
+    assert f"{name}: each of 2 processes holds a shard of the parameters" in done.stdout
+    assert {path.name for path in (tmp_path / "run").glob("checkpoint-*")} == {"checkpoint-3", "checkpoint-4"}
+    assert load_file(tmp_path / "run" / "model.safetensors")["model.norm.weight"].dtype == torch.bfloat16
 
 
 def test_a_run_resumes_in_any_placement(folder, tmp_path):
     """ZeRO-3 over two, one device, FSDP2 over three, ZeRO-3 again: the losses of one device all the way; and resumed
     as it was saved, bit for bit.
     """
-    constant = ["trainer.lr_scheduler_type=constant", "trainer.save_steps=1"]  # all within an epoch of 64 samples
-    zero3 = "trainer.deepspeed=" + json.dumps(ZERO3)
-    legs = [
-        (1, 2, 6, zero3),
-        (2, 0, 12, None),
-        (4, 3, 4, "trainer.fsdp=true"),
-        (5, 2, 6, zero3),
-    ]
+    constant = ("--lr_scheduler_type", "constant", "--save_steps", "1")  # all within an epoch of 64 rows
+    resume = ("--resume_from_checkpoint", "last")
+    legs = [(1, 2, 6, "zero3"), (2, 0, 12, None), (4, 3, 4, "fsdp2"), (5, 2, 6, "zero3")]
     for last, ranks, batch, shards in legs:
-        settings = [*constant, f"trainer.max_steps={last}", f"trainer.per_device_train_batch_size={batch}"]
-        settings += [f"run_dir={tmp_path}/run", *([shards] if shards else []), *(["--resume"] if last > 1 else [])]
-        done = run(folder, *settings, ranks=ranks)
-        assert done.returncode == 0, done.stderr
+        settings = [*constant, "--max_steps", str(last), *SHARDED.get(shards, ()), *(resume if last > 1 else ())]
+        run(folder, tmp_path / "run", *settings, ranks=ranks, batch=batch)
         if last == 1:  # one device continues from here, for comparison
             shutil.copytree(tmp_path / "run", tmp_path / "one")
-            alone = run(tmp_path / "one", "--resume")
+            alone = launched(tmp_path / "one", *resume).finish()
             assert alone.returncode == 2
-            assert "trainer.deepspeed=null in a run): one device resumes any checkpoint" in alone.stderr
-    again = run(tmp_path / "one", *constant, "trainer.max_steps=5", "trainer.per_device_train_batch_size=12",
-                "trainer.deepspeed=null", "--resume")  # fmt: skip
-    assert again.returncode == 0, again.stderr
+            assert "Or omit deepspeed: one device resumes any checkpoint" in alone.stderr
+    run(folder, tmp_path / "one", *constant, "--max_steps", "5", *resume, batch=12)
     assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, 6))
     for ours, its in zip(metrics(tmp_path / "run"), metrics(tmp_path / "one"), strict=True):
         assert ours["loss"] == pytest.approx(its["loss"], rel=1e-5)
-    whole = load_file(tmp_path / "run" / "checkpoint-5" / "model.safetensors")
-    shutil.rmtree(tmp_path / "run" / "checkpoint-5")
-    done = run(folder, *settings, ranks=2)
-    assert done.returncode == 0, done.stderr
-    for name, weight in load_file(tmp_path / "run" / "checkpoint-5" / "model.safetensors").items():
-        assert torch.equal(weight, whole[name]), name
+    (tmp_path / "run" / "checkpoint-5").rename(tmp_path / "whole")
+    run(folder, tmp_path / "run", *settings, ranks=2, batch=6)
+    assert_same_weights(tmp_path / "run", tmp_path / "whole", rtol=0, atol=0)
 
 
-def test_a_mistake_ends_every_process(folder, tmp_path):
-    done = run(folder, f"run_dir={tmp_path}/run", "optimizer.rule=adalmo", ranks=2)
-    assert done.returncode != 0
-    assert "Did you mean 'adalomo'" in done.stderr
+def test_data_that_does_not_divide(folder, tmp_path):
+    """61 rows over two ranks, in batches of 4: a whole epoch, to its end, on both."""
+    lines = (folder / "data.jsonl").read_text().splitlines(keepends=True)[:61]
+    (tmp_path / "data.jsonl").write_text("".join(lines))
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    config["datasets"][0]["data_files"] = str(tmp_path / "data.jsonl")
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    for name, shards in SHARDED.items():
+        run(tmp_path, tmp_path / name, "--max_steps", "-1", "--num_train_epochs", "1", *shards, ranks=2)
+        assert len(metrics(tmp_path / name)) == 8
+
+
+# -- mistakes and endings ----------------------------------------------------------------------------------------------
+
+MISTAKES = {
+    "an unknown rule": (("--fused.rule", "adalmo"), "Did you mean 'adalomo'"),
+    "a batch size that does not fit": (
+        ("--deepspeed", '{"zero_optimization": {"stage": 3}, "train_batch_size": 7}'),
+        "train_batch_size",
+    ),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_ends_every_process(folder, tmp_path, arguments, message):
+    started = launched(folder, "--output_dir", str(tmp_path / "run"), *arguments, ranks=2)
+    done = started.finish()
+    assert started.statuses == [2, 2]
+    assert message in done.stderr and "error on rank 1: " in done.stderr
     assert not (tmp_path / "run").exists()
 
 
-def children(pid):
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+def of_each(folder, *arguments):
+    """Two ranks with arguments of their own."""
+    words = ["lowmem", "sft", "--config", str(folder / "config.yaml")]
+    port, size = str(free_port()), {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+    group = {**ENVIRONMENT, **size, "MASTER_PORT": port}
+    ranks = ({**group, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2))
+    return Launched([([*words, *own], environment) for own, environment in zip(arguments, ranks, strict=True)])
+
+
+def test_machines_without_a_shared_disk_are_refused(folder, tmp_path):
+    started = of_each(folder, *(("--output_dir", str(tmp_path / name)) for name in ("one", "two")))
+    assert "the machines do not share this directory" in started.finish().stderr
+    assert started.statuses == [2, 2]
+
+
+FAILING = """
+import os, torch
+class Failing(torch.optim.SGD):
+    def step(self, closure=None):
+        if os.environ["RANK"] == "1" and torch._C._current_graph_task_id() != -1:  # not while it is tried
+            raise RuntimeError("a bad cable")
+        super().step(closure)
+"""
+
+
+def test_a_rank_that_fails_is_named(folder, tmp_path, monkeypatch):
+    (tmp_path / "failing.py").write_text(FAILING)
+    monkeypatch.syspath_prepend(tmp_path)  # which processes that are forked take over
+    words = ("--output_dir", str(tmp_path / "run"), "--fused.rule", "failing.Failing", "--max_grad_norm", "0")
+    started = launched(folder, *words, ranks=2)
+    done = started.finish()
+    assert "error on rank 1: unexpected RuntimeError: a bad cable" in done.stderr
+    assert started.statuses[1] == 3 and started.statuses[0] > 0
+    assert "a bad cable" in (tmp_path / "run" / "traceback-1.txt").read_text()
 
 
 def ranks_below(pid):
     """The processes that a launcher has started, which start none themselves."""
-    found = children(pid)
-    return [pid] if not found else [rank for child in found for rank in ranks_below(child)]
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [rank for child in children for rank in ranks_below(int(child))] or [pid]
 
 
 ENDINGS = {
-    "one is killed, fsdp2": (None, "trainer.fsdp=true", signal.SIGKILL),
+    "one is killed, fsdp2": (None, "fsdp2", signal.SIGKILL),
     "all are asked to stop": (None, None, signal.SIGTERM),
+    "one is asked to stop, zero3": (None, "zero3", signal.SIGINT),
 }
 if FULL:  # starting a launcher and two ranks from nothing takes most of a minute of processor time
     ENDINGS |= {
-        "the launcher is asked to stop": (TORCHRUN, None, signal.SIGTERM),
-        "one is killed": (TORCHRUN, None, signal.SIGKILL),
-        "one is killed, zero3": (DEEPSPEED, "trainer.deepspeed=" + json.dumps(ZERO3), signal.SIGKILL),
-        "all are asked to stop, zero3": (None, "trainer.deepspeed=" + json.dumps(ZERO3), signal.SIGTERM),
+        "the launcher is asked to stop": ("torchrun", None, signal.SIGTERM),
+        "one is killed": ("torchrun", None, signal.SIGKILL),
+        "one is killed, zero3": ("deepspeed", "zero3", signal.SIGKILL),
+        "all are asked to stop, zero3": (None, "zero3", signal.SIGTERM),
     }
 
 
 @pytest.mark.parametrize(("launcher", "shards", "number"), ENDINGS.values(), ids=ENDINGS)
 def test_a_run_that_ends_early(folder, tmp_path, launcher, shards, number):
     """A killed rank ends all with an error, and none hangs; asked to stop, they agree on a step and save it."""
-    settings = [f"run_dir={tmp_path}/run", "trainer.max_steps=100000", "trainer.save_steps=100000"]
-    settings += [shards] if shards else []
-    output = end_launched(launcher, folder, settings, number) if launcher else end_ranks(folder, settings, number)
-    saved = list((tmp_path / "run").glob("checkpoint-*"))
-    assert len(saved) == (number == signal.SIGTERM)
-    assert ("stopped at step" in output) == (number == signal.SIGTERM)
+    settings = ("--output_dir", str(tmp_path / "run"), "--max_steps", "100000", "--save_steps", "100000")
+    end = end_launched if launcher else end_ranks
+    output = end(launcher, folder, (*settings, *SHARDED.get(shards, ())), number)
+    saved = [path.name for path in (tmp_path / "run").glob("checkpoint-*")]
+    if number == signal.SIGKILL:
+        assert saved == [] and "stopped at step" not in output
+        return
+    step = int(output.partition("stopped at step ")[2].partition(";")[0])
+    assert saved == [f"checkpoint-{step}"] and step % 10 == 0
+    last = metrics(tmp_path / "run")[-1]["step"]
+    assert step - 1 <= last <= step
 
 
 def end_launched(launcher, folder, settings, number):
     """A launcher is asked to stop; or one of its ranks is killed, and it has to end the others."""
-    started = subprocess.Popen(
-        command(folder, *settings, launcher=launcher),
-        env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
-    while "  loss  " not in (line := started.stdout.readline()):
-        assert line, "it ended before its first step"
-    time.sleep(0.5)
-    os.kill(ranks_below(started.pid)[-1] if number == signal.SIGKILL else started.pid, number)
-    rest = started.communicate(timeout=PATIENCE)[0]
-    assert started.returncode != 0
+    with job(launcher, folder, Path(settings[1]).parent, *settings[2:]) as script:
+        while "  loss  " not in (line := script.stdout.readline()):
+            assert line, "it ended before its first step"
+        time.sleep(0.5)
+        os.kill(ranks_below(script.pid)[-1] if number == signal.SIGKILL else script.pid, number)
+        rest = script.communicate(timeout=PATIENCE)[0]
+    assert script.returncode != 0
     return rest
 
 
-def end_ranks(folder, settings, number):
-    """All ranks are asked to stop; or one is killed, and the others have nobody who ends them."""
+def end_ranks(_, folder, settings, number):
+    """All ranks or the last one are asked to stop; or that is killed, and the other has nobody who ends it."""
     started = launched(folder, *settings, ranks=2)
     started.wait_for("  loss  ")
-    for process in started.processes[number == signal.SIGKILL :]:
+    for process in started.processes[number != signal.SIGTERM :]:
         os.kill(process.pid, number)
     done = started.finish()
     if number == signal.SIGKILL:
@@ -262,35 +334,15 @@ def end_ranks(folder, settings, number):
     return done.stdout
 
 
-def test_batch_sizes_that_do_not_fit_the_processes(folder, tmp_path):
-    shards = "trainer.deepspeed=" + json.dumps(ZERO3 | {"train_batch_size": 7})
-    done = run(folder, f"run_dir={tmp_path}/run", shards, ranks=2)
-    assert done.returncode != 0
-    assert "trainer.deepspeed: " in done.stderr and "7" in done.stderr
-    assert not (tmp_path / "run").exists()
-
-
-def test_data_that_does_not_divide(folder, tmp_path):
-    """61 samples over two ranks, in batches of 4: a whole epoch, to its end, on both."""
-    lines = (folder / "data.jsonl").read_text().splitlines(keepends=True)[:61]
-    (tmp_path / "data.jsonl").write_text("".join(lines))
-    settings = [f"data.path={tmp_path}/data.jsonl", "trainer.max_steps=-1", "trainer.num_train_epochs=1"]
-    for name, shards in (("zero3", "trainer.deepspeed=" + json.dumps(ZERO3)), ("fsdp2", "trainer.fsdp=true")):
-        done = run(folder, f"run_dir={tmp_path}/{name}", *settings, shards, ranks=2)
-        assert done.returncode == 0, done.stderr
-        assert len(metrics(tmp_path / name)) == 8
-
-
 # -- job scripts -------------------------------------------------------------------------------------------------------
 
-JOBS = Path(__file__).parents[1] / "scripts" / "jobs"
+JOBS = ROOT / "scripts" / "jobs"
 SRUN = """#!/usr/bin/env bash
 # starts two tasks on this machine, as srun would
 [ "$1" = --kill-on-bad-exit=1 ] && shift
 for task in 0 1; do SLURM_PROCID=$task SLURM_LOCALID=$task SLURM_NTASKS=2 "$@" & done
 wait -n && wait
 """
-
 
 # Stands for the package: says with which words and in which environment it was started, and ends when it is told to.
 RECORDER = """
@@ -304,7 +356,7 @@ while not Path("ended").exists():
 """
 
 
-def job(name, folder, here, *overrides):
+def job(name, folder, here, *arguments):
     """Starts a job script in the folder `here`, where there is all that it needs."""
     for tool, text in {"srun": SRUN, "scontrol": "#!/usr/bin/env bash\necho localhost\n"}.items():
         (here / tool).write_text(text)
@@ -314,7 +366,7 @@ def job(name, folder, here, *overrides):
     path = f"{here}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     slurm = {"SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_ID": "1", "SLURM_SUBMIT_DIR": str(here)}
     environment = {**ENVIRONMENT, **slurm, "PATH": path, "PROCESSES": "2", "PORT": str(free_port())}
-    command = [str(JOBS / f"{name}.sh"), str(folder / "config.yaml"), f"run_dir={here}/run", *overrides]
+    command = [str(JOBS / f"{name}.sh"), str(folder / "config.yaml"), "--output_dir", str(here / "run"), *arguments]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, cwd=here, env=environment, **pipes)
 
@@ -325,16 +377,19 @@ def assert_a_run_of_two(done, shards, run_dir, one_process):
     assert f"each of 2 processes {held}" in done.stdout
 
 
-@pytest.mark.parametrize(("name", "shards"), [("torchrun", None), ("slurm", None), ("deepspeed", "zero3")])
+@pytest.mark.parametrize(
+    ("name", "shards"), [("torchrun", "fsdp2"), ("accelerate", None), ("slurm", None), ("deepspeed", "zero3")]
+)
 def test_job_scripts(folder, one_process, tmp_path, name, shards):
     """What each starts is one run of two processes, with the losses and weights of one.
 
-    The processes that it starts are forked here, with their words and environment: they need not import anything.
+    The launchers are the real ones. The processes that they start are forked here, with their words and environment:
+    they need not import anything.
     """
     (tmp_path / "lowmem").mkdir()
     (tmp_path / "lowmem" / "__init__.py").touch()
     (tmp_path / "lowmem" / "__main__.py").write_text(RECORDER)
-    with job(name, folder, tmp_path, *([SHARDED[shards]] if shards else [])) as script:
+    with job(name, folder, tmp_path, *SHARDED.get(shards, ())) as script:
         while len(found := list(tmp_path.glob("start-*.json"))) < 2:
             assert script.poll() is None, script.stderr.read()
             time.sleep(0.05)
@@ -352,19 +407,13 @@ STARTED += [("deepspeed", "zero3"), ("torchrun", "zero3"), ("torchrun", "fsdp2")
 @pytest.mark.skipif(not FULL, reason="starts a launcher and two ranks from nothing")
 @pytest.mark.parametrize(("name", "shards"), STARTED)
 def test_job_scripts_from_nothing(folder, one_process, tmp_path, name, shards):
-    script = job(name, folder, tmp_path, *([SHARDED[shards]] if shards else []))
+    script = job(name, folder, tmp_path, *SHARDED.get(shards, ()))
     out, err = script.communicate(timeout=PATIENCE)
     done = subprocess.CompletedProcess(script.args, script.returncode, out, err)
     assert_a_run_of_two(done, shards, tmp_path / "run", one_process)
 
 
-def test_job_scripts_want_something_to_run_on(folder):
+def test_job_scripts_want_something_to_run_on():
     environment = {**ENVIRONMENT, "PATH": "/usr/bin:/bin"}
     done = subprocess.run([str(JOBS / "torchrun.sh"), "c.yaml"], env=environment, capture_output=True, text=True)
     assert (done.returncode, "PROCESSES=2" in done.stderr) == (2, True)
-
-
-def test_processes_that_do_not_find_each_other_are_refused(folder, tmp_path):
-    done = run(folder, f"run_dir={tmp_path}/run", "trainer.use_cpu=false", ranks=2)
-    assert done.returncode != 0
-    assert "2 processes were started, but Accelerate sees only this one" in done.stderr

@@ -1,4 +1,4 @@
-"""The docstring script: the same file each time, pairs of the documented form, no partial files."""
+"""The scripts that make the quickstart's data and model: the same files each time, and no partial ones."""
 
 import importlib.util
 import json
@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from scripts import make_model
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "make_docstrings.py"
 
@@ -31,11 +34,12 @@ def test_a_limited_file_is_the_start_of_the_full_one(tmp_path):
     assert (tmp_path / "some.jsonl").read_text().splitlines() == lines[:50]
     assert f"50 of {len(lines)} pairs from" in limited.stdout and limited.stdout.count("\n") == 1
     assert len(lines) > 2000
-    pairs = [json.loads(line) for line in lines]
-    for column in ("instruction", "output"):
-        assert len({pair[column] for pair in pairs}) == len(pairs)
-    assert all(set(pair) == {"instruction", "output"} and pair["output"].isascii() for pair in pairs)
-    assert not any(" of test." in pair["instruction"] for pair in pairs)
+    chats = [json.loads(line) for line in lines]
+    assert all([*chat] == ["prompt", "completion"] for chat in chats)
+    messages = [[(message["role"], message["content"]) for (message,) in chat.values()] for chat in chats]
+    assert all([role for role, _ in chat] == ["user", "assistant"] for chat in messages)
+    assert all(len({chat[side] for chat in messages}) == len(chats) for side in range(2))
+    assert all(answer.isascii() and " of test." not in question for (_, question), (_, answer) in messages)
     assert not list(tmp_path.rglob("*.tmp"))
 
 
@@ -95,3 +99,22 @@ def test_a_limit_below_one_is_refused(tmp_path):
     done = run("--out", tmp_path / "x.jsonl", "--limit", "0")
     assert done.returncode == 2 and "--limit is 0; it must be at least 1" in done.stderr
     assert not (tmp_path / "x.jsonl").exists()
+
+
+def test_a_model_is_the_same_each_time_and_its_tokenizer_gives_every_text_back(tmp_path, monkeypatch):
+    rows = [{"text": "a few words"}, {"messages": [{"role": "user", "content": "and others"}]}]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sizes = ("--vocab-size", "280", "--hidden-size", "16", "--layers", "1")
+    for name in "ab":
+        words = ["make_model.py", "--data", f"{tmp_path}/data.jsonl", "--out", f"{tmp_path}/{name}", *sizes]
+        monkeypatch.setattr(sys, "argv", words)
+        make_model.main()
+    files = [{path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in "ab"]
+    assert files[0] == files[1]
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "a")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "a")
+    assert model.config.vocab_size == len(tokenizer) <= 280 and model.config.num_hidden_layers == 1
+    text = "a few others: <b> é 漢\n\t"
+    assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
+    ids = tokenizer.apply_chat_template(rows[1]["messages"], add_generation_prompt=True)["input_ids"]
+    assert tokenizer.decode(ids) == "<|begin|><|user|>and others<|assistant|>"

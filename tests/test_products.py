@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from products import pairwise
+from support.products import pairwise
 
 
 @pytest.mark.parametrize("sizes", [(2, 2, 2), (8, 7, 3), (2, 9, 2, 5), (1, 4, 3), (3, 3, 3, 3, 3)])

@@ -19,22 +19,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import samples
-from transformers import LlamaConfig, LlamaForCausalLM
+import yaml
 from trl import SFTConfig
 
 import lowmem
 from lowmem import cli
 from lowmem.errors import ConfigError
 from lowmem.hf import checkpoint
-from lowmem.run import build, config, environment, pretrained, secrets
-from lowmem.run import folder as run_folders
-from lowmem.run.config import load
-from lowmem.run.tokenizers import train_tokenizer
+from lowmem.run import build, data, environment, secrets
+from lowmem.run.arguments import parse
+from lowmem.run.folder import run_folder
+from scripts.make_model import make_model, train_tokenizer
 
 PACKAGE = Path(lowmem.__file__).parent
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
-COMMANDS = ["train", "inspect", "plan", "generate"]
+COMMANDS = ["sft", "inspect", "plan", "generate"]
 
 
 # --- The code ---------------------------------------------------------------------------------------------------------
@@ -42,43 +41,47 @@ COMMANDS = ["train", "inspect", "plan", "generate"]
 
 @functools.cache
 def calls():
-    """Every call in the package: its place, what is called, and its keyword arguments."""
-    found = []
-    for path in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call):
-                options = {word.arg: ast.unparse(word.value) for word in node.keywords}
-                found.append((f"{path.relative_to(PACKAGE)}:{node.lineno}", ast.unparse(node.func), options))
-    return found
+    """Every call in the package: its file, what is called, and its keyword arguments."""
+    nodes = ((path, node) for path in sorted(PACKAGE.rglob("*.py")) for node in ast.walk(ast.parse(path.read_text())))
+    return [
+        (str(path.relative_to(PACKAGE)), ast.unparse(node.func), {w.arg: ast.unparse(w.value) for w in node.keywords})
+        for path, node in nodes
+        if isinstance(node, ast.Call)
+    ]
 
 
 FORBIDDEN = {
     "eval", "exec", "compile", "__import__", "os.system", "os.popen", "pickle.load", "pickle.loads", "pickle.Unpickler",
-    "yaml.load", "yaml.unsafe_load", "yaml.full_load", "marshal.loads", "shelve.open", "joblib.load", "np.load",
-    "numpy.load", "torch.jit.load", "torch.hub.load",
+    "yaml.unsafe_load", "yaml.full_load", "marshal.loads", "shelve.open", "joblib.load", "np.load", "numpy.load",
+    "torch.jit.load", "torch.hub.load",
 }  # fmt: skip
 
 
 def test_no_code_of_the_package_runs_data():
-    for place, name, options in calls():
-        assert name not in FORBIDDEN, f"{place} calls {name}"
-        assert options.get("shell", "False") == "False", f"{place} uses a shell"
-        assert options.get("trust_remote_code", "False") == "False", f"{place} trusts code"
+    for file, name, options in calls():
+        assert name not in FORBIDDEN, f"{file} calls {name}"
+        assert options.get("shell", "False") == "False", f"{file} uses a shell"
         if name == "torch.load":
-            assert options.get("weights_only") == "True", f"{place}: torch.load without weights_only=True"
-        if name == "YAML":
-            assert options == {"typ": "'safe'", "pure": "True"}, f"{place}: an unsafe YAML loader"
+            assert options.get("weights_only") == "True", f"{file}: torch.load without weights_only=True"
+        if name.endswith(".from_pretrained"):  # transformers asks on the terminal where it is not given
+            trusted = options.get("trust_remote_code", options.get(None))
+            assert trusted in ("False", "kept", "arguments.training.trust_remote_code"), f"{file} may trust code"
 
 
-def test_models_of_others_are_loaded_in_one_place():
-    places = [place.partition(":")[0] for place, name, _ in calls() if name.endswith(".from_pretrained")]
-    assert set(places) == {"run/pretrained.py"}
+def test_only_what_the_user_names_is_imported():
+    """The class of a rule, and reward functions. TRL has one module per command."""
+    assert {file for file, name, _ in calls() if name.endswith("import_module")} == {
+        "rules/foreign.py",
+        "run/build.py",
+        "run/arguments.py",
+    }
 
 
-def test_only_import_paths_of_rules_are_imported():
-    """A configuration names a class, which is code that the user chooses."""
-    places = [place.partition(":")[0] for place, name, _ in calls() if name.endswith("import_module")]
-    assert places == ["rules/foreign.py"]
+def test_a_yaml_file_makes_no_objects(tmp_path):
+    (tmp_path / "run.yaml").write_text("output_dir: !!python/object/apply:os.mkdir [marker]")
+    with pytest.raises(ConfigError, match="line 1: could not determine a constructor"):
+        parse("sft", ["--config", str(tmp_path / "run.yaml")])
+    assert not Path("marker").exists()
 
 
 # --- What comes with a model ------------------------------------------------------------------------------------------
@@ -88,24 +91,17 @@ def test_only_import_paths_of_rules_are_imported():
 def made(tmp_path_factory):
     """A directory with a small model, chats, and a configuration that trains the model `model`."""
     home = tmp_path_factory.mktemp("security")
-    tokenizer = train_tokenizer(["hello there, how are you"], 270, None)
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(home / "model")
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    torch.manual_seed(0)
-    llama = LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=64, **sizes)
-    LlamaForCausalLM(llama).save_pretrained(home / "model")
+    tokenizer = train_tokenizer(["hello there, how are you"], 270, TEMPLATE)
+    make_model(home / "model", tokenizer, max_position_embeddings=64, **sizes)
     chats = [[{"role": "user", "content": f"a {n}"}, {"role": "assistant", "content": f"b {n}"}] for n in range(8)]
     (home / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
-    usual = {"max_steps": 1, "per_device_train_batch_size": 2, "save_strategy": "no", "disable_tqdm": True}
     settings = {
-        "run_dir": "run",
-        "model": {"path": "model", "dtype": "float32"},
-        "data": {"path": "chats.jsonl", "max_length": 32, "answer_only": False},
-        "optimizer": {"rule": "lomo", "lr": 1e-3},
-        "trainer": {**usual, "dataloader_pin_memory": False},
-    }
-    (home / "run.yaml").write_text(json.dumps(settings))
+        "output_dir": "run", "model_name_or_path": "model", "dtype": "float32", "max_length": 32, "max_steps": 1,
+        "datasets": [{"path": "json", "data_files": "chats.jsonl"}], "fused": {"rule": "lomo"}, "learning_rate": 1e-3,
+        "per_device_train_batch_size": 2, "max_grad_norm": 0, "save_strategy": "no", "bf16": False,
+    }  # fmt: skip
+    (home / "run.yaml").write_text(yaml.safe_dump(settings))
     return home
 
 
@@ -127,15 +123,16 @@ class Bomb:
 CODE = "import os\nos.mkdir('marker')\n"
 
 
-def attempt(capsys, command):
+def attempt(capsys, command, *arguments):
     """Runs a command on the model of `home`: exit status, and what it says."""
-    arguments = ["model", "hello", "--max-new-tokens", "2"] if command == "generate" else ["run.yaml"]
+    training = ["sft", "--config", "run.yaml", *arguments]
+    words = ["generate", "model", "hello", "--max-new-tokens", "2"] if command == "generate" else [command, *training]
     with pytest.raises(SystemExit) as done:
-        cli.main([command, *arguments])
+        cli.main(training if command == "sft" else words)
     said = capsys.readouterr()
     assert not Path("marker").exists(), f"{command} has executed a file of the model"
     assert done.value.code in (0, 2), said.err
-    assert len(said.err) < 1000
+    assert len(said.err) < 2000
     return done.value.code, said.err
 
 
@@ -152,7 +149,7 @@ def test_a_bomb_explodes_where_pickle_loads_it(home):
 def test_pickled_weights_are_not_executed(home, save, capsys):
     (home / "model" / "model.safetensors").unlink()
     save({"weight": Bomb()}, home / "model" / "pytorch_model.bin")
-    status, said = attempt(capsys, "train")
+    status, said = attempt(capsys, "sft")
     assert status == 2 and "safetensors" in said and "weights_only" not in said
     assert not (home / "run").exists()
     assert [attempt(capsys, command)[0] for command in COMMANDS[1:]] == [0, 0, 2]
@@ -165,21 +162,15 @@ def test_adapters_are_not_executed(home, capsys):
     (home / "model" / "adapter_config.json").write_text(json.dumps(adapter))
     (home / "evil.py").write_text(CODE)
     torch.save({"weight": Bomb()}, home / "model" / "adapter_model.bin")
-    for command in ("train", "generate"):
+    for command in ("sft", "generate"):
         status, said = attempt(capsys, command)
         assert status == 2 and "adapter" in said
 
 
 def test_what_a_known_kind_of_model_does_not_need_is_neither_read_nor_run(home, capsys):
     model = home / "model"
-    for name in (
-        "training_args.bin",
-        "optimizer.pt",
-        "scheduler.pt",
-        "scaler.pt",
-        "rng_state.pth",
-        "adapter_model.bin",
-    ):
+    names = ("training_args.bin", "optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state.pth", "adapter_model.bin")
+    for name in names:
         torch.save(Bomb(), model / name)
     torch.save({"weight": Bomb()}, model / "pytorch_model.bin")
     edit(model / "config.json", auto_map={"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"})
@@ -193,23 +184,18 @@ def test_what_a_known_kind_of_model_does_not_need_is_neither_read_nor_run(home, 
 UNKNOWN = {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}}
 OTHER = {"model_type": "siglip_vision_model", "auto_map": {"AutoModelForCausalLM": "evil.Model"}}
 TOKENIZER = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Tokenizer", None]}}
+NEED_CODE = {
+    "unknown kind": ("config.json", UNKNOWN, ["sft", "plan", "generate"]),
+    "kind without a language model": ("config.json", OTHER, ["plan", "generate"]),
+    "tokenizer": ("tokenizer_config.json", TOKENIZER, ["sft", "inspect", "generate"]),
+}
 
 
-@pytest.mark.parametrize(
-    ("file", "values", "commands"),
-    [
-        ("config.json", UNKNOWN, ["train", "plan", "generate"]),
-        ("config.json", OTHER, ["train", "plan", "generate"]),
-        ("tokenizer_config.json", TOKENIZER, ["train", "inspect", "generate"]),
-    ],
-    ids=["unknown kind", "kind without a language model", "tokenizer"],
-)
+@pytest.mark.parametrize(("file", "values", "commands"), NEED_CODE.values(), ids=NEED_CODE)
 def test_a_model_that_needs_its_own_code_is_refused_and_nothing_is_asked(home, file, values, commands, capsys):
     edit(home / "model" / file, **values)
     (home / "model" / "evil.py").write_text(CODE)
-    for command in commands:
-        status, said = attempt(capsys, command)
-        assert status == 2 and "which lowmem never runs" in said and "Use a model" in said
+    assert [attempt(capsys, command)[0] for command in commands] == [2] * len(commands)
     assert not (home / "run").exists()
 
 
@@ -217,8 +203,10 @@ def test_a_model_that_needs_its_own_code_is_refused_and_nothing_is_asked(home, f
 def test_a_model_does_not_choose_kernels_to_download(home, key):
     """transformers takes `organization/name` for compiled code on the Hub."""
     edit(home / "model" / "config.json", **{key: "evil/kernels"})
-    assert pretrained.load_model("model", dtype="auto").config._attn_implementation == "sdpa"
-    assert pretrained.load_model("model", dtype="auto", attention="eager").config._attn_implementation == "eager"
+    for words, expected in (([], "sdpa"), (["--attn_implementation", "eager"], "eager")):
+        arguments = parse("sft", ["--config", "run.yaml", *words])
+        trainer = build.trainer(arguments, data.load(arguments)[0], None)
+        assert trainer.model.config._attn_implementation == expected
 
 
 @pytest.mark.parametrize("settings", [{"penalty_alpha": 0.5, "top_k": 4}, {"num_beams": 2}, {"eos_token_id": "x"}])
@@ -244,23 +232,18 @@ TEMPLATES = {
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
 def test_a_chat_template_reaches_nothing_and_is_refused(home, template, capsys):
     (home / "model" / "chat_template.jinja").write_text(template)
-    for command in ("train", "inspect", "generate"):
-        status, said = attempt(capsys, command)
-        assert status == 2 and "chat template refuses" in said
+    assert [attempt(capsys, command)[0] for command in ("sft", "generate")] == [2, 2]
     assert not (home / "run").exists()
 
 
-def test_a_folder_of_data_with_a_script_is_read_without_it(home, capsys):
+def test_a_script_of_a_folder_of_data_is_not_run(home, capsys):
     (home / "data").mkdir()
     (home / "chats.jsonl").rename(home / "data" / "chats.jsonl")
     (home / "data" / "data.py").write_text(CODE)
-    edit(home / "run.yaml", data={"path": "data", "max_length": 32, "answer_only": False})
-    assert attempt(capsys, "inspect")[0] == 0
-
-
-def test_a_configuration_cannot_ask_to_run_code_of_a_model(home):
-    with pytest.raises(ConfigError, match=r"trainer\.trust_remote_code.*never run"):
-        load("run.yaml", ["trainer.trust_remote_code=true"])
+    config = (home / "run.yaml").read_text()
+    (home / "run.yaml").write_text(config.replace("data_files: chats.jsonl", "split: train").replace("json", "data"))
+    status, said = attempt(capsys, "inspect")
+    assert status == 2 and "Dataset scripts are no longer supported" in said
 
 
 # --- Paths ------------------------------------------------------------------------------------------------------------
@@ -282,12 +265,15 @@ def outside(tmp_path):
     assert {path: path.read_text() for path in folder.rglob("*") if path.is_file()} == before
 
 
-def test_rotation_removes_links_and_not_where_they_lead(tmp_path, outside):
+def test_links_are_removed_and_not_where_they_lead(tmp_path, outside):
+    """By rotation, and where a killed run has left something."""
     run_dir = tmp_path / "run"
     checkpoints(run_dir, 2, 3)
     (run_dir / "checkpoint-1").symlink_to(outside / "checkpoint-1")
-    (run_dir / ".removed").symlink_to(outside)
+    for name in (".removed", ".saving"):
+        (run_dir / name).symlink_to(outside)
     checkpoint.rotate(run_dir, 3, 1, None)
+    checkpoint.tidy(run_dir)
     assert [path.name for path in run_dir.iterdir()] == ["checkpoint-3"]
 
 
@@ -303,11 +289,21 @@ def test_a_checkpoint_replaces_a_link_and_not_where_it_leads(tmp_path, outside, 
     assert not (run_dir / ".replaced").exists()
 
 
-def test_what_a_killed_run_has_left_is_removed_and_not_where_it_leads(tmp_path, outside):
-    for name in (".saving", ".removed"):
-        (tmp_path / name).symlink_to(outside)
-    checkpoint.tidy(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["outside"]
+def test_a_final_model_replaces_links_and_not_where_they_lead(tmp_path, outside):
+    run_dir, staged = tmp_path / "run", tmp_path / "run" / ".saving" / "model"
+    for folder in (run_dir, staged / "adapter"):
+        folder.mkdir(parents=True, exist_ok=True)
+    for name in ("config.json", "weights"):
+        (staged / name).write_text("of this run")
+        (run_dir / name).symlink_to(outside / "checkpoint-1" / "weights")
+    (run_dir / "adapter").symlink_to(outside)
+    checkpoint.publish_model(staged, run_dir)
+    assert not any(path.is_symlink() for path in run_dir.iterdir())
+
+
+def resumed(run_dir):
+    words = ["--output_dir", str(run_dir), "--resume_from_checkpoint", "last"]
+    return run_folder(parse("sft", words))
 
 
 @pytest.mark.parametrize("name", [".lock", ".config.yaml.tmp", "metrics.jsonl", "traceback.txt"])
@@ -316,7 +312,7 @@ def test_a_run_folder_with_links_to_files_is_not_written_to(tmp_path, name):
     precious.write_text("precious")
     checkpoints(run_dir, 1)
     (run_dir / name).symlink_to(precious)
-    with pytest.raises(ConfigError, match="is a symbolic link"), run_folders.run_folder(run_dir, resume=True):
+    with pytest.raises(ConfigError, match="is a symbolic link"), resumed(run_dir):
         pass
     assert precious.read_text() == "precious"
 
@@ -326,7 +322,7 @@ def test_a_run_folder_and_its_checkpoints_can_be_links(tmp_path):
     checkpoints(tmp_path / "other", 2)
     (tmp_path / "disk" / "checkpoint-2").symlink_to(tmp_path / "other" / "checkpoint-2")
     (tmp_path / "run").symlink_to(tmp_path / "disk")
-    with run_folders.run_folder(tmp_path / "run", resume=True) as run_dir:
+    with resumed(tmp_path / "run") as run_dir:
         assert [path.name for path in checkpoint.candidates(run_dir)] == ["checkpoint-2", "checkpoint-1"]
 
 
@@ -351,7 +347,7 @@ SECRETS = {"HF_TOKEN": "hf_markermarkermarker", "WANDB_API_KEY": "markerofwandb"
 
 
 def assert_no_secret(text, where):
-    assert not [name for name, value in SECRETS.items() if value in text], where
+    assert not [value for value in (*SECRETS.values(), "marker of env") if value in text], where
 
 
 def written(run_dir):
@@ -380,22 +376,15 @@ def test_a_run_writes_no_secret_contacts_nobody_and_stays_in_its_folder(home, vi
     unset = ("CI", "HF_HUB_OFFLINE", "NO_PROXY", "no_proxy", "HF_HOME", "XDG_CACHE_HOME")
     inherited = {name: value for name, value in os.environ.items() if name not in unset}
     places = {"HOME": str(home / "user"), "TMPDIR": str(home / "temporary"), "HF_ENDPOINT": address}
-    for place in ("user", "temporary"):
-        (home / place).mkdir()
+    (home / "temporary").mkdir()
     before = set(written(home))
-    command = [
-        sys.executable,
-        "-m",
-        "lowmem",
-        "train",
-        "run.yaml",
-        "trainer.save_strategy=steps",
-        "trainer.save_steps=1",
-    ]
+    words = ["sft", "--config", "run.yaml", "--save_strategy", "steps", "--save_steps", "1"]
+    command = [sys.executable, "-m", "lowmem", *words]
     environment = {**inherited, **SECRETS, **proxies, **places}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert (home / "run" / "checkpoint-1" / "training_args.bin").exists()
+    assert (home / "run" / "training_args.bin").exists()
     for path, text in {**written(home), "output": done.stdout + done.stderr}.items():
         assert_no_secret(text, path)
     assert found == []
@@ -420,10 +409,12 @@ def test_a_run_that_fails_writes_and_prints_no_secret(home, monkeypatch, capsys)
     monkeypatch.syspath_prepend(home)
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
+    with (home / "run.yaml").open("a") as config:
+        config.write("env: {PLACE: marker of env}\n")
     with pytest.raises(SystemExit) as done:
-        cli.main(["train", "run.yaml", "optimizer={rule: failing.Failing, lr: 0.1}"])
+        cli.main(["sft", "--config", "run.yaml", "--fused.rule", "failing.Failing"])
     out, err = capsys.readouterr()
-    assert done.value.code == 3 and "login failed" in err
+    assert done.value.code == 3 and "login failed" in err and os.environ.pop("PLACE") == "marker of env"
     assert "login failed" in (home / "run" / "traceback.txt").read_text()
     for path, text in {**written(home / "run"), "output": out + err}.items():
         assert_no_secret(text, path)
@@ -431,40 +422,34 @@ def test_a_run_that_fails_writes_and_prints_no_secret(home, monkeypatch, capsys)
 
 def test_the_command_is_recorded_without_secrets(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "markerofwandb")
-    monkeypatch.setattr(sys, "argv", ["lowmem", "train", "a.yaml", "hub_token=abc", "trainer.run_name=markerofwandb"])
+    monkeypatch.setattr(sys, "argv", ["lowmem", "sft", "--hub_token=abc", "--run_name", "markerofwandb"])
     environment.write_environment(tmp_path)
     command = json.loads((tmp_path / "environment.json").read_text())["command"]
-    assert "abc" not in command and "markerofwandb" not in command and "train a.yaml" in command
+    assert "abc" not in command and "markerofwandb" not in command and "lowmem sft" in command
 
 
 def test_a_configuration_with_the_value_of_a_secret_variable_is_refused(home, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "markerofwandb")
     assert secrets.redacted("a markerofwandb b") == "a *** b"
-    with pytest.raises(ConfigError, match=r"trainer\.run_name.*password or token"):
-        load("run.yaml", ["trainer.run_name=markerofwandb"])
-
-
-def test_a_credential_in_a_file_that_a_configuration_includes_is_refused(home):
-    (home / "ds.json").write_text(json.dumps({"wandb": {"enabled": True, "api_key": "abc"}}))
-    with pytest.raises(ConfigError, match=r"ds\.json.*password or token"):
-        load("run.yaml", ["trainer.deepspeed=ds.json"])
+    for words in (["--run_name", "markerofwandb"], ["--hub_token", "abc"]):
+        with pytest.raises(ConfigError, match=f"{words[0]} has a password or token"):
+            parse("sft", ["--config", "run.yaml", *words])
 
 
 # Fields of the trainer whose names say that something is sent, or written or read elsewhere.
 ELSEWHERE = re.compile("hub|push|token|report|trackio|project|run_name|dir|path|url|script|code|callback|upload")
 SENT = {
     "report_to", "run_name", "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id",
-    "push_to_hub", "hub_private_repo", "hub_model_id", "hub_strategy", "hub_always_push", "hub_revision",
+    "push_to_hub", "hub_private_repo", "hub_model_id", "hub_strategy", "hub_always_push", "hub_revision", "hub_token",
 }  # fmt: skip
 HARMLESS = {
-    "include_num_input_tokens_seen", "average_tokens_across_devices", "eos_token", "pad_token",
-    "restore_callback_states_from_checkpoint",
+    "include_num_input_tokens_seen", "average_tokens_across_devices", "eos_token", "pad_token", "output_dir",
+    "logging_dir", "chat_template_path", "trust_remote_code", "restore_callback_states_from_checkpoint",
 }  # fmt: skip
 
 
 def test_nothing_is_sent_unless_the_configuration_asks(home):
     names = {field.name for field in fields(SFTConfig) if ELSEWHERE.search(field.name)}
-    refused = {name for name in names if f"trainer.{name}" in config.ELSEWHERE}
-    assert names - refused - HARMLESS == SENT, "SECURITY.md lists what a configuration can send"
-    args = build.arguments(load("run.yaml"), samples(held_out=False))
-    assert (args.report_to, args.push_to_hub, args.hub_token) == ([], False, None)
+    assert names - HARMLESS == SENT, "SECURITY.md lists what a configuration can send"
+    args = parse("sft", ["--config", "run.yaml"]).training
+    assert (args.report_to, args.push_to_hub, args.hub_token, args.trust_remote_code) == ([], False, None, False)

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from nets import Memory
+from support.nets import Memory
 
 import lowmem
 

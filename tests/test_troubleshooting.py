@@ -1,40 +1,43 @@
-"""docs/troubleshooting.md: a function for every entry provokes its message, or shows its symptom and the way out."""
+"""docs/how-to/troubleshooting.md: a function per entry provokes its message, or shows its symptom and the way out."""
 
 import copy
 import gc
 import inspect
-import json
 import logging
 import math
 import re
 import resource
+import subprocess
+import sys
 import warnings
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from subprocess import PIPE
 from types import SimpleNamespace
 
+import datasets
 import pytest
 import torch
 import torch.distributed as dist
-from runs import in_use
+import trl
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.utils.checkpoint import checkpoint
 
 import lowmem
 from lowmem.errors import LowmemError
-from lowmem.hf import agreement, failures, integrity, layers
+from lowmem.hf import agreement, failures, integrity, layers, optim
 from lowmem.hf.packing import check_borders
 from lowmem.layers.activations import FileOffload
 from lowmem.layers.head import linear_cross_entropy
 from lowmem.layers.mlp import tile_mlps
 from lowmem.rules.lomo import Lomo
-from lowmem.run.folder import run_folder
+from lowmem.run import data
+from lowmem.run.arguments import parse
+from lowmem.run.folder import LOCK, run_folder
 from lowmem.run.memory import is_out_of_memory
-from lowmem.run.pretrained import load_model
-from lowmem.run.training import DataFingerprint
 
-PAGE = (Path(__file__).parents[1] / "docs" / "troubleshooting.md").read_text()
+PAGE = (Path(__file__).parents[1] / "docs" / "how-to" / "troubleshooting.md").read_text()
 HEADINGS = re.findall(r"^### (.+)$", PAGE, re.MULTILINE)
 ENTRIES = {}
 
@@ -94,6 +97,10 @@ def net():
 @pytest.fixture
 def opt(net):
     return lomo(net)
+
+
+def run_in(folder):
+    return SimpleNamespace(training=SimpleNamespace(output_dir=str(folder), resume_from_checkpoint=None))
 
 
 @contextmanager
@@ -292,12 +299,12 @@ def across_borders(tiny_llama):
 
 @entry("`activation_offload='disk' writes what checkpointed layers keep`")
 def nothing_is_checkpointed():
-    layers.check(SimpleNamespace(activation_checkpointing=False), lowmem.LayersConfig(activation_offload="disk"))
+    layers.check(SimpleNamespace(gradient_checkpointing=False), lowmem.LayersConfig(activation_offload="disk"))
 
 
 @entry("`activation_offload='disk' and offloading to the host exclude each other`")
 def offloaded_twice():
-    args = SimpleNamespace(activation_checkpointing=True, activation_checkpointing_kwargs={"offload": True})
+    args = SimpleNamespace(gradient_checkpointing=True, gradient_checkpointing_kwargs={"offload": True})
     layers.check(args, lowmem.LayersConfig(activation_offload="disk"))
 
 
@@ -323,6 +330,56 @@ def read_after_written():
     head, hidden = nn.Linear(64, 512, bias=False), torch.ones(3, 64)
     opt = lomo(head, rule=Twice())
     opt.backward(linear_cross_entropy(hidden, head.weight, torch.zeros(3, dtype=torch.int64)))
+
+
+# -- the command line and its data -------------------------------------------------------------------------------------
+
+
+@entry("`unknown key ...`")
+def unknown_key(tmp_path):
+    (tmp_path / "config.yaml").write_text("learning_rat: 1e-3\n")
+    parse("sft", ["--config", str(tmp_path / "config.yaml")])
+
+
+@entry("`of the launcher`")
+def launcher():
+    parse("sft", ["--num_processes", "8"])
+
+
+@entry("`is the default of ..., chosen for AdamW`")
+def default_rate(tmp_path):
+    optim.learning_rate(trl.SFTConfig(str(tmp_path), bf16=False), lowmem.FusedConfig(rule="adalomo"), make_net())
+
+
+@entry("`is the name of a file`")
+def file_name(tmp_path):
+    data.load(parse("sft", ["--dataset_name", "chats.jsonl", "--output_dir", str(tmp_path)]))
+
+
+def tokenized(labels, loaded):
+    rows = datasets.Dataset.from_dict({"input_ids": labels, "labels": labels})
+    trainer = SimpleNamespace(
+        train_dataset=rows, args=SimpleNamespace(max_length=2), processing_class=None,
+        _prepare_dataset=lambda rows, *_: rows.select(range(len(labels))),
+    )  # fmt: skip
+    return data.check(trainer, datasets.Dataset.from_dict({"text": loaded}))
+
+
+@entry("`none of the ... tokens in ... rows contributes to the loss`")
+def nothing_trained():
+    tokenized([[-100, -100]], ["a"])
+
+
+@entry("`its answer begins after max_length=... tokens`")
+def cut_off():
+    tokenized([[1, 2]], ["a", "b"])
+
+
+@entry("`already contains a run`")
+def occupied(tmp_path):
+    (tmp_path / "config.yaml").touch()
+    with run_folder(run_in(tmp_path)):
+        pass
 
 
 # -- several optimizers and models -------------------------------------------------------------------------------------
@@ -358,13 +415,6 @@ def copied():
 @entry("`rule ... has no hyperparameter ...`")
 def unknown_hyperparameter():
     lomo(make_net(), betas=(0.9, 0.99))
-
-
-@entry("`needs Python code that comes with it`")
-def own_code(tmp_path):
-    auto_map = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "unheard_of", "auto_map": auto_map}))
-    load_model(tmp_path, dtype="auto")
 
 
 # -- several devices ---------------------------------------------------------------------------------------------------
@@ -482,22 +532,29 @@ def no_checksums(tmp_path):
 
 @entry("`is in use by process`")
 def used_by_another(tmp_path):
-    with in_use(tmp_path), run_folder(tmp_path, resume=False):
-        pass
+    code = "import fcntl, sys; file = open(sys.argv[1], 'a+'); fcntl.lockf(file, fcntl.LOCK_EX); "
+    code += "print('process 1', file=file, flush=True); print(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", code, tmp_path / LOCK], stdin=PIPE, stdout=PIPE) as other:
+        other.stdout.readline()
+        try:
+            with run_folder(run_in(tmp_path)):
+                pass
+        finally:
+            other.kill()
 
 
 @entry("`is a symbolic link, and a run would write to where it leads`")
 def linked(tmp_path):
     (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "elsewhere")
-    with run_folder(tmp_path, resume=True):
+    with run_folder(run_in(tmp_path)):
         pass
 
 
 @entry("`as it is tokenized now, is not what ... was trained on`")
-def other_data(tmp_path):
-    saved = {"stateful_callbacks": {"DataFingerprint": DataFingerprint("a").state()}}
-    (tmp_path / "trainer_state.json").write_text(json.dumps(saved))
-    DataFingerprint("b").check(tmp_path, "data.jsonl")
+def other_data():
+    state = SimpleNamespace(stateful_callbacks={"DataFingerprint": {"attributes": {"fingerprint": "another"}}})
+    loader = SimpleNamespace(dataset=datasets.Dataset.from_dict({"input_ids": [[1, 2]]}))
+    data.DataFingerprint().on_train_begin(None, state, None, train_dataloader=loader)
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------
@@ -512,12 +569,12 @@ def never_finite(net):
 
 def started_with(rank):
     try:
-        agreement.check({"training samples": str(40 + rank)})
+        agreement.refuse_other_settings({"the number of training samples": 40 + rank})
     except LowmemError as error:
         return str(error)
 
 
-@entry("`the ranks were not started alike`")
+@entry("`Ranks that train one model need the same options and hyperparameters`")
 def not_alike(two):
     return two.run(started_with)[0]
 

@@ -1,7 +1,6 @@
 """Adapters of PEFT in fused trainers: the same training, and checkpoints that are complete and resume bit for bit."""
 
 import os
-import shutil
 
 import peft
 import pytest
@@ -9,15 +8,15 @@ import torch
 import torch.distributed as dist
 import trl
 from datasets import Dataset
-from nets import assert_same
-from ranks import Ranks
+from support.nets import assert_same
+from support.ranks import Ranks
+from support.tokenizers import train_tokenizer
 from transformers import BitsAndBytesConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import lowmem
-from lowmem import cli, placements
+from lowmem import placements
 from lowmem.errors import CheckpointError, UnsupportedError
-from lowmem.hf import checkpoint, weights
-from lowmem.run.tokenizers import train_tokenizer
+from lowmem.hf import weights
 from lowmem.trainer import FusedSFTTrainer, FusedTrainer, FusedTrainerMixin
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -175,35 +174,6 @@ def test_what_is_saved_is_loaded_by_peft_and_merges(make, tmp_path, tiny_llama):
         torch.testing.assert_close(merged(ids).logits, loaded.eval()(ids).logits)
 
 
-def truncate(path):
-    path.write_bytes(path.read_bytes()[:-10])
-
-
-DAMAGE = {
-    "adapter cut short": (lambda f: truncate(f / "adapter_model.safetensors"), "model.safetensors is damaged"),
-    "adapter missing": (lambda f: (f / "adapter_model.safetensors").unlink(), "adapter_model.safetensors is missing"),
-    "configuration missing": (lambda f: (f / "adapter_config.json").unlink(), "adapter_config.json is missing"),
-    "configuration half": (lambda f: truncate(f / "adapter_config.json"), "adapter_config.json is damaged"),
-    "norms cut short": (lambda f: truncate(f / "trained.safetensors"), "trained.safetensors is damaged or cut short"),
-    "states missing": (lambda f: (f / "optimizer.safetensors").unlink(), "has no optimizer.safetensors"),
-}  # fmt: skip
-
-
-def test_damaged_checkpoints_are_skipped(make, tmp_path, caplog):
-    trainer = make(change=unfreeze, save_strategy="steps", save_steps=1, max_steps=3)
-    trainer.train()
-    run = tmp_path / "run"
-    for damage, message in DAMAGE.values():
-        shutil.copytree(run / "checkpoint-3", tmp_path / "copy")
-        damage(run / "checkpoint-3")
-        last, (reason,) = checkpoint.find_last(run)
-        assert last == run / "checkpoint-2"
-        assert message in reason
-        shutil.rmtree(run / "checkpoint-3")
-        shutil.move(tmp_path / "copy", run / "checkpoint-3")
-    assert checkpoint.find_last(run) == (run / "checkpoint-3", [])
-
-
 def rename_adapter(folder):
     (folder / "other").mkdir()
     for name in ("adapter_model.safetensors", "adapter_config.json"):
@@ -305,7 +275,7 @@ def make_trl(tiny_llama, tmp_path):
 
 TRL = {
     "SFT of LoRA": ("SFT", "LoRA", {}),
-    "SFT of a prefix": ("SFT", "prefix tuning", {"activation_checkpointing": False}),
+    "SFT of a prefix": ("SFT", "prefix tuning", {"gradient_checkpointing": False}),
     "DPO of LoRA": ("DPO", "LoRA", {}),
     "DPO of adapters with a reference copy": ("DPO", "LoRA", {"adapted": True}),
 }
@@ -327,7 +297,7 @@ def test_trl_trains_adapters_as_its_own_trainers_do_and_resumes(kind, config, op
 
 
 def test_a_prefix_is_refused_with_activation_checkpointing(make_trl):
-    with pytest.raises(UnsupportedError, match=r"PREFIX_TUNING: .*Set activation_checkpointing=False"):
+    with pytest.raises(UnsupportedError, match=r"PREFIX_TUNING: .*Set gradient_checkpointing=False"):
         make_trl("SFT", "prefix tuning", fused=True).train()
     with pytest.raises(RuntimeError, match="size of tensor"):
         make_trl("SFT", "prefix tuning", fused=False).train()
@@ -440,11 +410,3 @@ def prompts_on_ranks(rank, llama, folder, sharding):
 @pytest.mark.parametrize("sharding", ["fsdp2", "zero3"])
 def test_prompts_are_refused_where_the_model_is_sharded(sharding, two, tmp_path, tiny_llama):
     two.run(prompts_on_ranks, tiny_llama().config, tmp_path, sharding)
-
-
-def test_the_command_line_says_how_to_generate_with_adapters(make, tmp_path, capsys):
-    make(**SAVES).train()
-    for name, last in (("run", "run/checkpoint-3"), ("run/checkpoint-2", "run/checkpoint-2")):
-        with pytest.raises(SystemExit):
-            cli.main(["generate", str(tmp_path / name), "hello"])
-        assert f"{tmp_path / last} has PEFT adapters without their base model. Merge" in capsys.readouterr().err

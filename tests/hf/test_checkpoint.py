@@ -7,9 +7,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import (
-    AutoModelForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
     get_cosine_schedule_with_warmup,
 )
 
@@ -77,42 +74,6 @@ def test_a_torn_step_is_not_saved(tiny_llama, token_batches, tmp_path):
     assert not (tmp_path / "o.safetensors").exists()
 
 
-@pytest.mark.parametrize("shard_size", ["1GB", "10KB"])
-@pytest.mark.parametrize("tied", [True, False])
-def test_weights_load_from_one_file_or_many(tiny_llama, tmp_path, tied, shard_size):
-    model = tiny_llama(tie_word_embeddings=tied)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.normal_()
-    model.save_pretrained(tmp_path, max_shard_size=shard_size)
-    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (shard_size == "10KB")
-    other = tiny_llama(tie_word_embeddings=tied)
-    weights.load_weights(other, tmp_path)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
-    again = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
-
-
-def test_expert_weights_load_although_files_lay_them_out_differently(tmp_path):
-    config = MixtralConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=4, num_local_experts=4,
-    )  # fmt: skip
-    model = MixtralForCausalLM(config).bfloat16()
-    model.save_pretrained(tmp_path)
-    other = MixtralForCausalLM(config).bfloat16()
-    weights.load_weights(other, tmp_path)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
-
-
-def test_weights_of_another_model_are_refused(tiny_llama, tmp_path):
-    tiny_llama().save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match=r"has shape \[64, 32\] in the checkpoint and \[48, 32\] in the model"):
-        weights.load_weights(tiny_llama(intermediate_size=48), tmp_path)
-    with pytest.raises(CheckpointError, match="weights are missing, such as"):
-        weights.load_weights(tiny_llama(num_hidden_layers=3), tmp_path)
-
-
 def test_another_safetensors_file_is_refused(tiny_llama, tmp_path):
     model = tiny_llama()
     model.save_pretrained(tmp_path)
@@ -128,39 +89,22 @@ def test_the_metadata_is_plain_json(tiny_llama, token_batches, tmp_path):
     assert metadata["param_groups"][0]["rule"] == "adalomo"
 
 
-SCHEDULES = {
-    "another class": lambda saved: saved.pop("lr_lambdas"),
-    "a function": lambda saved: saved.update(step=1),
-    "rates of two groups": lambda saved: saved["base_lrs"].append(0.1),
-    "a rate of text": lambda saved: saved.update(base_lrs=["0.1"]),
-    "no number": lambda saved: saved.update(last_epoch=None),
-    "lambdas of another shape": lambda saved: saved.update(lr_lambdas=[["x"]]),
-}
+def test_the_state_of_another_schedule_is_refused(tmp_path):
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    schedule = get_cosine_schedule_with_warmup(optimizer, 1, 4)
+    torch.save(schedule.state_dict(), tmp_path / "scheduler.pt")
+    checkpoint.load_scheduler(schedule, tmp_path / "scheduler.pt")
+    with pytest.raises(CheckpointError, match=r"scheduler.pt is of another schedule.* Set lr_scheduler_type"):
+        checkpoint.load_scheduler(torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer), tmp_path / "scheduler.pt")
 
 
-@pytest.mark.parametrize("change", SCHEDULES.values(), ids=SCHEDULES)
-def test_the_state_of_another_schedule_is_refused(change, tmp_path):
-    def schedule():
-        return get_cosine_schedule_with_warmup(torch.optim.SGD([torch.zeros(1)], lr=0.1), 1, 4)
-
-    saved = schedule().state_dict()
-    torch.save(saved, tmp_path / "scheduler.pt")
-    checkpoint.load_scheduler(schedule(), tmp_path / "scheduler.pt")
-    change(saved)
-    torch.save(saved, tmp_path / "scheduler.pt")
-    with pytest.raises(CheckpointError, match=r"scheduler.pt is damaged or of another schedule"):
-        checkpoint.load_scheduler(schedule(), tmp_path / "scheduler.pt")
-
-
-@pytest.mark.parametrize("change", ["values", "param_groups", "step", "nonfinite", "text"])
+@pytest.mark.parametrize("change", ["param_groups", "step", "nonfinite"])
 def test_damaged_metadata_of_an_optimizer_is_refused(change, tiny_llama, token_batches, tmp_path):
     path = tmp_path / "o.safetensors"
     opt = trained(tiny_llama(), token_batches(1))
     checkpoint.save_optimizer(opt, path)
     with safe_open(path, framework="pt") as file:
-        metadata = json.loads(file.metadata()["lowmem"])
-    metadata |= {"values": {}} if change == "values" else {change: ["x"]}
-    text = "no JSON" if change == "text" else json.dumps(metadata)
-    save_file(load_file(path), path, {"lowmem": text})
-    with pytest.raises(CheckpointError, match=r"o.safetensors(: the saved optimizer)? (is damaged: |has step)"):
+        metadata = json.loads(file.metadata()["lowmem"]) | {change: ["x"]}
+    save_file(load_file(path), path, {"lowmem": json.dumps(metadata)})
+    with pytest.raises(CheckpointError, match=r"o.safetensors: the saved optimizer (is damaged: |has step)"):
         checkpoint.load_optimizer(opt, path)

@@ -3,31 +3,25 @@
 Trainers and runs use TRL's head; loops can use PyTorch's `linear_cross_entropy`.
 """
 
-import dataclasses
-import json
-import re
 import sys
 from contextlib import nullcontext
-from types import SimpleNamespace
 
 import peft
 import pytest
 import torch
 import trl
 from datasets import Dataset
-from nets import Memory
+from support.nets import Memory
+from support.tokenizers import train_tokenizer
+from support.trl_on_cpus import TRAINS_ON_GPUS_ALONE
 from transformers import AutoConfig, AutoModelForCausalLM
 from trl.models.activation_offloading import get_act_offloading_ctx_manager
 from trl.trainer.utils import add_fused_lm_head
 
 import lowmem
-from lowmem import cli
 from lowmem.errors import ConfigError, UnsupportedError
-from lowmem.hf import arguments, head
+from lowmem.hf import head
 from lowmem.layers.config import LayersConfig
-from lowmem.run import build
-from lowmem.run.config import load
-from lowmem.run.tokenizers import train_tokenizer
 from lowmem.trainer import FusedSFTTrainer, FusedTrainer
 
 MIB = 1 << 20
@@ -124,6 +118,7 @@ def test_fused_training_on_tiles_is_ordinary_training_to_the_last_bit(
     assert all(map(torch.equal, fused.parameters(), plain.parameters()))
 
 
+@pytest.mark.skipif(TRAINS_ON_GPUS_ALONE, reason="this TRL offloads activations of a GPU alone")
 @pytest.mark.parametrize("policy", ["immediate", "deferred"])
 def test_offloaded_activations_give_the_same_weights(policy, model, token_batches, monkeypatch):
     """TRL's offloading takes the CPU for an accelerator here: every activation is offloaded and loaded."""
@@ -160,7 +155,7 @@ def make(tiny_llama, tokenizer, tmp_path):
             **{
                 "output_dir": str(tmp_path), "max_steps": 5, "per_device_train_batch_size": 4, "learning_rate": 1e-2,
                 "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "bf16": False, "max_grad_norm": 0.0,
-                "dataloader_pin_memory": False, "activation_checkpointing": False, **arguments,
+                "dataloader_pin_memory": False, "gradient_checkpointing": False, **arguments,
             }
         )  # fmt: skip
         return cls(
@@ -183,9 +178,9 @@ TRAINED = {
         "gradient_accumulation_steps": 2,
         "per_device_train_batch_size": 2,
     },
-    "checkpointed": {"activation_checkpointing": True},
-    "every second layer": {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"every_n_layers": 2}},
-    "selective": {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"selective": True}},
+    "checkpointed": {"gradient_checkpointing": True},
+    "every second layer": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"every_n_layers": 2}},
+    "selective": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"selective": True}},
 }
 
 
@@ -193,7 +188,7 @@ TRAINED = {
 def test_the_trainer_trains_as_with_the_loss_of_the_model(arguments, make):
     weights = []
     fused = lowmem.FusedConfig(rule="adalomo")  # whose step does not depend on the sign of a gradient that is nearly 0
-    for cls, options in ((FusedSFTTrainer, {}), (FusedTrainer, {"activation_checkpointing_kwargs": None})):
+    for cls, options in ((FusedSFTTrainer, {}), (FusedTrainer, {"gradient_checkpointing_kwargs": None})):
         trainer = make(cls, fused=fused, **{**arguments, **options})
         trainer.train()
         weights.append([param.detach() for param in trainer.model.parameters()])
@@ -343,14 +338,9 @@ TWICE = lowmem.FusedConfig(policy="two_pass")
 REFUSED = {
     "offloading on a CPU": ({"activation_offloading": True}, ConfigError, "activation_offloading=True: .*omit it"),
     "offloaded checkpoints on a CPU": (
-        {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"offload": True}},
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"offload": True}},
         ConfigError,
         "'offload': True.*omit it",
-    ),
-    "without checkpointing": (
-        {"activation_checkpointing_kwargs": {"every_n_layers": 2}},
-        ConfigError,
-        "no effect without activation_checkpointing",
     ),
     "smoothing of dft": (
         {"loss_type": "dft", "label_smoothing_factor": 0.1},
@@ -371,100 +361,3 @@ def test_offloading_and_two_backward_passes_are_refused(make, monkeypatch):
     trainer.args.activation_offloading = True  # as on a GPU
     with pytest.raises(UnsupportedError, match=r"two_pass.*policy='deferred', or offload with"):
         trainer.create_optimizer()
-
-
-def test_smoothed_labels_are_refused_under_zero3():
-    """TRL's two forwards per batch fail there after a few steps; the head of this package needs one."""
-    args = SimpleNamespace(label_smoothing_factor=0.1, loss_type="nll", deepspeed="zero3.json")
-    with pytest.raises(UnsupportedError, match=r"label_smoothing_factor=0\.1: without layers.*ZeRO-3.*use fsdp"):
-        arguments.check_smoothing(args, LayersConfig(computed_gradients=False))
-    arguments.check_smoothing(args, LayersConfig())
-
-
-# --- In a configuration -------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def config(tmp_path):
-    """A run of two steps, as a file."""
-    rows = [{"prompt": f"what is {i}?", "completion": f"one more than {i - 1}"} for i in range(16)]
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    written = {
-        "run_dir": str(tmp_path / "run"),
-        "model": {"config": {"model_type": "llama", **sizes}, "train_tokenizer": {"vocab_size": 280},
-                  "dtype": "float32"},
-        "data": {"path": str(tmp_path / "data.jsonl"), "max_length": 32},
-        "optimizer": {"lr": 1e-2},
-        "trainer": {"max_steps": 2, "per_device_train_batch_size": 4, "save_strategy": "no"},
-    }  # fmt: skip
-    (tmp_path / "run.yaml").write_text(json.dumps(written))
-    return tmp_path / "run.yaml"
-
-
-@pytest.mark.parametrize(
-    ("trainer", "expected"),
-    [
-        ({}, (True, {"use_reentrant": False})),
-        ({"activation_checkpointing": False}, (False, None)),
-        (
-            {"activation_checkpointing_kwargs": {"every_n_layers": 2}},
-            (True, {"use_reentrant": False, "every_n_layers": 2}),
-        ),
-        ({"activation_checkpointing_kwargs": {"use_reentrant": True}}, (True, {"use_reentrant": True})),
-        ({"fsdp_config": {"activation_checkpointing": True}}, (False, None)),
-    ],
-)
-def test_activation_checkpointing_is_not_reentrant_by_default(trainer, expected, config):
-    run = load(config)
-    args = build.arguments(dataclasses.replace(run, trainer={**run.trainer, **trainer}), build.samples(run))
-    assert (args.activation_checkpointing, args.activation_checkpointing_kwargs) == expected
-    assert args.loss_type == "nll"
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("loss_type=chunked_nll", "'trainer.loss_type' should be 'nll' or 'dft'"),
-        ("activation_checkpointing=null", "'trainer.activation_checkpointing' should be a valid boolean"),
-        (
-            "activation_checkpointing_kwargs={every_n_layer: 2}",
-            "unknown key 'trainer.activation_checkpointing_kwargs.every_n_layer'. Did you mean 'every_n_layers'?",
-        ),
-        (
-            "activation_checkpointing_kwargs={use_reentrant: 1}",
-            "'trainer.activation_checkpointing_kwargs.use_reentrant' should be a valid boolean",
-        ),
-    ],
-)
-def test_mistaken_options_are_named(override, message, config):
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        load(config, [f"trainer.{override}"])
-
-
-@pytest.mark.parametrize(
-    ("overrides", "loss"),
-    [
-        ([], "computed in tiles of the vocabulary; activations recomputed in backward"),
-        (["activation_checkpointing=false"], "computed in tiles of the vocabulary; activations kept for backward"),
-        (["loss_type=dft"], "dft, in tiles; activations recomputed in backward"),
-        (
-            ["label_smoothing_factor=0.1"],
-            "computed in tiles of the vocabulary, with labels smoothed by 0.1; activations recomputed in backward",
-        ),
-    ],
-)
-def test_a_run_prints_how_its_loss_is_computed(overrides, loss, config, capsys):
-    with pytest.raises(SystemExit) as done:
-        cli.main(["train", str(config), *(f"trainer.{one}" for one in overrides)])
-    assert done.value.code == 0
-    assert f"loss       cross-entropy {loss}\n" in capsys.readouterr().out
-
-
-def test_a_head_that_is_refused_leaves_no_run_directory(config, tmp_path, capsys):
-    sizes = "hidden_size: 32, intermediate_size: 48, num_hidden_layers: 1, num_attention_heads: 4"
-    with pytest.raises(SystemExit) as done:
-        cli.main(["train", str(config), f"model.config={{model_type: bert, is_decoder: true, {sizes}}}"])
-    assert done.value.code == 2
-    assert "BertLMHeadModel: TRL's SFTTrainer" in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()

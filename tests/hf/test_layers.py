@@ -68,7 +68,7 @@ def test_a_model_is_asked_for_its_embeddings(make, source, target, changed):
 def test_a_model_without_a_head_is_described():
     model = resnet()
     opt = lowmem.FusedOptimizer(model.named_parameters(), model=model, rule="lomo", lr=1e-3)
-    assert layers.described(model, opt, 8) == "the head and the embedding are not trained"
+    assert layers.described(model, opt) == "the head and the embedding are not trained"
     with pytest.raises(UnsupportedError, match="there is no such matrix"):
         head.check(model)
 

@@ -1,31 +1,41 @@
-"""docs/private_uses.md lists every private part of another package that lowmem uses, and every one still exists."""
+"""docs/internals/private_uses.md lists every private part of other packages that lowmem uses, and each exists."""
 
 import ast
 import functools
-import importlib.metadata
 import importlib.util
+import os
 import re
+import subprocess
+import sys
+import warnings
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
+from lowmem.errors import LowmemError
+from lowmem.hf import versions
+
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("torch", "transformers", "trl", "accelerate", "deepspeed")
+PACKAGES = tuple(versions.TESTED)
 # Modules whose names are documented.
 PUBLIC = {
     "accelerate.utils", "transformers.integrations.deepspeed", "transformers.trainer_utils", "transformers.utils",
 }  # fmt: skip
 
 
+def cells(columns):
+    """The rows of the table that has so many columns."""
+    page = ROOT / "docs" / "internals" / "private_uses.md"
+    lines = [line.strip("|").split("|") for line in page.read_text().splitlines()]
+    rows = [[cell.strip() for cell in line] for line in lines if len(line) == columns]
+    return rows[2:]
+
+
 def table():
-    """Package, version, file of the package, names in it, our files."""
-    rows = []
-    for line in (ROOT / "docs" / "private_uses.md").read_text().splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if line.startswith("| ") and cells[0] != "package" and not cells[0].startswith("-"):
-            package, version, file, names, places, _ = cells
-            rows.append((package, version, file.strip("`"), code(names), code(places)))
-    return rows
+    """Package, file of the package, names in it, our files."""
+    for package, file, names, places, _ in cells(5):
+        yield package, file.strip("`"), code(names), code(places)
 
 
 def code(cell):
@@ -42,19 +52,22 @@ def identifiers(path):
                 names.add(name)
             case ast.Constant(value=str(name)):
                 names.add(name)
-            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.alias(name=name):
+            case ast.alias(asname=str(name)) | ast.alias(name=name):
+                names.add(name)
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
                 names.add(name)
     return names
 
 
-@pytest.mark.parametrize("row", table(), ids=lambda row: f"{row[0]}-{Path(row[2]).stem}")
+def minor(version):
+    return tuple(map(int, version.split(".")[:2]))
+
+
+@pytest.mark.parametrize("row", table(), ids=lambda row: f"{row[0]}-{Path(row[1]).stem}")
 def test_every_listed_name_exists(row):
-    package, version, file, names, places = row
-    if importlib.util.find_spec(package) is None:
-        pytest.skip(f"{package} is not installed")
-    assert importlib.metadata.version(package).startswith(version + ".")
+    package, file, names, places = row
     path = Path(importlib.util.find_spec(package).origin).parent / file
-    assert set(names) <= identifiers(path), f"{path} no longer has {set(names) - identifiers(path)}"
+    assert set(names) <= identifiers(path), f"{path} does not have {set(names) - identifiers(path)}"
     for name in names:
         assert any(name in identifiers(ROOT / place) for place in places), f"none of {places} uses {name}"
     for place in places:
@@ -66,7 +79,7 @@ def private_names():
     attributes with an underscore that nothing of ours defines."""
     trees = {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in (ROOT / "lowmem").rglob("*.py")}
     nodes = [(path, node) for path, tree in trees.items() for node in ast.walk(tree)]
-    ours = {"_getframe", "_replace"}  # of Python
+    ours = {"_getframe", "_replace", "_actions", "_get_values", "_option_string_actions"}  # of Python
     for _, node in nodes:
         match node:
             case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
@@ -85,16 +98,66 @@ def private_names():
 
 
 def test_every_private_name_is_listed_with_the_file_that_uses_it():
-    listed = {(place, name) for _, _, file, names, places in table() for place in places for name in names}
-    listed |= {(place, part) for _, _, file, _, places in table() for place in places for part in Path(file).parts}
-    listed |= {(place, Path(file).stem) for _, _, file, _, places in table() for place in places}
+    listed = {(place, name) for _, file, names, places in table() for place in places for name in names}
+    listed |= {(place, part) for _, file, _, places in table() for place in places for part in Path(file).parts}
+    listed |= {(place, Path(file).stem) for _, file, _, places in table() for place in places}
     assert sorted(set(private_names()) - listed) == []
 
 
-def test_packages_with_private_parts_have_upper_bounds():
-    text = (ROOT / "pyproject.toml").read_text()
-    for package in PACKAGES:
-        assert re.search(rf'"{package}>=[\d.]+,<[\d.]+"', text), package
+@pytest.mark.parametrize("package", PACKAGES)
+def test_documented_required_and_installed_versions_are_those_that_are_tested(package):
+    tested = versions.TESTED[package]
+    assert dict(cells(2))[package] == ", ".join(tested)
+    major, newest = minor(tested[-1])
+    assert f'"{package}>={tested[0]},<{major}.{newest + 1}"' in (ROOT / "pyproject.toml").read_text()
+    assert minor(metadata.version(package)) in map(minor, tested)
+
+
+@pytest.mark.parametrize("package", [package for package in PACKAGES if package != "torch"])
+@pytest.mark.parametrize(("constraints", "end"), [("constraints-floor.txt", 0), ("constraints.txt", -1)])
+def test_the_oldest_and_the_newest_versions_have_an_environment(package, constraints, end):
+    pinned = re.search(rf"^{package}==(.+)$", (ROOT / constraints).read_text(), re.MULTILINE)[1]
+    assert minor(pinned) == minor(versions.TESTED[package][end])
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """A function that makes another version of every package the installed one."""
+    versions.check_version.cache_clear()
+    yield lambda version: monkeypatch.setattr(metadata, "version", lambda _: version)
+    versions.check_version.cache_clear()
+
+
+def test_an_old_version_is_refused_with_the_line_that_installs_another(installed):
+    installed("1.14.2")
+    message = "lowmem does not work with trl 1.14.2; .* tested are 1.15, 1.16. Run: pip install 'trl>=1.15'"
+    with pytest.raises(LowmemError, match=message):
+        versions.check_version("trl")
+
+
+def test_the_command_line_prints_which_version_is_too_old(tmp_path):
+    (tmp_path / "trl-1.14.2.dist-info").mkdir()
+    (tmp_path / "trl-1.14.2.dist-info" / "METADATA").write_text("Name: trl\nVersion: 1.14.2\n")
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    command = [sys.executable, "-m", "lowmem", "sft", "--help"]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: lowmem does not work with trl 1.14.2;")
+
+
+def test_a_new_version_is_warned_of_once(installed):
+    installed("1.17.0")
+    with pytest.warns(UserWarning, match=r"not tested with trl 1\.17\.0; .*1\.15, 1\.16.*'trl==1\.16\.\*'"):
+        versions.check_version("trl")
+    with warnings.catch_warnings(action="error"):
+        versions.check_version("trl")
+
+
+@pytest.mark.parametrize("version", ["1.15.0", "1.16.0", "1.16.3.dev0+local"])
+def test_tested_versions_and_their_patches_are_taken(installed, version):
+    installed(version)
+    with warnings.catch_warnings(action="error"):
+        versions.check_version("trl")
 
 
 def test_deepspeed_is_imported_only_by_functions_of_zero3():
@@ -107,4 +170,4 @@ def test_deepspeed_is_imported_only_by_functions_of_zero3():
             if any(module and module.split(".")[0] == "deepspeed" for module in modules):
                 assert node not in tree.body, path
                 importing.add(path.name)
-    assert importing == {"engine.py", "sharding.py", "zero3.py"}  # engine.py checks its configuration
+    assert importing == {"sharding.py", "zero3.py"}

@@ -5,12 +5,12 @@ import filecmp
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Ranks
 from safetensors.torch import load_file, save_file
+from support.ranks import Ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from lowmem import files, placements
@@ -42,6 +42,9 @@ MODELS = {
         "swa_num_key_value_heads": 2, "d_rel": 4, **EXPERTS,
     },
 }  # fmt: skip
+if "inkling2_text" not in CONFIG_MAPPING:  # before transformers 5.23
+    del MODELS["inkling2"]
+FEW = MODELS.keys() & {"tied llama", "mixtral", "inkling2"}
 
 
 def new(kind, seed=0, dtype=torch.bfloat16, **changed):
@@ -244,7 +247,7 @@ def test_other_modules_are_saved_as_weights_alone(tmp_path):
 
 
 def test_weights_of_another_dtype_are_cast(tmp_path):
-    for kind in ("tied llama", "mixtral", "inkling2"):
+    for kind in FEW:
         model, other = new(kind, dtype=torch.float32), new(kind, seed=1)
         model.save_pretrained(tmp_path / kind)
         load(other, tmp_path / kind)
@@ -322,16 +325,6 @@ def test_a_missing_shard_is_named(tmp_path):
         load(new("llama"), tmp_path)
 
 
-def test_models_with_other_layers_or_experts_are_refused(tmp_path):
-    new("mixtral").save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match=r"weights are missing, such as 'model\.layers\.2"):
-        load(new("mixtral", num_hidden_layers=3), tmp_path)
-    with pytest.raises(CheckpointError, match=r"the model has no weight 'model\.layers\.1"):
-        load(new("mixtral", num_hidden_layers=1), tmp_path)
-    with pytest.raises(CheckpointError, match=r"has shape \[3, 32\] in the checkpoint and \[4, 32\]"):
-        load(new("mixtral", num_local_experts=4), tmp_path)
-
-
 def test_a_conversion_that_loading_did_not_use_is_not_undone(tmp_path):
     """Under ZeRO-3 transformers keeps all conversions that might apply, such as old names of BERT's weights."""
     config = AutoConfig.for_model("bert", **SIZES)
@@ -362,7 +355,7 @@ def save_and_load(rank, kind, folder):
 def test_ranks_with_shards_write_the_files_of_one_device(tmp_path):
     ranks = Ranks(2)
     try:
-        for kind in ("tied llama", "mixtral", "inkling2"):
+        for kind in FEW:
             model = new(kind)
             model.save_pretrained(tmp_path / kind / "theirs")
             for loaded in ranks.run(save_and_load, kind, tmp_path / kind / "ours"):

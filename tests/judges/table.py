@@ -1,4 +1,4 @@
-"""Writes the table of docs/rules.md: which optimizer classes of which packages run, and why others are refused.
+"""Writes the table of docs/reference/rules.md: which optimizer classes of which packages run, and why others do not.
 
 python tests/judges/table.py
 """
@@ -15,7 +15,7 @@ from test_classes import EQUAL as PACKAGES
 from test_classes import judged
 from test_sharded_classes import candidates, refuse_early
 
-PAGE = Path(__file__).parents[2] / "docs" / "rules.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "rules.md"
 DISTRIBUTIONS = {"optimi": "torch-optimi"}
 REASONS = {
     "combines parameters": "combine parameters inside `step()`",

@@ -20,7 +20,7 @@ from lowmem.errors import LowmemError
 
 deepspeed = pytest.importorskip("deepspeed", reason="deepspeed is not installed")
 
-from shards import zero3  # noqa: E402 (it needs deepspeed)
+from support.shards import zero3  # noqa: E402 (it needs deepspeed)
 
 WIDTH, ROWS, STEPS = 8, 8, 5
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-3, "weight_decay": 1e-2}  # eps: of no noise's making

@@ -363,8 +363,8 @@ def trained(cls, model, rows, folder, clip, **keywords):
     """The losses of a training, and all tensors that it leaves."""
     args = hf.TrainingArguments(
         output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=2, learning_rate=1e-2, logging_steps=1,
-        save_strategy="no", report_to="none", disable_tqdm=True, optim="adamw_torch", dataloader_pin_memory=False,
-        weight_decay=0.1, max_grad_norm=clip,
+        save_strategy="no", report_to="none", disable_tqdm=True, dataloader_pin_memory=False,
+        weight_decay=0.1, max_grad_norm=clip, **({} if keywords else {"optim": "adamw_torch"}),
     )  # fmt: skip
     trainer = cls(model, args, data_collator=collate, train_dataset=rows, **keywords)
     trainer.train()

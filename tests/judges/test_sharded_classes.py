@@ -9,7 +9,7 @@ import inspect
 import pytest
 import torch
 from judged import judge, report
-from shards import SHARDS
+from support.shards import SHARDS
 from test_classes import classes, configurations
 
 import lowmem

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 import torch
 from judged import judge, report, untouched_if_refused
-from shards import SHARDS
+from support.shards import SHARDS
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 

@@ -348,7 +348,7 @@ SCENARIOS = [
 ]  # fmt: skip
 REFUSALS = {
     an_optimizer_of_ones_own: r"optimizers=\(SGD, ...\): a fused trainer needs a FusedOptimizer",
-    a_batch_size_that_is_searched: "auto_find_batch_size=True retries after a backward that ran out of memory",
+    a_batch_size_that_is_searched: "auto_find_batch_size=True: it retries after a backward that ran out of memory",
 }
 
 

@@ -9,8 +9,8 @@ from unittest import mock
 
 import pytest
 import torch
-from products import FULL
-from shards import SHARDS
+from support.products import FULL
+from support.shards import SHARDS
 from torch._subclasses import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.fsdp import fully_shard
@@ -36,7 +36,7 @@ def llama(layers=2, offload=None, **config):
     sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": layers}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(**{**sizes, **heads, "use_cache": False, **config})).train()
-    model.activation_checkpointing_enable(offload=offload == "host")
+    model.gradient_checkpointing_enable(offload=offload == "host")
     if offload == "disk":
         model.file = offload_to_file(model)
     return model
@@ -125,7 +125,7 @@ def on_ranks(rank, kind, offload, options):
     for where in (None, offload):
         model = shard(rank, kind, lambda: llama(tie_word_embeddings=kind != "zero3"))
         if where == "host":
-            model.activation_checkpointing_enable(offload=True)
+            model.gradient_checkpointing_enable(offload=True)
         file = offload_to_file(model) if where == "disk" else None
         torch.manual_seed(rank)
         with trl_offload(model) if where == "trl" else nullcontext(NO_CONTEXT) as context:
@@ -338,14 +338,14 @@ def test_a_copy_of_the_model_offloads_too():
 
 def test_a_model_without_checkpointing_is_refused():
     model = llama()
-    model.activation_checkpointing_disable()
-    with pytest.raises(ConfigError, match=r"LlamaForCausalLM has none; set activation_checkpointing=true"):
+    model.gradient_checkpointing_disable()
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM has none; set gradient_checkpointing=true"):
         offload_to_file(model)
 
 
 def test_reentrant_checkpointing_is_refused():
     model = llama()
-    model.activation_checkpointing_enable({"use_reentrant": True})
+    model.gradient_checkpointing_enable({"use_reentrant": True})
     with pytest.raises(UnsupportedError, match=r"kwargs={'use_reentrant': False}"):
         offload_to_file(model)
 
@@ -366,7 +366,7 @@ def test_the_last_file_is_used():
 
 def test_layers_in_turn_are_offloaded():
     model = llama(4)
-    model.activation_checkpointing_enable(every_n_layers=2)
+    model.gradient_checkpointing_enable(every_n_layers=2)
     file = offload_to_file(model)
     loss = loss_of(model)
     assert blocks(file) == 2

@@ -73,25 +73,6 @@ def test_loss_and_gradients_are_those_of_whole_logits_in_float64(dtype, toleranc
             assert relative(one.grad, other.grad) <= tolerance
 
 
-def test_gradients_are_nearer_to_float64_than_those_of_trl(inputs):
-    """TRL rounds logits to bfloat16, and on a CPU nothing else of what follows."""
-    from trl.kernels import ChunkedLogProbFunction
-
-    *tensors, labels = inputs
-    labels = labels.clamp(min=0)
-    tensors = [tensor.bfloat16() for tensor in tensors[:2]]
-    exact, mine, theirs = (
-        leaves(tensors, torch.float64),
-        leaves(tensors, torch.bfloat16),
-        leaves(tensors, torch.bfloat16),
-    )
-    reference(*exact, None, labels).backward()
-    linear_cross_entropy(*mine, labels).backward()
-    (-ChunkedLogProbFunction.apply(*theirs, None, labels, 1.0, 256, None, 1.0, ())[0].mean()).backward()
-    for one, other, best in zip(mine, theirs, exact, strict=True):
-        assert relative(one.grad, best.grad) < relative(other.grad, best.grad)
-
-
 def test_metrics_are_those_of_whole_logits(inputs):
     hidden, weight, bias, labels = inputs
     labels = labels.clamp(min=0)

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from mlps import GROUPS, MLP, Net, build, gradients, step
-from nets import Memory
+from support.mlps import GROUPS, MLP, Net, build, gradients, step
+from support.nets import Memory
 from torch.utils.flop_counter import FlopCounterMode
 
 from lowmem.layers.mlp import tile_mlps

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from shards import SHARDS
+from support.shards import SHARDS
 from test_linear_cross_entropy import Largest
 
 import lowmem

@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from nets import LAYERS, Layers, Memory
+from support.nets import LAYERS, Layers, Memory
 
 import lowmem
 from lowmem.errors import StepError

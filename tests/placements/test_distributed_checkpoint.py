@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from nets import data
-from shards import everyones, fsdp2, make
+from support.nets import data
+from support.shards import everyones, fsdp2, make
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from shards import SHARDS, make
+from support.shards import SHARDS, make
 
 import lowmem
 from lowmem import placements
@@ -22,20 +22,17 @@ def given(name, rank, step):
 
 
 def finish(net, opt):
-    return {
-        "weights": {name: placements.full_tensor(param).clone() for name, param in net.named_parameters()},
-        "norm": opt.last_step.grad_norm.item(),
-    }
+    weights = {name: placements.full_tensor(param).clone() for name, param in net.named_parameters()}
+    return weights, opt.last_step.grad_norm.item()
 
 
 def replicated(rank, settings, micro_batches):
     net = make()
     opt = lowmem.FusedOptimizer(net.named_parameters(), model=net, placement="replicated", lr=1e-2, **settings)
     for step in range(STEPS):
-        for n in range(micro_batches):
-            if n < micro_batches - 1:
-                with opt.accumulate():
-                    (net.one.sum() + net.embed.sum()).backward()
+        for _ in range(micro_batches - 1):
+            with opt.accumulate():
+                (net.one.sum() + net.embed.sum()).backward()
         for name, param in net.named_parameters():
             if param.requires_grad and given(name, rank, step):
                 param.grad = gradient(name, param.shape, rank, step)
@@ -44,30 +41,27 @@ def replicated(rank, settings, micro_batches):
     return finish(net, opt)
 
 
-def averaged(count, settings, micro_batches=1):
+def alone(count, settings, micro_batches=1, apart=True):
+    """One device with the averages of `count` ranks, each of which leaves out others if they are `apart`."""
     net = make()
     opt = lowmem.FusedOptimizer(net.named_parameters(), model=net, placement="local", lr=1e-2, **settings)
     for step in range(STEPS):
         for name, param in net.named_parameters():
-            if not param.requires_grad:
-                continue
-            grads = [gradient(name, param.shape, rank, step) for rank in range(count) if given(name, rank, step)]
-            if grads:
-                param.grad = sum(grads) / count
+            ranks = [rank for rank in range(count) if param.requires_grad and given(name, rank * apart, step)]
+            if ranks:
+                param.grad = sum(gradient(name, param.shape, rank, step) for rank in ranks) / count
             if micro_batches > 1 and name in ("one", "embed"):
-                param.grad = micro_batches - 1 + (0 if param.grad is None else param.grad)
-                param.grad = param.grad.expand(param.shape)
+                param.grad = micro_batches - 1 + (torch.zeros(param.shape) if param.grad is None else param.grad)
         opt.step()
         opt.zero_grad()
     return finish(net, opt)
 
 
 def assert_same(found, alone):
-    for rank in found:
-        for name, weight in rank["weights"].items():
-            assert torch.equal(weight, found[0]["weights"][name]), name
-            torch.testing.assert_close(weight, alone["weights"][name], rtol=1e-5, atol=1e-5, msg=name)
-        assert rank["norm"] == pytest.approx(alone["norm"], rel=1e-4)
+    for weights, norm in found:
+        assert all(torch.equal(weight, found[0][0][name]) for name, weight in weights.items())
+        torch.testing.assert_close(weights, alone[0], rtol=1e-5, atol=1e-5)
+        assert norm == pytest.approx(alone[1], rel=1e-4)
 
 
 CASES = {
@@ -81,7 +75,7 @@ CASES = {
 @pytest.mark.parametrize(("settings", "micro_batches"), CASES.values(), ids=CASES)
 def test_replicated(ranks, settings, micro_batches):
     found = ranks.run(replicated, settings, micro_batches)
-    assert_same(found, averaged(ranks.count, settings, micro_batches))
+    assert_same(found, alone(ranks.count, settings, micro_batches))
 
 
 def sharded(rank, kind, settings):
@@ -127,21 +121,9 @@ def test_a_partitioned_parameter(two):
     assert two.run(not_gathered) == [True, True]
 
 
-def of_all(count, settings):
-    net = make()
-    opt = lowmem.FusedOptimizer(net.named_parameters(), model=net, placement="local", lr=1e-2, **settings)
-    for step in range(STEPS):
-        for name, param in net.named_parameters():
-            if param.requires_grad and given(name, 0, step):
-                param.grad = sum(gradient(name, param.shape, rank, step) for rank in range(count)) / count
-        opt.step()
-        opt.zero_grad()
-    return finish(net, opt)
-
-
 @pytest.mark.parametrize("kind", SHARDS)
 @pytest.mark.parametrize(
     "settings", [{"rule": "adalomo"}, {"rule": "adamw", "policy": "deferred", "clip_norm": 0.5}], ids=str
 )
 def test_sharded(two, kind, settings):
-    assert_same(two.run(sharded, kind, settings), of_all(2, settings))
+    assert_same(two.run(sharded, kind, settings), alone(2, settings, apart=False))

@@ -5,9 +5,9 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
-from nets import ROWS, Layers, Memory, Net, data
-from ranks import RankError
-from shards import ACCUMULATED, POLICIES, RULES, assert_alike, settings_of, train
+from support.nets import ROWS, Layers, Net, data
+from support.ranks import RankError
+from support.shards import ACCUMULATED, POLICIES, RULES, assert_alike, settings_of, train
 
 import lowmem
 from lowmem.errors import StepError
@@ -48,25 +48,6 @@ def test_accumulation(ranks, settings):
 
 
 # -- gradients that not every rank has ---------------------------------------------------------------------------------
-
-
-def thaw(rank):
-    """A layer that is frozen at first, between two of its shape."""
-    net = Layers()
-    net.layers[1].weight.requires_grad_(False)
-    opt = lowmem.FusedOptimizer(net.named_parameters(), rule="lomo", lr=0.1)
-    told = []
-    for step in range(4):
-        net.layers[1].weight.requires_grad_(step >= 2)
-        opt.backward((1 + rank) * net((0, 1, 2, 3)))
-        told.append(len(opt.last_step.names))
-    return told, [layer.weight.detach() for layer in net.layers]
-
-
-def test_a_parameter_that_joins_later(two):
-    (told, one), (_, other) = two.run(thaw)
-    assert told == [3, 3, 4, 4]
-    assert all(map(torch.equal, one, other))
 
 
 def frozen_at_times(rank, settings, orders, frozen, micro_batches=1):
@@ -129,29 +110,6 @@ def test_what_every_rank_has_frozen_is_not_reduced(two):
 # -- an overflow, memory -----------------------------------------------------------------------------------------------
 
 
-def poisoned(rank, policy):
-    torch.manual_seed(0)
-    net = Net()
-    opt = lowmem.FusedOptimizer(net.named_parameters(), rule="adamw", policy=policy, loss_scale="dynamic")
-    before = {name: param.detach().clone() for name, param in net.named_parameters()}
-    if rank == 1:
-        net.embed.register_hook(lambda grad: grad * torch.inf)
-    opt.backward(net(torch.randint(7, (2, 5))))
-    moved = {name for name, param in net.named_parameters() if not torch.equal(param, before[name])}
-    return opt.last_step.nonfinite, opt.last_step.skipped_params, moved, opt.named_state_dict()["step"], opt.loss_scale
-
-
-@pytest.mark.parametrize("policy", ["two_pass", "deferred", "immediate"])
-def test_an_overflow_on_one_rank_is_everyones(two, policy):
-    one, other = two.run(poisoned, policy)
-    assert one == other
-    nonfinite, skipped, moved, step, scale = one
-    assert nonfinite == ["embed"]
-    assert scale == 2.0**15
-    assert ("embed" not in moved) and (bool(moved) == (policy == "immediate"))
-    assert (skipped == 1, step) == ((True, 1) if policy == "immediate" else (False, 0))
-
-
 def large_gradients(rank, dtype):
     param = torch.nn.Parameter(torch.zeros(4, dtype=dtype))
     opt = lowmem.FusedOptimizer([param], rule="lomo", lr=1.0)
@@ -181,29 +139,6 @@ def test_ranks_may_train_alone(two):
 def test_replicated_needs_a_group():
     with pytest.raises(lowmem.LowmemError, match="init_process_group"):
         lowmem.FusedOptimizer([torch.nn.Parameter(torch.ones(2))], placement="replicated")
-
-
-def peak(rank):
-    net = torch.nn.ModuleList(torch.nn.Linear(1024, 1024, bias=False) for _ in range(8))
-    opt = lowmem.FusedOptimizer(net.named_parameters(), rule="lomo", lr=1e-3)
-
-    def step():
-        x = torch.ones(1, 1024)
-        for layer in reversed(net):  # gradients come in the order of the parameters, which is not the usual one
-            x = layer(x)
-        opt.backward(x.square().sum())
-
-    step()
-    with Memory(net, opt) as memory:
-        step()
-    return memory.above
-
-
-@pytest.mark.filterwarnings("ignore:Expected a tensor")
-def test_two_gradients_at_a_time(two):
-    """One is on its way while the next is computed: 4 MiB each, of eight."""
-    for above in two.run(peak):
-        assert 8 << 20 <= above <= 10 << 20
 
 
 def twice_fired(rank):

@@ -5,8 +5,8 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from nets import Memory
-from shards import SHARDS
+from support.nets import Memory
+from support.shards import SHARDS
 
 import lowmem
 from lowmem import placements

@@ -2,42 +2,11 @@
 
 import pytest
 import torch
-from shards import SHARDS, engine, make, make_wide
+from support.shards import SHARDS, engine, make, make_wide
 
 import lowmem
 from lowmem import placements
 from lowmem.errors import StepError, UnsupportedError
-
-
-def poisoned(rank, kind, policy):
-    net = SHARDS[kind](rank, make)
-    opt = lowmem.FusedOptimizer(net.named_parameters(), model=net, rule="adamw", policy=policy, loss_scale="dynamic")
-    before = {name: placements.full_tensor(param).clone() for name, param in net.named_parameters()}
-    ids = torch.ones(2, 5, dtype=torch.int64)
-
-    def loss():
-        return net(ids) * (torch.inf if rank == 1 else 1.0)
-
-    opt.backward(loss if opt.replay == "forward" else loss())
-    moved = {n for n, param in net.named_parameters() if not torch.equal(placements.full_tensor(param), before[n])}
-    return (
-        opt.last_step.skipped_params,
-        moved,
-        opt.named_state_dict()["step"],
-        opt.loss_scale,
-        len(opt.last_step.nonfinite),
-    )
-
-
-@pytest.mark.parametrize("policy", ["two_pass", "deferred", "immediate"])
-@pytest.mark.parametrize("kind", SHARDS)
-def test_an_overflow_on_one_rank_is_everyones(two, kind, policy):
-    one, other = two.run(poisoned, kind, policy)
-    assert one == other
-    skipped, moved, step, scale, nonfinite = one
-    assert not moved
-    assert (skipped, scale) == (nonfinite, 2.0**15)
-    assert step == (policy == "immediate")
 
 
 def engine_with_optimizer(rank):

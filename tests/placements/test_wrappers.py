@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from shards import engine
+from support.shards import engine
 
 import lowmem
 from lowmem.errors import StepError, UnsupportedError

@@ -170,10 +170,3 @@ def test_axes_of_a_parameter_that_is_not_there():
     axes = {"block/w": ("embed", "mlp", "layers"), "block/y": ("embed",)}
     with pytest.raises(ConfigError, match="no parameter is called 'block/y'"):
         made((2, 3, 4), logical_factor_rules="standard", param_logical_axes=axes)
-
-
-def test_what_is_refused_leaves_no_hook():
-    param = torch.nn.Parameter(torch.randn(2, 3, 4, 5))
-    with pytest.raises(ConfigError):
-        lowmem.FusedOptimizer([("w", param)], rule="adafactor")
-    lowmem.FusedOptimizer([("w", param)], rule="adafactor", factored=False)

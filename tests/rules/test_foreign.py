@@ -4,7 +4,6 @@ import copy
 import inspect
 import random
 import re
-import shutil
 import sys
 from collections import deque
 
@@ -14,7 +13,6 @@ from torch.testing._internal.common_optimizers import optim_db
 from torch.testing._internal.two_tensor import TwoTensor
 
 import lowmem
-from lowmem import rules
 from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.hf import checkpoint
 from lowmem.rules.foreign import import_optimizer
@@ -52,16 +50,6 @@ def test_same_bits_as_step(cls, kwargs):
         theirs.zero_grad()
     for one, other in zip(fused.parameters(), plain.parameters(), strict=True):
         assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize("rule", ["torch.optim.AdamW", torch.optim.AdamW])
-def test_class_and_import_path(rule):
-    param = torch.nn.Parameter(torch.zeros(3))
-    opt = lowmem.FusedOptimizer([param], rule=rule, betas=(0.5, 0.9))
-    assert opt.config.rule == rule
-    assert rules.resolve(opt.param_groups[0].get("rule", rule)).name == "torch.optim.adamw.AdamW"
-    assert opt.param_groups[0]["lr"] == 1e-3  # the class's own default
-    assert opt.param_groups[0]["betas"] == (0.5, 0.9)
 
 
 class NeedsClosure(torch.optim.SGD):
@@ -564,81 +552,10 @@ def importable(rule):
     return rule
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [
-        ("Adam", {"decouple_lr": True, "max_lr": 5e-3}),
-        ("Adam", {"decouple_lr": True}),
-        ("AdamW", {}),
-        ("AdamW", {"kahan_sum": False, "groups": [{"betas": (0.9, 0.99)}, {"betas": (0.5, 0.6)}]}),
-        ("AdamW", {"rounding": "compensated"}),
-        ("Adan", {}),
-        ("Lion", {}),
-        ("RAdam", {}),
-        ("Ranger", {}),
-        ("SGD", {"momentum": 0.9}),
-        ("StableAdamW", {}),
-        ("StableAdamW", {"rounding": "stochastic"}),
-    ],
-)
-def test_optimi(name, settings, dtype, tmp_path):
-    follow(importable(f"optimi.{name}"), tmp_path, dtype, **settings)
-
-
 def test_optimi_release_refused():
     rule = importable("optimi.AdamW")
     with pytest.raises(UnsupportedError, match="gradient_release=True registers hooks"):
         lowmem.FusedOptimizer([torch.nn.Parameter(torch.zeros(3))], rule=rule, lr=1e-3, gradient_release=True)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [
-        ("AdamW8bit", {}),
-        ("AdamW8bit", {"groups": [{"block_size": 256, "weight_decay": 0.1}, {"block_size": 32}]}),
-        ("AdamW8bit", {"rounding": "stochastic"}),
-        ("AdamW4bit", {}),
-        ("AdamW4bit", {"rounding": "compensated"}),
-        ("AdamWFp8", {}),
-        ("Adam8bit", {}),
-        ("Adam4bit", {}),
-        ("AdamFp8", {}),
-    ],
-)
-def test_torchao(name, settings, dtype, tmp_path):
-    with torch.compiler.set_stance("force_eager"):  # it would compile for each shape and dtype
-        follow(importable(f"torchao.optim.{name}"), tmp_path, dtype, **settings)
-
-
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torchao compiles its step")
-def test_torchao_compiled(tmp_path):
-    follow(importable("torchao.optim.AdamW8bit"), tmp_path, torch.bfloat16)
-
-
-def test_torchao_offload_refused():
-    rule = importable("torchao.optim.CPUOffloadOptimizer")
-    with pytest.raises(UnsupportedError, match="drives other optimizers"):
-        lowmem.FusedOptimizer([torch.nn.Parameter(torch.zeros(3))], rule=rule)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [
-        ("AdamW", {}),
-        ("AdamW8bit", {}),
-        ("AdamW8bit", {"groups": [{}, {"min_8bit_size": 64, "weight_decay": 0.1}]}),
-        ("AdamW8bit", {"rounding": "stochastic"}),
-        ("AdEMAMix8bit", {"t_alpha": 10, "t_beta3": 10}),
-        ("Lion8bit", {}),
-        ("Lion8bit", {"rounding": "compensated"}),
-        ("SGD8bit", {"momentum": 0.9}),
-    ],
-)
-def test_bitsandbytes(name, settings, dtype, tmp_path):
-    follow(importable(f"bitsandbytes.optim.{name}"), tmp_path, dtype, **settings)
 
 
 def test_bitsandbytes_settings_of_single_parameters_are_refused(monkeypatch):
@@ -657,13 +574,6 @@ def test_bitsandbytes_settings_of_single_parameters_are_refused(monkeypatch):
     manager.register_module_override(model[1], "weight", {"optim_bits": 32})  # as StableEmbedding does
     with pytest.raises(UnsupportedError, match="settings for single parameters"):
         lowmem.FusedOptimizer(model.parameters(), rule=rule)
-
-
-@pytest.mark.parametrize("name", ["Lomo", "AdaLomo"])
-def test_lomo_optim_refused(name):
-    rule = importable(f"lomo_optim.{name}")
-    with pytest.raises(UnsupportedError, match=r"takes a whole model.*'adalomo'"):
-        lowmem.FusedOptimizer([torch.nn.Parameter(torch.zeros(3))], rule=rule)
 
 
 def test_muon_names_the_vector():

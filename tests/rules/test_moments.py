@@ -1,4 +1,4 @@
-"""Moments that are kept in 16 bits: rounded at random, so that their mean is what float32 would have."""
+"""Rules with moments: AdamW equals torch's own, Lion's steps are of one size, and moments in 16 bits are unbiased."""
 
 import math
 
@@ -6,6 +6,58 @@ import pytest
 import torch
 
 import lowmem
+
+# Each kind of size alone, small ones that are updated as one stack, one larger than that and one of several tiles.
+SHAPES = [(), (1,), (7,), (5, 3), (5, 3), (5, 3), (2, 3, 4), (2, 2, 3, 3), (16, 16, 65), (400, 400)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"betas": (0.6, 0.95), "weight_decay": 0.0},
+        {"betas": (0.3, 0.5), "eps": 1e-3, "weight_decay": 0.5},  # from 0.5 on torch interpolates from the other end
+        {"betas": (0.0, 0.0)},
+    ],
+)
+def test_equals_torch(give_gradients, options):
+    """Bit for bit over 20 steps of changing learning rate. Some parameters have no gradient at first or in some steps:
+    their bias correction counts their own."""
+    start = [torch.randn(shape) for shape in SHAPES]
+    params, theirs = ([torch.nn.Parameter(value.clone()) for value in start] for _ in range(2))
+    opt = lowmem.FusedOptimizer(params, rule="adamw", **options)
+    plain = torch.optim.AdamW(theirs, foreach=False, **options)
+    for step in range(20):
+        opt.param_groups[0]["lr"] = plain.param_groups[0]["lr"] = 0.1 * (1 + step % 7) ** -0.5
+        pairs = []
+        for i, (param, their) in enumerate(zip(params, theirs, strict=True)):
+            absent = (i % 3 == 1 and step < 6) or (i % 4 == 2 and step % 5 == 4)
+            their.grad = None if absent else torch.randn(their.shape) * 10.0 ** (step % 5 - 2)
+            pairs += [] if absent else [(param, their.grad.clone())]
+        give_gradients(opt, *pairs)
+        plain.step()
+    kept = opt.named_state_dict()["state"]
+    for i, (param, their) in enumerate(zip(params, theirs, strict=True)):
+        assert torch.equal(param, their)
+        assert kept[f"param{i}"]["step"].item() == plain.state[their]["step"].item()
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(kept[f"param{i}"][name], plain.state[their][name])
+
+
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e15])
+def test_every_step_is_of_the_learning_rate(give_gradients, size):
+    """Whatever the gradient's size; where there has been none at all, nothing moves."""
+    param = torch.nn.Parameter(torch.zeros(50))
+    opt = lowmem.FusedOptimizer([param], rule="lion")
+    for lr in (2.0**-7, 2.0**-9):
+        before, opt.param_groups[0]["lr"] = param.detach().clone(), lr
+        grad = torch.randn(50) * size
+        grad[:10] = 0.0
+        give_gradients(opt, (param, grad))
+        assert torch.equal((param - before).abs(), torch.tensor([0.0, lr]).repeat_interleave(torch.tensor([10, 40])))
+
+
+# -- moments in 16 bits ------------------------------------------------------------------------------------------------
 
 ELEMENTS, STEPS = 1 << 16, 60
 RULES = [
@@ -19,7 +71,7 @@ RULES = [
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("rule", "moments", "options"), RULES)
-def test_unbiased(give_gradients, rule, moments, options, dtype):
+def test_moments_in_16_bits_are_unbiased(give_gradients, rule, moments, options, dtype):
     """All elements have the same gradients, so in float32 the same moments, and noise of their own. The deviation of a
     rounding at random is half a spacing at most, and a running mean with `decay` keeps the squares of 1/(1 - decay²) of
     them: the mean over all elements is to be within five of the deviations that it may have."""

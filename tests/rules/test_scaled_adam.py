@@ -9,7 +9,6 @@ from reference.scaled_adam import ScaledAdam as Reference
 
 import lowmem
 from lowmem.errors import ConfigError
-from lowmem.rules.rule import TABLE
 
 
 def test_the_period_of_clipping_cannot_change(give_gradients):
@@ -52,26 +51,6 @@ def test_a_missing_gradient_is_zero(give_gradients, shape, batching):
         for name, state in reference.states().items():
             atol = 1e-5 * np.abs(state).max() + 1e-12
             np.testing.assert_allclose(kept[name].numpy(), state, rtol=1e-4, atol=atol)
-
-
-@pytest.mark.parametrize("policy", ["two_pass", "deferred"])
-def test_a_missing_gradient_is_zero_where_norms_are_clipped(give_gradients, policy):
-    """Of three parameters that are one stack, each misses a gradient in some steps."""
-    rng = np.random.default_rng(0)
-    want = [rng.normal(size=(3, 5)) for _ in range(3)]
-    params = [torch.nn.Parameter(torch.tensor(value).float()) for value in want]
-    opt = lowmem.FusedOptimizer(params, rule="scaled_adam", clip_norm=0.5, policy=policy)
-    references = [Reference((3, 5), lr=3e-2) for _ in params]
-    for step in range(6):
-        grads = [None if step % 3 == n else torch.tensor(rng.normal(size=(3, 5))).float() for n in range(3)]
-        give_gradients(opt, *((p, g) for p, g in zip(params, grads, strict=True) if g is not None))
-        exact = [None if grad is None else grad.double().numpy() for grad in grads]
-        coef = 0.5 / math.sqrt(sum(np.square(grad).sum() for grad in exact if grad is not None))
-        exact = [None if grad is None else coef * grad for grad in exact]
-        want = [reference.step(*pair) for reference, *pair in zip(references, want, exact, strict=True)]
-    for param, value in zip(params, want, strict=True):
-        np.testing.assert_allclose(param.detach().numpy(), value, rtol=1e-5, atol=1e-6)
-        assert opt.state[param]["step"].item() == 6
 
 
 def test_unfreezing_leaves_the_period_of_clipping_as_it_is(give_gradients):
@@ -120,21 +99,6 @@ def test_a_parameter_that_never_had_a_gradient_stays(give_gradients):
     assert (used != 2).all()
     assert opt.state[unused]["step"].item() == 5
     assert opt.named_state_dict()["state"].keys() == {"used", "unused"}
-
-
-# -- parameters of one element -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("shape", [(), (1,), (1, 1, 1)])
-def test_one_element(give_gradients, shape):
-    """It has no size to be relative to, and is clamped before it moves: by (1 - beta1) of lr times scalar_lr_scale."""
-    param = torch.nn.Parameter(torch.full(shape, 50.0))
-    opt = lowmem.FusedOptimizer([param], rule="scaled_adam", lr=0.5, scalar_lr_scale=0.2, betas=(0.75, 0.98))
-    give_gradients(opt, (param, torch.full(shape, -3.0)))
-    assert param.item() == pytest.approx(10.0 + 0.25 * 0.1)  # beyond its bound again
-    give_gradients(opt, (param, torch.full(shape, -3.0)))
-    assert param.item() == pytest.approx(10.0 + 0.75 * 0.25 * 0.1 + 0.25 * 0.1)
-    assert opt.state[param].keys() == {"step", "delta", "exp_avg_sq"}
 
 
 # -- what it says of a step --------------------------------------------------------------------------------------------
@@ -191,11 +155,3 @@ def test_what_is_not_finite_dominates(give_gradients, bad):
     found = opt.last_step.statistics
     assert (found["dominant_parameter"], found["dominant_proportion"]) == ("q", 1.0)
     assert not math.isfinite(found["model_norm"])
-
-
-@pytest.mark.parametrize("rule", sorted(TABLE.keys() - {"scaled_adam"}))
-def test_other_rules_have_nothing_to_say(give_gradients, rule):
-    param = torch.nn.Parameter(torch.ones(2))
-    opt = lowmem.FusedOptimizer([param], rule=rule)
-    give_gradients(opt, (param, torch.ones(2)))
-    assert opt.last_step.statistics == {}

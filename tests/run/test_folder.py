@@ -1,20 +1,25 @@
 """The run folder: one run at a time, continued where it lies, and never mistaken for another."""
 
-import pytest
-from runs import in_use
+import json
+import sys
 
-from lowmem.errors import ConfigError
+import pytest
+import torch
+from support.runs import in_use, of_folder
+
+from lowmem.errors import ConfigError, LowmemError
+from lowmem.run import environment
 from lowmem.run.folder import run_folder
 
 
-def use(folder, resume=False):
-    with run_folder(folder, resume) as path:
+def use(folder, resume=None, rank=0):
+    with run_folder(of_folder(folder, resume), rank) as path:
         (path / "config.yaml").touch()
 
 
 def test_a_folder_is_used_by_one_process_at_a_time(tmp_path):
     with in_use(tmp_path) as other:
-        for resume in (True, False):
+        for resume in ("last", None):
             with pytest.raises(ConfigError, match=f"is in use by process {other} on "):
                 use(tmp_path, resume)
     use(tmp_path)  # a killed process holds nothing
@@ -24,11 +29,11 @@ def test_a_folder_is_used_by_one_process_at_a_time(tmp_path):
 @pytest.mark.parametrize(
     ("files", "resume", "message"),
     [
-        ([], True, "does not contain a run to resume. Omit --resume"),
-        (["notes.txt"], True, "does not contain a run to resume"),
-        (["notes.txt"], False, "is not empty (it has notes.txt). Set run_dir to another folder"),
-        (["config.yaml"], False, "already contains a run. Continue it with --resume"),
-        (["checkpoint-4/config.json"], False, "already contains a run. Continue it with --resume"),
+        ([], "last", "has no run to resume. Omit --resume_from_checkpoint"),
+        (["notes.txt"], "last", "has no run to resume"),
+        (["notes.txt"], None, "is not empty (it has notes.txt). Set output_dir to another folder"),
+        (["config.yaml"], None, "already contains a run. Continue it with --resume_from_checkpoint last"),
+        (["checkpoint-4/config.json"], None, "already contains a run. Continue it with --resume_from_checkpoint last"),
     ],
 )
 def test_what_a_folder_has_must_fit(tmp_path, files, resume, message):
@@ -41,10 +46,14 @@ def test_what_a_folder_has_must_fit(tmp_path, files, resume, message):
     assert [path.name for path in tmp_path.glob("*")] == [name.split("/")[0] for name in files]
 
 
-def test_a_folder_that_was_made_for_a_failed_run_is_removed(tmp_path):
-    with pytest.raises(ZeroDivisionError), run_folder(tmp_path / "new", resume=False):
+def test_a_folder_of_a_run_that_failed_before_it_wrote_is_removed_by_rank_0(tmp_path):
+    with pytest.raises(ZeroDivisionError), run_folder(of_folder(tmp_path / "new")):
         _ = 1 / 0
     assert not (tmp_path / "new").exists()
+    (tmp_path / "of rank 0").mkdir()
+    with pytest.raises(ZeroDivisionError), run_folder(of_folder(tmp_path / "of rank 0"), rank=1):
+        _ = 1 / 0
+    assert (tmp_path / "of rank 0").exists()
 
 
 def test_a_lock_of_a_killed_run_is_no_run(tmp_path):
@@ -52,10 +61,43 @@ def test_a_lock_of_a_killed_run_is_no_run(tmp_path):
     use(tmp_path)
 
 
-def test_a_file_and_a_missing_folder_are_refused(tmp_path):
+def test_what_cannot_be_a_folder_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="is a file"):
         use(tmp_path / "file")
-    with pytest.raises(ConfigError, match="does not contain a run"):
-        use(tmp_path / "none", resume=True)
+    with pytest.raises(LowmemError, match="can't be written: not a directory"):
+        use(tmp_path / "file" / "run")
+    with pytest.raises(ConfigError, match="has no run to resume"):
+        use(tmp_path / "none", resume="last")
     assert not (tmp_path / "none").exists()
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "metrics.jsonl").symlink_to(tmp_path / "file")
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl is a symbolic link"):
+        use(tmp_path / "linked")
+
+
+def test_the_environment_says_where_and_with_what(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["lowmem", "sft", "--config", "my run.yaml"])
+    monkeypatch.chdir(tmp_path)  # no repository
+    environment.write_environment(tmp_path)
+    written = json.loads((tmp_path / "environment.json").read_text())
+    assert written["command"] == "lowmem sft --config 'my run.yaml'"
+    assert written["git"] is None
+    assert written["versions"]["torch"] == torch.__version__
+    assert written["cpu"]["count"] >= 1 and written["cpu"]["model"]
+    assert written["memory_bytes"] > 2**28
+    assert written["python"].startswith(f"{sys.version_info.major}.{sys.version_info.minor}.")
+
+
+def test_the_commit_and_its_changes_are_noted(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("AUTHOR", "COMMITTER"):
+        monkeypatch.setenv(f"GIT_{name}_NAME", "a")
+        monkeypatch.setenv(f"GIT_{name}_EMAIL", "a@b.c")
+    for words in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "first"]):
+        environment.subprocess.run(["git", *words], check=True)
+    clean = environment._git()
+    assert len(clean) == 40
+    (tmp_path / "new.txt").touch()
+    environment.subprocess.run(["git", "add", "new.txt"], check=True)
+    assert environment._git() == f"{clean}-dirty"

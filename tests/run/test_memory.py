@@ -31,7 +31,7 @@ def step_arguments(rule, *, dtype=torch.bfloat16, tied=False, recomputed=False, 
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
     if recomputed:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     ids = torch.ones(ROWS, TOKENS, dtype=torch.int64)
     named = list(model.named_parameters())
 

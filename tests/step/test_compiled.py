@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from products import FULL, pairwise
+from support.products import FULL, pairwise
 from torch._inductor import config, metrics
 from torch.profiler import ProfilerActivity, profile
 
@@ -253,32 +253,6 @@ def test_a_learning_rate_that_is_a_tensor_is_read_when_it_is_used(graphs):
     opt.param_groups[0]["lr"].fill_(0.0)
     opt.backward(param.sum())
     assert torch.equal(param, torch.full(MATRIX, 0.25))
-
-
-def test_a_list_that_is_edited_in_place_counts(graphs):
-    """As in a warmup of beta1, whatever else has not changed."""
-    results = []
-    for compile, edited in ((True, 0.5), (False, 0.5), (False, None)):
-        source = torch.Generator().manual_seed(0)
-        param = torch.nn.Parameter(torch.randn(MATRIX, generator=source))
-        opt = lowmem.FusedOptimizer([param], rule="adamw", lr=0.1, betas=[0.9, 0.99], compile=compile, batching=False)
-        backward(opt, [param], source)
-        if edited is not None:
-            opt.param_groups[0]["betas"][0] = edited
-        backward(opt, [param], source)
-        assert traced_updates(opt) == compile
-        results.append(param.detach())
-    assert torch.equal(results[0], results[1]) and not torch.equal(results[1], results[2])
-
-
-def test_random_bits_are_of_the_seed_that_was_loaded(graphs):
-    params, opt = trained("lion", [MATRIX], compile=True, dtype=torch.bfloat16, rounding="stochastic", seed=1)
-    others, other = trained("lion", [MATRIX], compile=True, dtype=torch.bfloat16, rounding="stochastic", seed=2)
-    others[0].data.copy_(params[0])
-    other.load_state_dict(opt.state_dict())
-    for each in ((opt, params), (other, others)):
-        backward(*each, torch.Generator().manual_seed(1))
-    assert traced_updates(other) and torch.equal(params[0], others[0])
 
 
 @pytest.mark.parametrize(("rows", "cols"), [(1, 7), (1, 589_824), (32_000, 768), (50_257, 768), (4096, 4096), (97, 5)])

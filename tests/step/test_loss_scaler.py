@@ -10,6 +10,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from support.nets import weights
 from torch.nn import functional
 
 import lowmem
@@ -291,10 +292,6 @@ def losses(net, step, accumulation, autocast):
         yield functional.cross_entropy(out.float(), y) / accumulation
 
 
-def weights(net):
-    return [param.detach().clone() for param in net.parameters()]
-
-
 def optimizer_of(rule, params):
     if rule == "lomo":
         return torch.optim.SGD(params, lr=0.05)
@@ -377,23 +374,6 @@ def test_whole_steps_are_left_out_as_by_grad_scaler(rule, kind, policy, accumula
 
 
 @pytest.mark.parametrize("policy", ["two_pass", "deferred"])
-@pytest.mark.parametrize("rule", ["adamw", "adalomo", "adafactor", "lans", "scaled_adam", "torch.optim.AdamW"])
-def test_a_step_that_is_left_out_leaves_no_trace_in_states(rule, policy):
-    net = Net()
-    opt = fused_on(net, rule, policy=policy)
-    train_fused_step(opt, net, 0)
-    saved = copy.deepcopy(opt.named_state_dict())
-    for step in (2, 3):  # two nonfinite_steps in a row
-        train_fused_step(opt, net, step)
-    now = opt.named_state_dict()
-    assert now["state"].keys() == saved["state"].keys() and saved["state"]
-    for name, kept in saved["state"].items():
-        for key, value in kept.items():
-            assert torch.equal(now["state"][name][key], value)
-    assert now["step"] == saved["step"] == 1
-
-
-@pytest.mark.parametrize("policy", ["two_pass", "deferred"])
 def test_what_the_report_says_of_a_step_that_was_left_out(policy):
     net = Net()
     opt = fused_on(net, "lomo", policy=policy)
@@ -448,12 +428,6 @@ def test_the_loss_comes_back_unscaled(policy, loss_scale):
     assert torch.equal(opt.backward(loss), loss.detach())
 
 
-def test_policies_by_themselves():
-    """What a whole step is left out with is chosen where a scale is dynamic, and not where it is fixed."""
-    assert fused_on(Net(), "lomo").policy == "two_pass"
-    assert fused_on(Net(), "lomo", loss_scale=1024).policy == "immediate"
-
-
 # -- an overflow that no scale can help --------------------------------------------------------------------------------
 
 
@@ -484,30 +458,6 @@ def test_a_fixed_scale_is_never_hopeless():
 # -- saving and resuming -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", ["immediate", "two_pass", "deferred"])
-@pytest.mark.parametrize("saved_after", [1, 2, 3, 5, 8])  # 2 and 3 have overflowed
-def test_resumed_training_is_the_same(saved_after, policy):
-    net = Net()
-    opt = fused_on(net, "adamw", policy=policy)
-    scales = []
-    for step in range(STEPS):
-        train_fused_step(opt, net, step)
-        scales.append(opt.loss_scale)
-        if step == saved_after:
-            state, model = copy.deepcopy(opt.state_dict()), copy.deepcopy(net.state_dict())
-    other = Net()
-    other.load_state_dict(model)
-    resumed = fused_on(other, "adamw", policy=policy)
-    resumed.load_state_dict(state)
-    assert resumed.loss_scale == scales[saved_after]
-    for step in range(saved_after + 1, STEPS):
-        train_fused_step(resumed, other, step)
-        assert resumed.loss_scale == scales[step]
-    assert all(map(torch.equal, weights(other), weights(net)))
-    assert resumed.named_state_dict()["step"] == opt.named_state_dict()["step"]
-    assert (resumed.nonfinite_steps, resumed.nonfinite_gradients) == (opt.nonfinite_steps, opt.nonfinite_gradients)
-
-
 def test_loading_forgets_an_overflow_that_nobody_was_told_of():
     """The report of a step that is gone belongs to no step any more."""
     net = Net()
@@ -518,20 +468,3 @@ def test_loading_forgets_an_overflow_that_nobody_was_told_of():
     opt.load_state_dict(saved)
     train_fused_step(opt, net, 4)
     assert opt.named_state_dict()["step"] == 2
-
-
-def test_a_damaged_scale_replaces_nothing():
-    """Everything is checked before anything is replaced."""
-    net = Net()
-    opt = fused_on(net, "adamw", policy="deferred")
-    train_fused_step(opt, net, 0)
-    saved = copy.deepcopy(opt.named_state_dict())
-    del saved["loss_scale"]["good"]
-    train_fused_step(opt, net, 1)
-    before = copy.deepcopy(opt.named_state_dict())
-    with pytest.raises(CheckpointError, match="the saved loss scale has good=None"):
-        opt.load_named_state_dict(saved)
-    after = opt.named_state_dict()
-    assert (after["step"], after["loss_scale"]) == (before["step"], before["loss_scale"])
-    for name, kept in before["state"].items():
-        assert all(torch.equal(after["state"][name][key], value) for key, value in kept.items())

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from shards import SHARDS
+from support.nets import same, weights
+from support.shards import SHARDS
 
 import lowmem
 from lowmem import placements
@@ -36,14 +37,6 @@ def batch(step, rank=0):
 def make(net, policy="deferred", **options):
     options = {"rule": "adamw", "lr": 0.01, "policy": policy, "max_nonfinite_steps": 3, **options}
     return lowmem.FusedOptimizer(net.named_parameters(), model=net, **options)
-
-
-def weights(net):
-    return [param.detach().clone() for param in net.parameters()]
-
-
-def same(one, other):
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def spoil_nothing(net, x):
@@ -200,13 +193,6 @@ def test_a_scale_that_looks_for_its_first_value_is_left_alone(policy):
     assert (opt.nonfinite_steps, opt.loss_scale) == (40, 1.0)
 
 
-def test_the_default_limit_leaves_the_default_scale_alone():
-    opt = make(net := Overflows(1.5), rule="lomo", loss_scale="dynamic", max_nonfinite_steps=20)
-    for _ in range(20):
-        opt.backward(net())
-    assert (opt.nonfinite_steps, opt.loss_scale) == (16, 1.0)
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_storm_of_overflows_ends(policy):
     """Once a step was finite, overflows in a row count, however far the scale could still back off."""
@@ -257,18 +243,21 @@ def replicated(rank, make_net):
 
 
 KINDS = {"replicated": replicated, **SHARDS}
-RUNS = [*itertools.product(KINDS, ("immediate", "deferred")), ("fsdp2", "two_pass")]
+
+
+def spoilt(step):
+    return step == 2 or step >= 5
 
 
 def on_one_rank(rank, kind, policy):
-    """What rank 1 alone meets in step 2 and from step 5 on, seen from each rank: steps skipped, and the step of the
-    error, with the weights after each."""
+    """What rank 1 alone meets in step 2 and from step 5 on, seen from each rank: what was skipped, the loss scale, the
+    step of the error, and the weights in the end."""
     net = KINDS[kind](rank, Net)
     options = {"placement": "replicated"} if kind == "replicated" else {}
-    opt = make(net, policy, max_nonfinite_steps=2, **options)
+    opt = make(net, policy, max_nonfinite_steps=2, loss_scale=DynamicScale(init_scale=2.0**10), **options)
     told, stopped = [], None
     for step in range(12):
-        spoils = rank == 1 and (step == 2 or step >= 5)
+        spoils = rank == 1 and spoilt(step)
 
         def loss(step=step, spoils=spoils):
             value = net(batch(step, rank))
@@ -279,7 +268,10 @@ def on_one_rank(rank, kind, policy):
         except StepError as error:
             stopped = step, "the last 2 steps" in str(error)
             break
-        told.append(bool(opt.last_step.nonfinite))
+        skipped = opt.last_step.skipped_params == len(dict(net.named_parameters()))
+        assert skipped == bool(opt.last_step.nonfinite) == spoilt(step)
+        told.append(opt.loss_scale)
+    assert opt.named_state_dict()["step"] == (7 if policy == "immediate" else 4)
     full = [placements.full_tensor(param).clone() for param in net.parameters()]
     dist.barrier()
     return told, stopped, full
@@ -291,7 +283,7 @@ def on_one_rank(rank, kind, policy):
 def test_what_one_rank_meets_all_ranks_skip_and_stop_at(two, kind, policy):
     first, second = two.run(on_one_rank, kind, policy)
     assert first[:2] == second[:2]
-    assert first[0] == [False, False, True, False, False, True, True]
+    assert first[0] == [2.0**10] * 2 + [2.0**9] * 3 + [2.0**8, 2.0**7]
     assert first[1] == (7, True)
     assert same(first[2], second[2])
     assert all(weight.isfinite().all() for weight in first[2])

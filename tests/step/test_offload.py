@@ -90,41 +90,6 @@ def test_what_is_kept_comes_back(kind, dtype, tmp_path):
 
 
 @KINDS
-def test_only_what_is_kept_comes_back(kind, tmp_path):
-    records = slots_of(*(torch.nn.Parameter(torch.zeros(3)) for _ in range(4)))
-    first, second, third, _ = records.values()
-    store = MAKE[kind](tmp_path, records, False)
-    assert store.get(first) is None
-    assert list(store.drain(records.values())) == []
-    store.keep(third, torch.full((3,), 3.0))
-    store.keep(second, torch.full((3,), 2.0))
-    assert [(record.name, grad[0].item()) for record, grad in store.drain(records.values())] == [
-        ("p1", 2.0),
-        ("p2", 3.0),
-    ]
-    store.keep(first, torch.ones(3))
-    store.clear()
-    assert store.get(first) is None
-    assert list(store.drain(records.values())) == []
-
-
-@KINDS
-def test_what_is_kept_takes_the_place_of_what_was(kind, tmp_path):
-    """Also in another dtype, as where a second micro-batch makes a float32 sum of a bfloat16 gradient."""
-    records = slots_of(*(torch.nn.Parameter(torch.zeros(2000, dtype=torch.bfloat16)) for _ in range(3)))
-    store = MAKE[kind](tmp_path, records, True)
-    narrow = [torch.randn(2000).bfloat16() for _ in records]
-    wide = [torch.randn(2000) for _ in records]
-    for values in (narrow, wide, narrow):
-        for record, value in zip(records.values(), values, strict=True):
-            store.keep(record, value.clone())
-        assert all(same(store.get(record), value) for record, value in zip(records.values(), values, strict=True))
-        store.keep(next(iter(records.values())), values[1].clone())
-        assert same(store.get(next(iter(records.values()))), values[1])
-    store.clear()
-
-
-@KINDS
 def test_a_gradient_that_lies_otherwise_in_the_next_step(kind, tmp_path):
     """As after its parameter was made contiguous: rules see the gradient in the parameter's own layout."""
     records = slots_of(torch.nn.Parameter(torch.zeros(4, 6)))
@@ -209,31 +174,22 @@ SHAPES = [(3, 4), (5,), (2, 3, 2), (), (20_000,)]
 
 
 @KINDS
-@pytest.mark.parametrize("count", [1, 2, 5])
-@pytest.mark.parametrize("sums", ["float32", "gradient"])
-def test_float32_sums_are_those_of_grad(kind, sums, count, stores):
+@pytest.mark.parametrize("count", [1, 2, 7])
+@pytest.mark.parametrize(
+    ("dtype", "sums"),
+    [("float32", "float32"), ("float32", "gradient"), ("bfloat16", "gradient"), ("float16", "gradient")],
+)
+def test_sums_are_those_of_grad(kind, dtype, sums, count, stores):
     """Bit for bit, and a step's sums leave nothing to the next."""
-    made = stores(kind)
-    params = [torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+    made, dtype = stores(kind), getattr(torch, dtype)
+    params = [torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in SHAPES]
     opt = lowmem.FusedOptimizer(params, rule=Witness(), policy="deferred", accumulation_dtype=sums)
     for step in range(3):
-        steps = micro_batches(count, SHAPES, torch.float32, seed=step)
+        steps = micro_batches(count, SHAPES, dtype, seed=step)
         give_step(opt, params, steps)
         for param, want in zip(params, as_torch_sums(params, steps), strict=True):
-            assert torch.equal(opt.state[param]["seen"], want)
+            assert torch.equal(opt.state[param]["seen"], want.float())
     assert len(made) == 1  # and it is the store that was asked for
-
-
-@KINDS
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_sums_in_the_gradients_dtype_are_those_of_grad(kind, dtype, stores):
-    stores(kind)
-    params = [torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in SHAPES]
-    opt = lowmem.FusedOptimizer(params, rule=Witness(), policy="deferred", accumulation_dtype="gradient")
-    steps = micro_batches(7, SHAPES, dtype)
-    give_step(opt, params, steps)
-    for param, want in zip(params, as_torch_sums(params, steps), strict=True):
-        assert torch.equal(opt.state[param]["seen"], want.float())
 
 
 @KINDS
@@ -320,19 +276,6 @@ def test_micro_batches_that_are_given_up(kind, stores):
 
 
 @KINDS
-def test_a_skipped_step_leaves_nothing(kind, stores):
-    stores(kind)
-    params = [torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
-    opt = lowmem.FusedOptimizer(params, rule=Witness(), policy="deferred", loss_scale="dynamic")
-    steps = micro_batches(2, SHAPES, torch.float32)
-    give_step(opt, params, [steps[0], [grad if grad is None else grad * torch.inf for grad in steps[1]]])
-    assert opt.last_step.skipped
-    give_step(opt, params, steps)
-    for param, want in zip(params, as_torch_sums(params, steps), strict=True):
-        assert torch.equal(opt.state[param]["seen"], want)
-
-
-@KINDS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_channels_last(kind, dtype, stores):
     """What lies otherwise in memory is summed and measured element by element all the same."""
@@ -348,55 +291,6 @@ def test_channels_last(kind, dtype, stores):
     assert want.stride() == param.stride() != torch.zeros(shape).stride()
     assert torch.equal(opt.state[param]["seen"], want.float())
     assert opt.last_step.grad_norm.item() == pytest.approx(np.linalg.norm(want.double().numpy()), rel=1e-6)
-
-
-class Net(torch.nn.Module):
-    """Small parameters of equal shapes, which are updated in stacks, and one that is larger."""
-
-    def __init__(self, dtype):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = torch.nn.Linear(6, 160)
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(160, 160) for _ in range(2))
-        self.norms = torch.nn.ModuleList(torch.nn.LayerNorm(160) for _ in range(3))
-        self.gain = torch.nn.Parameter(torch.ones(()))
-        self.to(dtype)
-
-    def loss(self, seed):
-        source = torch.Generator().manual_seed(seed)
-        x = self.norms[0](self.first(torch.randn(4, 6, generator=source).to(self.gain.dtype)))
-        for layer, norm in zip(self.layers, self.norms[1:], strict=True):
-            x = torch.tanh(norm(layer(x)))
-        return (x * self.gain).float().square().mean()
-
-
-@pytest.mark.parametrize(("dtype", "sums"), [("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "gradient")])
-@pytest.mark.parametrize("rule", ["lomo", "adamw", "adalomo", "scaled_adam"])
-def test_every_store_gives_the_same_bits(rule, dtype, sums, stores):
-    found = []
-    for kind in MAKE:
-        stores(kind)
-        net = Net(getattr(torch, dtype))
-        options = {
-            "clip_norm": 0.01,
-            "clip_value": 0.002,
-            "loss_scale": 64.0,
-            "accumulation_dtype": sums,
-            "policy": "deferred",
-        }
-        opt = lowmem.FusedOptimizer(net.named_parameters(), rule=rule, lr=0.01, batching=True, **options)
-        for step in range(5):
-            for micro in range(3):
-                with opt.accumulate() if micro < 2 else nullcontext():
-                    opt.backward(net.loss(10 * step + micro) / 3)
-            assert opt.last_step.clip_coef < 1
-        state = opt.named_state_dict()["state"]
-        kept = [value for name in sorted(state) for _, value in sorted(state[name].items())]
-        found.append([*net.parameters(), *kept, opt.last_step.norms])
-    start = list(Net(getattr(torch, dtype)).parameters())
-    assert not all(map(torch.equal, found[0][: len(start)], start))
-    for others in found[1:]:
-        assert all(map(torch.equal, found[0], others))
 
 
 # -- on disk -----------------------------------------------------------------------------------------------------------
@@ -489,32 +383,15 @@ def test_a_folder_that_is_gone(tmp_path):
         opt.backward(param.sum())
 
 
-@pytest.mark.parametrize("store", ["host", "device", "disk"])
-def test_parameters_that_come_later(store):
-    """A group that is added, and a parameter that is unfrozen, after gradients have waited for the first time."""
-    first, frozen, later = (torch.nn.Parameter(torch.zeros(3)) for _ in range(3))
-    frozen.requires_grad_(False)
-    opt = lowmem.FusedOptimizer([("first", first), ("frozen", frozen)], rule="lomo", lr=1.0, store=store)
-    opt.backward(first.sum())
-    frozen.requires_grad_(True)
-    opt.add_param_group({"params": [("later", later)]})
-    opt.backward(first.sum() + 2 * frozen.sum() + 3 * later.sum())
-    assert [param[0].item() for param in (first, frozen, later)] == [-2.0, -2.0, -3.0]
-
-
 # -- which one it is ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "made"), [("host", GradientStore), ("device", GradientStore), ("disk", Disk)])
-def test_which_store_is_made_on_a_cpu(kind, made, tmp_path):
-    """There host and device are one memory, and nothing is copied."""
-    records = slots_of(torch.nn.Parameter(torch.zeros(3)))
+@pytest.mark.parametrize(
+    ("kind", "on_cpu", "elsewhere"),
+    [("host", GradientStore, Host), ("device", GradientStore, GradientStore), ("disk", Disk, Disk)],
+)
+def test_which_store_is_made(kind, on_cpu, elsewhere, tmp_path):
+    """On a CPU host and device are one memory, and nothing is copied."""
     config = FusedConfig(store=kind, store_dir=str(tmp_path) if kind == "disk" else None)
-    assert type(make_store(config, records)) is made
-
-
-@pytest.mark.parametrize(("kind", "made"), [("host", Host), ("device", GradientStore), ("disk", Disk)])
-def test_which_store_is_made_elsewhere(kind, made, tmp_path):
-    records = slots_of(torch.nn.Parameter(torch.zeros(3, device="meta")))
-    config = FusedConfig(store=kind, store_dir=str(tmp_path) if kind == "disk" else None)
-    assert type(make_store(config, records)) is made
+    for device, made in (("cpu", on_cpu), ("meta", elsewhere)):
+        assert type(make_store(config, slots_of(torch.nn.Parameter(torch.zeros(3, device=device))))) is made

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.nets import weights
 from torch.utils.checkpoint import checkpoint
 
 import lowmem
@@ -46,10 +47,6 @@ def net():
 @pytest.fixture
 def opt(net):
     return lowmem.FusedOptimizer(net.named_parameters(), lr=0.01, batching=False)
-
-
-def weights(net):
-    return [param.detach().clone() for param in net.parameters()]
 
 
 def moved(net, before):
@@ -140,19 +137,6 @@ def test_reentrant_checkpointing_of_a_tied_weight():
     opt.accept_torn_step()
     opt.zero_grad()
     opt.backward(tied(reentrant=False))
-
-
-def test_reentrant_checkpointing_needs_opt_backward(net):
-    """Under opt.backward it is as good as none; a plain backward cannot tell where the step ends."""
-    other = Net()
-    other.load_state_dict(net.state_dict())
-    x = torch.ones(2, 4, requires_grad=True)
-    opt = lowmem.FusedOptimizer(net.named_parameters(), rule="lomo", lr=0.01)
-    opt.backward(net(x, reentrant=True))
-    lowmem.FusedOptimizer(other.named_parameters(), rule="lomo", lr=0.01).backward(other(x))
-    assert not any(moved(net, weights(other)))
-    with pytest.raises(StepError, match=r"use_reentrant=False\), or opt\.backward\(loss\)"):
-        net(x, reentrant=True).backward()
 
 
 def test_reentrant_checkpointing_of_the_first_gradient():
@@ -284,16 +268,6 @@ def test_the_report_after_a_torn_step_is_of_its_own_gradients(net, opt):
     opt.backward(net.early.weight.sum())
     assert opt.last_step.names == ("early.weight",)
     assert opt.last_step.grad_norm.item() == 4.0
-
-
-@pytest.mark.parametrize("plain", [False, True])
-def test_backward_that_dies_before_any_update_tears_nothing(net, opt, plain):
-    before = weights(net)
-    with pytest.raises(Boom):
-        net(break_at="late").backward() if plain else opt.backward(net(break_at="late"))
-    assert not any(moved(net, before))
-    opt.backward(net())
-    assert opt.named_state_dict()["step"] == 1
 
 
 @pytest.mark.parametrize("plain", [False, True])

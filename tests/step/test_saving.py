@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-import torch.distributed.checkpoint.state_dict as dcp
 from torch import nn
 
 import lowmem
@@ -119,21 +118,6 @@ def test_states_that_do_not_say_of_what_they_are():
     opt.load_state_dict(torchs.state_dict())
     step(net, opt)
     assert opt.last_step.step == 2
-
-
-def test_by_torchs_distributed_checkpoint():
-    net, opt = make(BF16, torch.optim.AdamW, rounding="nearest")
-    step(net, opt)
-    saved = dcp.get_optimizer_state_dict(net, opt)
-    other, resumed = make(BF16, torch.optim.AdamW, rounding="nearest")
-    dcp.set_optimizer_state_dict(other, resumed, saved)
-    other.load_state_dict(net.state_dict())
-    step(net, opt)
-    step(other, resumed)
-    assert torch.equal(resumed.state[other.weight]["exp_avg"], opt.state[net.weight]["exp_avg"])
-    wide, of_float32 = make(F32, torch.optim.AdamW, rounding="nearest")
-    with pytest.raises(CheckpointError, match=r"'exp_avg' is of the weight 'weight' in torch\.bfloat16"):
-        dcp.set_optimizer_state_dict(wide, of_float32, saved)
 
 
 @pytest.mark.parametrize("damage", ["float31", 3, ["float32"]])

@@ -68,13 +68,13 @@ def test_a_stack_is_its_members(rule, options, dtype):
     assert_same_bits(stacked_states, states)
 
 
-@pytest.mark.parametrize("rule", ["adalomo", "adamw"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic", "compensated", "master"])
-def test_rounding_in_a_stack(rule, dtype, rounding):
+@pytest.mark.parametrize(("rule", "options"), CASES)
+def test_rounding_in_a_stack(rule, options, dtype, rounding):
     """Random bits are of the parameter and its element, and residuals go with their weights."""
-    _, stacked, stacked_states = run(rule, {}, batching=True, dtype=dtype, rounding=rounding)
-    _, alone, states = run(rule, {}, batching=False, dtype=dtype, rounding=rounding)
+    _, stacked, stacked_states = run(rule, options, batching=True, dtype=dtype, rounding=rounding)
+    _, alone, states = run(rule, options, batching=False, dtype=dtype, rounding=rounding)
     assert_same_bits(stacked, alone)
     assert_same_bits(stacked_states, states)
     assert ("1d.2.0/residual" in states) == (rounding == "compensated")
@@ -141,11 +141,6 @@ def test_memory_of_what_waits():
         opt.backward(sum((param * param.detach()).sum() for param in params))
     peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
     assert held < peak <= held + 6 * one_stack  # gradients, both stacks, and the tiles' temporaries
-
-
-def test_batching_is_a_switch():
-    with pytest.raises(lowmem.LowmemError, match="batching='yes'; allowed are True and False"):
-        lowmem.FusedOptimizer([torch.nn.Parameter(torch.ones(1))], batching="yes")
 
 
 # -- rounding ----------------------------------------------------------------------------------------------------------

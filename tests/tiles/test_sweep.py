@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from products import pairwise
+from support.products import pairwise
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from lowmem.rules import resolve

@@ -1,0 +1,52 @@
+"""The check of what is compiled for a GPU, on a machine without one."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks.gpu.kernels import Launch
+
+# As Inductor writes it. It reads a matrix in two loops, a vector for each row and a number, and has two outputs.
+KERNEL = """
+def kernel(in_ptr0, in_ptr1, in_ptr2, out_ptr0, out_ptr1, xnumel, r0_numel, XBLOCK : tl.constexpr):
+    x0 = xindex
+    tmp0 = tl.load(in_ptr2 + (1))
+    for r0_offset in tl.range(0, r0_numel, R0_BLOCK):
+        tmp1 = tl.load(in_ptr0 + (r0_1 + ks0*x0), r0_mask & xmask, eviction_policy='evict_last', other=0.0)
+        tmp2 = tl.load(in_ptr1 + (r0_1), r0_mask, eviction_policy='evict_last', other=0.0)
+        tmp3 = tl.load(in_ptr1 + (r0_1), r0_mask, eviction_policy='evict_last', other=0.0)
+    for r0_offset in tl.range(0, r0_numel, R0_BLOCK):
+        tmp4 = tl.load(in_ptr0 + (r0_1 + ks0*x0), r0_mask & xmask, eviction_policy='evict_first', other=0.0)
+        tl.store(out_ptr0 + (r0_1 + ks0*x0), tmp4, r0_mask & xmask)
+    tl.store(out_ptr1 + (x0), tmp5, xmask)
+"""
+
+
+def test_the_bytes_that_a_kernel_moves():
+    names = ["in_ptr0", "in_ptr1", "in_ptr2", "out_ptr0", "out_ptr1", "xnumel", "r0_numel"]
+    matrix, vector, number = torch.empty(8, 16, dtype=torch.bfloat16), torch.empty(16), torch.empty(3)
+    kernel = SimpleNamespace(fn=SimpleNamespace(arg_names=names, src=KERNEL))
+    launch = Launch(kernel, (matrix, vector, number, matrix, torch.empty(8), 8, 16))
+    assert launch.moved == 2 * matrix.nbytes + vector.nbytes + 4 + matrix.nbytes + 8 * 4
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+def test_a_rule_is_checked_without_a_gpu(tmp_path):
+    out = tmp_path / "triton.json"
+    command = [sys.executable, "-m", "benchmarks.triton_check", "--rules", "lomo", "--out", out]
+    subprocess.run(command, check=True)
+    rows = json.loads(out.read_text())["updates"]
+    roundings = ("nearest", "stochastic", "compensated")
+    assert list(rows) == [f"lomo, {how}, {place}" for how in roundings for place in ("parameter", "shard")]
+    for name, row in rows.items():
+        assert row["calls"] == (3 if "shard" in name else 1)
+        assert row["floor_bytes"] <= row["passes_bytes"] <= row["bytes"]
+        assert all(row[target]["registers"] > 0 for target in ("sm_80", "sm_90"))
+        assert row["interpreted"]["weights"] < 1e-3
+        assert row["interpreted"]["states"] < 1e-5

@@ -1,0 +1,66 @@
+"""Trainers of TRL that load the model by its path, sharded on two ranks: the losses and weights of two plain ranks."""
+
+import os
+
+import peft
+import pytest
+import torch
+from support.ranks import RankError, Ranks
+from support.trainers import build, joined, saved
+
+from lowmem import placements
+
+SHARDED = {
+    "fsdp2": {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}},
+    "zero3": {"deepspeed": {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": "auto"}},
+    "replicated": {},
+}
+
+
+@pytest.fixture(scope="module", params=["fsdp2", "zero3"])
+def sharded_ranks(request):
+    """Ranks of one sharding alone: transformers remembers in a process that there was a DeepSpeed configuration."""
+    ranks = Ranks(2)
+    yield request.param, ranks
+    ranks.stop()
+
+
+def trained(rank, row, path, folder, sharding, dtype, lora):
+    keywords = {"model": path, **({"ref_model": None} if row in ("DPO", "KTO") else {})}
+    if lora:
+        keywords["peft_config"] = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    with joined(rank):
+        options = {
+            "model_init_kwargs": {"dtype": dtype},
+            "max_steps": 2,
+            "use_cpu": True,
+            **SHARDED[sharding],
+        }
+        trainer = build(row, folder, True, keywords, **options)
+        trainer.train()
+        left = "ACCELERATE_USE_FSDP" in os.environ  # of which a later trainer would not know whose it is
+        state = {name: placements.full_tensor(t).detach().clone() for name, t in trainer.model.named_parameters()}
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses, state, trainer.optimizer.placement, left
+
+
+CASES = [("SFT", "float32", False), ("SFT", "bfloat16", False), ("SFT", "auto", True), ("DPO", "float32", False)]
+CASES += [("DPO", "float32", True), ("KTO", "float32", False), ("GRPO", "float32", False), ("RLOO", "float32", False)]
+
+
+@pytest.mark.parametrize(("row", "dtype", "lora"), CASES)
+def test_a_model_by_its_path_is_sharded_and_trains_as_on_whole_ranks(sharded_ranks, two, row, dtype, lora, tmp_path):
+    sharding, ranks = sharded_ranks
+    if sharding == "zero3" and row in ("GRPO", "RLOO"):
+        with pytest.raises(RankError, match="UnsupportedError: deepspeed: this trainer generates text"):
+            ranks.run(trained, row, saved().name, str(tmp_path), sharding, dtype, lora)
+        return
+    path = saved().name
+    (expected, weights, placement, _), _ = two.run(trained, row, path, str(tmp_path), "replicated", dtype, lora)
+    (losses, sharded, own, left), _ = ranks.run(trained, row, path, str(tmp_path), sharding, dtype, lora)
+    assert (placement, own, left) == ("replicated", sharding, False)
+    tolerance = 2e-2 if dtype == "bfloat16" else 1e-5
+    assert losses == pytest.approx(expected, rel=tolerance)
+    for name, weight in weights.items():
+        assert sharded[name].dtype == weight.dtype
+        torch.testing.assert_close(sharded[name], weight, rtol=1e-3, atol=tolerance)

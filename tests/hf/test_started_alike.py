@@ -1,0 +1,84 @@
+"""Ranks of a trainer that were not started alike, or do not share a disk, raise before the first step."""
+
+import re
+
+import pytest
+import torch
+import transformers
+from support.trainers import build, joined
+from transformers import TrainingArguments
+
+from lowmem import FusedConfig, LayersConfig
+from lowmem.errors import ConfigError
+from lowmem.hf import agreement
+
+CAUSAL = "causal language model"
+DIFFERENCES = {  # what rank 1 has in place of what rank 0 has
+    "samples": ({"samples": 41}, "the number of training samples is 40 on rank 0 and 41 on rank 1"),
+    "steps": ({"arguments": {"max_steps": 7}}, "max_steps is -1 on rank 0 and 7 on rank 1"),
+    "rule": ({"fused": {"rule": "lion"}}, "fused.rule is 'adamw' on rank 0 and 'lion' on rank 1"),
+    "class": (
+        {"fused": {"rule": torch.optim.SGD}},
+        "fused.rule is 'adamw' on rank 0 and <class 'torch.optim.sgd.SGD'>",
+    ),
+    "hyper": ({"fused": {"betas": (0.8, 0.9)}}, "fused.hyper is {} on rank 0 and {'betas': (0.8, 0.9)} on rank 1"),
+    "layers": ({"layers": {"mlp_tile": 64}}, "layers.mlp_tile is None on rank 0 and 64 on rank 1"),
+    "version": ({"version": "5.0"}, f"the version of transformers is '{transformers.__version__}' on rank 0 and '5.0'"),
+    "checkpoint": ({"checkpoint": "run/checkpoint-4"}, "the checkpoint is None on rank 0 and 'checkpoint-4' on rank 1"),
+    "nothing": ({}, None),
+    "directories": ({"fused": {"store": "disk", "store_dir": "/tmp"}}, None),  # each node has its own
+}
+
+
+def started(rank, other, folder):
+    if not rank:
+        other = {"fused": {**other["fused"], "store_dir": "/"}} if "store_dir" in other.get("fused", {}) else {}
+    arguments = {"output_dir": folder, "report_to": "none", "use_cpu": True, **other.get("arguments", {})}
+    config = FusedConfig(**{"rule": "adamw", **other.get("fused", {})})
+    samples, layers = [0] * other.get("samples", 40), LayersConfig(**other.get("layers", {}))
+    version, transformers.__version__ = transformers.__version__, other.get("version", transformers.__version__)
+    try:
+        with joined(rank):
+            agreement.check(TrainingArguments(**arguments), config, layers, samples, other.get("checkpoint"))
+    except ConfigError as error:
+        return str(error)
+    finally:
+        transformers.__version__ = version
+    return None
+
+
+@pytest.mark.parametrize(("other", "message"), DIFFERENCES.values(), ids=DIFFERENCES)
+def test_what_differs_is_named_on_every_rank(two, other, message, tmp_path):
+    first, second = two.run(started, other, str(tmp_path))
+    assert first == second
+    assert first is None if message is None else first.startswith(message)
+
+
+def trained(rank, folder, samples, apart=False, save="no"):
+    """The error of a trainer's `train`, and how many steps it has taken; rank 1 has `samples` samples."""
+    with joined(rank):
+        rows = build(CAUSAL, folder, True, use_cpu=True).train_dataset[: samples if rank else 12]
+        folder = f"{folder}/{rank}" if apart else folder
+        options = {"use_cpu": True, "max_steps": 2, "save_strategy": save}
+        trainer = build(CAUSAL, folder, True, {"train_dataset": rows}, **options)
+        try:
+            trainer.train()
+        except ConfigError as error:
+            return str(error), trainer.state.global_step
+    return None, trainer.state.global_step
+
+
+def test_trainers_with_other_data_take_no_step(two, tmp_path):
+    for message, steps in two.run(trained, str(tmp_path), 11):
+        assert re.match("the number of training samples is 12 on rank 0 and 11 on rank 1", message)
+        assert steps == 0
+    assert two.run(trained, str(tmp_path), 12) == [(None, 2)] * 2
+
+
+def test_machines_without_a_shared_disk_are_refused_where_they_save(two, tmp_path):
+    """Rank 0 writes the checkpoints, and each rank reads them."""
+    for message, steps in two.run(trained, str(tmp_path), 12, True, "steps"):
+        assert message.startswith("output_dir: the machines do not share this directory. Every rank resumes from what")
+        assert steps == 0
+    assert [*tmp_path.glob("*/.rank-*")] == []
+    assert two.run(trained, str(tmp_path), 12, True) == [(None, 2)] * 2

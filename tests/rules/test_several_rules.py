@@ -1,0 +1,293 @@
+"""Several rules in one optimizer: groups with rules of their own, clipped, accumulated and scaled together."""
+
+from contextlib import nullcontext
+from typing import ClassVar
+
+import pytest
+import torch
+from support.nets import same
+
+import lowmem
+from lowmem.errors import CheckpointError, ConfigError
+from lowmem.rules import Lomo, ParamSpec, UpdateRule
+from lowmem.tiles.layout import View
+
+POLICIES = ("two_pass", "deferred")
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two = torch.nn.Linear(9, 7), torch.nn.Linear(7, 5)
+
+    def forward(self, x):
+        return self.two(torch.tanh(self.one(x))).square().mean()
+
+
+def split(net):
+    """Matrices by AdamW, vectors by LOMO."""
+    named = list(net.named_parameters())
+    matrices, vectors = ([(n, p) for n, p in named if (p.ndim == 2) == wide] for wide in (True, False))
+    return [
+        {"params": matrices, "rule": "adamw", "lr": 3e-2, "weight_decay": 0.1},
+        {"params": vectors, "rule": "lomo", "lr": 5e-2},
+    ]
+
+
+def batches():
+    source = torch.Generator().manual_seed(1)
+    return [torch.randn(4, 9, generator=source) for _ in range(6)]
+
+
+def by_torch(micro_batches=1, clip_norm=None, scaler=None, for_vectors=torch.optim.SGD):
+    """Two torch optimizers, one `clip_grad_norm_` over all gradients."""
+    net = Net()
+    matrices = [p for p in net.parameters() if p.ndim == 2]
+    vectors = [p for p in net.parameters() if p.ndim == 1]
+    optimizers = [
+        torch.optim.AdamW(matrices, lr=3e-2, weight_decay=0.1, foreach=False),
+        for_vectors(vectors, lr=5e-2, foreach=False),
+    ]
+    for rows in batches():
+        for part in rows.tensor_split(micro_batches):
+            loss = net(part) / micro_batches
+            (loss if scaler is None else scaler.scale(loss)).backward()
+        if scaler is not None:
+            for optimizer in optimizers:
+                scaler.unscale_(optimizer)
+        if clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(net.parameters(), clip_norm, foreach=False)
+        for optimizer in optimizers:
+            optimizer.step() if scaler is None else scaler.step(optimizer)
+            optimizer.zero_grad()
+        if scaler is not None:
+            scaler.update()
+    return list(net.parameters())
+
+
+def fused(micro_batches=1, **options):
+    net = Net()
+    opt = lowmem.FusedOptimizer(split(net), model=net, compile=False, **options)
+    for rows in batches():
+        parts = rows.tensor_split(micro_batches)
+        for n, part in enumerate(parts, start=1):
+            with opt.accumulate() if n < micro_batches else nullcontext():
+                opt.backward(net(part) / micro_batches)
+    return list(net.parameters()), opt
+
+
+@pytest.mark.parametrize(
+    ("options", "micro_batches", "scaled"),
+    [
+        ({}, 1, False),
+        ({"policy": "two_pass", "clip_norm": 0.05}, 1, False),
+        ({"policy": "deferred", "clip_norm": 0.05}, 1, False),
+        ({"clip_norm": 0.05}, 2, False),
+        ({"policy": "two_pass", "clip_norm": 0.05}, 1, True),
+        ({"policy": "deferred", "clip_norm": 0.05}, 1, True),
+    ],
+    ids=str,
+)
+def test_as_two_optimizers_of_torch(options, micro_batches, scaled):
+    """Bit for bit, clipped by one norm and scaled by one scale."""
+    scale = {"init_scale": 2.0**10, "growth_interval": 2}
+    scaler = torch.amp.GradScaler("cpu", **scale) if scaled else None
+    more = {"loss_scale": lowmem.DynamicScale(**scale)} if scaled else {}
+    weights, opt = fused(micro_batches, **options, **more)
+    assert same(weights, by_torch(micro_batches, options.get("clip_norm"), scaler))
+    assert opt.policy == options.get("policy", "deferred" if micro_batches > 1 else "immediate")
+    assert opt.last_step.clip_coef is None or opt.last_step.clip_coef < 1
+    assert opt.loss_scale == (scaler.get_scale() if scaled else None)
+
+
+def test_a_foreign_optimizer_next_to_a_rule():
+    """To the bits of the class's own steps, clipped with the rest."""
+    net = Net()
+    groups = split(net)
+    groups[1] |= {"rule": torch.optim.Adagrad, "foreach": False}
+    opt = lowmem.FusedOptimizer(groups, model=net, clip_norm=0.05, policy="deferred", compile=False)
+    for rows in batches():
+        opt.backward(net(rows))
+    assert same(net.parameters(), by_torch(clip_norm=0.05, for_vectors=torch.optim.Adagrad))
+
+
+def test_what_a_group_does_not_set_is_its_own_rules_default():
+    net = Net()
+    matrices, vectors = (group["params"] for group in split(net))
+    groups = [{"params": matrices}, {"params": vectors, "rule": "lion", "rounding": "stochastic"}]
+    opt = lowmem.FusedOptimizer(groups, rule="adamw", lr=0.5, betas=(0.8, 0.9))
+    first, second = opt.param_groups
+    assert (first["rule"], first["lr"], first["betas"], first["rounding"]) == ("adamw", 0.5, (0.8, 0.9), "auto")
+    lion = lowmem.rules.Lion.defaults
+    assert (second["rule"], second["lr"], second["betas"]) == ("lion", lion["lr"], lion["betas"])
+    assert second["rounding"] == "stochastic" and "eps" not in second
+
+
+def test_a_group_that_is_added_later():
+    """Nothing of the default rule leaks into it, and it is clipped with the others from then on."""
+    net = Net()
+    matrices, vectors = split(net)
+    opt = lowmem.FusedOptimizer([matrices], rule="adamw", clip_norm=0.05, policy="deferred")
+    opt.add_param_group(vectors)
+    defaults = {name for name in opt.param_groups[1] if name in lowmem.rules.AdamW.defaults}
+    assert defaults == {"lr", "weight_decay"}
+    opt.backward(net(batches()[0]))
+    assert len(opt.last_step.names) == 4
+
+
+def test_states_of_a_parameter_that_is_frozen_now_are_saved_again():
+    net, other = Net().bfloat16(), Net().bfloat16()
+    opt = lowmem.FusedOptimizer(split(net), rounding="compensated")
+    opt.backward(net(batches()[0].bfloat16()))
+    other.one.requires_grad_(False)
+    resumed = lowmem.FusedOptimizer(split(other), rounding="compensated")
+    resumed.load_state_dict(opt.state_dict())
+    state, expected = resumed.named_state_dict()["state"], opt.named_state_dict()["state"]
+    assert state.keys() == expected.keys()
+    for name, tensors in expected.items():
+        assert state[name].keys() == tensors.keys()
+        assert all(torch.equal(state[name][key], tensor) for key, tensor in tensors.items())
+
+
+def test_states_of_another_rule_are_refused():
+    net, other = Net(), Net()
+    opt = lowmem.FusedOptimizer(split(net))
+    opt.backward(net(batches()[0]))
+    groups = split(other)
+    groups[1]["rule"] = "lion"
+    with pytest.raises(CheckpointError, match="rule 'lomo' in group 1, this one 'lion'"):
+        lowmem.FusedOptimizer(groups).load_state_dict(opt.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rule": "lommo"}, "rule 'lommo' is unknown. Did you mean 'lomo'"),
+        ({"betas": (0.9, 0.9)}, "parameter group 1: rule 'lomo' has no hyperparameter 'betas'"),
+        ({"match": "bias"}, "parameter group 1: rule 'lomo' has no hyperparameter 'match'"),
+        ({"weight_decy": 0.1}, "parameter group 1: rule 'lomo' has no .*Did you mean 'weight_decay'"),
+        ({"lr": -1.0}, "parameter group 1: lr=-1.0 is out of range"),
+        ({"weight_decay": -1.0}, "parameter group 1: weight_decay=-1.0 is out of range"),
+        ({"rounding": "up"}, "parameter group 1: rounding 'up' is unknown"),
+        ({"state_storage": "int3"}, "parameter group 1: state_storage 'int3' is unknown"),
+    ],
+)
+def test_a_wrong_group_is_named(change, message):
+    net = Net()
+    groups = split(net)
+    groups[1] |= change
+    with pytest.raises(ConfigError, match=message):
+        lowmem.FusedOptimizer(groups)
+    assert not any(param._post_accumulate_grad_hooks for param in net.parameters())
+
+
+def test_groups_by_name():
+    """As trainers and YAML files give them: the first expression that is found in a name takes the parameter."""
+    groups = ({"match": r"bias$", "rule": "lomo", "lr": 5e-2}, {"match": "two", "weight_decay": 0.5})
+    config = lowmem.FusedConfig(rule="adamw", lr=3e-2, groups=groups)
+    net = Net()
+    opt = lowmem.FusedOptimizer.from_config(net.named_parameters(), config, model=net)
+    assert [(g["rule"], g["param_names"], g["lr"], g["weight_decay"]) for g in opt.param_groups] == [
+        ("adamw", ["one.weight"], 3e-2, 0.01),
+        ("lomo", ["one.bias", "two.bias"], 5e-2, 0.0),
+        ("adamw", ["two.weight"], 3e-2, 0.5),
+    ]
+    other = Net()
+    same = lowmem.FusedOptimizer(other.named_parameters(), rule="adamw", lr=3e-2, groups=groups)
+    assert [g["param_names"] for g in same.param_groups] == [g["param_names"] for g in opt.param_groups]
+    with pytest.raises(ConfigError, match=r"pass model\.named_parameters"):
+        lowmem.FusedOptimizer(other.parameters(), rule="adamw", groups=groups)
+    missing = lowmem.FusedConfig(groups=({"match": "norm"},))
+    with pytest.raises(ConfigError, match=r"groups\[0\]: match='norm' is found in no parameter's name"):
+        missing.param_groups(net.named_parameters())
+    with pytest.raises(ConfigError, match=r"groups\[0\]: .*regular expression"):
+        lowmem.FusedConfig(groups=({"match": "("},))
+    with pytest.raises(ConfigError, match=r"groups\[0\]: rule 'lomo' has no hyperparameter 'beta'"):
+        lowmem.FusedConfig(groups=({"match": "x", "rule": "lomo", "beta": 1},))
+
+
+def sgd_called(name, times):
+    """A class of this name that steps by so many times its gradient."""
+
+    class Called(torch.optim.Optimizer):
+        def __init__(self, params, lr=1.0):
+            super().__init__(params, {"lr": lr})
+
+        @torch.no_grad()
+        def step(self):
+            for group in self.param_groups:
+                for param in group["params"]:
+                    param -= times * group["lr"] * param.grad
+
+    Called.__qualname__ = name
+    return Called
+
+
+class Times(UpdateRule):
+    """Steps by so many times its gradient, which is an attribute and not a hyperparameter."""
+
+    name, source, keeps = "times", "a test", "nothing"
+    defaults: ClassVar = {"lr": 1.0}
+
+    def __init__(self, times):
+        self.times = times
+
+    def spec(self, name, shape, hyper):
+        return ParamSpec(View.vector(len(shape)))
+
+    def scalars(self, hyper, step):
+        return {"step": hyper["lr"] * self.times}
+
+    def update(self, sweep, spec, state):
+        sweep.apply(moved)
+
+
+class Thrice(Times):
+    """Another rule of the same name."""
+
+
+def moved(t):
+    return {"param": t.param - t.grad * t.scalar.step}
+
+
+one, two = sgd_called("One", 1), sgd_called("Two", 2)
+SAME_NAME = {
+    "classes": (sgd_called("Called", 1), sgd_called("Called", 2)),
+    "instances": (Times(1), Times(2)),
+    "rules": (Times(3), Thrice(3)),
+    "a name and an instance": ("lomo", type("Lomo2", (Lomo,), {})()),
+}
+
+
+@pytest.mark.parametrize("case", SAME_NAME)
+def test_two_rules_of_one_name_are_refused(case):
+    first, second = SAME_NAME[case]
+    params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    groups = [{"params": [param], "rule": rule} for param, rule in zip(params, (first, second), strict=True)]
+    with pytest.raises(ConfigError, match=r"parameter group 1: its rule is called .* another name"):
+        lowmem.FusedOptimizer(groups)
+    opt = lowmem.FusedOptimizer(groups[:1])
+    with pytest.raises(ConfigError, match="parameter group 1: its rule is called"):
+        opt.add_param_group(groups[1])
+    opt.backward(params[0].sum())
+    assert len(opt.param_groups) == 1 and len(opt.named_state_dict()["param_groups"]) == 1
+
+
+SHARED = {
+    "one class": (one, one, (0.0, 0.0)),
+    "two classes": (one, two, (0.0, -1.0)),
+    "one instance": ((times := Times(2)), times, (-1.0, -1.0)),
+    "equal instances": (Times(2), Times(2), (-1.0, -1.0)),
+    "a class and its name": (Lomo, "lomo", (0.0, 0.0)),
+}
+
+
+@pytest.mark.parametrize("case", SHARED)
+def test_groups_are_updated_by_their_own_rules(case):
+    first, second, values = SHARED[case]
+    params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    groups = [{"params": [param], "rule": rule, "lr": 1.0} for param, rule in zip(params, (first, second), strict=True)]
+    opt = lowmem.FusedOptimizer(groups)
+    opt.backward(sum(param.sum() for param in params))
+    assert [param.tolist() for param in params] == [[value] * 3 for value in values]

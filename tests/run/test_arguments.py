@@ -1,0 +1,282 @@
+"""Arguments of the training commands: TRL's and the sections `fused` and `layers`, as arguments and in YAML."""
+
+import importlib
+import os
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import runs
+from transformers import SchedulerType
+from trl.scripts.utils import DatasetConfig
+
+from lowmem import FusedConfig, cli
+from lowmem.errors import ConfigError
+from lowmem.layers.config import LayersConfig
+from lowmem.run.arguments import COMMANDS, SECTIONS, Parser, parse
+
+PARTS = ("script", "training", "model", "mixture", "fused", "layers")
+
+
+@pytest.fixture
+def parsed(tmp_path):
+    """A function: the arguments of a command, with a YAML file of these lines if there are any."""
+
+    def of(text="", *words, command="sft", **options):
+        config = []
+        if text:
+            (tmp_path / "c.yaml").write_text(text)
+            config = ["--config", str(tmp_path / "c.yaml")]
+        return parse(command, [*config, "--output_dir", str(tmp_path / "run"), *words], **options)
+
+    return of
+
+
+@pytest.fixture
+def refused(parsed):
+    """A function: the message with which arguments are refused."""
+
+    def of(*words, **options):
+        with pytest.raises(ConfigError) as error:
+            parsed(*words, **options)
+        return str(error.value)
+
+    return of
+
+
+def same(one, other, parts=PARTS):
+    return all(getattr(one, part) == getattr(other, part) for part in parts)
+
+
+# --- Values -----------------------------------------------------------------------------------------------------------
+
+# A line of YAML, the same on the command line (or None), and the value of which part.
+VALUES = [
+    ("learning_rate: 1e-3", ["--learning_rate", "1e-3"], "training", 1e-3),
+    ("learning_rate: 2", ["--learning-rate", "2"], "training", 2.0),
+    ("seed: 1_000", ["--seed", "1_000"], "training", 1000),
+    ("bf16: no", ["--bf16", "no"], "training", False),
+    ("packing: True", ["--packing", "yes"], "training", True),
+    ("eval_strategy: no", ["--eval_strategy", "no"], "training", "no"),
+    ("lr_scheduler_type: cosine", ["--lr_scheduler_type", "cosine"], "training", SchedulerType.COSINE),
+    ("max_length: null", None, "training", None),
+    ("max_length: ~", None, "training", None),
+    ("run_name: 2026-01-01", ["--run_name", "2026-01-01"], "training", "2026-01-01"),
+    ("run_name: 1e3", ["--run_name", "1e3"], "training", "1e3"),
+    ("eos_token: <|end|>", ["--eos_token", "<|end|>"], "training", "<|end|>"),
+    ("save_steps: 0.5", ["--save_steps", "0.5"], "training", 0.5),
+    ("fsdp: true", ["--fsdp"], "training", True),
+    ("report_to: [none]", ["--report_to", "none"], "training", []),
+    ("lora_target_modules: [q_proj, v_proj]", ["--lora_target_modules", "q_proj", "v_proj"], "model", None),
+    ("dtype: bfloat16", ["--dtype", "bfloat16"], "model", "bfloat16"),
+    ("model_init_kwargs: {a: {b: [1, x]}}", ["--model_init_kwargs", '{"a": {"b": [1, "x"]}}'], "training", None),
+    ("datasets: [json]", ["--datasets", "json"], "mixture", [DatasetConfig("json")]),
+    ("fused.betas: [0.9, 0.95]", ["--fused.betas", "[0.9, 0.95]"], "fused", None),
+    ("layers: {mlp_tile: 64}", ["--layers.mlp_tile", "64"], "layers", 64),
+]
+
+
+@pytest.mark.parametrize(("text", "words", "part", "value"), VALUES, ids=[text for text, *_ in VALUES])
+def test_a_value_means_in_yaml_what_it_means_on_the_command_line(text, words, part, value, parsed):
+    arguments = parsed(text)
+    if words is not None:
+        assert same(arguments, parsed("", *words))
+    name = text.replace("layers: {", "").partition(":")[0]
+    if value is not None:
+        assert getattr(getattr(arguments, part), name) == value
+
+
+def test_values_that_nest_reach_their_owners(parsed):
+    arguments = parsed(
+        "model_init_kwargs: {attention_dropout: 0.1}\nlora_target_modules: [q_proj, v_proj]\n"
+        "datasets: [{path: json, data_files: [a.jsonl, b.jsonl], fraction: 0.5}]\n"
+        "fused:\n  rule: adamw\n  betas: [0.9, 0.95]\n  groups: [{match: norm, weight_decay: 0}]\n"
+        "  loss_scale: {init_scale: 8}\n"
+    )
+    assert arguments.training.model_init_kwargs == {"attention_dropout": 0.1}
+    assert arguments.model.lora_target_modules == ["q_proj", "v_proj"]
+    (data,) = arguments.mixture.datasets
+    assert (data.path, data.data_files, data.fraction) == ("json", ["a.jsonl", "b.jsonl"], 0.5)
+    assert arguments.fused.hyper == {"betas": [0.9, 0.95]} and arguments.fused.loss_scale.init_scale == 8
+    assert arguments.fused.groups == ({"match": "norm", "weight_decay": 0},)
+
+
+def test_the_command_line_is_before_the_file_and_without_options_fused_is_what_optim_says(parsed):
+    arguments = parsed("learning_rate: 1\nfused: {rule: lion, betas: [0.5, 0.5]}", "--learning_rate", "2",
+                       "--fused.rule", "adamw")  # fmt: skip
+    assert arguments.training.learning_rate == 2 and arguments.fused.rule == "adamw"
+    assert parsed().fused is None and parsed().layers == LayersConfig()
+
+
+@pytest.mark.parametrize("rule", ["adalomo", "torch.optim.SGD"])
+def test_hyperparameters_of_the_rule_are_arguments(rule, parsed, refused):
+    name = {"adalomo": "clip_threshold", "torch.optim.SGD": "momentum"}[rule]
+    nested = parsed(f"fused: {{rule: {rule}, {name}: 0.5}}")
+    assert nested.fused == FusedConfig(rule=rule, **{name: 0.5})
+    assert nested.fused == parsed("", "--fused.rule", rule, f"--fused.{name}", "0.5").fused
+    assert nested.fused == parsed(f"fused: {{rule: {rule}}}", f"--fused.{name}", "0.5").fused
+    assert f"line 1: unknown key 'fused.{name}'. The rule lion has" in refused(f"fused: {{{name}: 1, rule: lion}}")
+
+
+# --- Mistakes ---------------------------------------------------------------------------------------------------------
+
+# Lines of YAML, and what is said of them: where, and what to write.
+MISTAKES = {
+    "learning_rte: 1": "c.yaml, line 1: unknown key 'learning_rte'. Did you mean 'learning_rate'?",
+    "seed: 1\nseed: 2": "c.yaml, line 2: the key 'seed' is repeated",
+    "fused: {rule: lomo, rule: lion}": "c.yaml, line 1: the key 'rule' is repeated",
+    "seed: 1\n\nmax_length: 2.5": "c.yaml, line 3: max_length: invalid int value: '2.5'",
+    "learning_rate: [1, 2]": "line 1: learning_rate: expected a single value",
+    "seed: null": "line 1: seed: invalid int value",
+    "datasets: {path: json}": "line 1: datasets: expected a list",
+    "datasets: [{path: json, data_file: a}]": "line 1: datasets: unknown key 'data_file'. Did you mean 'data_files'?",
+    "datasets: [{data_files: a}]": "path is missing",
+    "lr_scheduler_type: cosin": "line 1: lr_scheduler_type: invalid choice: 'cosin'",
+    "mlp_tile: 3": "unknown key 'mlp_tile'. Did you mean 'layers.mlp_tile'?",
+    "rule: lomo": "unknown key 'rule'. Did you mean 'rule' of the section 'fused'?",
+    "layers: {mlp_til: 3}": "unknown key 'layers.mlp_til'. Did you mean 'mlp_tile'?",
+    "seed: 1\nlayers:\n  mlp_tile: 0": "c.yaml, line 3: layers: mlp_tile=0",
+    "fused:\n  rule: lomo\n  rounding: up": "c.yaml, line 3: fused: rounding 'up' is unknown",
+    "fused: {rule: adaloom, clip_threshold: 1}": "line 1: fused: rule 'adaloom' is unknown. Did you mean 'adalomo'?",
+    "fused: {rule: 3}": "line 1: fused: rule 3",
+    "fused: {rule: adamw, betas: 3}": "line 1: fused: betas=3",
+    "fused: {groups: 3}": "line 1: fused: groups=3",
+    "fused: {loss_scale: {init: 8}}": "line 1: fused: loss_scale: unknown key 'init'",
+    "fused: adamw": "line 1: fused is a section",
+    "fused:": "line 1: fused is a section",
+    "logging_steps: 0": "c.yaml: SFTConfig: logging strategy",
+    "config: x.yaml": "line 1: unknown key 'config'",
+    "help: true": "line 1: unknown key 'help'",
+    "env: 3": "line 1: env: expected names and values",
+    "seed: [1": "c.yaml, line 1: expected ',' or ']'",
+    "- a": "expected keys and values",
+    "a: &x [*x]": "line 1: found unconstructable recursive node",
+    "seed: !!python/object:os.system 3": "line 1: could not determine a constructor",
+    "model_init_kwargs: {token: abc}": "line 1: model_init_kwargs has a password or token",
+    "hub_token: hf_abcdefghijklmnopqrst": "line 1: hub_token has a password or token",
+    "num_processes: 2": "accelerate launch --num_processes 2 -m lowmem sft --config ",
+    "accelerate_config: fsdp2\nmixed_precision: bf16": "fsdp2.yaml --mixed_precision bf16 -m lowmem sft --config ",
+    "zzz": "expected keys and values",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", MISTAKES)
+def test_mistakes_in_a_file(text, refused):
+    assert MISTAKES[text] in refused(text)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--learning_rat 1", "unknown argument 'learning_rat'. Did you mean 'learning_rate'?"),
+        ("--learning 1", "unknown argument 'learning'"),
+        ("--learning_rate a", "--learning_rate: invalid float value: 'a'"),
+        ("--learning_rate", "--learning_rate: expected one argument"),
+        ("stray", "unknown argument 'stray'"),
+        ("--fused.rule adaloom", "rule 'adaloom' is unknown"),
+        ("--fused.betas [1", "--fused.betas: '[1' is not YAML"),
+        ("--fused.momentum 3", "'fused.momentum'. The rule adamw has lr, betas, eps, weight_decay"),
+        ("--config none.yaml", "none.yaml cannot be read: No such file"),
+        ("--config", "--config: expected one argument"),
+        ("--hub_token hf_abcdefghijklmnopqrst", "--hub_token has a password or token"),
+        ("--num_processes 2 --max_steps 3", "accelerate launch --num_processes 2 -m lowmem sft --output_dir "),
+    ],
+)
+def test_mistakes_on_the_command_line(words, message, refused):
+    assert message in refused("", *words.split())
+
+
+def test_environment_variables_of_a_file_are_set_and_not_written(parsed, monkeypatch):
+    monkeypatch.setenv("LOWMEM_TEST_API_KEY", "before")
+    arguments = parsed("seed: 3\nenv: {LOWMEM_TEST_API_KEY: abcdefgh12345}")
+    assert os.environ["LOWMEM_TEST_API_KEY"] == "abcdefgh12345"
+    assert runs.yaml.safe_load(arguments.to_yaml()).keys() == {"seed", "output_dir"}
+
+
+# --- The parser -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_lists_every_argument(command, capsys):
+    """Those of TRL, each option of the two sections, and the hyperparameters of the rule."""
+    with pytest.raises(SystemExit) as end:
+        parse(command, ["--help", "--fused.rule", "adalomo"])
+    text = capsys.readouterr().out
+    theirs = importlib.import_module(f"trl.scripts.{command}").make_parser()
+    names = [option for action in theirs._actions for option in action.option_strings]
+    names += [f"--{section}.{name}" for section, kind in SECTIONS.items()
+              for name in kind.__dataclass_fields__ if name != "hyper"]  # fmt: skip
+    listed = set(text.replace(",", " ").replace("[", " ").replace("]", " ").split())
+    assert end.value.code == 0
+    assert not {*names, "--fused.clip_threshold", "--config", "--traceback"} - listed
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_argument_of_ours_is_one_of_trl(command):
+    """Those of a section have a dot in their names."""
+    for add in (cli._plan_options, cli._inspect_options):
+        parser = Parser(command)
+        theirs = {name for kind in parser.dataclass_types for name in kind.__dataclass_fields__}
+        add(parser)
+        names = [action.dest for action in parser._actions]
+        assert not theirs & {"help", *SECTIONS}
+        assert sorted(name for name in names if "." not in name and name not in theirs) in (
+            ["config", "device", "help", "json", "memory", "picture", "traceback"],
+            ["config", "device", "help", "samples", "traceback"],
+        )
+
+
+def test_the_local_rank_of_a_launcher_is_before_the_command():
+    command, rest = cli._parser().parse_known_args(["--local_rank=1", "sft", "--config", "x", "--help"])
+    assert (command.local_rank, command.training, rest) == (1, "sft", ["--config", "x", "--help"])
+
+
+def test_arguments_for_a_device_that_is_not_here(parsed):
+    """A GPU takes `bf16`, and a step with half precision."""
+    assert not parsed("bf16: true", device="gpu").training.bf16
+    assert parsed("bf16: true", device="cpu").training.bf16
+    assert parsed("fp16: true", device="gpu").training.use_cpu
+
+
+# --- The file of a run ------------------------------------------------------------------------------------------------
+
+DRAWN = {
+    "learning_rate": st.sampled_from([1e-3, 5, "1e-5"]),
+    "run_name": st.text("ab \u00e9:#'\"{}[]-1e.", min_size=1, max_size=8),
+    "max_length": st.sampled_from([None, 7]),
+    "bf16": st.sampled_from([False, "no", None]),
+    "report_to": st.sampled_from(["none", ["none"], []]),
+    "eval_strategy": st.sampled_from(["no", "steps"]),
+    "datasets": st.sampled_from([[], ["a", "b"], [{"path": "a", "data_files": ["b", "c"], "fraction": 0.5}]]),
+    "lora_target_modules": st.lists(st.sampled_from(["q_proj", "x"]), min_size=1, max_size=2),
+    "model_init_kwargs": st.sampled_from([{}, {"a": {"b": [None, True, 1.5]}}]),
+    "fused": st.fixed_dictionaries(
+        {"rule": st.sampled_from(["adamw", "lion"])},
+        optional={
+            "betas": st.just([0.5, 0.75]),
+            "groups": st.just([{"match": "a|b", "lr": 1e-3}]),
+            "loss_scale": st.sampled_from(["dynamic", 8.0, {"init_scale": 4.0}]),
+            "clip_norm": st.sampled_from([None, 1.0]),
+        },
+    ),
+    "layers": st.fixed_dictionaries({}, optional={"mlp_tile": st.just(8), "head_memory": st.just("1MiB")}),
+}
+
+
+@settings(max_examples=25, deadline=None)
+@given(config=st.fixed_dictionaries({"output_dir": st.just("runs/x")}, optional=DRAWN))
+def test_the_written_file_gives_the_same_arguments(config, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("yaml")
+    (folder / "a.yaml").write_text(runs.yaml.safe_dump(config))
+    arguments = parse("sft", ["--config", str(folder / "a.yaml")])
+    (folder / "b.yaml").write_text(arguments.to_yaml())
+    again = parse("sft", ["--config", str(folder / "b.yaml")])
+    assert same(arguments, again) and arguments.to_yaml() == again.to_yaml()
+    assert set(runs.yaml.safe_load(arguments.to_yaml())) <= set(config)
+
+
+@pytest.mark.parametrize("path", runs.CONFIGS, ids=lambda path: path.stem)
+def test_every_shipped_configuration_is_parsed(path):
+    arguments = parse("sft", ["--config", str(path)], device="gpu")
+    assert f"runs/{path.stem}".startswith(str(arguments.training.output_dir))
+    assert arguments.fused.rule == "adalomo" and arguments.training.learning_rate

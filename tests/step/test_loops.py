@@ -1,0 +1,554 @@
+"""Training loops as users write them: right, or refused before the first update."""
+
+import copy
+import gc
+import pickle
+import threading
+import warnings
+from functools import partial
+
+import pytest
+import torch
+from support.nets import same, weights
+from torch import nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.checkpoint import checkpoint
+
+import lowmem
+from lowmem.errors import StepError, UnsupportedError
+from lowmem.step import habits
+
+DATA = torch.arange(12.0).view(4, 3) / 10
+
+
+def make_net(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+
+
+def loss_of(net, n=0):
+    return net(DATA + n).square().mean()
+
+
+def ordinary(net, windows, discard=(), cls=torch.optim.SGD, **options):
+    """Each window is the numbers of its micro-batches. Gradients of `discard` are dropped after their backward."""
+    opt = cls(net.parameters(), **{"lr": 0.1, "foreach": False, **options})
+    for window in windows:
+        for n in window:
+            loss_of(net, n).backward()
+            if n in discard:
+                opt.zero_grad()
+        opt.step()
+        opt.zero_grad()
+    return weights(net)
+
+
+def ordinary_backward(opt, loss):
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+
+
+def lomo(net, **options):
+    return lowmem.FusedOptimizer(net.named_parameters(), **{"rule": "lomo", "lr": 0.1, **options})
+
+
+# -- accumulation ------------------------------------------------------------------------------------------------------
+
+
+def test_a_plain_micro_batch_that_fails_drops_those_before_it(caplog):
+    net = make_net()
+    opt = lomo(net)
+    with opt.accumulate():
+        loss_of(net, 1).backward()
+        handle = net[0].weight.register_hook(lambda grad: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            loss_of(net, 1).backward()
+        handle.remove()
+        loss_of(net, 2).backward()
+    loss_of(net, 3).backward()
+    assert "a backward failed, and the 1 micro-batch(es) before it were dropped" in caplog.text
+    assert same(weights(net), ordinary(make_net(), [[2, 3]]))
+
+
+def test_zero_grad_cannot_take_an_update_back():
+    net = make_net()
+    opt = lomo(net)
+    opt.backward(loss_of(net))
+    opt.zero_grad()  # this loop does not call step()
+    opt.backward(loss_of(net))
+    opt.zero_grad()
+    net, opt = (net := make_net()), lomo(net)
+    opt.backward(loss_of(net))
+    opt.step()
+    opt.zero_grad()
+    opt.backward(loss_of(net))
+    with pytest.raises(StepError, match=r"zero_grad\(\) before step\(\).*opt\.paused\(\)"):
+        opt.zero_grad()
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_closure(plain):
+    net = make_net()
+    opt = lomo(net)
+
+    def closure():
+        opt.zero_grad()
+        loss = loss_of(net)
+        loss.backward() if plain else opt.backward(loss)
+        return loss
+
+    losses = [opt.step(closure).item() for _ in range(3)]
+    assert losses[0] > losses[-1]
+    assert same(weights(net), ordinary(make_net(), [[0]] * 3))
+
+
+# -- freezing ----------------------------------------------------------------------------------------------------------
+
+
+def test_everything_frozen_at_first():
+    net = make_net().requires_grad_(False)
+    opt = lomo(net)
+    net.requires_grad_(True)
+    loss_of(net).backward()
+    assert opt.last_step.step == 1
+    assert same(weights(net), ordinary(make_net(), [[0]]))
+
+
+# -- several optimizers ------------------------------------------------------------------------------------------------
+
+
+def test_two_optimizers_and_one_backward():
+    """A plain backward updates the parameters of both; that of one optimizer has to leave the other alone."""
+    net = make_net()
+    before = weights(net)
+    one = lowmem.FusedOptimizer(net[0].named_parameters(), rule="lomo", lr=0.1)
+    two = lowmem.FusedOptimizer(net[2].named_parameters(), rule="lomo", lr=0.1)
+    with one.accumulate(), pytest.raises(StepError, match=r"micro-batch for one FusedOptimizer.*'weight'.*groups="):
+        loss_of(net, 0).backward()
+    with pytest.raises(StepError, match=r"reaches parameter '.*' of another FusedOptimizer.*with other\.paused\(\)"):
+        one.backward(loss_of(net))
+    assert same(weights(net), before)
+    net.zero_grad()
+    loss_of(net, 0).backward()
+    with one.accumulate(), two.accumulate():
+        loss_of(net, 1).backward()
+    loss_of(net, 2).backward()
+    assert same(weights(net), ordinary(make_net(), [[0], [1, 2]]))
+
+
+def test_a_generator_and_a_discriminator():
+    """The discriminator judges in the generator's backward, and moves in its own only."""
+
+    def run(make, step):
+        generator, discriminator = make_net(1), nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
+        opt_g, opt_d = make(generator), make(discriminator)
+        for n in range(3):
+            fake = generator(DATA + n)
+            step(opt_d, opt_g, (discriminator(DATA[:, :2]) - discriminator(fake.detach())).mean())
+            step(opt_g, opt_d, discriminator(fake).mean())
+        assert all(param.grad is None for param in [*generator.parameters(), *discriminator.parameters()])
+        return weights(generator) + weights(discriminator)
+
+    def ordinary_step(opt, other, loss):
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        other.zero_grad()
+
+    def fused_step(opt, other, loss):
+        with other.paused():
+            opt.backward(loss)
+
+    want = run(lambda net: torch.optim.AdamW(net.parameters(), foreach=False), ordinary_step)
+    assert same(run(lambda net: lomo(net, rule="adamw", lr=1e-3, weight_decay=0.01), fused_step), want)
+
+
+def test_a_paused_optimizer_does_not_step():
+    net = make_net()
+    opt = lomo(net)
+    before = weights(net)
+    with opt.paused():
+        loss_of(net).backward()
+        with pytest.raises(StepError, match=r"backward\(\) of an optimizer that is inside its paused\(\)"):
+            opt.backward(loss_of(net))
+    assert same(weights(net), before)
+    assert all(param.grad is None for param in net.parameters())
+    opt.backward(loss_of(net))
+    assert opt.last_step.step == 1
+
+
+# -- weights that are read again in backward ---------------------------------------------------------------------------
+
+
+class Reread(nn.Module):
+    """A weight that is used in a checkpointed region without a gradient, and after it with one."""
+
+    def __init__(self, use):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.shared, self.use = nn.Linear(3, 3), nn.Linear(3, 3, bias=False), use
+
+    def region(self, x):
+        weight = self.shared.weight
+        if self.use == "detach":
+            return x @ weight.detach()
+        if self.use == "data":
+            return x * weight.data[0]
+        with torch.no_grad():
+            scale = weight.norm()
+        return (x * scale).tanh()
+
+    def forward(self, reentrant):
+        x = checkpoint(self.region, self.first(DATA), use_reentrant=reentrant)
+        return self.shared(x).square().sum()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("use", ["detach", "data", "no_grad"])
+def test_a_checkpointed_region_that_rereads_an_updated_weight(use, reentrant):
+    net = Reread(use)
+    options = {"rule": "lomo", "lr": 1.0, "batching": False}
+    opt = lowmem.FusedOptimizer(net.named_parameters(), **options)
+    with pytest.raises(StepError, match=r"recomputes a value from parameter 'shared\.weight'.*policy='deferred'"):
+        opt.backward(net(reentrant))
+    opt.remove()
+
+    net, expected = Reread(use), Reread(use)
+    opt = lowmem.FusedOptimizer(net.named_parameters(), **options, policy="deferred")
+    opt.backward(net(reentrant))
+    expected(reentrant).backward()
+    torch.optim.SGD(expected.parameters(), lr=1.0, foreach=False).step()
+    assert same(weights(net), weights(expected))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_ordinary_checkpointing_is_not_refused(compiled):
+    """Reading a shape or a dtype of an updated weight is not reading its values; compiled layers are not in the way."""
+
+    def run(step):
+        net = make_net()
+        layer = torch.compile(net[0], backend="aot_eager") if compiled else net[0]
+
+        def region(x):
+            assert net[2].weight.dtype == x.dtype
+            return layer(x).reshape(-1, *net[2].weight.shape[1:])
+
+        opt = step(net)
+        for _ in range(3):
+            opt(net[2](net[1](checkpoint(region, DATA.clone().requires_grad_(), use_reentrant=False))).square().mean())
+        return weights(net)
+
+    def fused(net):
+        return lomo(net, batching=False).backward
+
+    def plain(net):
+        return partial(ordinary_backward, torch.optim.SGD(net.parameters(), lr=0.1, foreach=False))
+
+    assert same(run(fused), run(plain))
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["immediate", "two_pass", "deferred"])
+def test_gradients_that_share_memory(policy):
+    """torch gives two views of one gradient to a sum of two views."""
+
+    def parameters():
+        return [nn.Parameter(torch.linspace(-1, 1, 6).view(2, 3)), nn.Parameter(torch.linspace(0, 2, 6).view(3, 2))]
+
+    def loss_of(a, b):
+        return ((a.view(-1) + b.view(-1)) ** 2).sum()
+
+    clip = {} if policy == "immediate" else {"clip_norm": 2.0}
+    a, b = parameters()
+    opt = lowmem.FusedOptimizer(
+        [("a", a), ("b", b)], rule="lomo", lr=0.1, policy=policy, loss_scale=8.0, clip_value=3.0, batching=False, **clip
+    )
+    opt.backward(loss_of(a, b))
+    x, y = parameters()
+    loss_of(x, y).backward()
+    y.grad = y.grad.clone()  # torch's own clipping would take effect twice
+    clip_grad_value_([x, y], 3.0)
+    if clip:
+        clip_grad_norm_([x, y], 2.0)
+    torch.optim.SGD([x, y], lr=0.1, foreach=False).step()
+    assert same([a, b], [x, y])
+
+
+@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.Adagrad])
+def test_a_sparse_gradient_is_made_dense(cls):
+    def run(make, backward):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Embedding(7, 3, sparse=True), nn.Linear(3, 1))
+        opt = make(net)
+        for n in range(3):
+            backward(opt, net(torch.tensor([1, 2, 2, n])).square().mean())
+        return weights(net)
+
+    want = run(lambda net: cls(net.parameters(), lr=0.1, foreach=False), ordinary_backward)
+    got = run(lambda net: lomo(net, rule=cls, foreach=False), lambda opt, loss: opt.backward(loss))
+    for one, other in zip(got, want, strict=True):  # torch adds duplicates of a sparse gradient in another order
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+
+
+# -- old habits --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["plain", "opt.backward"])
+def test_a_grad_scaler(how):
+    net = make_net()
+    opt = lomo(net)
+    before = weights(net)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with pytest.raises(StepError, match=r'GradScaler has scaled the loss.*loss_scale="dynamic".*opt\.backward\(loss\)'):
+        scaler.scale(loss_of(net)).backward() if how == "plain" else opt.backward(scaler.scale(loss_of(net)))
+    assert same(weights(net), before)
+    with pytest.raises(StepError, match="GradScaler has scaled the loss"):
+        sum(scaler.scale(loss_of(net, n) for n in range(2))).backward()
+    assert same(weights(net), before)
+    other = make_net()
+    scaler.scale(loss_of(other)).backward()  # no FusedOptimizer updates this one
+    assert all(param.grad is not None for param in other.parameters())
+    off = torch.amp.GradScaler("cpu", enabled=False)
+    off.scale(loss_of(net)).backward()
+    off.step(opt)
+    off.update()
+    assert same(weights(net), ordinary(make_net(), [[0]]))
+
+
+def test_clipping_by_a_norm_that_is_known():
+    net, other = make_net(), make_net(1)
+    opt = lomo(net)
+    for model in (net, other):
+        loss_of(model).backward()
+    norm = get_total_norm([param.grad for param in other.parameters()])
+    with pytest.raises(StepError, match=r"^clip_grads_with_norm_\(\): parameter '0.weight' has no.*clip_norm=0.5"):
+        clip_grads_with_norm_(net.parameters(), 0.5, norm)
+    clip_grads_with_norm_(other.parameters(), norm / 2, norm)
+    torch.testing.assert_close(get_total_norm([param.grad for param in other.parameters()]), norm / 2)
+    opt.remove()
+
+
+@pytest.mark.parametrize(("clip", "option"), [(clip_grad_norm_, "clip_norm=0.5"), (clip_grad_value_, "clip_value=0.5")])
+def test_clipping_after_backward(clip, option):
+    net, other = make_net(), make_net(1)
+    opt = lomo(net)
+    loss_of(net).backward()
+    loss_of(other).backward()
+    with pytest.raises(StepError, match=rf"{clip.__name__}\(\): parameter '0.weight' has no gradient.*{option}"):
+        clip(net.parameters(), 0.5)
+    clip(other.parameters(), 0.5)
+    limit = "max_norm" if clip is clip_grad_norm_ else "clip_value"
+    with pytest.raises(StepError, match=option):
+        clip(parameters=net.parameters(), **{limit: 0.5})
+    clip(parameters=other.parameters(), **{limit: 0.25}, foreach=False)
+    assert max(param.grad.abs().max() for param in other.parameters()) <= 0.25
+    if clip is clip_grad_norm_:
+        with pytest.warns(UserWarning, match="empty generator"):
+            clip((param for param in ()), 0.5)
+    if clip is clip_grad_norm_:
+        opt.remove()
+        assert clip(net.parameters(), 0.5) == 0.0
+
+
+def test_a_torch_that_has_its_functions_elsewhere(monkeypatch, caplog):
+    monkeypatch.delattr(torch.utils.checkpoint, "_run_fn_with_dynamo_disabled")
+    monkeypatch.setattr(habits, "_wrap_scaling", lambda: None)
+    monkeypatch.setattr(habits, "_wrap_clipping", lambda: None)
+    habits.watch.__wrapped__()
+    assert "is not known to lowmem, which will not notice a checkpointed region that reads" in caplog.text
+
+
+# -- parameter groups that are edited ----------------------------------------------------------------------------------
+
+
+def setting(key, value):
+    return lambda opt: opt.param_groups[1].update({key: value})
+
+
+ONES = torch.ones(2)
+CHANGED, COUNT = "'params' of parameter group 0 was changed", "the number of parameter groups was changed"
+EDITS = {
+    "shortened": (lambda opt: opt.param_groups[0]["params"].pop(0), CHANGED),
+    "extended": (lambda opt: opt.param_groups[0]["params"].append(nn.Parameter(ONES)), CHANGED),
+    "another list": (lambda opt: opt.param_groups[0].update(params=list(opt.param_groups[0]["params"])), CHANGED),
+    "another group": (
+        lambda opt: opt.param_groups.__setitem__(1, {**opt.param_groups[1], "lr": 0.5}),
+        "parameter group 1 was changed",
+    ),
+    "other groups": (
+        lambda opt: setattr(opt, "param_groups", [dict(group) for group in opt.param_groups]),
+        "parameter group 0 was changed",
+    ),
+    "one more": (
+        lambda opt: opt.param_groups.append({**opt.param_groups[0], "params": [nn.Parameter(torch.ones(2))]}),
+        COUNT,
+    ),
+    "one less": (lambda opt: opt.param_groups.pop(), COUNT),
+    "rule": (setting("rule", "adamw"), "'rule' of parameter group 1 was"),
+    "rounding": (setting("rounding", "compensated"), "'rounding' of parameter group 1 was"),
+    "state_storage": (setting("state_storage", "bfloat16"), "'state_storage' of parameter group 1 was"),
+}
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize(("edit", "message"), EDITS.values(), ids=EDITS)
+def test_edits_of_groups_that_cannot_work(edit, message, plain):
+    net = make_net()
+    opt = lowmem.FusedOptimizer([{"params": net[n].named_parameters(str(n))} for n in (0, 2)], rule="lomo", lr=0.1)
+    opt.backward(loss_of(net))
+    before = weights(net)
+    edit(opt)
+    with pytest.raises(StepError, match=f"{message}.*add_param_group"):
+        loss_of(net).backward() if plain else opt.backward(loss_of(net))
+    assert same(weights(net), before)
+
+
+def test_edits_of_hyperparameters_that_decide_which_states_there_are():
+    """In place as well, and before the first step. What is put back, or has no effect on the states, is not refused."""
+    net = make_net()
+    factors = [("0.weight", None), (".*", "HEURISTIC")]
+    opt = lowmem.FusedOptimizer(net.named_parameters(), rule="adafactor", factor_map=factors, min_dim_size_to_factor=2)
+    before = weights(net)
+    factors[0] = ("0.weight", "HEURISTIC")
+    with pytest.raises(StepError, match=r"'factor_map' of parameter group 0 was changed.*Put it back"):
+        opt.backward(loss_of(net))
+    assert same(weights(net), before)
+    factors[0] = ("0.weight$", None)
+    opt.backward(loss_of(net))
+    opt.param_groups[0]["min_dim_size_to_factor"] = 1
+    opt.backward(loss_of(net))
+    opt.param_groups[0]["min_dim_size_to_factor"] = 9
+    with pytest.raises(StepError, match="'min_dim_size_to_factor' of parameter group 0 was changed"):
+        opt.backward(loss_of(net))
+
+
+# -- the life of an optimizer ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_an_optimizer_cannot_be_copied(copied):
+    opt = lomo(make_net())
+    with pytest.raises(UnsupportedError, match=r"cannot be copied or pickled.*opt\.state_dict\(\)"):
+        copied(opt)
+
+
+def test_a_removed_optimizer_can_be_saved():
+    net = make_net()
+    opt = lomo(net, rule="adamw")
+    opt.backward(loss_of(net))
+    saved = opt.named_state_dict()
+    opt.remove()
+    after = opt.named_state_dict()
+    assert after["step"] == 1
+    for name, state in saved["state"].items():
+        assert state.keys() == after["state"][name].keys()
+        assert all(torch.equal(state[key], after["state"][name][key]) for key in state)
+    with pytest.raises(StepError, match=r"optimizer that was removed by remove\(\)"):
+        opt.backward(loss_of(net))
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_a_new_optimizer_takes_over_from_one_that_nobody_holds(scheduled):
+    net = make_net()
+    opt = lomo(net)
+    if scheduled:
+        LambdaLR(opt, lambda step: 1.0)
+    opt.backward(loss_of(net, 0))
+    with pytest.raises(StepError, match="updated by another FusedOptimizer already"):
+        lomo(net)
+    del opt
+    again = lomo(net)
+    again.backward(loss_of(net, 1))
+    assert same(weights(net), ordinary(make_net(), [[0], [1]]))
+
+
+def test_nothing_is_left_of_an_optimizer_that_nobody_holds():
+    net = make_net()
+    opt = lomo(net, rule="adamw", lr=1e-3)
+    opt.backward(loss_of(net))
+    del opt
+    gc.collect()
+    loss_of(net).backward()
+    assert all(param.grad is not None for param in net.parameters())
+    with pytest.warns(UserWarning, match=r"deleted before its first step.*opt = lowmem\.FusedOptimizer"):
+        lomo(make_net())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lomo(make_net()).remove()
+
+
+def test_hooks_on_several_threads():
+    """Autograd has a thread for each device; here, hooks are called by threads that were not made for it."""
+    net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(24)))
+    expected = copy.deepcopy(net)
+    opt = lomo(net, batching=True, clip_norm=0.5, policy="deferred", rule="adamw")
+    update, active, together = opt._hooks._update(), [], []
+
+    def watched(record):
+        active.append(record.name)
+        together.append(len(active))
+        update(record)
+        active.remove(record.name)
+
+    opt._hooks._update = lambda: watched
+    done = threading.Barrier(4)
+
+    def backward_of(layers):
+        done.wait()
+        for layer in layers:
+            for param in layer.parameters():
+                for hook in list(param._post_accumulate_grad_hooks.values()):
+                    param.grad = torch.ones_like(param)
+                    hook(param)
+
+    def backward(loss, **_):
+        threads = [threading.Thread(target=backward_of, args=(net[n::4],)) for n in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    real, torch.autograd.backward = torch.autograd.backward, backward
+    try:
+        for _ in range(3):
+            opt.backward(net(torch.ones(1, 8)).sum())
+    finally:
+        torch.autograd.backward = real
+    ordinary_opt = torch.optim.AdamW(
+        expected.parameters(), lr=0.1, foreach=False, weight_decay=opt.param_groups[0]["weight_decay"]
+    )
+    for _ in range(3):
+        for param in expected.parameters():
+            param.grad = torch.ones_like(param)
+        clip_grad_norm_(expected.parameters(), 0.5)
+        ordinary_opt.step()
+    assert same(weights(net), weights(expected))
+    assert max(together) == 1
+
+
+def test_a_wrapper_that_imitates_the_class():
+    """Lightning's has the methods of the class of its optimizer, and attributes of its own."""
+
+    class Wrapper:
+        def __init__(self, optimizer):
+            self._optimizer = optimizer
+            self.__class__ = type("Wrapper", (Wrapper, type(optimizer)), {})
+
+        def __getattr__(self, name):
+            return getattr(self._optimizer, name)
+
+    net = make_net()
+    opt = lomo(net)
+    wrapper = Wrapper(opt)
+    wrapper.backward(loss_of(net, 0))
+    with wrapper.accumulate():
+        wrapper.backward(loss_of(net, 1))
+    assert opt.policy == wrapper.policy == "deferred"
+    wrapper.backward(loss_of(net, 2))
+    assert opt.last_step.step == 2
+    assert same(weights(net), ordinary(make_net(), [[0], [1, 2]]))

@@ -1,0 +1,125 @@
+"""Processes forked from a server that has imported the packages already: starting one takes no time.
+
+A test may so start several, where the process is the point and how it was started is not.
+"""
+
+import multiprocessing
+import os
+import runpy
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import support.trl_on_cpus  # noqa: F401 (trainers of TRL 1.15 in every process)
+from matplotlib.figure import Figure
+
+# Seconds after which processes are taken for hung. No test waits for it, however slow or busy the machine is.
+PATIENCE = 600
+
+# Seconds that the other processes of a group have to end by themselves after one has failed.
+GRACE = 60
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(
+    [
+        "pytest", "torch", "torch.distributed.fsdp", "torch.distributed._tools.mem_tracker", "torch._dynamo",
+        "transformers.models.llama.modeling_llama", "transformers.models.mixtral.modeling_mixtral",
+        "transformers.models.llama.tokenization_llama", "transformers.trainer", "trl.trainer.sft_trainer", "datasets",
+        "accelerate", "deepspeed", "matplotlib.figure", "matplotlib.backends.backend_agg",
+        "trl.scripts.sft", "lowmem.trainer", "lowmem.hf.checkpoint", "lowmem.cli", "lowmem.run.training",
+    ]
+)  # fmt: skip
+
+
+def sketch(figure: Figure, file: BinaryIO, **options: Any) -> None:
+    """For `Figure.savefig` where pictures are not the point: what is drawn takes longer than a small run."""
+    file.write(b"\x89PNG\r\n\x1a\n")
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return listener.getsockname()[1]
+
+
+class Launched:
+    """Processes that each run `python -m` with words of their own, in an environment of their own, and draw nothing.
+
+    Standard output and standard error go to files.
+    """
+
+    def __init__(self, commands: list[tuple[list[str], dict[str, str]]]) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self.processes = [
+            CONTEXT.Process(
+                target=_execute, args=(words, environment, self._file("out", number), self._file("err", number))
+            )
+            for number, (words, environment) in enumerate(commands)
+        ]
+        for process in self.processes:
+            process.start()
+
+    @classmethod
+    def ranks(cls, count: int, *words: str, environment: dict[str, str] | None = None) -> "Launched":
+        """`count` processes with the environment that torchrun gives its ranks; one without ranks if it is 0."""
+        environment = environment or dict(os.environ)
+        if not count:
+            return cls([(list(words), environment)])
+        group = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": count}
+        group["LOCAL_WORLD_SIZE"] = count
+        each = [{**group, "RANK": rank, "LOCAL_RANK": rank} for rank in range(count)]
+        return cls([(list(words), environment | {name: str(value) for name, value in of.items()}) for of in each])
+
+    def _file(self, kind: str, rank: int) -> str:
+        return str(Path(self._folder.name) / f"{kind}{rank}")
+
+    def output(self, kind: str = "out") -> str:
+        """What all processes have written so far; `kind` is out or err."""
+        files = (Path(self._file(kind, rank)) for rank in range(len(self.processes)))
+        return "".join(file.read_text() for file in files if file.exists())
+
+    def wait_for(self, text: str) -> None:
+        """Returns once a process has written `text`."""
+        end = time.monotonic() + PATIENCE
+        while text not in self.output():
+            assert any(process.is_alive() for process in self.processes), "it ended before: " + self.output("err")
+            assert time.monotonic() < end, f"no {text!r} in {PATIENCE} s"
+            time.sleep(0.05)
+
+    def finish(self) -> subprocess.CompletedProcess[str]:
+        """Waits for all processes; the status is that of the first that failed."""
+        end, failed = time.monotonic() + PATIENCE, 0
+        running = {process.sentinel: process for process in self.processes}
+        while running and (left := end - time.monotonic()) > 0:
+            for sentinel in wait(list(running), left):
+                process = running.pop(sentinel)
+                process.join()
+                if process.exitcode and not failed:
+                    failed, end = process.exitcode, min(end, time.monotonic() + GRACE)
+        for process in running.values():
+            process.kill()
+            process.join()
+        done = subprocess.CompletedProcess([], failed, self.output(), self.output("err"))
+        self._folder.cleanup()
+        assert not running, f"{len(running)} of {len(self.processes)} processes hung: {done.stderr}"
+        return done
+
+    @property
+    def statuses(self) -> list[int | None]:
+        """Exit status of each process, None while it runs."""
+        return [process.exitcode for process in self.processes]
+
+
+def _execute(words: list[str], environment: dict[str, str], out: str, err: str) -> None:
+    for number, name in ((1, out), (2, err)):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    os.environ.clear()
+    os.environ.update(environment)
+    Figure.savefig = sketch  # type: ignore[method-assign, assignment]
+    sys.argv = list(words)
+    runpy.run_module(words[0], run_name="__main__", alter_sys=True)

@@ -1,0 +1,88 @@
+"""Ranks of a gloo process group, to run a test's function on: real processes that stay for the next one."""
+
+import tempfile
+import time
+import traceback
+from multiprocessing.connection import Connection, wait
+
+import torch
+import torch.distributed as dist
+from support.processes import CONTEXT, PATIENCE
+
+# Seconds that the other ranks have to answer after one has failed: they may wait for it.
+GRACE = 5
+
+
+class RankError(AssertionError):
+    """A rank raised; its traceback is the message."""
+
+
+class Ranks:
+    """So many processes, each a rank of one group. Functions are named by their module, so they must not be nested."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._start()
+
+    def _start(self) -> None:
+        store = tempfile.NamedTemporaryFile(delete=False)  # noqa: SIM115 (lives as long as the group)
+        pipes = [CONTEXT.Pipe() for _ in range(self.count)]
+        self._ends = [parent for parent, _ in pipes]
+        self._processes = [
+            CONTEXT.Process(target=_serve, args=(rank, self.count, store.name, child), daemon=True)
+            for rank, (_, child) in enumerate(pipes)
+        ]
+        for process, (_, child) in zip(self._processes, pipes, strict=True):
+            process.start()
+            child.close()  # so that a rank that dies closes its pipe
+
+    def run(self, function, *args):
+        """What `function(rank, *args)` returns on each rank, in their order.
+
+        Raises:
+            RankError: it raised on a rank, or hung.
+        """
+        for end in self._ends:
+            end.send((function, args))
+        answers = self._answers()
+        failed = [f"rank {rank}: {answer}" for rank, (succeeded, answer) in enumerate(answers) if not succeeded]
+        if failed:
+            self.stop()
+            self._start()
+            raise RankError("\n".join(failed))
+        return [answer for _, answer in answers]
+
+    def _answers(self) -> list[tuple[bool, object]]:
+        answers: list[tuple[bool, object]] = [(False, "did not answer")] * self.count
+        ranks = {end: rank for rank, end in enumerate(self._ends)}
+        deadline = time.monotonic() + PATIENCE
+        while ranks and (left := deadline - time.monotonic()) > 0:
+            for end in wait(list(ranks), left):
+                rank = ranks.pop(end)
+                try:
+                    answers[rank] = end.recv()
+                except EOFError:
+                    answers[rank] = False, "died"
+                if not answers[rank][0]:
+                    deadline = min(deadline, time.monotonic() + GRACE)
+        return answers
+
+    def stop(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+
+def _serve(rank: int, count: int, store: str, end: Connection) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=count)
+    while True:
+        try:
+            function, args = end.recv()
+        except EOFError:
+            return
+        torch.manual_seed(0)
+        try:
+            end.send((True, function(rank, *args)))
+        except BaseException:  # pytest.raises raises one that is no Exception
+            end.send((False, traceback.format_exc()))

@@ -1,0 +1,180 @@
+"""Models that the ranks of a group share, as DeepSpeed ZeRO-3 or FSDP2 cuts them."""
+
+import functools
+import os
+import pickle
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.nets import Net, data
+
+import lowmem
+from lowmem import placements
+from lowmem.rules.rule import TABLE
+
+RULES = [*sorted(TABLE), "torch.optim.AdamW"]
+POLICIES = {
+    "two_pass": {"policy": "two_pass", "clip_norm": 0.5},
+    "forward replay": {"replay": "forward", "clip_norm": 0.5},
+    "deferred": {"policy": "deferred", "clip_norm": 0.5},
+    "on disk": {"policy": "deferred", "clip_norm": 0.5, "store": "disk"},
+    "dynamic scale": {"clip_norm": 0.5, "loss_scale": "dynamic"},
+    "largest element": {"clip_norm": 0.05, "norm_type": float("inf"), "clip_value": 0.1},
+    "its own clipping": {"rule": "scaled_adam", "clipping_scale": 0.8, "clipping_update_period": 3},
+    "not batched": {"rule": "adamw", "batching": False},
+    "several rules": {
+        "rule": "adamw",
+        "groups": ({"match": "bias|gain|one", "rule": "lomo", "lr": 1e-2},),
+        "clip_norm": 0.5,
+    },
+}
+ACCUMULATED = {
+    "clipped": {"policy": "deferred", "clip_norm": 0.5},
+    "scaled, in the dtype of gradients": {
+        "policy": "deferred", "loss_scale": "dynamic", "accumulation_dtype": "gradient"
+    },
+}  # fmt: skip
+
+
+def settings_of(rule):
+    factors = [("convolution.weight", ["ROW", "NONE", "COLUMN", "COLUMN"]), (".*", "HEURISTIC")]
+    options = {"adafactor": {"min_dim_size_to_factor": 3, "factor_map": factors}, "lion": {"lr": 1e-3}}
+    return {"rule": rule, "lr": 1e-2, **options.get(rule, {})}
+
+
+def deepspeed_on(rank):
+    """DeepSpeed, ready on this rank of the group."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(dist.get_world_size())}
+    os.environ |= {"DS_ACCELERATOR": "cpu", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    import deepspeed
+
+    # it would be compiled, for half a minute, and ranks that are killed leave a lock for which all others wait
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+    return deepspeed
+
+
+def engine(rank, net, stage, optimizer=None):
+    """`net` in an engine of DeepSpeed, which shards it after it was made."""
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}}
+    config["zero_allow_untested_optimizer"] = True
+    return deepspeed_on(rank).initialize(model=net, config=config, optimizer=optimizer)[0]
+
+
+def zero3(rank, make, *, built_whole=False, **options):
+    """`make()` under DeepSpeed without an optimizer; `options` are of its section zero_optimization."""
+    deepspeed = deepspeed_on(rank)
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, **options}}
+    with deepspeed.zero.Init(config_dict_or_path=config, enabled=not built_whole):
+        model = make()
+    return deepspeed.initialize(model=model, config=config)[0].module
+
+
+def whole_first(rank, make, **options):
+    """`zero3` of a model with the random numbers of one device, which `zero.Init` would draw otherwise."""
+    return zero3(rank, make, built_whole=True, **options)
+
+
+def fsdp2(rank, make, **options):
+    """`make()` with `fully_shard` on each child that can be called, and on all; `options` are its."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = make()
+    for child in model.children():
+        for layer in child if isinstance(child, torch.nn.ModuleList) else [child]:
+            fully_shard(layer, **options)
+    return fully_shard(model, **options)
+
+
+def by_layer(rank, make, **options):
+    """`fully_shard` on each decoder layer of a language model and on the rest together, as is usual."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = make()
+    for layer in model.model.layers:
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)
+
+
+SHARDS = {"zero3": zero3, "fsdp2": fsdp2}
+
+
+def make():
+    torch.manual_seed(0)
+    return Net(scalar=(1,))  # neither engine takes a parameter without dimensions
+
+
+def everyones(ids):
+    """All ranks take the same branches: those that take others would wait for one another, whatever the optimizer."""
+    ids[:, 0] = ids[0, 0]
+    return ids
+
+
+def train(net, rows_of, settings, micro_batches=1, batches=None):
+    opt = lowmem.FusedOptimizer(net.named_parameters(), model=net, **{"lr": 1e-2, **settings})
+    for ids in batches or map(everyones, data()):
+        parts = rows_of(ids).tensor_split(micro_batches)
+        for n, part in enumerate(parts, start=1):
+
+            def loss(part=part):
+                return net(part) / micro_batches
+
+            with opt.accumulate() if n < micro_batches else nullcontext():
+                opt.backward(loss if opt.replay == "forward" else loss())
+    report = opt.last_step
+    return {
+        "weights": {name: placements.full_tensor(param).clone() for name, param in net.named_parameters()},
+        "told": (report.step, report.names, report.grad_norm.item()),
+        "factor": None if report.clip_coef is None else report.clip_coef.item(),
+        "placement": opt.placement,
+    }
+
+
+def shared(rank, kind, settings, micro_batches=1, options=None):
+    net = SHARDS[kind](rank, make, **options or {})
+    return train(net, lambda ids: ids.tensor_split(dist.get_world_size())[rank], settings, micro_batches)
+
+
+@functools.cache
+def on_one_device(case):
+    settings, micro_batches = pickle.loads(case)
+    return train(make(), lambda ids: ids, settings, micro_batches)
+
+
+def assert_as_one_device(found, kind, settings, micro_batches=1):
+    assert_alike(found, kind, on_one_device(pickle.dumps((settings, micro_batches))))
+
+
+def assert_alike(found, kind, alone):
+    for rank in found:
+        assert rank["placement"] == kind
+        for name, weight in rank["weights"].items():
+            assert torch.equal(weight, found[0]["weights"][name]), name
+            # sums over rows and elements are taken in another order
+            torch.testing.assert_close(weight, alone["weights"][name], rtol=1e-5, atol=1e-5, msg=name)
+        assert rank["told"][:2] == alone["told"][:2]
+        assert rank["told"][2] == pytest.approx(alone["told"][2], rel=1e-4)
+        assert (rank["factor"] is None) == (alone["factor"] is None)
+        assert alone["factor"] is None or rank["factor"] == pytest.approx(alone["factor"], rel=1e-4)
+
+
+class Wide(torch.nn.Module):
+    """Slices of a MiB or more: smaller ones DeepSpeed does not put into files."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(1024, 1024, bias=False) for _ in range(6))
+        self.embed = torch.nn.Embedding(512, 1024)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return torch.nn.functional.cross_entropy(x @ self.embed.weight.T, ids)  # tied
+
+
+def make_wide():
+    torch.manual_seed(0)
+    return Wide()

@@ -1,0 +1,260 @@
+"""README and docs: code blocks run, commands and YAML files parse, tables have the options that there are.
+
+A comment before a block says what is not here: `<!-- needs: GPU -->`. Such a block is parsed and not run. `<!-- setup:
+... -->` is Python that is run before a block, and blocks after `<!-- examples -->` are those of examples/.
+"""
+
+import ast
+import importlib.util
+import json
+import re
+import shlex
+import subprocess
+from dataclasses import MISSING, fields
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+import trl
+import yaml
+from datasets import Dataset
+from torch import nn
+
+import lowmem
+from lowmem.cli import _inspect_options, _parser, _plan_options
+from lowmem.hf.versions import TESTED
+from lowmem.rules import resolve
+from lowmem.rules.rule import TABLE as RULES
+from lowmem.run import arguments
+from lowmem.tiles import storage
+from scripts.make_model import make_model, train_tokenizer
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"(?:<!-- (?P<marker>.*?) -->\n)?```(?P<language>\w+)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(*languages):
+    """(page, marker, code) of every fenced block in these languages, by its place."""
+    cases = []
+    for page in PAGES:
+        text = page.read_text()
+        for match in BLOCK.finditer(text):
+            if match["language"] in languages:
+                line = text[: match.start("code")].count("\n")
+                name = f"{page.relative_to(ROOT)}:{line}"
+                cases.append(pytest.param(page, match["marker"] or "", match["code"], id=name))
+    return cases
+
+
+# -- Python ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("docs") / "model"
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    make_model(folder, train_tokenizer([(ROOT / "README.md").read_text()], 300), num_key_value_heads=2, **sizes)
+    return folder
+
+
+def user(text):
+    return [{"role": "user", "content": text}]
+
+
+def assistant(text):
+    return [{"role": "assistant", "content": text}]
+
+
+def names(folder):
+    """What the blocks of a page may use without making it."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    ids = torch.arange(24).view(2, 12) + 10
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    pairs = [{"prompt": user("Why?"), "chosen": assistant("So."), "rejected": assistant("No.")}] * 4
+    chats = Dataset.from_list([{"messages": user("Why?") + assistant("So.")}] * 4)
+    return {
+        "torch": torch, "nn": nn, "lowmem": lowmem, "model": model, "loader": [batch, batch], "path": str(folder),
+        "tokenizer": transformers.AutoTokenizer.from_pretrained(folder), "pairs": Dataset.from_list(pairs),
+        "held_out": Dataset.from_list(pairs), "train": chats,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def own_names():
+    """Forgets the rules and storages that a page registers."""
+    tables = [(table, dict(table)) for table in (RULES, storage.TABLE)]
+    yield
+    for table, before in tables:
+        table.clear()
+        table.update(before)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("page", "marker", "code"), blocks("python"))
+def test_python(page, marker, code, model_folder, tmp_path, monkeypatch, own_names):
+    if marker == "examples":
+        assert (ROOT / re.search(r'"(.*)"', code)[1]).exists()  # a snippet that MkDocs includes
+        return
+    tree = compile(code, page.name, "exec", ast.PyCF_ONLY_AST)
+    if marker.startswith("needs: "):
+        return
+    monkeypatch.chdir(tmp_path)
+    namespace = {**names(model_folder), "__name__": page.stem}
+    if page.stem == "peft":
+        namespace["held_out"] = namespace["train"]
+    try:
+        exec(marker.removeprefix("setup: ") if marker else "", namespace)
+        exec(compile(tree, page.name, "exec"), namespace)
+    except ModuleNotFoundError as error:
+        pytest.skip(str(error))
+
+
+# -- commands and configurations ---------------------------------------------------------------------------------------
+
+
+def parse_yaml(text, tmp_path, command="sft", *options):
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    return arguments.parse(command, ["--config", str(file), "--output_dir", str(tmp_path), *options])
+
+
+@pytest.mark.parametrize(("page", "marker", "code"), blocks("yaml"))
+def test_yaml(page, marker, code, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    parsed = parse_yaml(code, tmp_path)
+    assert {name.partition(".")[0] for name in parsed.values} >= set(yaml.safe_load(code))
+
+
+MORE = {"plan": _plan_options, "inspect": _inspect_options}
+
+
+def commands(code):
+    """The commands of a shell block, as words."""
+    for line in code.replace("\\\n", " ").splitlines():
+        words = shlex.split(line.partition("|")[0], comments=True)
+        yield from [words] if words else []
+
+
+@pytest.mark.parametrize(("page", "marker", "code"), blocks("sh"))
+def test_sh(page, marker, code, tmp_path, monkeypatch):
+    """Scripts and modules exist, and what lowmem gets parses, with an empty file where a configuration is not here."""
+    subprocess.run(["bash", "-n"], input=code, text=True, check=True)
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "empty.yaml").write_text("dtype: bfloat16\n")
+    for words in commands(code):
+        for word in words:
+            if word.startswith(("scripts/", "examples/", "configs/")):
+                assert (ROOT / word).exists(), word
+            if word.startswith("benchmarks."):
+                assert importlib.util.find_spec(word), word
+        if "lowmem" not in words or words[0] in ("git", "pip"):
+            continue
+        rest = [word if not word.endswith(".yaml") or Path(word).exists() else str(tmp_path / "empty.yaml")
+                for word in words[words.index("lowmem") + 1 :]]  # fmt: skip
+        command, rest = _parser().parse_known_args(rest)
+        if "training" not in command:
+            assert not rest, words
+        elif more := MORE.get(words[words.index("lowmem") + 1]):
+            arguments.parse(command.training, rest, device="gpu", more=more)
+        else:
+            arguments.parse(command.training, rest)
+
+
+# -- data --------------------------------------------------------------------------------------------------------------
+
+CONFIGS = {
+    "sft": (trl.SFTTrainer, trl.SFTConfig), "dpo": (trl.DPOTrainer, trl.DPOConfig),
+    "kto": (trl.KTOTrainer, trl.KTOConfig), "reward": (trl.RewardTrainer, trl.RewardConfig),
+}  # fmt: skip
+
+
+def rows():
+    """(command, row) of each JSON block of the page on data."""
+    text, cases = (ROOT / "docs" / "reference" / "data.md").read_text(), []
+    for match in re.finditer(r"```json\n(.*?)```", text, re.DOTALL):
+        command = re.findall(r"`lowmem (\w+)`", text[: match.start()].rpartition("\n\n`lowmem")[0] + text[
+            text[: match.start()].rfind("\n\n`lowmem") : match.start()])[-1]  # fmt: skip
+        cases.append((command, json.loads(match[1])))
+    return cases
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("command", "row"), rows())
+def test_rows(command, row, model_folder, tmp_path):
+    """TRL takes each row as it is; GRPO's need a reward function and are those of the example."""
+    if command == "rloo":
+        assert row.keys() >= {"prompt"}
+        return
+    if "tools" in row:
+        assert trl.data_utils.is_conversational(row)
+        return
+    cls, config = CONFIGS[command]
+    cls(
+        model=str(model_folder),
+        args=config(output_dir=str(tmp_path), bf16=False, report_to="none"),
+        train_dataset=Dataset.from_list([row] * 2),
+        processing_class=transformers.AutoTokenizer.from_pretrained(model_folder),
+    )
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+
+def table(text, heading):
+    """The cells of the first table after a heading, without the table's own head."""
+    part = text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    lines = [line for line in part.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines[2:]]
+
+
+def plain(default):
+    return list(default) if isinstance(default, tuple) else default
+
+
+@pytest.mark.parametrize("config", [lowmem.FusedConfig, lowmem.LayersConfig])
+def test_options(config):
+    text = (ROOT / "docs" / "reference" / "options.md").read_text()
+    heading = "fused" if config is lowmem.FusedConfig else "layers"
+    listed = {row[0].strip("`"): yaml.safe_load(row[1].strip("`")) for row in table(text, heading)}
+    assert listed == {f.name: plain(f.default) for f in fields(config) if f.default is not MISSING}
+
+
+def test_rules():
+    text = (ROOT / "docs" / "reference" / "options.md").read_text()
+    listed = {}
+    for rule, rate, hyper in table(text, "Rules"):
+        pairs = [yaml.load(pair, arguments._Loader) for pair in re.findall(r"`(.*?)`", hyper)]
+        listed[rule.strip("`")] = (float(rate), {name: value for pair in pairs for name, value in pair.items()})
+    expected = {
+        info.name: (
+            resolve(info.name).usual_lr[0],
+            {name: plain(value) for name, value in info.defaults.items() if name != "lr"},
+        )
+        for info in lowmem.rules.table()
+        if type(resolve(info.name)).__module__.startswith("lowmem.")  # and is not registered by a test
+    }
+    assert listed == expected
+
+
+def test_versions():
+    """The table of limits, but for Python."""
+    text = (ROOT / "docs" / "reference" / "limits.md").read_text()
+    rows = [(row[0].partition(",")[0].lower(), row[1]) for row in table(text, "Versions")[1:]]
+    ends = {package: (known[0], known[-1]) for package, known in TESTED.items()}
+    assert {package: tuple(re.findall(r"[0-9.]+", known)) for package, known in rows} == ends
+
+
+# -- links -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, ROOT / "SECURITY.md", ROOT / "benchmarks" / "README.md"], ids=lambda page: page.name
+)
+def test_links(page):
+    """Links to files lead somewhere; the site's build checks those to headings."""
+    for target in re.findall(r"\]\((?![a-z]+:|#)([^)#\s]+)", page.read_text()):
+        assert (page.parent / target).exists(), target
+    for name in re.findall(r"`((?:tests|scripts|benchmarks|configs|examples|docs)/[\w./-]+)`", page.read_text()):
+        assert (ROOT / name).exists(), name

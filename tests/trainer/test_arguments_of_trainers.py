@@ -1,0 +1,257 @@
+"""Arguments of a trainer: the run of the trainer without the mixin, or an error before the first step."""
+
+import math
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import ParallelismConfig
+from huggingface_hub.errors import OfflineModeIsEnabled
+from support import trainers as builders
+from support.products import FULL
+from support.trainers import SENTENCES, assert_same_run, build, tokenizer
+from torch.utils.data import IterableDataset
+from transformers import EarlyStoppingCallback, LlamaForCausalLM, Trainer, TrainingArguments
+
+import lowmem
+from lowmem.errors import CheckpointError, ConfigError, UnsupportedError
+from lowmem.hf import arguments, sharding
+
+CAUSAL = "causal language model"
+
+
+class Stream(IterableDataset):
+    """Twelve rows, without a length."""
+
+    def __iter__(self):
+        for sentence in SENTENCES:
+            ids = tokenizer()(sentence)["input_ids"]
+            yield {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": ids}
+
+
+def accuracy(prediction):
+    return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
+
+
+def token_loss(outputs, labels, num_items_in_batch=None):
+    loss = torch.nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    return loss / num_items_in_batch
+
+
+def evaluated(row):
+    return {"eval_dataset": builders.ROWS[row]()[3]["train_dataset"]}
+
+
+BEST = {
+    "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "max_steps": 6,
+    "load_best_model_at_end": True, "learning_rate": 0.3,
+}  # fmt: skip
+EPOCHS = {"max_steps": -1, "num_train_epochs": 2}
+EQUAL = {  # a row, keywords of the constructor, arguments
+    "a partial last window": (CAUSAL, {}, {"gradient_accumulation_steps": 4, **EPOCHS}),
+    "data that end in a window": (
+        CAUSAL,
+        {"train_dataset": Stream()},
+        {"gradient_accumulation_steps": 4, "max_steps": 4, "lr_scheduler_type": "constant"},
+    ),
+    "a last window of means": ("sequence classification", {}, {"gradient_accumulation_steps": 4, **EPOCHS}),
+    "compute_loss_func": (CAUSAL, {"compute_loss_func": token_loss}, {"gradient_accumulation_steps": 2}),
+    "average_tokens_across_devices": (CAUSAL, {}, {"average_tokens_across_devices": False}),
+    "label smoothing": (CAUSAL, {}, {"label_smoothing_factor": 0.2, "gradient_accumulation_steps": 2}),
+    "label smoothing of SFT": ("SFT", {}, {"label_smoothing_factor": 0.2, "loss_type": "nll"}),
+    "model_init": (CAUSAL, {"model": None, "model_init": lambda: builders.llama()}, {}),
+    "generation in evaluation": (
+        "Seq2SeqTrainer",
+        evaluated("Seq2SeqTrainer"),
+        {"eval_strategy": "steps", "eval_steps": 2},
+    ),
+    "NEFTune": (CAUSAL, {}, {"neftune_noise_alpha": 5.0}),
+    "group_by_length": (CAUSAL, {}, {"train_sampling_strategy": "group_by_length"}),
+    "sequential": (CAUSAL, {}, {"train_sampling_strategy": "sequential"}),
+    "eval_on_start": (CAUSAL, evaluated(CAUSAL), {"eval_on_start": True}),
+    "eval_accumulation_steps": (
+        "sequence classification",
+        {**evaluated("sequence classification"), "compute_metrics": accuracy},
+        {"eval_strategy": "steps", "eval_steps": 1, "eval_accumulation_steps": 2, "per_device_eval_batch_size": 2},
+    ),
+    "dataloader_drop_last": (CAUSAL, {}, {"per_device_train_batch_size": 5, "dataloader_drop_last": True, **EPOCHS}),
+    "load_best_model_at_end": (CAUSAL, evaluated(CAUSAL), BEST),
+    "save_only_model": (CAUSAL, evaluated(CAUSAL), {**BEST, "save_only_model": True}),
+    "early stopping": (
+        CAUSAL,
+        {**evaluated(CAUSAL), "callbacks": [EarlyStoppingCallback(1)]},
+        {**BEST, "learning_rate": 1.0, "max_steps": 12},
+    ),
+    "reduce_lr_on_plateau": (
+        CAUSAL,
+        evaluated(CAUSAL),
+        {**BEST, "lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"patience": 0}},
+    ),
+    "save_strategy='best'": (CAUSAL, evaluated(CAUSAL), {**BEST, "save_strategy": "best"}),
+    "layers in turn": (
+        CAUSAL,
+        {},
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"every_n_layers": 2}},
+    ),
+}
+
+if FULL:  # compiles for seconds
+    EQUAL["torch_compile"] = (CAUSAL, {}, {"torch_compile_backend": "aot_eager", "max_grad_norm": 0.0})
+
+
+@pytest.mark.parametrize(("row", "keywords", "options"), EQUAL.values(), ids=EQUAL)
+def test_a_run_is_the_trainers_own_to_the_last_bit(row, keywords, options, tmp_path):
+    runs = []
+    for mixin in (False, True):
+        trainer = build(row, tmp_path / str(mixin), mixin, keywords, **options)
+        trainer.train()
+        runs.append(trainer)
+    ordinary, fused = runs
+    assert_same_run(fused, ordinary)
+    for name in ("global_step", "best_metric", "best_global_step", "epoch"):
+        assert getattr(fused.state, name) == getattr(ordinary.state, name)
+
+
+SAVED = {"save_strategy": "steps", "save_steps": 4, "max_steps": 8, "lr_scheduler_type": "linear"}
+RESUMED = {  # arguments of the run that resumes; six steps are an epoch
+    "as before": {},
+    "ignore_data_skip": {"ignore_data_skip": True},
+    "more steps": {"max_steps": 10},
+    "fewer steps": {"max_steps": 5},
+    "other steps to save": {"save_steps": 3},
+}
+
+
+@pytest.mark.parametrize("changed", RESUMED.values(), ids=RESUMED)
+def test_a_resumed_run_is_the_trainers_own_to_the_last_bit(changed, tmp_path):
+    runs = []
+    for mixin in (False, True):
+        folder = tmp_path / str(mixin)
+        build(CAUSAL, folder, mixin, **SAVED).train()
+        trainer = build(CAUSAL, folder, mixin, **{**SAVED, **changed})
+        trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-4")
+        runs.append(trainer)
+    ordinary, fused = runs
+    # the trainer's own has lost the losses of the steps before it was resumed
+    assert_same_run(fused, ordinary, other=("train_loss",))
+    assert fused.state.global_step == ordinary.state.global_step == changed.get("max_steps", 8)
+
+
+class Overflow(LlamaForCausalLM):
+    """Its loss is NaN for the third batch."""
+
+    batches = 0
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        self.batches += 1
+        output.loss = output.loss * (torch.nan if self.batches == 3 else 1)
+        return output
+
+
+@pytest.mark.parametrize("filtered", [True, False])
+def test_a_loss_that_is_not_finite_is_logged_as_by_the_trainer(filtered, tmp_path):
+    """The weights stay finite, which those of the trainer without the mixin do not."""
+    losses = []
+    for mixin in (False, True):
+        model = builders.llama(Overflow)
+        options = {"logging_nan_inf_filter": filtered, "remove_unused_columns": False, "max_grad_norm": 0.0}
+        trainer = build(CAUSAL, tmp_path, mixin, {"model": model}, **options)
+        trainer.train()
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+        assert all(param.isfinite().all() for param in model.parameters()) == mixin
+    assert losses[0] == pytest.approx(losses[1], rel=0, abs=0, nan_ok=True)
+    assert any(map(math.isnan, losses[1])) != filtered
+
+
+REFUSED = {
+    "push_to_hub without a network": ({"push_to_hub": True}, OfflineModeIsEnabled, "offline mode is enabled"),
+    "max_grad_norm=None": ({"max_grad_norm": None}, ConfigError, "max_grad_norm=None"),
+    "a negative max_grad_norm": ({"max_grad_norm": -1.0}, ConfigError, r"max_grad_norm=-1\.0.*set 0 for no clipping"),
+    "parallelism_config": ({"parallelism_config": ParallelismConfig()}, UnsupportedError, "Set fsdp or deepspeed"),
+    **{
+        name: ({name: True}, UnsupportedError, f"{name}=True: ")
+        for name in ("enable_jit_checkpoint", "ddp_broadcast_buffers", "save_on_each_node", "auto_find_batch_size")
+    },
+}
+
+
+@pytest.mark.parametrize(("options", "error", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_honoured_raises_when_the_trainer_is_made(options, error, message, tmp_path):
+    with pytest.raises(error, match=message):
+        build(CAUSAL, tmp_path, True, **options)
+
+
+def test_a_checkpoint_within_a_step_is_refused(tmp_path):
+    options = {"save_strategy": "epoch", "gradient_accumulation_steps": 4}
+    with pytest.raises(UnsupportedError, match="data without a length may end before"):
+        build(CAUSAL, tmp_path, True, {"train_dataset": Stream()}, **options)
+
+
+def test_a_compiled_model_is_refused_under_two_pass(tmp_path):
+    trainer = build(CAUSAL, tmp_path, True, torch_compile_backend="aot_eager", max_grad_norm=0.5)
+    with pytest.raises(UnsupportedError, match=r"torch_compile=True.*policy='deferred'"):
+        trainer.train()
+
+
+def test_a_sharded_model_is_not_compiled(tmp_path):
+    args = TrainingArguments(output_dir=str(tmp_path), torch_compile_backend="aot_eager", report_to="none")
+    with pytest.raises(UnsupportedError, match="torch_compile=True: with fsdp or deepspeed"):
+        arguments.complete(lowmem.FusedConfig(), args, object.__new__(sharding.FSDP2Sharding))
+
+
+def test_a_checkpoint_of_weights_alone_is_not_resumed(tmp_path):
+    """Hugging Face would go on with empty optimizer states and the schedule from its start."""
+    build(CAUSAL, tmp_path, True, **SAVED, save_only_model=True).train()
+    with pytest.raises(CheckpointError, match=r"checkpoint-8 has no optimizer\.safetensors: it has only weights"):
+        build(CAUSAL, tmp_path, True, **SAVED).train(resume_from_checkpoint=f"{tmp_path}/checkpoint-8")
+
+
+@pytest.mark.parametrize("strategy", ["end", "every_save", "checkpoint", "all_checkpoints"])
+def test_what_is_pushed_to_the_hub_is_complete(strategy, tmp_path, monkeypatch):
+    """An upload reads its directory while training goes on; it never sees a checkpoint that is being written."""
+    uploads = []
+
+    class Hub:
+        def create_repo(self, name, **_):
+            return SimpleNamespace(repo_id=name)
+
+        def upload_folder(self, folder_path, **options):
+            uploads.append((Path(folder_path), sorted(path.name for path in Path(folder_path).iterdir())))
+            done = Future()
+            done.set_result(None)
+            return done
+
+    monkeypatch.setattr("transformers.trainer.hf_api", Hub)
+    options = {"push_to_hub": True, "hub_strategy": strategy, "hub_model_id": "me/model", "hub_always_push": True}
+    trainer = build(CAUSAL, tmp_path, True, **{**SAVED, "max_steps": 4, "save_steps": 2}, **options)
+    trainer.train()
+    expected = {
+        "end": [],
+        "every_save": [tmp_path, tmp_path],
+        "checkpoint": [tmp_path, tmp_path / "checkpoint-2", tmp_path, tmp_path / "checkpoint-4"],
+    }
+    assert [folder for folder, _ in uploads] == expected.get(strategy, expected["checkpoint"])
+    for folder, files in uploads:
+        assert ".saving" not in files
+        assert "model.safetensors" in files
+        assert folder == tmp_path or "optimizer.safetensors" in files
+
+
+REENTRANT = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+
+
+def test_reentrant_checkpointing_rules_two_passes_out(make, tiny_llama):
+    arguments = {**REENTRANT, "max_grad_norm": 0.5, "max_steps": 3}
+    trainer = make(fused=lowmem.FusedConfig(policy="two_pass"), **arguments)
+    before = [param.detach().clone() for param in trainer.model.parameters()]
+    with pytest.raises(UnsupportedError, match=r"use_reentrant=False\), or policy='deferred' \(or 'auto'\)"):
+        trainer.train()
+    assert all(map(torch.equal, trainer.model.parameters(), before))
+    trainer, plain = make(model=tiny_llama(), **arguments), make(Trainer, model=tiny_llama(), **arguments)
+    trainer.train()
+    plain.train()
+    assert trainer.optimizer.policy == "deferred"
+    assert all(map(torch.equal, trainer.model.parameters(), plain.model.parameters()))

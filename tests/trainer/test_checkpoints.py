@@ -1,0 +1,290 @@
+"""What is saved reaches the disk before it counts, is the same for equal runs, and continues as if not interrupted."""
+
+import errno
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from support.trainers import build, joined
+from torch.distributed import DistBackendError
+from transformers import TrainerCallback
+
+from lowmem import files
+from lowmem.errors import CheckpointError, LowmemError
+from lowmem.hf import checkpoint
+
+SAVES = {"save_strategy": "steps", "save_steps": 1}
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+# -- written ----------------------------------------------------------------------------------------------------------
+
+
+def test_everything_is_flushed_before_the_checkpoint_has_its_name(make, tmp_path, monkeypatch):
+    events = []
+
+    def fsync(descriptor, fsync=os.fsync):
+        events.append(Path(f"/proc/self/fd/{descriptor}").readlink())
+        fsync(descriptor)
+
+    def rename(path, target, rename=Path.rename):
+        events.append("renamed")
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "rename", rename)
+    make(**SAVES, max_steps=1).train()
+    staged, final = (tmp_path / "run" / name for name in (".saving/checkpoint-1", "checkpoint-1"))
+    before, after = events[: events.index("renamed")], events[events.index("renamed") + 1 :]
+    assert {*before} == {staged, *(staged / name for name in names(final))}
+    assert after == [tmp_path / "run"]
+
+
+def test_a_file_is_flushed_before_it_has_its_name(tmp_path, monkeypatch):
+    flushed = []
+    monkeypatch.setattr(files, "flush", lambda path: flushed.append((path.name, (tmp_path / "a").exists())))
+    files.write_file(tmp_path / "a", b"text")
+    assert flushed == [(".a.tmp", False), (tmp_path.name, True)]
+
+
+def full_disk(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def read_only(*_, **__):
+    raise OSError(errno.EROFS, "Read-only file system")
+
+
+@pytest.mark.parametrize("place", ["flush_tree", "write_tensor", "shutil.rmtree", "Path.rename"])
+def test_a_save_that_fails_keeps_the_checkpoint_before(make, place, tmp_path, monkeypatch):
+    """Anywhere; also while it replaces a checkpoint of an earlier run."""
+    make(**SAVES, max_steps=3).train()
+    trainer = make(**SAVES, max_steps=3)
+    original = (tmp_path / "run" / "checkpoint-3" / "optimizer.safetensors").read_bytes()
+
+    class FailLater(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            if state.global_step == 3:
+                if place == "Path.rename":
+                    rename = Path.rename
+                    fail = lambda path, target: full_disk() if ".saving" in str(path) else rename(path, target)  # noqa: E731
+                    monkeypatch.setattr(Path, "rename", fail)
+                elif place != "shutil.rmtree":
+                    monkeypatch.setattr(checkpoint, place, full_disk)
+                else:
+                    monkeypatch.setattr(Path, "mkdir", read_only)
+                    monkeypatch.setattr(os, "makedirs", read_only)
+
+    trainer.add_callback(FailLater())
+    with pytest.raises(CheckpointError, match=r"checkpoint-3 could not be written: .*(No space left|Read-only)"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
+    monkeypatch.undo()
+    assert [name for name in names(tmp_path / "run") if name != ".replaced"] == [f"checkpoint-{n}" for n in (1, 2, 3)]
+    assert (tmp_path / "run" / "checkpoint-3" / "optimizer.safetensors").read_bytes() == original
+    assert checkpoint.find_last(tmp_path / "run") == (tmp_path / "run" / "checkpoint-3", [])
+
+
+@pytest.mark.parametrize("when", ["between two saves", "while saving"])
+def test_a_run_folder_that_is_deleted(make, when, tmp_path, monkeypatch):
+    """The next checkpoint is written anew, or one message says what is missing."""
+    trainer = make(**SAVES, max_steps=2)
+
+    class Delete(TrainerCallback):
+        def on_save(self, args, state, control, **_):
+            if state.global_step == 1:
+                shutil.rmtree(tmp_path / "run")
+
+    if when == "between two saves":
+        trainer.add_callback(Delete())
+        trainer.train()
+        assert checkpoint.find_last(tmp_path / "run") == (tmp_path / "run" / "checkpoint-2", [])
+    else:
+        monkeypatch.setattr(trainer, "_save_rng_state", lambda folder: shutil.rmtree(tmp_path / "run"))
+        with pytest.raises(LowmemError, match="checkpoint-1 could not be written"):
+            trainer.train()
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), DistBackendError("NCCL error")])
+def test_an_error_that_is_not_of_a_file_stays_itself(make, error, tmp_path, monkeypatch):
+    """Such as one of the device or of another rank, for which free space on the disk does nothing."""
+
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(checkpoint, "write_tensor", fail)
+    with pytest.raises(type(error)) as raised:
+        make(**SAVES).train()
+    assert raised.value is error
+    assert names(tmp_path / "run") == []
+
+
+@pytest.mark.parametrize("path", ["/dev/full", "/missing/scheduler.pt", "/proc/scheduler.pt"])
+def test_a_file_that_torch_cannot_write(make, path, monkeypatch):
+    """`torch.save` raises RuntimeError for a full disk, too."""
+    monkeypatch.setattr(checkpoint, "SCHEDULER_FILE", path)
+    with pytest.raises(CheckpointError, match=r"checkpoint-1 could not be written: .* Free some space"):
+        make(**SAVES).train()
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("at", range(1, 5))
+def test_a_run_that_is_killed_while_it_replaces_a_checkpoint_loses_none(make, at, tmp_path, monkeypatch):
+    """Before each of the calls that change the names of directories, or remove them."""
+    make(**SAVES, max_steps=2).train()
+    run = tmp_path / "run"
+    shutil.copytree(run / "checkpoint-2", run / ".saving" / "checkpoint-2")
+    calls = []
+
+    def counted(function):
+        def call(*args, **options):
+            calls.append(function)
+            if len(calls) >= at:  # whatever would clean up does not happen either
+                raise Killed
+            return function(*args, **options)
+
+        return call
+
+    monkeypatch.setattr(Path, "rename", counted(Path.rename))
+    monkeypatch.setattr(shutil, "rmtree", counted(shutil.rmtree))
+    with pytest.raises(Killed):
+        checkpoint.publish(run / ".saving" / "checkpoint-2", run / "checkpoint-2")
+    monkeypatch.undo()
+    folder, damaged = checkpoint.find_last(run)
+    assert (folder.name, damaged) == ("checkpoint-2", [])
+    make(**SAVES, max_steps=3).train(resume_from_checkpoint=True)
+    assert names(run) == ["checkpoint-1", *(["checkpoint-2"] if folder.parent == run else []), "checkpoint-3"]
+
+
+def test_a_run_that_is_killed_while_it_removes_a_checkpoint_leaves_no_half_of_it(make, tmp_path, monkeypatch):
+    make(**SAVES, max_steps=3).train()
+    run = tmp_path / "run"
+
+    def remove(path, **_):
+        if Path(path).exists():
+            next(Path(path).glob("*/*.safetensors")).unlink()
+            raise Killed
+
+    monkeypatch.setattr(shutil, "rmtree", remove)
+    with pytest.raises(Killed):
+        checkpoint.rotate(run, 3, 1, None)
+    monkeypatch.undo()
+    assert checkpoint.by_number(run) == [run / "checkpoint-2", run / "checkpoint-3"]
+    checkpoint.rotate(run, 3, 1, None)
+    assert names(run) == ["checkpoint-3"]
+
+
+ROTATIONS = {
+    "the oldest go": ([1, 2, 3], 3, 2, None, [2, 3]),
+    "the best stays": ([1, 2, 3], 3, 2, 1, [1, 3]),
+    "the best and this one stay": ([1, 2, 3], 3, 1, 1, [1, 3]),
+    "those before the run was resumed go first": ([4, 5, 6, 8], 5, 2, None, [4, 5]),
+    "no limit": ([1, 2, 3], 3, None, None, [1, 2, 3]),
+    "by number": ([9, 10, 11], 11, 2, None, [10, 11]),
+}
+
+
+@pytest.mark.parametrize(("there", "step", "limit", "best", "left"), ROTATIONS.values(), ids=ROTATIONS)
+def test_which_checkpoints_stay(there, step, limit, best, left, tmp_path):
+    for number in there:
+        (tmp_path / f"checkpoint-{number}").mkdir()
+    checkpoint.rotate(tmp_path, step, limit, best and str(tmp_path / f"checkpoint-{best}"))
+    assert [int(folder.name.rpartition("-")[2]) for folder in checkpoint.by_number(tmp_path)] == left
+
+
+@pytest.mark.parametrize("absolute", ["the run directory", "the checkpoint"])
+def test_the_best_checkpoint_stays_whatever_way_its_path_is_written(make, absolute, tmp_path, monkeypatch):
+    """One of `output_dir` and the checkpoint that is resumed from is relative."""
+    settings = {**SAVES, "eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "max_steps": 3}
+    settings |= {"metric_for_best_model": "loss", "greater_is_better": True}  # the first is the best
+    monkeypatch.chdir(tmp_path)
+    make(**settings).train()
+    run, checkpoint_1 = tmp_path / "run", tmp_path / "run" / "checkpoint-1"
+    path, resumed_from = ("run", checkpoint_1) if absolute == "the checkpoint" else (run, "run/checkpoint-1")
+    trainer = make(**settings, output_dir=str(path), save_total_limit=2)
+    trainer.train(resume_from_checkpoint=str(resumed_from))
+    assert Path(trainer.state.best_model_checkpoint).resolve() == checkpoint_1
+    assert names(run) == ["checkpoint-1", "checkpoint-3"]
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "compensated"])
+def test_equal_runs_have_equal_files(make, rounding, tmp_path):
+    """Except for the arguments, which have the path of the run, and what was logged, which has times."""
+    from lowmem import FusedConfig
+
+    fused = FusedConfig(rounding=rounding, rule="adamw")
+    for run in ("one", "two"):
+        make(**SAVES, max_steps=2, run=run, fused=fused).train()
+    one, two = (tmp_path / run / "checkpoint-2" for run in ("one", "two"))
+    differ = {path.name for path in one.iterdir() if path.read_bytes() != (two / path.name).read_bytes()}
+    assert differ == {"training_args.bin", "checksums.txt"}
+
+
+# -- continued --------------------------------------------------------------------------------------------------------
+
+
+def losses(trainer):
+    return [
+        (entry["step"], entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry
+    ]
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_losses_of_a_resumed_run_are_those_of_the_uninterrupted_one(make, accumulation, tmp_path):
+    """Resumed after each step, around the end of an epoch too."""
+    size = 8 // accumulation  # five steps per epoch
+    settings = {**SAVES, "max_steps": 7, "per_device_train_batch_size": size}
+    settings["gradient_accumulation_steps"] = accumulation
+    whole = make(**settings)
+    whole.train()
+    assert len(losses(whole)) == 7
+    for step in range(1, 8):
+        resumed = make(**{**settings, "save_strategy": "no"})
+        output = resumed.train(resume_from_checkpoint=str(tmp_path / "run" / f"checkpoint-{step}"))
+        assert losses(resumed) == losses(whole)
+        mean = sum(loss for _, loss, _ in losses(whole)[step:]) / max(7 - step, 0.001)
+        assert output.training_loss == pytest.approx(mean)  # of the steps since it was resumed
+
+
+def test_the_losses_of_two_ranks_continue(two, tmp_path):
+    for whole, resumed in two.run(continued, str(tmp_path)):
+        assert len(whole) == 4
+        assert resumed == whole
+
+
+def continued(rank, folder):
+    settings = {**SAVES, "max_steps": 4, "use_cpu": True}
+    logged = []
+    with joined(rank):
+        for resume in (None, f"{folder}/checkpoint-1"):
+            trainer = build("causal language model", folder, True, **settings)
+            trainer.train(resume_from_checkpoint=resume)
+            logged.append(losses(trainer))
+    return logged
+
+
+@pytest.mark.parametrize("original", ["kept", "gone"])
+def test_a_run_folder_that_was_moved_or_copied_keeps_its_best_model(make, original, tmp_path):
+    settings = {
+        **SAVES, "eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "learning_rate": 0.3,
+        "optim": "adalomo",
+    }  # fmt: skip
+    first = make(**settings, save_total_limit=3, max_steps=6)
+    first.train()
+    best = Path(first.state.best_model_checkpoint).name
+    assert best == "checkpoint-4"
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    if original == "gone":
+        shutil.rmtree(tmp_path / "run")
+    resumed = make(**settings, save_total_limit=1, max_steps=6, run="copy")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "copy" / "checkpoint-5"))
+    assert resumed.state.best_model_checkpoint == str(tmp_path / "copy" / best)
+    assert names(tmp_path / "copy") == [best]
+    assert all(torch.equal(a, b) for a, b in zip(first.model.parameters(), resumed.model.parameters(), strict=True))

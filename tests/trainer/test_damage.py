@@ -1,0 +1,212 @@
+"""A checkpoint with any damage is named and passed over for the one before, and nothing in it is executed."""
+
+import json
+import logging
+import os
+import pickle
+import shutil
+
+import pytest
+import torch
+import xxhash
+from support.trainers import build, joined
+
+from lowmem.errors import CheckpointError
+from lowmem.hf import checkpoint, integrity
+
+NEWEST = "checkpoint-3"
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run directory with three checkpoints."""
+    folder = tmp_path_factory.mktemp("damage") / "run"
+    build("SFT", folder, True, save_strategy="steps", save_steps=1).train()
+    return folder
+
+
+@pytest.fixture
+def run(finished, tmp_path):
+    return shutil.copytree(finished, tmp_path / "run")
+
+
+def overwrite(content):
+    return lambda path: path.write_bytes(content)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def link_to_itself(path):
+    path.unlink()
+    path.symlink_to(path.name)
+
+
+HOW = {"cut": cut, "empty": overwrite(b""), "junk": overwrite(b"\x80\x02junk" * 9), "gone": os.unlink}
+HOW |= {"a link to itself": link_to_itself}
+NAMES = ["model.safetensors", "optimizer.safetensors", "scheduler.pt", "rng_state.pth", "trainer_state.json"]
+NAMES += ["config.json", "tokenizer.json"]
+
+
+@pytest.mark.parametrize("damage", HOW.values(), ids=HOW)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_damaged_file_is_named_and_the_checkpoint_before_is_used(run, name, damage):
+    damage(run / NEWEST / name)
+    last, (reason,) = checkpoint.find_last(run)
+    assert last == run / "checkpoint-2"
+    assert name in reason and NEWEST in reason
+    assert len(reason.replace(str(run), "")) < 400
+
+
+def test_a_flipped_bit_in_any_file_is_found(run):
+    names = {path.name for path in (run / NEWEST).iterdir()}
+    assert {*NAMES, "training_args.bin", "checksums.txt"} < names
+    for name in names:
+        original = (run / NEWEST / name).read_bytes()
+        flip(run / NEWEST / name)
+        with pytest.raises(CheckpointError, match=NEWEST):
+            checkpoint.check_resumable(run / NEWEST)
+        if name != checkpoint.OPTIMIZER_FILE:
+            with pytest.raises(CheckpointError, match=NEWEST):
+                checkpoint.check_model(run / NEWEST)
+        (run / NEWEST / name).write_bytes(original)
+    checkpoint.check_resumable(run / NEWEST)
+
+
+def test_a_model_is_checked_without_the_file_of_the_optimizer(run, monkeypatch):
+    """It is as large as the weights, or twice as large, and answering a prompt does not need it."""
+    read = []
+    monkeypatch.setattr(integrity, "checksum", lambda path: read.append(path.name))
+    (run / NEWEST / "checksums.txt").write_text(f"{'0' * 32}  optimizer.safetensors\n")
+    checkpoint.check_model(run / NEWEST)
+    assert read == []
+
+
+@pytest.mark.parametrize("newest", ["intact", "damaged"])
+def test_one_rank_looks_for_the_checkpoint_once(two, newest, run):
+    if newest == "damaged":
+        flip(run / NEWEST / "model.safetensors")
+    (path, read, warned), (other, unread, silent) = two.run(looked_for, True, str(run))
+    assert path == other == str(run / (NEWEST if newest == "intact" else "checkpoint-2"))
+    assert len(set(read)) == len(read) > 0
+    assert unread == silent == []
+    assert len(warned) == (newest == "damaged")
+
+
+def test_every_rank_raises_what_the_first_one_found(two, run):
+    flip(run / NEWEST / "model.safetensors")
+    for message, *_ in two.run(looked_for, str(run / NEWEST), str(run)):
+        assert "model.safetensors is damaged: its checksum is not that in" in message
+
+
+def looked_for(rank, requested, folder):
+    """The checkpoint or the error, the files that were read to find it, and what was warned of."""
+    read, own, logged = [], integrity.checksum, []
+    integrity.checksum = lambda path: read.append(path) or own(path)
+    handler = logging.Handler()
+    handler.emit = logged.append
+    logging.getLogger("lowmem").addHandler(handler)
+    trained = []
+    try:
+        with joined(rank):
+            trainer = build("SFT", folder, True, max_steps=3, use_cpu=True)
+            trainer._load_from_checkpoint = lambda path, model=None: trained.append(path)
+            trainer._load_optimizer_and_scheduler = lambda path: None
+            trainer.train(resume_from_checkpoint=requested)
+    except CheckpointError as error:
+        trained = [str(error)]
+    finally:
+        integrity.checksum = own
+        logging.getLogger("lowmem").removeHandler(handler)
+    return trained[0], read, [record.getMessage() for record in logged if "damaged" in record.getMessage()]
+
+
+def forget(folder, name):
+    path = folder / "checksums.txt"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if not line.endswith(f"  {name}\n")))
+
+
+def test_a_file_that_was_changed_on_purpose_is_accepted_once_its_line_is_gone(run):
+    path = run / NEWEST / "generation_config.json"
+    path.write_text('{"temperature": 0.5}')
+    (run / NEWEST / "notes.txt").write_text("the best so far")  # not listed
+    with pytest.raises(CheckpointError, match=r"generation_config.json is damaged.*on purpose, remove its line"):
+        checkpoint.check_resumable(run / NEWEST)
+    forget(run / NEWEST, path.name)
+    checkpoint.check_resumable(run / NEWEST)
+
+
+def test_the_lines_are_those_of_xxh128sum(tmp_path):
+    """`printf '' | xxh128sum` prints this."""
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "a").write_bytes(b"")
+    (tmp_path / "Z").write_bytes(b"text")
+    integrity.write_checksums(tmp_path)
+    assert (tmp_path / "checksums.txt").read_text() == (
+        f"{xxhash.xxh3_128_hexdigest(b'text')}  Z\n99aa06d3014798d86001c324468d497f  adapter/a\n"
+    )
+
+
+LINES = {
+    "": "it is empty",
+    "junk\n": "line 1 is not a checksum and a name",
+    f"{'0' * 32}  ../checkpoint-2/config.json\n": "outside of the checkpoint",
+    f"{'0' * 32}  /etc/passwd\n": "outside of the checkpoint",
+    f"{'0' * 32}  adapter/x\n": "adapter/x is missing",
+}
+
+
+@pytest.mark.parametrize(("text", "message"), LINES.items(), ids=LINES.values())
+def test_damaged_checksums_are_refused(run, text, message):
+    (run / NEWEST / "checksums.txt").write_text(text)
+    for check in (checkpoint.check_resumable, checkpoint.check_model):
+        with pytest.raises(CheckpointError, match=message):
+            check(run / NEWEST)
+
+
+def test_only_resuming_needs_checksums(run):
+    (run / NEWEST / "checksums.txt").unlink()
+    checkpoint.check_model(run / NEWEST)
+    with pytest.raises(CheckpointError, match="not written completely, or by another program"):
+        checkpoint.check_resumable(run / NEWEST)
+    cut(run / NEWEST / "model.safetensors")
+    with pytest.raises(CheckpointError, match="damaged or cut short"):
+        checkpoint.check_model(run / NEWEST)
+
+
+@pytest.mark.parametrize("map", [{"w": "../checkpoint-2/model.safetensors"}, {"w": "/etc/passwd"}, {"w": 3}, {}, "x"])
+def test_an_index_leads_nowhere_else(run, map):
+    (run / NEWEST / "checksums.txt").unlink()
+    (run / NEWEST / "model.safetensors.index.json").write_text(json.dumps({"weight_map": map}))
+    with pytest.raises(CheckpointError, match=r"not a file of the same folder|has no weight_map"):
+        checkpoint.check_model(run / NEWEST)
+
+
+class Bomb:
+    def __reduce__(self):
+        return os.system, ("touch exploded",)
+
+
+@pytest.mark.parametrize("name", ["rng_state.pth", "scheduler.pt", "scaler.pt", "training_args.bin", "optimizer.pt"])
+@pytest.mark.parametrize("write", [pickle.dump, torch.save], ids=["pickle", "torch"])
+def test_nothing_is_unpickled(run, name, write, tmp_path, monkeypatch):
+    """Not even a file that the checksums do not list."""
+    monkeypatch.chdir(tmp_path)
+    forget(run / NEWEST, name)
+    with (run / NEWEST / name).open("wb") as file:
+        write(Bomb(), file)
+    trainer = build("SFT", run, True, max_steps=4)
+    if name in ("rng_state.pth", "scheduler.pt"):
+        with pytest.raises(pickle.UnpicklingError):
+            trainer.train(resume_from_checkpoint=True)
+    else:
+        trainer.train(resume_from_checkpoint=True)
+    assert not (tmp_path / "exploded").exists()

@@ -1,0 +1,279 @@
+"""A trainer that is told nothing trains what it would train without the mixin, and asks where it can't."""
+
+import functools
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+import trl
+from datasets import Dataset
+from safetensors.torch import save_file
+from support.tokenizers import train_tokenizer
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import HPSearchBackend
+
+import lowmem
+from lowmem import FusedConfig, LayersConfig, cli
+from lowmem.errors import ConfigError
+from lowmem.trainer import _UNUSED, FusedSFTTrainer, FusedTrainer, FusedTrainerMixin
+
+DEFAULT = TrainingArguments.learning_rate
+
+
+def ends(trainer):
+    trainer.train()
+    return [param.detach().clone() for param in trainer.model.parameters()]
+
+
+def sft(cls, tiny_llama, folder, optim, **keywords):
+    tokenizer = train_tokenizer(["some words to learn from, and some more of them"], 270)
+    rows = [{"prompt": f"question {i}", "completion": f" answer {i} of many"} for i in range(16)]
+    args = trl.SFTConfig(
+        output_dir=str(folder), max_steps=4, per_device_train_batch_size=4, learning_rate=1e-2, report_to="none",
+        disable_tqdm=True, bf16=False, dataloader_pin_memory=False, save_strategy="no", optim=optim,
+    )  # fmt: skip
+    model = tiny_llama(vocab_size=len(tokenizer))
+    return cls(model, args=args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer, **keywords)
+
+
+# -- the optimizer -----------------------------------------------------------------------------------------------------
+
+SETTINGS = {
+    "as they are": {"max_grad_norm": 1.0},
+    "clipped, decayed": {"max_grad_norm": 0.3, "weight_decay": 0.1, "adam_beta2": 0.95, "adam_epsilon": 1e-6},
+    "accumulated": {"max_grad_norm": 1.0, "gradient_accumulation_steps": 2, "lr_scheduler_type": "cosine"},
+}
+
+
+@pytest.mark.parametrize("fused", [None, FusedConfig(), FusedConfig(policy="deferred", seed=3)])
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_a_trainer_without_fused_is_the_plain_one_bit_for_bit(make, settings, fused):
+    plain = ends(make(Trainer, optim="adamw_torch", **settings))
+    ours = make(fused=fused, optim="adamw_torch_fused", **settings)
+    assert all(map(torch.equal, plain, ends(ours)))
+    assert {group["rule"] for group in ours.optimizer.param_groups} == {"adamw"}
+
+
+def test_sft_without_fused_is_the_plain_one_bit_for_bit(tiny_llama, tmp_path):
+    plain = ends(sft(trl.SFTTrainer, tiny_llama, tmp_path, "adamw_torch"))
+    layers = LayersConfig(computed_gradients=False)  # TRL's head
+    assert all(map(torch.equal, plain, ends(sft(FusedSFTTrainer, tiny_llama, tmp_path, "adamw_torch", layers=layers))))
+    for one, other in zip(plain, ends(sft(FusedSFTTrainer, tiny_llama, tmp_path, "adamw_torch_fused")), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)  # AdamW divides small numbers by small ones
+
+
+def test_the_default_of_transformers_differs_in_last_bits(make):
+    """Its fused kernel computes the step, here of 1e-2 at most, and the weight with other roundings."""
+    plain = ends(make(Trainer, optim="adamw_torch_fused", max_steps=1))
+    for one, other in zip(plain, ends(make(max_steps=1)), strict=True):
+        assert ((one - other).abs() <= 2**-23 * (one.abs() + 4e-2)).all()
+
+
+# -- the learning rate -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fused", "arguments", "usual"),
+    [
+        (FusedConfig(rule="adalomo"), {}, "its usual rate is 0.001 .*; AdamW's 5e-05 is about 0.00"),
+        (None, {"optim": "adalomo"}, "its usual rate is 0.001"),
+        (FusedConfig(rule="lion"), {}, "its usual rate is 1e-05"),
+        (FusedConfig(rule="lomo", clip_value=1.0), {"learning_rate": DEFAULT}, "its usual rate is 0.01"),
+        *((FusedConfig(rule=rule), {}, "its usual rate is") for rule in ("adafactor", "adafactor_t2t", "lans")),
+    ],
+)
+def test_a_rate_that_was_left_alone_is_asked_about(make, fused, arguments, usual):
+    arguments = {"learning_rate": DEFAULT, **arguments}
+    with pytest.raises(ConfigError, match=f"learning_rate=5e-05 is the default of TrainingArguments.*{usual}"):
+        make(fused=fused, **arguments)
+
+
+def test_the_default_is_that_of_the_class_of_the_arguments(tiny_llama, tmp_path):
+    class Arguments(TrainingArguments):
+        pass
+
+    Arguments.__dataclass_fields__ = {**TrainingArguments.__dataclass_fields__}
+    rate = trl.DPOConfig.learning_rate
+    assert rate != DEFAULT
+    fused = FusedConfig(rule="adalomo")
+    common = {"output_dir": str(tmp_path), "report_to": "none", "max_grad_norm": 0.0}
+    for cls, value, asked in (
+        (TrainingArguments, DEFAULT, True), (TrainingArguments, rate, False),
+        (trl.DPOConfig, rate, True), (trl.DPOConfig, DEFAULT, False),
+    ):  # fmt: skip
+        args = cls(learning_rate=value, **common, **({"bf16": False} if cls is trl.DPOConfig else {}))
+        if asked:
+            with pytest.raises(ConfigError, match=f"is the default of {cls.__name__}"):
+                FusedTrainer(tiny_llama(), args, fused=fused)
+        else:
+            assert FusedTrainer(tiny_llama(), args, fused=fused).create_optimizer().param_groups[0]["lr"] == value
+
+
+@pytest.mark.parametrize(
+    ("fused", "rate", "lr"),
+    [
+        (FusedConfig(rule="adalomo", lr=1e-3), DEFAULT, 1e-3),
+        (FusedConfig(rule="adalomo", lr=DEFAULT), DEFAULT, DEFAULT),  # insisted on
+        (FusedConfig(rule="adalomo"), 2e-3, 2e-3),
+        (FusedConfig(rule="adalomo", lr=2e-3), 2e-3, 2e-3),
+        (FusedConfig(rule="torch.optim.SGD"), DEFAULT, DEFAULT),  # no rate is usual
+        (FusedConfig(rule="torch.optim.SGD", lr=0.1), DEFAULT, 0.1),
+        (FusedConfig(rule="adamw"), DEFAULT, DEFAULT),
+        (None, DEFAULT, DEFAULT),
+    ],
+)
+def test_a_rate_is_taken_from_where_it_was_set(make, fused, rate, lr):
+    trainer = make(fused=fused, learning_rate=rate, lr_scheduler_type="constant", max_steps=2)
+    assert trainer.args.learning_rate == lr  # what is logged, and what model cards say
+    trainer.train()
+    assert {group["lr"] for group in trainer.optimizer.param_groups} == {lr}
+    assert {entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry} == {lr}
+
+
+@pytest.mark.parametrize("rule", ["adalomo", "adamw", "torch.optim.AdamW"])
+def test_two_rates_that_differ_are_refused(make, rule):
+    with pytest.raises(ConfigError, match=r"fused\.lr=0\.001 contradicts learning_rate=0\.002"):
+        make(fused=FusedConfig(rule=rule, lr=1e-3), learning_rate=2e-3)
+    if rule != "adalomo":
+        with pytest.raises(ConfigError, match=r"fused\.lr=0\.001 contradicts learning_rate=5e-05"):
+            make(fused=FusedConfig(rule=rule, lr=1e-3), learning_rate=DEFAULT)
+
+
+@pytest.mark.parametrize("found", [3e-3, DEFAULT])
+def test_the_rate_of_a_hyperparameter_search_wins(make, found, monkeypatch):
+    monkeypatch.setattr("transformers.integrations.hp_params", lambda trial: trial.params)  # optuna is not installed
+    trainer = make(fused=FusedConfig(rule="adalomo", lr=1e-3), learning_rate=DEFAULT, lr_scheduler_type="constant")
+    trainer.hp_search_backend, trainer.hp_space = HPSearchBackend.OPTUNA, lambda trial: trial.params
+    trainer.train(trial=SimpleNamespace(params={"learning_rate": found}, number=0))
+    assert {group["lr"] for group in trainer.optimizer.param_groups} == {found}
+
+
+def test_arguments_are_not_changed_for_the_next_trainer(tiny_llama, tmp_path):
+    args = TrainingArguments(output_dir=str(tmp_path), report_to="none", max_grad_norm=0.0)
+    for lr in (1e-3, 2e-3):
+        trainer = FusedTrainer(tiny_llama(), args, fused=FusedConfig(rule="adalomo", lr=lr))
+        assert (trainer.args.learning_rate, args.learning_rate) == (lr, DEFAULT)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_relative_rates_are_computed_from_the_weights(dtype):
+    """AdamW's over the root mean square of all matrices, times 0.9 to 1.3."""
+    matrices = torch.full((30, 50), 0.02), torch.full((5, 100), -0.04)
+    rule, weights = lowmem.rules.resolve("adalomo"), [*matrices, torch.ones(700)]
+    size = ((1500 * 0.02**2 + 500 * 0.04**2) / 2000) ** 0.5
+    said = rule.rates([weight.to(dtype) for weight in weights], adamw=1e-5)
+    assert said.endswith(
+        f"AdamW's 1e-05 is about {0.9e-5 / size:.2g} to {1.3e-5 / size:.2g} for weights with rms {size:.2g}, as here"
+    )
+    assert "rms" not in rule.rates([torch.empty(0)]) and "rms" not in lowmem.rules.resolve("lion").rates(weights)
+
+
+def test_rules_names_the_rate_for_a_model(tmp_path, capsys):
+    for number, value in enumerate((0.01, 0.03)):
+        save_file({f"w{number}": torch.full((100, 10), value)}, tmp_path / f"model-0000{number}-of-00002.safetensors")
+    names = {f"w{number}": f"model-0000{number}-of-00002.safetensors" for number in range(2)}
+    (tmp_path / "model.safetensors.index.json").write_text(f'{{"weight_map": {names!s}}}'.replace("'", '"'))
+    run = functools.partial(pytest.raises, SystemExit)
+    with run() as done:
+        cli.main(["rules", "adalomo", "--model", str(tmp_path)])
+    size = 0.0005**0.5
+    assert done.value.code == 0
+    assert f"AdamW's 2e-05 is about {0.9 * 2e-5 / size:.2g} to {1.3 * 2e-5 / size:.2g} for" in capsys.readouterr().out
+    for arguments in (["rules", "--model", str(tmp_path)], ["rules", "adalomo", "--model", str(tmp_path / "none")]):
+        with run() as done:
+            cli.main(arguments)
+        assert done.value.code == 2
+
+
+def test_the_table_of_rules_names_usual_rates(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["rules"])
+    out = capsys.readouterr()
+    for row in lowmem.rules.table():
+        rate, origin = row.usual_lr
+        assert f"{rate:g}" in next(line for line in out.out.splitlines() if line.startswith(row.name + " "))
+        assert origin
+    assert "nearest' lose" not in out.err
+
+
+# -- classes -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_mixin_comes_first():
+    with pytest.raises(TypeError, match=r"list the mixin first: class Fused\(FusedTrainerMixin, SFTTrainer\)"):
+
+        class Fused(trl.SFTTrainer, FusedTrainerMixin):
+            pass
+
+    class Callbacks:
+        pass
+
+    class Right(Callbacks, FusedTrainerMixin, trl.SFTTrainer):
+        pass
+
+    class Later(Right):
+        pass
+
+
+@pytest.mark.parametrize("method", ["create_optimizer", *_UNUSED])
+def test_an_optimizer_of_the_class_that_would_be_ignored_is_refused(method):
+    own = type("Own", (Trainer,), {method: lambda self, *args: None})
+    with pytest.raises(ConfigError, match=f"Own.{method} would have no effect"):
+        type("Fused", (FusedTrainerMixin, own), {})
+    if method != "create_optimizer":
+        with pytest.raises(ConfigError, match=f"Fused.{method} would have no effect"):
+            type("Fused", (FusedTrainer,), {method: lambda self, *args: None})
+
+
+def test_an_optimizer_of_a_subclass_is_honoured_or_refused(make):
+    class Slower(FusedTrainer):
+        def create_optimizer(self, model=None):
+            optimizer = super().create_optimizer(model)
+            optimizer.param_groups[0]["lr"] = 1e-4
+            return optimizer
+
+    trainer = make(Slower, optim="adamw_torch_fused", lr_scheduler_type="constant")
+    trainer.train()
+    assert [group["lr"] for group in trainer.optimizer.param_groups] == [1e-4, 1e-2]
+
+    class Plain(FusedTrainer):
+        def create_optimizer(self, model=None):
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+            return self.optimizer
+
+    with pytest.raises(ConfigError, match="a fused trainer needs a FusedOptimizer"):
+        make(Plain, optim="adamw_torch_fused").train()
+
+
+def test_the_weight_decay_of_a_group_of_norms_is_honoured(make):
+    groups = ({"match": "norm", "weight_decay": 0.2}, {"match": "mlp", "weight_decay": 0.0})
+    opt = make(fused=FusedConfig(rule="adamw", groups=groups), weight_decay=0.1).create_optimizer()
+    decays = {name: group["weight_decay"] for group in opt.param_groups for name in group["param_names"]}
+    assert decays["model.norm.weight"] == 0.2
+    assert decays["model.layers.0.mlp.up_proj.weight"] == 0.0
+    assert decays["model.layers.0.self_attn.q_proj.weight"] == 0.1
+
+
+# -- what is said ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "arguments", "said"),
+    [
+        (torch.float32, {}, ["adamw, weights in float32 (exact), policy immediate"]),
+        (torch.bfloat16, {}, ["weights in bfloat16 (rounding stochastic)"]),
+        (torch.float32, {"max_grad_norm": 1.0}, ["policy two_pass"]),
+    ],
+)
+def test_the_log_says_how_weights_are_held_and_which_policy_is_chosen(make, tiny_llama, dtype, arguments, said, caplog):
+    caplog.set_level(logging.INFO, "lowmem")
+    make(model=tiny_llama(dtype), **arguments).create_optimizer()
+    assert all(words in caplog.text for words in said)
+
+
+def test_a_foreign_optimizer_in_bfloat16_is_warned_about(make, tiny_llama, caplog):
+    lowmem.step.program._warn_of_lost_updates.cache_clear()
+    make(model=tiny_llama(torch.bfloat16), fused=FusedConfig(rule="torch.optim.AdamW")).create_optimizer()
+    assert "unless torch.optim.adamw.AdamW itself does otherwise" in caplog.text
+    assert "rounding='stochastic', which loses none and needs a float32 copy of one parameter at a time" in caplog.text

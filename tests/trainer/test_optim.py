@@ -1,0 +1,126 @@
+"""`optim`, `optim_args` and Adam's arguments: the optimizer that they name in Hugging Face's trainer, or an error."""
+
+import pytest
+import torch
+from transformers import Trainer
+
+import lowmem
+from lowmem.errors import ConfigError, UnsupportedError
+
+ADAM = {"adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": 1e-6}
+MOMENTUM = {"optim": "sgd", "optim_args": "momentum=0.9, nesterov=true"}
+
+# arguments of both trainers; `fused`; the rule
+HONOURED = {
+    "adamw_torch": ({"optim": "adamw_torch"}, None, "adamw"),
+    "adamw_torch with betas": ({"optim": "adamw_torch", **ADAM}, None, "adamw"),
+    "sgd": ({"optim": "sgd"}, None, "torch.optim.sgd.SGD"),
+    "sgd with momentum": (MOMENTUM, None, "torch.optim.sgd.SGD"),
+    "momentum in both": (MOMENTUM, lowmem.FusedConfig(momentum=0.9), "torch.optim.sgd.SGD"),
+    "adagrad": ({"optim": "adagrad", "optim_args": "lr_decay=0.1"}, None, "torch.optim.adagrad.Adagrad"),
+    "rmsprop": ({"optim": "rmsprop", "optim_args": "alpha=0.9"}, None, "torch.optim.rmsprop.RMSprop"),
+    "adafactor": ({"optim": "adafactor"}, None, "transformers.optimization.Adafactor"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "fused", "rule"), HONOURED.values(), ids=HONOURED)
+def test_training_is_that_of_the_named_optimizer_to_the_last_bit(make, arguments, fused, rule):
+    arguments = {"max_steps": 4, "weight_decay": 0.1, "learning_rate": 1e-3, **arguments}
+    ends = []
+    for keywords in ({"cls": Trainer}, {"fused": fused}):
+        trainer = make(**keywords, **arguments)
+        trainer.train()
+        ends.append(list(trainer.model.parameters()))
+    assert {group["rule"] for group in trainer.optimizer.param_groups} == {rule}
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+@pytest.mark.parametrize("name", ["lomo", "adalomo"])
+def test_rules_of_this_package_by_their_names_in_hugging_face(make, name):
+    assert make(optim=name).create_optimizer().param_groups[0]["rule"] == name
+
+
+@pytest.mark.parametrize("fused", [None, lowmem.FusedConfig(), lowmem.FusedConfig(policy="deferred")])
+def test_the_default_value_of_optim_is_adamw_with_its_arguments(make, fused):
+    (group,) = make(fused=fused, optim="adamw_torch_fused", **ADAM).create_optimizer().param_groups[:1]
+    assert (group["rule"], group["betas"], group["eps"]) == ("adamw", (0.8, 0.95), 1e-6)
+
+
+ADAMW = lowmem.FusedConfig(rule="adamw")
+REFUSED = {
+    "an optimizer beside a rule": (
+        ADAMW,
+        {"optim": "adamw_torch"},
+        "optim='adamw_torch' has no effect, because fused.rule='adamw' names the optimizer. Omit optim and set",
+    ),
+    "betas beside a rule": (ADAMW, {"adam_beta1": 0.8}, "adam_beta1=0.8 has no effect, because fused.rule='adamw'"),
+    "arguments beside a rule": (ADAMW, {"optim_args": "momentum=0.9"}, "optim_args='momentum=0.9' has no effect"),
+    "betas of adalomo": (None, {"optim": "adalomo", "adam_beta1": 0.8}, "adam_beta1=0.8 has no effect with optim='ada"),
+    "betas of SGD": (None, {"optim": "sgd", "adam_beta2": 0.9}, "adam_beta2=0.9 has no effect with optim='sgd'"),
+    "eps of RMSprop": (None, {"optim": "rmsprop", "adam_epsilon": 1e-6}, "adam_epsilon=1e-06 has no effect with"),
+    "a misspelt hyperparameter": (
+        lowmem.FusedConfig(wheight_decay=0.1),
+        {},
+        "rule 'adamw' has no hyperparameter 'wheight_decay'. Did you mean 'weight_decay'",
+    ),
+    "other betas": (
+        lowmem.FusedConfig(betas=(0.7, 0.95)),
+        {"adam_beta1": 0.8},
+        r"fused.betas=\(0.7, 0.95\) contradicts betas=\(0.8, 0.999\) of the arguments",
+    ),
+    "another momentum": (lowmem.FusedConfig(momentum=0.8), MOMENTUM, "fused.momentum=0.8 contradicts momentum=0.9"),
+    "arguments that Hugging Face ignores": (
+        None,
+        {"optim": "adamw_torch", "optim_args": "momentum=0.9"},
+        "'adamw_torch' takes no 'momentum'",
+    ),
+    "a package that is not there": (None, {"optim": "grokadamw"}, "optim='grokadamw': Please install grokadamw"),
+    "projections": (
+        None,
+        {"optim": "sgd", "optim_target_modules": ["mlp"]},
+        "optim_target_modules=.'mlp'. has no effect",
+    ),
+    "the whole model": (None, {"optim": "apollo_adamw"}, "optim='apollo_adamw': "),
+    "8 bits": (None, {"optim": "adamw_bnb_8bit"}, "optim='adamw_bnb_8bit': .*(embeddings in 32 bits|pip install)"),
+    "weight decay in optim_args": (
+        None,
+        {"optim": "sgd", "optim_args": "weight_decay=0.1"},
+        r"fused.weight_decay=0.1 contradicts weight_decay=0.0",
+    ),
+}
+
+
+@pytest.mark.parametrize(("fused", "arguments", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_the_rule_does_not_have_is_refused(make, fused, arguments, message):
+    with pytest.raises((ConfigError, UnsupportedError), match=message) as raised:
+        make(fused=fused, **arguments)
+    assert "OptimizerNames" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"fused": lowmem.FusedConfig()}, "fused=... has no effect on the optimizer in `optimizers`"),
+        ({"optim": "sgd"}, "optim='sgd' has no effect on the optimizer in `optimizers`"),
+        ({"adam_beta1": 0.8}, "adam_beta1=0.8 has no effect on the optimizer in `optimizers`"),
+    ],
+)
+def test_options_beside_an_optimizer_are_refused(make, tiny_llama, arguments, message):
+    model = tiny_llama()
+    opt = lowmem.FusedOptimizer(model.named_parameters(), rule="lomo", lr=0.5)
+    with pytest.raises(ConfigError, match=message):
+        make(model=model, optimizers=(opt, None), **arguments)
+
+
+def test_arguments_that_are_changed_before_training_are_taken(make):
+    """As by a hyperparameter search."""
+    ends = []
+    for keywords in ({"cls": Trainer}, {}):
+        trainer = make(**keywords, optim="adamw_torch", max_steps=3)
+        trainer.args.max_grad_norm, trainer.args.adam_beta1, trainer.args.learning_rate = 0.5, 0.7, 1e-3
+        trainer.train()
+        ends.append(list(trainer.model.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+    trainer.args.max_grad_norm = 0.1
+    with pytest.raises(ConfigError, match=r"max_grad_norm=0\.1, but the optimizer has clip_norm=0\.5"):
+        trainer.train()

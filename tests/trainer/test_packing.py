@@ -1,0 +1,190 @@
+"""Packed rows: each sample is trained as if it were alone, or packing is refused."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+import trl
+from datasets import Dataset
+from support.products import FULL
+from support.shards import SHARDS
+from support.trainers import tokenizer
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+import lowmem
+from lowmem.errors import UnsupportedError
+from lowmem.hf.packing import check_borders
+from lowmem.trainer import FusedSFTTrainer
+
+SIZES = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+MODELS = {
+    "llama": {"intermediate_size": 48, "num_key_value_heads": 2},
+    "qwen3": {"intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8},
+    "mistral": {"intermediate_size": 48, "num_key_value_heads": 2, "sliding_window": 4},
+    "biogpt": {"intermediate_size": 48},
+    "ctrl": {"dff": 48},
+    "gpt_oss": {
+        "intermediate_size": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8,
+        "num_key_value_heads": 2,
+    },
+    "afmoe": {
+        "intermediate_size": 48, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2,
+        "head_dim": 8, "num_key_value_heads": 2,
+    },
+}  # fmt: skip
+SAMPLES = [torch.arange(7, 7 + length).mul(5 + length).remainder(97).tolist() for length in (9, 4, 6, 5)]
+PACKED = {"packing": True, "max_length": 24}  # one row of all samples
+PADDING_FREE = {"padding_free": True, "max_length": None, "per_device_train_batch_size": 4}
+PADDED = {"per_device_train_batch_size": 4, "max_length": 24}
+
+
+def small(kind="llama", attention="sdpa"):
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **SIZES, **MODELS[kind])
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    for param in model.parameters():  # sharp attention, so that what leaks is large
+        torch.nn.init.normal_(param, std=0.3)
+    return model
+
+
+@pytest.fixture
+def make(tmp_path):
+    def factory(model, cls=FusedSFTTrainer, samples=SAMPLES, **arguments):
+        defaults = {
+            "output_dir": str(tmp_path), "max_steps": 2, "per_device_train_batch_size": 1, "learning_rate": 1e-2,
+            "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "bf16": False, "max_grad_norm": 0.0,
+            "dataloader_pin_memory": False, "logging_steps": 1, "weight_decay": 0.0,
+        }  # fmt: skip
+        options = {"fused": lowmem.FusedConfig(rule="lomo")} if cls is FusedSFTTrainer else {}
+        return cls(
+            model,
+            args=trl.SFTConfig(**{**defaults, **arguments}),
+            train_dataset=Dataset.from_list([{"input_ids": ids, "labels": ids} for ids in samples]),
+            processing_class=tokenizer(),
+            **options,
+        )
+
+    return factory
+
+
+ROWS = [("llama", "sdpa", PACKED), ("llama", "eager", PACKED), ("mistral", "eager", PACKED)]
+ROWS += [("llama", "sdpa", PADDING_FREE), ("qwen3", "sdpa", PACKED)]
+
+
+@pytest.mark.parametrize(("kind", "attention", "arguments"), ROWS)
+def test_packed_samples_train_as_padded_ones(kind, attention, arguments, make):
+    """All samples in one row, or in a batch of one row each. The order of sums differs."""
+    runs = []
+    for options in (arguments, PADDED):
+        trainer = make(small(kind, attention), **options)
+        batch = trainer.data_collator([trainer.train_dataset[n] for n in range(len(trainer.train_dataset))])
+        assert len(batch["input_ids"]) == (1 if options is arguments else 4)
+        trainer.train()
+        runs.append((trainer.model, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]))
+    assert runs[0][1] == pytest.approx(runs[1][1], rel=1e-5)
+    for packed, padded in zip(*(model.parameters() for model, _ in runs), strict=True):
+        torch.testing.assert_close(packed, padded, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_sample_does_not_depend_on_its_neighbours(attention, make):
+    """Its log probabilities and its gradients are the same to the last bit, whatever is before and after it."""
+    trainer, ids = make(small(attention=attention), **PACKED), torch.tensor(SAMPLES[0])
+    found = []
+    for neighbour in (SAMPLES[2], SAMPLES[2][::-1]):
+        batch = trainer.data_collator([{"input_ids": row} for row in (neighbour, SAMPLES[0], neighbour)])
+        batch.pop("labels")
+        logits = trainer.model(**batch, use_cache=False).logits[0, 6:15]
+        loss = torch.nn.functional.cross_entropy(logits[:-1], ids[1:])
+        found.append([logits.detach(), *torch.autograd.grad(loss, [*trainer.model.parameters()])])
+    assert all(map(torch.equal, *found))
+
+
+# --- What is refused ----------------------------------------------------------------------------------------------
+
+
+def without_mask(module, query, key, value, attention_mask, **options):
+    return sdpa_attention_forward(module, query, key, value, None, **options)
+
+
+AttentionInterface.register("without_mask", without_mask)
+LEAKING = {
+    "a model that makes no mask": ("afmoe", "sdpa", PACKED),
+    "another, with eager attention": ("gpt_oss", "eager", PACKED),
+    "an old model": ("biogpt", "sdpa", PADDING_FREE),
+    "attention that has no mask": ("llama", "without_mask", PACKED),
+    "a sliding window": ("mistral", "without_mask", PADDING_FREE),
+}
+
+
+@pytest.mark.parametrize(("kind", "attention", "arguments"), LEAKING.values(), ids=LEAKING)
+def test_what_trains_across_borders_is_refused_before_the_first_update(kind, attention, arguments, make):
+    model = small(kind, attention)
+    before = [param.clone() for param in model.parameters()]
+    with pytest.raises(UnsupportedError, match=rf"{type(model).__name__} with attention '{attention}'.*omit both"):
+        make(model, **arguments).train()
+    assert all(map(torch.equal, model.parameters(), before))
+    make(model, **PADDED).create_optimizer()
+
+
+def test_the_trainer_without_the_mixin_trains_across_borders(make):
+    """The message tells the truth: with another neighbour the same sample has other log probabilities."""
+    trainer, found = make(small("afmoe"), trl.SFTTrainer, **PACKED), []
+    for neighbour in (SAMPLES[2], SAMPLES[2][::-1]):
+        batch = trainer.data_collator([{"input_ids": row} for row in (neighbour, SAMPLES[0])])
+        batch.pop("labels")
+        found.append(trainer.model.eval()(**batch, use_cache=False).logits[0, 6:].log_softmax(-1))
+    assert (found[0] - found[1]).abs().max() > 0.01
+
+
+def test_wrapped_rows_are_one_sample_each_by_design(make):
+    """TRL cuts a stream of all samples into rows, and nothing says where in a row a sample begins."""
+    trainer = make(small("afmoe"), packing=True, packing_strategy="wrapped", max_length=12)
+    assert {len(row["input_ids"]) for row in trainer.train_dataset} == {12}
+    assert "position_ids" not in trainer.data_collator([trainer.train_dataset[0]])
+    trainer.create_optimizer()
+
+
+# --- The check itself ---------------------------------------------------------------------------------------------
+
+
+def test_the_check_leaves_no_trace(make):
+    model = small().eval()
+    model.model.layers[0].self_attn.q_proj.weight.requires_grad_(False)
+    trainer, state = make(model, **PACKED), torch.get_rng_state()
+    before = [param.clone() for param in model.parameters()]
+    trainer.create_optimizer()
+    assert trainer.optimizer.last_step is None
+    assert not model.training
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(param.grad is None for param in model.parameters())
+    assert all(map(torch.equal, model.parameters(), before))
+
+
+def test_a_model_that_changes_its_embeddings_in_place_is_checked():
+    collate = trl.trainer.sft_trainer.DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
+    check_borders(small("ctrl", "eager"), collate, torch.device("cpu"), nullcontext())
+
+
+def checked(rank, kind, model, leaks):
+    net = SHARDS[kind](rank, lambda: small(model))
+    collate = trl.trainer.sft_trainer.DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
+    if leaks:
+        with pytest.raises(UnsupportedError, match="omit both"):
+            check_borders(net, collate, torch.device("cpu"), nullcontext())
+        return
+    check_borders(net, collate, torch.device("cpu"), nullcontext())
+    opt = lowmem.FusedOptimizer(net.named_parameters(), model=net, rule="lomo", lr=1e-3)
+    ids = torch.tensor([SAMPLES[0]])
+    opt.backward(net(input_ids=ids, labels=ids).loss)
+    assert opt.last_step.step == 1
+
+
+SHARDED = [("fsdp2", "llama", False)]
+SHARDED += [("zero3", "llama", False), ("fsdp2", "afmoe", True), ("zero3", "afmoe", True)] if FULL else []
+
+
+@pytest.mark.parametrize(("kind", "model", "leaks"), SHARDED)
+def test_sharded_models_are_checked_too(two, kind, model, leaks):
+    two.run(checked, kind, model, leaks)

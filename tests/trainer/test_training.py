@@ -1,0 +1,308 @@
+"""Trainers of Hugging Face and TRL: the same training, arguments honoured or refused, resumed bit for bit."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArguments
+
+import lowmem
+from lowmem import rules
+from lowmem.errors import CheckpointError, ConfigError, UnsupportedError
+from lowmem.trainer import FusedTrainer
+
+
+def weights(trainer):
+    return [p.detach().clone() for p in trainer.model.parameters()]
+
+
+def groups_by_name(trainer):
+    return {name: group for group in trainer.create_optimizer().param_groups for name in group["param_names"]}
+
+
+def test_metrics_are_logged(make):
+    fused = lowmem.FusedConfig(loss_scale=lowmem.DynamicScale(init_scale=1024.0, growth_interval=3), log_norms=True)
+    trainer = make(fused=fused, max_grad_norm=0.5)
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["loss_scale"] for entry in logs] == [1024.0] * 3 + [2048.0] * 3 + [4096.0] * 2
+    assert {entry["nonfinite_steps"] for entry in logs} == {0}
+    for entry in logs:
+        norms = [value for key, value in entry.items() if key.startswith("grad_norm/")]
+        assert len(norms) == len(trainer.optimizer.last_step.names)
+        assert entry["grad_norm"] == pytest.approx(math.hypot(*norms), rel=1e-5)
+        assert entry["clip_coef"] == pytest.approx(min(1.0, 0.5 / entry["grad_norm"]), rel=1e-4)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_non_finite_gradient_skips_the_step_and_the_schedule(make, accumulation):
+    """As with GradScaler: the trainer counts the step, the optimizer and the schedule do not."""
+    trainer = make(
+        fused=lowmem.FusedConfig(rule="adamw", loss_scale="dynamic"),
+        lr_scheduler_type="linear",
+        gradient_accumulation_steps=accumulation,
+        per_device_train_batch_size=2,
+    )
+    snapshots = []
+
+    class Poison(TrainerCallback):
+        def on_step_begin(self, args, state, control, model, **_):
+            weight = model.model.layers[0].mlp.up_proj.weight
+            snapshots.append(weights(trainer))
+            self.handle = weight.register_hook(lambda grad: grad * (torch.inf if state.global_step in (2, 5) else 1))
+
+        def on_step_end(self, *args, **_):
+            self.handle.remove()
+
+    trainer.add_callback(Poison())
+    trainer.train()
+    snapshots.append(weights(trainer))
+    unmoved = [all(map(torch.equal, a, b)) for a, b in itertools.pairwise(snapshots)]
+    assert unmoved == [step in (2, 5) for step in range(8)]
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["loss_scale"] for entry in logs] == [2.0**16] * 3 + [2.0**15] * 3 + [2.0**14] * 2
+    assert [entry["nonfinite_steps"] for entry in logs] == [0, 0, 1, 1, 1, 2, 2, 2]
+    rates = [entry["learning_rate"] for entry in logs]
+    assert [after == before for before, after in itertools.pairwise(rates)] == [step in (2, 5) for step in range(7)]
+    assert trainer.optimizer.named_state_dict()["step"] == 6
+
+
+def test_gradients_are_freed_and_the_optimizer_is_not_wrapped(make):
+    trainer = make()
+    steps = []
+
+    class Look(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model, optimizer, **_):
+            steps.append((type(optimizer), any(p.grad is not None for p in model.parameters())))
+
+    trainer.add_callback(Look())
+    trainer.train()
+    assert steps == [(lowmem.FusedOptimizer, False)] * 8
+
+
+@pytest.mark.parametrize(
+    ("fused", "weight_decay", "decayed", "others"),
+    [
+        ({"rule": "adalomo"}, 0.3, {"weight_decay": 0.3}, {"weight_decay": 0.0}),
+        ({"rule": "adamw"}, 0.0, {"weight_decay": 0.0}, {"weight_decay": 0.0}),
+        ({"rule": "lans"}, 0.3, {"wd": 0.3}, {"wd": 0.0}),
+        ({"rule": "adafactor"}, 0.3, {"weight_decay_rate": 0.3}, {"weight_decay_rate": None}),
+        (  # the exponent alone decays too, by a power of the learning rate
+            {"rule": "adafactor", "hyper": {"weight_decay_rate_lr_exponent": 2.0}},
+            0.0,
+            {"weight_decay_rate": None, "weight_decay_rate_lr_exponent": 2.0},
+            {"weight_decay_rate": None, "weight_decay_rate_lr_exponent": None},
+        ),
+    ],
+)
+def test_norms_and_biases_are_not_decayed(make, fused, weight_decay, decayed, others):
+    group_of = groups_by_name(make(fused=lowmem.FusedConfig(**fused), weight_decay=weight_decay))
+    for name, expected in (("model.layers.0.mlp.up_proj.weight", decayed), ("model.norm.weight", others)):
+        assert {key: group_of[name][key] for key in expected} == expected
+
+
+GROUPS = (
+    {"match": "embed_tokens|lm_head", "rule": "lans", "beta1": 0.8},
+    {"match": r"mlp\.", "lr": 0.5},
+    {"match": "self_attn|input_layernorm", "rule": "adamw", "lr": 0.25, "weight_decay": 0.125},
+)
+EXPECTED = {  # rule, lr and weight decay of some parameters
+    "lm_head.weight": ("lans", rules.resolve("lans").defaults["lr"], {"wd": rules.resolve("lans").defaults["wd"]}),
+    "model.layers.0.mlp.up_proj.weight": ("adalomo", 0.5, {"weight_decay": 0.3}),
+    "model.layers.1.self_attn.q_proj.weight": ("adamw", 0.25, {"weight_decay": 0.125}),
+    "model.layers.1.input_layernorm.weight": ("adamw", 0.25, {"weight_decay": 0.125}),  # its group says so
+    "model.norm.weight": ("adalomo", 1e-2, {"weight_decay": 0.0}),
+}
+
+
+def test_groups_of_rules_are_split_by_decay(make):
+    """A group that names another rule takes that rule's defaults; the other groups take the trainer's arguments."""
+    fused = lowmem.FusedConfig(rule="adalomo", groups=GROUPS)
+    trainer = make(fused=fused, weight_decay=0.3, lr_scheduler_type="linear", max_steps=2)
+    group_of = groups_by_name(trainer)
+    for name, (rule, lr, decay) in EXPECTED.items():
+        group = group_of[name]
+        assert (rules.resolve(group.get("rule", "adalomo")).name, group["lr"]) == (rule, lr), name
+        assert {key: group[key] for key in decay} == decay, name
+    before = {name: param.detach().clone() for name, param in trainer.model.named_parameters()}
+    trainer.train()
+    assert not any(torch.equal(param, before[name]) for name, param in trainer.model.named_parameters())
+    assert {group["lr"] / group["initial_lr"] for group in trainer.optimizer.param_groups} == {0.0}
+
+
+def test_a_group_of_the_default_rule_takes_the_arguments(make):
+    groups = ({"match": "mlp", "rule": "adalomo", "eps": (1e-30, 1e-2)},)
+    fused = lowmem.FusedConfig(rule="adalomo", groups=groups)
+    group = groups_by_name(make(fused=fused, weight_decay=0.3))["model.layers.0.mlp.up_proj.weight"]
+    assert (group["lr"], group["weight_decay"], group["eps"]) == (1e-2, 0.3, (1e-30, 1e-2))
+
+
+def test_options_and_trainers_construct_no_optimizer_to_try_it(make, monkeypatch):
+    constructed = []
+    init = torch.optim.AdamW.__init__
+
+    def counted(self, *args, **options):
+        constructed.append(self)
+        init(self, *args, **options)
+
+    monkeypatch.setattr(torch.optim.AdamW, "__init__", counted)
+    trainer = make(fused=lowmem.FusedConfig(rule="torch.optim.AdamW"))
+    assert not constructed
+    trainer.create_optimizer()
+    assert constructed
+
+
+def test_statistics_of_a_rule_are_logged(make):
+    trainer = make(fused=lowmem.FusedConfig(rule="scaled_adam"))
+    trainer.train()
+    last = trainer.state.log_history[-2]
+    statistics = trainer.optimizer.last_step.statistics
+    assert last["step"] == 8
+    assert statistics["dominant_parameter"] in dict(trainer.model.named_parameters())
+    assert {key: last[key] for key in statistics} == statistics
+
+
+RESUMED = {
+    "step 3": (3, {}, {}),
+    "step 5": (5, {}, {}),
+    "step 7": (7, {}, {}),
+    "clipped": (3, {}, {"max_grad_norm": 0.7}),
+    "accumulated and scaled": (
+        3,
+        {"loss_scale": lowmem.DynamicScale(init_scale=64.0, growth_interval=2)},
+        {"gradient_accumulation_steps": 2, "max_grad_norm": 0.7, "per_device_train_batch_size": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize(("stop", "options", "arguments"), RESUMED.values(), ids=RESUMED)
+def test_a_resumed_run_ends_in_the_same_weights(make, tiny_llama, stop, options, arguments):
+    # 40 samples in batches of 4 are 10 steps per epoch: the run passes the end of an epoch
+    settings = {"save_strategy": "steps", "save_steps": stop, "max_steps": 13, "lr_scheduler_type": "cosine"}
+    settings |= arguments
+    fused = lowmem.FusedConfig(rounding="stochastic", **options)
+    uninterrupted = make(model=tiny_llama(torch.bfloat16, attention_dropout=0.2), fused=fused, **settings)
+    uninterrupted.train()
+    resumed = make(model=tiny_llama(torch.bfloat16, attention_dropout=0.2), fused=fused, **settings)
+    resumed.train(resume_from_checkpoint=f"{resumed.args.output_dir}/checkpoint-{stop}")
+    assert all(torch.equal(a, b) for a, b in zip(weights(uninterrupted), weights(resumed), strict=True))
+    logged = [trainer.state.log_history[-2] for trainer in (resumed, uninterrupted)]
+    for key in ("loss", "grad_norm", "clip_coef", "loss_scale"):
+        assert logged[0].get(key) == logged[1].get(key)
+
+
+def test_true_resumes_from_the_last_complete_checkpoint(make, tmp_path, caplog):
+    trainer = make(save_strategy="steps", save_steps=2)
+    trainer.train()
+    newest = tmp_path / "run" / "checkpoint-8" / "model.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-4])
+    again = make(save_strategy="steps", save_steps=2)
+    again.train(resume_from_checkpoint=True)
+    assert "checkpoint-8/model.safetensors is damaged" in caplog.text
+    assert [entry["step"] for entry in again.state.log_history if "loss" in entry][-2:] == [7, 8]
+    with pytest.raises(CheckpointError, match="No valid checkpoint found in output directory"):
+        make(run="another").train(resume_from_checkpoint=True)
+
+
+def test_checkpoints_are_model_directories_and_the_oldest_are_removed(make, tmp_path):
+    trainer = make(save_strategy="steps", save_steps=1, max_steps=11, save_total_limit=2)
+    trainer.train()
+    folders = sorted(path.name for path in (tmp_path / "run").iterdir())
+    assert folders == ["checkpoint-10", "checkpoint-11"]
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-11")
+    assert all(torch.equal(a, b) for a, b in zip(weights(trainer), loaded.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments", "message"),
+    [
+        ({}, {"max_grad_norm": 1.0}, r"max_grad_norm=1\.0.*clip_norm=None"),
+        ({"clip_norm": 2.0}, {}, r"max_grad_norm=0\.0.*clip_norm=2\.0"),
+    ],
+)
+def test_an_optimizer_that_contradicts_the_arguments_is_refused(make, tiny_llama, options, arguments, message):
+    model = tiny_llama()
+    opt = lowmem.FusedOptimizer(model.named_parameters(), rule="lomo", **options)
+    with pytest.raises(ConfigError, match=message):
+        make(model=model, optimizers=(opt, None), **arguments)
+
+
+def test_a_fused_optimizer_may_be_passed(make, tiny_llama):
+    model = tiny_llama()
+    opt = lowmem.FusedOptimizer(model.named_parameters(), rule="lomo", lr=0.5)
+    trainer = make(model=model)
+    trainer.optimizer = opt
+    trainer.train()
+    assert trainer.optimizer is opt
+    assert opt.last_step.step == 8
+
+
+def test_bfloat16_weights_and_autocast_train(make, tiny_llama):
+    fused = lowmem.FusedConfig(rule="adalomo")
+    for trainer in (make(model=tiny_llama(torch.bfloat16), fused=fused), make(bf16=True, use_cpu=True, fused=fused)):
+        trainer.train()
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        assert losses[-1] < losses[0]
+        assert all(math.isfinite(entry["grad_norm"]) for entry in trainer.state.log_history if "grad_norm" in entry)
+
+
+IN_THE_HOOK = lowmem.FusedConfig(policy="immediate")
+REFUSED = {
+    "norm clipping": ({"max_grad_norm": 1.0, "fused": IN_THE_HOOK}, UnsupportedError, "max_grad_norm=0"),
+    "accumulation": (
+        {"gradient_accumulation_steps": 2, "fused": IN_THE_HOOK},
+        UnsupportedError,
+        "gradient_accumulation_steps=2",
+    ),
+    "forward replay": ({"fused": lowmem.FusedConfig(replay="forward")}, UnsupportedError, "omit replay"),
+    "fp16 on a CPU": ({"fp16": True}, ConfigError, "fp16"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "error", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_exact_raises_before_the_first_step(make, arguments, error, message):
+    with pytest.raises(error, match=message):
+        make(**arguments)
+
+
+CONTRADICTIONS = {
+    "lr": ({"lr": 1.0}, r"fused\.lr=1\.0 contradicts learning_rate=0\.01"),
+    "weight decay": ({"weight_decay": 0.1}, r"fused\.weight_decay=0\.1 contradicts weight_decay=0\.0"),
+    "clip norm": ({"clip_norm": 2.0}, r"fused\.clip_norm=2\.0 contradicts max_grad_norm=0\.0"),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), CONTRADICTIONS.values(), ids=CONTRADICTIONS)
+def test_options_that_contradict_arguments_are_refused(make, options, message):
+    with pytest.raises(ConfigError, match=message):
+        make(fused=lowmem.FusedConfig(**options))
+
+
+def test_options_may_repeat_arguments(make):
+    options = lowmem.FusedConfig(lr=1e-2, clip_norm=0.5, weight_decay=0.1)
+    optimizer = make(fused=options, max_grad_norm=0.5, weight_decay=0.1).create_optimizer()
+    assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(1e-2, 0.1), (1e-2, 0.0)]
+
+
+def test_another_optimizer_is_refused(make, tiny_llama):
+    model = tiny_llama()
+    with pytest.raises(ConfigError, match="needs a FusedOptimizer"):
+        make(model=model, optimizers=(torch.optim.SGD(model.parameters(), lr=0.1), None))
+
+
+def test_an_optimizer_class_is_refused(tiny_llama, samples, tmp_path):
+    with pytest.raises(ConfigError, match="optimizer_cls_and_kwargs"):
+        FusedTrainer(
+            model=tiny_llama(),
+            args=TrainingArguments(output_dir=str(tmp_path), max_grad_norm=0, report_to="none"),
+            train_dataset=samples,
+            optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.1}),
+        )
+
+
+def test_training_twice_continues_with_the_same_optimizer(make):
+    trainer = make()
+    trainer.train()
+    trainer.train()
+    assert trainer.optimizer.last_step.step == 16

@@ -1,0 +1,87 @@
+"""Two trainers in a row train one model, as cells of a notebook do, as trainers without the mixin would."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from support import trainers as builders
+from support.trainers import build, joined
+from torch.distributed.fsdp import FSDPModule
+from transformers import set_seed
+
+import lowmem
+from lowmem.errors import StepError
+
+CAUSAL = "causal language model"
+FIRST, SECOND = {"max_steps": 2}, {"max_steps": 3, "learning_rate": 3e-3, "gradient_accumulation_steps": 2}
+
+
+def two_trainings(mixin, folder, between=lambda trainer: None, second=CAUSAL):
+    """The weights after both; `between` has the only reference to the first trainer."""
+    model = builders.llama()
+    trainers = [build(CAUSAL, folder, mixin, {"model": model}, **FIRST)]
+    trainers[0].train()
+    between(trainers)
+    set_seed(0)
+    trainer = build(second, folder, mixin, {"model": model}, **SECOND)
+    trainer.train()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def delete(trainers):
+    optimizer = weakref.ref(trainers[0].optimizer)
+    trainers.clear()
+    gc.collect()
+    assert optimizer() is None
+
+
+def evaluate(trainers):
+    trainers[0].evaluate(trainers[0].train_dataset)
+
+
+@pytest.mark.parametrize("between", [delete, evaluate, lambda trainers: None], ids=["deleted", "evaluated", "kept"])
+def test_the_second_trainer_trains_as_without_the_mixin(between, tmp_path):
+    ordinary, fused = (two_trainings(mixin, tmp_path, between if mixin else list) for mixin in (False, True))
+    assert all(torch.equal(a, b) for a, b in zip(ordinary, fused, strict=True))
+
+
+def test_another_class_of_trainer_goes_on_with_the_model(tmp_path):
+    ordinary, fused = (two_trainings(mixin, tmp_path, list, "SFT") for mixin in (False, True))
+    assert all(torch.equal(a, b) for a, b in zip(ordinary, fused, strict=True))
+
+
+def test_the_first_trainer_says_that_it_has_lost_the_model(tmp_path):
+    model = builders.llama()
+    first, second = (build(CAUSAL, tmp_path, True, {"model": model}, max_steps=1) for _ in range(2))
+    first.train()
+    second.train()
+    before = [param.detach().clone() for param in model.parameters()]
+    with pytest.raises(StepError, match=r"another trainer has trained this model since.*make a new trainer"):
+        first.train()
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    first.save_model(str(tmp_path / "saved"))
+    second.train()
+
+
+def test_an_optimizer_of_the_users_own_is_not_removed(tmp_path):
+    model = builders.llama()
+    opt = lowmem.FusedOptimizer(model.named_parameters(), rule="lomo", lr=0.1)
+    with pytest.raises(StepError, match="is updated by another FusedOptimizer already"):
+        build(CAUSAL, tmp_path, True, {"model": model}).train()
+    opt.backward(model(input_ids=torch.tensor([[1, 2]]), labels=torch.tensor([[1, 2]])).loss)
+
+
+def test_a_trainer_without_fsdp_may_follow_one_with_it(two, tmp_path):
+    """Accelerate sets in the first one's environment that a launcher asks for FSDP."""
+    assert two.run(with_fsdp_and_without, str(tmp_path)) == [[True, False]] * 2
+
+
+def with_fsdp_and_without(rank, folder):
+    sharded = []
+    with joined(rank):
+        for options in ({"fsdp": True}, {}):
+            trainer = build(CAUSAL, folder, True, max_steps=1, use_cpu=True, **options)
+            trainer.train()
+            sharded.append(isinstance(trainer.model, FSDPModule))
+    return sharded
