@@ -134,8 +134,10 @@ def memory_picture(records: list[Record], name: str) -> Figure:
     peak, weights = series(records, "peak_memory")[1], records[-1]["weight_bytes"]
     scale, unit_name = unit(max(peak))
     axes.fill_between(steps, np.divide(used, scale), color=_PALE, alpha=0.45, lw=0)
-    axes.plot(steps, np.divide(used, scale), color=_BLUE, lw=1.5, label="in use when logged")
-    axes.step(steps, np.divide(peak, scale), where="post", color=_EVAL[0], lw=2, label=f"peak: {size(max(peak))}")
+    point = "o" if len({*steps}) == 1 else ""  # which a line alone would not show
+    axes.plot(steps, np.divide(used, scale), color=_BLUE, lw=1.5, marker=point, label="in use when logged")
+    axes.step(steps, np.divide(peak, scale), where="post", color=_EVAL[0], lw=2, marker=point,
+              label=f"peak: {size(max(peak))}")  # fmt: skip
     axes.axhline(weights / scale, color="#333333", lw=1.2, ls=(0, (5, 3)), label=f"weights: {size(weights)}")
     axes.set(title=f"{name}: memory", xlabel="step", ylabel=f"memory ({unit_name})", ylim=(0, max(peak) / scale * 1.25))
     axes.legend(loc="upper left", ncols=3)
