@@ -83,7 +83,7 @@ def test_the_environment_says_where_and_with_what(tmp_path, monkeypatch):
     written = json.loads((tmp_path / "environment.json").read_text())
     assert written["command"] == "lowmem sft --config 'my run.yaml'"
     assert written["git"] is None
-    assert written["versions"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(written["versions"]["torch"])  # "+cu130" is not always part of it
     assert written["cpu"]["count"] >= 1 and written["cpu"]["model"]
     assert written["memory_bytes"] > 2**28
     assert written["python"].startswith(f"{sys.version_info.major}.{sys.version_info.minor}.")

@@ -36,9 +36,9 @@ class Int8(Storage):
 
 @pytest.fixture(autouse=True, scope="module")
 def registered():
-    register("int8_64")(Int8)
+    register("int8_by_64")(Int8)
     yield
-    del lowmem.storage.TABLE["int8_64"]
+    del lowmem.storage.TABLE["int8_by_64"]
 
 
 def quantised(value):
@@ -80,7 +80,7 @@ SHAPES = [(64,), (5, 128), (3, 4, 64), (2, 2, 3, 64)]
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_moments(shape):
-    weight, grads, opt = train(shape, state_storage="int8_64")
+    weight, grads, opt = train(shape, state_storage="int8_by_64")
     assert {name: tensor.dtype for name, tensor in opt.named_state_dict()["state"]["w"].items()} == {
         "step": torch.int64,
         "exp_avg": torch.int8,
@@ -95,7 +95,7 @@ def test_moments(shape):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_weight(shape):
     """The parameter shows to the model what is stored."""
-    weight, grads, opt = train(shape, rounding="int8_64")
+    weight, grads, opt = train(shape, rounding="int8_by_64")
     assert torch.equal(weight, quantised(weight))
     state = opt.named_state_dict()["state"]["w"]
     assert (state["codes"].dtype, state["scale"].shape) == (torch.int8, (*shape[:-1], shape[-1] // GROUP))
@@ -109,14 +109,14 @@ def test_tiles_and_stacks_do_not_show(monkeypatch):
     """Bit for bit: a long row in several tiles, small parameters in stacks or alone."""
     from lowmem.tiles import stored
 
-    one = train((4096,), state_storage="int8_64", rounding="int8_64")[0]
+    one = train((4096,), state_storage="int8_by_64", rounding="int8_by_64")[0]
     monkeypatch.setattr(stored, "CPU_TILE", 1024)
-    assert torch.equal(one, train((4096,), state_storage="int8_64", rounding="int8_64")[0])
+    assert torch.equal(one, train((4096,), state_storage="int8_by_64", rounding="int8_by_64")[0])
     both = {}
     for batching in (True, False):
         params = {f"p{n}": torch.nn.Parameter(torch.full((2, 64), n + 1.0)) for n in range(3)}
         opt = lowmem.FusedOptimizer(
-            params.items(), rule="adamw", batching=batching, state_storage="int8_64", rounding="int8_64"
+            params.items(), rule="adamw", batching=batching, state_storage="int8_by_64", rounding="int8_by_64"
         )
         for _ in range(2):
             opt.backward(sum((param**2).sum() for param in params.values()))
@@ -125,7 +125,7 @@ def test_tiles_and_stacks_do_not_show(monkeypatch):
 
 
 def test_rows_without_complete_groups_stay_as_they_are():
-    weight, grads, opt = train((3, 65), state_storage="int8_64", rounding="int8_64")
+    weight, grads, opt = train((3, 65), state_storage="int8_by_64", rounding="int8_by_64")
     assert opt.named_state_dict()["state"]["w"]["exp_avg"].dtype == torch.float32
     torch.testing.assert_close(weight, adamw(start((3, 65)), grads))
 
@@ -135,7 +135,7 @@ def test_resumed_bit_for_bit():
 
     def make():
         param = torch.nn.Parameter(torch.ones(4, 64))
-        opt = lowmem.FusedOptimizer([("w", param)], rule="adamw", state_storage="int8_64", rounding="int8_64")
+        opt = lowmem.FusedOptimizer([("w", param)], rule="adamw", state_storage="int8_by_64", rounding="int8_by_64")
         return param, opt
 
     param, opt = make()
@@ -148,13 +148,13 @@ def test_resumed_bit_for_bit():
         opt.backward((param * grad).sum())
         resumed.backward((other * grad).sum())
     assert torch.equal(param, other)
-    with pytest.raises(lowmem.LowmemError, match="rounding 'int8_64'"):
+    with pytest.raises(lowmem.LowmemError, match="rounding 'int8_by_64'"):
         lowmem.FusedOptimizer([("w", other.detach().requires_grad_())], rule="adamw").load_state_dict(opt.state_dict())
 
 
 def test_a_step_that_is_skipped_changes_nothing():
     param = torch.nn.Parameter(torch.randn(4, 64))
-    opt = lowmem.FusedOptimizer([("w", param)], rule="adamw", state_storage="int8_64", rounding="int8_64")
+    opt = lowmem.FusedOptimizer([("w", param)], rule="adamw", state_storage="int8_by_64", rounding="int8_by_64")
     opt.backward(param.square().sum())
     before = {name: tensor.clone() for name, tensor in opt.named_state_dict()["state"]["w"].items()}
     weight = param.detach().clone()
@@ -167,11 +167,11 @@ def test_compiled():
     if not lowmem.step.compiled.has_compiler("cpu"):
         pytest.skip("no C++ compiler")
     shape = (256, 128)
-    eager, _, _ = train(shape, state_storage="int8_64")
+    eager, _, _ = train(shape, state_storage="int8_by_64")
     torch.manual_seed(0)
     param = torch.nn.Parameter(torch.randn(shape))
     opt = lowmem.FusedOptimizer(
-        [("w", param)], rule="adamw", lr=1e-2, weight_decay=0.0, compile=True, state_storage="int8_64"
+        [("w", param)], rule="adamw", lr=1e-2, weight_decay=0.0, compile=True, state_storage="int8_by_64"
     )
     for grad in [torch.randn(shape) for _ in range(3)]:
         opt.backward((param * grad).sum())
@@ -181,8 +181,8 @@ def test_compiled():
 
 def test_registering():
     with pytest.raises(ConfigError, match="registered already"):
-        register("int8_64")(Int8)
-    with pytest.raises(ConfigError, match=r"'int8_65' is unknown\. Did you mean 'int8_64'"):
-        lowmem.FusedConfig(state_storage="int8_65")
+        register("int8_by_64")(Int8)
+    with pytest.raises(ConfigError, match=r"'int8_by_65' is unknown\. Did you mean 'int8_by_64'"):
+        lowmem.FusedConfig(state_storage="int8_by_65")
     with pytest.raises(ConfigError, match="Known are float32"):
         lowmem.FusedConfig(state_storage="master")
