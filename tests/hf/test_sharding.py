@@ -60,7 +60,8 @@ def test_a_model_by_its_path_is_sharded_and_trains_as_on_whole_ranks(sharded_ran
     (losses, sharded, own, left), _ = ranks.run(trained, row, path, str(tmp_path), sharding, dtype, lora)
     assert (placement, own, left) == ("replicated", sharding, False)
     tolerance = 2e-2 if dtype == "bfloat16" else 1e-5
-    assert losses == pytest.approx(expected, rel=tolerance)
+    # in the losses of GRPO and RLOO, terms of the size of 1 cancel each other
+    assert losses == pytest.approx(expected, rel=tolerance, abs=1e-6)
     for name, weight in weights.items():
         assert sharded[name].dtype == weight.dtype
         torch.testing.assert_close(sharded[name], weight, rtol=1e-3, atol=tolerance)
