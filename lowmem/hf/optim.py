@@ -15,7 +15,7 @@ from lowmem.rules import resolve
 _ARGUMENTS = {"adam_beta1": "betas", "adam_beta2": "betas", "adam_epsilon": "eps", "optim_target_modules": "modules"}
 
 # Names of the rule that the default learning rates of trainers are chosen for.
-_ARGUMENTSW = ("adamw", f"{torch.optim.AdamW.__module__}.AdamW")
+_ADAMW = ("adamw", f"{torch.optim.AdamW.__module__}.AdamW")
 
 # Optimizers that Hugging Face gives the whole model. Their rules are in this package.
 _OURS = ("lomo", "adalomo")
@@ -69,7 +69,7 @@ def learning_rate(args: TrainingArguments, fused: FusedConfig, model: nn.Module)
     """
     rule, rate = resolve(fused.rule), args.learning_rate
     default = next(option.default for option in fields(type(args)) if option.name == "learning_rate")
-    left_alone = rate == default and rule.name not in _ARGUMENTSW
+    left_alone = rate == default and rule.name not in _ADAMW
     if not left_alone and fused.lr not in (None, rate):
         raise ConfigError(f"fused.lr={fused.lr!r} contradicts learning_rate={rate!r}; set only learning_rate")
     if left_alone and fused.lr is None and rule.usual_lr:
