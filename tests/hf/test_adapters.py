@@ -10,7 +10,6 @@ import trl
 from datasets import Dataset
 from support.nets import assert_same
 from support.ranks import Ranks
-from support.tokenizers import train_tokenizer
 from transformers import BitsAndBytesConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import lowmem
@@ -18,6 +17,7 @@ from lowmem import placements
 from lowmem.errors import CheckpointError, UnsupportedError
 from lowmem.hf import weights
 from lowmem.trainer import FusedSFTTrainer, FusedTrainer, FusedTrainerMixin
+from scripts.make_model import train_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

@@ -12,7 +12,6 @@ import torch
 import trl
 from datasets import Dataset
 from support.nets import Memory
-from support.tokenizers import train_tokenizer
 from support.trl_on_cpus import TRAINS_ON_GPUS_ALONE
 from transformers import AutoConfig, AutoModelForCausalLM
 from trl.models.activation_offloading import get_act_offloading_ctx_manager
@@ -23,6 +22,7 @@ from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.hf import head
 from lowmem.layers.config import LayersConfig
 from lowmem.trainer import FusedSFTTrainer, FusedTrainer
+from scripts.make_model import train_tokenizer
 
 MIB = 1 << 20
 pytestmark = pytest.mark.filterwarnings("ignore:Expected a tensor")

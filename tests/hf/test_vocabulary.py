@@ -4,12 +4,12 @@ import pytest
 import torch
 import trl
 from datasets import Dataset
-from support.tokenizers import train_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import lowmem
 from lowmem.hf import layers
 from lowmem.trainer import FusedSFTTrainer, FusedTrainerMixin
+from scripts.make_model import train_tokenizer
 
 EXPERTS = {
     "num_key_value_heads": 4,

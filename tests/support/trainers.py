@@ -12,11 +12,11 @@ import transformers as hf
 import trl
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from datasets import Dataset
-from support.tokenizers import train_tokenizer
 from torch.utils.data import Dataset as TorchDataset
 
 from lowmem.layers.config import LayersConfig
 from lowmem.trainer import FusedTrainerMixin
+from scripts.make_model import train_tokenizer
 
 SENTENCES = [f"the {a} {b} {c}" for a in ("old", "new") for b in ("cat", "dog") for c in ("sat", "ran", "ate")]
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}

@@ -9,7 +9,6 @@ import torch
 import trl
 from datasets import Dataset
 from safetensors.torch import save_file
-from support.tokenizers import train_tokenizer
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import HPSearchBackend
 
@@ -17,6 +16,7 @@ import lowmem
 from lowmem import FusedConfig, LayersConfig, cli
 from lowmem.errors import ConfigError
 from lowmem.trainer import _UNUSED, FusedSFTTrainer, FusedTrainer, FusedTrainerMixin
+from scripts.make_model import train_tokenizer
 
 DEFAULT = TrainingArguments.learning_rate
 

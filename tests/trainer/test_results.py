@@ -4,13 +4,13 @@ import pytest
 import torch
 import trl
 from datasets import Dataset
-from support.tokenizers import train_tokenizer
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
 import lowmem
 from lowmem.errors import CheckpointError
 from lowmem.trainer import FusedSFTTrainer, FusedTrainer, FusedTrainerMixin
+from scripts.make_model import train_tokenizer
 
 ADAMW = lowmem.FusedConfig(rule="adamw")
 
