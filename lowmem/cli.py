@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from lowmem.run.arguments import Arguments
     from lowmem.run.memory import StepMemory
 
-_TRAINING = {
+# TRL's training commands, and the summary of each in `--help`.
+COMMANDS = {
     "sft": "Fine-tune on texts, chats, or prompts and completions.",
     "dpo": "Direct preference optimization on chosen and rejected answers.",
     "kto": "Kahneman-Tversky optimization on answers that are good or bad.",
@@ -99,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
         subparser.set_defaults(run=run)
         return subparser
 
-    for name, summary in _TRAINING.items():
+    for name, summary in COMMANDS.items():
         command(name, train, summary, add_help=False).set_defaults(training=name)
     for name, run, summary in (
         ("plan", plan, "Predict the memory of a training step; nothing is downloaded or allocated."),
@@ -110,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
         ),
     ):
         sub = command(name, run, summary, "sft --config configs/llama3_8b_chat_24gb.yaml")
-        sub.add_argument("training", metavar="COMMAND", choices=_TRAINING, help=f"one of {', '.join(_TRAINING)}")
+        sub.add_argument("training", metavar="COMMAND", choices=COMMANDS, help=f"one of {', '.join(COMMANDS)}")
     sub = command("generate", generate, "Answer a prompt with the model of a run.", 'runs/quickstart "a prompt"')
     sub.add_argument("run_dir", metavar="RUN_DIR", help="a run folder, or a checkpoint in it")
     sub.add_argument("prompt", metavar="PROMPT", help="the user's message; a model trained on raw text continues it")

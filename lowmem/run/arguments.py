@@ -34,8 +34,6 @@ from lowmem.run.environment import CONFIG, ENVIRONMENT
 from lowmem.run.memory import is_out_of_memory
 from lowmem.run.terminal import warn
 
-COMMANDS = ("sft", "dpo", "kto", "reward", "grpo", "rloo")
-
 # The sections of a configuration that are lowmem's, and their classes.
 SECTIONS: dict[str, Any] = {"fused": FusedConfig, "layers": LayersConfig}
 
@@ -187,7 +185,7 @@ def parse(command: str, argv: Sequence[str], *, device: str | None = None, more:
     """Parses the command line of a training command.
 
     Args:
-        command: one of `COMMANDS`.
+        command: one of TRL's, such as "sft".
         argv: what follows the command's name.
         device: "gpu" or "cpu" builds the arguments for that device, which this machine need not have.
         more: a function that adds the arguments of `plan` or `inspect` to the parser.

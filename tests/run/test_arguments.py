@@ -13,7 +13,7 @@ from trl.scripts.utils import DatasetConfig
 from lowmem import FusedConfig, cli
 from lowmem.errors import ConfigError
 from lowmem.layers.config import LayersConfig
-from lowmem.run.arguments import COMMANDS, SECTIONS, Parser, parse
+from lowmem.run.arguments import SECTIONS, Parser, parse
 
 PARTS = ("script", "training", "model", "mixture", "fused", "layers")
 
@@ -196,7 +196,7 @@ def test_environment_variables_of_a_file_are_set_and_not_written(parsed, monkeyp
 # --- The parser -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", cli.COMMANDS)
 def test_help_lists_every_argument(command, capsys):
     """Those of TRL, each option of the two sections, and the hyperparameters of the rule."""
     with pytest.raises(SystemExit) as end:
@@ -211,7 +211,7 @@ def test_help_lists_every_argument(command, capsys):
     assert not {*names, "--fused.clip_threshold", "--config", "--traceback"} - listed
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", cli.COMMANDS)
 def test_no_argument_of_ours_is_one_of_trl(command):
     """Those of a section have a dot in their names."""
     for add in (cli._plan_options, cli._inspect_options):
