@@ -144,7 +144,8 @@ def check(trainer: Any, loaded: Any) -> str:
 
 def _first_dropped(trainer: Any, loaded: Any) -> int | None:
     """The number of the first row that TRL leaves out, among those that are looked at."""
-    rows = loaded.select(range(min(LOOKED_AT, len(loaded)))).add_column("row", range(min(LOOKED_AT, len(loaded))))
+    rows = first(loaded)
+    rows = rows.add_column("row", range(len(rows)))
     kept = trainer._prepare_dataset(rows, trainer.processing_class, trainer.args, False, None, "train")
     missing = set(range(len(rows))) - set(kept["row"])
     return min(missing, default=None)
