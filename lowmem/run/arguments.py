@@ -26,6 +26,7 @@ from trl import TrlParser
 from trl.cli.accelerate_config import resolve_accelerate_config_argument
 
 from lowmem.errors import ConfigError, LowmemError, did_you_mean
+from lowmem.hf.sharding import require_deepspeed
 from lowmem.layers.config import LayersConfig
 from lowmem.options import DynamicScale, FusedConfig
 from lowmem.rules import resolve
@@ -222,8 +223,6 @@ def parse(command: str, argv: Sequence[str], *, device: str | None = None, more:
     training = next(number for number, kind in enumerate(kinds) if issubclass(kind, TrainingArguments))
     kwargs[training] |= _for_device(device, kwargs[training], values)
     if values.get("deepspeed"):
-        from lowmem.hf.sharding import require_deepspeed
-
         require_deepspeed()
     objects = []
     for kind, arguments in zip(kinds, kwargs, strict=True):

@@ -16,7 +16,6 @@ from accelerate.utils import purge_accelerate_environment
 from trl import get_peft_config, get_quantization_config
 
 from lowmem.errors import ConfigError, DataError
-from lowmem.hf import sharding
 from lowmem.run.arguments import Arguments, reason, refused
 from lowmem.trainer import FusedTrainerMixin
 
@@ -61,8 +60,6 @@ def trainer(arguments: Arguments, train: Any, evaluation: Any, model: Any = None
     args.model_init_kwargs = loading if model is None else None
     if arguments.command in _WITH_REWARDS:
         options["reward_funcs"] = _reward_functions(arguments.script)
-    if args.deepspeed:
-        sharding.require_deepspeed()
     with refused(f"{arguments.file or 'the command line'}: {type(args).__name__}"):
         peft, quantization = get_peft_config(names), get_quantization_config(names)
         try:
