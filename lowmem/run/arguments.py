@@ -221,7 +221,7 @@ def parse(command: str, argv: Sequence[str], *, device: str | None = None, more:
     kinds = parser.dataclass_types
     kwargs = [{f.name: values[f.name] for f in fields(kind) if f.name in values} for kind in kinds]
     training = next(number for number, kind in enumerate(kinds) if issubclass(kind, TrainingArguments))
-    kwargs[training] |= _for_device(device, kwargs[training], values)
+    kwargs[training] |= _for_device(device, kwargs[training])
     if values.get("deepspeed"):
         require_deepspeed()
     objects = []
@@ -324,7 +324,7 @@ def early(argv: Sequence[str], entries: Mapping[str, Entry] | None = None) -> ar
         raise ConfigError(str(error).replace("argument --", "--", 1)) from None
 
 
-def _for_device(device: str | None, arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+def _for_device(device: str | None, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Defaults that differ from those of trainers, and what follows from the device: the default of `bf16` is True,
     which transformers refuses where there is no GPU.
     """
