@@ -12,7 +12,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
 from types import NoneType
@@ -378,7 +378,7 @@ def _check_names(item: Any, kind: Any, place: str) -> None:
     names = [option.name for option in fields(kind)]
     for key in item.keys() - set(names):
         raise ConfigError(f"{place}: unknown key {key!r}.{did_you_mean(str(key), names)} Known are {', '.join(names)}")
-    if missing := [f.name for f in fields(kind) if f.default is not None and f.name == "path" and f.name not in item]:
+    if missing := [f.name for f in fields(kind) if f.default is MISSING and f.name not in item]:
         raise ConfigError(f"{place}: {missing[0]} is missing, such as 'path: json'")
 
 
