@@ -296,7 +296,6 @@ def _entries(node: Any, loader: _Loader, path: Path, section: str = "") -> Itera
         if not section and key.value in SECTIONS:
             if not isinstance(value, yaml.MappingNode):
                 raise ConfigError(f"{path}, line {line}: {name} is a section; write its options below it, indented")
-            loader.construct_mapping(value, deep=True)
             yield from _entries(value, loader, path, f"{name}.")
             continue
         nodes = value.value if isinstance(value, yaml.SequenceNode) else [value]

@@ -108,6 +108,11 @@ def test_the_command_line_is_before_the_file_and_without_options_fused_is_what_o
     assert parsed().fused is None and parsed().layers == LayersConfig()
 
 
+def test_a_key_of_a_section_overrides_one_that_is_merged_into_it(parsed):
+    fused = parsed("fused:\n  <<: {rule: adamw, policy: deferred}\n  rule: lion").fused
+    assert fused == FusedConfig(rule="lion", policy="deferred")
+
+
 @pytest.mark.parametrize("rule", ["adalomo", "torch.optim.SGD"])
 def test_hyperparameters_of_the_rule_are_arguments(rule, parsed, refused):
     name = {"adalomo": "clip_threshold", "torch.optim.SGD": "momentum"}[rule]
