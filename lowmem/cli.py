@@ -181,7 +181,7 @@ def plan(command: argparse.Namespace, rest: Sequence[str]) -> int:
         verdict = "fits in" if fits else "does not fit in"
         out.print(f"\n{verdict} {size(memory)}: {margin}", style="bold")
         if not fits:
-            figures["ways"] = _ways(command, rest, arguments, memory)
+            figures["ways"] = _ways(command, rest, arguments, device, memory)
     if options.json is not None:
         write_file(options.json, (json.dumps(figures, indent=2) + "\n").encode())
     if options.picture is not None:
@@ -214,14 +214,14 @@ def _plan_options(parser: Any) -> None:
     group.add_argument("--picture", type=Path, metavar="FILE", help="draw the memory through the step as PNG")
 
 
-def _ways(command: argparse.Namespace, rest: Sequence[str], arguments: "Arguments", memory: int) -> dict[str, int]:
+def _ways(
+    command: argparse.Namespace, rest: Sequence[str], arguments: "Arguments", device: str, memory: int
+) -> dict[str, int]:
     """Plans arguments that reduce memory, one by one and, if none is enough, together: argument → bytes at the peak."""
     import shlex
 
     from lowmem.run import plan as planning
     from lowmem.run.pictures import size
-
-    device = arguments.options.device or "gpu"
 
     def peak(*ways: str) -> int | None:
         try:

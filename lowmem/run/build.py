@@ -17,7 +17,7 @@ from trl import get_peft_config, get_quantization_config
 
 from lowmem.errors import ConfigError, DataError
 from lowmem.run.arguments import Arguments, reason, refused
-from lowmem.trainer import FusedTrainerMixin
+from lowmem.trainer import FusedSFTTrainer, FusedTrainerMixin
 
 # The trainers that take reward functions.
 _WITH_REWARDS = ("grpo", "rloo")
@@ -29,8 +29,6 @@ _CPUINFO = Path("/proc/cpuinfo")
 def trainer_class(name: str) -> Any:
     """The fused trainer for one of TRL: `FusedDPOTrainer` for "DPOTrainer"."""
     if name == "SFTTrainer":
-        from lowmem.trainer import FusedSFTTrainer
-
         return FusedSFTTrainer
     return type(f"Fused{name}", (FusedTrainerMixin, getattr(trl, name)), {})
 

@@ -12,7 +12,14 @@ import datasets
 import pyarrow as pa
 import pyarrow.compute as pc
 import xxhash
-from transformers import TrainerCallback, set_seed
+from transformers import (
+    AutoProcessor,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    TrainerCallback,
+    set_seed,
+)
 from transformers.trainer_callback import ExportableState
 from trl import get_dataset
 
@@ -85,8 +92,6 @@ def first(train: Any) -> Any:
 
 def stand_in(arguments: Arguments, train: Any) -> Any:
     """The trainer of a run with the first rows alone and a small model in place of its own, whose tokenizer it has."""
-    from transformers import AutoProcessor, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
-
     name, args = arguments.model.model_name_or_path, copy.copy(arguments.training)
     args.deepspeed = args.fsdp = None
     args.report_to, args.eval_strategy = [], "no"
