@@ -29,7 +29,7 @@ from lowmem.run.secrets import redacted
 from lowmem.run.terminal import err, out, print_topics, rank, stage
 from lowmem.tiles import storage
 
-# What imports transformers, trl or datasets is imported in functions, so that `lowmem --help` is fast.
+# Modules that import transformers, trl or datasets are imported in functions, so that `lowmem --help` is fast.
 if TYPE_CHECKING:
     from lowmem.run.arguments import Arguments
     from lowmem.run.memory import StepMemory

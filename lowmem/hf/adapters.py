@@ -181,7 +181,7 @@ def check_shape(path: Path, file: Any, name: str, own: Sequence[int]) -> None:
 
 
 def _path(folder: Path, adapter: str) -> Path:
-    """Where `PeftModel.save_pretrained` writes the weights of an adapter."""
+    """The file in which `PeftModel.save_pretrained` saves the weights of an adapter."""
     return (folder if adapter == "default" else folder / adapter) / ADAPTER_SAFE_WEIGHTS_NAME
 
 

@@ -201,7 +201,7 @@ def publish_model(staged: Path, folder: Path) -> None:
 def rotate(run_dir: Path, step: int, limit: int | None, best: str | None) -> None:
     """Removes the oldest checkpoints but `limit`, never that of this step nor the best one.
 
-    Those of later steps are older: the run was resumed from before them.
+    Checkpoints of later steps count as older, because the run was resumed from an earlier one.
     """
     removed = run_dir / _REMOVED
     remove(removed)  # of a run that was killed here

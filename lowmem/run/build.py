@@ -138,7 +138,7 @@ def _reward_functions(script: Any) -> list[Any]:
 
 
 def has_bfloat16(device: torch.device) -> bool:
-    """Whether a device has instructions for bfloat16; True where that is not known."""
+    """Returns whether a device has instructions for bfloat16, or True if that is unknown."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     if device.type != "cpu" or not _CPUINFO.exists():

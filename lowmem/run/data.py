@@ -187,7 +187,7 @@ class DataFingerprint(TrainerCallback, ExportableState):  # type: ignore[misc]
     fingerprint: str | None = None
 
     def state(self) -> dict[str, Any]:
-        """What `trainer_state.json` has of this callback."""
+        """Returns the entry of this callback in `trainer_state.json`."""
         return {"args": {}, "attributes": {"fingerprint": self.fingerprint}}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_: Any) -> None:

@@ -28,7 +28,7 @@ def state_bytes(rule: Any, rounding: str = "auto", size: int = 1024, **options: 
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error, or what caused it, says that the device or the host has no memory left."""
+    """Returns whether an error, or one of its causes, means that the device or the host is out of memory."""
     while error is not None:
         if isinstance(error, MemoryError | torch.OutOfMemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
             return True
@@ -38,15 +38,15 @@ def is_out_of_memory(error: BaseException) -> bool:
     return False
 
 
-# What PyTorch's plain RuntimeErrors of allocations say: on the CPU (Linux, Windows), for pinned memory, in libraries of
-# CUDA, and where C++ itself runs out.
+# Messages of PyTorch's plain RuntimeErrors for failed allocations: on the CPU (Linux, Windows), of pinned memory, in
+# CUDA libraries, and in C++ itself.
 _OUT_OF_MEMORY = (
     "DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory", "CUDA error: out of memory",
     "CUDA out of memory", "HIP out of memory", "HIP error: out of memory", "_ALLOC_FAILED", "std::bad_alloc",
     "Cannot allocate memory",
 )  # fmt: skip
 
-# What memory is used for, in the order of tables and pictures.
+# The kinds of memory, in the order of tables and pictures.
 WEIGHTS, STATES, BUFFERS = "weights", "optimizer states", "buffers and batch"
 GRADIENTS, ACTIVATIONS, TEMPORARIES = "gradients", "activations", "temporaries"
 KINDS = (WEIGHTS, STATES, BUFFERS, GRADIENTS, ACTIVATIONS, TEMPORARIES)
@@ -137,7 +137,7 @@ class StepMemory:
 
     @property
     def floor(self) -> int:
-        """What fused training needs in any case: weights, states, buffers, the batch and the largest gradient."""
+        """The memory that fused training always needs: weights, states, buffers, the batch and the largest gradient."""
         return sum(self.items[kind] for kind in (WEIGHTS, STATES, BUFFERS)) + self.largest_gradient
 
     @property

@@ -1,4 +1,4 @@
-"""What a run has logged: the trainer's own log history, of which metrics.jsonl has one JSON object per line."""
+"""The metrics of a run: the trainer's log history, which metrics.jsonl contains as one JSON object per line."""
 
 import json
 import math
@@ -24,7 +24,7 @@ def json_line(record: Record) -> str:
 
 
 def write_metrics(folder: Path, records: Iterable[Record]) -> None:
-    """Writes metrics.jsonl anew: a run that is resumed logs again what it had logged after its checkpoint."""
+    """Overwrites metrics.jsonl, because a resumed run repeats the steps after its checkpoint and logs them again."""
     write_file(folder / METRICS, "".join(map(json_line, records)).encode())
 
 

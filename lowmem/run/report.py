@@ -1,4 +1,4 @@
-"""The log lines of a run, its progress bar and metrics.jsonl; and what a run trains, in its first lines."""
+"""The log lines of a run, its progress bar and metrics.jsonl; and the description in its first lines."""
 
 import math
 import resource
@@ -38,7 +38,7 @@ _WHEN = {
 
 
 def describe(arguments: Arguments, trainer: Any) -> dict[str, str]:
-    """What a run trains and how, by topic, for its first lines and for a plan."""
+    """Describes a run by topic: model, optimizer and memory options, for its first lines and for a plan."""
     model, args, optimizer, options = trainer.model, trainer.args, trainer.optimizer, arguments.layers
     sizes: dict[str, int] = {}  # rule and learning rate → parameters
     for group in optimizer.param_groups:
@@ -201,7 +201,7 @@ class RunReport(TrainerCallback):  # type: ignore[misc]
         self.console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
-# What a line leaves out where it does not fit, in this order. All of it is in metrics.jsonl.
+# Parts that a line omits if it is too long, in this order. All of them are in metrics.jsonl.
 _LEFT_OUT = ("dominant", "peak", "tokens", "lr", "scale", "clip", "left")
 
 

@@ -1,4 +1,4 @@
-"""What is printed: by rank 0 alone, except that any rank reports its own failure (`cli.main`)."""
+"""Printing to the terminal: only rank 0 prints, except that any rank reports its own failure (`cli.main`)."""
 
 import os
 import shlex

@@ -69,8 +69,8 @@ def train(arguments: Arguments) -> int | None:
 
 
 def _save_model(trainer: Any, run_dir: Path) -> None:
-    """Saves the final model beside the checkpoints. Every rank calls it; a run that is killed meanwhile has its last
-    checkpoint.
+    """Saves the final model next to the checkpoints. Every rank calls it. If the run is killed meanwhile, its last
+    checkpoint remains.
     """
     staging = run_dir / checkpoint.STAGING
     try:
@@ -88,7 +88,7 @@ def _save_model(trainer: Any, run_dir: Path) -> None:
 
 
 def _resumed(arguments: Arguments, run_dir: Path) -> str | bool | None:
-    """What the trainer gets as `resume_from_checkpoint`: True for the newest intact checkpoint of `output_dir`."""
+    """Returns `resume_from_checkpoint` for the trainer: True for the newest intact checkpoint in `output_dir`."""
     path = arguments.training.resume_from_checkpoint
     if path is not None and path != LAST and not Path(path).is_dir():
         raise ConfigError(f"resume_from_checkpoint: there is no directory {path}. {LAST!r} is the newest in output_dir")
@@ -132,7 +132,7 @@ def _explained(arguments: Arguments, run_dir: Path) -> Iterator[None]:
 
 
 def _memory_advice(arguments: Arguments, run_dir: Path) -> str:
-    """What a step needs by the plan, and how to need less."""
+    """Returns the planned memory of a step, and options that reduce it, as a sentence."""
     device = "gpu" if torch.cuda.is_available() else "cpu"
     try:
         step = planning.plan(arguments, device).step
