@@ -212,7 +212,7 @@ def all_methods(more_rules: Sequence[str] = ()) -> dict[str, Method]:
         more_rules: names of lowmem's rules, or import paths, which are measured in addition to the usual ones.
 
     Raises:
-        ConfigError, UnsupportedError: there is no such rule, or it cannot update parameters during backward.
+        ConfigError, UnsupportedError: a rule is unknown, or cannot update parameters during backward.
     """
     for rule in more_rules:
         rules.resolve(rule)

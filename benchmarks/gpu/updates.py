@@ -69,7 +69,7 @@ def compiled_against_eager(report: Report, small: bool) -> None:
     if small:
         cases = [("lomo", "nearest", (150, 160))]  # the fastest to compile
     if not COMPILES:
-        report.row("compiled against eager", None, reason="there is no compiler")
+        report.row("compiled against eager", None, reason="no compiler is available")
         return
     compiling = 0.0
     for rule, rounding, size in cases:
