@@ -12,7 +12,7 @@ from lowmem.rules import require
 from lowmem.rules.factored import FactoredSpec, moment_scalars, moved, precondition
 from lowmem.rules.rule import Hyper, State, StateSpec, UpdateRule, numbers, register
 from lowmem.tiles.layout import View
-from lowmem.tiles.storage import nearest_number, spacing
+from lowmem.tiles.rounding import nearest_number, spacing
 from lowmem.tiles.sweep import Sweep
 from lowmem.tiles.tile import Sums, Tile
 
@@ -106,7 +106,7 @@ class AdafactorT2T(UpdateRule):
         factored=(True, require.flag),
         factor_stacks=(True, require.flag),
         simulated_quantize_bits=(None, require.number(">= 2", "<= 22", whole=True, optional=True)),
-        dtype_momentum=(None, require.dtype(optional=True)),
+        dtype_momentum=(None, require.dtype(none="the weight's own")),
     )
 
     def admit(self, param: Tensor, hyper: Hyper) -> None:

@@ -20,7 +20,8 @@ from lowmem.step.stacks import Arenas, Stack, gather, scatter
 from lowmem.tiles.gradients import ComputedGradient, Gradient
 from lowmem.tiles.graph import Compiler
 from lowmem.tiles.layout import Layout
-from lowmem.tiles.storage import Held, noise_key, part_name
+from lowmem.tiles.rounding import noise_key
+from lowmem.tiles.storage import Held, part_name
 from lowmem.tiles.stored import StoredTiles, begin_storage
 from lowmem.tiles.sweep import Reading, Scalars, Sweep
 
@@ -33,9 +34,6 @@ SMALL = 1 << 14
 
 # Elements per tile in a plan for a GPU, where there is next to nothing to keep in a tile of compiled code.
 PLANNED_TILE = 1 << 16
-
-# A smaller parameter that a storage with groups cannot hold has float32 states, and its weight is rounded to nearest.
-SMALLEST_GROUPED = 1 << 12
 
 # Elements in a stack: the gradients that wait for it are part of the memory of "one gradient".
 STACK = 1 << 18

@@ -8,8 +8,10 @@ keeps what it compiled on disk, as it does for `torch.compile`.
 import functools
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx
@@ -98,8 +100,37 @@ def compiled(graph: fx.GraphModule, sizes: Sizes, args: Sequence[Tensor | Size])
     """Compiles what `trace` has returned for `args`. The result is called with real tensors of such sizes."""
     from torch._inductor.compile_fx import compile_fx
 
-    with _LOCK, torch._guards.tracing(torch._guards.TracingContext(sizes.mode)), torch.no_grad():
+    with _LOCK, _vector_code(), torch._guards.tracing(torch._guards.TracingContext(sizes.mode)), torch.no_grad():
         return compile_fx(graph, list(args), config_patches=OPTIONS)  # type: ignore[return-value]
+
+
+@contextmanager
+def _vector_code() -> Iterator[None]:
+    """Inductor writes vector code for a CPU where it would write slow code, with the same results.
+
+    It has a loop over elements for the bits of a float32. And where one of several tensors is 16-bit, as a weight with
+    float32 states is, it takes half a vector of it at a time, and so each load waits for the store before it.
+    """
+    from torch._inductor.codegen import cpp
+    from torch._inductor.codegen.cpp_utils import DTYPE_TO_CPP
+    from torch._inductor.virtualized import V
+
+    narrow_type = cpp.get_loop_body_lowp_fp
+
+    def to_dtype_bitcast(value: Any, dtype: torch.dtype, source: torch.dtype) -> str:
+        count = V.kernel._get_num_vectors(source)
+        vector = "Vectorized<{}>" if count == 1 else f"VectorizedN<{{}}, {count}>"
+        return f"c10::bit_cast<at::vec::{vector.format(DTYPE_TO_CPP[dtype])}>({value})"
+
+    def get_loop_body_lowp_fp(body: Any) -> tuple[torch.dtype, bool]:
+        found, is_wide = narrow_type(body)
+        return found or torch.bfloat16, is_wide
+
+    with (
+        patch.object(cpp.CppVecOverrides, "to_dtype_bitcast", staticmethod(to_dtype_bitcast)),
+        patch.object(cpp, "get_loop_body_lowp_fp", get_loop_body_lowp_fp),
+    ):
+        yield
 
 
 def realized(value: Tensor) -> Tensor:

@@ -1,6 +1,5 @@
 """Tiles of tensors as they are stored: the loop over a parameter in which nothing is compiled."""
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
@@ -11,7 +10,8 @@ from torch._subclasses.fake_tensor import is_fake
 from lowmem.errors import UnsupportedError
 from lowmem.tiles.gradients import ComputedGradient, Gradient
 from lowmem.tiles.layout import Layout, Place, cut
-from lowmem.tiles.storage import Held, Storage, mix
+from lowmem.tiles.rounding import mix
+from lowmem.tiles.storage import Held, Storage, Uniform
 from lowmem.tiles.sweep import Given, Reading, Scalars, Tiles, Vectors, vectors_of
 from lowmem.tiles.tile import DIMS, RawTile, Sums, extent
 
@@ -199,8 +199,7 @@ def begin_storage(layout: Layout, weight: Held) -> None:
     tiles = StoredTiles(layout, weight, weight.parts[0])
     for _, raw in tiles._tiles({}, {}):
         value = raw.param.parts[0].float()
-        half = functools.partial(torch.full_like, value, 0.5)
-        for target, new in zip(raw.param.parts, weight.storage.encode(value, half), strict=True):
+        for target, new in zip(raw.param.parts, weight.storage.encode(value, Uniform.half(value)), strict=True):
             target.copy_(new)
 
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from lowmem.tiles.norms import exact, summable
-from lowmem.tiles.storage import FLOAT32, Held, mix, nearest
+from lowmem.tiles.rounding import mix, nearest
+from lowmem.tiles.storage import FLOAT32, Held
 from lowmem.tiles.tile import (
     REDUCED_SQUARE,
     SQUARE,

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowmem.tiles.graph import tied
+from lowmem.tiles.graph import realized, tied
 from lowmem.tiles.norms import REDUCED
-from lowmem.tiles.storage import Held, mix, nearest, uniform
+from lowmem.tiles.rounding import mix, nearest, sixteen_bits
+from lowmem.tiles.storage import Held, Uniform
 
 Named = dict[str, Tensor]
 
@@ -22,10 +23,6 @@ Named = dict[str, Tensor]
 DIMS = {
     "row": (0, 1), "row_max": (0, 1), "noise": (0, 1), "col": (0, 2), "scalar": (0,), "slice": (0,), "finite": (0,)
 }  # fmt: skip
-
-# Offset between the random bits of consecutive pairs of tensors in an update (2³² over the golden ratio,
-# signed).
-_NEXT_NOISE = -0x61C88647
 
 
 def extent(kind: str, shape: Sequence[Any]) -> tuple[Any, ...]:
@@ -164,8 +161,11 @@ class Tile:
         return self._raw.param.decode()
 
     def stored(self, value: Tensor, like: str = "param") -> Tensor:
-        """A float32 tile rounded to the dtype of the weight, or of a full state: arithmetic in that dtype."""
-        return nearest(value, (self._raw.param if like == "param" else self._raw.full[like]).dtype)
+        """A float32 tile rounded to the dtype of the weight, or to that of a full state if the rule says it: arithmetic
+        in that dtype.
+        """
+        held = self._raw.param if like == "param" else self._raw.full[like]
+        return nearest(value, held.dtype if like == "param" or held.storage.is_cast else torch.float32)
 
 
 ReduceFn = Callable[[Tile], Sums]
@@ -212,18 +212,21 @@ def apply_tile(fn: ApplyFn, raw: RawTile) -> None:
     """Writes what a rule's function gives for a tile: values [b, r, c]."""
     held = {"param": raw.param, **raw.full}
     drawing = [name for name, each in held.items() if each.storage.draws]
-    bits: dict[int, Tensor] = {}
+    group = max(each.storage.group for each in held.values())
+    words: list[Tensor] = []
 
     def draw(name: str, cols: int) -> Tensor:
-        """Random numbers [b, r, c] for what is encoded under this name: two tensors share the bits of an element."""
-        word, half = divmod(drawing.index(name), 2)
-        if word not in bits:
+        """Random bits [b, r, c] for what is encoded under this name: one word of an element serves all tensors."""
+        if not words:
             assert raw.noise is not None
-            col = torch.arange(cols, dtype=torch.int32, device=raw.noise.device)
-            bits[word] = mix(raw.noise + word * _NEXT_NOISE + col)
-        return uniform(bits[word], half)
+            words.append(mix(raw.noise + realized(torch.arange(cols, dtype=torch.int32, device=raw.noise.device))))
+        return sixteen_bits(words[0], drawing.index(name))
 
     for name, value in fn(Tile(raw)).items():
-        encoded = held[name].storage.encode(value, functools.partial(draw, name, value.shape[-1]))
-        for target, new in zip(held[name].parts, encoded, strict=True):
-            target.copy_(new if raw.finite is None else torch.where(raw.finite, new, target))
+        uniform = Uniform(functools.partial(draw, name, value.shape[-1]))
+        storage, parts = held[name]
+        for part, target, new in zip(storage.parts, parts, storage.encode(value, uniform), strict=True):
+            result = new if raw.finite is None else torch.where(raw.finite, new, target.to(new.dtype))
+            if value.ndim == 4 and part.group < group:  # in the shape of an argument, else compiled code makes a copy
+                target, result = (each.unflatten(-1, (-1, group // part.group)) for each in (target, result))
+            target.copy_(result)

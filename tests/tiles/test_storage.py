@@ -1,5 +1,6 @@
 """Roundings: what compensated rounding splits it gives back, stochastic rounding is unbiased and repeatable."""
 
+import itertools
 import math
 
 import numpy as np
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lowmem
-from lowmem.tiles import storage
+from lowmem.tiles import rounding, storage
 from lowmem.tiles.layout import Layout, View
 from lowmem.tiles.stored import StoredTiles
 from lowmem.tiles.sweep import Sweep
@@ -33,14 +34,20 @@ def floats_of_all_kinds():
     return torch.cat([bits, bits | -(1 << 31)]).view(torch.float32)
 
 
+def stored_as(held, value, random=1 << 15):
+    """The tensors of a storage for a value; random: bits of every draw."""
+    encoded = held.encode(value, storage.Uniform(lambda: torch.full(value.shape, random, dtype=torch.int32)))
+    return tuple(new.to(part.dtype) for new, part in zip(encoded, held.parts, strict=True))
+
+
 # -- compensated ---------------------------------------------------------------------------------------------------
 
 
 def assert_split_is_exact(value):
-    stored, residual = storage.split(value, torch.bfloat16)
-    assert stored.dtype == torch.bfloat16
-    assert residual.dtype == torch.int16
-    assert same_bits(storage.widen(stored, residual), value)
+    stored, high, low = stored_as(storage.Compensated(torch.bfloat16), value)
+    assert (stored.dtype, high.dtype, low.dtype) == (torch.bfloat16, torch.int8, torch.uint8)
+    assert same_bits(rounding.widen(stored, high, low), value)
+    residual = (high.short() << 8) + low
     assert same_bits(residual, value.view(torch.int16).view(*value.shape, 2)[..., 0].contiguous())
 
 
@@ -49,7 +56,7 @@ def test_bfloat16_split_is_exact():
     value = floats_of_all_kinds()
     assert_split_is_exact(value)
     representable = value.abs() <= LARGEST[torch.bfloat16]
-    stored, _ = storage.split(value, torch.bfloat16)
+    stored, *_ = stored_as(storage.Compensated(torch.bfloat16), value)
     nearest = value[representable].bfloat16()
     tie = (value[representable].view(torch.int32) & 0xFFFF) == 0x8000
     assert same_bits(stored[representable][~tie], nearest[~tie])  # a tie goes away from zero, torch's to even
@@ -65,9 +72,9 @@ def test_float16_split_keeps_what_it_promises():
     """Exact for a normal float16, whose 10 bits and 16 of residual hold float32's 23; below 2⁻¹⁴ within 2⁻⁴⁰."""
     value = floats_of_all_kinds()
     value = value[value.abs() < 65520]  # what does not round to infinity
-    stored, residual = storage.split(value, torch.float16)
+    stored, high, low = stored_as(storage.Compensated(torch.float16), value)
     assert same_bits(stored, value.half())
-    error = (storage.widen(stored, residual).double() - value.double()).abs()
+    error = (rounding.widen(stored, high, low).double() - value.double()).abs()
     normal = value.abs() >= 2**-14
     assert error[normal].max() == 0
     assert error[~normal].max() <= 2**-40
@@ -75,17 +82,18 @@ def test_float16_split_keeps_what_it_promises():
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_split_passes_on_what_is_not_finite(dtype):
-    stored, residual = storage.split(NOT_FINITE, dtype)
-    assert torch.equal(residual, torch.zeros(5, dtype=torch.int16))
-    torch.testing.assert_close(storage.widen(stored, residual), NOT_FINITE, equal_nan=True)
+    stored, high, low = stored_as(storage.Compensated(dtype), NOT_FINITE)
+    assert not high.any()
+    assert not low.any()
+    torch.testing.assert_close(rounding.widen(stored, high, low), NOT_FINITE, equal_nan=True)
 
 
 # -- stochastic ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("half", [0, 1])
+@pytest.mark.parametrize("number", range(4))
 @pytest.mark.parametrize("dtype", HALVES)
-def test_stochastic_is_unbiased(dtype, half):
+def test_stochastic_is_unbiased(dtype, number):
     """The mean of N draws is within 5 standard errors of the value, for values at every fraction and size, and both
     neighbours are met. A rounding with fraction f has the variance f(1-f) of a coin."""
     repeats = 200_000
@@ -95,8 +103,9 @@ def test_stochastic_is_unbiased(dtype, half):
         high = torch.nextafter(low, torch.tensor(math.copysign(math.inf, size), dtype=dtype))
         value = (low.double() + fraction * (high.double() - low.double())).float()
         fraction = ((value.double() - low.double()) / (high.double() - low.double())).item()  # as float32 can hold it
-        bits = storage.mix(storage.mix(torch.arange(repeats, dtype=torch.int32) + 1))
-        drawn = storage.narrow_stochastically(value.expand(repeats), dtype, storage.uniform(bits, half))
+        word = rounding.mix(rounding.mix(torch.arange(repeats, dtype=torch.int32) + 1))
+        bits = rounding.sixteen_bits(word, number)
+        drawn = rounding.narrow_stochastically(value.expand(repeats), dtype, bits).to(dtype)
         went_up = (drawn == high).double()
         assert ((drawn == low) | (drawn == high)).all()
         assert abs(went_up.mean().item() - fraction) <= 5 * math.sqrt(fraction * (1 - fraction) / repeats)
@@ -105,7 +114,9 @@ def test_stochastic_is_unbiased(dtype, half):
 @pytest.mark.parametrize("dtype", HALVES)
 def test_stochastic_leaves_exact_values(dtype):
     every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
-    drawn = storage.narrow_stochastically(every.float(), dtype, torch.rand(every.shape))
+    drawn = rounding.narrow_stochastically(
+        every.float(), dtype, torch.randint(1 << 16, every.shape, dtype=torch.int32)
+    ).to(dtype)
     finite = every.isfinite()
     assert torch.equal(drawn[finite], every[finite])
     torch.testing.assert_close(drawn[~finite], every[~finite], equal_nan=True)
@@ -116,24 +127,39 @@ def test_nearest_is_a_cast_there_and_back(dtype):
     """Up to 2¹⁰⁰ in bfloat16, from where on some of the rounding is left to a cast."""
     value = floats_of_all_kinds()
     value = torch.cat([value[value.abs() < 2.0**100] if dtype == torch.bfloat16 else value, NOT_FINITE])
-    rounded = storage.nearest(value, dtype)
+    rounded = rounding.nearest(value, dtype)
     torch.testing.assert_close(rounded, value.to(dtype).float(), rtol=0, atol=0, equal_nan=True)
 
 
 def test_noise_looks_random():
     """Each of 32 bits is a fair coin and independent of the same bit of the neighbour, within 5 standard errors of 2¹⁸
     coins; keys are all different."""
-    rows = storage.mix(torch.arange(512, dtype=torch.int32) + storage.noise_key(0, 1, "w"))
-    bits = storage.mix(rows[:, None] + torch.arange(512, dtype=torch.int32))
+    rows = rounding.mix(torch.arange(512, dtype=torch.int32) + rounding.noise_key(0, 1, "w"))
+    bits = rounding.mix(rows[:, None] + torch.arange(512, dtype=torch.int32))
     limit = 5 * 0.5 / math.sqrt(bits.numel())
     planes = torch.stack([(bits >> i) & 1 for i in range(32)]).double()
     assert (planes.mean((1, 2)) - 0.5).abs().max() <= limit
     for axis in (1, 2):
         agree = (planes == planes.roll(1, axis)).double().mean((1, 2))
         assert (agree - 0.5).abs().max() <= limit
-    keys = {storage.noise_key(seed, step, name) for seed in range(5) for step in range(50) for name in "ab"}
+    keys = {rounding.noise_key(seed, step, name) for seed in range(5) for step in range(50) for name in "ab"}
     assert len(keys) == 500
     assert all(0 <= key < 1 << 31 for key in keys)
+
+
+def test_bits_of_the_tensors_of_an_update_are_independent():
+    """No bit of one agrees with a bit of another more often than two coins do, within 5 standard errors of 2¹⁸ pairs,
+    and their numbers do not correlate."""
+    word = rounding.mix(rounding.mix(torch.arange(512, dtype=torch.int32) + 77)[:, None] + torch.arange(512))
+    word = word.to(torch.int32)
+    draws = [rounding.sixteen_bits(word, number) for number in range(4)]
+    planes = [torch.stack([(draw >> i & 1) * 2 - 1 for i in range(16)]).flatten(1).float() for draw in draws]
+    limit = 5 / math.sqrt(word.numel())
+    for one, other in itertools.combinations(planes, 2):
+        assert (one @ other.T / word.numel()).abs().max() <= limit
+    for one, other in itertools.combinations(draws, 2):
+        pair = torch.stack([rounding.fraction(one).flatten(), rounding.fraction(other).flatten()])
+        assert torch.corrcoef(pair)[0, 1].abs() <= limit
 
 
 def shifted(t):
@@ -178,7 +204,8 @@ def test_small_steps_move_16_bit_weights(dtype, give_gradients):
             give_gradients(opt, (param, grad.to(param.dtype)))
         state = opt.named_state_dict()["state"].get("w", {})
         held = state.get("weight32", param.detach().float())
-        held = storage.widen(param.detach(), state["residual"]) if "residual" in state else held
+        residual = [state[name] for name in ("residual", "residual_low") if name in state]
+        held = rounding.widen(param.detach(), *residual) if residual else held
         moved[name] = held.double() - start.double()
     assert moved["nearest"].abs().max() == 0
     # bfloat16 keeps all of float32; float16's residual has 2 bits more than float32 at this size
