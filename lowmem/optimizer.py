@@ -86,7 +86,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._placement.adopt(self._records.values(), self._model)
             self._complete = True
             self._order_records()
-            self._refuse_unknown_names()
+            self._refuse_idle_options()
             self.compiled = decide_compilation(self.config.compile, self._records.values())
             device = next((record.param.device for record in self._records.values()), torch.device("cpu"))
             config, shard = self.config, self._placement.shard
@@ -103,7 +103,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             )
             self._report = Report(self._updates, device, config.max_nonfinite_steps)
             saved = self._clipping, self._cycle, self._updates, self._report
-            self._saving = Saving(self._records, self.param_groups, self.state, shard, *saved)
+            self._saving = Saving(self._records, self.param_groups, self.state, shard, *saved, config.convert_states)
             parts = self._cycle, self._clipping, self._updates, self._report
             self._loop = StepLoop(config, self._rules, self._added, self._records, self._placement, self._hooks, *parts)
         except BaseException:
@@ -166,7 +166,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._records.update(records)
             if self._complete:
                 self._order_records()
-                self._refuse_unknown_names()
+                self._refuse_idle_options()
                 self._loop.choose_policy()
         except BaseException:  # the group is added completely or not at all
             for param, record in records.items():
@@ -199,11 +199,22 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Removes every hook. The optimizer can still be saved, and updates nothing from then on."""
         self._hooks.remove()
 
-    def _refuse_unknown_names(self) -> None:
+    def _refuse_idle_options(self) -> None:
+        """Raises `ConfigError` for names of parameters that do not exist, and storages that hold no state."""
         known = [record.name for record in self._records.values()]
         for rule, group in zip(self._rules, self.param_groups, strict=True) if known else ():
             for name in set(rule.names(group)) - set(known):
                 raise ConfigError(f"rule {rule.name!r}: no parameter is called {name!r}.{did_you_mean(name, known)}")
+        claimed = [record for record in self._records.values() if record.claimed]
+        claimed = [record for record in claimed if record.param.ndim > 1] or claimed
+        for name in {record.group["state_storage"] for record in claimed} - {"float32"}:
+            held = [record for record in claimed if record.group["state_storage"] == name]
+            if not any(state.held_as_asked for record in held for state in record.program.spec.states.values()):
+                rules = " and ".join(sorted({repr(record.rule.name) for record in held}))
+                raise ConfigError(
+                    f"state_storage={name!r} has no effect: rule {rules} has no elementwise state whose storage can be "
+                    "chosen. Omit it, or use a rule such as 'adamw' or 'lion'"
+                )
 
     # -- the policy ------------------------------------------------------------------------------------------------
 
@@ -406,7 +417,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Continues from what `state_dict` returned. Tensors are copied to their parameter's device and never cast.
 
         States that the optimizer has already are freed once the new ones are complete. Rule "adamw" also continues from
-        the state of a `torch.optim.AdamW` of the same parameters and groups.
+        the state of a `torch.optim.AdamW` of the same parameters and groups. With `convert_states` they may have been
+        saved in another `state_storage`.
 
         Raises:
             CheckpointError: it is of other rules or storages, its parameters or groups are not this optimizer's, or it

@@ -94,11 +94,15 @@ class FusedConfig:
             the "gradient" (2 for bfloat16, rounded at every micro-batch, as `.grad` is). A step of one micro-batch
             stores its gradient as it is.
         rounding: how a float32 result is stored in a bfloat16 or float16 weight: "nearest", "stochastic", "compensated"
-            (adds 2 bytes per parameter), "master" (a float32 copy, adds 4 bytes), or a registered storage. "auto" is
-            the rule's own, mostly "stochastic"; for classes of `torch.optim` and other packages it is "nearest", as
-            without lowmem. float32 weights hold every result exactly. A param group may have its own.
-        state_storage: how elementwise optimizer states are stored: "float32", "bfloat16" or "float16" (both rounded
-            stochastically), or a registered storage. A param group may have its own.
+            (adds 2 bytes per parameter), "compensated8" (adds 1 byte), "master" (a float32 copy, adds 4 bytes), or a
+            registered storage. "auto" is the rule's own, mostly "stochastic"; for classes of `torch.optim` and other
+            packages it is "nearest", as without lowmem. float32 weights hold every result exactly. A param group may
+            have its own.
+        state_storage: how elementwise optimizer states are stored: "float32"; "bfloat16" or "float16", both rounded
+            stochastically; "8bit", codes with a scale per group of 32 elements of a row, rounded stochastically;
+            "8bit_64", the same in groups of 64; "8bit_nearest", the same rounded to nearest; or a registered storage. A
+            param group may have its own.
+        convert_states: states that are loaded may have been saved in another `state_storage`, and are converted.
         placement: "local"; "replicated": every rank of a process group has all parameters, which are broadcast from
             rank 0, and data of its own, and gradients are averaged; "zero3" and "fsdp2": parameters are sharded over
             the ranks by DeepSpeed or `fully_shard`; "auto" finds it from the parameters and the process group, and
@@ -129,6 +133,7 @@ class FusedConfig:
     accumulation_dtype: Literal["float32", "gradient"] = "float32"
     rounding: str = "auto"
     state_storage: str = "float32"
+    convert_states: bool = False
     placement: placements.Choice = "auto"
     compile: bool | Literal["auto"] = "auto"
     seed: int = 0
@@ -230,7 +235,7 @@ class FusedConfig:
                 require_known(option, getattr(self, option), choices)
         if not isinstance(self.compile, bool) and self.compile != "auto":
             raise ConfigError(f"compile={self.compile!r}; allowed are True, False and 'auto'")
-        for option in ("batching", "log_norms"):
+        for option in ("batching", "convert_states", "log_norms"):
             if not isinstance(getattr(self, option), bool):
                 raise ConfigError(f"{option}={getattr(self, option)!r}; allowed are True and False")
 

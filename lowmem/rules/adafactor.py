@@ -12,7 +12,7 @@ from lowmem.rules.factor_rules import check_factor_rules, dimensions, first_matc
 from lowmem.rules.factored import FactoredSpec, exactly, moment_scalars, precondition
 from lowmem.rules.rule import GroupClip, GroupNorms, Hyper, State, StateSpec, UpdateRule, numbers, register
 from lowmem.tiles.layout import View
-from lowmem.tiles.storage import nearest_number
+from lowmem.tiles.rounding import nearest_number
 from lowmem.tiles.sweep import Sweep
 from lowmem.tiles.tile import Tile
 
@@ -43,7 +43,7 @@ class Adafactor(UpdateRule):
     each of which follows the heuristic; more dimensions need a rule.
 
     States: `v_row` with the BATCH, NONE and ROW dimensions, in this order, and `v_col` likewise; or `v`; with `beta1`
-    (also 0.0) `m`, in `dtype_momentum`.
+    (also 0.0) `m`, in `dtype_momentum`, or where that is None as `state_storage` says.
 
     As in the source: weight decay is not multiplied by lr, unless `weight_decay_rate_lr_exponent` is set, which makes
     it (weight_decay_rate or 1)·lr^exponent. With `skip_nan_updates` single elements that would become NaN stay as they
@@ -75,7 +75,7 @@ class Adafactor(UpdateRule):
         min_dim_size_to_factor=(128, require.number(">= 0", whole=True)),
         epsilon1=(1e-30, require.number(">= 0")),
         epsilon2=(1e-3, require.number(">= 0")),
-        dtype_momentum=("float32", require.dtype(optional=False)),
+        dtype_momentum=(None, require.dtype(none="state_storage")),
         factor_map=(None, require.anything),
         logical_factor_rules=(None, require.anything),
         param_logical_axes=(None, require.anything),

@@ -73,7 +73,7 @@ def dtype_of(value: Any) -> torch.dtype | None:
     return value if value in STORED_DTYPES else STATE_DTYPES.get(value)
 
 
-def dtype(*, optional: bool) -> Check:
-    """Allows "float32", "bfloat16" and "float16", and None if `optional`, for the dtype of the weight."""
-    allowed = ", ".join(STATE_DTYPES) + (", or None for the weight's own" if optional else "")
-    return check(lambda value: dtype_of(value) is not None or (optional and value is None), allowed)
+def dtype(*, none: str) -> Check:
+    """Allows "float32", "bfloat16" and "float16", and None, which stands for what `none` says."""
+    allowed = f"{', '.join(STATE_DTYPES)}, or None for {none}"
+    return check(lambda value: dtype_of(value) is not None or value is None, allowed)

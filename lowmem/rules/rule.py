@@ -41,6 +41,11 @@ class StateSpec:
     extra: tuple[int, ...] = ()
     signed: bool = True
 
+    @property
+    def held_as_asked(self) -> bool:
+        """Returns whether the user's `state_storage` holds it."""
+        return self.extent == "full" and self.dtype is None
+
 
 @dataclass(frozen=True)
 class ParamSpec:

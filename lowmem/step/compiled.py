@@ -112,8 +112,7 @@ def trace_update(kind: Kind, rule: UpdateRule) -> TracedUpdate:
         scalars = Scalars(kind.numbers, next(given), next(given))
         key = next(given) if kind.draws else None
         size = tuple(next(given) for _ in full) if kind.cut else None
-        grad, *rest = (next(given).flatten(-2) if group > 1 else next(given) for _ in kind.elements)
-        parts = iter(rest)
+        grad, parts = next(given), given
         weight = Held(kind.storage, tuple(next(parts) for _ in kind.storage.parts))
         states |= {name: Held(each, tuple(next(parts) for _ in each.parts)) for name, each in kind.states}
         tiles = TracedTiles(weight, grad, reading, scalars, lines=lines, shape=size, noise_key=key)

@@ -20,7 +20,8 @@ from lowmem.tiles.storage import FLOAT32, ROUNDED_DTYPES, TABLE, Float, Storage,
 
 logger = logging.getLogger(__name__)
 
-# A smaller parameter that a storage with groups cannot hold has float32 states, and its weight is rounded to nearest.
+# A smaller parameter has float32 states in place of a storage with groups, and its weight is rounded to nearest. Shards
+# of it might not divide into groups, and a state has the same form on any number of ranks.
 SMALLEST_GROUPED = 1 << 12
 
 
@@ -98,8 +99,8 @@ class Program:
 def make_program(placed: Placed, rule: UpdateRule, group: Mapping[str, Any], shard: Shard) -> Program:
     """Decides how a parameter is updated and stored, by what its group says now.
 
-    A storage with groups holds parameters whose rows consist of complete groups, also when they are sharded. Small
-    others, mostly vectors, are held as float32 states, and weights rounded to the nearest value.
+    A storage with groups holds parameters whose rows consist of complete groups, also when they are sharded. Those of
+    fewer than `SMALLEST_GROUPED` elements, mostly vectors, have float32 states and weights rounded to nearest.
 
     Raises:
         UnsupportedError: its rule cannot update it, or a storage cannot hold it.
@@ -107,13 +108,14 @@ def make_program(placed: Placed, rule: UpdateRule, group: Mapping[str, Any], sha
     span, dtype, states = placed.span, placed.param.dtype, dict[str, Storage]()
 
     def fitting(storage: Storage, other: Storage) -> Storage:
-        fits = spec.view.has_groups(span.shape, storage.group) and span.size % storage.group == 0
-        if not fits and span.numel >= SMALLEST_GROUPED:
+        if storage.group > 1 and span.numel < SMALLEST_GROUPED:
+            return other
+        if not spec.view.has_groups(span.shape, storage.group) or span.size % storage.group:
             raise UnsupportedError(
                 f"cannot be held in groups of {storage.group} elements of a row: its rows or shards do not divide into "
                 "them. Give it a group of parameters of its own, with another rounding or state_storage"
             )
-        return storage if fits else other
+        return storage
 
     rounding = rounding_of(rule, group, dtype)
     try:

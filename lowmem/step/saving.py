@@ -5,10 +5,10 @@ It has two forms. By name, as in files, it has states of the parameters that hav
 `torch.distributed.checkpoint.load` loads only what is there.
 """
 
-import functools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -20,11 +20,12 @@ from lowmem.placements.base import Shard
 from lowmem.rules import ENGINE_KEYS, adamw
 from lowmem.step.clipping import Clipping
 from lowmem.step.cycle import StepCycle
-from lowmem.step.program import rounding_of, weight_storage
+from lowmem.step.program import Program, rounding_of, weight_storage
 from lowmem.step.record import ParamRecord
 from lowmem.step.report import Report
 from lowmem.step.updates import Updates
 from lowmem.tiles.layout import Span
+from lowmem.tiles.storage import Storage, Uniform, part_name, state_storages
 
 # The memory of a group's own clipping by norm is saved like a state, under this and the number of the group.
 _GROUP = "_group"
@@ -65,6 +66,7 @@ class Saving:
     cycle: StepCycle
     updates: Updates
     report: Report
+    convert: bool = False
 
     def named(self, *, lazy: bool) -> dict[str, Any]:
         """All of it by name, with full tensors, or a `TensorSource` of each if `lazy`. Every rank calls it."""
@@ -99,7 +101,7 @@ class Saving:
             return value
         if record is None or (span := _span(record, name)) is None:
             return TensorSource(tuple(value.shape), value.dtype, lambda: value)
-        gather = functools.partial(self.shard.gather, record.param, value, span)
+        gather = partial(self.shard.gather, record.param, value, span)
         return TensorSource(span.shape, value.dtype, gather)
 
     def numbered(self) -> dict[str, Any]:
@@ -147,6 +149,8 @@ class Saving:
         try:
             if numbered:
                 saved = _by_name(saved, self.groups, self.updates.seed)
+            if self.convert:
+                saved = self._converted(saved)
             settled = self._check(saved)
             for value in chain.from_iterable(state.values() for state in saved["state"].values()):
                 if isinstance(value, TensorSource):
@@ -217,6 +221,21 @@ class Saving:
                 )
         return settled
 
+    def _converted(self, saved: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The same with states in the storages of this optimizer."""
+        by_name = {record.name: record for record in self.records.values()}
+        groups, states = [], dict(saved["state"])
+        for group, other in zip(self.groups, saved["param_groups"], strict=False):
+            wanted = {"state_storage": group["state_storage"]}
+            groups.append({**other, **wanted})
+            for name in other["params"] if other.get("state_storage") in state_storages() else ():
+                if name in by_name and name in states:
+                    then, now = (
+                        _settled(by_name[name], each, self.shard).program for each in (other, {**other, **wanted})
+                    )
+                    states[name] = _in_storages(states[name], then, now)
+        return {**saved, "param_groups": groups, "state": states}
+
     def _refuse_others(self, saved_groups: Sequence[Mapping[str, Any]]) -> None:
         """Raises `CheckpointError` if what was saved is of other rules, storages, parameters or groups."""
         names = [group["param_names"] for group in self.groups]
@@ -233,6 +252,7 @@ class Saving:
                 if other.get(key) != group[key]:
                     raise CheckpointError(
                         f"the saved optimizer has {key} {other.get(key)!r}{where}, this one {group[key]!r}"
+                        + ("; convert_states=True converts it" if key == "state_storage" else "")
                     )
 
     def _copy(self, record: ParamRecord | None, name: str, value: Any) -> Any:
@@ -255,6 +275,25 @@ def _settled(record: ParamRecord, group: Mapping[str, Any], shard: Shard) -> Par
     trial = ParamRecord(record.name, record.param, record.span, {**record.group, **group}, record.rule)
     trial.choose_program(shard)
     return trial
+
+
+def _in_storages(state: Mapping[str, Any], then: Program, now: Program) -> dict[str, Any]:
+    """The states of a parameter that were saved by one program in the storages of another, one tensor at a time."""
+    converted = dict(state)
+    for name in then.states:
+        old, new = then.states[name], now.states[name]
+        if old == new:
+            continue
+        sources = [converted.pop(part_name(name, part.name)) for part in old.parts]
+
+        def read(n: int, sources: Sequence[Any] = sources, old: Storage = old, new: Storage = new) -> Tensor:
+            value = old.decode(tuple(each.read() if isinstance(each, TensorSource) else each for each in sources))
+            return new.encode(value, Uniform.half(value))[n].to(new.parts[n].dtype)
+
+        for n, part in enumerate(new.parts):
+            kept = now.kept[part_name(name, part.name)]
+            converted[part_name(name, part.name)] = TensorSource(now.shape_of(kept), part.dtype, partial(read, n))
+    return converted
 
 
 def _unspecified(record: ParamRecord, name: str) -> str | None:

@@ -8,14 +8,9 @@ encoded. Weights, optimizer states and waiting gradients all have one. A rule ne
     class Int8(Storage):
         dtype: torch.dtype
         signed: bool
-
-Random bits come from a counter (seed, step, parameter, element), never from a generator: an element gets the same bits
-whatever the tile, the rank or a resume in between, and the random state that dropout uses does not change.
 """
 
 import functools
-import hashlib
-import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lowmem.errors import ConfigError
+from lowmem.tiles.rounding import fraction, narrow_stochastically, raised, split, split8, widen, widen8
 
 ROUNDED_DTYPES = (torch.bfloat16, torch.float16)
 STORED_DTYPES = (torch.float32, *ROUNDED_DTYPES)
@@ -41,8 +37,23 @@ class Part(NamedTuple):
     group: int = 1
 
 
-# Gives random float32 numbers in [0, 1) in the shape of a tile, one per element.
-Uniform = Callable[[], Tensor]
+@dataclass(frozen=True)
+class Uniform:
+    """Random numbers in the shape of a tile, one per element: float32 in [0, 1).
+
+    Attributes:
+        bits: gives the same as int32 in [0, 2¹⁶).
+    """
+
+    bits: Callable[[], Tensor]
+
+    def __call__(self) -> Tensor:
+        return fraction(self.bits())
+
+    @classmethod
+    def half(cls, value: Tensor) -> "Uniform":
+        """One half for every element of `value`: rounding to the nearest, where it would be at random."""
+        return cls(lambda: torch.full_like(value, 1 << 15, dtype=torch.int32))
 
 
 class Storage(ABC):
@@ -64,7 +75,7 @@ class Storage(ABC):
 
     @abstractmethod
     def encode(self, value: Tensor, uniform: Uniform) -> tuple[Tensor, ...]:
-        """Tiles of the parts for float32 values [..., n]."""
+        """Tiles of the parts for float32 values [..., n]: numbers that the dtypes of the parts hold, in any dtype."""
 
     @property
     def bytes_per_element(self) -> float:
@@ -103,7 +114,7 @@ class Float(Storage):
         return stored[0].float()
 
     def encode(self, value: Tensor, uniform: Uniform) -> tuple[Tensor, ...]:
-        return (narrow_stochastically(value, self.dtype, uniform()) if self.draws else value.to(self.dtype),)
+        return (narrow_stochastically(value, self.dtype, uniform.bits()) if self.draws else value,)
 
 
 FLOAT32 = Float(torch.float32)
@@ -117,13 +128,76 @@ class Compensated(Storage):
 
     @functools.cached_property
     def parts(self) -> tuple[Part, ...]:  # type: ignore[override]
-        return Part("", self.dtype), Part("residual", torch.int16)
+        return Part("", self.dtype), Part("residual", torch.int8), Part("residual_low", torch.uint8)
 
     def decode(self, stored: tuple[Tensor, ...]) -> Tensor:
         return widen(*stored)
 
     def encode(self, value: Tensor, uniform: Uniform) -> tuple[Tensor, ...]:
         return split(value, self.dtype)
+
+
+@dataclass(frozen=True)
+class Compensated8(Storage):
+    """What rounding to the nearest value cut off is stored too, in 8 bits: with bfloat16, some 16 bits of precision."""
+
+    dtype: torch.dtype
+
+    @functools.cached_property
+    def parts(self) -> tuple[Part, ...]:  # type: ignore[override]
+        return Part("", self.dtype), Part("residual", torch.int8)
+
+    def decode(self, stored: tuple[Tensor, ...]) -> Tensor:
+        return widen8(*stored)
+
+    def encode(self, value: Tensor, uniform: Uniform) -> tuple[Tensor, ...]:
+        return split8(value, self.dtype)
+
+
+@dataclass(frozen=True)
+class Moment(Storage):
+    """Running means of g or g² in 8 bits, in groups along a row that have a bfloat16 scale each, their largest value
+    rounded up. Codes are finer where values are small: one of g, x = m/scale, is companded to 2x/(1+|x|) (FlashOptim,
+    arXiv:2602.23349), and one of g² is held as its square root.
+
+    A code of g² stands for at least 1/256 of the largest root: zero would make the step m/√v enormous. A group of
+    zeros is zero. Rounding at random is unbiased in the value, not in the code: a mean of g² with a β₂ of 0.999 would
+    add up what the curve of the root is off, a thousand times.
+    """
+
+    signed: bool
+    size: int = 32
+    draws: bool = True
+
+    @functools.cached_property
+    def parts(self) -> tuple[Part, ...]:  # type: ignore[override]
+        return Part("", torch.int8 if self.signed else torch.uint8), Part("scale", torch.bfloat16, self.size)
+
+    def decode(self, stored: tuple[Tensor, ...]) -> Tensor:
+        code, scale = stored[0].float().unflatten(-1, (-1, self.size)), stored[1].float().unsqueeze(-1)
+        fraction = code / (254 - code.abs()) if self.signed else ((code + 1) * 2.0**-8).square()
+        return (fraction * scale).flatten(-2)
+
+    def encode(self, value: Tensor, uniform: Uniform) -> tuple[Tensor, ...]:
+        scale = raised(value.unflatten(-1, (-1, self.size)).abs().amax(-1))
+        least = scale.clamp(min=2.0**-126).unsqueeze(-1)
+        if self.signed:  # part: of the way from a code to the next one, in values
+            fraction = value.unflatten(-1, (-1, self.size)) * (1 / least)
+            size = fraction.abs().clamp(max=1)
+            level = size * (254 / (1 + size))
+            low = level.floor()
+            part, whole = (level - low) * (253 - low) * (1 + size), 254
+        else:  # the root of the value, which the rule takes too
+            level = (value.sqrt().unflatten(-1, (-1, self.size)) * (256 / least.sqrt()) - 1).clamp(0, 255)
+            low = level.floor()
+            part, whole = (level - low) * (level + low + 2), 2 * low + 3
+        if self.draws:
+            code = torch.where(uniform().unflatten(-1, (-1, self.size)) * whole < part, low + 1, low)
+        else:
+            code = level.round()
+        if self.signed:
+            code = torch.where(fraction < 0, -code, code)
+        return code.flatten(-2), scale
 
 
 @dataclass(frozen=True)
@@ -147,7 +221,7 @@ class Shown(Storage):
 
     def encode(self, value: Tensor, uniform: Uniform) -> tuple[Tensor, ...]:
         held = self.held.encode(value, uniform)
-        return self.held.decode(held).to(self.dtype), *held
+        return self.held.decode(held), *held
 
 
 # Makes a storage for tensors of a dtype; `signed` says whether they may be negative.
@@ -159,9 +233,17 @@ TABLE: dict[str, Maker] = {
     "nearest": lambda dtype, signed: Float(dtype),
     "stochastic": lambda dtype, signed: Float(dtype, draws=True),
     "compensated": lambda dtype, signed: Compensated(dtype),
+    "compensated8": lambda dtype, signed: Compensated8(dtype),
     "master": lambda dtype, signed: FLOAT32,
 }
 _FLOATS = frozenset(TABLE)  # float32 holds every result exactly, and needs none of them
+
+# Those of states alone.
+MOMENTS: dict[str, Maker] = {
+    "8bit": lambda dtype, signed: Moment(signed),
+    "8bit_64": lambda dtype, signed: Moment(signed, 64),
+    "8bit_nearest": lambda dtype, signed: Moment(signed, draws=False),
+}
 
 # Dtypes by the names that `state_storage` takes too: float32 as it is, the others rounded stochastically.
 STATE_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in STORED_DTYPES}
@@ -176,7 +258,7 @@ def register(name: str) -> Callable[[MakerType], MakerType]:
     """
 
     def enter(maker: MakerType) -> MakerType:
-        if name in TABLE or name in STATE_DTYPES:
+        if name in roundings() or name in state_storages():
             raise ConfigError(f"storage {name!r} is registered already; choose another name")
         if LARGEST_GROUP % maker(torch.bfloat16, True).group:
             raise ConfigError(f"storage {name!r}: the size of a group must divide {LARGEST_GROUP}")
@@ -193,14 +275,15 @@ def roundings() -> list[str]:
 
 def state_storages() -> list[str]:
     """Names that `state_storage` takes."""
-    return [*STATE_DTYPES, *(name for name in TABLE if name != "master")]
+    return [*STATE_DTYPES, *MOMENTS, *(name for name in TABLE if name != "master")]
 
 
 @functools.cache
 def of_state(name: str, signed: bool = True, dtype: torch.dtype = torch.bfloat16) -> Storage:
     """The storage of a tensor, by its name."""
     name, dtype = ("stochastic", STATE_DTYPES[name]) if name in STATE_DTYPES else (name, dtype)
-    return FLOAT32 if name in _FLOATS and dtype == torch.float32 else TABLE[name](dtype, signed)
+    maker = MOMENTS.get(name) or TABLE[name]
+    return FLOAT32 if name in _FLOATS and dtype == torch.float32 else maker(dtype, signed)
 
 
 @functools.cache
@@ -231,100 +314,3 @@ class Held(NamedTuple):
 def part_name(state: str, part: str) -> str:
     """The name under which one tensor of a state's storage is kept and saved."""
     return f"{state}.{part}" if part else state
-
-
-# -- rounding ----------------------------------------------------------------------------------------------------------
-
-_LOW16 = 0xFFFF
-
-
-def widen(stored: Tensor, residual: Tensor) -> Tensor:
-    """The float32 value that `split` encoded."""
-    if stored.dtype == torch.bfloat16:
-        return (stored.float().view(torch.int32) + residual).view(torch.float32)
-    return stored.float() + residual * (spacing(stored.float(), stored.dtype) * 2.0**-15)
-
-
-def split(value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A float32 tile as (stored weight, int16 residual): compensated rounding.
-
-    bfloat16: the weight is the nearest one (ties away from zero) and the residual is the float32's own low 16 bits, so
-    `widen` gives the value back to the last bit. float16: the residual counts 2⁻¹⁵ of the weight's spacing, exact for
-    normal float16 and within 2⁻⁴⁰ below 2⁻¹⁴. A value that is not finite has a zero residual.
-    """
-    if dtype == torch.bfloat16:
-        bits, finite = value.view(torch.int32), value.isfinite()
-        rounded = ((bits + 0x8000) & ~_LOW16).view(torch.float32)
-        return torch.where(finite, rounded, value).to(dtype), torch.where(finite, bits, 0).to(torch.int16)
-    stored = value.to(dtype)
-    wide = stored.float()
-    cut = (value - wide) / (spacing(wide, dtype) * 2.0**-15)
-    return stored, torch.where(wide.isfinite(), cut.round(), 0).to(torch.int16)
-
-
-def spacing(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """The distance of neighbours in bfloat16 or float16 around a float32 value: a power of two, float32. From 2¹⁰⁰ on
-    it stays what it is there: too small, and what is left over is rounded by the cast.
-
-    By arithmetic, for compiled code on a CPU has no vector instruction that looks at a float's bits: adding between 3/4
-    and 3/2 of its last place raises a float32 by one. Values are raised first, so that this much of them is a number.
-    """
-    size = (value.abs() * 2.0**27).clamp(max=2.0**126)
-    last_place = (size + size * (1.5 * 2.0**-24)) - size
-    more_bits, least = (16, 2.0**-133) if dtype == torch.bfloat16 else (13, 2.0**-24)
-    return (last_place * 2.0 ** (more_bits - 27)).clamp(min=least)
-
-
-def narrow_stochastically(value: Tensor, dtype: torch.dtype, noise: Tensor) -> Tensor:
-    """A float32 tile rounded up or down at random so that the mean is the value; `noise` is float32 in [0, 1).
-
-    Values that `dtype` holds exactly, infinities and NaN come out as they are.
-    """
-    gap = spacing(value, dtype)
-    # float32 has just this spacing around so much: adding it rounds to a multiple, in less time than a division takes
-    much = gap * (1.5 * 2.0**23)
-    near = (value + much) - much
-    low = torch.where(near > value, near - gap, near)
-    return torch.where(noise * gap < value - low, low + gap, low).to(dtype)  # exact up to the cast
-
-
-def nearest(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """A float32 tile rounded to the nearest value of `dtype`, ties to even, still float32.
-
-    In powers of two: a compiler takes a cast there and back for no change at all.
-    """
-    if dtype == torch.float32:
-        return value
-    gap = spacing(value, dtype)
-    rounded = (value / gap).round() * gap
-    return torch.where(rounded.abs() > 65504, value * torch.inf, rounded) if dtype == torch.float16 else rounded
-
-
-def nearest_number(value: float, dtype: torch.dtype) -> float:
-    """`nearest`, for a number of Python's."""
-    if dtype == torch.float16:
-        return float(struct.unpack("<e", struct.pack("<e", value))[0])
-    (bits,) = struct.unpack("<I", struct.pack("<f", value))
-    if dtype == torch.bfloat16:
-        bits = (bits + 0x7FFF + (bits >> 16 & 1)) & ~_LOW16
-    return float(struct.unpack("<f", struct.pack("<I", bits))[0])
-
-
-def noise_key(seed: int, step: int, name: str) -> int:
-    """A 31-bit key for one parameter at one step."""
-    digest = hashlib.blake2b(f"{seed}/{step}/{name}".encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
-def uniform(bits: Tensor, half: int) -> Tensor:
-    """The lower (0) or upper (1) 16 bits of random int32 values as float32 in [0, 1)."""
-    return ((bits >> (16 * half)) & _LOW16).float() * 2.0**-16
-
-
-def mix(x: Tensor) -> Tensor:
-    """An int32 bijection whose output bits look random (Wellons' lowbias32); used as a counter-based generator."""
-    x = x ^ ((x >> 16) & _LOW16)
-    x = x * 0x7FEB352D
-    x = x ^ ((x >> 15) & 0x1FFFF)
-    x = x * -0x7B935975  # 0x846CA68B as a signed number
-    return x ^ ((x >> 16) & _LOW16)

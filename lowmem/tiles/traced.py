@@ -6,6 +6,7 @@ for every tile, and a part between two passes, where the sums of all tiles and r
 """
 
 import functools
+import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -51,16 +52,18 @@ class UntraceableError(Exception):
 
 
 @functools.lru_cache(maxsize=1024)
-def blocks(rows: int, cols: int) -> tuple[int, int, int] | None:
-    """[blocks, rows of a block, cols] of a matrix, or of a single line cut into parts: [parts, 1, elements of a part].
+def blocks(rows: int, cols: int, group: int = 1) -> tuple[int, int, int] | None:
+    """[blocks, rows of a block, cols] of a matrix, or of a single line cut into parts: [parts, 1, elements of a part],
+    each of complete groups of elements.
 
     None: it does not divide into such.
     """
-    if rows * cols >= LARGEST:
+    if rows * cols >= LARGEST or cols % group:
         return None
     if rows == 1:
-        part = _divisor(cols, *PART, small=cols <= ONE_BLOCK)
-        return None if part is None else (cols // part, 1, part)
+        usual, least = (-(-number // group) for number in PART)
+        part = _divisor(cols // group, usual, least, small=cols <= ONE_BLOCK)
+        return None if part is None else (cols // group // part, 1, part * group)
     usual, least = (max(number, -(-rows * cols // BLOCK_SUMS)) for number in ROWS)
     height = _divisor(rows, usual, least, small=rows * cols <= ONE_BLOCK)
     return None if height is None else (rows // height, height, cols)
@@ -110,10 +113,10 @@ def pieces(layout: Layout, group: int) -> list[Piece] | None:
             continue
         if rectangle.index is not None or order != tuple(range(len(order))):
             return None  # its elements are not side by side in the order of the view
-        one = next(outer.subdivide(LARGEST - 1)) == outer and blocks(rows, cols)
+        one = next(outer.subdivide(LARGEST - 1)) == outer and blocks(rows, cols, group)
         for rect in (outer,) if one else _regular(outer):
-            divided = blocks(*rect.size[1:])
-            if divided is None or divided[2] % group:
+            divided = blocks(*rect.size[1:], group)
+            if divided is None:
                 return None
             found.append(Piece(layout.place(n, rect), divided))
     return found
@@ -149,7 +152,8 @@ class TracedTiles(Tiles):
     """One tile in blocks, of fake tensors, while an update is traced.
 
     Args:
-        weight, grad: in blocks, [b, n, m, c].  lines: each slice is a single line in parts, [b, n, 1, m].
+        weight, grad: in blocks, [b, n, m, c], or in groups of elements, [b, n, m, c / group, group].
+        lines: each slice is a single line in parts, [b, n, 1, m].
         shape: of the parameter, if the tile is one of several; the passes over them are noted in `passes`.
         noise_key: int32 scalar, if noise is drawn.
     """
@@ -167,7 +171,7 @@ class TracedTiles(Tiles):
         shape: tuple[Any, Any, Any] | None,
         noise_key: Tensor | None,
     ) -> None:
-        batch, count, height, cols = grad.shape
+        self._blocks = batch, count, height, cols = *grad.shape[:3], math.prod(grad.shape[3:])
         self._tile = (batch, 1, count * cols) if lines else (batch, count * height, cols)
         self.shape, self._cut = (self._tile, False) if shape is None else (shape, True)
         self.device, self.weight, self.reading, self.scalars = grad.device, weight, reading, scalars
@@ -214,7 +218,9 @@ class TracedTiles(Tiles):
                 vectors[kind, name] = realized(value.reshape(extent(kind, self.shape)))
         start = len(nodes)
         entered = {key: self._entered(here, key[0], value) for key, value in vectors.items()}
-        result = body(self._raw(self._grad, self.weight, given.get("full") or {}, entered))
+        # here, so that the code of each pass does it: what lies between two passes has no tile
+        full = {name: _in_blocks(held) for name, held in (given.get("full") or {}).items()}
+        result = body(self._raw(_in_blocks(self._grad), _in_blocks(self.weight), full, entered))
         here.nodes = set(list(nodes)[start:])
         self.passes.append(here)
         return here, result
@@ -226,7 +232,7 @@ class TracedTiles(Tiles):
             here.entering.append((kind, _node_of(source), _node_of(value)))
         if value.ndim == 0:
             return value
-        batch, count, height, width = self._grad.shape
+        batch, count, height, width = self._blocks
         if kind == "col":
             return value.view((batch, count, 1, width) if self._lines else (batch, 1, 1, width))
         value = value.view((batch, 1, 1, 1) if self._lines or DIMS[kind] == (0,) else (batch, count, height, 1))
@@ -234,6 +240,13 @@ class TracedTiles(Tiles):
             parts = torch.arange(count, dtype=torch.int32, device=self.device) * width
             value = value + parts.view(1, -1, 1, 1)
         return value
+
+
+def _in_blocks(value: Tensor | Held) -> Any:
+    """A tensor, or those of a storage, without the dimension of groups: [b, n, m, c]."""
+    if isinstance(value, Held):
+        return Held(value.storage, tuple(map(_in_blocks, value.parts)))
+    return value.flatten(-2) if value.ndim == 5 else value
 
 
 def _tracer() -> Any:

@@ -32,6 +32,8 @@ VARIANTS = [
     pytest.param("lans", {"variant": "step", "wd": 0.1, "multi_precision": True}, id="multi_precision"),
     pytest.param("scaled_adam", {"size_update_period": 2, "state_storage": "bfloat16"}, id="scaled_adam-bfloat16"),
     pytest.param("adamw", {"state_storage": "float16"}, id="adamw-float16"),
+    pytest.param("adamw", {"state_storage": "8bit"}, id="adamw-8bit"),
+    pytest.param("lion", {"state_storage": "8bit_64"}, id="lion-8bit_64"),
 ]
 
 
@@ -59,7 +61,7 @@ def everything(params, opt):
 
 @pytest.mark.parametrize("bad", [math.nan, -math.inf])
 @pytest.mark.parametrize("batching", [False, True])
-@pytest.mark.parametrize("shape", [(3,), (4, 5), (2, 3, 4)])
+@pytest.mark.parametrize("shape", [(3,), (4, 5), (2, 3, 64)])
 @pytest.mark.parametrize(
     ("rule", "options"), [*VARIANTS, pytest.param("adafactor_t2t", {"simulated_quantize_bits": 8}, id="quantised")]
 )
@@ -170,7 +172,7 @@ OUT_OF_RANGE = {
         "min_dim_size_to_factor": ("a whole number >= 0", [-1, 0.5, None]),
         "epsilon1": ("a number >= 0", [-1e-30, None]),
         "epsilon2": ("a number >= 0", [-1e-3, math.nan]),
-        "dtype_momentum": ("bfloat16", ["int8", torch.float64, None]),
+        "dtype_momentum": ("or None for state_storage", ["int8", torch.float64]),
         "weight_decay_rate_lr_exponent": ("a number >= 0, or None", ["1", math.nan, -1.0]),
         "global_norm_clip_threshold": ("a number >= 0, or None", [-1.0, True]),
         "max_parameter_scale": ("a number > 0, or None", [0.0, -1.0]),

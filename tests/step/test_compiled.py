@@ -18,6 +18,7 @@ from lowmem.step.compiled import has_compiler
 from lowmem.tiles import storage, stored
 from lowmem.tiles import traced as traced_tiles
 from lowmem.tiles.layout import Layout, View
+from lowmem.tiles.rounding import widen, widen8
 from lowmem.tiles.storage import Held
 from lowmem.tiles.stored import NO_READING, StoredTiles
 from lowmem.tiles.sweep import Scalars, Sweep
@@ -67,8 +68,9 @@ def results(params, opt):
     saved = opt.named_state_dict()["state"]
     for n, param in enumerate(params):
         states = dict(saved.get(f"param{n}", {}))
-        residual = states.pop("residual", None)
-        yield param.detach() if residual is None else storage.widen(param.detach(), residual), states
+        residual = [states.pop(name) for name in ("residual", "residual_low") if name in states]
+        widened = {0: lambda weight: weight, 1: widen8, 2: widen}[len(residual)]
+        yield widened(param.detach(), *residual), states
 
 
 def assert_same(got, want, bits=False):
@@ -119,10 +121,23 @@ def test_gradients_are_read_as_by_tiles(graphs, rule, reading):
     assert_same(got, want)
 
 
-@pytest.mark.parametrize("state_storage", ["bfloat16", "float16"])
-def test_states_are_stored_as_by_tiles(graphs, state_storage):
-    arguments = {"shapes": [MATRIX, EXPERTS], "state_storage": state_storage}
-    got, want = (trained("adamw", compile=compile, **arguments) for compile in (True, False))
+@pytest.mark.parametrize("state_storage", ["bfloat16", "float16", "8bit", "8bit_64", "8bit_nearest"])
+@pytest.mark.parametrize("rule", ["adamw", "lion"])
+def test_states_are_stored_as_by_tiles(graphs, rule, state_storage):
+    """Also in groups. Of the last two, lines that are cut without groups would not consist of complete ones, and one
+    has several tiles."""
+    shapes = [(48, 64), (5, 32, 64), LONG, (1009, 192), (20011, 64)]
+    arguments = {"shapes": shapes, "state_storage": state_storage, "rounding": "compensated8"}
+    got, want = (trained(rule, compile=compile, dtype=torch.bfloat16, **arguments) for compile in (True, False))
+    assert traced_updates(got[1]) == len(shapes)
+    assert_same(got, want, bits=True)
+
+
+def test_groups_of_different_sizes(graphs, monkeypatch):
+    """A weight in groups of 64 beside moments in groups of 32."""
+    monkeypatch.setitem(storage.TABLE, "weight_in_groups", lambda dtype, signed: storage.Moment(signed, 64, False))
+    arguments = {"shapes": [(96, 64), (20011, 64)], "state_storage": "8bit", "rounding": "weight_in_groups"}
+    got, want = (trained("adamw", compile=compile, dtype=torch.bfloat16, **arguments) for compile in (True, False))
     assert traced_updates(got[1]) == 2
     assert_same(got, want, bits=True)
 
@@ -263,6 +278,12 @@ def test_blocks(rows, cols):
     assert rows == 1 or count * cols <= max(BLOCK_SUMS, cols)
 
 
+@pytest.mark.parametrize(("cols", "group"), [(50_257 * 768, 32), (50_257 * 768, 64), (192_000, 32), (4096, 1024)])
+def test_parts_of_a_line_have_complete_groups(cols, group):
+    count, height, width = blocks(1, cols, group)
+    assert (count * width, height, width % group) == (cols, 1, 0)
+
+
 def test_what_has_no_blocks():
     assert blocks(1_000_003, 64) is None  # a prime number of rows: neither small blocks nor sums that are few
     assert blocks(1 << 16, 1 << 15) is None
@@ -284,6 +305,21 @@ def test_compiled(rule, rounding, shapes):
     got, want = (trained(rule, compile=compile, **arguments) for compile in (True, False))
     assert traced_updates(got[1]) == len(shapes)
     assert_same(got, want)
+
+
+@pytest.mark.skipif(not has_compiler("cpu"), reason="no C++ compiler")
+@pytest.mark.parametrize("rule", ["adamw", "lion"])
+def test_compiled_in_8_bits(rule):
+    """Where a last bit decides how a value is rounded, its code is the next one, which later steps may double."""
+    shapes = [(64, 128), (20011, 64)]
+    arguments = {"state_storage": "8bit", "rounding": "compensated8", "dtype": torch.bfloat16}
+    got, want = (list(results(*trained(rule, shapes, compile=compile, **arguments))) for compile in (True, False))
+    for (ours, our_states), (its, its_states) in zip(got, want, strict=True):
+        assert (ours != its).float().mean() < 0.01
+        for name, codes in its_states.items():
+            if codes.dtype in (torch.int8, torch.uint8):
+                off = (our_states[name].short() - codes.short()).abs()
+                assert off.max() <= 2 and (off > 0).float().mean() < 0.01, name
 
 
 @pytest.mark.skipif(not has_compiler("cpu"), reason="no C++ compiler")
@@ -316,12 +352,21 @@ def test_rows_columns_and_weights_are_summed_in_one_loop(monkeypatch):
 
 
 @pytest.mark.skipif(not has_compiler("cpu"), reason="no C++ compiler")
-def test_compiled_code_has_no_temporaries_of_the_parameters_size():
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"rule": "adalomo", "rounding": "compensated"},
+        {"rule": "adamw", "rounding": "compensated8", "state_storage": "8bit"},
+        {"rule": "lion", "rounding": "stochastic", "state_storage": "8bit_64"},
+    ],
+    ids=lambda options: options["rule"],
+)
+def test_compiled_code_has_no_temporaries_of_the_parameters_size(options):
     """The largest are column sums of blocks of 16 rows, an eighth of a bfloat16 weight. Two tensors are written, and
     both results depend on what both were before."""
     source = torch.Generator().manual_seed(0)
     param = torch.nn.Parameter(torch.randn(512, 1024, generator=source).bfloat16())
-    opt = lowmem.FusedOptimizer([param], rule="adalomo", lr=1e-2, compile=True, rounding="compensated")
+    opt = lowmem.FusedOptimizer([param], lr=1e-2, compile=True, **options)
     opt.backward(param.square().sum())
     grad = torch.randn(param.shape, generator=source).bfloat16()
     with torch.no_grad(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:

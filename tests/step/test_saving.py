@@ -57,6 +57,7 @@ REFUSED = {
     "a master copy of a class": (BF16, F32, InFloat32, {"rounding": "master"}, "weight32"),
     "a residual": (BF16, F32, "adamw", {"rounding": "compensated"}, "residual"),
     "a residual between 16 bits": (F16, BF16, "lomo", {"rounding": "compensated"}, "residual"),
+    "a residual in 8 bits": (BF16, F32, "adamw", {"rounding": "compensated8"}, "residual"),
     "the master copy of LANS": (BF16, F32, "lans", {"multi_precision": True}, "weight32"),
 }
 
@@ -84,9 +85,11 @@ FITS = {
     "a rule with float32 states": (BF16, F32, "adamw", {}),
     "a rule with float32 states, to 16 bits": (F32, BF16, "adamw", {}),
     "states that are held in 16 bits": (BF16, F32, "adamw", {"state_storage": "bfloat16"}),
+    "states that would be held in 8 bits": (BF16, F32, "adamw", {"state_storage": "8bit"}),
     "a class without states": (BF16, F32, torch.optim.SGD, {"rounding": "nearest"}),
     "the same dtype": (BF16, BF16, torch.optim.AdamW, {"rounding": "nearest"}),
     "the same dtype and residual": (BF16, BF16, torch.optim.AdamW, {"rounding": "compensated"}),
+    "the same dtype and residual in 8 bits": (BF16, BF16, "adamw", {"rounding": "compensated8"}),
 }
 
 
@@ -127,4 +130,69 @@ def test_a_damaged_dtype(damage):
     saved["weights"]["weight"] = damage
     _, opt = make(F32, torch.optim.AdamW)
     with pytest.raises(CheckpointError, match="the saved optimizer is damaged"):
+        opt.load_named_state_dict(saved)
+
+
+# -- formats -----------------------------------------------------------------------------------------------------------
+
+EIGHT_BITS = {"rounding": "compensated8", "state_storage": "8bit"}
+
+
+def in_format(rule="adamw", **options):
+    param = nn.Parameter(torch.linspace(-1, 1, 64 * 64).view(64, 64).bfloat16())
+    opt = lowmem.FusedOptimizer([("w", param)], rule=rule, **{**EIGHT_BITS, **options})
+    opt.backward((param.float() ** 2).sum())
+    return param, opt
+
+
+@pytest.mark.parametrize(
+    ("option", "other"),
+    [
+        ("state_storage", "float32"),
+        ("state_storage", "bfloat16"),
+        ("state_storage", "8bit_64"),
+        ("state_storage", "8bit_nearest"),
+        ("rounding", "compensated"),
+        ("rounding", "stochastic"),
+    ],
+)
+def test_another_format_is_refused_with_both_names(option, other, tmp_path):
+    for was, now in (({}, {option: other}), ({option: other}, {})):
+        (_, saved), (param, opt) = in_format(**was), in_format(**now)
+        before = param.detach().clone(), opt.named_state_dict()["state"]["w"]["exp_avg"].clone()
+        names = [options.get(option, EIGHT_BITS[option]) for options in (was, now)]
+        message = "the saved optimizer has {} '{}', this one '{}'".format(option, *names)
+        with pytest.raises(CheckpointError, match=message):
+            opt.load_state_dict(saved.state_dict())
+        save_optimizer(saved, tmp_path / "optimizer.safetensors")
+        with pytest.raises(CheckpointError, match=rf"optimizer\.safetensors: {message}"):
+            load_optimizer(opt, tmp_path / "optimizer.safetensors")
+        assert torch.equal(param, before[0])
+        assert torch.equal(opt.named_state_dict()["state"]["w"]["exp_avg"], before[1])
+
+
+def test_states_of_torchs_adamw_are_refused_where_they_are_held_in_8_bits():
+    param, opt = in_format()
+    plain = torch.optim.AdamW([param])
+    param.grad = torch.ones_like(param)
+    plain.step()
+    with pytest.raises(
+        CheckpointError, match=r"exp_avg \[64, 64\] float32.* this optimizer's .*exp_avg \[64, 64\] int8"
+    ):
+        opt.load_state_dict(plain.state_dict())
+
+
+@pytest.mark.parametrize("damage", ["scale", "codes", "shape"])
+def test_damaged_codes(damage):
+    """In another dtype or shape, or without their scales."""
+    _, opt = in_format()
+    saved = opt.named_state_dict()
+    state = saved["state"]["w"]
+    if damage == "scale":
+        del state["exp_avg_sq.scale"]
+    elif damage == "codes":
+        state["exp_avg"] = state["exp_avg"].view(torch.uint8)
+    else:
+        state["exp_avg.scale"] = state["exp_avg.scale"][:, :1]
+    with pytest.raises(CheckpointError, match=r"saved state of 'w' has .*, this optimizer's .*exp_avg\.scale"):
         opt.load_named_state_dict(saved)

@@ -1,0 +1,137 @@
+"""States that were saved in one storage are loaded into another one where that is asked for."""
+
+import pytest
+import torch
+from torch import nn
+
+import lowmem
+from lowmem.errors import CheckpointError, ConfigError
+from lowmem.hf.checkpoint import load_optimizer, save_optimizer
+
+STORAGES = ["float32", "bfloat16", "8bit", "8bit_64", "8bit_nearest"]
+
+
+def made(state_storage, rule="adamw", **options):
+    """A matrix that is held in groups, a small vector that is not, and an optimizer."""
+    torch.manual_seed(0)
+    net = nn.Linear(128, 70)
+    return net, lowmem.FusedOptimizer(
+        net.named_parameters(), rule=rule, lr=1e-2, state_storage=state_storage, compile=False, **options
+    )
+
+
+def train(net, opt, steps=3):
+    for seed in range(steps):
+        torch.manual_seed(seed)
+        opt.backward(net(torch.randn(16, 128)).square().mean())
+
+
+def values(opt, state):
+    """The float32 values of a state of the matrix."""
+    record = next(record for record in opt._records.values() if record.name == "weight")
+    held, kept = record.program.states[state], opt.named_state_dict()["state"]["weight"]
+    return held.decode(tuple(kept[".".join(filter(None, (state, part.name)))] for part in held.parts))
+
+
+def distance(state):
+    """Half the distance of codes at the top of the range, where it is largest, as a part of the largest value of a
+    group: 2/254 for g and 2/256 for g². 16 bits are nearer."""
+    return {"exp_avg": 1 / 126, "exp_avg_sq": 1 / 255}[state]
+
+
+@pytest.mark.parametrize("now", STORAGES)
+@pytest.mark.parametrize("then", STORAGES)
+@pytest.mark.parametrize("form", ["state_dict", "named_state_dict", "files"])
+def test_states_are_converted(then, now, form, tmp_path):
+    net, opt = made(then)
+    train(net, opt)
+    other_net, other = made(now, convert_states=True)
+    if form == "files":
+        save_optimizer(opt, tmp_path / "optimizer.safetensors")
+        load_optimizer(other, tmp_path / "optimizer.safetensors")
+    else:
+        getattr(other, f"load_{form}")(getattr(opt, form)())
+    for state in ("exp_avg", "exp_avg_sq"):
+        was, got = values(opt, state), values(other, state)
+        if then == now:
+            assert torch.equal(was, got)
+        largest = was.unflatten(-1, (-1, 64)).abs().amax(-1, keepdim=True).expand(-1, -1, 64).flatten(-2)
+        assert ((got - was).abs() <= distance(state) * largest).all()
+    bias = other.named_state_dict()["state"]["bias"]
+    assert bias["exp_avg"].dtype == (torch.bfloat16 if now == "bfloat16" else torch.float32)
+    other_net.load_state_dict(net.state_dict())
+    train(other_net, other, steps=1)
+
+
+def test_conversion_is_to_the_nearest_and_draws_nothing():
+    net, opt = made("float32")
+    train(net, opt)
+    saved = opt.state_dict()
+    ends = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        _, other = made("8bit", convert_states=True)
+        other.load_state_dict(saved)
+        ends.append(other.named_state_dict()["state"]["weight"])
+    _, nearest = made("8bit_nearest", convert_states=True)
+    nearest.load_state_dict(saved)
+    ends.append(nearest.named_state_dict()["state"]["weight"])
+    for name, value in ends[0].items():
+        assert torch.equal(value, ends[1][name])
+        # the nearest code and the code of the nearest value differ where a value is in the middle
+        near = (value.int() - ends[2][name].int()).abs()
+        assert near.max() <= 1 and near.float().mean() < 0.02
+
+
+def test_another_storage_is_refused_with_the_option_that_converts_it():
+    net, opt = made("float32")
+    train(net, opt)
+    _, other = made("8bit")
+    with pytest.raises(
+        CheckpointError, match="state_storage 'float32', this one '8bit'; convert_states=True converts it"
+    ):
+        other.load_state_dict(opt.state_dict())
+    assert len(other.state) == 0
+
+
+def test_a_storage_that_is_not_known_here_is_refused_as_before():
+    net, opt = made("float32")
+    train(net, opt)
+    saved = opt.named_state_dict()
+    saved["param_groups"][0]["state_storage"] = "theirs"
+    _, other = made("8bit", convert_states=True)
+    with pytest.raises(CheckpointError):
+        other.load_named_state_dict(saved)
+    assert len(other.state) == 0
+
+
+@pytest.mark.parametrize("rule", ["lomo", "adalomo", "torch.optim.SGD", "torch.optim.AdamW"])
+def test_a_storage_that_holds_no_state_is_refused(rule):
+    with pytest.raises(ConfigError, match=r"state_storage='8bit' has no effect: rule '.*' has no elementwise state"):
+        made("8bit", rule=rule)
+
+
+def test_a_storage_that_holds_states_of_some_groups_is_taken():
+    net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    groups = [{"params": net[0].named_parameters("0")}, {"params": net[1].named_parameters("1"), "rule": "lomo"}]
+    opt = lowmem.FusedOptimizer(groups, rule="adamw", state_storage="8bit", compile=False)
+    opt.backward(net(torch.ones(2, 64)).square().mean())
+    assert opt.named_state_dict()["state"]["0.weight"]["exp_avg"].dtype == torch.int8
+    opt.add_param_group({"params": [("more", nn.Parameter(torch.ones(64)))], "rule": "lomo"})
+
+
+@pytest.mark.parametrize("variant", ["jit", "op_by_op"])
+def test_the_momentum_of_adafactor_is_held_as_asked(variant):
+    options = {"rule": "adafactor", "beta1": 0.9, "variant": variant, "min_dim_size_to_factor": 32}
+    ends = {}
+    for name in ("float32", "8bit"):
+        net, opt = made(name, **options)
+        train(net, opt)
+        ends[name] = net.weight.detach()
+    assert opt.named_state_dict()["state"]["weight"]["m"].dtype == torch.int8
+    start = made("float32", **options)[0].weight
+    moved = (ends["float32"] - start).abs().mean()
+    assert (ends["8bit"] - ends["float32"]).abs().mean() < 0.02 * moved  # codes are within 1/250 of a group's largest
+    net, opt = made("float32", dtype_momentum="bfloat16", **options)
+    train(net, opt)
+    assert opt.named_state_dict()["state"]["weight"]["m"].dtype == torch.bfloat16
