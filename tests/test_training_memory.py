@@ -89,13 +89,43 @@ def test_no_gradient_outlives_its_update(options, model, token_batches):
     assert memory.most - sum(sizes(net)) <= max(sizes(net)) + 8 * MIB
 
 
-@pytest.mark.parametrize("rounding", ["stochastic", "compensated"])
-def test_bfloat16_needs_no_float32_copy(rounding, model, token_batches):
-    """A bfloat16 gradient of 8 MiB; a float32 copy of it, of its weight or of the update would be 16 more."""
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"rounding": "stochastic"},
+        {"rounding": "compensated"},
+        {"rule": "adamw", "rounding": "compensated8", "state_storage": "8bit"},
+        {"rule": "adamw", "rounding": "stochastic", "state_storage": "8bit"},
+    ],
+    ids=lambda options: ", ".join(options.values()),
+)
+def test_bfloat16_needs_no_float32_copy(options, model, token_batches):
+    """A bfloat16 gradient of 8 MiB; a float32 copy of it, of its weight, its moment or the update would be 16 more."""
     net = model(True).bfloat16()
     (batch,) = token_batches(1, size=(1, 8), vocab_size=VOCABULARY)
-    peak = peak_above_weights_and_states(net, *fused(net, rounding=rounding), batch)
+    peak = peak_above_weights_and_states(net, *fused(net, **options), batch)
     assert 8 * MIB <= peak <= (8 + 8) * MIB
+
+
+@pytest.mark.parametrize(("rounding", "each"), [("compensated8", 5.125), ("stochastic", 4.125)])
+def test_adamw_in_8_bits_is_weights_states_and_one_gradient(rounding, each, model, token_batches):
+    """Bytes per element between two steps: 2 of the weight, 1 of the residual, 1 of each moment, and a bfloat16 scale
+    for 32 elements of each. In a step there are one gradient and 8 MiB more."""
+    net = model(True).bfloat16()
+    (batch,) = token_batches(1, size=(1, 8), vocab_size=VOCABULARY)
+    opt, step = fused(net, rule="adamw", rounding=rounding, state_storage="8bit")
+    step(batch)
+    extra = [tensor for record in opt._records.values() for tensor in record.extra]
+    tensors = [*net.parameters(), *(t for state in opt.state.values() for t in state.values()), *extra]
+    held = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    small = sum(param.numel() for param in net.parameters() if param.ndim == 1)  # their moments are float32
+    count = sum(param.numel() for param in net.parameters()) - small
+    assert held == pytest.approx(each * count + (each - 2.125 + 8) * small, rel=1e-5)  # and a count for each parameter
+    del extra, tensors
+    with Memory(net, opt) as memory:
+        step(batch)
+    assert held <= memory.total("current") <= held + 1 * MIB
+    assert memory.most <= held + max(sizes(net)) + 8 * MIB
 
 
 def test_checkpointing_keeps_fewer_activations(model, token_batches):

@@ -18,6 +18,9 @@ RULES = {
     "adalomo": {"rule": "adalomo", "rounding": "stochastic"},
     "compensated": {"rule": "adalomo", "rounding": "compensated"},
     "AdamW": {"rule": torch.optim.AdamW, "betas": (0.8, 0.9)},
+    "8 bits": {"rule": "adamw", "state_storage": "8bit", "rounding": "compensated8"},
+    "8 bits, stochastic": {"rule": "adamw", "state_storage": "8bit", "rounding": "stochastic"},
+    "8 bits in groups of 64": {"rule": "lion", "state_storage": "8bit_64", "rounding": "compensated8"},
     "no states": {"rule": "lomo"},
     "dynamic scale": {"clip_norm": 0.5, "loss_scale": lowmem.DynamicScale(init_scale=1024.0, growth_interval=2)},
     "norms of a group": {"rule": "scaled_adam", "clipping_scale": 0.8, "clipping_update_period": 2, "store": "disk"},
@@ -61,6 +64,26 @@ def test_states_are_saved_by_parameter_name_in_logical_shapes(tiny_llama, token_
         assert row.shape == (64,)
         assert row.dtype == torch.float32
         assert file.get_tensor("model.norm.weight/exp_avg_sq").shape == (32,)
+
+
+def test_a_file_has_what_is_held(tiny_llama, token_batches, tmp_path):
+    """8-bit codes as such, and 16-bit scales of groups of 32: with the weights 5.13 bytes per element of a matrix."""
+    path, model = tmp_path / "optimizer.safetensors", tiny_llama(torch.bfloat16)
+    checkpoint.save_optimizer(trained(model, token_batches(1), **RULES["8 bits"]), path)
+    header = json.loads(path.read_bytes()[8 : 8 + int.from_bytes(path.read_bytes()[:8], "little")])
+    matrix = "model.layers.0.mlp.up_proj.weight"  # [64, 32]
+    kept = {key: header.pop(f"{matrix}/{key}") for key in ("exp_avg", "exp_avg_sq", "residual")}
+    assert {key: entry["dtype"] for key, entry in kept.items()} == {
+        "exp_avg": "I8",
+        "exp_avg_sq": "U8",
+        "residual": "I8",
+    }
+    scales = [header.pop(f"{matrix}/{key}.scale") for key in ("exp_avg", "exp_avg_sq")]
+    assert [(entry["dtype"], entry["shape"]) for entry in scales] == [("BF16", [64, 1])] * 2
+    assert {key for key in header if key.startswith(matrix)} == {f"{matrix}/step"}
+    entries = [*kept.values(), *scales]
+    nbytes = sum(entry["data_offsets"][1] - entry["data_offsets"][0] for entry in entries)
+    assert 2 + nbytes / (64 * 32) == 5.125
 
 
 def test_a_torn_step_is_not_saved(tiny_llama, token_batches, tmp_path):

@@ -15,6 +15,7 @@ SETTINGS = {
     "adalomo": {"rule": "adalomo"},
     "adamw, float32": {"rule": "adamw", "dtype": torch.float32},
     "compensated": {"rule": "adalomo", "rounding": "compensated"},
+    "adamw, 8 bits": {"rule": "adamw", "state_storage": "8bit", "rounding": "compensated8"},
     "clipped by norm": {"rule": "adalomo", "clip_norm": 1.0, "policy": "deferred"},
     "two passes": {"rule": "lomo", "clip_norm": 1.0, "policy": "two_pass"},
     "three micro-batches": {"rule": "adalomo", "micro_batches": 3},
@@ -88,7 +89,9 @@ def test_checkpointing_saves_activations():
     assert recomputed.items[ACTIVATIONS] < stored.items[ACTIVATIONS]
 
 
-@pytest.mark.parametrize(("rounding", "beside"), [("nearest", 0), ("stochastic", 0), ("compensated", 2), ("master", 4)])
+@pytest.mark.parametrize(
+    ("rounding", "beside"), [("nearest", 0), ("stochastic", 0), ("compensated8", 1), ("compensated", 2), ("master", 4)]
+)
 @pytest.mark.parametrize(
     ("rule", "options", "expected"),
     [
@@ -106,6 +109,9 @@ def test_checkpointing_saves_activations():
         ("adamw", {}, 8 + 8 / 64**2),
         ("adamw", {"state_storage": "bfloat16"}, 4 + 8 / 64**2),
         ("lion", {"state_storage": "float16"}, 2),
+        ("adamw", {"state_storage": "8bit"}, 2 + 2 * 2 / 32 + 8 / 64**2),
+        ("adamw", {"state_storage": "8bit_64"}, 2 + 2 * 2 / 64 + 8 / 64**2),
+        ("lion", {"state_storage": "8bit"}, 1 + 2 / 32),
         (torch.optim.SGD, {}, 0),
     ],
 )

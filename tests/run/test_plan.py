@@ -53,12 +53,22 @@ def test_weights_and_states(write, device):
         assert step.floor < step.peak
 
 
+EIGHT_BITS = {"rule": "adamw", "state_storage": "8bit", "rounding": "compensated8"}
+
+
 @pytest.mark.parametrize("computed", [True, False])
-@pytest.mark.parametrize("command", ["sft", "dpo"])
-@pytest.mark.parametrize("rows", [1, 2])
-def test_a_plan_is_the_memory_of_a_real_step(write, command, rows, computed, tmp_path):
+@pytest.mark.parametrize(
+    ("command", "fused", "rows"),
+    [("sft", None, 1), ("sft", None, 2), ("sft", EIGHT_BITS, 2), ("dpo", None, 1), ("dpo", None, 2)],
+)
+def test_a_plan_is_the_memory_of_a_real_step(write, command, fused, rows, computed, tmp_path):
     """With the model, the attention and the batch of a run on the CPU."""
-    path = write(command, per_device_train_batch_size=rows, layers={"computed_gradients": computed})
+    path = write(
+        command,
+        per_device_train_batch_size=rows,
+        layers={"computed_gradients": computed},
+        **({"fused": fused, "learning_rate": 2e-5} if fused else {}),
+    )
     arguments = parse(command, ["--config", path], device="cpu")
     expected = plan.plan(arguments, "cpu").step
     arguments.training.output_dir = str(tmp_path / "run")
@@ -78,6 +88,10 @@ def test_a_plan_is_the_memory_of_a_real_step(write, command, rows, computed, tmp
     assert expected.peak == pytest.approx(real.peak, rel=0.02)
     for kind in set(KINDS) - {TEMPORARIES}:
         assert expected.items[kind] == pytest.approx(real.items[kind], rel=0.02, abs=4096)
+    if fused:
+        assert expected.items["weights"] + expected.items["optimizer states"] == pytest.approx(
+            5.125 * PARAMETERS, rel=1e-3
+        )
 
 
 def test_options_change_the_memory(write):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from support.trainers import build, joined
 from torch.distributed import DistBackendError
 from transformers import TrainerCallback
@@ -236,19 +237,34 @@ def losses(trainer):
     ]
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_the_losses_of_a_resumed_run_are_those_of_the_uninterrupted_one(make, accumulation, tmp_path):
-    """Resumed after each step, around the end of an epoch too."""
+@pytest.mark.parametrize(("accumulation", "eight_bits"), [(1, False), (2, False), (1, True)])
+def test_the_losses_of_a_resumed_run_are_those_of_the_uninterrupted_one(
+    make, tiny_llama, accumulation, eight_bits, tmp_path
+):
+    """Resumed after each step, around the end of an epoch too; also with 8-bit states, which a file has as they are."""
     size = 8 // accumulation  # five steps per epoch
     settings = {**SAVES, "max_steps": 7, "per_device_train_batch_size": size}
     settings["gradient_accumulation_steps"] = accumulation
-    whole = make(**settings)
+
+    def trainer_of(**settings):
+        from lowmem import FusedConfig
+
+        if not eight_bits:
+            return make(**settings)
+        fused = FusedConfig(rule="adamw", rounding="compensated8", state_storage="8bit")
+        return make(**settings, fused=fused, model=tiny_llama(torch.bfloat16, attention_dropout=0.1))
+
+    whole = trainer_of(**settings)
     whole.train()
     assert len(losses(whole)) == 7
     for step in range(1, 8):
-        resumed = make(**{**settings, "save_strategy": "no"})
+        resumed = trainer_of(**{**settings, "save_strategy": "no"})
         output = resumed.train(resume_from_checkpoint=str(tmp_path / "run" / f"checkpoint-{step}"))
         assert losses(resumed) == losses(whole)
+        if eight_bits:
+            with safe_open(tmp_path / "run" / f"checkpoint-{step}" / checkpoint.OPTIMIZER_FILE, framework="pt") as file:
+                kinds = {file.get_slice(key).get_dtype() for key in file.keys()}  # noqa: SIM118 (not a mapping)
+            assert kinds == {"I8", "U8", "BF16", "I64"}
         mean = sum(loss for _, loss, _ in losses(whole)[step:]) / max(7 - step, 0.001)
         assert output.training_loss == pytest.approx(mean)  # of the steps since it was resumed
 
