@@ -21,7 +21,7 @@ import torch
 
 from benchmarks import finetune_report, reports
 from benchmarks.baselines import select
-from benchmarks.finetune_runs import METHODS, SIZES, Result, Run, Study, as_line, train
+from benchmarks.finetune_runs import METHODS, Result, Run, Study, as_line, train
 from benchmarks.reports import command
 
 Results = Mapping[Run, Result]
@@ -34,7 +34,7 @@ MORE_SMALL_RATES = {"adamw": (5e-6, 4e-4), "adalomo": (2e-4, 4e-3)}
 USUAL_RATES = {"adamw": 2e-5, "adalomo": 1e-3}
 MAIN = ("adalomo", "adamw")
 OTHERS = tuple(name for name, method in METHODS.items() if name not in MAIN and not method.variant)
-LARGER = tuple(SIZES)[1:]
+LARGER = ("5M", "20M")
 
 
 def on_grid(lr: float, steps: int = 0) -> float:
@@ -190,7 +190,7 @@ def finished_runs(stored: Path, study: Study) -> dict[Run, Result]:
     for line in stored.read_text().splitlines() if stored.exists() else []:
         known = json.loads(line)
         if known["study"] == asdict(study):
-            run, result = ({f.name: known[f.name] for f in fields(kind)} for kind in (Run, Result))
+            run, result = ({f.name: known[f.name] for f in fields(kind) if f.name in known} for kind in (Run, Result))
             results[Run(**run)] = Result(**{**result, "curve": [tuple(point) for point in result["curve"]]})
     return results
 

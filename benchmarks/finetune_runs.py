@@ -21,7 +21,12 @@ from scripts.make_docstrings import functions, module_name, source_files
 from scripts.make_model import train_tokenizer
 
 # Layers, hidden size, and updates and learning rate of pretraining.
-SIZES = {"1M": (4, 128, 1500, 4e-3), "5M": (6, 256, 800, 2e-3), "20M": (6, 512, 500, 1e-3)}
+SIZES = {
+    "0.7M": (2, 128, 1500, 4e-3),
+    "1M": (4, 128, 1500, 4e-3),
+    "5M": (6, 256, 800, 2e-3),
+    "20M": (6, 512, 500, 1e-3),
+}
 PRETRAINING_ROWS = 8  # per update
 TABLES = {"encodings", "pydoc_data", "unicodedata", "turtledemo"}  # modules that hold data rather than code
 LONGEST = 40_000  # characters of one module that are read
@@ -73,7 +78,7 @@ class Study:
     length: int = 128
     vocab: int = 2048
     rows: int = 64
-    pretraining: float = 1.0  # of the updates in `SIZES`
+    pretraining: float = 1.0  # of the updates in `SIZES`; 0: weights are random, others for each seed
 
 
 @dataclass(frozen=True)
@@ -97,6 +102,7 @@ class Result:
         moved: share of the elements of matrices that an update changes, at the highest learning rate.
         step: norm of an update over that of the weights, there.
         change: norm of all changes over that of the first weights, at the end.
+        codes: share of the elements of 8-bit states whose code the last update changed.
     """
 
     new: float
@@ -106,6 +112,7 @@ class Result:
     step: float
     change: float
     seconds: float
+    codes: float | None = None
 
 
 # -- texts -------------------------------------------------------------------------------------------------------------
@@ -169,7 +176,7 @@ def texts(study: Study) -> Texts:
 # -- the model ---------------------------------------------------------------------------------------------------------
 
 
-def model_of(size: str, study: Study) -> Any:
+def model_of(size: str, study: Study, seed: int = 0) -> Any:
     """A Llama with random float32 weights. Its hidden states are bfloat16 whatever its weights are."""
     layers, hidden, *_ = SIZES[size]
     model = llama(
@@ -179,6 +186,7 @@ def model_of(size: str, study: Study) -> Any:
         study.vocab,
         "float32",
         checkpointing=False,
+        seed=seed,
         max_position_embeddings=study.length,
         tie_word_embeddings=True,
         num_attention_heads=hidden // 64,
@@ -262,14 +270,19 @@ def weight_rms(size: str, study: Study, folder: Path) -> dict[str, float]:
 # -- a run -------------------------------------------------------------------------------------------------------------
 
 
-def train(run: Run, study: Study, folder: Path) -> Result:
-    """Fine-tunes the pretrained model on docstrings."""
+def train(run: Run, study: Study, folder: Path, method: Method | None = None) -> Result:
+    """Trains the pretrained model on docstrings, or a random one.
+
+    Args:
+        method: the one that the run names, if it is not in `METHODS`.
+    """
     start = time.perf_counter()
-    text, method = texts(study), METHODS[run.method]
-    model = model_of(run.size, study)
+    text, method = texts(study), method or METHODS[run.method]
+    model = model_of(run.size, study, 0 if study.pretraining else run.seed)
     if run.rounding != "float32":
         model.bfloat16()
-    model.load_state_dict(pretrained(run.size, study, folder), strict=False)  # the head is the embedding
+    if study.pretraining:
+        model.load_state_dict(pretrained(run.size, study, folder), strict=False)  # the head is the embedding
     first = [weight.clone() for weight in matrices(model)]
     rounding = "nearest" if run.rounding == "float32" else run.rounding
     optimizer = lowmem.FusedOptimizer(
@@ -278,17 +291,18 @@ def train(run: Run, study: Study, folder: Path) -> Result:
         lr=run.lr,
         rounding=rounding,
         seed=run.seed,
-        compile=run.size != "1M",
-        **{**method.options, **({"store": "device"} if "clip_norm" in method.options else {})},
+        **({"store": "device"} if "clip_norm" in method.options else {}),
+        **{"compile": run.size != "1M", **method.options},
     )
     updates = study.updates * study.batch // run.batch
     rates, warmup = schedule(optimizer, updates), max(1, round(updates * WARMUP))
     watched = {min(warmup + more, updates) for more in (1, 3, 5)}
     shown = {max(1, round(updates * share)) for share in (0.5, 1.0)}
-    curve, moved, steps = [(0.0, *_losses(model, text))], [], []
+    curve, moved, steps, changed = [(0.0, *_losses(model, text))], [], [], None
     try:
         for update, rows in zip(range(1, updates + 1), batches(text.new, run.batch, run.seed), strict=False):
             before = [weight.clone() for weight in matrices(model)] if update in watched else []
+            codes = [code.clone() for code in _codes(optimizer)] if update == updates else []
             optimizer.backward(loss_of(model, rows))
             rates.step()
             if before:
@@ -297,6 +311,9 @@ def train(run: Run, study: Study, folder: Path) -> Result:
                 elements = sum(weight.numel() for weight in after)
                 moved.append(sum((new != old).sum().item() for new, old in pairs) / elements)
                 steps.append(norm([new.float() - old.float() for new, old in pairs]) / norm(before))
+            if codes:
+                pairs = list(zip(_codes(optimizer), codes, strict=True))
+                changed = sum((new != old).sum().item() for new, old in pairs) / sum(code.numel() for code in codes)
             if update in shown:
                 curve.append((update / updates, *_losses(model, text)))
                 if not curve[-1][1] < curve[0][1] + 1.0:
@@ -314,7 +331,15 @@ def train(run: Run, study: Study, folder: Path) -> Result:
         sum(steps) / max(1, len(steps)),
         change,
         time.perf_counter() - start,
+        changed,
     )
+
+
+def _codes(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The 8-bit states of AdamW."""
+    states = optimizer.state_dict()["state"].values()
+    each = [state[name] for state in states for name in ("exp_avg", "exp_avg_sq") if name in state]
+    return [state for state in each if state.dtype in (torch.int8, torch.uint8)]
 
 
 def _losses(model: Any, text: Texts) -> tuple[float, float]:

@@ -1,25 +1,24 @@
 """Checks what lowmem compiles for a GPU, on a machine without one. Nothing is run on a GPU, and nothing is timed.
 
     pip install triton   # the version that torch was built for
-    python -m benchmarks.triton_check [--rules adalomo adamw] [--out benchmarks/results/triton.json]
+    python -m benchmarks.triton_check [--rules adalomo adamw] [--formats nearest] [--out benchmarks/results/triton.json]
 
-For each rule and rounding, Inductor generates the Triton code of an update as it would for a GPU, of a parameter and of
-a shard. The kernels that update a 4096 x 4096 bfloat16 matrix are counted, with the bytes that they read and write, and
-compiled for sm_80 and sm_90. Triton's interpreter runs the same code on a small matrix, and the results are compared
-with those of eager code.
+For each rule, with each rounding and with 8-bit states, Inductor generates the Triton code of an update as it would for
+a GPU, of a parameter and of a shard. The kernels that update a 4096 x 4096 bfloat16 matrix are counted, with the bytes
+that they read and write, and compiled for sm_80 and sm_90. Triton's interpreter runs the same code on a small matrix,
+and the results are compared with those of eager code. Rows of other cases stay in the file as they are.
 """
 
 import argparse
-import itertools
 import json
 import logging
 import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -31,18 +30,53 @@ from benchmarks import reports
 from benchmarks.engine import update_one
 from benchmarks.gpu.kernels import Launch, Resources, compile_for, generating
 from benchmarks.gpu.pretended import DEVICES, pretend
-from lowmem.tiles.storage import widen
+from lowmem.tiles.storage import Held, part_name
 
 RESULTS = Path(__file__).parent / "results" / "triton.json"
 RULES = [row.name for row in lowmem.rules.table()]
-ROUNDINGS = ["nearest", "stochastic", "compensated"]
+ROUNDINGS = ["nearest", "stochastic", "compensated", "compensated8"]
+# By name: how states and weights are stored. Roundings come with the states that a rule has by default.
+FORMATS: Mapping[str, Mapping[str, str]] = {
+    **{rounding: {"rounding": rounding} for rounding in ROUNDINGS},
+    "8bit + stochastic": {"state_storage": "8bit", "rounding": "stochastic"},
+    "8bit + compensated8": {"state_storage": "8bit", "rounding": "compensated8"},
+}
+IN_8_BITS = ["adamw", "lion"]  # rules whose updates are checked with 8-bit states too
 PLACES = ["parameter", "shard"]
 MATRIX = 4096, 4096
-INTERPRETED = 48, 80  # the interpreter takes a tenth of a millisecond for an operation of a block
+INTERPRETED = 48, 96  # the interpreter takes a tenth of a millisecond for an operation of a block
 
 NOTE = "Nothing was run or timed on a GPU: kernels were counted, compiled ahead of time, and interpreted on a CPU."
 
 Tensors = dict[str, Tensor]
+Case = tuple[str, str, str]
+
+
+def cases_of(rules: Sequence[str], formats: Sequence[str] = tuple(FORMATS)) -> list[Case]:
+    """Rule, format and place of everything that is checked."""
+    return [
+        (rule, name, place)
+        for rule in rules
+        for name in formats
+        if rule in IN_8_BITS or "state_storage" not in FORMATS[name]
+        for place in PLACES
+    ]
+
+
+class Updated(NamedTuple):
+    """A parameter after some updates.
+
+    Attributes:
+        param: the stored weight.  kept: what is stored for it besides, by name.
+        full: names of the tensors among these with a value for each element or group of elements.
+        weight, states: the float32 values that the stored tensors stand for.
+    """
+
+    param: Tensor
+    kept: Tensors
+    full: list[str]
+    weight: Tensor
+    states: Tensors
 
 
 def initial(size: tuple[int, int]) -> Tensor:
@@ -51,21 +85,28 @@ def initial(size: tuple[int, int]) -> Tensor:
     return torch.randn(size).bfloat16()
 
 
-def updated(rule: str, rounding: str, size: tuple[int, int], steps: int, compile: bool) -> tuple[Tensor, Tensors]:
-    """A weight after some updates, and its states by name, those of its storage included."""
+def updated(rule: str, name: str, size: tuple[int, int], steps: int, compile: bool) -> Updated:
+    """Updates a weight a few times, in the format of this name."""
     param = torch.nn.Parameter(initial(size))
-    opt = lowmem.FusedOptimizer([param], rule=rule, lr=1e-2, rounding=rounding, batching=False, compile=compile)
+    opt = lowmem.FusedOptimizer([param], rule=rule, lr=1e-2, batching=False, compile=compile, **FORMATS[name])
     with torch.no_grad():
         for _ in range(steps):
             update_one(opt, param, torch.randn(size).bfloat16())
-    states = next(iter(opt.named_state_dict()["state"].values()), {})  # some rules have none
-    return param.detach(), {name: value for name, value in states.items() if isinstance(value, Tensor)}
+    record, states = opt._records[param], dict(opt._updates.state[param])
+    program, extra = record.program, record.extra
+    kept = dict(zip(program.extra_names, extra, strict=True)) | states
+    full = [name for name, each in program.kept.items() if each.extent == "full"]
+    for state, storage in program.states.items():
+        parts = tuple(states.pop(part_name(state, part.name)) for part in storage.parts)
+        states[state] = Held(storage, parts).decode()
+    weight = Held(program.weight, (param.detach(), *extra)).decode()
+    return Updated(param.detach(), kept, full, weight, states)
 
 
 # -- kernels -----------------------------------------------------------------------------------------------------------
 
 
-def count(rule: str, rounding: str, place: str) -> dict[str, Any]:
+def count(rule: str, name: str, place: str) -> dict[str, Any]:
     """The kernels of an update, what they move and what they take.
 
     calls: of compiled functions. That of a shard is cut where sums over ranks are taken.
@@ -73,9 +114,9 @@ def count(rule: str, rounding: str, place: str) -> dict[str, Any]:
     pass of the rule reads.  allocated: bytes of all buffers of the compiled functions.
     """
     with generating(interpreted=False, sharded=place == "shard") as generated:
-        param, states = updated(rule, rounding, MATRIX, 1, compile=True)
-    written = param.nbytes + sum(state.nbytes for state in states.values())
-    full = param.nbytes + sum(state.nbytes for state in states.values() if state.shape == param.shape)
+        param, kept, names, *_ = updated(rule, name, MATRIX, 1, compile=True)
+    written = param.nbytes + sum(tensor.nbytes for tensor in kept.values())
+    full = param.nbytes + sum(kept[name].nbytes for name in names)
     moved = sum(launch.moved for launch in generated.launches)
     passes = int(generated.read * param.numel()) + full
     compiled = {f"sm_{capability}": resources(generated.launches, capability) for capability in DEVICES}
@@ -113,7 +154,7 @@ def resources(launches: Sequence[Launch], capability: int) -> dict[str, Any]:
 # -- results -----------------------------------------------------------------------------------------------------------
 
 
-def interpret(rule: str, rounding: str, place: str) -> dict[str, Any]:
+def interpret(rule: str, name: str, place: str) -> dict[str, Any]:
     """Compares two updates by interpreted kernels with two eager ones.
 
     weights: largest difference of weights, over the largest change of a weight (compensated ones in float32).
@@ -122,18 +163,16 @@ def interpret(rule: str, rounding: str, place: str) -> dict[str, Any]:
     """
     with mock.patch.object(lowmem.step.updates, "SMALL", 0):
         with generating(interpreted=True, sharded=place == "shard"):
-            weight, states = updated(rule, rounding, INTERPRETED, 2, compile=True)
-        eager, eager_states = updated(rule, rounding, INTERPRETED, 2, compile=False)
-    wide, eager_wide = weight.float(), eager.float()
-    if "residual" in states:
-        wide, eager_wide = widen(weight, states.pop("residual")), widen(eager, eager_states.pop("residual"))
+            ours = updated(rule, name, INTERPRETED, 2, compile=True)
+        eager = updated(rule, name, INTERPRETED, 2, compile=False)
     differences = [
         float((state.double() - other.double()).abs().max() / other.double().abs().max().clamp(min=1e-30))
-        for state, other in zip(states.values(), eager_states.values(), strict=True)
+        for state, other in zip(ours.states.values(), eager.states.values(), strict=True)
     ]
+    change = (eager.weight - initial(INTERPRETED).float()).abs().max()
     return {
-        "weights": float((wide - eager_wide).abs().max() / (eager_wide - initial(INTERPRETED).float()).abs().max()),
-        "differ": float((weight != eager).float().mean()),
+        "weights": float((ours.weight - eager.weight).abs().max() / change),
+        "differ": float((ours.param != eager.param).float().mean()),
         "states": max(differences, default=0.0),
     }
 
@@ -153,26 +192,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--rules", nargs="+", choices=RULES, default=RULES)
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
     parser.add_argument("--interpret", action="store_true", help=argparse.SUPPRESS)  # what the second process is for
     options = parser.parse_args()
     pretend(next(iter(DEVICES)))
     logging.basicConfig(level=logging.INFO)  # says why an update is not traced as a whole
-    cases = list(itertools.product(options.rules, ROUNDINGS, PLACES))
+    cases = cases_of(options.rules, options.formats)
     if options.interpret:
         for case in cases:
             print(json.dumps(attempt(interpret, *case)), flush=True)
         return
     # Triton decides when it is imported whether kernels are compiled or interpreted
-    command = [sys.executable, "-m", "benchmarks.triton_check", "--interpret", "--rules", *options.rules]
+    command = [sys.executable, "-m", "benchmarks.triton_check", "--interpret"]
+    command += ["--rules", *options.rules, "--formats", *options.formats]
     interpreter = subprocess.Popen(
         command, env=os.environ | {"TRITON_INTERPRET": "1"}, stdout=subprocess.PIPE, text=True
     )
     assert interpreter.stdout is not None
     results = {}
+    rows = json.loads(options.out.read_text())["updates"] if options.out.exists() else {}
     for case in cases:
         results[", ".join(case)] = row = attempt(count, *case)
         row["interpreted"] = json.loads(interpreter.stdout.readline())
-        reports.save(options.out, {"matrix": MATRIX, "interpreted": INTERPRETED, "note": NOTE}, updates=results)
+        reports.save(options.out, {"matrix": MATRIX, "interpreted": INTERPRETED, "note": NOTE}, updates=rows | results)
         print(", ".join(case), file=sys.stderr)
     interpreter.wait()
     show(results)
@@ -181,7 +223,7 @@ def main() -> None:
 def show(results: dict[str, dict[str, Any]]) -> None:
     """Prints a table with a row per case."""
     headings = [
-        "rule, rounding, of a",
+        "rule, format, of a",
         "calls",
         "kernels",
         "MiB",

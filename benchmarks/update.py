@@ -93,9 +93,18 @@ NEAREST = {
 METHODS = {
     **{rule: ours(rule, NEAREST.get(rule, "AdamW")) for rule in RULES},
     "adamw, bfloat16 moments": ours("adamw", BASE, "bfloat16", state_storage="bfloat16"),
+    "adamw, bfloat16 moments, stochastic": ours(
+        "adamw", BASE, "bfloat16", state_storage="bfloat16", rounding="stochastic"
+    ),
+    "adamw, 8-bit moments": ours("adamw", BASE, "bfloat16", state_storage="8bit"),
+    "adamw, 8-bit moments, stochastic": ours("adamw", BASE, "bfloat16", state_storage="8bit", rounding="stochastic"),
+    "adamw, 8-bit moments, compensated8": ours(
+        "adamw", BASE, "bfloat16", state_storage="8bit", rounding="compensated8"
+    ),
     "adamw, compensated": ours("adamw", "optimi AdamW, Kahan", "bfloat16", rounding="compensated"),
     "adalomo, stochastic": ours("adalomo", "lomo_optim AdaLomo", "bfloat16", rounding="stochastic"),
     "adalomo, compensated": ours("adalomo", "lomo_optim AdaLomo", "bfloat16", rounding="compensated"),
+    "adalomo, compensated8": ours("adalomo", "lomo_optim AdaLomo", "bfloat16", rounding="compensated8"),
     f"adamw{WIDE}": ours("adamw", f"{BASE}{WIDE}", "float32"),
     f"adalomo{WIDE}": ours("adalomo", f"{BASE}{WIDE}", "float32"),
     **{f"{rule}, eager": ours(rule, compile=False) for rule in RULES},

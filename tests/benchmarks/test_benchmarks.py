@@ -1,6 +1,7 @@
 """Benchmarks against peers: what is measured, what is reported, what happens to methods that fail; except for times."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import pickle
@@ -34,6 +35,7 @@ from benchmarks import (
     one_update,
     policies,
     reports,
+    states,
     step,
     update,
 )
@@ -41,6 +43,7 @@ from benchmarks.baselines import FLOOR, Method, all_methods, drop_gradients, fus
 from benchmarks.comparison import Comparison
 from benchmarks.measurement import SIZES, Workload
 from benchmarks.processes import MeasurementError, alone
+from lowmem.tiles import storage
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("--size", "1M", "--tokens", "8", "--steps", "1", "--rounds", "1")
@@ -290,6 +293,37 @@ def test_learning_rates_are_searched_until_the_best_is_inside():
     assert finish(finetune.search(results, asked, fine=True)) == []
 
 
+def test_formats_of_states_are_compared_with_float32_seed_by_seed(monkeypatch, small_study, tmp_path, capsys):
+    random = dataclasses.replace(small_study, pretraining=0.0)
+    settings = {"tuned": states.Setting(small_study, 1e-2, 0.95), "new": states.Setting(random, 1e-2, 0.99)}
+    settings = {name: dataclasses.replace(setting, compile=False) for name, setting in settings.items()}
+    monkeypatch.setattr(states, "SETTINGS", settings)
+    monkeypatch.setattr(states, "SEEDS", (0, 1))
+    monkeypatch.setattr(
+        states, "PAIRS", [("float32", "float32"), ("compensated8", "8bit"), ("stochastic", states.LINEAR)]
+    )
+    monkeypatch.setattr(storage, "TABLE", dict(storage.TABLE))  # the linear one is to be forgotten
+    out = ["--work", str(tmp_path / "work"), "--out", str(tmp_path)]
+    states.main(out)
+    found = json.loads((tmp_path / "states.json").read_text())
+    assert len(found["runs"]) == 12 and (tmp_path / "states.png").stat().st_size > 10_000
+    rows = {(row["setting"], row["states"]): row for row in found["table"]}
+    assert [row["bytes per parameter"] for row in rows.values()] == 2 * [12.0, 5.125, 4.25]
+    for setting in settings:
+        base, ours = rows[setting, "float32"], rows[setting, "8bit"]
+        losses = [run["new"] for run in found["runs"] if (run["setting"], run["states"]) == (setting, "float32")]
+        assert losses[0] != losses[1] and base["noise"] == pytest.approx(abs(losses[0] - losses[1]) / 2**0.5)
+        assert base["differences"] == [0.0, 0.0] and base["codes changed by the last update"] is None
+        assert all(difference != 0.0 for difference in ours["differences"])
+        assert ours["loss"] == pytest.approx(base["loss"] + ours["difference"])
+        assert 0 < ours["codes changed by the last update"] <= 1
+
+    monkeypatch.setattr(states, "train", lambda *args: pytest.fail("a finished run was repeated"))
+    states.main(out)
+    assert json.loads((tmp_path / "states.json").read_text())["table"] == found["table"]
+    assert "12 runs" in capsys.readouterr().out
+
+
 def test_runs_are_compared_by_their_bits_and_their_losses(monkeypatch, tmp_path, capsys):
     weights = {name: {"w": torch.tensor([1.0, -4.0])} for name in determinism.RUNS}
     weights["2 threads"] = {"w": torch.tensor([1.5, -4.0])}
@@ -313,7 +347,7 @@ def test_runs_are_compared_by_their_bits_and_their_losses(monkeypatch, tmp_path,
 
 
 def test_every_command_has_a_help_that_names_its_options(capsys):
-    for module in (step, policies, update, dispatch, growth, long_context, loop, convergence, determinism):
+    for module in (step, policies, update, dispatch, growth, long_context, loop, convergence, states, determinism):
         assert status(module.main, "--help") == 0
         assert "--out DIR" in capsys.readouterr().out
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from benchmarks.gpu.kernels import Launch
+from benchmarks.triton_check import FORMATS, INTERPRETED, cases_of, updated
 
 # As Inductor writes it. It reads a matrix in two loops, a vector for each row and a number, and has two outputs.
 KERNEL = """
@@ -35,16 +36,48 @@ def test_the_bytes_that_a_kernel_moves():
     assert launch.moved == 2 * matrix.nbytes + vector.nbytes + 4 + matrix.nbytes + 8 * 4
 
 
+def test_rules_without_8_bit_states_are_checked_in_the_other_formats():
+    assert {name for _, name, _ in cases_of(["adamw"])} == set(FORMATS)
+    assert {name for _, name, _ in cases_of(["lomo"])} == {"nearest", "stochastic", "compensated", "compensated8"}
+    assert cases_of(["lion"], ["8bit + stochastic"]) == [
+        ("lion", "8bit + stochastic", "parameter"), ("lion", "8bit + stochastic", "shard")
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_is_compared_are_the_values_that_stored_tensors_stand_for(name):
+    param, kept, full, weight, states = updated("lion", name, INTERPRETED, 1, compile=False)
+    assert set(kept) == set(full)
+    codes = kept["exp_avg"]
+    assert codes.dtype == (torch.int8 if name.startswith("8bit") else torch.float32)
+    assert weight.dtype == states["exp_avg"].dtype == torch.float32
+    assert param.dtype == torch.bfloat16
+    assert torch.equal(weight.bfloat16(), param)
+    assert torch.equal(weight, param.float()) != ("residual" in kept)
+    # the first running mean: (1 - 0.99) * gradient, of the seed of `initial`
+    torch.manual_seed(0)
+    torch.randn(INTERPRETED)
+    expected = 0.01 * torch.randn(INTERPRETED).bfloat16().float()
+    # codes are furthest apart, by 2/127 of the scale, at the largest value of a group
+    apart = 2 / 127 * 1.01 * float(expected.abs().max()) if name.startswith("8bit") else 0.0
+    torch.testing.assert_close(states["exp_avg"], expected, rtol=1e-5, atol=apart)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 def test_a_rule_is_checked_without_a_gpu(tmp_path):
     out = tmp_path / "triton.json"
-    command = [sys.executable, "-m", "benchmarks.triton_check", "--rules", "lomo", "--out", out]
+    command = [sys.executable, "-m", "benchmarks.triton_check", "--rules", "lomo", "lion", "--out", out]
+    command += ["--formats", "compensated", "8bit + stochastic"]
+    other = {"lomo, nearest, shard": {"calls": 3}}
+    out.write_text(json.dumps({"updates": other}))
     subprocess.run(command, check=True)
     rows = json.loads(out.read_text())["updates"]
-    roundings = ("nearest", "stochastic", "compensated")
-    assert list(rows) == [f"lomo, {how}, {place}" for how in roundings for place in ("parameter", "shard")]
-    for name, row in rows.items():
+    assert other.items() <= rows.items()
+    cases = [", ".join(case) for case in cases_of(["lomo", "lion"], ["compensated", "8bit + stochastic"])]
+    assert list(rows) == [*other, *cases]
+    for name in cases:
+        row = rows[name]
         assert row["calls"] == (3 if "shard" in name else 1)
         assert row["floor_bytes"] <= row["passes_bytes"] <= row["bytes"]
         assert all(row[target]["registers"] > 0 for target in ("sm_80", "sm_90"))
