@@ -37,12 +37,12 @@ def trained(model, batches, **settings):
 @pytest.mark.parametrize("settings", RULES.values(), ids=RULES)
 def test_a_saved_optimizer_continues_to_the_last_bit(settings, tiny_llama, token_batches, tmp_path):
     before, after = token_batches(6)[:3], token_batches(6)[3:]
-    model = tiny_llama(torch.bfloat16)
+    model = tiny_llama(torch.bfloat16, hidden_size=64)
     opt = trained(model, before, **settings)
     checkpoint.save_optimizer(opt, tmp_path / "optimizer.safetensors")
     model.save_pretrained(tmp_path)
 
-    other = tiny_llama(torch.bfloat16)
+    other = tiny_llama(torch.bfloat16, hidden_size=64)
     weights.load_weights(other, tmp_path)
     resumed = lowmem.FusedOptimizer(other.named_parameters(), lr=9.0, **settings)
     checkpoint.load_optimizer(resumed, tmp_path / "optimizer.safetensors")
@@ -68,10 +68,10 @@ def test_states_are_saved_by_parameter_name_in_logical_shapes(tiny_llama, token_
 
 def test_a_file_has_what_is_held(tiny_llama, token_batches, tmp_path):
     """8-bit codes as such, and 16-bit scales of groups of 32: with the weights 5.13 bytes per element of a matrix."""
-    path, model = tmp_path / "optimizer.safetensors", tiny_llama(torch.bfloat16)
+    path, model = tmp_path / "optimizer.safetensors", tiny_llama(torch.bfloat16, intermediate_size=128)
     checkpoint.save_optimizer(trained(model, token_batches(1), **RULES["8 bits"]), path)
     header = json.loads(path.read_bytes()[8 : 8 + int.from_bytes(path.read_bytes()[:8], "little")])
-    matrix = "model.layers.0.mlp.up_proj.weight"  # [64, 32]
+    matrix = "model.layers.0.mlp.up_proj.weight"  # [128, 32]
     kept = {key: header.pop(f"{matrix}/{key}") for key in ("exp_avg", "exp_avg_sq", "residual")}
     assert {key: entry["dtype"] for key, entry in kept.items()} == {
         "exp_avg": "I8",
@@ -79,11 +79,11 @@ def test_a_file_has_what_is_held(tiny_llama, token_batches, tmp_path):
         "residual": "I8",
     }
     scales = [header.pop(f"{matrix}/{key}.scale") for key in ("exp_avg", "exp_avg_sq")]
-    assert [(entry["dtype"], entry["shape"]) for entry in scales] == [("BF16", [64, 1])] * 2
+    assert [(entry["dtype"], entry["shape"]) for entry in scales] == [("BF16", [128, 1])] * 2
     assert {key for key in header if key.startswith(matrix)} == {f"{matrix}/step"}
     entries = [*kept.values(), *scales]
     nbytes = sum(entry["data_offsets"][1] - entry["data_offsets"][0] for entry in entries)
-    assert 2 + nbytes / (64 * 32) == 5.125
+    assert 2 + nbytes / (128 * 32) == 5.125
 
 
 def test_a_torn_step_is_not_saved(tiny_llama, token_batches, tmp_path):

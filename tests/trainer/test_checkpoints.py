@@ -252,7 +252,9 @@ def test_the_losses_of_a_resumed_run_are_those_of_the_uninterrupted_one(
         if not eight_bits:
             return make(**settings)
         fused = FusedConfig(rule="adamw", rounding="compensated8", state_storage="8bit")
-        return make(**settings, fused=fused, model=tiny_llama(torch.bfloat16, attention_dropout=0.1))
+        return make(
+            **settings, fused=fused, model=tiny_llama(torch.bfloat16, attention_dropout=0.1, intermediate_size=128)
+        )
 
     whole = trainer_of(**settings)
     whole.train()
@@ -264,7 +266,7 @@ def test_the_losses_of_a_resumed_run_are_those_of_the_uninterrupted_one(
         if eight_bits:
             with safe_open(tmp_path / "run" / f"checkpoint-{step}" / checkpoint.OPTIMIZER_FILE, framework="pt") as file:
                 kinds = {file.get_slice(key).get_dtype() for key in file.keys()}  # noqa: SIM118 (not a mapping)
-            assert kinds == {"I8", "U8", "BF16", "I64"}
+            assert kinds == {"I8", "U8", "BF16", "F32", "I64"}  # float32: the head, of 97 x 32
         mean = sum(loss for _, loss, _ in losses(whole)[step:]) / max(7 - step, 0.001)
         assert output.training_loss == pytest.approx(mean)  # of the steps since it was resumed
 
