@@ -6,6 +6,7 @@ Every parameter is updated as soon as its gradient is complete, inside backward,
 from lowmem import rules
 from lowmem.errors import LowmemError
 from lowmem.layers.config import LayersConfig
+from lowmem.layers.quantize import dequantize_, quantize_
 from lowmem.optimizer import FusedOptimizer
 from lowmem.options import DynamicScale, FusedConfig
 from lowmem.step.report import LastStep
@@ -19,6 +20,8 @@ __all__ = [
     "LastStep",
     "LayersConfig",
     "LowmemError",
+    "dequantize_",
+    "quantize_",
     "rules",
     "storage",
 ]

@@ -27,6 +27,7 @@ from lowmem.step.report import LastStep, Report
 from lowmem.step.saving import Saving, States
 from lowmem.step.updates import Updates
 from lowmem.tiles.graph import Compiler
+from lowmem.tiles.quantized import in_codes
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -79,6 +80,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         groups = self.config.param_groups(params) if self.config.groups else list(params)
         if not groups:
             raise ConfigError("no parameters were given")
+        if self.config.weight_format is not None and not (model and in_codes(model)):
+            raise ConfigError(
+                f"weight_format={self.config.weight_format!r} is an option of trainers. In a loop call "
+                f"lowmem.quantize_(model, {self.config.weight_format!r}) before the optimizer is made, and omit it here"
+            )
         try:
             super().__init__(groups, {})
             self.state = States(dict)
@@ -88,6 +94,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._order_records()
             self._refuse_idle_options()
             self.compiled = decide_compilation(self.config.compile, self._records.values())
+            for weight in map(self._placement.shard.quantized, self._records):
+                if weight is not None:
+                    weight.compiled = self.compiled
             device = next((record.param.device for record in self._records.values()), torch.device("cpu"))
             config, shard = self.config, self._placement.shard
             ranks = next(map(shard.ranks_of, self._records), None)

@@ -18,6 +18,7 @@ from torch import Tensor
 from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.step import hooks
 from lowmem.tiles.gradients import ComputedGradient
+from lowmem.tiles.quantized import plain, rows_of
 
 # Bytes of temporaries that a head or an embedding may need.
 MEMORY = 128 << 20
@@ -236,7 +237,7 @@ class _TokenLosses(torch.autograd.Function):
                 part = slice(start, start + step)
                 scores = _Scores(head, hidden[part].to(dtype), targets[part], metrics, learns)
                 for row in range(0, len(weight), rows):
-                    scores.add(weight[row : row + rows], None if bias is None else bias[row : row + rows], row)
+                    scores.add(plain(weight[row : row + rows]), None if bias is None else bias[row : row + rows], row)
                 losses[part], log_sums[part] = scores.losses(len(weight)), scores.log_sum()
                 for name, value in zip(metrics, values, strict=True):
                     value[part] = scores.metric(name, len(weight))
@@ -359,7 +360,7 @@ class _Scores:
             factor *= 1 + 2 * head.z_loss * self.log_sum()
         total = self._weighted.mul_(factor[:, None])
         slope = torch.ones_like(self._sum) if head.softcap is None else self._target_slope
-        total.addcmul_(weight[self._targets], slope[:, None], value=head.label_smoothing - 1)
+        total.addcmul_(rows_of(weight, self._targets), slope[:, None], value=head.label_smoothing - 1)
         if self._plain is not None:
             total.add_(self._plain, alpha=-head.label_smoothing / len(weight))
         return total.mul_(head.slope)
@@ -423,7 +424,7 @@ class HeadGradient:
         rows of the weight, [tokens, rows].
         """
         step = self._tile[0]
-        weight = self.weight[start : start + count].to(self.dtype)
+        weight = plain(self.weight[start : start + count]).to(self.dtype)
         for first in range(0, len(self.hidden), step):
             tokens = slice(first, first + step)
             hidden = self.hidden[tokens].to(self.dtype)

@@ -1,5 +1,6 @@
 """Where a parameter lives and how its gradient gets there. `find` tells a model's placement from its parameters."""
 
+import math
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -11,7 +12,7 @@ from lowmem.placements.base import Local, Placement, Shard
 from lowmem.placements.ranks import Ranks, in_group
 from lowmem.placements.replicated import Replicated
 
-__all__ = ["Choice", "Placement", "Ranks", "fill", "find", "full_tensor", "in_group", "release", "shape_of"]
+__all__ = ["Choice", "Placement", "Ranks", "fill", "find", "full_tensor", "in_group", "nbytes", "release", "shape_of"]
 
 Choice = Literal["auto", "local", "replicated", "zero3", "fsdp2"]
 
@@ -48,6 +49,13 @@ def find(placement: Choice, params: Iterable[Any]) -> Placement:
 def shape_of(tensor: Tensor) -> tuple[int, ...]:
     """The logical shape of a parameter or buffer, sharded or not."""
     return _shard_of(tensor).span(tensor).shape
+
+
+def nbytes(tensor: Tensor) -> int:
+    """Bytes of all of a parameter or buffer, sharded or not."""
+    quantized = _shard_of(tensor).quantized(tensor)
+    each = tensor.element_size() if quantized is None else quantized.format.bytes_per_element
+    return round(math.prod(shape_of(tensor)) * each)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

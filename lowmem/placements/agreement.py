@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.placements.placed import Placed
+from lowmem.tiles.quantized import tensors_of
 
 # Elements that are summed at once, as 64-bit integers.
 _CHUNK = 1 << 20
@@ -24,7 +25,8 @@ def refuse_different(records: Collection[Placed]) -> None:
     Every rank of the default process group calls it. It sends a few bytes.
     """
     kinds = [(record.name, tuple(record.param.shape), str(record.param.dtype)) for record in records]
-    sums = [_checksum(record.param).cpu() for record in records]  # on several devices, perhaps
+    # on several devices, perhaps
+    sums = [_checksum(tensor).cpu() for record in records for tensor in tensors_of(record.param.detach())]
     values = _digest([int(total) for total in sums])
     summary = {"number": len(records), "names, shapes or dtypes": _digest(kinds), "values": values}
     if found := differences(summary):
@@ -72,7 +74,7 @@ def _digest(values: object) -> str:
 
 def _checksum(param: Tensor) -> Tensor:
     """A sum of a parameter's bits, each element times an odd number of its own: an int64 scalar, modulo 2**64."""
-    bits = param.detach().reshape(-1).view(_BITS[param.element_size()])
+    bits = param.reshape(-1).view(_BITS[param.element_size()])
     odd = 2 * torch.arange(min(_CHUNK, bits.numel()), device=bits.device) + 1
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for chunk in bits.split(_CHUNK):

@@ -13,6 +13,7 @@ from lowmem.placements.ranks import Ranks, in_group
 from lowmem.placements.wrappers import refuse_wrapped
 from lowmem.tiles.gradients import Gradient
 from lowmem.tiles.layout import Layout, Span, View
+from lowmem.tiles.quantized import QuantizedWeight, plain
 
 Tensors = dict[str, Tensor]
 Reduced = Iterator[tuple[Placed, Gradient]]
@@ -45,12 +46,18 @@ class Shard:
         """Properties that decide how a parameter is updated, and change with `model.to(...)` or `param.data = ...`."""
         return param.dtype, param.device, param.shape, param.stride()
 
+    def quantized(self, param: Tensor) -> QuantizedWeight | None:
+        """The shard of a parameter that is held in codes; None if it is not."""
+        return param if isinstance(param, QuantizedWeight) else None
+
     def read(self, param: Tensor, states: Tensors) -> tuple[Tensor, Tensors]:
         """The shard and the states given on the device that computes: their own memory where that is possible."""
         return param.detach(), states
 
     def write(self, param: Tensor, shard: Tensor, states: Tensors) -> None:
         """Puts what `read` returned, and what has changed since, where it is stored."""
+        if isinstance(param, QuantizedWeight):  # autograd sees no change of its parts
+            torch.autograd.graph.increment_version(param)
 
     def gather(self, param: Tensor, shard: Tensor, span: Span) -> Tensor:
         """The full tensor of one that is sharded as a parameter is. Every rank calls it."""
@@ -61,8 +68,8 @@ class Shard:
         return full
 
     def full_tensor(self, param: Tensor) -> Tensor:
-        """All of a parameter. Every rank calls it."""
-        return param.detach()
+        """All of a parameter, as an ordinary tensor. Every rank calls it."""
+        return plain(param.detach())
 
     @torch.no_grad()
     def fill(self, param: Tensor, full: Tensor) -> None:
@@ -76,7 +83,7 @@ class Shard:
         """The rectangles that the shard consists of."""
         layout, param = Layout.of(record.span.shape, view), record.param
         try:
-            layout.views(param)
+            layout.views(param.parts[0] if isinstance(param, QuantizedWeight) else param)
         except RuntimeError:
             raise UnsupportedError(
                 f"has strides {param.stride()}, which cannot be viewed as {list(layout.shape)} without a copy. Make "

@@ -17,6 +17,7 @@ from lowmem.placements.base import Reducer, Tensors
 from lowmem.placements.placed import Placed
 from lowmem.placements.sharded import FlatShard, Sharded, span_of_rank
 from lowmem.tiles.layout import Span
+from lowmem.tiles.quantized import QuantizedWeight
 
 
 class _Rows(FlatShard):
@@ -29,6 +30,12 @@ class _Rows(FlatShard):
                 f"parameter {name!r} is placed as {kinds}; lowmem updates parameters that are sharded once, in "
                 "dimension 0. Omit shard_placement_fn and tensor parallelism"
             )
+        mesh = cast(DTensor, param).device_mesh
+        if self.quantized(param) is not None and param.device.type != mesh.device_type:
+            raise UnsupportedError(
+                f"parameter {name!r} is held in codes, which FSDP2 cannot gather from the host. Omit CPUOffloadPolicy "
+                "(in a trainer: fsdp_config.cpu_offload), or quantize_"
+            )
         super().admit(name, param)
 
     def group_of(self, param: Any) -> tuple[dist.ProcessGroup, torch.device]:
@@ -40,6 +47,9 @@ class _Rows(FlatShard):
         shape = tuple(param.shape)
         rows = -(-shape[0] // ranks.world_size)
         return span_of_rank(ranks.rank, shape, rows * torch.Size(shape[1:]).numel())
+
+    def quantized(self, param: Any) -> QuantizedWeight | None:
+        return super().quantized(param.detach().to_local().view(-1))
 
     def read(self, param: Any, states: Tensors) -> tuple[Tensor, Tensors]:
         return param.detach().to_local().view(-1), states

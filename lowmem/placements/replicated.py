@@ -13,6 +13,7 @@ from lowmem.placements.all_reduce import AllReduce
 from lowmem.placements.base import Placement, Shard
 from lowmem.placements.placed import Placed
 from lowmem.placements.wrappers import WRAPPED
+from lowmem.tiles.quantized import tensors_of
 
 
 class Replicated(Placement):
@@ -41,7 +42,8 @@ class Replicated(Placement):
             return
         with torch.no_grad():
             for record in records:
-                dist.broadcast(record.param.detach(), src=0)
+                for tensor in tensors_of(record.param.detach()):
+                    dist.broadcast(tensor, src=0)
 
     def confirm(self, records: Collection[Placed], settings: Mapping[str, Any]) -> None:
         super().confirm(records, settings)

@@ -14,6 +14,7 @@ from lowmem.placements.base import Placement, Shard
 from lowmem.placements.placed import Placed
 from lowmem.placements.ranks import Ranks
 from lowmem.tiles.layout import Layout, Span, View
+from lowmem.tiles.quantized import QuantizedWeight, plain
 
 
 class FlatShard(Shard):
@@ -53,7 +54,7 @@ class FlatShard(Shard):
         return Layout.of(record.span.shape, view, record.span.start, record.span.stop)
 
     def full_tensor(self, param: Tensor) -> Tensor:
-        return self.gather(param, self.read(param, {})[0], self.span(param))
+        return plain(self.gather(param, self.read(param, {})[0], self.span(param)))
 
     def fill(self, param: Tensor, full: Tensor) -> None:
         shard, states = self.read(param, {})
@@ -61,6 +62,8 @@ class FlatShard(Shard):
         self.write(param, shard, states)
 
     def gather(self, param: Tensor, shard: Tensor, span: Span) -> Tensor:
+        if isinstance(shard, QuantizedWeight):
+            return shard.by_group(lambda part, group: self.gather(param, part, span.grouped(group)))
         return self.ranks_of(param).all_gather(shard, span.size)[: span.numel].view(span.shape)
 
     def cut(self, full: Tensor, span: Span) -> Tensor:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from lowmem.step.record import ParamRecord
 from lowmem.tiles.gradients import Gradient
-from lowmem.tiles.storage import ROUNDED_DTYPES
+from lowmem.tiles.layout import cut
+from lowmem.tiles.storage import ROUNDED_DTYPES, Held
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ class Changes:
         self._steps = 0  # in a row that have changed little
         self._warned = False
 
-    def before(self, records: Sequence[ParamRecord], weight: Tensor, grad: Gradient) -> Sample | None:
+    def before(self, records: Sequence[ParamRecord], weight: Held, grad: Gradient) -> Sample | None:
         """Samples a weight, or a stack of them, whose update begins; None if it is not one of the sampled ones."""
         if not self._sampled:
             trained = [record for record in self._records.values() if record.trained]
@@ -60,13 +61,13 @@ class Changes:
             self._sampled.update(dense[:: -(-len(dense) // PARAMETERS)])
         if self._sampled.isdisjoint(records) or not isinstance(grad, Tensor):
             return None
-        where, storage = _where(weight.shape), records[0].program.weight
-        nearest = storage.is_cast and storage.parts[0].dtype in ROUNDED_DTYPES
-        return Sample(where, weight[where].clone(), grad[where] != 0, nearest)
+        where = _where(weight.parts[0].shape, weight.storage.in_codes)
+        nearest = weight.storage.is_cast and weight.dtype in ROUNDED_DTYPES
+        return Sample(where, _sampled(weight, where).clone(), grad[where] != 0, nearest)
 
-    def after(self, sample: Sample, weight: Tensor) -> None:
+    def after(self, sample: Sample, weight: Held) -> None:
         """The weight that `before` sampled is updated."""
-        changed = (weight[sample.where] != sample.before) & sample.has_gradient
+        changed = (_sampled(weight, sample.where) != sample.before) & sample.has_gradient
         counts = torch.stack((changed.sum(), sample.has_gradient.sum()))
         self._counts[int(sample.nearest)].add_(counts.to(self._counts.device))
         self._counted = True
@@ -106,9 +107,20 @@ class Changes:
             )
 
 
+def _sampled(weight: Held, where: tuple[slice, ...]) -> Tensor:
+    """The elements of a weight that the model sees, or the values of its codes."""
+    if not weight.storage.in_codes:
+        return weight.parts[0][where]
+    pairs = zip(weight.parts, weight.storage.parts, strict=True)
+    return weight.storage.decode(tuple(cut(tensor, where, part.group) for tensor, part in pairs))
+
+
 @functools.cache
-def _where(shape: torch.Size) -> tuple[slice, ...]:
-    """About `ELEMENTS` evenly spaced elements of a tensor, of which they are a view."""
+def _where(shape: torch.Size, in_codes: bool = False) -> tuple[slice, ...]:
+    """About `ELEMENTS` evenly spaced elements of a tensor, of which they are a view; of codes some complete groups."""
+    if in_codes:
+        *lines, columns = shape
+        return *(slice(size // 2, size // 2 + 1) for size in lines), slice(0, min(ELEMENTS, columns))
     along = max(1, round(ELEMENTS ** (1 / max(1, len(shape)))))
     steps = [max(1, size // along) for size in shape]
     return tuple(slice(step // 2, None, step) for step in steps)

@@ -63,13 +63,13 @@ class Program:
 
     @functools.cached_property
     def extra_names(self) -> tuple[str, ...]:
-        """Names of the tensors that hold the weight together with the parameter."""
-        return tuple(part.name for part in self.weight.parts[1:])
+        """Names of the tensors that hold the weight together with the parameter, or in its place."""
+        return tuple(part.name for part in self.weight.parts if part.name)
 
     @functools.cached_property
     def kept(self) -> dict[str, Kept]:
         """The tensors that are kept for a parameter, by name: those of `extra_names`, and its states."""
-        kept = {part.name: Kept(part.dtype, group=part.group) for part in self.weight.parts[1:]}
+        kept = {part.name: Kept(part.dtype, group=part.group) for part in self.weight.parts if part.name}
         for name, state in self.spec.states.items():
             if state.extent == "full":
                 parts = self.states[name].parts
@@ -122,7 +122,10 @@ def make_program(placed: Placed, rule: UpdateRule, group: Mapping[str, Any], sha
         rule.admit(placed.param, group)
         spec = rule.spec(placed.name, span.shape, group)
         layout = shard.layout(placed, spec.view)
-        weight = fitting(weight_storage(rounding, dtype), Float(dtype))
+        quantized = shard.quantized(placed.param)
+        if quantized is not None:
+            _refuse_for_codes(rule, rounding)
+        weight = fitting(weight_storage(rounding, dtype), Float(dtype)) if quantized is None else quantized.format
         for name, state in spec.states.items():
             if state.extent != "full":
                 continue
@@ -135,6 +138,19 @@ def make_program(placed: Placed, rule: UpdateRule, group: Mapping[str, Any], sha
     if rounding == "nearest" and dtype in ROUNDED_DTYPES:
         _warn_of_lost_updates(dtype, rule.name if rule.materializes else None)
     return Program(rule, spec, span, layout, shard.ranks_of(placed.param), weight, states)
+
+
+def _refuse_for_codes(rule: UpdateRule, rounding: str) -> None:
+    """Raises `UnsupportedError` for what cannot update a weight that is held in codes."""
+    if rule.materializes:
+        raise UnsupportedError(
+            f"is held in codes, and {rule.name} updates an ordinary matrix. Use a rule of lowmem, such as 'adalomo'"
+        )
+    if rounding in TABLE and rounding != "stochastic":
+        raise UnsupportedError(
+            f"is held in codes, which are rounded at random: with rounding {rounding!r} it would not change at all, "
+            "because most updates are smaller than half the distance of two codes. Omit rounding"
+        )
 
 
 def weight_storage(rounding: str, dtype: torch.dtype) -> Storage:

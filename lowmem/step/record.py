@@ -11,6 +11,7 @@ from lowmem.placements.base import Shard
 from lowmem.placements.placed import Placed
 from lowmem.rules import UpdateRule
 from lowmem.step.program import Program, make_program, rounding_of
+from lowmem.tiles.quantized import QuantizedWeight
 from lowmem.tiles.storage import ROUNDED_DTYPES
 
 
@@ -24,7 +25,8 @@ class ParamRecord(Placed):
         programs: those of the group, by what its parameters have in common.
         program: how it is updated, once it is claimed.
         form: what `Shard.form` was when this was decided; None: it is decided before the next step.
-        extra: the other tensors of the weight's storage, which has the parameter first; () before its first update.
+        extra: the other tensors of the weight's storage, which has the parameter first, or all of them where it is held
+            in codes; () before its first update.
         computes: its gradient may be one that is computed as it is read.
         square_sum: of its last gradient, a float64 scalar.
         size: what its rule weights the norm of that by.
@@ -46,6 +48,25 @@ class ParamRecord(Placed):
         program = make_program(self, self.rule, self.group, shard)
         like = self.param.dtype, self.param.device, self.span, program.spec, program.ranks
         self.program = self.programs.setdefault((*like, program.weight, *program.states.items()), program)
+
+    @property
+    def in_codes(self) -> bool:
+        """Returns whether the parameter is held in codes, which are then in `extra`."""
+        return self.claimed and self.program.weight.in_codes
+
+    def weight(self, shard: Tensor) -> tuple[Tensor, ...]:
+        """The tensors of the weight's storage, of this shard."""
+        return shard.parts if isinstance(shard, QuantizedWeight) else (shard, *self.extra)
+
+    def put_extra(self, tensors: tuple[Tensor, ...], shard: Shard) -> None:
+        """Takes what was saved in place of `extra`."""
+        quantized = shard.quantized(self.param)
+        if quantized is None:
+            self.extra = tensors
+            return
+        self.extra = quantized.parts
+        for part, saved in zip(self.extra, tensors, strict=True):
+            part.copy_(saved)
 
     def refuse_misfits(self, state: Mapping[str, Any], shard: Shard) -> None:
         """Raises `StepError` if the parameter has changed so that its states, or a residual or master copy, do not fit
@@ -75,9 +96,13 @@ class ParamRecord(Placed):
 
 
 def weights_in_words(records: Iterable[ParamRecord]) -> str:
-    """The dtypes of weights, with their rounding."""
-    held = ((r.param.dtype, rounding_of(r.rule, r.group, r.param.dtype)) for r in records)
-    return ", ".join(
-        f"{str(dtype).removeprefix('torch.')} ({f'rounding {how}' if dtype in ROUNDED_DTYPES else 'exact'})"
-        for dtype, how in dict.fromkeys(held)
-    )
+    """The dtypes and formats of weights, with their rounding."""
+    return ", ".join(dict.fromkeys(map(_weight_in_words, records)))
+
+
+def _weight_in_words(record: ParamRecord) -> str:
+    if record.in_codes:
+        return f"{record.program.weight} (rounding stochastic)"
+    dtype = record.param.dtype
+    how = f"rounding {rounding_of(record.rule, record.group, dtype)}" if dtype in ROUNDED_DTYPES else "exact"
+    return f"{str(dtype).removeprefix('torch.')} ({how})"

@@ -92,7 +92,9 @@ class Saving:
 
     def _sources(self, record: ParamRecord) -> dict[str, Any]:
         """The tensors of a parameter by name: its states, and the other tensors of the storage of its weight."""
-        held = {**self.state[record.param], **dict(zip(record.program.extra_names, record.extra, strict=True))}
+        quantized = self.shard.quantized(record.param)
+        extra = record.extra if quantized is None else quantized.parts
+        held = {**self.state[record.param], **dict(zip(record.program.extra_names, extra, strict=True))}
         return {name: self._source(record, name, value) for name, value in held.items()}
 
     def _source(self, record: ParamRecord | None, name: str, value: Any) -> Any:
@@ -175,7 +177,7 @@ class Saving:
             copies = {name: self._copy(settled.get(owner), name, value) for name, value in state.items()}
             if owner in params:
                 record = params[owner]
-                record.extra = tuple(copies.pop(name) for name in settled[owner].program.extra_names)
+                record.put_extra(tuple(copies.pop(name) for name in settled[owner].program.extra_names), self.shard)
                 self.state[record.param] = copies
             else:
                 self.clipping.memory[int(owner.removeprefix(_GROUP))] = copies

@@ -20,6 +20,7 @@ from lowmem.step.stacks import Arenas, Stack, gather, scatter
 from lowmem.tiles.gradients import ComputedGradient, Gradient
 from lowmem.tiles.graph import Compiler
 from lowmem.tiles.layout import Layout
+from lowmem.tiles.quantized import QuantizedWeight
 from lowmem.tiles.rounding import noise_key
 from lowmem.tiles.storage import Held, part_name
 from lowmem.tiles.stored import StoredTiles, begin_storage
@@ -101,6 +102,7 @@ class Updates:
         if like not in self._stacks:
             # shards have to be one tile when they are stacked, on every rank
             alone = program.ranks is not None and not program.layout.one_line
+            alone |= program.weight.in_codes  # which stay where they are
             alone |= program.span.numel > SMALL or not self._batching or program.rule.materializes
             full = min(STACK // max(1, program.span.numel), program.spec.together or STACK)
             self._stacks[like] = None if alone else Stack(program, full)
@@ -111,7 +113,8 @@ class Updates:
         for record in records:
             if record.rule.every_parameter and record.trained and not self.cycle.has_fired(record.name):
                 shard, _ = self._shard.read(record.param, {})
-                self.put(record, shard.new_zeros(()).expand(shard.shape), decision)
+                zero = torch.zeros((), dtype=shard.dtype, device=shard.device)
+                self.put(record, zero.expand(shard.shape), decision)
 
     def flush(self, decision: Decision | None) -> None:
         """Updates stacks that are not full: no gradient will arrive in this step."""
@@ -127,18 +130,20 @@ class Updates:
     def begin_state(self, record: ParamRecord) -> None:
         """Makes the states of a parameter before its first update."""
         program, (shard, _) = record.program, self._shard.read(record.param, {})
+        held = shard.parts if isinstance(shard, QuantizedWeight) else ()
         tensors = {
-            name: shard.new_zeros(program.shape_of(kept, shard.shape), dtype=kept.dtype)
+            name: torch.zeros(program.shape_of(kept, shard.shape), dtype=kept.dtype, device=shard.device)
             for name, kept in program.kept.items()
+            if not (held and name in program.extra_names)
         }
-        record.extra = tuple(tensors.pop(name) for name in program.extra_names)
-        if record.extra:
+        record.extra = held or tuple(tensors.pop(name) for name in program.extra_names)
+        if record.extra and not held:
             begin_storage(program.layout, Held(program.weight, (shard, *record.extra)))
         self.state[record.param] = tensors
 
     def _update_one(self, record: ParamRecord, grad: Gradient, decision: Decision | None) -> None:
         shard, states = self._shard.read(record.param, self.state[record.param])
-        self._run(record.program, [record], (shard, *record.extra), grad, states, decision)
+        self._run(record.program, [record], record.weight(shard), grad, states, decision)
         self._shard.write(record.param, shard, states)
 
     @torch.no_grad()
@@ -181,7 +186,8 @@ class Updates:
         step, scalars = self.cycle.step, self._scalars_of(records[0])
         reading = self.clipping.reading(records, grad, decision)
         self.cycle.moved.update([record.name for record in records])
-        sample = self.changes.before(records, weight[0], grad)
+        held = Held(program.weight, weight)
+        sample = self.changes.before(records, held, grad)
         layout = program.layout if isinstance(grad, Tensor) else grad.layout(program.spec.view)
         small = program.members > 1 or (self._batching and program.span.numel <= SMALL)
         compiles = self._compiled and Compiler.failure is None and not small
@@ -193,7 +199,7 @@ class Updates:
         def tiles() -> StoredTiles:
             return StoredTiles(
                 layout,
-                Held(program.weight, weight),
+                held,
                 grad,
                 reading,
                 scalars,
@@ -224,7 +230,7 @@ class Updates:
         for record, size in zip(records, () if sizes is None else _each(sizes), strict=sizes is not None):
             record.size = size
         if sample is not None:
-            self.changes.after(sample, weight[0])
+            self.changes.after(sample, held)
 
     def _compiled_of(
         self, program: Program, layout: Layout, grad: Gradient, reading: Reading, scalars: Scalars

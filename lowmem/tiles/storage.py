@@ -77,6 +77,10 @@ class Storage(ABC):
     def encode(self, value: Tensor, uniform: Uniform) -> tuple[Tensor, ...]:
         """Tiles of the parts for float32 values [..., n]: numbers that the dtypes of the parts hold, in any dtype."""
 
+    def update(self, value: Tensor, uniform: Uniform, stored: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """`encode`, where tiles of the parts hold an earlier value."""
+        return self.encode(value, uniform)
+
     @property
     def bytes_per_element(self) -> float:
         """Bytes of all parts per element."""
@@ -86,6 +90,11 @@ class Storage(ABC):
     def group(self) -> int:
         """Elements of a row that are encoded together."""
         return max(part.group for part in self.parts)
+
+    @property
+    def in_codes(self) -> bool:
+        """Returns whether the tensor itself is none of the parts, which all have names."""
+        return bool(self.parts[0].name)
 
     @property
     def is_cast(self) -> bool:
@@ -201,6 +210,86 @@ class Moment(Storage):
 
 
 @dataclass(frozen=True)
+class Integer(Storage):
+    """Multiples of a bfloat16 unit that the elements of a group along a row share, rounded up or down at random: an
+    integer of 8 bits, or of 10 or 12 whose low bits are packed apart. A byte has those of the elements of a group that
+    are a quarter of it apart (10 bits), or a half (12 bits).
+
+    A group keeps its unit while its largest element is at least 3/4 of the largest multiple. So elements that do not
+    change stay as they are to the last bit, and those that change little are rarely rounded.
+    """
+
+    bits: int
+    size: int = 64
+
+    draws = True
+
+    def __str__(self) -> str:
+        return f"int{self.bits} in groups of {self.size}"
+
+    @functools.cached_property
+    def parts(self) -> tuple[Part, ...]:  # type: ignore[override]
+        low = (Part("low", torch.uint8, 8 // self._low),) if self._low else ()
+        return Part("codes", torch.int8), *low, Part("unit", torch.bfloat16, self.size)
+
+    @property
+    def _low(self) -> int:
+        """How many low bits an element has."""
+        return self.bits - 8
+
+    @property
+    def _per_byte(self) -> int:
+        """The low bits of how many elements are in a byte."""
+        return 8 // self._low if self._low else 1
+
+    @property
+    def _bytes(self) -> int:
+        """Bytes of low bits in a group."""
+        return self.size // self._per_byte
+
+    def _shifts(self, device: torch.device) -> Tensor:
+        """Where low bits are in a byte: int32 [per byte, 1]."""
+        return torch.arange(0, 8, self._low, dtype=torch.int32, device=device).unsqueeze(-1)
+
+    @property
+    def _most(self) -> int:
+        """The largest multiple."""
+        return (1 << self.bits - 1) - 1
+
+    def decode(self, stored: tuple[Tensor, ...]) -> Tensor:
+        code, unit = stored[0].float().unflatten(-1, (-1, self._per_byte, self._bytes)), stored[-1].float()
+        if self._low:
+            packed = stored[1].int().unflatten(-1, (-1, 1, self._bytes))
+            code = code * 2.0**self._low + (packed >> self._shifts(unit.device) & (1 << self._low) - 1).float()
+        return (code * unit[..., None, None]).flatten(-3)
+
+    def encode(self, value: Tensor, uniform: Uniform) -> tuple[Tensor, ...]:
+        return self._encoded(value, uniform, raised(self._least_unit(value)))
+
+    def update(self, value: Tensor, uniform: Uniform, stored: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        least, unit = self._least_unit(value), stored[-1].float()
+        fits = (least <= unit) & (least >= 0.75 * unit)
+        return self._encoded(value, uniform, torch.where(fits, unit, raised(least * (1 + 1 / 16))))
+
+    def _least_unit(self, value: Tensor) -> Tensor:
+        return value.unflatten(-1, (-1, self.size)).abs().amax(-1) / self._most
+
+    def _encoded(self, value: Tensor, uniform: Uniform, unit: Tensor) -> tuple[Tensor, ...]:
+        unit = unit.clamp(min=2.0**-126)  # a normal number: a group of zeros has one too
+        groups = value.unflatten(-1, (-1, self.size)) / unit.unsqueeze(-1)
+        groups = groups.clamp(-self._most, self._most)  # a unit from a division that is not exact may be too small
+        down = groups.floor()
+        # the middle of the interval that a random number stands for: its lower end rounds up too often
+        random = uniform().unflatten(-1, (-1, self.size)) + 2.0**-17
+        whole = torch.where(random < groups - down, down + 1, down).flatten(-2)
+        if not self._low:
+            return whole, unit
+        code = (whole * 2.0**-self._low).floor()
+        low = (whole - code * 2.0**self._low).unflatten(-1, (-1, self._per_byte, self._bytes))
+        return code, (low * (1 << self._shifts(unit.device)).float()).sum(-2).flatten(-2), unit
+
+
+@dataclass(frozen=True)
 class Shown(Storage):
     """A weight that another storage holds; the parameter shows its value to the model, in the parameter's dtype."""
 
@@ -220,7 +309,12 @@ class Shown(Storage):
         return self.held.decode(stored[1:])
 
     def encode(self, value: Tensor, uniform: Uniform) -> tuple[Tensor, ...]:
-        held = self.held.encode(value, uniform)
+        return self._shown(self.held.encode(value, uniform))
+
+    def update(self, value: Tensor, uniform: Uniform, stored: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return self._shown(self.held.update(value, uniform, stored[1:]))
+
+    def _shown(self, held: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return self.held.decode(held), *held
 
 
@@ -244,6 +338,9 @@ MOMENTS: dict[str, Maker] = {
     "8bit_64": lambda dtype, signed: Moment(signed, 64),
     "8bit_nearest": lambda dtype, signed: Moment(signed, draws=False),
 }
+
+# Bits of the formats of weights that `lowmem.quantize_` takes, by name.
+WEIGHT_FORMATS = {"int8": 8, "int10": 10, "int12": 12}
 
 # Dtypes by the names that `state_storage` takes too: float32 as it is, the others rounded stochastically.
 STATE_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in STORED_DTYPES}
@@ -303,8 +400,8 @@ class Held(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the first part."""
-        return self.storage.parts[0].dtype
+        """The dtype of the tensor itself; float32 where there are codes in its place."""
+        return torch.float32 if self.storage.in_codes else self.storage.parts[0].dtype
 
     def decode(self) -> Tensor:
         """The float32 values."""

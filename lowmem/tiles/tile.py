@@ -225,7 +225,7 @@ def apply_tile(fn: ApplyFn, raw: RawTile) -> None:
     for name, value in fn(Tile(raw)).items():
         uniform = Uniform(functools.partial(draw, name, value.shape[-1]))
         storage, parts = held[name]
-        for part, target, new in zip(storage.parts, parts, storage.encode(value, uniform), strict=True):
+        for part, target, new in zip(storage.parts, parts, storage.update(value, uniform, parts), strict=True):
             result = new if raw.finite is None else torch.where(raw.finite, new, target.to(new.dtype))
             if value.ndim == 4 and part.group < group:  # in the shape of an argument, else compiled code makes a copy
                 target, result = (each.unflatten(-1, (-1, group // part.group)) for each in (target, result))

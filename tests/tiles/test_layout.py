@@ -124,6 +124,13 @@ def test_a_range_of_a_matrix_is_three_rectangles():
     assert len(Layout.of((6, 5, 3, 2), View.matrix(4), 8, 99).rectangles) == 3
 
 
+@pytest.mark.parametrize("view", [View.matrix(2), View.vector(2)])
+def test_no_rows_are_complete_groups(view):
+    """Those of a rank that has none."""
+    (codes,), (scales,) = (Layout.of((6, 64), view, 384, 384).views(torch.empty(0), group) for group in (1, 32))
+    assert not codes.numel() and codes.shape[-1] == 32 * scales.shape[-1] > 0
+
+
 @pytest.mark.parametrize(("start", "stop"), [(3, 7), (0, 9), (9, 9)])
 def test_pieces_of_lines_are_one_tile_when_stacked(start, stop):
     whole = torch.arange(36.0).view(4, 9)

@@ -1,0 +1,157 @@
+"""Weights that are held in codes, as autograd and torch see them, compared with an ordinary matrix of their values."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import lowmem
+from lowmem.layers.head import linear_cross_entropy
+from lowmem.tiles.quantized import QuantizedWeight, plain
+from lowmem.tiles.storage import Integer
+
+BITS = pytest.mark.parametrize("bits", [8, 10, 12])
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
+
+
+def pair(bits=10, dtype=torch.bfloat16, shape=(96, 128), size=64):
+    """A weight in codes, and an ordinary parameter of what it shows."""
+    torch.manual_seed(0)
+    held = nn.Parameter(QuantizedWeight.of(torch.randn(shape).to(dtype), Integer(bits, size)))
+    return held, nn.Parameter(plain(held))
+
+
+@BITS
+@DTYPES
+def test_each_element_is_as_near_as_it_can_be_held(bits, dtype):
+    torch.manual_seed(0)
+    weight = torch.randn(96, 128).to(dtype)
+    held = QuantizedWeight.of(weight, Integer(bits))
+    decoded = held.format.decode(held.parts)
+    unit = held.parts[-1].float().repeat_interleave(64, 1)
+    assert ((decoded - weight.float()).abs() <= unit / 2).all()
+    largest = weight.float().unflatten(1, (2, 64)).abs().amax(-1)
+    assert (unit[:, ::64] <= largest / (2 ** (bits - 1) - 1) * (1 + 2**-7)).all()  # no bit of the codes is unused
+    assert torch.equal(held.dequantize(), decoded.to(dtype))
+    nbytes = sum(part.nbytes for part in held.parts)
+    assert nbytes == 96 * 128 * (bits / 8 + 2 / 64)
+
+
+@BITS
+@DTYPES
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("tokens", [(5,), (2, 3, 7), ()])
+def test_a_linear_layer_computes_the_same_bits(bits, dtype, bias, tokens):
+    held, matrix = pair(bits, dtype)
+    extra = torch.randn(96).to(dtype) if bias else None
+    results = []
+    for weight in (held, matrix):
+        torch.manual_seed(1)
+        x = torch.randn(*tokens, 128).to(dtype).requires_grad_()
+        b = None if extra is None else extra.clone().requires_grad_()
+        out = F.linear(x, weight, b)
+        out.backward(torch.randn(out.shape).to(dtype))
+        results.append([out, x.grad, weight.grad, *([] if b is None else [b.grad])])
+    assert type(held.grad) is torch.Tensor
+    for got, wanted in zip(*results, strict=True):
+        assert got.dtype == wanted.dtype
+        assert torch.equal(got, wanted)
+
+
+@BITS
+@pytest.mark.parametrize("padding", [None, 3, -1])
+def test_an_embedding_computes_the_same_bits(bits, padding):
+    held, matrix = pair(bits)
+    ids = torch.tensor([[0, 3, 3], [95, 7, 0]])
+    for weight in (held, matrix):
+        out = F.embedding(ids, weight, padding)
+        out.backward(torch.arange(out.numel()).view(out.shape).to(out.dtype))
+    assert torch.equal(F.embedding(ids, held), F.embedding(ids, matrix))
+    assert torch.equal(held.grad, matrix.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_computes_the_same_bits(dtype):
+    held, matrix = pair(12, torch.float32)
+    results = []
+    for weight in (held, matrix):
+        torch.manual_seed(1)
+        x = torch.randn(6, 128, requires_grad=True)
+        with torch.autocast("cpu", dtype):
+            out = F.linear(x, weight)
+        out.float().square().sum().backward()
+        results.append((out, x.grad, weight.grad))
+    for got, wanted in zip(*results, strict=True):
+        assert got.dtype == wanted.dtype
+        assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_a_head_computes_the_same_bits(smoothing):
+    held, matrix = pair(10)
+    results = []
+    for weight in (held, matrix):
+        torch.manual_seed(1)
+        hidden = torch.randn(20, 128).bfloat16().requires_grad_()
+        labels = torch.randint(96, (20,))
+        loss = linear_cross_entropy(hidden, weight, labels, label_smoothing=smoothing, memory=1 << 15)  # several tiles
+        loss.backward()
+        results.append((loss, hidden.grad, weight.grad))
+    for got, wanted in zip(*results, strict=True):
+        assert torch.equal(got, wanted)
+
+
+def test_a_weight_that_changed_after_the_forward_is_noticed():
+    held, _ = pair()
+    loss = F.linear(torch.ones(2, 128, dtype=torch.bfloat16, requires_grad=True), held).sum()
+    opt = lowmem.FusedOptimizer([("weight", held)], lr=1e-2)
+    opt.backward(F.linear(torch.ones(2, 128, dtype=torch.bfloat16), held).sum())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_it_is_moved_copied_and_saved_as_it_is(tmp_path):
+    model = lowmem.quantize_(nn.Sequential(nn.Linear(128, 96), nn.Linear(96, 64)).bfloat16(), "int12", group=32)
+    weight = model[0].weight
+    assert model.to("cpu")[0].weight is weight
+    buffer = io.BytesIO()
+    torch.save(model.state_dict(), buffer)
+    buffer.seek(0)
+    other = lowmem.quantize_(nn.Sequential(nn.Linear(128, 96), nn.Linear(96, 64)).bfloat16(), "int12", group=32)
+    other.load_state_dict(torch.load(buffer, weights_only=False))
+    for same in (copy.deepcopy(model), other):
+        for mine, theirs in zip(weight.parts, same[0].weight.parts, strict=True):
+            assert torch.equal(mine, theirs)
+            assert mine.data_ptr() != theirs.data_ptr()
+
+
+def test_to_a_device_keeps_the_hooks_of_the_optimizer():
+    model = lowmem.quantize_(nn.Linear(128, 96, bias=False).bfloat16(), "int8")
+    opt = lowmem.FusedOptimizer(model.named_parameters(), lr=1e-2)
+    model.to("cpu")
+    before = model.weight.parts[0].clone()
+    opt.backward(model(torch.ones(2, 128).bfloat16()).float().square().sum())
+    assert model.weight.grad is None
+    assert not torch.equal(model.weight.parts[0], before)
+
+
+@pytest.mark.parametrize(
+    ("use", "words"),
+    [
+        (lambda weight: weight + 1, "aten.add"),
+        (lambda weight: weight.norm(), "ordinary matrix"),
+        (lambda weight: torch.ones(2, 96).bfloat16() @ weight, "skip"),
+        (lambda weight: weight.float(), "dequantize_"),
+        (lambda weight: weight.t(), "aten.t"),
+        (lambda weight: F.linear(weight, torch.ones(3, 128).bfloat16()), "input"),
+        (lambda weight: F.embedding(torch.tensor([1]), weight, max_norm=1.0), "max_norm"),
+        (lambda weight: setattr(weight, "data", torch.zeros(96, 128)), "dequantize_"),
+    ],
+)
+def test_any_other_use_is_refused(use, words):
+    held, _ = pair()
+    with pytest.raises(lowmem.LowmemError, match=words):
+        use(held.detach().requires_grad_())
