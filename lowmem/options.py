@@ -103,6 +103,8 @@ class FusedConfig:
             "8bit_64", the same in groups of 64; "8bit_nearest", the same rounded to nearest; or a registered storage. A
             param group may have its own.
         convert_states: states that are loaded may have been saved in another `state_storage`, and are converted.
+        weight_format: "int8", "int10" or "int12": a trainer holds the weights of linear layers and embeddings in so
+            many bits (`lowmem.quantize_`, which a loop calls itself). None leaves them as they are.
         placement: "local"; "replicated": every rank of a process group has all parameters, which are broadcast from
             rank 0, and data of its own, and gradients are averaged; "zero3" and "fsdp2": parameters are sharded over
             the ranks by DeepSpeed or `fully_shard`; "auto" finds it from the parameters and the process group, and
@@ -134,6 +136,7 @@ class FusedConfig:
     rounding: str = "auto"
     state_storage: str = "float32"
     convert_states: bool = False
+    weight_format: str | None = None
     placement: placements.Choice = "auto"
     compile: bool | Literal["auto"] = "auto"
     seed: int = 0
@@ -235,6 +238,8 @@ class FusedConfig:
                 require_known(option, getattr(self, option), choices)
         if not isinstance(self.compile, bool) and self.compile != "auto":
             raise ConfigError(f"compile={self.compile!r}; allowed are True, False and 'auto'")
+        if self.weight_format is not None:
+            require_known("weight_format", self.weight_format, [*storage.WEIGHT_FORMATS])
         for option in ("batching", "convert_states", "log_norms"):
             if not isinstance(getattr(self, option), bool):
                 raise ConfigError(f"{option}={getattr(self, option)!r}; allowed are True and False")

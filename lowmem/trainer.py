@@ -30,11 +30,13 @@ from lowmem.hf import layers as model_layers
 from lowmem.hf.packing import check_borders
 from lowmem.hf.weights import load_weights, save_weights
 from lowmem.layers.config import LayersConfig
+from lowmem.layers.quantize import quantize_
 from lowmem.optimizer import FusedOptimizer
 from lowmem.options import FusedConfig
 from lowmem.placements import find
 from lowmem.rules import resolve
 from lowmem.step.record import weights_in_words
+from lowmem.tiles.quantized import in_codes
 
 if TYPE_CHECKING:
     from trl import SFTTrainer
@@ -99,6 +101,7 @@ class FusedTrainerMixin(_Base):
         options = next((value for value in given if isinstance(value, TrainingArguments)), None)
         sharding.prepare(kwargs.get("model", args[0] if args else None), options)
         super().__init__(*args, **kwargs)
+        self._quantize(self.model)  # not yet, if the trainer has not moved it
         # transformers 5.23 (trainer.py) would prepare, save and load sharded models in its own ways
         self.is_deepspeed_enabled = self.is_fsdp_enabled = False
         if self.optimizer_cls_and_kwargs is not None:
@@ -152,8 +155,18 @@ class FusedTrainerMixin(_Base):
         return model
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        self._quantize(model)
         if self._sharding is None:
             super()._move_model_to_device(model, device)  # sharding moves the shards
+
+    def _quantize(self, model: nn.Module) -> None:
+        """Holds weights in fewer bits if `fused` asks for it, before the model gets to its device."""
+        name = None if self._requested is None else self._requested.weight_format
+        if name is None:
+            return
+        if is_peft_model(model):
+            raise ConfigError("fused.weight_format is for training all weights, and this model has adapters; omit it")
+        quantize_(model, name)
 
     def _shard(self) -> None:
         """Shards the model if the arguments ask for it, and frees what is gathered."""
@@ -354,7 +367,7 @@ class FusedTrainerMixin(_Base):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves as the trainer does. If the model is sharded, every rank calls it."""
         adapted, sharded = is_peft_model(self.model), self._sharding is not None
-        if not adapted and not sharded:
+        if not adapted and not sharded and not in_codes(self.model):
             super().save_model(output_dir, _internal_call)
             return
         folder, write = Path(output_dir or self.args.output_dir), self.args.should_save

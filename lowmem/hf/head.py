@@ -8,10 +8,11 @@ from typing import Any
 from accelerate.utils import is_peft_model
 from torch import Tensor
 
-from lowmem.errors import UnsupportedError
+from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.hf.layers import embedding
 from lowmem.layers.config import LayersConfig
 from lowmem.layers.head import METRICS, Head, token_losses
+from lowmem.tiles.quantized import in_codes
 
 # Columns of a tile of logits on a CPU.
 _CPU_COLUMNS = 2048
@@ -67,6 +68,11 @@ def compute(trainer: Any, layers: LayersConfig, label_smoothing: float = 0.0) ->
         for module in () if model is None else model.modules():
             forward = getattr(vars(module).get("forward"), "__func__", None)
             if forward is not None and "_ChunkedLogProbFunction" in forward.__code__.co_names:
+                if in_codes(trainer.model) and not layers.computed_gradients:
+                    raise ConfigError(
+                        "layers.computed_gradients: false, with which TRL computes the head from an ordinary matrix, "
+                        "and fused.weight_format, which holds it in codes; omit one of them"
+                    )
                 parts = forward.__name__, forward.__defaults__, forward.__closure__
                 copy = FunctionType(forward.__code__, {**forward.__globals__, **names}, *parts)
                 copy.__kwdefaults__ = forward.__kwdefaults__

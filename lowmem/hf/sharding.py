@@ -8,6 +8,7 @@ import copy
 import importlib.util
 import os
 from abc import ABC, abstractmethod
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -26,6 +27,7 @@ from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.hf.versions import check_version
 from lowmem.options import DynamicScale
 from lowmem.placements.ranks import set_timeout
+from lowmem.tiles.quantized import in_codes, tensors_of
 
 # Keys of a DeepSpeed configuration that something else decides here: the values that change nothing, and the advice.
 _DECIDED_ELSEWHERE: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -184,6 +186,10 @@ class Zero3Sharding(Sharding):
     def shard(self, model: nn.Module, accelerator: Any) -> None:
         if self._engine is not None:
             return
+        if in_codes(model):
+            raise UnsupportedError(
+                "deepspeed: weights held in codes cannot be sharded by ZeRO-3; use FSDP2 (fsdp), or omit weight_format"
+            )
         import deepspeed
 
         self._start()
@@ -249,7 +255,14 @@ class FSDP2Sharding(Sharding):
         if isinstance(model, FSDPModule):
             return
         _require_process_group("fsdp")
-        plugin = FullyShardedDataParallelPlugin(**self._settings)
+        settings = dict(self._settings)
+        if settings["cpu_ram_efficient_loading"] and in_codes(model):
+            settings["cpu_ram_efficient_loading"] = False  # with it Accelerate broadcasts ordinary tensors alone
+            for tensor in chain.from_iterable(map(tensors_of, chain(model.parameters(), model.buffers()))):
+                sent = tensor.detach().to(self._args.device)
+                dist.broadcast(sent, src=0)
+                tensor.detach().copy_(sent)
+        plugin = FullyShardedDataParallelPlugin(**settings)
         if self._args.bf16 or self._args.fp16:
             plugin.set_mixed_precision("bf16" if self._args.bf16 else "fp16")
         mesh = init_device_mesh(self._args.device.type, (dist.get_world_size(),), mesh_dim_names=("fsdp",))

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lowmem.optimizer import FusedOptimizer
+from lowmem.tiles.quantized import tensors_of
 
 
 def state_bytes(rule: Any, rounding: str = "auto", size: int = 1024, **options: Any) -> float:
@@ -76,13 +77,15 @@ class _Tracker(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for value in filter(torch.is_tensor, tree_leaves(result)):
-            self._allocation(value)
+            for tensor in tensors_of(value):
+                self._allocation(tensor)
         return result
 
     def label(self, tensors: Iterable[Tensor], kind: str) -> None:
         """Sets the kind of memory, which is counted from now on if it was not seen before."""
         for tensor in tensors:
-            self._allocation(tensor).kind = kind
+            for part in tensors_of(tensor):
+                self._allocation(part).kind = kind
 
     def label_unknown(self, kind: str, since: int) -> None:
         """Sets the kind of all live memory without one that was allocated at `since` or later."""
@@ -194,7 +197,8 @@ def step_memory(model: nn.Module, make_optimizer: Callable[[], FusedOptimizer],
             if not last:
                 tracker.label_unknown(GRADIENTS, since=backward)  # what is accumulated
             backwards.append((backward, tracker.now))
-        held = [record.extra for record in optimizer._records.values()], optimizer._clipping.memory
+        records = [record for record in optimizer._records.values() if not record.in_codes]
+        held = [record.extra for record in records], optimizer._clipping.memory
         leaves = tree_leaves([list(optimizer.state.values()), *held])
         tracker.label((leaf for leaf in leaves if isinstance(leaf, Tensor)), STATES)
     return _by_kind(tracker, next(model.parameters()).device, tuple(backwards))

@@ -19,7 +19,7 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCall
 from lowmem.errors import LowmemError
 from lowmem.files import writing
 from lowmem.hf import layers
-from lowmem.placements import in_group, shape_of
+from lowmem.placements import in_group, nbytes, shape_of
 from lowmem.run.arguments import Arguments
 from lowmem.run.metrics import DOMINANT, METRICS, Record, json_line, write_metrics
 from lowmem.run.pictures import draw, size
@@ -133,7 +133,7 @@ class RunReport(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         if not state.is_world_process_zero:
             return
-        self.weight_bytes = sum(math.prod(shape_of(p)) * p.element_size() for p in model.parameters())
+        self.weight_bytes = sum(map(nbytes, model.parameters()))
         self.records = state.log_history
         write_metrics(self.run_dir, self.records)
         self.logged_tokens, self.first_step = state.num_input_tokens_seen, state.global_step

@@ -38,6 +38,7 @@ from benchmarks import (
     states,
     step,
     update,
+    weights,
 )
 from benchmarks.baselines import FLOOR, Method, all_methods, drop_gradients, fused, hooked, ordinary, select
 from benchmarks.comparison import Comparison
@@ -322,6 +323,69 @@ def test_formats_of_states_are_compared_with_float32_seed_by_seed(monkeypatch, s
     states.main(out)
     assert json.loads((tmp_path / "states.json").read_text())["table"] == found["table"]
     assert "12 runs" in capsys.readouterr().out
+
+
+@pytest.fixture
+def integers():
+    """The storages of the benchmark of weights, which are forgotten afterwards."""
+    makers = {**weights.STORAGES, "packed": lambda dtype, signed: storage.Integer(10)}
+    for name, maker in makers.items():
+        storage.register(name)(maker)
+    yield
+    for name in makers:
+        del storage.TABLE[name]
+
+
+def test_formats_of_weights_are_compared_with_float32_seed_by_seed(
+    monkeypatch, small_study, integers, tmp_path, capsys
+):
+    monkeypatch.setattr(finetune_runs, "SIZES", {"1M": (1, 128, 2, 1e-3)})
+    old = dataclasses.replace(small_study, trained="old", looks=(0.5, 1.0))
+    method, formats = finetune_runs.Method("adalomo", 1e-2), ("float32", "int8", "int10")
+    known = {"old text": weights.Setting(old, method, formats, 2),
+             "outliers": weights.Setting(small_study, method, formats[:2], 1, outliers=True)}  # fmt: skip
+    monkeypatch.setattr(weights, "SETTINGS", known)
+    out = ["--work", str(tmp_path / "work"), "--out", str(tmp_path)]
+    weights.main(out)
+    found = json.loads((tmp_path / "weights.json").read_text())
+    assert len(found["runs"]) == 8 and (tmp_path / "weights.png").stat().st_size > 10_000
+    rows = {(row["setting"], row["format"]): row for row in found["table"]}
+    assert [row["bytes per weight"] for row in rows.values()] == [4, 1 + 1 / 32, 1.25 + 1 / 32, 4, 1 + 1 / 32]
+    base, ours = rows["old text", "float32"], rows["old text", "int8"]
+    assert base["kept"] == 1.0 and base["above"] == [0.0, 0.0] and ours["updates"] == [1, 2]
+    runs = {(run["setting"], run["format"], run["seed"]): run for run in found["runs"]}
+    for seed in (0, 1):
+        one, other = (runs["old text", name, seed]["old"] for name in ("int8", "float32"))
+        assert ours["differences"][seed] == pytest.approx(one - other) != 0.0
+    before = {run["curve"][0][1] for run in runs.values() if run["setting"] == "outliers"}
+    assert len(before) == 1 and before == {runs["old text", "int8", 0]["curve"][0][1]}  # the same function
+
+    monkeypatch.setattr(weights, "train", lambda *args, **more: pytest.fail("a finished run was repeated"))
+    weights.main(out)
+    assert json.loads((tmp_path / "weights.json").read_text())["table"] == found["table"]
+    assert "8 runs" in capsys.readouterr().out
+
+
+def test_integers_without_packing_have_the_same_values(integers):
+    """Those of the benchmark and those of the package; what the model sees of the upper bits lies on either side."""
+
+    def trained(name):
+        torch.manual_seed(0)
+        param = torch.nn.Parameter(torch.randn(16, 256).bfloat16())
+        opt = lowmem.FusedOptimizer([("w", param)], rule="lomo", lr=1e-2, rounding=name, compile=False)
+        for _ in range(3):
+            opt.backward((param * torch.randn(16, 256)).sum())
+        return param.detach().float(), opt.named_state_dict()["state"]["w"]
+
+    (packed, state), (other, kept) = trained("packed"), trained("int10")
+    assert torch.equal(packed, other) and torch.equal(state["unit"], kept["unit"])
+    assert torch.equal(kept["codes"].div(4).floor(), state["codes"].float())
+    assert not torch.equal(trained("int10, fresh units")[0], packed)
+    for name, shift in (("int10, 8 bits shown", 1.5), ("int10, 8 bits shown, low", 0.0)):
+        shown, state = trained(name)
+        codes = state["codes"].div(4).floor() * 4 + shift
+        units = state["unit"].float().repeat_interleave(64, -1)
+        torch.testing.assert_close(shown, (codes * units).bfloat16().float(), rtol=0, atol=0)
 
 
 def test_runs_are_compared_by_their_bits_and_their_losses(monkeypatch, tmp_path, capsys):

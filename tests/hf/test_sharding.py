@@ -7,8 +7,11 @@ import pytest
 import torch
 from support.ranks import RankError, Ranks
 from support.trainers import build, joined, saved
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
-from lowmem import placements
+from lowmem import FusedConfig, placements
+from lowmem.tiles.quantized import in_codes
+from lowmem.trainer import FusedTrainer
 
 SHARDED = {
     "fsdp2": {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}},
@@ -65,3 +68,43 @@ def test_a_model_by_its_path_is_sharded_and_trains_as_on_whole_ranks(sharded_ran
     for name, weight in weights.items():
         assert sharded[name].dtype == weight.dtype
         torch.testing.assert_close(sharded[name], weight, rtol=1e-3, atol=tolerance)
+
+
+# -- weights held in codes ---------------------------------------------------------------------------------------------
+
+
+def held_in_codes(rank, options, folder, resume=None):
+    """Each rank makes another model, and that of rank 0 is trained."""
+    torch.manual_seed(rank)
+    sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=4, use_cache=False))
+    rows = [{"input_ids": ids, "labels": ids} for ids in torch.arange(32 * 16).view(32, 16) * 7 % 97]
+    with joined(rank):
+        args = TrainingArguments(
+            output_dir=folder, max_steps=4, per_device_train_batch_size=2, learning_rate=1e-2, logging_steps=1,
+            report_to="none", use_cpu=True, save_steps=2, **options,
+        )  # fmt: skip
+        fused = FusedConfig(rule="adamw", state_storage="8bit", weight_format="int12")
+        trainer = FusedTrainer(model=model.bfloat16().train(), args=args, train_dataset=rows, fused=fused)
+        trainer.train(resume_from_checkpoint=resume)
+        assert in_codes(trainer.model)
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses, {name: placements.full_tensor(param) for name, param in trainer.model.named_parameters()}
+
+
+def test_weights_in_codes_are_sharded_by_fsdp2_alone(sharded_ranks, two, tmp_path):
+    sharding, ranks = sharded_ranks
+    options, folder = dict(SHARDED[sharding]), str(tmp_path / "sharded")
+    if sharding == "zero3":
+        with pytest.raises(RankError, match="weights held in codes cannot be sharded by ZeRO-3; use FSDP2"):
+            ranks.run(held_in_codes, options, folder)
+        return
+    options["fsdp_config"] = {**options["fsdp_config"], "cpu_ram_efficient_loading": True}
+    (losses, weights), (_, of_other) = ranks.run(held_in_codes, options, folder)
+    (whole, _), _ = two.run(held_in_codes, {}, str(tmp_path / "whole"))
+    assert losses == pytest.approx(whole, rel=1e-3)
+    resumed, ended = two.run(held_in_codes, {}, str(tmp_path / "resumed"), f"{folder}/checkpoint-2")[0]
+    assert resumed == pytest.approx(losses, rel=1e-3)
+    for name, weight in weights.items():
+        assert torch.equal(weight, of_other[name])
+        assert (ended[name] != weight).float().mean() < 0.1, name

@@ -1,0 +1,63 @@
+"""Trainers of models whose weights are held in codes."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import lowmem
+from lowmem import FusedConfig
+from lowmem.tiles.quantized import QuantizedWeight, in_codes, tensors_of
+
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_key_value_heads": 4}
+
+
+@pytest.fixture
+def trainer(make, tiny_llama):
+    def of(weight_format="int10", model=None, rule="adalomo", **arguments):
+        fused = FusedConfig(rule=rule, weight_format=weight_format)
+        return make(model=model or tiny_llama(torch.bfloat16, attention_dropout=0.1, **SIZES), fused=fused, **arguments)
+
+    return of
+
+
+def losses(trainer):
+    return [
+        (entry["step"], entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry
+    ]
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+def test_a_run_resumes_to_the_last_bit(trainer, clip, tmp_path):
+    settings = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2, "max_grad_norm": clip}
+    whole = trainer(**settings)
+    assert in_codes(whole.model)
+    whole.train()
+    resumed = trainer(**{**settings, "save_strategy": "no"})
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-4"))
+    assert losses(resumed) == losses(whole)
+    for mine, theirs in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+        assert all(map(torch.equal, tensors_of(mine), tensors_of(theirs)))
+
+
+def test_what_is_saved_is_an_ordinary_model(trainer, tmp_path):
+    run = trainer(max_steps=2)
+    run.train()
+    run.save_model(str(tmp_path / "saved"))
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    lowmem.dequantize_(run.model)
+    assert all(map(torch.equal, saved.state_dict().values(), run.model.state_dict().values()))
+    assert not any(isinstance(param, QuantizedWeight) for param in saved.parameters())
+
+
+def test_it_is_evaluated_and_learns(trainer):
+    run = trainer("int12", max_steps=30, learning_rate=5e-2)
+    before = run.evaluate()["eval_loss"]
+    run.train()
+    assert run.evaluate()["eval_loss"] < before - 0.1
+
+
+def test_a_model_that_is_in_codes_already_stays_as_it_is(trainer, tiny_llama):
+    model = lowmem.quantize_(tiny_llama(torch.bfloat16, **SIZES), "int12", group=32)
+    run = trainer("int12", model=model, max_steps=1)
+    run.train()
+    assert model.lm_head.weight.format.size == 32
