@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -189,9 +190,48 @@ def finished_runs(stored: Path, study: Study) -> dict[Run, Result]:
     results = {}
     for line in stored.read_text().splitlines() if stored.exists() else []:
         known = json.loads(line)
-        if known["study"] == asdict(study):
+        looks = tuple(known["study"].get("looks", Study.looks))
+        if Study(**{**known["study"], "looks": looks}) == study:
             run, result = ({f.name: known[f.name] for f in fields(kind) if f.name in known} for kind in (Run, Result))
             results[Run(**run)] = Result(**{**result, "curve": [tuple(point) for point in result["curve"]]})
+    return results
+
+
+class Cell(Protocol):
+    """One run of another benchmark that trains as this one does."""
+
+    @property
+    def study(self) -> Study: ...
+
+    @property
+    def run(self) -> Run: ...
+
+    def train(self, work: Path) -> Result: ...
+
+
+CellType = TypeVar("CellType", bound=Cell)
+
+
+def continue_runs(cells: Sequence[CellType], work: Path, name: str, minutes: float) -> dict[CellType, Result]:
+    """Does what is missing until the time is over, and returns the results of all runs that are finished. They are
+    stored in the file `name`.runs.jsonl.
+    """
+    work.mkdir(parents=True, exist_ok=True)
+    stored, start, results = work / f"{name}.runs.jsonl", time.monotonic(), {}
+    finished = {study: finished_runs(stored, study) for study in {cell.study for cell in cells}}
+    for cell in cells:
+        study, run = cell.study, cell.run
+        if run in finished[study]:
+            results[cell] = finished[study][run]
+        elif time.monotonic() - start < 60 * minutes:
+            result = results[cell] = cell.train(work)
+            with stored.open("a") as file:
+                file.write(json.dumps({**as_line(run, result), "study": asdict(study)}) + "\n")
+            print(
+                f"{cell}: new {result.new:.4f}, old {result.old:.4f}, {result.seconds:.0f} s",
+                file=sys.stderr,
+                flush=True,
+            )
     return results
 
 

@@ -75,6 +75,20 @@ def _shown(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else "–" if value is None else str(value)
 
 
+def compared(ours: Sequence[float], theirs: Sequence[float], every: Sequence[float]) -> dict[str, Any]:
+    """Losses of a format, less those of float32 with the same seeds, and the mean of these differences in units of the
+    noise: the standard deviation of `every` loss of float32, None of a single one.
+    """
+    differences = [our - their for our, their in zip(ours, theirs, strict=True)]
+    noise = stdev(every) if len(every) > 1 else None
+    return {
+        "differences": differences,
+        "difference": mean(differences),
+        "noise": noise,
+        "in units of the noise": mean(differences) / noise if noise else None,
+    }
+
+
 # -- what is looked up -------------------------------------------------------------------------------------------------
 
 

@@ -6,7 +6,7 @@ import math
 import random
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,12 @@ METHODS = {
 
 @dataclass(frozen=True)
 class Study:
-    """What all runs share. `rows` are those of each text that are held out."""
+    """What all runs share. `rows` are those of each text that are held out.
+
+    Attributes:
+        trained: the text to train on: "new", or "old" again.
+        looks: shares of the updates after which the held-out losses are taken.
+    """
 
     updates: int = 150
     batch: int = 4
@@ -79,6 +84,8 @@ class Study:
     vocab: int = 2048
     rows: int = 64
     pretraining: float = 1.0  # of the updates in `SIZES`; 0: weights are random, others for each seed
+    trained: str = "new"
+    looks: tuple[float, ...] = (0.5, 1.0)
 
 
 @dataclass(frozen=True)
@@ -152,24 +159,29 @@ class Texts:
     new_held_out: Tensor
 
 
-@functools.cache
 def texts(study: Study) -> Texts:
+    """The texts of a study, in rows of tokens."""
+    return _texts(study.length, study.vocab, study.rows)
+
+
+@functools.cache
+def _texts(length: int, vocab: int, rows_held_out: int) -> Texts:
     every = list(modules())
     random.Random(0).shuffle(every)
     held_out = len(every) // 12
-    tokenizer = train_tokenizer((text for pair in every[held_out:] for text in pair), study.vocab)
+    tokenizer = train_tokenizer((text for pair in every[held_out:] for text in pair), vocab)
 
     def rows(some: list[str]) -> Tensor:
         ids = torch.tensor([token for ids in tokenizer([text for text in some if text])["input_ids"] for token in ids])
-        found = ids[: len(ids) // study.length * study.length].view(-1, study.length)
+        found = ids[: len(ids) // length * length].view(-1, length)
         return found[torch.randperm(len(found), generator=torch.Generator().manual_seed(0))]
 
     old, new = zip(*every, strict=True)
     return Texts(
         rows(old[held_out:]),
         rows(new[held_out:]),
-        rows(old[:held_out])[: study.rows],
-        rows(new[:held_out])[: study.rows],
+        rows(old[:held_out])[:rows_held_out],
+        rows(new[:held_out])[:rows_held_out],
     )
 
 
@@ -270,11 +282,23 @@ def weight_rms(size: str, study: Study, folder: Path) -> dict[str, float]:
 # -- a run -------------------------------------------------------------------------------------------------------------
 
 
-def train(run: Run, study: Study, folder: Path, method: Method | None = None) -> Result:
-    """Trains the pretrained model on docstrings, or a random one.
+def train(
+    run: Run,
+    study: Study,
+    folder: Path,
+    method: Method | None = None,
+    *,
+    prepare: Callable[[Any], None] = lambda model: None,
+    parameters: Callable[[Any], Iterable[Any]] = lambda model: model.named_parameters(),
+    compile_model: bool = False,
+) -> Result:
+    """Trains the pretrained model, or a random one, on docstrings, or on code.
 
     Args:
         method: the one that the run names, if it is not in `METHODS`.
+        prepare: changes the model before its first update.
+        parameters: returns a model's parameters as optimizers take them.
+        compile_model: train the model compiled; held-out losses are those of the model as it is.
     """
     start = time.perf_counter()
     text, method = texts(study), method or METHODS[run.method]
@@ -283,10 +307,11 @@ def train(run: Run, study: Study, folder: Path, method: Method | None = None) ->
         model.bfloat16()
     if study.pretraining:
         model.load_state_dict(pretrained(run.size, study, folder), strict=False)  # the head is the embedding
+    prepare(model)
     first = [weight.clone() for weight in matrices(model)]
     rounding = "nearest" if run.rounding == "float32" else run.rounding
     optimizer = lowmem.FusedOptimizer(
-        model.named_parameters(),
+        parameters(model),
         method.rule,
         lr=run.lr,
         rounding=rounding,
@@ -294,16 +319,18 @@ def train(run: Run, study: Study, folder: Path, method: Method | None = None) ->
         **({"store": "device"} if "clip_norm" in method.options else {}),
         **{"compile": run.size != "1M", **method.options},
     )
+    trained = torch.compile(model) if compile_model else model
     updates = study.updates * study.batch // run.batch
     rates, warmup = schedule(optimizer, updates), max(1, round(updates * WARMUP))
     watched = {min(warmup + more, updates) for more in (1, 3, 5)}
-    shown = {max(1, round(updates * share)) for share in (0.5, 1.0)}
+    shown = {max(1, round(updates * share)) for share in study.looks}
+    rows_trained, loss = (text.old, 2) if study.trained == "old" else (text.new, 1)
     curve, moved, steps, changed = [(0.0, *_losses(model, text))], [], [], None
     try:
-        for update, rows in zip(range(1, updates + 1), batches(text.new, run.batch, run.seed), strict=False):
+        for update, rows in zip(range(1, updates + 1), batches(rows_trained, run.batch, run.seed), strict=False):
             before = [weight.clone() for weight in matrices(model)] if update in watched else []
             codes = [code.clone() for code in _codes(optimizer)] if update == updates else []
-            optimizer.backward(loss_of(model, rows))
+            optimizer.backward(loss_of(trained, rows))
             rates.step()
             if before:
                 after = matrices(model)
@@ -316,7 +343,7 @@ def train(run: Run, study: Study, folder: Path, method: Method | None = None) ->
                 changed = sum((new != old).sum().item() for new, old in pairs) / sum(code.numel() for code in codes)
             if update in shown:
                 curve.append((update / updates, *_losses(model, text)))
-                if not curve[-1][1] < curve[0][1] + 1.0:
+                if not curve[-1][loss] < curve[0][loss] + 1.0:
                     break
     except LowmemError:  # gradients that are not finite
         curve.append((1.0, math.inf, math.inf))

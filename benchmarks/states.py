@@ -8,14 +8,12 @@ and the pretrained model are stored in `--work`, so that an interrupted benchmar
 """
 
 import itertools
-import json
 import math
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
 import torch
@@ -23,8 +21,9 @@ from torch import Tensor
 
 from benchmarks import reports
 from benchmarks.baselines import select
-from benchmarks.finetune import finished_runs
-from benchmarks.finetune_runs import NO_DECAY, Method, Result, Run, Study, as_line, train
+from benchmarks.finetune import continue_runs
+from benchmarks.finetune_report import compared
+from benchmarks.finetune_runs import NO_DECAY, Method, Result, Run, Study, train
 from benchmarks.reports import command, formatted, picture, print_table
 from lowmem import storage
 from lowmem.tiles.storage import of_state, of_weight
@@ -101,6 +100,10 @@ class Cell:
     seed: int
 
     @property
+    def study(self) -> Study:
+        return SETTINGS[self.setting].study
+
+    @property
     def run(self) -> Run:
         known = SETTINGS[self.setting]
         return Run(f"adamw, β₂ {known.beta2:g}, {self.states}", self.weights, known.lr, known.size, self.seed)
@@ -110,6 +113,9 @@ class Cell:
         known = SETTINGS[self.setting]
         options = {**NO_DECAY, "betas": (0.9, known.beta2), "compile": known.compile and self.states != EAGER}
         return Method("adamw", known.lr, {**options, "state_storage": storage_of(self.states)})
+
+    def train(self, work: Path) -> Result:
+        return train(self.run, self.study, work, self.method)
 
 
 def planned(settings: Sequence[str]) -> list[Cell]:
@@ -122,23 +128,6 @@ def planned(settings: Sequence[str]) -> list[Cell]:
     return sorted(
         cells, key=lambda cell: cell.weights != "stochastic" and cell.states not in ("float32", EAGER, "8bit")
     )
-
-
-def do_runs(cells: Sequence[Cell], work: Path, minutes: float) -> dict[Cell, Result]:
-    """Does what is missing until the time is over, and returns the results of all runs that are finished."""
-    work.mkdir(parents=True, exist_ok=True)
-    stored, start, results = work / "states.runs.jsonl", time.monotonic(), {}
-    finished = {name: finished_runs(stored, setting.study) for name, setting in SETTINGS.items()}
-    for cell in cells:
-        study, run = SETTINGS[cell.setting].study, cell.run
-        if run in finished[cell.setting]:
-            results[cell] = finished[cell.setting][run]
-        elif time.monotonic() - start < 60 * minutes:
-            result = results[cell] = train(run, study, work, cell.method)
-            with stored.open("a") as file:
-                file.write(json.dumps({**as_line(run, result), "study": asdict(study)}) + "\n")
-            print(f"{cell}: {result.new:.4f}, {result.seconds:.0f} s", file=sys.stderr, flush=True)
-    return results
 
 
 # -- the report --------------------------------------------------------------------------------------------------------
@@ -164,9 +153,7 @@ def table(results: Mapping[Cell, Result]) -> list[dict[str, Any]]:
             [results[Cell(setting, *formats, seed)] for seed in seeds]
             for formats in ((states, weights), ("float32", "float32"))
         )
-        differences = [ours.new - theirs.new for ours, theirs in zip(found, base, strict=True)]
         every = [results[cell].new for seed in SEEDS if (cell := Cell(setting, "float32", "float32", seed)) in results]
-        noise = stdev(every) if len(every) > 1 else math.nan
         codes = [result.codes for result in found if result.codes is not None]
         rows.append(
             {
@@ -175,10 +162,7 @@ def table(results: Mapping[Cell, Result]) -> list[dict[str, Any]]:
                 "states": states,
                 "bytes per parameter": bytes_per_parameter(weights, states),
                 "loss": mean(result.new for result in found),
-                "differences": differences,
-                "difference": mean(differences),
-                "noise": noise,
-                "in units of the noise": mean(differences) / noise,
+                **compared([result.new for result in found], [result.new for result in base], every),
                 "codes changed by the last update": mean(codes) if codes else None,
             }
         )
@@ -191,7 +175,7 @@ def report(results: Mapping[Cell, Result], folder: Path) -> None:
     for setting in SETTINGS:
         some = [row for row in rows if row["setting"] == setting]
         if some:
-            print(f"\n{setting}: float32 varies by {some[0]['noise']:.4f} over the seeds\n")
+            print(f"\n{setting}: float32 varies by {formatted(some[0]['noise'], '.4f')} over the seeds\n")
             headings = (
                 "weights",
                 "states",
@@ -218,7 +202,7 @@ def _shown(row: Mapping[str, Any]) -> tuple[str, ...]:
         f"{row['loss']:.4f}",
         f"{row['difference']:+.4f}",
         ", ".join(f"{difference:+.4f}" for difference in row["differences"]),
-        f"{row['in units of the noise']:+.2f}",
+        formatted(row["in units of the noise"], "+.2f"),
         formatted(row["codes changed by the last update"], ".0%"),
     )
 
@@ -231,7 +215,7 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         for axes, setting in zip(panels, SETTINGS, strict=True):
             some = [row for row in rows if row["setting"] == setting]
             inside = [d for row in some for d in row["differences"] if row["states"] != LINEAR and math.isfinite(d)]
-            noise = max([row["noise"] for row in some if math.isfinite(row["noise"])], default=0.0)
+            noise = max([row["noise"] for row in some if row["noise"] is not None], default=0.0)
             top = 1.25 * max([noise, *map(abs, inside)], default=1.0) or 1.0
             axes.axhspan(-noise, noise, color="#eeeeee", zorder=0, label="spread of float32 over the seeds")
             axes.axhline(0.0, color="#bbbbbb", lw=0.8)
@@ -276,7 +260,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     cells = planned(list(select(SETTINGS, options.only)))
     print(f"{len(cells)} runs: {len(PAIRS)} formats, seeds {SEEDS}", file=sys.stderr, flush=True)
     with reports.output(options.out, "states"):
-        report(do_runs(cells, options.work, options.minutes), options.out)
+        report(continue_runs(cells, options.work, "states", options.minutes), options.out)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,8 @@ from benchmarks import reports
 from benchmarks.engine import update_one
 from benchmarks.gpu.kernels import Launch, Resources, compile_for, generating
 from benchmarks.gpu.pretended import DEVICES, pretend
-from lowmem.tiles.storage import Held, part_name
+from lowmem.tiles.quantized import QuantizedWeight
+from lowmem.tiles.storage import WEIGHT_FORMATS, Held, Integer, part_name
 
 RESULTS = Path(__file__).parent / "results" / "triton.json"
 RULES = [row.name for row in lowmem.rules.table()]
@@ -40,6 +41,7 @@ FORMATS: Mapping[str, Mapping[str, str]] = {
     **{rounding: {"rounding": rounding} for rounding in ROUNDINGS},
     "8bit + stochastic": {"state_storage": "8bit", "rounding": "stochastic"},
     "8bit + compensated8": {"state_storage": "8bit", "rounding": "compensated8"},
+    **{name: {"weight_format": name} for name in WEIGHT_FORMATS},
 }
 IN_8_BITS = ["adamw", "lion"]  # rules whose updates are checked with 8-bit states too
 PLACES = ["parameter", "shard"]
@@ -60,6 +62,7 @@ def cases_of(rules: Sequence[str], formats: Sequence[str] = tuple(FORMATS)) -> l
         for name in formats
         if rule in IN_8_BITS or "state_storage" not in FORMATS[name]
         for place in PLACES
+        if place == "parameter" or "weight_format" not in FORMATS[name]
     ]
 
 
@@ -67,7 +70,7 @@ class Updated(NamedTuple):
     """A parameter after some updates.
 
     Attributes:
-        param: the stored weight.  kept: what is stored for it besides, by name.
+        param: the stored weight, or its codes.  kept: what is stored for it besides, by name.
         full: names of the tensors among these with a value for each element or group of elements.
         weight, states: the float32 values that the stored tensors stand for.
     """
@@ -87,20 +90,22 @@ def initial(size: tuple[int, int]) -> Tensor:
 
 def updated(rule: str, name: str, size: tuple[int, int], steps: int, compile: bool) -> Updated:
     """Updates a weight a few times, in the format of this name."""
-    param = torch.nn.Parameter(initial(size))
-    opt = lowmem.FusedOptimizer([param], rule=rule, lr=1e-2, batching=False, compile=compile, **FORMATS[name])
+    weight, options = initial(size), dict(FORMATS[name])
+    if (bits := WEIGHT_FORMATS.get(options.pop("weight_format", ""))) is not None:
+        weight = QuantizedWeight.of(weight, Integer(bits, 64 if size == MATRIX else 32))
+    param = torch.nn.Parameter(weight)
+    opt = lowmem.FusedOptimizer([param], rule=rule, lr=1e-2, batching=False, compile=compile, **options)
     with torch.no_grad():
         for _ in range(steps):
             update_one(opt, param, torch.randn(size).bfloat16())
     record, states = opt._records[param], dict(opt._updates.state[param])
-    program, extra = record.program, record.extra
-    kept = dict(zip(program.extra_names, extra, strict=True)) | states
-    full = [name for name, each in program.kept.items() if each.extent == "full"]
+    program, (first, *extra) = record.program, record.weight(param.detach())
+    kept = dict(zip(program.extra_names[-len(extra) :], extra, strict=True) if extra else ()) | states
+    full = [name for name, each in program.kept.items() if each.extent == "full" and name in kept]
     for state, storage in program.states.items():
         parts = tuple(states.pop(part_name(state, part.name)) for part in storage.parts)
         states[state] = Held(storage, parts).decode()
-    weight = Held(program.weight, (param.detach(), *extra)).decode()
-    return Updated(param.detach(), kept, full, weight, states)
+    return Updated(first, kept, full, Held(program.weight, (first, *extra)).decode(), states)
 
 
 # -- kernels -----------------------------------------------------------------------------------------------------------
@@ -115,12 +120,13 @@ def count(rule: str, name: str, place: str) -> dict[str, Any]:
     """
     with generating(interpreted=False, sharded=place == "shard") as generated:
         param, kept, names, *_ = updated(rule, name, MATRIX, 1, compile=True)
+    gradient = 2 * MATRIX[0] * MATRIX[1]
     written = param.nbytes + sum(tensor.nbytes for tensor in kept.values())
     full = param.nbytes + sum(kept[name].nbytes for name in names)
     moved = sum(launch.moved for launch in generated.launches)
-    passes = int(generated.read * param.numel()) + full
+    passes = int(generated.read * MATRIX[0] * MATRIX[1]) + full
     compiled = {f"sm_{capability}": resources(generated.launches, capability) for capability in DEVICES}
-    floor = 2 * written + param.nbytes
+    floor = 2 * written + gradient
     return {
         "calls": generated.calls,
         "kernels": len(generated.launches),
