@@ -162,6 +162,8 @@ def ways(arguments: Arguments, device: str) -> list[str]:
     large_states = {rule.name for rule, _ in groups} - {*_SMALL_STATES}
     states = [state for rule, group in groups for state in rule.spec("", (4096, 4096), group).states.values()]
     moments = any(state.held_as_asked for state in states)
+    whole = layers.computed_gradients and fused.weight_format is None  # a weight in codes has no bfloat16 beside it
+    whole &= not any(rule.materializes for rule, _ in groups)
     nearest = any(rounding_of(rule, group, torch.bfloat16) == "nearest" for rule, group in groups)
     rows, length = args.per_device_train_batch_size, args.max_length or _LONGEST
     on_gpu, recomputed, checkpointing = device == "gpu", args.gradient_checkpointing, _checkpointing(args)
@@ -174,6 +176,7 @@ def ways(arguments: Arguments, device: str) -> list[str]:
         "--label_smoothing_factor 0": args.label_smoothing_factor,
         "--dtype bfloat16": arguments.dtype == torch.float32 and not nearest,
         "--fused.rounding stochastic": fused.rounding in ("compensated", "compensated8", "master"),
+        "--fused.weight_format int10": whole and fused.rounding in ("auto", "stochastic"),
         "--fused.state_storage 8bit": moments and fused.state_storage in ("float32", "bfloat16"),
         f"--fused.rule adalomo --learning_rate {AdaLomo.usual_lr[0]:g}": large_states and not fused.hyper,
         f"--per_device_train_batch_size {rows // 2}": rows > 1,
