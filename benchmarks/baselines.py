@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lowmem import FusedOptimizer, rules
+from lowmem import FusedOptimizer, quantize_, rules
 from lowmem.errors import ConfigError, did_you_mean
 from lowmem.run.environment import version
 
@@ -109,8 +109,11 @@ def drop_gradients(model: nn.Module) -> Step:
     return _backward
 
 
-def fused(model: nn.Module, **options: Any) -> Step:
-    """A `FusedOptimizer` with these options, that rounds as its peers do."""
+def fused(model: nn.Module, weight_format: str | None = None, **options: Any) -> Step:
+    """A `FusedOptimizer` with these options, that rounds as its peers do; or of weights in codes."""
+    if weight_format is not None:
+        quantize_(model, weight_format)
+        options["rounding"] = "stochastic"
     opt = FusedOptimizer(model.named_parameters(), model=model, **{"lr": LR, "rounding": "nearest", **options})
 
     def step(losses: Sequence[Loss]) -> None:
@@ -219,6 +222,8 @@ def all_methods(more_rules: Sequence[str] = ()) -> dict[str, Method]:
     ours: dict[str, dict[str, Any]] = {
         "lowmem adalomo": {"rule": "adalomo"},
         "lowmem adalomo, stochastic": {"rule": "adalomo", "rounding": "stochastic"},
+        "lowmem adalomo, int10": {"rule": "adalomo", "weight_format": "int10"},
+        "lowmem adalomo, int12": {"rule": "adalomo", "weight_format": "int12"},
         "lowmem adamw": {"rule": "adamw"},
         **{f"lowmem {rule}": {"rule": rule} for rule in more_rules},
     }

@@ -446,7 +446,7 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path):
 
 MISTAKES = {
     "unknown method": (["--only", "AdamW, fuse"], "method 'AdamW, fuse' is unknown. Did you mean 'AdamW, fused'?"),
-    "list of names": (["--only", "x"], "floor; lowmem adalomo; lowmem adalomo, stochastic; lowmem adamw; AdamW, fused"),
+    "list of names": (["--only", "x"], "floor; lowmem adalomo; lowmem adalomo, stochastic; lowmem adalomo, int10; "),
     "unknown rule": (["--rule", "lionn"], "Did you mean 'lion'?"),
     "unknown size": (["--size", "3M"], "invalid choice: '3M'"),
     "not a count": (["--rounds", "0"], "'0' is not a positive integer"),
