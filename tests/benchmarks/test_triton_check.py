@@ -11,6 +11,7 @@ import torch
 
 from benchmarks.gpu.kernels import Launch
 from benchmarks.triton_check import FORMATS, INTERPRETED, cases_of, updated
+from lowmem.tiles.storage import WEIGHT_FORMATS, Integer
 
 # As Inductor writes it. It reads a matrix in two loops, a vector for each row and a number, and has two outputs.
 KERNEL = """
@@ -38,7 +39,13 @@ def test_the_bytes_that_a_kernel_moves():
 
 def test_rules_without_8_bit_states_are_checked_in_the_other_formats():
     assert {name for _, name, _ in cases_of(["adamw"])} == set(FORMATS)
-    assert {name for _, name, _ in cases_of(["lomo"])} == {"nearest", "stochastic", "compensated", "compensated8"}
+    in_codes = {"int8", "int10", "int12"}
+    assert {name for _, name, _ in cases_of(["lomo"])} == {
+        "nearest",
+        "stochastic",
+        "compensated",
+        "compensated8",
+    } | in_codes
     assert cases_of(["lion"], ["8bit + stochastic"]) == [
         ("lion", "8bit + stochastic", "parameter"), ("lion", "8bit + stochastic", "shard")
     ]  # fmt: skip
@@ -51,9 +58,14 @@ def test_what_is_compared_are_the_values_that_stored_tensors_stand_for(name):
     codes = kept["exp_avg"]
     assert codes.dtype == (torch.int8 if name.startswith("8bit") else torch.float32)
     assert weight.dtype == states["exp_avg"].dtype == torch.float32
-    assert param.dtype == torch.bfloat16
-    assert torch.equal(weight.bfloat16(), param)
-    assert torch.equal(weight, param.float()) != ("residual" in kept)
+    if name.startswith("int"):
+        assert param.dtype == torch.int8 and ("low" in kept) == (name != "int8")
+        others = (kept[key] for key in ("low", "unit") if key in kept)
+        assert torch.equal(weight, Integer(WEIGHT_FORMATS[name], 32).decode((param, *others)))
+    else:
+        assert param.dtype == torch.bfloat16
+        assert torch.equal(weight.bfloat16(), param)
+        assert torch.equal(weight, param.float()) != ("residual" in kept)
     # the first running mean: (1 - 0.99) * gradient, of the seed of `initial`
     torch.manual_seed(0)
     torch.randn(INTERPRETED)
