@@ -341,7 +341,7 @@ def test_formats_of_weights_are_compared_with_float32_seed_by_seed(
 ):
     monkeypatch.setattr(finetune_runs, "SIZES", {"1M": (1, 128, 2, 1e-3)})
     old = dataclasses.replace(small_study, trained="old", looks=(0.5, 1.0))
-    method, formats = finetune_runs.Method("adalomo", 1e-2), ("float32", "int8", "int10")
+    method, formats = finetune_runs.Method("adalomo", 1e-2), ("float32", "int8", "int10, embedding bfloat16")
     known = {"old text": weights.Setting(old, method, formats, 2),
              "outliers": weights.Setting(small_study, method, formats[:2], 1, outliers=True)}  # fmt: skip
     monkeypatch.setattr(weights, "SETTINGS", known)
