@@ -27,7 +27,7 @@ from lowmem.step.report import LastStep, Report
 from lowmem.step.saving import Saving, States
 from lowmem.step.updates import Updates
 from lowmem.tiles.graph import Compiler
-from lowmem.tiles.quantized import in_codes
+from lowmem.tiles.quantized import QuantizedWeight, in_codes
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -94,9 +94,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._order_records()
             self._refuse_idle_options()
             self.compiled = decide_compilation(self.config.compile, self._records.values())
-            for weight in map(self._placement.shard.quantized, self._records):
-                if weight is not None:
-                    weight.compiled = self.compiled
+            if any(self._placement.shard.quantized(param) is not None for param in self._records):
+                QuantizedWeight.compiled = self.compiled
             device = next((record.param.device for record in self._records.values()), torch.device("cpu"))
             config, shard = self.config, self._placement.shard
             ranks = next(map(shard.ranks_of, self._records), None)

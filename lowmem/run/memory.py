@@ -197,8 +197,7 @@ def step_memory(model: nn.Module, make_optimizer: Callable[[], FusedOptimizer],
             if not last:
                 tracker.label_unknown(GRADIENTS, since=backward)  # what is accumulated
             backwards.append((backward, tracker.now))
-        records = [record for record in optimizer._records.values() if not record.in_codes]
-        held = [record.extra for record in records], optimizer._clipping.memory
+        held = [record.extra for record in optimizer._records.values()], optimizer._clipping.memory
         leaves = tree_leaves([list(optimizer.state.values()), *held])
         tracker.label((leaf for leaf in leaves if isinstance(leaf, Tensor)), STATES)
     return _by_kind(tracker, next(model.parameters()).device, tuple(backwards))

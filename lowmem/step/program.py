@@ -20,7 +20,7 @@ from lowmem.tiles.storage import FLOAT32, ROUNDED_DTYPES, TABLE, Float, Storage,
 
 logger = logging.getLogger(__name__)
 
-# A smaller parameter has float32 states in place of a storage with groups, and its weight is rounded to nearest. Shards
+# A smaller parameter has float32 states in place of a storage with groups, and its weight is rounded at random. Shards
 # of it might not divide into groups, and a state has the same form on any number of ranks.
 SMALLEST_GROUPED = 1 << 12
 
@@ -100,7 +100,7 @@ def make_program(placed: Placed, rule: UpdateRule, group: Mapping[str, Any], sha
     """Decides how a parameter is updated and stored, by what its group says now.
 
     A storage with groups holds parameters whose rows consist of complete groups, also when they are sharded. Those of
-    fewer than `SMALLEST_GROUPED` elements, mostly vectors, have float32 states and weights rounded to nearest.
+    fewer than `SMALLEST_GROUPED` elements, mostly vectors, have float32 states and weights rounded at random.
 
     Raises:
         UnsupportedError: its rule cannot update it, or a storage cannot hold it.
@@ -125,7 +125,8 @@ def make_program(placed: Placed, rule: UpdateRule, group: Mapping[str, Any], sha
         quantized = shard.quantized(placed.param)
         if quantized is not None:
             _refuse_for_codes(rule, rounding)
-        weight = fitting(weight_storage(rounding, dtype), Float(dtype)) if quantized is None else quantized.format
+        small = Float(dtype, draws=dtype in ROUNDED_DTYPES)
+        weight = fitting(weight_storage(rounding, dtype), small) if quantized is None else quantized.format
         for name, state in spec.states.items():
             if state.extent != "full":
                 continue

@@ -11,7 +11,7 @@ from lowmem.placements.base import Shard
 from lowmem.placements.placed import Placed
 from lowmem.rules import UpdateRule
 from lowmem.step.program import Program, make_program, rounding_of
-from lowmem.tiles.quantized import QuantizedWeight
+from lowmem.tiles.quantized import tensors_of
 from lowmem.tiles.storage import ROUNDED_DTYPES
 
 
@@ -25,8 +25,8 @@ class ParamRecord(Placed):
         programs: those of the group, by what its parameters have in common.
         program: how it is updated, once it is claimed.
         form: what `Shard.form` was when this was decided; None: it is decided before the next step.
-        extra: the other tensors of the weight's storage, which has the parameter first, or all of them where it is held
-            in codes; () before its first update.
+        extra: the other tensors of the weight's storage, which has the parameter first; () before its first update, and
+            where the parameter itself is held in codes.
         computes: its gradient may be one that is computed as it is read.
         square_sum: of its last gradient, a float64 scalar.
         size: what its rule weights the norm of that by.
@@ -49,23 +49,17 @@ class ParamRecord(Placed):
         like = self.param.dtype, self.param.device, self.span, program.spec, program.ranks
         self.program = self.programs.setdefault((*like, program.weight, *program.states.items()), program)
 
-    @property
-    def in_codes(self) -> bool:
-        """Returns whether the parameter is held in codes, which are then in `extra`."""
-        return self.claimed and self.program.weight.in_codes
-
     def weight(self, shard: Tensor) -> tuple[Tensor, ...]:
         """The tensors of the weight's storage, of this shard."""
-        return shard.parts if isinstance(shard, QuantizedWeight) else (shard, *self.extra)
+        return *tensors_of(shard), *self.extra
 
     def put_extra(self, tensors: tuple[Tensor, ...], shard: Shard) -> None:
-        """Takes what was saved in place of `extra`."""
+        """Takes what was saved of the weight's storage."""
         quantized = shard.quantized(self.param)
         if quantized is None:
             self.extra = tensors
             return
-        self.extra = quantized.parts
-        for part, saved in zip(self.extra, tensors, strict=True):
+        for part, saved in zip(quantized.parts, tensors, strict=True):
             part.copy_(saved)
 
     def refuse_misfits(self, state: Mapping[str, Any], shard: Shard) -> None:
@@ -101,7 +95,7 @@ def weights_in_words(records: Iterable[ParamRecord]) -> str:
 
 
 def _weight_in_words(record: ParamRecord) -> str:
-    if record.in_codes:
+    if record.claimed and record.program.weight.in_codes:
         return f"{record.program.weight} (rounding stochastic)"
     dtype = record.param.dtype
     how = f"rounding {rounding_of(record.rule, record.group, dtype)}" if dtype in ROUNDED_DTYPES else "exact"

@@ -20,7 +20,6 @@ from lowmem.step.stacks import Arenas, Stack, gather, scatter
 from lowmem.tiles.gradients import ComputedGradient, Gradient
 from lowmem.tiles.graph import Compiler
 from lowmem.tiles.layout import Layout
-from lowmem.tiles.quantized import QuantizedWeight
 from lowmem.tiles.rounding import noise_key
 from lowmem.tiles.storage import Held, part_name
 from lowmem.tiles.stored import StoredTiles, begin_storage
@@ -130,14 +129,14 @@ class Updates:
     def begin_state(self, record: ParamRecord) -> None:
         """Makes the states of a parameter before its first update."""
         program, (shard, _) = record.program, self._shard.read(record.param, {})
-        held = shard.parts if isinstance(shard, QuantizedWeight) else ()
+        there = program.extra_names if program.weight.in_codes else ()
         tensors = {
             name: torch.zeros(program.shape_of(kept, shard.shape), dtype=kept.dtype, device=shard.device)
             for name, kept in program.kept.items()
-            if not (held and name in program.extra_names)
+            if name not in there
         }
-        record.extra = held or tuple(tensors.pop(name) for name in program.extra_names)
-        if record.extra and not held:
+        record.extra = tuple(tensors.pop(name) for name in program.extra_names if name not in there)
+        if record.extra:
             begin_storage(program.layout, Held(program.weight, (shard, *record.extra)))
         self.state[record.param] = tensors
 

@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 from unittest.mock import patch
 
@@ -108,8 +109,9 @@ def compiled(graph: fx.GraphModule, sizes: Sizes, args: Sequence[Tensor | Size])
 def _vector_code() -> Iterator[None]:
     """Inductor writes vector code for a CPU where it would write slow code, with the same results.
 
-    It has a loop over elements for the bits of a float32. And where one of several tensors is 16-bit, as a weight with
-    float32 states is, it takes half a vector of it at a time, and so each load waits for the store before it.
+    It has a loop over elements for the bits of a float32. Where one of several tensors is 16-bit, as a weight with
+    float32 states is, it takes half a vector of it at a time, and so each load waits for the store before it. And where
+    one is 8-bit it takes two vectors of float32 at a time, which it converts from and to integers element by element.
     """
     from torch._inductor.codegen import cpp
     from torch._inductor.codegen.cpp_utils import DTYPE_TO_CPP
@@ -122,9 +124,11 @@ def _vector_code() -> Iterator[None]:
         vector = "Vectorized<{}>" if count == 1 else f"VectorizedN<{{}}, {count}>"
         return f"c10::bit_cast<at::vec::{vector.format(DTYPE_TO_CPP[dtype])}>({value})"
 
-    def get_loop_body_lowp_fp(body: Any) -> tuple[torch.dtype, bool]:
+    def get_loop_body_lowp_fp(body: Any) -> tuple[torch.dtype | None, bool]:
         found, is_wide = narrow_type(body)
-        return found or torch.bfloat16, is_wide
+        nodes = chain.from_iterable(block.graph.nodes for block in (body.root_block, *body.subblocks.values()))
+        loaded = {V.graph.get_dtype(node.args[1]) for node in nodes if node.target == "load"}
+        return None if loaded & {torch.int8, torch.uint8} else found or torch.bfloat16, is_wide
 
     with (
         patch.object(cpp.CppVecOverrides, "to_dtype_bitcast", staticmethod(to_dtype_bitcast)),

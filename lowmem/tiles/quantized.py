@@ -7,7 +7,7 @@ they need, in forward and once more in backward, and keep nothing of that.
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -32,12 +32,12 @@ class QuantizedWeight(Tensor):
     Attributes:
         format: how its values are held; no part of it is the tensor itself.
         parts: the tensors of the storage, [rows, columns / group] each.
-        compiled: `dequantize` is compiled code, as an optimizer decides for its updates.
+        compiled: in this process `dequantize` is compiled code, as the last optimizer of such weights has decided.
     """
 
     format: Integer
     parts: tuple[Tensor, ...]
-    compiled = False
+    compiled: ClassVar[bool] = False
 
     def __new__(cls, format: Integer, parts: tuple[Tensor, ...], dtype: torch.dtype) -> "QuantizedWeight":
         shape, device = parts[0].shape, parts[0].device

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lowmem.errors import ConfigError
+from lowmem.tiles.graph import realized
 from lowmem.tiles.rounding import fraction, narrow_stochastically, raised, split, split8, widen, widen8
 
 ROUNDED_DTYPES = (torch.bfloat16, torch.float16)
@@ -131,36 +132,23 @@ FLOAT32 = Float(torch.float32)
 
 @dataclass(frozen=True)
 class Compensated(Storage):
-    """Kahan summation: what rounding to the nearest value cut off is stored too, in 16 bits."""
+    """Kahan summation: what rounding to the nearest value cut off is stored too, in 16 bits, or in 8 bits, which with
+    bfloat16 gives some 16 bits of precision.
+    """
 
     dtype: torch.dtype
+    bits: int = 16
 
     @functools.cached_property
     def parts(self) -> tuple[Part, ...]:  # type: ignore[override]
-        return Part("", self.dtype), Part("residual", torch.int8), Part("residual_low", torch.uint8)
+        low = (Part("residual_low", torch.uint8),) if self.bits == 16 else ()
+        return Part("", self.dtype), Part("residual", torch.int8), *low
 
     def decode(self, stored: tuple[Tensor, ...]) -> Tensor:
-        return widen(*stored)
+        return widen(*stored) if self.bits == 16 else widen8(*stored)
 
     def encode(self, value: Tensor, uniform: Uniform) -> tuple[Tensor, ...]:
-        return split(value, self.dtype)
-
-
-@dataclass(frozen=True)
-class Compensated8(Storage):
-    """What rounding to the nearest value cut off is stored too, in 8 bits: with bfloat16, some 16 bits of precision."""
-
-    dtype: torch.dtype
-
-    @functools.cached_property
-    def parts(self) -> tuple[Part, ...]:  # type: ignore[override]
-        return Part("", self.dtype), Part("residual", torch.int8)
-
-    def decode(self, stored: tuple[Tensor, ...]) -> Tensor:
-        return widen8(*stored)
-
-    def encode(self, value: Tensor, uniform: Uniform) -> tuple[Tensor, ...]:
-        return split8(value, self.dtype)
+        return split(value, self.dtype) if self.bits == 16 else split8(value, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -238,14 +226,10 @@ class Integer(Storage):
         return self.bits - 8
 
     @property
-    def _per_byte(self) -> int:
-        """The low bits of how many elements are in a byte."""
-        return 8 // self._low if self._low else 1
-
-    @property
-    def _bytes(self) -> int:
-        """Bytes of low bits in a group."""
-        return self.size // self._per_byte
+    def _planes(self) -> tuple[int, int]:
+        """The low bits of how many elements are in a byte, and how many bytes of them a group has."""
+        per_byte = 8 // self._low if self._low else 1
+        return per_byte, self.size // per_byte
 
     def _shifts(self, device: torch.device) -> Tensor:
         """Where low bits are in a byte: int32 [per byte, 1]."""
@@ -257,9 +241,9 @@ class Integer(Storage):
         return (1 << self.bits - 1) - 1
 
     def decode(self, stored: tuple[Tensor, ...]) -> Tensor:
-        code, unit = stored[0].float().unflatten(-1, (-1, self._per_byte, self._bytes)), stored[-1].float()
+        code, unit = stored[0].float().unflatten(-1, (-1, *self._planes)), stored[-1].float()
         if self._low:
-            packed = stored[1].int().unflatten(-1, (-1, 1, self._bytes))
+            packed = stored[1].int().unflatten(-1, (-1, 1, self._planes[1]))
             code = code * 2.0**self._low + (packed >> self._shifts(unit.device) & (1 << self._low) - 1).float()
         return (code * unit[..., None, None]).flatten(-3)
 
@@ -281,12 +265,13 @@ class Integer(Storage):
         down = groups.floor()
         # the middle of the interval that a random number stands for: its lower end rounds up too often
         random = uniform().unflatten(-1, (-1, self.size)) + 2.0**-17
-        whole = torch.where(random < groups - down, down + 1, down).flatten(-2)
+        whole = torch.where(random < groups - down, down + 1, down)
         if not self._low:
-            return whole, unit
+            return whole.flatten(-2), unit
         code = (whole * 2.0**-self._low).floor()
-        low = (whole - code * 2.0**self._low).unflatten(-1, (-1, self._per_byte, self._bytes))
-        return code, (low * (1 << self._shifts(unit.device)).float()).sum(-2).flatten(-2), unit
+        low = realized((whole - code * 2.0**self._low).to(torch.uint8)).unflatten(-1, self._planes)
+        packed = (low.float() * (1 << self._shifts(unit.device)).float()).sum(-2)
+        return code.flatten(-2), packed.flatten(-2), unit
 
 
 @dataclass(frozen=True)
@@ -327,7 +312,7 @@ TABLE: dict[str, Maker] = {
     "nearest": lambda dtype, signed: Float(dtype),
     "stochastic": lambda dtype, signed: Float(dtype, draws=True),
     "compensated": lambda dtype, signed: Compensated(dtype),
-    "compensated8": lambda dtype, signed: Compensated8(dtype),
+    "compensated8": lambda dtype, signed: Compensated(dtype, 8),
     "master": lambda dtype, signed: FLOAT32,
 }
 _FLOATS = frozenset(TABLE)  # float32 holds every result exactly, and needs none of them

@@ -11,7 +11,7 @@ import torch
 import lowmem
 from lowmem.step.compiled import has_compiler
 from lowmem.tiles import rounding
-from lowmem.tiles.storage import Compensated8, Moment, Uniform
+from lowmem.tiles.storage import Compensated, Moment, Uniform
 
 SIGNED = pytest.mark.parametrize("signed", [True, False], ids=["mean", "square"])
 HALVES = [torch.bfloat16, torch.float16]
@@ -427,7 +427,7 @@ def test_residuals_of_bfloat16_are_those_of_flashoptim():
     Where a spacing is below 2⁻¹²⁶ or above 2¹⁰⁰, residuals are of that spacing: they correct less, and never make the
     weight worse. Weights of such sizes do not occur.
     """
-    held = Compensated8(torch.bfloat16)
+    held = Compensated(torch.bfloat16, 8)
     for exponent in range(1, 255):
         for sign in (1, -1) if exponent % 16 == 7 else (1,):
             value = tails(exponent, sign)
@@ -451,7 +451,7 @@ def test_residuals_of_bfloat16_are_those_of_flashoptim():
 
 
 def test_residuals_of_float16_are_those_of_flashoptim():
-    held = Compensated8(torch.float16)
+    held = Compensated(torch.float16, 8)
     for exponent in range(127 - 14, 127 + 16):
         for sign in (1, -1):
             value = tails(exponent, sign, head=10)
@@ -473,10 +473,10 @@ def test_residuals_of_float16_are_those_of_flashoptim():
 @pytest.mark.parametrize("dtype", HALVES)
 def test_residuals_of_what_is_not_finite(dtype):
     value = torch.tensor([math.nan, -math.nan, math.inf, -math.inf, 3.4e38, -3.4e38, 0.0, -0.0])
-    stored, residual = stored_as(Compensated8(dtype), value)
+    stored, residual = stored_as(Compensated(dtype, 8), value)
     assert not residual.any()
     torch.testing.assert_close(stored, value.to(dtype), rtol=0, atol=0, equal_nan=True)
-    found = Compensated8(dtype).decode((stored, residual))
+    found = Compensated(dtype, 8).decode((stored, residual))
     torch.testing.assert_close(found, value.to(dtype).float(), rtol=0, atol=0, equal_nan=True)
     assert torch.equal(stored.signbit()[2:], value.signbit()[2:])
 
@@ -485,13 +485,13 @@ def test_residuals_of_what_is_not_finite(dtype):
 def test_a_weight_that_was_decoded_has_the_same_codes(dtype):
     source = torch.Generator().manual_seed(0)
     value = torch.randn(200_000, generator=source) * 10 ** (torch.rand(200_000, generator=source) * 4 - 3)
-    stored, residual = stored_as(Compensated8(dtype), value)
-    again = stored_as(Compensated8(dtype), Compensated8(dtype).decode((stored, residual)))
+    stored, residual = stored_as(Compensated(dtype, 8), value)
+    again = stored_as(Compensated(dtype, 8), Compensated(dtype, 8).decode((stored, residual)))
     # half a spacing away is the middle of two weights, of which the other one may be taken, with the opposite residual;
     # if that is a power of two, it has twice the spacing, and residuals twice as far apart
     same = (again[0] == stored) & (again[1] == residual)
     assert same[residual.abs() < 127].all()
-    found, expected = (Compensated8(dtype).decode(parts) for parts in (again, (stored, residual)))
+    found, expected = (Compensated(dtype, 8).decode(parts) for parts in (again, (stored, residual)))
     torch.testing.assert_close(found, expected, rtol=torch.finfo(dtype).eps / 254 * 1.01, atol=0)
 
 
@@ -567,7 +567,7 @@ def test_residuals_compiled(dtype):
     value = torch.cat([torch.zeros(32), torch.logspace(-44, 4, 500, dtype=torch.float64).float(), torch.randn(500)])
 
     def held(value):
-        stored, residual = Compensated8(dtype).encode(value, Uniform(lambda: torch.empty(0)))
+        stored, residual = Compensated(dtype, 8).encode(value, Uniform(lambda: torch.empty(0)))
         return stored.to(dtype), residual.to(torch.int8)
 
     for found, expected in zip(torch.compile(held, fullgraph=True)(value), held(value), strict=True):
