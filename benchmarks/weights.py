@@ -145,7 +145,7 @@ SETTINGS = {
     "new text": Setting(Study(), adalomo(3.2e-2), MAIN),
     "new text, low rate": Setting(Study(), adalomo(6.4e-4), MAIN),
     "old text, 1,000 updates": Setting(SHORT, adalomo(1e-3), ("float32", "int10", *VARIANTS, "bfloat16", "int8")),
-    "old text, outliers": Setting(SHORT, adalomo(1e-3), outliers=True),
+    "old text, outliers": Setting(SHORT, adalomo(1e-3), (*FEW, "int12", "int10, groups of 32"), outliers=True),
     "LOMO": Setting(Study(), Method("lomo", 1.0, {"clip_norm": 1.0, "compile": True})),
     "AdamW, 8-bit states": Setting(
         Study(), Method("adamw", 3.2e-3, {**NO_DECAY, "betas": (0.9, 0.95), "state_storage": "8bit", "compile": True})
@@ -298,13 +298,13 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
             left.plot(row["updates"][: len(row["above"])], row["above"], **known)
         left.axhline(0.0, color="#333333", lw=0.8)
         left.set(xlabel="updates on the old text", ylabel="above float32, nats", ylim=(-0.002, 0.03))
-        settings = [setting for setting in SETTINGS if setting in ("old text", "new text", "new text, low rate")]
+        settings = ["old text", "old text, outliers", "new text", "new text, low rate"]
         for row in (row for row in main if row["setting"] in settings):
             place = settings.index(row["setting"]) + 0.12 * (list(LOOKS).index(row["format"]) - 3.5)
             _column(middle, place, row["kept by seed"], LOOKS[row["format"]])
         middle.axhline(1.0, color="#333333", lw=0.8)
-        middle.set(ylabel="kept of float32's learning", ylim=(LEAST, 1.02), xlim=(-0.5, 2.5))
-        middle.set_xticks(range(len(settings)), settings)
+        middle.set(ylabel="kept of float32's learning", ylim=(LEAST, 1.02), xlim=(-0.5, 3.5))
+        middle.set_xticks(range(len(settings)), [name.replace(", ", "\n") for name in settings])
         some = [row for row in others if row["setting"] == variants]
         for place, row in enumerate(some):
             _column(right, place, row["kept by seed"], LOOKS.get(row["format"], LOOKS["int10"]))

@@ -161,12 +161,11 @@ class FusedTrainerMixin(_Base):
 
     def _quantize(self, model: nn.Module) -> None:
         """Holds weights in fewer bits if `fused` asks for it, before the model gets to its device."""
-        name = None if self._requested is None else self._requested.weight_format
-        if name is None:
+        if self._requested is None or self._requested.weight_format is None:
             return
         if is_peft_model(model):
             raise ConfigError("fused.weight_format is for training all weights, and this model has adapters; omit it")
-        quantize_(model, name)
+        quantize_(model, self._requested.weight_format)
 
     def _shard(self) -> None:
         """Shards the model if the arguments ask for it, and frees what is gathered."""

@@ -41,7 +41,7 @@ def quantize_(model: nn.Module, weight_format: str, *, group: int = 64, skip: Se
         raise ConfigError(f"group={group}: allowed are the powers of two from 8 to {LARGEST_GROUP}")
     if weight_format == "int8":
         logger.warning(
-            "int8 weights keep four fifths of what float32 learns in a long run near the optimum, int10 nearly all of "
+            "int8 weights keep four fifths of what float32 learns in a long run near the optimum, int12 nearly all of "
             "it (docs/how-to/fewer_bits.md)"
         )
     storage = Integer(WEIGHT_FORMATS[weight_format], group)
@@ -52,7 +52,7 @@ def quantize_(model: nn.Module, weight_format: str, *, group: int = 64, skip: Se
         if not inside:
             raise ConfigError(f"skip: no module is called {pattern!r}.{did_you_mean(pattern, named)}")
         skipped.update(name for name in named for outer in inside if f"{name}.".startswith(f"{outer}."))
-    sharing: dict[nn.Parameter, list[str]] = {}
+    sharing: dict[int, list[str]] = {}  # by the identity of a weight, which is freed when it is replaced
     for name, module in named.items():
         shard = find("auto", [module.weight]).shard
         if shard.quantized(module.weight) is not None:  # type: ignore[arg-type]
@@ -62,9 +62,10 @@ def quantize_(model: nn.Module, weight_format: str, *, group: int = 64, skip: Se
                 f"{name}.weight is sharded already, and can only be held in codes before it is: call quantize_ before "
                 "fully_shard. Weights held in codes cannot be sharded by DeepSpeed ZeRO-3; use FSDP2"
             )
-        sharing.setdefault(module.weight, []).append(name)  # type: ignore[arg-type]
+        sharing.setdefault(id(module.weight), []).append(name)
     chosen = []
-    for weight, names in sharing.items():
+    for names in sharing.values():
+        weight = named[names[0]].weight
         if weight.numel() < SMALLEST_GROUPED or weight.dtype not in STORED_DTYPES or not skipped.isdisjoint(names):
             continue
         if weight.shape[1] % group:
@@ -73,7 +74,6 @@ def quantize_(model: nn.Module, weight_format: str, *, group: int = 64, skip: Se
                 f"one, or skip=[{names[0]!r}]"
             )
         chosen.append(names)
-    sharing.clear()  # each weight is freed when it is replaced
     for names in chosen:
         own = named[names[0]].weight
         held = nn.Parameter(QuantizedWeight.of(own.detach(), storage), own.requires_grad)  # type: ignore[arg-type,operator]
@@ -92,15 +92,13 @@ def dequantize_(model: nn.Module) -> nn.Module:
     Raises:
         UnsupportedError: the model is sharded.
     """
-    sharing: dict[nn.Parameter, list[nn.Module]] = {}
+    sharing: dict[int, list[nn.Module]] = {}  # by the identity of a weight, which is freed when it is replaced
     for module in model.modules():
         if isinstance(getattr(module, "weight", None), QuantizedWeight):
-            sharing.setdefault(module.weight, []).append(module)  # type: ignore[arg-type]
+            sharing.setdefault(id(module.weight), []).append(module)
     if in_codes(model) and not sharing:
         raise UnsupportedError("the model is sharded; lowmem.placements.full_tensor(weight) gives one matrix of it")
-    owners = list(sharing.values())
-    del sharing  # each weight is freed when it is replaced
-    for modules in owners:
+    for modules in sharing.values():
         weight = modules[0].weight
         held = nn.Parameter(plain(weight), weight.requires_grad)  # type: ignore[arg-type]
         for module in modules:

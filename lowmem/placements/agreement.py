@@ -25,8 +25,7 @@ def refuse_different(records: Collection[Placed]) -> None:
     Every rank of the default process group calls it. It sends a few bytes.
     """
     kinds = [(record.name, tuple(record.param.shape), str(record.param.dtype)) for record in records]
-    # on several devices, perhaps
-    sums = [_checksum(tensor).cpu() for record in records for tensor in tensors_of(record.param.detach())]
+    sums = [_checksum(each).cpu() for record in records for each in tensors_of(record.param.detach())]
     values = _digest([int(total) for total in sums])
     summary = {"number": len(records), "names, shapes or dtypes": _digest(kinds), "values": values}
     if found := differences(summary):

@@ -176,7 +176,7 @@ def ways(arguments: Arguments, device: str) -> list[str]:
         "--label_smoothing_factor 0": args.label_smoothing_factor,
         "--dtype bfloat16": arguments.dtype == torch.float32 and not nearest,
         "--fused.rounding stochastic": fused.rounding in ("compensated", "compensated8", "master"),
-        "--fused.weight_format int10": whole and fused.rounding in ("auto", "stochastic"),
+        "--fused.weight_format int12": whole and fused.rounding in ("auto", "stochastic"),
         "--fused.state_storage 8bit": moments and fused.state_storage in ("float32", "bfloat16"),
         f"--fused.rule adalomo --learning_rate {AdaLomo.usual_lr[0]:g}": large_states and not fused.hyper,
         f"--per_device_train_batch_size {rows // 2}": rows > 1,

@@ -122,8 +122,7 @@ def make_program(placed: Placed, rule: UpdateRule, group: Mapping[str, Any], sha
         rule.admit(placed.param, group)
         spec = rule.spec(placed.name, span.shape, group)
         layout = shard.layout(placed, spec.view)
-        quantized = shard.quantized(placed.param)
-        if quantized is not None:
+        if (quantized := shard.quantized(placed.param)) is not None:
             _refuse_for_codes(rule, rounding)
         small = Float(dtype, draws=dtype in ROUNDED_DTYPES)
         weight = fitting(weight_storage(rounding, dtype), small) if quantized is None else quantized.format

@@ -82,9 +82,6 @@ class QuantizedWeight(Tensor):
         """Rows of it, in float32."""
         return self.format.decode(tuple(part[at] for part in self.parts))
 
-    def _like(self, change: Callable[[Tensor], Tensor]) -> "QuantizedWeight":
-        return QuantizedWeight(self.format, tuple(map(change, self.parts)), self.dtype)
-
     def by_group(self, change: Callable[[Tensor, int], Tensor]) -> "QuantizedWeight":
         """One with other parts, made from each part and the number of elements of which that has one value."""
         pairs = zip(self.parts, self.format.parts, strict=True)
@@ -133,16 +130,14 @@ class QuantizedWeight(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs, (self, *others) = kwargs or {}, args
         if func in (aten.detach.default, aten.alias.default):
-            return self._like(lambda part: part)
+            return self.by_group(lambda part, _: part)
         if func is aten.view.default and (others[0][-1] == -1 or others[0][-1] % self.format.group == 0):
             *lines, row = others[0]  # a row of -1, which torch computes, stays -1
             return self.by_group(lambda part, group: part.view(*lines, row // group))
         if func is aten.clone.default:
-            return self._like(torch.clone)
-        if func is aten._pin_memory.default:
-            return self._like(torch.Tensor.pin_memory)
+            return self.by_group(lambda part, _: part.clone())
         if func is aten._to_copy.default and kwargs.get("dtype") in (None, self.dtype):
-            return self._like(lambda part: part.to(kwargs.get("device"), copy=True))
+            return self.by_group(lambda part, _: part.to(kwargs.get("device"), copy=True))
         if func is aten.copy_.default:
             if not isinstance(self, cls):
                 return self.copy_(others[0].dequantize())
@@ -153,7 +148,7 @@ class QuantizedWeight(Tensor):
                 self.fill_from(plain(others[0]))
             return self
         if func is aten.slice.Tensor and others[:1] == [0] and self.ndim == 2:  # of rows
-            return self._like(lambda part: func(part, *others, **kwargs))
+            return self.by_group(lambda part, _: func(part, *others, **kwargs))
         if func is aten.split.Tensor and others[1:] in ([], [0]):
             return [self[start : start + others[0]] for start in range(0, len(self), others[0])]
         if func is aten.as_strided.default and tuple(others[1]) == self.stride() and not any(others[2:]):

@@ -182,7 +182,7 @@ def test_eight_bits_are_warned_about(llama, caplog):
     llama("int10")
     assert not caplog.records
     llama("int8")
-    assert "int10 nearly all" in caplog.text
+    assert "int12 nearly all" in caplog.text
 
 
 def test_dequantized_it_is_an_ordinary_model(llama, token_batches, tmp_path):
