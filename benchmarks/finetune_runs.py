@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import lowmem
 from benchmarks.models import llama
-from lowmem.errors import LowmemError
+from lowmem.errors import StepError
 from scripts.make_docstrings import functions, module_name, source_files
 from scripts.make_model import train_tokenizer
 
@@ -345,7 +345,7 @@ def train(
                 curve.append((update / updates, *_losses(model, text)))
                 if not curve[-1][loss] < curve[0][loss] + 1.0:
                     break
-    except LowmemError:  # gradients that are not finite
+    except StepError:  # gradients that are not finite
         curve.append((1.0, math.inf, math.inf))
     optimizer.remove()
     finished = curve[-1][0] == 1.0
