@@ -76,6 +76,8 @@ class Study:
     Attributes:
         trained: the text to train on: "new", or "old" again.
         looks: shares of the updates after which the held-out losses are taken.
+        products: dtype of matrix products and hidden states. In "float32" all parameters are float32 as well, and a
+            storage may hold them in fewer bits: for processors without bfloat16 instructions.
     """
 
     updates: int = 150
@@ -86,6 +88,7 @@ class Study:
     pretraining: float = 1.0  # of the updates in `SIZES`; 0: weights are random, others for each seed
     trained: str = "new"
     looks: tuple[float, ...] = (0.5, 1.0)
+    products: str = "bfloat16"
 
 
 @dataclass(frozen=True)
@@ -189,7 +192,7 @@ def _texts(length: int, vocab: int, rows_held_out: int) -> Texts:
 
 
 def model_of(size: str, study: Study, seed: int = 0) -> Any:
-    """A Llama with random float32 weights. Its hidden states are bfloat16 whatever its weights are."""
+    """A Llama with random float32 weights. Its hidden states have the dtype of the study, whatever its weights are."""
     layers, hidden, *_ = SIZES[size]
     model = llama(
         layers,
@@ -205,12 +208,14 @@ def model_of(size: str, study: Study, seed: int = 0) -> Any:
         num_key_value_heads=hidden // 64,
         attn_implementation="eager",  # faster than sdpa at these sizes
     )
-    model.get_input_embeddings().register_forward_hook(lambda module, args, states: states.bfloat16())
+    model.products = study.products
+    if study.products == "bfloat16":
+        model.get_input_embeddings().register_forward_hook(lambda module, args, states: states.bfloat16())
     return model
 
 
 def loss_of(model: Any, rows: Tensor) -> Tensor:
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", torch.bfloat16, enabled=model.products == "bfloat16"):
         return model(input_ids=rows, labels=rows).loss
 
 
@@ -236,7 +241,7 @@ def schedule(optimizer: torch.optim.Optimizer, updates: int) -> Any:
 
 def pretrained(size: str, study: Study, folder: Path) -> dict[str, Tensor]:
     """Weights that were trained on code by torch's AdamW, rounded to bfloat16; from the folder if they are there."""
-    path = folder / f"{size}-{study.vocab}-{study.pretraining:g}.pt"
+    path = folder / f"{size}-{study.vocab}-{study.pretraining:g}-{study.products}.pt"
     if not path.exists():
         _, _, updates, lr = SIZES[size]
         updates = max(1, round(updates * study.pretraining))
@@ -303,8 +308,9 @@ def train(
     start = time.perf_counter()
     text, method = texts(study), method or METHODS[run.method]
     model = model_of(run.size, study, 0 if study.pretraining else run.seed)
-    if run.rounding != "float32":
-        model.bfloat16()
+    if run.rounding != "float32" and study.products == "bfloat16":
+        for param in model.parameters():  # and no buffer, such as the frequencies of positions
+            param.data = param.data.bfloat16()
     if study.pretraining:
         model.load_state_dict(pretrained(run.size, study, folder), strict=False)  # the head is the embedding
     prepare(model)

@@ -27,7 +27,7 @@ from benchmarks.finetune_report import compared
 from benchmarks.finetune_runs import NO_DECAY, Method, Result, Run, Study, train
 from benchmarks.reports import command, formatted, picture, print_table
 from lowmem import storage
-from lowmem.tiles.storage import FLOAT32, Integer, Shown, Uniform, of_weight
+from lowmem.tiles.storage import FLOAT32, Float, Integer, Shown, Uniform, of_weight
 
 LEAST = 0.7  # of what is kept, in the picture
 OUTLIER, OUTLIERS = 16.0, 4  # a power of two, so that the model computes the same; one channel of so many blocks
@@ -68,13 +68,16 @@ class Upper(Shown):
 
 
 STORAGES: dict[str, storage.Maker] = {
+    "bfloat16 in float32": lambda dtype, signed: Float(torch.bfloat16, draws=True),
     "int8": lambda dtype, signed: Unpacked(8),
     "int10": lambda dtype, signed: Unpacked(10),
     "int12": lambda dtype, signed: Unpacked(12),
     "int8, fresh units": lambda dtype, signed: Fresh(8),
     "int10, fresh units": lambda dtype, signed: Fresh(10),
-    "int10, groups of 32": lambda dtype, signed: Unpacked(10, 32),
-    "int10, groups of 128": lambda dtype, signed: Unpacked(10, 128),
+    **{
+        f"int{bits}, groups of {size}": lambda dtype, signed, bits=bits, size=size: Unpacked(bits, size)
+        for bits, size in itertools.product((8, 10, 12), (32, 128))
+    },
     "int10, 8 bits shown": lambda dtype, signed: Upper(dtype, Unpacked(10)),
     "int10, 8 bits shown, low": lambda dtype, signed: Upper(dtype, Unpacked(10), middle=False),
 }
@@ -103,8 +106,7 @@ class Format:
             return FLOAT32.bytes_per_element
         held = of_weight(self.matrices, torch.bfloat16)
         if isinstance(held, Shown):
-            assert isinstance(held.held, Integer)
-            held = Integer(held.held.bits, held.held.size)
+            held = Integer(held.held.bits, held.held.size) if isinstance(held.held, Integer) else held.held
         return held.bytes_per_element
 
 
@@ -138,6 +140,9 @@ def adalomo(lr: float) -> Method:
 
 OLD = Study(updates=5000, trained="old", looks=(0.1, 0.2, 0.3, 0.5, 1.0))
 SHORT = replace(OLD, updates=1000)
+INTEGERS = ("int8", "int10", "int12")
+WIDE = ("float32", "bfloat16 in float32", *INTEGERS)
+GROUPS = (*WIDE, *(f"{name}, groups of {size}" for name in INTEGERS for size in (32, 128)))
 VARIANTS = tuple(name for name in FORMATS if name.startswith("int10, "))
 # The best learning rate of AdaLomo, AdamW and LOMO on the new text is that of `benchmarks.finetune`.
 SETTINGS = {
@@ -150,7 +155,9 @@ SETTINGS = {
     "AdamW, 8-bit states": Setting(
         Study(), Method("adamw", 3.2e-3, {**NO_DECAY, "betas": (0.9, 0.95), "state_storage": "8bit", "compile": True})
     ),
+    "groups": Setting(replace(SHORT, products="float32"), adalomo(1e-3), GROUPS, seeds=2),
     "5M": Setting(Study(), adalomo(3.2e-2), seeds=1, size="5M"),
+    "20M": Setting(replace(Study(), products="float32"), adalomo(3.2e-2), WIDE, seeds=1, size="20M"),
     "old text, 10,000 updates": Setting(
         replace(OLD, updates=10_000), adalomo(1e-3), ("float32", "int10"), seeds=1
     ),
@@ -200,7 +207,7 @@ class Cell:
         known, form = SETTINGS[self.setting], FORMATS[self.format]
         more: dict[str, Any] = {"prepare": with_outliers} if known.outliers else {}
         torch.compiler.reset()  # there is a limit to how often a model of a class is compiled
-        if self.format != "float32":
+        if self.format != "float32" and self.study.products == "bfloat16":
             more["parameters"] = form.groups
         return train(self.run, self.study, work, known.method, compile_model=self.study.updates >= 1000, **more)
 

@@ -35,7 +35,9 @@ WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 
-def save_weights(model: nn.Module, folder: Path, *, write: bool = True, max_shard_size: int | str = "50GB") -> None:
+def save_weights(
+    model: nn.Module, folder: str | Path, *, write: bool = True, max_shard_size: int | str = "50GB"
+) -> None:
     """Writes what `save_pretrained` writes on one device: weights and configuration, or weights alone of a module that
     is not a `PreTrainedModel`. Of a `PeftModel` it writes the adapters, and what else is trained in another file.
     Every rank calls it.
@@ -47,6 +49,7 @@ def save_weights(model: nn.Module, folder: Path, *, write: bool = True, max_shar
     Raises:
         OSError: a file cannot be written.
     """
+    folder = Path(folder)
     if is_peft_model(model):
         state = adapters.full_state(model)
         if write:
@@ -66,13 +69,14 @@ def save_weights(model: nn.Module, folder: Path, *, write: bool = True, max_shar
             _save(layout, group, offsets)
 
 
-def load_weights(model: nn.Module, folder: Path) -> None:
+def load_weights(model: nn.Module, folder: str | Path) -> None:
     """Copies the weights of a checkpoint into a model; into a `PeftModel`, its adapters and what else is trained. Every
     rank reads; nothing is copied unless everything fits.
 
     Raises:
         CheckpointError: the weights are missing or cut short, or have other names or shapes than the model's.
     """
+    folder = Path(folder)
     if is_peft_model(model):
         adapters.load(model, folder)
         return

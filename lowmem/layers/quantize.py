@@ -1,10 +1,10 @@
 """Models whose matrices are held in 8, 10 or 12 bits per element."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 
-from torch import nn
+from torch import Tensor, nn
 
 from lowmem.errors import ConfigError, UnsupportedError, did_you_mean, require_known
 from lowmem.placements import find
@@ -16,11 +16,12 @@ logger = logging.getLogger(__name__)
 
 
 def quantize_(model: nn.Module, weight_format: str, *, group: int = 64, skip: Sequence[str] = ()) -> nn.Module:
-    """Holds the weights of linear layers and embeddings in fewer bits from now on, one after the other, in place.
+    """Holds the weights of linear layers, embeddings and stacks of experts in fewer bits from now on, one after the
+    other, in place.
 
-    Each such weight becomes a parameter that autograd sees as the matrix that it was, and that a `FusedOptimizer`
-    updates where it is held. Make the optimizer afterwards. Weights of fewer than 4,096 elements and all other
-    parameters stay as they are; weights that are tied stay tied.
+    Each such weight becomes a parameter that autograd sees as what it was, and that a `FusedOptimizer` updates where it
+    is held. Make the optimizer afterwards. Weights of fewer than 4,096 elements and all other parameters stay as they
+    are; weights that are tied stay tied.
 
     Args:
         model: its weights are float32, bfloat16 or float16.
@@ -45,41 +46,36 @@ def quantize_(model: nn.Module, weight_format: str, *, group: int = 64, skip: Se
             "it (docs/how-to/fewer_bits.md)"
         )
     storage = Integer(WEIGHT_FORMATS[weight_format], group)
-    named = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Embedding)}
-    modules, skipped = [name for name, _ in model.named_modules()], set[str]()
+    modules, skipped = [name for name, _ in model.named_modules()], list[str]()
     for pattern in skip:
-        inside = [name for name in modules if fnmatchcase(name, pattern)]
-        if not inside:
-            raise ConfigError(f"skip: no module is called {pattern!r}.{did_you_mean(pattern, named)}")
-        skipped.update(name for name in named for outer in inside if f"{name}.".startswith(f"{outer}."))
-    sharing: dict[int, list[str]] = {}  # by the identity of a weight, which is freed when it is replaced
-    for name, module in named.items():
-        shard = find("auto", [module.weight]).shard
-        if shard.quantized(module.weight) is not None:  # type: ignore[arg-type]
-            continue
-        if shard.sharded and name not in skipped:
-            raise UnsupportedError(
-                f"{name}.weight is sharded already, and can only be held in codes before it is: call quantize_ before "
-                "fully_shard. Weights held in codes cannot be sharded by DeepSpeed ZeRO-3; use FSDP2"
-            )
-        sharing.setdefault(id(module.weight), []).append(name)
-    chosen = []
-    for names in sharing.values():
-        weight = named[names[0]].weight
-        if weight.numel() < SMALLEST_GROUPED or weight.dtype not in STORED_DTYPES or not skipped.isdisjoint(names):
-            continue
-        if weight.shape[1] % group:
-            raise ConfigError(
-                f"group={group} does not divide the rows of {names[0]}.weight, {list(weight.shape)}. Choose a smaller "
-                f"one, or skip=[{names[0]!r}]"
-            )
-        chosen.append(names)
+        matching = [f"{name}." for name in modules if fnmatchcase(name, pattern)]
+        if not matching:
+            raise ConfigError(f"skip: no module is called {pattern!r}.{did_you_mean(pattern, modules)}")
+        skipped += matching
+    chosen = [names for weight, names in _shared(model, _can_be_held) if _is_chosen(weight, names, group, skipped)]
     for names in chosen:
-        own = named[names[0]].weight
-        held = nn.Parameter(QuantizedWeight.of(own.detach(), storage), own.requires_grad)  # type: ignore[arg-type,operator]
-        for name in names:
-            named[name].weight = held
+        _replace(model, names, lambda weight: QuantizedWeight.of(weight, storage))
     return model
+
+
+def _is_chosen(weight: Tensor, names: list[str], group: int, skipped: list[str]) -> bool:
+    """Returns whether `quantize_` holds a weight in codes, or raises what it raises."""
+    shard = find("auto", [weight]).shard
+    if any(name.startswith(tuple(skipped)) for name in names) or shard.quantized(weight) is not None:
+        return False
+    if shard.sharded:
+        raise UnsupportedError(
+            f"{names[0]} is sharded already, and can only be held in codes before it is: call quantize_ before "
+            "fully_shard. Weights held in codes cannot be sharded by DeepSpeed ZeRO-3; use FSDP2"
+        )
+    if weight.numel() < SMALLEST_GROUPED or weight.dtype not in STORED_DTYPES:
+        return False
+    if weight.shape[-1] % group:
+        raise ConfigError(
+            f"group={group} does not divide the rows of {names[0]}, {list(weight.shape)}. Choose a smaller one, or "
+            f"skip=[{names[0].rpartition('.')[0]!r}]"
+        )
+    return True
 
 
 def dequantize_(model: nn.Module) -> nn.Module:
@@ -92,15 +88,35 @@ def dequantize_(model: nn.Module) -> nn.Module:
     Raises:
         UnsupportedError: the model is sharded.
     """
-    sharing: dict[int, list[nn.Module]] = {}  # by the identity of a weight, which is freed when it is replaced
-    for module in model.modules():
-        if isinstance(getattr(module, "weight", None), QuantizedWeight):
-            sharing.setdefault(id(module.weight), []).append(module)
-    if in_codes(model) and not sharing:
+    held = [names for _, names in _shared(model, lambda module, param: isinstance(param, QuantizedWeight))]
+    if in_codes(model) and not held:
         raise UnsupportedError("the model is sharded; lowmem.placements.full_tensor(weight) gives one matrix of it")
-    for modules in sharing.values():
-        weight = modules[0].weight
-        held = nn.Parameter(plain(weight), weight.requires_grad)  # type: ignore[arg-type]
-        for module in modules:
-            module.weight = held
+    for names in held:
+        _replace(model, names, plain)
     return model
+
+
+def _shared(model: nn.Module, wanted: Callable[[nn.Module, Tensor], bool]) -> list[tuple[Tensor, list[str]]]:
+    """The parameters wanted, each with all its names."""
+    shared: dict[Tensor, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if wanted(model.get_submodule(name.rpartition(".")[0]), param):
+            shared.setdefault(param, []).append(name)
+    return [*shared.items()]
+
+
+def _replace(model: nn.Module, names: list[str], change: Callable[[Tensor], Tensor]) -> None:
+    """Puts another parameter in all places of one, which is freed."""
+    param = model.get_parameter(names[0])
+    new = nn.Parameter(change(param.detach()), param.requires_grad)
+    for name in names:
+        module, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(module), attribute, new)
+
+
+def _can_be_held(module: nn.Module, param: Tensor) -> bool:
+    """Returns whether a parameter is the weight of a linear layer or an embedding, or of a stack of experts."""
+    if hasattr(module, "has_gate"):  # experts as transformers' integrations/moe.py has them
+        return param.ndim == 3
+    linear = isinstance(module, nn.Linear | nn.Embedding) or hasattr(module, "nf")  # Conv1D of transformers
+    return linear and param is module.weight

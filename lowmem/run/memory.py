@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lowmem.optimizer import FusedOptimizer
-from lowmem.tiles.quantized import tensors_of
+from lowmem.tiles.quantized import QuantizedWeight, tensors_of
 
 
 def state_bytes(rule: Any, rounding: str = "auto", size: int = 1024, **options: Any) -> float:
@@ -75,6 +75,8 @@ class _Tracker(TorchDispatchMode):
         self._by_storage = WeakIdKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if QuantizedWeight in types:  # what it does is counted
+            return NotImplemented
         result = func(*args, **(kwargs or {}))
         for value in filter(torch.is_tensor, tree_leaves(result)):
             for tensor in tensors_of(value):

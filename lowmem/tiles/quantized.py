@@ -1,8 +1,8 @@
 """A weight that is held in fewer bits than it shows to the model.
 
 Autograd sees a matrix of bfloat16 (or of the dtype that the weight had), which gets ordinary gradients. What exists are
-codes and the units of their groups. Linear layers and embeddings decode it each time they use it: all of it or the rows
-they need, in forward and once more in backward, and keep nothing of that.
+codes and the units of their groups. A product decodes the matrix, and an embedding the rows that it looks up, below
+autograd: so what autograd saves for backward are the codes, and a product of backward decodes them once more.
 """
 
 import functools
@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
-from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 from lowmem.errors import UnsupportedError
@@ -25,13 +24,20 @@ GPU_BLOCK = 1 << 22
 
 aten = torch.ops.aten
 
+# Operations that read a weight as an ordinary matrix: products, among them those that torch does not take apart in
+# inference mode, and what it expands for a product with a weight that needs no gradient.
+PRODUCTS = {
+    aten.mm.default, aten.addmm.default, aten.mv.default, aten.bmm.default, aten._grouped_mm.default,
+    aten.linear.default, aten.matmul.default, aten.expand.default,
+}  # fmt: skip
+
 
 class QuantizedWeight(Tensor):
-    """A matrix of float numbers whose values a storage holds.
+    """A matrix of float numbers whose values a storage holds, or a stack of matrices.
 
     Attributes:
         format: how its values are held; no part of it is the tensor itself.
-        parts: the tensors of the storage, [rows, columns / group] each.
+        parts: the tensors of the storage, [..., rows, columns / group] each; views of those for a transposed matrix.
         compiled: in this process `dequantize` is compiled code, as the last optimizer of such weights has decided.
     """
 
@@ -40,16 +46,19 @@ class QuantizedWeight(Tensor):
     compiled: ClassVar[bool] = False
 
     def __new__(cls, format: Integer, parts: tuple[Tensor, ...], dtype: torch.dtype) -> "QuantizedWeight":
-        shape, device = parts[0].shape, parts[0].device
-        new: QuantizedWeight = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)  # type: ignore[attr-defined]
+        codes = parts[0]
+        with torch.inference_mode(False):  # or a view of it could not be made there
+            new: QuantizedWeight = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+                cls, codes.shape, strides=codes.stride(), dtype=dtype, device=codes.device
+            )
         new.format, new.parts = format, parts
         return new
 
     @classmethod
     def of(cls, weight: Tensor, format: Integer) -> "QuantizedWeight":
         """A matrix in another storage, each element as near as it can be held. Columns are a multiple of the group."""
-        rows, columns = weight.shape
-        parts = (weight.new_empty((rows, columns // p.group), dtype=p.dtype) for p in format.parts)
+        *lines, columns = weight.shape
+        parts = (weight.new_empty((*lines, columns // p.group), dtype=p.dtype) for p in format.parts)
         new = cls(format, tuple(parts), weight.dtype)
         new.fill_from(weight)
         return new
@@ -57,26 +66,33 @@ class QuantizedWeight(Tensor):
     @torch.no_grad()
     def fill_from(self, values: Tensor) -> None:
         """Encodes other values, each as near as it can be held."""
-        if self.ndim == 1:
-            self, values = (each.view(-1, self.format.group) for each in (self, values))  # type: ignore[assignment]
-        for rows in _blocks(self) if not is_fake(values) else ():
+        matrix, values = (_as_matrix(each, self.format.group) for each in (self, values.contiguous()))
+        for rows in _blocks(matrix) if not is_fake(values) else ():
             value = values[rows].to(self.device).float()
-            for part, new in zip(self.parts, self.format.encode(value, Uniform.half(value)), strict=True):
+            for part, new in zip(matrix.parts, self.format.encode(value, Uniform.half(value)), strict=True):
                 part[rows] = new.to(part.dtype)
 
     @torch.no_grad()
     def dequantize(self) -> Tensor:
         """The matrix as an ordinary tensor, a copy."""
+        if self.transposed:
+            return self.by_group(lambda part, _: part.mT).dequantize().mT
         if self.compiled and Compiler.failure is None and not torch._C._len_torch_dispatch_stack():
             try:
                 flat = [part.view(-1) for part in self.parts]
                 return _decoder(self.format, self.dtype, self.device)(*flat)[0].view(self.shape)
             except Exception as error:
                 Compiler.give_up(error)
-        plain = self.parts[0].new_empty(self.shape, dtype=self.dtype)
-        for rows in _blocks(self):
-            plain[rows] = self._decoded(rows)
-        return plain
+        matrix = _as_matrix(self, self.format.group)
+        plain = matrix.parts[0].new_empty(matrix.shape, dtype=self.dtype)
+        for rows in _blocks(matrix):
+            plain[rows] = matrix._decoded(rows)
+        return plain.view(self.shape)
+
+    @property
+    def transposed(self) -> bool:
+        """Returns whether groups lie along columns, as in a view for a product."""
+        return self.ndim > 1 and self.stride(-2) == 1  # a row has one group at least
 
     def _decoded(self, at: Any) -> Tensor:
         """Rows of it, in float32."""
@@ -92,8 +108,8 @@ class QuantizedWeight(Tensor):
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], None]:
         """What is gathered of a shard: its parts with the padding behind them."""
-        rows = self.parts[0].untyped_storage().nbytes() // self.shape[1]
-        return tuple(part.as_strided((rows, part.shape[1]), part.stride()) for part in self.parts), None
+        rows = self.parts[0].untyped_storage().nbytes() // self.shape[1:].numel()
+        return tuple(part.as_strided((rows, *part.shape[1:]), part.stride()) for part in self.parts), None
 
     def fsdp_post_all_gather(
         self, gathered: tuple[Tensor, ...], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
@@ -112,11 +128,6 @@ class QuantizedWeight(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.linear:
-            return _linear(*args, **kwargs)
-        if func is F.embedding:
-            return _embedding(*args, **kwargs)
         if func == Tensor.data.__set__:  # type: ignore[attr-defined]
             # by which Module.to moves a parameter. With __tensor_flatten__ it would make a new one, without our hooks
             self, value = args
@@ -124,50 +135,66 @@ class QuantizedWeight(Tensor):
                 raise self._cannot_become(value.dtype)
             self.format, self.parts = value.format, value.parts
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
+            return func(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs, (self, *others) = kwargs or {}, args
+        if func in PRODUCTS or (func is aten.copy_.default and not isinstance(self, cls)):
+            return func(*map(plain, args), **kwargs)
+        held = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, cls))
         if func in (aten.detach.default, aten.alias.default):
             return self.by_group(lambda part, _: part)
-        if func is aten.view.default and (others[0][-1] == -1 or others[0][-1] % self.format.group == 0):
-            *lines, row = others[0]  # a row of -1, which torch computes, stays -1
+        if func is aten.t.default or (
+            func is aten.transpose.int and {dim % self.ndim for dim in others} == {self.ndim - 2, self.ndim - 1}
+        ):
+            return self.by_group(lambda part, _: part.mT)
+        if func is aten._to_copy.default and (dtype := kwargs.get("dtype")) not in (None, self.dtype):
+            if dtype == torch.float32:
+                raise self._cannot_become(dtype)
+            return cls(self.format, self.parts, dtype)  # autocast, which needs no copy of the codes
+        if held is self and not self.transposed and (result := self._by_rows(func, *others, **kwargs)) is not None:
+            return result
+        raise UnsupportedError(
+            f"a weight of {list(held.shape)} that is held in {held.format} takes part in {func}, which needs an "
+            "ordinary matrix. It can be the weight of a product or of an embedding, also one that fully_shard (FSDP2) "
+            "shards; DeepSpeed and DistributedDataParallel do not take it. Leave its module out, "
+            "quantize_(model, ..., skip=[...]), or compute with weight.dequantize()"
+        )
+
+    def _by_rows(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """Operations that take rows as they are held; None if it is another one."""
+        if func is aten.embedding.default or (func is aten.index.Tensor and len(args[0]) == 1):
+            return rows_of(self, *tree_leaves(args[0]))
+        if func is aten.view.default and (args[0][-1] == -1 or args[0][-1] % self.format.group == 0):
+            *lines, row = args[0]  # a row of -1, which torch computes, stays -1
             return self.by_group(lambda part, group: part.view(*lines, row // group))
         if func is aten.clone.default:
             return self.by_group(lambda part, _: part.clone())
-        if func is aten._to_copy.default and kwargs.get("dtype") in (None, self.dtype):
+        if func is aten._to_copy.default:
             return self.by_group(lambda part, _: part.to(kwargs.get("device"), copy=True))
         if func is aten.copy_.default:
-            if not isinstance(self, cls):
-                return self.copy_(others[0].dequantize())
-            if isinstance(others[0], cls) and others[0].format == self.format:
-                for into, part in zip(self.parts, others[0].parts, strict=True):
+            if isinstance(args[0], QuantizedWeight) and args[0].format == self.format:
+                for into, part in zip(self.parts, args[0].parts, strict=True):
                     into.copy_(part)
             else:
-                self.fill_from(plain(others[0]))
+                self.fill_from(plain(args[0]))
             return self
-        if func is aten.slice.Tensor and others[:1] == [0] and self.ndim == 2:  # of rows
-            return self.by_group(lambda part, _: func(part, *others, **kwargs))
-        if func is aten.split.Tensor and others[1:] in ([], [0]):
-            return [self[start : start + others[0]] for start in range(0, len(self), others[0])]
-        if func is aten.as_strided.default and tuple(others[1]) == self.stride() and not any(others[2:]):
-            return self[: others[0][0]]
-        if func is aten.new_zeros.default and len(others[0]) == 2:
-            return self.by_group(lambda part, group: part.new_zeros((others[0][0], others[0][1] // group)))
+        of_rows = func is aten.slice.Tensor or (func is aten.select.int and self.ndim > 2)
+        if of_rows and args[:1] == (0,) and self.ndim > 1:
+            return self.by_group(lambda part, _: func(part, *args, **kwargs))
+        if func is aten.split.Tensor and args[1:] in ((), (0,)):
+            return [self[start : start + args[0]] for start in range(0, len(self), args[0])]
+        if func is aten.as_strided.default and tuple(args[1]) == self.stride() and not any(args[2:]):
+            return self[: args[0][0]]
+        if func is aten.new_zeros.default and len(args[0]) > 1:
+            *lines, row = args[0]
+            return self.by_group(lambda part, group: part.new_zeros((*lines, row // group)))
         if func in (aten.zeros_like.default, aten.new_empty.default):  # a gradient; the shard of a rank without rows
-            shape = self.shape if func is aten.zeros_like.default else others[0]
+            shape = self.shape if func is aten.zeros_like.default else args[0]
             kinds = {name: kwargs.get(name) or getattr(self, name) for name in ("dtype", "device")}
             return torch.zeros(shape, **kinds)
-        if func is aten._to_copy.default:
-            raise self._cannot_become(kwargs["dtype"])
-        held = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, cls))
-        raise UnsupportedError(
-            f"a weight of {list(held.shape)} that is held in {held.format} takes part in {func}, which needs an "
-            "ordinary matrix. It can be the weight of a linear layer or of an embedding, also one that fully_shard "
-            "(FSDP2) shards; DeepSpeed and DistributedDataParallel do not take it. Leave its module out, "
-            "quantize_(model, ..., skip=[...]), or compute with weight.dequantize()"
-        )
+        return None
 
 
 @functools.cache
@@ -195,6 +222,11 @@ def tensors_of(tensor: Tensor) -> tuple[Tensor, ...]:
     return tuple(tensor.parts) if isinstance(tensor, QuantizedWeight) else (tensor,)
 
 
+def _as_matrix(tensor: Any, group: int) -> Any:
+    """A stack of matrices as one matrix, or a line as one whose rows are a group."""
+    return tensor.view(-1, tensor.shape[-1] if tensor.ndim > 1 else group)
+
+
 def rows_of(matrix: Tensor, indices: Tensor) -> Tensor:
     """Some rows of a matrix, as an ordinary tensor."""
     return matrix._decoded(indices).to(matrix.dtype) if isinstance(matrix, QuantizedWeight) else matrix[indices]
@@ -207,63 +239,3 @@ def _blocks(weight: "QuantizedWeight") -> Iterator[slice]:
     rows = min(weight.shape[0], 2 * step) if is_fake(weight.parts[0]) else weight.shape[0]  # a dry run needs no more
     for start in range(0, rows, step):
         yield slice(start, start + step)
-
-
-# -- linear layers and embeddings --------------------------------------------------------------------------------------
-
-
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if not isinstance(weight, QuantizedWeight):
-        raise UnsupportedError("a weight that is held in codes is the input or the bias of a linear layer")
-    if torch.is_autocast_enabled(input.device.type):
-        dtype = torch.get_autocast_dtype(input.device.type)
-        input, bias = input.to(dtype), None if bias is None else bias.to(dtype)
-    output: Tensor = _Linear.apply(input, weight, bias)  # type: ignore[no-untyped-call]
-    return output
-
-
-class _Linear(torch.autograd.Function):
-    """The operations of `torch.nn.functional.linear`, with a matrix that is made for each of them."""
-
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(input, weight)
-        return F.linear(input, weight.dequantize().to(input.dtype), bias)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        input, weight = ctx.saved_tensors
-        grad_input = grad_weight = grad_bias = None
-        rows = grad.reshape(-1, grad.shape[-1])
-        if ctx.needs_input_grad[0]:
-            grad_input = (rows @ weight.dequantize().to(grad.dtype)).view(input.shape)
-        if ctx.needs_input_grad[1]:
-            grad_weight = (rows.t() @ input.reshape(-1, input.shape[-1])).to(weight.dtype)
-        if ctx.needs_input_grad[2]:
-            grad_bias = rows.sum(0)
-        return grad_input, grad_weight, grad_bias
-
-
-def _embedding(
-    input: Tensor, weight: Any, padding_idx: int | None = None, max_norm: float | None = None, norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False, sparse: bool = False,
-) -> Tensor:  # fmt: skip
-    if max_norm is not None or sparse:
-        raise UnsupportedError("an embedding with max_norm or sparse gradients cannot be held in codes; skip it")
-    padding = -1 if padding_idx is None else padding_idx % weight.shape[0]
-    output: Tensor = _Embedding.apply(input, weight, padding, scale_grad_by_freq)  # type: ignore[no-untyped-call]
-    return output
-
-
-class _Embedding(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: QuantizedWeight, padding: int, by_frequency: bool) -> Tensor:
-        ctx.save_for_backward(input)
-        ctx.rows, ctx.dtype, ctx.options = len(weight), weight.dtype, (padding, by_frequency)
-        return rows_of(weight, input)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        (input,) = ctx.saved_tensors
-        grad_weight = aten.embedding_dense_backward(grad, input, ctx.rows, *ctx.options)
-        return None, grad_weight.to(ctx.dtype), None, None

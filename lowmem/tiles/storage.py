@@ -372,7 +372,7 @@ def of_state(name: str, signed: bool = True, dtype: torch.dtype = torch.bfloat16
 def of_weight(rounding: str, dtype: torch.dtype) -> Storage:
     """The storage of a weight, whose first part is the parameter, of this dtype."""
     held = of_state(rounding, True, dtype)
-    if held.parts[0].dtype == dtype:
+    if held.parts[0].dtype == dtype and not held.in_codes:
         return held
     return Shown(dtype, held, "weight32" if held == FLOAT32 else "codes")
 

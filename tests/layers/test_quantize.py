@@ -1,10 +1,20 @@
 """Models whose weights are held in codes, trained: one device, every rule and policy."""
 
+import copy
 import itertools
 
 import pytest
 import torch
 from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 import lowmem
 from lowmem.hf import checkpoint, weights
@@ -203,6 +213,42 @@ def test_frozen_ones_stay_as_they_are(llama, token_batches):
     frozen, before = (llama("int8") if each is None else each for each in (model, None))
     assert_same(frozen.model.layers[0], before.model.layers[0])
     assert moved(model, before) == 2 + 7
+
+
+SMALL = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16}
+FEW = {**SMALL, "num_key_value_heads": 4, "num_experts_per_tok": 2}
+MODELS = {
+    "experts": lambda how: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**FEW, num_experts=4, moe_intermediate_size=64, experts_implementation=how)
+    ),
+    "experts by columns": lambda how: GptOssForCausalLM(
+        GptOssConfig(**FEW, num_local_experts=4, intermediate_size=64, experts_implementation=how)
+    ),
+    "Conv1D": lambda how: GPT2LMHeadModel(
+        GPT2Config(vocab_size=128, n_embd=64, n_layer=2, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=0)
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "how"),
+    [*itertools.product(["experts", "experts by columns"], ["grouped_mm", "eager", "batched_mm"]), ("Conv1D", None)],
+)
+def test_experts_and_layers_of_other_models(model, how, tmp_path):
+    torch.manual_seed(0)
+    held = MODELS[model](how).bfloat16().eval()
+    every = {name for name, param in held.named_parameters() if param.ndim > 1 and param.numel() >= 4096}
+    lowmem.quantize_(held, "int12")
+    assert {name for name, param in held.named_parameters() if isinstance(param, QuantizedWeight)} == every
+    plain = lowmem.dequantize_(copy.deepcopy(held))
+    batch = {"input_ids": torch.arange(32).view(1, -1), "labels": torch.arange(32).view(1, -1)}
+    assert torch.equal(held(**batch).loss, plain(**batch).loss)
+    before = held(**batch).loss.item()
+    train(held, [batch] * 6)
+    assert held(**batch).loss.item() < before - 0.2
+    weights.save_weights(held, str(tmp_path))
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert_same(lowmem.dequantize_(held), again)
 
 
 def test_which_weights_are_held(llama):

@@ -41,8 +41,24 @@ SUMMED = {
 COMPILED = {"compiled": ("int10", {**ADAMW, "batching": False, "compile": True})} if has_compiler("cpu") else {}
 
 
+class Experts(torch.nn.Module):
+    """A stack that transformers would have: the second of three experts gets no token."""
+
+    has_gate = False
+
+    def __init__(self):
+        super().__init__()
+        self.up_proj = torch.nn.Parameter(torch.randn(3, 64, 64) / 8)
+
+    def forward(self, x):
+        ends = torch.tensor([8, 8, len(x)], dtype=torch.int32)
+        return torch.nn.functional.grouped_mm(x, self.up_proj.transpose(-2, -1), offs=ends)
+
+
 class Net(torch.nn.Module):
-    """Two ranks cannot share the rows of the tied matrix and of `one` evenly, and one of them has no row of `few`."""
+    """Two ranks cannot share the rows of the tied matrix and of `one` or the experts evenly, and one of them has no row
+    of `few`.
+    """
 
     def __init__(self, checkpoints=False):
         super().__init__()
@@ -50,13 +66,14 @@ class Net(torch.nn.Module):
         self.one = torch.nn.Linear(64, 67)
         self.two = torch.nn.Linear(64, 64, bias=False)
         self.few = torch.nn.Linear(4096, 1)
+        self.experts = Experts()
         self.head = torch.nn.Linear(64, 97, bias=False)
         self.head.weight = self.embed.weight
         self.checkpoints = checkpoints
 
     def block(self, x):
         x = x + self.two(torch.tanh(self.one(x)[:, :64]))
-        return x + self.few(x.repeat(1, 64))
+        return x + self.few(x.repeat(1, 64)) + self.experts(x)
 
     def forward(self, ids):
         x = self.embed(ids)
@@ -75,7 +92,7 @@ def placed(place, *args):
     if place == "fsdp2":
         from torch.distributed.fsdp import fully_shard
 
-        for layer in (net.one, net.two, net.few, net):
+        for layer in (net.one, net.two, net.few, net.experts, net):
             fully_shard(layer)
     return net
 
@@ -124,7 +141,10 @@ def test_codes_are_those_of_one_device(two, place, case):
             assert_same(one, other)
     assert alone[1]["embed.weight/codes"].shape == (97, 64)
     start = weights(make("int12"))
-    assert all((start[name] != alone[0][name]).any() for name in ("embed.weight", "one.weight", "two.weight"))
+    assert all(
+        (start[name] != alone[0][name]).any()
+        for name in ("embed.weight", "one.weight", "two.weight", "experts.up_proj")
+    )
 
 
 @pytest.mark.parametrize("case", SUMMED)
@@ -164,7 +184,7 @@ def test_codes_are_gathered_and_no_matrices(two):
     for rank, (seen, sent, shape, kind) in enumerate(two.run(gathered)):
         assert seen == [(QuantizedWeight, (64, 64))]
         rows = {"embed": 98, "one": 68, "two": 64}  # with padding
-        codes = sum(count * (64 + 2) for count in rows.values()) + 2 * (4096 + 2 * 64)
+        codes = sum(count * (64 + 2) for count in rows.values()) + 2 * (4096 + 2 * 64) + 4 * 64 * (64 + 2)
         assert sent == codes + 2 * (68 + 2)  # biases
         assert kind is QuantizedWeight and shape == ((34, 33)[rank], 64)
 

@@ -61,6 +61,59 @@ def test_a_linear_layer_computes_the_same_bits(bits, dtype, bias, tokens):
         assert torch.equal(got, wanted)
 
 
+OFFSETS = torch.tensor([3, 3, 9, 16], dtype=torch.int32)  # of tokens, sorted by experts; the second one has none
+PRODUCTS = {
+    "by rows": ((16, 96), (96, 128), lambda x, w: x @ w),
+    "by columns": ((16, 128), (96, 128), lambda x, w: x @ w.t()),
+    "on the left": ((96, 128), (96, 128), lambda x, w: F.linear(w, x)),
+    "added": ((16, 96), (96, 128), lambda x, w: torch.addmm(torch.ones(128, dtype=x.dtype), x, w)),  # Conv1D
+    "one column": ((128,), (96, 128), lambda x, w: w @ x),
+    "batched": ((4, 5, 96), (4, 96, 128), torch.bmm),
+    "grouped": ((16, 128), (4, 96, 128), lambda x, w: F.grouped_mm(x, w.transpose(-2, -1), offs=OFFSETS)),
+    "grouped by rows": ((16, 96), (4, 96, 128), lambda x, w: F.grouped_mm(x, w, offs=OFFSETS)),
+    "one expert": ((5, 128), (4, 96, 128), lambda x, w: F.linear(x, w[torch.tensor(2)])),
+    "an expert for each row": (
+        (3, 128),
+        (4, 96, 128),
+        lambda x, w: torch.bmm(w[torch.tensor([1, 1, 3])], x[..., None]),
+    ),
+}
+
+
+@pytest.mark.parametrize("bits", [8, 12])
+@pytest.mark.parametrize(("of_input", "shape", "product"), PRODUCTS.values(), ids=PRODUCTS)
+def test_products_have_the_same_bits(bits, of_input, shape, product):
+    held, matrix = pair(bits, shape=shape)
+    results = []
+    for weight in (held, matrix):
+        torch.manual_seed(1)
+        x = torch.randn(of_input).bfloat16().requires_grad_()
+        out = product(x, weight)
+        out.backward(torch.randn(out.shape).bfloat16())
+        results.append((out, x.grad, weight.grad))
+        assert weight.grad.is_contiguous()
+        for how in (torch.no_grad, torch.inference_mode):
+            with how():
+                results[-1] += (product(x, weight),)
+    for got, wanted in zip(*results, strict=True):
+        assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("shape", [(5, 7, 128), (5, 128, 7)])  # the latter transposed, so that it is not one matrix
+def test_what_autograd_saves_are_codes(shape, trained):
+    held, matrix = (weight.requires_grad_(trained) for weight in pair())
+    x = torch.randn(shape).bfloat16()
+    x = (x if shape[-1] == 128 else x.transpose(1, 2)).requires_grad_()
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        out = F.linear(x, held)
+    assert torch.equal(out, F.linear(x, matrix))
+    if trained or shape[-1] == 128:  # else torch expands a frozen weight, and saves it
+        assert any(isinstance(each, QuantizedWeight) for each in saved)
+        assert all(isinstance(each, QuantizedWeight) or each.numel() == x.numel() for each in saved)
+
+
 @BITS
 @pytest.mark.parametrize("padding", [None, 3, -1])
 def test_an_embedding_computes_the_same_bits(bits, padding):
@@ -143,11 +196,11 @@ def test_to_a_device_keeps_the_hooks_of_the_optimizer():
     [
         (lambda weight: weight + 1, "aten.add"),
         (lambda weight: weight.norm(), "ordinary matrix"),
-        (lambda weight: torch.ones(2, 96).bfloat16() @ weight, "skip"),
+        (lambda weight: weight.t()[:64], "aten.slice"),
+        (lambda weight: F.embedding(torch.tensor([1]), weight.t()), "aten.embedding"),
+        (lambda weight: weight.t().contiguous(), "skip"),
         (lambda weight: weight.float(), "dequantize_"),
-        (lambda weight: weight.t(), "aten.t"),
-        (lambda weight: F.linear(weight, torch.ones(3, 128).bfloat16()), "input"),
-        (lambda weight: F.embedding(torch.tensor([1]), weight, max_norm=1.0), "max_norm"),
+        (lambda weight: F.embedding(torch.tensor([1]), weight, max_norm=1.0), "aten.embedding_renorm_"),
         (lambda weight: setattr(weight, "data", torch.zeros(96, 128)), "dequantize_"),
     ],
 )
