@@ -103,8 +103,8 @@ class FusedConfig:
             "8bit_64", the same in groups of 64; "8bit_nearest", the same rounded to nearest; or a registered storage. A
             param group may have its own.
         convert_states: states that are loaded may have been saved in another `state_storage`, and are converted.
-        weight_format: "int8", "int10" or "int12": a trainer holds the weights of linear layers and embeddings in so
-            many bits (`lowmem.quantize_`, which a loop calls itself). None leaves them as they are.
+        weight_format: "int8", "int10" or "int12": a trainer holds the weights of linear layers, embeddings and experts
+            in so many bits (`lowmem.quantize_`, which a loop calls itself). None leaves them as they are.
         placement: "local"; "replicated": every rank of a process group has all parameters, which are broadcast from
             rank 0, and data of its own, and gradients are averaged; "zero3" and "fsdp2": parameters are sharded over
             the ranks by DeepSpeed or `fully_shard`; "auto" finds it from the parameters and the process group, and

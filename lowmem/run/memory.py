@@ -79,8 +79,7 @@ class _Tracker(TorchDispatchMode):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         for value in filter(torch.is_tensor, tree_leaves(result)):
-            for tensor in tensors_of(value):
-                self._allocation(tensor)
+            self._allocation(value)
         return result
 
     def label(self, tensors: Iterable[Tensor], kind: str) -> None:

@@ -55,12 +55,11 @@ class ParamRecord(Placed):
 
     def put_extra(self, tensors: tuple[Tensor, ...], shard: Shard) -> None:
         """Takes what was saved of the weight's storage."""
-        quantized = shard.quantized(self.param)
-        if quantized is None:
+        if (quantized := shard.quantized(self.param)) is None:
             self.extra = tensors
-            return
-        for part, saved in zip(quantized.parts, tensors, strict=True):
-            part.copy_(saved)
+        else:
+            for part, saved in zip(quantized.parts, tensors, strict=True):
+                part.copy_(saved)
 
     def refuse_misfits(self, state: Mapping[str, Any], shard: Shard) -> None:
         """Raises `StepError` if the parameter has changed so that its states, or a residual or master copy, do not fit

@@ -129,13 +129,12 @@ class Updates:
     def begin_state(self, record: ParamRecord) -> None:
         """Makes the states of a parameter before its first update."""
         program, (shard, _) = record.program, self._shard.read(record.param, {})
-        there = program.extra_names if program.weight.in_codes else ()
         tensors = {
             name: torch.zeros(program.shape_of(kept, shard.shape), dtype=kept.dtype, device=shard.device)
             for name, kept in program.kept.items()
-            if name not in there
+            if not (program.weight.in_codes and name in program.extra_names)  # those are there
         }
-        record.extra = tuple(tensors.pop(name) for name in program.extra_names if name not in there)
+        record.extra = tuple(tensors.pop(name) for name in program.extra_names if name in tensors)
         if record.extra:
             begin_storage(program.layout, Held(program.weight, (shard, *record.extra)))
         self.state[record.param] = tensors

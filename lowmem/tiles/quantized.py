@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
+from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 from lowmem.errors import UnsupportedError
@@ -92,7 +93,8 @@ class QuantizedWeight(Tensor):
     @property
     def transposed(self) -> bool:
         """Returns whether groups lie along columns, as in a view for a product."""
-        return self.ndim > 1 and self.stride(-2) == 1  # a row has one group at least
+        codes = self.parts[0]
+        return codes.ndim > 1 and codes.stride(-2) == 1  # a row has one group at least
 
     def _decoded(self, at: Any) -> Tensor:
         """Rows of it, in float32."""
@@ -135,14 +137,13 @@ class QuantizedWeight(Tensor):
                 raise self._cannot_become(value.dtype)
             self.format, self.parts = value.format, value.parts
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            return (_linear if func is F.linear else func)(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs, (self, *others) = kwargs or {}, args
         if func in PRODUCTS or (func is aten.copy_.default and not isinstance(self, cls)):
             return func(*map(plain, args), **kwargs)
-        held = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, cls))
         if func in (aten.detach.default, aten.alias.default):
             return self.by_group(lambda part, _: part)
         if func is aten.t.default or (
@@ -153,8 +154,10 @@ class QuantizedWeight(Tensor):
             if dtype == torch.float32:
                 raise self._cannot_become(dtype)
             return cls(self.format, self.parts, dtype)  # autocast, which needs no copy of the codes
-        if held is self and not self.transposed and (result := self._by_rows(func, *others, **kwargs)) is not None:
+        by_rows = isinstance(self, cls) and not self.transposed
+        if by_rows and (result := self._by_rows(func, *others, **kwargs)) is not None:
             return result
+        held = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, cls))
         raise UnsupportedError(
             f"a weight of {list(held.shape)} that is held in {held.format} takes part in {func}, which needs an "
             "ordinary matrix. It can be the weight of a product or of an embedding, also one that fully_shard (FSDP2) "
@@ -169,9 +172,7 @@ class QuantizedWeight(Tensor):
         if func is aten.view.default and (args[0][-1] == -1 or args[0][-1] % self.format.group == 0):
             *lines, row = args[0]  # a row of -1, which torch computes, stays -1
             return self.by_group(lambda part, group: part.view(*lines, row // group))
-        if func is aten.clone.default:
-            return self.by_group(lambda part, _: part.clone())
-        if func is aten._to_copy.default:
+        if func in (aten.clone.default, aten._to_copy.default):
             return self.by_group(lambda part, _: part.to(kwargs.get("device"), copy=True))
         if func is aten.copy_.default:
             if isinstance(args[0], QuantizedWeight) and args[0].format == self.format:
@@ -191,10 +192,17 @@ class QuantizedWeight(Tensor):
             *lines, row = args[0]
             return self.by_group(lambda part, group: part.new_zeros((*lines, row // group)))
         if func in (aten.zeros_like.default, aten.new_empty.default):  # a gradient; the shard of a rank without rows
-            shape = self.shape if func is aten.zeros_like.default else args[0]
             kinds = {name: kwargs.get(name) or getattr(self, name) for name in ("dtype", "device")}
-            return torch.zeros(shape, **kinds)
+            return torch.zeros(args[0] if args else self.shape, **kinds)
         return None
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear`, whose backward reads the weight before the gradient of that exists: `addmm` does, and `mm` after."""
+    if bias is not None or input.ndim < 2 or isinstance(input, QuantizedWeight):
+        return F.linear(input, weight, bias)
+    rows = torch.addmm(input.new_empty(()), input.reshape(-1, input.shape[-1]), weight.t(), beta=0)
+    return rows.view(*input.shape[:-1], weight.shape[0])
 
 
 @functools.cache
@@ -224,7 +232,7 @@ def tensors_of(tensor: Tensor) -> tuple[Tensor, ...]:
 
 def _as_matrix(tensor: Any, group: int) -> Any:
     """A stack of matrices as one matrix, or a line as one whose rows are a group."""
-    return tensor.view(-1, tensor.shape[-1] if tensor.ndim > 1 else group)
+    return tensor if tensor.ndim == 2 else tensor.view(-1, tensor.shape[-1] if tensor.ndim > 1 else group)
 
 
 def rows_of(matrix: Tensor, indices: Tensor) -> Tensor:

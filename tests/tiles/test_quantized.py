@@ -43,7 +43,7 @@ def test_each_element_is_as_near_as_it_can_be_held(bits, dtype):
 @BITS
 @DTYPES
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("tokens", [(5,), (2, 3, 7), ()])
+@pytest.mark.parametrize("tokens", [(5,), (2, 3, 7), (), (0,), (2, 0)])
 def test_a_linear_layer_computes_the_same_bits(bits, dtype, bias, tokens):
     held, matrix = pair(bits, dtype)
     extra = torch.randn(96).to(dtype) if bias else None
