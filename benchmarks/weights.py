@@ -52,6 +52,13 @@ class Fresh(Unpacked):
         return self.encode(value, uniform)
 
 
+class Nearest(Unpacked):
+    """One that is rounded to the nearest multiple."""
+
+    def update(self, value: Tensor, uniform: Uniform, stored: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return super().update(value, Uniform.half(value), stored)
+
+
 @dataclass(frozen=True)
 class Upper(Shown):
     """An integer of more than 8 bits whose upper 8 bits are all that the model sees, in the middle of their interval or
@@ -72,6 +79,7 @@ STORAGES: dict[str, storage.Maker] = {
     "int8": lambda dtype, signed: Unpacked(8),
     "int10": lambda dtype, signed: Unpacked(10),
     "int12": lambda dtype, signed: Unpacked(12),
+    "int8, to nearest": lambda dtype, signed: Nearest(8),
     "int8, fresh units": lambda dtype, signed: Fresh(8),
     "int10, fresh units": lambda dtype, signed: Fresh(10),
     **{
@@ -142,7 +150,7 @@ OLD = Study(updates=5000, trained="old", looks=(0.1, 0.2, 0.3, 0.5, 1.0))
 SHORT = replace(OLD, updates=1000)
 INTEGERS = ("int8", "int10", "int12")
 WIDE = ("float32", "bfloat16 in float32", *INTEGERS)
-GROUPS = (*WIDE, *(f"{name}, groups of {size}" for name in INTEGERS for size in (32, 128)))
+GROUPS = (*WIDE, "int8, to nearest", *(f"{name}, groups of {size}" for name in INTEGERS for size in (32, 128)))
 VARIANTS = tuple(name for name in FORMATS if name.startswith("int10, "))
 # The best learning rate of AdaLomo, AdamW and LOMO on the new text is that of `benchmarks.finetune`.
 SETTINGS = {
@@ -155,7 +163,7 @@ SETTINGS = {
     "AdamW, 8-bit states": Setting(
         Study(), Method("adamw", 3.2e-3, {**NO_DECAY, "betas": (0.9, 0.95), "state_storage": "8bit", "compile": True})
     ),
-    "groups": Setting(replace(SHORT, products="float32"), adalomo(1e-3), GROUPS, seeds=2),
+    "groups": Setting(replace(SHORT, products="float32"), adalomo(1e-3), GROUPS, seeds=1),
     "5M": Setting(Study(), adalomo(3.2e-2), seeds=1, size="5M"),
     "20M": Setting(replace(Study(), products="float32"), adalomo(3.2e-2), WIDE, seeds=1, size="20M"),
     "old text, 10,000 updates": Setting(
@@ -295,9 +303,11 @@ def _shown(row: Mapping[str, Any], looks: int) -> tuple[str, ...]:
 
 
 def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draws the losses above float32 along the updates on the old text, what each format keeps, and the variants."""
+    """Draws the losses above float32 along the updates on the old text, what each format keeps, the variants, and sizes
+    of groups.
+    """
     title, variants = "Held-out loss by the format of the weights", "old text, 1,000 updates"
-    with picture(path, title, (14, 4.6), 3, width_ratios=(1.1, 1.2, 1)) as (left, middle, right):
+    with picture(path, title, (17, 4.6), 4, width_ratios=(1.1, 1.2, 1, 0.6)) as (left, middle, right, last):
         others = [row for row in rows if row["format"] != "float32"]
         main = [row for row in others if row["format"] in LOOKS]
         for row in (row for row in main if row["setting"] == "old text"):
@@ -318,6 +328,13 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         right.axhline(1.0, color="#333333", lw=0.8)
         right.set(ylim=(LEAST, 1.02), title=variants)
         right.set_xticks(range(len(some)), [row["format"] for row in some], rotation=40, ha="right", fontsize=8)
+        kept = {row["format"]: row["kept"] for row in others if row["setting"] == "groups"}
+        for name in INTEGERS:
+            sizes = {32: f"{name}, groups of 32", 64: name, 128: f"{name}, groups of 128"}
+            points = [(str(size), kept[key]) for size, key in sizes.items() if key in kept]
+            last.plot(*zip(*points, strict=True) if points else ((), ()), color=LOOKS[name], marker="o", ms=4)
+        last.axhline(1.0, color="#333333", lw=0.8)
+        last.set(title="size of groups", xlabel="elements, 1,000 updates")
         left.figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False)
 
 

@@ -40,11 +40,6 @@ def quantize_(model: nn.Module, weight_format: str, *, group: int = 64, skip: Se
     require_known("weight_format", weight_format, [*WEIGHT_FORMATS])
     if group < 8 or group > LARGEST_GROUP or LARGEST_GROUP % group:
         raise ConfigError(f"group={group}: allowed are the powers of two from 8 to {LARGEST_GROUP}")
-    if weight_format == "int8":
-        logger.warning(
-            "int8 weights keep four fifths of what float32 learns in a long run near the optimum, int12 nearly all of "
-            "it (docs/how-to/fewer_bits.md)"
-        )
     storage = Integer(WEIGHT_FORMATS[weight_format], group)
     modules, skipped = [name for name, _ in model.named_modules()], list[str]()
     for pattern in skip:
@@ -53,6 +48,11 @@ def quantize_(model: nn.Module, weight_format: str, *, group: int = 64, skip: Se
             raise ConfigError(f"skip: no module is called {pattern!r}.{did_you_mean(pattern, modules)}")
         skipped += matching
     chosen = [names for weight, names in _shared(model, _can_be_held) if _is_chosen(weight, names, group, skipped)]
+    if chosen and weight_format == "int8":
+        logger.warning(
+            "int8 weights keep four fifths of what float32 learns in a long run near the optimum, int12 nearly all of "
+            "it (docs/how-to/fewer_bits.md)"
+        )
     for names in chosen:
         _replace(model, names, lambda weight: QuantizedWeight.of(weight, storage))
     return model
