@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch._subclasses.fake_tensor import is_fake
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
@@ -25,8 +26,7 @@ GPU_BLOCK = 1 << 22
 
 aten = torch.ops.aten
 
-# Operations that read a weight as an ordinary matrix: products, among them those that torch does not take apart in
-# inference mode, and what it expands for a product with a weight that needs no gradient.
+# Operations that read an ordinary matrix: products, some of them in inference mode alone, and what a product expands.
 PRODUCTS = {
     aten.mm.default, aten.addmm.default, aten.mv.default, aten.bmm.default, aten._grouped_mm.default,
     aten.linear.default, aten.matmul.default, aten.expand.default,
@@ -140,6 +140,7 @@ class QuantizedWeight(Tensor):
             return (_linear if func is F.linear else func)(*args, **(kwargs or {}))
 
     @classmethod
+    @_disable_dynamo  # which cannot trace it, and would warn
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs, (self, *others) = kwargs or {}, args
         if func in PRODUCTS or (func is aten.copy_.default and not isinstance(self, cls)):
@@ -221,8 +222,7 @@ def plain(tensor: Tensor) -> Tensor:
 
 def in_codes(model: nn.Module) -> bool:
     """Returns whether some weights of a model are held in codes."""
-    shards = (getattr(param, "_local_tensor", param) for param in model.parameters())  # of DTensors
-    return any(isinstance(shard, QuantizedWeight) for shard in shards)
+    return any(isinstance(getattr(param, "_local_tensor", param), QuantizedWeight) for param in model.parameters())
 
 
 def tensors_of(tensor: Tensor) -> tuple[Tensor, ...]:

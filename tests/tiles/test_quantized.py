@@ -100,16 +100,17 @@ def test_products_have_the_same_bits(bits, of_input, shape, product):
 
 
 @pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(5, 7, 128), (5, 128, 7)])  # the latter transposed, so that it is not one matrix
-def test_what_autograd_saves_are_codes(shape, trained):
+def test_what_autograd_saves_are_codes(shape, bias, trained):
     held, matrix = (weight.requires_grad_(trained) for weight in pair())
     x = torch.randn(shape).bfloat16()
     x = (x if shape[-1] == 128 else x.transpose(1, 2)).requires_grad_()
-    saved = []
+    saved, ones = [], torch.ones(96).bfloat16()
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
-        out = F.linear(x, held)
-    assert torch.equal(out, F.linear(x, matrix))
-    if trained or shape[-1] == 128:  # else torch expands a frozen weight, and saves it
+        out = F.linear(x, held, ones if bias else None)
+    assert torch.equal(out, F.linear(x, matrix, ones if bias else None))
+    if trained or not bias or shape[-1] == 128:  # else torch expands a frozen weight, and saves it
         assert any(isinstance(each, QuantizedWeight) for each in saved)
         assert all(isinstance(each, QuantizedWeight) or each.numel() == x.numel() for each in saved)
 
@@ -164,6 +165,21 @@ def test_a_weight_that_changed_after_the_forward_is_noticed():
     opt.backward(F.linear(torch.ones(2, 128, dtype=torch.bfloat16), held).sum())
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_a_compiled_model_computes_the_same(recwarn):
+    model = lowmem.quantize_(
+        nn.Sequential(nn.Linear(128, 96), nn.GELU(), nn.Linear(96, 64, bias=False)), "int12", group=32
+    )
+    outs = []
+    for computed in (torch.compile(model, backend="eager"), model):
+        out = computed(torch.ones(3, 128))
+        out.square().sum().backward()
+        outs.append((out, *(param.grad.clone() for param in model.parameters())))
+        model.zero_grad()
+    for got, wanted in zip(*outs, strict=True):
+        torch.testing.assert_close(got, wanted)
+    assert not any("trace" in str(each.message) for each in recwarn)
 
 
 def test_it_is_moved_copied_and_saved_as_it_is(tmp_path):
