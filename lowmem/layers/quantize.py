@@ -116,7 +116,7 @@ def _replace(model: nn.Module, names: list[str], change: Callable[[Tensor], Tens
 
 def _can_be_held(module: nn.Module, param: Tensor) -> bool:
     """Returns whether a parameter is the weight of a linear layer or an embedding, or of a stack of experts."""
-    if hasattr(module, "has_gate"):  # experts as transformers' integrations/moe.py has them
-        return param.ndim == 3
+    if param.ndim == 3:
+        return len(param) == getattr(module, "num_experts", None)  # as modules of transformers call it
     linear = isinstance(module, nn.Linear | nn.Embedding) or hasattr(module, "nf")  # Conv1D of transformers
     return linear and param is module.weight

@@ -109,14 +109,14 @@ class QuantizedWeight(Tensor):
     # have any size if the first one takes the mesh alone. A shard lies at the start of what it was padded to.
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], None]:
-        """What is gathered of a shard: its parts with the padding behind them."""
+        """Returns the tensors of a shard to gather: its parts with the padding behind them."""
         rows = self.parts[0].untyped_storage().nbytes() // self.shape[1:].numel()
         return tuple(part.as_strided((rows, *part.shape[1:]), part.stride()) for part in self.parts), None
 
     def fsdp_post_all_gather(
         self, gathered: tuple[Tensor, ...], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple["QuantizedWeight", tuple[()]] | None:
-        """What was gathered, also the padding, which FSDP2 cuts off; `out` has the memory of it."""
+        """Returns the gathered weight with the padding, which FSDP2 cuts off; `out` has its memory already."""
         return (QuantizedWeight(self.format, gathered, dtype), ()) if out is None else None
 
     def _cannot_become(self, dtype: torch.dtype) -> UnsupportedError:

@@ -222,7 +222,7 @@ class Integer(Storage):
 
     @property
     def _low(self) -> int:
-        """How many low bits an element has."""
+        """The number of low bits of an element."""
         return self.bits - 8
 
     @property

@@ -13,6 +13,8 @@ from transformers import (
     GPT2LMHeadModel,
     GptOssConfig,
     GptOssForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
@@ -166,7 +168,7 @@ def test_a_state_dict_has_the_codes(llama, token_batches):
 class Experts(nn.Module):
     """Two experts, as transformers has them."""
 
-    has_gate = False
+    num_experts = 2
 
     def __init__(self, size):
         super().__init__()
@@ -245,6 +247,9 @@ MODELS = {
     "experts by columns": lambda how: GptOssForCausalLM(
         GptOssConfig(**FEW, num_local_experts=4, intermediate_size=64, experts_implementation=how)
     ),
+    "experts in a batch": lambda how: Llama4ForCausalLM(
+        Llama4TextConfig(**FEW, num_local_experts=4, intermediate_size=64, intermediate_size_mlp=128, pad_token_id=0)
+    ),
     "Conv1D": lambda how: GPT2LMHeadModel(
         GPT2Config(vocab_size=128, n_embd=64, n_layer=2, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=0)
     ),
@@ -253,7 +258,10 @@ MODELS = {
 
 @pytest.mark.parametrize(
     ("model", "how"),
-    [*itertools.product(["experts", "experts by columns"], ["grouped_mm", "eager", "batched_mm"]), ("Conv1D", None)],
+    [
+        *itertools.product(["experts", "experts by columns"], ["grouped_mm", "eager", "batched_mm"]),
+        *itertools.product(["experts in a batch", "Conv1D"], [None]),
+    ],
 )
 def test_experts_and_layers_of_other_models(model, how, tmp_path):
     torch.manual_seed(0)
