@@ -114,7 +114,8 @@ class Format:
             return FLOAT32.bytes_per_element
         held = of_weight(self.matrices, torch.bfloat16)
         if isinstance(held, Shown):
-            held = Integer(held.held.bits, held.held.size) if isinstance(held.held, Integer) else held.held
+            assert isinstance(held.held, Integer)
+            held = Integer(held.held.bits, held.held.size)
         return held.bytes_per_element
 
 
@@ -331,8 +332,8 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         kept = {row["format"]: row["kept"] for row in others if row["setting"] == "groups"}
         for name in INTEGERS:
             sizes = {32: f"{name}, groups of 32", 64: name, 128: f"{name}, groups of 128"}
-            points = [(str(size), kept[key]) for size, key in sizes.items() if key in kept]
-            last.plot(*zip(*points, strict=True) if points else ((), ()), color=LOOKS[name], marker="o", ms=4)
+            shares = {str(size): kept[key] for size, key in sizes.items() if key in kept}
+            last.plot(list(shares), list(shares.values()), color=LOOKS[name], marker="o", ms=4)
         last.axhline(1.0, color="#333333", lw=0.8)
         last.set(title="size of groups", xlabel="elements, 1,000 updates")
         left.figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False)

@@ -67,7 +67,7 @@ class QuantizedWeight(Tensor):
     @torch.no_grad()
     def fill_from(self, values: Tensor) -> None:
         """Encodes other values, each as near as it can be held."""
-        matrix, values = (_as_matrix(each, self.format.group) for each in (self, values.contiguous()))
+        values = values.reshape((matrix := self._as_matrix()).shape)
         for rows in _blocks(matrix) if not is_fake(values) else ():
             value = values[rows].to(self.device).float()
             for part, new in zip(matrix.parts, self.format.encode(value, Uniform.half(value)), strict=True):
@@ -84,7 +84,7 @@ class QuantizedWeight(Tensor):
                 return _decoder(self.format, self.dtype, self.device)(*flat)[0].view(self.shape)
             except Exception as error:
                 Compiler.give_up(error)
-        matrix = _as_matrix(self, self.format.group)
+        matrix = self._as_matrix()
         plain = matrix.parts[0].new_empty(matrix.shape, dtype=self.dtype)
         for rows in _blocks(matrix):
             plain[rows] = matrix._decoded(rows)
@@ -95,6 +95,11 @@ class QuantizedWeight(Tensor):
         """Returns whether groups lie along columns, as in a view for a product."""
         codes = self.parts[0]
         return codes.ndim > 1 and codes.stride(-2) == 1  # a row has one group at least
+
+    def _as_matrix(self) -> "QuantizedWeight":
+        """A stack of matrices as one matrix, or a line as one whose rows are a group."""
+        columns = self.shape[-1] if self.ndim > 1 else self.format.group
+        return self if self.ndim == 2 else self.by_group(lambda part, group: part.view(-1, columns // group))
 
     def _decoded(self, at: Any) -> Tensor:
         """Rows of it, in float32."""
@@ -182,8 +187,8 @@ class QuantizedWeight(Tensor):
             else:
                 self.fill_from(plain(args[0]))
             return self
-        of_rows = func is aten.slice.Tensor or (func is aten.select.int and self.ndim > 2)
-        if of_rows and args[:1] == (0,) and self.ndim > 1:
+        of_rows = (func is aten.slice.Tensor and self.ndim > 1) or (func is aten.select.int and self.ndim > 2)
+        if of_rows and args[:1] == (0,):
             return self.by_group(lambda part, _: func(part, *args, **kwargs))
         if func is aten.split.Tensor and args[1:] in ((), (0,)):
             return [self[start : start + args[0]] for start in range(0, len(self), args[0])]
@@ -228,11 +233,6 @@ def in_codes(model: nn.Module) -> bool:
 def tensors_of(tensor: Tensor) -> tuple[Tensor, ...]:
     """The tensors in memory that a tensor is: itself, or the parts of a `QuantizedWeight`."""
     return tuple(tensor.parts) if isinstance(tensor, QuantizedWeight) else (tensor,)
-
-
-def _as_matrix(tensor: Any, group: int) -> Any:
-    """A stack of matrices as one matrix, or a line as one whose rows are a group."""
-    return tensor if tensor.ndim == 2 else tensor.view(-1, tensor.shape[-1] if tensor.ndim > 1 else group)
 
 
 def rows_of(matrix: Tensor, indices: Tensor) -> Tensor:

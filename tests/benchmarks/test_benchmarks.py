@@ -366,6 +366,19 @@ def test_formats_of_weights_are_compared_with_float32_seed_by_seed(
     assert "8 runs" in capsys.readouterr().out
 
 
+def test_formats_of_weights_with_products_of_float32(monkeypatch, small_study, integers, tmp_path):
+    monkeypatch.setattr(finetune_runs, "SIZES", {"1M": (1, 128, 2, 1e-3)})
+    formats = ("float32", "bfloat16 in float32", "int8, to nearest", "int10, groups of 32")
+    study = dataclasses.replace(small_study, products="float32")
+    setting = weights.Setting(study, finetune_runs.Method("adalomo", 1e-2), formats, 1)
+    monkeypatch.setattr(weights, "SETTINGS", {"groups": setting})
+    weights.main(["--work", str(tmp_path / "work"), "--out", str(tmp_path)])
+    found = json.loads((tmp_path / "weights.json").read_text())
+    assert [row["bytes per weight"] for row in found["table"]] == [4, 2, 1 + 1 / 32, 1.25 + 1 / 16]
+    assert len({run["curve"][0][1] for run in found["runs"]}) == 1  # the pretrained weights are bfloat16 numbers
+    assert len({run["new"] for run in found["runs"]}) == len(formats)
+
+
 def test_integers_without_packing_have_the_same_values(integers):
     """Those of the benchmark and those of the package; what the model sees of the upper bits lies on either side."""
 
