@@ -136,9 +136,9 @@ class Zero3(Sharded):
                     "and would continue with the weights before it. Set stage3_prefetch_bucket_size to 0"
                 )
             self.shard.release(param)
-        persistent = [param for param in params if param.ds_persist]
-        if persistent:
-            persistent[0].all_gather(persistent)
+        for param in params:
+            if param.ds_persist:
+                param.all_gather()  # one at a time: of a list, DeepSpeed 0.18 waits only for the last one
 
 
 def _in_file(param: Any) -> bool:

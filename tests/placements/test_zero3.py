@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from support.shards import SHARDS, assert_as_one_device, make_wide, shared
+from support.shards import SHARDS, assert_as_one_device, deepspeed_on, make_wide, shared
 
 import lowmem
 from lowmem import placements
@@ -24,6 +24,34 @@ ZERO3_OPTIONS = {
 @pytest.mark.parametrize("settings", [{"rule": "adalomo"}, {"rule": "adamw", "clip_norm": 0.5}], ids=str)
 def test_zero3_as_it_is_configured(two, options, settings):
     assert_as_one_device(two.run(shared, "zero3", settings, 1, options), "zero3", settings)
+
+
+def shared_slowly(rank, settings):
+    """`shared` where what is gathered arrives when it is waited for, and is NaN until then."""
+    comm = deepspeed_on(rank).comm
+    gather = comm.all_gather_into_tensor
+
+    class Gathering:
+        def __init__(self, full, shard, group):
+            self.full, self.arriving = full.fill_(torch.nan), torch.empty_like(full)
+            self.work = gather(self.arriving, shard, group=group, async_op=True)
+
+        def wait(self):
+            self.work.wait()
+            self.full.copy_(self.arriving)
+
+    def slowly(full, shard, group=None, async_op=False):
+        gathering = Gathering(full, shard, group)
+        return gathering if async_op else gathering.wait()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(comm, "all_gather_into_tensor", slowly)
+        return shared(rank, "zero3", settings, 1, {"stage3_param_persistence_threshold": 10**9})
+
+
+def test_what_stays_gathered_is_waited_for(two):
+    settings = {"rule": "adamw", "clip_norm": 0.5}
+    assert_as_one_device(two.run(shared_slowly, settings), "zero3", settings)
 
 
 def three_steps(net, rows_of, settings):
