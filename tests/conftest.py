@@ -17,12 +17,18 @@ os.environ.setdefault(
 os.environ.setdefault("TORCHINDUCTOR_FX_GRAPH_CACHE", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no processes that import torch only to compile
 
+import hypothesis
 import pytest
 import torch
 from support.ranks import Ranks
 from transformers import LlamaConfig, LlamaForCausalLM
 
 torch.set_num_threads(1)
+# no example fails because the machine is slow or busy
+hypothesis.settings.register_profile(
+    "patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow], print_blob=True
+)
+hypothesis.settings.load_profile("patient")
 
 
 @pytest.fixture(autouse=True)

@@ -276,7 +276,7 @@ def follows(give_gradients, case):
 
 @pytest.mark.parametrize("rule", REFERENCES)
 @given(st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_float32_follows_the_reference(give_gradients, rule, data):
     follows(give_gradients, data.draw(cases(rule, torch.float32)))
 
@@ -312,7 +312,7 @@ def test_several_tiles_follow_the_reference(give_gradients, rule, shape, options
     ],
 )
 @given(st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_16_bit_weights_are_the_rounded_reference(give_gradients, rule, dtype, data):
     """Float32 arithmetic before the rounding may tip a value that lies between two neighbours, hence the one ulp; where
     weight and step all but cancel, its own rounding is many ulps of the little that is left."""
@@ -327,7 +327,7 @@ def test_16_bit_weights_are_the_rounded_reference(give_gradients, rule, dtype, d
 
 @pytest.mark.parametrize("rule", REFERENCES)
 @given(st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_an_edit_counts_or_is_refused(give_gradients, rule, data):
     """What a step does after hyperparameters are edited in place is what it does where they are so from the start, with
     the same state; or it raises, and nothing has moved."""

@@ -268,7 +268,7 @@ DRAWN = {
 }
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(config=st.fixed_dictionaries({"output_dir": st.just("runs/x")}, optional=DRAWN))
 def test_the_written_file_gives_the_same_arguments(config, tmp_path_factory):
     folder = tmp_path_factory.mktemp("yaml")

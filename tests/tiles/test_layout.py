@@ -40,7 +40,7 @@ def views(draw):
 
 
 @given(views())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_whole_layout_covers_exactly_once(case):
     """Its rectangles, put where they say, are the parameter with its dimensions in the view's order; none is a copy."""
     shape, view = case
@@ -77,7 +77,7 @@ def rects(draw):
 
 
 @given(rects(), st.integers(1, 2000))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_subdivide_covers_exactly_once(rect, tile):
     """Every element is in one tile, no tile is larger than asked for, and each is one piece of memory."""
     met = torch.zeros([s.stop for s in (rect.batch, rect.rows, rect.cols)], dtype=torch.int)
@@ -98,7 +98,7 @@ def test_large_parameter_has_tiles_of_about_the_size_asked_for():
 
 
 @given(views(), st.data())
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 def test_a_range_covers_its_elements_exactly_once(case, data):
     """A flat piece of a parameter: its rectangles are just its elements, where they belong; none is a copy."""
     shape, view = case

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import lowmem
@@ -63,7 +63,6 @@ def test_bfloat16_split_is_exact():
 
 
 @given(st.lists(st.floats(allow_nan=False, allow_infinity=False, width=32), min_size=1, max_size=50))
-@settings(deadline=None)
 def test_bfloat16_split_of_any_float(values):
     assert_split_is_exact(torch.tensor(values, dtype=torch.float32))
 

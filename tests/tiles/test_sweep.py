@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.products import pairwise
 from torch.distributed._tools.mem_tracker import MemTracker
@@ -105,7 +105,6 @@ def everything(t):
 
 
 @given(st.tuples(*[st.integers(1, 9)] * 3), st.integers(1, 100), st.booleans())
-@settings(deadline=None)
 def test_reduce_sums_over_tiles(shape, tile, clipped):
     """Rows, columns, totals and the gradient's own norm, the last before its clip; float64 sums are the reference."""
     param, grad = torch.randn(shape), torch.randn(shape)
