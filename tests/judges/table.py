@@ -10,10 +10,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from judged import EQUAL, REFUSED, judge
+from judged import EQUAL, REFUSED
 from test_classes import EQUAL as PACKAGES
 from test_classes import judged
-from test_sharded_classes import candidates, refuse_early
+from test_sharded_classes import judged_early
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "rules.md"
 DISTRIBUTIONS = {"optimi": "torch-optimi"}
@@ -32,9 +32,7 @@ REASONS = {
 def row(package):
     verdicts = {name.removesuffix("()"): verdict for name, verdict in judged(package, every=False).items()}
     found = [name for name, (verdict, _) in verdicts.items() if verdict == EQUAL]
-    sharded = [
-        cls.__name__ for cls in candidates(package) if judge(lambda cls=cls: refuse_early(cls) is None)[0] == EQUAL
-    ]
+    sharded = [cls.__name__ for cls, (verdict, _) in judged_early(package).items() if verdict == EQUAL]
     refused = {}
     for name, (verdict, reason) in verdicts.items():
         if verdict == REFUSED:

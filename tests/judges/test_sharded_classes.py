@@ -49,7 +49,7 @@ def train(net, cls):
 
 
 def refuse_early(cls):
-    """Raises what an optimizer of sharded parameters would, without a model, which takes longer to make."""
+    """Raises what an optimizer of sharded parameters would, on one device and without training."""
     rule, usual = lowmem.rules.resolve(cls), next(settings for _, settings in configurations(cls))
     group = {**rule.defaults, **usual, "params": list(Small().parameters())}
     rule.check(group)
@@ -66,6 +66,12 @@ def candidates(package):
     return [cls for cls in classes(package) if "use_muon" not in (inspect.getdoc(cls) or "")]
 
 
+def judged_early(package):
+    """The verdict on each class of a package before it is trained."""
+    with torch.compiler.set_stance("force_eager"):
+        return {cls: judge(lambda cls=cls: refuse_early(cls) is None) for cls in candidates(package)}
+
+
 def verdicts(rank, kind, found):
     with torch.compiler.set_stance("force_eager"):
         return {cls: judge(functools.partial(same, cls, kind, rank)) for cls in found}
@@ -74,11 +80,10 @@ def verdicts(rank, kind, found):
 @pytest.mark.parametrize("package", EQUAL)
 def test_every_class(two, package):
     pytest.importorskip(package.partition(".")[0], reason=f"{package} is not installed: pip install lowmem[judges]")
-    with torch.compiler.set_stance("force_eager"):
-        alone = {cls: judge(lambda cls=cls: refuse_early(cls) is None) for cls in candidates(package)}
-    found = [cls for cls, (verdict, _) in alone.items() if verdict != REFUSED]
+    early = judged_early(package)
+    found = [cls for cls, (verdict, _) in early.items() if verdict != REFUSED]
     for kind in SHARDS:
         first, second = two.run(verdicts, kind, found)
         assert [verdict for verdict, _ in first.values()] == [verdict for verdict, _ in second.values()]
-        each = {cls.__name__: verdict for cls, verdict in {**alone, **first}.items()}
+        each = {cls.__name__: verdict for cls, verdict in {**early, **first}.items()}
         report(f"{package} under {kind}", each, EQUAL[package])
