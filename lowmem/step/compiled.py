@@ -6,8 +6,9 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from lowmem.tiles.storage import Held, Storage, part_name
 from lowmem.tiles.stored import StoredTiles
 from lowmem.tiles.sweep import Reading, Scalars, Sweep
 from lowmem.tiles.tile import extent
-from lowmem.tiles.traced import Piece, TracedTiles, TracedUpdate, UntraceableError, pieces, run_cut
+from lowmem.tiles.traced import Form, TracedTiles, TracedUpdate, UntraceableError, pieces, run_cut
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ logger = logging.getLogger(__name__)
 COMPILE_FROM = 1 << 25
 
 # The tensors that a `Reading` may have.
-READ = tuple(field.name for field in fields(Reading) if field.name != "sums_squares")
+READ = tuple(each.name for each in fields(Reading) if each.name != "sums_squares")
 
 # Sizes for which Inductor plans: how loops are divided among threads, or a GPU's blocks, and which sums are so long
 # that they are taken in parts (from 4,096 on). Those of a large parameter.
@@ -40,15 +41,14 @@ EXAMPLE = {"batch": 8, "count": 1024, "rows": 16, "cols": 4096}
 
 @dataclass(frozen=True)
 class Kind:
-    """The cache key of compiled code.
+    """The cache key of the compiled code of a rule. No size is part of it: code is compiled for all sizes.
 
-    rule: or its class, if it has no attributes of its own.  storage: of the weight.  states: storages of those of the
-    parameter's size.  small: the other states.  elements: dtypes of the gradient and the tensors of weight and states,
-    with the size of their groups.  form: see `Piece`.  reading: name, dtype and number of dimensions of its tensors.
-    numbers: names of the rule's.  cut: code is cut at each pass over the tiles.
+    storage: of the weight.  states: storages of the states that have the size of the parameter.  small: the other
+    states.  elements: dtypes of the gradient and the tensors of weight and states, with the size of their groups.
+    reading: name, dtype and number of dimensions of its tensors.  numbers: names of the rule's.  cut: code is cut at
+    each pass over the tiles.  form: see `Piece`.
     """
 
-    rule: Any
     spec: ParamSpec
     storage: Storage
     states: tuple[tuple[str, Storage], ...]
@@ -56,11 +56,11 @@ class Kind:
     elements: tuple[Kept, ...]
     device: torch.device
     batched: bool
-    form: tuple[bool, bool]
     reading: tuple[tuple[str, torch.dtype, int], ...]
     sums_squares: bool
     numbers: tuple[str, ...]
     cut: bool
+    form: Form
 
     @property
     def group(self) -> int:
@@ -124,48 +124,85 @@ def trace_update(kind: Kind, rule: UpdateRule) -> TracedUpdate:
     return TracedUpdate(update, sizes, shared, tile, cut=kind.cut)
 
 
-_TRACED: dict[Kind, TracedUpdate | None] = {}
+# Compiled code of a rule, by the rule itself, or by its class if it has no attributes of its own. None: the rule cannot
+# be traced.
+_TRACED: WeakKeyDictionary[Any, dict[Kind, TracedUpdate] | None] = WeakKeyDictionary()
 
 
 def traced(kind: Kind, rule: UpdateRule, first: bool) -> TracedUpdate | None:
     """The compiled update of a kind of parameters; None if there is none. first: it also computes what lies between two
     passes.
     """
-    if Compiler.failure is not None:
+    key = rule if vars(rule) else type(rule)
+    updates = _TRACED.setdefault(key, {})
+    if updates is None or Compiler.failure is not None:
         return None
     start = time.perf_counter()
     try:
-        if kind not in _TRACED:
-            _TRACED[kind] = None
-            _TRACED[kind] = trace_update(kind, rule)
-        if (update := _TRACED[kind]) is not None:
-            update.compile(first)
+        if kind not in updates:
+            updates[kind] = trace_update(kind, rule)
+        updates[kind].compile(first)
     except UntraceableError as error:
+        _TRACED[key] = None
         logger.info("updates of rule %s are not compiled: %s", rule.name, error)
     except Exception as error:
-        _TRACED[kind] = None
+        updates.pop(kind, None)
         Compiler.give_up(error)
     Compiler.seconds += time.perf_counter() - start
-    return _TRACED[kind]
+    return updates.get(kind)
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """Runs a program by compiled code, with gradients of one kind.
+    """Runs a program by compiled code, with gradients of one kind, whatever the sizes of its tiles.
 
-    updates: by the form of a piece.  pieces: its tiles.  small: shapes of the small states, as [B, R], [B, C] or [B].
-    tile: shapes of the gradient and the tensors of weight and states, if the parameter is one tile.
+    kind: of the code, whose form is that of a piece.  names: tensors of the states that have the size of the parameter.
     """
 
+    program: Program
     kind: Kind
-    updates: dict[tuple[bool, bool], TracedUpdate]
-    pieces: list[Piece]
-    small: dict[str, tuple[int, ...]]
-    tile: list[tuple[int, ...]]
     names: tuple[str, ...]
+    _updates: dict[tuple[Form, bool], TracedUpdate | None] = field(default_factory=dict, init=False)
+
+    @classmethod
+    def of(
+        cls, program: Program, layout: Layout, grad: Gradient, reading: Reading, scalars: Scalars
+    ) -> "Compiled | None":
+        """The compiled code of a program for such gradients; None if it cannot be compiled.
+
+        layout: that of the program, or of the blocks of a gradient that is computed.
+        """
+        names = tuple(part_name(name, part.name) for name, each in program.states.items() for part in each.parts)
+        weight = [Kept(part.dtype, group=part.group) for part in program.weight.parts]
+        elements = Kept(grad.dtype), *weight, *(program.kept[name] for name in names)
+        parts = pieces(layout, max(each.group for each in elements))
+        if not parts or program.rule.materializes:
+            return None
+        kind = Kind(
+            program.spec,
+            program.weight,
+            tuple(program.states.items()),
+            tuple((name, kept) for name, kept in program.kept.items() if kept.extent != "full"),
+            elements,
+            grad.device,
+            batched=layout.shape[0] > 1,
+            reading=tuple((name, each.dtype, each.ndim) for name in READ if (each := getattr(reading, name)) is not None),
+            sums_squares=reading.sums_squares,
+            numbers=scalars.names,
+            cut=program.ranks is not None or not isinstance(grad, Tensor) or len(parts) > 1,
+            form=parts[0].form,
+        )
+        return cls(program, kind, names)
+
+    def _update(self, form: Form, first: bool) -> TracedUpdate | None:
+        """The code of pieces of this form. first: it also computes what lies between two passes."""
+        if (form, first) not in self._updates:
+            self._updates[form, first] = traced(replace(self.kind, form=form), self.program.rule, first)
+        return self._updates[form, first]
 
     def run(
         self,
+        layout: Layout,
         grad: Gradient,
         weight: Sequence[Tensor],
         states: Mapping[str, Tensor],
@@ -174,66 +211,41 @@ class Compiled:
         keys: Callable[[], Sequence[int]],
         tiles: Callable[[], StoredTiles],
     ) -> list[Tensor] | None:
-        """Updates a parameter, and returns what `trace_update` does; None if its tensors have changed meanwhile.
+        """Updates a parameter, and returns what `trace_update` does; None if compiled code does not take its tensors.
 
         Args:
+            layout: of the program, or of the blocks of this gradient.
             keys: gives that of the noise.
             tiles: gives those of the parameter, which is several.
         """
         kind = self.kind
         tensors = [grad, *weight, *(states[name] for name in self.names)]
-        for tensor, kept in zip(tensors if isinstance(grad, Tensor) else tensors[1:], kind.elements, strict=False):
-            if tensor.dtype is not kept.dtype or not tensor.is_contiguous() or tensor.device != kind.device:  # type: ignore[union-attr]
+        for tensor, kept in zip(tensors, kind.elements, strict=True):
+            if isinstance(tensor, Tensor) and not _fits(tensor, kept.dtype, kind.device):
                 return None
-        shared: list[Any] = [states[name].view(shape) for name, shape in self.small.items()]
+        parts = pieces(layout, kind.group)
+        if not parts:
+            return None
+        first = parts[0].form
+        updates = {form: self._update(form, form == first) for form in {each.form for each in parts}}
+        if not all(updates.values()):
+            return None
+        shared: list[Any] = [states[name].view((*extent(k.extent, layout.shape), *k.extra)) for name, k in kind.small]
         shared += [getattr(reading, name) for name, _, _ in kind.reading]
         shared += scalars.single, scalars.double
         if kind.draws:
             shared.append(torch.full((), *keys(), dtype=torch.int32, device=kind.device))
+        groups = [kept.group for kept in kind.elements]
         if not kind.cut:
-            args = [tensor.view(shape) for tensor, shape in zip(tensors, self.tile, strict=True)]  # type: ignore[arg-type]
-            return self.updates[self.pieces[0].form].run(*shared, *args)  # type: ignore[no-any-return]
-        return run_cut(self.updates, tiles(), self.pieces, shared, [kept.group for kept in kind.elements], tensors)
+            shapes = [parts[0].shape(kind.group, group) for group in groups]
+            args = [tensor.view(shape) for tensor, shape in zip(tensors, shapes, strict=True)]  # type: ignore[arg-type]
+            return updates[first].run(*shared, *args)  # type: ignore[union-attr, no-any-return]
+        return run_cut(updates, tiles(), parts, shared, groups, tensors)  # type: ignore[arg-type]
 
 
-def compiled_of(
-    program: Program, layout: Layout, grad: Gradient, reading: Reading, scalars: Scalars
-) -> Compiled | None:
-    """Returns what runs a program by compiled code with such gradients; None if it cannot be compiled.
-
-    layout: that of the program, or of the blocks of a gradient that is computed.
-    """
-    names = tuple(part_name(name, part.name) for name, each in program.states.items() for part in each.parts)
-    weight = [Kept(part.dtype, group=part.group) for part in program.weight.parts]
-    elements = Kept(grad.dtype), *weight, *(program.kept[name] for name in names)
-    group = max(each.group for each in elements)
-    parts = pieces(layout, group)
-    if not parts:
-        return None
-    first, cut = parts[0].form, program.ranks is not None or not isinstance(grad, Tensor) or len(parts) > 1
-    read = {name: tensor for name in READ if (tensor := getattr(reading, name)) is not None}
-    rule = program.rule
-    kind = Kind(
-        rule if vars(rule) else type(rule),
-        program.spec,
-        program.weight,
-        tuple(program.states.items()),
-        tuple((name, kept) for name, kept in program.kept.items() if kept.extent != "full"),
-        elements,
-        grad.device,
-        batched=layout.shape[0] > 1,
-        form=first,
-        reading=tuple((name, tensor.dtype, tensor.ndim) for name, tensor in read.items()),
-        sums_squares=reading.sums_squares,
-        numbers=scalars.names,
-        cut=cut,
-    )
-    updates = {form: traced(replace(kind, form=form), rule, form == first) for form in {each.form for each in parts}}
-    if not all(updates.values()):
-        return None
-    small = {name: (*extent(kept.extent, layout.shape), *kept.extra) for name, kept in kind.small}
-    tile = [] if cut else [parts[0].shape(group, each.group) for each in elements]
-    return Compiled(kind, updates, parts, small, tile, names)  # type: ignore[arg-type]
+def _fits(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> bool:
+    """Returns whether compiled code takes a tensor."""
+    return tensor.dtype is dtype and tensor.is_contiguous() and tensor.device == device
 
 
 def decide_compilation(requested: bool | str, records: Collection[ParamRecord]) -> bool:

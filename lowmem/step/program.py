@@ -47,7 +47,7 @@ class Program:
         ranks: those that hold the other shards of each; None where it is complete.
         weight: the storage of the weight.  states: of the states of the parameter's size, by name.
         members: how many parameters it updates at once, as a stack.
-        compiled: its compiled code, by the kind of gradient; None where there is none (`compiled_of`).
+        compiled: its compiled code, by the kind of gradient; None where there is none (`Compiled.of`).
     """
 
     rule: UpdateRule

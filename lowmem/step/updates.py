@@ -12,7 +12,7 @@ from lowmem.placements import Placement
 from lowmem.rules import UpdateRule
 from lowmem.step.changes import Changes
 from lowmem.step.clipping import Clipping, Decision
-from lowmem.step.compiled import READ, Compiled, compiled_of
+from lowmem.step.compiled import READ, Compiled
 from lowmem.step.cycle import StepCycle
 from lowmem.step.program import Program
 from lowmem.step.record import ParamRecord
@@ -212,7 +212,7 @@ class Updates:
         if compiles and not torch._C._len_torch_dispatch_stack():
             compiled = self._compiled_of(program, layout, grad, reading, scalars)
             if compiled is not None:
-                results = compiled.run(grad, weight, state, reading, scalars, keys, tiles)
+                results = compiled.run(layout, grad, weight, state, reading, scalars, keys, tiles)
         if results is None:
             named: dict[str, Any] = dict(state) if program.states else state
             for name, each in program.states.items():
@@ -235,11 +235,10 @@ class Updates:
     ) -> Compiled | None:
         """Returns what runs a program by compiled code; None if it cannot be compiled."""
         like = (
-            grad.dtype, len(layout.rectangles), isinstance(grad, Tensor), scalars.names,
-            *(getattr(reading, name) is None for name in READ),
+            grad.dtype, isinstance(grad, Tensor), scalars.names, *(getattr(reading, name) is None for name in READ)
         )  # fmt: skip
         if like not in program.compiled:
-            program.compiled[like] = compiled_of(program, layout, grad, reading, scalars)
+            program.compiled[like] = Compiled.of(program, layout, grad, reading, scalars)
         compiled: Compiled | None = program.compiled[like]
         return compiled
 

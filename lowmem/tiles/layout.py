@@ -192,7 +192,7 @@ class Rectangle:
         return shard.view(batch, rows, cols // group)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Layout:
     """The rectangles of a [batch, rows, cols] parameter that a process holds.
 
@@ -201,7 +201,7 @@ class Layout:
 
     shape: tuple[int, int, int]
     rectangles: tuple[Rectangle, ...]
-    _places: dict[int, list[Place]] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _places: dict[int, list[Place]] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def of(cls, shape: tuple[int, ...], view: View, start: int = 0, stop: int | None = None) -> "Layout":

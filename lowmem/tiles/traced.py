@@ -46,6 +46,9 @@ LARGEST = 1 << 31
 
 Result = TypeVar("Result")
 
+# Of a tile: it has several slices of the batch; each of them is a single line. Code is special to that.
+Form = tuple[bool, bool]
+
 
 class UntraceableError(Exception):
     """An update cannot be traced."""
@@ -84,10 +87,7 @@ class Piece(NamedTuple):
     blocks: tuple[int, int, int]
 
     @property
-    def form(self) -> tuple[bool, bool]:
-        """Returns whether it has several slices of the batch, and whether each is a single line: code is special to
-        that.
-        """
+    def form(self) -> Form:
         batch, rows, _ = self.place.rect.size
         return batch > 1, rows == 1
 
@@ -100,6 +100,7 @@ class Piece(NamedTuple):
         return shape if group == 1 else (*shape, group // own)
 
 
+@functools.lru_cache(maxsize=1024)
 def pieces(layout: Layout, group: int) -> list[Piece] | None:
     """The tiles of a shard, as few as possible; None if it does not divide into such.
 
@@ -370,7 +371,7 @@ class TracedUpdate:
 
 
 def run_cut(
-    updates: Mapping[tuple[bool, bool], TracedUpdate],
+    updates: Mapping[Form, TracedUpdate],
     tiles: StoredTiles,
     pieces: Sequence[Piece],
     shared: Sequence[Tensor],

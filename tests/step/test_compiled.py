@@ -336,8 +336,8 @@ def test_many_columns_compiled():
         for w in weights
     ]
     record.rule.update(Sweep(tiles[0]), record.program.spec, {})
-    found = compiled.compiled_of(record.program, layout, grad, NO_READING, scalars)
-    found.run(grad, [weights[1]], {}, NO_READING, scalars, lambda: [7], lambda: tiles[1])
+    found = compiled.Compiled.of(record.program, layout, grad, NO_READING, scalars)
+    found.run(layout, grad, [weights[1]], {}, NO_READING, scalars, lambda: [7], lambda: tiles[1])
     assert weights.unique().numel() == 2 and torch.equal(*weights)
 
 
