@@ -192,7 +192,8 @@ class Compiled:
             cut=program.ranks is not None or not isinstance(grad, Tensor) or len(parts) > 1,
             form=parts[0].form,
         )
-        return cls(program, kind, names)
+        compiled = cls(program, kind, names)
+        return None if compiled._update(kind.form, True) is None else compiled
 
     def _update(self, form: Form, first: bool) -> TracedUpdate | None:
         """The code of pieces of this form. first: it also computes what lies between two passes."""

@@ -1,8 +1,10 @@
 """Compiled updates: the same numbers as by tiles, traced once, and by tiles where they cannot be traced."""
 
+import gc
 import itertools
 import logging
 import math
+import weakref
 from typing import ClassVar
 
 import pytest
@@ -12,11 +14,14 @@ from torch._inductor import config, metrics
 from torch.profiler import ProfilerActivity, profile
 
 import lowmem
+from lowmem.layers.embedding import compute_gradient
+from lowmem.layers.head import linear_cross_entropy
 from lowmem.rules.rule import TABLE, ParamSpec, UpdateRule
 from lowmem.step import compiled
 from lowmem.step.compiled import has_compiler
 from lowmem.tiles import storage, stored
 from lowmem.tiles import traced as traced_tiles
+from lowmem.tiles.graph import Compiler
 from lowmem.tiles.layout import Layout, View
 from lowmem.tiles.rounding import widen, widen8
 from lowmem.tiles.storage import Held
@@ -227,6 +232,107 @@ def test_which_numbers_there_are_is_part_of_the_code(graphs):
     assert len(graphs) == 2  # with weight decay, and without
 
 
+LENGTHS = (60, 57, 8, 90, 31, 57)  # tokens of a batch: blocks of other sizes each, and as many of them for some
+
+
+def trained_head(rule, compile, dtype=torch.float32, rows=2203, lengths=LENGTHS, **options):
+    """The weights of a layer, an embedding and a head whose gradients are computed as they are read, after batches of
+    several lengths.
+    """
+    source = torch.Generator().manual_seed(0)
+    weight, embedding = (torch.randn(rows, 64, generator=source) / 8 for _ in range(2))
+    layer = torch.nn.Parameter((torch.randn(64, 64, generator=source) / 8).to(dtype))
+    head, tokens = torch.nn.Parameter(weight.to(dtype)), torch.nn.Embedding(rows, 64, _weight=embedding.to(dtype))
+    assert compute_gradient(tokens, memory=3 * 4 * 64 * 700)
+    named = {"layer": layer, "head": head, "tokens": tokens.weight}
+    opt = lowmem.FusedOptimizer(list(named.items()), rule, **{"lr": 1e-2, "compile": compile, **options})
+    for length in lengths:
+        ids, labels = torch.randint(rows, (2, length), generator=source)
+        opt.backward(linear_cross_entropy(tokens(ids) @ layer, head, labels, memory=400_000))
+    return [param.detach().clone() for param in named.values()], opt
+
+
+@pytest.fixture
+def cut_runs(monkeypatch):
+    """The layouts over which compiled code was run, tile by tile."""
+    layouts, run = [], compiled.run_cut
+    monkeypatch.setattr(
+        compiled, "run_cut", lambda updates, tiles, *args: layouts.append(tiles.layout) or run(updates, tiles, *args)
+    )
+    return layouts
+
+
+def assert_heads_agree(got, want, exact):
+    for ours, its in zip(got, want, strict=True):
+        if exact:
+            assert torch.equal(ours, its)
+        else:  # sums in another order move a float32 weight by some ulps, and some 16-bit weights by one spacing
+            torch.testing.assert_close(ours, its, rtol=0 if ours.dtype == torch.float32 else 2**-7, atol=1e-5)
+            assert ours.dtype == torch.float32 or (ours != its).float().mean() < 0.01
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rule", RULES)
+def test_gradients_of_several_lengths(graphs, cut_runs, rule, dtype):
+    got, want = (trained_head(rule, compile, dtype)[0] for compile in (True, False))
+    sizes = {tuple(rectangle.rect.size for rectangle in layout.rectangles) for layout in cut_runs}
+    assert len(cut_runs) == 2 * len(LENGTHS)  # head and embedding, in each step
+    assert len(sizes) > len({len(each) for each in sizes}) > 1
+    assert_heads_agree(got, want, rule in ELEMENTWISE)
+
+
+@pytest.mark.parametrize("options", [{"clip_norm": 0.1}, {"loss_scale": 64.0}, {"state_storage": "8bit"}], ids=str)
+def test_gradients_of_several_lengths_as_they_are_read(graphs, cut_runs, options):
+    got, want = (trained_head("adamw", compile, torch.bfloat16, **options)[0] for compile in (True, False))
+    assert len(cut_runs) == 2 * len(LENGTHS)
+    assert_heads_agree(got, want, exact=True)
+
+
+@pytest.mark.skipif(not has_compiler("cpu"), reason="no C++ compiler")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_of_several_lengths_compiled(cut_runs, dtype):
+    got, want = (trained_head("adalomo", compile, dtype)[0] for compile in (True, False))
+    assert len(cut_runs) == 2 * len(LENGTHS)
+    assert_heads_agree(got, want, exact=False)
+
+
+def test_foreign_classes_are_not_traced(graphs, monkeypatch):
+    """A trace would be in vain, and what it has seen of a parameter group would outlive the optimizer."""
+    monkeypatch.setattr(compiled, "trace_update", None)
+    params, opt = trained("torch.optim.SGD", [MATRIX, CUT[0]], compile=True)
+    assert traced_updates(opt) == 0 and not compiled._TRACED and Compiler.failure is None
+    gone = weakref.ref(params[0])
+    del params, opt
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_failed_trace_is_not_repeated_and_keeps_nothing(graphs, caplog):
+    """One for all parameters of the rule, whose groups and parameters are freed with their optimizer."""
+    traces = []
+
+    class ReadsBack(Stepped):
+        def __init__(self):
+            self.attribute = object()
+
+        def spec(self, name, shape, hyper):
+            spec = super().spec(name, shape, hyper)
+            object.__setattr__(spec, "group", hyper)  # as a spec may refer to its group
+            return spec
+
+        def update(self, sweep, spec, state):
+            traces.append(sweep.shape)
+            if sweep.scalar.lr > 0:
+                super().update(sweep, spec, state)
+
+    params, opt = trained(ReadsBack(), [MATRIX, PRIME, CUT[0]], compile=True, steps=1)
+    assert len(traces) == 4  # one trace, and three updates by tiles
+    gone = weakref.ref(params[0])
+    del params, opt
+    gc.collect()
+    assert gone() is None and None in compiled._TRACED.values()
+
+
 def test_what_cannot_be_traced_is_updated_by_tiles(graphs, caplog):
     with caplog.at_level(logging.INFO, "lowmem"):
         got = trained(Stepped(), [MATRIX], compile=True, opaque=True)
@@ -254,7 +360,7 @@ def test_memory_in_another_order_is_updated_by_tiles(graphs, monkeypatch):
         opt = lowmem.FusedOptimizer([weight, other], rule="adalomo", lr=0.1, compile=compile, batching=False)
         for _ in range(2):
             opt.backward(weight.square().sum() + other.sum())
-        assert all(result is None or args[2][0].is_contiguous() for args, result in ran)
+        assert all(result is None or args[3][0].is_contiguous() for args, result in ran)
         results.append(([weight, other], opt))
     assert_same(*results)
 
