@@ -186,7 +186,9 @@ class Compiled:
             elements,
             grad.device,
             batched=layout.shape[0] > 1,
-            reading=tuple((name, each.dtype, each.ndim) for name in READ if (each := getattr(reading, name)) is not None),
+            reading=tuple(
+                (name, each.dtype, each.ndim) for name in READ if (each := getattr(reading, name)) is not None
+            ),
             sums_squares=reading.sums_squares,
             numbers=scalars.names,
             cut=program.ranks is not None or not isinstance(grad, Tensor) or len(parts) > 1,

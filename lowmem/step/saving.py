@@ -166,7 +166,6 @@ class Saving:
             group.update({key: value for key, value in saved_group.items() if key != "params"})
         self.state.clear()
         self.clipping.memory.clear()
-        self.updates.arenas.clear()
         for record in self.records.values():
             record.extra = ()
             if record.name in settled:

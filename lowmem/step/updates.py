@@ -16,7 +16,7 @@ from lowmem.step.compiled import READ, Compiled
 from lowmem.step.cycle import StepCycle
 from lowmem.step.program import Program
 from lowmem.step.record import ParamRecord
-from lowmem.step.stacks import Arenas, Stack, gather, scatter
+from lowmem.step.stacks import Stack, gather, scatter
 from lowmem.tiles.gradients import ComputedGradient, Gradient
 from lowmem.tiles.graph import Compiler
 from lowmem.tiles.layout import Layout
@@ -68,7 +68,6 @@ class Updates:
         self._numbers: dict[int, Mapping[str, float]] = {}  # of this step, by the id of a group
         self._scalars: dict[tuple[int, torch.device], Scalars] = {}  # the same, by device too
         self._stacks: dict[tuple[Program, torch.dtype], Stack | None] = {}  # by the dtype of gradients
-        self.arenas = Arenas()
 
     def begin(self, rules: Iterable[tuple[UpdateRule, Mapping[str, Any]]], step: int) -> None:
         """A step begins: every rule computes the numbers of its groups, or refuses them."""
@@ -156,8 +155,7 @@ class Updates:
             return
         program = stack.program.stacked(len(records))
         states = [self.state[record.param] for record in records]
-        arena = self.arenas.find(records, states)
-        kept = gather(records, states) if arena is None else arena.stacked
+        kept = gather(records, states)
         params = [record.param for record in records]
         in_place = program.ranks is None  # parameters that are complete, which need not be read one by one
         shards = params if in_place else [self._shard.read(param, {})[0] for param in params]
@@ -168,8 +166,7 @@ class Updates:
         torch._foreach_copy_(shards, weight.unbind())
         for param, shard in () if in_place else zip(params, shards, strict=True):
             self._shard.write(param, shard, {})
-        if arena is None:
-            scatter(kept, records, states)
+        scatter(kept, records, states)
 
     def _run(
         self,

@@ -1,4 +1,4 @@
-"""The states of small parameters lie side by side, whatever order their gradients arrive in and whoever moves them."""
+"""Small parameters are updated as one, whatever order their gradients arrive in and whoever moves them."""
 
 import io
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import lowmem
-from lowmem.step import updates
 
 COUNT = 6
 EVERY = tuple(range(COUNT))
@@ -31,11 +30,6 @@ def step(opt, params, order=EVERY, seed=0):
     grads = [torch.randn(8, generator=source) for _ in params]
     opt.backward(sum((params[n] * grads[n]).sum() for n in order))
     return grads
-
-
-def memories(opt, params, name="exp_avg"):
-    """The addresses of the memory that the states of each parameter lie in."""
-    return {opt.state[param][name].untyped_storage().data_ptr() for param in params}
 
 
 def replace(opt, param):
@@ -68,27 +62,6 @@ def test_whatever_the_order(orders, moving):
             assert torch.equal(param, their)
             for name, state in plain.state.get(their, {}).items():
                 assert torch.equal(opt.state[param][name], state)
-
-
-@pytest.mark.parametrize("rounding", ["nearest", "compensated"])
-def test_nothing_is_gathered_in_the_same_order(rounding, monkeypatch):
-    params = [torch.nn.Parameter(torch.ones(8).bfloat16()) for _ in range(COUNT)]
-    opt = lowmem.FusedOptimizer(params, rule="adamw", rounding=rounding)
-    step(opt, params)
-    assert len(memories(opt, params)) == 1
-    monkeypatch.setattr(updates, "gather", None)
-    for n in range(3):
-        step(opt, params, seed=n)
-
-
-def test_nothing_is_left_behind():
-    """An order that takes some of the parameters elsewhere would leave the memory of all to the others."""
-    params, opt = make()
-    for order in [EVERY, (0, 1), (2, 3, 4)]:
-        step(opt, params, order)
-        assert len(memories(opt, params)) == 1
-    step(opt, params, EVERY[::-1])
-    assert len(memories(opt, params)) == 1
 
 
 def test_a_saved_state_is_saved_by_itself():
