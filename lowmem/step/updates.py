@@ -91,7 +91,8 @@ class Updates:
             return
         assert isinstance(grad, Tensor)  # a small gradient is never computed as it is read
         stack.records.append(record)
-        stack.grads.append(grad)
+        # one that waits holds no other memory: FSDP2's are views of those of a whole module
+        stack.grads.append(grad.clone() if grad.untyped_storage().nbytes() > grad.nbytes else grad)
         if len(stack.records) >= stack.full:
             self._update_stack(stack, decision)
 
