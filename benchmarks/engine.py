@@ -41,7 +41,7 @@ def reduce_scatter_as_nccl() -> Iterator[None]:
     """Makes lowmem call reduce-scatter as on NCCL. On gloo it calls all-reduce itself and takes its shard."""
     reduce_scatter_mean = Ranks.reduce_scatter_mean
 
-    def as_on_nccl(self: Ranks, tensor: Tensor, size: int) -> Tensor:
+    def as_on_nccl(self: Ranks, tensor: Tensor, size: int) -> Callable[[], Tensor]:
         self.scatters_by_reducing = False
         return reduce_scatter_mean(self, tensor, size)
 

@@ -35,6 +35,10 @@ class Shard:
         """The ranks that hold a shard of a parameter; None where it is complete."""
         return None
 
+    def computes_on(self, param: Tensor) -> torch.device:
+        """The device on which backward computes the gradient of a parameter, which may be stored elsewhere."""
+        return param.device
+
     def admit(self, name: str, param: Tensor) -> None:
         """Raises `UnsupportedError` for a parameter that cannot be updated where it is."""
 
@@ -194,8 +198,10 @@ class Placement:
         if in_group():
             refuse_wrapped(records)
 
-    def free_copies(self, records: Collection[Placed]) -> None:
-        """The updates of a step are done, or a micro-batch has ended: frees copies of weights."""
+    def free_copies(self, records: Collection[Placed], *, updated: bool) -> None:
+        """A micro-batch has ended, or with `updated` the updates of a step are done: frees or renews copies of weights.
+        Every rank calls it.
+        """
 
     def recover(self) -> None:
         """Resets the placement after a failed backward so that the next one can start."""

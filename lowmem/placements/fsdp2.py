@@ -89,7 +89,7 @@ class FSDP2(Sharded):
                 "model=model, ...), because its modules are resharded after each step"
             )
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        self.free_copies(records)
+        self.free_copies(records, updated=True)
         params = set(model.parameters())
         if strange := [record.name for record in records if record.param not in params]:
             raise UnsupportedError(
@@ -98,8 +98,8 @@ class FSDP2(Sharded):
                 "reshard() on every FSDPModule before model.named_parameters()"
             )
 
-    def free_copies(self, records: Collection[Placed]) -> None:
-        for module in self._modules:
+    def free_copies(self, records: Collection[Placed], *, updated: bool) -> None:
+        for module in self._modules if updated else ():
             module.reshard()
 
     def recover(self) -> None:

@@ -1,6 +1,6 @@
 """The ranks of a process group that hold a shard of each parameter, and their collectives."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
@@ -52,20 +52,29 @@ class Ranks:
         split = packed.to(tensors[0].device).split([tensor.numel() for tensor in tensors])
         return [part.view(tensor.shape) for part, tensor in zip(split, tensors, strict=True)]
 
-    def reduce_scatter_mean(self, full: Tensor, size: int) -> Tensor:
-        """The mean over ranks of a flat tensor, of which rank i gets the elements from i * size on, at most `size` of
-        them. The memory of the tensor is reused.
+    def reduce_scatter_mean(self, full: Tensor, size: int) -> Callable[[], Tensor]:
+        """Launches the mean over ranks of a flat tensor, of which rank i gets the elements from i * size on, at most
+        `size` of them. The memory of the tensor is reused.
+
+        Returns:
+            A function that waits for this rank's elements and returns them. On a GPU, the stream waits.
         """
-        numel = full.numel()
+        numel, start = full.numel(), self.rank * size
         full.div_(self.world_size)  # before it is summed: float16 would overflow
         if self.scatters_by_reducing:
-            dist.all_reduce(full, group=self.group)
-            return full[self.rank * size : (self.rank + 1) * size].clone()
-        if missing := self.world_size * size - numel:
-            full = torch.nn.functional.pad(full, (0, missing))
-        shard = full.new_empty(size)
-        dist.reduce_scatter_single(shard, full, group=self.group)
-        return shard[: max(0, min(size, numel - self.rank * size))]
+            shard = full[start : start + size]
+            work = dist.all_reduce(full, group=self.group, async_op=True)
+        else:
+            if missing := self.world_size * size - numel:
+                full = torch.nn.functional.pad(full, (0, missing))
+            shard = full.new_empty(size)
+            work = dist.reduce_scatter_single(shard, full, group=self.group, async_op=True)
+
+        def wait() -> Tensor:
+            work.wait()
+            return shard.clone() if self.scatters_by_reducing else shard[: max(0, min(size, numel - start))]
+
+        return wait
 
     def all_gather(self, shard: Tensor, size: int) -> Tensor:
         """Flat shards of at most `size` elements one after the other, each padded to `size`: [world_size * size], on

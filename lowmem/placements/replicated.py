@@ -49,7 +49,7 @@ class Replicated(Placement):
         super().confirm(records, settings)
         refuse_other_settings(settings)
 
-    def free_copies(self, records: Collection[Placed]) -> None:
+    def free_copies(self, records: Collection[Placed], *, updated: bool) -> None:
         """A wrapper that the model got after the first step writes its own averages into `.grad` when backward ends."""
         if any(record.param.grad is not None for record in records if record.trained):
             raise UnsupportedError(WRAPPED)

@@ -37,6 +37,9 @@ class FlatShard(Shard):
                 "of ranks"
             )
 
+    def computes_on(self, param: Tensor) -> torch.device:
+        return self.group_of(param)[1]
+
     def form(self, param: Tensor) -> tuple[Any, ...]:
         return (param.dtype,)
 

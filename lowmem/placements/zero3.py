@@ -3,14 +3,18 @@
 The engine has no optimizer of its own. Its hooks on modules gather and release; the gradient is reduced here.
 """
 
-from collections.abc import Collection
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain, pairwise
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowmem.errors import StepError, UnsupportedError
+from lowmem.placements.all_reduce import MAX_IN_FLIGHT
 from lowmem.placements.base import Reduced, Reducer, Tensors
 from lowmem.placements.placed import Placed
 from lowmem.placements.ranks import Ranks
@@ -18,20 +22,40 @@ from lowmem.placements.sharded import FlatShard, Sharded, span_of_rank
 from lowmem.tiles.gradients import ComputedGradient, Gradient
 from lowmem.tiles.layout import Span
 
-# Elements of all shards that are computed together: the same number on every rank, whatever its batch is.
+# Elements of all shards that are computed, or gathered, together: the same number on every rank, whatever its batch is.
 _BLOCK = 1 << 22
+
+
+@dataclass(frozen=True)
+class _AfterWrites:
+    """DeepSpeed's gathering, on a stream of its own (`overlap_comm`), which here waits for the last write of a slice.
+
+    Attributes:
+        ends: of the last write, by device.
+    """
+
+    ends: ClassVar[dict[torch.device, Any]] = {}
+    gather: Callable[..., Any]
+    device: torch.device
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.device in self.ends:
+            torch.get_device_module(self.device).current_stream(self.device).wait_event(self.ends[self.device])
+        return self.gather(*args, **kwargs)
 
 
 class _Partition(FlatShard):
     """This rank's slice of a parameter, which DeepSpeed keeps on the device, on the host or in a file."""
 
-    def admit(self, name: str, param: Tensor) -> None:
+    def admit(self, name: str, param: Any) -> None:
         if hasattr(param, "comm"):
             raise UnsupportedError(
                 f"parameter {name!r} is sharded by MiCS (mics_shard_size), whose groups of ranks would each train a "
                 "model of their own. Omit it; zero_hpz_partition_size also gathers within a node"
             )
         super().admit(name, param)
+        if not isinstance(param.all_gather_coalesced, _AfterWrites):
+            param.all_gather_coalesced = _AfterWrites(param.all_gather_coalesced, param.device)
 
     def group_of(self, param: Any) -> tuple[dist.ProcessGroup, torch.device]:
         return param.ds_process_group, param.device
@@ -41,21 +65,24 @@ class _Partition(FlatShard):
 
     def read(self, param: Any, states: Tensors) -> tuple[Tensor, Tensors]:
         _swap_in(param)
-        return param.ds_tensor.detach()[: self.span(param).held].to(param.device), states
+        shard = param.ds_tensor.detach()[: self.span(param).held]
+        return shard.to(param.device, non_blocking=not _in_file(param)), states
 
     def write(self, param: Any, shard: Tensor, states: Tensors) -> None:
         stored = param.ds_tensor
         if stored.data_ptr() != shard.data_ptr():
             _swap_in(param)
-            stored.detach()[: shard.numel()].copy_(shard)
+            stored.detach()[: shard.numel()].copy_(shard, non_blocking=not _in_file(param))
         if _in_file(param):
             param.nvme_swapper.swap_out_and_release([param])
+        if param.device.type != "cpu":
+            writing = torch.get_device_module(param.device).current_stream(param.device)
+            _AfterWrites.ends[param.device] = writing.record_event()
         param.ds_secondary_tensor = None  # the copy of hierarchical partitioning, made again at the next gather
 
     def full_tensor(self, param: Any) -> Tensor:
         full = super().full_tensor(param)
-        if _in_file(param):  # there are few buffers that it is read into
-            param.nvme_swapper.remove_partition_and_release_buffers([param])
+        _free_buffer(param)
         return full
 
     def fill(self, param: Tensor, full: Tensor) -> None:
@@ -71,30 +98,62 @@ class _Partition(FlatShard):
 
 
 class _ReduceScatter(Reducer):
-    """Reduce-scatters each gradient in its hook, one that is computed block by block: no rank has all of it."""
+    """Reduce-scatters each gradient, one that is computed block by block: no rank has all of it.
+
+    A reduce-scatter is launched as soon as its gradient is complete, and waited for when the next one is, so that it
+    overlaps with the backward: two gradients exist at a time.
+    """
 
     accumulates_first = False
 
     def __init__(self, shard: FlatShard) -> None:
         self._shard = shard
+        self.drop()
+
+    def drop(self) -> None:
+        self._in_flight: deque[tuple[Placed, Callable[[], Tensor]]] = deque()
 
     def reduce(self, record: Placed, grad: Gradient) -> Reduced:
         ranks = self._shard.ranks_of(record.param)
         if isinstance(grad, Tensor):
-            yield record, ranks.reduce_scatter_mean(grad.contiguous().view(-1), record.span.size)
+            launched = ranks.reduce_scatter_mean(grad.contiguous().view(-1), record.span.size)
+            self._in_flight.append((record, launched))
+            del grad, launched
+            yield from self._wait(MAX_IN_FLIGHT)
         else:
+            yield from self._wait(0)
             yield record, self._reduce_blocks(record, grad, ranks)
 
+    def flush(self) -> Reduced:
+        return self._wait(0)
+
+    def _wait(self, in_flight: int) -> Reduced:
+        """Yields reduced gradients until so many are in flight."""
+        while len(self._in_flight) > in_flight:
+            record, wait = self._in_flight.popleft()
+            shard = wait()
+            del wait  # it holds the full gradient
+            yield record, shard
+            del shard
+
     def _reduce_blocks(self, record: Placed, grad: ComputedGradient, ranks: Ranks) -> Tensor:
-        """This rank's shard of the mean, of which blocks of all shards are computed together."""
+        """This rank's shard of the mean, of which blocks of all shards are computed together, one while the one before
+        is in flight.
+        """
         span, dtype = record.span, record.param.dtype
         shard = torch.empty(span.held, dtype=dtype, device=grad.device)
         count = max(1, _BLOCK // ranks.world_size)
-        for start in range(0, span.size, count):
+
+        def launch(start: int) -> Callable[[], Tensor]:
             size = min(count, span.size - start)
             blocks = [grad.elements(rank * span.size + start, size).to(dtype) for rank in range(ranks.world_size)]
-            block = ranks.reduce_scatter_mean(torch.cat(blocks), size)
-            shard[start : start + size] = block[: max(0, span.held - start)]
+            return ranks.reduce_scatter_mean(torch.cat(blocks), size)
+
+        starts = range(0, span.size, count)
+        for start, (wait, _) in zip(starts, pairwise(chain(map(launch, starts), (None,))), strict=True):
+            assert wait is not None
+            block = wait()
+            shard[start : start + len(block)] = block[: max(0, span.held - start)]
         return shard
 
 
@@ -103,7 +162,7 @@ class Zero3(Sharded):
 
     This rank's slice is updated on the device that computes, also where DeepSpeed keeps it on the host or in a file.
     Parameters that are still gathered when the step is over hold the weights before it: they are released, and those
-    that DeepSpeed keeps gathered (`stage3_param_persistence_threshold`) are gathered again.
+    that DeepSpeed keeps gathered (`stage3_param_persistence_threshold`) are gathered again, many in one collective.
 
     Raises:
         UnsupportedError: another optimizer has these parameters, or they are sharded by MiCS.
@@ -125,25 +184,64 @@ class Zero3(Sharded):
             )
 
     @torch.no_grad()
-    def free_copies(self, records: Collection[Placed]) -> None:
+    def free_copies(self, records: Collection[Placed], *, updated: bool) -> None:
         from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
         params: list[Any] = [record.param for record in records]
         for param in params:
-            if param.ds_status is ZeroParamStatus.INFLIGHT and param.requires_grad:
+            if updated and param.ds_status is ZeroParamStatus.INFLIGHT and param.requires_grad:
                 raise StepError(
                     f"DeepSpeed was still gathering a parameter of shape {list(param.ds_shape)} when the step ended, "
                     "and would continue with the weights before it. Set stage3_prefetch_bucket_size to 0"
                 )
-            self.shard.release(param)
-        for param in params:
-            if param.ds_persist:
-                param.all_gather()  # one at a time: of a list, DeepSpeed 0.18 waits only for the last one
+            if not param.ds_persist:
+                self.shard.release(param)
+        if updated:
+            for some in _packed(record.param for record in records if record.claimed):
+                self._renew(some)
+
+    def _renew(self, params: list[Any]) -> None:
+        """Gathers parameters of one dtype into the full tensors that DeepSpeed keeps of them, in one collective."""
+        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+        sizes, ranks = [self.shard.span(param).size for param in params], self.shard.ranks_of(params[0])
+        assert ranks is not None
+        shards = (self.shard.read(param, {})[0] for param in params)
+        pads = (
+            torch.nn.functional.pad(shard, (0, size - len(shard))) for shard, size in zip(shards, sizes, strict=True)
+        )
+        full = ranks.all_gather(torch.cat(list(pads)), sum(sizes)).view(ranks.world_size, -1)
+        for param, slices in zip(params, full.split(sizes, dim=1), strict=True):
+            if param.ds_status is ZeroParamStatus.AVAILABLE:
+                param.data.copy_(slices.flatten()[: param.ds_numel].view(param.ds_shape))
+            _free_buffer(param)
+
+
+def _packed(params: Iterable[Any]) -> Iterator[list[Any]]:
+    """Of some parameters, the same on every rank, yields those that DeepSpeed keeps gathered: those of one dtype
+    together, up to `_BLOCK` elements.
+    """
+    packs: dict[torch.dtype, list[Any]] = {}
+    for param in params:
+        if not param.ds_persist:
+            continue
+        pack = packs.setdefault(param.ds_tensor.dtype, [])
+        if pack and sum(each.ds_numel for each in (*pack, param)) > _BLOCK:
+            yield packs.pop(param.ds_tensor.dtype)
+            pack = packs[param.ds_tensor.dtype] = []
+        pack.append(param)
+    yield from packs.values()
 
 
 def _in_file(param: Any) -> bool:
     """Returns whether DeepSpeed keeps this rank's slice on NVMe."""
     return param.nvme_swapper is not None and str(param.ds_tensor.final_location).endswith("nvme")
+
+
+def _free_buffer(param: Any) -> None:
+    """Frees the memory that this rank's slice was loaded into, of which there is little."""
+    if _in_file(param):
+        param.nvme_swapper.remove_partition_and_release_buffers([param])
 
 
 def _swap_in(param: Any) -> None:

@@ -35,6 +35,7 @@ class AdamW(UpdateRule):
     keeps = "means of g and g²"
     exactness = "torch.optim.AdamW(foreach=False), bit for bit in float32"
     usual_lr = (2e-5, "the default of TRL for SFT")
+    elementwise = True
     defaults, checks = require.hyperparameters(
         lr=(1e-3, require.number(">= 0")),
         betas=((0.9, 0.999), require.betas),

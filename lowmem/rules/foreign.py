@@ -74,7 +74,7 @@ class ForeignRule(UpdateRule):
 
     keeps = "what the class keeps"
     exactness = "the class's own step(), bit for bit"
-    materializes = True
+    elementwise = materializes = True  # other classes raise on shards
     needs_dense_gradient = True
 
     def __init__(self, cls: type[torch.optim.Optimizer]) -> None:

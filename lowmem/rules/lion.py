@@ -25,6 +25,7 @@ class Lion(UpdateRule):
     keeps = "mean of g"
     exactness = "its paper's formula, to 1e-6 in float32"
     usual_lr = (1e-5, "measured: docs/how-to/choosing.md")
+    elementwise = True
     defaults, checks = require.hyperparameters(
         lr=(1e-4, require.number(">= 0")),
         betas=((0.9, 0.99), require.betas),

@@ -25,6 +25,7 @@ class Lomo(UpdateRule):
     keeps = "nothing"
     exactness = "torch.optim.SGD without weight decay, bit for bit in float32"
     usual_lr = (1e-2, "measured with clip_norm=1: docs/how-to/choosing.md")
+    elementwise = True
     defaults, checks = require.hyperparameters(
         lr=(1e-3, require.number(">= 0")),
         weight_decay=(0.0, require.number(">= 0")),

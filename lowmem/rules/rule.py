@@ -104,6 +104,7 @@ class UpdateRule(ABC):
             gives, times the rms of the weights and over AdamW's rate.
         checks: of hyperparameters, by name (`lowmem.rules.require`).
         decay: the name of its weight decay, if it has one.
+        elementwise: its update of a shard takes nothing that is summed over elements.
         materializes: it updates by `Sweep.materialized`, one parameter at a time, and in a way that cannot be undone on
             the device: the host has to know before that the step is not skipped.
         every_parameter: a parameter without gradient is updated as if its gradient were zero.
@@ -123,6 +124,7 @@ class UpdateRule(ABC):
     defaults: ClassVar[dict[str, Any]]
     checks: ClassVar[Mapping[str, Check]] = {}
     decay: ClassVar[str] = "weight_decay"
+    elementwise: ClassVar[bool] = False
     materializes: ClassVar[bool] = False
     every_parameter: ClassVar[bool] = False
     norm_before_clip_value: ClassVar[bool] = False

@@ -38,7 +38,8 @@ class Decision:
     off by a per cent.
     clip_coef: of `clip_norm`, float32 scalar, or None.
     own_coefs: id of a parameter group whose rule clips as well → what multiplies gradients, and what updates read.
-    prepared: float32 gradients have been unscaled and clamped in place.
+    measured: the norms are of the very gradients that are applied.
+    prepared: they are too, and float32 gradients have been unscaled and clamped in place.
     skipped: the host knows that the step is skipped, and nothing needs to run.
     """
 
@@ -49,6 +50,7 @@ class Decision:
     tiled: Tensor | None = None
     clip_coef: Tensor | None = None
     own_coefs: Mapping[int, Coefs] = field(default_factory=dict)
+    measured: bool = False
     prepared: bool = False
     skipped: bool = False
 
@@ -170,7 +172,7 @@ class Clipping:
         updated = self._fits(fired, read.square())
         updated = finite.expand(len(fired)) if updated is None else finite & updated
         skipped = any(record.rule.materializes for record in fired) and not bool(finite)
-        return Decision(names, raw, updated, finite, tiled, coef, own_coefs, prepared, skipped)
+        return Decision(names, raw, updated, finite, tiled, coef, own_coefs, prepared, prepared, skipped)
 
     def review(self, fired: Sequence[ParamRecord]) -> Decision:
         """The decision about a step whose gradients have been applied as they arrived."""
@@ -266,7 +268,7 @@ class Clipping:
             coef,
             rule_coef,
             updated,
-            square_sums=square_sums if decision.prepared else None,
+            square_sums=square_sums if decision.measured else None,
         )
 
 

@@ -67,7 +67,7 @@ class StepLoop:
         """
         asked = {"accumulation": self.hooks.accumulating, "reentrant": habits.reentrant(loss)}
         needs = Needs.of(self.rules, [group for group, _, _ in self.added], self.clipping, **asked)
-        on_cpu = all(record.param.is_cpu for record in self.records.values())
+        on_cpu = all(self.placement.shard.computes_on(param).type == "cpu" for param in self.records)
         name, reason, replay = choose(self.config, needs, on_cpu=on_cpu, replays_graph=self.placement.replays_graph)
         before = getattr(self, "policy", None)
         if before is not None and (before.accumulates or before.name == name):
@@ -241,7 +241,7 @@ class StepLoop:
         """Every backward of a micro-batch is over. The last one decides the step, and leaves its report."""
         self.cycle.refuse_nothing()
         if not self.cycle.last:
-            self.placement.free_copies(self.records.values())
+            self.placement.free_copies(self.records.values(), updated=False)
             self.cycle.end()
             return
         decision = self.policy.complete()
@@ -251,7 +251,7 @@ class StepLoop:
         if decision is None or not decision.skipped:
             for rule, (group, _, _) in zip(self.rules, self.added, strict=True):
                 rule.end(group)
-        self.placement.free_copies(self.records.values())
+        self.placement.free_copies(self.records.values(), updated=True)
         self.cycle.end()
         self.report.close(self.policy, decision, loss)
 

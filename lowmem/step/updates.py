@@ -21,7 +21,7 @@ from lowmem.tiles.gradients import ComputedGradient, Gradient
 from lowmem.tiles.graph import Compiler
 from lowmem.tiles.layout import Layout
 from lowmem.tiles.rounding import noise_key
-from lowmem.tiles.storage import Held, part_name
+from lowmem.tiles.storage import Float, Held, part_name
 from lowmem.tiles.stored import StoredTiles, begin_storage
 from lowmem.tiles.sweep import Reading, Scalars, Sweep
 
@@ -80,6 +80,11 @@ class Updates:
             self._scalars[where] = Scalars.of(self._numbers[where[0]], where[1])
         return self._scalars[where]
 
+    def measure(self, record: ParamRecord, grad: Tensor) -> Tensor:
+        """The sum of squares of this rank's shard of an unscaled gradient, float64 scalar."""
+        reading, held = self.clipping.reading([record], grad, None), Held(Float(grad.dtype), (grad,))
+        return Sweep(StoredTiles(record.program.layout, held, grad, reading)).square_sums.view(())
+
     def put(self, record: ParamRecord, grad: Gradient, decision: Decision | None) -> None:
         """Updates a parameter, or lets its gradient wait until a stack of such parameters is full."""
         stack = None if isinstance(grad, ComputedGradient) else self._stack_of(record.program, grad.dtype)
@@ -90,7 +95,8 @@ class Updates:
             return
         assert isinstance(grad, Tensor)  # a small gradient is never computed as it is read
         stack.records.append(record)
-        stack.grads.append(grad)
+        # one that waits holds no other memory: FSDP2's are views of those of a whole module
+        stack.grads.append(grad.clone() if grad.untyped_storage().nbytes() > grad.nbytes else grad)
         if len(stack.records) >= stack.full:
             self._update_stack(stack, decision)
 

@@ -1,0 +1,94 @@
+"""The collectives of a step on two ranks, and for how many of them the backward stands still."""
+
+import sys
+from collections import Counter
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.shards import by_layer, zero3
+
+import lowmem
+
+LAYERS = 4
+MATRICES = 7 * LAYERS + 2  # of 2¹⁵ elements and more
+NORMS = 2 * LAYERS + 1
+KINDS = {"zero3": zero3, "fsdp2": by_layer}
+OPTIONS = {"stage3_prefetch_bucket_size": 0, "stage3_param_persistence_threshold": 1000, "stage3_max_reuse_distance": 0}
+
+
+def make_llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": LAYERS}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, use_cache=False)).train()
+
+
+def counted(rank, kind, settings, micro_batches):
+    """How many collectives lowmem calls in a step: those that it waits for at once, and the others."""
+    net = KINDS[kind](rank, make_llama, **OPTIONS if kind == "zero3" else {})
+    opt = lowmem.FusedOptimizer(net.named_parameters(), model=net, lr=1e-3, compile=False, **settings)
+    ids = torch.arange(32)[None]
+
+    def step():
+        for n in range(1, micro_batches + 1):
+            with opt.accumulate() if n < micro_batches else nullcontext():
+                opt.backward(net(input_ids=ids, labels=ids).loss / micro_batches)
+
+    step()
+    calls = Counter()
+    folder = str(Path(lowmem.__file__).parent)
+
+    def counting(name, call):
+        def counted(*args, **kwargs):
+            calls[f"{name}, in flight" if kwargs.get("async_op") else name] += 1
+            return call(*args, **kwargs)
+
+        return counted
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_reduce", "reduce_scatter_single", "all_gather_single"):
+            patch.setattr(dist, name, _of(folder, getattr(dist, name), counting(name, getattr(dist, name))))
+        for param in net.parameters():
+            if kind == "zero3":  # by DeepSpeed's own method the device is waited for
+                patch.setattr(param, "all_gather", _of(folder, param.all_gather, counting("gather", param.all_gather)))
+        step()
+    return dict(calls)
+
+
+def _of(folder, call, counting):
+    """`counting` where a file of the folder calls, else `call`."""
+
+    def chosen(*args, **kwargs):
+        ours = sys._getframe(1).f_code.co_filename.startswith(folder)
+        return (counting if ours else call)(*args, **kwargs)
+
+    return chosen
+
+
+STACK = 1  # of norms
+BATCHES = (MATRICES + 1) // 2  # two halves are as large as one of the matrices; the same number with several sizes
+
+
+@pytest.mark.parametrize("rule", ["adamw", "lion", "torch.optim.SGD"])
+def test_ranks_agree_on_several_gradients_at_once(two, rule):
+    (calls, _) = two.run(counted, "fsdp2", {"rule": rule}, 1)
+    assert calls["all_reduce"] <= BATCHES + (NORMS if "." in rule else STACK)
+
+
+def test_elementwise_rules_reduce_nothing_once_a_step_is_decided(two):
+    (calls, _) = two.run(counted, "fsdp2", {"rule": "adamw", "clip_norm": 1.0, "policy": "deferred"}, 2)
+    assert calls == {"all_reduce": 1}  # norms
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_zero3_gathers_once_per_step_and_reduces_while_backward_goes_on(two, micro_batches):
+    (calls, _) = two.run(counted, "zero3", {"rule": "adamw"}, micro_batches)
+    assert calls.pop("all_reduce, in flight") == (MATRICES + NORMS) * micro_batches
+    assert calls.pop("all_gather_single") == 1
+    assert calls.pop("all_reduce") <= (BATCHES + STACK if micro_batches == 1 else 1)
+    assert not calls

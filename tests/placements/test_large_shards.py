@@ -1,0 +1,123 @@
+"""Parameters that are not stacked, whose shards wait for one another: on several ranks as on one device."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.nets import Memory
+from support.shards import SHARDS
+
+import lowmem
+from lowmem import placements
+from lowmem.step.updates import SMALL
+
+
+class Large(torch.nn.Module):
+    """Each has more than SMALL elements. On three ranks FSDP2 has no row of `wide` on the last one."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(130, 150), torch.nn.Linear(150, 130)
+        self.wide, self.odd = (torch.nn.Parameter(torch.randn(shape) * 0.1) for shape in ((2, 9000), (17001,)))
+        self.unused = torch.nn.Linear(130, 150)
+
+    def forward(self, x, spoiled=1.0):
+        hidden = torch.tanh(self.first(x))
+        out = self.last(hidden)
+        wide = torch.nn.functional.linear(out.repeat(1, 70)[:, :9000], self.wide)
+        return (out.square().mean() + wide.square().mean() + (self.odd * spoiled).square().mean() * x.mean()) * 10
+
+
+def make_large():
+    torch.manual_seed(0)
+    return Large()
+
+
+STEPS = 4
+
+
+def train(net, rows_of, settings, spoil):
+    opt = lowmem.FusedOptimizer(net.named_parameters(), model=net, **settings)
+    norms, skipped = [], []
+    for step in range(STEPS):
+        x = rows_of(torch.linspace(0.5, 1.5, 6 * 130).view(6, 130) + step / 10)
+        spoiled = float("inf") if spoil and step == 2 else 1.0
+        opt.backward((lambda x=x, s=spoiled: net(x, s)) if opt.replay == "forward" else net(x, spoiled))
+        norms.append(opt.last_step.norms.clone())
+        skipped.append(opt.last_step.skipped_params)
+    weights = {name: placements.full_tensor(param).clone() for name, param in net.named_parameters()}
+    return weights, torch.stack(norms), skipped
+
+
+def shared(rank, kind, settings, spoil):
+    net = SHARDS[kind](rank, make_large)
+    rows = lambda x: x.tensor_split(dist.get_world_size())[rank]  # noqa: E731
+    return train(net, rows, settings, spoil and rank == 0)
+
+
+SETTINGS = {
+    "adamw": {"rule": "adamw"},
+    "lion": {"rule": "lion", "lr": 1e-3},
+    "a torch class": {"rule": "torch.optim.AdamW"},
+    "compiled": {"rule": "adamw", "compile": True},
+    "clamped": {"rule": "adamw", "clip_value": 1e-3},
+    "two passes": {"rule": "adamw", "policy": "two_pass", "clip_norm": 0.1, "replay": "forward"},
+    "adalomo": {"rule": "adalomo"},
+}
+
+
+@pytest.mark.parametrize("spoil", [False, True], ids=["finite", "not finite on one rank"])
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize("kind", SHARDS)
+def test_large_parameters_as_on_one_device(ranks_of, kind, settings, spoil):
+    settings = {"lr": 1e-2, **settings}
+    assert all(param.numel() > SMALL for name, param in make_large().named_parameters() if "bias" not in name)
+    alone, norms, skipped = train(make_large(), lambda x: x, settings, spoil)
+    assert any(skipped) is spoil
+    for weights, shared_norms, shared_skipped in ranks_of(3).run(shared, kind, settings, spoil):
+        assert shared_skipped == skipped
+        torch.testing.assert_close(shared_norms, norms, rtol=1e-4, atol=1e-6, equal_nan=True)
+        for name, weight in weights.items():
+            torch.testing.assert_close(weight, alone[name], rtol=1e-4, atol=1e-5, equal_nan=True, msg=name)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+class Blocks(torch.nn.Module):
+    """Blocks of a matrix and a norm, whose gradients FSDP2 puts into one tensor."""
+
+    def __init__(self, depth):
+        super().__init__()
+        block = lambda: torch.nn.Sequential(torch.nn.Linear(512, 512, bias=False), torch.nn.RMSNorm(512))  # noqa: E731
+        self.layers = torch.nn.ModuleList(block() for _ in range(depth))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().sum()
+
+
+def above_what_stays(rank, kind, depth, rule):
+    options = {"stage3_param_persistence_threshold": 1000, "stage3_prefetch_bucket_size": 0}
+    options = {**options, "stage3_max_reuse_distance": 0} if kind == "zero3" else {}
+    net = SHARDS[kind](rank, lambda: Blocks(depth), **options)
+    opt = lowmem.FusedOptimizer(net.named_parameters(), model=net, lr=1e-3, rule=rule, compile=False)
+    x = torch.ones(1, 512)
+
+    def step():
+        opt.backward(net(x))
+
+    step()
+    with Memory(net, opt, *(getattr(param, "ds_tensor", param) for param in net.parameters())) as memory:
+        step()
+    return memory.above
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("rule", ["adalomo", "adamw"])
+@pytest.mark.parametrize("kind", SHARDS)
+def test_memory_does_not_grow_with_depth(two, kind, rule):
+    """A norm's gradient waits for those of other norms, and no matrix's gradient with it (a shard has 512 KiB)."""
+    # FSDP2 gathers two layers at a time; of the first few blocks nothing is freed in time
+    shallow, deep = (max(two.run(above_what_stays, kind, depth, rule)) for depth in (8, 24))
+    assert deep <= shallow + 16 * 3 * 512 * 4 + (256 << 10)
