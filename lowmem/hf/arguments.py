@@ -82,8 +82,8 @@ def check_devices(model: Any, args: TrainingArguments | None) -> None:
     hooks = (getattr(module, "_hf_hook", None) for module in model.modules()) if isinstance(model, nn.Module) else ()
     if len(devices) > 1 or any(getattr(hook, "offload", False) for hook in hooks):
         raise UnsupportedError(
-            f"the model is split or offloaded ({', '.join(map(str, devices)) or 'cpu_offload'}), and one process trains "
-            "on one device. Load it with device_map=None (in TRL's arguments: model_init_kwargs={'device_map': None}). "
+            f"the model is split or offloaded ({', '.join(map(str, devices)) or 'cpu_offload'}); one process trains on one "
+            "device. Load it with device_map=None (in TRL's arguments: model_init_kwargs={'device_map': None}). "
             "A larger model than the GPU needs fused.weight_format, or several GPUs: set fsdp or deepspeed, and start "
             "one process per GPU"
         )

@@ -330,7 +330,10 @@ def _for_device(device: str | None, arguments: Mapping[str, Any]) -> dict[str, A
     changed: dict[str, Any] = {name: value for name, value in _DEFAULTS.items() if name not in arguments}
     autocast = arguments.get("bf16"), arguments.get("fp16")
     if device is None:
-        if not torch.accelerator.is_available():
+        if torch.accelerator.is_available():
+            if arguments.get("dataloader_pin_memory", True) and "accelerator_config" not in arguments:
+                changed["accelerator_config"] = {"non_blocking": True}  # or the host waits for every tensor of a batch
+        else:
             changed["dataloader_pin_memory"] = False
             if not arguments.get("use_cpu") and autocast == (None, None):
                 changed["bf16"] = False
