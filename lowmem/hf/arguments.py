@@ -81,11 +81,11 @@ def check_devices(model: Any, args: TrainingArguments | None) -> None:
     devices = {*(getattr(model, "hf_device_map", None) or {}).values()}
     hooks = (getattr(module, "_hf_hook", None) for module in model.modules()) if isinstance(model, nn.Module) else ()
     if len(devices) > 1 or any(getattr(hook, "offload", False) for hook in hooks):
+        places = ", ".join(map(str, devices)) or "cpu_offload"
         raise UnsupportedError(
-            f"the model is split or offloaded ({', '.join(map(str, devices)) or 'cpu_offload'}); one process trains on one "
-            "device. Load it with device_map=None (in TRL's arguments: model_init_kwargs={'device_map': None}). "
-            "A larger model than the GPU needs fused.weight_format, or several GPUs: set fsdp or deepspeed, and start "
-            "one process per GPU"
+            f"the model is split or offloaded ({places}), and one process trains on one device. Load it with "
+            "device_map=None (in arguments of TRL: model_init_kwargs={'device_map': None}). A larger model than the GPU "
+            "needs fused.weight_format, or several GPUs: set fsdp or deepspeed, and start one process per GPU"
         )
     if args is not None and args.n_gpu > 1:
         raise UnsupportedError(
