@@ -84,7 +84,7 @@ def check_devices(model: Any, args: TrainingArguments | None) -> None:
         places = ", ".join(map(str, devices)) or "cpu_offload"
         raise UnsupportedError(
             f"the model is split or offloaded ({places}), and one process trains on one device. Load it with "
-            "device_map=None (in arguments of TRL: model_init_kwargs={'device_map': None}). A larger model than the GPU "
+            "device_map=None (in arguments of TRL: model_init_kwargs={'device_map': None}). A model larger than a GPU "
             "needs fused.weight_format, or several GPUs: set fsdp or deepspeed, and start one process per GPU"
         )
     if args is not None and args.n_gpu > 1:
