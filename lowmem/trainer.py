@@ -99,8 +99,11 @@ class FusedTrainerMixin(_Base):
         self._sharding: sharding.Sharding | None = None
         given = [*args, *kwargs.values()]
         options = next((value for value in given if isinstance(value, TrainingArguments)), None)
-        sharding.prepare(kwargs.get("model", args[0] if args else None), options)
+        model = kwargs.get("model", args[0] if args else None)
+        arguments.check_devices(model, options)
+        sharding.prepare(model, options)
         super().__init__(*args, **kwargs)
+        arguments.check_devices(self.model, self.args)  # a trainer of TRL may have loaded it
         self._quantize(self.model)  # not yet, if the trainer has not moved it
         # transformers 5.23 (trainer.py) would prepare, save and load sharded models in its own ways
         self.is_deepspeed_enabled = self.is_fsdp_enabled = False

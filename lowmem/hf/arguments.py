@@ -4,6 +4,7 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
 from transformers import TrainingArguments
 from transformers.trainer_utils import has_length
 
@@ -71,7 +72,22 @@ def check_arguments(args: TrainingArguments, fused: FusedConfig) -> None:
             f"{started} processes were started, but Accelerate sees only this one, and each would train a separate "
             "model: on a CPU set use_cpu=True"
         )
-    if args.n_gpu > 1:
+
+
+def check_devices(model: Any, args: TrainingArguments | None) -> None:
+    """Raises where one process would train on several devices: a model that a device map has split or offloaded, or
+    batches that `DataParallel` would split.
+    """
+    devices = {*(getattr(model, "hf_device_map", None) or {}).values()}
+    hooks = (getattr(module, "_hf_hook", None) for module in model.modules()) if isinstance(model, nn.Module) else ()
+    if len(devices) > 1 or any(getattr(hook, "offload", False) for hook in hooks):
+        places = ", ".join(map(str, devices)) or "cpu_offload"
+        raise UnsupportedError(
+            f"the model is split or offloaded ({places}), and one process trains on one device. Load it with "
+            "device_map=None (in arguments of TRL: model_init_kwargs={'device_map': None}). A model larger than a GPU "
+            "needs fused.weight_format, or several GPUs: set fsdp or deepspeed, and start one process per GPU"
+        )
+    if args is not None and args.n_gpu > 1:
         raise UnsupportedError(
             f"one process sees {args.n_gpu} GPUs, and DataParallel would split each batch over them: start one process "
             f"per GPU (torchrun --nproc_per_node {args.n_gpu} ...), or make one visible (CUDA_VISIBLE_DEVICES=0)"

@@ -98,10 +98,15 @@ def of(args: TrainingArguments) -> Sharding | None:
 
 
 def prepare(model: Any, args: TrainingArguments | None) -> None:
-    """Prepares this process for a trainer of TRL to load the model, if it is given by its name and will be sharded."""
-    if not isinstance(model, str) or args is None or (sharded := of(args)) is None:
+    """Prepares this process for a trainer of TRL to load the model, if it is given by its name."""
+    if not isinstance(model, str) or args is None:
         return
-    options = getattr(args, "model_init_kwargs", None) or {}
+    # TRL 1.16 (trainer/utils.py) sets "auto", and all weights are on the GPUs before they are quantized or sharded
+    options = {"device_map": None} | (getattr(args, "model_init_kwargs", None) or {})
+    if hasattr(args, "model_init_kwargs"):
+        args.model_init_kwargs = options
+    if (sharded := of(args)) is None:
+        return
     dtype = options.get("dtype", "float32")
     if dtype in (None, "auto"):
         # transformers 5.23 (dynamic_module_utils.py) asks on the terminal where `trust_remote_code` is not given

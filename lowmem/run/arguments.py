@@ -10,7 +10,6 @@ import contextlib
 import importlib
 import os
 import re
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from enum import Enum
@@ -23,7 +22,6 @@ import yaml
 from jinja2 import TemplateError
 from transformers import TrainingArguments
 from trl import TrlParser
-from trl.cli.accelerate_config import resolve_accelerate_config_argument
 
 from lowmem.errors import ConfigError, LowmemError, did_you_mean
 from lowmem.hf.sharding import require_deepspeed
@@ -210,7 +208,7 @@ def parse(command: str, argv: Sequence[str], *, device: str | None = None, more:
             unknown[name] = entry
         else:
             values[action.dest] = parser.convert(name, entry, f"{file}, line {entry.line}")
-    _refuse_rest(parser, argv, rest, unknown, file)
+    _refuse_rest(parser, rest, unknown, file)
     values |= vars(namespace)
     if "output_dir" not in vars(namespace):
         _stay_in_place(values, file)
@@ -330,7 +328,10 @@ def _for_device(device: str | None, arguments: Mapping[str, Any]) -> dict[str, A
     changed: dict[str, Any] = {name: value for name, value in _DEFAULTS.items() if name not in arguments}
     autocast = arguments.get("bf16"), arguments.get("fp16")
     if device is None:
-        if not torch.accelerator.is_available():
+        if torch.accelerator.is_available():
+            if arguments.get("dataloader_pin_memory", True) and "accelerator_config" not in arguments:
+                changed["accelerator_config"] = {"non_blocking": True}  # or the host waits for every tensor of a batch
+        else:
             changed["dataloader_pin_memory"] = False
             if not arguments.get("use_cpu") and autocast == (None, None):
                 changed["bf16"] = False
@@ -405,34 +406,25 @@ def _unknown(name: str, parser: Parser, place: str) -> NoReturn:
     )
 
 
-def _refuse_rest(parser: Parser, argv: Sequence[str], rest: list[str], keys: Mapping[str, Entry], file: Any) -> None:
-    """Raises `ConfigError` for arguments and keys that the parser does not know. `trl` hands those of `accelerate
-    launch` on to it, and the message says how to start that.
+def _refuse_rest(parser: Parser, rest: list[str], keys: Mapping[str, Entry], file: Any) -> None:
+    """Raises `ConfigError` for arguments and keys that the parser does not know, such as those that `trl` hands on to
+    `accelerate launch`.
     """
-    words = {word: word.lstrip("-").partition("=")[0].replace("-", "_") for word in rest if word.startswith("-")}
-    launch = _launch_options() if rest or keys else set()
-    for name, entry in keys.items():
+    words = [word.lstrip("-").partition("=")[0].replace("-", "_") for word in rest if word.startswith("-")]
+    places = {name: f"{file}, line {entry.line}: " for name, entry in keys.items()} | dict.fromkeys(words, "")
+    launch = _launch_options() if places else set()
+    for name, place in places.items():
         if name not in launch:
-            _unknown(name, parser, f"{file}, line {entry.line}: ")
-    for word, name in words.items():
-        if name not in launch:
-            _unknown(word.lstrip("-").partition("=")[0], parser, "")
+            _unknown(name, parser, place)
     if rest and not words:
         raise ConfigError(f"unknown argument {rest[0]!r}; options begin with --")
-    if words or keys:
-        options = [
-            word
-            for name, key in keys.items()
-            for word in (f"--{name}", *([] if key.value is True else key.texts or []))
-        ]
-        with contextlib.suppress(ValueError):  # an unknown name is left for `accelerate launch` to refuse
-            options = resolve_accelerate_config_argument(options + rest)
-        own = [word for word in argv if word not in rest]
-        command = shlex.join(["accelerate", "launch", *options, "-m", *parser.prog.split(), *own])
-        delete = f"Delete {', '.join(keys)} in {file}, and start" if keys else "Start"
-        names = [*keys, *words]
-        are = "is an option" if len(names) == 1 else "are options"
-        raise ConfigError(f"{', '.join(names)} {are} of the launcher. {delete} the run with: {command}")
+    if places:
+        options = " ".join(f"--{name} ..." for name in places).replace("--accelerate_config", "--config_file")
+        delete = f" Delete {', '.join(keys)} in {file}." if keys else ""
+        raise ConfigError(
+            f"{', '.join(places)}: an option of the launcher.{delete} Start the run with: accelerate launch {options} "
+            f"-m {parser.prog} ..."
+        )
 
 
 def _set_environment(entries: dict[str, Entry], file: Path | None) -> None:

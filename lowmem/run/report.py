@@ -5,7 +5,7 @@ import resource
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -88,7 +88,8 @@ class RunReport(TrainerCallback):  # type: ignore[misc]
 
     Tokens are counted by the Trainer without padding (`include_num_input_tokens_seen`); checkpoints contain the count,
     so a resumed run continues it. Tokens per second leave out evaluation, saving and, in the first step, compilation.
-    Memory is that of rank 0: of its GPU, or of its process where there is none.
+    Memory is of rank 0: of its GPU, or of its process where there is none. The peak is since training began, without
+    loading; on macOS, which cannot reset the peak of a process, it includes loading.
     """
 
     def __init__(self, run_dir: str | Path, console: Console | None = None) -> None:
@@ -133,6 +134,7 @@ class RunReport(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         if not state.is_world_process_zero:
             return
+        _reset_peak(args.device)
         self.weight_bytes = sum(map(nbytes, model.parameters()))
         self.records = state.log_history
         write_metrics(self.run_dir, self.records)
@@ -243,8 +245,17 @@ def _coef(value: float) -> str:
     return f"{value:.0e}" if 0 < value < 0.005 else f"{value:.2f}"
 
 
+def _reset_peak(device: torch.device) -> None:
+    """Lets the peak of `_memory` begin anew, where the system can."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak of a process, which getrusage reads, too
+
+
 def _memory(device: torch.device) -> dict[str, int]:
-    """Bytes in use now, and the most so far."""
+    """Bytes in use now, and the most since training began."""
     if device.type == "cuda":
         return {"memory": torch.cuda.memory_allocated(device), "peak_memory": torch.cuda.max_memory_allocated(device)}
     unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch._subclasses.fake_tensor import is_fake
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lowmem.errors import UnsupportedError
 from lowmem.tiles.graph import Compiler, Function, Sizes, compiled, trace
@@ -141,6 +142,9 @@ class QuantizedWeight(Tensor):
             if not isinstance(value, cls) or value.dtype != self.dtype:
                 raise self._cannot_become(value.dtype)
             self.format, self.parts = value.format, value.parts
+        if func in (torch.autograd.backward, torch.autograd.grad):  # checkpoints recompute forwards, which come here
+            args, kwargs = tree_map_only(cls, get_gradient_edge, (args, kwargs))
+            return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return (_linear if func is F.linear else func)(*args, **(kwargs or {}))
 

@@ -4,6 +4,7 @@ import importlib
 import os
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import runs
@@ -159,8 +160,8 @@ MISTAKES = {
     "seed: !!python/object:os.system 3": "line 1: could not determine a constructor",
     "model_init_kwargs: {token: abc}": "line 1: model_init_kwargs has a password or token",
     "hub_token: hf_abcdefghijklmnopqrst": "line 1: hub_token has a password or token",
-    "num_processes: 2": "accelerate launch --num_processes 2 -m lowmem sft --config ",
-    "accelerate_config: fsdp2\nmixed_precision: bf16": "fsdp2.yaml --mixed_precision bf16 -m lowmem sft --config ",
+    "num_processes: 2": "accelerate launch --num_processes ... -m lowmem sft ...",
+    "accelerate_config: fsdp2\nmixed_precision: bf16": "launch --config_file ... --mixed_precision ... -m lowmem sft",
     "zzz": "expected keys and values",
 }  # fmt: skip
 
@@ -184,7 +185,7 @@ def test_mistakes_in_a_file(text, refused):
         ("--config none.yaml", "none.yaml cannot be read: No such file"),
         ("--config", "--config: expected one argument"),
         ("--hub_token hf_abcdefghijklmnopqrst", "--hub_token has a password or token"),
-        ("--num_processes 2 --max_steps 3", "accelerate launch --num_processes 2 -m lowmem sft --output_dir "),
+        ("--num_processes 2 --max_steps 3", "accelerate launch --num_processes ... -m lowmem sft ..."),
     ],
 )
 def test_mistakes_on_the_command_line(words, message, refused):
@@ -234,6 +235,23 @@ def test_no_argument_of_ours_is_one_of_trl(command):
 def test_the_local_rank_of_a_launcher_is_before_the_command():
     command, rest = cli._parser().parse_known_args(["--local_rank=1", "sft", "--config", "x", "--help"])
     assert (command.local_rank, command.training, rest) == (1, "sft", ["--config", "x", "--help"])
+
+
+@pytest.mark.parametrize(
+    ("words", "gpu", "non_blocking"),
+    [
+        ((), True, True),
+        ((), False, False),
+        (("--dataloader_pin_memory", "false"), True, False),
+        (("--accelerator_config", '{"split_batches": false}'), True, False),
+    ],
+    ids=["GPU", "CPU", "pageable", "set"],
+)
+def test_batches_are_copied_from_pinned_memory_without_a_wait(words, gpu, non_blocking, parsed, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: gpu)
+    arguments = parsed({}, "--bf16", "false", *words).training
+    assert arguments.accelerator_config.non_blocking is non_blocking
+    assert not arguments.logging_nan_inf_filter
 
 
 def test_arguments_for_a_device_that_is_not_here(parsed):

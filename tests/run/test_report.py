@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -187,6 +188,20 @@ def test_the_rate_leaves_out_the_time_of_evaluation(trainer, run_dir, clock):
     trained.add_callback(Slow())
     train(trained, run_dir)
     assert [line["tokens_per_second"] for line in metrics(run_dir) if "loss" in line] == [13.0] * 4
+
+
+@pytest.mark.skipif(sys.platform != "linux" and not torch.cuda.is_available(), reason="the peak cannot be reset")
+def test_the_peak_leaves_out_what_was_loaded_before(run_dir, tiny_llama):
+    run_dir.mkdir()
+    size = 1 << 30
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.full((size // 4,), 1.0, device=device)  # freed at once
+    arguments = {"max_steps": 1, "logging_steps": 1, "save_strategy": "no", "report_to": "none"}
+    before = report._memory(torch.device(device))
+    assert before["peak_memory"] >= size
+    train(InOrder(tiny_llama(), args=TrainingArguments(run_dir, **arguments), train_dataset=Rows()), run_dir)
+    for line in metrics(run_dir):
+        assert line["peak_memory"] - before["memory"] < size / 2
 
 
 def test_what_is_not_finite_is_still_json(trainer, run_dir):

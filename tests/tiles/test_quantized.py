@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import lowmem
 from lowmem.layers.head import linear_cross_entropy
@@ -165,6 +166,25 @@ def test_a_weight_that_changed_after_the_forward_is_noticed():
     opt.backward(F.linear(torch.ones(2, 128, dtype=torch.bfloat16), held).sum())
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+@pytest.mark.parametrize(
+    "backward",
+    [
+        lambda loss, params: loss.backward(),
+        lambda loss, params: loss.backward(inputs=params),
+        lambda loss, params: loss.backward(inputs=params[0]),
+        lambda loss, params: torch.autograd.backward(loss, inputs=params),
+        lambda loss, params: setattr(params[0], "grad", torch.autograd.grad(loss, params)[0]),
+    ],
+    ids=["all", "inputs", "one", "function", "grad"],
+)
+def test_a_backward_to_chosen_inputs_computes_a_checkpointed_forward_again(backward):
+    held, weight = pair()
+    inputs = torch.randn(4, 128, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
+    for param in (held, weight):
+        backward(checkpoint(lambda x, w=param: F.linear(x, w).sin(), inputs, use_reentrant=False).sum(), [param])
+    assert torch.equal(held.grad, weight.grad)
 
 
 def test_a_compiled_model_computes_the_same(recwarn):

@@ -39,6 +39,18 @@ def test_a_run_resumes_to_the_last_bit(trainer, clip, tmp_path):
         assert all(map(torch.equal, tensors_of(mine), tensors_of(theirs)))
 
 
+@pytest.mark.parametrize("weight_format", ["int8", "int10", "int12"])
+def test_activations_that_are_computed_again_change_nothing(trainer, tiny_llama, weight_format):
+    runs = []
+    for checkpointing in (False, True):
+        model = tiny_llama(torch.bfloat16, **SIZES)
+        run = trainer(weight_format, model, max_steps=3, max_grad_norm=0.1, gradient_checkpointing=checkpointing)
+        run.train()
+        assert run.optimizer.policy == "two_pass"
+        runs.append(losses(run))
+    assert runs[0] == runs[1]
+
+
 def test_what_is_saved_is_an_ordinary_model(trainer, tmp_path):
     run = trainer(max_steps=2)
     run.train()

@@ -1,0 +1,86 @@
+"""The devices that trainers load models onto: one, and in the format in which the weights are trained."""
+
+import accelerate
+import pytest
+import torch
+import transformers as hf
+from support import trainers as builders
+from support.trainers import build
+
+from lowmem import FusedConfig
+from lowmem.errors import UnsupportedError
+from lowmem.layers.config import LayersConfig
+from lowmem.tiles.quantized import in_codes, tensors_of
+
+GPUS = torch.cuda.device_count()
+ONE_DEVICE = pytest.mark.skipif(GPUS > 1, reason="one process trains on one GPU")
+NEEDS_A_GPU = pytest.mark.skipif(GPUS < 1, reason="needs a GPU, which may be a simulated one (LOWMEM_SIMGPU=1)")
+NEEDS_TWO = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs, which may be simulated ones (LOWMEM_SIMGPU=2)")
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The folder of a model of which two thirds are weights that can be held in codes."""
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    config = hf.LlamaConfig(**SIZES, vocab_size=len(builders.tokenizer()), **builders.special())
+    hf.LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
+    builders.tokenizer().save_pretrained(folder)
+    return folder
+
+
+def offloaded(folder, way, tmp_path):
+    """A model that Accelerate moves to its device part by part."""
+    if way == "cpu_offload":
+        return accelerate.cpu_offload(hf.AutoModelForCausalLM.from_pretrained(folder))
+    places = {"model": "cpu", "lm_head": "disk"}
+    return hf.AutoModelForCausalLM.from_pretrained(folder, device_map=places, offload_folder=tmp_path / "disk")
+
+
+@pytest.mark.parametrize(("way", "words"), [("device_map", "cpu"), ("cpu_offload", "cpu_offload")])
+def test_a_model_that_is_offloaded_is_refused(make, folder, way, words, tmp_path):
+    with pytest.raises(UnsupportedError, match=rf"split or offloaded \(.*{words}.*device_map=None"):
+        make(model=offloaded(folder, way, tmp_path))
+
+
+@ONE_DEVICE
+@pytest.mark.parametrize("row", ["SFT", "Reward"])
+def test_a_model_that_the_arguments_of_trl_offload_is_refused(row, folder, tmp_path):
+    head = "score" if row == "Reward" else "lm_head"
+    options = {"device_map": {"model": "cpu", head: "disk"}, "offload_folder": str(tmp_path / "disk")}
+    with pytest.raises(UnsupportedError, match=r"model_init_kwargs=\{'device_map': None\}"):
+        build(row, tmp_path, True, {"model": str(folder)}, model_init_kwargs=options)
+
+
+@NEEDS_A_GPU
+@ONE_DEVICE
+@pytest.mark.parametrize("row", ["SFT", "DPO"])
+def test_weights_are_quantized_before_they_get_to_the_gpu(row, folder, tmp_path):
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    fused = FusedConfig(rule="lomo", weight_format="int8")
+    keywords = {"model": str(folder), "fused": fused, "layers": LayersConfig()}
+    options = {"optim": "adamw_torch_fused", "weight_decay": 0.0, "model_init_kwargs": {"dtype": "bfloat16"}}
+    trainer = build(row, tmp_path, True, keywords, **options)
+    assert in_codes(trainer.model)
+    parts = [part for param in trainer.model.parameters() for part in tensors_of(param)]
+    assert {part.device.type for part in parts} == {"cuda"}
+    others = [trainer.ref_model] if row == "DPO" else []
+    held = sum(part.nbytes for part in [*parts, *(param for other in others for param in other.parameters())])
+    assert torch.cuda.max_memory_allocated() - before <= 1.05 * held
+
+
+@NEEDS_TWO
+@pytest.mark.parametrize("row", ["SFT", "GRPO"])
+def test_a_process_that_sees_two_gpus_is_told_to_see_one(row, folder, tmp_path):
+    with pytest.raises(UnsupportedError, match=r"sees 2 GPUs.*CUDA_VISIBLE_DEVICES=0"):
+        build(row, tmp_path, True, {"model": str(folder)})
+
+
+@NEEDS_TWO
+def test_a_model_that_trl_splits_without_arguments_is_refused(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the output of a trainer without arguments
+    cls, _, _, keywords = builders.sft()
+    with pytest.raises(UnsupportedError, match=r"split or offloaded \(0, 1\).*device_map=None"):
+        builders.fused(cls)(**{**keywords, "model": str(folder)})
