@@ -287,7 +287,7 @@ def policies_agree(report: Report, small: bool) -> None:
 
 def computed_gradients(report: Report, small: bool) -> None:
     """Trains a head and an embedding whose gradients are computed as they are read, with batches of several lengths."""
-    vocabulary, hidden = (300, 32) if small else (49_152, 576)
+    vocabulary, hidden = (1024, 128) if small else (49_152, 576)
     for dtype in (torch.float32, torch.bfloat16):
 
         def trained(compile: bool, dtype: torch.dtype = dtype) -> list[Tensor]:

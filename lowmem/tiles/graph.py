@@ -109,8 +109,25 @@ def compiled(graph: fx.GraphModule, sizes: Sizes, args: Sequence[Tensor | Size])
     from torch._inductor.compile_fx import compile_fx
 
     on_cpu = all(arg.device.type == "cpu" for arg in args if isinstance(arg, Tensor))
+    patches = OPTIONS if on_cpu else GPU_OPTIONS
     with _LOCK, _vector_code(), torch._guards.tracing(torch._guards.TracingContext(sizes.mode)), torch.no_grad():
-        return compile_fx(graph, list(args), config_patches=OPTIONS if on_cpu else GPU_OPTIONS)  # type: ignore[return-value]
+        return compile_fx(graph, list(args), config_patches=patches, decompositions=decompositions())  # type: ignore[return-value]
+
+
+def decompositions() -> dict[Any, Function]:
+    """Inductor's, but multiply-adds that eager kernels fuse (`addcmul`, `lerp`) are fused in compiled code, too."""
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.inductor_prims import fma
+
+    def addcmul(value: Tensor, one: Tensor, other: Tensor, **scale: Any) -> Any:
+        return NotImplemented if scale or not value.is_floating_point() else fma(one, other, value)
+
+    def lerp(start: Tensor, end: Tensor, weight: Tensor) -> Tensor:
+        near = weight.abs() < 0.5
+        return fma(torch.where(near, weight, weight - 1), end - start, torch.where(near, start, end))
+
+    aten = torch.ops.aten
+    return {**select_decomp_table(), aten.addcmul.default: addcmul, aten.lerp.Tensor: lerp}
 
 
 @contextmanager
