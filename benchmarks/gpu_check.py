@@ -2,15 +2,17 @@
 
     python -m benchmarks.gpu_check [--out gpu_check.json] [--budget 500] [--small]
 
-The most important parts come first. Every row is written to the report as soon as it is measured: its value, its goal if
-it has one, and whether the goal is met. A part that fails is reported, and the others go on; a part that needs more
+The most important parts come first. Every row is written to the report as soon as it is measured: its value, its goal
+if it has one, and whether the goal is met. A part that fails is reported, and the others go on; a part that needs more
 seconds than the budget has left is skipped, which is reported too. `--small` shrinks all sizes, to try the script
 without a GPU.
 
 Trainers are measured if TRL can be imported. For a machine without network, bring the packages along:
 
-    pip download --no-deps -d wheels transformers==5.23.0 trl==1.16.0 datasets==5.2.0 tokenizers dill multiprocess huggingface_hub xxhash
-    pip install --no-index --no-deps --target carried wheels/*.whl && PYTHONPATH=carried python -m benchmarks.gpu_check
+    pip download --no-deps -d wheels transformers==5.23.0 trl==1.16.0 datasets==5.2.0 tokenizers dill multiprocess \\
+        huggingface_hub xxhash
+    pip install --no-index --no-deps --target carried wheels/*.whl
+    PYTHONPATH=carried python -m benchmarks.gpu_check
 """
 
 import argparse
@@ -150,8 +152,8 @@ def host_seconds(run: Run) -> float:
 def device_seconds(run: Run, repeats: int = 7) -> float:
     """The median time that the device takes for the kernels that a call launches.
 
-    The device sleeps until everything is queued, so that it never waits for the host. If more is launched than its queue
-    holds, the time of the host is included.
+    The device sleeps until everything is queued, so that it never waits for the host. If more is launched than its
+    queue holds, the time of the host is included.
     """
     if (kernels(run) or QUEUE) >= QUEUE:
         return median(run, repeats)
@@ -209,7 +211,13 @@ class Updates:
     """
 
     def __init__(
-        self, size: Sequence[int], count: int = 1, dtype: torch.dtype = torch.bfloat16, *, weights: str = "", **options: Any
+        self,
+        size: Sequence[int],
+        count: int = 1,
+        dtype: torch.dtype = torch.bfloat16,
+        *,
+        weights: str = "",
+        **options: Any,
     ) -> None:
         torch.manual_seed(0)
         module = nn.ParameterList(draw(*size, dtype=dtype) for _ in range(count))
@@ -295,7 +303,9 @@ def computed_gradients(report: Report, small: bool) -> None:
             embedding = nn.Embedding(vocabulary, hidden, device=DEVICE, dtype=dtype)
             head = nn.Parameter(draw(vocabulary, hidden, dtype=dtype) * 0.1)
             compute_gradient(embedding)
-            opt = lowmem.FusedOptimizer([embedding.weight, head], rule="adamw", lr=1e-2, rounding="nearest", compile=compile)
+            opt = lowmem.FusedOptimizer(
+                [embedding.weight, head], rule="adamw", lr=1e-2, rounding="nearest", compile=compile
+            )
             for tokens in (400, 380, 17, 512):
                 ids = torch.randint(vocabulary, (tokens,), device=DEVICE)
                 opt.backward(linear_cross_entropy(embedding(ids), head, ids.roll(-1)))
@@ -314,7 +324,9 @@ def exactness(report: Report, small: bool) -> None:
         compare(report, f"{rule}, float32", 0.0, matrix, dtype=torch.float32, rule=rule, **plain)
     if small:
         return
-    compare(report, "adamw, float32 weights, 8-bit states", 1e-3, (300, 512), rule="adamw", state_storage="8bit_64", **plain)
+    compare(
+        report, "adamw, float32 weights, 8-bit states", 1e-3, (300, 512), rule="adamw", state_storage="8bit_64", **plain
+    )
     for rule, rounding in itertools.product(("adalomo", "adamw"), ("nearest", "compensated")):
         compare(report, f"{rule}, {rounding}", 1e-3, matrix, rule=rule, rounding=rounding)
     compare(report, "adamw, int12 weights", 1e-3, (300, 512), rule="adamw", weights="int12")
@@ -351,6 +363,11 @@ def no_host_sync(report: Report, small: bool) -> None:
 # -- memory and time ---------------------------------------------------------------------------------------------------
 
 
+def copy_all(pairs: Tensor) -> None:
+    for into, source in pairs:
+        into.copy_(source)
+
+
 def updates(report: Report, small: bool) -> None:
     """The temporary memory of an update, and its time: relative to a copy of as many bytes as it has to move, and to
     torch's fused AdamW. All matrices together are far larger than a cache.
@@ -360,8 +377,8 @@ def updates(report: Report, small: bool) -> None:
     numel = side * side
     pairs = torch.zeros(count, 2, 3 * numel, dtype=torch.bfloat16, device=DEVICE)
     # AdaLomo reads the gradient three times and the weight twice, and writes the weight
-    floor = device_seconds(lambda: [into.copy_(source) for into, source in pairs]) / count / 2
-    report.row("copy: bytes per second", 6 * numel / floor)
+    floor = device_seconds(partial(copy_all, pairs)) / count
+    report.row("copy: bytes per second", 12 * numel / floor)
     del pairs
     methods: dict[str, dict[str, Any]] = {
         "AdamW(fused=True)": {"rule": torch.optim.AdamW, "fused": True, "lr": 1e-3, "rounding": "nearest"},
@@ -395,12 +412,16 @@ def updates(report: Report, small: bool) -> None:
         goal = ("<=", goals[name]) if name in goals else None
         report.row(f"update, {name}: times AdamW(fused=True)", taken[name] / taken["AdamW(fused=True)"], goal)
     report.row("update, adalomo: times the copy", taken["adalomo"] / floor, ("<=", 1.3))
-    report.row("update, adalomo, stochastic: times nearest", taken["adalomo, stochastic"] / taken["adalomo"], ("<=", 1.3))
+    report.row(
+        "update, adalomo, stochastic: times nearest", taken["adalomo, stochastic"] / taken["adalomo"], ("<=", 1.3)
+    )
 
 
 def offload(report: Report, small: bool) -> None:
     """The pinned memory that offloaded gradients take: torch's allocator rounds blocks up to powers of two."""
-    params = [nn.Parameter(draw(*size)) for size in (((48, 40), (33,)) if small else ((5000, 4000), (3000, 4000), (4000,)))]
+    params = [
+        nn.Parameter(draw(*size)) for size in (((48, 40), (33,)) if small else ((5000, 4000), (3000, 4000), (4000,)))
+    ]
     opt = lowmem.FusedOptimizer(params, rule="adamw", lr=1e-3, **POLICIES["deferred, host"])
     for _ in range(2):
         opt.backward(torch.stack([param.float().square().sum() for param in params]).sum())
@@ -549,7 +570,9 @@ def trainers(report: Report, small: bool) -> None:
         model = models.llama(*MODELS["tiny"][:4], "float32", DEVICE, checkpointing=False)
         with tempfile.TemporaryDirectory() as folder:
             words = {"max_steps": 4, "per_device_train_batch_size": 4, "report_to": "none", "save_strategy": "no"}
-            cls(model, TrainingArguments(folder, disable_tqdm=True, use_cpu=not GPU, **words), train_dataset=rows).train()
+            cls(
+                model, TrainingArguments(folder, disable_tqdm=True, use_cpu=not GPU, **words), train_dataset=rows
+            ).train()
         weights.append(torch.cat([param.detach().flatten() for param in model.parameters()]))
     report.row("trainer: largest difference", float((weights[0] - weights[1]).abs().max()), ("<=", 1e-6))
 

@@ -30,8 +30,7 @@ OPTIONS["cpp.vec_isa_ok"] = True
 # CUDA graphs would copy a gradient of each new size into memory of their own.
 OPTIONS["triton.cudagraphs"] = False
 
-# On a GPU Inductor would divide approximately and fuse multiply-adds. Like this, quotients, products and sums are rounded
-# as eager kernels round them.
+# On a GPU Inductor would divide approximately, and fuse products with the sums that they happen to meet.
 GPU_OPTIONS = OPTIONS | {"eager_numerics.division_rounding": True, "emulate_precision_casts": True}
 
 Size = int | torch.SymInt
