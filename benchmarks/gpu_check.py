@@ -235,12 +235,12 @@ class Updates:
             update_one(self._opt, param, grad)
 
 
-def differing(runs: Callable[[bool], list[Tensor]]) -> float | None:
-    """The share of the numbers that differ between `runs(compile=True)` and `runs(compile=False)`; NaN differs."""
+def differing(runs: Callable[[bool], list[Tensor]], by: float = 0.0) -> float | None:
+    """The share of the numbers that differ by more between `runs(compile=True)` and `runs(compile=False)`; NaN does."""
     if not COMPILES:
         return None
     ours, eager = (torch.cat([tensor.float().flatten() for tensor in runs(compile)]) for compile in (True, False))
-    return float((ours != eager).float().mean())
+    return float((~((ours - eager).abs() <= by)).float().mean())
 
 
 def compare(report: Report, what: str, goal: float, size: Sequence[int], **options: Any) -> None:
@@ -314,7 +314,8 @@ def computed_gradients(report: Report, small: bool) -> None:
 
         what = f"head and embedding, four lengths, {dtype}"
         with report.trial(what):
-            report.row(f"{what}: weights that differ from eager ones", differing(trained), ("<=", 1e-3))
+            # a last bit that differs changes the next loss, and so all gradients
+            report.row(f"{what}: weights that differ from eager ones", differing(trained, 1e-4), ("<=", 1e-3))
 
 
 def exactness(report: Report, small: bool) -> None:
