@@ -1,29 +1,264 @@
-"""Measures on a GPU, in under nine minutes, with nothing installed but torch and transformers.
+"""Measures on a GPU, in less than nine minutes, with nothing installed but torch and transformers.
 
     python -m benchmarks.gpu_check [--out gpu_check.json] [--budget 500] [--small]
 
-Each part adds rows: what was measured, its goal if it has one, and whether the goal is met. The report is written after
-every row, so that a run that is killed leaves it. If a part fails, its error is reported, and the others go on. A part
-that needs more seconds than are left of the budget is skipped with a row that says so. `--small` shrinks everything, so
-that the script itself can be tried without a GPU.
+The most important parts come first. Every row is written to the report as soon as it is measured: its value, its goal
+if it has one, and whether the goal is met. A part that fails is reported, and the others go on; a part that needs more
+seconds than the budget has left is skipped, which is reported too. `--small` shrinks all sizes, to try the script
+without a GPU.
+
+Trainers are measured if TRL can be imported. For a machine without network, bring the packages along:
+
+    pip download --no-deps -d wheels transformers==5.23.0 trl==1.16.0 datasets==5.2.0 tokenizers dill multiprocess \\
+        huggingface_hub xxhash
+    pip install --no-index --no-deps --target carried wheels/*.whl
+    PYTHONPATH=carried python -m benchmarks.gpu_check
 """
 
 import argparse
+import gc
+import importlib.util
+import itertools
 import json
 import os
 import platform
+import statistics
 import sys
-from collections.abc import Callable
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch import Tensor, nn
 
 import lowmem
-from benchmarks.gpu import overhead, steps, updates
-from benchmarks.gpu.measure import COMPILES, GPU, device_seconds, draw, free_memory, median
-from benchmarks.gpu.report import Report
+from benchmarks import models
+from benchmarks.engine import has_compiler, update_one
+from lowmem.layers.embedding import compute_gradient
+from lowmem.layers.head import linear_cross_entropy
+
+GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if GPU else "cpu")
+COMPILES = has_compiler(DEVICE.type)
+RULES = [row.name for row in lowmem.rules.table()]
+CLIPPED = {"clip_norm": 1.0}
+POLICIES: dict[str, dict[str, Any]] = {
+    "two_pass": {"policy": "two_pass", **CLIPPED},
+    "deferred, host": {"policy": "deferred", "store": "host", **CLIPPED},
+    "deferred, device": {"policy": "deferred", "store": "device", **CLIPPED},
+    "deferred, disk": {"policy": "deferred", "store": "disk", **CLIPPED},
+}
+QUEUE = 800  # launches that surely fit into a GPU's queue
+
+Run = Callable[[], object]
+Goal = tuple[str, float]  # "<=" or ">=", and the number
+
+
+class Report:
+    """Rows by part, written to `out` after every row; `budget` is in seconds from now.
+
+    Attributes:
+        failed: a part raised an error other than out-of-memory.
+    """
+
+    def __init__(self, out: Path, budget: float) -> None:
+        self.parts: dict[str, Any] = {}
+        self.failed = False
+        self._out, self._end, self._began = out, time.perf_counter() + budget, time.perf_counter()
+        self._rows: list[dict[str, Any]] = []
+
+    def row(self, what: str, measured: Any, goal: Goal | None = None, **more: Any) -> None:
+        """Adds a measurement; `measured` is None where this machine cannot measure it."""
+        met = None
+        if goal is not None and measured is not None:
+            met = measured <= goal[1] if goal[0] == "<=" else measured >= goal[1]
+        text = None if goal is None else f"{goal[0]} {goal[1]:g}"
+        self._add({"what": what, "measured": measured, "goal": text, "met": met, **more})
+
+    @contextmanager
+    def trial(self, what: str) -> Iterator[None]:
+        """Adds a row for an error that is raised inside, and goes on."""
+        try:
+            yield
+        except Exception as error:
+            traceback.print_exc()
+            self.failed |= not isinstance(error, torch.OutOfMemoryError)
+            self._add({"what": what, "error": f"{type(error).__name__}: {error}"})
+        clear()
+
+    def part(self, measure: Callable[["Report", bool], None], needs: float, small: bool) -> None:
+        """Runs a part that needs so many seconds, or adds a row that says why it does not."""
+        name, began, self._rows = measure.__name__, time.perf_counter(), []
+        self.parts[name] = part = {"rows": self._rows}
+        if (left := self._end - began) < needs:
+            self._add({"what": name, "skipped": f"needs about {needs:g} s, {left:.0f} s are left of the budget"})
+        else:
+            with self.trial(name):
+                measure(self, small)
+        part["seconds"] = round(time.perf_counter() - began, 1)
+        self._write()
+        print(f"{name}: {part['seconds']} s", file=sys.stderr, flush=True)
+
+    def goals(self) -> Iterator[dict[str, Any]]:
+        """The rows that have a goal."""
+        for part in self.parts.values():
+            yield from (row for row in part["rows"] if row.get("goal"))
+
+    def _add(self, row: dict[str, Any]) -> None:
+        self._rows.append(row)
+        self._write()
+
+    def _write(self) -> None:
+        seconds = round(time.perf_counter() - self._began, 1)
+        self._out.write_text(json.dumps({"seconds": seconds, **self.parts}, indent=2) + "\n")
+
+
+# -- measuring ---------------------------------------------------------------------------------------------------------
+
+
+def sync() -> None:
+    if GPU:
+        torch.cuda.synchronize()
+
+
+def clear() -> None:
+    """Frees unreferenced memory, reference cycles of optimizers and their hooks included."""
+    if GPU:
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def seconds(run: Run) -> float:
+    """The time of a call, from an idle device to an idle device."""
+    sync()
+    start = time.perf_counter()
+    run()
+    sync()
+    return time.perf_counter() - start
+
+
+def host_seconds(run: Run) -> float:
+    """The time of a call until everything is queued."""
+    sync()
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def device_seconds(run: Run, repeats: int = 7) -> float:
+    """The median time that the device takes for the kernels that a call launches.
+
+    The device sleeps until everything is queued, so that it never waits for the host. If more is launched than its
+    queue holds, the time of the host is included.
+    """
+    if (kernels(run) or QUEUE) >= QUEUE:
+        return median(run, repeats)
+    cycles = int(host_seconds(run) * 3e9)  # half as long again as the host takes, at 2 GHz
+    times = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        sync()
+        torch.cuda._sleep(cycles)
+        start.record()
+        run()
+        end.record()
+        sync()
+        times.append(start.elapsed_time(end) / 1e3)
+    return statistics.median(times)
+
+
+def median(run: Run, repeats: int = 7) -> float:
+    return statistics.median(seconds(run) for _ in range(repeats))
+
+
+def kernels(run: Run) -> int | None:
+    """The number of kernels that a call launches, copies and fills included; None on a CPU."""
+    if not GPU:
+        return None
+    run()
+    sync()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        sync()
+    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
+
+
+def peak(run: Run) -> int | None:
+    """The peak of allocated bytes during a call, above those before it; None on a CPU, where they are not counted."""
+    if not GPU:
+        return None
+    sync()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    sync()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def draw(*size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(size, device=DEVICE).to(dtype)
+
+
+class Updates:
+    """Parameters of one size, their gradients, and an optimizer.
+
+    Attributes:
+        first_seconds: the time of the first update of all parameters, compilation included.
+    """
+
+    def __init__(
+        self,
+        size: Sequence[int],
+        count: int = 1,
+        dtype: torch.dtype = torch.bfloat16,
+        *,
+        weights: str = "",
+        **options: Any,
+    ) -> None:
+        torch.manual_seed(0)
+        module = nn.ParameterList(draw(*size, dtype=dtype) for _ in range(count))
+        if weights:
+            lowmem.quantize_(module, weights)
+        self.params = list(module)
+        self._grads = [draw(*size, dtype=dtype) for _ in range(count)]
+        self._opt = lowmem.FusedOptimizer(self.params, **{"lr": 1e-2, "batching": False, **options})
+        self.first_seconds = seconds(self.run)
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Updates every parameter once, without a backward pass."""
+        for param, grad in zip(self.params, self._grads, strict=True):
+            update_one(self._opt, param, grad)
+
+
+def differing(runs: Callable[[bool], list[Tensor]], by: float = 0.0) -> float | None:
+    """The share of the numbers that differ by more between `runs(compile=True)` and `runs(compile=False)`; NaN does."""
+    if not COMPILES:
+        return None
+    ours, eager = (torch.cat([tensor.float().flatten() for tensor in runs(compile)]) for compile in (True, False))
+    return float((~((ours - eager).abs() <= by)).float().mean())
+
+
+def compare(report: Report, what: str, goal: float, size: Sequence[int], **options: Any) -> None:
+    """Adds a row about two compiled updates and two eager ones."""
+    taken = []
+
+    def updated(compile: bool) -> list[Tensor]:
+        updates = Updates(size, compile=compile, **options)
+        updates.run()
+        taken.append(updates.first_seconds)
+        return [param.detach() for param in updates.params]
+
+    with report.trial(what):
+        share = differing(updated)
+        report.row(f"{what}: weights that differ from eager ones", share, ("<=", goal), first_update_seconds=taken[:1])
+
+
+# -- is it right? ------------------------------------------------------------------------------------------------------
 
 
 def environment(report: Report, small: bool) -> None:
@@ -33,58 +268,331 @@ def environment(report: Report, small: bool) -> None:
     report.row("torch", torch.__version__, cuda=torch.version.cuda, transformers=transformers.__version__)
     if GPU:
         device = torch.cuda.get_device_properties(0)
-        report.row("device", device.name, bytes=device.total_memory, l2_bytes=device.L2_cache_size)
-    report.row("free bytes of the device", free_memory())
+        report.row("device", device.name, bytes=device.total_memory, free=torch.cuda.mem_get_info()[0])
     report.row("torch.compile has a compiler", COMPILES)
 
 
-def attention(report: Report, small: bool) -> None:
-    """Which kernels can compute the attention of an 8B Llama over 2,048 tokens, and which of them torch selects."""
-    try:
-        import flash_attn
+def compiled_update(report: Report, small: bool) -> None:
+    """One update that uses nearly everything that compiled code has. If it fails, the rest would be by tiles."""
+    size = (64, 96) if small else (300, 512)
+    compare(report, "adamw, stochastic", 1e-3, size, rule="adamw", rounding="stochastic")
 
-        report.row("flash_attn", flash_attn.__version__)
-    except ImportError as error:
-        report.row("flash_attn", None, reason=str(error))
-    tokens = 64 if small else 2048
-    q, k, v = draw(1, 32, tokens, 128), draw(1, 8, tokens, 128), draw(1, 8, tokens, 128)
 
-    def attend() -> Tensor:
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+def policies_agree(report: Report, small: bool) -> None:
+    """Compares the weights after four clipped float32 steps with those of `two_pass`."""
+    weights: dict[str, Tensor] = {}
+    for name, options in POLICIES.items():
+        model = llama("tiny" if small else "20M").float()
+        opt = lowmem.FusedOptimizer(model.named_parameters(), lr=1e-3, **options)
+        torch.manual_seed(0)
+        for _ in range(4):
+            ids = torch.randint(0, model.config.vocab_size, (2, 64), device=DEVICE)
+            opt.backward(models.loss_of(model, ids)())
+        weights[name] = torch.cat([param.detach().flatten() for param in model.parameters()])
+        difference = float((weights[name] - weights["two_pass"]).abs().max())
+        report.row(f"{name}: largest difference from two_pass", difference, ("<=", 0.0))
 
-    taken = SDPBackend(torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=True))
-    report.row("SDPA selects", taken.name, seconds=median(device_seconds, attend))
-    enabled = {
-        SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled(),
-        SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled(),
-        SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.cudnn_sdp_enabled(),
-        SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled(),
-    }
-    for backend, is_enabled in enabled.items():
-        what = f"SDPA, {backend.name}: seconds of a forward"
+
+def computed_gradients(report: Report, small: bool) -> None:
+    """Trains a head and an embedding whose gradients are computed as they are read, with batches of several lengths."""
+    vocabulary, hidden = (1024, 128) if small else (49_152, 576)
+    for dtype in (torch.float32, torch.bfloat16):
+
+        def trained(compile: bool, dtype: torch.dtype = dtype) -> list[Tensor]:
+            torch.manual_seed(0)
+            embedding = nn.Embedding(vocabulary, hidden, device=DEVICE, dtype=dtype)
+            head = nn.Parameter(draw(vocabulary, hidden, dtype=dtype) * 0.1)
+            compute_gradient(embedding)
+            opt = lowmem.FusedOptimizer(
+                [embedding.weight, head], rule="adamw", lr=1e-2, rounding="nearest", compile=compile
+            )
+            for tokens in (400, 380, 17, 512):
+                ids = torch.randint(vocabulary, (tokens,), device=DEVICE)
+                opt.backward(linear_cross_entropy(embedding(ids), head, ids.roll(-1)))
+            opt.remove()
+            return [embedding.weight.detach(), head.detach()]
+
+        what = f"head and embedding, four lengths, {dtype}"
+        with report.trial(what):
+            # a last bit that differs changes the next loss, and so all gradients
+            report.row(f"{what}: weights that differ from eager ones", differing(trained, 1e-4), ("<=", 1e-3))
+
+
+def exactness(report: Report, small: bool) -> None:
+    """Compares compiled updates with eager ones. Those of elementwise rules are equal to the last bit in float32."""
+    matrix, plain = ((64, 96) if small else (300, 517)), {"rounding": "nearest"}
+    for rule in ("lomo",) if small else ("adamw", "lomo", "lion"):
+        compare(report, f"{rule}, float32", 0.0, matrix, dtype=torch.float32, rule=rule, **plain)
+    if small:
+        return
+    compare(
+        report, "adamw, float32 weights, 8-bit states", 1e-3, (300, 512), rule="adamw", state_storage="8bit_64", **plain
+    )
+    for rule, rounding in itertools.product(("adalomo", "adamw"), ("nearest", "compensated")):
+        compare(report, f"{rule}, {rounding}", 1e-3, matrix, rule=rule, rounding=rounding)
+    compare(report, "adamw, int12 weights", 1e-3, (300, 512), rule="adamw", weights="int12")
+    for size in ((4, 128, 96), (20_000,), (1009, 200)):  # experts, a vector, several tiles
+        compare(report, f"adalomo, {list(size)}", 1e-3, size, rule="adalomo", **plain)
+    for rule in set(RULES) - {"adalomo", "adamw", "lomo", "lion"}:
+        compare(report, rule, 1e-3, matrix, rule=rule, **plain)
+
+
+def no_host_sync(report: Report, small: bool) -> None:
+    """Takes steps of a large parameter and a stack of small ones; torch raises if the host waits for the device."""
+    waits = []
+    policies = {"immediate": {}, **POLICIES}
+    del policies["deferred, disk"]  # which has to wait for each gradient
+    for rule, (policy, options) in itertools.product(RULES[:2] if small else RULES, policies.items()):
+        params = [nn.Parameter(draw(*size)) for size in ((256, 256), (64,), (64,))]
+        common = {"rule": rule, "lr": 1e-3, "rounding": "stochastic", "loss_scale": "dynamic", "compile": False}
+        opt = lowmem.FusedOptimizer(params, **common, **options)
         try:
-            with sdpa_kernel(backend):
-                report.row(what, median(device_seconds, attend), enabled=is_enabled)
-        except RuntimeError as error:  # no such kernel for these inputs
-            report.row(what, None, enabled=is_enabled, reason=str(error).split("\n")[0])
+            for _ in range(3):
+                loss = torch.stack([param.float().square().sum() for param in params]).sum()
+                if GPU:
+                    torch.cuda.set_sync_debug_mode("error")
+                opt.backward(loss)
+        except RuntimeError as error:
+            waits.append(f"{rule}, {policy}: {error}")
+        finally:
+            if GPU:
+                torch.cuda.set_sync_debug_mode("default")
+        opt.remove()
+    report.row("rules and policies that wait for the device", len(waits) if GPU else None, ("<=", 0), where=waits)
 
 
-# Each part with the seconds that it takes on an H200, compilation included.
+# -- memory and time ---------------------------------------------------------------------------------------------------
+
+
+def copy_all(pairs: Tensor) -> None:
+    for into, source in pairs:
+        into.copy_(source)
+
+
+def updates(report: Report, small: bool) -> None:
+    """The temporary memory of an update, and its time: relative to a copy of as many bytes as it has to move, and to
+    torch's fused AdamW. All matrices together are far larger than a cache.
+    """
+    side, count = (64, 2) if small else (4096, 16)
+    compile = COMPILES and not small
+    numel = side * side
+    pairs = torch.zeros(count, 2, 3 * numel, dtype=torch.bfloat16, device=DEVICE)
+    # AdaLomo reads the gradient three times and the weight twice, and writes the weight
+    floor = device_seconds(partial(copy_all, pairs)) / count
+    report.row("copy: bytes per second", 12 * numel / floor)
+    del pairs
+    methods: dict[str, dict[str, Any]] = {
+        "AdamW(fused=True)": {"rule": torch.optim.AdamW, "fused": True, "lr": 1e-3, "rounding": "nearest"},
+        "adamw, bfloat16 states": {"rule": "adamw", "rounding": "nearest", "state_storage": "bfloat16"},
+        "adamw, 8-bit states": {"rule": "adamw", "rounding": "stochastic", "state_storage": "8bit_64"},
+        "adamw, int12 weights": {"rule": "adamw", "weights": "int12", "state_storage": "8bit_64"},
+        "adalomo": {"rule": "adalomo", "rounding": "nearest"},
+        "adalomo, stochastic": {"rule": "adalomo", "rounding": "stochastic"},
+        "adalomo, compensated": {"rule": "adalomo", "rounding": "compensated"},
+        "adalomo, eager": {"rule": "adalomo", "rounding": "nearest", "compile": False},
+    }
+    taken: dict[str, float] = {}
+    for name, options in methods.items():
+        with report.trial(name):
+            made = Updates((side, side), count, **{"compile": compile and "fused" not in options, **options})
+            above = peak(made.run)
+            taken[name] = device_seconds(made.run) / count
+            report.row(
+                f"update, {name}: temporary memory of the parameter's",
+                None if above is None else above / (2 * numel),
+                ("<=", 0.01) if "fused" not in options and "eager" not in name else None,
+                seconds=taken[name],
+                host_seconds=host_seconds(made.run) / count,
+                kernels=kernels(made.run),
+                first_seconds=made.first_seconds,
+            )
+        made = None
+        clear()
+    goals = {"adalomo": 0.9, "adamw, bfloat16 states": 1.5, "adamw, 8-bit states": 2.0}
+    for name in taken.keys() - {"AdamW(fused=True)"}:
+        goal = ("<=", goals[name]) if name in goals else None
+        report.row(f"update, {name}: times AdamW(fused=True)", taken[name] / taken["AdamW(fused=True)"], goal)
+    report.row("update, adalomo: times the copy", taken["adalomo"] / floor, ("<=", 1.3))
+    report.row(
+        "update, adalomo, stochastic: times nearest", taken["adalomo, stochastic"] / taken["adalomo"], ("<=", 1.3)
+    )
+
+
+def offload(report: Report, small: bool) -> None:
+    """The pinned memory that offloaded gradients take: torch's allocator rounds blocks up to powers of two."""
+    params = [
+        nn.Parameter(draw(*size)) for size in (((48, 40), (33,)) if small else ((5000, 4000), (3000, 4000), (4000,)))
+    ]
+    opt = lowmem.FusedOptimizer(params, rule="adamw", lr=1e-3, **POLICIES["deferred, host"])
+    for _ in range(2):
+        opt.backward(torch.stack([param.float().square().sum() for param in params]).sum())
+    needed = sum(param.nbytes for param in params)
+    pinned = torch.cuda.host_memory_stats().get("allocated_bytes.current") if GPU else None
+    report.row("pinned memory, times the gradients'", pinned and pinned / needed, ("<=", 1.1), bytes=pinned)
+
+
+def dispatch(report: Report, small: bool) -> None:
+    """The time of the host for a backward into many small tensors, relative to hooks that only drop gradients."""
+    count = 40 if small else 720
+    grads = [draw(32, 32) for _ in range(count)]
+
+    def host(prepare: Callable[[list[Tensor]], object]) -> float:
+        params: list[Tensor] = [nn.Parameter(draw(32, 32)) for _ in range(count)]
+        prepared = prepare(params)  # keeps the hooks alive
+        run = partial(torch.autograd.backward, params, grads)
+        run()
+        taken = statistics.median(host_seconds(run) for _ in range(7))
+        del prepared
+        return taken
+
+    bare = host(lambda params: [param.register_post_accumulate_grad_hook(drop) for param in params])
+    for rule in ("lomo", "adalomo"):
+        taken = host(partial(lowmem.FusedOptimizer, rule=rule, lr=1e-3))
+        goal = ("<=", 1.6) if rule == "adalomo" else None
+        report.row(f"{count} small tensors, {rule}: times a bare hook", taken / bare, goal, host_seconds=taken / count)
+
+
+# -- steps -------------------------------------------------------------------------------------------------------------
+
+# name → layers, hidden, inner, vocabulary, heads
+MODELS = {
+    "8B": (32, 4096, 14336, 128256, 32),
+    "1B": (16, 2048, 8192, 128256, 32),
+    "100M": (8, 768, 2048, 32000, 12),
+    "20M": (4, 256, 512, 8192, 4),
+    "tiny": (2, 64, 128, 512, 4),
+}
+
+Step = Callable[[Tensor], object]
+
+
+def llama(name: str) -> Any:
+    """Random bfloat16 weights, activation checkpointing, and an embedding whose gradient is computed as it is read."""
+    *size, heads = MODELS[name]
+    options = {"num_attention_heads": heads, "num_key_value_heads": heads // 4, "attn_implementation": "sdpa"}
+    model = models.llama(*size, "bfloat16", DEVICE, **options)
+    compute_gradient(model.get_input_embeddings())
+    return model
+
+
+def drop(param: Tensor) -> None:
+    param.grad = None
+
+
+@contextmanager
+def dropped(model: Any) -> Iterator[Step]:
+    handles = [param.register_post_accumulate_grad_hook(drop) for param in model.parameters()]
+    yield Tensor.backward
+    for handle in handles:
+        handle.remove()
+
+
+@contextmanager
+def fused(model: Any, **options: Any) -> Iterator[Step]:
+    opt = lowmem.FusedOptimizer(model.named_parameters(), **{"rule": "adalomo", "rounding": "stochastic", **options})
+    yield opt.backward
+    opt.remove()
+
+
+@contextmanager
+def adamw(model: Any) -> Iterator[Step]:
+    opt = torch.optim.AdamW(model.parameters(), fused=True)
+
+    def step(loss: Tensor) -> None:
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+
+    yield step
+
+
+def steps(report: Report, name: str, rows: int, tokens: int, *, goal: float | None, policies: bool) -> None:
+    """Measures training steps and their peaks above the weights: gradients dropped, lowmem's, and AdamW's."""
+    model = llama(name)
+    weights = sum(param.nbytes for param in model.parameters())
+    ids = torch.randint(0, model.config.vocab_size, (rows, tokens), device=DEVICE)
+    others = torch.cuda.memory_allocated() - weights if GPU else 0
+    methods: dict[str, Any] = {"gradients dropped": dropped, "adalomo": fused}
+    if policies:
+        methods |= {each: partial(fused, **POLICIES[each]) for each in ("two_pass", "deferred, host")}
+    methods["AdamW(fused=True)"] = adamw
+    floor = 0.0
+    for method, optimizer in methods.items():
+        what = f"{name}, {rows} x {tokens} tokens, {method}"
+        with report.trial(what), optimizer(model) as step:
+
+            def run(step: Step = step) -> None:
+                hidden = model.model(input_ids=ids).last_hidden_state[:, :-1].flatten(0, 1)
+                step(linear_cross_entropy(hidden, model.lm_head.weight, ids[:, 1:].flatten()))
+
+            first = seconds(run)
+            seconds(run)
+            before = torch.cuda.memory_allocated() if GPU else 0
+            above = peak(run)
+            taken = median(run, 4)
+            floor = floor or taken
+            fitting = ("<=", goal) if method == "adalomo" and goal is not None else None
+            figures = {"seconds": taken, "tokens_per_second": rows * tokens / taken, "first_seconds": first}
+            report.row(f"{what}: times gradients dropped", taken / floor, fitting, **figures)
+            most = None if above is None else (before + above - others) / weights
+            report.row(f"{what}: peak over the weights", most, ("<=", 1.15) if method == "adalomo" else None)
+        for param in model.parameters():
+            param.grad = None
+        clear()
+
+
+def small_steps(report: Report, small: bool) -> None:
+    steps(report, "tiny" if small else "100M", 1, 16 if small else 128, goal=1.12, policies=False)
+
+
+def one_billion(report: Report, small: bool) -> None:
+    steps(report, "tiny" if small else "1B", 1, 64 if small else 2048, goal=None, policies=True)
+
+
+def eight_billion(report: Report, small: bool) -> None:
+    """Weights of 16 GB. Out-of-memory errors, as AdamW's on a small card, are reported by method."""
+    steps(report, "tiny" if small else "8B", 1, 64 if small else 2048, goal=None, policies=False)
+
+
+def trainers(report: Report, small: bool) -> None:
+    """Compares the weights after four float32 steps of a fused trainer with the plain one's, if TRL is installed."""
+    if importlib.util.find_spec("trl") is None:
+        report.row("trainers", None, reason="TRL is not installed")
+        return
+    import tempfile
+
+    from transformers import Trainer, TrainingArguments
+
+    from lowmem.trainer import FusedTrainer
+
+    rows = [{"input_ids": (ids := torch.randint(512, (24,))), "labels": ids} for _ in range(16)]
+    weights = []
+    for cls in (Trainer, FusedTrainer):
+        model = models.llama(*MODELS["tiny"][:4], "float32", DEVICE, checkpointing=False)
+        with tempfile.TemporaryDirectory() as folder:
+            words = {"max_steps": 4, "per_device_train_batch_size": 4, "report_to": "none", "save_strategy": "no"}
+            cls(
+                model, TrainingArguments(folder, disable_tqdm=True, use_cpu=not GPU, **words), train_dataset=rows
+            ).train()
+        weights.append(torch.cat([param.detach().flatten() for param in model.parameters()]))
+    report.row("trainer: largest difference", float((weights[0] - weights[1]).abs().max()), ("<=", 1e-6))
+
+
+# Each part with the seconds that it needs at most, compilation included; most important first.
 PARTS: tuple[tuple[Callable[[Report, bool], None], float], ...] = (
     (environment, 5),
-    (attention, 5),
-    (updates.no_host_sync, 10),
-    (updates.compiled_against_eager, 90),
-    (updates.update_against_floor, 40),
-    (updates.update_against_adamw, 20),
-    (updates.dispatch, 10),
-    (overhead.small_steps, 50),
-    (overhead.first_step, 45),
-    (steps.vocabulary_gradients, 10),
-    (steps.eight_billion, 115),
-    (updates.update_memory, 75),
-    (steps.one_billion, 30),
-    (steps.policies_agree, 20),
+    (compiled_update, 20),
+    (policies_agree, 20),
+    (computed_gradients, 40),
+    (exactness, 100),
+    (no_host_sync, 15),
+    (updates, 80),
+    (offload, 10),
+    (small_steps, 40),
+    (one_billion, 50),
+    (eight_billion, 80),
+    (dispatch, 10),
+    (trainers, 20),
 )
 
 
@@ -95,10 +603,8 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="sizes that any machine can try")
     options = parser.parse_args()
     report = Report(options.out, options.budget)
-    for part, needs in PARTS:
-        with report.part(part.__name__):
-            if report.affords(part.__name__, needs):
-                part(report, options.small)
+    for measure, needs in PARTS:
+        report.part(measure, needs, options.small)
     print(options.out.read_text())
     for row in report.goals():
         met = {True: "met", False: "NOT MET", None: "not measured"}[row["met"]]

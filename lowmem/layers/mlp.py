@@ -263,7 +263,7 @@ def _present_autocast(device_type: str) -> Callable[[], AbstractContextManager[A
 def _random_state(state: _RandomState, device_type: str) -> Iterator[None]:
     """Draws the random numbers inside from a state that was saved, and goes on with the present one afterwards."""
     host, (devices, states) = state
-    with torch.random.fork_rng(devices, device_type=device_type if devices else None):
+    with torch.random.fork_rng(devices, device_type=device_type):
         torch.set_rng_state(host)
         set_device_states(devices, states, device_type=device_type)
         yield

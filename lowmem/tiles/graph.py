@@ -27,6 +27,12 @@ OPTIONS: dict[str, Any] = {f"realize_{kind}_threshold": 1 << 10 for kind in ("re
 # seconds. What the processor has is known, and a compiler that is too old for it fails.
 OPTIONS["cpp.vec_isa_ok"] = True
 
+# CUDA graphs would copy a gradient of each new size into memory of their own.
+OPTIONS["triton.cudagraphs"] = False
+
+# On a GPU Inductor would divide approximately, and fuse products with the sums that they happen to meet.
+GPU_OPTIONS = OPTIONS | {"eager_numerics.division_rounding": True, "emulate_precision_casts": True}
+
 Size = int | torch.SymInt
 Function = Callable[..., Any]
 
@@ -101,8 +107,26 @@ def compiled(graph: fx.GraphModule, sizes: Sizes, args: Sequence[Tensor | Size])
     """Compiles what `trace` has returned for `args`. The result is called with real tensors of such sizes."""
     from torch._inductor.compile_fx import compile_fx
 
+    on_cpu = all(arg.device.type == "cpu" for arg in args if isinstance(arg, Tensor))
+    patches = OPTIONS if on_cpu else GPU_OPTIONS
     with _LOCK, _vector_code(), torch._guards.tracing(torch._guards.TracingContext(sizes.mode)), torch.no_grad():
-        return compile_fx(graph, list(args), config_patches=OPTIONS)  # type: ignore[return-value]
+        return compile_fx(graph, list(args), config_patches=patches, decompositions=decompositions())  # type: ignore[return-value]
+
+
+def decompositions() -> dict[Any, Function]:
+    """Inductor's, but multiply-adds that eager kernels fuse (`addcmul`, `lerp`) are fused in compiled code, too."""
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.inductor_prims import fma
+
+    def addcmul(value: Tensor, one: Tensor, other: Tensor, **scale: Any) -> Any:
+        return NotImplemented if scale or not value.is_floating_point() else fma(one, other, value)
+
+    def lerp(start: Tensor, end: Tensor, weight: Tensor) -> Tensor:
+        near = weight.abs() < 0.5
+        return fma(torch.where(near, weight, weight - 1), end - start, torch.where(near, start, end))
+
+    aten = torch.ops.aten
+    return {**select_decomp_table(), aten.addcmul.default: addcmul, aten.lerp.Tensor: lerp}
 
 
 @contextmanager
@@ -122,7 +146,9 @@ def _vector_code() -> Iterator[None]:
     def to_dtype_bitcast(value: Any, dtype: torch.dtype, source: torch.dtype) -> str:
         count = V.kernel._get_num_vectors(source)
         vector = "Vectorized<{}>" if count == 1 else f"VectorizedN<{{}}, {count}>"
-        return f"c10::bit_cast<at::vec::{vector.format(DTYPE_TO_CPP[dtype])}>({value})"
+        # not `c10::bit_cast`, which needs C++20 for a type that is not trivially constructible
+        to = f"at::vec::{vector.format(DTYPE_TO_CPP[dtype])} to"
+        return f"[&] {{ const auto from = {value}; {to}; std::memcpy((void*)&to, &from, sizeof(to)); return to; }}()"
 
     def get_loop_body_lowp_fp(body: Any) -> tuple[torch.dtype | None, bool]:
         found, is_wide = narrow_type(body)
@@ -142,6 +168,13 @@ def realized(value: Tensor) -> Tensor:
     uses it: Inductor has a tensor in memory before it takes it `as_strided`.
     """
     return torch.as_strided(value, value.shape, value.stride())
+
+
+def index(value: Tensor) -> Tensor:
+    """Makes compiled code compute an int32 `arange` in int32. The Inductor of torch 2.11 would take int64."""
+    from torch._inductor.ops_handler import OpsHandler
+
+    return value if hasattr(OpsHandler, "value_expr") else realized(value)
 
 
 def tied(value: Tensor, to: Tensor) -> Tensor:

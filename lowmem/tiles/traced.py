@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from lowmem.tiles.gradients import Gradient
-from lowmem.tiles.graph import Function, Size, Sizes, compiled, realized, trace
+from lowmem.tiles.graph import Function, Size, Sizes, compiled, index, realized, trace
 from lowmem.tiles.layout import Layout, Place, Rect
 from lowmem.tiles.storage import Held
 from lowmem.tiles.stored import Source, StoredTiles, Totals, over_ranks
@@ -238,7 +238,7 @@ class TracedTiles(Tiles):
             return value.view((batch, count, 1, width) if self._lines else (batch, 1, 1, width))
         value = value.view((batch, 1, 1, 1) if self._lines or DIMS[kind] == (0,) else (batch, count, height, 1))
         if kind == "noise" and self._lines:  # that of a column is counted from the start of its line
-            parts = torch.arange(count, dtype=torch.int32, device=self.device) * width
+            parts = index(torch.arange(count, dtype=torch.int32, device=self.device) * width)
             value = value + parts.view(1, -1, 1, 1)
         return value
 

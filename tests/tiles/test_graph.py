@@ -8,7 +8,8 @@ import threading
 
 import pytest
 import torch
-from torch._inductor import compile_fx
+from torch._dynamo.utils import counters
+from torch._inductor import compile_fx, config
 
 import lowmem
 from lowmem.errors import ConfigError
@@ -185,3 +186,44 @@ def test_a_process_forked_next_to_an_optimizer_can_import_the_compiler():
 @pytest.mark.parametrize("seconds", [0.0, 0.3, 0.6])
 def test_a_script_that_ends_at_once_is_silent(seconds):
     assert run(LARGE + f"time.sleep({seconds})\n") == ""
+
+
+def stepped(optimizer, steps=2):
+    """A weight after updates by `optimizer(param)`, which returns a function of a gradient."""
+    source = torch.Generator().manual_seed(0)
+    param = torch.nn.Parameter(torch.randn(512, 96, generator=source))
+    step = optimizer(param)
+    for _ in range(steps):
+        step(torch.randn(512, 96, generator=source))
+    return param.detach()
+
+
+@pytest.mark.parametrize("rule", ["adamw", "lomo"])
+def test_compiled_updates_round_as_the_kernels_of_torch(fresh, rule):
+    """Multiply-adds that they fuse are fused, and no others."""
+
+    def ours(param):
+        opt = lowmem.FusedOptimizer([param], rule=rule, lr=1e-2, weight_decay=0.0, compile=True, batching=False)
+        return lambda grad: opt.backward((param * grad).sum())
+
+    def theirs(param):
+        options = {"lr": 1e-2, "weight_decay": 0.0}
+        cls = torch.optim.AdamW if rule == "adamw" else torch.optim.SGD
+        opt = cls([param], fused=rule == "adamw", **options)
+
+        def step(grad):
+            param.grad = grad
+            opt.step()
+
+        return step
+
+    assert torch.equal(stepped(ours), stepped(theirs))
+
+
+def test_cuda_graphs_are_not_taken(fresh):
+    """Whatever the environment asks of other code: they would copy each gradient."""
+    skipped = counters["inductor"]["cudagraph_skips"]
+    with config.patch({"triton.cudagraphs": True, "force_disable_caches": True}):
+        opt = lowmem.FusedOptimizer(parameters(), rule="lomo", lr=1e-2, compile=True, batching=False)
+        opt.backward(gradients(opt.param_groups[0]["params"], 1))
+    assert counters["inductor"]["cudagraph_skips"] == skipped  # counted where they are wanted, and there is no GPU
