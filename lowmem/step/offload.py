@@ -132,8 +132,10 @@ class GradientStore:
 
     def _wait(self) -> None:
         """Frees the gradients whose copies are in flight, once these have ended."""
-        for copied in filter(None, (self._leaving, self._coming)):
-            copied[-1]()
+        if self._leaving is not None:
+            self._leaving[1]()
+        if self._coming is not None:
+            self._coming[2]()
         self._leaving = self._coming = None
 
     def _fetch(self, record: ParamRecord) -> tuple[Gradient, Wait]:
