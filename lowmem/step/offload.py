@@ -181,9 +181,7 @@ class Host(GradientStore):
         """Finds so many bytes for each name."""
         for name, size in needed.items():
             sizes = powers_of_two(size) if pinned else [size]
-            self._room[name] = [
-                torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned) for size in sizes
-            ]
+            self._room[name] = [torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned) for size in sizes]
 
 
 def powers_of_two(size: int) -> list[int]:
