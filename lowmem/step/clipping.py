@@ -21,6 +21,7 @@ from lowmem.tiles.gradients import Gradient
 from lowmem.tiles.norms import REDUCED, norm_over, summable
 from lowmem.tiles.stored import tiles
 from lowmem.tiles.sweep import Reading
+from lowmem.tiles.transfers import to_device
 
 Coefs = tuple[Tensor | None, Tensor | None]
 
@@ -70,7 +71,7 @@ class Clipping:
         ranks: that hold a shard of each gradient, over which norms are summed; None if gradients are complete.
 
     Attributes:
-        memory: index of a group → what its rule's own clipping keeps for it.
+        memory: index of a group → what its rule's own clipping keeps for it, changed in place.
     """
 
     def __init__(
@@ -178,8 +179,8 @@ class Clipping:
         """The decision about a step whose gradients have been applied as they arrived."""
         square_sums, clamped = self.gather(record.square_sum for record in fired), []
         if self._limit is not None:
-            counts = torch.tensor([record.span.numel for record in fired], dtype=torch.float64)
-            clamped = [self._limit, counts.to(self._device, non_blocking=True)]
+            counts = [record.span.numel for record in fired]
+            clamped = [self._limit, to_device(counts, torch.float64, self._device)]
         updated, taken = square_sums.isfinite(), self._mask(fired, _takes_nonfinite)
         updated = updated if taken is False else updated | taken
         fits = self._fits(fired, square_sums, *clamped)
@@ -204,8 +205,7 @@ class Clipping:
         of_group = {key: holds(record) for key, record in {id(record.group): record for record in records}.items()}
         if len(set(of_group.values())) == 1:
             return next(iter(of_group.values()))
-        mask = torch.tensor([of_group[id(record.group)] for record in records])
-        return mask.to(self._device, non_blocking=True)
+        return to_device([of_group[id(record.group)] for record in records], torch.bool, self._device)
 
     def _over_ranks(self, norms: Tensor) -> Tensor:
         """The norms of full gradients, from those of this rank's shards."""
@@ -231,7 +231,10 @@ class Clipping:
             reads = [record.name for record in own if record.trained or record.name in norms]
             if not reads:
                 continue
-            memory = self.memory.get(n) or {k: v.to(zero.device) for k, v in rule.group_memory(group).items()}
+            if n not in self.memory:
+                with zero.device:  # made there, not copied to it
+                    self.memory[n] = {name: value.clone() for name, value in rule.group_memory(group).items()}
+            memory = self.memory[n]
             clip = rule.clip_by_norm(
                 GroupNorms(
                     hyper=group,
@@ -244,8 +247,8 @@ class Clipping:
             )
             both = clip.coef if coef is None else coef * clip.coef
             coefs[id(group)] = (coef, clip.coef) if clip.by_rule else (both, None)
-            # a skipped step leaves no trace here either
-            self.memory[n] = {name: torch.where(finite, new, memory[name]) for name, new in clip.memory.items()}
+            for name, new in clip.memory.items():  # a skipped step leaves no trace here either
+                memory[name].copy_(torch.where(finite, new, memory[name]))
         return coefs
 
     def reading(self, records: Sequence[ParamRecord], grad: Gradient, decision: Decision | None) -> Reading:
