@@ -17,6 +17,13 @@ os.environ.setdefault(
 os.environ.setdefault("TORCHINDUCTOR_FX_GRAPH_CACHE", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no processes that import torch only to compile
 
+# The number of simulated GPUs, if the tests are to run on one (scripts/test.sh --simgpu).
+SIMGPUS = int(os.environ.get("LOWMEM_SIMGPU", "0"))
+if SIMGPUS:
+    from support import simgpu
+
+    simgpu.install(SIMGPUS)  # before torch, which asks for CUDA as it is imported
+
 import hypothesis
 import pytest
 import torch
@@ -48,6 +55,27 @@ def garbage_is_of_the_test_alone():
     """Accelerate collects garbage in every `train`, which takes most of a second with all that is imported."""
     gc.collect()
     gc.freeze()
+
+
+# Folders whose tests put tensors on the default device. Trainers put models on a GPU by themselves.
+ON_DEFAULT_DEVICE = {"layers", "rules", "step", "tiles"}
+
+if SIMGPUS:
+
+    @pytest.fixture(autouse=True)
+    def on_the_simulated_gpu(request, monkeypatch):
+        """Every test runs without a race, and reads no memory that is not written."""
+        from lowmem.tiles.graph import Compiler
+
+        monkeypatch.setattr(Compiler, "failure", "a simulated GPU has no compiler")
+        if request.path.parent.name in ON_DEFAULT_DEVICE:
+            torch.set_default_device("cuda")
+        try:
+            with simgpu.watch("race", "unwritten") as found:
+                yield
+        finally:
+            torch.set_default_device(None)
+        assert not found, simgpu.summary(found)
 
 
 @pytest.fixture(scope="session")
