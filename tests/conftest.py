@@ -1,4 +1,5 @@
 """What the tests share: one thread, a fixed seed, ranks, a small Llama, and a loss with the gradients asked for."""
+# ruff: noqa: E402 (a simulated GPU has to be there before torch is imported)
 
 import gc
 import logging

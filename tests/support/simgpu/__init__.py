@@ -1,19 +1,19 @@
-"""A GPU made of host memory: after `install`, "cuda" is a device of this machine whose kernels are the CPU's.
+"""A GPU made of host memory: after `install`, "cuda" is a device of this process whose kernels are the CPU's.
 
-Tensors on it are real. They have storages on `cuda:0`, streams, events, pinned memory, generators, autocast, and the memory
-figures of torch.cuda, and autograd runs their backward in a thread of the device. On purpose it is as unhelpful as a GPU
-may be:
+Its tensors are real. There are storages on `cuda:0`, streams, events, pinned memory, generators, autocast, and the
+memory figures of torch.cuda, and autograd runs backward in a thread of the device. On purpose it is as unhelpful as a
+GPU may be:
 
 - Fresh and freed memory is full of NaN, and a kernel that reads it is reported ("unwritten").
-- Copies on a side stream happen as late as possible: when somebody waits for something that is ordered after them. Copies
-  into pinned memory arrive when the host has waited for them.
-- Every stream has a vector clock. Two uses of the same memory without an order between them are reported ("race").
-- Everything the host waits for is reported with its line ("sync", "wait"), and `torch.cuda.set_sync_debug_mode` works.
+- Copies on a side stream happen as late as possible: when something that comes after them runs, or the host waits for
+  them. Copies into pinned memory arrive when the host has waited for them.
+- Every stream has a vector clock. Uses of the same memory without an order between them are reported ("race").
+- Everything that the host waits for is reported with the line that does ("sync", "wait"), and
+  `torch.cuda.set_sync_debug_mode` works.
 - Tensors of different devices do not mix.
 
-It cannot compile (Triton and Inductor), communicate (NCCL), tell time, or round as a GPU does, and it has no tensors of
-inference mode. A CPU build of PyTorch and a C++ compiler are required. device.cpp is the device; cuda.py gives torch.cuda
-the functions that a CPU build lacks.
+It cannot compile (Triton and Inductor), communicate (NCCL), tell time, or round as a GPU does. A CPU build of PyTorch
+and a C++ compiler are required. device.cpp is the device; cuda.py adds to torch.cuda what such a build lacks.
 """
 
 import atexit
@@ -52,7 +52,7 @@ def compiler() -> str | None:
 
 
 def build() -> Path:
-    """Returns the compiled library, which is made unless this source was compiled for this version of PyTorch before."""
+    """Returns the path of the library, compiled unless it has been for this version of PyTorch and this source."""
     torch = Path(importlib.util.find_spec("torch").origin).parent  # not imported: the library has to be there first
     includes = [f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include"]
     links = [f"-L{torch}/lib", "-ltorch_cpu", "-ltorch", "-lc10", f"-Wl,-rpath,{torch}/lib"]
@@ -82,10 +82,10 @@ def install(devices: int = 1) -> None:
     if "torch" in sys.modules:
         raise RuntimeError("install the simulated GPU before torch is imported")
     library = ctypes.CDLL(str(build()), mode=ctypes.RTLD_GLOBAL)
-    for name in ("live", "peak", "reserved", "count", "launches", "generator_state"):
+    for name in ("launches", "memory", "allocated", "peak", "reserved", "allocations", "generator_bytes"):
         getattr(library, f"sim_{name}").restype = ctypes.c_int64
-    library.sim_generator_initial_seed.restype = ctypes.c_uint64
-    library.sim_devices(devices)
+    library.sim_generator_seed.restype = ctypes.c_uint64
+    library.sim_set_devices(devices)
     library.sim_callback(_report)
     atexit.register(library.sim_callback, None)  # Python cannot be called once it shuts down
 
@@ -99,9 +99,9 @@ class Event(NamedTuple):
     """Something that the device reported.
 
     Attributes:
-        kind: "race", "unwritten" (memory was read before it was written), "sync" (an operation for which the host waits),
-            "wait" (the host waits for an event, a stream or a device), "pageable" (a copy that is staged on the host), or
-            "async" (a copy beside what the host does).
+        kind: "race"; "unwritten" (memory was read before it was written); "sync" (the host waits for an operation);
+            "wait" (the host waits for an event, a stream or a device); "pageable" (a copy that is staged on the host);
+            "async" (a copy that goes on while the host does).
         what: the operation.
         size: bytes.
         where: the innermost line of Python, and the innermost line of lowmem.

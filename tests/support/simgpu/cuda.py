@@ -1,7 +1,7 @@
 """The functions and classes of torch.cuda for the simulated GPU, each under its own name there.
 
-Importing this module puts them into torch.cuda. A CPU build of PyTorch has the device's tensors, once there are kernels for
-them, and torch.accelerator works for them; torch.cuda raises "not compiled with CUDA enabled".
+Importing this module puts them into torch.cuda. With kernels and hooks for the device, a CPU build of PyTorch has its
+tensors, and torch.accelerator works, but torch.cuda raises "Torch not compiled with CUDA enabled".
 """
 
 import ctypes
@@ -13,8 +13,9 @@ import torch
 from support import simgpu
 from torch import accelerator
 
-TOTAL_MEMORY = 80 << 30
-DEVICES = simgpu.library.sim_device_count()
+assert accelerator.current_accelerator() is not None, "torch asked for the hooks of CUDA before they were there"
+TOTAL_MEMORY = simgpu.library.sim_memory()
+DEVICES = simgpu.library.sim_devices()
 
 # -- devices -----------------------------------------------------------------------------------------------------------
 
@@ -71,7 +72,8 @@ def _exchange_device(device):
     return before
 
 
-_maybe_exchange_device = _exchange_device
+def _maybe_exchange_device(device):
+    return _exchange_device(device)
 
 
 class device:
@@ -184,18 +186,18 @@ MODES = {"default": 0, "warn": 1, "error": 2}
 
 
 def set_sync_debug_mode(mode):
-    simgpu.library.sim_sync_mode(MODES.get(mode, mode))
+    simgpu.library.sim_set_sync_mode(MODES.get(mode, mode))
 
 
 def get_sync_debug_mode():
-    return simgpu.library.sim_get_sync_mode()
+    return simgpu.library.sim_sync_mode()
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
 def memory_allocated(device=None):
-    return simgpu.library.sim_live(index_of(device))
+    return simgpu.library.sim_allocated(index_of(device))
 
 
 def max_memory_allocated(device=None):
@@ -216,7 +218,7 @@ def memory_stats(device=None):
             "allocated_bytes.all.peak": max_memory_allocated(device),
             "reserved_bytes.all.current": memory_reserved(device),
             "reserved_bytes.all.peak": max_memory_reserved(device),
-            "allocation.all.allocated": simgpu.library.sim_count(index_of(device)),
+            "allocation.all.allocated": simgpu.library.sim_allocations(index_of(device)),
             "num_alloc_retries": 0,
             "num_ooms": 0,
         }
@@ -260,21 +262,21 @@ class DefaultGenerator:
         self.device, self._index = torch.device("cuda", index), index
 
     def get_state(self):
-        state = torch.empty(simgpu.library.sim_generator_state(self._index, None, 0), dtype=torch.uint8, device="cpu")
-        simgpu.library.sim_generator_state(self._index, ctypes.c_void_p(state.data_ptr()), 0)
+        state = torch.empty(simgpu.library.sim_generator_bytes(self._index), dtype=torch.uint8, device="cpu")
+        simgpu.library.sim_get_generator(self._index, ctypes.c_void_p(state.data_ptr()))
         return state
 
     def set_state(self, state):
         state = state.cpu().contiguous()
-        simgpu.library.sim_generator_state(self._index, ctypes.c_void_p(state.data_ptr()), state.numel())
+        simgpu.library.sim_set_generator(self._index, ctypes.c_void_p(state.data_ptr()), ctypes.c_int64(state.numel()))
         return self
 
     def manual_seed(self, seed):
-        simgpu.library.sim_generator_seed(self._index, ctypes.c_uint64(seed & (1 << 64) - 1))
+        simgpu.library.sim_seed_generator(self._index, ctypes.c_uint64(seed & (1 << 64) - 1))
         return self
 
     def initial_seed(self):
-        return simgpu.library.sim_generator_initial_seed(self._index)
+        return simgpu.library.sim_generator_seed(self._index)
 
 
 default_generators = tuple(map(DefaultGenerator, range(DEVICES)))
@@ -350,7 +352,7 @@ torch.backends.cuda.is_built = lambda: True
 torch.accelerator.empty_cache = empty_cache
 torch.random._seed_custom_device = lambda seed: None
 
-# Functions of C that a CPU build lacks and Python calls. Each is another object, for torch._dynamo makes a table of them.
+# Functions in C that a CPU build lacks. Each is a separate object, because torch._dynamo makes a table of them.
 torch._C._cuda_getCurrentRawStream = lambda device: 0
 torch._C._cuda_isCurrentStreamCapturing = lambda: False
 torch._C._cuda_sleep = lambda cycles: None
