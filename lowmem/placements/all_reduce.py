@@ -18,9 +18,9 @@ from torch import Tensor
 from lowmem.errors import StepError
 from lowmem.placements.base import NO_EARLIER, Earlier, Reduced, Reducer
 from lowmem.placements.placed import Placed
-from lowmem.placements.readback import Readback
 from lowmem.tiles.gradients import Gradient
 from lowmem.tiles.stored import flat
+from lowmem.tiles.transfers import Readback, to_device
 
 # All-reduces that may be in flight while the backward goes on.
 MAX_IN_FLIGHT = 1
@@ -213,7 +213,7 @@ class _Largest:
 
     def __init__(self, numbers: Mapping[str, int], device: torch.device) -> None:
         self._names = list(numbers)
-        self._tensor = torch.tensor([*numbers.values()], dtype=torch.int32).to(device, non_blocking=True)
+        self._tensor = to_device([*numbers.values()], torch.int32, device)
         self._work = dist.all_reduce(self._tensor, op=dist.ReduceOp.MAX, async_op=True)
         self._copy: Readback | None = None
 

@@ -21,6 +21,7 @@ from lowmem.tiles.gradients import Gradient
 from lowmem.tiles.norms import REDUCED, norm_over, summable
 from lowmem.tiles.stored import tiles
 from lowmem.tiles.sweep import Reading
+from lowmem.tiles.transfers import to_device
 
 Coefs = tuple[Tensor | None, Tensor | None]
 
@@ -176,8 +177,8 @@ class Clipping:
         """The decision about a step whose gradients have been applied as they arrived."""
         square_sums, clamped = self.gather(record.square_sum for record in fired), []
         if self._limit is not None:
-            counts = torch.tensor([record.span.numel for record in fired], dtype=torch.float64)
-            clamped = [self._limit, counts.to(self._device, non_blocking=True)]
+            counts = [record.span.numel for record in fired]
+            clamped = [self._limit, to_device(counts, torch.float64, self._device)]
         updated, taken = square_sums.isfinite(), self._mask(fired, _takes_nonfinite)
         updated = updated if taken is False else updated | taken
         fits = self._fits(fired, square_sums, *clamped)
@@ -202,8 +203,7 @@ class Clipping:
         of_group = {key: holds(record) for key, record in {id(record.group): record for record in records}.items()}
         if len(set(of_group.values())) == 1:
             return next(iter(of_group.values()))
-        mask = torch.tensor([of_group[id(record.group)] for record in records])
-        return mask.to(self._device, non_blocking=True)
+        return to_device([of_group[id(record.group)] for record in records], torch.bool, self._device)
 
     def _over_ranks(self, norms: Tensor) -> Tensor:
         """The norms of full gradients, from those of this rank's shards."""

@@ -21,6 +21,7 @@ from lowmem.step.record import ParamRecord
 from lowmem.step.updates import Updates
 from lowmem.tiles.gradients import Gradient
 from lowmem.tiles.stored import add
+from lowmem.tiles.transfers import to_device
 
 # By how much a norm may be off because of the order in which the 2¹⁷ squares of a tile are added: in 8 vector lanes
 # at least, with 2¹⁴ additions each, that are off by 2⁻²⁴ of half the sum on average. A norm is off by half of that.
@@ -259,9 +260,9 @@ class TwoPass(Policy):
             return None
         fired = [record for record in self.records.values() if record.name in self._measured]
         first, second = decision.tiled, self.clipping.gather(record.square_sum for record in fired).sqrt()
-        tolerance = torch.tensor([_tolerance(record.param) for record in fired], dtype=torch.float64)
+        tolerance = to_device([_tolerance(record.param) for record in fired], torch.float64, first.device)
         total = torch.linalg.vector_norm(torch.where(first.isfinite(), first, 0.0))
-        allowed = tolerance.to(first.device, non_blocking=True) * (first + _CANCELLED * total)
+        allowed = tolerance * (first + _CANCELLED * total)
         same = ((first - second).abs() <= allowed) | ~(first.isfinite() | second.isfinite())
         return same.all() | ~decision.finite
 

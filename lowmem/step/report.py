@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from lowmem.errors import StepError
-from lowmem.placements.readback import Readback
 from lowmem.step.clipping import Decision
 from lowmem.step.policies import Policy
 from lowmem.step.updates import Updates
 from lowmem.tiles.norms import norm_over
+from lowmem.tiles.transfers import Readback
 
 logger = logging.getLogger(__name__)
 

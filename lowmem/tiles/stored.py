@@ -14,6 +14,7 @@ from lowmem.tiles.rounding import mix
 from lowmem.tiles.storage import Held, Storage, Uniform
 from lowmem.tiles.sweep import Given, Reading, Scalars, Tiles, Vectors, vectors_of
 from lowmem.tiles.tile import DIMS, RawTile, Sums, extent
+from lowmem.tiles.transfers import to_device
 
 # Elements per tile. A CPU wants the few float32 temporaries of a tile in the cache; on a GPU it trades temporary memory
 # against launches.
@@ -123,7 +124,7 @@ class StoredTiles(Tiles):
     def noise_keys(self) -> Tensor | int:
         if self.members == 1:
             return self._keys()[0]
-        return torch.tensor(self._keys(), dtype=torch.int32).to(self.device, non_blocking=True)[:, None]
+        return to_device(self._keys(), torch.int32, self.device)[:, None]
 
     def _tiles(self, given: Given, vectors: Vectors) -> Iterator[tuple[Place, RawTile]]:
         """Every second pass goes backwards, and begins with what the one before has left in the cache."""

@@ -31,6 +31,7 @@ from lowmem.tiles.tile import (
     apply_tile,
     reduce_tile,
 )
+from lowmem.tiles.transfers import to_device
 
 __all__ = ["Given", "Reading", "Scalars", "Sweep", "Tiles", "Vectors"]
 
@@ -63,9 +64,8 @@ class Scalars:
     @classmethod
     def of(cls, numbers: Mapping[str, float], device: torch.device | str = "cpu") -> "Scalars":
         """Sent to the device at once, without waiting for it."""
-        double = torch.tensor(list(numbers.values()), dtype=torch.float64)
-        single, double = (vector.to(device, non_blocking=True) for vector in (double.float(), double))
-        return cls(tuple(numbers), single, double)
+        double = to_device([*numbers.values()], torch.float64, torch.device(device))
+        return cls(tuple(numbers), double.float(), double)
 
     @functools.cached_property
     def singles(self) -> dict[str, Tensor]:

@@ -1,0 +1,37 @@
+"""Small values on their way between host and device: neither waits for what the other has still to do."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
+
+
+def to_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers of the host as a tensor [values], copied from pinned memory: from other memory, CUDA may first wait for
+    the stream.
+    """
+    host = torch.tensor(values, dtype=dtype, device="cpu", pin_memory=device.type in ("cuda", "xpu"))
+    return host.to(device, non_blocking=True)
+
+
+class Readback:
+    """Starts to copy a small tensor to the host; `values` waits for that copy only, not for what was queued since."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._event: torch.Event | None = None
+        if tensor.device.type == "cpu":
+            self._copy = tensor.detach().clone()
+            return
+        self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=not is_fake(tensor))
+        self._copy.copy_(tensor.detach(), non_blocking=True)
+        if not is_fake(tensor):  # torch.Event(device) would be one of the current device
+            self._event = torch.accelerator.current_stream(tensor.device).record_event()
+
+    def values(self) -> list[float] | None:
+        """The numbers; None in a dry run with fake tensors, which have none."""
+        if is_fake(self._copy):
+            return None
+        if self._event is not None:
+            self._event.synchronize()
+        return self._copy.tolist()  # type: ignore[no-any-return]
