@@ -177,7 +177,7 @@ class FusedTrainerMixin(_Base):
         with nullcontext() if self.accelerator.sync_gradients else self.optimizer.accumulate():
             self.optimizer.backward(loss)
         # with a loss scale the schedule waits for a skipped step, as with GradScaler
-        scaled = self.accelerator.sync_gradients and self.optimizer.loss_scale is not None
+        scaled = self.accelerator.sync_gradients and self.optimizer._clipping.scaler.value is not None
         self.optimizer.step_was_skipped = scaled and self.optimizer.last_step.skipped
 
     def _init_training_state(

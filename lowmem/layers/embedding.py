@@ -105,19 +105,22 @@ class EmbeddingGradient:
         return max(1, self.memory // (3 * 4 * self.grad.shape[1]))
 
     def add_to(self, rows: Tensor, start: int) -> None:
-        for indices, grad in zip(self.indices.split(self.block_rows), self.grad.split(self.block_rows), strict=True):
-            at, sums = _sums_by_index(indices, grad)
+        for (at, groups), grad in zip(self._grouped, self.grad.split(self.block_rows), strict=True):
+            sums = torch.ops.aten.embedding_dense_backward(grad.float(), groups, len(groups), -1, False)
             here = (at >= start) & (at < start + len(rows))
             sums.masked_fill_(~here[:, None], 0.0)
             rows.index_add_(0, (at - start).remainder_(len(rows)), sums)  # others add zero, and anywhere will do
 
+    @functools.cached_property
+    def _grouped(self) -> Sequence[tuple[Tensor, Tensor]]:
+        """Of each block of tokens the distinct indices, followed by -1 to the number of tokens, and which of them each
+        token has. It costs as much as there are tokens, however many rows the weight has, and the host does not wait.
+        """
+        return [_distinct(indices) for indices in self.indices.split(self.block_rows)]
 
-def _sums_by_index(indices: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """The distinct indices, followed by -1 to the number of tokens, and the sum of the gradients of each: float32
-    [tokens, size]. It costs as much as there are tokens, however many rows the weight has, and the host does not wait.
-    """
+
+def _distinct(indices: Tensor) -> tuple[Tensor, Tensor]:
     ordered, order = indices.sort(stable=True)
     numbers = (ordered[1:] != ordered[:-1]).cumsum(0)  # of the distinct index at each place but the first
     groups = torch.zeros_like(indices).scatter_(0, order[1:], numbers)
-    at = torch.full_like(indices, -1).scatter_(0, groups, indices)
-    return at, torch.ops.aten.embedding_dense_backward(grad.float(), groups, len(indices), -1, False)
+    return torch.full_like(indices, -1).scatter_(0, groups, indices), groups

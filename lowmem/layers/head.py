@@ -191,7 +191,7 @@ def token_losses(
     device = hidden.device.type
     autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if autocast else hidden.dtype
-    dtype = torch.float32 if device == "cpu" else dtype  # no 16-bit product there returns float32
+    dtype = dtype if device == "cuda" else torch.float32  # elsewhere no 16-bit product returns float32
     losses, *values = _TokenLosses.apply(  # type: ignore[no-untyped-call]
         hidden, weight, bias, targets, head, dtype, tuple(metrics), gather, learns
     )

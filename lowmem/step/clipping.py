@@ -69,7 +69,7 @@ class Clipping:
         ranks: that hold a shard of each gradient, over which norms are summed; None if gradients are complete.
 
     Attributes:
-        memory: index of a group → what its rule's own clipping keeps for it.
+        memory: index of a group → what its rule's own clipping keeps for it, changed in place.
     """
 
     def __init__(
@@ -229,7 +229,10 @@ class Clipping:
             reads = [record.name for record in own if record.trained or record.name in norms]
             if not reads:
                 continue
-            memory = self.memory.get(n) or {k: v.to(zero.device) for k, v in rule.group_memory(group).items()}
+            if n not in self.memory:
+                with zero.device:  # made there, not copied to it
+                    self.memory[n] = {name: value.clone() for name, value in rule.group_memory(group).items()}
+            memory = self.memory[n]
             clip = rule.clip_by_norm(
                 GroupNorms(
                     hyper=group,
@@ -242,8 +245,8 @@ class Clipping:
             )
             both = clip.coef if coef is None else coef * clip.coef
             coefs[id(group)] = (coef, clip.coef) if clip.by_rule else (both, None)
-            # a skipped step leaves no trace here either
-            self.memory[n] = {name: torch.where(finite, new, memory[name]) for name, new in clip.memory.items()}
+            for name, new in clip.memory.items():  # a skipped step leaves no trace here either
+                memory[name].copy_(torch.where(finite, new, memory[name]))
         return coefs
 
     def reading(self, records: Sequence[ParamRecord], grad: Gradient, decision: Decision | None) -> Reading:

@@ -33,7 +33,14 @@ _TWO_OPTIMIZERS = (
 class _Offers(dict[Tensor, list[Contribution]]):
     """Contributions that a backward has offered, by parameter. Autograd refers to them as a callback at the end of that
     backward and nothing else does, so that a failed one leaves none, and one that runs inside another adds to them.
+
+    Attributes:
+        task: of the backward, whose thread may still hold the offers for a moment after it has failed.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.task = torch._C._current_graph_task_id()
 
     def __call__(self) -> None: ...
 
@@ -103,8 +110,18 @@ class Hooks:
 
     def offered(self, param: Tensor) -> list[Contribution]:
         """Takes what the running backward has offered of the gradient of a parameter."""
-        offers = self._offers()
+        offers = self._running_offers()
         return [] if offers is None else offers.pop(param, [])
+
+    def forget(self) -> None:
+        """Forgets what a failed backward has offered."""
+        self._offers = lambda: None
+
+    def _running_offers(self) -> _Offers | None:
+        """Of the running backward, or of the one inside which it runs; not of a plain one that has failed."""
+        offers = self._offers()
+        failed = offers is not None and offers.task != torch._C._current_graph_task_id() and self._cycle.idle
+        return None if failed else offers
 
     def _offer(self, record: ParamRecord, contribution: Contribution) -> bool:
         """See `offer`."""
@@ -115,7 +132,7 @@ class Hooks:
             return False
         with self._lock:
             if not self.paused:
-                if (offers := self._offers()) is None:
+                if (offers := self._running_offers()) is None:
                     offers = _Offers()
                     self._offers = weakref.ref(offers)
                     torch.autograd.Variable._execution_engine.queue_callback(offers)  # type: ignore[attr-defined]

@@ -260,6 +260,7 @@ class StepLoop:
         waiting = self.cycle.waiting
         if not self.cycle.idle:
             self.cycle.fail(f"its backward ended with {type(error).__name__}")
+        self.hooks.forget()
         self.drop()
         self.placement.recover()
         if self.cycle.torn is not None:

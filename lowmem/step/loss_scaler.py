@@ -20,7 +20,8 @@ class LossScaler:
 
     Attributes:
         dynamic: it changes by itself.
-        value: what the next loss is multiplied by, a float32 scalar that is never changed in place; None: no scaling.
+        value: what the next loss is multiplied by, a float32 scalar that a step changes in place, so that its memory is
+            never given back while another stream reads it; None: no scaling.
     """
 
     def __init__(self, requested: "float | str | DynamicScale | None", device: torch.device) -> None:
@@ -30,12 +31,17 @@ class LossScaler:
         self.value: Tensor | None = None
         self._inverse: Tensor | None = None
         if (first := initial_scale(requested)) is not None:
-            self._set(torch.full((), first, dtype=torch.float32, device=device))
+            self.value = torch.full((), first, dtype=torch.float32, device=device)
+            self._inverse = self.value.double().reciprocal().float()
         self._good = torch.zeros((), dtype=torch.int32, device=device)  # steps since the last overflow or growth
         self._patience = torch.full_like(self._good, self._dynamic.hysteresis if self._dynamic else 1)
 
-    def _set(self, value: Tensor) -> None:
-        self.value, self._inverse = value, value.double().reciprocal().float()
+    def _set(self, value: Tensor, good: Tensor, patience: Tensor) -> None:
+        assert self.value is not None and self._inverse is not None
+        self.value.copy_(value)
+        self._inverse.copy_(self.value.double().reciprocal())
+        self._good.copy_(good)
+        self._patience.copy_(patience)
 
     def scaled(self, loss: Tensor) -> Tensor:
         """The loss times the scale."""
@@ -58,9 +64,11 @@ class LossScaler:
         grown = (exact * self._dynamic.growth_factor).float()
         grown = torch.where(grown.isfinite(), grown, self.value)
         shrunk = (exact * self._dynamic.backoff_factor).float().clamp(min=self._dynamic.min_scale)
-        self._set(torch.where(due, grown, torch.where(exhausted, shrunk, self.value)))
-        self._good = torch.where(due, 0, good).to(torch.int32)
-        self._patience = torch.where(due, self._dynamic.hysteresis, patience).to(torch.int32)
+        self._set(
+            torch.where(due, grown, torch.where(exhausted, shrunk, self.value)),
+            torch.where(due, 0, good),
+            torch.where(due, self._dynamic.hysteresis, patience),
+        )
 
     def at_minimum(self) -> Tensor | None:
         """Returns whether a dynamic scale cannot back off any further: a boolean scalar."""
@@ -86,6 +94,4 @@ class LossScaler:
         self.check_saved(saved)
         if self._dynamic is None or self.value is None or saved is None:
             return
-        self._set(torch.full_like(self.value, saved["scale"]))
-        self._good = torch.full_like(self._good, saved["good"])
-        self._patience = torch.full_like(self._patience, saved["patience"])
+        self._set(*(torch.tensor(saved[name], dtype=torch.float64) for name in ("scale", "good", "patience")))

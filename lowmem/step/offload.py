@@ -3,9 +3,10 @@
 import functools
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from lowmem.errors import ConfigError
 from lowmem.options import FusedConfig
 from lowmem.step.record import ParamRecord
 from lowmem.tiles.gradients import Gradient
+from lowmem.tiles.stored import flat
 
 # Makes the stream that asked for a copy wait for its end; the host continues.
 Wait = Callable[[], object]
@@ -21,23 +23,55 @@ Wait = Callable[[], object]
 # Gradients in a file start at multiples of this many bytes: a page, so that no two share one.
 _PAGE = 4096
 
+# Devices that copy while the host waits. A plan has a GPU's tensors on "meta".
+_WITHOUT_STREAMS = ("cpu", "meta")
+
+# Bytes of pinned memory through which gradients go to a file and come from it.
+_STAGED = 1 << 25
+
+
+class Offloaded(NamedTuple):
+    """A gradient that is not on its device: its bytes, in pieces."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: Sequence[Tensor]
+
+    def parts(self, grad: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Pairs of a piece and the bytes of `grad` that belong there."""
+        data = flat(grad).view(torch.uint8)
+        for piece in self.pieces:
+            yield piece[: len(data)], data[: len(piece)]
+            data = data[len(piece) :]
+
 
 class GradientStore:
     """Stores one gradient per parameter between the backwards of a step, and returns each once: here on the device of
     the parameter, without a copy.
 
-    Elsewhere a separate stream copies gradients while the device computes, and copies the next one back while one is
-    applied: at most two are on the device. One that is computed as it is read is stored as it is.
+    Elsewhere separate streams copy gradients while the device computes, and copy the next one back while one is applied
+    or the one before it is added to: at most two are on the device, beside the one that backward computes. One that is
+    computed as it is read is stored as it is.
     """
 
     def __init__(self) -> None:
-        self._stored: dict[str, Gradient] = {}
-        self._streams: dict[torch.device, Any] = {}
+        self._stored: dict[str, Gradient | Offloaded] = {}
+        self._streams: dict[tuple[torch.device, bool], Any] = {}
         self._leaving: tuple[Tensor, Wait] | None = None  # the gradient whose copy may be in flight
+        self._coming: tuple[str, Gradient, Wait] | None = None  # the one that is likely to be asked for next
+        self._following: dict[str, ParamRecord] = {}  # by the name of the parameter whose gradient was stored before
+        self._latest = ""
+        self._least = 0
 
-    def _buffer(self, name: str, grad: Tensor) -> Tensor:
-        """Where a gradient is stored."""
-        return grad
+    def _pieces(self, name: str, grad: Tensor) -> Sequence[Tensor]:
+        """The bytes where a gradient is stored; none if it stays where it is."""
+        return ()
+
+    def begin(self, least: int) -> None:
+        """A backward begins. least: bytes per element that gradients get, because wider ones will replace them."""
+        self._wait()
+        self._latest, self._least = "", least
 
     def get(self, record: ParamRecord) -> Gradient | None:
         """Returns the stored gradient on the parameter's device, or None. What is added to it in place counts once it
@@ -45,7 +79,10 @@ class GradientStore:
         """
         if record.name not in self._stored:
             return None
-        grad, wait = self._fetch(record)
+        if self._coming is not None and self._coming[0] == record.name:
+            (_, grad, wait), self._coming = self._coming, None
+        else:
+            grad, wait = self._fetch(record)
         wait()
         return grad
 
@@ -53,14 +90,22 @@ class GradientStore:
         """Stores `grad` in place of what was stored. The caller must not use it afterwards."""
         if self._stored.get(record.name) is grad:
             return
-        if not isinstance(grad, Tensor) or (buffer := self._buffer(record.name, grad)) is grad:
+        pieces = self._pieces(record.name, grad) if isinstance(grad, Tensor) else ()
+        if not isinstance(grad, Tensor) or not pieces:
             self._stored[record.name] = grad
             return
-        self._stored[record.name] = buffer
-        wait = self._copy(buffer, grad)
+        if grad.device.type in _WITHOUT_STREAMS:
+            stored = pieces[0][: grad.nbytes].view(grad.dtype).as_strided(grad.shape, grad.stride())
+            self._stored[record.name] = stored.copy_(grad)
+            return
+        self._stored[record.name] = offloaded = Offloaded(grad.shape, grad.stride(), grad.dtype, pieces)
+        wait = self._copy(offloaded.parts(grad), grad.device, outward=True)
         self._wait()
-        if grad.device.type != "cpu":
-            self._leaving = grad, wait
+        self._leaving = grad, wait
+        self._following[self._latest], self._latest = record, record.name
+        following = self._following.get(record.name)
+        if following is not None and following.name in self._stored:
+            self._coming = following.name, *self._fetch(following)
 
     def drain(self, records: Iterable[ParamRecord]) -> Iterator[tuple[ParamRecord, Gradient]]:
         """Yields what is stored, in the order of `records`, and forgets it on the way."""
@@ -86,53 +131,69 @@ class GradientStore:
         self._wait()
 
     def _wait(self) -> None:
-        """Frees the gradient whose copy is in flight, once that has ended."""
-        if self._leaving is not None:
-            self._leaving[1]()
-            self._leaving = None
+        """Frees the gradients whose copies are in flight, once these have ended."""
+        for copied in filter(None, (self._leaving, self._coming)):
+            copied[-1]()
+        self._leaving = self._coming = None
 
     def _fetch(self, record: ParamRecord) -> tuple[Gradient, Wait]:
-        stored = self._stored[record.name]
-        if not isinstance(stored, Tensor) or stored.device == record.param.device:
-            return stored, lambda: None
-        grad = torch.empty_like(stored, device=record.param.device, pin_memory=False)
-        return grad, self._copy(grad, stored)
+        stored, device = self._stored[record.name], record.param.device
+        if not isinstance(stored, Offloaded):
+            return stored.to(device) if isinstance(stored, Tensor) else stored, lambda: None
+        grad = torch.empty_strided(stored.shape, stored.stride, dtype=stored.dtype, device=device)
+        return grad, self._copy(((part, piece) for piece, part in stored.parts(grad)), device, outward=False)
 
-    def _copy(self, into: Tensor, source: Tensor) -> Wait:
-        """Copies while the device computes."""
-        device = into.device if source.device.type == "cpu" else source.device
-        if device.type in ("cpu", "meta"):  # there are no streams, so the copy has ended
-            into.copy_(source)
-            return lambda: None
-        module = torch.get_device_module(device)
-        if device not in self._streams:
-            self._streams[device] = module.Stream(device)
-        copying, computing = self._streams[device], module.current_stream(device)
+    def _copy(self, pairs: Iterable[tuple[Tensor, Tensor]], device: torch.device, *, outward: bool) -> Wait:
+        """Copies the second of each pair into the first while the device computes."""
+        computing = torch.get_device_module(device).current_stream(device)
+        copying = self._stream(device, outward)
         copying.wait_stream(computing)
-        with module.stream(copying):
-            into.copy_(source, non_blocking=True)
+        with torch.get_device_module(device).stream(copying):
+            for into, source in pairs:
+                into.copy_(source, non_blocking=True)
             return functools.partial(computing.wait_event, copying.record_event())
+
+    def _stream(self, device: torch.device, outward: bool) -> Any:
+        if (device, outward) not in self._streams:
+            self._streams[device, outward] = torch.get_device_module(device).Stream(device)
+        return self._streams[device, outward]
 
 
 class Host(GradientStore):
-    """Gradients are in pinned memory of the host."""
+    """Gradients are in pinned memory of the host. torch allocates powers of two of it, and so each gradient is in a few
+    pieces of such sizes.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self._room: dict[str, Tensor] = {}  # bytes, used again in the next step
+        self._room: dict[str, Sequence[Tensor]] = {}  # bytes, used again in the next step
 
-    def _buffer(self, name: str, grad: Tensor) -> Tensor:
-        if name not in self._room or self._room[name].numel() < grad.nbytes:  # added later, or wider
-            self._make_room({name: grad.nbytes}, pinned=grad.device.type != "cpu")
-        return self._room[name][: grad.nbytes].view(grad.dtype).as_strided(grad.shape, grad.stride())
+    def _pieces(self, name: str, grad: Tensor) -> Sequence[Tensor]:
+        size = grad.numel() * max(grad.element_size(), self._least)
+        if sum(map(len, self._room.get(name, ()))) < size:  # added later, or wider
+            self._room.pop(name, None)
+            self._make_room({name: size}, pinned=grad.device.type not in _WITHOUT_STREAMS)
+        return self._room[name]
 
     def _make_room(self, needed: Mapping[str, int], pinned: bool) -> None:
         """Finds so many bytes for each name."""
-        self._room |= {name: torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for name, size in needed.items()}
+        for name, size in needed.items():
+            sizes = powers_of_two(size) if pinned else [size]
+            self._room[name] = [
+                torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned) for size in sizes
+            ]
+
+
+def powers_of_two(size: int) -> list[int]:
+    """At most eight sizes, the largest first, whose sum is `size` or up to 1 % more."""
+    unit = 1 << max(0, size.bit_length() - 8)
+    units = -(-size // unit)
+    return [unit << bit for bit in reversed(range(units.bit_length())) if units >> bit & 1]
 
 
 class Disk(Host):
-    """Gradients are in a memory-mapped file that has no name once it is open, and so never outlives the process.
+    """Gradients are in a memory-mapped file that has no name once it is open, and so never outlives the process. A GPU
+    copies them by way of pinned memory, for which a thread waits.
 
     Args:
         folder: where the file is created; None for the system's directory of temporary files. `ConfigError` is raised
@@ -158,7 +219,34 @@ class Disk(Host):
                 f"store='disk' needs {total:,} bytes in {Path(self._folder or tempfile.gettempdir())}: "
                 f"{error.strerror}. Set store_dir to a directory with room."
             ) from error
-        self._room |= dict(zip(sizes, mapped[:total].split(list(sizes.values())), strict=True))
+        self._room |= {name: [part] for name, part in zip(sizes, mapped[:total].split([*sizes.values()]), strict=True)}
+
+    @functools.cached_property
+    def _thread(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(1)
+
+    @functools.cached_property
+    def _stage(self) -> Tensor:
+        return torch.empty(_STAGED, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+    def _copy(self, pairs: Iterable[tuple[Tensor, Tensor]], device: torch.device, *, outward: bool) -> Wait:
+        computing = torch.get_device_module(device).current_stream(device)
+        job = self._thread.submit(self._carry, list(pairs), self._stream(device, outward), computing.record_event())
+        return lambda: computing.wait_event(job.result())
+
+    def _carry(self, pairs: Iterable[tuple[Tensor, Tensor]], copying: Any, ready: Any) -> Any:
+        """Copies by way of `_stage` what exists once `ready` has happened; returns the event of its end."""
+        copying.wait_event(ready)
+        with torch.get_device_module(copying.device).stream(copying):
+            done = copying.record_event()
+            for into, source in pairs:
+                for target, part in zip(into.split(_STAGED), source.split(_STAGED), strict=True):
+                    stage = self._stage[: len(part)]
+                    for one, other in ((stage, part), (target, stage)):  # one of the two copies is the device's
+                        one.copy_(other, non_blocking=True)
+                        done = copying.record_event()
+                        done.synchronize()
+            return done
 
 
 def make_store(config: FusedConfig, records: Mapping[Tensor, ParamRecord]) -> GradientStore:

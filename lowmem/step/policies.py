@@ -295,7 +295,7 @@ class Deferred(Policy):
         return self.config.accumulation_dtype == "float32"
 
     def begin(self) -> Earlier:
-        _ = self._store  # made, or refused, before anything runs
+        self._store.begin(4 if self._wide and not self.cycle.last else 0)
         missed = self.cycle.missed() if self.cycle.last else set()
         records = (record for record in self.records.values() if record.name in missed)
         read = {record.name: functools.partial(self._sum_of, record) for record in records}

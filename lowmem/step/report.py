@@ -106,7 +106,7 @@ class Report:
     Attributes:
         last: the report of the last step, None before the first.
         nonfinite_gradients, nonfinite_steps: gradients with Inf or NaN so far, and steps that met one: int64 scalars on
-            the device.
+            the device, changed in place: another stream may still read memory that would be given back.
         streak: how many steps up to the last one had a gradient that is not finite, one after the other; not while a
             dynamic loss scale has not had a finite step yet.
     """
@@ -130,12 +130,13 @@ class Report:
             records = clipping.records.values()
             decision = clipping.review([record for record in records if self._cycle.has_fired(record.name)])
         share, by_nearest = self._changes.take(clipping.groups)
-        said = decision.names, decision.clip_coef, share, decision, scaler.value, self._statistics()
+        scale = None if scaler.value is None else scaler.value.clone()
+        said = decision.names, decision.clip_coef, share, decision, scale, self._statistics()
         self.last = LastStep(self._cycle.step, policy.name, policy.replay, *said)
         nonfinite = decision.norms.isfinite().logical_not().sum()
         finite = nonfinite == 0
-        self.nonfinite_gradients = self.nonfinite_gradients + nonfinite
-        self.nonfinite_steps = self.nonfinite_steps + ~finite
+        self.nonfinite_gradients += nonfinite
+        self.nonfinite_steps += ~finite
         yes = torch.ones_like(finite)
         loss_finite = None if loss is None else loss.isfinite().all()
         flags = (finite, policy.replayed(), loss_finite, scaler.at_minimum(), decision.updated.all(), by_nearest)
@@ -154,7 +155,8 @@ class Report:
             squares = clipping.gather(record.square_sum for record in members)
             sizes = clipping.gather(record.size for record in members)
             numbered = [(n, group) for n, group in enumerate(clipping.groups) if group["rule"] == rule.name]
-            groups = [(group, dict(clipping.memory.get(n, {}))) for n, group in numbered]
+            memories = ({k: v.clone() for k, v in clipping.memory.get(n, {}).items()} for n, _ in numbered)
+            groups = [(group, memory) for (_, group), memory in zip(numbered, memories, strict=True)]
             parts.append(functools.partial(rule.statistics, [each.name for each in members], squares, sizes, groups))
         for record in sized:
             record.size = None
@@ -169,8 +171,8 @@ class Report:
         """Continues to count from what `state_dict` returned, and forgets how the last step ended."""
         self._ended = self._diverged = None
         saved = {"gradients": 0, "steps": 0, "streak": 0, **(saved or {})}
-        self.nonfinite_gradients = torch.full_like(self.nonfinite_gradients, saved["gradients"])
-        self.nonfinite_steps = torch.full_like(self.nonfinite_steps, saved["steps"])
+        self.nonfinite_gradients.fill_(saved["gradients"])
+        self.nonfinite_steps.fill_(saved["steps"])
         self.streak, self._first = saved["streak"], []
 
     def settle(self) -> tuple[bool, bool]:
