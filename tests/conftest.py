@@ -5,6 +5,7 @@ import gc
 import logging
 import os
 import tempfile
+from contextlib import contextmanager
 from pathlib import Path
 
 # Read when packages are imported, here and in the processes that tests start. Tests run side by side, and their tensors
@@ -63,19 +64,34 @@ ON_DEFAULT_DEVICE = {"layers", "rules", "step", "tiles"}
 
 if SIMGPUS:
 
+    @contextmanager
+    def default_device(path):
+        """Makes the GPU the default device of a file's tests, and of what the file makes when it is imported."""
+        if path.parent.name in ON_DEFAULT_DEVICE:
+            torch.set_default_device("cuda")
+        try:
+            yield
+        finally:
+            torch.set_default_device(None)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_make_collect_report(collector):
+        with default_device(collector.path):
+            return (yield)
+
+    def pytest_collection_modifyitems(items):
+        for item in items:
+            for marker in item.iter_markers("cpu_only"):
+                item.add_marker(pytest.mark.skip(reason=f"on a CPU only: {marker.args[0]}"))
+
     @pytest.fixture(autouse=True)
     def on_the_simulated_gpu(request, monkeypatch):
-        """Every test runs without a race, and reads no memory that is not written."""
+        """In every test there is no race, and no memory is read before it is written."""
         from lowmem.tiles.graph import Compiler
 
         monkeypatch.setattr(Compiler, "failure", "a simulated GPU has no compiler")
-        if request.path.parent.name in ON_DEFAULT_DEVICE:
-            torch.set_default_device("cuda")
-        try:
-            with simgpu.watch("race", "unwritten") as found:
-                yield
-        finally:
-            torch.set_default_device(None)
+        with default_device(request.path), simgpu.watch("race", "unwritten") as found:
+            yield
         assert not found, simgpu.summary(found)
 
 

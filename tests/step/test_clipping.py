@@ -469,6 +469,7 @@ def test_scaled_adam_groups_clip_by_their_own_norms():
     }
 
 
+@pytest.mark.cpu_only("another policy is cheaper there")
 @pytest.mark.parametrize("late", [2, PERIOD, 2 * PERIOD + 3])
 def test_scaled_adam_clipping_that_is_asked_for_later(late):
     """By a group's options, in the middle of a period and at the end of one; norms before it count as 0."""

@@ -25,6 +25,8 @@ from lowmem.tiles.stored import NO_READING, StoredTiles
 from lowmem.tiles.sweep import Scalars, Sweep
 from lowmem.tiles.traced import BLOCK_SUMS, blocks
 
+pytestmark = pytest.mark.cpu_only("the simulated GPU has no compiler")
+
 RULES = sorted(TABLE)
 ELEMENTWISE = ("lomo", "adamw", "lion")
 OPTIONS = {"adafactor": {"min_dim_size_to_factor": 4, "beta1": 0.9}, "lans": {"variant": "step"}}

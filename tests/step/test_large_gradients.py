@@ -114,7 +114,7 @@ def test_as_the_reference(give_gradients, rule, options, clip, policy):
         want = [twin.step(weight, grad.cpu().numpy()) for twin, weight, grad in zip(twins, want, given, strict=True)]
     for param, weight in zip(params, want, strict=True):
         close = {"rtol": 1e-4, "atol": 1e-5} if clip else {"rtol": 1e-5, "atol": 1e-6}
-        torch.testing.assert_close(param.detach().double(), torch.from_numpy(weight), **close)
+        torch.testing.assert_close(param.detach().double(), torch.as_tensor(weight), **close)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -156,7 +156,7 @@ def test_nearest_is_within_half_a_step(signed):
     largest = np.abs(exact).max(-1, keepdims=True)
     assert (scale >= largest).all()
     assert (scale <= largest * (1 + 2**-7)).all()
-    found = Moment(signed).decode((codes, torch.from_numpy(scale).bfloat16())).double().cpu().numpy()
+    found = Moment(signed).decode((codes, torch.as_tensor(scale).bfloat16())).double().cpu().numpy()
     if not signed:
         lowest = np.broadcast_to(scale / 65536, exact.shape)
         below = exact < lowest
@@ -216,7 +216,7 @@ def test_the_mean_over_all_random_bits_is_the_value(signed, size, fraction):
     grid = table(signed, scale)
     low, high = grid[:-1], grid[1:]
     within = low + fraction * (high - low)
-    values = torch.from_numpy(np.append(within, scale)).float()  # the largest itself too
+    values = torch.as_tensor(np.append(within, scale)).float()  # the largest itself too
     values = torch.cat([values, torch.zeros(-len(values) % (size - 1))]).view(-1, size - 1)
     groups = torch.cat([values, torch.full((len(values), 1), scale)], 1)
     count, total = 1 << 16, torch.zeros(groups.shape, dtype=torch.float64)
@@ -245,7 +245,7 @@ def test_unbiased_with_the_bits_of_updates(signed):
     fraction = np.linspace(0.05, 0.95, len(low))
     values = grid[low] + fraction * (grid[low + 1] - grid[low])
     group = torch.zeros(32)
-    group[: len(values)], group[31] = torch.from_numpy(values).float(), scale
+    group[: len(values)], group[31] = torch.as_tensor(values).float(), scale
     random = rounding.mix(rounding.mix(torch.arange(repeats * 32, dtype=torch.int32) + 1)).view(repeats, 32)
     for half in (0, 1):
         found = there_and_back(Moment(signed), group.expand(repeats, 32), rounding.sixteen_bits(random, half))
@@ -432,7 +432,7 @@ def test_residuals_of_bfloat16_are_those_of_flashoptim():
     for exponent in range(1, 255):
         for sign in (1, -1) if exponent % 16 == 7 else (1,):
             value = tails(exponent, sign)
-            stored, residual = stored_as(held, torch.from_numpy(value))
+            stored, residual = stored_as(held, torch.as_tensor(value))
             found = held.decode((stored, residual)).double().cpu().numpy()
             narrow = as_bfloat16(value)
             finite = np.isfinite(narrow)
@@ -456,7 +456,7 @@ def test_residuals_of_float16_are_those_of_flashoptim():
     for exponent in range(127 - 14, 127 + 16):
         for sign in (1, -1):
             value = tails(exponent, sign, head=10)
-            stored, residual = stored_as(held, torch.from_numpy(value))
+            stored, residual = stored_as(held, torch.as_tensor(value))
             narrow = value.astype(np.float16).astype(np.float64) if exponent < 142 else stored.double().cpu().numpy()
             finite = np.isfinite(narrow)
             value, narrow = value[finite], narrow[finite]

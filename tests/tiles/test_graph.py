@@ -18,7 +18,10 @@ from lowmem.step.compiled import has_compiler
 from lowmem.tiles import graph, traced
 from lowmem.tiles.graph import Compiler
 
-pytestmark = pytest.mark.skipif(not has_compiler("cpu"), reason="no C++ compiler")
+pytestmark = [
+    pytest.mark.skipif(not has_compiler("cpu"), reason="no C++ compiler"),
+    pytest.mark.cpu_only("the simulated GPU has no compiler"),
+]
 
 PATIENCE = 300
 

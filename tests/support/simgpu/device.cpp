@@ -35,7 +35,12 @@ using c10::Stream;
 constexpr auto GPU = c10::DeviceType::CUDA;
 constexpr int MOST_DEVICES = 8;
 constexpr int64_t MEMORY = int64_t(80) << 30;  // bytes per device
-constexpr int UNWRITTEN = 0xFF;                // every byte of fresh and freed memory: as floating-point numbers, NaN
+
+// Fresh and freed memory is full of this: as floating-point numbers of 16 bits and more it is NaN, and not one that kernels
+// make.
+constexpr uint16_t UNWRITTEN = 0xFFFB;
+void make_unwritten(char* start, size_t bytes) { std::fill_n((uint16_t*)start, bytes / sizeof(UNWRITTEN), UNWRITTEN); }
+
 
 int devices = 1;
 thread_local int current_device = 0;
@@ -264,7 +269,7 @@ void release(void* start) {
       if (block.written && !in_time(block.writer, block.written))
         reports.push_back({"race", "memory was given back that another stream still writes", (int64_t)block.bytes});
     }
-    std::memset(block.start, UNWRITTEN, block.bytes);
+    make_unwritten(block.start, block.bytes);
     pool[{block.device, block.owner, block.bytes}].push_back(block.start);
     figures[block.device].allocated -= block.bytes;
     blocks.erase(found);
@@ -286,7 +291,7 @@ struct DeviceAllocator final : c10::DeviceAllocator {
     char* start;
     if (free.empty()) {
       start = (char*)std::aligned_alloc(512, bytes);
-      std::memset(start, UNWRITTEN, bytes);
+      make_unwritten(start, bytes);
       figure.reserved += bytes;
     } else {
       start = free.back();
@@ -339,7 +344,7 @@ struct PinnedAllocator final : at::HostAllocator {
   c10::DataPtr allocate(size_t bytes) override {
     bytes = (std::max<size_t>(bytes, 1) + 4095) / 4096 * 4096;
     char* start = (char*)std::aligned_alloc(4096, bytes);
-    std::memset(start, UNWRITTEN, bytes);
+    make_unwritten(start, bytes);
     Locked guard(lock);
     pinned[start] = bytes;
     return {start, start, &unpin, Device(c10::kCPU)};
@@ -612,7 +617,8 @@ struct CpuAliases {
 };
 
 bool all_unwritten(const char* start, size_t bytes) {
-  return std::all_of(start, start + bytes, [](char byte) { return (unsigned char)byte == UNWRITTEN; });
+  auto* words = (const uint16_t*)start;
+  return std::all_of(words, words + bytes / sizeof(UNWRITTEN), [](uint16_t word) { return word == UNWRITTEN; });
 }
 
 bool has_unwritten(const char* start, c10::IntArrayRef sizes, c10::IntArrayRef strides, size_t bytes) {
@@ -772,7 +778,8 @@ struct Call {
                     "Expected all tensors to be on the same device, but found at least two devices, cuda:", device,
                     " and ", tensor.device(), " (", name, ")");
         device = tensor.device().index();
-        if (!views && !only_allocates(name)) used.push_back({tensor, writes});
+        bool reads = !views && !only_allocates(name) && !(argument.name() == "self" && is_zero("beta"));
+        if (writes || reads) used.push_back({tensor, writes});
       });
       if (device < 0 && arguments[i].isDevice() && arguments[i].toDevice().has_index())
         requested = arguments[i].toDevice().index();
@@ -791,6 +798,11 @@ struct Call {
 
  private:
   DeviceIndex requested = -1;
+
+  bool is_zero(const char* name) const {
+    auto index = schema.argumentIndexWithName(name);
+    return index && arguments[*index].isScalar() && arguments[*index].toScalar().toDouble() == 0;
+  }
 
   bool knows_its_size(const std::string& name) const {
     return name == "aten::repeat_interleave" && arguments.back().isInt();
