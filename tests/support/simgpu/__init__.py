@@ -128,6 +128,15 @@ def watch(*kinds: str) -> Iterator[list[Event]]:
         found += [event for event in events[first:] if not kinds or event.kind in kinds]
 
 
+@contextmanager
+def provoke(*kinds: str) -> Iterator[list[Event]]:
+    """As `watch`, for faults on purpose: nobody else is told of these events."""
+    first = len(events)
+    with watch(*kinds) as found:
+        yield found
+    events[first:] = [event for event in events[first:] if event.kind not in kinds]
+
+
 def summary(found: list[Event]) -> str:
     """Returns a table of events with one row for each line of code and kind, the most frequent first."""
     counts = Counter((event.kind, event.what, event.where) for event in found)
