@@ -38,7 +38,7 @@ from typing import NamedTuple
 SOURCE = Path(__file__).with_name("device.cpp")
 # Compiled libraries, shared by all processes and by the next run of the suite.
 CACHE = Path(tempfile.gettempdir()) / f"lowmem-tests-simgpu-{os.getuid()}"
-FLAGS = ["-std=c++20", "-O1", "-fPIC", "-shared", "-w"]
+FLAGS = ["-std=c++20", "-O2", "-fPIC", "-shared", "-w"]
 
 library: ctypes.CDLL
 

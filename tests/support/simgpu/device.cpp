@@ -36,11 +36,10 @@ constexpr auto GPU = c10::DeviceType::CUDA;
 constexpr int MOST_DEVICES = 8;
 constexpr int64_t MEMORY = int64_t(80) << 30;  // bytes per device
 
-// Fresh and freed memory is full of this: as floating-point numbers of 16 bits and more it is NaN, and not one that kernels
-// make.
+// Fresh and freed memory is full of this: as floating-point numbers of 16 bits and more it is NaN, and not one that
+// kernels make.
 constexpr uint16_t UNWRITTEN = 0xFFFB;
 void make_unwritten(char* start, size_t bytes) { std::fill_n((uint16_t*)start, bytes / sizeof(UNWRITTEN), UNWRITTEN); }
-
 
 int devices = 1;
 thread_local int current_device = 0;
@@ -551,8 +550,8 @@ Tensor gpu_tensor(const Storage& storage, const Tensor& like) {
 // Another tensor on the memory of one of the device. In inference mode it is an inference tensor if that one is.
 Tensor gpu_view(const Tensor& base, c10::IntArrayRef sizes, c10::IntArrayRef strides, int64_t offset,
                 caffe2::TypeMeta dtype) {
-  auto view = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, Storage(base.storage()), base.key_set(),
-                                                       dtype);
+  auto view =
+      at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, Storage(base.storage()), base.key_set(), dtype);
   view.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, offset);
   return view;
 }
@@ -616,26 +615,36 @@ struct CpuAliases {
   }
 };
 
-bool all_unwritten(const char* start, size_t bytes) {
-  auto* words = (const uint16_t*)start;
-  return std::all_of(words, words + bytes / sizeof(UNWRITTEN), [](uint16_t word) { return word == UNWRITTEN; });
-}
-
-bool has_unwritten(const char* start, c10::IntArrayRef sizes, c10::IntArrayRef strides, size_t bytes) {
-  if (sizes.empty()) return all_unwritten(start, bytes);
+template <class Word>
+bool has_unwritten(const Word* start, c10::IntArrayRef sizes, c10::IntArrayRef strides) {
+  if (sizes.empty()) return *start == Word(0xFFFBFFFBFFFBFFFBull);  // UNWRITTEN
+  if (sizes.size() == 1 && strides[0] == 1)
+    return std::find(start, start + sizes[0], Word(0xFFFBFFFBFFFBFFFBull)) != start + sizes[0];
   for (int64_t i = 0; i < sizes[0]; ++i)
-    if (has_unwritten(start + i * strides[0] * bytes, sizes.slice(1), strides.slice(1), bytes)) return true;
+    if (has_unwritten(start + i * strides[0], sizes.slice(1), strides.slice(1))) return true;
   return false;
 }
 
 // Whether a tensor has elements that nobody has written since their memory was allocated. Integers may have any value,
 // and of 8 bits floating-point numbers too.
 bool has_unwritten(const Tensor& tensor) {
-  size_t bytes = tensor.element_size();
-  if (!tensor.numel() || bytes == 1 || !at::isFloatingType(tensor.scalar_type())) return false;
-  auto* start = (const char*)tensor.const_data_ptr();
-  if (tensor.is_non_overlapping_and_dense()) return has_unwritten(start, {tensor.numel()}, {1}, bytes);
-  return has_unwritten(start, tensor.sizes(), tensor.strides(), bytes);
+  if (!tensor.numel() || !at::isFloatingType(tensor.scalar_type())) return false;
+  const auto* start = tensor.const_data_ptr();
+  auto look = [&](auto word) {
+    auto* words = (const decltype(word)*)start;
+    return tensor.is_non_overlapping_and_dense() ? has_unwritten(words, {tensor.numel()}, {1})
+                                                 : has_unwritten(words, tensor.sizes(), tensor.strides());
+  };
+  switch (tensor.element_size()) {
+    case 2:
+      return look(uint16_t());
+    case 4:
+      return look(uint32_t());
+    case 8:
+      return look(uint64_t());
+    default:
+      return false;
+  }
 }
 
 // ---- Kernels --------------------------------------------------------------------------------------------------------
