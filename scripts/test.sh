@@ -10,7 +10,7 @@ case "${1:-}" in
     --simgpu)
         export LOWMEM_SIMGPU=1
         shift
-        set -- tests/tiles tests/rules tests/step tests/layers tests/hf tests/trainer "$@"
+        if [ $# = 0 ]; then set -- tests/simgpu tests/tiles tests/rules tests/step tests/layers tests/hf tests/trainer; fi
         ;;
     --floor) FLOOR=1; shift ;;
 esac
