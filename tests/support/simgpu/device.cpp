@@ -44,7 +44,9 @@ void make_unwritten(char* start, size_t bytes) { std::fill_n((uint16_t*)start, b
 int devices = 1;
 thread_local int current_device = 0;
 
-// Everything below that is shared by threads is used under this lock. Globals that PyTorch may use while the process
+// Everything below that is shared by threads is used under this lock. Under it nothing may wait for Python's lock, which a
+// thread may have that waits for this one: Python is not called, and tensors and storages are moved but never copied or
+// released, because Python counts the references to them. Globals that PyTorch may use while the process
 // ends are never destroyed.
 auto& lock = *new std::recursive_mutex;
 using Locked = std::lock_guard<std::recursive_mutex>;
@@ -658,8 +660,9 @@ struct Use {
 };
 
 // Reports uses of memory that are not ordered, and notes this one.
-void use(Reports& reports, const Use& used, StreamKey stream, int64_t number, const std::string& name) {
-  auto* block = used.tensor.has_storage() ? block_of(used.tensor.storage().data()) : nullptr;
+void use(Reports& reports, const Tensor& tensor, bool writes, StreamKey stream, int64_t number,
+         const std::string& name) {
+  auto* block = tensor.has_storage() ? block_of(tensor.storage().data()) : nullptr;
   if (!block) return;
   auto unordered = [&, &clock = streams[stream].clock](StreamKey other, int64_t its_number) {
     return other != stream && !comes_before(other, its_number, clock);
@@ -667,7 +670,7 @@ void use(Reports& reports, const Use& used, StreamKey stream, int64_t number, co
   auto race = [&](const char* what) { reports.push_back({"race", name + what, (int64_t)block->bytes}); };
   if (block->written && unordered(block->writer, block->written))
     race(" uses memory that another stream may not have written yet");
-  if (used.writes) {
+  if (writes) {
     for (auto& [reader, its_number] : block->readers)
       if (unordered(reader, its_number)) race(" writes over memory that another stream still reads");
     block->readers.clear();
@@ -692,7 +695,7 @@ void launch(int device, const std::vector<Use>& used, const std::string& name, c
     auto number = next_number(stream);
     make_copies(reports, streams[stream].clock);
     for (auto& each : used) {
-      use(reports, each, stream, number, name);
+      use(reports, each.tensor, each.writes, stream, number, name);
       if (!each.writes && has_unwritten(each.tensor))
         reports.push_back({"unwritten", name + " reads memory that nobody has written", (int64_t)each.tensor.nbytes()});
     }
@@ -964,9 +967,10 @@ void copy_between_devices(const Tensor& to, const Tensor& from) {
     auto number = next_number(source);
     merge(streams[target].clock, streams[source].clock);
     make_copies(reports, streams[target].clock);
-    use(reports, {from, false}, source, number, "aten::copy_");
-    use(reports, {to, true}, target, next_number(target), "aten::copy_");
+    use(reports, from, false, source, number, "aten::copy_");
+    use(reports, to, true, target, next_number(target), "aten::copy_");
   }
+  release_finished();
   copy_elements(to, from);
   tell(reports);
 }
@@ -980,24 +984,25 @@ void copy_async(const Tensor& to, const Tensor& from, bool to_host, const char* 
   auto key = key_of(stream);
   auto *target = (char*)to.data_ptr(), *source = (char*)from.data_ptr();
   size_t bytes = to.nbytes();
+  Storage memory = host.storage();
   Reports reports{{"async", way, (int64_t)bytes}};
   {
     Locked guard(lock);
     ++launches;
     auto& state = streams[key];
     auto number = next_number(key);
-    use(reports, {gpu, !to_host}, key, number, std::string("a copy ") + way);
+    use(reports, gpu, !to_host, key, number, std::string("a copy ") + way);
     if (stream.id() != 0) {
       Clock after = state.clock;
       after[key] = number - 1;
-      state.queue.push_back({number, std::move(after), target, source, bytes, to_host, host.storage()});
+      state.queue.push_back({number, std::move(after), target, source, bytes, to_host, std::move(memory)});
     } else {
       make_copies(reports, state.clock);
       if (to_host) {
-        copy_to_host(reports, key, number, target, source, bytes, host.storage());
+        copy_to_host(reports, key, number, target, source, bytes, std::move(memory));
       } else {
         copy_to_device(target, source, bytes);
-        state.departures.push_back({number, source, std::vector<char>(source, source + bytes), host.storage()});
+        state.departures.push_back({number, source, std::vector<char>(source, source + bytes), std::move(memory)});
       }
     }
   }
