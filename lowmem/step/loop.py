@@ -283,6 +283,11 @@ def claim(
     form = shard.form(record.param)
     if form == record.form or not record.param.requires_grad or not record.span.numel:
         return
+    if record.param.device.type == "mps":
+        raise UnsupportedError(
+            f"parameter {record.name!r} is on 'mps', which has no float64, in which norms and step sizes are "
+            "computed. Train on a CPU or on a GPU with CUDA: model.to('cpu')"
+        )
     if record.param.is_complex() and (config.loss_scale or config.clip_value or shard.sharded):
         raise UnsupportedError(
             f"parameter {record.name!r} is complex, and such are trained without loss_scale and clip_value, and "

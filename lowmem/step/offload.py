@@ -132,8 +132,10 @@ class GradientStore:
 
     def _wait(self) -> None:
         """Frees the gradients whose copies are in flight, once these have ended."""
-        for copied in filter(None, (self._leaving, self._coming)):
-            copied[-1]()
+        if self._leaving is not None:
+            self._leaving[1]()
+        if self._coming is not None:
+            self._coming[2]()
         self._leaving = self._coming = None
 
     def _fetch(self, record: ParamRecord) -> tuple[Gradient, Wait]:
@@ -179,9 +181,7 @@ class Host(GradientStore):
         """Finds so many bytes for each name."""
         for name, size in needed.items():
             sizes = powers_of_two(size) if pinned else [size]
-            self._room[name] = [
-                torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned) for size in sizes
-            ]
+            self._room[name] = [torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned) for size in sizes]
 
 
 def powers_of_two(size: int) -> list[int]:

@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,10 +19,13 @@ logger = logging.getLogger(__name__)
 
 Statistics = dict[str, float | str]
 
+_FLAGS = 6  # of `Report.close`
+
 
 @dataclass(frozen=True)
 class LastStep:
-    """The report of the last step. The numbers stay on the device until they are read.
+    """The report of the last step. The numbers stay on the device until they are read; what became of the step and of
+    each parameter is copied to the host as it ends.
 
     Attributes:
         replay: how "two_pass" got its second pass: "graph" or "forward".
@@ -41,6 +44,7 @@ class LastStep:
     _decision: Decision
     _scale: Tensor | None
     _statistics: Sequence[Callable[[], Statistics]]
+    _ended: Readback  # the flags of `Report.close`; which norms are finite; which parameters are updated
 
     @property
     def statistics(self) -> Statistics:
@@ -67,32 +71,40 @@ class LastStep:
     @property
     def nonfinite(self) -> list[str]:
         """Parameters whose gradient had Inf or NaN."""
-        return self._where(~self._decision.norms.isfinite())
+        return [name for name, finite, _ in self._each if not finite]
 
     @property
     def overflowed(self) -> list[str]:
         """Parameters that were left as they are because the squares of their finite gradient overflow float32, in which
         their rule sums them.
         """
-        decision = self._decision
-        return self._where(decision.finite & decision.norms.isfinite() & ~decision.updated)
+        return [name for name, finite, updated in self._each if finite and not updated and not self.skipped]
 
     @property
     def skipped(self) -> bool:
         """Returns whether the whole step was skipped, as "two_pass" and "deferred" do for a gradient that is not
         finite.
         """
-        return not self._decision.finite
+        return not self._values[0]
 
     @property
     def skipped_params(self) -> int:
         """The number of parameters that were not updated: all, or those of `overflowed`, and under "immediate" of
         `nonfinite` unless their rule says itself what an element that is not finite does.
         """
-        return self._decision.updated.tolist().count(False)
+        return sum(not updated for *_, updated in self._each)
 
-    def _where(self, mask: Tensor) -> list[str]:
-        return [name for name, holds in zip(self.names, mask.tolist(), strict=True) if holds]
+    @functools.cached_property
+    def _values(self) -> list[float]:
+        values = self._ended.values()
+        assert values is not None  # a dry run does not ask
+        return values
+
+    @property
+    def _each(self) -> Iterable[tuple[str, float, float]]:
+        """The parameters, whether their gradient was finite, and whether they were updated."""
+        of_each = self._values[_FLAGS:]
+        return zip(self.names, of_each[: len(self.names)], of_each[len(self.names) :], strict=True)
 
 
 class Report:
@@ -119,7 +131,7 @@ class Report:
         self.nonfinite_steps = torch.zeros_like(self.nonfinite_gradients)
         self.streak = 0
         self._first: list[str] = []  # the parameters whose gradient was not finite in the first of them
-        self._ended: Readback | None = None
+        self._ended = False  # a step of which the host does not know yet how
         self._diverged: str | None = None
         self._searching = self._clipping.scaler.dynamic
 
@@ -132,17 +144,16 @@ class Report:
         share, by_nearest = self._changes.take(clipping.groups)
         scale = None if scaler.value is None else scaler.value.clone()
         said = decision.names, decision.clip_coef, share, decision, scale, self._statistics()
-        self.last = LastStep(self._cycle.step, policy.name, policy.replay, *said)
         nonfinite = decision.norms.isfinite().logical_not().sum()
         finite = nonfinite == 0
         self.nonfinite_gradients += nonfinite
         self.nonfinite_steps += ~finite
         yes = torch.ones_like(finite)
         loss_finite = None if loss is None else loss.isfinite().all()
-        flags = (finite, policy.replayed(), loss_finite, scaler.at_minimum(), decision.updated.all(), by_nearest)
-        self._ended = Readback(
-            torch.stack([(yes if flag is None else flag.to(self._device)).float() for flag in flags])
-        )
+        flags = (decision.finite, policy.replayed(), loss_finite, scaler.at_minimum(), self.nonfinite_steps, by_nearest)
+        values = torch.stack([(yes if flag is None else flag.to(self._device)).float() for flag in flags])
+        ended = Readback(torch.cat((values, decision.norms.isfinite().float(), decision.updated.float())))
+        self.last, self._ended = LastStep(self._cycle.step, policy.name, policy.replay, *said, ended), True
         scaler.update(finite)
 
     def _statistics(self) -> Sequence[Callable[[], Statistics]]:
@@ -169,7 +180,7 @@ class Report:
 
     def load_state_dict(self, saved: Mapping[str, int] | None) -> None:
         """Continues to count from what `state_dict` returned, and forgets how the last step ended."""
-        self._ended = self._diverged = None
+        self._ended, self._diverged = False, None
         saved = {"gradients": 0, "steps": 0, "streak": 0, **(saved or {})}
         self.nonfinite_gradients.fill_(saved["gradients"])
         self.nonfinite_steps.fill_(saved["steps"])
@@ -179,18 +190,16 @@ class Report:
         """The host learns how the last step ended. Returns whether it was skipped, and whether its second pass had the
         gradients that the first one measured; (False, True) if the host knows about it already.
         """
-        ended, self._ended = self._ended, None
-        if ended is None or (values := ended.values()) is None:
+        ended, self._ended = self._ended, False
+        if not ended or self.last is None or (values := self.last._ended.values()) is None:
             return False, True
-        finite, replayed, loss_finite, at_minimum, all_updated = map(bool, values[:-1])
-        assert self.last is not None
-        if not finite:
+        _, replayed, loss_finite, at_minimum = map(bool, values[:4])
+        if self.last.nonfinite:
             self._count_nonfinite(self.last, loss_finite, at_minimum and self._clipping.scaler.dynamic)
             return self.last.skipped, replayed
         self.streak, self._searching = 0, False
-        self._changes.watch(values[-1])
-        if not all_updated:
-            names = self.last.overflowed
+        self._changes.watch(values[5])
+        if names := self.last.overflowed:
             logger.warning(
                 "step %d skipped %d parameter(s): the rule sums squares in float32, which those of the gradient of %s "
                 "overflow. Clip gradients by clip_norm or clip_value", self.last.step, len(names), _some(names)
@@ -203,7 +212,7 @@ class Report:
         what = "was skipped" if last.skipped else left_out
         cause = "" if loss_finite else ", and its loss is not finite either"
         message = f"step {last.step} {what}: the gradient of {_some(names)} is not finite{cause}"
-        usual = self._clipping.scaler.dynamic or int(self.nonfinite_steps) > 1  # one warning is enough
+        usual = self._clipping.scaler.dynamic or last._values[4] > 1  # one warning is enough
         logger.log(logging.INFO if usual else logging.WARNING, "%s", message)
         if not self._searching:
             self._first = self._first if self.streak else names

@@ -47,7 +47,16 @@ class Compiler:
         """Notes a failure."""
         if cls.failure is None:
             cls.failure = f"{type(error).__name__}: {error}"
-            logger.warning("updates are not compiled from here on, because compiling one has failed: %s", cls.failure)
+            slow = (
+                ", of which a GPU launches tens of kernels per pass and 4M elements"
+                if torch.cuda.is_available()
+                else ""
+            )
+            logger.warning(
+                "updates run operation by operation from here on%s, because compiling one has failed: %s",
+                slow,
+                cls.failure,
+            )
 
 
 @functools.cache

@@ -17,11 +17,23 @@ from lowmem.tiles.tile import DIMS, RawTile, Sums, extent
 from lowmem.tiles.transfers import to_device
 
 # Elements per tile. A CPU wants the few float32 temporaries of a tile in the cache; on a GPU it trades temporary memory
-# against launches.
+# against launches. Sums depend on it in their last bits, so it is the same everywhere where something is summed.
 CPU_TILE = 1 << 17
 GPU_TILE = 1 << 22
 
 NO_READING, NO_SCALARS = Reading(), Scalars.of({})
+
+
+# Bytes of free GPU memory for each element of a tile that is written: 16 float32 temporaries may take an eighth of it.
+_FREE = 8 * 16 * 4
+
+
+def written_tile(device: torch.device) -> int:
+    """Elements per tile where nothing is summed, so that no bit depends on it: as many as free memory has room for."""
+    if device.type != "cuda":
+        return CPU_TILE if device.type == "cpu" else GPU_TILE
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return max(GPU_TILE, 1 << ((torch.cuda.mem_get_info(device)[0] + cached) // _FREE).bit_length() - 1)
 
 
 class Across(Protocol):
@@ -95,8 +107,9 @@ class StoredTiles(Tiles):
         self.layout, self._grad, self._keys, self.across = layout, grad, noise_keys, across
         self._places = layout.places(tile or (CPU_TILE if self.device.type == "cpu" else GPU_TILE))
         self._at_once = len(self._places) == 1 and self._places[0].rect.size == self.shape
+        self._tile = tile
         if is_fake(weight.parts[0]):
-            self._places = _two_of_each_size(self._places)
+            self._places, self._tile = _two_of_each_size(self._places), 0
         self._passes = 0
         self._written = False
         self._params = self._sources(weight)
@@ -109,7 +122,7 @@ class StoredTiles(Tiles):
 
     def reduce(self, body: Callable[[RawTile], Sums], given: Given) -> Sums:
         total = Totals(self.shape, self.device)
-        for place, raw in self._tiles(given, vectors_of(given)):
+        for place, raw in self._tiles(self._places, given, vectors_of(given)):
             if self._at_once:
                 total.sums = body(raw)
             else:
@@ -117,7 +130,8 @@ class StoredTiles(Tiles):
         return total.sums if self.across is None else over_ranks(self.across, total.sums)
 
     def each(self, body: Callable[[RawTile], None], given: Given, vectors: Vectors) -> None:
-        for _, raw in self._tiles(given, vectors):
+        places = self._places if self._tile is not None else self.layout.places(written_tile(self.device))
+        for _, raw in self._tiles(places, given, vectors):
             body(raw)
         self._written = True
 
@@ -126,14 +140,14 @@ class StoredTiles(Tiles):
             return self._keys()[0]
         return to_device(self._keys(), torch.int32, self.device)[:, None]
 
-    def _tiles(self, given: Given, vectors: Vectors) -> Iterator[tuple[Place, RawTile]]:
+    def _tiles(self, places: Sequence[Place], given: Given, vectors: Vectors) -> Iterator[tuple[Place, RawTile]]:
         """Every second pass goes backwards, and begins with what the one before has left in the cache."""
         if self._written and isinstance(self._grad, ComputedGradient):
             raise UnsupportedError(
                 "this rule reads the gradient once more after it has written the weight, from which the gradient is "
                 "computed. Set needs_dense_gradient = True in its class"
             )
-        order = self._places if self._passes % 2 == 0 else self._places[::-1]
+        order = places if self._passes % 2 == 0 else places[::-1]
         self._passes += 1
         fulls = {name: self._sources(held) for name, held in (given.get("full") or {}).items()}
         for place in order:
@@ -198,7 +212,7 @@ def begin_storage(layout: Layout, weight: Held) -> None:
     not at random, so that the weight stays what it is, as far as it can be held.
     """
     tiles = StoredTiles(layout, weight, weight.parts[0])
-    for _, raw in tiles._tiles({}, {}):
+    for _, raw in tiles._tiles(tiles._places, {}, {}):
         value = raw.param.parts[0].float()
         for target, new in zip(raw.param.parts, weight.storage.encode(value, Uniform.half(value)), strict=True):
             target.copy_(new)

@@ -34,4 +34,5 @@ class Readback:
             return None
         if self._event is not None:
             self._event.synchronize()
+            self._event = None
         return self._copy.tolist()  # type: ignore[no-any-return]

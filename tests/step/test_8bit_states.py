@@ -138,6 +138,16 @@ def test_tiles_and_stacks_do_not_show(name, monkeypatch):
         assert_same(held(*train({**FORMATS[name], "batching": batching})), whole)
 
 
+@pytest.mark.parametrize("name", ["8bit", "stochastic", "to nearest", "lion"])
+def test_tiles_that_are_only_written_may_be_larger(name, monkeypatch):
+    """As on a GPU, where they follow free memory: noise, groups and guards are those of any tile."""
+    monkeypatch.setattr(stored, "CPU_TILE", 1024)
+    whole = held(*train(FORMATS[name]))
+    for tile in (2048, 1 << 20):
+        monkeypatch.setattr(stored, "written_tile", lambda device, tile=tile: tile)
+        assert_same(held(*train(FORMATS[name])), whole)
+
+
 def test_experts_are_their_slices(give_gradients):
     """Without random numbers, which are of a parameter's name."""
     start = torch.randn(4, 64, 64).to(BF16)

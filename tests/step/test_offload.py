@@ -16,7 +16,7 @@ from lowmem.errors import ConfigError
 from lowmem.options import FusedConfig
 from lowmem.rules import Lomo, ParamSpec, StateSpec, UpdateRule
 from lowmem.step import policies
-from lowmem.step.offload import Disk, GradientStore, Host, make_store
+from lowmem.step.offload import Disk, GradientStore, Host, make_store, powers_of_two
 from lowmem.step.record import ParamRecord
 from lowmem.tiles.layout import Span, View
 
@@ -382,6 +382,34 @@ def test_a_folder_that_is_gone(tmp_path):
     folder.rmdir()
     with pytest.raises(ConfigError, match="gone: No such file or directory"):
         opt.backward(param.sum())
+
+
+# -- in pinned memory --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "size", [1, 2, 3, 255, 257, 8_192, 4096 * 14336 * 2, 128256 * 4096 * 2, 151936 * 4096 * 4, (1 << 30) + 1]
+)
+def test_pinned_memory_is_not_rounded(size):
+    """torch rounds each allocation up to a power of two."""
+    sizes = powers_of_two(size)
+    assert all(each & (each - 1) == 0 for each in sizes)
+    assert size <= sum(sizes) <= size * 1.01 + 1
+    assert len(sizes) <= 8
+
+
+def test_room_is_made_once_for_sums():
+    """A first micro-batch of 16-bit gradients has room for the float32 sum that replaces it."""
+    records = slots_of(torch.nn.Parameter(torch.zeros(1000, dtype=torch.bfloat16)))
+    (record,) = records.values()
+    store = Host()
+    store.begin(least=4)
+    store.keep(record, torch.ones(1000, dtype=torch.bfloat16))
+    (first,) = store._room[record.name]
+    store.keep(record, torch.ones(1000))
+    (second,) = store._room[record.name]
+    assert first is second
+    assert second.nbytes == 4000
 
 
 # -- which one it is ---------------------------------------------------------------------------------------------------

@@ -1,0 +1,112 @@
+"""What a GPU alone shows: the device that is current or the default, streams of the training loop, stores that copy.
+
+A simulated GPU does, too, and reports races.
+"""
+
+import math
+import os
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+import lowmem
+from lowmem.tiles.transfers import Readback, to_device
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, or a simulated one")
+
+# By how much kernels of another device may differ, relative to the largest weight.
+SAME = 1e-5
+
+
+def trained(device, stream=nullcontext, accumulate=1, overflow=None, **options):
+    """The weights after some steps on random data, and the skipped steps."""
+    torch.manual_seed(0)
+    with torch.device("cpu"):
+        net = torch.nn.Sequential(torch.nn.Linear(48, 400), torch.nn.LayerNorm(400), torch.nn.Linear(400, 48))
+        inputs = torch.randn(6, 8, 48)
+    net, inputs = net.to(device), inputs.to(device)
+    opt = lowmem.FusedOptimizer(net.named_parameters(), model=net, compile=False, **{"rule": "adalomo", **options})
+    for step, x in enumerate(inputs):
+        scale = math.inf if step == overflow else 1.0
+        with stream():
+            for n in range(accumulate):
+                with opt.accumulate() if n < accumulate - 1 else nullcontext():
+                    opt.backward(net(x).square().mean() * scale)
+    skipped = opt.nonfinite_steps
+    opt.remove()
+    return [param.detach().cpu() for param in net.parameters()], skipped
+
+
+def assert_trained_alike(one, other):
+    (weights, skipped), (others, others_skipped) = one, other
+    assert skipped == others_skipped
+    for weight, want in zip(weights, others, strict=True):
+        assert (weight - want).abs().max() <= SAME * want.abs().max().clamp(min=1.0)
+
+
+SETTINGS = {
+    "immediate": {},
+    "two passes": {"policy": "two_pass", "clip_norm": 0.1},
+    "host": {"policy": "deferred", "clip_norm": 0.1},
+    "disk": {"policy": "deferred", "store": "disk", "clip_norm": 0.1},
+    "host, summed": {"policy": "deferred", "clip_norm": 0.1, "accumulate": 3},
+    "disk, summed": {"policy": "deferred", "store": "disk", "accumulate": 3},
+    "overflow": {"loss_scale": "dynamic", "overflow": 2},
+    "ScaledAdam": {"rule": "scaled_adam", "clipping_scale": 2.0},
+}
+EACH = pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS)
+
+
+@EACH
+def test_as_on_a_cpu(options):
+    assert_trained_alike(trained("cuda", **options), trained("cpu", **options))
+
+
+@EACH
+def test_the_default_device_does_not_matter(options):
+    """Memory of the host is asked for on the host."""
+    before = torch.get_default_device()
+    torch.set_default_device("cuda")
+    try:
+        found = trained("cuda", **options)
+    finally:
+        torch.set_default_device(before)
+    assert_trained_alike(found, trained("cpu", **options))
+
+
+@EACH
+def test_steps_on_a_stream_of_the_loop(options):
+    """What a step replaces is not given back while that stream reads it."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    found = trained("cuda", stream=lambda: torch.cuda.stream(side), **options)
+    torch.cuda.synchronize()
+    assert_trained_alike(found, trained("cpu", **options))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_values_of_a_device_that_is_not_the_current_one():
+    assert Readback(torch.arange(3.0, device="cuda:1")).values() == [0.0, 1.0, 2.0]
+    assert Readback(to_device([3.0], torch.float32, torch.device("cuda:1"))).values() == [3.0]
+
+
+@pytest.mark.skipif("LOWMEM_SIMGPU" not in os.environ, reason="needs a simulated GPU, which counts waits")
+@EACH
+def test_the_host_waits_for_the_report_alone(options):
+    """Once per step, and after an overflow too. A thread may wait to write a file."""
+    from support import simgpu
+
+    torch.manual_seed(0)
+    net, inputs = torch.nn.Linear(400, 300, device="cuda"), torch.randn(6, 8, 400, device="cuda")
+    options = dict(options)
+    accumulate, overflow = options.pop("accumulate", 1), options.pop("overflow", None)
+    opt = lowmem.FusedOptimizer(net.named_parameters(), model=net, compile=False, **{"rule": "adalomo", **options})
+    with simgpu.watch("sync", "wait", "pageable") as found:
+        for step, x in enumerate(inputs):
+            for n in range(accumulate):
+                with opt.accumulate() if n < accumulate - 1 else nullcontext():
+                    opt.backward(net(x).square().mean() * (math.inf if step == overflow else 1.0))
+    waits = [event for event in found if "_carry" not in event.where]
+    assert len(waits) <= len(inputs) - 1, simgpu.summary(waits)
+    opt.remove()
