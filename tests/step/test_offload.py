@@ -83,6 +83,7 @@ def test_what_is_kept_comes_back(kind, dtype, tmp_path):
             store = MAKE[kind](tmp_path, records, False)
         for record, grad in reversed(list(zip(records.values(), grads, strict=True))):
             store.keep(record, grad.clone())
+        store.begin(0)
         assert all(same(store.get(record), grad) for record, grad in zip(records.values(), grads, strict=True))
         drained = list(store.drain(records.values()))
         assert [record.name for record, _ in drained] == [record.name for record in records.values()]
@@ -310,6 +311,7 @@ def test_the_file_has_no_name(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.cpu_only("gradients of a GPU are copied out of the file")
 def test_gradients_are_in_the_file(tmp_path):
     """And not in memory of our own; no two of them in one place."""
     records = slots_of(*(torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES))
@@ -398,6 +400,7 @@ def test_pinned_memory_is_not_rounded(size):
     assert len(sizes) <= 8
 
 
+@pytest.mark.cpu_only("pinned memory is in several pieces")
 def test_room_is_made_once_for_sums():
     """A first micro-batch of 16-bit gradients has room for the float32 sum that replaces it."""
     records = slots_of(torch.nn.Parameter(torch.zeros(1000, dtype=torch.bfloat16)))
