@@ -1,9 +1,11 @@
 """What the tests share: one thread, a fixed seed, ranks, a small Llama, and a loss with the gradients asked for."""
+# ruff: noqa: E402 (a simulated GPU has to be there before torch is imported)
 
 import gc
 import logging
 import os
 import tempfile
+from contextlib import contextmanager
 from pathlib import Path
 
 # Read when packages are imported, here and in the processes that tests start. Tests run side by side, and their tensors
@@ -16,6 +18,13 @@ os.environ.setdefault(
 )
 os.environ.setdefault("TORCHINDUCTOR_FX_GRAPH_CACHE", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no processes that import torch only to compile
+
+# The number of simulated GPUs, if the tests are to run on one (scripts/test.sh --simgpu).
+SIMGPUS = int(os.environ.get("LOWMEM_SIMGPU", "0"))
+if SIMGPUS:
+    from support import simgpu
+
+    simgpu.install(SIMGPUS)  # before torch, which asks for CUDA as it is imported
 
 import hypothesis
 import pytest
@@ -48,6 +57,42 @@ def garbage_is_of_the_test_alone():
     """Accelerate collects garbage in every `train`, which takes most of a second with all that is imported."""
     gc.collect()
     gc.freeze()
+
+
+# Folders whose tests put tensors on the default device. Trainers put models on a GPU by themselves.
+ON_DEFAULT_DEVICE = {"layers", "rules", "step", "tiles"}
+
+if SIMGPUS:
+
+    @contextmanager
+    def default_device(path):
+        """Makes the GPU the default device of a file's tests, and of what the file makes when it is imported."""
+        if path.parent.name in ON_DEFAULT_DEVICE:
+            torch.set_default_device("cuda")
+        try:
+            yield
+        finally:
+            torch.set_default_device(None)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_make_collect_report(collector):
+        with default_device(collector.path):
+            return (yield)
+
+    def pytest_collection_modifyitems(items):
+        for item in items:
+            for marker in item.iter_markers("cpu_only"):
+                item.add_marker(pytest.mark.skip(reason=f"on a CPU only: {marker.args[0]}"))
+
+    @pytest.fixture(autouse=True)
+    def on_the_simulated_gpu(request, monkeypatch):
+        """In every test there is no race, and no memory is read before it is written."""
+        from lowmem.tiles.graph import Compiler
+
+        monkeypatch.setattr(Compiler, "failure", "a simulated GPU has no compiler")
+        with default_device(request.path), simgpu.watch("race", "unwritten") as found:
+            yield
+        assert not found, simgpu.summary(found)
 
 
 @pytest.fixture(scope="session")

@@ -333,7 +333,7 @@ def _trial(shapes: Sequence[tuple[int, ...]], absent: bool, like: Tensor) -> tup
     source = torch.Generator().manual_seed(0)
 
     def drawn(shape: tuple[int, ...], size: float = 1.0) -> Tensor:
-        return torch.randn(shape, generator=source, dtype=like.dtype).mul_(size).to(like.device)
+        return torch.randn(shape, generator=source, dtype=like.dtype, device="cpu").mul_(size).to(like.device)
 
     starts = list(map(drawn, shapes))
     grads: _Grads = [

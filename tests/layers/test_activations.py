@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from support.devices import seeded
 from support.products import FULL
 from support.shards import SHARDS
 from torch._subclasses import FakeTensorMode
@@ -43,7 +44,7 @@ def llama(layers=2, offload=None, **config):
 
 
 def loss_of(model, seed=0, size=SIZE):
-    ids = torch.randint(97, size, generator=torch.Generator().manual_seed(seed))
+    ids = torch.randint(97, size, generator=seeded(seed))
     return model(input_ids=ids, labels=ids).loss
 
 

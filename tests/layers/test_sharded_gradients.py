@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from support.devices import seeded
 from support.shards import SHARDS
 from test_linear_cross_entropy import Largest
 
@@ -46,7 +47,7 @@ def make(tied):
 
 
 def batches(rank, step):
-    source = torch.Generator().manual_seed(100 * step + rank)
+    source = seeded(100 * step + rank)
     return torch.randint(VOCABULARY, (TOKENS[rank],), generator=source)
 
 

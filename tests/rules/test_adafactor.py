@@ -116,7 +116,7 @@ def skips_as_the_source(give_gradients, shapes, bad, options, threshold=None, **
     start = [torch.randn(shape) for shape in shapes]
     params, opt = made(start, **options, global_norm_clip_threshold=threshold, **more)
     references = [Reference(shape, **options) for shape in shapes]
-    want = [value.double().numpy() for value in start]
+    want = [value.double().cpu().numpy() for value in start]
     for step in range(4):
         grads = [torch.randn(shape) for shape in shapes]
         if step == 1:
@@ -125,14 +125,14 @@ def skips_as_the_source(give_gradients, shapes, bad, options, threshold=None, **
         assert opt.last_step.nonfinite == (["w1"] if step == 1 else [])
         assert not opt.last_step.skipped and ("policy" not in more or opt.last_step.skipped_params == 0)
         with np.errstate(all="ignore"):
-            given = [grad.double().numpy() for grad in grads]
+            given = [grad.double().cpu().numpy() for grad in grads]
             given = given if threshold is None else clipped_as_the_source(given, threshold)
             want = [one.step(value, grad) for one, value, grad in zip(references, want, given, strict=True)]
     assert opt.named_state_dict()["step"] == 4
     for param, value, reference in zip(params, want, references, strict=True):
-        np.testing.assert_allclose(param.detach().numpy(), value, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(param.detach().cpu().numpy(), value, rtol=1e-5, atol=1e-6)
         for name, state in reference.states().items():
-            np.testing.assert_allclose(opt.state[param][name].numpy(), state, rtol=1e-5, atol=1e-7)
+            np.testing.assert_allclose(opt.state[param][name].cpu().numpy(), state, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from golden.load_golden import load_case
+from support.devices import seeded
 
 import lowmem
 from lowmem.errors import UnsupportedError
@@ -52,7 +53,7 @@ def test_the_size_of_16_bit_weights_is_computed_in_their_own_dtype(give_gradient
         give_gradients(opt, (param, torch.ones(7, dtype=dtype)))
         return param[1].double()
 
-    start = torch.randn(7, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    start = torch.randn(7, generator=seeded(seed)).to(dtype)
     start[1] = 0.0
     square = start.double().square()
     size = rounded(rounded(rounded(square).mean()).sqrt())

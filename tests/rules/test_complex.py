@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.devices import seeded
 from support.nets import same, weights
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
@@ -27,7 +28,7 @@ class Fourier(nn.Module):
 
 
 def batch(n):
-    return torch.randn(4, 64, generator=torch.Generator().manual_seed(n))
+    return torch.randn(4, 64, generator=seeded(n))
 
 
 def ordinary(cls, clip=None, micro_batches=1, dtype=torch.complex64, norm_type=2.0, of=torch.float32, **options):

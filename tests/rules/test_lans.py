@@ -21,16 +21,18 @@ def follows_reference(give_gradients, grads, dtype=torch.float32, **options):
     """A parameter through these gradients, and the reference through the same in float64."""
     start = torch.randn(5, 7).to(dtype)
     (param,), opt = made([start], **options)
-    reference, want = Reference((5, 7), **{"lr": 0.1, **options}), start.double().numpy()
+    reference, want = Reference((5, 7), **{"lr": 0.1, **options}), start.double().cpu().numpy()
     for grad in grads:
-        stored = want if dtype == torch.float32 else param.detach().double().numpy()
+        stored = want if dtype == torch.float32 else param.detach().double().cpu().numpy()
         give_gradients(opt, (param, grad.to(dtype)))
-        want = reference.step(stored, grad.to(dtype).double().numpy())
+        want = reference.step(stored, grad.to(dtype).double().cpu().numpy())
     assert np.isfinite(want).all()
     if dtype == torch.float32:
-        np.testing.assert_allclose(param.detach().numpy(), want, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(param.detach().cpu().numpy(), want, rtol=1e-5, atol=1e-6)
     for name, state in reference.states().items():
-        np.testing.assert_allclose(opt.named_state_dict()["state"]["w0"][name].numpy(), state, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            opt.named_state_dict()["state"]["w0"][name].cpu().numpy(), state, rtol=1e-5, atol=1e-6
+        )
     return param.detach(), start
 
 

@@ -18,6 +18,7 @@ from reference.lans import Lans
 from reference.lion import Lion
 from reference.lomo import Lomo
 from reference.scaled_adam import ScaledAdam
+from support.devices import seeded
 
 import lowmem
 from lowmem.errors import ConfigError, StepError
@@ -248,7 +249,7 @@ def trajectory(give_gradients, case, dtype):
         reference.lr = opt.param_groups[0]["lr"] = lr
         before, grad = param.detach().clone(), draw()
         give_gradients(opt, (param, grad))
-        want = reference.step(before.double().numpy(), grad.double().numpy())
+        want = reference.step(before.double().cpu().numpy(), grad.double().cpu().numpy())
         states = opt.named_state_dict()["state"].get("w", {})
         yield Step(before.double(), param.detach(), torch.tensor(want), states, reference)
 
@@ -271,7 +272,7 @@ def follows(give_gradients, case):
             largest[name] = max(largest.get(name, 0.0), np.abs(state).max(), reach)
             assert tuple(step.states[name].shape) == state.shape
             atol = 1e-6 * largest[name] if name in SIGNED else 0.0
-            np.testing.assert_allclose(step.states[name].numpy(), state, rtol=1e-6, atol=atol)
+            np.testing.assert_allclose(step.states[name].cpu().numpy(), state, rtol=1e-6, atol=atol)
 
 
 @pytest.mark.parametrize("rule", REFERENCES)
@@ -336,7 +337,7 @@ def test_an_edit_counts_or_is_refused(give_gradients, rule, data):
     edits |= data.draw(factoring(case.shape))[0] if rule == "adafactor" else {}
     before = copy.deepcopy({key: value for key, value in case.options.items() if key != "step_offset"})
     edits.pop("step_offset", None)
-    generator = torch.Generator().manual_seed(case.seed)
+    generator = seeded(case.seed)
     start, *grads = (torch.randn(case.shape, generator=generator) for _ in range(3))
 
     def made(**options):

@@ -36,21 +36,21 @@ def test_a_missing_gradient_is_zero(give_gradients, shape, batching):
     params = [torch.nn.Parameter(value.clone()) for value in start]
     opt = lowmem.FusedOptimizer(params, rule="scaled_adam", size_update_period=2, batching=batching)
     references = [Reference(shape, lr=3e-2, size_update_period=2) for _ in params]
-    want = [value.double().numpy() for value in start]
+    want = [value.double().cpu().numpy() for value in start]
     present = [range(8), range(2), (3, 6)]
     for step in range(8):
         grads = [torch.tensor(rng.normal(size=shape)).float() if step in steps else None for steps in present]
         give_gradients(opt, *((p, g) for p, g in zip(params, grads, strict=True) if g is not None))
-        given = [None if grad is None else grad.double().numpy() for grad in grads]
+        given = [None if grad is None else grad.double().cpu().numpy() for grad in grads]
         want = [reference.step(*pair) for reference, *pair in zip(references, want, given, strict=True)]
         assert opt.last_step.names == tuple(f"param{i}" for i in range(3) if grads[i] is not None)
     for param, value, reference in zip(params, want, references, strict=True):
-        np.testing.assert_allclose(param.detach().numpy(), value, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(param.detach().cpu().numpy(), value, rtol=1e-5, atol=1e-6)
         kept = opt.state[param]
         assert kept["step"].item() == 8
         for name, state in reference.states().items():
             atol = 1e-5 * np.abs(state).max() + 1e-12
-            np.testing.assert_allclose(kept[name].numpy(), state, rtol=1e-4, atol=atol)
+            np.testing.assert_allclose(kept[name].cpu().numpy(), state, rtol=1e-4, atol=atol)
 
 
 def test_unfreezing_leaves_the_period_of_clipping_as_it_is(give_gradients):

@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from support.devices import seeded
 from support.nets import same
 
 import lowmem
@@ -36,7 +37,7 @@ def split(net):
 
 
 def batches():
-    source = torch.Generator().manual_seed(1)
+    source = seeded(1)
     return [torch.randn(4, 9, generator=source) for _ in range(6)]
 
 

@@ -4,6 +4,7 @@ before anything has moved. The reference is an optimizer that was made after the
 
 import pytest
 import torch
+from support.devices import seeded
 
 import lowmem
 from lowmem.errors import StepError, UnsupportedError
@@ -15,12 +16,12 @@ SHAPES = [(64, 48), (87, 50), (24,), (24,)]  # two that are updated alone, and a
 
 
 def parameters(dtype, shapes=SHAPES):
-    source = torch.Generator().manual_seed(0)
+    source = seeded(0)
     return [torch.nn.Parameter(torch.randn(shape, generator=source).to(dtype)) for shape in shapes]
 
 
 def backward(opt, params, seed):
-    source = torch.Generator().manual_seed(seed)
+    source = seeded(seed)
     opt.backward(sum((p * torch.randn(p.shape, generator=source).to(p.dtype)).float().sum() for p in params))
 
 

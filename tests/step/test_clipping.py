@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from reference.scaled_adam import ScaledAdam as ScaledAdamReference
+from support.devices import seeded
 
 import lowmem
 from lowmem.errors import CheckpointError, UnsupportedError
@@ -40,7 +41,7 @@ class Zoo(torch.nn.Module):
         return [{"params": first, "lr": 0.1}, {"params": rest, "lr": 0.02}]
 
     def loss(self, step, micro):
-        source = torch.Generator().manual_seed(100 * step + micro)
+        source = seeded(100 * step + micro)
         shown = ["point", "line", "matrix", "stack", "kernel"] + (["seldom"] if (step + micro) % 3 == 0 else [])
         terms = []
         for name in shown:
@@ -129,7 +130,7 @@ def test_as_torch_clips(clip, loss_scale, policy, accumulation):
 @pytest.mark.parametrize("policy", ["two_pass", "deferred"])
 def test_the_norm_is_summed_in_parameter_order(policy):
     """Not in the order in which gradients come, which is the other way round: float32 sums tell the two apart."""
-    source = torch.Generator().manual_seed(4)
+    source = seeded(4)
     layers = torch.nn.ModuleList(torch.nn.Linear(4, 4, bias=False) for _ in range(40))
     grads = [torch.randn(4, 4, generator=source) * 10.0 ** (n % 3) for n in range(40)]
     norms = torch.stack([torch.linalg.vector_norm(grad) for grad in grads])
@@ -184,14 +185,14 @@ def test_narrow_gradients_are_measured_in_float32(dtype, loss_scale, clip_value,
     clip = {"clip_norm": 1.0, "norm_type": norm_type, "clip_value": clip_value, "loss_scale": loss_scale}
     opt = lowmem.FusedOptimizer(params, rule="lomo", lr=1.0, policy=policy, **clip)
     given(opt, *zip(params, grads, strict=True))
-    exact = [grad.double().numpy().ravel() for grad in grads]
+    exact = [grad.double().cpu().numpy().ravel() for grad in grads]
     clamped = [np.clip(each, -(clip_value or np.inf), clip_value or np.inf) for each in exact]
     order = 2 if norm_type == 2 else np.inf
     total = np.linalg.norm(np.concatenate(clamped), order)
     assert opt.last_step.norms.tolist() == pytest.approx([np.linalg.norm(each) for each in exact], rel=3e-5)
     assert opt.last_step.clip_coef.item() == pytest.approx(1.0 / (total + 1e-6), rel=3e-5)
     for param, each in zip(params, clamped, strict=True):  # one rounding to the weight's dtype, subnormals included
-        found = param.detach().double().numpy().ravel()
+        found = param.detach().double().cpu().numpy().ravel()
         spacing = torch.finfo(dtype).eps
         np.testing.assert_allclose(found, -each / (total + 1e-6), rtol=spacing, atol=1e-7)
 
@@ -235,7 +236,7 @@ def test_parameters_that_are_not_contiguous(policy, dtype, layout):
         opt = lowmem.FusedOptimizer([each], rule="adalomo", lr=0.1, batching=False, **clip)
         for _ in range(3):
             given(opt, (each, grad))
-        want = np.linalg.norm(grad.double().numpy())
+        want = np.linalg.norm(grad.double().cpu().numpy())
         assert opt.last_step.grad_norm.item() == pytest.approx(want, rel=1e-6)
         assert opt.last_step.clip_coef.item() == pytest.approx(0.5 / want, rel=2e-6)
     torch.testing.assert_close(param, plain, rtol=1e-6 if dtype == torch.float32 else torch.finfo(dtype).eps, atol=1e-6)
@@ -255,11 +256,11 @@ def test_what_the_norm_is_of(rule, norm_type, policy):
     grads = [torch.randn(3, 4), torch.randn(5)]
     given(opt, (p, grads[0]), (q, grads[1]))
     limit = math.inf if rule == "adalomo" else 0.5
-    counted = np.concatenate([grad.double().numpy().ravel().clip(-limit, limit) for grad in grads])
+    counted = np.concatenate([grad.double().cpu().numpy().ravel().clip(-limit, limit) for grad in grads])
     norm = np.linalg.norm(counted, 2 if norm_type == 2 else np.inf)
     assert opt.last_step.clip_coef.item() == pytest.approx(0.1 / (norm + 1e-6), rel=1e-6)
     assert opt.last_step.grad_norm.item() == pytest.approx(
-        np.linalg.norm(np.concatenate([grad.double().numpy().ravel() for grad in grads])), rel=1e-6
+        np.linalg.norm(np.concatenate([grad.double().cpu().numpy().ravel() for grad in grads])), rel=1e-6
     )
 
 
@@ -284,10 +285,10 @@ def test_t5x_threshold_on_gradients_of_zeros(policy):
 def test_t5x_threshold_is_on_the_norm_of_all_groups(policy, scale):
     """Only the group that asks is clipped, by the norm over both: t·min(1/norm, 1/t), `epsilon1` large enough that the
     size of a gradient shows."""
-    source = torch.Generator().manual_seed(5)
+    source = seeded(5)
     start = [torch.randn(4, 6, generator=source), torch.randn(5, generator=source)]
     grads = [scale * torch.randn(4, 6, generator=source), scale * torch.randn(5, generator=source)]
-    norm = np.linalg.norm(np.concatenate([grad.double().numpy().ravel() for grad in grads]))
+    norm = np.linalg.norm(np.concatenate([grad.double().cpu().numpy().ravel() for grad in grads]))
     factor = 0.25 * min(1 / norm, 1 / 0.25)
     assert (factor < 1) == (scale == 1)
     common = {"rule": "adafactor", "lr": 0.1, "epsilon1": 0.1, "clipping_threshold": None}
@@ -316,7 +317,7 @@ def test_t5x_threshold_comes_after_clip_norm():
 def test_t5x_threshold_is_on_what_clip_value_leaves(size, policy):
     """Of a gradient in bfloat16 too, in one tile and in several. The momentum, float32, is half of what a step is."""
     grad = torch.where(torch.arange(size) % 7 == 0, 40.0, 0.5).bfloat16()
-    clamped = grad.double().numpy().clip(-1, 1)
+    clamped = grad.double().cpu().numpy().clip(-1, 1)
     norm = np.linalg.norm(clamped)
     assert norm > 2
     square = (2.0 / norm * clamped) ** 2
@@ -326,7 +327,7 @@ def test_t5x_threshold_is_on_what_clip_value_leaves(size, policy):
     opt = lowmem.FusedOptimizer([param], rule="adafactor", lr=1.0, **options)
     given(opt, (param, grad))
     # a norm over tiles is good to 3e-5, as above
-    np.testing.assert_allclose(opt.state[param]["m"].numpy(), 0.5 * np.sqrt(square / (square + 1e-3)), rtol=3e-5)
+    np.testing.assert_allclose(opt.state[param]["m"].cpu().numpy(), 0.5 * np.sqrt(square / (square + 1e-3)), rtol=3e-5)
 
 
 # -- ScaledAdam's own (icefall) ----------------------------------------------------------------------------------------
@@ -351,7 +352,7 @@ class Transcription:
     """A group of ScaledAdam in float64, `_get_clipping_scale` transcribed from its source."""
 
     def __init__(self, start, lr=0.02, clipping_scale=None, clip_update=True, clipping_update_period=PERIOD):
-        self.weights = [value.double().numpy() for value in start]
+        self.weights = [value.double().cpu().numpy() for value in start]
         self.params = [Clipped(tuple(value.shape), lr=lr) for value in start]
         self.clipping_scale, self.clip_update, self.period = clipping_scale, clip_update, clipping_update_period
         self.state, self.percent = {}, 0.0
@@ -400,7 +401,7 @@ def gradients(step, shapes=SHAPES):
 
 
 def in_float64(grads):
-    return [None if grad is None else grad.double().numpy() for grad in grads]
+    return [None if grad is None else grad.double().cpu().numpy() for grad in grads]
 
 
 def scaled_adam(start, **options):
@@ -417,7 +418,7 @@ def assert_close_to(params, weights):
     summed of w·g may cancel, and its relative error then grows: 1e-5 of the weight is a thousandth of what it moved.
     """
     for param, want in zip(params, weights, strict=True):
-        np.testing.assert_allclose(param.detach().numpy(), want, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(param.detach().cpu().numpy(), want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("policy", "batching"), [("two_pass", True), ("deferred", True), ("deferred", False)])
@@ -468,6 +469,7 @@ def test_scaled_adam_groups_clip_by_their_own_norms():
     }
 
 
+@pytest.mark.cpu_only("another policy is cheaper there")
 @pytest.mark.parametrize("late", [2, PERIOD, 2 * PERIOD + 3])
 def test_scaled_adam_clipping_that_is_asked_for_later(late):
     """By a group's options, in the middle of a period and at the end of one; norms before it count as 0."""

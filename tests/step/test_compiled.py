@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from support.devices import seeded
 from support.products import FULL, pairwise
 from torch._inductor import config, metrics
 from torch.profiler import ProfilerActivity, profile
@@ -28,6 +29,8 @@ from lowmem.tiles.storage import Held
 from lowmem.tiles.stored import NO_READING, StoredTiles
 from lowmem.tiles.sweep import Scalars, Sweep
 from lowmem.tiles.traced import BLOCK_SUMS, blocks
+
+pytestmark = pytest.mark.cpu_only("the simulated GPU has no compiler")
 
 RULES = sorted(TABLE)
 ELEMENTWISE = ("lomo", "adamw", "lion")
@@ -57,7 +60,7 @@ def backward(opt, params, source):
 
 def trained(rule, shapes, *, compile, dtype=torch.float32, steps=3, schedule=None, **options):
     """Parameters and their optimizer after some steps, none of them in a stack."""
-    source = torch.Generator().manual_seed(0)
+    source = seeded(0)
     params = [torch.nn.Parameter(torch.randn(shape, generator=source).to(dtype)) for shape in shapes]
     options = {**OPTIONS.get(rule, {}), **options}
     opt = lowmem.FusedOptimizer(params, rule=rule, lr=1e-2, compile=compile, batching=False, **options)
@@ -470,7 +473,7 @@ def test_rows_columns_and_weights_are_summed_in_one_loop(monkeypatch):
 def test_compiled_code_has_no_temporaries_of_the_parameters_size(options):
     """The largest are column sums of blocks of 16 rows, an eighth of a bfloat16 weight. Two tensors are written, and
     both results depend on what both were before."""
-    source = torch.Generator().manual_seed(0)
+    source = seeded(0)
     param = torch.nn.Parameter(torch.randn(512, 1024, generator=source).bfloat16())
     opt = lowmem.FusedOptimizer([param], lr=1e-2, compile=True, **options)
     opt.backward(param.square().sum())

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from support.devices import seeded
 from support.nets import same, weights
 
 import lowmem
@@ -186,7 +187,7 @@ class Unreplayed:
 
     def __init__(self):
         self.calls = itertools.count()
-        self.source = torch.Generator().manual_seed(0)
+        self.source = seeded(0)
 
     def dropout(self, net, x):
         kept = torch.rand(x.shape, generator=self.source) > 0.1

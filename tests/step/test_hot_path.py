@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from support import pretended_gpu
+from support import pretended_gpu, simgpu
 from support.pretended_gpu import Failed, watched
 from support.products import FULL, pairwise
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -112,6 +112,16 @@ def test_nothing_waits_for_a_gpu(rule):
                 take_steps(case, "cuda")
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.skipif(not hasattr(simgpu, "library"), reason="needs the simulated GPU: scripts/test.sh --simgpu")
+@pytest.mark.parametrize("case", cases(), ids=case_id)
+def test_what_a_step_waits_for(case):
+    """Only for values of the step before. No copy is staged on the host either, in the first step neither."""
+    with simgpu.watch("sync", "wait", "pageable") as found:
+        take_steps(case, "cuda", count=3)
+    assert [event.kind for event in found] == ["wait"] * 2, simgpu.summary(found)
+    assert all("transfers.py" in event.where for event in found)
 
 
 def read(how):

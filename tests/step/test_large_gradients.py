@@ -9,6 +9,7 @@ from reference.adafactor import Adafactor
 from reference.adalomo import AdaLomo
 from reference.lans import Lans
 from reference.lion import Lion
+from support.devices import seeded
 from support.shards import SHARDS
 
 import lowmem
@@ -26,7 +27,7 @@ def start():
 
 
 def gradients(size, seed=0):
-    source = torch.Generator().manual_seed(seed)
+    source = seeded(seed)
     return [torch.randn(shape, generator=source) * size for shape in SHAPES]
 
 
@@ -102,7 +103,7 @@ def test_as_the_reference(give_gradients, rule, options, clip, policy):
         pytest.skip("refused")
     values = start()
     params, opt = made(values, rule, policy=policy, **options, **clip)
-    twins, want = references(rule, options), [value.double().numpy() for value in values]
+    twins, want = references(rule, options), [value.double().cpu().numpy() for value in values]
     for step, scale in enumerate((1.0, 1e20, 1.0)):
         grads = gradients(scale, step)
         give_gradients(opt, *zip(params, grads, strict=True))
@@ -110,10 +111,10 @@ def test_as_the_reference(give_gradients, rule, options, clip, policy):
         coef = min(1.0, clip.get("clip_norm", math.inf) / norm(grads))
         limit = clip.get("clip_value", math.inf)
         given = [(grad.double() * coef).clamp(-limit, limit) for grad in grads]
-        want = [twin.step(weight, grad.numpy()) for twin, weight, grad in zip(twins, want, given, strict=True)]
+        want = [twin.step(weight, grad.cpu().numpy()) for twin, weight, grad in zip(twins, want, given, strict=True)]
     for param, weight in zip(params, want, strict=True):
         close = {"rtol": 1e-4, "atol": 1e-5} if clip else {"rtol": 1e-5, "atol": 1e-6}
-        torch.testing.assert_close(param.detach().double(), torch.from_numpy(weight), **close)
+        torch.testing.assert_close(param.detach().double(), torch.as_tensor(weight), **close)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -279,6 +279,7 @@ def test_gradients_that_share_memory(policy):
     assert same([a, b], [x, y])
 
 
+@pytest.mark.cpu_only("the simulated GPU has no sparse tensors")
 @pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.Adagrad])
 def test_a_sparse_gradient_is_made_dense(cls):
     def run(make, backward):

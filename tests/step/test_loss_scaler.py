@@ -10,6 +10,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from support.devices import seeded
 from support.nets import weights
 from torch.nn import functional
 
@@ -284,7 +285,7 @@ class Net(torch.nn.Module):
 def losses(net, step, accumulation, autocast):
     """The losses of a step's micro-batches, one after the other."""
     net.micro_batches = accumulation
-    source = torch.Generator().manual_seed(step)
+    source = seeded(step)
     for micro in range(accumulation):
         net.now = (step, micro)
         x, y = torch.randn(4, 6, generator=source), torch.randint(5, (4,), generator=source)

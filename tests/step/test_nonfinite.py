@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from support.devices import seeded
 from support.nets import same, weights
 from support.shards import SHARDS
 
@@ -31,7 +32,7 @@ class Net(torch.nn.Module):
 
 
 def batch(step, rank=0):
-    return torch.randn(3, 4, generator=torch.Generator().manual_seed(100 * rank + step))
+    return torch.randn(3, 4, generator=seeded(100 * rank + step))
 
 
 def make(net, policy="deferred", **options):

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.devices import seeded
 
 import lowmem
 from lowmem.errors import ConfigError
@@ -82,6 +83,7 @@ def test_what_is_kept_comes_back(kind, dtype, tmp_path):
             store = MAKE[kind](tmp_path, records, False)
         for record, grad in reversed(list(zip(records.values(), grads, strict=True))):
             store.keep(record, grad.clone())
+        store.begin(0)
         assert all(same(store.get(record), grad) for record, grad in zip(records.values(), grads, strict=True))
         drained = list(store.drain(records.values()))
         assert [record.name for record, _ in drained] == [record.name for record in records.values()]
@@ -142,7 +144,7 @@ class Witness(UpdateRule):
 
 def micro_batches(count, shapes, dtype, seed=0):
     """Gradients of each parameter in each micro-batch, None where it has none: all, the first alone, the last alone."""
-    source = torch.Generator().manual_seed(seed)
+    source = seeded(seed)
     drawn = [[torch.randn(shape, generator=source).to(dtype) for shape in shapes] for _ in range(count)]
     for n, grads in enumerate(drawn):
         grads[1] = grads[1] if n == 0 else None
@@ -202,13 +204,13 @@ def test_float32_sums_of_narrow_gradients(kind, dtype, stores):
     steps = micro_batches(7, SHAPES, dtype)
     give_step(opt, params, steps)
     for n, (param, rounded) in enumerate(zip(params, as_torch_sums(params, steps), strict=True)):
-        given = [grads[n].double().numpy() for grads in steps if grads[n] is not None]
+        given = [grads[n].double().cpu().numpy() for grads in steps if grads[n] is not None]
         exact, size = np.sum(given, axis=0), np.sum(np.abs(given), axis=0)
         allowed = 6 * 2.0**-24 * size
-        found = opt.state[param]["seen"].double().numpy()
+        found = opt.state[param]["seen"].double().cpu().numpy()
         assert (np.abs(found - exact) <= allowed).all()
         if len(given) > 1 and param.numel() > 1:
-            assert (np.abs(rounded.double().numpy() - exact) > allowed).any()
+            assert (np.abs(rounded.double().cpu().numpy() - exact) > allowed).any()
 
 
 @pytest.mark.parametrize(
@@ -290,7 +292,7 @@ def test_channels_last(kind, dtype, stores):
     (want,) = as_torch_sums([param], steps)
     assert want.stride() == param.stride() != torch.zeros(shape).stride()
     assert torch.equal(opt.state[param]["seen"], want.float())
-    assert opt.last_step.grad_norm.item() == pytest.approx(np.linalg.norm(want.double().numpy()), rel=1e-6)
+    assert opt.last_step.grad_norm.item() == pytest.approx(np.linalg.norm(want.double().cpu().numpy()), rel=1e-6)
 
 
 # -- on disk -----------------------------------------------------------------------------------------------------------
@@ -309,6 +311,7 @@ def test_the_file_has_no_name(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.cpu_only("gradients of a GPU are copied out of the file")
 def test_gradients_are_in_the_file(tmp_path):
     """And not in memory of our own; no two of them in one place."""
     records = slots_of(*(torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES))
@@ -397,6 +400,7 @@ def test_pinned_memory_is_not_rounded(size):
     assert len(sizes) <= 8
 
 
+@pytest.mark.cpu_only("pinned memory is in several pieces")
 def test_room_is_made_once_for_sums():
     """A first micro-batch of 16-bit gradients has room for the float32 sum that replaces it."""
     records = slots_of(torch.nn.Parameter(torch.zeros(1000, dtype=torch.bfloat16)))

@@ -4,6 +4,7 @@ import io
 
 import pytest
 import torch
+from support.devices import seeded
 
 import lowmem
 
@@ -26,7 +27,7 @@ def make(rule="adamw", **options):
 
 
 def step(opt, params, order=EVERY, seed=0):
-    source = torch.Generator().manual_seed(seed)
+    source = seeded(seed)
     grads = [torch.randn(8, generator=source) for _ in params]
     opt.backward(sum((params[n] * grads[n]).sum() for n in order))
     return grads

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from support.devices import seeded
 from torch.distributed._tools.mem_tracker import MemTracker
 
 import lowmem
@@ -35,7 +36,7 @@ CASES = [pytest.param(rule, options, id=f"{rule}-{','.join(options)}") for rule,
 
 def run(rule, options, *, batching, dtype=torch.float32, rounding="auto", steps=4, copies=3):
     """Trains several parameters of each shape, some without a gradient now and then, and one with NaN."""
-    source = torch.Generator().manual_seed(0)
+    source = seeded(0)
     params = {
         f"{len(shape)}d.{i}.{copy}": torch.nn.Parameter(torch.randn(shape, generator=source).to(dtype))
         for (i, shape), copy in itertools.product(enumerate(SHAPES), range(copies))

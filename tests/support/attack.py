@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support.devices import seeded
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
@@ -321,7 +322,7 @@ class Batch:
 
 
 def batches(s: Settings, step: int, factor: float) -> list[Batch]:
-    source, size = torch.Generator().manual_seed(100 * s.seed + step), (2, s.tokens)
+    source, size = seeded(100 * s.seed + step), (2, s.tokens)
     made = []
     for n in range(s.accumulation):
         ids = torch.randint(s.vocabulary, size, generator=source).to(torch.int32 if s.odd == "int32" else torch.int64)

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
+from support.devices import seeded
 from support.shards import SHARDS, by_layer, whole_first
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -68,7 +69,7 @@ LITTLE = {"stage3_max_live_parameters": 2000, "stage3_max_reuse_distance": 1000,
 
 
 def batch(step, rows=ROWS):
-    source = torch.Generator().manual_seed(100 + step)
+    source = seeded(100 + step)
     return torch.randint(97, (rows, 9), generator=source)
 
 

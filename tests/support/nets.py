@@ -1,6 +1,7 @@
 """Models that several tests train, data for them, and what tests ask of any model: its weights, and its memory."""
 
 import torch
+from support.devices import seeded
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.checkpoint import checkpoint
 
@@ -51,7 +52,7 @@ class Layers(torch.nn.Module):
 
 def data():
     """Ten batches for all ranks together."""
-    source = torch.Generator().manual_seed(5)
+    source = seeded(5)
     for step in range(STEPS):
         ids = torch.randint(7, (ROWS, 5), generator=source)
         if step % 3 == 1:

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from support.devices import seeded
 
 import lowmem
 from lowmem.step.compiled import has_compiler
@@ -101,7 +102,7 @@ def in_codes(value, signed, scale):
 
 def random_groups(signed, count=2000, size=32):
     """Groups of many sizes, with values of many sizes in each; float32."""
-    source = torch.Generator().manual_seed(0)
+    source = seeded(0)
     value = torch.randn(count, size, generator=source) * torch.randn(count, size, generator=source).exp()
     value *= 10 ** (torch.rand(count, 1, generator=source) * 40 - 30)
     return value if signed else value.abs()
@@ -131,14 +132,14 @@ def test_means_have_the_codes_of_flashoptim():
     value[:, 7] = torch.where(torch.rand(4000) < 0.5, -1.0, 1.0)
     value *= 2.0 ** torch.randint(-12, 12, (4000, 1))
     codes, scale = stored_as(Moment(True, draws=False), value)
-    expected, their_scale = quantised(value.double().numpy(), True)
-    assert (scale.double().numpy() == their_scale).all()
-    level = 127 * companded(value.double().numpy() / their_scale)
+    expected, their_scale = quantised(value.double().cpu().numpy(), True)
+    assert (scale.double().cpu().numpy() == their_scale).all()
+    level = 127 * companded(value.double().cpu().numpy() / their_scale)
     clear = np.abs(level - np.floor(level) - 0.5) > 1e-4
     assert clear.mean() > 0.999
-    assert (codes.numpy()[clear] == expected[clear]).all()
-    assert np.abs(codes.numpy() - expected).max() <= 1
-    found = Moment(True).decode((codes, scale)).double().numpy()
+    assert (codes.cpu().numpy()[clear] == expected[clear]).all()
+    assert np.abs(codes.cpu().numpy() - expected).max() <= 1
+    found = Moment(True).decode((codes, scale)).double().cpu().numpy()
     np.testing.assert_allclose(found[clear], dequantised(expected, their_scale, True)[clear], rtol=1e-6)
 
 
@@ -151,11 +152,11 @@ def test_nearest_is_within_half_a_step(signed):
     value = random_groups(signed)
     value = value[value.abs().amax(-1) > 1e-30]
     codes, scale = stored_as(Moment(signed, draws=False), value)
-    exact, scale = value.double().numpy(), scale.double().numpy()
+    exact, scale = value.double().cpu().numpy(), scale.double().cpu().numpy()
     largest = np.abs(exact).max(-1, keepdims=True)
     assert (scale >= largest).all()
     assert (scale <= largest * (1 + 2**-7)).all()
-    found = Moment(signed).decode((codes, torch.from_numpy(scale).bfloat16())).double().numpy()
+    found = Moment(signed).decode((codes, torch.as_tensor(scale).bfloat16())).double().cpu().numpy()
     if not signed:
         lowest = np.broadcast_to(scale / 65536, exact.shape)
         below = exact < lowest
@@ -183,7 +184,7 @@ def test_orders_are_kept(signed):
 def test_round_trips_as_flashoptim_asks(signed, case, draws):
     """The bounds of its own test of quantization: an angle, and a mean error of 1.6 half bins of a linear grid."""
     for seed in range(10):
-        source = torch.Generator().manual_seed(seed)
+        source = seeded(seed)
         value = torch.randn(64, 32, generator=source)
         if case == "zeros":
             value = torch.zeros(64, 32)
@@ -215,7 +216,7 @@ def test_the_mean_over_all_random_bits_is_the_value(signed, size, fraction):
     grid = table(signed, scale)
     low, high = grid[:-1], grid[1:]
     within = low + fraction * (high - low)
-    values = torch.from_numpy(np.append(within, scale)).float()  # the largest itself too
+    values = torch.as_tensor(np.append(within, scale)).float()  # the largest itself too
     values = torch.cat([values, torch.zeros(-len(values) % (size - 1))]).view(-1, size - 1)
     groups = torch.cat([values, torch.full((len(values), 1), scale)], 1)
     count, total = 1 << 16, torch.zeros(groups.shape, dtype=torch.float64)
@@ -224,12 +225,12 @@ def test_the_mean_over_all_random_bits_is_the_value(signed, size, fraction):
         found = there_and_back(Moment(signed, size), groups.expand(len(bits), -1, -1).contiguous(), bits)
         total += found.double().sum(0)
         least, most = least.minimum(found.amin(0)), most.maximum(found.amax(0))
-    mean = (total / count)[:, :-1].flatten()[: len(grid)].numpy()
-    exact = values.flatten()[: len(grid)].double().numpy()
+    mean = (total / count)[:, :-1].flatten()[: len(grid)].cpu().numpy()
+    exact = values.flatten()[: len(grid)].double().cpu().numpy()
     distance = np.append(high - low, high[-1] - low[-1])
     assert (np.abs(mean - exact) <= 4 * 2**-16 * distance).all()
     if fraction:  # which float32 may hold as a little less than 0
-        least, most = (end[:, :-1].flatten()[: len(low)].double().numpy() for end in (least, most))
+        least, most = (end[:, :-1].flatten()[: len(low)].double().cpu().numpy() for end in (least, most))
         np.testing.assert_allclose(least, low, rtol=3e-7)
         np.testing.assert_allclose(most, high, rtol=3e-7)
     assert (total[:, -1] / count == scale).all()
@@ -244,11 +245,11 @@ def test_unbiased_with_the_bits_of_updates(signed):
     fraction = np.linspace(0.05, 0.95, len(low))
     values = grid[low] + fraction * (grid[low + 1] - grid[low])
     group = torch.zeros(32)
-    group[: len(values)], group[31] = torch.from_numpy(values).float(), scale
+    group[: len(values)], group[31] = torch.as_tensor(values).float(), scale
     random = rounding.mix(rounding.mix(torch.arange(repeats * 32, dtype=torch.int32) + 1)).view(repeats, 32)
     for half in (0, 1):
         found = there_and_back(Moment(signed), group.expand(repeats, 32), rounding.sixteen_bits(random, half))
-        error = (found.double().mean(0)[: len(values)].numpy() - values) / (grid[low + 1] - grid[low])
+        error = (found.double().mean(0)[: len(values)].cpu().numpy() - values) / (grid[low + 1] - grid[low])
         assert (np.abs(error) <= 5 * np.sqrt(fraction * (1 - fraction) / repeats)).all()
 
 
@@ -291,8 +292,8 @@ def test_sizes_that_float16_loses():
         found = there_and_back(held, value)
         assert stored_as(held, value)[1].item() > 0
         torch.testing.assert_close(found, value, rtol=0.02, atol=0)
-    assert not dequantised(*quantised(value.double().numpy(), True), True).any()
-    assert not dequantised(*quantised(value.double().numpy() ** 0.5 * 1e-5, True), True).any()
+    assert not dequantised(*quantised(value.double().cpu().numpy(), True), True).any()
+    assert not dequantised(*quantised(value.double().cpu().numpy() ** 0.5 * 1e-5, True), True).any()
 
 
 @SIGNED
@@ -304,7 +305,7 @@ def test_one_huge_and_others_tiny(signed):
     for bits in (0, 1 << 15, 65535):
         found = there_and_back(Moment(signed), value, bits)
         assert found[0, 9] == 2.0**10
-        assert len(np.unique(np.delete(found[0].numpy(), 9))) == 1
+        assert len(np.unique(np.delete(found[0].cpu().numpy(), 9))) == 1
     smallest = 2.0**10 / (253 if signed else 65536)
     assert there_and_back(Moment(signed, draws=False), value)[0, 0] == (0 if signed else smallest)
     every = torch.arange(1 << 16, dtype=torch.int32).view(-1, 1)
@@ -390,7 +391,7 @@ def test_averages_over_many_steps(signed):
     where float32 is, within 5 standard errors, and rounded to nearest it is not. The noise of the roundings that it
     remembers is a sixth of the mean, at these sizes of a group.
     """
-    source = torch.Generator().manual_seed(0)
+    source = seeded(0)
     size = torch.rand(256, 32, generator=source) + 0.1
     means = {"float32": torch.zeros(256, 32), "8bit": torch.zeros(256, 32), "8bit_nearest": torch.zeros(256, 32)}
     for step in range(3000):
@@ -431,12 +432,12 @@ def test_residuals_of_bfloat16_are_those_of_flashoptim():
     for exponent in range(1, 255):
         for sign in (1, -1) if exponent % 16 == 7 else (1,):
             value = tails(exponent, sign)
-            stored, residual = stored_as(held, torch.from_numpy(value))
-            found = held.decode((stored, residual)).double().numpy()
+            stored, residual = stored_as(held, torch.as_tensor(value))
+            found = held.decode((stored, residual)).double().cpu().numpy()
             narrow = as_bfloat16(value)
             finite = np.isfinite(narrow)
-            assert (stored.float().numpy() == narrow).all()
-            value, narrow, found, residual = (each[finite] for each in (value, narrow, found, residual.numpy()))
+            assert (stored.float().cpu().numpy() == narrow).all()
+            value, narrow, found, residual = (each[finite] for each in (value, narrow, found, residual.cpu().numpy()))
             without, error = np.abs(value.astype(np.float64) - narrow), np.abs(value - found)
             assert (error <= without).all()
             assert (error[without == 0] == 0).all()
@@ -455,14 +456,14 @@ def test_residuals_of_float16_are_those_of_flashoptim():
     for exponent in range(127 - 14, 127 + 16):
         for sign in (1, -1):
             value = tails(exponent, sign, head=10)
-            stored, residual = stored_as(held, torch.from_numpy(value))
-            narrow = value.astype(np.float16).astype(np.float64) if exponent < 142 else stored.double().numpy()
+            stored, residual = stored_as(held, torch.as_tensor(value))
+            narrow = value.astype(np.float16).astype(np.float64) if exponent < 142 else stored.double().cpu().numpy()
             finite = np.isfinite(narrow)
             value, narrow = value[finite], narrow[finite]
             assert (narrow == value.astype(np.float16)).all()
             expected, exact = corrected(value, narrow, 10)
-            assert (residual.numpy()[finite] == expected).all()
-            found = held.decode((stored, residual)).double().numpy()[finite]
+            assert (residual.cpu().numpy()[finite] == expected).all()
+            found = held.decode((stored, residual)).double().cpu().numpy()[finite]
             assert (np.abs(found - exact) <= np.spacing(np.abs(value))).all()
     value = torch.linspace(-(2.0**-14), 2.0**-14, 100_001)  # subnormals have one spacing, 2⁻²⁴
     stored, residual = stored_as(held, value)
@@ -483,7 +484,7 @@ def test_residuals_of_what_is_not_finite(dtype):
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_a_weight_that_was_decoded_has_the_same_codes(dtype):
-    source = torch.Generator().manual_seed(0)
+    source = seeded(0)
     value = torch.randn(200_000, generator=source) * 10 ** (torch.rand(200_000, generator=source) * 4 - 3)
     stored, residual = stored_as(Compensated(dtype, 8), value)
     again = stored_as(Compensated(dtype, 8), Compensated(dtype, 8).decode((stored, residual)))
@@ -501,7 +502,7 @@ SHAPES = [(64, 64), (1000, 192)]  # the second in several tiles
 
 
 def trained(compile, **options):
-    source = torch.Generator().manual_seed(0)
+    source = seeded(0)
     dtype = torch.bfloat16 if "rounding" in options else torch.float32
     params = [torch.nn.Parameter(torch.randn(shape, generator=source).to(dtype)) for shape in SHAPES]
     opt = lowmem.FusedOptimizer(params, lr=1e-2, compile=compile, batching=False, **options)

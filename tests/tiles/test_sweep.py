@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.devices import seeded
 from support.products import pairwise
 from torch.distributed._tools.mem_tracker import MemTracker
 
@@ -29,7 +30,7 @@ OPTIONS = {"adafactor": {"min_dim_size_to_factor": 4, "beta1": 0.9}, "lans": {"v
 def update(rule, shape, *, dtype=torch.bfloat16, rounding_name="nearest", steps=2, tile=None, grads=None):
     """A parameter and its states after some updates by a rule, from a fixed start; lr changes with each step."""
     hyper = OPTIONS.get(rule, {})
-    rule, source = resolve(rule), torch.Generator().manual_seed(0)
+    rule, source = resolve(rule), seeded(0)
     param = torch.randn(shape, generator=source).to(dtype)
     own = rounding_name == "nearest" and rule.name == "adafactor_t2t"
     hyper = {**rule.defaults, rule.decay: 0.01, "rounding": "auto" if own else rounding_name, **hyper}

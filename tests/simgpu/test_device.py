@@ -1,0 +1,123 @@
+"""The simulated GPU is as unhelpful as it says, and reports what would go wrong on a GPU."""
+
+import pytest
+import torch
+
+simgpu = pytest.importorskip("support.simgpu")
+if not hasattr(simgpu, "library"):
+    pytest.skip("needs the simulated GPU: scripts/test.sh --simgpu", allow_module_level=True)
+
+SIZE = 1000
+
+
+@pytest.fixture
+def side():
+    return torch.cuda.Stream()
+
+
+def ones(**options):
+    return torch.ones(SIZE, device="cuda", **options)
+
+
+def pinned(value):
+    return torch.full((SIZE,), value, device="cpu", pin_memory=True)
+
+
+def test_fresh_and_freed_memory():
+    for _ in range(2):
+        fresh = torch.empty(SIZE, device="cuda")
+        with simgpu.provoke("unwritten") as found:
+            assert not fresh.add(1).isfinite().any()
+        assert found[0].what.startswith("aten::add")
+        fresh.fill_(1)
+        del fresh
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_two_streams_and_the_same_memory(ordered, side):
+    value = ones()
+    with simgpu.provoke("race") as found:
+        if ordered:
+            side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            value.add_(1)
+        if ordered:
+            torch.cuda.current_stream().wait_stream(side)
+        value.add_(1)
+    assert bool(found) == (not ordered)
+
+
+def test_memory_that_is_given_back_too_soon(side):
+    value = ones()
+    side.wait_stream(torch.cuda.current_stream())
+    with simgpu.provoke("race") as found, torch.cuda.stream(side):
+        host = pinned(0.0)
+        host.copy_(value, non_blocking=True)
+        del value
+    assert "given back" in found[0].what
+    side.synchronize()
+    assert host.isnan().all()
+
+
+def test_a_copy_to_the_host_arrives_when_it_is_waited_for():
+    host = pinned(0.0)
+    host.copy_(ones(), non_blocking=True)
+    event = torch.cuda.current_stream().record_event()
+    assert not host.any() and not event.query()
+    event.synchronize()
+    assert host.all() and event.query()
+
+
+def test_a_copy_to_the_device_reads_as_late_as_it_may(side):
+    host, value = pinned(1.0), torch.zeros(SIZE, device="cuda")
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        value.copy_(host, non_blocking=True)
+    host.fill_(2.0)  # too soon
+    torch.cuda.current_stream().wait_stream(side)
+    assert value.eq(2).all()
+
+
+def test_pinned_memory_that_is_written_while_it_is_copied():
+    host, value = pinned(1.0), torch.zeros(SIZE, device="cuda")
+    value.copy_(host, non_blocking=True)
+    host.fill_(2.0)
+    with simgpu.provoke("race") as found:
+        torch.cuda.synchronize()
+    assert "written by the host" in found[0].what
+
+
+@pytest.mark.parametrize("wait", [torch.Tensor.item, torch.Tensor.nonzero, bool, torch.Tensor.cpu])
+def test_what_the_host_waits_for(wait):
+    value = torch.ones(1, device="cuda")
+    with simgpu.watch("sync", "wait") as found:
+        wait(value)
+    assert found[0].kind == "sync" and "test_device.py" in simgpu.summary(found)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with pytest.raises(RuntimeError, match="synchronizing"):
+            wait(value)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_devices_do_not_mix():
+    with pytest.raises(RuntimeError, match="same device"):
+        ones() + torch.ones(SIZE, device="cpu")
+
+
+def test_views_in_inference_mode():
+    value = ones()
+    with torch.inference_mode():
+        assert not value.view(10, -1).is_inference()
+        assert value.mul(2).view(10, -1).is_inference()
+
+
+def test_memory_figures():
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    value = torch.zeros(1 << 20, device="cuda")
+    assert torch.cuda.memory_allocated() - before == 4 << 20
+    del value
+    assert torch.cuda.memory_allocated() == before
+    assert torch.cuda.max_memory_allocated() - before == 4 << 20

@@ -1,0 +1,389 @@
+"""The functions and classes of torch.cuda for the simulated GPU, each under its own name there.
+
+Importing this module puts them into torch.cuda. With kernels and hooks for the device, a CPU build of PyTorch has its
+tensors, and torch.accelerator works, but torch.cuda raises "Torch not compiled with CUDA enabled".
+"""
+
+import ctypes
+from collections import OrderedDict
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import torch
+from support import simgpu
+from torch import accelerator
+
+assert accelerator.current_accelerator() is not None, "torch asked for the hooks of CUDA before they were there"
+TOTAL_MEMORY = simgpu.library.sim_memory()
+DEVICES = simgpu.library.sim_devices()
+
+# -- devices -----------------------------------------------------------------------------------------------------------
+
+
+def index_of(device=None):
+    """Returns the index of a device, which is the current one if none is named."""
+    index = device if device is None or isinstance(device, int) else torch.device(device).index
+    return accelerator.current_device_index() if index is None or index < 0 else index
+
+
+def is_available():
+    return True
+
+
+def _is_compiled():
+    return True
+
+
+def is_initialized():
+    return True
+
+
+def init():
+    pass
+
+
+def _lazy_init():
+    pass
+
+
+def _lazy_call(function, **_):
+    function()
+
+
+def _is_in_bad_fork():
+    return False
+
+
+def device_count():
+    return DEVICES
+
+
+def current_device():
+    return accelerator.current_device_index()
+
+
+def set_device(device):
+    accelerator.set_device_index(index_of(device))
+
+
+def _exchange_device(device):
+    before = current_device()
+    set_device(device)
+    return before
+
+
+def _maybe_exchange_device(device):
+    return _exchange_device(device)
+
+
+class device:
+    """Context manager: makes another device the current one. None and -1 change nothing."""
+
+    def __init__(self, device):
+        self._index = index_of(device)
+
+    def __enter__(self):
+        self._before = _exchange_device(self._index)
+
+    def __exit__(self, *_):
+        set_device(self._before)
+
+
+class device_of(device):
+    def __init__(self, tensor):
+        super().__init__(tensor.get_device() if tensor.is_cuda else -1)
+
+
+def get_device_properties(device=None):
+    return SimpleNamespace(
+        name="NVIDIA Simulated", major=9, minor=0, total_memory=TOTAL_MEMORY, multi_processor_count=132, uuid="0",
+        L2_cache_size=50 << 20, warp_size=32, max_threads_per_multi_processor=2048, max_threads_per_block=1024,
+        regs_per_multiprocessor=65536, shared_memory_per_block_optin=232448, gcnArchName="", is_integrated=0,
+    )  # fmt: skip
+
+
+def get_device_name(device=None):
+    return get_device_properties(device).name
+
+
+def get_device_capability(device=None):
+    return 9, 0
+
+
+def get_arch_list():
+    return ["sm_90"]
+
+
+def can_device_access_peer(device, peer):
+    return True
+
+
+def is_bf16_supported(including_emulation=True):
+    return True
+
+
+def is_tf32_supported():
+    return True
+
+
+# -- streams and events ------------------------------------------------------------------------------------------------
+
+
+class Stream(torch.Stream):
+    def __new__(cls, device=None, priority=0, **existing):
+        if existing:
+            return torch.Stream.__new__(cls, **existing)
+        return torch.Stream.__new__(cls, torch.device("cuda", index_of(device)), priority=priority)
+
+    @property
+    def cuda_stream(self):
+        return self.stream_id
+
+
+class Event(torch.Event):
+    def __new__(cls, enable_timing=False, blocking=False, interprocess=False, external=False):
+        return torch.Event.__new__(cls, torch.device("cuda", index_of()), enable_timing=enable_timing)
+
+    def record(self, stream=None):
+        return super().record(current_stream() if stream is None else stream)
+
+
+def current_stream(device=None):
+    return accelerator.current_stream(torch.device("cuda", index_of(device)))
+
+
+def default_stream(device=None):
+    return torch.Stream(stream_id=0, device_index=index_of(device), device_type=1)
+
+
+def set_stream(stream):
+    accelerator.set_stream(stream)
+
+
+@contextmanager
+def stream(stream):
+    if stream is None:
+        yield
+        return
+    here, there = current_stream(), current_stream(stream.device)
+    set_stream(stream)
+    try:
+        yield
+    finally:
+        set_stream(there)
+        set_stream(here)
+
+
+def synchronize(device=None):
+    accelerator.synchronize(torch.device("cuda", index_of(device)))
+
+
+def is_current_stream_capturing():
+    return False
+
+
+MODES = {"default": 0, "warn": 1, "error": 2}
+
+
+def set_sync_debug_mode(mode):
+    simgpu.library.sim_set_sync_mode(MODES.get(mode, mode))
+
+
+def get_sync_debug_mode():
+    return simgpu.library.sim_sync_mode()
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def memory_allocated(device=None):
+    return simgpu.library.sim_allocated(index_of(device))
+
+
+def max_memory_allocated(device=None):
+    return simgpu.library.sim_peak(index_of(device))
+
+
+def memory_reserved(device=None):
+    return simgpu.library.sim_reserved(index_of(device))
+
+
+max_memory_reserved = memory_reserved  # nothing is given back to the system
+
+
+def memory_stats(device=None):
+    return OrderedDict(
+        {
+            "allocated_bytes.all.current": memory_allocated(device),
+            "allocated_bytes.all.peak": max_memory_allocated(device),
+            "reserved_bytes.all.current": memory_reserved(device),
+            "reserved_bytes.all.peak": max_memory_reserved(device),
+            "allocation.all.allocated": simgpu.library.sim_allocations(index_of(device)),
+            "num_alloc_retries": 0,
+            "num_ooms": 0,
+        }
+    )
+
+
+def reset_peak_memory_stats(device=None):
+    simgpu.library.sim_reset_peak(index_of(device))
+
+
+reset_max_memory_allocated = reset_peak_memory_stats
+
+
+def reset_accumulated_memory_stats(device=None):
+    pass
+
+
+def mem_get_info(device=None):
+    return TOTAL_MEMORY - memory_allocated(device), TOTAL_MEMORY
+
+
+def empty_cache():
+    pass
+
+
+def ipc_collect():
+    pass
+
+
+def cudart():
+    return SimpleNamespace(cudaMemGetInfo=mem_get_info)
+
+
+# -- random numbers ----------------------------------------------------------------------------------------------------
+
+
+class DefaultGenerator:
+    """The generator from which operations without one draw: `get_state` and `set_state` as torch.random calls them."""
+
+    def __init__(self, index):
+        self.device, self._index = torch.device("cuda", index), index
+
+    def get_state(self):
+        state = torch.empty(simgpu.library.sim_generator_bytes(self._index), dtype=torch.uint8, device="cpu")
+        simgpu.library.sim_get_generator(self._index, ctypes.c_void_p(state.data_ptr()))
+        return state
+
+    def set_state(self, state):
+        state = state.cpu().contiguous()
+        simgpu.library.sim_set_generator(self._index, ctypes.c_void_p(state.data_ptr()), ctypes.c_int64(state.numel()))
+        return self
+
+    def manual_seed(self, seed):
+        simgpu.library.sim_seed_generator(self._index, ctypes.c_uint64(seed & (1 << 64) - 1))
+        return self
+
+    def initial_seed(self):
+        return simgpu.library.sim_generator_seed(self._index)
+
+
+default_generators = tuple(map(DefaultGenerator, range(DEVICES)))
+
+
+def manual_seed(seed):
+    default_generators[index_of()].manual_seed(seed)
+
+
+def manual_seed_all(seed):
+    for generator in default_generators:
+        generator.manual_seed(seed)
+
+
+def seed_all():
+    manual_seed_all(torch.random.initial_seed())
+
+
+seed = seed_all
+
+
+def initial_seed():
+    return default_generators[index_of()].initial_seed()
+
+
+def get_rng_state(device="cuda"):
+    return default_generators[index_of(device)].get_state()
+
+
+def set_rng_state(state, device="cuda"):
+    default_generators[index_of(device)].set_state(state)
+
+
+def get_rng_state_all():
+    return [generator.get_state() for generator in default_generators]
+
+
+def set_rng_state_all(states):
+    for generator, state in zip(default_generators, states, strict=True):
+        generator.set_state(state)
+
+
+# -- into torch --------------------------------------------------------------------------------------------------------
+
+NAMES = {
+    torch.cuda: [
+        "is_available", "_is_compiled", "is_initialized", "init", "_lazy_init", "_lazy_call", "_is_in_bad_fork",
+        "device_count", "current_device", "set_device", "_exchange_device", "_maybe_exchange_device", "device",
+        "device_of", "get_device_properties", "get_device_name", "get_device_capability", "get_arch_list",
+        "can_device_access_peer", "is_bf16_supported", "is_tf32_supported", "Stream", "Event", "current_stream",
+        "default_stream", "set_stream", "stream", "synchronize", "is_current_stream_capturing", "set_sync_debug_mode",
+        "get_sync_debug_mode", "cudart", "default_generators", "ipc_collect",
+    ],
+    torch.cuda.streams: ["Stream", "Event"],
+    torch.cuda.memory: [
+        "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "memory_stats",
+        "reset_peak_memory_stats", "reset_max_memory_allocated", "reset_accumulated_memory_stats", "mem_get_info",
+        "empty_cache",
+    ],
+    torch.cuda.random: [
+        "manual_seed", "manual_seed_all", "seed", "seed_all", "initial_seed", "get_rng_state", "set_rng_state",
+        "get_rng_state_all", "set_rng_state_all",
+    ],
+}  # fmt: skip
+for module, names in NAMES.items():
+    for name in names:
+        setattr(module, name, globals()[name])
+        setattr(torch.cuda, name, globals()[name])  # which has the names of its modules too
+
+torch.version.cuda = "13.0"
+torch.cuda._initialized = True  # else torch.utils.checkpoint does not restore random numbers
+torch.backends.cuda.is_built = lambda: True
+torch.accelerator.empty_cache = empty_cache
+torch.random._seed_custom_device = lambda seed: None
+
+# Functions in C that a CPU build lacks. Each is a separate object, because torch._dynamo makes a table of them.
+torch._C._cuda_getCurrentRawStream = lambda device: 0
+torch._C._cuda_isCurrentStreamCapturing = lambda: False
+torch._C._cuda_sleep = lambda cycles: None
+torch._C._cuda_resetPeakMemoryStats = lambda device: reset_peak_memory_stats(device)
+torch._C._cuda_getDeviceCount = lambda: DEVICES
+torch._C._cuda_getDevice = lambda: current_device()
+torch._C._cuda_setDevice = lambda device: set_device(device)
+torch._C._cuda_getArchFlags = lambda: "sm_90"
+torch._C._cuda_synchronize = lambda: synchronize()
+torch._C._cuda_emptyCache = lambda: None
+
+# Storages of a CPU build are made on the CPU alone. Here they are copied as tensors.
+storage_to, storage_clone = torch.storage._to, torch.storage._StorageBase.clone
+
+
+def as_tensor(storage):
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def to(self, device, non_blocking=False):
+    if {self.device.type, torch.device(device).type} == {"cpu"}:
+        return storage_to(self, device, non_blocking)
+    return as_tensor(self).to(device).untyped_storage()
+
+
+def clone(self):
+    return storage_clone(self) if self.device.type == "cpu" else as_tensor(self).clone().untyped_storage()
+
+
+def cpu(self):
+    return self if self.device.type == "cpu" else to(self, "cpu")
+
+
+torch.storage._to, torch.storage._StorageBase.clone, torch.UntypedStorage.cpu = to, clone, cpu

@@ -1,0 +1,1153 @@
+// A GPU made of host memory: tensors of device "cuda" have storages of their own, and their kernels are the CPU's.
+//
+// An operation on such tensors arrives at `run_on_cpu`, which calls the same operation with CPU tensors on the same
+// memory. Everything else is what a GPU has around its kernels: streams and events, memory that is reused, pinned
+// memory, random generators, and the hooks by which PyTorch asks for them. __init__.py says how it behaves, and on
+// purpose.
+
+#include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/core/CachingHostAllocator.h>
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/native/Resize.h>
+#include <ATen/native/transformers/attention.h>
+#include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <set>
+
+namespace at {
+namespace {
+
+using c10::Device;
+using c10::DeviceIndex;
+using c10::IValue;
+using c10::Storage;
+using c10::Stream;
+
+constexpr auto GPU = c10::DeviceType::CUDA;
+constexpr int MOST_DEVICES = 8;
+constexpr int64_t MEMORY = int64_t(80) << 30;  // bytes per device
+
+// Fresh and freed memory is full of this: as floating-point numbers of 16 bits and more it is NaN, and not one that
+// kernels make.
+constexpr uint16_t UNWRITTEN = 0xFFFB;
+void make_unwritten(char* start, size_t bytes) { std::fill_n((uint16_t*)start, bytes / sizeof(UNWRITTEN), UNWRITTEN); }
+
+int devices = 1;
+thread_local int current_device = 0;
+
+// Everything below that is shared by threads is used under this lock. Under it nothing may wait for Python's lock, which a
+// thread may have that waits for this one: Python is not called, and tensors and storages are moved but never copied or
+// released, because Python counts the references to them. Globals that PyTorch may use while the process
+// ends are never destroyed.
+auto& lock = *new std::recursive_mutex;
+using Locked = std::lock_guard<std::recursive_mutex>;
+
+// ---- Reports: what Python is told -----------------------------------------------------------------------------------
+
+using Callback = void (*)(const char* kind, const char* what, int64_t bytes);
+Callback callback = nullptr;
+
+struct Report {
+  std::string kind, what;
+  int64_t bytes;
+};
+using Reports = std::vector<Report>;
+
+// Calls Python, and so must not be called under the lock: another thread may have Python's and wait for ours.
+void tell(const Reports& reports) {
+  for (auto& report : reports)
+    if (callback) callback(report.kind.c_str(), report.what.c_str(), report.bytes);
+}
+
+// ---- Streams: copies happen as late as they may ---------------------------------------------------------------------
+//
+// Operations of a stream are numbered. A vector clock says how many operations of each stream come before something:
+// before the next operation of a stream, or before an event. Kernels run at once, after the queued copies that come
+// before them. Copies on a side stream are queued until something that comes after them runs, or until the host waits
+// for it.
+
+using StreamKey = std::pair<int, int64_t>;  // device, id
+using Clock = std::map<StreamKey, int64_t>;
+
+struct QueuedCopy {
+  int64_t number;
+  Clock after;
+  char *to, *from;
+  size_t bytes;
+  bool to_host;
+  Storage host;  // pinned memory is not given back before
+};
+
+struct Arrival {  // a copy to pinned memory that has been made, and that the host sees once it has waited for it
+  int64_t number;
+  char* to;
+  std::vector<char> bytes;
+  Storage host;
+};
+
+struct Departure {  // a copy from pinned memory that the host has not waited for: it may not write there until it has
+  int64_t number;
+  char* from;
+  std::vector<char> bytes;
+  Storage host;
+};
+
+struct StreamState {
+  Clock clock;
+  std::deque<QueuedCopy> queue;
+  std::deque<Arrival> arrivals;
+  std::deque<Departure> departures;
+};
+
+auto& streams = *new std::map<StreamKey, StreamState>;
+auto& finished =
+    *new std::vector<Storage>;  // pinned memory that copies no longer need, to be released without the lock
+
+StreamKey key_of(const Stream& stream) { return {stream.device_index(), stream.id()}; }
+
+void merge(Clock& into, const Clock& other) {
+  for (auto& [stream, count] : other) into[stream] = std::max(into[stream], count);
+}
+
+bool comes_before(StreamKey stream, int64_t number, const Clock& clock) {
+  auto found = clock.find(stream);
+  return found != clock.end() && found->second >= number;
+}
+
+int64_t next_number(StreamKey stream) { return ++streams[stream].clock[stream]; }
+
+bool overlap(const char* one, size_t bytes, const char* other, size_t other_bytes) {
+  return one < other + other_bytes && other < one + bytes;
+}
+
+// Lets the host see arrivals of all streams for which `due` is true.
+template <class Due>
+void arrive(const Due& due) {
+  for (auto& [stream, state] : streams) {
+    auto& all = state.arrivals;
+    for (auto each = all.begin(); each != all.end();) {
+      if (!due(stream, *each)) {
+        ++each;
+        continue;
+      }
+      std::memcpy(each->to, each->bytes.data(), each->bytes.size());
+      finished.push_back(std::move(each->host));
+      each = all.erase(each);
+    }
+  }
+}
+
+// Ends departures of all streams for which `due` is true, after a look at what the host has written there.
+template <class Due>
+void depart(Reports& reports, const Due& due) {
+  for (auto& [stream, state] : streams) {
+    auto& all = state.departures;
+    for (auto each = all.begin(); each != all.end();) {
+      if (!due(stream, *each)) {
+        ++each;
+        continue;
+      }
+      if (std::memcmp(each->from, each->bytes.data(), each->bytes.size()))
+        reports.push_back({"race", "pinned memory was written by the host before its copy to the device had ended",
+                           (int64_t)each->bytes.size()});
+      finished.push_back(std::move(each->host));
+      each = all.erase(each);
+    }
+  }
+}
+
+void copy_to_host(Reports& reports, StreamKey stream, int64_t number, char* to, char* from, size_t bytes,
+                  Storage host) {
+  depart(reports, [&](auto, auto& each) { return overlap(each.from, each.bytes.size(), to, bytes); });
+  streams[stream].arrivals.push_back({number, to, std::vector<char>(from, from + bytes), std::move(host)});
+}
+
+void copy_to_device(char* to, char* from, size_t bytes) {
+  arrive([&](auto, auto& each) { return overlap(each.to, each.bytes.size(), from, bytes); });  // what the device wrote
+  std::memcpy(to, from, bytes);
+}
+
+// Makes the queued copies that come before something.
+void make_copies(Reports& reports, const Clock& before) {
+  for (auto& [stream, count] : before) {
+    auto& queue = streams[stream].queue;
+    while (!queue.empty() && queue.front().number <= count) {
+      QueuedCopy copy = std::move(queue.front());
+      queue.pop_front();
+      make_copies(reports, copy.after);
+      if (copy.to_host)
+        copy_to_host(reports, stream, copy.number, copy.to, copy.from, copy.bytes, std::move(copy.host));
+      else {
+        copy_to_device(copy.to, copy.from, copy.bytes);
+        finished.push_back(std::move(copy.host));
+      }
+    }
+  }
+}
+
+void host_waits(Reports& reports, const Clock& before) {
+  make_copies(reports, before);
+  auto due = [&](auto stream, auto& each) { return comes_before(stream, each.number, before); };
+  depart(reports, due);
+  arrive(due);
+}
+
+void release_finished() {
+  std::vector<Storage> released;
+  Locked guard(lock);
+  released.swap(finished);
+}
+
+Clock all_of_device(int device) {
+  Clock clock;
+  for (auto& [stream, state] : streams)
+    if (stream.first == device) merge(clock, state.clock);
+  return clock;
+}
+
+thread_local std::map<int, int64_t> current_streams;  // by device
+
+Stream current_stream(int device) {
+  auto found = current_streams.find(device);
+  return Stream(Stream::UNSAFE, Device(GPU, device), found == current_streams.end() ? 0 : found->second);
+}
+
+// ---- Memory: freed blocks are reused at once by the stream that they were allocated on ------------------------------
+
+struct Block {
+  char* start;
+  size_t bytes;
+  int device;
+  StreamKey owner;
+  StreamKey writer;                      // the stream that wrote last,
+  int64_t written = 0;                   // and the number of the operation that did; 0 if none has
+  std::map<StreamKey, int64_t> readers;  // since then
+  bool recorded = false;                 // by record_stream
+};
+
+auto& blocks = *new std::map<char*, Block>;                                          // in use, by their start
+auto& pool = *new std::map<std::tuple<int, StreamKey, size_t>, std::vector<char*>>;  // free
+
+struct Figures {
+  int64_t allocated = 0, peak = 0, reserved = 0, allocations = 0;
+};
+Figures figures[MOST_DEVICES];
+
+Block* block_of(const void* address) {
+  auto found = blocks.upper_bound((char*)address);
+  if (found == blocks.begin()) return nullptr;
+  auto& block = (--found)->second;
+  return (char*)address < block.start + block.bytes ? &block : nullptr;
+}
+
+void release(void* start) {
+  if (!start) return;
+  Reports reports;
+  {
+    Locked guard(lock);
+    auto found = blocks.find((char*)start);
+    if (found == blocks.end()) return;
+    Block block = found->second;
+    // Whatever its stream does next may get the memory: other uses have to come before that.
+    auto& next = streams[block.owner].clock;
+    make_copies(reports, block.recorded ? all_of_device(block.device) : next);
+    if (!block.recorded) {
+      auto in_time = [&](StreamKey stream, int64_t number) {
+        return stream == block.owner || comes_before(stream, number, next);
+      };
+      for (auto& [stream, number] : block.readers)
+        if (!in_time(stream, number))
+          reports.push_back({"race", "memory was given back that another stream still reads", (int64_t)block.bytes});
+      if (block.written && !in_time(block.writer, block.written))
+        reports.push_back({"race", "memory was given back that another stream still writes", (int64_t)block.bytes});
+    }
+    make_unwritten(block.start, block.bytes);
+    pool[{block.device, block.owner, block.bytes}].push_back(block.start);
+    figures[block.device].allocated -= block.bytes;
+    blocks.erase(found);
+  }
+  tell(reports);
+}
+
+struct DeviceAllocator final : c10::DeviceAllocator {
+  c10::DataPtr allocate(size_t bytes) override {
+    int device = current_device;
+    if (!bytes) return {nullptr, nullptr, &release, Device(GPU, device)};
+    bytes = (bytes + 511) / 512 * 512;  // as CUDA's
+    Locked guard(lock);
+    auto& figure = figures[device];
+    TORCH_CHECK_WITH(OutOfMemoryError, figure.allocated + (int64_t)bytes <= MEMORY,
+                     "CUDA out of memory (simulated). Tried to allocate ", bytes, " bytes");
+    auto owner = key_of(current_stream(device));
+    auto& free = pool[{device, owner, bytes}];
+    char* start;
+    if (free.empty()) {
+      start = (char*)std::aligned_alloc(512, bytes);
+      make_unwritten(start, bytes);
+      figure.reserved += bytes;
+    } else {
+      start = free.back();
+      free.pop_back();
+    }
+    blocks[start] = Block{start, bytes, device, owner, owner};
+    figure.allocated += bytes;
+    figure.peak = std::max(figure.peak, figure.allocated);
+    ++figure.allocations;
+    return {start, start, &release, Device(GPU, device)};
+  }
+
+  void recordStream(const c10::DataPtr& data, Stream) override {
+    Locked guard(lock);
+    if (auto* block = block_of(data.get())) block->recorded = true;
+  }
+
+  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(DeviceIndex device) override {
+    c10::CachingDeviceAllocator::DeviceStats stats;
+    stats.allocated_bytes[0].current = figures[device].allocated;
+    stats.allocated_bytes[0].peak = figures[device].peak;
+    return stats;
+  }
+
+  c10::DeleterFnPtr raw_deleter() const override { return &release; }
+  void copy_data(void* to, const void* from, size_t bytes) const override { std::memcpy(to, from, bytes); }
+  bool initialized() override { return true; }
+  void emptyCache(c10::MempoolId_t) override {}
+  void resetAccumulatedStats(DeviceIndex) override {}
+  void resetPeakStats(DeviceIndex device) override { figures[device].peak = figures[device].allocated; }
+} allocator;
+
+auto& pinned = *new std::map<char*, size_t>;  // bytes by start
+
+bool is_pinned(const void* address) {
+  Locked guard(lock);
+  auto found = pinned.upper_bound((char*)address);
+  if (found == pinned.begin()) return false;
+  --found;
+  return (char*)address < found->first + found->second;
+}
+
+void unpin(void* start) {
+  Locked guard(lock);
+  pinned.erase((char*)start);
+  std::free(start);
+}
+
+struct PinnedAllocator final : at::HostAllocator {
+  c10::DataPtr allocate(size_t bytes) override {
+    bytes = (std::max<size_t>(bytes, 1) + 4095) / 4096 * 4096;
+    char* start = (char*)std::aligned_alloc(4096, bytes);
+    make_unwritten(start, bytes);
+    Locked guard(lock);
+    pinned[start] = bytes;
+    return {start, start, &unpin, Device(c10::kCPU)};
+  }
+
+  c10::DeleterFnPtr raw_deleter() const override { return &unpin; }
+  void copy_data(void* to, const void* from, size_t bytes) const override { std::memcpy(to, from, bytes); }
+  bool record_event(void*, void*, Stream) override { return true; }
+  void empty_cache() override {}
+  at::HostStats get_stats() override { return {}; }
+  void reset_accumulated_stats() override {}
+  void reset_peak_stats() override {}
+} pinned_allocator;
+
+// ---- Random generators: the CPU's -----------------------------------------------------------------------------------
+
+struct GpuGenerator final : c10::GeneratorImpl {
+  at::Generator cpu;
+
+  GpuGenerator(int device, at::Generator cpu)
+      : GeneratorImpl(Device(GPU, device), c10::DispatchKeySet(c10::DispatchKey::CUDA)), cpu(std::move(cpu)) {}
+
+  void set_current_seed(uint64_t seed) override { cpu.set_current_seed(seed); }
+  uint64_t current_seed() const override { return cpu.current_seed(); }
+  uint64_t seed() override { return cpu.seed(); }
+  void set_offset(uint64_t) override {}
+  uint64_t get_offset() const override { return 0; }
+  void set_state(const c10::TensorImpl& state) override { cpu.unsafeGetGeneratorImpl()->set_state(state); }
+  c10::intrusive_ptr<c10::TensorImpl> get_state() const override { return cpu.unsafeGetGeneratorImpl()->get_state(); }
+  GeneratorImpl* clone_impl() const override { return new GpuGenerator(device_.index(), cpu.clone()); }
+};
+
+at::Generator make_generator(int device) {
+  return at::Generator(c10::make_intrusive<GpuGenerator>(device, at::detail::createCPUGenerator()));
+}
+
+const at::Generator& default_generator(int device) {
+  static auto& all = *new std::map<int, at::Generator>;
+  Locked guard(lock);
+  auto found = all.find(device);
+  return found != all.end() ? found->second : all.emplace(device, make_generator(device)).first->second;
+}
+
+at::Generator& cpu_generator(const at::Generator& generator) {
+  TORCH_CHECK(generator.device().type() == GPU, "Expected a 'cuda' device type for generator but found 'cpu'");
+  return static_cast<GpuGenerator*>(generator.unsafeGetGeneratorImpl())->cpu;
+}
+
+// ---- Device guard and hooks: what PyTorch asks a device for ---------------------------------------------------------
+
+struct Event {
+  Clock clock;
+};
+
+void host_waits_for(const char* what, const Clock& before) {
+  Reports reports{{"wait", what, 0}};
+  {
+    Locked guard(lock);
+    host_waits(reports, before);
+  }
+  release_finished();
+  tell(reports);
+}
+
+void host_waits_for_device(DeviceIndex device) {
+  Clock before;
+  {
+    Locked guard(lock);
+    before = all_of_device(device);
+  }
+  host_waits_for("device.synchronize", before);
+}
+
+int or_current(DeviceIndex device) { return device < 0 ? current_device : device; }
+
+struct DeviceGuard final : c10::impl::DeviceGuardImplInterface {
+  c10::DeviceType type() const override { return GPU; }
+  DeviceIndex deviceCount() const noexcept override { return devices; }
+  Device getDevice() const override { return Device(GPU, current_device); }
+  void setDevice(Device device) const override { current_device = or_current(device.index()); }
+  void uncheckedSetDevice(Device device) const noexcept override { current_device = or_current(device.index()); }
+  Device exchangeDevice(Device device) const override {
+    Device before = getDevice();
+    setDevice(device);
+    return before;
+  }
+  void synchronizeDevice(const DeviceIndex device) const override { host_waits_for_device(device); }
+
+  Stream getStream(Device device) const override { return current_stream(or_current(device.index())); }
+  Stream getDefaultStream(Device device) const override {
+    return Stream(Stream::DEFAULT, Device(GPU, or_current(device.index())));
+  }
+  Stream getNewStream(Device device, int) const override {
+    static int64_t made = 0;
+    Locked guard(lock);
+    return Stream(Stream::UNSAFE, Device(GPU, or_current(device.index())), ++made);
+  }
+  Stream getStreamFromGlobalPool(Device device, bool) const override { return getNewStream(device, 0); }
+  Stream exchangeStream(Stream stream) const override {
+    auto before = current_stream(stream.device_index());
+    current_streams[stream.device_index()] = stream.id();
+    return before;
+  }
+  void* getStreamNativeHandle(const Stream stream) const override { return (void*)stream.id(); }
+  bool queryStream(const Stream& stream) const override {
+    Event event;
+    {
+      Locked guard(lock);
+      event.clock = streams[key_of(stream)].clock;
+    }
+    return queryEvent(&event);
+  }
+  void synchronizeStream(const Stream& stream) const override {
+    Clock before;
+    {
+      Locked guard(lock);
+      before = streams[key_of(stream)].clock;
+    }
+    host_waits_for("stream.synchronize", before);
+  }
+
+  void record(void** event, const Stream& stream, const DeviceIndex, const c10::EventFlag) const override {
+    Locked guard(lock);
+    if (!*event) *event = new Event;
+    ((Event*)*event)->clock = streams[key_of(stream)].clock;
+  }
+  void block(void* event, const Stream& stream) const override {
+    Locked guard(lock);
+    if (event) merge(streams[key_of(stream)].clock, ((Event*)event)->clock);
+  }
+  bool queryEvent(void* event) const override {
+    Locked guard(lock);
+    if (event)
+      for (auto& [stream, count] : ((Event*)event)->clock) {
+        auto waits = [count = count](auto& each) { return each.number <= count; };
+        auto& state = streams[stream];
+        if (std::any_of(state.queue.begin(), state.queue.end(), waits)) return false;
+        if (std::any_of(state.arrivals.begin(), state.arrivals.end(), waits)) return false;
+      }
+    return true;
+  }
+  void synchronizeEvent(void* event) const override {
+    if (event) host_waits_for("event.synchronize", ((Event*)event)->clock);
+  }
+  void destroyEvent(void* event, const DeviceIndex) const noexcept override { delete (Event*)event; }
+  double elapsedTime(void*, void*, const DeviceIndex) const override { return 1.0; }  // ms; there is no time
+
+  void recordDataPtrOnStream(const c10::DataPtr& data, const Stream& stream) const override {
+    allocator.recordStream(data, stream);
+  }
+};
+
+struct CUDAHooks final : at::CUDAHooksInterface {  // by this name PyTorch looks for them
+  explicit CUDAHooks(at::CUDAHooksArgs) {}
+  void init() const override {}
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasCUDA() const override { return true; }
+  bool hasCUDART() const override { return true; }
+  bool hasPrimaryContext(DeviceIndex) const override { return true; }
+
+  DeviceIndex deviceCount() const override { return devices; }
+  int getNumGPUs() const override { return devices; }
+  DeviceIndex current_device() const override { return at::current_device; }
+  DeviceIndex getCurrentDevice() const override { return at::current_device; }
+  void setCurrentDevice(DeviceIndex device) const override { at::current_device = device; }
+  DeviceIndex exchangeDevice(DeviceIndex device) const override {
+    auto before = at::current_device;
+    at::current_device = or_current(device);
+    return before;
+  }
+  DeviceIndex maybeExchangeDevice(DeviceIndex device) const override { return exchangeDevice(device); }
+  void deviceSynchronize(DeviceIndex device) const override { host_waits_for_device(device); }
+
+  const at::Generator& getDefaultGenerator(DeviceIndex device) const override {
+    return default_generator(or_current(device));
+  }
+  at::Generator getNewGenerator(DeviceIndex device) const override { return make_generator(or_current(device)); }
+
+  at::Allocator* getCUDADeviceAllocator() const override { return &allocator; }
+  at::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
+  bool isPinnedPtr(const void* address) const override { return is_pinned(address); }
+  Device getDeviceFromPtr(void* address) const override {
+    Locked guard(lock);
+    auto* block = block_of(address);
+    return Device(GPU, block ? block->device : 0);
+  }
+};
+
+// ---- Tensors --------------------------------------------------------------------------------------------------------
+
+bool on_gpu(const Tensor& tensor) { return tensor.defined() && tensor.device().type() == GPU; }
+
+Tensor tensor_on(const Storage& storage, c10::DispatchKey device, const Tensor& like) {
+  auto tensor = at::detail::make_tensor<c10::TensorImpl>(Storage(storage), c10::DispatchKeySet(device), like.dtype());
+  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(like.sizes(), like.strides(), like.storage_offset());
+  return tensor;
+}
+
+Tensor gpu_tensor(const Storage& storage, const Tensor& like) {
+  return tensor_on(storage, c10::DispatchKey::CUDA, like);
+}
+
+// Another tensor on the memory of one of the device. In inference mode it is an inference tensor if that one is.
+Tensor gpu_view(const Tensor& base, c10::IntArrayRef sizes, c10::IntArrayRef strides, int64_t offset,
+                caffe2::TypeMeta dtype) {
+  auto view =
+      at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, Storage(base.storage()), base.key_set(), dtype);
+  view.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, offset);
+  return view;
+}
+
+Storage new_storage(size_t bytes, int device) {
+  int before = current_device;
+  current_device = device;
+  auto data = allocator.allocate(bytes);
+  current_device = before;
+  return c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), bytes, std::move(data), &allocator,
+                                               /*resizable=*/true);
+}
+
+// CPU tensors on the memory of tensors of the device. Those of one storage share a storage, so that views stay views.
+struct CpuAliases {
+  std::map<c10::StorageImpl*, Storage> cpu;       // by the storage of the device
+  std::map<c10::StorageImpl*, Tensor> originals;  // by the storage of the CPU
+  std::vector<std::pair<Tensor, Tensor>> pairs;   // tensor of the device, alias
+
+  Tensor of(const Tensor& tensor) {
+    if (!on_gpu(tensor)) return tensor;
+    auto* storage = tensor.storage().unsafeGetStorageImpl();
+    if (!cpu.count(storage)) {
+      Storage alias = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), storage->nbytes(),
+                                                            c10::DataPtr(storage->mutable_data(), Device(c10::kCPU)),
+                                                            c10::GetCPUAllocator(), /*resizable=*/true);
+      originals.emplace(alias.unsafeGetStorageImpl(), tensor);
+      cpu.emplace(storage, std::move(alias));
+    }
+    auto alias = tensor_on(cpu.at(storage), c10::DispatchKey::CPU, tensor);
+    if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) alias.unsafeGetTensorImpl()->set_wrapped_number(true);
+    pairs.emplace_back(tensor, alias);
+    return alias;
+  }
+
+  // The tensor of the device for a result of the CPU: on the memory that it is on, or a copy.
+  Tensor back(const Tensor& result, int device) {
+    if (!result.defined() || !result.has_storage()) return result;
+    auto original = originals.find(result.storage().unsafeGetStorageImpl());
+    if (original != originals.end())
+      return gpu_view(original->second, result.sizes(), result.strides(), result.storage_offset(), result.dtype());
+    size_t bytes = result.storage().nbytes();
+    auto storage = new_storage(bytes, device);
+    if (bytes) std::memcpy(storage.mutable_data(), result.storage().data(), bytes);
+    return gpu_tensor(storage, result);
+  }
+
+  // What a kernel has resized (out=) is resized on the device too.
+  void resize_originals(int device) {
+    for (auto& [tensor, alias] : pairs) {
+      auto *from = alias.storage().unsafeGetStorageImpl(), *to = tensor.storage().unsafeGetStorageImpl();
+      if (from->data() != to->data() && from->nbytes()) {
+        auto fresh = new_storage(from->nbytes(), device);
+        std::memcpy(fresh.mutable_data(), from->data(), from->nbytes());
+        to->set_data_ptr_noswap(std::move(fresh.unsafeGetStorageImpl()->_mutable_data_ptr_no_checks()));
+        to->set_nbytes(from->nbytes());
+      }
+      if (alias.sizes() != tensor.sizes() || alias.strides() != tensor.strides())
+        tensor.unsafeGetTensorImpl()->set_sizes_and_strides(alias.sizes(), alias.strides(), alias.storage_offset());
+    }
+  }
+};
+
+template <class Word>
+bool has_unwritten(const Word* start, c10::IntArrayRef sizes, c10::IntArrayRef strides) {
+  if (sizes.empty()) return *start == Word(0xFFFBFFFBFFFBFFFBull);  // UNWRITTEN
+  if (sizes.size() == 1 && strides[0] == 1)
+    return std::find(start, start + sizes[0], Word(0xFFFBFFFBFFFBFFFBull)) != start + sizes[0];
+  for (int64_t i = 0; i < sizes[0]; ++i)
+    if (has_unwritten(start + i * strides[0], sizes.slice(1), strides.slice(1))) return true;
+  return false;
+}
+
+// Whether a tensor has elements that nobody has written since their memory was allocated. Integers may have any value,
+// and of 8 bits floating-point numbers too.
+bool has_unwritten(const Tensor& tensor) {
+  if (!tensor.numel() || !at::isFloatingType(tensor.scalar_type())) return false;
+  const auto* start = tensor.const_data_ptr();
+  auto look = [&](auto word) {
+    auto* words = (const decltype(word)*)start;
+    return tensor.is_non_overlapping_and_dense() ? has_unwritten(words, {tensor.numel()}, {1})
+                                                 : has_unwritten(words, tensor.sizes(), tensor.strides());
+  };
+  switch (tensor.element_size()) {
+    case 2:
+      return look(uint16_t());
+    case 4:
+      return look(uint32_t());
+    case 8:
+      return look(uint64_t());
+    default:
+      return false;
+  }
+}
+
+// ---- Kernels --------------------------------------------------------------------------------------------------------
+
+int64_t launches = 0;
+int sync_mode = 0;  // of torch.cuda.set_sync_debug_mode: 1 warns, 2 raises
+
+struct Use {
+  Tensor tensor;
+  bool writes;
+};
+
+// Reports uses of memory that are not ordered, and notes this one.
+void use(Reports& reports, const Tensor& tensor, bool writes, StreamKey stream, int64_t number,
+         const std::string& name) {
+  auto* block = tensor.has_storage() ? block_of(tensor.storage().data()) : nullptr;
+  if (!block) return;
+  auto unordered = [&, &clock = streams[stream].clock](StreamKey other, int64_t its_number) {
+    return other != stream && !comes_before(other, its_number, clock);
+  };
+  auto race = [&](const char* what) { reports.push_back({"race", name + what, (int64_t)block->bytes}); };
+  if (block->written && unordered(block->writer, block->written))
+    race(" uses memory that another stream may not have written yet");
+  if (writes) {
+    for (auto& [reader, its_number] : block->readers)
+      if (unordered(reader, its_number)) race(" writes over memory that another stream still reads");
+    block->readers.clear();
+    block->writer = stream;
+    block->written = number;
+  } else {
+    block->readers[stream] = number;
+  }
+}
+
+// waits: what the host waits for, empty if it does not.
+void launch(int device, const std::vector<Use>& used, const std::string& name, const std::string& waits) {
+  if (!waits.empty()) {
+    TORCH_CHECK(sync_mode < 2, "called a synchronizing CUDA operation");
+    if (sync_mode == 1) TORCH_WARN("called a synchronizing CUDA operation");
+  }
+  Reports reports;
+  {
+    Locked guard(lock);
+    ++launches;
+    auto stream = key_of(current_stream(device));
+    auto number = next_number(stream);
+    make_copies(reports, streams[stream].clock);
+    for (auto& each : used) {
+      use(reports, each.tensor, each.writes, stream, number, name);
+      if (!each.writes && has_unwritten(each.tensor))
+        reports.push_back({"unwritten", name + " reads memory that nobody has written", (int64_t)each.tensor.nbytes()});
+    }
+    if (!waits.empty()) {
+      host_waits(reports, streams[stream].clock);
+      reports.push_back({"sync", waits, 0});
+    }
+  }
+  release_finished();
+  tell(reports);
+}
+
+// Operations whose result, or the shape of it, the host waits for.
+const std::set<std::string> READ_BACK{"aten::_local_scalar_dense",
+                                      "aten::is_nonzero",
+                                      "aten::equal",
+                                      "aten::nonzero",
+                                      "aten::nonzero_static",
+                                      "aten::masked_select",
+                                      "aten::_unique",
+                                      "aten::_unique2",
+                                      "aten::unique_dim",
+                                      "aten::unique_consecutive",
+                                      "aten::unique_dim_consecutive",
+                                      "aten::bincount",
+                                      "aten::repeat_interleave",
+                                      "aten::_linalg_eigh",
+                                      "aten::linalg_eig",
+                                      "aten::_linalg_svd",
+                                      "aten::linalg_lstsq"};
+
+// Operations that take indices of the CPU, for which the host waits, as it does for a mask.
+const std::set<std::string> INDEXED{"aten::index",      "aten::_unsafe_index",    "aten::index_put",
+                                    "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index_put"};
+
+// Whether an operation makes a tensor like another one without a look at its elements.
+bool only_allocates(const std::string& name) {
+  return name.rfind("aten::new_", 0) == 0 || (name.size() > 5 && name.compare(name.size() - 5, 5, "_like") == 0);
+}
+
+bool is_generator(const c10::Argument& argument) {
+  auto type = argument.type();
+  if (auto optional = type->cast<c10::OptionalType>()) type = optional->getElementType();
+  return type->kind() == c10::TypeKind::GeneratorType;
+}
+
+template <class Visit>
+void for_each_tensor(const IValue& value, const Visit& visit) {
+  if (value.isTensor()) {
+    if (value.toTensor().defined()) visit(value.toTensor());
+  } else if (value.isList()) {
+    for (const IValue& element : value.toListRef()) for_each_tensor(element, visit);
+  }
+}
+
+template <class Change>
+IValue with_tensors(const IValue& value, const Change& change) {
+  if (value.isTensor()) return change(value.toTensor());
+  if (!value.isList()) return value;
+  auto list = value.toList().copy();
+  for (size_t i = 0; i < list.size(); ++i) list.set(i, with_tensors(list.get(i), change));
+  return list;
+}
+
+// An operation as it was called: the device that it runs on, the memory that it uses, what the host waits for.
+struct Call {
+  const c10::FunctionSchema& schema;
+  std::vector<IValue> arguments;
+  int device = -1;
+  std::vector<Use> used;
+  std::string waits;
+
+  Call(const c10::FunctionSchema& schema, c10::ArrayRef<IValue> values) : schema(schema), arguments(values.vec()) {
+    const auto& name = schema.name();
+    bool foreach = name.rfind("aten::_foreach", 0) == 0;  // which have a slow path for tensors of several devices
+    bool cpu_tensors = false, masks = false, cpu_indices = false;
+    for (size_t i = 0; i < arguments.size(); ++i) {
+      const auto& argument = schema.arguments()[i];
+      const auto* alias = argument.alias_info();
+      bool writes = alias && alias->isWrite(), views = alias && !writes;
+      bool indices = INDEXED.count(name) && argument.name() == "indices";
+      for_each_tensor(arguments[i], [&](const Tensor& tensor) {
+        if (!on_gpu(tensor)) {
+          if (indices)
+            cpu_indices = true;
+          else if (tensor.device().is_cpu() && (tensor.dim() || writes))  // a CPU's number is taken as a number
+            cpu_tensors = true;
+          return;
+        }
+        if (indices && (tensor.scalar_type() == at::kBool || tensor.scalar_type() == at::kByte)) masks = true;
+        TORCH_CHECK(device < 0 || device == tensor.device().index(),
+                    "Expected all tensors to be on the same device, but found at least two devices, cuda:", device,
+                    " and ", tensor.device(), " (", name, ")");
+        device = tensor.device().index();
+        bool reads = !views && !only_allocates(name) && !(argument.name() == "self" && is_zero("beta"));
+        if (writes || reads) used.push_back({tensor, writes});
+      });
+      if (device < 0 && arguments[i].isDevice() && arguments[i].toDevice().has_index())
+        requested = arguments[i].toDevice().index();
+    }
+    TORCH_CHECK(foreach || device < 0 || !cpu_tensors,
+                "Expected all tensors to be on the same device, but found at least two devices, cuda:", device,
+                " and cpu! (", name, ")");
+    if (device < 0) device = or_current(requested);
+    if (cpu_indices)
+      waits = name + " by an index of the CPU";
+    else if (masks)
+      waits = name + " by a mask";
+    else if (READ_BACK.count(name) && !knows_its_size(name))
+      waits = name;
+  }
+
+ private:
+  DeviceIndex requested = -1;
+
+  bool is_zero(const char* name) const {
+    auto index = schema.argumentIndexWithName(name);
+    return index && arguments[*index].isScalar() && arguments[*index].toScalar().toDouble() == 0;
+  }
+
+  bool knows_its_size(const std::string& name) const {
+    return name == "aten::repeat_interleave" && arguments.back().isInt();
+  }
+};
+
+void run_on_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
+  c10::impl::ExcludeDispatchKeyGuard below(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
+  const auto& schema = op.schema();
+  Call call(schema, torch::jit::last(stack, schema.arguments().size()));
+  launch(call.device, call.used, schema.name(), call.waits);
+
+  CpuAliases aliases;
+  const size_t first = stack->size() - call.arguments.size();
+  for (size_t i = 0; i < call.arguments.size(); ++i) {
+    const auto& given = call.arguments[i];
+    auto& value = (*stack)[first + i];
+    if (given.isDevice())
+      value = Device(c10::kCPU);
+    else if (is_generator(schema.arguments()[i]))
+      value = cpu_generator(given.isNone() ? default_generator(call.device) : given.toGenerator());
+    else
+      value = with_tensors(given, [&](const Tensor& tensor) { return aliases.of(tensor); });
+  }
+  op.callBoxed(stack);
+  aliases.resize_originals(call.device);
+
+  // An argument that was written and is returned is the argument itself. Other results are tensors of the device.
+  auto returned = [&](const c10::Argument& result) -> const IValue* {
+    const auto* alias = result.alias_info();
+    if (alias && alias->isWrite())
+      for (size_t i = 0; i < call.arguments.size(); ++i) {
+        const auto* other = schema.arguments()[i].alias_info();
+        if (other && other->isWrite() && other->beforeSets() == alias->beforeSets()) return &call.arguments[i];
+      }
+    return nullptr;
+  };
+  const size_t results = stack->size() - schema.returns().size();
+  for (size_t i = 0; i < schema.returns().size(); ++i) {
+    auto& value = (*stack)[results + i];
+    const auto* argument = returned(schema.returns()[i]);
+    value = argument ? *argument
+                     : with_tensors(value, [&](const Tensor& tensor) { return aliases.back(tensor, call.device); });
+  }
+}
+
+// ---- Operations on storages: no kernel of the CPU does them for another device --------------------------------------
+
+Tensor allocate(const Tensor& meta, std::optional<Device> device, std::optional<bool> pin) {
+  TORCH_CHECK(!pin.value_or(false), "Only dense CPU tensors can be pinned");
+  int index = or_current(device ? device->index() : -1);
+  TORCH_CHECK(index < devices, "CUDA error: invalid device ordinal");
+  return gpu_tensor(new_storage(meta.storage().nbytes(), index), meta);
+}
+
+at::TensorOptions meta_options(std::optional<at::ScalarType> dtype) {
+  return at::TensorOptions().dtype(dtype.value_or(c10::get_default_dtype_as_scalartype())).device(c10::kMeta);
+}
+
+Tensor empty(c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+             std::optional<Device> device, std::optional<bool> pin, std::optional<at::MemoryFormat> format) {
+  auto options = meta_options(dtype).memory_format(format.value_or(at::MemoryFormat::Contiguous));
+  return allocate(at::empty(C10_AS_INTARRAYREF_SLOW(size), options), device, pin);
+}
+
+Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride, std::optional<at::ScalarType> dtype,
+                     std::optional<at::Layout>, std::optional<Device> device, std::optional<bool> pin) {
+  auto meta = at::empty_strided(C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), meta_options(dtype));
+  return allocate(meta, device, pin);
+}
+
+Tensor as_strided(const Tensor& self, c10::SymIntArrayRef size, c10::SymIntArrayRef stride,
+                  std::optional<c10::SymInt> offset) {
+  auto view = gpu_view(self, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride),
+                       offset ? offset->guard_int(__FILE__, __LINE__) : self.storage_offset(), self.dtype());
+  at::native::checkInBoundsForStorage(view.sizes(), view.strides(), view.storage_offset(), view.dtype(),
+                                      view.storage());
+  return view;
+}
+
+Tensor view(const Tensor& self, c10::SymIntArrayRef size) {
+  auto meta = at::empty_strided(self.sizes(), self.strides(), self.options().device(c10::kMeta))
+                  .view(C10_AS_INTARRAYREF_SLOW(size));
+  return gpu_view(self, meta.sizes(), meta.strides(), self.storage_offset(), self.dtype());
+}
+
+const Tensor& resize_(const Tensor& self, c10::SymIntArrayRef size, std::optional<at::MemoryFormat> format) {
+  auto options = self.options().device(c10::kMeta).memory_format(format.value_or(at::MemoryFormat::Contiguous));
+  auto meta = at::empty(C10_AS_INTARRAYREF_SLOW(size), options);
+  size_t bytes = (self.storage_offset() + meta.numel()) * self.itemsize();
+  auto* storage = self.storage().unsafeGetStorageImpl();
+  if (bytes > storage->nbytes()) {
+    auto fresh = new_storage(bytes, self.device().index());
+    if (storage->nbytes()) std::memcpy(fresh.mutable_data(), storage->data(), storage->nbytes());
+    storage->set_data_ptr_noswap(std::move(fresh.unsafeGetStorageImpl()->_mutable_data_ptr_no_checks()));
+    storage->set_nbytes(bytes);
+  }
+  self.unsafeGetTensorImpl()->set_sizes_and_strides(meta.sizes(), meta.strides());
+  return self;
+}
+
+Tensor& set_to(Tensor& self, const Storage& storage, c10::IntArrayRef size, c10::IntArrayRef stride, int64_t offset) {
+  self.unsafeGetTensorImpl()->set_storage_keep_dtype(storage);
+  self.unsafeGetTensorImpl()->set_sizes_and_strides(size, stride, offset);
+  return self;
+}
+
+Tensor& set_storage_offset(Tensor& self, Storage source, c10::SymInt offset, c10::SymIntArrayRef size,
+                           c10::SymIntArrayRef stride) {
+  auto sizes = C10_AS_INTARRAYREF_SLOW(size);
+  auto strides = C10_AS_INTARRAYREF_SLOW(stride).vec();
+  if (strides.empty()) strides = at::empty(sizes, self.options().device(c10::kMeta)).strides().vec();
+  return set_to(self, source, sizes, strides, offset.guard_int(__FILE__, __LINE__));
+}
+
+Tensor& set_storage(Tensor& self, Storage source) {
+  return set_to(self, source, {int64_t(source.nbytes() / self.itemsize())}, {1}, 0);
+}
+
+Tensor& set_tensor(Tensor& self, const Tensor& source) {
+  return set_to(self, source.storage(), source.sizes(), source.strides(), source.storage_offset());
+}
+
+Tensor& set_nothing(Tensor& self) { return set_to(self, new_storage(0, self.device().index()), {0}, {1}, 0); }
+
+void record_stream(Tensor& self, Stream stream) { allocator.recordStream(self.storage().data_ptr(), stream); }
+
+Tensor pin_memory(const Tensor& self, std::optional<Device>) {
+  size_t bytes = at::detail::computeStorageNbytes(self.sizes(), self.strides(), self.dtype().itemsize());
+  Storage storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), bytes, &pinned_allocator,
+                                                          /*resizable=*/false);
+  return at::empty({0}, self.options()).set_(storage, 0, self.sizes(), self.strides()).copy_(self);
+}
+
+// ---- Copies ---------------------------------------------------------------------------------------------------------
+
+void copy_elements(const Tensor& to, const Tensor& from) {
+  CpuAliases aliases;
+  aliases.of(to).copy_(aliases.of(from));
+}
+
+// As CUDA does it: the streams of both devices wait for each other before the copy and after it.
+void copy_between_devices(const Tensor& to, const Tensor& from) {
+  Reports reports;
+  {
+    Locked guard(lock);
+    auto source = key_of(current_stream(from.device().index()));
+    auto target = key_of(current_stream(to.device().index()));
+    merge(streams[source].clock, streams[target].clock);
+    auto number = next_number(source);
+    merge(streams[target].clock, streams[source].clock);
+    make_copies(reports, streams[target].clock);
+    use(reports, from, false, source, number, "aten::copy_");
+    use(reports, to, true, target, next_number(target), "aten::copy_");
+  }
+  release_finished();
+  copy_elements(to, from);
+  tell(reports);
+}
+
+// A copy that goes on while the host does. On the default stream it has happened when this returns, as kernels have,
+// but the host may neither read the result nor write to the source until it has waited.
+void copy_async(const Tensor& to, const Tensor& from, bool to_host, const char* way) {
+  auto& gpu = to_host ? from : to;
+  auto& host = to_host ? to : from;
+  auto stream = current_stream(gpu.device().index());
+  auto key = key_of(stream);
+  auto *target = (char*)to.data_ptr(), *source = (char*)from.data_ptr();
+  size_t bytes = to.nbytes();
+  Storage memory = host.storage();
+  Reports reports{{"async", way, (int64_t)bytes}};
+  {
+    Locked guard(lock);
+    ++launches;
+    auto& state = streams[key];
+    auto number = next_number(key);
+    use(reports, gpu, !to_host, key, number, std::string("a copy ") + way);
+    if (stream.id() != 0) {
+      Clock after = state.clock;
+      after[key] = number - 1;
+      state.queue.push_back({number, std::move(after), target, source, bytes, to_host, std::move(memory)});
+    } else {
+      make_copies(reports, state.clock);
+      if (to_host) {
+        copy_to_host(reports, key, number, target, source, bytes, std::move(memory));
+      } else {
+        copy_to_device(target, source, bytes);
+        state.departures.push_back({number, source, std::vector<char>(source, source + bytes), std::move(memory)});
+      }
+    }
+  }
+  release_finished();
+  tell(reports);
+}
+
+// Between the host and the device. Only plain copies of pinned memory go on beside the host.
+void copy_host(const Tensor& to, const Tensor& from, bool non_blocking) {
+  bool to_host = on_gpu(from);
+  auto& gpu = to_host ? from : to;
+  bool pins = is_pinned((to_host ? to : from).data_ptr());
+  bool plain =
+      to.scalar_type() == from.scalar_type() && to.is_non_overlapping_and_dense() && to.strides() == from.strides();
+  std::string way = to_host ? "device to host" : "host to device";
+  if (non_blocking && pins && plain) return copy_async(to, from, to_host, way.c_str());
+
+  way += !non_blocking ? (pins ? ", blocking, of pinned memory" : ", blocking")
+         : pins        ? ", non_blocking, with another layout or dtype"
+                       : ", non_blocking, of pageable memory";
+  bool staged = non_blocking && !to_host;  // the host's memory is copied before the call returns, and that is all
+  launch(gpu.device().index(), {{gpu, !to_host}}, "aten::copy_", staged ? "" : way);
+  if (staged) tell({{"pageable", way, (int64_t)to.nbytes()}});
+  copy_elements(to, from);
+}
+
+Tensor& copy_(Tensor& self, const Tensor& other, bool non_blocking) {
+  if (self.is_same(other) || !self.numel()) return self;
+  c10::impl::ExcludeDispatchKeyGuard below(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
+  auto from = other.expand(self.sizes());
+  if (!on_gpu(self) || !on_gpu(from)) {
+    copy_host(self, from, non_blocking);
+  } else if (self.device() != from.device()) {
+    copy_between_devices(self, from);
+  } else {
+    launch(self.device().index(), {{from, false}, {self, true}}, "aten::copy_", "");
+    copy_elements(self, from);
+  }
+  return self;
+}
+
+// ---- Operations that the CPU has no kernel for, or another than a GPU has -------------------------------------------
+
+std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::optional<bool> train) {
+  if (!train.value_or(true) || p == 0) return {input.clone(), at::ones_like(input, at::kBool)};
+  auto mask = at::empty_like(input, at::kBool).bernoulli_(1 - p);
+  return {input * mask * (p == 1 ? 0 : 1 / (1 - p)), mask};
+}
+
+Tensor histc(const Tensor& self, int64_t bins, const at::Scalar& least, const at::Scalar& most) {  // of integers too
+  auto values = at::isFloatingType(self.scalar_type()) ? self : self.to(at::kFloat);
+  return values.to(at::kCPU).histc(bins, least, most).to(self.device()).to(self.scalar_type());
+}
+
+int64_t math_attention(const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&, double, bool,
+                       std::optional<double>, bool) {
+  return 0;  // the operations that it consists of: there are no fused kernels
+}
+
+// mm(a, b, out_dtype=...)
+Tensor mm_dtype(const Tensor& a, const Tensor& b, at::ScalarType dtype) { return at::mm(a.to(dtype), b.to(dtype)); }
+Tensor bmm_dtype(const Tensor& a, const Tensor& b, at::ScalarType dtype) { return at::bmm(a.to(dtype), b.to(dtype)); }
+Tensor& mm_dtype_out(const Tensor& a, const Tensor& b, at::ScalarType dtype, Tensor& out) {
+  return at::mm_out(out, a.to(dtype), b.to(dtype));
+}
+Tensor addmm_dtype(const Tensor& self, const Tensor& a, const Tensor& b, at::ScalarType dtype, const at::Scalar& beta,
+                   const at::Scalar& alpha) {
+  return at::addmm(self.to(dtype), a.to(dtype), b.to(dtype), beta, alpha);
+}
+Tensor& addmm_dtype_out(const Tensor& self, const Tensor& a, const Tensor& b, at::ScalarType dtype,
+                        const at::Scalar& beta, const at::Scalar& alpha, Tensor& out) {
+  return at::addmm_out(out, self.to(dtype), a.to(dtype), b.to(dtype), beta, alpha);
+}
+
+// ---- Registration ---------------------------------------------------------------------------------------------------
+
+C10_REGISTER_GUARD_IMPL(CUDA, DeviceGuard)
+REGISTER_CUDA_HOOKS(CUDAHooks)
+
+TORCH_LIBRARY_IMPL(_, CUDA, library) { library.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>()); }
+
+TORCH_LIBRARY_IMPL(aten, CUDA, library) {
+  library.impl("empty.memory_format", empty);
+  library.impl("empty_strided", empty_strided);
+  library.impl("as_strided", as_strided);
+  library.impl("view", view);
+  library.impl("resize_", resize_);
+  library.impl("set_.source_Storage_storage_offset", set_storage_offset);
+  library.impl("set_.source_Storage", set_storage);
+  library.impl("set_.source_Tensor", set_tensor);
+  library.impl("set_", set_nothing);
+  library.impl("record_stream", record_stream);
+  library.impl("copy_", copy_);
+  library.impl("native_dropout", native_dropout);
+  library.impl("histc", histc);
+  library.impl("_fused_sdp_choice", math_attention);
+  library.impl("mm.dtype", mm_dtype);
+  library.impl("mm.dtype_out", mm_dtype_out);
+  library.impl("bmm.dtype", bmm_dtype);
+  library.impl("addmm.dtype", addmm_dtype);
+  library.impl("addmm.dtype_out", addmm_dtype_out);
+}
+
+struct Registration {
+  Registration() {
+    c10::SetAllocator(GPU, &allocator);
+    at::setHostAllocator(GPU, &pinned_allocator);
+    at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&math_attention);
+  }
+} registration;
+
+}  // namespace
+}  // namespace at
+
+// ---- What Python calls ----------------------------------------------------------------------------------------------
+
+extern "C" {
+
+void sim_callback(at::Callback callback) { at::callback = callback; }
+void sim_set_devices(int count) { at::devices = count; }
+int sim_devices() { return at::devices; }
+void sim_set_sync_mode(int mode) { at::sync_mode = mode; }
+int sim_sync_mode() { return at::sync_mode; }
+int64_t sim_launches() { return at::launches; }
+
+int64_t sim_memory() { return at::MEMORY; }
+int64_t sim_allocated(int device) { return at::figures[device].allocated; }
+int64_t sim_peak(int device) { return at::figures[device].peak; }
+int64_t sim_reserved(int device) { return at::figures[device].reserved; }
+int64_t sim_allocations(int device) { return at::figures[device].allocations; }
+void sim_reset_peak(int device) { at::figures[device].peak = at::figures[device].allocated; }
+
+int64_t sim_generator_bytes(int device) { return at::cpu_generator(at::default_generator(device)).get_state().numel(); }
+void sim_get_generator(int device, void* state) {
+  auto tensor = at::cpu_generator(at::default_generator(device)).get_state();
+  std::memcpy(state, tensor.data_ptr(), tensor.numel());
+}
+void sim_set_generator(int device, const void* state, int64_t bytes) {
+  auto tensor = at::empty({bytes}, at::TensorOptions(at::kByte).device(at::kCPU));
+  std::memcpy(tensor.data_ptr(), state, bytes);
+  at::cpu_generator(at::default_generator(device)).set_state(tensor);
+}
+void sim_seed_generator(int device, uint64_t seed) {
+  at::cpu_generator(at::default_generator(device)).set_current_seed(seed);
+}
+uint64_t sim_generator_seed(int device) { return at::default_generator(device).current_seed(); }
+
+}  // extern "C"
