@@ -1,0 +1,316 @@
+"""Rehearsals: real runs of the command line at a size where updates are compiled, each against the same run by tiles.
+
+    python -m benchmarks.rehearsal [--steps 60] [--only "..."] [--all]
+
+A rehearsal is a model of 40M parameters and more on chats of many lengths, with activation checkpointing. It is trained
+three times: with compiled updates; resumed from the middle of that run, which has to end in the same bits; and with
+`compile: false`, where losses and weights may differ by rounding. The settings are drawn such that every pair of values
+of two of `AXES` occurs; `--all` takes all of them. A combination that is refused by design has to end before its first
+step with one message. `USUAL` are the settings that people begin with.
+
+Compiled code is in one cache, so that only the first run of a kind compiles. Ranks share the threads of one process. A processor without bfloat16 instructions takes a hundred times as long for bfloat16 and int12.
+"""
+
+import itertools
+import json
+import math
+import os
+import random
+import re
+import shutil
+import statistics
+import sysconfig
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from rich.console import Console
+from safetensors.torch import load_file
+
+from benchmarks import reports
+from benchmarks.baselines import select
+from benchmarks.processes import MeasurementError, execute
+from benchmarks.reports import command, formatted, headline, print_table
+from lowmem.files import write_file
+from scripts.make_docstrings import collect
+from scripts.make_model import make_model, train_tokenizer
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "internals" / "rehearsals.md"
+MARKS = "<!-- rehearsals -->\n", "<!-- /rehearsals -->"
+SECONDS = 1800  # until a run counts as hanging
+
+# Words of the command line by axis and value. The first two groups of models have 41M and 46M parameters.
+AXES: dict[str, dict[str, tuple[str, ...]]] = {
+    "method": {"SFT": ("sft",), "DPO": ("dpo", "--max_length=512", "--per_device_train_batch_size=1")},
+    "head": {"untied": ("--model_name_or_path={folder}/untied",), "tied": ("--model_name_or_path={folder}/tied",)},
+    "weights": {
+        "float32": ("--dtype=float32",),
+        "bfloat16": ("--dtype=bfloat16",),
+        "int12": ("--dtype=bfloat16", "--fused.weight_format=int12"),
+    },
+    "gradients": {
+        "as they come": ("--max_grad_norm=0",),
+        "clipped": ("--max_grad_norm=0.5",),
+        "accumulated": ("--max_grad_norm=0", "--gradient_accumulation_steps=2", "--per_device_train_batch_size=1"),
+    },
+    "optimizer": {
+        "AdaLomo": ("--fused.rule=adalomo", "--learning_rate=1e-2"),
+        "AdamW, 8-bit states": ("--fused.rule=adamw", "--fused.state_storage=8bit", "--learning_rate=1e-3"),
+        "torch's NAdam": ("--fused.rule=torch.optim.NAdam", "--learning_rate=1e-3"),
+    },
+    "placement": {
+        "one process": (),
+        "replicated": (),
+        "FSDP2": ("--fsdp",),
+        "ZeRO-3": (f"--deepspeed={ROOT / 'configs' / 'zero3.json'}",),
+    },
+}
+# Pairs of values that a run refuses before its first step.
+REFUSED = {("int12", "ZeRO-3"), ("int12", "torch's NAdam")}
+
+# What people begin with: the first has no words at all. The model has 64M parameters, the chats have 8 to 430 tokens.
+_USUAL = ("sft", "--model_name_or_path={folder}/usual", "--max_length=430")
+_ADALOMO = ("--fused.rule=adalomo", "--learning_rate=1e-2")
+USUAL: dict[str, tuple[str, ...]] = {
+    "float32 without `fused`": (),
+    "float32, AdaLomo": _ADALOMO,
+    "bfloat16, AdaLomo": (*_ADALOMO, "--dtype=bfloat16"),
+    "bfloat16, AdaLomo, not clipped": (*_ADALOMO, "--dtype=bfloat16", "--max_grad_norm=0"),
+    "bfloat16, AdamW with 8-bit states, accumulated": (
+        "--dtype=bfloat16", "--fused.rule=adamw", "--fused.state_storage=8bit", "--learning_rate=1e-4",
+        "--gradient_accumulation_steps=2",
+    ),
+    "int12, AdaLomo": (*_ADALOMO, "--dtype=bfloat16", "--fused.weight_format=int12"),
+    "float32, torch's NAdam": ("--fused.rule=torch.optim.NAdam", "--learning_rate=1e-4"),
+}  # fmt: skip
+
+LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048}
+MODELS = {
+    "untied": {"vocab_size": 49_152, "hidden_size": 384, "intermediate_size": 1024, "tie_word_embeddings": False},
+    "tied": {"vocab_size": 50_257, "hidden_size": 768, "intermediate_size": 1536, "tie_word_embeddings": True},
+    "usual": {"vocab_size": 49_152, "hidden_size": 576, "intermediate_size": 1536, "tie_word_embeddings": False},
+}
+CHATS = 64
+SHORTEST, MEDIAN, LONGEST, SPREAD = 8, 64, 2048, 1.1  # tokens of a chat, and the deviation of their logarithm
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """A run: its words, and what is expected of it."""
+
+    words: tuple[str, ...]
+    ranks: int = 0
+    refused: bool = False
+
+    @property
+    def compiled(self) -> bool:
+        """Whether its updates are compiled, which those of torch's classes are not."""
+        return not any("torch.optim" in word for word in self.words)
+
+
+@dataclass
+class Outcome:
+    """A rehearsal's figures.
+
+    outcome: passed, refused or failed.  message: of the one that is refused or has failed.  losses: largest difference
+    to the run by tiles, relative.  weights: largest difference of a tensor, relative to how far the run has moved it.
+    peak, planned: bytes of a step of the longest chats.
+    """
+
+    outcome: str
+    message: str = ""
+    losses: float | None = None
+    weights: float | None = None
+    peak: int | None = None
+    planned: int | None = None
+    seconds: float = 0.0
+
+
+# -- which runs --------------------------------------------------------------------------------------------------------
+
+
+def combinations(every: bool = False) -> dict[str, Rehearsal]:
+    """Rehearsals by name such that every pair of values of two axes occurs in one, or all of them."""
+    product = list(itertools.product(*AXES.values()))
+
+    def refused(row: Sequence[str]) -> bool:
+        return any(set(pair) <= set(row) for pair in REFUSED)
+
+    if every:
+        rows = product
+    else:
+        allowed = [row for row in product if not refused(row)]
+        missing = set().union(*(itertools.combinations(row, 2) for row in allowed))
+        rows = [next(row for row in product if set(pair) <= set(row)) for pair in sorted(REFUSED)]
+        used = Counter[str]()
+
+        def gain(row: Sequence[str]) -> tuple[int, int]:
+            return len(missing.intersection(itertools.combinations(row, 2))), -sum(used[value] for value in row)
+
+        while missing:
+            rows.append(max(allowed, key=gain))
+            missing.difference_update(itertools.combinations(rows[-1], 2))
+            used.update(rows[-1])
+    return {", ".join(row): Rehearsal(_words(row), 0 if "one process" in row else 2, refused(row)) for row in rows}
+
+
+def _words(row: Sequence[str]) -> tuple[str, ...]:
+    return tuple(word for axis, value in zip(AXES.values(), row, strict=True) for word in axis[value])
+
+
+# -- inputs ------------------------------------------------------------------------------------------------------------
+
+
+def write_inputs(folder: Path, steps: int, models: Sequence[str] = tuple(MODELS)) -> None:
+    """Models with random weights, chats of many lengths from the standard library, and the arguments of all runs."""
+    pairs, _ = collect(Path(sysconfig.get_path("stdlib")))
+    texts = [f"{pair['instruction']}\n{pair['output']}\n" for pair in pairs]
+    tokenizer = train_tokenizer(texts[:2000], 4096)
+    for name in models:
+        make_model(folder / name, tokenizer, **LAYERS, **MODELS[name])
+    normal = statistics.NormalDist(math.log(MEDIAN), SPREAD)
+    lengths = [round(math.exp(normal.inv_cdf((n + 0.5) / CHATS))) for n in range(CHATS)]
+    lengths = [SHORTEST, *(max(SHORTEST, length) for length in lengths[1:-1]), LONGEST]
+    random.Random(0).shuffle(lengths)
+    ids = tokenizer("".join(texts), add_special_tokens=False)["input_ids"]
+    data = {"sft": folder / "chats.jsonl", "dpo": folder / "answers.jsonl"}
+    with data["sft"].open("w") as chats, data["dpo"].open("w") as answers:
+        for number, length in enumerate(lengths):
+            start, size = 2 * LONGEST * number % (len(ids) - 2 * LONGEST), length - 4  # the template adds four
+            asked, said = ids[start : start + size // 2], ids[start + size // 2 : start + size]
+            question = {"role": "user", "content": tokenizer.decode(asked)}
+            answer, other = (
+                {"role": "assistant", "content": tokenizer.decode(part)} for part in (said, said[::-1][: 1 + size // 3])
+            )
+            chats.write(json.dumps({"messages": [question, answer]}) + "\n")
+            answers.write(json.dumps({"prompt": [question], "chosen": [answer], "rejected": [other]}) + "\n")
+    for method, path in data.items():
+        config = {
+            "datasets": [{"path": "json", "data_files": str(path)}], "max_length": LONGEST, "max_steps": steps,
+            "per_device_train_batch_size": 2, "logging_steps": 1, "save_steps": steps // 2, "report_to": "none",
+            "gradient_checkpointing": True, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 2,
+        }  # fmt: skip
+        (folder / f"{method}.yaml").write_text(yaml.safe_dump(config))
+
+
+# -- one rehearsal -----------------------------------------------------------------------------------------------------
+
+
+def rehearse(rehearsal: Rehearsal, steps: int, folder: Path) -> Outcome:
+    """Trains compiled, resumed and by tiles, and compares them; `folder` has the inputs and a cache of code."""
+    begin, outcome = time.monotonic(), Outcome("passed")
+    where = Path(tempfile.mkdtemp(dir=folder))
+    try:
+        _compare(rehearsal, steps, folder, where, outcome)
+    except MeasurementError as error:
+        trained = (where / "run" / "metrics.jsonl").exists()
+        message = str(error).removeprefix("error: ")
+        refused = rehearsal.refused and str(error).startswith("error: ") and not trained
+        outcome.outcome, outcome.message = "refused" if refused else "failed", message
+    outcome.seconds = time.monotonic() - begin
+    shutil.rmtree(where)
+    return outcome
+
+
+def _compare(rehearsal: Rehearsal, steps: int, folder: Path, where: Path, outcome: Outcome) -> None:
+    words = [word.format(folder=folder) for word in rehearsal.words]
+    method, *words = ["lowmem", words[0], f"--config={folder / words[0]}.yaml", *words[1:]]
+    environment = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")}
+    threads = max(1, torch.get_num_threads() // max(1, rehearsal.ranks))
+
+    def run(name: str, *more: str) -> tuple[dict[str, torch.Tensor], list[float], str]:
+        log = where / f"{name}.log"
+        start = [method, *words, f"--output_dir={where / name}", *more]
+        execute(start, log, rehearsal.ranks, environment=environment, threads=threads, seconds=SECONDS)
+        lines = map(json.loads, (where / name / "metrics.jsonl").read_text().splitlines())
+        losses = [line["loss"] for line in lines if "loss" in line]
+        if len(losses) != steps:
+            raise MeasurementError(f"{len(losses)} losses in {steps} steps")
+        return load_file(where / name / "model.safetensors"), losses, log.read_text()
+
+    weights, losses, log = run("run")
+    if rehearsal.refused:
+        raise MeasurementError("it trains, and was to be refused")
+    if rehearsal.compiled and "compiled the optimizer in" not in log:
+        raise MeasurementError("nothing was compiled")
+    shutil.rmtree(where / "run" / f"checkpoint-{steps}")
+    resumed, resumed_losses, _ = run("run", "--resume_from_checkpoint=last")
+    if resumed_losses != losses or any(not torch.equal(resumed[name], weight) for name, weight in weights.items()):
+        raise MeasurementError(f"the run that was resumed after step {steps // 2} ends in other bits")
+    tiled, tiled_losses, _ = run("tiles", "--fused.compile=false")
+    model = next(word.partition("=")[2] for word in words if word.startswith("--model_name_or_path"))
+    outcome.losses = max(abs(a - b) / abs(b) for a, b in zip(losses, tiled_losses, strict=True))
+    outcome.weights = difference(weights, tiled, load_file(Path(model) / "model.safetensors"))
+
+
+def difference(
+    weights: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor], start: Mapping[str, torch.Tensor]
+) -> float:
+    """The largest difference of two tensors by their norm, relative to how far the others are from where they began."""
+
+    def norm(name: str, ours: Mapping[str, torch.Tensor]) -> float:
+        return (ours[name].double() - others[name].double()).norm().item()
+
+    return max(norm(name, weights) / norm(name, start) for name in others)
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def table(runs: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
+    """A row for each rehearsal."""
+    return [[name, *_cells(Outcome(**run))] for name, run in runs.items()]
+
+
+HEADINGS = ("rehearsal", "outcome", "losses differ by", "weights differ by", "peak, MiB", "planned", "seconds")
+
+
+def _cells(run: Outcome) -> list[str]:
+    sizes = [None if size is None else size / 2**20 for size in (run.peak, run.planned)]
+    return [
+        run.outcome if run.outcome != "failed" else f"failed: {run.message}",
+        *(formatted(value, ".0e") for value in (run.losses, run.weights)),
+        *(formatted(size, ",.0f") for size in sizes),
+        formatted(run.seconds, ".0f"),
+    ]
+
+
+def write_page(runs: Mapping[str, Mapping[str, Any]], page: Path = PAGE) -> None:
+    """Writes the table of the documentation."""
+    lines = [HEADINGS, ["---"] * len(HEADINGS), *table(runs)]
+    rows = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    before, after = (part for part in re.split(f"(?s){MARKS[0]}.*{MARKS[1]}", page.read_text()))
+    write_file(page, f"{before}{MARKS[0]}{rows}\n{MARKS[1]}{after}".encode())
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = reports.make_parser(__doc__, {"steps": (60, "steps of a run, an even number")}, dtype=False, only="run")
+    parser.add_argument("--all", action="store_true", help="every combination instead of every pair")
+    options = parser.parse_args(argv)
+    usual = {name: Rehearsal((*_USUAL, *words)) for name, words in USUAL.items()}
+    chosen = select(usual | combinations(options.all), options.only)
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
+    runs: dict[str, Any] = {}
+    console = Console(stderr=True)
+    with reports.output(options.out, "rehearsal"), tempfile.TemporaryDirectory(prefix="lowmem-bench-") as folder:
+        write_inputs(Path(folder), options.steps)
+        for number, (name, rehearsal) in enumerate(chosen.items(), 1):
+            runs[name] = asdict(rehearse(rehearsal, options.steps, Path(folder)))
+            console.print(
+                f"{number} of {len(chosen)}: {name}: {' '.join(_cells(Outcome(**runs[name])))}", highlight=False
+            )
+            reports.save(options.out / "rehearsal.json", {"steps": options.steps, "chats": CHATS}, runs=runs)
+    print(f"{headline('float32')}\n")
+    print_table(HEADINGS, table(runs))
+
+
+if __name__ == "__main__":
+    main()
