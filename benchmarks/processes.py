@@ -125,14 +125,12 @@ def execute(
     for process in processes:
         process.start()
     end = time.monotonic() + seconds
-    running = {process.sentinel: process for process in processes}
-    while ready := wait(running, end - time.monotonic()) if running else []:
-        for sentinel in ready:
-            process = running.pop(sentinel)
-            process.join()
-            if process.exitcode:
-                end = min(end, time.monotonic() + GRACE)
-    for process in running.values():
+    running = processes
+    while running and (ended := wait([process.sentinel for process in running], end - time.monotonic())):
+        running = [process for process in running if process.sentinel not in ended]
+        if any(process.exitcode for process in processes):
+            end = min(end, time.monotonic() + GRACE)
+    for process in running:
         process.kill()
         process.join()
     if any(process.exitcode for process in processes):

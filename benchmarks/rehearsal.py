@@ -8,7 +8,8 @@ three times: with compiled updates; resumed from the middle of that run, which h
 of two of `AXES` occurs; `--all` takes all of them. A combination that is refused by design has to end before its first
 step with one message. `USUAL` are the settings that people begin with.
 
-Compiled code is in one cache, so that only the first run of a kind compiles. Ranks share the threads of one process. A processor without bfloat16 instructions takes a hundred times as long for bfloat16 and int12.
+Compiled code is in one cache, so that only the first run of a kind compiles. Ranks share the threads of one process. A
+processor without bfloat16 instructions takes a hundred times as long for bfloat16 and int12.
 """
 
 import itertools
@@ -35,9 +36,13 @@ from safetensors.torch import load_file
 
 from benchmarks import reports
 from benchmarks.baselines import select
-from benchmarks.processes import MeasurementError, execute
+from benchmarks.measurement import peak_of_tensors
+from benchmarks.processes import MeasurementError, alone, execute
 from benchmarks.reports import command, formatted, headline, print_table
 from lowmem.files import write_file
+from lowmem.run import build, data
+from lowmem.run.arguments import parse
+from lowmem.run.plan import plan
 from scripts.make_docstrings import collect
 from scripts.make_model import make_model, train_tokenizer
 
@@ -97,8 +102,14 @@ MODELS = {
     "tied": {"vocab_size": 50_257, "hidden_size": 768, "intermediate_size": 1536, "tie_word_embeddings": True},
     "usual": {"vocab_size": 49_152, "hidden_size": 576, "intermediate_size": 1536, "tie_word_embeddings": False},
 }
+# Up to these a difference from the run by tiles is rounding, which training amplifies.
+LOSSES_APART = {"float32": 1e-3, "bfloat16": 2e-2}
+WEIGHTS_APART = {"float32": 1e-2, "bfloat16": 0.3}
 CHATS = 64
 SHORTEST, MEDIAN, LONGEST, SPREAD = 8, 64, 2048, 1.1  # tokens of a chat, and the deviation of their logarithm
+
+
+Weights = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -168,36 +179,53 @@ def _words(row: Sequence[str]) -> tuple[str, ...]:
 # -- inputs ------------------------------------------------------------------------------------------------------------
 
 
-def write_inputs(folder: Path, steps: int, models: Sequence[str] = tuple(MODELS)) -> None:
-    """Models with random weights, chats of many lengths from the standard library, and the arguments of all runs."""
+def write_inputs(folder: Path, steps: int, models: Sequence[str] = tuple(MODELS), longest: int = LONGEST) -> None:
+    """Writes models with random weights, chats from the standard library, and the arguments that all runs share.
+
+    Args:
+        steps: of a run.
+        models: names of those to write.
+        longest: tokens of the longest chat.
+    """
     pairs, _ = collect(Path(sysconfig.get_path("stdlib")))
     texts = [f"{pair['instruction']}\n{pair['output']}\n" for pair in pairs]
     tokenizer = train_tokenizer(texts[:2000], 4096)
     for name in models:
         make_model(folder / name, tokenizer, **LAYERS, **MODELS[name])
+    tokens = tokenizer("".join(texts), add_special_tokens=False)["input_ids"]
+    for name, lengths in {"chats": chat_lengths(longest), "longest": [longest] * 4}.items():
+        for method in ("sft", "dpo"):
+            data = folder / f"{name}.{method}.jsonl"
+            lines = (chat(method, length, tokenizer, tokens[97 * n :]) for n, length in enumerate(lengths))
+            data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+            config = {
+                "datasets": [{"path": "json", "data_files": str(data)}], "max_length": longest, "max_steps": steps,
+                "per_device_train_batch_size": 2, "logging_steps": 1, "save_steps": steps // 2, "report_to": "none",
+                "gradient_checkpointing": True, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 2,
+            }  # fmt: skip
+            (folder / f"{name}.{method}.yaml").write_text(yaml.safe_dump(config))
+
+
+def chat_lengths(longest: int) -> list[int]:
+    """The lengths of the chats in tokens: the quantiles of a log-normal distribution, in a random order."""
     normal = statistics.NormalDist(math.log(MEDIAN), SPREAD)
     lengths = [round(math.exp(normal.inv_cdf((n + 0.5) / CHATS))) for n in range(CHATS)]
-    lengths = [SHORTEST, *(max(SHORTEST, length) for length in lengths[1:-1]), LONGEST]
+    lengths = [SHORTEST, *(min(max(SHORTEST, length), longest) for length in lengths[1:-1]), longest]
     random.Random(0).shuffle(lengths)
-    ids = tokenizer("".join(texts), add_special_tokens=False)["input_ids"]
-    data = {"sft": folder / "chats.jsonl", "dpo": folder / "answers.jsonl"}
-    with data["sft"].open("w") as chats, data["dpo"].open("w") as answers:
-        for number, length in enumerate(lengths):
-            start, size = 2 * LONGEST * number % (len(ids) - 2 * LONGEST), length - 4  # the template adds four
-            asked, said = ids[start : start + size // 2], ids[start + size // 2 : start + size]
-            question = {"role": "user", "content": tokenizer.decode(asked)}
-            answer, other = (
-                {"role": "assistant", "content": tokenizer.decode(part)} for part in (said, said[::-1][: 1 + size // 3])
-            )
-            chats.write(json.dumps({"messages": [question, answer]}) + "\n")
-            answers.write(json.dumps({"prompt": [question], "chosen": [answer], "rejected": [other]}) + "\n")
-    for method, path in data.items():
-        config = {
-            "datasets": [{"path": "json", "data_files": str(path)}], "max_length": LONGEST, "max_steps": steps,
-            "per_device_train_batch_size": 2, "logging_steps": 1, "save_steps": steps // 2, "report_to": "none",
-            "gradient_checkpointing": True, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 2,
-        }  # fmt: skip
-        (folder / f"{method}.yaml").write_text(yaml.safe_dump(config))
+    return lengths
+
+
+def chat(method: str, length: int, tokenizer: Any, tokens: Sequence[int]) -> dict[str, list[dict[str, str]]]:
+    """A chat of about `length` of these tokens, with four of the template; for DPO with another, shorter answer."""
+
+    def message(role: str, start: int, end: int) -> list[dict[str, str]]:
+        return [{"role": role, "content": tokenizer.decode(tokens[start:end])}]
+
+    half, end = length // 2, length - 2
+    question, answer = message("user", 2, half), message("assistant", half, end)
+    if method == "sft":
+        return {"messages": question + answer}
+    return {"prompt": question, "chosen": answer, "rejected": message("assistant", end, end + max(1, half // 2))}
 
 
 # -- one rehearsal -----------------------------------------------------------------------------------------------------
@@ -205,60 +233,70 @@ def write_inputs(folder: Path, steps: int, models: Sequence[str] = tuple(MODELS)
 
 def rehearse(rehearsal: Rehearsal, steps: int, folder: Path) -> Outcome:
     """Trains compiled, resumed and by tiles, and compares them; `folder` has the inputs and a cache of code."""
-    begin, outcome = time.monotonic(), Outcome("passed")
-    where = Path(tempfile.mkdtemp(dir=folder))
-    try:
-        _compare(rehearsal, steps, folder, where, outcome)
-    except MeasurementError as error:
-        trained = (where / "run" / "metrics.jsonl").exists()
-        message = str(error).removeprefix("error: ")
-        refused = rehearsal.refused and str(error).startswith("error: ") and not trained
-        outcome.outcome, outcome.message = "refused" if refused else "failed", message
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory(dir=folder) as where:
+        try:
+            outcome = _rehearse(rehearsal, steps, folder, Path(where))
+        except MeasurementError as error:
+            expected = rehearsal.refused and str(error).startswith("error: ") and "unexpected" not in str(error)
+            refused = expected and not Path(where, "run", "metrics.jsonl").exists()
+            outcome = Outcome("refused" if refused else "failed", str(error).removeprefix("error: "))
     outcome.seconds = time.monotonic() - begin
-    shutil.rmtree(where)
     return outcome
 
 
-def _compare(rehearsal: Rehearsal, steps: int, folder: Path, where: Path, outcome: Outcome) -> None:
-    words = [word.format(folder=folder) for word in rehearsal.words]
-    method, *words = ["lowmem", words[0], f"--config={folder / words[0]}.yaml", *words[1:]]
+def _rehearse(rehearsal: Rehearsal, steps: int, folder: Path, where: Path) -> Outcome:
+    method, *words = (word.format(folder=folder) for word in rehearsal.words)
     environment = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")}
     threads = max(1, torch.get_num_threads() // max(1, rehearsal.ranks))
 
-    def run(name: str, *more: str) -> tuple[dict[str, torch.Tensor], list[float], str]:
+    def run(name: str, *more: str) -> tuple[dict[str, torch.Tensor], list[float]]:
+        start = ["lowmem", method, f"--config={folder}/chats.{method}.yaml", *words, f"--output_dir={where / name}"]
         log = where / f"{name}.log"
-        start = [method, *words, f"--output_dir={where / name}", *more]
-        execute(start, log, rehearsal.ranks, environment=environment, threads=threads, seconds=SECONDS)
+        execute([*start, *more], log, rehearsal.ranks, environment=environment, threads=threads, seconds=SECONDS)
+        if rehearsal.compiled and not more and "compiled the optimizer in" not in log.read_text():
+            raise MeasurementError("nothing was compiled")
         lines = map(json.loads, (where / name / "metrics.jsonl").read_text().splitlines())
         losses = [line["loss"] for line in lines if "loss" in line]
-        if len(losses) != steps:
-            raise MeasurementError(f"{len(losses)} losses in {steps} steps")
-        return load_file(where / name / "model.safetensors"), losses, log.read_text()
+        return load_file(where / name / "model.safetensors"), losses
 
-    weights, losses, log = run("run")
+    weights, losses = run("run")
     if rehearsal.refused:
-        raise MeasurementError("it trains, and was to be refused")
-    if rehearsal.compiled and "compiled the optimizer in" not in log:
-        raise MeasurementError("nothing was compiled")
+        raise MeasurementError("it was to be refused")
     shutil.rmtree(where / "run" / f"checkpoint-{steps}")
-    resumed, resumed_losses, _ = run("run", "--resume_from_checkpoint=last")
-    if resumed_losses != losses or any(not torch.equal(resumed[name], weight) for name, weight in weights.items()):
+    resumed, same_losses = run("run", "--resume_from_checkpoint=last")
+    if same_losses != losses or any(not torch.equal(resumed[name], weight) for name, weight in weights.items()):
         raise MeasurementError(f"the run that was resumed after step {steps // 2} ends in other bits")
-    tiled, tiled_losses, _ = run("tiles", "--fused.compile=false")
+    by_tiles, their_losses = run("tiles", "--fused.compile=false")
     model = next(word.partition("=")[2] for word in words if word.startswith("--model_name_or_path"))
-    outcome.losses = max(abs(a - b) / abs(b) for a, b in zip(losses, tiled_losses, strict=True))
-    outcome.weights = difference(weights, tiled, load_file(Path(model) / "model.safetensors"))
+    loss = max(abs(one - other) / abs(other) for one, other in zip(losses, their_losses, strict=True))
+    apart = difference(weights, by_tiles, load_file(Path(model) / "model.safetensors"))
+    dtype = "bfloat16" if "--dtype=bfloat16" in words else "float32"
+    outcome = Outcome("passed", losses=loss, weights=apart)
+    if not (loss <= LOSSES_APART[dtype] and apart <= WEIGHTS_APART[dtype]):  # or NaN
+        outcome.outcome, outcome.message = "failed", "it differs from the run by tiles"
+    if not rehearsal.ranks:
+        once = ["--max_steps=1", "--save_strategy=no", f"--output_dir={where / 'longest'}"]
+        long = [method, f"--config={folder}/longest.{method}.yaml", *words, *once]
+        outcome.peak, outcome.planned = alone(memory, long, folder=folder / "cache")
+    return outcome
 
 
-def difference(
-    weights: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor], start: Mapping[str, torch.Tensor]
-) -> float:
-    """The largest difference of two tensors by their norm, relative to how far the others are from where they began."""
+def difference(ours: Weights, theirs: Weights, start: Weights) -> float:
+    """The largest difference of two tensors by their norm, relative to how far theirs is from where it began."""
 
-    def norm(name: str, ours: Mapping[str, torch.Tensor]) -> float:
-        return (ours[name].double() - others[name].double()).norm().item()
+    def apart(name: str, from_: Weights) -> float:
+        return (from_[name].double() - theirs[name].double()).norm().item()
 
-    return max(norm(name, weights) / norm(name, start) for name in others)
+    return max(apart(name, ours) / apart(name, start) for name in theirs)
+
+
+def memory(words: Sequence[str]) -> tuple[int, int]:
+    """The bytes of all tensors at the peak of a run's steps, and of its plan."""
+    arguments = parse(words[0], words[1:], device="cpu")
+    chats, _ = data.load(arguments)
+    trainer = build.trainer(arguments, chats, None)
+    return peak_of_tensors(trainer.train), plan(arguments, "cpu").step.peak
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
