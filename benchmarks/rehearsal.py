@@ -1,12 +1,15 @@
 """Rehearsals: real runs of the command line at a size where updates are compiled, each against the same run by tiles.
 
-    python -m benchmarks.rehearsal [--steps 60] [--only "..."] [--all]
+    python -m benchmarks.rehearsal [--steps 60] [--only "..."] [--all] [--out benchmarks/results]
 
 A rehearsal is a model of 40M parameters and more on chats of many lengths, with activation checkpointing. It is trained
 three times: with compiled updates; resumed from the middle of that run, which has to end in the same bits; and with
 `compile: false`, where losses and weights may differ by rounding. The settings are drawn such that every pair of values
 of two of `AXES` occurs; `--all` takes all of them. A combination that is refused by design has to end before its first
 step with one message. `USUAL` are the settings that people begin with.
+
+`--only` replaces these rows of the JSON file. With `--out benchmarks/results` the table of the documentation is written
+too.
 
 Compiled code is in one cache, so that only the first run of a kind compiles. Ranks share the threads of one process. A
 processor without bfloat16 instructions takes a hundred times as long for bfloat16 and int12.
@@ -47,6 +50,7 @@ from scripts.make_docstrings import collect
 from scripts.make_model import make_model, train_tokenizer
 
 ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "internals" / "rehearsals.md"
 MARKS = "<!-- rehearsals -->\n", "<!-- /rehearsals -->"
 SECONDS = 1800  # until a run counts as hanging
@@ -78,7 +82,7 @@ AXES: dict[str, dict[str, tuple[str, ...]]] = {
     },
 }
 # Pairs of values that a run refuses before its first step.
-REFUSED = {("int12", "ZeRO-3"), ("int12", "torch's NAdam")}
+REFUSED = ({"int12", "ZeRO-3"}, {"int12", "torch's NAdam"})
 
 # What people begin with: the first has no words at all. The model has 64M parameters, the chats have 8 to 430 tokens.
 _USUAL = ("sft", "--model_name_or_path={folder}/usual", "--max_length=430")
@@ -114,11 +118,20 @@ Weights = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """A run: its words, and what is expected of it."""
+    """A run by its words, or by one value of each axis."""
 
     words: tuple[str, ...]
-    ranks: int = 0
-    refused: bool = False
+    values: tuple[str, ...] = ()
+
+    @property
+    def ranks(self) -> int:
+        """Of its process group, if it has one."""
+        return 2 if self.values and "one process" not in self.values else 0
+
+    @property
+    def refused(self) -> bool:
+        """Whether the run has to end before its first step."""
+        return any(pair <= set(self.values) for pair in REFUSED)
 
     @property
     def compiled(self) -> bool:
@@ -149,31 +162,31 @@ class Outcome:
 
 def combinations(every: bool = False) -> dict[str, Rehearsal]:
     """Rehearsals by name such that every pair of values of two axes occurs in one, or all of them."""
-    product = list(itertools.product(*AXES.values()))
-
-    def refused(row: Sequence[str]) -> bool:
-        return any(set(pair) <= set(row) for pair in REFUSED)
-
-    if every:
-        rows = product
-    else:
-        allowed = [row for row in product if not refused(row)]
-        missing = set().union(*(itertools.combinations(row, 2) for row in allowed))
-        rows = [next(row for row in product if set(pair) <= set(row)) for pair in sorted(REFUSED)]
+    product = list(itertools.starmap(_of, itertools.product(*AXES.values())))
+    chosen = product
+    if not every:
+        chosen = [next(one for one in product if pair <= set(one.values)) for pair in REFUSED]
+        allowed = [one for one in product if not one.refused]
+        missing = set().union(*map(_pairs, allowed))
         used = Counter[str]()
 
-        def gain(row: Sequence[str]) -> tuple[int, int]:
-            return len(missing.intersection(itertools.combinations(row, 2))), -sum(used[value] for value in row)
+        def gain(one: Rehearsal) -> tuple[int, int]:
+            return len(missing & _pairs(one)), -sum(used[value] for value in one.values)
 
         while missing:
-            rows.append(max(allowed, key=gain))
-            missing.difference_update(itertools.combinations(rows[-1], 2))
-            used.update(rows[-1])
-    return {", ".join(row): Rehearsal(_words(row), 0 if "one process" in row else 2, refused(row)) for row in rows}
+            chosen.append(best := max(allowed, key=gain))
+            missing -= _pairs(best)
+            used.update(best.values)
+    return {", ".join(one.values): one for one in chosen}
 
 
-def _words(row: Sequence[str]) -> tuple[str, ...]:
-    return tuple(word for axis, value in zip(AXES.values(), row, strict=True) for word in axis[value])
+def _of(*values: str) -> Rehearsal:
+    words = (AXES[axis][value] for axis, value in zip(AXES, values, strict=True))
+    return Rehearsal(tuple(itertools.chain.from_iterable(words)), values)
+
+
+def _pairs(one: Rehearsal) -> set[tuple[str, ...]]:
+    return set(itertools.combinations(one.values, 2))
 
 
 # -- inputs ------------------------------------------------------------------------------------------------------------
@@ -288,7 +301,8 @@ def difference(ours: Weights, theirs: Weights, start: Weights) -> float:
     def apart(name: str, from_: Weights) -> float:
         return (from_[name].double() - theirs[name].double()).norm().item()
 
-    return max(apart(name, ours) / apart(name, start) for name in theirs)
+    differences = {name: apart(name, ours) for name in theirs}
+    return max(far / (apart(name, start) or math.ulp(0.0)) for name, far in differences.items())
 
 
 def memory(words: Sequence[str]) -> tuple[int, int]:
@@ -324,7 +338,7 @@ def write_page(runs: Mapping[str, Mapping[str, Any]], page: Path = PAGE) -> None
     """Writes the table of the documentation."""
     lines = [HEADINGS, ["---"] * len(HEADINGS), *table(runs)]
     rows = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    before, after = (part for part in re.split(f"(?s){MARKS[0]}.*{MARKS[1]}", page.read_text()))
+    before, after = re.split(f"(?s){MARKS[0]}.*{MARKS[1]}", page.read_text())
     write_file(page, f"{before}{MARKS[0]}{rows}\n{MARKS[1]}{after}".encode())
 
 
@@ -336,18 +350,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     usual = {name: Rehearsal((*_USUAL, *words)) for name, words in USUAL.items()}
     chosen = select(usual | combinations(options.all), options.only)
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
-    runs: dict[str, Any] = {}
+    path, settings = options.out / "rehearsal.json", {"steps": options.steps, "chats": CHATS}
+    runs = json.loads(path.read_text())["runs"] if options.only and path.exists() else {}
     console = Console(stderr=True)
     with reports.output(options.out, "rehearsal"), tempfile.TemporaryDirectory(prefix="lowmem-bench-") as folder:
         write_inputs(Path(folder), options.steps)
         for number, (name, rehearsal) in enumerate(chosen.items(), 1):
-            runs[name] = asdict(rehearse(rehearsal, options.steps, Path(folder)))
-            console.print(
-                f"{number} of {len(chosen)}: {name}: {' '.join(_cells(Outcome(**runs[name])))}", highlight=False
-            )
-            reports.save(options.out / "rehearsal.json", {"steps": options.steps, "chats": CHATS}, runs=runs)
+            outcome = rehearse(rehearsal, options.steps, Path(folder))
+            runs[name] = asdict(outcome)
+            said = f"{number} of {len(chosen)}: {name}: {', '.join(_cells(outcome))}"
+            console.print(said, highlight=False, soft_wrap=True)
+            reports.save(path, settings, runs=runs)
     print(f"{headline('float32')}\n")
     print_table(HEADINGS, table(runs))
+    if options.out.resolve() == RESULTS:
+        write_page(runs)
 
 
 if __name__ == "__main__":
