@@ -206,7 +206,7 @@ def write_inputs(folder: Path, steps: int, models: Sequence[str] = tuple(MODELS)
     for name in models:
         make_model(folder / name, tokenizer, **LAYERS, **MODELS[name])
     tokens = tokenizer("".join(texts), add_special_tokens=False)["input_ids"]
-    for name, lengths in {"chats": chat_lengths(longest), "longest": [longest] * 4}.items():
+    for name, lengths in {"chats": chat_lengths(longest), "longest": [longest + 64] * 4}.items():
         for method in ("sft", "dpo"):
             data = folder / f"{name}.{method}.jsonl"
             lines = (chat(method, length, tokenizer, tokens[97 * n :]) for n, length in enumerate(lengths))
@@ -334,7 +334,7 @@ def _cells(run: Outcome) -> list[str]:
     ]
 
 
-def write_page(runs: Mapping[str, Mapping[str, Any]], page: Path = PAGE) -> None:
+def write_page(runs: Mapping[str, Mapping[str, Any]], page: Path) -> None:
     """Writes the table of the documentation."""
     lines = [HEADINGS, ["---"] * len(HEADINGS), *table(runs)]
     rows = "\n".join("| " + " | ".join(line) + " |" for line in lines)
@@ -364,7 +364,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"{headline('float32')}\n")
     print_table(HEADINGS, table(runs))
     if options.out.resolve() == RESULTS:
-        write_page(runs)
+        write_page(runs, PAGE)
 
 
 if __name__ == "__main__":
