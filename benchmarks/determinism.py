@@ -11,11 +11,8 @@ import argparse
 import functools
 import json
 import math
-import multiprocessing
 import os
-import runpy
 import shutil
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -33,15 +30,13 @@ from safetensors.torch import load_file
 
 from benchmarks import reports
 from benchmarks.baselines import select
-from benchmarks.processes import MeasurementError
+from benchmarks.processes import MeasurementError, execute
 from benchmarks.reports import command, formatted, headline, print_missing, print_table
 from scripts.make_docstrings import collect
 from scripts.make_model import make_model, train_tokenizer
 
 # Of every run that does not say otherwise. Torch and DeepSpeed read it when they are imported.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["trl.scripts.sft", "deepspeed", "lowmem.run.training"])
 
 ROOT = Path(__file__).parent.parent
 # Arguments in place of those of the quickstart; {folder} has the data and the models.
@@ -140,54 +135,27 @@ def train(run: Run, steps: int, folder: Path) -> tuple[dict[str, torch.Tensor], 
     sizes = (f"--max_steps={steps}", f"--save_steps={saves}", f"--output_dir={where / 'run'}")
     words = ("--config={folder}/config.yaml", *SMALLER, *run.arguments, *sizes)
     arguments = ["lowmem", "sft", *(word.format(folder=folder) for word in words)]
-    start = _in_new_interpreter if run.environment else _in_forks
-    start(arguments, run, where)
+    _start(arguments, run, where)
     for resumed in (saves, 2 * saves) if run.resumes else ():
         for checkpoint in (where / "run").glob("checkpoint-*"):
             if int(checkpoint.name.rpartition("-")[2]) > resumed:
                 shutil.rmtree(checkpoint)
-        start([*arguments, "--resume_from_checkpoint=last"], run, where)
+        _start([*arguments, "--resume_from_checkpoint=last"], run, where)
     lines = map(json.loads, (where / "run" / "metrics.jsonl").read_text().splitlines())
     losses = {line["step"]: line["loss"] for line in lines if "loss" in line}
     return load_file(where / "run" / f"checkpoint-{steps}" / "model.safetensors"), losses
 
 
-def _in_new_interpreter(arguments: Sequence[str], run: Run, where: Path) -> None:
-    """Some variables of the environment are read when Python or torch starts."""
+def _start(arguments: Sequence[str], run: Run, where: Path) -> None:
+    if not run.environment:
+        execute(arguments, where / "log", run.ranks, folder=where if run.elsewhere else ROOT)
+        return
+    # some variables of the environment are read when Python or torch starts
     environment = {**os.environ, **run.environment}
     command = [sys.executable, "-m", *arguments]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise MeasurementError(done.stderr.strip().splitlines()[-1])
-
-
-def _in_forks(arguments: Sequence[str], run: Run, where: Path) -> None:
-    """Starts one process, or the ranks of a group, each forked from a process that has imported everything."""
-    port = socket.create_server(("localhost", 0))
-    group = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port.getsockname()[1])}
-    port.close()
-    ranks = [{name: str(rank) for name in ("RANK", "LOCAL_RANK")} for rank in range(run.ranks)]
-    size = {name: str(run.ranks) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
-    environments = [{**group, **size, **rank} for rank in ranks] or [{}]
-    folder = where if run.elsewhere else ROOT
-    log = where / "log"
-    processes = [CONTEXT.Process(target=_execute, args=(arguments, env, folder, log)) for env in environments]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    if any(process.exitcode for process in processes):
-        raise MeasurementError(log.read_text().strip().splitlines()[-1])
-
-
-def _execute(arguments: Sequence[str], environment: Mapping[str, str], folder: Path, log: Path) -> None:
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    os.environ.update(environment)
-    os.chdir(folder)
-    sys.argv = list(arguments)
-    runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
 
 
 def difference(weights: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> float:

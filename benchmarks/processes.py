@@ -1,18 +1,24 @@
 """Every measurement runs in a new process, one after the other, and all of them are repeated for several rounds."""
 
 import importlib
+import multiprocessing
 import os
 import pickle
+import runpy
 import signal
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -20,6 +26,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 Figures = dict[str, float]
 
 _ROOT = Path(__file__).parent.parent
+
+# Commands are forked from a process that has imported everything: starting Python would take most of their time.
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["trl.scripts.sft", "trl.scripts.dpo", "deepspeed", "lowmem.run.training"])
+GRACE = 30  # seconds that the other ranks have to end after one has failed
 
 
 class MeasurementError(Exception):
@@ -79,6 +90,65 @@ def serve() -> None:
         except Exception as error:
             failure = "".join(traceback.format_exception_only(error)).strip().splitlines()[0]
         pickle.dump((result, failure), answers)
+
+
+def execute(
+    words: Sequence[str],
+    log: Path,
+    ranks: int = 0,
+    *,
+    folder: Path = _ROOT,
+    environment: Mapping[str, str] | None = None,
+    threads: int = 1,
+    seconds: float = 3600,
+) -> None:
+    """Runs `python -m` with `words` in a forked process, or in as many ranks as given, which torchrun would start.
+
+    Args:
+        log: gets the output of all of them.
+        folder: where they are started.
+        environment: variables to set before the module is imported; torch and DeepSpeed have been imported already.
+        threads: of each.
+        seconds: after which they are killed.
+
+    Raises:
+        MeasurementError: one of them failed, with its message, or did not end in time.
+    """
+    with socket.create_server(("localhost", 0)) as server:
+        group = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(server.getsockname()[1])}
+    group |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks))
+    environments = [{**group, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)] or [{}]
+    processes = [
+        CONTEXT.Process(target=_execute, args=(words, {**(environment or {}), **each}, folder, log, threads))
+        for each in environments
+    ]
+    for process in processes:
+        process.start()
+    end = time.monotonic() + seconds
+    running = processes
+    while running and (ended := wait([process.sentinel for process in running], end - time.monotonic())):
+        running = [process for process in running if process.sentinel not in ended]
+        if any(process.exitcode for process in processes):
+            end = min(end, time.monotonic() + GRACE)
+    for process in running:
+        process.kill()
+        process.join()
+    if any(process.exitcode for process in processes):
+        lines = log.read_text().strip().splitlines() or [f"exit status {processes[0].exitcode}"]
+        failed = [line for line in lines if line.startswith("error")]
+        hung = len(running) == len(processes)
+        raise MeasurementError(f"no end in {seconds:.0f} s" if hung else (failed or lines[-1:])[0])
+
+
+def _execute(words: Sequence[str], environment: Mapping[str, str], folder: Path, log: Path, threads: int) -> None:
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.environ.update(environment)
+    os.chdir(folder)
+    torch.set_num_threads(threads)
+    sys.argv = list(words)
+    runpy.run_module(words[0], run_name="__main__", alter_sys=True)
 
 
 def in_rounds(

@@ -56,10 +56,14 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, chat_template: str | 
 
 
 def make_model(folder: Path, tokenizer: PreTrainedTokenizerFast, seed: int = 0, **sizes: Any) -> None:
-    """Writes a Llama with random float32 weights and its tokenizer as a model directory of transformers."""
+    """Writes a Llama with random float32 weights and its tokenizer as a model directory of transformers.
+
+    Args:
+        sizes: of `LlamaConfig`; `vocab_size` may be larger than the tokenizer's, which it is by default.
+    """
     ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     set_seed(seed)
-    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **ids, **sizes)).save_pretrained(folder)
+    LlamaForCausalLM(LlamaConfig(**{"vocab_size": len(tokenizer), **ids, **sizes})).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
