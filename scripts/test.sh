@@ -2,11 +2,17 @@
 # Lint, type checks and the test suite, in an environment that it creates. Arguments are passed to pytest.
 #   scripts/test.sh           what every change has to pass
 #   scripts/test.sh --full    every combination of options instead of every pair of them
+#   scripts/test.sh --compiled  the tests of updates with each update compiled, however small its parameter is
 #   scripts/test.sh --simgpu  the tests of whatever runs on a GPU, on a GPU made of host memory (tests/support/simgpu)
-#   scripts/test.sh --floor    the tests of trainers with the oldest versions of other packages that are supported
+#   scripts/test.sh --floor   the tests of trainers with the oldest versions of other packages that are supported
 set -euo pipefail
 case "${1:-}" in
     --full) export LOWMEM_FULL=1; shift ;;
+    --compiled)
+        export LOWMEM_COMPILED=1
+        shift
+        if [ $# = 0 ]; then set -- tests/tiles tests/rules tests/step tests/layers tests/placements; fi
+        ;;
     --simgpu)
         export LOWMEM_SIMGPU=1
         shift

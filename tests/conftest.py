@@ -29,10 +29,12 @@ if SIMGPUS:
 import hypothesis
 import pytest
 import torch
+from support import compiled
 from support.ranks import Ranks
 from transformers import LlamaConfig, LlamaForCausalLM
 
 torch.set_num_threads(1)
+compiled.force()
 # no example fails because the machine is slow or busy
 hypothesis.settings.register_profile(
     "patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow], print_blob=True
@@ -93,6 +95,14 @@ if SIMGPUS:
         with default_device(request.path), simgpu.watch("race", "unwritten") as found:
             yield
         assert not found, simgpu.summary(found)
+
+
+if compiled.FORCED:
+
+    def pytest_collection_modifyitems(items):
+        for item in items:
+            for marker in item.iter_markers("by_tiles"):
+                item.add_marker(pytest.mark.skip(reason=f"by tiles only: {marker.args[0]}"))
 
 
 @pytest.fixture(scope="session")

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 
 import support.trl_on_cpus  # noqa: F401 (trainers of TRL 1.15 in every process)
 from matplotlib.figure import Figure
+from support import compiled
 
 # Seconds after which processes are taken for hung. No test waits for it, however slow or busy the machine is.
 PATIENCE = 600
@@ -122,4 +123,5 @@ def _execute(words: list[str], environment: dict[str, str], out: str, err: str) 
     os.environ.update(environment)
     Figure.savefig = sketch  # type: ignore[method-assign, assignment]
     sys.argv = list(words)
+    compiled.force()
     runpy.run_module(words[0], run_name="__main__", alter_sys=True)

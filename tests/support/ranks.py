@@ -7,6 +7,7 @@ from multiprocessing.connection import Connection, wait
 
 import torch
 import torch.distributed as dist
+from support import compiled
 from support.processes import CONTEXT, PATIENCE
 
 # What DeepSpeed's zero.Init replaces for the rest of the process.
@@ -78,6 +79,7 @@ class Ranks:
 
 def _serve(rank: int, count: int, store: str, end: Connection) -> None:
     torch.set_num_threads(1)
+    compiled.force()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=count)
     while True:
         try:

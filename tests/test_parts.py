@@ -1,0 +1,29 @@
+"""Parts of the suite run on a GPU made of host memory, and with every update compiled (`scripts/test.sh` runs all)."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support import simgpu
+
+TESTS = Path(__file__).parent
+PARTS = {
+    "LOWMEM_SIMGPU": [
+        "simgpu", "step/test_hot_path.py", "step/test_offload.py", "step/test_policies.py", "step/test_loss_scaler.py"
+    ],
+    "LOWMEM_COMPILED": ["step/test_clipping.py", "step/test_loss_scaler.py", "layers/test_computed_gradients.py"],
+}  # fmt: skip
+
+
+@pytest.mark.skipif(simgpu.compiler() is None, reason="needs a C++ compiler")
+@pytest.mark.skipif(any(switch in os.environ for switch in PARTS), reason="runs there already")
+@pytest.mark.parametrize("switch", PARTS)
+def test_a_part_of_the_suite(switch):
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *(str(TESTS / path) for path in PARTS[switch])]
+    done = subprocess.run(
+        command, cwd=TESTS.parent, env=os.environ | {switch: "1"}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-10_000:] + done.stderr[-10_000:]
+    assert " passed" in done.stdout
