@@ -6,7 +6,7 @@ FORCED = bool(os.environ.get("LOWMEM_COMPILED"))
 
 
 def force() -> None:
-    """Makes `compile="auto"` compile updates of however few elements, none of them in a stack, if that was asked for."""
+    """Makes `compile="auto"` compile every update, none of them in a stack, if that was asked for."""
     if not FORCED:
         return
     from lowmem.step import compiled, shards, updates
