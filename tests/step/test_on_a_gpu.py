@@ -5,7 +5,7 @@ A simulated GPU does, too, and reports races.
 
 import math
 import os
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -79,9 +79,15 @@ def test_the_default_device_does_not_matter(options):
 def test_steps_on_a_stream_of_the_loop(options):
     """What a step replaces is not given back while that stream reads it."""
     side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    found = trained("cuda", stream=lambda: torch.cuda.stream(side), **options)
-    torch.cuda.synchronize()
+
+    @contextmanager
+    def beside():
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            yield
+        torch.cuda.current_stream().wait_stream(side)
+
+    found = trained("cuda", stream=beside, **options)
     assert_trained_alike(found, trained("cpu", **options))
 
 
