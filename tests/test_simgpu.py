@@ -9,7 +9,7 @@ import pytest
 from support import simgpu
 
 TESTS = Path(__file__).parent
-PART = ["simgpu", "step/test_hot_path.py", "step/test_offload.py", "step/test_policies.py", "step/test_loss_scaler.py"]
+PART = ["simgpu", "step/test_hot_path.py", "step/test_on_a_gpu.py", "step/test_offload.py"]
 
 
 @pytest.mark.skipif(simgpu.compiler() is None, reason="needs a C++ compiler")

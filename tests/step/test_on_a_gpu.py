@@ -5,7 +5,7 @@ A simulated GPU does, too, and reports races.
 
 import math
 import os
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -33,6 +33,8 @@ def trained(device, stream=nullcontext, accumulate=1, overflow=None, **options):
             for n in range(accumulate):
                 with opt.accumulate() if n < accumulate - 1 else nullcontext():
                     opt.backward(net(x).square().mean() * scale)
+    if device != "cpu":
+        torch.cuda.synchronize()  # steps may have been on another stream
     skipped = opt.nonfinite_steps
     opt.remove()
     return [param.detach().cpu() for param in net.parameters()], skipped
@@ -79,9 +81,14 @@ def test_the_default_device_does_not_matter(options):
 def test_steps_on_a_stream_of_the_loop(options):
     """What a step replaces is not given back while that stream reads it."""
     side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    found = trained("cuda", stream=lambda: torch.cuda.stream(side), **options)
-    torch.cuda.synchronize()
+
+    @contextmanager
+    def on_the_side():
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            yield
+
+    found = trained("cuda", stream=on_the_side, **options)
     assert_trained_alike(found, trained("cpu", **options))
 
 
