@@ -99,9 +99,8 @@ class GradientStore:
             self._stored[record.name] = stored.copy_(grad)
             return
         self._stored[record.name] = offloaded = Offloaded(grad.shape, grad.stride(), grad.dtype, pieces)
-        wait = self._copy(offloaded.parts(grad), grad.device, outward=True)
-        self._wait()
-        self._leaving = grad, wait
+        self._wait()  # also for a gradient that was fetched ahead in vain from where this one goes
+        self._leaving = grad, self._copy(offloaded.parts(grad), grad.device, outward=True)
         self._following[self._latest], self._latest = record, record.name
         following = self._following.get(record.name)
         if following is not None and following.name in self._stored:
