@@ -10,11 +10,9 @@ from support import simgpu
 
 TESTS = Path(__file__).parent
 PARTS = {
-    "LOWMEM_SIMGPU": [
-        "simgpu", "step/test_hot_path.py", "step/test_offload.py", "step/test_policies.py", "step/test_loss_scaler.py"
-    ],
-    "LOWMEM_COMPILED": ["step/test_clipping.py", "step/test_loss_scaler.py", "layers/test_computed_gradients.py"],
-}  # fmt: skip
+    "LOWMEM_SIMGPU": ["simgpu", "step/test_hot_path.py", "step/test_on_a_gpu.py", "step/test_offload.py"],
+    "LOWMEM_COMPILED": ["step/test_loss_scaler.py", "layers/test_computed_gradients.py"],
+}
 
 
 @pytest.mark.skipif(simgpu.compiler() is None, reason="needs a C++ compiler")

@@ -33,18 +33,20 @@ def test_fresh_and_freed_memory():
         del fresh
 
 
-@pytest.mark.parametrize("ordered", [False, True])
-def test_two_streams_and_the_same_memory(ordered, side):
+@pytest.mark.parametrize("order", [None, "a stream waits", "the host waits"])
+def test_two_streams_and_the_same_memory(order, side):
     value = ones()
     with simgpu.provoke("race") as found:
-        if ordered:
+        if order:
             side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             value.add_(1)
-        if ordered:
+        if order == "a stream waits":
             torch.cuda.current_stream().wait_stream(side)
+        elif order:
+            side.synchronize()
         value.add_(1)
-    assert bool(found) == (not ordered)
+    assert bool(found) == (order is None)
 
 
 def test_memory_that_is_given_back_too_soon(side):

@@ -164,6 +164,7 @@ def test_what_does_not_change_is_settled_once(monkeypatch):
     assert sorted(settled) == ["param0", "param1", "param2", "param3"]
 
 
+@pytest.mark.cpu_only("the simulated GPU has no compiler")
 def test_a_state_of_another_dtype_is_not_given_to_compiled_code(monkeypatch):
     """One that a user has put into `opt.state`: swept, as it is where nothing is compiled."""
     assert Compiler.failure is None

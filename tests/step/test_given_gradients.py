@@ -58,6 +58,7 @@ def test_inside_inference_mode():
     assert torch.equal(param, torch.full((4,), 0.75))
 
 
+@pytest.mark.cpu_only("the simulated GPU has no sparse tensors")
 def test_a_sparse_gradient():
     embedding = nn.Embedding(5, 3, sparse=True)
     before = embedding.weight.detach().clone()

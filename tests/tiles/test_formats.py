@@ -542,6 +542,7 @@ def test_compiled_updates_are_those_by_tiles(options):
         assert ours.dtype == torch.float32 or (ours != its).float().mean() < 1e-3
 
 
+@pytest.mark.cpu_only("the simulated GPU has no compiler")
 @pytest.mark.skipif(not has_compiler("cpu"), reason="no C++ compiler")
 @SIGNED
 def test_compiled_code_shows_what_is_not_finite(signed):
@@ -561,6 +562,7 @@ def test_compiled_code_shows_what_is_not_finite(signed):
     torch.testing.assert_close(found[rest], expected[rest], rtol=0.03, atol=0)
 
 
+@pytest.mark.cpu_only("the simulated GPU has no compiler")
 @pytest.mark.skipif(not has_compiler("cpu"), reason="no C++ compiler")
 @pytest.mark.parametrize("dtype", HALVES)
 def test_residuals_compiled(dtype):

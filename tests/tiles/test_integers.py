@@ -256,6 +256,7 @@ def test_stacks_do_not_show():
     assert all(map(same, held[True], held[False]))
 
 
+@pytest.mark.cpu_only("the simulated GPU has no compiler")
 @pytest.mark.parametrize("name", ["integer8_64", "integer10_64"])
 def test_compiled_code_gives_the_same_bits(name):
     weight, history = train(name, shape=(16, 256))

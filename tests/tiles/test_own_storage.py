@@ -207,6 +207,7 @@ def test_a_step_that_is_skipped_changes_nothing():
     assert all(torch.equal(tensor, before[name]) for name, tensor in opt.named_state_dict()["state"]["w"].items())
 
 
+@pytest.mark.cpu_only("the simulated GPU has no compiler")
 def test_compiled():
     if not lowmem.step.compiled.has_compiler("cpu"):
         pytest.skip("no C++ compiler")

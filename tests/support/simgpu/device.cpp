@@ -109,6 +109,7 @@ struct StreamState {
 };
 
 auto& streams = *new std::map<StreamKey, StreamState>;
+auto& waited_for = *new Clock;  // by the host
 auto& finished =
     *new std::vector<Storage>;  // pinned memory that copies no longer need, to be released without the lock
 
@@ -123,7 +124,14 @@ bool comes_before(StreamKey stream, int64_t number, const Clock& clock) {
   return found != clock.end() && found->second >= number;
 }
 
-int64_t next_number(StreamKey stream) { return ++streams[stream].clock[stream]; }
+// What comes before the next operation of a stream: also everything that the host has waited for.
+Clock& clock_of(StreamKey stream) {
+  auto& clock = streams[stream].clock;
+  merge(clock, waited_for);
+  return clock;
+}
+
+int64_t next_number(StreamKey stream) { return ++clock_of(stream)[stream]; }
 
 bool overlap(const char* one, size_t bytes, const char* other, size_t other_bytes) {
   return one < other + other_bytes && other < one + bytes;
@@ -196,6 +204,7 @@ void make_copies(Reports& reports, const Clock& before) {
 
 void host_waits(Reports& reports, const Clock& before) {
   make_copies(reports, before);
+  merge(waited_for, before);
   auto due = [&](auto stream, auto& each) { return comes_before(stream, each.number, before); };
   depart(reports, due);
   arrive(due);
@@ -258,7 +267,7 @@ void release(void* start) {
     if (found == blocks.end()) return;
     Block block = found->second;
     // Whatever its stream does next may get the memory: other uses have to come before that.
-    auto& next = streams[block.owner].clock;
+    auto& next = clock_of(block.owner);
     make_copies(reports, block.recorded ? all_of_device(block.device) : next);
     if (!block.recorded) {
       auto in_time = [&](StreamKey stream, int64_t number) {
