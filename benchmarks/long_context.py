@@ -31,8 +31,6 @@ MEASURED: dict[str, dict[str, Any]] = {
     OFF: {"computed_gradients": False},
     DEFAULTS: {},
     "tiled MLP": {"mlp_tile": 512},
-    "offload to a file": {"activation_offload": "disk"},
-    "tiled MLP and offload": {"mlp_tile": 512, "activation_offload": "disk"},
 }
 
 # Part `time`: a quarter of the layers of Llama-3.1-8B and a quarter of its vocabulary, relative to the hidden size, so
@@ -46,7 +44,7 @@ def timed(tokens: int) -> dict[str, dict[str, Any]]:
     """Options of layers by what they change."""
     heads: dict[str, dict[str, Any]] = {OFF: {"computed_gradients": False}, DEFAULTS: {}}
     tiles = {f"tiled MLP, {size:,} tokens": {"mlp_tile": size} for size in (tokens // 2, tokens // 8)}
-    return heads if tokens == SHORT else {**heads, **tiles, "offload to a file": {"activation_offload": "disk"}}
+    return heads if tokens == SHORT else {**heads, **tiles}
 
 
 # -- measured ----------------------------------------------------------------------------------------------------------

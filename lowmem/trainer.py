@@ -117,7 +117,6 @@ class FusedTrainerMixin(_Base):
         if self.optimizer is None:
             rate = optim.learning_rate(self.args, self.fused, self.model)
             self.args = self.args if rate == self.args.learning_rate else _changed(self.args, learning_rate=rate)
-        model_layers.check(self.args, self.layers)
         model_layers.change(self.model, self.layers)
         head.compute(self, self.layers)
 

@@ -18,7 +18,6 @@ from support.processes import CONTEXT, PATIENCE, sketch
 from support.runs import assets, in_use, logged, lowmem, train, write, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, set_seed
 
-from lowmem.layers import activations
 from lowmem.run import build, report, terminal
 from lowmem.step import program
 
@@ -204,20 +203,6 @@ def test_the_dominant_parameter_is_in_the_log(tmp_path, run_dir, monkeypatch):
     ended = train(tmp_path, "sft", "--config", write(tmp_path, fused={"rule": "scaled_adam"}, learning_rate=0.03))
     names = logged(run_dir, "dominant_parameter")
     assert len(names) == 2 and f"of the norm is {names[0]}" in ended.out
-
-
-def test_a_run_writes_activations_to_a_file(tmp_path, monkeypatch):
-    """Its optimizer is made before the trainer enables activation checkpointing."""
-    files, own = [], activations._File._write
-    monkeypatch.setattr(activations._File, "_write", lambda file, tensor: files.append(file) or own(file, tensor))
-    monkeypatch.setattr(activations, "_LEAST", 1)
-    path = write(
-        tmp_path, gradient_checkpointing=True, activation_checkpointing=None, layers={"activation_offload": "disk"}
-    )
-    ended = train(tmp_path, "sft", "--config", path)
-    assert (ended.status, ended.err) == (0, "")
-    assert "activations recomputed in backward, in a file\n" in ended.out
-    assert len(files) >= 2 and len({id(file) for file in files}) == 1
 
 
 # --- Resuming ---------------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import inspect
 import logging
 import math
 import re
-import resource
 import subprocess
 import sys
 import warnings
@@ -26,9 +25,8 @@ from torch.utils.checkpoint import checkpoint
 
 import lowmem
 from lowmem.errors import LowmemError
-from lowmem.hf import agreement, failures, integrity, layers, optim
+from lowmem.hf import agreement, failures, integrity, optim
 from lowmem.hf.packing import check_borders
-from lowmem.layers.activations import FileOffload
 from lowmem.layers.head import linear_cross_entropy
 from lowmem.layers.mlp import tile_mlps
 from lowmem.rules.lomo import Lomo
@@ -295,28 +293,6 @@ def across_borders(tiny_llama):
         return {"input_ids": torch.tensor([[*samples[0]["input_ids"], *samples[1]["input_ids"]]])}
 
     check_borders(tiny_llama(), collate, torch.device("cpu"), nullcontext())
-
-
-@entry("`activation_offload='disk' writes what checkpointed layers keep`")
-def nothing_is_checkpointed():
-    layers.check(SimpleNamespace(gradient_checkpointing=False), lowmem.LayersConfig(activation_offload="disk"))
-
-
-@entry("`activation_offload='disk' and offloading to the host exclude each other`")
-def offloaded_twice():
-    args = SimpleNamespace(gradient_checkpointing=True, gradient_checkpointing_kwargs={"offload": True})
-    layers.check(args, lowmem.LayersConfig(activation_offload="disk"))
-
-
-@entry("`activation_offload='disk' needs more than ... bytes in ...`")
-def full_disk(tmp_path):
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
-        with FileOffload(str(tmp_path)):
-            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
-            torch.ones(1 << 15, requires_grad=True).square()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 class Twice(Lomo):

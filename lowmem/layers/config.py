@@ -2,8 +2,6 @@
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
 
 from lowmem.errors import ConfigError
 
@@ -22,19 +20,14 @@ class LayersConfig:
             embedding.
         head_memory: what computing the loss and these gradients may need in addition, such as "128MiB"; more is faster.
         mlp_tile: MLPs compute so many tokens at a time, and once more in backward; None computes all at once.
-        activation_offload: "disk" writes the activations that checkpointed layers keep to a file. (On a GPU,
-            `gradient_checkpointing_kwargs={"offload": True}` moves them to the host.)
-        activation_dir: directory of that file; None uses a temporary one.
 
     Raises:
-        ConfigError: a value out of range, or one without effect.
+        ConfigError: a value out of range.
     """
 
     computed_gradients: bool = True
     head_memory: str = "128MiB"
     mlp_tile: int | None = None
-    activation_offload: Literal["disk"] | None = None
-    activation_dir: str | None = None
 
     @property
     def head_bytes(self) -> int:
@@ -48,18 +41,6 @@ class LayersConfig:
         tile = self.mlp_tile
         if tile is not None and (not isinstance(tile, int) or isinstance(tile, bool) or tile < 1):
             raise ConfigError(f"mlp_tile={tile!r} is neither a whole number of tokens >= 1 nor None (all at once)")
-        if self.activation_offload not in ("disk", None):
-            raise ConfigError(
-                f"activation_offload={self.activation_offload!r}; allowed are 'disk' and None. To move activations to "
-                "the host set gradient_checkpointing_kwargs={'offload': True} in the trainer's arguments"
-            )
-        if self.activation_dir is not None and self.activation_offload is None:
-            raise ConfigError(f"activation_dir={self.activation_dir!r} has no effect without activation_offload='disk'")
-        if self.activation_dir is not None and not Path(self.activation_dir).is_dir():
-            raise ConfigError(
-                f"activation_dir={self.activation_dir!r} is not a directory. Create it, or omit it to use a temporary "
-                "one"
-            )
 
 
 def parse_bytes(text: str, option: str) -> int:

@@ -60,9 +60,7 @@ def describe(arguments: Arguments, trainer: Any) -> dict[str, str]:
     recomputed = args.gradient_checkpointing or (args.fsdp and args.fsdp_config.get("activation_checkpointing"))
     activations = "recomputed in backward" if recomputed else "kept for backward"
     kwargs = args.gradient_checkpointing_kwargs or {}
-    if options.activation_offload is not None:
-        activations += ", in a file"
-    elif getattr(args, "activation_offloading", False) or kwargs.get("offload"):
+    if getattr(args, "activation_offloading", False) or kwargs.get("offload"):
         activations += ", offloaded to the host"
     if options.mlp_tile:
         activations += f"; MLPs compute {options.mlp_tile:,} tokens at a time"

@@ -122,18 +122,16 @@ def test_options_change_the_memory(write):
 
 @pytest.mark.parametrize("device", ["gpu", "cpu"])
 def test_options_of_layers_change_the_memory(write, device):
-    """A tiled MLP, inputs of the two checkpointed layers in a file, and on a GPU the same on the host."""
+    """A tiled MLP, and on a GPU inputs of the two checkpointed layers on the host."""
     long = {"max_length": 1024, "per_device_train_batch_size": 1, "vocab_size": 128}
     path = write(**long, fused={"rule": "adalomo", "rounding": "nearest"})  # next to no temporaries
     plain = planned(path, device=device)
     tiled = planned(path, "--layers.mlp_tile", "64", device=device)
     assert tiled.items["temporaries"] < plain.items["temporaries"]
-    one_input = 2 * 1024 * 64
-    in_file = planned(path, "--layers.activation_offload", "disk", device=device)
-    assert plain.peak - in_file.peak >= one_input and in_file.host_peak == plain.host_peak
     if device == "gpu":
+        one_input = 2 * 1024 * 64
         on_host = planned(path, "--activation_checkpointing_kwargs", '{"offload": true}')
-        assert on_host.peak == in_file.peak
+        assert plain.peak - on_host.peak >= one_input
         assert plain.host_peak < 128  # the numbers of the rule
         assert on_host.host_peak == pytest.approx(2 * one_input, abs=128)
 

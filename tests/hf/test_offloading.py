@@ -1,0 +1,119 @@
+"""Activations that Hugging Face's libraries offload to the host: the same weights to the last bit."""
+
+import sys
+from contextlib import contextmanager, nullcontext
+from unittest import mock
+
+import pytest
+import torch
+from support.products import FULL
+from support.shards import SHARDS
+from torch.distributed.fsdp import fully_shard
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import lowmem
+from lowmem import placements
+
+pytestmark = pytest.mark.filterwarnings("ignore:Expected a tensor")
+
+
+def llama(offload=False, **config):
+    """A small Llama with checkpointed layers, whose inputs transformers moves to the host if asked."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(**{**sizes, **heads, "use_cache": False, **config})).train()
+    model.gradient_checkpointing_enable(offload=offload)
+    return model
+
+
+NO_CONTEXT = nullcontext()
+
+
+@mock.patch.object(torch.cpu, "is_available", lambda: False)  # save_on_cpu would pin memory, which needs a GPU
+def train(model, context=NO_CONTEXT, micro_batches=1, **options):
+    """Trains on batches of different lengths."""
+    opt = lowmem.FusedOptimizer(model.named_parameters(), model=model, lr=1e-2, **options)
+    torch.manual_seed(1)
+    for step in range(2):
+        for n in range(1, micro_batches + 1):
+
+            def loss(n=n, step=step):
+                source = torch.Generator().manual_seed(step * micro_batches + n)
+                ids = torch.randint(97, (4, 160 - 8 * step), generator=source)
+                return model(input_ids=ids, labels=ids).loss / micro_batches
+
+            with context, opt.accumulate() if n < micro_batches else nullcontext():
+                opt.backward(loss if opt.replay == "forward" else loss())
+
+
+POLICIES = {
+    "immediate": {"policy": "immediate"},
+    "two_pass": {"policy": "two_pass", "clip_norm": 0.5},
+    "two_pass, forward": {"policy": "two_pass", "clip_norm": 0.5, "replay": "forward"},
+    "deferred": {"policy": "deferred", "clip_norm": 0.5, "micro_batches": 2},
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES if FULL else ["two_pass"])
+def test_training_is_that_without_offload_to_the_last_bit(policy):
+    """Tied and frozen weights, and dropout, whose mask the recomputation draws again."""
+    nets = [llama(offload, tie_word_embeddings=True, attention_dropout=0.1) for offload in (False, True)]
+    for net in nets:
+        net.model.layers[1].mlp.up_proj.weight.requires_grad_(False)
+        train(net, **POLICIES[policy])
+    for (name, weight), other in zip(nets[1].named_parameters(), nets[0].parameters(), strict=True):
+        assert torch.equal(weight, other), name
+
+
+# --- Ranks --------------------------------------------------------------------------------------------------------
+
+
+def shard(rank, kind, make):
+    if kind == "replicated":
+        return make()
+    if kind == "zero3":
+        return SHARDS["zero3"](rank, make)
+    model = make()
+    for layer in model.model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+@contextmanager
+def trl_offload(model):
+    """TRL's offload of all activations, which takes the CPU for an accelerator."""
+    from trl.models.activation_offloading import get_act_offloading_ctx_manager
+
+    cpu = mock.patch.object(torch.accelerator, "current_accelerator", lambda *_: torch.device("cpu"))
+    others = {name: module for name, module in sys.modules.items() if name != "bitsandbytes"}  # else it empties a cache
+    with cpu, mock.patch.dict(sys.modules, others, clear=True):
+        yield get_act_offloading_ctx_manager(model, use_pin_memory=False, use_streams=False, min_offload_size=1)
+
+
+def on_ranks(rank, kind, offload, options):
+    """The weights without and with offload."""
+    weights = []
+    for where in (None, offload):
+        model = shard(rank, kind, lambda: llama(tie_word_embeddings=kind != "zero3"))
+        if where == "host":
+            model.gradient_checkpointing_enable(offload=True)
+        torch.manual_seed(rank)
+        with trl_offload(model) if where == "trl" else nullcontext(NO_CONTEXT) as context:
+            train(model, context, **options, **({"placement": "replicated"} if kind == "replicated" else {}))
+        weights.append([placements.full_tensor(param).clone() for param in model.parameters()])
+    return weights
+
+
+KINDS_OF_RANKS = ("replicated", "fsdp2", "zero3")
+RANKS = [(kind, "host", "deferred") for kind in KINDS_OF_RANKS]
+if FULL:
+    RANKS += [(kind, "host", policy) for kind in KINDS_OF_RANKS for policy in ("immediate", "two_pass")]
+    RANKS += [(kind, "trl", policy) for kind in KINDS_OF_RANKS for policy in ("immediate", "deferred")]
+
+
+@pytest.mark.parametrize(("kind", "offload", "policy"), RANKS)
+def test_ranks_train_as_without_offload(two, kind, offload, policy):
+    options = POLICIES["two_pass, forward" if kind == "zero3" and policy == "two_pass" else policy]
+    for expected, actual in two.run(on_ranks, kind, offload, options):
+        assert all(map(torch.equal, actual, expected))
