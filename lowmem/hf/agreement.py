@@ -31,9 +31,6 @@ _ARGUMENTS = (
     "average_tokens_across_devices", "gradient_checkpointing",
 )  # fmt: skip
 
-# Options that may differ: each node has directories of its own.
-_OWN = {"store_dir", "activation_dir"}
-
 
 def check(
     args: TrainingArguments, config: FusedConfig, layers: LayersConfig, dataset: Any, resume_from: str | None
@@ -48,9 +45,9 @@ def check(
     if resume_from is not None and (state := Path(resume_from) / TRAINER_STATE_FILE).is_file():
         facts["the step of the checkpoint"] = read_json(state)["global_step"]
     facts |= {name: getattr(args, name) for name in _ARGUMENTS if hasattr(args, name)}
-    options = [option.name for option in fields(config) if option.name not in _OWN]
-    facts |= {f"fused.{name}": getattr(config, name) for name in options}
-    facts |= {f"layers.{name}": value for name, value in vars(layers).items() if name not in _OWN}
+    facts |= {f"fused.{option.name}": getattr(config, option.name) for option in fields(config)}
+    own = "activation_dir"  # each node has its own
+    facts |= {f"layers.{name}": value for name, value in vars(layers).items() if name != own}
     refuse_other_settings(facts)
 
 
