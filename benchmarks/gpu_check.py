@@ -50,7 +50,6 @@ POLICIES: dict[str, dict[str, Any]] = {
     "two_pass": {"policy": "two_pass", **CLIPPED},
     "deferred, host": {"policy": "deferred", "store": "host", **CLIPPED},
     "deferred, device": {"policy": "deferred", "store": "device", **CLIPPED},
-    "deferred, disk": {"policy": "deferred", "store": "disk", **CLIPPED},
 }
 QUEUE = 800  # launches that surely fit into a GPU's queue
 
@@ -341,7 +340,6 @@ def no_host_sync(report: Report, small: bool) -> None:
     """Takes steps of a large parameter and a stack of small ones; torch raises if the host waits for the device."""
     waits = []
     policies = {"immediate": {}, **POLICIES}
-    del policies["deferred, disk"]  # which has to wait for each gradient
     for rule, (policy, options) in itertools.product(RULES[:2] if small else RULES, policies.items()):
         params = [nn.Parameter(draw(*size)) for size in ((256, 256), (64,), (64,))]
         common = {"rule": rule, "lr": 1e-3, "rounding": "stochastic", "loss_scale": "dynamic", "compile": False}

@@ -139,7 +139,7 @@ def peak_of_temporaries(run: Callable[[], object]) -> int:
 
 
 def peak_of_tensors(step: Callable[[], object]) -> int:
-    """The most bytes that all CPU tensors take at a time during a step. Memory-mapped files are not counted."""
+    """The most bytes that all CPU tensors take at a time during a step."""
 
     def steps() -> None:
         step()  # frees what was allocated before profiling began, which the profiler does not see
@@ -156,4 +156,4 @@ def peak_of_tensors(step: Callable[[], object]) -> int:
     # tensor subclasses consist of plain tensors
     plain = (tensor for tensor in gc.get_objects() if type(tensor) in (Tensor, nn.Parameter))
     storages = {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in plain)}
-    return peak - now + sum(storage.nbytes() for storage in storages.values() if storage.filename is None)
+    return peak - now + sum(storage.nbytes() for storage in storages.values())

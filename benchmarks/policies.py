@@ -35,13 +35,11 @@ METHODS = {
     "two_pass": ours(policy="two_pass", clip_norm=1.0),
     "two_pass, forward replay": ours(policy="two_pass", replay="forward", clip_norm=1.0),
     "deferred": deferred(),
-    "deferred, on disk": deferred(store="disk"),
     "deferred, rule adamw": deferred(rule="adamw"),
     "ordinary AdamW(fused=True)": Method(ADAMW),
     f"{FLOOR}{EIGHT}": Method(drop_gradients, "floor", micro_batches=8),
     f"deferred, float32 accumulation{EIGHT}": deferred(8),
     f"deferred, gradient's dtype{EIGHT}": deferred(8, accumulation_dtype="gradient"),
-    f"deferred, on disk{EIGHT}": deferred(8, store="disk"),
     f"ordinary AdamW(fused=True){EIGHT}": Method(ADAMW, micro_batches=8),
 }
 

@@ -4,7 +4,6 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
@@ -17,7 +16,7 @@ from lowmem.tiles import storage
 
 Policy = Literal["auto", "immediate", "two_pass", "deferred"]
 Replay = Literal["auto", "graph", "forward"]
-Store = Literal["host", "device", "disk"]
+Store = Literal["host", "device"]
 
 
 @dataclass(frozen=True)
@@ -87,9 +86,8 @@ class FusedConfig:
             computes the loss again with the same random numbers, and `backward` has to be given a callable (modules
             that count their forwards, such as BatchNorm, count both); "auto" is "graph", except under ZeRO-3, which
             gathers for one backward only.
-        store: where "deferred" offloads gradients to: "host" (pinned memory where there is a GPU), "device", or "disk",
-            a memory-mapped file in `store_dir`. None is "host". Setting it asks for "deferred".
-        store_dir: directory of the file of `store="disk"`; None uses a temporary one.
+        store: where "deferred" offloads gradients to: "host" (pinned memory where there is a GPU) or "device". None is
+            "host". Setting it asks for "deferred".
         accumulation_dtype: micro-batches are summed in "float32" (4 bytes per element in the store), or in the dtype of
             the "gradient" (2 for bfloat16, rounded at every micro-batch, as `.grad` is). A step of one micro-batch
             stores its gradient as it is.
@@ -131,7 +129,6 @@ class FusedConfig:
     max_nonfinite_steps: int | None = 20
     replay: Replay = "auto"
     store: Store | None = None
-    store_dir: str | None = None
     accumulation_dtype: Literal["float32", "gradient"] = "float32"
     rounding: str = "auto"
     state_storage: str = "float32"
@@ -245,12 +242,6 @@ class FusedConfig:
                 raise ConfigError(f"{option}={getattr(self, option)!r}; allowed are True and False")
 
     def _check_policy(self) -> None:
-        if self.store_dir is not None and self.store != "disk":
-            raise ConfigError(f"store_dir={self.store_dir!r} has no effect without store='disk'")
-        if self.store_dir is not None and not Path(str(self.store_dir)).is_dir():
-            raise ConfigError(
-                f"store_dir={self.store_dir!r} is not a directory. Create it, or omit store_dir to use a temporary one"
-            )
         if self.policy in ("immediate", "two_pass") and (
             self.store is not None or self.accumulation_dtype != "float32"
         ):

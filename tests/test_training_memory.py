@@ -11,6 +11,8 @@ import torch
 from support.nets import Memory
 
 import lowmem
+from lowmem.step import policies
+from lowmem.step.offload import Host
 
 MIB = 1 << 20
 VOCABULARY = 16384
@@ -168,18 +170,22 @@ PLANS = {
     "two_pass, bfloat16": ({"policy": "two_pass"}, 1, torch.bfloat16, 1, 0),
     "in memory": ({"policy": "deferred"}, 1, torch.float32, 0, 1),
     "in memory, 3": ({"policy": "deferred"}, 3, torch.float32, 1, 1),
-    "on disk": ({"policy": "deferred", "store": "disk"}, 1, torch.float32, 1, 0),
-    "on disk, 3": ({"policy": "deferred", "store": "disk"}, 3, torch.float32, 1, 0),
+    "on the host": ({"policy": "deferred", "store": "host"}, 1, torch.float32, 1, 0),
+    "on the host, 3": ({"policy": "deferred", "store": "host"}, 3, torch.float32, 1, 0),
     "bfloat16": ({"policy": "deferred"}, 1, torch.bfloat16, 0, 1),
     "bfloat16, 3": ({"policy": "deferred", "accumulation_dtype": "gradient"}, 3, torch.bfloat16, 1, 1),
     # float32 sums of bfloat16 gradients are twice as large; the second micro-batch makes them, beside both gradients
     "float32 sums, 3": ({"policy": "deferred"}, 3, torch.bfloat16, 2, 2),
-    "float32 sums on disk, 3": ({"policy": "deferred", "store": "disk"}, 3, torch.bfloat16, 3, 0),
+    "float32 sums on the host, 3": ({"policy": "deferred", "store": "host"}, 3, torch.bfloat16, 3, 0),
 }
 
 
 @pytest.mark.parametrize(("options", "micro_batches", "dtype", "largest", "all_of_them"), PLANS.values(), ids=PLANS)
-def test_a_policy_holds_what_it_plans(options, micro_batches, dtype, largest, all_of_them, model, token_batches):
+def test_a_policy_holds_what_it_plans(
+    options, micro_batches, dtype, largest, all_of_them, model, token_batches, monkeypatch
+):
+    if options.get("store") == "host":  # as for a GPU: the memory to which gradients are offloaded stays
+        monkeypatch.setattr(policies, "make_store", lambda *_: Host())
     net = model(True).to(dtype)
     (batch,) = token_batches(1, size=(1, 8), vocab_size=VOCABULARY)
     peak = peak_of_policy(net, batch, micro_batches, **options)

@@ -45,8 +45,7 @@ def check(
     if resume_from is not None and (state := Path(resume_from) / TRAINER_STATE_FILE).is_file():
         facts["the step of the checkpoint"] = read_json(state)["global_step"]
     facts |= {name: getattr(args, name) for name in _ARGUMENTS if hasattr(args, name)}
-    options = [option.name for option in fields(config) if option.name != "store_dir"]  # each node has its own
-    facts |= {f"fused.{name}": getattr(config, name) for name in options}
+    facts |= {f"fused.{option.name}": getattr(config, option.name) for option in fields(config)}
     facts |= {f"layers.{name}": value for name, value in vars(layers).items()}
     refuse_other_settings(facts)
 

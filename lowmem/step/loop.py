@@ -168,7 +168,7 @@ class StepLoop:
 
     def _settings(self, groups: Sequence[Group]) -> dict[str, Any]:
         """The settings that all ranks have to agree on."""
-        others = ("rule", "lr", "hyper", "groups", "store_dir")  # are in the groups, or a rank's own
+        others = ("rule", "lr", "hyper", "groups")  # are in the groups
         settings = {name: value for name, value in vars(self.config).items() if name not in others}
         settings["seed"] = self.updates.seed
         for n, group in enumerate(groups):

@@ -1,17 +1,12 @@
 """Gradient offload: where policy `deferred` stores gradients until their step is decided."""
 
 import functools
-import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lowmem.errors import ConfigError
 from lowmem.options import FusedConfig
 from lowmem.step.record import ParamRecord
 from lowmem.tiles.gradients import Gradient
@@ -20,14 +15,8 @@ from lowmem.tiles.stored import flat
 # Makes the stream that asked for a copy wait for its end; the host continues.
 Wait = Callable[[], object]
 
-# Gradients in a file start at multiples of this many bytes: a page, so that no two share one.
-_PAGE = 4096
-
 # Devices that copy while the host waits. A plan has a GPU's tensors on "meta".
 _WITHOUT_STREAMS = ("cpu", "meta")
-
-# Bytes of pinned memory through which gradients go to a file and come from it.
-_STAGED = 1 << 25
 
 
 class Offloaded(NamedTuple):
@@ -173,14 +162,10 @@ class Host(GradientStore):
         size = grad.numel() * max(grad.element_size(), self._least)
         if sum(map(len, self._room.get(name, ()))) < size:  # added later, or wider
             self._room.pop(name, None)
-            self._make_room({name: size}, pinned=grad.device.type not in _WITHOUT_STREAMS)
-        return self._room[name]
-
-    def _make_room(self, needed: Mapping[str, int], pinned: bool) -> None:
-        """Finds so many bytes for each name."""
-        for name, size in needed.items():
+            pinned = grad.device.type not in _WITHOUT_STREAMS
             sizes = powers_of_two(size) if pinned else [size]
             self._room[name] = [torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned) for size in sizes]
+        return self._room[name]
 
 
 def powers_of_two(size: int) -> list[int]:
@@ -190,67 +175,7 @@ def powers_of_two(size: int) -> list[int]:
     return [unit << bit for bit in reversed(range(units.bit_length())) if units >> bit & 1]
 
 
-class Disk(Host):
-    """Gradients are in a memory-mapped file that has no name once it is open, and so never outlives the process. A GPU
-    copies them by way of pinned memory, for which a thread waits.
-
-    Args:
-        folder: where the file is created; None for the system's directory of temporary files. `ConfigError` is raised
-            if it does not exist, or has no room.
-        records: every parameter that may get a gradient.
-        in_float32: whether micro-batches are summed in float32, and not in the dtype of the gradient.
-    """
-
-    def __init__(self, folder: str | None, records: Mapping[Tensor, ParamRecord], in_float32: bool) -> None:
-        super().__init__()
-        self._folder, least = folder, 4 if in_float32 else 0
-        self._make_room({r.name: r.span.held * max(r.param.element_size(), least) for r in records.values()}, False)
-
-    def _make_room(self, needed: Mapping[str, int], pinned: bool) -> None:
-        sizes = {name: -(-size // _PAGE) * _PAGE for name, size in needed.items()}
-        total = sum(sizes.values())
-        try:
-            with tempfile.NamedTemporaryFile(dir=self._folder, prefix="gradients-") as file:
-                os.posix_fallocate(file.fileno(), 0, max(total, _PAGE))
-                mapped = torch.from_file(file.name, shared=True, size=max(total, _PAGE), dtype=torch.uint8)
-        except OSError as error:
-            raise ConfigError(
-                f"store='disk' needs {total:,} bytes in {Path(self._folder or tempfile.gettempdir())}: "
-                f"{error.strerror}. Set store_dir to a directory with room."
-            ) from error
-        self._room |= {name: [part] for name, part in zip(sizes, mapped[:total].split([*sizes.values()]), strict=True)}
-
-    @functools.cached_property
-    def _thread(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(1)
-
-    @functools.cached_property
-    def _stage(self) -> Tensor:
-        return torch.empty(_STAGED, dtype=torch.uint8, device="cpu", pin_memory=True)
-
-    def _copy(self, pairs: Iterable[tuple[Tensor, Tensor]], device: torch.device, *, outward: bool) -> Wait:
-        computing = torch.get_device_module(device).current_stream(device)
-        job = self._thread.submit(self._carry, list(pairs), self._stream(device, outward), computing.record_event())
-        return lambda: computing.wait_event(job.result())
-
-    def _carry(self, pairs: Iterable[tuple[Tensor, Tensor]], copying: Any, ready: Any) -> Any:
-        """Copies by way of `_stage` what exists once `ready` has happened; returns the event of its end."""
-        copying.wait_event(ready)
-        with torch.get_device_module(copying.device).stream(copying):
-            done = copying.record_event()
-            for into, source in pairs:
-                for target, part in zip(into.split(_STAGED), source.split(_STAGED), strict=True):
-                    stage = self._stage[: len(part)]
-                    for one, other in ((stage, part), (target, stage)):  # one of the two copies is the device's
-                        one.copy_(other, non_blocking=True)
-                        done = copying.record_event()
-                        done.synchronize()
-            return done
-
-
 def make_store(config: FusedConfig, records: Mapping[Tensor, ParamRecord]) -> GradientStore:
     """The store that `config` asks for. On a CPU `host` and `device` are the same memory, and nothing is copied."""
-    if config.store == "disk":
-        return Disk(config.store_dir, records, config.accumulation_dtype == "float32")
     on_cpu = all(record.param.device.type == "cpu" for record in records.values())
     return GradientStore() if config.store == "device" or on_cpu else Host()

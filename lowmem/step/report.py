@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 Statistics = dict[str, float | str]
 
-_FLAGS = 6  # of `Report.close`
+_FLAGS = 5  # of `Report.close`
 
 
 @dataclass(frozen=True)
@@ -141,16 +141,15 @@ class Report:
         if decision is None:
             records = clipping.records.values()
             decision = clipping.review([record for record in records if self._cycle.has_fired(record.name)])
-        share, by_nearest = self._changes.take(clipping.groups)
         scale = None if scaler.value is None else scaler.value.clone()
-        said = decision.names, decision.clip_coef, share, decision, scale, self._statistics()
+        said = decision.names, decision.clip_coef, self._changes.take(), decision, scale, self._statistics()
         nonfinite = decision.norms.isfinite().logical_not().sum()
         finite = nonfinite == 0
         self.nonfinite_gradients += nonfinite
         self.nonfinite_steps += ~finite
         yes = torch.ones_like(finite)
         loss_finite = None if loss is None else loss.isfinite().all()
-        flags = (decision.finite, policy.replayed(), loss_finite, scaler.at_minimum(), self.nonfinite_steps, by_nearest)
+        flags = (decision.finite, policy.replayed(), loss_finite, scaler.at_minimum(), self.nonfinite_steps)
         values = torch.stack([(yes if flag is None else flag.to(self._device)).float() for flag in flags])
         ended = Readback(torch.cat((values, decision.norms.isfinite().float(), decision.updated.float())))
         self.last, self._ended = LastStep(self._cycle.step, policy.name, policy.replay, *said, ended), True
@@ -198,7 +197,6 @@ class Report:
             self._count_nonfinite(self.last, loss_finite, at_minimum and self._clipping.scaler.dynamic)
             return self.last.skipped, replayed
         self.streak, self._searching = 0, False
-        self._changes.watch(values[5])
         if names := self.last.overflowed:
             logger.warning(
                 "step %d skipped %d parameter(s): the rule sums squares in float32, which those of the gradient of %s "

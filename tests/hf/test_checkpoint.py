@@ -23,7 +23,7 @@ RULES = {
     "8 bits in groups of 64": {"rule": "lion", "state_storage": "8bit_64", "rounding": "compensated8"},
     "no states": {"rule": "lomo"},
     "dynamic scale": {"clip_norm": 0.5, "loss_scale": lowmem.DynamicScale(init_scale=1024.0, growth_interval=2)},
-    "norms of a group": {"rule": "scaled_adam", "clipping_scale": 0.8, "clipping_update_period": 2, "store": "disk"},
+    "norms of a group": {"rule": "scaled_adam", "clipping_scale": 0.8, "clipping_update_period": 2, "store": "host"},
 }
 
 

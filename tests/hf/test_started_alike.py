@@ -26,13 +26,12 @@ DIFFERENCES = {  # what rank 1 has in place of what rank 0 has
     "version": ({"version": "5.0"}, f"the version of transformers is '{transformers.__version__}' on rank 0 and '5.0'"),
     "checkpoint": ({"checkpoint": "run/checkpoint-4"}, "the checkpoint is None on rank 0 and 'checkpoint-4' on rank 1"),
     "nothing": ({}, None),
-    "directories": ({"fused": {"store": "disk", "store_dir": "/tmp"}}, None),  # each node has its own
 }
 
 
 def started(rank, other, folder):
     if not rank:
-        other = {"fused": {**other["fused"], "store_dir": "/"}} if "store_dir" in other.get("fused", {}) else {}
+        other = {}
     arguments = {"output_dir": folder, "report_to": "none", "use_cpu": True, **other.get("arguments", {})}
     config = FusedConfig(**{"rule": "adamw", **other.get("fused", {})})
     samples, layers = [0] * other.get("samples", 40), LayersConfig(**other.get("layers", {}))

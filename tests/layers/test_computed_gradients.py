@@ -70,7 +70,6 @@ CHOICES = {
     "deferred": {"clip_norm": 0.5, "policy": "deferred"},
     "accumulated": {"micro_batches": 3, "clip_norm": 0.5},
     "clamped": {"clip_value": 1e-3, "loss_scale": 128.0},
-    "disk": {"store": "disk"},
 }
 
 

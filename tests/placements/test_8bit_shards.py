@@ -25,7 +25,6 @@ SETTINGS = {
     "lion": {**EIGHT_BITS, "rule": "lion", "lr": 1e-3, "state_storage": "8bit_64"},
     "stochastic": {**EIGHT_BITS, "rounding": "stochastic"},
     "deferred": {**EIGHT_BITS, "policy": "deferred", "store": "host"},
-    "on disk": {**EIGHT_BITS, "policy": "deferred", "store": "disk"},
     "not batched": {**EIGHT_BITS, "batching": False},
     "several rules": {
         **EIGHT_BITS,

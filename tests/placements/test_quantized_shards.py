@@ -27,7 +27,7 @@ SETTINGS = {
     "no states": ("int8", {"rule": "lomo", "lr": 0.1}),
     "clipped by value": ("int10", {**ADAMW, "clip_value": 1e-3}),
     "accumulated": ("int12", {**ADAMW, "policy": "deferred"}),
-    "on disk": ("int8", {"rule": "lion", "lr": 1e-3, "policy": "deferred", "store": "disk"}),
+    "deferred": ("int8", {"rule": "lion", "lr": 1e-3, "policy": "deferred"}),
     "checkpointed": ("int10", ADAMW),
 }
 

@@ -71,7 +71,7 @@ def test_complex128():
 
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])
 @pytest.mark.parametrize("micro_batches", [1, 3])
-@pytest.mark.parametrize("options", [{"policy": "two_pass"}, {"policy": "deferred"}, {"store": "disk"}], ids=str)
+@pytest.mark.parametrize("options", [{"policy": "two_pass"}, {"policy": "deferred"}], ids=str)
 def test_clipping_and_accumulation(options, micro_batches, norm_type):
     if micro_batches > 1 and options.get("policy") == "two_pass":
         options = {"policy": "auto"}

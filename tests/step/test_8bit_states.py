@@ -83,7 +83,6 @@ POLICIES = {
     "forward replay": {"policy": "two_pass", "replay": "forward"},
     "on the host": {"policy": "deferred", "store": "host"},
     "on the device": {"policy": "deferred", "store": "device"},
-    "on disk": {"policy": "deferred", "store": "disk"},
 }
 
 

@@ -1,6 +1,5 @@
-"""The share of weights that a step changes, and the warning where rounding to nearest keeps them as they are."""
+"""The share of weights that a step changes."""
 
-import logging
 import math
 
 import pytest
@@ -58,54 +57,6 @@ def test_elements_are_sampled_evenly_from_a_view():
         sampled = tensor[changes._where(tensor.shape)]
         assert sampled._base is tensor or sampled._base is tensor._base
         assert min(tensor.numel(), changes.ELEMENTS // 4) <= sampled.numel() <= changes.ELEMENTS * 2 ** len(shape)
-
-
-def run(net, opt, steps, schedule=lambda step: 1.0):
-    scheduler = torch.optim.lr_scheduler.LambdaLR(opt, schedule)
-    for step in range(steps):
-        opt.backward(net(torch.arange(40).roll(step)))
-        scheduler.step()
-
-
-def warnings(caplog):
-    return [r for r in caplog.records if r.name == "lowmem.step.changes" and r.levelno == logging.WARNING]
-
-
-@pytest.mark.parametrize("rule", ["adamw", torch.optim.AdamW])
-def test_a_run_that_hardly_moves_is_warned_about_once(rule, caplog):
-    net = Words()
-    run(net, lowmem.FusedOptimizer(net.named_parameters(), rule=rule, lr=1e-6, rounding="nearest"), 60)
-    (warning,) = warnings(caplog)
-    assert "rounding='stochastic'" in warning.getMessage()
-
-
-@pytest.mark.parametrize(
-    ("lr", "rounding", "dtype", "schedule"),
-    [
-        (1e-6, "stochastic", torch.bfloat16, lambda step: 1.0),
-        (1e-6, "nearest", torch.float32, lambda step: 1.0),
-        (1e-2, "nearest", torch.bfloat16, lambda step: 1.0),
-        (1e-6, "nearest", torch.bfloat16, lambda step: (step + 1) / 100),  # it warms up all the time
-        (1e-2, "nearest", torch.bfloat16, lambda step: 1.0 if step < 10 else 1e-4),  # decayed
-    ],
-)
-def test_others_are_not_warned_about(lr, rounding, dtype, schedule, caplog):
-    net = Words(dtype)
-    run(net, lowmem.FusedOptimizer(net.named_parameters(), rule="adamw", lr=lr, rounding=rounding), 40, schedule)
-    assert not warnings(caplog)
-
-
-def test_a_group_that_is_rounded_to_nearest_is_watched_among_others(caplog):
-    net = Words()
-    groups = [
-        {"params": [("hidden", net.hidden.weight)], "rounding": "nearest"},
-        {"params": [("head", net.head.weight)], "rounding": "stochastic"},
-    ]
-    net.requires_grad_(False)
-    net.hidden.weight.requires_grad_(True)
-    net.head.weight.requires_grad_(True)
-    run(net, lowmem.FusedOptimizer(groups, rule="adamw", lr=2e-5), 40)
-    assert len(warnings(caplog)) == 1
 
 
 def test_parameters_that_are_frozen_make_room_for_others():

@@ -1,10 +1,6 @@
 """The gradient store hands back what it was given, and sums of micro-batches are those of `.grad`."""
 
-import errno
-import itertools
-import os
 from contextlib import nullcontext
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,32 +8,27 @@ import torch
 from support.devices import seeded
 
 import lowmem
-from lowmem.errors import ConfigError
 from lowmem.options import FusedConfig
 from lowmem.rules import Lomo, ParamSpec, StateSpec, UpdateRule
 from lowmem.step import policies
-from lowmem.step.offload import Disk, GradientStore, Host, make_store, powers_of_two
+from lowmem.step.offload import GradientStore, Host, make_store, powers_of_two
 from lowmem.step.record import ParamRecord
 from lowmem.tiles.layout import Span, View
 
 # Host is made for a device that is not the host; here it copies from memory to memory, without streams.
-MAKE = {
-    "resident": lambda folder, records, in_float32: GradientStore(),
-    "host": lambda folder, records, in_float32: Host(),
-    "disk": lambda folder, records, in_float32: Disk(folder, records, in_float32),
-}
+MAKE = {"resident": GradientStore, "host": Host}
 KINDS = pytest.mark.parametrize("kind", MAKE)
 
 
 @pytest.fixture
-def stores(monkeypatch, tmp_path):
+def stores(monkeypatch):
     """A function: optimizers that are made from then on wait in a store of that kind. Returns the stores they made."""
 
     def use(kind):
         made = []
 
         def make(config, records):
-            made.append(MAKE[kind](tmp_path, records, config.accumulation_dtype == "float32"))
+            made.append(MAKE[kind]())
             return made[-1]
 
         monkeypatch.setattr(policies, "make_store", make)
@@ -73,14 +64,14 @@ GRADIENTS = {
 
 @KINDS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_what_is_kept_comes_back(kind, dtype, tmp_path):
+def test_what_is_kept_comes_back(kind, dtype):
     """Bit for bit, each lying as it lay, beside others of every size, step after step."""
     for step in range(3):
         torch.manual_seed(step)
         grads = [make_gradient().to(dtype) for make_gradient in GRADIENTS.values()]
         if step == 0:
             records = slots_of(*(torch.nn.Parameter(torch.empty_like(grad)) for grad in grads))
-            store = MAKE[kind](tmp_path, records, False)
+            store = MAKE[kind]()
         for record, grad in reversed(list(zip(records.values(), grads, strict=True))):
             store.keep(record, grad.clone())
         store.begin(0)
@@ -92,11 +83,11 @@ def test_what_is_kept_comes_back(kind, dtype, tmp_path):
 
 
 @KINDS
-def test_a_gradient_that_lies_otherwise_in_the_next_step(kind, tmp_path):
+def test_a_gradient_that_lies_otherwise_in_the_next_step(kind):
     """As after its parameter was made contiguous: rules see the gradient in the parameter's own layout."""
     records = slots_of(torch.nn.Parameter(torch.zeros(4, 6)))
     (record,) = records.values()
-    store = MAKE[kind](tmp_path, records, False)
+    store = MAKE[kind]()
     for grad in (torch.randn(6, 4).t(), torch.randn(4, 6), torch.randn(6, 4).t()):
         store.keep(record, grad.clone())
         ((_, found),) = store.drain([record])
@@ -104,10 +95,10 @@ def test_a_gradient_that_lies_otherwise_in_the_next_step(kind, tmp_path):
 
 
 @KINDS
-def test_what_was_handed_back_stays(kind, tmp_path):
+def test_what_was_handed_back_stays(kind):
     """What comes for one parameter while another is applied does not write over it."""
     records = slots_of(*(torch.nn.Parameter(torch.zeros(5)) for _ in range(3)))
-    store = MAKE[kind](tmp_path, records, False)
+    store = MAKE[kind]()
     for n, record in enumerate(records.values()):
         store.keep(record, torch.full((5,), float(n)))
     handed = []
@@ -295,38 +286,6 @@ def test_channels_last(kind, dtype, stores):
     assert opt.last_step.grad_norm.item() == pytest.approx(np.linalg.norm(want.double().cpu().numpy()), rel=1e-6)
 
 
-# -- on disk -----------------------------------------------------------------------------------------------------------
-
-
-def test_the_file_has_no_name(tmp_path):
-    """Nothing is left behind, however a run ends: the file is gone from its folder while it is in use."""
-    param = torch.nn.Parameter(torch.zeros(4))
-    opt = lowmem.FusedOptimizer([param], rule="lomo", lr=1.0, store="disk", store_dir=str(tmp_path))
-    with opt.accumulate():
-        opt.backward((param * 2).sum())
-    assert isinstance(opt._loop.policy._store, Disk)
-    assert list(tmp_path.iterdir()) == []
-    opt.backward((param * 3).sum())
-    assert (param == -5).all()
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.cpu_only("gradients of a GPU are copied out of the file")
-def test_gradients_are_in_the_file(tmp_path):
-    """And not in memory of our own; no two of them in one place."""
-    records = slots_of(*(torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES))
-    store = Disk(tmp_path, records, True)
-    for record in records.values():
-        store.keep(record, torch.ones_like(record.param))
-    kept = [store.get(record) for record in records.values()]
-    taken = sorted((grad.data_ptr(), grad.data_ptr() + grad.nbytes) for grad in kept)
-    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(taken))
-    maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
-    ranges = [[int(bound, 16) for bound in line.split()[0].split("-")] for line in maps]
-    assert all(any(low <= start and end <= high for low, high in ranges) for start, end in taken)
-    assert all(" rw-s " in line for line in maps)  # what is written goes to the file
-
-
 @KINDS
 def test_a_gradient_wider_than_its_parameter(kind, stores):
     """As torch allows by `grad_dtype`: it has room of its own, too."""
@@ -336,54 +295,6 @@ def test_a_gradient_wider_than_its_parameter(kind, stores):
     opt = lowmem.FusedOptimizer(params, rule=Witness(), policy="deferred", accumulation_dtype="gradient")
     opt.backward((params[1].float() * 3).sum() + (params[0].float() * 2).sum())
     assert [opt.state[param]["seen"].unique().tolist() for param in params] == [[2.0], [3.0]]
-
-
-@pytest.mark.parametrize(
-    ("dtype", "sums", "wide"), [("bfloat16", "float32", 4), ("bfloat16", "gradient", 2), ("float32", "gradient", 4)]
-)
-def test_how_much_room_it_takes(dtype, sums, wide, monkeypatch, tmp_path):
-    """What sums need, a page for each parameter at least; it is taken before anything is written to it."""
-    asked = []
-    allocate = os.posix_fallocate
-    monkeypatch.setattr(os, "posix_fallocate", lambda fd, at, size: (asked.append(size), allocate(fd, at, size)))
-    params = [torch.nn.Parameter(torch.zeros(shape, dtype=getattr(torch, dtype))) for shape in ((10_000,), (3,))]
-    options = {"store": "disk", "store_dir": str(tmp_path), "accumulation_dtype": sums}
-    opt = lowmem.FusedOptimizer(params, rule="lomo", **options)
-    opt.backward(sum(param.sum() for param in params))
-    assert asked == [-(-10_000 * wide // 4096) * 4096 + 4096]
-
-
-@pytest.mark.parametrize("folder", [None, "own"])
-def test_no_room(folder, monkeypatch, tmp_path):
-    """Says how much it needs, and where; nothing has moved, and with room the step goes on."""
-
-    def full(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    param = torch.nn.Parameter(torch.zeros(2000))
-    where = {} if folder is None else {"store_dir": str(tmp_path)}
-    opt = lowmem.FusedOptimizer([param], rule="lomo", lr=1.0, store="disk", **where)
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "posix_fallocate", full)
-        place = str(tmp_path) if folder else ""
-        with pytest.raises(ConfigError, match=rf"needs 8,192 bytes in .*{place}.*No space left.*Set store_dir"):
-            opt.backward(param.sum())
-    assert list(tmp_path.iterdir()) == []
-    assert (param == 0).all()
-    assert param.grad is None
-    opt.backward(param.sum())
-    assert (param == -1).all()
-    assert opt.named_state_dict()["step"] == 1
-
-
-def test_a_folder_that_is_gone(tmp_path):
-    folder = tmp_path / "gone"
-    folder.mkdir()
-    param = torch.nn.Parameter(torch.zeros(3))
-    opt = lowmem.FusedOptimizer([param], rule="lomo", store="disk", store_dir=str(folder))
-    folder.rmdir()
-    with pytest.raises(ConfigError, match="gone: No such file or directory"):
-        opt.backward(param.sum())
 
 
 # -- in pinned memory --------------------------------------------------------------------------------------------------
@@ -420,10 +331,10 @@ def test_room_is_made_once_for_sums():
 
 @pytest.mark.parametrize(
     ("kind", "on_cpu", "elsewhere"),
-    [("host", GradientStore, Host), ("device", GradientStore, GradientStore), ("disk", Disk, Disk)],
+    [("host", GradientStore, Host), ("device", GradientStore, GradientStore)],
 )
-def test_which_store_is_made(kind, on_cpu, elsewhere, tmp_path):
+def test_which_store_is_made(kind, on_cpu, elsewhere):
     """On a CPU host and device are one memory, and nothing is copied."""
-    config = FusedConfig(store=kind, store_dir=str(tmp_path) if kind == "disk" else None)
+    config = FusedConfig(store=kind)
     for device, made in (("cpu", on_cpu), ("meta", elsewhere)):
         assert type(make_store(config, slots_of(torch.nn.Parameter(torch.zeros(3, device=device))))) is made

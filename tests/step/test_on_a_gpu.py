@@ -49,9 +49,9 @@ SETTINGS = {
     "immediate": {},
     "two passes": {"policy": "two_pass", "clip_norm": 0.1},
     "host": {"policy": "deferred", "clip_norm": 0.1},
-    "disk": {"policy": "deferred", "store": "disk", "clip_norm": 0.1},
+    "device": {"policy": "deferred", "store": "device", "clip_norm": 0.1},
     "host, summed": {"policy": "deferred", "clip_norm": 0.1, "accumulate": 3},
-    "disk, summed": {"policy": "deferred", "store": "disk", "accumulate": 3},
+    "device, summed": {"policy": "deferred", "store": "device", "accumulate": 3},
     "overflow": {"loss_scale": "dynamic", "overflow": 2},
     "ScaledAdam": {"rule": "scaled_adam", "clipping_scale": 2.0},
 }

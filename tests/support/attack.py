@@ -106,7 +106,7 @@ class Settings:
     norm_type: float = one_of(2.0, 2.0, math.inf)
     clip_value: float | None = one_of(None, None, None, 0.01)
     loss_scale: Any = one_of(None, None, None, 1024.0, DYNAMIC)
-    store: str | None = one_of(None, "host", "device", "disk")
+    store: str | None = one_of(None, "host", "device")
     accumulation_dtype: str = one_of("float32", "gradient")
     rounding: str = one_of("nearest", "stochastic", "compensated")
     state_storage: str = one_of("float32", "float32", "bfloat16")

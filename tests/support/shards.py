@@ -19,7 +19,6 @@ POLICIES = {
     "two_pass": {"policy": "two_pass", "clip_norm": 0.5},
     "forward replay": {"replay": "forward", "clip_norm": 0.5},
     "deferred": {"policy": "deferred", "clip_norm": 0.5},
-    "on disk": {"policy": "deferred", "clip_norm": 0.5, "store": "disk"},
     "dynamic scale": {"clip_norm": 0.5, "loss_scale": "dynamic"},
     "largest element": {"clip_norm": 0.05, "norm_type": float("inf"), "clip_value": 0.1},
     "its own clipping": {"rule": "scaled_adam", "clipping_scale": 0.8, "clipping_update_period": 3},
