@@ -83,8 +83,11 @@ if SIMGPUS:
 
     def pytest_collection_modifyitems(items):
         for item in items:
-            for marker in item.iter_markers("cpu_only"):
-                item.add_marker(pytest.mark.skip(reason=f"on a CPU only: {marker.args[0]}"))
+            reasons = [marker.args[0] for marker in item.iter_markers("cpu_only")]
+            if "ranks_of" in item.fixturenames:
+                reasons.append("ranks are other processes, and the simulated GPU has no NCCL")
+            if reasons:
+                item.add_marker(pytest.mark.skip(reason=f"on a CPU only: {reasons[0]}"))
 
     @pytest.fixture(autouse=True)
     def on_the_simulated_gpu(request, monkeypatch):

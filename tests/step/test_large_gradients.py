@@ -206,6 +206,7 @@ def test_a_norm_beyond_float32(give_gradients):
 # -- compiled, sharded -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cpu_only("the simulated GPU has no compiler")
 @pytest.mark.skipif(not has_compiler("cpu"), reason="no C++ compiler")
 @pytest.mark.parametrize("rule", ["adamw", "adalomo"])
 def test_compiled(give_gradients, rule):
