@@ -240,7 +240,7 @@ def _tokenizer() -> PreTrainedTokenizerFast:
 
 
 class _Values(TorchDispatchMode):
-    """Values of fake tensors where code asks for them: an integer is 1, another number 1/2, an element of a mask True."""
+    """Values of fake tensors where code asks for them: integers are 1, other numbers 1/2, elements of a mask True."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         aten = torch.ops.aten
