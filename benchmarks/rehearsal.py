@@ -52,6 +52,7 @@ from scripts.make_model import make_model, train_tokenizer
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "internals" / "rehearsals.md"
+HEADINGS = ("rehearsal", "outcome", "losses differ by", "weights differ by", "peak, MiB", "planned", "seconds")
 MARKS = "<!-- rehearsals -->\n", "<!-- /rehearsals -->"
 SECONDS = 1800  # until a run counts as hanging
 
@@ -156,33 +157,34 @@ class Outcome:
     planned: int | None = None
     seconds: float = 0.0
 
+    def cells(self) -> list[str]:
+        """Its columns in a table."""
+        apart = ("0" if value == 0 else formatted(value, ".0e") for value in (self.losses, self.weights))
+        sizes = (formatted(size and size / 2**20, ",.0f") for size in (self.peak, self.planned))
+        failed = f"failed: {self.message}" if self.outcome == "failed" else self.outcome
+        return [failed, *apart, *sizes, f"{self.seconds:.0f}"]
+
 
 # -- which runs --------------------------------------------------------------------------------------------------------
 
 
 def combinations(every: bool = False) -> dict[str, Rehearsal]:
     """Rehearsals by name such that every pair of values of two axes occurs in one, or all of them."""
-    product = list(itertools.starmap(_of, itertools.product(*AXES.values())))
+    product = []
+    for values in itertools.product(*AXES.values()):
+        words = (axis[value] for axis, value in zip(AXES.values(), values, strict=True))
+        product.append(Rehearsal(tuple(itertools.chain.from_iterable(words)), values))
     chosen = product
     if not every:
         chosen = [next(one for one in product if pair <= set(one.values)) for pair in REFUSED]
         allowed = [one for one in product if not one.refused]
-        missing = set().union(*map(_pairs, allowed))
-        used = Counter[str]()
-
-        def gain(one: Rehearsal) -> tuple[int, int]:
-            return len(missing & _pairs(one)), -sum(used[value] for value in one.values)
-
+        missing, used = set().union(*map(_pairs, allowed)), Counter[str]()
         while missing:
-            chosen.append(best := max(allowed, key=gain))
+            gain = {one: (len(missing & _pairs(one)), -sum(used[value] for value in one.values)) for one in allowed}
+            chosen.append(best := max(allowed, key=lambda one: gain[one]))
             missing -= _pairs(best)
             used.update(best.values)
     return {", ".join(one.values): one for one in chosen}
-
-
-def _of(*values: str) -> Rehearsal:
-    words = (AXES[axis][value] for axis, value in zip(AXES, values, strict=True))
-    return Rehearsal(tuple(itertools.chain.from_iterable(words)), values)
 
 
 def _pairs(one: Rehearsal) -> set[tuple[str, ...]]:
@@ -206,7 +208,7 @@ def write_inputs(folder: Path, steps: int, models: Sequence[str] = tuple(MODELS)
     for name in models:
         make_model(folder / name, tokenizer, **LAYERS, **MODELS[name])
     tokens = tokenizer("".join(texts), add_special_tokens=False)["input_ids"]
-    for name, lengths in {"chats": chat_lengths(longest), "longest": [longest + 64] * 4}.items():
+    for name, lengths in {"chats": chat_lengths(longest), "longest": [longest + 64, longest - 8]}.items():
         for method in ("sft", "dpo"):
             data = folder / f"{name}.{method}.jsonl"
             lines = (chat(method, length, tokenizer, tokens[97 * n :]) for n, length in enumerate(lengths))
@@ -318,26 +320,12 @@ def memory(words: Sequence[str]) -> tuple[int, int]:
 
 def table(runs: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
     """A row for each rehearsal."""
-    return [[name, *_cells(Outcome(**run))] for name, run in runs.items()]
-
-
-HEADINGS = ("rehearsal", "outcome", "losses differ by", "weights differ by", "peak, MiB", "planned", "seconds")
-
-
-def _cells(run: Outcome) -> list[str]:
-    sizes = [None if size is None else size / 2**20 for size in (run.peak, run.planned)]
-    return [
-        run.outcome if run.outcome != "failed" else f"failed: {run.message}",
-        *(formatted(value, ".0e") for value in (run.losses, run.weights)),
-        *(formatted(size, ",.0f") for size in sizes),
-        formatted(run.seconds, ".0f"),
-    ]
+    return [[name, *Outcome(**run).cells()] for name, run in runs.items()]
 
 
 def write_page(runs: Mapping[str, Mapping[str, Any]], page: Path) -> None:
     """Writes the table of the documentation."""
-    lines = [HEADINGS, ["---"] * len(HEADINGS), *table(runs)]
-    rows = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    rows = "\n".join("| " + " | ".join(line) + " |" for line in [HEADINGS, ["---"] * len(HEADINGS), *table(runs)])
     before, after = re.split(f"(?s){MARKS[0]}.*{MARKS[1]}", page.read_text())
     write_file(page, f"{before}{MARKS[0]}{rows}\n{MARKS[1]}{after}".encode())
 
@@ -358,9 +346,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         for number, (name, rehearsal) in enumerate(chosen.items(), 1):
             outcome = rehearse(rehearsal, options.steps, Path(folder))
             runs[name] = asdict(outcome)
-            said = f"{number} of {len(chosen)}: {name}: {', '.join(_cells(outcome))}"
-            console.print(said, highlight=False, soft_wrap=True)
             reports.save(path, settings, runs=runs)
+            said = f"{number} of {len(chosen)}: {name}: {', '.join(outcome.cells())}"
+            console.print(said, highlight=False, soft_wrap=True)
     print(f"{headline('float32')}\n")
     print_table(HEADINGS, table(runs))
     if options.out.resolve() == RESULTS:

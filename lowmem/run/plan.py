@@ -240,12 +240,12 @@ def _tokenizer() -> PreTrainedTokenizerFast:
 
 
 class _Values(TorchDispatchMode):
-    """Values of fake tensors where code asks for them: every number is 1, and every element of a mask is True."""
+    """Values of fake tensors where code asks for them: integers are 1, other numbers 1/2, elements of a mask True."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         aten = torch.ops.aten
         if func is aten._local_scalar_dense.default:
-            return True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
+            return True if args[0].dtype == torch.bool else 0.5 if args[0].is_floating_point() else 1
         if func in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default):
             mask = args[1][0]
             if len(args[1]) == 1 and mask is not None and mask.dtype == torch.bool:

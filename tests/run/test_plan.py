@@ -65,6 +65,7 @@ IN_TEN_BITS = {"rule": "adalomo", "weight_format": "int10"}
         ("sft", None, 2, None),
         ("sft", EIGHT_BITS, 2, 5.125),
         ("sft", IN_TEN_BITS, 2, 1.25 + 2 / 64),
+        ("sft", {"rule": "torch.optim.NAdam"}, 2, None),  # which divides by one less a number of its state
         ("dpo", None, 1, None),
         ("dpo", None, 2, None),
     ],
