@@ -30,8 +30,7 @@ DIFFERENCES = {  # what rank 1 has in place of what rank 0 has
 
 
 def started(rank, other, folder):
-    if not rank:
-        other = {}
+    other = other if rank else {}
     arguments = {"output_dir": folder, "report_to": "none", "use_cpu": True, **other.get("arguments", {})}
     config = FusedConfig(**{"rule": "adamw", **other.get("fused", {})})
     samples, layers = [0] * other.get("samples", 40), LayersConfig(**other.get("layers", {}))
