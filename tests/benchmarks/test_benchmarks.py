@@ -227,8 +227,8 @@ def test_steps_of_long_sequences_take_turns(monkeypatch, tmp_path, capsys):
     arguments = ("--only", "time", "--rounds", "2", "--dtype", "float32", "--out", str(tmp_path))
     long_context.main(arguments)
     report = json.loads((tmp_path / "long_context_time.json").read_text())
-    assert [len(row) for row in report["results"].values()] == [2, 5]
-    assert turns[6:11] == turns[11:16] == turns[16:21] and len(set(turns[6:11])) == 5
+    assert [len(row) for row in report["results"].values()] == [2, 4]
+    assert turns[6:10] == turns[10:14] == turns[14:18] and len(set(turns[6:10])) == 4
     assert report["results"]["float32, 2048 tokens"]["defaults"]["ratios"] == [1, 1]
 
 
