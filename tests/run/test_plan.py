@@ -133,8 +133,8 @@ def test_options_of_layers_change_the_memory(write, device):
         one_input = 2 * 1024 * 64
         on_host = planned(path, "--activation_checkpointing_kwargs", '{"offload": true}')
         assert plain.peak - on_host.peak >= one_input
-        assert plain.host_peak < 128  # the numbers of the rule
-        assert on_host.host_peak == pytest.approx(2 * one_input, abs=128)
+        assert plain.host_peak <= 192  # the numbers of the rule, and what becomes of the step
+        assert on_host.host_peak == pytest.approx(2 * one_input, abs=192)
 
 
 def test_a_plan_of_preferences_has_a_reference_model(write):
