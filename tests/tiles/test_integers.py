@@ -277,6 +277,7 @@ def test_units_stay_from_update_to_update(name):
     assert (history[-2]["codes"] == history[-1]["codes"]).float().mean() > 0.9
 
 
+@pytest.mark.cpu_only("the simulated GPU has no compiler")
 @pytest.mark.parametrize(
     ("name", "compile"),
     [("integer8_64", False), ("integer10_64", False), ("integer12_64", False), ("integer8_64", True)],
