@@ -76,7 +76,7 @@ def assert_same(one, other):
 
 
 class Memory(MemTracker):
-    """Bytes of tensors on the default device while it is entered, those of `held` too; `above` is what does not stay."""
+    """Bytes on the default device while it is entered, of tensors in `held` too; `above` is what does not stay."""
 
     def __init__(self, *held):
         super().__init__()
