@@ -30,6 +30,7 @@ import hypothesis
 import pytest
 import torch
 from support import compiled
+from support.devices import seeded
 from support.ranks import Ranks
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -154,7 +155,7 @@ def token_batches():
     """A factory: `count` batches of random token ids as keyword arguments of a language model."""
 
     def make(count, size=(2, 16), vocab_size=97):
-        source = torch.Generator().manual_seed(1)
+        source = seeded(1)
         drawn = [torch.randint(vocab_size, size, generator=source) for _ in range(count)]
         return [{"input_ids": ids, "labels": ids} for ids in drawn]
 

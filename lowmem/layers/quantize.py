@@ -65,8 +65,8 @@ def _is_chosen(weight: Tensor, names: list[str], group: int, skipped: list[str])
         return False
     if shard.sharded:
         raise UnsupportedError(
-            f"{names[0]} is sharded already, and can only be held in codes before it is: call quantize_ before "
-            "fully_shard. Weights held in codes cannot be sharded by DeepSpeed ZeRO-3; use FSDP2"
+            f"{names[0]} is sharded already. Weights held in codes cannot be sharded by DeepSpeed ZeRO-3: use FSDP2, or "
+            "omit weight_format. Before fully_shard call quantize_"
         )
     if weight.numel() < SMALLEST_GROUPED or weight.dtype not in STORED_DTYPES:
         return False

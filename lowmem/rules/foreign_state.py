@@ -85,7 +85,7 @@ def unpack(form: Any, tensors: dict[str, Any] | None = None, package: str = "") 
         case list():
             return [unpack(item, tensors, package) for item in form]
         case {"values": values, "dtype": name}:
-            return torch.tensor(values, dtype=getattr(torch, name))
+            return torch.tensor(values, dtype=getattr(torch, name), device="cpu")
         case {"tensor": name}:
             return tensors.pop(name)
         case {"dtype": name}:

@@ -165,6 +165,7 @@ class Largest(TorchDispatchMode):
         return result
 
 
+@pytest.mark.cpu_only("it is about casts of a CPU")
 def test_a_cpu_casts_some_rows_of_a_block_at_a_time(monkeypatch):
     weight = torch.randn(300, 64).bfloat16().requires_grad_()
     hidden, labels = torch.randn(20, 64).bfloat16().requires_grad_(), torch.randint(300, (20,))

@@ -263,7 +263,7 @@ def test_autocast(checkpointing, token_batches):
     found, dtypes = [], set()
     model.model.layers[0].mlp.act_fn.register_forward_hook(lambda *args: dtypes.add(args[-1].dtype))
     for _ in range(2):
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(torch.get_default_device().type, torch.bfloat16):
             loss = model(**long).loss + model(**short).loss
         loss.backward()
         found.append(gradients(model))

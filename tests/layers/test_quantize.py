@@ -102,6 +102,7 @@ def test_the_policy_and_the_tile_do_not_change_a_bit(llama, token_batches, weigh
         assert_same(models[0], model)
 
 
+@pytest.mark.cpu_only("the simulated GPU has no compiler")
 @pytest.mark.skipif(not has_compiler("cpu"), reason="needs a C++ compiler")
 @pytest.mark.parametrize(
     ("weight_format", "rule"), [*itertools.product(["int8", "int10", "int12"], ["adalomo"]), ("int10", "lion")]
@@ -176,6 +177,7 @@ class Experts(nn.Module):
         return F.grouped_mm(x, self.up_proj.transpose(-2, -1), offs=ends)
 
 
+@pytest.mark.cpu_only("a GPU has larger tiles")
 @pytest.mark.parametrize(("weight_format", "most"), [("int8", 1.07), ("int10", 1.32), ("int12", 1.57)])
 @pytest.mark.parametrize("experts", [False, True])
 def test_bytes_in_a_real_step(experts, weight_format, most, monkeypatch):

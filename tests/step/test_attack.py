@@ -29,6 +29,7 @@ def test_loops_train_as_in_plain_pytorch(block):
     assert found.count("accepted") >= 0.7 * len(found)
 
 
+@pytest.mark.cpu_only("the simulated GPU has no compiler")
 @pytest.mark.skipif(not has_compiler("cpu"), reason="needs a C++ compiler")
 @pytest.mark.parametrize("seed", COMPILED)
 def test_compiled_loops_train_as_in_plain_pytorch(seed):

@@ -76,14 +76,14 @@ def assert_same(one, other):
 
 
 class Memory(MemTracker):
-    """Bytes of tensors on a CPU while it is entered, those of `held` too; `above` is what does not stay."""
+    """Bytes on the default device while it is entered, of tensors in `held` too; `above` is what does not stay."""
 
     def __init__(self, *held):
         super().__init__()
         self.track_external(*held)
 
     def total(self, when):
-        return self.get_tracker_snapshot(when)[torch.device("cpu")]["Total"]
+        return self.get_tracker_snapshot(when)[torch.empty(0).device]["Total"]
 
     @property
     def most(self):

@@ -44,7 +44,7 @@ from lowmem.step import compiled
 compiled.COMPILE_FROM = 0
 
 def trained(compile):
-    source = seeded(0)
+    source = torch.Generator().manual_seed(0)
     shapes = (8,), (256, 96), (8,), (300, 128)
     params = [torch.nn.Parameter(torch.randn(shape, generator=source)) for shape in shapes]
     opt = lowmem.FusedOptimizer(params, rule=sys.argv[1], lr=1e-2, compile=compile)

@@ -205,7 +205,7 @@ def test_a_compiled_model_computes_the_same(recwarn):
 def test_it_is_moved_copied_and_saved_as_it_is(tmp_path):
     model = lowmem.quantize_(nn.Sequential(nn.Linear(128, 96), nn.Linear(96, 64)).bfloat16(), "int12", group=32)
     weight = model[0].weight
-    assert model.to("cpu")[0].weight is weight
+    assert model.to(weight.device)[0].weight is weight
     buffer = io.BytesIO()
     torch.save(model.state_dict(), buffer)
     buffer.seek(0)
@@ -220,7 +220,7 @@ def test_it_is_moved_copied_and_saved_as_it_is(tmp_path):
 def test_to_a_device_keeps_the_hooks_of_the_optimizer():
     model = lowmem.quantize_(nn.Linear(128, 96, bias=False).bfloat16(), "int8")
     opt = lowmem.FusedOptimizer(model.named_parameters(), lr=1e-2)
-    model.to("cpu")
+    model.to(model.weight.device)
     before = model.weight.parts[0].clone()
     opt.backward(model(torch.ones(2, 128).bfloat16()).float().square().sum())
     assert model.weight.grad is None
