@@ -123,8 +123,8 @@ def test_adamw_in_8_bits_is_weights_states_and_one_gradient(rounding, each, mode
     small = sum(param.numel() for param in net.parameters() if param.ndim == 1)  # their moments are float32
     count = sum(param.numel() for param in net.parameters()) - small
     assert held == pytest.approx(each * count + (each - 2.125 + 8) * small, rel=1e-5)  # and a count for each parameter
-    del extra, tensors
-    with Memory(net, opt) as memory:
+    del tensors
+    with Memory(net, opt, *extra) as memory:
         step(batch)
     assert held <= memory.total("current") <= held + 1 * MIB
     assert memory.most <= held + max(sizes(net)) + 8 * MIB

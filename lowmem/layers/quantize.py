@@ -65,8 +65,8 @@ def _is_chosen(weight: Tensor, names: list[str], group: int, skipped: list[str])
         return False
     if shard.sharded:
         raise UnsupportedError(
-            f"{names[0]} is sharded already. Weights held in codes cannot be sharded by DeepSpeed ZeRO-3: use FSDP2, or "
-            "omit weight_format. Before fully_shard call quantize_"
+            f"{names[0]} is sharded already; call quantize_ before fully_shard. DeepSpeed ZeRO-3 cannot shard weights "
+            "held in codes: use FSDP2, or omit weight_format"
         )
     if weight.numel() < SMALLEST_GROUPED or weight.dtype not in STORED_DTYPES:
         return False

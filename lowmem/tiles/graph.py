@@ -6,11 +6,13 @@ keeps what it compiled on disk, as it does for `torch.compile`.
 """
 
 import functools
+import hashlib
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -53,16 +55,8 @@ class Compiler:
         """Notes a failure."""
         if cls.failure is None:
             cls.failure = f"{type(error).__name__}: {error}"
-            slow = (
-                ", of which a GPU launches tens of kernels per pass and 4M elements"
-                if torch.cuda.is_available()
-                else ""
-            )
-            logger.warning(
-                "updates run operation by operation from here on%s, because compiling one has failed: %s",
-                slow,
-                cls.failure,
-            )
+            launches = ", which launches tens of kernels per pass and 4M elements" if torch.cuda.is_available() else ""
+            logger.warning("updates are not compiled from here on%s, because it has failed: %s", launches, cls.failure)
 
 
 @functools.cache
@@ -106,7 +100,7 @@ def trace(fn: Function, args: Sequence[Tensor | Size]) -> fx.GraphModule:
     log.setLevel(logging.CRITICAL)  # what cannot be traced is not an error: the caller has another way
     try:
         with torch.no_grad():
-            traced = make_fx(fn, tracing_mode="symbolic")(*args)
+            traced = make_fx(fn, decomposition_table=fused_operations(), tracing_mode="symbolic")(*args)
     finally:
         log.setLevel(level)
     return fx.GraphModule(torch.nn.Module(), traced.graph)  # without its `shape_env`, for which there is no cache key
@@ -118,13 +112,19 @@ def compiled(graph: fx.GraphModule, sizes: Sizes, args: Sequence[Tensor | Size])
 
     on_cpu = all(arg.device.type == "cpu" for arg in args if isinstance(arg, Tensor))
     patches = OPTIONS if on_cpu else GPU_OPTIONS
-    with _LOCK, _vector_code(), torch._guards.tracing(torch._guards.TracingContext(sizes.mode)), torch.no_grad():
-        return compile_fx(graph, list(args), config_patches=patches, decompositions=decompositions())  # type: ignore[return-value]
+    tag = torch.compiler.config.patch(cache_key_tag=f"{torch.compiler.config.cache_key_tag} {_version()}")
+    with _LOCK, tag, _vector_code(), torch._guards.tracing(torch._guards.TracingContext(sizes.mode)), torch.no_grad():
+        return compile_fx(graph, list(args), config_patches=patches)  # type: ignore[return-value]
 
 
-def decompositions() -> dict[Any, Function]:
-    """Inductor's, but multiply-adds that eager kernels fuse (`addcmul`, `lerp`) are fused in compiled code, too."""
-    from torch._inductor.decomposition import select_decomp_table
+@functools.cache
+def _version() -> str:
+    """Of this file: the key of Inductor's cache does not have what `_vector_code` changes."""
+    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+
+
+def fused_operations() -> dict[Any, Function]:
+    """`addcmul` and `lerp` with the multiply-add fused, as it is in their eager kernels, which Inductor would not do."""
     from torch._inductor.inductor_prims import fma
 
     def addcmul(value: Tensor, one: Tensor, other: Tensor, **scale: Any) -> Any:
@@ -135,7 +135,7 @@ def decompositions() -> dict[Any, Function]:
         return fma(torch.where(near, weight, weight - 1), end - start, torch.where(near, start, end))
 
     aten = torch.ops.aten
-    return {**select_decomp_table(), aten.addcmul.default: addcmul, aten.lerp.Tensor: lerp}
+    return {aten.addcmul.default: addcmul, aten.lerp.Tensor: lerp}
 
 
 @contextmanager

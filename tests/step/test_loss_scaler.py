@@ -10,6 +10,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from support import compiled
 from support.devices import seeded
 from support.nets import weights
 from torch.nn import functional
@@ -297,7 +298,8 @@ def losses(net, step, accumulation, autocast):
 def optimizer_of(rule, params):
     if rule == "lomo":
         return torch.optim.SGD(params, lr=0.05)
-    return torch.optim.AdamW(params, lr=0.05, weight_decay=0.01, foreach=False)
+    kernel = {"fused": True} if compiled.FORCED else {"foreach": False}  # whose arithmetic it is, to the last bit
+    return torch.optim.AdamW(params, lr=0.05, weight_decay=0.01, **kernel)
 
 
 def fused_on(net, rule, **options):

@@ -224,6 +224,22 @@ def test_compiled_updates_round_as_the_kernels_of_torch(fresh, rule):
     assert torch.equal(stepped(ours), stepped(theirs))
 
 
+def test_the_code_of_another_version_is_not_taken(fresh, monkeypatch, tmp_path):
+    """From Inductor's cache, whose key does not have what this package changes."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+    def hits():
+        before = counters["inductor"]["fxgraph_cache_hit"]
+        compiled._TRACED.clear()
+        opt = lowmem.FusedOptimizer(parameters()[1:2], rule="lomo", lr=1e-2, compile=True, batching=False)
+        opt.backward(gradients(opt.param_groups[0]["params"], 1))
+        return counters["inductor"]["fxgraph_cache_hit"] - before
+
+    assert (hits(), hits()) == (0, 1)
+    monkeypatch.setattr(graph, "_version", lambda: "another")
+    assert (hits(), hits()) == (0, 1)
+
+
 def test_cuda_graphs_are_not_taken(fresh):
     """Whatever the environment asks of other code: they would copy each gradient."""
     skipped = counters["inductor"]["cudagraph_skips"]
