@@ -43,8 +43,7 @@ class Changes:
         """Samples a weight, or a stack of them, whose update begins; None if it is not one of the sampled ones."""
         if not self._sampled:
             trained = [record for record in self._records.values() if record.trained]
-            dense = [record for record in trained if not record.computes] or trained
-            self._sampled.update(dense[:: -(-len(dense) // PARAMETERS)])
+            self._sampled.update(trained[:: -(-len(trained) // PARAMETERS)])
         if self._sampled.isdisjoint(records) or not isinstance(grad, Tensor):
             return None
         where = _where(weight.parts[0].shape, weight.storage.in_codes)

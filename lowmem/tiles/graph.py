@@ -100,7 +100,7 @@ def trace(fn: Function, args: Sequence[Tensor | Size]) -> fx.GraphModule:
     log.setLevel(logging.CRITICAL)  # what cannot be traced is not an error: the caller has another way
     try:
         with torch.no_grad():
-            traced = make_fx(fn, decomposition_table=fused_operations(), tracing_mode="symbolic")(*args)
+            traced = make_fx(fn, tracing_mode="symbolic")(*args)
     finally:
         log.setLevel(level)
     return fx.GraphModule(torch.nn.Module(), traced.graph)  # without its `shape_env`, for which there is no cache key
@@ -112,19 +112,26 @@ def compiled(graph: fx.GraphModule, sizes: Sizes, args: Sequence[Tensor | Size])
 
     on_cpu = all(arg.device.type == "cpu" for arg in args if isinstance(arg, Tensor))
     patches = OPTIONS if on_cpu else GPU_OPTIONS
-    tag = torch.compiler.config.patch(cache_key_tag=f"{torch.compiler.config.cache_key_tag} {_version()}")
-    with _LOCK, tag, _vector_code(), torch._guards.tracing(torch._guards.TracingContext(sizes.mode)), torch.no_grad():
+    tracing = torch._guards.tracing(torch._guards.TracingContext(sizes.mode))
+    with _LOCK, _own_keys(), _fused_operations(), _vector_code(), tracing, torch.no_grad():
         return compile_fx(graph, list(args), config_patches=patches)  # type: ignore[return-value]
 
 
 @functools.cache
 def _version() -> str:
-    """Of this file: the key of Inductor's cache does not have what `_vector_code` changes."""
     return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
 
-def fused_operations() -> dict[Any, Function]:
-    """`addcmul` and `lerp` with the multiply-add fused, as it is in their eager kernels, which Inductor would not do."""
+def _own_keys() -> Any:
+    """Inductor's cache on disk gives no code that was compiled without the changes below, or with earlier ones."""
+    config = torch.compiler.config
+    return config.patch(cache_key_tag=f"{config.cache_key_tag} {_version()}")  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _fused_operations() -> Iterator[None]:
+    """Inductor fuses the multiply-add of `addcmul` and `lerp`, as their eager kernels do, and no others."""
+    from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.inductor_prims import fma
 
     def addcmul(value: Tensor, one: Tensor, other: Tensor, **scale: Any) -> Any:
@@ -135,7 +142,8 @@ def fused_operations() -> dict[Any, Function]:
         return fma(torch.where(near, weight, weight - 1), end - start, torch.where(near, start, end))
 
     aten = torch.ops.aten
-    return {aten.addcmul.default: addcmul, aten.lerp.Tensor: lerp}
+    with patch.dict(select_decomp_table(), {aten.addcmul.default: addcmul, aten.lerp.Tensor: lerp}):
+        yield
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lowmem
-from lowmem.step import changes
+from lowmem.step import changes, updates
 
 
 class Words(nn.Module):
@@ -34,7 +34,9 @@ def counted(net, before, grads):
 
 @pytest.mark.parametrize("policy", ["immediate", "two_pass", "deferred"])
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic", "compensated"])
-def test_the_share_is_that_of_all_elements_with_a_gradient(policy, rounding):
+@pytest.mark.parametrize("small", [updates.SMALL, 0])
+def test_the_share_is_that_of_all_elements_with_a_gradient(monkeypatch, policy, rounding, small):
+    monkeypatch.setattr(updates, "SMALL", small)
     net = Words()
     opt = lowmem.FusedOptimizer(
         net.named_parameters(), rule="adalomo", lr=3e-3, rounding=rounding, policy=policy, compile=False

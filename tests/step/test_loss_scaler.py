@@ -10,7 +10,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from support import compiled
+from support.compiled import equal
 from support.devices import seeded
 from support.nets import weights
 from torch.nn import functional
@@ -298,8 +298,7 @@ def losses(net, step, accumulation, autocast):
 def optimizer_of(rule, params):
     if rule == "lomo":
         return torch.optim.SGD(params, lr=0.05)
-    kernel = {"fused": True} if compiled.FORCED else {"foreach": False}  # whose arithmetic it is, to the last bit
-    return torch.optim.AdamW(params, lr=0.05, weight_decay=0.01, **kernel)
+    return torch.optim.AdamW(params, lr=0.05, weight_decay=0.01, foreach=False)
 
 
 def fused_on(net, rule, **options):
@@ -368,7 +367,7 @@ def test_whole_steps_are_left_out_as_by_grad_scaler(rule, kind, policy, accumula
         theirs.step(step, accumulation)
         train_fused_step(opt, net, step, accumulation, autocast)
         assert opt.loss_scale == theirs.scaler.get_scale()
-        assert all(map(torch.equal, weights(net), weights(ordinary)))
+        assert all(map(equal, weights(net), weights(ordinary)))
         assert opt.last_step.skipped == (step in OVERFLOWS)
         assert all(map(torch.equal, weights(net), before)) == (step in OVERFLOWS)
         left_out += step in OVERFLOWS

@@ -129,6 +129,7 @@ class Tied(torch.nn.Module):
         return self.shared(checkpoint(self.shared, x, use_reentrant=reentrant)).sum()
 
 
+@pytest.mark.by_tiles("small parameters wait in a stack, and none that is compiled does")
 def test_reentrant_checkpointing_of_a_tied_weight():
     tied = Tied()
     opt = lowmem.FusedOptimizer(tied.named_parameters())
@@ -272,6 +273,7 @@ def test_the_report_after_a_torn_step_is_of_its_own_gradients(net, opt):
     assert opt.last_step.grad_norm.item() == 4.0
 
 
+@pytest.mark.by_tiles("small parameters wait in a stack, and none that is compiled does")
 @pytest.mark.parametrize("plain", [False, True])
 def test_backward_that_dies_while_small_parameters_wait_tears_nothing(net, plain):
     """What waits for its like has not moved yet, and is forgotten."""

@@ -64,6 +64,7 @@ def assert_same_bits(one, other):
     assert not different
 
 
+@pytest.mark.by_tiles("updates that are compiled are in no stack")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("rule", "options"), CASES)
 def test_a_stack_is_its_members(rule, options, dtype):
@@ -73,6 +74,7 @@ def test_a_stack_is_its_members(rule, options, dtype):
     assert_same_bits(stacked_states, states)
 
 
+@pytest.mark.by_tiles("updates that are compiled are in no stack")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic", "compensated", "compensated8", "master"])
 @pytest.mark.parametrize(("rule", "options"), CASES)
@@ -103,6 +105,7 @@ def quadratic(params):
     return sum((param.float() ** 2).sum() for param in params)
 
 
+@pytest.mark.by_tiles("updates that are compiled are in no stack")
 def test_what_is_stacked(stacks):
     """Like with like: shape, dtype, group. Large parameters go at once, and everything if it is switched off."""
     small, large = [torch.nn.Parameter(torch.ones(8, 8)) for _ in range(6)], torch.nn.Parameter(torch.ones(256, 256))
@@ -118,6 +121,7 @@ def test_what_is_stacked(stacks):
     assert stacks == [(1, 64)] * 6
 
 
+@pytest.mark.by_tiles("updates that are compiled are in no stack")
 def test_a_full_stack_does_not_wait(stacks, monkeypatch):
     monkeypatch.setattr(updates, "STACK", 64 * 4)
     params = [torch.nn.Parameter(torch.ones(8, 8)) for _ in range(10)]
@@ -125,6 +129,7 @@ def test_a_full_stack_does_not_wait(stacks, monkeypatch):
     assert stacks == [(4, 64), (4, 64), (2, 64)]
 
 
+@pytest.mark.by_tiles("updates that are compiled are in no stack")
 @pytest.mark.parametrize(
     ("rule", "options", "sizes"), [("lans", {"aggregate_num": 3}, [3, 3, 1]), (torch.optim.SGD, {}, [1] * 7)]
 )
@@ -135,6 +140,7 @@ def test_how_many_a_rule_takes(stacks, rule, options, sizes):
 
 
 @pytest.mark.filterwarnings("ignore:Expected a tensor")
+@pytest.mark.by_tiles("updates that are compiled are in no stack")
 def test_memory_of_what_waits():
     """800 vectors of 4,096 are 12.5 MiB; no more than a full stack of their gradients and its copies live at a time."""
     params = [torch.nn.Parameter(torch.randn(4096)) for _ in range(800)]

@@ -82,7 +82,7 @@ def install(devices: int = 1) -> None:
     if "torch" in sys.modules:
         raise RuntimeError("install the simulated GPU before torch is imported")
     library = ctypes.CDLL(str(build()), mode=ctypes.RTLD_GLOBAL)
-    for name in ("launches", "memory", "allocated", "peak", "reserved", "allocations", "generator_bytes"):
+    for name in ("launches", "memory", "allocated", "peak", "reserved", "allocations", "pinned", "generator_bytes"):
         getattr(library, f"sim_{name}").restype = ctypes.c_int64
     library.sim_generator_seed.restype = ctypes.c_uint64
     library.sim_set_devices(devices)

@@ -225,6 +225,10 @@ def memory_stats(device=None):
     )
 
 
+def host_memory_stats():
+    return OrderedDict({"allocated_bytes.current": simgpu.library.sim_pinned()})
+
+
 def reset_peak_memory_stats(device=None):
     simgpu.library.sim_reset_peak(index_of(device))
 
@@ -334,7 +338,7 @@ NAMES = {
     torch.cuda.memory: [
         "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "memory_stats",
         "reset_peak_memory_stats", "reset_max_memory_allocated", "reset_accumulated_memory_stats", "mem_get_info",
-        "empty_cache",
+        "host_memory_stats", "empty_cache",
     ],
     torch.cuda.random: [
         "manual_seed", "manual_seed_all", "seed", "seed_all", "initial_seed", "get_rng_state", "set_rng_state",

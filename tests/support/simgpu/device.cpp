@@ -16,6 +16,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <bit>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
@@ -342,6 +343,13 @@ bool is_pinned(const void* address) {
   if (found == pinned.begin()) return false;
   --found;
   return (char*)address < found->first + found->second;
+}
+
+int64_t pinned_bytes() {  // in blocks of powers of two, as a GPU's allocator has them
+  Locked guard(lock);
+  int64_t bytes = 0;
+  for (auto& block : pinned) bytes += std::bit_ceil(block.second);
+  return bytes;
 }
 
 void unpin(void* start) {
@@ -1142,6 +1150,7 @@ int64_t sim_allocated(int device) { return at::figures[device].allocated; }
 int64_t sim_peak(int device) { return at::figures[device].peak; }
 int64_t sim_reserved(int device) { return at::figures[device].reserved; }
 int64_t sim_allocations(int device) { return at::figures[device].allocations; }
+int64_t sim_pinned() { return at::pinned_bytes(); }
 void sim_reset_peak(int device) { at::figures[device].peak = at::figures[device].allocated; }
 
 int64_t sim_generator_bytes(int device) { return at::cpu_generator(at::default_generator(device)).get_state().numel(); }
