@@ -113,6 +113,7 @@ def above_what_stays(rank, kind, depth, rule):
     return memory.above
 
 
+@pytest.mark.by_tiles("vectors are updated in stacks, of which none is compiled")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("rule", ["adalomo", "adamw"])
 @pytest.mark.parametrize("kind", SHARDS)
