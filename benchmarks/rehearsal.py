@@ -246,12 +246,16 @@ def chat(method: str, length: int, tokenizer: Any, tokens: Sequence[int]) -> dic
 # -- one rehearsal -----------------------------------------------------------------------------------------------------
 
 
-def rehearse(rehearsal: Rehearsal, steps: int, folder: Path) -> Outcome:
-    """Trains compiled, resumed and by tiles, and compares them; `folder` has the inputs and a cache of code."""
+def rehearse(rehearsal: Rehearsal, steps: int, folder: Path, peak: bool = True) -> Outcome:
+    """Trains compiled, resumed and by tiles, and compares them; `folder` has the inputs and a cache of code.
+
+    Args:
+        peak: also measures the memory of a step and compares it with the plan, on one process.
+    """
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(dir=folder) as where:
         try:
-            outcome = _rehearse(rehearsal, steps, folder, Path(where))
+            outcome = _rehearse(rehearsal, steps, folder, Path(where), peak)
         except MeasurementError as error:
             expected = rehearsal.refused and str(error).startswith("error: ") and "unexpected" not in str(error)
             refused = expected and not Path(where, "run", "metrics.jsonl").exists()
@@ -260,7 +264,7 @@ def rehearse(rehearsal: Rehearsal, steps: int, folder: Path) -> Outcome:
     return outcome
 
 
-def _rehearse(rehearsal: Rehearsal, steps: int, folder: Path, where: Path) -> Outcome:
+def _rehearse(rehearsal: Rehearsal, steps: int, folder: Path, where: Path, peak: bool) -> Outcome:
     method, *words = (word.format(folder=folder) for word in rehearsal.words)
     environment = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")}
     threads = max(1, torch.get_num_threads() // max(1, rehearsal.ranks))
@@ -290,7 +294,7 @@ def _rehearse(rehearsal: Rehearsal, steps: int, folder: Path, where: Path) -> Ou
     outcome = Outcome("passed", losses=loss, weights=apart)
     if not (loss <= LOSSES_APART[dtype] and apart <= WEIGHTS_APART[dtype]):  # or NaN
         outcome.outcome, outcome.message = "failed", "it differs from the run by tiles"
-    if not rehearsal.ranks:
+    if peak and not rehearsal.ranks:
         once = ["--max_steps=1", "--save_strategy=no", f"--output_dir={where / 'longest'}"]
         long = [method, f"--config={folder}/longest.{method}.yaml", *words, *once]
         outcome.peak, outcome.planned = alone(memory, long, folder=folder / "cache")

@@ -288,7 +288,10 @@ def sharded_before(rank, kind):
 def test_a_sharded_model_is_not_quantized(two, kind):
     for message in two.run(sharded_before, kind):
         assert message.startswith("embed.weight is sharded already")
-        assert "before fully_shard" in message and "DeepSpeed ZeRO-3 cannot shard weights held in codes: use FSDP2" in message
+        assert (
+            "before fully_shard" in message
+            and "DeepSpeed ZeRO-3 cannot shard weights held in codes: use FSDP2" in message
+        )
 
 
 def sharded_after(rank):
