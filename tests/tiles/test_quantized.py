@@ -5,6 +5,7 @@ import io
 
 import pytest
 import torch
+from support.devices import seeded
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -181,7 +182,7 @@ def test_a_weight_that_changed_after_the_forward_is_noticed():
 )
 def test_a_backward_to_chosen_inputs_computes_a_checkpointed_forward_again(backward):
     held, weight = pair()
-    inputs = torch.randn(4, 128, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
+    inputs = torch.randn(4, 128, generator=seeded(1)).bfloat16().requires_grad_()
     for param in (held, weight):
         backward(checkpoint(lambda x, w=param: F.linear(x, w).sin(), inputs, use_reentrant=False).sum(), [param])
     assert torch.equal(held.grad, weight.grad)
