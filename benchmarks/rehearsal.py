@@ -52,7 +52,7 @@ from scripts.make_model import make_model, train_tokenizer
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "internals" / "rehearsals.md"
-HEADINGS = ("rehearsal", "outcome", "losses differ by", "weights differ by", "peak, MiB", "planned", "seconds")
+HEADINGS = ("rehearsal", "outcome", "steps", "losses differ by", "weights differ by", "peak, MiB", "planned", "seconds")
 MARKS = "<!-- rehearsals -->\n", "<!-- /rehearsals -->"
 SECONDS = 1800  # until a run counts as hanging
 
@@ -144,13 +144,14 @@ class Rehearsal:
 class Outcome:
     """A rehearsal's figures.
 
-    outcome: passed, refused or failed.  message: of the one that is refused or has failed.  losses: largest difference
+    outcome: passed, refused or failed.  message: of the one that is refused or has failed.  steps: of a run.  losses: largest difference
     to the run by tiles, relative.  weights: largest difference of a tensor, relative to how far the run has moved it.
     peak, planned: bytes of a step of the longest chats.
     """
 
     outcome: str
     message: str = ""
+    steps: int = 0
     losses: float | None = None
     weights: float | None = None
     peak: int | None = None
@@ -162,7 +163,7 @@ class Outcome:
         apart = ("0" if value == 0 else formatted(value, ".0e") for value in (self.losses, self.weights))
         sizes = (formatted(size and size / 2**20, ",.0f") for size in (self.peak, self.planned))
         failed = f"failed: {self.message}" if self.outcome == "failed" else self.outcome
-        return [failed, *apart, *sizes, f"{self.seconds:.0f}"]
+        return [failed, str(self.steps), *apart, *sizes, f"{self.seconds:.0f}"]
 
 
 # -- which runs --------------------------------------------------------------------------------------------------------
@@ -260,7 +261,7 @@ def rehearse(rehearsal: Rehearsal, steps: int, folder: Path, peak: bool = True) 
             expected = rehearsal.refused and str(error).startswith("error: ") and "unexpected" not in str(error)
             refused = expected and not Path(where, "run", "metrics.jsonl").exists()
             outcome = Outcome("refused" if refused else "failed", str(error).removeprefix("error: "))
-    outcome.seconds = time.monotonic() - begin
+    outcome.steps, outcome.seconds = steps, time.monotonic() - begin
     return outcome
 
 
@@ -342,7 +343,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     usual = {name: Rehearsal((*_USUAL, *words)) for name, words in USUAL.items()}
     chosen = select(usual | combinations(options.all), options.only)
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
-    path, settings = options.out / "rehearsal.json", {"steps": options.steps, "chats": CHATS}
+    path, settings = options.out / "rehearsal.json", {"chats": CHATS}
     runs = json.loads(path.read_text())["runs"] if options.only and path.exists() else {}
     console = Console(stderr=True)
     with reports.output(options.out, "rehearsal"), tempfile.TemporaryDirectory(prefix="lowmem-bench-") as folder:
