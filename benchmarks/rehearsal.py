@@ -144,9 +144,9 @@ class Rehearsal:
 class Outcome:
     """A rehearsal's figures.
 
-    outcome: passed, refused or failed.  message: of the one that is refused or has failed.  steps: of a run.  losses: largest difference
-    to the run by tiles, relative.  weights: largest difference of a tensor, relative to how far the run has moved it.
-    peak, planned: bytes of a step of the longest chats.
+    outcome: passed, refused or failed.  message: of the one that is refused or has failed.  steps: of each of its runs.
+    losses: largest difference to the run by tiles, relative.  weights: largest difference of a tensor, relative to how
+    far the run has moved it.  peak, planned: bytes of a step of the longest chats.
     """
 
     outcome: str

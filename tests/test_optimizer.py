@@ -526,3 +526,12 @@ def test_float64():
     (theirs**3).sum().backward()
     plain.step()
     assert torch.equal(ours, theirs)
+
+
+class OnMps(torch.nn.Parameter):
+    device = torch.device("mps")
+
+
+def test_a_device_without_float64_is_refused():
+    with pytest.raises(UnsupportedError, match="'weight' is on 'mps', which has no float64"):
+        lowmem.FusedOptimizer([("weight", OnMps(torch.ones(3)))], rule="lomo")

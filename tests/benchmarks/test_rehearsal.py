@@ -145,4 +145,4 @@ def test_results_are_written_and_a_page_with_them(monkeypatch, tmp_path):
     rehearsal.main(["--steps", "4", "--only", second, "--out", str(tmp_path)])
     runs = json.loads((tmp_path / "rehearsal.json").read_text())["runs"]
     assert {name: run["losses"] for name, run in runs.items()} == {first: 0.2, second: 0.4}
-    assert f"| {second} | passed | 4e-01 |" in page.read_text() and page.read_text().endswith("-->\nafter\n")
+    assert f"| {second} | passed | 0 | 4e-01 |" in page.read_text() and page.read_text().endswith("-->\nafter\n")

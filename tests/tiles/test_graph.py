@@ -84,6 +84,15 @@ def test_a_broken_compiler(tmp_path, broken):
     assert reason in warning and reason in refusal
 
 
+@pytest.mark.parametrize("gpu", [False, True])
+def test_a_failure_says_what_it_costs_on_a_gpu(fresh, monkeypatch, caplog, gpu):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    for message in ("first", "second"):
+        Compiler.give_up(ValueError(message))
+    (said,) = caplog.messages
+    assert "ValueError: first" in said and ("launches tens of kernels" in said) == gpu
+
+
 @pytest.fixture
 def fresh(monkeypatch):
     """Nothing is compiled yet, and nothing has failed."""
