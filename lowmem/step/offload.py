@@ -53,6 +53,9 @@ class GradientStore:
         self._latest = ""
         self._least = 0
 
+    def __del__(self) -> None:
+        self._wait()  # whoever gets the memory may not write while a copy reads it
+
     def _pieces(self, name: str, grad: Tensor) -> Sequence[Tensor]:
         """The bytes where a gradient is stored; none if it stays where it is."""
         return ()

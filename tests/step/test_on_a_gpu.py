@@ -3,6 +3,7 @@
 A simulated GPU does, too, and reports races.
 """
 
+import gc
 import math
 import os
 from contextlib import contextmanager, nullcontext
@@ -89,6 +90,17 @@ def test_steps_on_a_stream_of_the_loop(options):
 
     found = trained("cuda", stream=beside, **options)
     assert_trained_alike(found, trained("cpu", **options))
+
+
+def test_an_optimizer_goes_while_its_last_gradient_is_copied():
+    """The memory of the gradient is not given back before: a race, which a simulated GPU reports."""
+    net = torch.nn.Linear(400, 300, device="cuda")
+    opt = lowmem.FusedOptimizer(net.named_parameters(), rule="lomo", policy="deferred", clip_norm=1.0)
+    with opt.accumulate():
+        opt.backward(net(torch.ones(2, 400, device="cuda")).sum())
+    opt.remove()
+    del opt, net
+    gc.collect()
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
