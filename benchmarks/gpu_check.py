@@ -20,6 +20,7 @@ import gc
 import importlib.util
 import itertools
 import json
+import math
 import os
 import platform
 import statistics
@@ -198,8 +199,9 @@ def peak(run: Run) -> int | None:
     return torch.cuda.max_memory_allocated() - before
 
 
-def draw(*size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.randn(size, device=DEVICE).to(dtype)
+def draw(*size: int, dtype: torch.dtype = torch.bfloat16, offset: int = 0) -> Tensor:
+    """offset: elements of its memory before it."""
+    return torch.randn(offset + math.prod(size), device=DEVICE).to(dtype)[offset:].view(size)
 
 
 class Updates:
@@ -216,14 +218,15 @@ class Updates:
         dtype: torch.dtype = torch.bfloat16,
         *,
         weights: str = "",
+        offset: int = 0,
         **options: Any,
     ) -> None:
         torch.manual_seed(0)
-        module = nn.ParameterList(draw(*size, dtype=dtype) for _ in range(count))
+        module = nn.ParameterList(draw(*size, dtype=dtype, offset=offset) for _ in range(count))
         if weights:
             lowmem.quantize_(module, weights)
         self.params = list(module)
-        self._grads = [draw(*size, dtype=dtype) for _ in range(count)]
+        self._grads = [draw(*size, dtype=dtype, offset=offset) for _ in range(count)]
         self._opt = lowmem.FusedOptimizer(self.params, **{"lr": 1e-2, "batching": False, **options})
         self.first_seconds = seconds(self.run)
 
@@ -322,6 +325,7 @@ def exactness(report: Report, small: bool) -> None:
     matrix, plain = ((64, 96) if small else (300, 517)), {"rounding": "nearest"}
     for rule in ("lomo",) if small else ("adamw", "lomo", "lion"):
         compare(report, f"{rule}, float32", 0.0, matrix, dtype=torch.float32, rule=rule, **plain)
+    compare(report, "lomo, misaligned", 0.0, matrix, dtype=torch.float32, rule="lomo", offset=1, **plain)
     if small:
         return
     compare(
@@ -427,6 +431,17 @@ def offload(report: Report, small: bool) -> None:
     needed = sum(param.nbytes for param in params)
     pinned = torch.cuda.host_memory_stats().get("allocated_bytes.current") if GPU else None
     report.row("pinned memory, times the gradients'", pinned and pinned / needed, ("<=", 1.1), bytes=pinned)
+
+
+def loading(report: Report, small: bool) -> None:
+    """The peak of a model in 10 bits that moves to the device: nowhere is a bfloat16 copy of it."""
+    side = 128 if small else 4096
+    model = nn.Sequential(*(nn.Linear(side, side, bias=False, dtype=torch.bfloat16) for _ in range(8)))
+    lowmem.quantize_(model, "int10")
+    before = torch.cuda.memory_allocated() if GPU else 0
+    above = peak(lambda: model.to(DEVICE))
+    stored = torch.cuda.memory_allocated() - before if GPU else 0
+    report.row("peak of loading 10-bit weights, times their bytes", above and above / stored, ("<=", 1.1), bytes=stored)
 
 
 def dispatch(report: Report, small: bool) -> None:
@@ -586,6 +601,7 @@ PARTS: tuple[tuple[Callable[[Report, bool], None], float], ...] = (
     (no_host_sync, 15),
     (updates, 80),
     (offload, 10),
+    (loading, 5),
     (small_steps, 40),
     (one_billion, 50),
     (eight_billion, 80),
