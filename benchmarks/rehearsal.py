@@ -209,7 +209,7 @@ def write_inputs(folder: Path, steps: int, models: Sequence[str] = tuple(MODELS)
     for name in models:
         make_model(folder / name, tokenizer, **LAYERS, **MODELS[name])
     tokens = tokenizer("".join(texts), add_special_tokens=False)["input_ids"]
-    for name, lengths in {"chats": chat_lengths(longest), "longest": [longest + 64, longest - 8]}.items():
+    for name, lengths in {"chats": chat_lengths(longest), "longest": [longest + 64, longest - 8] * 2}.items():
         for method in ("sft", "dpo"):
             data = folder / f"{name}.{method}.jsonl"
             lines = (chat(method, length, tokenizer, tokens[97 * n :]) for n, length in enumerate(lengths))
