@@ -55,10 +55,11 @@ PAGE = ROOT / "docs" / "internals" / "rehearsals.md"
 HEADINGS = ("rehearsal", "outcome", "steps", "losses differ by", "weights differ by", "peak, MiB", "planned", "seconds")
 MARKS = "<!-- rehearsals -->\n", "<!-- /rehearsals -->"
 SECONDS = 1800  # until a run counts as hanging
+LONGEST_PAIR = 512  # tokens of a pair for DPO, which leaves out longer ones
 
 # Words of the command line by axis and value. The first two groups of models have 41M and 46M parameters.
 AXES: dict[str, dict[str, tuple[str, ...]]] = {
-    "method": {"SFT": ("sft",), "DPO": ("dpo", "--max_length=512", "--per_device_train_batch_size=1")},
+    "method": {"SFT": ("sft",), "DPO": ("dpo", f"--max_length={LONGEST_PAIR}", "--per_device_train_batch_size=1")},
     "head": {"untied": ("--model_name_or_path={folder}/untied",), "tied": ("--model_name_or_path={folder}/tied",)},
     "weights": {
         "float32": ("--dtype=float32",),
@@ -209,17 +210,18 @@ def write_inputs(folder: Path, steps: int, models: Sequence[str] = tuple(MODELS)
     for name in models:
         make_model(folder / name, tokenizer, **LAYERS, **MODELS[name])
     tokens = tokenizer("".join(texts), add_special_tokens=False)["input_ids"]
-    for name, lengths in {"chats": chat_lengths(longest), "longest": [longest + 64, longest - 8] * 2}.items():
-        for method in ("sft", "dpo"):
-            data = folder / f"{name}.{method}.jsonl"
-            lines = (chat(method, length, tokenizer, tokens[97 * n :]) for n, length in enumerate(lengths))
-            data.write_text("".join(json.dumps(line) + "\n" for line in lines))
-            config = {
-                "datasets": [{"path": "json", "data_files": str(data)}], "max_length": longest, "max_steps": steps,
-                "per_device_train_batch_size": 2, "logging_steps": 1, "save_steps": steps // 2, "report_to": "none",
-                "gradient_checkpointing": True, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 2,
-            }  # fmt: skip
-            (folder / f"{name}.{method}.yaml").write_text(yaml.safe_dump(config))
+    long = {"sft": [longest + 64, longest - 8] * 2, "dpo": [min(longest, LONGEST_PAIR) - 24] * 4}
+    for name, method in itertools.product(("chats", "longest"), long):
+        lengths = long[method] if name == "longest" else chat_lengths(longest)
+        data = folder / f"{name}.{method}.jsonl"
+        lines = (chat(method, length, tokenizer, tokens[97 * n :]) for n, length in enumerate(lengths))
+        data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        config = {
+            "datasets": [{"path": "json", "data_files": str(data)}], "max_length": longest, "max_steps": steps,
+            "per_device_train_batch_size": 2, "logging_steps": 1, "save_steps": steps // 2, "report_to": "none",
+            "gradient_checkpointing": True, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 2,
+        }  # fmt: skip
+        (folder / f"{name}.{method}.yaml").write_text(yaml.safe_dump(config))
 
 
 def chat_lengths(longest: int) -> list[int]:
