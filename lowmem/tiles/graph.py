@@ -113,7 +113,7 @@ def compiled(graph: fx.GraphModule, sizes: Sizes, args: Sequence[Tensor | Size])
     on_cpu = all(arg.device.type == "cpu" for arg in args if isinstance(arg, Tensor))
     patches = OPTIONS if on_cpu else GPU_OPTIONS
     tracing = torch._guards.tracing(torch._guards.TracingContext(sizes.mode))
-    with _LOCK, _own_keys(), _fused_operations(), _vector_code(), tracing, torch.no_grad():
+    with _LOCK, _own_keys(), fused_operations(), _vector_code(), tracing, torch.no_grad():
         return compile_fx(graph, list(args), config_patches=patches)  # type: ignore[return-value]
 
 
@@ -129,7 +129,7 @@ def _own_keys() -> Any:
 
 
 @contextmanager
-def _fused_operations() -> Iterator[None]:
+def fused_operations() -> Iterator[None]:
     """Inductor fuses the multiply-add of `addcmul` and `lerp`, as their eager kernels do, and no others."""
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.inductor_prims import fma
