@@ -38,6 +38,10 @@ CONFIGS = {
         encoder_reparameterization_type="LSTM", encoder_hidden_size=8, encoder_dropout=0.2, **PROMPT
     ),
 }  # fmt: skip
+ON_A_CPU = {
+    "SHiRA": pytest.mark.cpu_only("the simulated GPU has no sparse tensors"),
+    "p-tuning": pytest.mark.cpu_only("the simulated GPU has no LSTM"),
+}
 
 
 @pytest.fixture
@@ -77,7 +81,7 @@ def losses(trainer):
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("config", [pytest.param(name, marks=ON_A_CPU.get(name, ())) for name in CONFIGS])
 def test_adapters_train_as_in_the_ordinary_trainer_and_resume_to_the_last_bit(config, make, tmp_path):
     ordinary = make(config, Trainer, run="ordinary", **SAVES)
     ordinary.train()
@@ -91,6 +95,7 @@ def test_adapters_train_as_in_the_ordinary_trainer_and_resume_to_the_last_bit(co
     assert_same(state(resumed), state(ordinary))
 
 
+@pytest.mark.cpu_only("its loss falls with the random numbers of a CPU")
 @pytest.mark.parametrize("config", ["LoRA", "modules to save", "prompt tuning", "p-tuning"])
 def test_the_best_checkpoint_is_loaded_at_the_end(config, make, tmp_path):
     """The best of a metric that falls, so that it is not the last."""
@@ -169,7 +174,7 @@ def test_what_is_saved_is_loaded_by_peft_and_merges(make, tmp_path, tiny_llama):
     weights.load_weights(again, tmp_path / "run")
     assert_same(dict(again.state_dict()), state(trainer))
     ids = torch.randint(97, (2, 8))
-    merged = trainer.model.merge_and_unload().eval()
+    merged = trainer.model.merge_and_unload().cpu().eval()
     with torch.no_grad():
         torch.testing.assert_close(merged(ids).logits, loaded.eval()(ids).logits)
 
@@ -306,6 +311,7 @@ def test_a_prefix_is_refused_with_activation_checkpointing(make_trl):
 # --- Quantized and sharded base models ----------------------------------------------------------------------------
 
 
+@pytest.mark.cpu_only("bitsandbytes needs the libraries of CUDA")
 @pytest.mark.parametrize("bits", [4, 8])
 def test_adapters_of_a_quantized_model_train_as_in_the_ordinary_trainer(bits, make, tmp_path):
     pytest.importorskip("bitsandbytes")

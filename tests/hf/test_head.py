@@ -217,6 +217,7 @@ def test_a_tied_head_may_have_a_bias(arguments, make, offers):
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.cpu_only("it counts the memory of a CPU")
 def test_logits_exist_only_in_tiles(make, tiny_llama, token_batches):
     """The loss of the model allocates three float32 tensors of their size; tiles allocate less than one."""
     vocabulary, size = 32_000, (4, 128)
@@ -256,7 +257,7 @@ def small(kind, **config):
 
 def difference(model):
     """The largest difference between log probabilities of the model's head and of TRL's."""
-    ids = torch.randint(97, (1, 16))
+    ids = torch.randint(97, (1, 16)).to(model.device)
     with torch.no_grad():
         own = model(input_ids=ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
         return (own - model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs).abs().max()
@@ -336,9 +337,13 @@ def test_an_adapter_of_rows_of_the_head_is_refused(make, tiny_llama):
 
 TWICE = lowmem.FusedConfig(policy="two_pass")
 REFUSED = {
-    "offloading on a CPU": ({"activation_offloading": True}, ConfigError, "activation_offloading=True: .*omit it"),
+    "offloading on a CPU": (
+        {"activation_offloading": True, "use_cpu": True},
+        ConfigError,
+        "activation_offloading=True: .*omit it",
+    ),
     "offloaded checkpoints on a CPU": (
-        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"offload": True}},
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"offload": True}, "use_cpu": True},
         ConfigError,
         "'offload': True.*omit it",
     ),

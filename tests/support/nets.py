@@ -72,7 +72,7 @@ def assert_same(one, other):
     assert one.keys() == other.keys()
     for name in one:
         assert one[name].dtype == other[name].dtype
-        assert torch.equal(one[name], other[name]), name
+        assert torch.equal(one[name], other[name].to(one[name].device)), name
 
 
 class Memory(MemTracker):

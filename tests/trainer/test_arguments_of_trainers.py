@@ -190,6 +190,7 @@ def test_a_checkpoint_within_a_step_is_refused(tmp_path):
         build(CAUSAL, tmp_path, True, {"train_dataset": Stream()}, **options)
 
 
+@pytest.mark.cpu_only("auto takes two passes on a CPU only")
 def test_a_compiled_model_is_refused_under_two_pass(tmp_path):
     trainer = build(CAUSAL, tmp_path, True, torch_compile_backend="aot_eager", max_grad_norm=0.5)
     with pytest.raises(UnsupportedError, match=r"torch_compile=True.*policy='deferred'"):

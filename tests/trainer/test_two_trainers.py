@@ -69,7 +69,8 @@ def test_an_optimizer_of_the_users_own_is_not_removed(tmp_path):
     opt = lowmem.FusedOptimizer(model.named_parameters(), rule="lomo", lr=0.1)
     with pytest.raises(StepError, match="is updated by another FusedOptimizer already"):
         build(CAUSAL, tmp_path, True, {"model": model}).train()
-    opt.backward(model(input_ids=torch.tensor([[1, 2]]), labels=torch.tensor([[1, 2]])).loss)
+    ids = torch.tensor([[1, 2]], device=model.device)
+    opt.backward(model(input_ids=ids, labels=ids).loss)
 
 
 def test_a_trainer_without_fsdp_may_follow_one_with_it(two, tmp_path):
