@@ -93,6 +93,7 @@ def test_a_store_asks_for_deferred_and_a_replay_for_two_pass(net):
     assert (other.policy, other.replay) == ("two_pass", "forward")
 
 
+@pytest.mark.cpu_only("auto takes two passes on a CPU only")
 def test_auto_follows_what_is_asked_later(net, caplog):
     caplog.set_level(logging.INFO, logger="lowmem")
     opt = make(net, "auto", rule="scaled_adam", lr=0.01)
