@@ -5,7 +5,7 @@ Forward keeps the input alone. Backward computes each tile again and returns one
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MethodType
 from typing import Any
@@ -21,18 +21,19 @@ from lowmem.errors import ConfigError, StepError, UnsupportedError
 _RandomState = tuple[Tensor, tuple[list[int], list[Tensor]]]
 
 
-def tile_mlps(model: nn.Module, tokens: int) -> list[str]:
+def tile_mlps(model: nn.Module, tokens: int, names: Collection[str] = ("mlp", "feed_forward")) -> list[str]:
     """Makes the MLPs of a model compute `tokens` tokens at a time; returns the names of the modules.
 
-    An MLP is a module that is called with one tensor of shape `[..., tokens, hidden]` and consists of linear layers
-    from and to the hidden size, activation functions and dropout. Results and gradients are those of the whole
-    sequence, up to the order of sums. Autograd rounds the gradients of 16-bit weights once per tile; they are summed in
-    float32. Dropout draws its random numbers tile by tile. While backward computes an MLP, the gradients of all of its
-    weights exist at once, in float32 or wider. A second call sets another number of tokens.
+    An MLP is a module with one of these names that is called with one tensor of shape `[..., tokens, hidden]`, returns
+    one of the same shape, and computes each token by itself. Its first forward checks that. Results and gradients are
+    those of the whole sequence, up to the order of sums. Autograd rounds the gradients of 16-bit weights once per tile;
+    they are summed in float32. Dropout draws its random numbers tile by tile. While backward computes an MLP, the
+    gradients of all of its weights exist at once, in float32 or wider. A second call sets another number of tokens.
 
     Args:
         model: changed in place. Under DeepSpeed ZeRO-3, before `deepspeed.initialize`.
         tokens: of one tile, counted over the whole batch.
+        names: the last part of the names of modules. Stacks of experts are not tiled.
 
     Raises:
         ConfigError: `tokens` is less than 1.
@@ -42,13 +43,18 @@ def tile_mlps(model: nn.Module, tokens: int) -> list[str]:
         raise ConfigError(f"mlp_tile={tokens}: it is the number of tokens that an MLP computes at a time, 1 or more")
     mlps: dict[str, Any] = {}
     sparse: list[str] = []
-    _search(model, "", mlps, sparse)
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in names and len(inspect.signature(type(module).forward).parameters) == 2:
+            if any(len(getattr(param, "ds_shape", param.shape)) > 2 for param in module.parameters()):
+                sparse.append(name)
+            else:
+                mlps[name] = module
     if not mlps:
         reason = f", and {sparse[0]!r} is a mixture of experts, whose router sends tokens to them" if sparse else ""
         raise UnsupportedError(
-            f"{type(model).__name__} has no MLP that can compute a number of tokens at a time: a module that is called "
-            "with one tensor and consists of linear layers from and to the hidden size, activation functions and "
-            f"dropout{reason}. Omit mlp_tile"
+            f"{type(model).__name__} has no MLP that can compute a number of tokens at a time: a module named "
+            f"{' or '.join(names)} that is called with one tensor{reason}. Omit mlp_tile, or call tile_mlps(model, "
+            "tokens, names) of lowmem.layers.mlp before the optimizer or trainer is made"
         )
     for name, module in mlps.items():
         # DeepSpeed 0.19, runtime/zero/parameter_offload.py, _register_deepspeed_module numbers the modules it hooks
@@ -67,55 +73,6 @@ def tile_mlps(model: nn.Module, tokens: int) -> list[str]:
             # DeepSpeed 0.19, utils/z3_leaf_module.py: ZeRO-3 gathers the weights of the module together, for all tiles
             module._z3_leaf = True
     return list(mlps)
-
-
-# -- which modules -----------------------------------------------------------------------------------------------------
-
-
-def _search(module: nn.Module, name: str, mlps: dict[str, nn.Module], sparse: list[str]) -> None:
-    """Collects the innermost MLPs, and the names of mixtures of experts, which it does not enter."""
-    if any(_is_stack_of_experts(child) for child in module.children()):
-        sparse.append(name)
-        return
-    found = len(mlps)
-    for child_name, child in module.named_children():
-        _search(child, f"{name}.{child_name}".lstrip("."), mlps, sparse)
-    if len(mlps) == found and _is_mlp(module):
-        mlps[name] = module
-
-
-def _is_mlp(module: nn.Module) -> bool:
-    args = list(inspect.signature(type(module).forward).parameters.values())[1:]
-    if len(args) != 1 or args[0].kind not in (args[0].POSITIONAL_ONLY, args[0].POSITIONAL_OR_KEYWORD):
-        return False
-    widths, activations = [], 0
-    for part in module.modules():
-        if any(True for _ in part.parameters(recurse=False)):
-            if part is module or (width := _width(part)) is None:
-                return False
-            widths.append(width)
-        elif not any(True for _ in part.children()) and part is not module:
-            activations += not isinstance(part, _INACTIVE)
-    return activations > 0 and len(widths) > 1 and widths[0][0] in [out for _, out in widths]
-
-
-# Softmax is that of attention.
-_INACTIVE = (nn.Identity, nn.modules.dropout._DropoutNd, nn.Softmax, nn.ModuleDict, nn.ModuleList, nn.ParameterDict)
-
-
-def _width(part: nn.Module) -> tuple[int, int] | None:
-    """Input and output size of a linear layer; None for any other module."""
-    for names in (("in_features", "out_features"), ("nx", "nf")):  # the latter is Conv1D of transformers
-        if all(hasattr(part, name) for name in names):
-            sizes = tuple(getattr(part, name) for name in names)
-            return sizes[0], sizes[1]
-    return None
-
-
-def _is_stack_of_experts(module: nn.Module) -> bool:
-    if isinstance(module, nn.modules.conv._ConvNd):
-        return False
-    return any(len(getattr(param, "ds_shape", param.shape)) > 2 for param in module.parameters(recurse=False))
 
 
 # -- one MLP -----------------------------------------------------------------------------------------------------------
@@ -225,7 +182,7 @@ def _check_tokens(module: Any, hidden: Tensor, random: _RandomState) -> None:
     module._tile_checked = True
 
 
-_FAULT = "{} consists of what an MLP consists of, but {}. Omit mlp_tile"
+_FAULT = "{} has the name of an MLP, but {}. Omit mlp_tile"
 
 
 def _add(sums: dict[str, Tensor], name: str, leaf: Tensor) -> None:

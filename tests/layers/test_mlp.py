@@ -8,7 +8,6 @@ import pytest
 import torch
 from support.mlps import GPT2, GROUPS, MLP, MODELS, Net, assert_close, build, gradients, step
 from support.products import FULL, pairwise
-from torch import nn
 from torch._subclasses import FakeTensorMode
 
 import lowmem
@@ -45,24 +44,20 @@ def test_a_model_without_mlps_is_refused():
         tile_mlps(model, 8)
 
 
-def test_a_convolution_is_not_a_stack_of_experts():
+def test_mlps_of_other_names():
     net = Net(MLP())
-    net.conv = nn.Conv1d(32, 32, 3)
-    assert tile_mlps(net, 8) == ["mlp"]
+    net.other = MLP()
+    assert tile_mlps(net, 8, names=["other"]) == ["other"]
+    with pytest.raises(UnsupportedError, match="a module named dense that is called"):
+        tile_mlps(net, 8, names=["dense"])
 
 
-def test_attention_is_not_an_mlp():
-    """One argument, linear layers alone, and the same shape: what timm's attention looks like."""
-
-    class Attention(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.qkv, self.softmax, self.proj = nn.Linear(32, 96), nn.Softmax(-1), nn.Linear(32, 32)
-
-        def forward(self, x): ...
+def test_a_module_that_takes_two_tensors_is_not_tiled():
+    class Residual(MLP):
+        def forward(self, x, residual): ...
 
     with pytest.raises(UnsupportedError, match="Net has no MLP"):
-        tile_mlps(Net(Attention()), 8)
+        tile_mlps(Net(Residual()), 8)
 
 
 @pytest.mark.parametrize("tokens", [0, -1])
