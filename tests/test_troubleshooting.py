@@ -567,9 +567,17 @@ def disks_of_their_own(two, tmp_path):
     return two.run(saving_apart, str(tmp_path))[0]
 
 
-@entry("`did not answer within ... seconds`")
-def hanging():
-    return failures._reason({1: None}, "Timed out waiting 6000ms for recv operation to complete", 6.0)
+def timed_out(rank):
+    try:
+        with failures.explained():
+            raise RuntimeError("[/third_party/gloo/gloo/unbound_buffer.cc:81] Timed out waiting 6000ms for recv")
+    except LowmemError as error:
+        return str(error)
+
+
+@entry("`another rank did not answer in time`")
+def hanging(two):
+    return two.run(timed_out)[0]
 
 
 @entry("`out of memory`")
