@@ -1,10 +1,12 @@
 """Checks a trainer's arguments: what would be ignored, or would not give the same result, raises before training."""
 
+import logging
 import os
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import TrainingArguments
 from transformers.trainer_utils import has_length
 
@@ -19,6 +21,7 @@ from lowmem.step.policies import Needs, choose
 if TYPE_CHECKING:
     from trl import SFTConfig
 
+logger = logging.getLogger(__name__)
 
 _UNSUPPORTED = {
     "auto_find_batch_size": "it retries after a backward that ran out of memory, and a fused backward has updated some "
@@ -154,6 +157,34 @@ def check_optimizer(optimizer: Any, args: TrainingArguments) -> None:
         )
     if args.fp16 and optimizer.loss_scale is None:
         raise ConfigError('fp16=True, but the optimizer has no loss scale; create it with loss_scale="dynamic"')
+
+
+def check_parameters(
+    names: Mapping[nn.Parameter, str], trained: Collection[Tensor], clip_norm: float | None, model: nn.Module
+) -> None:
+    """Checks the parameters of an optimizer that the trainer's class makes (`trained`) against those of the model."""
+    missing = [name for param, name in names.items() if param.requires_grad and param not in trained]
+    if clip_norm is not None and missing:
+        raise UnsupportedError(
+            f"max_grad_norm={clip_norm}: {missing[0]!r} has a gradient, which the norm should include, and is not in the "
+            "optimizer that the class makes. Freeze it with requires_grad_(False), or set max_grad_norm=0"
+        )
+    if others := len([param for param in trained if param not in {*model.parameters()}]):
+        logger.warning(
+            "%d parameter(s) of the optimizer that the class makes are not of the model. transformers neither clips nor "
+            "resets their gradients; here they are clipped with the others, and each step has its own", others
+        )  # fmt: skip
+
+
+def check_callbacks(callbacks: Iterable[Any]) -> None:
+    """Warns of callbacks that may read gradients, which are gone when they are called."""
+    for callback in callbacks:
+        method = type(callback).on_pre_optimizer_step
+        if method.__module__.partition(".")[0] not in ("transformers", "lowmem"):
+            logger.warning(
+                "%s is called after backward has updated the weights: .grad is None there. FusedConfig(log_norms=True) "
+                "logs norms", method.__qualname__
+            )  # fmt: skip
 
 
 def check_smoothing(args: "SFTConfig") -> None:
