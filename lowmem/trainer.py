@@ -233,7 +233,7 @@ class FusedTrainerMixin(_Base):
                 config = replace(config, placement="replicated")  # rank 0's weights, as DistributedDataParallel does
             self.optimizer = FusedOptimizer.from_config(groups, config, model=model)
         arguments.check_optimizer(self.optimizer, self.args)
-        opt = self.optimizer
+        opt: Any = self.optimizer
         if opt._hooks.removed:
             raise StepError(
                 "another trainer has trained this model since, and has removed the hooks of this one's optimizer; make "
@@ -256,7 +256,8 @@ class FusedTrainerMixin(_Base):
         # Accelerate 1.15 (accelerator.py, prepare_optimizer and optimizer_step_was_skipped) wraps an optimizer without
         # the first of these attributes, and reads the second
         opt._is_accelerate_prepared = True
-        opt.step_was_skipped, opt._hooks.prepared = False, True
+        opt.step_was_skipped = False
+        opt._hooks.prepared = True
         self.accelerator.backward = self._fused_backward  # not before: training_step() may be called without train()
         return opt
 
@@ -272,11 +273,11 @@ class FusedTrainerMixin(_Base):
         return getattr(getattr(super(), method), "__func__", None) is getattr(Trainer, method)
 
     def _param_groups(self, model: nn.Module, parts: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
-        """The groups of `fused`, each split into parameters that decay, and norms and biases, which do not; or into `parts`,
-        the groups of the optimizer that the class makes.
+        """The groups of `fused`, each split into parameters that decay, and norms and biases, which do not; or into
+        `parts`, the groups of the optimizer that the class makes.
         """
         names = {param: _logical_name(name) for name, param in model.named_parameters()}
-        by_class = parts is not None
+        by_class, default = parts is not None, resolve(self.fused.rule)
         if parts is None:
             decayed = set(map(_logical_name, self.get_decay_parameter_names(model)))
             trained = [param for param in names if param.requires_grad]
@@ -285,10 +286,14 @@ class FusedTrainerMixin(_Base):
                 for decays, amount in ((True, self.args.weight_decay), (False, None))
             ]
         part_of = {param: n for n, part in enumerate(parts) for param in part["params"]}
-        names |= {param: f"outside.{n}" for n, param in enumerate(param for param in part_of if param not in names)}
-        if by_class:
-            arguments.check_parameters(names, part_of, self.fused.clip_norm, self.model)
-        default = resolve(self.fused.rule)
+        others = {param: f"outside.{n}" for n, param in enumerate(param for param in part_of if param not in names)}
+        names |= others
+        odd = [name for param, name in names.items() if param.requires_grad and (param in part_of) is (param in others)]
+        if odd and self.fused.clip_norm is not None:
+            raise UnsupportedError(
+                f"max_grad_norm={self.fused.clip_norm}: the trainer clips gradients of its model, and {odd[0]!r} is in "
+                "the model alone, or in the optimizer that the class makes alone. Set max_grad_norm=0, or freeze it"
+            )
         groups: list[dict[str, Any]] = []
         for group in self.fused.param_groups((name, param) for param, name in names.items() if param in part_of):
             rule = resolve(group["rule"]) if "rule" in group else default
@@ -297,17 +302,15 @@ class FusedTrainerMixin(_Base):
                 groups.append(group)
                 continue
             for n, part in enumerate(parts):
-                options = {key: value for key, value in part.items() if own and key != "weight_decay"}
-                amount = part["weight_decay"]
+                options = {key: value for key, value in part.items() if own and key != "weight_decay"} | group
+                amount, without = part["weight_decay"], rule.without_decay()
                 if decays and amount is None:
-                    decay = rule.without_decay()
+                    options |= without
                 elif decays:
-                    amount = amount if own else rule.defaults[rule.decay]
-                    decay = {rule.decay: amount or rule.without_decay()[rule.decay]}
-                else:  # a rule without weight decay raises
-                    decay = {"weight_decay": amount} if amount and own and rule.decay not in group else {}
-                params = [pair for pair in group["params"] if part_of[pair[1]] == n]
-                groups.append({**options, **group, **decay, "params": params})
+                    options[rule.decay] = (amount if own else rule.defaults[rule.decay]) or without[rule.decay]
+                elif amount and own and rule.decay not in group:
+                    options["weight_decay"] = amount  # which the rule does not have, and raises
+                groups.append({**options, "params": [pair for pair in group["params"] if part_of[pair[1]] == n]})
         return [group for group in groups if group["params"]]
 
     def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:

@@ -2,11 +2,11 @@
 
 import logging
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import nn
 from transformers import TrainingArguments
 from transformers.trainer_utils import has_length
 
@@ -157,23 +157,6 @@ def check_optimizer(optimizer: Any, args: TrainingArguments) -> None:
         )
     if args.fp16 and optimizer.loss_scale is None:
         raise ConfigError('fp16=True, but the optimizer has no loss scale; create it with loss_scale="dynamic"')
-
-
-def check_parameters(
-    names: Mapping[nn.Parameter, str], trained: Collection[Tensor], clip_norm: float | None, model: nn.Module
-) -> None:
-    """Checks the parameters of an optimizer that the trainer's class makes (`trained`) against those of the model."""
-    missing = [name for param, name in names.items() if param.requires_grad and param not in trained]
-    if clip_norm is not None and missing:
-        raise UnsupportedError(
-            f"max_grad_norm={clip_norm}: {missing[0]!r} has a gradient, which the norm should include, and is not in the "
-            "optimizer that the class makes. Freeze it with requires_grad_(False), or set max_grad_norm=0"
-        )
-    if others := len([param for param in trained if param not in {*model.parameters()}]):
-        logger.warning(
-            "%d parameter(s) of the optimizer that the class makes are not of the model. transformers neither clips nor "
-            "resets their gradients; here they are clipped with the others, and each step has its own", others
-        )  # fmt: skip
 
 
 def check_callbacks(callbacks: Iterable[Any]) -> None:

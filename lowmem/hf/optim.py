@@ -74,7 +74,8 @@ def read(optimizer: Any, fused: FusedConfig) -> tuple[FusedConfig, list[dict[str
     cls = type(optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"the class of this trainer makes {optimizer!r}, and not a torch.optim.Optimizer")
-    hyper = {name: optimizer.defaults[name] for name in inspect.signature(cls).parameters if name in optimizer.defaults}
+    defaults = optimizer.defaults
+    hyper = {name: defaults[name] for name in inspect.signature(cls).parameters if name in defaults}
     fresh = cls([nn.Parameter(torch.zeros(2, 2))], **hyper)
     hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or "step" in vars(optimizer)
     others = _settings(optimizer) != _settings(fresh) or bool(optimizer.state) != bool(fresh.state)
@@ -85,7 +86,7 @@ def read(optimizer: Any, fused: FusedConfig) -> tuple[FusedConfig, list[dict[str
             "Omit them" + ("" if hooks else ", or name the optimizer in fused.rule, with its options in FusedConfig")
         )
     groups = [
-        {key: value for key, value in group.items() if key not in optimizer.defaults or value != optimizer.defaults[key]}
+        {key: value for key, value in group.items() if key not in defaults or value != defaults[key]}
         | {"weight_decay": group.get("weight_decay") or None}
         for group in optimizer.param_groups
     ]
