@@ -193,7 +193,7 @@ class FusedTrainerMixin(_Base):
         """Leaves no epoch to train where a finished run is resumed: transformers 5.23 (trainer.py) would train one step
         more if the last epoch is not complete. Raises where the ranks of a group were not started alike.
         """
-        fused = self.fused if self.optimizer is None else self.optimizer.config
+        fused = self.optimizer.config if isinstance(self.optimizer, FusedOptimizer) else self.fused
         agreement.check(self.args, fused, self.layers, self.train_dataset, resume_from_checkpoint)
         if self.args.save_strategy != "no":
             agreement.check_shared(Path(self.args.output_dir))

@@ -51,7 +51,8 @@ def bi_encoder(wrap, folder, loss="MultipleNegativesRankingLoss", data=PAIRS, ke
     torch.manual_seed(0)
     return wrap(st.SentenceTransformerTrainer)(
         model, st.SentenceTransformerTrainingArguments(**ARGUMENTS | {"output_dir": str(folder)} | arguments),
-        train_dataset=Dataset.from_dict(data), loss=getattr(losses, loss)(model, **dict(keywords)),
+        train_dataset=Dataset.from_dict(data), eval_dataset=Dataset.from_dict(data),
+        loss=getattr(losses, loss)(model, **dict(keywords)),
     )  # fmt: skip
 
 
@@ -185,10 +186,23 @@ def test_a_trainer_that_chooses_its_optimizer_trains_as_without_the_mixin(build,
 
 
 @pytest.mark.parametrize("build", [bi_encoder, gliner], ids=lambda build: build.__name__)
-def test_a_trainer_that_loads_in_its_own_way_resumes_and_takes_the_best_model(build, tmp_path):
+def test_a_trainer_that_loads_in_its_own_way_resumes_as_without_the_mixin(build, tmp_path):
     """Their checkpoints have other names for weights than the model, or other files."""
     pytest.importorskip(TRAINERS[build])
-    options = {"save_strategy": "steps", "save_steps": 2}
-    straight = trained(build, fused, tmp_path / "fused", **options)
-    assert equal(straight, trained(build, as_it_is, tmp_path / "plain", **options))
-    assert all(map(torch.equal, straight[0], trained(build, fused, tmp_path / "fused", "checkpoint-2", **options)[0]))
+    runs = []
+    for name, wrap in {"plain": as_it_is, "fused": fused}.items():
+        for checkpoint in (None, "checkpoint-2"):
+            runs.append(trained(build, wrap, tmp_path / name, checkpoint, save_strategy="steps", save_steps=2))
+    assert equal(runs[0], runs[2])
+    assert equal(runs[1], runs[3])
+
+
+def test_the_best_model_is_loaded_in_the_way_of_its_class(tmp_path):
+    pytest.importorskip("sentence_transformers")
+    options = {
+        "save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1,
+        "load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True,
+    }  # fmt: skip
+    plain, ours = (trained(bi_encoder, wrap, tmp_path / wrap.__name__, **options) for wrap in (as_it_is, fused))
+    assert equal(plain, ours)
+    assert 0 < ours[2].state.best_global_step < 4
