@@ -103,7 +103,7 @@ class FusedTrainerMixin(_Base):
         self.is_deepspeed_enabled = self.is_fsdp_enabled = False
         if self.optimizer_cls_and_kwargs is not None:
             raise ConfigError("optimizer_cls_and_kwargs: name the class in fused.rule instead")
-        if any(isinstance(value, tuple) and value[0] is self.optimizer is not None for value in given):
+        if self.optimizer is not None and any(isinstance(value, tuple) and self.optimizer in value for value in given):
             arguments.check_optimizer(self.optimizer, self.args)
             arguments.check_alone(self.args, fused)
             self._asked_to_clip = True
@@ -112,17 +112,14 @@ class FusedTrainerMixin(_Base):
         model_layers.change(self.model, self.layers)
         head.compute(self, self.layers)
 
-    def _configure(self) -> None:
+    def _configure(self, fused: FusedConfig | None = None) -> None:
         """Completes `fused` by the arguments, as they are now, and the arguments by the learning rate of `fused`."""
-        first, fused = "fused" not in vars(self), optim.choose(self.args, self._requested)
-        self.fused = self._completed(fused)
+        first, fused = "fused" not in vars(self), fused or optim.choose(self.args, self._requested)
+        arguments.check_arguments(self.args, fused)
+        self.fused = arguments.complete(fused, self.args, self._sharding)
         if first and self.optimizer is None:
             rate = optim.learning_rate(self.args, self.fused, self.model)
             self.args = self.args if rate == self.args.learning_rate else _changed(self.args, learning_rate=rate)
-
-    def _completed(self, fused: FusedConfig) -> FusedConfig:
-        arguments.check_arguments(self.args, fused)
-        return arguments.complete(fused, self.args, self._sharding)
 
     # -- the update ------------------------------------------------------------------------------------------------
 
@@ -221,7 +218,7 @@ class FusedTrainerMixin(_Base):
             self.optimizer = made if isinstance(made, FusedOptimizer) else None
             if made is not self.optimizer:
                 fused, parts = optim.read(made, self._requested or FusedConfig())
-                self.fused = self._completed(fused)
+                self._configure(fused)
                 rate = rate if fused.lr is None else fused.lr
                 del made
         if self.optimizer is None:

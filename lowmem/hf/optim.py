@@ -93,7 +93,7 @@ def read(optimizer: Any, fused: FusedConfig) -> tuple[FusedConfig, list[dict[str
     if fused.rule is None:
         adamw = cls is torch.optim.AdamW and not (hyper["amsgrad"] or hyper["maximize"])
         kept = ("lr", "betas", "eps") if adamw else hyper.keys() - {"weight_decay", "fused"}
-        options = {**{name: hyper[name] for name in kept}, **fused.hyper}
+        options = {**{name: hyper[name] for name in kept}, **fused.given}
         fused = replace(fused, rule="adamw" if adamw else cls, lr=options.pop("lr", None), hyper=options)
     return fused, groups
 
