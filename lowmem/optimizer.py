@@ -317,6 +317,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                 those cannot be used.
         """
         loss = None
+        if self._hooks.postponed:
+            return loss
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -332,6 +334,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises:
             StepError: in a loop that calls `step()`, a backward came since, so its gradient has been used already.
         """
+        if self._hooks.postponed:
+            return
         if self._cycle.waiting:
             self._loop.drop()
         self._cycle.discard()

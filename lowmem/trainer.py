@@ -52,9 +52,6 @@ logger = logging.getLogger(__name__)
 # The optimizer of the trainer that trains a model.
 _OPTIMIZERS: "WeakKeyDictionary[nn.Module, ReferenceType[FusedOptimizer]]" = WeakKeyDictionary()
 
-# Methods of trainers that choose an optimizer, and that are never called here.
-_UNUSED = ("create_optimizer_and_scheduler", "get_optimizer_cls_and_kwargs")
-
 
 class FusedTrainerMixin(_Base):
     """Mixin for subclasses of `Trainer`, listed before them: parameters are updated in backward by the rule of `fused`.
@@ -62,16 +59,18 @@ class FusedTrainerMixin(_Base):
     Learning rate, weight decay, schedule, evaluation, logging, callbacks, saving and resuming are arguments of the
     trainer and mean what they mean there. With another rule than AdamW, the learning rate has to be set. Norms and
     biases do not decay, unless a group of `FusedConfig.groups` gives the weight decay. A group that names another rule
-    uses that rule's defaults for the learning rate and weight decay that it does not give.
+    uses that rule's defaults for the learning rate and weight decay that it does not give. Where the class has its own
+    `create_optimizer` or `get_optimizer_cls_and_kwargs`, groups are those of the optimizer that it makes.
 
     Args:
-        fused: options of the fused optimizer. Without a rule in it, the optimizer is the one that the arguments name,
-            which is AdamW by default. Alternatively pass a `FusedOptimizer` in the trainer's `optimizers`.
+        fused: options of the fused optimizer. Without a rule in it, the optimizer is the one that the class makes or
+            the arguments name, which is AdamW by default. Alternatively pass a `FusedOptimizer` in the trainer's
+            `optimizers`.
         layers: memory options of the head, the embedding, MLPs and activations. If None, uses `LayersConfig()`.
 
     Raises:
         ConfigError: an argument contradicts `fused`, names what the rule does not have, or is the default learning
-            rate, which is chosen for AdamW. A class has a method for its optimizer that would be ignored.
+            rate, which is chosen for AdamW. The class makes an optimizer that has more than can be taken over.
         TypeError: a class lists the mixin after a trainer.
         UnsupportedError: an argument cannot give the same result as ordinary training.
     """
@@ -82,12 +81,6 @@ class FusedTrainerMixin(_Base):
         for place, base in enumerate(cls.__mro__):
             if place < mixin and issubclass(base, Trainer) and not issubclass(base, FusedTrainerMixin):
                 raise TypeError(f"list the mixin first: class {cls.__name__}(FusedTrainerMixin, {base.__name__})")
-            methods = _UNUSED if place <= mixin else (*_UNUSED, "create_optimizer")
-            for name in () if base in Trainer.__mro__ else vars(base).keys() & {*methods}:
-                raise ConfigError(
-                    f"{base.__name__}.{name} would have no effect on a fused trainer. Name the optimizer in "
-                    "fused.rule and fused.groups, or pass a FusedOptimizer in optimizers=(opt, None)"
-                )
 
     # Accelerate 1.15 (accelerator.py) sets ACCELERATE_USE_FSDP for good, and a later trainer may not ask for FSDP
     @purge_accelerate_environment  # type: ignore[untyped-decorator]
@@ -95,6 +88,7 @@ class FusedTrainerMixin(_Base):
         self, *args: Any, fused: FusedConfig | None = None, layers: LayersConfig | None = None, **kwargs: Any
     ) -> None:
         self._requested, self.layers = fused, layers or LayersConfig()
+        self._asked_to_clip = fused is not None and fused.clip_norm is not None
         self._staging: Path | None = None
         self._sharding: sharding.Sharding | None = None
         given = [*args, *kwargs.values()]
@@ -109,22 +103,23 @@ class FusedTrainerMixin(_Base):
         self.is_deepspeed_enabled = self.is_fsdp_enabled = False
         if self.optimizer_cls_and_kwargs is not None:
             raise ConfigError("optimizer_cls_and_kwargs: name the class in fused.rule instead")
-        if self.optimizer is not None:
+        if self.optimizer is not None and any(isinstance(value, tuple) and self.optimizer in value for value in given):
             arguments.check_optimizer(self.optimizer, self.args)
             arguments.check_alone(self.args, fused)
+            self._asked_to_clip = True
         arguments.check_windows(self.args, self.train_dataset)
-        self.fused = self._options()
-        if self.optimizer is None:
-            rate = optim.learning_rate(self.args, self.fused, self.model)
-            self.args = self.args if rate == self.args.learning_rate else _changed(self.args, learning_rate=rate)
+        self._configure()
         model_layers.change(self.model, self.layers)
         head.compute(self, self.layers)
 
-    def _options(self) -> FusedConfig:
-        """The options that `fused` and the arguments give together, as the arguments are now."""
-        fused = optim.choose(self.args, self._requested)
+    def _configure(self, fused: FusedConfig | None = None) -> None:
+        """Completes `fused` by the arguments, as they are now, and the arguments by the learning rate of `fused`."""
+        first, fused = "fused" not in vars(self), fused or optim.choose(self.args, self._requested)
         arguments.check_arguments(self.args, fused)
-        return arguments.complete(fused, self.args, self._sharding)
+        self.fused = arguments.complete(fused, self.args, self._sharding)
+        if first and self.optimizer is None:
+            rate = optim.learning_rate(self.args, self.fused, self.model)
+            self.args = self.args if rate == self.args.learning_rate else _changed(self.args, learning_rate=rate)
 
     # -- the update ------------------------------------------------------------------------------------------------
 
@@ -176,6 +171,13 @@ class FusedTrainerMixin(_Base):
             self._sharding.release(self.model)
 
     def _fused_backward(self, loss: Tensor, **_: Any) -> None:
+        if not (getattr(self, "is_in_train", False) or self._asked_to_clip or self.optimizer.config.clip_norm is None):
+            raise ConfigError(
+                f"max_grad_norm={self.args.max_grad_norm}: {type(self).__name__} has a training loop of its own, and "
+                "lowmem cannot tell whether it clips. If it does not (TRL's PPO), set max_grad_norm=0. If it does, "
+                f"set FusedConfig(clip_norm={self.args.max_grad_norm}) too, and omit clipping in the loop"
+            )
+        loss = loss / self.accelerator.gradient_accumulation_steps
         with nullcontext() if self.accelerator.sync_gradients else self.optimizer.accumulate():
             self.optimizer.backward(loss)
         # with a loss scale the schedule waits for a skipped step, as with GradScaler
@@ -188,7 +190,7 @@ class FusedTrainerMixin(_Base):
         """Leaves no epoch to train where a finished run is resumed: transformers 5.23 (trainer.py) would train one step
         more if the last epoch is not complete. Raises where the ranks of a group were not started alike.
         """
-        fused = self.fused if self.optimizer is None else self.optimizer.config
+        fused = self.optimizer.config if isinstance(self.optimizer, FusedOptimizer) else self.fused
         agreement.check(self.args, fused, self.layers, self.train_dataset, resume_from_checkpoint)
         if self.args.save_strategy != "no":
             agreement.check_shared(Path(self.args.output_dir))
@@ -210,17 +212,25 @@ class FusedTrainerMixin(_Base):
         model_layers.change(self.model, self.layers)  # model_init made a new one, or its layers are checkpointed now
         self._shard()
         model = self.model if model is None else model
+        if not isinstance(self.optimizer, FusedOptimizer):
+            self._configure()  # a hyperparameter search has set other arguments
+            made, rate, parts = self._made_by_class(), self.args.learning_rate, None
+            self.optimizer = made if isinstance(made, FusedOptimizer) else None
+            if made is not self.optimizer:
+                fused, parts = optim.read(made, self._requested or FusedConfig())
+                self._configure(fused)
+                rate = rate if fused.lr is None else fused.lr
+                del made
         if self.optimizer is None:
-            self.fused = self._options()  # a hyperparameter search has set other arguments
             if model in _OPTIMIZERS and (other := _OPTIMIZERS[model]()) is not None:
                 other.remove()  # that of an earlier trainer
-            groups = self._param_groups(model)
-            config = replace(self.fused, groups=(), lr=self.args.learning_rate)
+            groups = self._param_groups(model, parts)
+            config = replace(self.fused, groups=(), lr=rate)
             if find(config.placement, (pair for group in groups for pair in group["params"])).name == "replicated":
                 config = replace(config, placement="replicated")  # rank 0's weights, as DistributedDataParallel does
             self.optimizer = FusedOptimizer.from_config(groups, config, model=model)
         arguments.check_optimizer(self.optimizer, self.args)
-        opt = self.optimizer
+        opt: Any = self.optimizer
         if opt._hooks.removed:
             raise StepError(
                 "another trainer has trained this model since, and has removed the hooks of this one's optimizer; make "
@@ -244,25 +254,60 @@ class FusedTrainerMixin(_Base):
         # the first of these attributes, and reads the second
         opt._is_accelerate_prepared = True
         opt.step_was_skipped = False
+        opt._hooks.prepared = True
         self.accelerator.backward = self._fused_backward  # not before: training_step() may be called without train()
         return opt
 
-    def _param_groups(self, model: nn.Module) -> list[dict[str, Any]]:
-        """The groups of `fused`, each split into parameters that decay, and norms and biases, which do not."""
-        named = [(_logical_name(name), param) for name, param in model.named_parameters() if param.requires_grad]
-        decayed = set(map(_logical_name, self.get_decay_parameter_names(model)))
-        default = resolve(self.fused.rule)
+    def _made_by_class(self) -> Any:
+        """The optimizer that the trainer's class makes in a method of its own, if it has one, or has made before."""
+        usual = type(self).get_optimizer_cls_and_kwargs is Trainer.get_optimizer_cls_and_kwargs
+        if self.optimizer is None and usual and self._inherits("create_optimizer"):
+            return None
+        return super().create_optimizer() or self.optimizer
+
+    def _inherits(self, method: str) -> bool:
+        """Returns whether no class after the mixin has a method of its own instead of transformers'."""
+        return getattr(getattr(super(), method), "__func__", None) is getattr(Trainer, method)
+
+    def _param_groups(self, model: nn.Module, parts: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+        """The groups of `fused`, each split into parameters that decay, and norms and biases, which do not; or into
+        `parts`, the groups of the optimizer that the class makes.
+        """
+        names = {param: _logical_name(name) for name, param in model.named_parameters()}
+        by_class, default = parts is not None, resolve(self.fused.rule)
+        if parts is None:
+            decayed = set(map(_logical_name, self.get_decay_parameter_names(model)))
+            trained = [param for param in names if param.requires_grad]
+            parts = [
+                {"params": [param for param in trained if (names[param] in decayed) is decays], "weight_decay": amount}
+                for decays, amount in ((True, self.args.weight_decay), (False, None))
+            ]
+        part_of = {param: n for n, part in enumerate(parts) for param in part["params"]}
+        others = {param: f"outside.{n}" for n, param in enumerate(param for param in part_of if param not in names)}
+        names |= others
+        odd = [name for param, name in names.items() if param.requires_grad and (param in part_of) is (param in others)]
+        if odd and self.fused.clip_norm is not None:
+            raise UnsupportedError(
+                f"max_grad_norm={self.fused.clip_norm}: the trainer clips gradients of its model, and {odd[0]!r} is in "
+                "the model alone, or in the optimizer that the class makes alone. Set max_grad_norm=0, or freeze it"
+            )
         groups: list[dict[str, Any]] = []
-        for group in self.fused.param_groups(named):
+        for group in self.fused.param_groups((name, param) for param, name in names.items() if param in part_of):
             rule = resolve(group["rule"]) if "rule" in group else default
-            if rule.decay not in rule.defaults or rule.decay in group:
+            own, decays = rule.name == default.name, rule.decay in rule.defaults and rule.decay not in group
+            if not decays and not by_class:
                 groups.append(group)
                 continue
-            params, others = group["params"], rule.without_decay()
-            amount = self.args.weight_decay if rule.name == default.name else rule.defaults[rule.decay]
-            decay = {rule.decay: amount or others[rule.decay]}
-            groups.append({**group, **decay, "params": [pair for pair in params if pair[0] in decayed]})
-            groups.append({**group, **others, "params": [pair for pair in params if pair[0] not in decayed]})
+            for n, part in enumerate(parts):
+                options = {key: value for key, value in part.items() if own and key != "weight_decay"} | group
+                amount, without = part["weight_decay"], rule.without_decay()
+                if decays and amount is None:
+                    options |= without
+                elif decays:
+                    options[rule.decay] = (amount if own else rule.defaults[rule.decay]) or without[rule.decay]
+                elif amount and own and rule.decay not in group:
+                    options["weight_decay"] = amount  # which the rule does not have, and raises
+                groups.append({**options, "params": [pair for pair in group["params"] if part_of[pair[1]] == n]})
         return [group for group in groups if group["params"]]
 
     def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
@@ -307,7 +352,10 @@ class FusedTrainerMixin(_Base):
         saves = self.args.save_strategy != "no" or bool(resume_from_checkpoint)
         adapters.check(self.model, self.args, sharded=self._sharding is not None, saves=saves)
         path = checkpoint.to_resume(resume_from_checkpoint, Path(self.args.output_dir))
-        return super().train(path if resume_from_checkpoint else None, *args, **kwargs)
+        arguments.check_callbacks(self.callback_handler.callbacks)
+        if resume_from_checkpoint or args:  # a class may have a `train` without arguments
+            args = path if resume_from_checkpoint else None, *args
+        return super().train(*args, **kwargs)
 
     def _get_output_dir(self, trial: Any) -> str:
         return str(self._staging) if self._staging is not None else super()._get_output_dir(trial)
@@ -405,19 +453,29 @@ class FusedTrainerMixin(_Base):
         """Loads nothing, also where there is a `scaler.pt`."""
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
-        arguments.check_optimizer(self.optimizer, self.args)  # that of a subclass, perhaps
+        if not isinstance(self.optimizer, FusedOptimizer):  # a subclass has not called the mixin's create_optimizer
+            self.optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # Accelerate has wrapped it
+            self.optimizer = self.accelerator.prepare(FusedTrainerMixin.create_optimizer(self))
         return super().create_scheduler(*args, **kwargs)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         self._shard()
-        model = self.model if model is None else model
-        if self._sharding is None and type(model).load_state_dict is not nn.Module.load_state_dict:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)  # a class loads itself in its own way
+        target, own = self.model if model is None else model, not self._inherits("_load_from_checkpoint")
+        if own and self._sharding is not None:
+            raise UnsupportedError(
+                f"{type(self).__name__} loads checkpoints in its own way, which does not know shards: omit "
+                "resume_from_checkpoint and load_best_model_at_end, or fsdp and deepspeed"
+            )
+        if own or (self._sharding is None and type(target).load_state_dict is not nn.Module.load_state_dict):
+            super()._load_from_checkpoint(resume_from_checkpoint, *(() if model is None else (model,)))
         else:
-            load_weights(model, Path(resume_from_checkpoint))
+            load_weights(target, Path(resume_from_checkpoint))
 
     def _load_best_model(self) -> None:
-        self._load_from_checkpoint(self.state.best_model_checkpoint)
+        if self._inherits("_load_best_model"):
+            self._load_from_checkpoint(self.state.best_model_checkpoint)
+        else:
+            super()._load_best_model()
 
 
 class FusedTrainer(FusedTrainerMixin, Trainer):

@@ -200,7 +200,7 @@ def make(tiny_llama, samples, tmp_path):
     def factory(cls=None, model=None, fused=None, run="run", optimizers=(None, None), **arguments):
         from transformers import Trainer, TrainingArguments
 
-        from lowmem.trainer import FusedTrainer
+        from lowmem.trainer import FusedTrainer, FusedTrainerMixin
 
         cls = cls or FusedTrainer
         defaults = {
@@ -208,7 +208,7 @@ def make(tiny_llama, samples, tmp_path):
             "logging_steps": 1, "save_strategy": "no", "max_grad_norm": 0.0, "report_to": "none", "disable_tqdm": True,
             "optim": "adamw_torch" if cls is Trainer else "adamw_torch_fused", "dataloader_pin_memory": False,
         }  # fmt: skip
-        keywords = {} if cls is Trainer else {"fused": fused}
+        keywords = {"fused": fused} if issubclass(cls, FusedTrainerMixin) else {}
         return cls(
             model=model or tiny_llama(attention_dropout=0.1),
             args=TrainingArguments(**{**defaults, **arguments}),

@@ -1,6 +1,8 @@
 """Checks a trainer's arguments: what would be ignored, or would not give the same result, raises before training."""
 
+import logging
 import os
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +21,7 @@ from lowmem.step.policies import Needs, choose
 if TYPE_CHECKING:
     from trl import SFTConfig
 
+logger = logging.getLogger(__name__)
 
 _UNSUPPORTED = {
     "auto_find_batch_size": "it retries after a backward that ran out of memory, and a fused backward has updated some "
@@ -154,6 +157,17 @@ def check_optimizer(optimizer: Any, args: TrainingArguments) -> None:
         )
     if args.fp16 and optimizer.loss_scale is None:
         raise ConfigError('fp16=True, but the optimizer has no loss scale; create it with loss_scale="dynamic"')
+
+
+def check_callbacks(callbacks: Iterable[Any]) -> None:
+    """Warns of callbacks that may read gradients, which are gone when they are called."""
+    for callback in callbacks:
+        method = type(callback).on_pre_optimizer_step
+        if method.__module__.partition(".")[0] not in ("transformers", "lowmem"):
+            logger.warning(
+                "%s is called after backward has updated the weights: .grad is None there. FusedConfig(log_norms=True) "
+                "logs norms", method.__qualname__
+            )  # fmt: skip
 
 
 def check_smoothing(args: "SFTConfig") -> None:

@@ -1,5 +1,8 @@
-"""The rule and hyperparameters that the arguments of a trainer name: `optim`, `optim_args` and those of Adam."""
+"""The rule and hyperparameters that the arguments of a trainer name (`optim`, `optim_args` and those of Adam), or that
+a method of its class chooses.
+"""
 
+import inspect
 from dataclasses import fields, replace
 from typing import Any
 
@@ -59,6 +62,47 @@ def choose(args: TrainingArguments, fused: FusedConfig | None) -> FusedConfig:
             if (value := fused.hyper[name]) != hyper[name]:
                 raise ConfigError(f"fused.{name}={value!r} contradicts {name}={hyper[name]!r} of the arguments")
     return replace(fused, rule=rule, hyper={**hyper, **fused.hyper})
+
+
+def read(optimizer: Any, fused: FusedConfig) -> tuple[FusedConfig, list[dict[str, Any]]]:
+    """Reads an optimizer that a trainer's class has made. Returns `fused` with its class and options, unless `fused`
+    names a rule; and its groups, with the options in which they differ from it and their weight decay (None for 0).
+
+    Raises:
+        ConfigError: it is not an optimizer, or has more than can be read from it.
+    """
+    cls = type(optimizer)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"the class of this trainer makes {optimizer!r}, and not a torch.optim.Optimizer")
+    defaults = optimizer.defaults
+    hyper = {name: defaults[name] for name in inspect.signature(cls).parameters if name in defaults}
+    fresh = cls([nn.Parameter(torch.zeros(2, 2))], **hyper)
+    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or "step" in vars(optimizer)
+    others = _settings(optimizer) != _settings(fresh) or bool(optimizer.state) != bool(fresh.state)
+    if hooks or (others and fused.rule is None):
+        extra = "hooks around its step or a schedule" if hooks else "states, or options that are not in its `defaults`,"
+        raise ConfigError(
+            f"the class of this trainer makes a {cls.__name__} with {extra} which a fused optimizer cannot take over. "
+            "Omit them" + ("" if hooks else ", or name the optimizer in fused.rule, with its options in FusedConfig")
+        )
+    groups = [
+        {key: value for key, value in group.items() if key not in defaults or value != defaults[key]}
+        | {"weight_decay": group.get("weight_decay") or None}
+        for group in optimizer.param_groups
+    ]
+    if fused.rule is None:
+        adamw = cls is torch.optim.AdamW and not (hyper["amsgrad"] or hyper["maximize"])
+        kept = ("lr", "betas", "eps") if adamw else hyper.keys() - {"weight_decay", "fused"}
+        options = {**{name: hyper[name] for name in kept}, **fused.given}
+        fused = replace(fused, rule="adamw" if adamw else cls, lr=options.pop("lr", None), hyper=options)
+    return fused, groups
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> str:
+    """The attributes that it has beside those of every optimizer."""
+    common = vars(torch.optim.Optimizer([torch.zeros(())], {}))
+    own = {name: value for name, value in vars(optimizer).items() if name not in common}
+    return repr({name: getattr(value, "__dict__", value) for name, value in own.items()})
 
 
 def learning_rate(args: TrainingArguments, fused: FusedConfig, model: nn.Module) -> float:

@@ -78,7 +78,8 @@ class StepCycle:
             raise StepError(
                 f"parameter {name!r} got its gradient in two parts within one backward, and the first part has been "
                 "used as if it were all of it. Reentrant activation checkpointing of a module whose weight is used "
-                "elsewhere (tied or shared) does this: use checkpoint(..., use_reentrant=False), or policy='deferred'."
+                "elsewhere (tied or shared) does this, and a loss that caches gradients: use "
+                "checkpoint(..., use_reentrant=False), or policy='deferred'."
             )
         self.notice(name)
 
@@ -110,8 +111,9 @@ class StepCycle:
         """Raises `StepError` if no parameter got a gradient."""
         if not self._fired:
             raise StepError(
-                "no parameter of this optimizer got a gradient: the loss does not depend on them, all are frozen, or "
-                "reentrant activation checkpointing hides them from a measuring pass (use_reentrant=False shows them)"
+                "no parameter of this optimizer got a gradient: the loss does not depend on them, all are frozen, or a "
+                "measuring pass cannot see them. For reentrant activation checkpointing set use_reentrant=False, for a "
+                "loss that caches gradients (Cached...Loss) policy='deferred'; in a trainer by fused=FusedConfig(...)"
             )
 
     def fail(self, reason: str) -> None:

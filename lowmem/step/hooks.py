@@ -90,11 +90,16 @@ class Hooks:
 
     @property
     def accumulating(self) -> bool:
-        """Returns whether a backward is a micro-batch, one that others of its step will follow, in `accumulate` or in a
-        loop of Accelerate, whose state alone does not tell: it is of the process, and stays as a loop leaves it.
+        """Returns whether a backward is a micro-batch, one that others of its step will follow."""
+        return self.in_accumulate or self.postponed
+
+    @property
+    def postponed(self) -> bool:
+        """Returns whether a loop of Accelerate is before the end of a step, where it leaves `step` and `zero_grad` out.
+        Its state alone does not tell: it is of the process, and stays as a loop leaves it.
         """
         state = sys.modules.get("accelerate.state") if self.prepared else None
-        return self.in_accumulate or (state is not None and not state.GradientState().sync_gradients)
+        return state is not None and not state.GradientState().sync_gradients
 
     def add(self, record: ParamRecord) -> None:
         """Hooks a parameter that has elements and can have a gradient, now or once it is unfrozen."""

@@ -15,7 +15,7 @@ from transformers.trainer_utils import HPSearchBackend
 import lowmem
 from lowmem import FusedConfig, LayersConfig, cli
 from lowmem.errors import ConfigError
-from lowmem.trainer import _UNUSED, FusedSFTTrainer, FusedTrainer, FusedTrainerMixin
+from lowmem.trainer import FusedSFTTrainer, FusedTrainer, FusedTrainerMixin
 from scripts.make_model import train_tokenizer
 
 DEFAULT = TrainingArguments.learning_rate
@@ -214,36 +214,6 @@ def test_the_mixin_comes_first():
 
     class Later(Right):
         pass
-
-
-@pytest.mark.parametrize("method", ["create_optimizer", *_UNUSED])
-def test_an_optimizer_of_the_class_that_would_be_ignored_is_refused(method):
-    own = type("Own", (Trainer,), {method: lambda self, *args: None})
-    with pytest.raises(ConfigError, match=f"Own.{method} would have no effect"):
-        type("Fused", (FusedTrainerMixin, own), {})
-    if method != "create_optimizer":
-        with pytest.raises(ConfigError, match=f"Fused.{method} would have no effect"):
-            type("Fused", (FusedTrainer,), {method: lambda self, *args: None})
-
-
-def test_an_optimizer_of_a_subclass_is_honoured_or_refused(make):
-    class Slower(FusedTrainer):
-        def create_optimizer(self, model=None):
-            optimizer = super().create_optimizer(model)
-            optimizer.param_groups[0]["lr"] = 1e-4
-            return optimizer
-
-    trainer = make(Slower, optim="adamw_torch_fused", lr_scheduler_type="constant")
-    trainer.train()
-    assert [group["lr"] for group in trainer.optimizer.param_groups] == [1e-4, 1e-2]
-
-    class Plain(FusedTrainer):
-        def create_optimizer(self, model=None):
-            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-            return self.optimizer
-
-    with pytest.raises(ConfigError, match="a fused trainer needs a FusedOptimizer"):
-        make(Plain, optim="adamw_torch_fused").train()
 
 
 def test_the_weight_decay_of_a_group_of_norms_is_honoured(make):
