@@ -175,7 +175,18 @@ class FusedTrainerMixin(_Base):
             self._sharding.shard(self.model, self.accelerator)
             self._sharding.release(self.model)
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Trains as the trainer does. A backward that `compute_loss` runs is a micro-batch before that of the loss."""
+        if self.optimizer is None:  # it is called without train()
+            return super().training_step(*args, **kwargs)
+        self.optimizer._hooks.in_accumulate = True
+        try:
+            return super().training_step(*args, **kwargs)
+        finally:
+            self.optimizer._hooks.in_accumulate = False
+
     def _fused_backward(self, loss: Tensor, **_: Any) -> None:
+        self.optimizer._hooks.in_accumulate = False
         with nullcontext() if self.accelerator.sync_gradients else self.optimizer.accumulate():
             self.optimizer.backward(loss)
         # with a loss scale the schedule waits for a skipped step, as with GradScaler

@@ -14,6 +14,7 @@ from lowmem.options import FusedConfig
 from lowmem.placements import Placement
 from lowmem.placements.base import NO_EARLIER, Earlier
 from lowmem.rules import UpdateRule
+from lowmem.step import habits
 from lowmem.step.clipping import Clipping, Decision
 from lowmem.step.cycle import StepCycle
 from lowmem.step.offload import GradientStore, make_store
@@ -125,6 +126,13 @@ def choose(
     return "two_pass", reason if config.policy == "auto" else "as requested", replay
 
 
+def _leaves(loss: Tensor) -> Iterator[Tensor]:
+    """Yields the tensors that a backward of a loss accumulates gradients in."""
+    for node in habits.nodes(loss):
+        if isinstance(node, torch._C._functions.AccumulateGrad):  # type: ignore[attr-defined]
+            yield node.variable
+
+
 def repeatable(forward: Callable[[], Tensor], devices: Iterable[torch.device]) -> Callable[[], Tensor]:
     """`forward` that draws the same random numbers in every call: those that it would draw now."""
     python, cpu = random.getstate(), torch.get_rng_state()
@@ -156,6 +164,7 @@ class Policy:
     order or the other), and `ready`; `complete` decides the step. Its parts are those of the optimizer, live.
 
     Attributes:
+        others: parameters of the model that the optimizer did not get, with their names and whether they were trained.
         reason: why it was chosen.
         replay: how it gets its second pass, if it has one: "graph" or "forward".
         accumulates: it sums gradients, those of micro-batches and parts of one within a backward.
@@ -164,6 +173,7 @@ class Policy:
     config: FusedConfig
     records: Mapping[Tensor, ParamRecord]
     placement: Placement
+    others: Mapping[Tensor, tuple[str, bool]]
     cycle: StepCycle
     clipping: Clipping
     updates: Updates
@@ -233,8 +243,17 @@ class TwoPass(Policy):
     def passes(self, loss: Tensor, again: Callable[[], Tensor] | None) -> Iterator[Pass]:
         self.drop()
         hooked = [record.param for record in self.records.values() if record.trained]
-        if hooked:  # other leaves of the graph get their gradient once, in the second pass
-            yield loss, hooked if self.placement.has_leaves else None, again is None
+        if hooked and self.placement.has_leaves:  # other leaves of the graph get their gradient in the second pass
+            yield loss, hooked, again is None
+        elif hooked:
+            before = {leaf: leaf.grad for leaf in {*_leaves(loss), *self.others} - self.records.keys()}
+            try:
+                for leaf in before:
+                    leaf.grad = None
+                yield loss, None, again is None
+            finally:
+                for leaf, grad in before.items():
+                    leaf.grad = grad
         self.cycle.next_pass()
         self._decision = self.clipping.decide(self._measured, prepared=False)
         if self._decision.skipped:

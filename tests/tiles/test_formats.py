@@ -76,7 +76,7 @@ def test_companding_and_its_inverse():
 def stored_as(held, value, bits=1 << 15):
     """The tensors of a storage for a value; bits: random bits of its elements."""
     bits = torch.as_tensor(bits, dtype=torch.int32).expand(value.shape)
-    encoded = held.encode(value, Uniform(lambda: bits))
+    encoded = held.encode(value, Uniform(lambda count: bits << count - 16))
     return tuple(new.to(part.dtype) for new, part in zip(encoded, held.parts, strict=True))
 
 
@@ -248,7 +248,7 @@ def test_unbiased_with_the_bits_of_updates(signed):
     group[: len(values)], group[31] = torch.as_tensor(values).float(), scale
     random = rounding.mix(rounding.mix(torch.arange(repeats * 32, dtype=torch.int32) + 1)).view(repeats, 32)
     for half in (0, 1):
-        found = there_and_back(Moment(signed), group.expand(repeats, 32), rounding.sixteen_bits(random, half))
+        found = there_and_back(Moment(signed), group.expand(repeats, 32), rounding.random_bits(random, half, 16))
         error = (found.double().mean(0)[: len(values)].cpu().numpy() - values) / (grid[low + 1] - grid[low])
         assert (np.abs(error) <= 5 * np.sqrt(fraction * (1 - fraction) / repeats)).all()
 
@@ -400,7 +400,7 @@ def test_averages_over_many_steps(signed):
             mean = mean * 0.999 + (grad if signed else grad**2) * 0.001
             if name != "float32":
                 bits = rounding.mix(torch.arange(mean.numel(), dtype=torch.int32) + step * 100_003)
-                bits = rounding.sixteen_bits(rounding.mix(bits), 0).view(mean.shape)
+                bits = rounding.random_bits(rounding.mix(bits), 0, 16).view(mean.shape)
                 mean = there_and_back(Moment(signed, draws=name == "8bit"), mean, bits)
             means[name] = mean
     wrong = {name: ((mean - means["float32"]) / means["float32"]) for name, mean in means.items()}
@@ -551,7 +551,7 @@ def test_compiled_code_shows_what_is_not_finite(signed):
     value[1, 3], value[3, 4], value[5] = math.nan, math.inf, 0.0
 
     def held(value):
-        codes, scale = Moment(signed, draws=False).encode(value, Uniform(lambda: torch.empty(0)))
+        codes, scale = Moment(signed, draws=False).encode(value, Uniform.half(value))
         return codes.to(torch.int8 if signed else torch.uint8), scale.bfloat16()
 
     codes, scale = torch.compile(held, fullgraph=True)(value)
@@ -571,7 +571,7 @@ def test_residuals_compiled(dtype):
     value = torch.cat([torch.zeros(32), torch.logspace(-44, 4, 500, dtype=torch.float64).float(), torch.randn(500)])
 
     def held(value):
-        stored, residual = Compensated(dtype, 8).encode(value, Uniform(lambda: torch.empty(0)))
+        stored, residual = Compensated(dtype, 8).encode(value, Uniform.half(value))
         return stored.to(dtype), residual.to(torch.int8)
 
     for found, expected in zip(torch.compile(held, fullgraph=True)(value), held(value), strict=True):

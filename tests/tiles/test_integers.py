@@ -21,7 +21,9 @@ def largest(held):
 
 def draws(value, patterns=None):
     """Random bits: those given for all elements, or some at random."""
-    return Uniform(lambda: torch.randint(1 << 16, value.shape, dtype=torch.int32) if patterns is None else patterns)
+    if patterns is None:
+        return Uniform(lambda count: torch.randint(1 << count, value.shape, dtype=torch.int32))
+    return Uniform(lambda count: patterns << count - 16)
 
 
 def in_dtypes(held, parts):

@@ -36,7 +36,9 @@ def floats_of_all_kinds():
 
 def stored_as(held, value, random=1 << 15):
     """The tensors of a storage for a value; random: bits of every draw."""
-    encoded = held.encode(value, storage.Uniform(lambda: torch.full(value.shape, random, dtype=torch.int32)))
+    encoded = held.encode(
+        value, storage.Uniform(lambda count: torch.full(value.shape, random << count - 16, dtype=torch.int32))
+    )
     return tuple(new.to(part.dtype) for new, part in zip(encoded, held.parts, strict=True))
 
 
@@ -103,7 +105,7 @@ def test_stochastic_is_unbiased(dtype, number):
         value = (low.double() + fraction * (high.double() - low.double())).float()
         fraction = ((value.double() - low.double()) / (high.double() - low.double())).item()  # as float32 can hold it
         word = rounding.mix(rounding.mix(torch.arange(repeats, dtype=torch.int32) + 1))
-        bits = rounding.sixteen_bits(word, number)
+        bits = rounding.random_bits(word, number, 16)
         drawn = rounding.narrow_stochastically(value.expand(repeats), dtype, bits).to(dtype)
         went_up = (drawn == high).double()
         assert ((drawn == low) | (drawn == high)).all()
@@ -147,18 +149,21 @@ def test_noise_looks_random():
     assert all(0 <= key < 1 << 31 for key in keys)
 
 
-def test_bits_of_the_tensors_of_an_update_are_independent():
-    """No bit of one agrees with a bit of another more often than two coins do, within 5 standard errors of 2¹⁸ pairs,
-    and their numbers do not correlate."""
+@pytest.mark.parametrize("count", [16, 23])
+def test_bits_of_the_tensors_of_an_update_are_independent(count):
+    """None of the upper 16 bits of one agrees with one of another more often than two coins do, within 5 standard
+    errors of 2¹⁸ pairs, and their numbers do not correlate."""
     word = rounding.mix(rounding.mix(torch.arange(512, dtype=torch.int32) + 77)[:, None] + torch.arange(512))
     word = word.to(torch.int32)
-    draws = [rounding.sixteen_bits(word, number) for number in range(4)]
-    planes = [torch.stack([(draw >> i & 1) * 2 - 1 for i in range(16)]).flatten(1).float() for draw in draws]
+    draws = [rounding.random_bits(word, number, count) for number in range(4)]
+    planes = [
+        torch.stack([(draw >> i & 1) * 2 - 1 for i in range(count - 16, count)]).flatten(1).float() for draw in draws
+    ]
     limit = 5 / math.sqrt(word.numel())
     for one, other in itertools.combinations(planes, 2):
         assert (one @ other.T / word.numel()).abs().max() <= limit
     for one, other in itertools.combinations(draws, 2):
-        pair = torch.stack([rounding.fraction(one).flatten(), rounding.fraction(other).flatten()])
+        pair = torch.stack([rounding.fraction(draw, count).flatten() for draw in (one, other)])
         assert torch.corrcoef(pair)[0, 1].abs() <= limit
 
 
