@@ -200,7 +200,7 @@ def test_small_steps_move_16_bit_weights(dtype, give_gradients):
     grad = torch.ones(64, 64, dtype=dtype)
     lr = torch.finfo(dtype).eps * 1e-3
     moved = {}
-    for name in ("nearest", "stochastic", "compensated", "master", "float32"):
+    for name in ("nearest", "stochastic", "compensated", "compensated8", "master", "float32"):
         weight = start.float() if name == "float32" else start.clone()
         param = torch.nn.Parameter(weight)
         options = {} if name == "float32" else {"rounding": name}
@@ -210,7 +210,8 @@ def test_small_steps_move_16_bit_weights(dtype, give_gradients):
         state = opt.named_state_dict()["state"].get("w", {})
         held = state.get("weight32", param.detach().float())
         residual = [state[name] for name in ("residual", "residual_low") if name in state]
-        held = rounding.widen(param.detach(), *residual) if residual else held
+        widen = rounding.widen if len(residual) == 2 else rounding.widen8
+        held = widen(param.detach(), *residual) if residual else held
         moved[name] = held.double() - start.double()
     assert moved["nearest"].abs().max() == 0
     # bfloat16 keeps all of float32; float16's residual has 2 bits more than float32 at this size
@@ -220,3 +221,6 @@ def test_small_steps_move_16_bit_weights(dtype, give_gradients):
     mean = moved["stochastic"].mean().item()
     assert abs(mean - moved["float32"].mean().item()) <= 5 * 0.4 / 64 * torch.finfo(dtype).eps
     assert np.sign(mean) == -1
+    # a residual is one of 254 parts of a spacing
+    mean = moved["compensated8"].mean().item()
+    assert abs(mean - moved["float32"].mean().item()) <= 5 * 0.4 / 64 * torch.finfo(dtype).eps / 254
