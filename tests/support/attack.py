@@ -188,7 +188,11 @@ class Settings:
 
     @property
     def rounds_gradients(self) -> bool:
-        """Plain PyTorch rounds 16-bit gradients where lowmem does not: computed, summed, unscaled or clipped ones."""
+        """Plain PyTorch rounds 16-bit gradients where lowmem does not: computed, summed, unscaled or clipped ones, and
+        those of a weight that autocast has cast once for several uses, which it does not do with codes.
+        """
+        if self.codes and self.autocast:
+            return True
         in_parts = self.checkpoint == "reentrant"
         return self.sixteen_bits and (self.computed or self.sums_float32 or self.changed or in_parts)
 
@@ -223,7 +227,7 @@ def fitting(s: Settings, anything: bool) -> Settings:
         s = replace(s, clip_norm=None, clip_value=None, loss_scale=None, state_storage="float32", computed=False)
         s = replace(s, rounding="stochastic", as_list=True, guard=True)
     if s.rule == "lion":  # the sign of a sum that all but cancels depends on its last bits
-        s = replace(s, computed=False)
+        s = replace(s, computed=False, autocast=None if s.codes else s.autocast)
     if (
         s.compile or not s.ours or s.rule == "adafactor_t2t"
     ):  # which updates ordinary matrices, or rounds in its own way
@@ -350,7 +354,7 @@ class Net(nn.Module):
         if self.computed:
             head = {**head, "logit_scale": self.scale}
             return linear_cross_entropy(hidden, self.head, labels, bias=bias, memory=100_000, **head)
-        logits = hidden.float() @ self.head.float().T
+        logits = F.linear(hidden.float(), self.head.float())
         logits = (logits if bias is None else logits + bias.float()) * self.scale
         if "softcap" in head:
             logits = head["softcap"] * (logits / head["softcap"]).tanh()
@@ -793,9 +797,14 @@ def refuse_difference(where: str, s: Settings, got: Tensor, want: Tensor, first:
     allowed = 1e-4 * moved + 1e-6 * size  # sums in another order
     if s.state_storage != "float32":  # some states are rounded to a neighbour, 2⁻⁸ away
         allowed += 2**-8 * moved
-    if s.sixteen_bits:  # some elements, and one at least, are rounded to a neighbour; a sign-like step changes its sign
+    if (
+        s.sixteen_bits or s.rounds_gradients
+    ):  # some elements, and one at least, are rounded to a neighbour; a sign-like step changes its sign
         part = max(1 / 20 if s.rounds_gradients else 1 / 200, 1 / want.numel()) ** 0.5
         allowed += part * (2**-7 * size + (2 * moved if s.rounds_gradients else 0.0))
+    if s.codes and want.ndim > 1:  # some codes are the next ones
+        unit = want.abs().max() / (2 ** (int(s.codes.removeprefix("int")) - 1) - 1)
+        allowed += 2 * unit * max(1, want.numel() / (20 if s.autocast else 200)) ** 0.5
     if s.exact or not difference <= allowed:
         at = int((got - want).abs().nan_to_num(math.inf).argmax())
         raise DefectError(
