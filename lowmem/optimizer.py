@@ -272,12 +272,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises:
             UnsupportedError: the policy stores no gradients; "auto" becomes "deferred" here.
         """
-        outer, self._hooks.in_accumulate = self._hooks.in_accumulate, True
-        try:
+        with self._hooks.during(in_accumulate=True):
             self._loop.choose_policy()
             yield
-        finally:
-            self._hooks.in_accumulate = outer
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -288,11 +285,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             with discriminator_opt.paused():
                 generator_opt.backward(-discriminator(generator(noise)).mean())
         """
-        outer, self._hooks.paused = self._hooks.paused, True
-        try:
+        with self._hooks.during(paused=True):
             yield
-        finally:
-            self._hooks.paused = outer
 
     # -- the step --------------------------------------------------------------------------------------------------
 

@@ -177,17 +177,12 @@ class FusedTrainerMixin(_Base):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Trains as the trainer does. A backward that `compute_loss` runs is a micro-batch before that of the loss."""
-        if self.optimizer is None:  # it is called without train()
+        # without train() there is no optimizer
+        with nullcontext() if self.optimizer is None else self.optimizer._hooks.during(in_accumulate=True):
             return super().training_step(*args, **kwargs)
-        self.optimizer._hooks.in_accumulate = True
-        try:
-            return super().training_step(*args, **kwargs)
-        finally:
-            self.optimizer._hooks.in_accumulate = False
 
     def _fused_backward(self, loss: Tensor, **_: Any) -> None:
-        self.optimizer._hooks.in_accumulate = False
-        with nullcontext() if self.accelerator.sync_gradients else self.optimizer.accumulate():
+        with self.optimizer._hooks.during(in_accumulate=not self.accelerator.sync_gradients):
             self.optimizer.backward(loss)
         # with a loss scale the schedule waits for a skipped step, as with GradScaler
         scaled = self.accelerator.sync_gradients and self.optimizer._clipping.scaler.value is not None

@@ -94,10 +94,10 @@ def _watch_clipping(clip: Callable[..., Any]) -> Callable[..., Any]:
         limit = args[0] if args else kwargs.get("clip_value", kwargs.get("max_norm"))
         updated = {param: name for param in params if (name := hooks.name_of(param)) is not None}
         if updated and all(param.grad is None for param in updated):
-            clips = f"Write FusedOptimizer(..., {option}={limit!r}), which clips exactly"
+            clips = limit != math.inf and f"Write FusedOptimizer(..., {option}={limit!r}), which clips exactly"
             raise StepError(
                 f"{clip.__name__.lstrip('_')}(): parameter {next(iter(updated.values()))!r} has no gradient, because "
-                f"backward has used it and freed it. {'Omit this call' if limit == math.inf else clips}; "
+                f"backward has used it and freed it. {clips or 'Omit this call'}; "
                 "opt.last_step.grad_norm is the norm before clipping"
             )
         return clip(params or parameters, *args, **kwargs)

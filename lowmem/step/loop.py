@@ -60,12 +60,6 @@ class StepLoop:
 
     def __post_init__(self) -> None:
         self.choose_policy()
-        left = [name for name, trained in self.others.values() if trained]
-        if left and self.clipping.norm is not None:
-            logger.warning(
-                "clip_norm is of the gradients of this optimizer's parameters. The model trains %d others, the first "
-                "of which is %r", len(left), left[0],
-            )  # fmt: skip
 
     def choose_policy(self, loss: Tensor | None = None) -> None:
         """Chooses the policy for what is asked by now, and logs the reason if it was chosen automatically.
@@ -166,10 +160,9 @@ class StepLoop:
         for param, (name, trained) in self.others.items() if self.clipping.norm is not None else ():
             if param.requires_grad and not trained and param not in self.records:
                 raise StepError(
-                    f"parameter {name!r} of the model was frozen when the optimizer was made without it, and is "
-                    "trained by now: clip_norm would clip by a norm without its gradient. Add it: "
-                    f"opt.add_param_group({{'params': [({name!r}, model.get_parameter({name!r}))]}}). Or pass all "
-                    "parameters when the optimizer is made; those that are frozen cost nothing until they are unfrozen"
+                    f"parameter {name!r} was frozen when the optimizer was made without it, and is trained by now: "
+                    "clip_norm would clip by a norm without its gradient. Pass frozen parameters to the optimizer too, "
+                    f"or write opt.add_param_group({{'params': [({name!r}, model.get_parameter({name!r}))]}})"
                 )
         if self._confirmed != len(groups):
             self.placement.confirm(self.records.values(), self._settings(groups))

@@ -126,13 +126,6 @@ def choose(
     return "two_pass", reason if config.policy == "auto" else "as requested", replay
 
 
-def _leaves(loss: Tensor) -> Iterator[Tensor]:
-    """Yields the tensors that a backward of a loss accumulates gradients in."""
-    for node in habits.nodes(loss):
-        if isinstance(node, torch._C._functions.AccumulateGrad):  # type: ignore[attr-defined]
-            yield node.variable
-
-
 def repeatable(forward: Callable[[], Tensor], devices: Iterable[torch.device]) -> Callable[[], Tensor]:
     """`forward` that draws the same random numbers in every call: those that it would draw now."""
     python, cpu = random.getstate(), torch.get_rng_state()
@@ -164,7 +157,6 @@ class Policy:
     order or the other), and `ready`; `complete` decides the step. Its parts are those of the optimizer, live.
 
     Attributes:
-        others: parameters of the model that the optimizer did not get, with their names and whether they were trained.
         reason: why it was chosen.
         replay: how it gets its second pass, if it has one: "graph" or "forward".
         accumulates: it sums gradients, those of micro-batches and parts of one within a backward.
@@ -246,7 +238,8 @@ class TwoPass(Policy):
         if hooked and self.placement.has_leaves:  # other leaves of the graph get their gradient in the second pass
             yield loss, hooked, again is None
         elif hooked:
-            before = {leaf: leaf.grad for leaf in {*_leaves(loss), *self.others} - self.records.keys()}
+            leaves = {node.variable for node in habits.nodes(loss) if type(node).__name__ == "AccumulateGrad"}
+            before = {leaf: leaf.grad for leaf in (leaves | self.others.keys()) - self.records.keys()}
             try:
                 for leaf in before:
                     leaf.grad = None

@@ -62,13 +62,10 @@ def split(value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     return stored, high, residual - high * 256
 
 
-def widen8(stored: Tensor, residual: Tensor) -> Tensor:
-    """The float32 value that `split8` encoded."""
-    return _widen8(stored.float(), residual.float(), stored.dtype)
-
-
-def _widen8(stored: Tensor, residual: Tensor, dtype: torch.dtype) -> Tensor:
-    return stored + residual * (_unit(stored, dtype) * (1 / 254))
+def widen8(stored: Tensor, residual: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The float32 value that `split8` encoded. dtype: of the weight, if it is held in a wider one."""
+    wide = stored.float()
+    return wide + residual.float() * (_unit(wide, dtype or stored.dtype) * (1 / 254))
 
 
 def split8(value: Tensor, dtype: torch.dtype, uniform: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,7 +79,7 @@ def split8(value: Tensor, dtype: torch.dtype, uniform: Tensor) -> tuple[Tensor, 
     # the inverse of a power of two: both have the bits of 1.0, twice, together; 254 times it may be infinite
     residual = (value - stored) * number(0x7F000000 - bits(_unit(stored, dtype))) * 254
     down = residual.floor().clamp(-127, 126)
-    low, high = _widen8(stored, down, dtype), _widen8(stored, down + 1, dtype)
+    low, high = widen8(stored, down, dtype), widen8(stored, down + 1, dtype)
     residual = torch.where(uniform * (high - low) < value - low, down + 1, down)
     return stored, torch.where(stored.abs() < torch.inf, residual, 0.0)
 
@@ -165,9 +162,7 @@ def random_bits(word: Tensor, number: int, count: int) -> Tensor:
 
 
 def fraction(random: Tensor, count: int) -> Tensor:
-    """Numbers in [0, 2ᶜᵒᵘⁿᵗ) as float32 between 0 and 1: the middles of so many equal parts, at most 2²³. Ends would be
-    too small or too large on average, and so would a number be that is rounded by them.
-    """
+    """Numbers in [0, 2ᶜᵒᵘⁿᵗ) as float32 between 0 and 1: the middles of so many equal parts, at most 2²³."""
     return number(random << 23 - count | 0x3F800000) - (1 - 2.0 ** -(count + 1))
 
 

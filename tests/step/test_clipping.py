@@ -655,9 +655,7 @@ def test_a_parameter_that_is_unfrozen_and_was_not_passed(policy, plain):
     step()
     net[0].requires_grad_(True)
     before = [param.detach().clone() for param in net.parameters()]
-    with pytest.raises(
-        StepError, match=r"'0\.weight' of the model was frozen.*opt\.add_param_group\(\{'params': \[\('0\.w"
-    ):
+    with pytest.raises(StepError, match=r"'0\.weight' was frozen.*opt\.add_param_group\(\{'params': \[\('0\.w"):
         step()
     assert all(map(torch.equal, before, net.parameters()))
     net.zero_grad()
@@ -672,11 +670,3 @@ def test_a_parameter_that_is_unfrozen_and_was_not_passed(policy, plain):
         sgd.step()
         sgd.zero_grad()
     assert all(map(torch.equal, net.parameters(), expected.parameters()))
-
-
-def test_parameters_that_are_trained_elsewhere_are_named(caplog):
-    net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
-    opt = lowmem.FusedOptimizer(net[1].parameters(), rule="lomo", model=net, clip_norm=0.1)
-    assert "The model trains 2 others, the first of which is '0.weight'" in caplog.text
-    opt.backward(net(torch.ones(1, 3)).sum())
-    assert net[0].weight.grad is not None
