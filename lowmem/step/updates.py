@@ -89,7 +89,6 @@ class Updates:
         """Updates a parameter, or lets its gradient wait until a stack of such parameters is full."""
         stack = None if isinstance(grad, ComputedGradient) else self._stack_of(record.program, grad.dtype)
         if stack is None:
-            self.begin_state(record)
             self._update_one(record, grad, decision)
             return
         assert isinstance(grad, Tensor)  # a small gradient is never computed as it is read
@@ -133,23 +132,19 @@ class Updates:
     def begin_state(self, record: ParamRecord) -> None:
         """Makes those states of a parameter that it does not have: before its first update, or after a reset."""
         program, state = record.program, self.state[record.param]
-        missing = program.kept.keys() - state.keys()
-        if record.extra or program.weight.in_codes:
-            missing -= {*program.extra_names}  # those of the weight are there
-        if not missing:
+        there = {*state, *(program.extra_names if record.extra or program.weight.in_codes else ())}
+        if not (missing := [name for name in program.kept if name not in there]):
             return
         shard, _ = self._shard.read(record.param, {})
-        tensors = {
-            name: torch.zeros(program.shape_of(kept, shard.shape), dtype=kept.dtype, device=shard.device)
-            for name, kept in program.kept.items()
-            if name in missing
-        }
-        if extra := tuple(tensors.pop(name) for name in program.extra_names if name in tensors):
+        for name in missing:
+            kept = program.kept[name]
+            state[name] = torch.zeros(program.shape_of(kept, shard.shape), dtype=kept.dtype, device=shard.device)
+        if extra := tuple(state.pop(name) for name in program.extra_names if name in missing):
             record.extra = extra
             begin_storage(program.layout, Held(program.weight, (shard, *extra)))
-        state.update(tensors)
 
     def _update_one(self, record: ParamRecord, grad: Gradient, decision: Decision | None) -> None:
+        self.begin_state(record)
         shard, states = self._shard.read(record.param, self.state[record.param])
         self._run(record.program, [record], record.weight(shard), grad, states, decision)
         self._shard.write(record.param, shard, states)

@@ -1,13 +1,7 @@
 """Storage: how float32 values are held between two sweeps.
 
 A storage says which tensors hold a float32 tensor, how a tile of them is decoded to float32, and how a float32 tile is
-encoded. Weights, optimizer states and waiting gradients all have one. A rule never learns which.
-
-    @lowmem.storage.register("int8_64")
-    @dataclass(frozen=True)
-    class Int8(Storage):
-        dtype: torch.dtype
-        signed: bool
+encoded. Weights, optimizer states and waiting gradients all have one. A rule never learns which. `register` adds one.
 """
 
 import functools
