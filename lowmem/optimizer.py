@@ -113,8 +113,10 @@ class FusedOptimizer(torch.optim.Optimizer):
             saved = self._clipping, self._cycle, self._updates, self._report
             self._saving = Saving(self._records, self.param_groups, self.state, shard, *saved, config.convert_states)
             parts = self._hooks, self._cycle, self._clipping, self._updates, self._report
-            named = [] if model is None else model.named_parameters()
-            others = {param: (name, param.requires_grad) for name, param in named if param not in self._records}
+            others: dict[Tensor, tuple[str, bool]] = {}
+            for name, param in () if model is None else model.named_parameters():
+                if param not in self._records:
+                    others[param] = name, param.requires_grad
             self._loop = StepLoop(config, self._rules, self._added, self._records, self._placement, others, *parts)
         except BaseException:
             self.remove()  # the hooks of the groups that were added

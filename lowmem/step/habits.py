@@ -190,7 +190,7 @@ def reentrant(loss: Tensor | None) -> bool:
 
 def nodes(loss: Tensor) -> Iterator[Any]:
     """Yields each node of the graph of a loss."""
-    ahead, seen = [loss.grad_fn], set[Any]((None,))
+    ahead, seen = list[Any]([loss.grad_fn]), set[Any]((None,))
     while ahead:
         if (node := ahead.pop()) not in seen:
             seen.add(node)
