@@ -144,7 +144,7 @@ class Compensated(Storage):
         return self.bits == 8
 
     def decode(self, stored: tuple[Tensor, ...]) -> Tensor:
-        return widen(*stored) if self.bits == 16 else widen8(*stored)
+        return widen(*stored) if self.bits == 16 else widen8(stored[0], stored[1])
 
     def encode(self, value: Tensor, uniform: Uniform) -> tuple[Tensor, ...]:
         return split(value, self.dtype) if self.bits == 16 else split8(value, self.dtype, uniform())
