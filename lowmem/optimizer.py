@@ -2,7 +2,7 @@
 
 import copy
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
@@ -71,6 +71,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._model = model
         self._rules: list[UpdateRule] = []  # of the groups, in their order
         self._added: list[tuple[dict[str, Any], dict[str, Any], int]] = []
+        self._states = States(dict)
         self._cycle = StepCycle()
         self._records: dict[Tensor, ParamRecord] = {}
         habits.watch()
@@ -87,7 +88,6 @@ class FusedOptimizer(torch.optim.Optimizer):
             )
         try:
             super().__init__(groups, {})
-            self.state = States(dict)
             self.defaults = {**rules.resolve(rule).defaults, **self.config.given}
             self._placement.adopt(self._records.values(), self._model)
             self._complete = True
@@ -112,8 +112,12 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._report = Report(self._updates, device, config.max_nonfinite_steps)
             saved = self._clipping, self._cycle, self._updates, self._report
             self._saving = Saving(self._records, self.param_groups, self.state, shard, *saved, config.convert_states)
-            parts = self._cycle, self._clipping, self._updates, self._report
-            self._loop = StepLoop(config, self._rules, self._added, self._records, self._placement, self._hooks, *parts)
+            parts = self._hooks, self._cycle, self._clipping, self._updates, self._report
+            others: dict[Tensor, tuple[str, bool]] = {}
+            for name, param in () if model is None else model.named_parameters():
+                if param not in self._records:
+                    others[param] = name, param.requires_grad
+            self._loop = StepLoop(config, self._rules, self._added, self._records, self._placement, others, *parts)
         except BaseException:
             self.remove()  # the hooks of the groups that were added
             raise
@@ -224,6 +228,17 @@ class FusedOptimizer(torch.optim.Optimizer):
                     "chosen. Omit it, or use a rule such as 'adamw' or 'lion'"
                 )
 
+    @property  # the optimizer of torch has an attribute, which loops replace in order to begin with new states
+    def state(self) -> States:  # type: ignore[override]
+        """Parameter → name of a state → value. Parameters without states get new ones at their next update."""
+        return self._states
+
+    @state.setter
+    def state(self, states: Mapping[Tensor, dict[str, Any]]) -> None:
+        self._states.update({**{param: {} for param in self._states}, **states})
+        if self._complete:
+            self._clipping.memory.clear()
+
     # -- the policy ------------------------------------------------------------------------------------------------
 
     @property
@@ -259,12 +274,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises:
             UnsupportedError: the policy stores no gradients; "auto" becomes "deferred" here.
         """
-        outer, self._hooks.in_accumulate = self._hooks.in_accumulate, True
-        try:
+        with self._hooks.during(in_accumulate=True):
             self._loop.choose_policy()
             yield
-        finally:
-            self._hooks.in_accumulate = outer
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -275,11 +287,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             with discriminator_opt.paused():
                 generator_opt.backward(-discriminator(generator(noise)).mean())
         """
-        outer, self._hooks.paused = self._hooks.paused, True
-        try:
+        with self._hooks.during(paused=True):
             yield
-        finally:
-            self._hooks.paused = outer
 
     # -- the step --------------------------------------------------------------------------------------------------
 

@@ -170,6 +170,12 @@ class FusedTrainerMixin(_Base):
             self._sharding.shard(self.model, self.accelerator)
             self._sharding.release(self.model)
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Trains as the trainer does. A backward that `compute_loss` runs is a micro-batch before that of the loss."""
+        # without train() there is no optimizer
+        with nullcontext() if self.optimizer is None else self.optimizer._hooks.during(in_accumulate=True):
+            return super().training_step(*args, **kwargs)
+
     def _fused_backward(self, loss: Tensor, **_: Any) -> None:
         if not (getattr(self, "is_in_train", False) or self._asked_to_clip or self.optimizer.config.clip_norm is None):
             raise ConfigError(
@@ -178,7 +184,7 @@ class FusedTrainerMixin(_Base):
                 f"set FusedConfig(clip_norm={self.args.max_grad_norm}) too, and omit clipping in the loop"
             )
         loss = loss / self.accelerator.gradient_accumulation_steps
-        with nullcontext() if self.accelerator.sync_gradients else self.optimizer.accumulate():
+        with self.optimizer._hooks.during(in_accumulate=not self.accelerator.sync_gradients):
             self.optimizer.backward(loss)
         # with a loss scale the schedule waits for a skipped step, as with GradScaler
         scaled = self.accelerator.sync_gradients and self.optimizer._clipping.scaler.value is not None

@@ -7,8 +7,9 @@ Functions of torch are wrapped, once per process. They do what they did before f
 import copy
 import functools
 import logging
+import math
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -93,10 +94,11 @@ def _watch_clipping(clip: Callable[..., Any]) -> Callable[..., Any]:
         limit = args[0] if args else kwargs.get("clip_value", kwargs.get("max_norm"))
         updated = {param: name for param in params if (name := hooks.name_of(param)) is not None}
         if updated and all(param.grad is None for param in updated):
+            clips = limit != math.inf and f"Write FusedOptimizer(..., {option}={limit!r}), which clips exactly"
             raise StepError(
                 f"{clip.__name__.lstrip('_')}(): parameter {next(iter(updated.values()))!r} has no gradient, because "
-                f"backward has used it and freed it. Write FusedOptimizer(..., {option}={limit!r}), which clips "
-                "exactly; opt.last_step.grad_norm is the norm before"
+                f"backward has used it and freed it. {clips or 'Omit this call'}; "
+                "opt.last_step.grad_norm is the norm before clipping"
             )
         return clip(params or parameters, *args, **kwargs)
 
@@ -183,14 +185,17 @@ _REENTRANT: "weakref.WeakSet[Any]" = weakref.WeakSet()  # nodes of reentrant che
 
 def reentrant(loss: Tensor | None) -> bool:
     """Returns whether the graph of a loss has regions with reentrant activation checkpointing."""
-    nodes, seen = [] if loss is None else [loss.grad_fn], set(_REENTRANT)
-    while seen and nodes:
-        if (node := nodes.pop()) in _REENTRANT:
-            return True
-        if node is not None and node not in seen:
+    return bool(_REENTRANT) and loss is not None and any(node in _REENTRANT for node in nodes(loss))
+
+
+def nodes(loss: Tensor) -> Iterator[Any]:
+    """Yields each node of the graph of a loss."""
+    ahead, seen = list[Any]([loss.grad_fn]), set[Any]((None,))
+    while ahead:
+        if (node := ahead.pop()) not in seen:
             seen.add(node)
-            nodes += [following for following, _ in node.next_functions]
-    return False
+            yield node
+            ahead += [following for following, _ in node.next_functions]
 
 
 def nests(records: Iterable[ParamRecord]) -> bool:

@@ -7,7 +7,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -100,6 +100,16 @@ class Hooks:
         """
         state = sys.modules.get("accelerate.state") if self.prepared else None
         return state is not None and not state.GradientState().sync_gradients
+
+    @contextmanager
+    def during(self, **flags: bool) -> Iterator[None]:
+        """Sets `paused` or `in_accumulate` inside."""
+        outer = {name: getattr(self, name) for name in flags}
+        vars(self).update(flags)
+        try:
+            yield
+        finally:
+            vars(self).update(outer)
 
     def add(self, record: ParamRecord) -> None:
         """Hooks a parameter that has elements and can have a gradient, now or once it is unfrozen."""

@@ -38,6 +38,7 @@ class StepLoop:
 
     Attributes:
         rules: of the parameter groups.
+        others: parameters of the model that the optimizer did not get, with their names and whether they were trained.
         added: each parameter group, what was `habits.decided` by it, and how many parameters it had.
         policy: says when gradients become updates.
     """
@@ -47,6 +48,7 @@ class StepLoop:
     added: Sequence[tuple[Group, Group, int]]
     records: Mapping[Tensor, ParamRecord]
     placement: Placement
+    others: Mapping[Tensor, tuple[str, bool]]
     hooks: Hooks
     cycle: StepCycle
     clipping: Clipping
@@ -72,7 +74,7 @@ class StepLoop:
         before = getattr(self, "policy", None)
         if before is not None and (before.accumulates or before.name == name):
             return
-        parts = self.config, self.records, self.placement, self.cycle, self.clipping, self.updates
+        parts = self.config, self.records, self.placement, self.others, self.cycle, self.clipping, self.updates
         self.policy = POLICIES[name](*parts, reason, replay)
         if before is not None or name != "immediate":
             logger.info("policy %s: %s", name, reason)
@@ -155,6 +157,13 @@ class StepLoop:
         if self.config.compile is True and Compiler.failure is not None:
             raise ConfigError(f"compile=True, but compiling failed; use 'auto' or False: {Compiler.failure}")
         habits.refuse_edits(groups, self.added, self.records.values())
+        for param, (name, trained) in self.others.items() if self.clipping.norm is not None else ():
+            if param.requires_grad and not trained and param not in self.records:
+                raise StepError(
+                    f"parameter {name!r} was frozen when the optimizer was made without it, and is trained by now: "
+                    "clip_norm would clip by a norm without its gradient. Pass frozen parameters to the optimizer too, "
+                    f"or write opt.add_param_group({{'params': [({name!r}, model.get_parameter({name!r}))]}})"
+                )
         if self._confirmed != len(groups):
             self.placement.confirm(self.records.values(), self._settings(groups))
             self._confirmed = len(groups)

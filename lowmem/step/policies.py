@@ -14,6 +14,7 @@ from lowmem.options import FusedConfig
 from lowmem.placements import Placement
 from lowmem.placements.base import NO_EARLIER, Earlier
 from lowmem.rules import UpdateRule
+from lowmem.step import habits
 from lowmem.step.clipping import Clipping, Decision
 from lowmem.step.cycle import StepCycle
 from lowmem.step.offload import GradientStore, make_store
@@ -164,6 +165,7 @@ class Policy:
     config: FusedConfig
     records: Mapping[Tensor, ParamRecord]
     placement: Placement
+    others: Mapping[Tensor, tuple[str, bool]]
     cycle: StepCycle
     clipping: Clipping
     updates: Updates
@@ -233,8 +235,18 @@ class TwoPass(Policy):
     def passes(self, loss: Tensor, again: Callable[[], Tensor] | None) -> Iterator[Pass]:
         self.drop()
         hooked = [record.param for record in self.records.values() if record.trained]
-        if hooked:  # other leaves of the graph get their gradient once, in the second pass
-            yield loss, hooked if self.placement.has_leaves else None, again is None
+        if hooked and self.placement.has_leaves:  # other leaves of the graph get their gradient in the second pass
+            yield loss, hooked, again is None
+        elif hooked:
+            leaves = {node.variable for node in habits.nodes(loss) if type(node).__name__ == "AccumulateGrad"}
+            before = {leaf: leaf.grad for leaf in (leaves | self.others.keys()) - self.records.keys()}
+            try:
+                for leaf in before:
+                    leaf.grad = None
+                yield loss, None, again is None
+            finally:
+                for leaf, grad in before.items():
+                    leaf.grad = grad
         self.cycle.next_pass()
         self._decision = self.clipping.decide(self._measured, prepared=False)
         if self._decision.skipped:

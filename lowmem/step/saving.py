@@ -76,7 +76,9 @@ class Saving:
             {**{k: v for k, v in group.items() if k not in ("params", "param_names")}, "params": group["param_names"]}
             for group in self.groups
         ]
-        records = [record for record in self.records.values() if record.param in self.state]
+        records = [r for r in self.records.values() if (r.param in self.state or r.extra) and "program" in vars(r)]
+        for record in records:
+            self.updates.begin_state(record)  # those that the loop has reset since the last step
         sources = {record.name: self._sources(record) for record in records}
         for n, memory in self.clipping.memory.items():
             sources[f"{_GROUP}{n}"] = {name: self._source(None, name, tensor) for name, tensor in memory.items()}
@@ -127,7 +129,7 @@ class Saving:
 
     def _initial(self, record: ParamRecord) -> dict[str, Any]:
         """The states of a parameter before its first update. The parameter gets none of them."""
-        if record.param in self.state or not record.span.numel:
+        if self.state.get(record.param) or not record.span.numel:
             return {}
         trial = _settled(record, record.group, self.shard)
         try:

@@ -89,8 +89,6 @@ class Updates:
         """Updates a parameter, or lets its gradient wait until a stack of such parameters is full."""
         stack = None if isinstance(grad, ComputedGradient) else self._stack_of(record.program, grad.dtype)
         if stack is None:
-            if record.param not in self.state:
-                self.begin_state(record)
             self._update_one(record, grad, decision)
             return
         assert isinstance(grad, Tensor)  # a small gradient is never computed as it is read
@@ -132,19 +130,21 @@ class Updates:
             stack.empty()
 
     def begin_state(self, record: ParamRecord) -> None:
-        """Makes the states of a parameter before its first update."""
-        program, (shard, _) = record.program, self._shard.read(record.param, {})
-        tensors = {
-            name: torch.zeros(program.shape_of(kept, shard.shape), dtype=kept.dtype, device=shard.device)
-            for name, kept in program.kept.items()
-            if not (program.weight.in_codes and name in program.extra_names)  # those are there
-        }
-        record.extra = tuple(tensors.pop(name) for name in program.extra_names if name in tensors)
-        if record.extra:
-            begin_storage(program.layout, Held(program.weight, (shard, *record.extra)))
-        self.state[record.param] = tensors
+        """Makes those states of a parameter that it does not have: before its first update, or after a reset."""
+        program, state = record.program, self.state[record.param]
+        there = {*state, *(program.extra_names if record.extra or program.weight.in_codes else ())}
+        if not (missing := [name for name in program.kept if name not in there]):
+            return
+        shard, _ = self._shard.read(record.param, {})
+        for name in missing:
+            kept = program.kept[name]
+            state[name] = torch.zeros(program.shape_of(kept, shard.shape), dtype=kept.dtype, device=shard.device)
+        if extra := tuple(state.pop(name) for name in program.extra_names if name in missing):
+            record.extra = extra
+            begin_storage(program.layout, Held(program.weight, (shard, *extra)))
 
     def _update_one(self, record: ParamRecord, grad: Gradient, decision: Decision | None) -> None:
+        self.begin_state(record)
         shard, states = self._shard.read(record.param, self.state[record.param])
         self._run(record.program, [record], record.weight(shard), grad, states, decision)
         self._shard.write(record.param, shard, states)
@@ -154,8 +154,7 @@ class Updates:
         """Updates parameters as one: their tensors are stacked, and written back to where they were."""
         records, grads = stack.empty()
         for record in records:
-            if record.param not in self.state:
-                self.begin_state(record)
+            self.begin_state(record)
         if len(records) == 1:
             self._update_one(records[0], grads[0], decision)
             return

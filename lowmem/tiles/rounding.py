@@ -62,22 +62,26 @@ def split(value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     return stored, high, residual - high * 256
 
 
-def widen8(stored: Tensor, residual: Tensor) -> Tensor:
-    """The float32 value that `split8` encoded."""
+def widen8(stored: Tensor, residual: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The float32 value that `split8` encoded. dtype: of the weight, if it is held in a wider one."""
     wide = stored.float()
-    return wide + residual.float() * (_unit(wide, stored.dtype) * (1 / 254))
+    return wide + residual.float() * (_unit(wide, dtype or stored.dtype) * (1 / 254))
 
 
-def split8(value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def split8(value: Tensor, dtype: torch.dtype, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """A float32 tile as (nearest weight, residual in 8 bits): what rounding cut off, in 127ths of half the weight's
-    spacing, so that `widen8` gives the value within 1/508 of that. FlashOptim, arXiv:2602.23349.
+    spacing (FlashOptim, arXiv:2602.23349), up or down at random so that the mean of what `widen8` gives is the value.
+    `uniform` is between 0 and 1. A value that `widen8` has given comes out as it went in.
 
     A value that is not finite has a zero residual.
     """
     stored = nearest(value, dtype)
     # the inverse of a power of two: both have the bits of 1.0, twice, together; 254 times it may be infinite
     residual = (value - stored) * number(0x7F000000 - bits(_unit(stored, dtype))) * 254
-    return stored, torch.where(stored.abs() < torch.inf, residual.round().clamp(-127, 127), 0.0)
+    down = residual.floor().clamp(-127, 126)
+    low, high = widen8(stored, down, dtype), widen8(stored, down + 1, dtype)
+    residual = torch.where(uniform * (high - low) < value - low, down + 1, down)
+    return stored, torch.where(stored.abs() < torch.inf, residual, 0.0)
 
 
 def _unit(stored: Tensor, dtype: torch.dtype) -> Tensor:
@@ -104,7 +108,7 @@ def narrow_stochastically(value: Tensor, dtype: torch.dtype, random: Tensor) -> 
     much = gap * _WHOLE  # float32 has just this spacing around so much: adding it rounds to a multiple
     near = (value + much) - much
     low = torch.where(near > value, near - gap, near)
-    return torch.where(fraction(random) * gap < value - low, low + gap, low)
+    return torch.where(fraction(random, 16) * gap < value - low, low + gap, low)
 
 
 def raised(value: Tensor) -> Tensor:
@@ -143,20 +147,23 @@ def noise_key(seed: int, step: int, name: str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def sixteen_bits(word: Tensor, number: int) -> Tensor:
-    """The bits that a random int32 word has for the tensor of this number: numbers in [0, 2¹⁶).
+def random_bits(word: Tensor, number: int, count: int) -> Tensor:
+    """The bits that a random int32 word has for the tensor of this number: numbers in [0, 2ᶜᵒᵘⁿᵗ), from 16 bits on.
 
     The lower half, the upper half, and the upper half of the word times an odd number, which depends on all of it: any
-    two of them are as good as independent.
+    two of them are as good as independent. Of more bits the others come last: each half takes some of the other one.
     """
+    if number == 0:
+        low = word & _LOW16
+        return low if count == 16 else low << count - 16 | word >> 48 - count & (1 << count - 16) - 1
     if number > 1:  # powers of 2³² over the golden ratio, as a signed number
         word = word * ((pow(0x9E3779B9, number - 1, 1 << 32) + (1 << 31)) % (1 << 32) - (1 << 31))
-    return word & _LOW16 if number == 0 else word >> 16 & _LOW16
+    return word >> 32 - count & (1 << count) - 1
 
 
-def fraction(random: Tensor) -> Tensor:
-    """Numbers in [0, 2¹⁶) as float32 in [0, 1)."""
-    return number(random << 7 | 0x3F800000) - 1
+def fraction(random: Tensor, count: int) -> Tensor:
+    """Numbers in [0, 2ᶜᵒᵘⁿᵗ) as float32 between 0 and 1: the middles of so many equal parts, at most 2²³."""
+    return number(random << 23 - count | 0x3F800000) - (1 - 2.0 ** -(count + 1))
 
 
 def mix(x: Tensor) -> Tensor:

@@ -1,13 +1,7 @@
 """Storage: how float32 values are held between two sweeps.
 
 A storage says which tensors hold a float32 tensor, how a tile of them is decoded to float32, and how a float32 tile is
-encoded. Weights, optimizer states and waiting gradients all have one. A rule never learns which.
-
-    @lowmem.storage.register("int8_64")
-    @dataclass(frozen=True)
-    class Int8(Storage):
-        dtype: torch.dtype
-        signed: bool
+encoded. Weights, optimizer states and waiting gradients all have one. A rule never learns which. `register` adds one.
 """
 
 import functools
@@ -40,21 +34,22 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Uniform:
-    """Random numbers in the shape of a tile, one per element: float32 in [0, 1).
+    """Random numbers in the shape of a tile, one per element: float32 between 0 and 1, odd multiples of 2⁻²⁴. A value
+    between two others goes up where they are less than the way that it has come: `uniform() < value - value.floor()`.
 
     Attributes:
-        bits: gives the same as int32 in [0, 2¹⁶).
+        bits: gives so many bits of them, 16 to 23, as int32.
     """
 
-    bits: Callable[[], Tensor]
+    bits: Callable[[int], Tensor]
 
     def __call__(self) -> Tensor:
-        return fraction(self.bits())
+        return fraction(self.bits(23), 23)
 
     @classmethod
     def half(cls, value: Tensor) -> "Uniform":
         """One half for every element of `value`: rounding to the nearest, where it would be at random."""
-        return cls(lambda: torch.full_like(value, 1 << 15, dtype=torch.int32))
+        return cls(lambda count: torch.full_like(value, 1 << count - 1, dtype=torch.int32))
 
 
 class Storage(ABC):
@@ -124,7 +119,7 @@ class Float(Storage):
         return stored[0].float()
 
     def encode(self, value: Tensor, uniform: Uniform) -> tuple[Tensor, ...]:
-        return (narrow_stochastically(value, self.dtype, uniform.bits()) if self.draws else value,)
+        return (narrow_stochastically(value, self.dtype, uniform.bits(16)) if self.draws else value,)
 
 
 FLOAT32 = Float(torch.float32)
@@ -133,7 +128,7 @@ FLOAT32 = Float(torch.float32)
 @dataclass(frozen=True)
 class Compensated(Storage):
     """Kahan summation: what rounding to the nearest value cut off is stored too, in 16 bits, or in 8 bits, which with
-    bfloat16 gives some 16 bits of precision.
+    bfloat16 gives some 16 bits of precision and are rounded up or down at random so that the mean is the value.
     """
 
     dtype: torch.dtype
@@ -144,11 +139,15 @@ class Compensated(Storage):
         low = (Part("residual_low", torch.uint8),) if self.bits == 16 else ()
         return Part("", self.dtype), Part("residual", torch.int8), *low
 
+    @property
+    def draws(self) -> bool:  # type: ignore[override]
+        return self.bits == 8
+
     def decode(self, stored: tuple[Tensor, ...]) -> Tensor:
-        return widen(*stored) if self.bits == 16 else widen8(*stored)
+        return widen(*stored) if self.bits == 16 else widen8(stored[0], stored[1])
 
     def encode(self, value: Tensor, uniform: Uniform) -> tuple[Tensor, ...]:
-        return split(value, self.dtype) if self.bits == 16 else split8(value, self.dtype)
+        return split(value, self.dtype) if self.bits == 16 else split8(value, self.dtype, uniform())
 
 
 @dataclass(frozen=True)
@@ -263,9 +262,7 @@ class Integer(Storage):
         groups = value.unflatten(-1, (-1, self.size)) / unit.unsqueeze(-1)
         groups = groups.clamp(-self._most, self._most)  # a unit from a division that is not exact may be too small
         down = groups.floor()
-        # the middle of the interval that a random number stands for: its lower end rounds up too often
-        random = uniform().unflatten(-1, (-1, self.size)) + 2.0**-17
-        whole = torch.where(random < groups - down, down + 1, down)
+        whole = torch.where(uniform().unflatten(-1, (-1, self.size)) < groups - down, down + 1, down)
         if not self._low:
             return whole.flatten(-2), unit
         code = (whole * 2.0**-self._low).floor()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lowmem.tiles.graph import realized, tied
 from lowmem.tiles.norms import REDUCED
-from lowmem.tiles.rounding import mix, nearest, sixteen_bits
+from lowmem.tiles.rounding import mix, nearest, random_bits
 from lowmem.tiles.storage import Held, Uniform
 
 Named = dict[str, Tensor]
@@ -215,12 +215,12 @@ def apply_tile(fn: ApplyFn, raw: RawTile) -> None:
     group = max(each.storage.group for each in held.values())
     words: list[Tensor] = []
 
-    def draw(name: str, cols: int) -> Tensor:
+    def draw(name: str, cols: int, count: int) -> Tensor:
         """Random bits [b, r, c] for what is encoded under this name: one word of an element serves all tensors."""
         if not words:
             assert raw.noise is not None
             words.append(mix(raw.noise + realized(torch.arange(cols, dtype=torch.int32, device=raw.noise.device))))
-        return sixteen_bits(words[0], drawing.index(name))
+        return random_bits(words[0], drawing.index(name), count)
 
     for name, value in fn(Tile(raw)).items():
         uniform = Uniform(functools.partial(draw, name, value.shape[-1]))

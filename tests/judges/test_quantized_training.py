@@ -28,7 +28,7 @@ def test_stochastic_rounding(weight_format):
     value = torch.randn(SIZE)
     samples = value.expand(100_000, SIZE)
     format = Integer(WEIGHT_FORMATS[weight_format])
-    parts = format.encode(samples, Uniform(lambda: torch.randint(1 << 16, samples.shape, dtype=torch.int32)))
+    parts = format.encode(samples, Uniform(lambda count: torch.randint(1 << count, samples.shape, dtype=torch.int32)))
     mean = format.decode(tuple(part.to(each.dtype) for part, each in zip(parts, format.parts, strict=True))).mean(0)
     # They allow 1e-4, half a standard error of the mean of so many int8 numbers here: unit / 2 / 316. Four of them:
     error = 4 * parts[-1].max().item() / 2 / len(samples) ** 0.5

@@ -388,7 +388,7 @@ def own_groups(state_storage):
 
 def encoded(held, value, bits=1 << 15):
     bits = torch.as_tensor(bits, dtype=torch.int32).expand(value.shape)
-    parts = zip(held.encode(value, Uniform(lambda: bits)), held.parts, strict=True)
+    parts = zip(held.encode(value, Uniform(lambda count: bits << count - 16)), held.parts, strict=True)
     return tuple(new.to(part.dtype) for new, part in parts)
 
 

@@ -151,15 +151,16 @@ def test_experts_are_their_slices(give_gradients):
     """Without random numbers, which are of a parameter's name."""
     start = torch.randn(4, 64, 64).to(BF16)
     whole, parts = torch.nn.Parameter(start.clone()), [torch.nn.Parameter(part.clone()) for part in start]
-    one = lowmem.FusedOptimizer([("w", whole)], **FORMATS["to nearest"])
-    many = lowmem.FusedOptimizer([(f"w{n}", part) for n, part in enumerate(parts)], **FORMATS["to nearest"])
+    options = {**FORMATS["to nearest"], "rounding": "compensated"}
+    one = lowmem.FusedOptimizer([("w", whole)], **options)
+    many = lowmem.FusedOptimizer([(f"w{n}", part) for n, part in enumerate(parts)], **options)
     for _ in range(3):
         grad = torch.randn(4, 64, 64).to(BF16)
         give_gradients(one, (whole, grad))
         give_gradients(many, *zip(parts, grad, strict=True))
     assert torch.equal(whole, torch.stack([part.detach() for part in parts]))
     together, apart = states(one), states(many)
-    for key in ("exp_avg", "exp_avg.scale", "exp_avg_sq", "exp_avg_sq.scale", "residual"):
+    for key in ("exp_avg", "exp_avg.scale", "exp_avg_sq", "exp_avg_sq.scale", "residual", "residual_low"):
         assert torch.equal(together[f"w/{key}"], torch.stack([apart[f"w{n}/{key}"] for n in range(4)]))
 
 

@@ -14,7 +14,7 @@ from reference.scaled_adam import ScaledAdam as ScaledAdamReference
 from support.devices import seeded
 
 import lowmem
-from lowmem.errors import CheckpointError, UnsupportedError
+from lowmem.errors import CheckpointError, StepError, UnsupportedError
 from lowmem.options import DynamicScale
 from lowmem.rules.rule import TABLE
 
@@ -626,3 +626,47 @@ def test_what_clips_by_norm_and_a_loss_scale():
     for params, opt in runs[1:]:
         assert all(map(torch.equal, params, runs[0][0]))
         assert equal(group_state(opt), group_state(runs[0][1]))
+
+
+# -- parameters that the optimizer does not have -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize("policy", ["two_pass", "deferred"])
+def test_a_parameter_that_is_unfrozen_and_was_not_passed(policy, plain):
+    """Its gradient is a part of the norm by which PyTorch clips: added to the optimizer it is here, too."""
+    if policy == "two_pass" and plain:
+        pytest.skip("needs opt.backward")
+
+    def make():
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+        net[0].requires_grad_(False)
+        return net
+
+    net, expected, x = make(), make(), torch.arange(6.0).view(2, 3)
+    opt = lowmem.FusedOptimizer(net[1].parameters(), rule="lomo", lr=0.1, model=net, policy=policy, clip_norm=0.1)
+    sgd = torch.optim.SGD(expected[1].parameters(), lr=0.1, foreach=False)
+
+    def step():
+        loss = net(x).square().mean()
+        loss.backward() if plain else opt.backward(loss)
+
+    step()
+    net[0].requires_grad_(True)
+    before = [param.detach().clone() for param in net.parameters()]
+    with pytest.raises(StepError, match=r"'0\.weight' was frozen.*opt\.add_param_group\(\{'params': \[\('0\.w"):
+        step()
+    assert all(map(torch.equal, before, net.parameters()))
+    net.zero_grad()
+    opt.add_param_group({"params": [(f"0.{name}", param) for name, param in net[0].named_parameters()]})
+    step()
+    for step_number in range(2):
+        if step_number:
+            expected[0].requires_grad_(True)
+            sgd.add_param_group({"params": expected[0].parameters()})
+        expected(x).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(expected.parameters(), 0.1)
+        sgd.step()
+        sgd.zero_grad()
+    assert all(map(torch.equal, net.parameters(), expected.parameters()))

@@ -2,9 +2,11 @@
 
 import copy
 import gc
+import math
 import pickle
 import threading
 import warnings
+from collections import defaultdict
 from functools import partial
 
 import pytest
@@ -334,6 +336,15 @@ def test_clipping_by_a_norm_that_is_known():
     opt.remove()
 
 
+def test_clipping_to_read_the_norm():
+    net = make_net()
+    opt = lomo(net)
+    loss_of(net).backward()
+    with pytest.raises(StepError, match=r"Omit this call; opt.last_step.grad_norm is the norm"):
+        clip_grad_norm_(net.parameters(), math.inf)
+    opt.remove()
+
+
 @pytest.mark.parametrize(("clip", "option"), [(clip_grad_norm_, "clip_norm=0.5"), (clip_grad_value_, "clip_value=0.5")])
 def test_clipping_after_backward(clip, option):
     net, other = make_net(), make_net(1)
@@ -436,6 +447,65 @@ def test_an_optimizer_cannot_be_copied(copied):
     opt = lomo(make_net())
     with pytest.raises(UnsupportedError, match=r"cannot be copied or pickled.*opt\.state_dict\(\)"):
         copied(opt)
+
+
+RESETS = {
+    "replaced": lambda opt, net: setattr(opt, "state", defaultdict(dict)),
+    "cleared": lambda opt, net: opt.state.clear(),
+    "of one": lambda opt, net: opt.state.pop(net[0].weight),
+    "emptied": lambda opt, net: opt.state.update({net[0].weight: {}}),
+    "looked at": lambda opt, net: [opt.state[param] for param in net.parameters()],
+    "halved": lambda opt, net: setattr(
+        opt, "state", defaultdict(dict, {param: opt.state[param] for param in net[2].parameters()})
+    ),
+}
+
+
+@pytest.mark.parametrize("batching", [True, False])
+@pytest.mark.parametrize("step", [0, 2])
+@pytest.mark.parametrize("reset", RESETS.values(), ids=RESETS)
+def test_states_that_the_loop_resets(reset, step, batching):
+    """As AdamW of torch does, whose count of steps begins again too."""
+    if step == 0 and reset is RESETS["of one"]:
+        pytest.skip("there is none")
+    net, expected = make_net(), make_net()
+    opt = lowmem.FusedOptimizer(net.named_parameters(), rule="adamw", lr=0.1, batching=batching)
+    plain = torch.optim.AdamW(expected.parameters(), lr=0.1, foreach=False)
+    for n in range(5):
+        if n == step:
+            reset(opt, net)
+            reset(plain, expected)
+            opt.named_state_dict()
+        opt.backward(loss_of(net, n))
+        ordinary_backward(plain, loss_of(expected, n))
+    assert same(weights(net), weights(expected))
+
+
+@pytest.mark.parametrize("reset", [RESETS["replaced"], RESETS["cleared"]])
+def test_a_reset_leaves_what_rounding_cut_off(reset):
+    """A residual is of the weight. A checkpoint in between has it too."""
+    wide, resumed = (torch.nn.Sequential(torch.nn.Linear(16, 16)) for _ in range(2))
+    for model in (wide, resumed):
+        model.load_state_dict(make_wide())
+        model.bfloat16()
+    opts = [
+        lowmem.FusedOptimizer(m.parameters(), rule="lion", lr=1e-4, rounding="compensated") for m in (wide, resumed)
+    ]
+    for n in range(6):
+        if n == 3:
+            reset(opts[0], wide)
+            opts[1].load_state_dict(opts[0].state_dict())
+            resumed.load_state_dict(wide.state_dict())
+        for opt, model in zip(opts, (wide, resumed), strict=True):
+            opt.backward(model(torch.full((2, 16), 1.0 + n, dtype=torch.bfloat16)).float().square().mean())
+    assert same(weights(wide), weights(resumed))
+    moved = (opts[0]._records[wide[0].weight].extra[0] != 0).float().mean()
+    assert moved > 0.9
+
+
+def make_wide():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(16, 16)).state_dict()
 
 
 def test_a_removed_optimizer_can_be_saved():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import lowmem
-from lowmem.tiles import storage, stored
+from lowmem.tiles import rounding, storage, stored
 from lowmem.tiles.storage import Integer, Uniform
 
 BITS, SIZES = (8, 10, 12), (32, 64, 128)
@@ -20,8 +20,10 @@ def largest(held):
 
 
 def draws(value, patterns=None):
-    """Random bits: those given for all elements, or some at random."""
-    return Uniform(lambda: torch.randint(1 << 16, value.shape, dtype=torch.int32) if patterns is None else patterns)
+    """Random bits: those given for all elements, up to 16, or some at random."""
+    if patterns is None:
+        return Uniform(lambda count: torch.randint(1 << count, value.shape, dtype=torch.int32))
+    return Uniform(lambda count: patterns << count - 16)
 
 
 def in_dtypes(held, parts):
@@ -90,22 +92,47 @@ def test_what_does_not_change_stays_to_the_last_bit(held):
             assert all(map(torch.equal, again, kept))
 
 
-@pytest.mark.parametrize("fraction", [0.0, 2**-12, 0.25, 0.5, 0.7, 1 - 2**-12])
-@every_format
-def test_rounding_has_no_bias(held, fraction):
-    """The mean over all 2¹⁶ random numbers is the value to 2⁻¹⁷ of a unit, around zero, around the borders of codes,
-    and at the largest multiples."""
-    most, code = largest(held), 1 << held.bits - 8
-    lows = [-most, -most + 1, -code - 1, -code, -code + 1, -2, -1, 0, 1, code - 1, code, code + 1, most - 2, most - 1]
-    whole = groups_of(held, torch.tensor(lows))
-    unit = 2.0**-10
-    value = (whole + fraction * (whole < most)) * unit
-    parts = of_multiples(held, whole, unit)
-    patterns = torch.arange(1 << 16, dtype=torch.int32)[:, None].expand(-1, len(value))
-    many = value.expand(1 << 16, -1)
-    decoded = held.decode(in_dtypes(held, held.update(many, draws(many, patterns), tuple(p[None] for p in parts))))
-    assert ((decoded - many).abs() < unit).all()
-    assert ((decoded.double().mean(0) - value) / unit).abs().max() <= 2.0**-17
+def numbers_between(low):
+    """Multiples of a unit from an integer to the next one: all of float32 if there are up to 2¹⁷, else some of them."""
+    bits = 24 - int(max(abs(low), abs(low + 1)) - 0.5).bit_length()
+    if bits <= 17:
+        return low + torch.arange(1 << bits, dtype=torch.float64) / (1 << bits)
+    some = torch.randint(1 << bits, (1000,), dtype=torch.float64) / (1 << bits)
+    ends = torch.tensor([0, 1, 2, 3, 1 << bits - 1, (1 << bits - 1) + 1, (1 << bits) - 2, (1 << bits) - 1]) / (
+        1 << bits
+    )
+    return low + torch.cat([some, ends.double()])
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_rounding_has_no_bias(bits):
+    """Under which of the 2²³ random numbers a value is rounded up: the first ones, as many as its part of the way. That
+    is exact for values from one unit on, and below within half of a random number, around zero, around the borders of
+    codes, and at the largest multiples."""
+    held, unit, count = Integer(bits), 2.0**-10, 1 << 23
+    most, code = largest(held), 1 << bits - 8
+    lows = {-most, -65, -64, -33, -code - 1, -code, -2, -1, 0, 1, code - 1, code, 31, 32, 63, 64, most - 1}
+    for low in sorted(lows):
+        value = groups_of(held, numbers_between(low).float())
+        kept = (None, torch.full((len(value) // held.size,), unit).bfloat16())
+        wanted = ((value - value.floor()).double() * count - 0.5).ceil().clamp(min=0)  # middles of intervals below it
+
+        def rounded(numbers, value=value, kept=kept):
+            parts = held.update(value * unit, Uniform(lambda bits: numbers.int()), kept)
+            return held.decode(in_dtypes(held, parts)) / unit
+
+        assert torch.equal(rounded(wanted.clamp(max=count - 1)), value.floor())
+        last = rounded((wanted - 1).clamp(min=0))
+        assert torch.equal(last, value.floor() + (wanted > 0))
+        parts = value.double() - value.double().floor()
+        assert (wanted / count - parts).abs().max() <= (0 if low >= 1 or low < -1 else 2.0**-23)
+
+
+def test_random_numbers_are_the_middles_of_equal_intervals():
+    """All of them, in their order."""
+    for count in (16, 23):
+        every = torch.arange(1 << count, dtype=torch.int32)
+        assert torch.equal(rounding.fraction(every, count).double(), (every.double() + 0.5) / (1 << count))
 
 
 @every_format

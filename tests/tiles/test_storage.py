@@ -36,7 +36,9 @@ def floats_of_all_kinds():
 
 def stored_as(held, value, random=1 << 15):
     """The tensors of a storage for a value; random: bits of every draw."""
-    encoded = held.encode(value, storage.Uniform(lambda: torch.full(value.shape, random, dtype=torch.int32)))
+    encoded = held.encode(
+        value, storage.Uniform(lambda count: torch.full(value.shape, random << count - 16, dtype=torch.int32))
+    )
     return tuple(new.to(part.dtype) for new, part in zip(encoded, held.parts, strict=True))
 
 
@@ -103,7 +105,7 @@ def test_stochastic_is_unbiased(dtype, number):
         value = (low.double() + fraction * (high.double() - low.double())).float()
         fraction = ((value.double() - low.double()) / (high.double() - low.double())).item()  # as float32 can hold it
         word = rounding.mix(rounding.mix(torch.arange(repeats, dtype=torch.int32) + 1))
-        bits = rounding.sixteen_bits(word, number)
+        bits = rounding.random_bits(word, number, 16)
         drawn = rounding.narrow_stochastically(value.expand(repeats), dtype, bits).to(dtype)
         went_up = (drawn == high).double()
         assert ((drawn == low) | (drawn == high)).all()
@@ -147,18 +149,21 @@ def test_noise_looks_random():
     assert all(0 <= key < 1 << 31 for key in keys)
 
 
-def test_bits_of_the_tensors_of_an_update_are_independent():
-    """No bit of one agrees with a bit of another more often than two coins do, within 5 standard errors of 2¹⁸ pairs,
-    and their numbers do not correlate."""
+@pytest.mark.parametrize("count", [16, 23])
+def test_bits_of_the_tensors_of_an_update_are_independent(count):
+    """None of the upper 16 bits of one agrees with one of another more often than two coins do, within 5 standard
+    errors of 2¹⁸ pairs, and their numbers do not correlate."""
     word = rounding.mix(rounding.mix(torch.arange(512, dtype=torch.int32) + 77)[:, None] + torch.arange(512))
     word = word.to(torch.int32)
-    draws = [rounding.sixteen_bits(word, number) for number in range(4)]
-    planes = [torch.stack([(draw >> i & 1) * 2 - 1 for i in range(16)]).flatten(1).float() for draw in draws]
+    draws = [rounding.random_bits(word, number, count) for number in range(4)]
+    planes = [
+        torch.stack([(draw >> i & 1) * 2 - 1 for i in range(count - 16, count)]).flatten(1).float() for draw in draws
+    ]
     limit = 5 / math.sqrt(word.numel())
     for one, other in itertools.combinations(planes, 2):
         assert (one @ other.T / word.numel()).abs().max() <= limit
     for one, other in itertools.combinations(draws, 2):
-        pair = torch.stack([rounding.fraction(one).flatten(), rounding.fraction(other).flatten()])
+        pair = torch.stack([rounding.fraction(draw, count).flatten() for draw in (one, other)])
         assert torch.corrcoef(pair)[0, 1].abs() <= limit
 
 
@@ -195,7 +200,7 @@ def test_small_steps_move_16_bit_weights(dtype, give_gradients):
     grad = torch.ones(64, 64, dtype=dtype)
     lr = torch.finfo(dtype).eps * 1e-3
     moved = {}
-    for name in ("nearest", "stochastic", "compensated", "master", "float32"):
+    for name in ("nearest", "stochastic", "compensated", "compensated8", "master", "float32"):
         weight = start.float() if name == "float32" else start.clone()
         param = torch.nn.Parameter(weight)
         options = {} if name == "float32" else {"rounding": name}
@@ -205,7 +210,8 @@ def test_small_steps_move_16_bit_weights(dtype, give_gradients):
         state = opt.named_state_dict()["state"].get("w", {})
         held = state.get("weight32", param.detach().float())
         residual = [state[name] for name in ("residual", "residual_low") if name in state]
-        held = rounding.widen(param.detach(), *residual) if residual else held
+        widen = rounding.widen if len(residual) == 2 else rounding.widen8
+        held = widen(param.detach(), *residual) if residual else held
         moved[name] = held.double() - start.double()
     assert moved["nearest"].abs().max() == 0
     # bfloat16 keeps all of float32; float16's residual has 2 bits more than float32 at this size
@@ -215,3 +221,6 @@ def test_small_steps_move_16_bit_weights(dtype, give_gradients):
     mean = moved["stochastic"].mean().item()
     assert abs(mean - moved["float32"].mean().item()) <= 5 * 0.4 / 64 * torch.finfo(dtype).eps
     assert np.sign(mean) == -1
+    # a residual is one of 254 parts of a spacing
+    mean = moved["compensated8"].mean().item()
+    assert abs(mean - moved["float32"].mean().item()) <= 5 * 0.4 / 64 * torch.finfo(dtype).eps / 254

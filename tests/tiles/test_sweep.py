@@ -201,7 +201,7 @@ def test_noise_of_fewer_columns_is_what_it_was():
     """Bits of a run that resumes."""
     col = torch.arange(64, dtype=torch.int32) + ((1 << 31) - 64)
     bits = rounding.mix(rounding.mix(torch.tensor(7, dtype=torch.int32)) + col)
-    want = torch.where(rounding.sixteen_bits(bits, 0) < 1 << 15, 1 + 2.0**-7, 1.0).bfloat16()
+    want = torch.where(rounding.random_bits(bits, 0, 16) < 1 << 15, 1 + 2.0**-7, 1.0).bfloat16()
     assert torch.equal(rounded_at((1 << 31) - 64), want)
 
 

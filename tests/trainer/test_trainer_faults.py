@@ -1,10 +1,12 @@
-"""Trainers whose gradients stop being finite."""
+"""Trainers whose gradients stop being finite, or come from more losses than one."""
 
 import math
 
 import pytest
+import torch
+from transformers import Trainer
 
-from lowmem.errors import StepError
+from lowmem.errors import StepError, UnsupportedError
 from lowmem.options import FusedConfig
 
 
@@ -54,3 +56,40 @@ def test_weights_alone_are_kept_too(make, tmp_path):
     options = {**SAVING, "save_only_model": True, "max_steps": 5}
     spoiling(make(**options), lambda step: step >= 4).train()
     assert steps_saved(tmp_path / "run") == [2, 3, 4, 5]
+
+
+def with_a_loss_beside(trainer):
+    """The trainer, whose `compute_loss` also runs the backward of a loss of its own, on the same graph."""
+    compute = trainer.compute_loss
+
+    def compute_loss(model, inputs, return_outputs=False, **kwargs):
+        loss, outputs = compute(model, inputs, return_outputs=True, **kwargs)
+        if model.training:
+            beside = 1e-3 * outputs["logits"].float().square().mean() / trainer.args.gradient_accumulation_steps
+            beside.backward(retain_graph=True)
+        return (loss, outputs) if return_outputs else loss
+
+    trainer.compute_loss = compute_loss
+    return trainer
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("max_grad_norm", [0.0, 0.05])
+def test_a_backward_inside_compute_loss_is_of_the_same_step(make, max_grad_norm, accumulation):
+    options = {"max_grad_norm": max_grad_norm, "gradient_accumulation_steps": accumulation, "max_steps": 3}
+    plain = with_a_loss_beside(make(cls=Trainer, run="plain", **options))
+    plain.train()
+    fused = with_a_loss_beside(make(fused=FusedConfig(rule="adamw"), run="fused", **options))
+    fused.train()
+    assert fused.optimizer.policy == "deferred"
+    for expected, found in zip(plain.model.parameters(), fused.model.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("policy", "max_grad_norm"), [("immediate", 0.0), ("two_pass", 1.0)])
+def test_a_policy_that_sums_nothing_refuses_it(make, policy, max_grad_norm):
+    trainer = with_a_loss_beside(make(fused=FusedConfig(rule="adamw", policy=policy), max_grad_norm=max_grad_norm))
+    before = [param.detach().clone() for param in trainer.model.parameters()]
+    with pytest.raises(UnsupportedError, match=r"cannot accumulate gradients.*policy='deferred'"):
+        trainer.train()
+    assert all(map(torch.equal, before, trainer.model.parameters()))
