@@ -201,9 +201,10 @@ class FusedTrainerMixin(_Base):
         start = super()._init_training_state(max_steps, steps_per_epoch, epochs, resume_from_checkpoint, trial)
         compared = self.args.save_strategy != "no" or resume_from_checkpoint is not None
         self._rows = resuming.Rows(self, self._loader, self._batches_per_epoch, compared=compared)
-        if resume_from_checkpoint is not None and not self.args.ignore_data_skip:
-            start = self._rows.resume(Path(resume_from_checkpoint)) or start
         if resume_from_checkpoint is not None:
+            checkpoint.check_configuration(self.model, Path(resume_from_checkpoint))
+            if not self.args.ignore_data_skip:
+                start = self._rows.resume(Path(resume_from_checkpoint)) or start
             # the path that was saved is that of the run folder before it was moved or copied
             best = Path(resume_from_checkpoint).parent / f"checkpoint-{self.state.best_global_step}"
             self.state.best_model_checkpoint = str(best) if best.is_dir() else None
@@ -217,9 +218,9 @@ class FusedTrainerMixin(_Base):
         return epochs, 0
 
     def _run_epoch(self, *, epoch: int, **options: Any) -> None:
-        checkpoint = options["resume_from_checkpoint"] if epoch == options["epochs_trained"] else None
-        skipped = options["steps_trained_in_current_epoch"] if checkpoint is not None else 0
-        self._rows.begin_epoch(epoch, skipped, checkpoint)
+        resumed = options["resume_from_checkpoint"] if epoch == options["epochs_trained"] else None
+        skipped = options["steps_trained_in_current_epoch"] if resumed is not None else 0
+        self._rows.begin_epoch(epoch, skipped, resumed)
         super()._run_epoch(epoch=epoch, **options)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:

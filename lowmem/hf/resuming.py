@@ -20,7 +20,6 @@ from accelerate.data_loader import SeedableRandomSampler
 from datasets.fingerprint import Hasher
 from torch.utils.data import IterableDataset, SequentialSampler
 from transformers.trainer_utils import has_length
-from transformers.utils import CONFIG_NAME
 
 from lowmem.errors import CheckpointError, DataError
 from lowmem.files import read_json
@@ -36,9 +35,6 @@ _SHAPE = "per_device_train_batch_size, gradient_accumulation_steps, processes"
 
 # Rows of a stream or a list, and bytes of a data set, that a fingerprint has.
 _ROWS, _BYTES = 100, 4 << 30
-
-# What a configuration says of its file and not of the model.
-_VOLATILE = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
 
 
 class Rows:
@@ -60,8 +56,8 @@ class Rows:
         self._per_batch = step // args.gradient_accumulation_steps
         shape = [self._per_batch // args.world_size, args.gradient_accumulation_steps, args.world_size]
         rows = shape
-        inner = getattr(loader.batch_sampler, "batch_sampler", loader.batch_sampler)
-        seeded = type(getattr(inner, "sampler", None)) in (SeedableRandomSampler, SequentialSampler)
+        self._batch_sampler = getattr(loader.batch_sampler, "batch_sampler", loader.batch_sampler)
+        seeded = type(getattr(self._batch_sampler, "sampler", None)) in (SeedableRandomSampler, SequentialSampler)
         if seeded and not trainer.accelerator.split_batches:  # whatever the batches are, the order is the same
             total = batches * self._per_batch  # padded, or cut, to batches of all ranks
             rows = [step, min(total, len(data)) if args.world_size == 1 else total]
@@ -78,21 +74,23 @@ class Rows:
         say.
 
         Raises:
-            CheckpointError: the steps that are left would have other rows, or the model has another configuration.
+            CheckpointError: the steps that are left would have other rows.
             DataError: the data are not those of the checkpoint.
         """
-        _check_configuration(self._trainer.model, folder)
         if not (folder / RECORD_FILE).exists():
             logger.warning("%s has no %s, so lowmem cannot tell whether it had the same rows", folder, RECORD_FILE)
             return None
         saved, now = read_json(folder / RECORD_FILE), self._record
-        if None not in (saved["data"], now["data"]) and saved["data"] != now["data"]:
+        unknown = None in (saved["data"], now["data"])
+        if saved["number of rows"] != now["number of rows"] or (saved["data"] != now["data"] and not unknown):
             raise DataError(
                 "the data, as it is tokenized now, is not what this checkpoint was trained on. Restore the data and "
                 "its settings (max_length, packing, the chat template) to continue the run, or start another from "
                 "these weights: model_name_or_path=CHECKPOINT and another output_dir"
             )
-        for name in (*_ORDER, "number of rows", "dataloader_num_workers", "rows"):
+        if unknown:
+            logger.warning("only the number of rows of the data was compared with %s, not the rows", folder)
+        for name in (*_ORDER, "dataloader_num_workers", "rows"):
             if saved[name] != now[name]:
                 what = _SHAPE if name == "rows" else name
                 raise CheckpointError(
@@ -112,7 +110,7 @@ class Rows:
             ranks, size = now, math.gcd(step // now, size)
             accumulation = step // now // size
         line = f"per_device_train_batch_size: {size}, gradient_accumulation_steps: {accumulation}"
-        return line + (f" (in {ranks} processes)" if ranks != now else "")
+        return line + (f" (in {ranks} process{'es' * (ranks > 1)})" if ranks != now else "")
 
     def begin_epoch(self, epoch: int, skipped: int, checkpoint: str | None) -> None:
         """Begins an epoch without its first micro-batches. One that is resumed gets the random states that it had, so
@@ -123,6 +121,8 @@ class Rows:
             self._trainer._load_rng_state(str(folder) if skipped else checkpoint)
             if (folder / _GENERATOR).exists():
                 self._loader.synchronized_generator.set_state(torch.load(folder / _GENERATOR))
+        if hasattr(self._batch_sampler, "set_epoch"):  # transformers does not reach it where batches are skipped
+            self._batch_sampler.set_epoch(epoch)
         self._note_random_states()
 
     def _note_random_states(self) -> None:
@@ -140,20 +140,6 @@ class Rows:
         if write:
             place = {"epoch": self.epoch + ended, "row": 0 if ended else batch * self._per_batch}
             (folder / RECORD_FILE).write_text(json.dumps(self._record | place))
-
-
-def _check_configuration(model: Any, folder: Path) -> None:
-    """Raises `CheckpointError` if a model differs from that of a checkpoint in its configuration."""
-    if not (folder / CONFIG_NAME).exists() or not hasattr(model, "config"):
-        return
-    now = model.config.to_diff_dict()
-    saved = type(model.config).from_dict(read_json(folder / CONFIG_NAME)).to_diff_dict()
-    for name in sorted((now.keys() | saved.keys()) - _VOLATILE):
-        if now.get(name) != saved.get(name):
-            raise CheckpointError(
-                f"{folder} is of another model: {name} is {saved.get(name)} in its {CONFIG_NAME} and {now.get(name)} "
-                f"now. Set it to what it was, or start another run from these weights"
-            )
 
 
 def fingerprint(dataset: Any) -> str | None:
