@@ -63,6 +63,7 @@ class Rows:
             rows = [step, min(total, len(data)) if args.world_size == 1 else total]
         self._record = {name: getattr(args, name) for name in _ORDER} | {
             "data": fingerprint(data) if compared else None,
+            "kind of data": type(data).__name__,
             "number of rows": len(data) if has_length(data) else None,
             "dataloader_num_workers": args.dataloader_num_workers if self._is_stream else None,
             _SHAPE: shape,
@@ -82,7 +83,8 @@ class Rows:
             return None
         saved, now = read_json(folder / RECORD_FILE), self._record
         unknown = None in (saved["data"], now["data"])
-        if saved["number of rows"] != now["number of rows"] or (saved["data"] != now["data"] and not unknown):
+        facts = ("number of rows", "kind of data") if unknown else ("number of rows", "data")
+        if any(saved[name] != now[name] for name in facts):
             raise DataError(
                 "the data, as it is tokenized now, is not what this checkpoint was trained on. Restore the data and "
                 "its settings (max_length, packing, the chat template) to continue the run, or start another from "

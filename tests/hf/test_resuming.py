@@ -68,6 +68,7 @@ REFUSED = {
     "a row of a list": (replace(PLAIN, data="list"), {"edit": "two swapped"}, "is not what this checkpoint was"),
     "a row of a stream": (replace(PLAIN, data="stream"), {"edit": "a row less"}, "is not what this checkpoint was"),
     "the number of torch's rows": (replace(PLAIN, data="indexed"), {"rows": 30}, "is not what this checkpoint was"),
+    "a stream of torch": (replace(PLAIN, data="stream"), {"data": "generator"}, "is not what this checkpoint was"),
     "the model": (PLAIN, {"dropout": 0.0}, "attention_dropout is 0.2 in its config.json and 0.0 now"),
 }  # fmt: skip
 
@@ -110,9 +111,9 @@ def test_a_checkpoint_without_a_record_continues_and_says_so(make, tmp_path, cap
 
 
 def test_rows_that_cannot_be_compared_are_said(make, samples, tmp_path, caplog):
-    make(**SAVES, max_steps=1).train()
-    resumed = make(max_steps=2)
-    resumed.train_dataset = Indexed(samples)
+    first, resumed = make(**SAVES, max_steps=1), make(max_steps=2)
+    first.train_dataset = resumed.train_dataset = Indexed(samples)
+    first.train()
     with caplog.at_level(logging.WARNING):
         resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
     assert "only the number of rows of the data was compared" in caplog.text
