@@ -116,7 +116,7 @@ def looked_for(rank, requested, folder):
     trained = []
     try:
         with joined(rank):
-            trainer = build("SFT", folder, True, max_steps=3, use_cpu=True)
+            trainer = build("SFT", folder, True, max_steps=3, use_cpu=True, per_device_train_batch_size=1)
             trainer._load_from_checkpoint = lambda path, model=None: trained.append(path)
             trainer._load_optimizer_and_scheduler = lambda path: None
             trainer.train(resume_from_checkpoint=requested)
