@@ -65,6 +65,7 @@ class Rows:
             "data": fingerprint(data) if compared else None,
             "kind of data": type(data).__name__,
             "number of rows": len(data) if has_length(data) else None,
+            "seed": None if seeded and args.data_seed is not None else args.seed,
             "dataloader_num_workers": args.dataloader_num_workers if self._is_stream else None,
             _SHAPE: shape,
             "rows": rows,
@@ -93,7 +94,7 @@ class Rows:
         if unknown:
             logger.warning("only the number of rows of the data was compared with %s, not the rows", folder)
         for name in (*_ORDER, "dataloader_num_workers", "rows"):
-            if saved[name] != now[name]:
+            if saved[name] != now[name] and not (name == "rows" and self._ends_before_padding(saved)):
                 what = _SHAPE if name == "rows" else name
                 raise CheckpointError(
                     f"{folder} cannot be continued with the rows that its run has left: {what} was {saved[what]} and "
@@ -101,6 +102,13 @@ class Rows:
                     "again"
                 )
         return saved["epoch"], saved["row"] // self._per_batch
+
+    def _ends_before_padding(self, saved: dict[str, Any]) -> bool:
+        """Whether the run ends before the last batch of an epoch, which alone has other rows than in a checkpoint."""
+        state, (step, *rest), (other, *others) = self._trainer.state, self._record["rows"], saved["rows"]
+        if len(rest) != 1 or len(others) != 1 or step != other:
+            return False
+        return saved["row"] + (state.max_steps - state.global_step) * step <= min(rest + others) // step * step
 
     def _line(self, name: str, saved: dict[str, Any]) -> str:
         """The line that gives the rows of a checkpoint."""

@@ -29,6 +29,8 @@ CONTINUED = {
     "nothing": (PLAIN, 3, {}),
     "two processes with half of a batch": (PLAIN, 3, {"world_size": 2, BATCH: 2}),
     "accumulation in place of a batch": (PLAIN, 3, {"gradient_accumulation_steps": 4, BATCH: 1}),
+    "processes that would pad after the end": (replace(PLAIN, rows=42), 3, {"world_size": 2, BATCH: 2}),
+    "another seed than that of the data": (replace(PLAIN, data_seed=3), 3, {"seed": 1}),
     "more steps": (PLAIN, 3, {"max_steps": 11}),
     "lengths in a second epoch": (replace(PLAIN, rows=16, train_sampling_strategy="group_by_length"), 6, {}),
     "a sampler without a seed": (replace(PLAIN, rows=16, seedable=False), 6, {}),

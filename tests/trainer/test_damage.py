@@ -73,7 +73,7 @@ def test_a_flipped_bit_in_any_file_is_found(run):
         flip(run / NEWEST / name)
         with pytest.raises(CheckpointError, match=NEWEST):
             checkpoint.check_resumable(run / NEWEST)
-        if name != checkpoint.OPTIMIZER_FILE:
+        if name not in (checkpoint.OPTIMIZER_FILE, "checksums.txt"):  # whose middle is the line of the optimizer
             with pytest.raises(CheckpointError, match=NEWEST):
                 checkpoint.check_model(run / NEWEST)
         (run / NEWEST / name).write_bytes(original)
