@@ -30,7 +30,7 @@ RECORD_FILE = "data.json"
 _EPOCH = "epoch_"  # files with the random states at the beginning of the epoch, of each rank
 _GENERATOR = "generator.pt"
 
-_ORDER = ("train_sampling_strategy", "seed", "data_seed", "dataloader_drop_last")  # arguments that decide it
+_ORDER = ("train_sampling_strategy", "data_seed", "seed", "dataloader_drop_last")  # arguments that decide it
 _SHAPE = "per_device_train_batch_size, gradient_accumulation_steps, processes"
 
 # Rows of a stream or a list, and bytes of a data set, that a fingerprint has.
