@@ -2,10 +2,10 @@
 
     python -m benchmarks.fuzz [--inputs 10000] [--seed 0] [--out FILE] [--only checkpoints,attack]
 
-Each module of `tests/fuzz` is a surface, and so is `tests/support/attack.py`: its function `run(seed, folder)` makes
-one input in an empty folder, gives it to the code that users reach, and returns "accepted" or the name of the error by
-which it is refused; whatever it raises is a defect. So is an input that takes longer than `--timeout` seconds, or that
-ends the process. Exits with status 1 if there is a defect.
+Each module of `tests/fuzz` is a surface, and so are `attack.py` and `resuming.py` of `tests/support`: its function
+`run(seed, folder)` makes one input in an empty folder, gives it to the code that users reach, and returns "accepted" or
+the name of the error by which it is refused; whatever it raises is a defect. So is an input that takes longer than
+`--timeout` seconds, or that ends the process. Exits with status 1 if there is a defect.
 """
 
 import argparse
@@ -32,7 +32,8 @@ from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
 SURFACES = {path.stem: path for path in sorted((ROOT / "tests" / "fuzz").glob("*.py"))}
-ATTACK = {"attack": ROOT / "tests" / "support" / "attack.py"}  # training loops of every kind, none of them damaged
+# Training loops of every kind, and runs that are resumed with something changed, none of them damaged.
+ATTACK = {name: ROOT / "tests" / "support" / f"{name}.py" for name in ("attack", "resuming")}
 STARTING = 600  # seconds in which a process has to import the package
 
 out = Console(highlight=False)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
 from lowmem.errors import CheckpointError, ConfigError, StepError, UnsupportedError
-from lowmem.hf import adapters, agreement, arguments, checkpoint, failures, head, optim, sharding
+from lowmem.hf import adapters, agreement, arguments, checkpoint, failures, head, optim, resuming, sharding
 from lowmem.hf import layers as model_layers
 from lowmem.hf.packing import check_borders
 from lowmem.hf.weights import load_weights, save_weights
@@ -190,18 +190,29 @@ class FusedTrainerMixin(_Base):
         scaled = self.accelerator.sync_gradients and self.optimizer._clipping.scaler.value is not None
         self.optimizer.step_was_skipped = scaled and self.optimizer.last_step.skipped
 
+    def set_initial_training_values(self, args: TrainingArguments, dataloader: Any) -> Any:
+        values = super().set_initial_training_values(args, dataloader)
+        self._loader, self._batches_per_epoch = dataloader, values[5]
+        return values
+
     def _init_training_state(
         self, max_steps: int, steps_per_epoch: int, epochs: int, resume_from_checkpoint: str | None, trial: Any
     ) -> tuple[int, int]:
-        """Leaves no epoch to train where a finished run is resumed: transformers 5.23 (trainer.py) would train one step
-        more if the last epoch is not complete. Raises where the ranks of a group were not started alike.
+        """Begins a resumed run with the row after the last one that was trained, and leaves no epoch to train where it
+        has finished: transformers 5.23 (trainer.py) would train one step more if the last epoch is not complete. Raises
+        where the ranks of a group were not started alike, or the rows that are left would be others.
         """
         fused = self.optimizer.config if isinstance(self.optimizer, FusedOptimizer) else self.fused
         agreement.check(self.args, fused, self.layers, self.train_dataset, resume_from_checkpoint)
         if self.args.save_strategy != "no":
             agreement.check_shared(Path(self.args.output_dir))
         start = super()._init_training_state(max_steps, steps_per_epoch, epochs, resume_from_checkpoint, trial)
+        compared = self.args.save_strategy != "no" or resume_from_checkpoint is not None
+        self._rows = resuming.Rows(self, self._loader, self._batches_per_epoch, compared=compared)
         if resume_from_checkpoint is not None:
+            checkpoint.check_configuration(self.model, Path(resume_from_checkpoint))
+            if not self.args.ignore_data_skip:
+                start = self._rows.resume(Path(resume_from_checkpoint)) or start
             # the path that was saved is that of the run folder before it was moved or copied
             best = Path(resume_from_checkpoint).parent / f"checkpoint-{self.state.best_global_step}"
             self.state.best_model_checkpoint = str(best) if best.is_dir() else None
@@ -213,6 +224,18 @@ class FusedTrainerMixin(_Base):
                 "num_train_epochs to continue.", resume_from_checkpoint, self.state.global_step, max_steps
             )  # fmt: skip
         return epochs, 0
+
+    def _run_epoch(self, *, epoch: int, **options: Any) -> None:
+        resumed = options["resume_from_checkpoint"] if epoch == options["epochs_trained"] else None
+        skipped = options["steps_trained_in_current_epoch"] if resumed is not None else 0
+        self._rows.begin_epoch(epoch, skipped, resumed)
+        super()._run_epoch(epoch=epoch, **options)
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        samples, items = super().get_batch_samples(*args, **kwargs)
+        self._rows.fetched += len(samples)
+        self._rows.ended = not samples
+        return samples, items
 
     def create_optimizer(self, model: nn.Module | None = None) -> FusedOptimizer:
         model_layers.change(self.model, self.layers)  # model_init made a new one, or its layers are checkpointed now
@@ -443,6 +466,7 @@ class FusedTrainerMixin(_Base):
         write = self.args.should_save
         if write or self._sharding is not None:
             checkpoint.save_optimizer(self.optimizer, Path(output_dir) / checkpoint.OPTIMIZER_FILE, write=write)
+        self._rows.save(Path(output_dir), self.state.epoch, write=write)
         if write:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / checkpoint.SCHEDULER_FILE)
 

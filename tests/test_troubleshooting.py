@@ -527,10 +527,17 @@ def linked(tmp_path):
 
 
 @entry("`as it is tokenized now, is not what ... was trained on`")
-def other_data():
-    state = SimpleNamespace(stateful_callbacks={"DataFingerprint": {"attributes": {"fingerprint": "another"}}})
-    loader = SimpleNamespace(dataset=datasets.Dataset.from_dict({"input_ids": [[1, 2]]}))
-    data.DataFingerprint().on_train_begin(None, state, None, train_dataloader=loader)
+def other_data(make, tmp_path):
+    make(max_steps=1, save_strategy="steps", save_steps=1).train()
+    resumed = make(max_steps=2)
+    resumed.train_dataset = resumed.train_dataset[1:]
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
+
+
+@entry("`cannot be continued with the rows that its run has left`")
+def other_rows(make, tmp_path):
+    make(max_steps=1, save_strategy="steps", save_steps=1).train()
+    make(max_steps=2, seed=1).train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------

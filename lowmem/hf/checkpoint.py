@@ -45,6 +45,9 @@ STAGING = ".saving"
 _REPLACED = ".replaced"
 _REMOVED = ".removed"
 
+# What a configuration says of its file and not of the model.
+_VOLATILE = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
+
 _DIRECTORY = re.compile(r"checkpoint-(\d+)")
 
 
@@ -104,6 +107,20 @@ def load_scheduler(scheduler: Any, path: Path) -> None:
     if odd := saved.keys() ^ scheduler.state_dict().keys():
         raise CheckpointError(f"{path} is of another schedule: see {min(odd)!r}. Set lr_scheduler_type to what it was")
     scheduler.load_state_dict(saved)
+
+
+def check_configuration(model: Any, folder: Path) -> None:
+    """Raises `CheckpointError` if the configuration of a model is not that of a checkpoint."""
+    if not (folder / CONFIG_NAME).exists() or not hasattr(model, "config"):
+        return
+    now = model.config.to_diff_dict()
+    saved = type(model.config).from_dict(read_json(folder / CONFIG_NAME)).to_diff_dict()
+    for name in sorted((now.keys() | saved.keys()) - _VOLATILE):
+        if now.get(name) != saved.get(name):
+            raise CheckpointError(
+                f"{folder} is of another model: {name} is {saved.get(name)} in its {CONFIG_NAME} and {now.get(name)} "
+                "now. Set it to what it was, or start another run from these weights"
+            )
 
 
 def check_model(folder: Path) -> None:

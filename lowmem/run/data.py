@@ -1,4 +1,4 @@
-"""The data of a run: loaded by `datasets` as TRL does, looked at before training, and recognized when it is resumed."""
+"""The data of a run: loaded by `datasets` as TRL does, and looked at before training."""
 
 import copy
 import tempfile
@@ -9,18 +9,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import datasets
-import pyarrow as pa
 import pyarrow.compute as pc
-import xxhash
 from transformers import (
     AutoProcessor,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
-    TrainerCallback,
     set_seed,
 )
-from transformers.trainer_callback import ExportableState
 from trl import get_dataset
 
 from lowmem.errors import ConfigError, DataError
@@ -179,41 +175,3 @@ def segments(row: Mapping[str, Any], tokenizer: Any) -> list[Segment]:
     runs = groupby(zip(trained, row["input_ids"], strict=True), key=lambda pair: pair[0])
     parts = ((state, [token for _, token in run]) for state, run in runs)
     return [Segment(tokenizer.decode(ids), state, len(ids)) for state, ids in parts]
-
-
-class DataFingerprint(TrainerCallback, ExportableState):  # type: ignore[misc]
-    """Saves a fingerprint of the training data in each checkpoint, and refuses to resume with other data."""
-
-    fingerprint: str | None = None
-
-    def state(self) -> dict[str, Any]:
-        """Returns the entry of this callback in `trainer_state.json`."""
-        return {"args": {}, "attributes": {"fingerprint": self.fingerprint}}
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_: Any) -> None:
-        """Raises `DataError` if the checkpoint that is resumed was trained on other data."""
-        data = train_dataloader.dataset
-        self.fingerprint = fingerprint(data) if isinstance(data, datasets.Dataset) else None
-        saved = state.stateful_callbacks.get(type(self).__name__)
-        if saved and saved["attributes"]["fingerprint"] not in (None, self.fingerprint):
-            raise DataError(
-                "the data, as it is tokenized now, is not what this checkpoint was trained on. Restore the data and "
-                "its settings (max_length, the chat template) to continue the run, or start another from these "
-                "weights: model_name_or_path=CHECKPOINT and another output_dir"
-            )
-
-
-def fingerprint(dataset: datasets.Dataset) -> str:
-    """A hash of every row in order, which depends on what is trained on alone, and not on how `datasets` holds it."""
-    names = sorted({"input_ids", "labels", "seq_lengths"} & set(dataset.column_names)) or sorted(dataset.column_names)
-    digest = xxhash.xxh3_128(" ".join(names).encode())
-    for batch in dataset.select_columns(names).with_format("arrow").iter(batch_size=1000):
-        for name in names:
-            column = batch[name].combine_chunks()
-            is_list = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
-            if is_list and pa.types.is_integer(column.type.value_type):
-                digest.update(pc.list_value_length(column).to_numpy(zero_copy_only=False).astype("<i8").tobytes())
-                digest.update(column.flatten().to_numpy(zero_copy_only=False).astype("<i8").tobytes())
-            else:
-                digest.update(repr(column.to_pylist()).encode())
-    return digest.hexdigest()

@@ -2,7 +2,6 @@
 
 import json
 
-import pyarrow as pa
 import pytest
 from datasets import Dataset
 from support import runs
@@ -190,27 +189,6 @@ def test_inspect_of_packed_rows_and_of_preferences(tmp_path):
 
 # --- Recognizing it ---------------------------------------------------------------------------------------------------
 
-ROWS = [[1, 2, 3], [4], [], [5, 6]] * 400
-
-
-def table(kind, rows, chunks):
-    size = -(-len(rows) // chunks)
-    parts = [pa.array(rows[start : start + size], kind) for start in range(0, len(rows), size)]
-    return Dataset(pa.table({"input_ids": pa.chunked_array(parts)}))
-
-
-def test_a_fingerprint_is_of_what_is_trained_on_alone():
-    usual = data.fingerprint(table(pa.list_(pa.int64()), ROWS, 1))
-    assert usual == data.fingerprint(table(pa.list_(pa.int32()), ROWS, 7))
-    assert usual == data.fingerprint(table(pa.large_list(pa.int64()), ROWS, 3))
-    both = table(pa.list_(pa.int64()), ROWS, 1)
-    assert usual == data.fingerprint(both.add_column("text", ["a"] * len(ROWS)))
-    for other in (ROWS[1:], [[1, 2], [3, 4], *ROWS[2:]], [*ROWS[:-1], [5, 7]], ROWS[::-1]):
-        assert data.fingerprint(table(pa.list_(pa.int64()), other, 1)) != usual
-    assert data.fingerprint(both.add_column("labels", ROWS)) != usual
-    texts = [Dataset.from_list([{"prompt": text}]) for text in ("a", "b")]
-    assert data.fingerprint(texts[0]) != data.fingerprint(texts[1])
-
 
 def test_a_run_is_not_continued_with_other_data(tmp_path):
     path = runs.write_rows(tmp_path / "rows.jsonl", runs.FILES["chats.jsonl"])
@@ -222,8 +200,34 @@ def test_a_run_is_not_continued_with_other_data(tmp_path):
     assert other.status == 2 and "is not what this checkpoint was trained on" in other.err
     runs.write_rows(path, runs.FILES["chats.jsonl"])
     assert runs.lowmem(*again).status == 0
-    state = json.loads((tmp_path / "run" / "checkpoint-2" / "trainer_state.json").read_text())
-    assert len(state["stateful_callbacks"]["DataFingerprint"]["attributes"]["fingerprint"]) == 32
+    assert len(json.loads((tmp_path / "run" / "checkpoint-2" / "data.json").read_text())["data"]) == 32
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("--per_device_train_batch_size", 4), "was [2, 1, 1] and is [4, 1, 1]. Write per_device_train_batch_size: 2"),
+        (("--seed", 1), "seed was 42 and is 1. Write seed: 42, or ignore_data_skip: true"),
+        (("--train_sampling_strategy", "group_by_length"), "Write train_sampling_strategy: \"random\""),
+        (("--packing", True, "--max_length", 32), "is not what this checkpoint was trained on"),
+    ],
+)  # fmt: skip
+def test_a_run_is_not_continued_with_other_rows(change, message, stopped):
+    ended = runs.lowmem(*stopped, *change)
+    assert ended.status == 2 and message in ended.err
+
+
+def test_the_rows_of_a_step_may_come_in_other_batches(stopped, tmp_path):
+    ended = runs.lowmem(*stopped, "--per_device_train_batch_size", 1, "--gradient_accumulation_steps", 2)
+    assert ended.status == 0 and len(runs.logged(tmp_path / "run")) == 2
+
+
+@pytest.fixture
+def stopped(tmp_path):
+    """The words of a command that continues a run after its first step."""
+    changes = {"save_strategy": "steps", "save_steps": 1, "per_device_train_batch_size": 2, "logging_steps": 1}
+    assert runs.lowmem("sft", "--config", runs.write(tmp_path, **changes), "--max_steps", 1).status == 0
+    return "sft", "--config", tmp_path / "run" / "config.yaml", "--resume_from_checkpoint", "last", "--max_steps", 2
 
 
 def test_segments_of_a_row():

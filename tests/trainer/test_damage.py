@@ -73,7 +73,7 @@ def test_a_flipped_bit_in_any_file_is_found(run):
         flip(run / NEWEST / name)
         with pytest.raises(CheckpointError, match=NEWEST):
             checkpoint.check_resumable(run / NEWEST)
-        if name != checkpoint.OPTIMIZER_FILE:
+        if name not in (checkpoint.OPTIMIZER_FILE, "checksums.txt"):  # whose middle is the line of the optimizer
             with pytest.raises(CheckpointError, match=NEWEST):
                 checkpoint.check_model(run / NEWEST)
         (run / NEWEST / name).write_bytes(original)
@@ -116,7 +116,7 @@ def looked_for(rank, requested, folder):
     trained = []
     try:
         with joined(rank):
-            trainer = build("SFT", folder, True, max_steps=3, use_cpu=True)
+            trainer = build("SFT", folder, True, max_steps=3, use_cpu=True, per_device_train_batch_size=1)
             trainer._load_from_checkpoint = lambda path, model=None: trained.append(path)
             trainer._load_optimizer_and_scheduler = lambda path: None
             trainer.train(resume_from_checkpoint=requested)

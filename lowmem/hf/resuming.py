@@ -1,0 +1,185 @@
+"""The rows of a run: a checkpoint says which are trained, and a resumed run continues with the next one or raises.
+
+transformers 5.23 (trainer.py) skips as many steps as were taken, however many rows a step has now, and in what order.
+"""
+
+import json
+import logging
+import math
+import shutil
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+import xxhash
+from accelerate.data_loader import SeedableRandomSampler
+from datasets.fingerprint import Hasher
+from torch.utils.data import IterableDataset, SequentialSampler
+from transformers.trainer_utils import has_length
+
+from lowmem.errors import CheckpointError, DataError
+from lowmem.files import read_json
+
+logger = logging.getLogger(__name__)
+
+RECORD_FILE = "data.json"
+_EPOCH = "epoch_"  # files with the random states at the beginning of the epoch, of each rank
+_GENERATOR = "generator.pt"
+
+_ORDER = ("train_sampling_strategy", "data_seed", "seed", "dataloader_drop_last")  # arguments that decide it
+_SHAPE = "per_device_train_batch_size, gradient_accumulation_steps, processes"
+
+# Rows of a stream or a list, and bytes of a data set, that a fingerprint has.
+_ROWS, _BYTES = 100, 4 << 30
+
+
+class Rows:
+    """The rows of each step of a trainer, and where it is.
+
+    Args:
+        trainer: the trainer. Each rank has one.
+        loader: its training data, prepared.
+        batches: micro-batches per epoch; of a stream, those of all steps.
+        compared: whether it saves checkpoints or resumes from one.
+    """
+
+    def __init__(self, trainer: Any, loader: Any, batches: int, *, compared: bool) -> None:
+        args, data = trainer.args, loader.dataset
+        self._trainer, self._loader, self._batches = trainer, loader, batches
+        self._start = TemporaryDirectory()
+        self._is_stream = isinstance(data, IterableDataset)
+        step = trainer.get_total_train_batch_size(args)
+        self._per_batch = step // args.gradient_accumulation_steps
+        shape = [self._per_batch // args.world_size, args.gradient_accumulation_steps, args.world_size]
+        rows = shape
+        self._batch_sampler = getattr(loader.batch_sampler, "batch_sampler", loader.batch_sampler)
+        seeded = type(getattr(self._batch_sampler, "sampler", None)) in (SeedableRandomSampler, SequentialSampler)
+        if seeded and not trainer.accelerator.split_batches:  # whatever the batches are, the order is the same
+            total = batches * self._per_batch  # padded, or cut, to batches of all ranks
+            rows = [step, min(total, len(data)) if args.world_size == 1 else total]
+        self._record = {name: getattr(args, name) for name in _ORDER} | {
+            "data": fingerprint(data) if compared else None,
+            "kind of data": type(data).__name__,
+            "number of rows": len(data) if has_length(data) else None,
+            "seed": None if seeded and args.data_seed is not None else args.seed,
+            "dataloader_num_workers": args.dataloader_num_workers if self._is_stream else None,
+            _SHAPE: shape,
+            "rows": rows,
+        }
+
+    def resume(self, folder: Path) -> tuple[int, int] | None:
+        """Returns how many epochs, and micro-batches of the next one, a checkpoint has trained, or None if it does not
+        say.
+
+        Raises:
+            CheckpointError: the steps that are left would have other rows.
+            DataError: the data are not those of the checkpoint.
+        """
+        if not (folder / RECORD_FILE).exists():
+            logger.warning("%s has no %s, so lowmem cannot tell whether it had the same rows", folder, RECORD_FILE)
+            return None
+        saved, now = read_json(folder / RECORD_FILE), self._record
+        unknown = None in (saved["data"], now["data"])
+        facts = ("number of rows", "kind of data") if unknown else ("number of rows", "data")
+        if any(saved[name] != now[name] for name in facts):
+            raise DataError(
+                "the data, as it is tokenized now, is not what this checkpoint was trained on. Restore the data and "
+                "its settings (max_length, packing, the chat template) to continue the run, or start another from "
+                "these weights: model_name_or_path=CHECKPOINT and another output_dir"
+            )
+        if unknown:
+            logger.warning("only the number of rows of the data was compared with %s, not the rows", folder)
+        for name in (*_ORDER, "dataloader_num_workers", "rows"):
+            if saved[name] != now[name] and not (name == "rows" and self._ends_before_padding(saved)):
+                what = _SHAPE if name == "rows" else name
+                raise CheckpointError(
+                    f"{folder} cannot be continued with the rows that its run has left: {what} was {saved[what]} and "
+                    f"is {now[what]}. Write {self._line(name, saved)}, or ignore_data_skip: true to begin the epoch "
+                    "again"
+                )
+        return saved["epoch"], saved["row"] // self._per_batch
+
+    def _ends_before_padding(self, saved: dict[str, Any]) -> bool:
+        """Whether the run ends before the last batch of an epoch, which alone has other rows than in a checkpoint."""
+        state, (step, *rest), (other, *others) = self._trainer.state, self._record["rows"], saved["rows"]
+        if len(rest) != 1 or len(others) != 1 or step != other:
+            return False
+        return saved["row"] + (state.max_steps - state.global_step) * step <= min(rest + others) // step * step
+
+    def _line(self, name: str, saved: dict[str, Any]) -> str:
+        """The line that gives the rows of a checkpoint."""
+        if name != "rows":
+            return f"{name}: {json.dumps(saved[name])}"
+        size, accumulation, ranks = saved[_SHAPE]
+        step, now = size * accumulation * ranks, self._record[_SHAPE][2]
+        if saved["rows"] == [step, saved["number of rows"]] and saved["number of rows"] % step == step % now == 0:
+            ranks, size = now, math.gcd(step // now, size)
+            accumulation = step // now // size
+        line = f"per_device_train_batch_size: {size}, gradient_accumulation_steps: {accumulation}"
+        return line + (f" (in {ranks} process{'es' * (ranks > 1)})" if ranks != now else "")
+
+    def begin_epoch(self, epoch: int, skipped: int, checkpoint: str | None) -> None:
+        """Begins an epoch without its first micro-batches. One that is resumed gets the random states that it had, so
+        that samplers and data sets draw the same order.
+        """
+        self.epoch, self.fetched, self.ended = epoch, skipped, False
+        start = Path(self._start.name)
+        if checkpoint is not None:
+            for path in Path(checkpoint).glob(f"{_EPOCH}*"):
+                shutil.copy(path, start / path.name.removeprefix(_EPOCH))
+            self._trainer._load_rng_state(str(start) if skipped else checkpoint)
+            if (start / _GENERATOR).exists():
+                self._loader.synchronized_generator.set_state(torch.load(start / _GENERATOR))
+        if hasattr(self._batch_sampler, "set_epoch"):  # transformers does not reach it where batches are skipped
+            self._batch_sampler.set_epoch(epoch)
+        self._note_random_states()
+
+    def _note_random_states(self) -> None:
+        self._trainer._save_rng_state(self._start.name)
+        if (generator := getattr(self._loader, "synchronized_generator", None)) is not None:
+            torch.save(generator.get_state(), Path(self._start.name) / _GENERATOR)
+
+    def save(self, folder: Path, epoch: float, *, write: bool) -> None:
+        """Writes what a checkpoint says of its rows at an `epoch` of the trainer's state. Every rank calls it."""
+        batch = round((epoch - self.epoch) * self._batches)
+        ended = batch == self.fetched if self.ended else batch == self._batches and not self._is_stream
+        if ended:
+            self._note_random_states()
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in Path(self._start.name).iterdir():
+            shutil.copy(path, folder / f"{_EPOCH}{path.name}")
+        if write:
+            place = {"epoch": self.epoch + ended, "row": 0 if ended else batch * self._per_batch}
+            (folder / RECORD_FILE).write_text(json.dumps(self._record | place))
+
+
+def fingerprint(dataset: Any) -> str | None:
+    """A hash of every row in order, which depends on what is trained on alone, and not on how `datasets` holds it.
+
+    Beyond 4 GiB it has one block of 1,000 rows in so many, of a list 100 rows, and of a stream of `datasets` the first
+    100. Returns None for other data, whose rows may differ each time they are read.
+    """
+    if isinstance(dataset, datasets.IterableDataset):
+        return Hasher.hash(list(dataset.take(_ROWS)))
+    if isinstance(dataset, list | tuple):
+        return Hasher.hash([len(dataset), dataset[:: 1 + len(dataset) // _ROWS]])
+    if not isinstance(dataset, datasets.Dataset):
+        return None
+    names = sorted({"input_ids", "labels", "seq_lengths"} & set(dataset.column_names)) or sorted(dataset.column_names)
+    digest = xxhash.xxh3_128(" ".join(names).encode())
+    rows = dataset.select_columns(names).with_format("arrow")
+    for start in range(0, len(rows), 1000 * (1 + rows.data.nbytes // _BYTES)):
+        batch = rows[start : start + 1000]
+        for name in names:
+            column = batch[name].combine_chunks()
+            is_list = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
+            if is_list and pa.types.is_integer(column.type.value_type):
+                digest.update(pc.list_value_length(column).to_numpy(zero_copy_only=False).astype("<i8").tobytes())
+                digest.update(column.flatten().to_numpy(zero_copy_only=False).astype("<i8").tobytes())
+            else:
+                digest.update(repr(column.to_pylist()).encode())
+    return digest.hexdigest()

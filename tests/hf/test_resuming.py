@@ -1,0 +1,197 @@
+"""A resumed run trains the rows that its run had left, or is refused before its first step."""
+
+import logging
+from dataclasses import replace
+
+import pyarrow as pa
+import pytest
+from datasets import Dataset
+from support import resuming
+from support.resuming import Indexed, Run, Stream, continued
+from support.trainers import build, joined
+from transformers import TrainerCallback
+
+from lowmem.errors import CheckpointError, DataError
+from lowmem.hf.resuming import RECORD_FILE, fingerprint
+
+SAVES = {"save_strategy": "steps", "save_steps": 1}
+
+PLAIN = Run(
+    data="tokens", rows=32, edit="none", per_device_train_batch_size=4, gradient_accumulation_steps=1, world_size=1,
+    seed=42, data_seed=None, train_sampling_strategy="random", seedable=True, dataloader_drop_last=False, max_steps=8,
+    dropout=0.2, hidden=8,
+)  # fmt: skip
+SHORT = replace(PLAIN, rows=10, per_device_train_batch_size=1)
+BATCH = "per_device_train_batch_size"
+
+# A run, its step, and what is changed.
+CONTINUED = {
+    "nothing": (PLAIN, 3, {}),
+    "two processes with half of a batch": (PLAIN, 3, {"world_size": 2, BATCH: 2}),
+    "accumulation in place of a batch": (PLAIN, 3, {"gradient_accumulation_steps": 4, BATCH: 1}),
+    "processes that would pad after the end": (replace(PLAIN, rows=42), 3, {"world_size": 2, BATCH: 2}),
+    "another seed than that of the data": (replace(PLAIN, data_seed=3), 3, {"seed": 1}),
+    "more steps": (PLAIN, 3, {"max_steps": 11}),
+    "lengths in a second epoch": (replace(PLAIN, rows=16, train_sampling_strategy="group_by_length"), 6, {}),
+    "a sampler without a seed": (replace(PLAIN, rows=16, seedable=False), 6, {}),
+    "balanced ranks in a second epoch": (
+        replace(PLAIN, rows=12, world_size=2, train_sampling_strategy="batch_rebalance", max_steps=5), 3, {},
+    ),
+    "a stream in its second pass": (replace(SHORT, data="stream", max_steps=20), 14, {}),
+    "a shuffled stream in its second pass": (replace(SHORT, data="shuffled stream", max_steps=20), 14, {}),
+    "a stream of torch in its second pass": (replace(SHORT, data="generator", max_steps=20), 14, {}),
+    "a stream with more steps": (replace(SHORT, rows=16, data="stream"), 7, {"max_steps": 12}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("run", "step", "changes"), CONTINUED.values(), ids=CONTINUED)
+def test_the_rows_that_are_left_are_trained(run, step, changes, tmp_path):
+    continued(run, replace(run, **changes), step, "steps", tmp_path)
+
+
+REFUSED = {
+    "two processes": (PLAIN, {"world_size": 2}, f"[4, 1, 1] and is [4, 1, 2]. Write {BATCH}: 2, gradient"),
+    "half of a batch": (PLAIN, {BATCH: 2}, f"was [4, 1, 1] and is [2, 1, 1]. Write {BATCH}: 4, gradient"),
+    "twice the batch": (PLAIN, {BATCH: 8}, f"was [4, 1, 1] and is [8, 1, 1]. Write {BATCH}: 4"),
+    "processes that would pad": (replace(PLAIN, rows=10), {"world_size": 2, BATCH: 2}, "steps: 1 (in 1 process)"),
+    "a seed": (PLAIN, {"seed": 1}, "seed was 42 and is 1. Write seed: 42, or ignore_data_skip: true"),
+    "a seed of the data": (PLAIN, {"data_seed": 3}, "data_seed was None and is 3. Write data_seed: null"),
+    "a sampler": (PLAIN, {"train_sampling_strategy": "group_by_length"}, 'Write train_sampling_strategy: "random"'),
+    "batches of lengths": (
+        replace(PLAIN, train_sampling_strategy="group_by_length"), {BATCH: 2, "gradient_accumulation_steps": 2},
+        f"Write {BATCH}: 4, gradient_accumulation_steps: 1",
+    ),
+    "a stream in other batches": (
+        replace(PLAIN, data="stream"), {BATCH: 2, "gradient_accumulation_steps": 2}, f"Write {BATCH}: 4"
+    ),
+    "a last batch": (replace(PLAIN, rows=10), {"dataloader_drop_last": True}, "Write dataloader_drop_last: false"),
+    "packing": (PLAIN, {"data": "packed"}, "is not what this checkpoint was trained on"),
+    "a token": (PLAIN, {"edit": "a token"}, "is not what this checkpoint was trained on"),
+    "a row of a list": (replace(PLAIN, data="list"), {"edit": "two swapped"}, "is not what this checkpoint was"),
+    "a row of a stream": (replace(PLAIN, data="stream"), {"edit": "a row less"}, "is not what this checkpoint was"),
+    "the number of torch's rows": (replace(PLAIN, data="indexed"), {"rows": 30}, "is not what this checkpoint was"),
+    "a stream of torch": (replace(PLAIN, data="stream"), {"data": "generator"}, "is not what this checkpoint was"),
+    "the model": (PLAIN, {"dropout": 0.0}, "attention_dropout is 0.2 in its config.json and 0.0 now"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("run", "changes", "message"), REFUSED.values(), ids=REFUSED)
+def test_other_rows_are_refused(run, changes, message, tmp_path):
+    with pytest.raises((CheckpointError, DataError)) as error:
+        continued(run, replace(run, **changes), 1, "steps", tmp_path)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_some_random_changes(seed, tmp_path):
+    """`python -m benchmarks.fuzz --only resuming` has any number of them."""
+    resuming.run(seed, tmp_path)
+
+
+def test_a_choice_to_begin_the_epoch_again_is_kept(make, tmp_path):
+    """And the checkpoints after it know that they are at its second step, and not at its fourth."""
+    make(**SAVES, max_steps=2).train()
+    chosen = make(**SAVES, max_steps=4, seed=1, ignore_data_skip=True)
+    chosen.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    again = make(max_steps=5, seed=1)  # ten steps per epoch
+    again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-4"))
+    assert (chosen.state.epoch, again.state.epoch) == pytest.approx((0.2, 0.3))
+
+
+def test_a_checkpoint_without_a_record_continues_and_says_so(make, tmp_path, caplog):
+    whole = make(**SAVES, max_steps=3)
+    whole.train()
+    folder = tmp_path / "run" / "checkpoint-1"
+    (folder / RECORD_FILE).unlink()
+    lines = (folder / "checksums.txt").read_text().splitlines(keepends=True)
+    (folder / "checksums.txt").write_text("".join(line for line in lines if RECORD_FILE not in line))
+    resumed = make(max_steps=3)
+    with caplog.at_level(logging.WARNING):
+        resumed.train(resume_from_checkpoint=str(folder))
+    assert "has no data.json, so lowmem cannot tell whether it had the same rows" in caplog.text
+    assert all((a == b).all() for a, b in zip(resumed.model.parameters(), whole.model.parameters(), strict=True))
+
+
+def test_rows_that_cannot_be_compared_are_said(make, samples, tmp_path, caplog):
+    first, resumed = make(**SAVES, max_steps=1), make(max_steps=2)
+    first.train_dataset = resumed.train_dataset = Indexed(samples)
+    first.train()
+    with caplog.at_level(logging.WARNING):
+        resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
+    assert "only the number of rows of the data was compared" in caplog.text
+
+
+class Texts(TrainerCallback):
+    """By step, the rows that this process has trained."""
+
+    def __init__(self, trainer):
+        self.rows, self.step = {}, []
+        trainer.model.register_forward_pre_hook(self.note, with_kwargs=True)
+        trainer.add_callback(self)
+
+    def note(self, module, args, inputs):
+        kept = zip(inputs["input_ids"].tolist(), inputs["attention_mask"].sum(1).tolist(), strict=True)
+        self.step += [tuple(ids[:count]) for ids, count in kept]
+
+    def on_step_end(self, args, state, control, **_):
+        self.rows[state.global_step], self.step = self.step, []
+
+
+def rows_of(rank, folder, size, resume):
+    with joined(rank):
+        trainer = build(
+            "causal language model", folder, True, use_cpu=True, max_steps=5, per_device_train_batch_size=size
+        )
+        texts = Texts(trainer)
+        try:
+            trainer.train(resume_from_checkpoint=resume)
+        except CheckpointError as error:
+            return str(error)
+        return texts.rows
+
+
+def test_two_processes_continue_what_one_began(two, tmp_path):
+    """In its second epoch, with the rows of a step over both of them; with other steps both are refused."""
+    trainer = build(
+        "causal language model", tmp_path, True, use_cpu=True, max_steps=5, per_device_train_batch_size=4, **SAVES
+    )
+    texts = Texts(trainer)
+    trainer.train()
+    point = str(tmp_path / "checkpoint-4")
+    ranks = two.run(rows_of, str(tmp_path / "other"), 2, point)
+    assert sorted(ranks[0][5] + ranks[1][5]) == sorted(texts.rows[5]) and ranks[0].keys() == {5}
+    for message in two.run(rows_of, str(tmp_path / "other"), 4, point):
+        assert f"was [4, 1, 1] and is [4, 1, 2]. Write {BATCH}: 2, gradient_accumulation_steps: 1" in message
+
+
+# -- fingerprints -----------------------------------------------------------------------------------------------------
+
+ROWS = [[1, 2, 3], [4], [], [5, 6]] * 400
+
+
+def table(kind, rows, chunks):
+    size = -(-len(rows) // chunks)
+    parts = [pa.array(rows[start : start + size], kind) for start in range(0, len(rows), size)]
+    return Dataset(pa.table({"input_ids": pa.chunked_array(parts)}))
+
+
+def test_a_fingerprint_is_of_what_is_trained_on_alone():
+    usual = fingerprint(table(pa.list_(pa.int64()), ROWS, 1))
+    assert usual == fingerprint(table(pa.list_(pa.int32()), ROWS, 7))
+    assert usual == fingerprint(table(pa.large_list(pa.int64()), ROWS, 3))
+    both = table(pa.list_(pa.int64()), ROWS, 1)
+    assert usual == fingerprint(both.add_column("text", ["a"] * len(ROWS)))
+    for other in (ROWS[1:], [[1, 2], [3, 4], *ROWS[2:]], [*ROWS[:-1], [5, 7]], ROWS[::-1]):
+        assert fingerprint(table(pa.list_(pa.int64()), other, 1)) != usual
+    assert fingerprint(both.add_column("labels", ROWS)) != usual
+    texts = [Dataset.from_list([{"prompt": text}]) for text in ("a", "b")]
+    assert fingerprint(texts[0]) != fingerprint(texts[1])
+
+
+def test_a_fingerprint_of_lists_and_streams_and_of_nothing_else():
+    rows = [{"input_ids": row} for row in ROWS[:20]]
+    other = [*rows[:-1], {"input_ids": [7]}]
+    assert fingerprint(rows) == fingerprint([dict(row) for row in rows]) != fingerprint(other)
+    streams = [Dataset.from_list(each).to_iterable_dataset() for each in (rows, rows, other)]
+    assert fingerprint(streams[0]) == fingerprint(streams[1]) != fingerprint(streams[2])
+    assert fingerprint(Indexed(rows)) is fingerprint(Stream(rows)) is None
