@@ -175,9 +175,7 @@ class _Moved:
         return result
 
 
-@functools.cache
-def _moved(cls: type) -> type:
-    return type(f"Moved{cls.__name__}", (_Moved, cls), {})
+_moved = functools.cache(lambda cls: type(f"Moved{cls.__name__}", (_Moved, cls), {}))
 
 
 _REENTRANT: "weakref.WeakSet[Any]" = weakref.WeakSet()  # nodes of reentrant checkpointing in graphs that exist
@@ -221,7 +219,7 @@ def _watch_recomputation(run: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(run)
     def watched(*args: Any, **kwargs: Any) -> Any:
         # a mode would see as much, and torch.compile would compile functions once more for it
-        moved = [(param, type(param)) for param in hooks.moved()]
+        moved = [(param, type(param)) for param in hooks.moved() if not hasattr(param, "_local_tensor")]  # FSDP2's
         for param, usual in moved:
             param.__class__ = _moved(usual)  # type: ignore[assignment]
         try:

@@ -47,7 +47,7 @@ class QuantizedWeight(Tensor):
     Attributes:
         format: how its values are held; no part of it is the tensor itself.
         parts: the tensors of the storage, [..., rows, columns / group] each; views of those for a transposed matrix.
-        cast_from: the weight that autocast has cast to this one, which shares its codes, and the version that had then.
+        cast_from: the weight that autocast has cast to this one, which shares its codes, and its version at that time.
         compiled: in this process `dequantize` is compiled code, as the last optimizer of such weights has decided.
     """
 
@@ -83,9 +83,9 @@ class QuantizedWeight(Tensor):
                 part[rows] = codes.to(part.dtype)
             if not value.is_meta and not matrix._decoded(rows).to(weight.dtype).isfinite().all():
                 raise UnsupportedError(
-                    f"{name} has Inf, NaN or a number near the largest of {weight.dtype} in its rows {rows.start} to "
-                    f"{min(rows.stop, len(matrix)) - 1}, which {format} cannot hold. Repair it, weight.nan_to_num_(), or leave its "
-                    "module out: quantize_(model, ..., skip=[...])"
+                    f"{name} has Inf, NaN or a number near the largest of {weight.dtype} in rows {rows.start} to "
+                    f"{min(rows.stop, len(matrix)) - 1}, which {format} cannot hold. Repair it, or leave its module "
+                    "out: quantize_(model, ..., skip=[...])"
                 )
         return new
 
@@ -116,10 +116,6 @@ class QuantizedWeight(Tensor):
         """A stack of matrices as one matrix, or a line as one whose rows are a group."""
         columns = self.shape[-1] if self.ndim > 1 else self.format.group
         return self if self.ndim == 2 else self.by_group(lambda part, group: part.reshape(-1, columns // group))
-
-    def _divides(self, columns: int) -> bool:
-        """Returns whether rows of so many elements are whole groups."""
-        return columns > 0 and columns % self.format.group == 0
 
     def _decoded(self, at: Any) -> Tensor:
         """Rows of it, in float32."""
@@ -174,13 +170,12 @@ class QuantizedWeight(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs, (self, *others) = kwargs or {}, args
         weights = [each for each in tree_leaves((args, kwargs)) if isinstance(each, cls)]
-        for weight in weights:
-            if weight.cast_from is not None and weight.cast_from[0]._version != weight.cast_from[1]:
-                raise StepError(
-                    f"a weight of {list(weight.shape)} that is held in {weight.format} was cast by autocast, and has "
-                    "been modified by an inplace operation since, an update or copy_(). Run the backward of each loss "
-                    "before the next step, and each forward in an autocast region of its own"
-                )
+        if any(weight.cast_from and weight.cast_from[0]._version != weight.cast_from[1] for weight in weights):
+            raise StepError(
+                f"a weight that is held in {weights[0].format} was cast by autocast, and has been modified by an "
+                "inplace operation since. Run the backward of each loss before the next step, and each forward in an "
+                "autocast region of its own"
+            )
         if func in PRODUCTS or (func is aten.copy_.default and not isinstance(self, cls)):
             return func(*map(plain, args), **kwargs)
         if func in (aten.detach.default, aten.alias.default):
@@ -208,8 +203,8 @@ class QuantizedWeight(Tensor):
             f"a weight of {list(self.shape)} that is held in {self.format} takes part in {use}, which needs an "
             "ordinary matrix. It can be the weight of a product or of an embedding, also one that fully_shard (FSDP2) "
             "shards; DeepSpeed and DistributedDataParallel do not take it. Leave its module out, "
-            "quantize_(model, ..., skip=[...]), or compute with weight.dequantize(); to save it in other files, call "
-            "lowmem.dequantize_(model) first"
+            "quantize_(model, ..., skip=[...]), or compute with weight.dequantize(). Other files and processes take "
+            "ordinary weights: call lowmem.dequantize_(model) first"
         )
 
     def _by_rows(self, func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -220,7 +215,8 @@ class QuantizedWeight(Tensor):
         if func is aten.view.default and args[0]:
             *lines, row = args[0]
             row = row if row >= 0 else self.numel() // max(1, math.prod(lines))
-            return self.by_group(lambda part, group: part.view(*lines, row // group)) if self._divides(row) else None
+            if row % self.format.group == 0 < row:
+                return self.by_group(lambda part, group: part.view(*lines, row // group))
         if func is aten.clone.default and self.cast_from is not None:
             return self.dequantize()
         if func in (aten.clone.default, aten._to_copy.default):
@@ -243,7 +239,7 @@ class QuantizedWeight(Tensor):
             return self[:rows] if tuple(row) == self.shape[1:] and rows <= len(self) else None
         if func is aten.new_zeros.default and len(args[0]) > 1 and kwargs.get("dtype") in (None, self.dtype):
             *lines, row = args[0]
-            if self._divides(row):
+            if row % self.format.group == 0 < row:
                 return self.by_group(lambda part, group: part.new_zeros((*lines, row // group)))
         if func in (aten.zeros_like.default, aten.new_empty.default):  # a gradient; the shard of a rank without rows
             kinds = {name: kwargs.get(name) or getattr(self, name) for name in ("dtype", "device")}

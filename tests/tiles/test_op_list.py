@@ -1,4 +1,4 @@
-"""PyTorch's own list of operations, with a weight in codes in place of a matrix: the result of the matrix, or our error.
+"""PyTorch's list of operations, with a weight in codes in place of a matrix: the result of the matrix, or our error.
 
 Without LOWMEM_FULL some of the operations, drawn by a seed, and a few inputs of each; with it all of them.
 """
@@ -65,7 +65,7 @@ def compare(got, wanted, undefined):
 
 
 def trial(function, arguments, keywords, places, form, undefined):
-    """"equal", "refused", or a difference, for weights at some places among the leaves of the arguments."""
+    """Returns "equal", "refused", or a difference, for weights at some places among the leaves of the arguments."""
     leaves, spec = tree_flatten((arguments, keywords))
     copies = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     weights = [form(copy) if n in places else copy for n, copy in enumerate(copies)]
