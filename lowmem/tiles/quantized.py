@@ -69,9 +69,7 @@ class QuantizedWeight(Tensor):
     @torch.no_grad()
     def of(cls, weight: Tensor, format: Integer, name: str = "the weight") -> "QuantizedWeight":
         """A matrix in another storage, each element as near as it can be held. Columns are a multiple of the group.
-
-        Raises:
-            UnsupportedError: an element is not finite, which would make its group NaN. The message has the name.
+        Raises `UnsupportedError` for an element that is not finite, which would make its group NaN.
         """
         *lines, columns = weight.shape
         parts = (weight.new_empty((*lines, columns // p.group), dtype=p.dtype) for p in format.parts)
@@ -202,9 +200,8 @@ class QuantizedWeight(Tensor):
         return UnsupportedError(
             f"a weight of {list(self.shape)} that is held in {self.format} takes part in {use}, which needs an "
             "ordinary matrix. It can be the weight of a product or of an embedding, also one that fully_shard (FSDP2) "
-            "shards; DeepSpeed and DistributedDataParallel do not take it. Leave its module out, "
-            "quantize_(model, ..., skip=[...]), or compute with weight.dequantize(). Other files and processes take "
-            "ordinary weights: call lowmem.dequantize_(model) first"
+            "shards; DeepSpeed and DistributedDataParallel do not take it. Leave its module out, quantize_(model, ..., "
+            "skip=[...]), compute with weight.dequantize(), or call lowmem.dequantize_(model) before saving or sharing"
         )
 
     def _by_rows(self, func: Any, *args: Any, **kwargs: Any) -> Any:
