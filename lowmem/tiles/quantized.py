@@ -212,7 +212,7 @@ class QuantizedWeight(Tensor):
         if func is aten.view.default and args[0]:
             *lines, row = args[0]
             row = row if row >= 0 else self.numel() // max(1, math.prod(lines))
-            if row % self.format.group == 0 < row:
+            if row % self.format.group == 0 and (row or not lines):  # or a shard without rows
                 return self.by_group(lambda part, group: part.view(*lines, row // group))
         if func is aten.clone.default and self.cast_from is not None:
             return self.dequantize()

@@ -262,7 +262,9 @@ class Marked(nn.Parameter):
     """As other packages mark parameters."""
 
 
-@pytest.mark.parametrize("kind", [lambda matrix: nn.Parameter(QuantizedWeight.of(matrix, Integer(12))), Marked])
+@pytest.mark.parametrize(
+    "kind", [lambda matrix: nn.Parameter(QuantizedWeight.of(matrix, Integer(12))), Marked, nn.Parameter]
+)
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("use", ["detach", "no_grad", "shape"])
 def test_a_recomputed_region_that_rereads_an_updated_weight_is_refused(use, reentrant, kind):
