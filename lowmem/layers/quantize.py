@@ -1,9 +1,11 @@
 """Models whose matrices are held in 8, 10 or 12 bits per element."""
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 
+import torch
 from torch import Tensor, nn
 
 from lowmem.errors import ConfigError, UnsupportedError, did_you_mean, require_known
@@ -15,6 +17,7 @@ from lowmem.tiles.storage import LARGEST_GROUP, STORED_DTYPES, WEIGHT_FORMATS, I
 logger = logging.getLogger(__name__)
 
 
+@torch.inference_mode(False)  # or nothing could train them
 def quantize_(model: nn.Module, weight_format: str, *, group: int = 64, skip: Sequence[str] = ()) -> nn.Module:
     """Holds the weights of linear layers, embeddings and stacks of experts in fewer bits from now on, one after the
     other, in place.
@@ -35,7 +38,7 @@ def quantize_(model: nn.Module, weight_format: str, *, group: int = 64, skip: Se
     Raises:
         ConfigError: an unknown format, a group that does not divide the rows of a weight, or a name in `skip` that no
             module has.
-        UnsupportedError: the model is sharded; `fully_shard` comes after.
+        UnsupportedError: the model is sharded; `fully_shard` comes after. Or a weight has Inf or NaN.
     """
     require_known("weight_format", weight_format, [*WEIGHT_FORMATS])
     if group < 8 or group > LARGEST_GROUP or LARGEST_GROUP % group:
@@ -54,7 +57,7 @@ def quantize_(model: nn.Module, weight_format: str, *, group: int = 64, skip: Se
             "it (docs/how-to/fewer_bits.md)"
         )
     for names in chosen:
-        _replace(model, names, lambda weight: QuantizedWeight.of(weight, storage))
+        _replace(model, names, functools.partial(QuantizedWeight.of, format=storage, name=names[0]))
     return model
 
 
@@ -78,6 +81,7 @@ def _is_chosen(weight: Tensor, names: list[str], group: int, skipped: list[str])
     return True
 
 
+@torch.inference_mode(False)
 def dequantize_(model: nn.Module) -> nn.Module:
     """Holds all weights as ordinary matrices again, rounded to the dtype that they show, one after the other, in place:
     what `save_pretrained`, merging and `model.to(dtype)` need. An optimizer of the model has no use after that.

@@ -166,7 +166,7 @@ class _Moved:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor | list | tuple):  # not a dtype or a size
+        if any(isinstance(each, Tensor) for each in tree_leaves(result)):  # not a dtype or a size
             for value in tree_leaves((args, kwargs)):
                 if isinstance(value, _Moved):
                     raise StepError(
@@ -177,7 +177,7 @@ class _Moved:
         return result
 
 
-_MOVED: dict[type, type] = {cls: type(f"Moved{cls.__name__}", (_Moved, cls), {}) for cls in (Tensor, nn.Parameter)}
+_moved = functools.cache(lambda cls: type(f"Moved{cls.__name__}", (_Moved, cls), {}))
 
 
 _REENTRANT: "weakref.WeakSet[Any]" = weakref.WeakSet()  # nodes of reentrant checkpointing in graphs that exist
@@ -224,9 +224,9 @@ def _watch_recomputation(run: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(run)
     def watched(*args: Any, **kwargs: Any) -> Any:
         # a mode would see as much, and torch.compile would compile functions once more for it
-        moved = [(param, type(param)) for param in hooks.moved() if type(param) in _MOVED]
+        moved = [(param, type(param)) for param in hooks.moved() if not hasattr(param, "_local_tensor")]  # FSDP2's
         for param, usual in moved:
-            param.__class__ = _MOVED[usual]  # type: ignore[assignment]
+            param.__class__ = _moved(usual)  # type: ignore[assignment]
         try:
             return run(*args, **kwargs)
         finally:

@@ -6,6 +6,7 @@ autograd: so what autograd saves for backward are the codes, and a product of ba
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -17,9 +18,9 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lowmem.errors import UnsupportedError
+from lowmem.errors import StepError, UnsupportedError
 from lowmem.tiles.graph import Compiler, Function, Sizes, compiled, trace
-from lowmem.tiles.storage import Integer, Uniform
+from lowmem.tiles.storage import ROUNDED_DTYPES, Integer, Part, Uniform
 
 # Elements that are decoded or encoded at a time.
 CPU_BLOCK = 1 << 17
@@ -27,10 +28,16 @@ GPU_BLOCK = 1 << 22
 
 aten = torch.ops.aten
 
-# Operations that read an ordinary matrix: products, some of them in inference mode alone, and what a product expands.
+# Operations that read an ordinary matrix: products, and what a product expands.
 PRODUCTS = {
     aten.mm.default, aten.addmm.default, aten.mv.default, aten.bmm.default, aten._grouped_mm.default,
-    aten.linear.default, aten.matmul.default, aten.expand.default,
+    aten.expand.default,
+}  # fmt: skip
+
+# Methods that read or share the memory of a tensor.
+OF_MEMORY = {
+    Tensor.share_memory_, Tensor.storage, Tensor.untyped_storage, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__,
+    Tensor.tolist, Tensor.apply_, Tensor.map_,
 }  # fmt: skip
 
 
@@ -40,11 +47,13 @@ class QuantizedWeight(Tensor):
     Attributes:
         format: how its values are held; no part of it is the tensor itself.
         parts: the tensors of the storage, [..., rows, columns / group] each; views of those for a transposed matrix.
+        cast_from: the weight that autocast has cast to this one, which shares its codes, and its version at that time.
         compiled: in this process `dequantize` is compiled code, as the last optimizer of such weights has decided.
     """
 
     format: Integer
     parts: tuple[Tensor, ...]
+    cast_from: tuple["QuantizedWeight", int] | None = None
     compiled: ClassVar[bool] = False
 
     def __new__(cls, format: Integer, parts: tuple[Tensor, ...], dtype: torch.dtype) -> "QuantizedWeight":
@@ -57,22 +66,26 @@ class QuantizedWeight(Tensor):
         return new
 
     @classmethod
-    def of(cls, weight: Tensor, format: Integer) -> "QuantizedWeight":
-        """A matrix in another storage, each element as near as it can be held. Columns are a multiple of the group."""
+    @torch.no_grad()
+    def of(cls, weight: Tensor, format: Integer, name: str = "the weight") -> "QuantizedWeight":
+        """A matrix in another storage, each element as near as it can be held. Columns are a multiple of the group.
+        Raises `UnsupportedError` for an element that is not finite, which would make its group NaN.
+        """
         *lines, columns = weight.shape
         parts = (weight.new_empty((*lines, columns // p.group), dtype=p.dtype) for p in format.parts)
         new = cls(format, tuple(parts), weight.dtype)
-        new.fill_from(weight)
+        matrix, values = new._as_matrix(), weight.reshape(new._as_matrix().shape)
+        for rows in _blocks(matrix) if not is_fake(weight) else ():
+            value = values[rows].float()
+            for part, codes in zip(matrix.parts, format.encode(value, Uniform.half(value)), strict=True):
+                part[rows] = codes.to(part.dtype)
+            if not value.is_meta and not matrix._decoded(rows).to(weight.dtype).isfinite().all():
+                raise UnsupportedError(
+                    f"{name} has Inf, NaN or a number near the largest of {weight.dtype} in rows {rows.start} to "
+                    f"{min(rows.stop, len(matrix)) - 1}, which {format} cannot hold. Repair it, or leave its module "
+                    "out: quantize_(model, ..., skip=[...])"
+                )
         return new
-
-    @torch.no_grad()
-    def fill_from(self, values: Tensor) -> None:
-        """Encodes other values, each as near as it can be held."""
-        values = values.reshape((matrix := self._as_matrix()).shape)
-        for rows in _blocks(matrix) if not is_fake(values) else ():
-            value = values[rows].to(self.device).float()
-            for part, new in zip(matrix.parts, self.format.encode(value, Uniform.half(value)), strict=True):
-                part[rows] = new.to(part.dtype)
 
     @torch.no_grad()
     def dequantize(self) -> Tensor:
@@ -81,7 +94,7 @@ class QuantizedWeight(Tensor):
             return self.by_group(lambda part, _: part.mT).dequantize().mT
         if self.compiled and Compiler.failure is None and not torch._C._len_torch_dispatch_stack():
             try:
-                flat = [part.view(-1) for part in self.parts]
+                flat = [part.reshape(-1) for part in self.parts]
                 return _decoder(self.format, self.dtype, self.device)(*flat)[0].view(self.shape)
             except Exception as error:
                 Compiler.give_up(error)
@@ -100,7 +113,7 @@ class QuantizedWeight(Tensor):
     def _as_matrix(self) -> "QuantizedWeight":
         """A stack of matrices as one matrix, or a line as one whose rows are a group."""
         columns = self.shape[-1] if self.ndim > 1 else self.format.group
-        return self if self.ndim == 2 else self.by_group(lambda part, group: part.view(-1, columns // group))
+        return self if self.ndim == 2 else self.by_group(lambda part, group: part.reshape(-1, columns // group))
 
     def _decoded(self, at: Any) -> Tensor:
         """Rows of it, in float32."""
@@ -109,7 +122,9 @@ class QuantizedWeight(Tensor):
     def by_group(self, change: Callable[[Tensor, int], Tensor]) -> "QuantizedWeight":
         """One with other parts, made from each part and the number of elements of which that has one value."""
         pairs = zip(self.parts, self.format.parts, strict=True)
-        return QuantizedWeight(self.format, tuple(change(tensor, part.group) for tensor, part in pairs), self.dtype)
+        new = QuantizedWeight(self.format, tuple(change(tensor, part.group) for tensor, part in pairs), self.dtype)
+        new.cast_from = self.cast_from
+        return new
 
     # torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param.py: a shard that has these is gathered by them; parts may
     # have any size if the first one takes the mesh alone. A shard lies at the start of what it was padded to.
@@ -125,12 +140,6 @@ class QuantizedWeight(Tensor):
         """Returns the gathered weight with the padding, which FSDP2 cuts off; `out` has its memory already."""
         return (QuantizedWeight(self.format, gathered, dtype), ()) if out is None else None
 
-    def _cannot_become(self, dtype: torch.dtype) -> UnsupportedError:
-        return UnsupportedError(
-            f"a weight that is held in {self.format} cannot become {dtype}: its codes are what is trained. Call "
-            "lowmem.dequantize_(model) first, which ends that"
-        )
-
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({self.format}, shape={list(self.shape)}, dtype={self.dtype})"
 
@@ -140,67 +149,95 @@ class QuantizedWeight(Tensor):
             # by which Module.to moves a parameter. With __tensor_flatten__ it would make a new one, without our hooks
             self, value = args
             if not isinstance(value, cls) or value.dtype != self.dtype:
-                raise self._cannot_become(value.dtype)
+                raise UnsupportedError(
+                    f"a weight that is held in {self.format} cannot become {value.dtype}: its codes are what is "
+                    "trained. Call lowmem.dequantize_(model) first, which ends that"
+                )
             self.format, self.parts = value.format, value.parts
         if func in (torch.autograd.backward, torch.autograd.grad):  # checkpoints recompute forwards, which come here
             args, kwargs = tree_map_only(cls, get_gradient_edge, (args, kwargs))
             return func(*args, **kwargs)
+        if func in OF_MEMORY:
+            raise args[0].refusal(f"Tensor.{func.__name__}()")
         with torch._C.DisableTorchFunctionSubclass():
-            return (_linear if func is F.linear else func)(*args, **(kwargs or {}))
+            result = (_linear if func is F.linear else func)(*args, **(kwargs or {}))
+            return result.clone() if isinstance(result, cls) and result.cast_from else result  # a cast by its user
 
     @classmethod
     @_disable_dynamo  # which cannot trace it, and would warn
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs, (self, *others) = kwargs or {}, args
+        weights = [each for each in tree_leaves((args, kwargs)) if isinstance(each, cls)]
+        if any(weight.cast_from and weight.cast_from[0]._version != weight.cast_from[1] for weight in weights):
+            raise StepError(
+                f"a weight that is held in {weights[0].format} was cast by autocast, and has been modified by an "
+                "inplace operation since. Run the backward of each loss before the next step, and each forward in an "
+                "autocast region of its own"
+            )
         if func in PRODUCTS or (func is aten.copy_.default and not isinstance(self, cls)):
             return func(*map(plain, args), **kwargs)
         if func in (aten.detach.default, aten.alias.default):
             return self.by_group(lambda part, _: part)
-        if func is aten.t.default or (
+        if (func is aten.t.default and self.ndim == 2) or (
             func is aten.transpose.int and {dim % self.ndim for dim in others} == {self.ndim - 2, self.ndim - 1}
         ):
             return self.by_group(lambda part, _: part.mT)
         if func is aten._to_copy.default and (dtype := kwargs.get("dtype")) not in (None, self.dtype):
-            if dtype == torch.float32:
-                raise self._cannot_become(dtype)
-            return cls(self.format, self.parts, dtype)  # autocast, which needs no copy of the codes
+            if self.dtype != torch.float32 or dtype not in ROUNDED_DTYPES or kwargs.get("device") is not None:
+                return func(plain(self), **kwargs)
+            cast = cls(self.format, self.parts, dtype)  # by autocast as a rule, which needs no copy of the codes
+            cast.cast_from = self, self._version
+            return cast
         by_rows = isinstance(self, cls) and not self.transposed
         if by_rows and (result := self._by_rows(func, *others, **kwargs)) is not None:
             return result
-        held = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, cls))
-        raise UnsupportedError(
-            f"a weight of {list(held.shape)} that is held in {held.format} takes part in {func}, which needs an "
+        if (result := func.decompose(*args, **kwargs)) is not NotImplemented:  # in inference mode
+            return result
+        raise weights[0].refusal(func)
+
+    def refusal(self, use: Any) -> UnsupportedError:
+        """Returns the error of an operation that it does not take part in."""
+        return UnsupportedError(
+            f"a weight of {list(self.shape)} that is held in {self.format} takes part in {use}, which needs an "
             "ordinary matrix. It can be the weight of a product or of an embedding, also one that fully_shard (FSDP2) "
-            "shards; DeepSpeed and DistributedDataParallel do not take it. Leave its module out, "
-            "quantize_(model, ..., skip=[...]), or compute with weight.dequantize()"
+            "shards; DeepSpeed and DistributedDataParallel do not take it. Leave its module out, quantize_(model, ..., "
+            "skip=[...]), compute with weight.dequantize(), or call lowmem.dequantize_(model) before saving or sharing"
         )
 
     def _by_rows(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """Operations that take rows as they are held; None if it is another one."""
-        if func is aten.embedding.default or (func is aten.index.Tensor and len(args[0]) == 1):
-            return rows_of(self, *tree_leaves(args[0]))
-        if func is aten.view.default and (args[0][-1] == -1 or args[0][-1] % self.format.group == 0):
-            *lines, row = args[0]  # a row of -1, which torch computes, stays -1
-            return self.by_group(lambda part, group: part.view(*lines, row // group))
+        if func is aten.embedding.default or (func is aten.index.Tensor and len(args[0]) == 1 and self.ndim > 1):
+            (at,) = tree_leaves(args[0])
+            return rows_of(self, at) if at.dtype != torch.bool or at.ndim < self.ndim else None
+        if func is aten.view.default and args[0]:
+            *lines, row = args[0]
+            row = row if row >= 0 else self.numel() // max(1, math.prod(lines))
+            if row % self.format.group == 0 and (row or not lines):  # or a shard without rows
+                return self.by_group(lambda part, group: part.view(*lines, row // group))
+        if func is aten.clone.default and self.cast_from is not None:
+            return self.dequantize()
         if func in (aten.clone.default, aten._to_copy.default):
             return self.by_group(lambda part, _: part.to(kwargs.get("device"), copy=True))
         if func is aten.copy_.default:
-            if isinstance(args[0], QuantizedWeight) and args[0].format == self.format:
-                for into, part in zip(self.parts, args[0].parts, strict=True):
-                    into.copy_(part)
-            else:
-                self.fill_from(plain(args[0]))
+            new = args[0]
+            same = isinstance(new, QuantizedWeight) and not new.transposed
+            if not same or (new.format, new.dtype, new.shape) != (self.format, self.dtype, self.shape):
+                new = self.of(plain(new).expand(self.shape).to(self.device, self.dtype), self.format)
+            for into, part in zip(self.parts, new.parts, strict=True):
+                into.copy_(part)
             return self
         of_rows = (func is aten.slice.Tensor and self.ndim > 1) or (func is aten.select.int and self.ndim > 2)
         if of_rows and args[:1] == (0,):
             return self.by_group(lambda part, _: func(part, *args, **kwargs))
-        if func is aten.split.Tensor and args[1:] in ((), (0,)):
-            return [self[start : start + args[0]] for start in range(0, len(self), args[0])]
+        if func is aten.split.Tensor and self.ndim > 1 and args[0] > 0 and args[1:] in ((), (0,)):
+            return [self[start : start + args[0]] for start in range(0, len(self) or 1, args[0])]
         if func is aten.as_strided.default and tuple(args[1]) == self.stride() and not any(args[2:]):
-            return self[: args[0][0]]
-        if func is aten.new_zeros.default and len(args[0]) > 1:
+            rows, *row = args[0]
+            return self[:rows] if tuple(row) == self.shape[1:] and rows <= len(self) else None
+        if func is aten.new_zeros.default and len(args[0]) > 1 and kwargs.get("dtype") in (None, self.dtype):
             *lines, row = args[0]
-            return self.by_group(lambda part, group: part.new_zeros((*lines, row // group)))
+            if row % self.format.group == 0 < row:
+                return self.by_group(lambda part, group: part.new_zeros((*lines, row // group)))
         if func in (aten.zeros_like.default, aten.new_empty.default):  # a gradient; the shard of a rank without rows
             kinds = {name: kwargs.get(name) or getattr(self, name) for name in ("dtype", "device")}
             return torch.zeros(args[0] if args else self.shape, **kinds)
@@ -209,7 +246,7 @@ class QuantizedWeight(Tensor):
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear`, whose backward reads the weight before the gradient of that exists: `addmm` does, and `mm` after."""
-    if bias is not None or input.ndim < 2 or isinstance(input, QuantizedWeight):
+    if bias is not None or input.ndim < 2 or weight.ndim != 2 or isinstance(input, QuantizedWeight):
         return F.linear(input, weight, bias)
     rows = torch.addmm(input.new_empty(()), input.reshape(-1, input.shape[-1]), weight.t(), beta=0)
     return rows.view(*input.shape[:-1], weight.shape[0])
@@ -251,3 +288,6 @@ def _blocks(weight: "QuantizedWeight") -> Iterator[slice]:
     rows = min(weight.shape[0], 2 * step) if is_fake(weight.parts[0]) else weight.shape[0]  # a dry run needs no more
     for start in range(0, rows, step):
         yield slice(start, start + step)
+
+
+torch.serialization.add_safe_globals([QuantizedWeight, Integer, Part])  # of torch.load(weights_only=True)

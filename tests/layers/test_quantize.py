@@ -102,6 +102,20 @@ def test_the_policy_and_the_tile_do_not_change_a_bit(llama, token_batches, weigh
         assert_same(models[0], model)
 
 
+@pytest.mark.parametrize("tokens", [(4, 16), (2, 5)], ids=str)  # the former as many as a weight has rows and columns
+def test_activation_checkpointing_measures_the_gradients_of_ordinary_weights(llama, token_batches, tokens):
+    norms = []
+    for reentrant, model in (
+        (False, lowmem.dequantize_(llama("int12"))),
+        (False, llama("int12")),
+        (True, llama("int12")),
+    ):
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+        norms.append(train(model, token_batches(1, tokens), rule="lomo", clip_norm=0.1).last_step.grad_norm)
+    torch.testing.assert_close(norms[1:], norms[:1] * 2, rtol=1e-5, atol=0)
+
+
 @pytest.mark.cpu_only("the simulated GPU has no compiler")
 @pytest.mark.skipif(not has_compiler("cpu"), reason="needs a C++ compiler")
 @pytest.mark.parametrize(

@@ -2,9 +2,11 @@
 
 import copy
 import io
+import os
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from support.devices import seeded
 from torch import nn
 from torch.nn import functional as F
@@ -12,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import lowmem
 from lowmem.layers.head import linear_cross_entropy
+from lowmem.step.compiled import has_compiler
+from lowmem.tiles.graph import Compiler
 from lowmem.tiles.quantized import QuantizedWeight, plain
 from lowmem.tiles.storage import Integer
 
@@ -145,6 +149,143 @@ def test_autocast_computes_the_same_bits(dtype):
         assert torch.equal(got, wanted)
 
 
+@pytest.mark.parametrize("shown", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
+def test_autocast_rounds_what_the_weight_shows(mode, shown):
+    held, matrix = pair(12, shown)
+    with mode(), torch.autocast("cpu", torch.float16):
+        x = torch.ones(6, 128)
+        assert torch.equal(F.linear(x, held), F.linear(x, matrix))
+
+
+def test_a_graph_of_autocast_from_before_an_update_is_refused():
+    held, _ = pair(12, torch.float32)
+    x = torch.ones(2, 128, requires_grad=True)
+    losses = []
+    for _ in range(2):
+        with torch.autocast("cpu"):
+            losses.append(F.linear(x, held).float().square().mean())
+    opt = lowmem.FusedOptimizer([("weight", held)], lr=1e-2)
+    opt.backward(losses[0])
+    with pytest.raises(lowmem.LowmemError, match="modified by an inplace operation"):
+        losses[1].backward()
+
+
+COPIES = {
+    "half": lambda weight: weight.half(),
+    "double": lambda weight: weight.double(),
+    "float": lambda weight: weight.to(torch.float32, copy=True),
+    "int": lambda weight: weight.int(),
+    "to": lambda weight: weight.to(torch.bfloat16, copy=True),
+    "clone": lambda weight: weight.clone(),
+    "deepcopy": copy.deepcopy,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("change", COPIES.values(), ids=COPIES)
+def test_a_copy_has_the_values_of_the_matrix_and_keeps_them(change, autocast, dtype):
+    held, matrix = pair(12, dtype)
+    with torch.autocast("cpu", enabled=autocast):
+        taken, wanted = (change(weight.detach()) for weight in (held, matrix))
+    with torch.no_grad():
+        held.copy_(torch.ones(96, 128))
+    assert taken.dtype == wanted.dtype
+    assert torch.equal(plain(taken), wanted)
+
+
+def test_a_cast_passes_its_gradient_on():
+    held, matrix = pair(12, torch.float32)
+    for weight in (held, matrix):
+        F.linear(torch.ones(2, 128, dtype=torch.bfloat16), weight.bfloat16()).sum().backward()
+    assert torch.equal(held.grad, matrix.grad)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (128,), (96, 1), (1, 96, 128), (2, 96, 128), (128, 96), (96, 64)], ids=str)
+@pytest.mark.parametrize("part", [slice(None), slice(None, None, 2)], ids=["all", "every other"])
+def test_copying_has_the_shapes_of_torch(shape, part):
+    """A number is held exactly, if it is the only one of its group."""
+    held, matrix = (torch.zeros(2, 96, 128) for _ in range(2))
+    held = QuantizedWeight.of(held, Integer(12))
+    source = torch.full(shape, 0.75)
+    errors = []
+    for weight in (held, matrix):
+        try:
+            weight[part].copy_(source)
+        except RuntimeError as error:
+            errors.append(error)
+    assert len(errors) in (0, 2)
+    torch.testing.assert_close(plain(held), matrix, rtol=2**-8, atol=0.0)
+    assert not plain(held)[1].any() or part == slice(None)
+
+
+def test_numbers_that_are_not_finite_are_refused():
+    model = nn.Linear(128, 96)
+    with torch.no_grad():
+        model.weight[5, 3] = torch.inf
+    with pytest.raises(lowmem.LowmemError, match=r"^weight has Inf.* in rows 0 to 95"):
+        lowmem.quantize_(model, "int12")
+    held, _ = pair()
+    before = held.dequantize()
+    with torch.no_grad(), pytest.raises(lowmem.LowmemError, match="NaN"):
+        held.copy_(torch.tensor([0.0, torch.nan]).repeat(64))
+    assert torch.equal(plain(held), before)
+
+
+@pytest.mark.cpu_only("the simulated GPU has no compiler")
+@pytest.mark.skipif(not has_compiler("cpu"), reason="needs a C++ compiler")
+def test_a_strided_slice_is_decoded_by_compiled_code(monkeypatch):
+    monkeypatch.setattr(QuantizedWeight, "compiled", True)
+    monkeypatch.setattr(Compiler, "failure", None)
+    for shape in ((96, 128), (4, 96, 128)):
+        held, matrix = pair(shape=shape)
+        assert torch.equal(plain(held[::2]), matrix[::2])
+    assert Compiler.failure is None
+
+
+def test_a_model_that_is_quantized_in_inference_mode_is_trained():
+    with torch.inference_mode():
+        model = lowmem.quantize_(nn.Linear(128, 96, bias=False), "int12")
+        assert model.weight.half().dtype == torch.float16
+    opt = lowmem.FusedOptimizer(model.named_parameters(), lr=1e-2)
+    before = model.weight.dequantize()
+    opt.backward(model(torch.ones(2, 128)).square().sum())
+    assert not torch.equal(model.weight.dequantize(), before)
+    with torch.inference_mode():
+        lowmem.dequantize_(model)
+    model(torch.ones(2, 128)).sum().backward()
+    assert model.weight.grad is not None
+
+
+class Marked(nn.Parameter):
+    """As other packages mark parameters."""
+
+
+@pytest.mark.parametrize(
+    "kind", [lambda matrix: nn.Parameter(QuantizedWeight.of(matrix, Integer(12))), Marked, nn.Parameter]
+)
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("use", ["detach", "no_grad", "shape"])
+def test_a_recomputed_region_that_rereads_an_updated_weight_is_refused(use, reentrant, kind):
+    weight, first = kind(torch.eye(64)), nn.Parameter(torch.ones(64))
+
+    def region(x):
+        if use == "shape":
+            return x * weight.shape[0]
+        with torch.no_grad():
+            read = weight.detach() if use == "detach" else weight
+        return F.linear(x, read.detach())
+
+    opt = lowmem.FusedOptimizer([("weight", weight), ("first", first)], "lomo", lr=1e-3, batching=False)
+    loss = F.linear(checkpoint(region, first * torch.ones(2, 64), use_reentrant=reentrant), weight).sum()
+    if use == "shape":
+        opt.backward(loss)
+    else:
+        with pytest.raises(lowmem.LowmemError, match="recomputes a value from parameter 'weight'"):
+            opt.backward(loss)
+
+
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_a_head_computes_the_same_bits(smoothing):
     held, matrix = pair(10)
@@ -211,7 +352,7 @@ def test_it_is_moved_copied_and_saved_as_it_is(tmp_path):
     torch.save(model.state_dict(), buffer)
     buffer.seek(0)
     other = lowmem.quantize_(nn.Sequential(nn.Linear(128, 96), nn.Linear(96, 64)).bfloat16(), "int12", group=32)
-    other.load_state_dict(torch.load(buffer, weights_only=False))
+    other.load_state_dict(torch.load(buffer, weights_only=True))
     for same in (copy.deepcopy(model), other):
         for mine, theirs in zip(weight.parts, same[0].weight.parts, strict=True):
             assert torch.equal(mine, theirs)
@@ -222,6 +363,8 @@ def test_to_a_device_keeps_the_hooks_of_the_optimizer():
     model = lowmem.quantize_(nn.Linear(128, 96, bias=False).bfloat16(), "int8")
     opt = lowmem.FusedOptimizer(model.named_parameters(), lr=1e-2)
     model.to(model.weight.device)
+    with pytest.raises(lowmem.LowmemError, match="dequantize_"):
+        model.half()
     before = model.weight.parts[0].clone()
     opt.backward(model(torch.ones(2, 128).bfloat16()).float().square().sum())
     assert model.weight.grad is None
@@ -236,7 +379,13 @@ def test_to_a_device_keeps_the_hooks_of_the_optimizer():
         (lambda weight: weight.t()[:64], "aten.slice"),
         (lambda weight: F.embedding(torch.tensor([1]), weight.t()), "aten.embedding"),
         (lambda weight: weight.t().contiguous(), "skip"),
-        (lambda weight: weight.float(), "dequantize_"),
+        (lambda weight: weight.share_memory_(), "dequantize_"),
+        (lambda weight: weight.apply_(abs), r"Tensor.apply_\(\)"),
+        (lambda weight: weight.numpy(), "dequantize_"),
+        (lambda weight: weight.tolist(), "dequantize_"),
+        (lambda weight: save_file({"weight": weight}, os.devnull), "dequantize_"),
+        (lambda weight: weight.view(192, 64)[:, :8], "aten.slice"),
+        (lambda weight: weight.as_strided((3, 64), (128, 1)), "aten.as_strided"),
         (lambda weight: F.embedding(torch.tensor([1]), weight, max_norm=1.0), "aten.embedding_renorm_"),
         (lambda weight: setattr(weight, "data", torch.zeros(96, 128)), "dequantize_"),
     ],

@@ -1,0 +1,131 @@
+"""PyTorch's list of operations, with a weight in codes in place of a matrix: the result of the matrix, or our error.
+
+Without LOWMEM_FULL some of the operations, drawn by a seed, and a few inputs of each; with it all of them.
+"""
+
+import random
+import warnings
+from collections import Counter
+
+import pytest
+import torch
+from support.products import FULL
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from lowmem.errors import LowmemError
+from lowmem.tiles.quantized import QuantizedWeight, plain
+from lowmem.tiles.storage import STORED_DTYPES, Integer
+
+# Without LOWMEM_FULL: how many operations are drawn, and how many inputs each has.
+OPERATIONS, INPUTS = 100, 2
+
+# These take a weight, and are always among them.
+TAKEN = {"mm", "addmm", "bmm", "mv", "matmul", "nn.functional.linear", "nn.functional.embedding", "__getitem__", "half"}
+
+UNDEFINED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}  # values
+
+
+def can_be_held(value):
+    fits = isinstance(value, Tensor) and value.dtype in STORED_DTYPES and value.layout == torch.strided
+    return fits and value.ndim in (2, 3) and value.numel() > 0 and min(value.shape[-2:]) > 1 and value.isfinite().all()
+
+
+def held(value):
+    """A weight in codes, with as many groups in a row and as many bits as its length allows."""
+    columns = value.shape[-1]
+    group = columns // 2 if columns % 4 == 0 else columns
+    return QuantizedWeight.of(value, Integer(10 if group % 4 == 0 else 12 if group % 2 == 0 else 8, group))
+
+
+FORMS = [held, lambda value: held(value.mT).mT, lambda value: held(value.repeat_interleave(2, 0))[::2]]
+
+
+def outcome(function, leaves, spec):
+    """What a function returns, what its arguments are then, and their gradients."""
+    torch.manual_seed(0)
+    arguments, keywords = tree_unflatten(leaves, spec)
+    result = function(*arguments, **keywords)
+    outputs = [out for out in tree_leaves(result) if isinstance(out, Tensor) and out.requires_grad]
+    inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+    total = [(out.abs() if out.is_complex() else out).double().sum() for out in outputs]
+    grads = torch.autograd.grad(total, inputs, allow_unused=True) if total and inputs else ()
+    return [leaf.detach() if isinstance(leaf, Tensor) else str(leaf) for leaf in tree_leaves([result, leaves, grads])]
+
+
+def compare(got, wanted, undefined):
+    """Raises `AssertionError` if two outcomes differ."""
+    for one, other in zip(got, wanted, strict=True):
+        if not isinstance(one, Tensor) or undefined:
+            assert getattr(one, "shape", one) == getattr(other, "shape", other)
+            continue
+        if isinstance(one, QuantizedWeight) and one.format.group > 1 and not torch.equal(plain(one), other):
+            other = plain(one.of(other, one.format))  # written by copy_(): as near as it can be held
+        torch.testing.assert_close(plain(one), other, equal_nan=True)
+
+
+def trial(function, arguments, keywords, places, form, undefined):
+    """Returns "equal", "refused", or a difference, for weights at some places among the leaves of the arguments."""
+    leaves, spec = tree_flatten((arguments, keywords))
+    copies = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    weights = [form(copy) if n in places else copy for n, copy in enumerate(copies)]
+    matrices = [plain(weight).clone() if isinstance(weight, Tensor) else weight for weight in weights]
+    for n in places:
+        matrices[n] = matrices[n].new_empty_strided(weights[n].shape, weights[n].stride()).copy_(matrices[n])
+    for leaf, *pair in zip(leaves, weights, matrices, strict=True):
+        for tensor in pair if isinstance(leaf, Tensor) and leaf.requires_grad else ():
+            tensor.requires_grad_()
+    wanted = got = error = None
+    try:
+        wanted = outcome(function, matrices, spec)
+    except Exception as raised:
+        error = raised
+    try:
+        got = outcome(function, weights, spec)
+        assert error is None, f"no {error!r}"
+        compare(got, wanted, undefined)
+    except LowmemError:
+        return "refused"
+    except Exception as raised:
+        return "equal" if type(raised) is type(error) else repr(raised)
+    return "equal"
+
+
+def trials(op, dtype, limit):
+    """Each variant of an operation, with each input in codes alone and all together."""
+    drawn, backward = random.Random(op.formatted_name), op.supports_autograd and op.supported_backward_dtypes("cpu")
+    for function, requires_grad in (
+        (op.op, bool(backward) and dtype in backward), (op.method_variant, False), (op.inplace_variant, False)
+    ):  # fmt: skip
+        samples = op.sample_inputs("cpu", dtype, requires_grad=requires_grad) if function is not None else ()
+        for n, sample in enumerate(samples):
+            if n == limit:
+                break
+            arguments = (sample.input, *sample.args)
+            places = [n for n, leaf in enumerate(tree_leaves((arguments, sample.kwargs))) if can_be_held(leaf)]
+            for chosen in dict.fromkeys([*((place,) for place in places[:3]), tuple(places)]):
+                if chosen:
+                    form = drawn.choice(FORMS)
+                    yield trial(function, arguments, sample.kwargs, chosen, form, op.name in UNDEFINED)
+
+
+@pytest.mark.cpu_only("the list is of operations on a CPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_operation_is_that_of_the_matrix_or_refused(dtype):
+    from torch.testing._internal.common_methods_invocations import op_db  # takes seconds
+
+    ops = [op for op in op_db if dtype in op.supported_dtypes("cpu")]
+    if not FULL:
+        drawn = random.Random(0).sample(ops, OPERATIONS)
+        ops = [op for op in ops if op in drawn or op.name in TAKEN]
+    counts, wrong = Counter(), {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for op in ops:
+            for result in trials(op, dtype, None if FULL else INPUTS):
+                counts[result if result in ("equal", "refused") else "different"] += 1
+                if result not in ("equal", "refused"):
+                    wrong.setdefault(op.formatted_name, result)
+    print(dict(counts))
+    assert not wrong, "\n".join(f"{name}: {result[:300]}" for name, result in wrong.items())
+    assert 0 < counts["equal"] < counts["refused"]
