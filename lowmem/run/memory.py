@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
@@ -93,6 +94,32 @@ class _Tracker(TorchDispatchMode):
         for allocation in self.allocations:
             if allocation.born >= since and allocation.died is None and not allocation.kind:
                 allocation.kind = kind
+
+    def repeated(self, run: Callable[..., None]) -> Callable[..., None]:
+        """Wraps the update of fake tensors: parameters of a program take the memory that its first update took.
+
+        An update that leaves memory behind, such as a foreign optimizer's that creates its states, is not repeated.
+        """
+        firsts: dict[Any, tuple[Sequence[Any], int, int, list[_Allocation]]] = {}
+
+        def update(program: Any, records: Sequence[Any], weight: Any, grad: Any, *others: Any) -> None:
+            key = program, getattr(grad, "dtype", grad)  # a computed gradient is that of one parameter
+            if key in firsts:
+                like, start, moments, allocations = firsts[key]
+                shift = self.now - start
+                self.allocations += [replace(a, born=a.born + shift, died=a.died + shift) for a in allocations]
+                self.now += moments
+                for record, first in zip(records, like, strict=True):
+                    record.square_sum, record.size = first.square_sum, first.size
+                return
+            start, count = self.now, len(self.allocations)
+            run(program, records, weight, grad, *others)
+            freed = [allocation for allocation in self.allocations[count:] if allocation.died is not None]
+            left = sum(allocation.nbytes for allocation in self.allocations[count:] if allocation.died is None)
+            if left <= 16 * len(records):  # the sizes of its gradients and weights
+                firsts[key] = records, start, self.now - start, freed
+
+        return update
 
     def _allocation(self, tensor: Tensor) -> _Allocation:
         storage = tensor.untyped_storage()
@@ -187,6 +214,9 @@ def step_memory(model: nn.Module, make_optimizer: Callable[[], FusedOptimizer],
             return grad
 
         reducer.take = labelled  # type: ignore[method-assign]
+        if is_fake(next(model.parameters())):
+            updates = optimizer._updates
+            updates._run = tracker.repeated(updates._run)  # type: ignore[method-assign]
         for number, loss in enumerate(losses, start=1):
             last, forward = number == len(losses), tracker.now
             with nullcontext() if last else optimizer.accumulate():
