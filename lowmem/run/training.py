@@ -1,7 +1,9 @@
 """One run from its first line to its last: data, model and trainer in a run folder, signals, and the end."""
 
+import gc
 import shlex
 import signal
+import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +23,7 @@ from lowmem.run import build, data, environment, folder, report
 from lowmem.run import plan as planning
 from lowmem.run.arguments import LAST, Arguments, reason
 from lowmem.run.memory import is_out_of_memory
-from lowmem.run.metrics import last_losses
+from lowmem.run.metrics import last_values
 from lowmem.run.pictures import size
 from lowmem.run.secrets import redacted
 from lowmem.run.terminal import generate_command, out, print_topics, rank, stage, train_command, warn
@@ -65,7 +67,20 @@ def train(arguments: Arguments) -> int | None:
             distributed.barrier()
             distributed.destroy_process_group()
         _print_end(arguments, trainer, run_dir, stopped=bool(stopped))
+    del trainer
+    _end_threads()
     return stopped[0] if stopped else None
+
+
+def _end_threads() -> None:
+    """Frees what a trainer has left, with DeepSpeed's references to process groups, whose last one joins the threads.
+
+    A thread of gloo (torch 2.13, ProcessGroupGloo.cpp) that frees a tensor while the interpreter ends aborts the
+    process: "terminate called without an active exception".
+    """
+    if (groups := sys.modules.get("deepspeed.utils.groups")) is not None:
+        groups._WORLD_GROUP = None
+    gc.collect()
 
 
 def _save_model(trainer: Any, run_dir: Path) -> None:
@@ -108,8 +123,8 @@ def _print_end(arguments: Arguments, trainer: Any, run_dir: Path, *, stopped: bo
         again = train_command(arguments.command, run_dir)
         out.print(f"stopped at step {trainer.state.global_step}; continue with: {again}", style="bold", soft_wrap=True)
         return
-    losses = ", ".join(f"{name} {loss:.4f}" for name, loss in last_losses(trainer.state.log_history))
-    out.print(f"done{': ' if losses else ''}{losses}", style="bold", soft_wrap=True)
+    values = ", ".join(f"{name} {value:.4f}" for name, value in last_values(trainer.state.log_history))
+    out.print(f"done{': ' if values else ''}{values}", style="bold", soft_wrap=True)
     topics = {"results": f"{run_dir}: model, config.yaml, metrics.jsonl, loss.png, memory.png"}
     if arguments.command != "reward":
         topics["try it"] = generate_command(run_dir)
