@@ -4,9 +4,10 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,13 +112,7 @@ class RunReport(TrainerCallback):  # type: ignore[misc]
         trainer.remove_callback(ProgressCallback)
         trainer.remove_callback(PrinterCallback)
         trainer.add_callback(self)
-        log = trainer.log
-
-        def logged(logs: Record, *args: Any, **kwargs: Any) -> None:
-            logs |= self._measured(trainer.args, trainer.state, logs)
-            log(logs, *args, **kwargs)
-
-        trainer.log = logged  # where trackers get metrics from, too
+        trainer.log = partial(self._log, trainer, trainer.log)
         try:
             yield
         except BaseException:
@@ -178,25 +173,21 @@ class RunReport(TrainerCallback):  # type: ignore[misc]
 
     on_save = on_evaluate
 
-    def _measured(self, args: Any, state: Any, logs: Record) -> Record:
-        """The metrics of this report that belong to those of a trainer: none on other ranks."""
-        if not state.is_world_process_zero or self._trained_nothing(state, logs):
-            return {}
-        measured = {"tokens": state.num_input_tokens_seen, **_memory(args.device), "weight_bytes": self.weight_bytes}
-        if "loss" in logs:
-            rate = (state.num_input_tokens_seen - self.logged_tokens) / self.seconds if self.seconds else math.nan
-            measured["tokens_per_second"] = rate
-            self.logged_tokens, self.seconds = state.num_input_tokens_seen, 0.0
-        return measured
-
-    def _trained_nothing(self, state: Any, logs: Record) -> bool:
-        return "train_loss" in logs and state.global_step == self.first_step  # a finished run was resumed
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Record, **kwargs: Any) -> None:
-        if not state.is_world_process_zero or self._trained_nothing(state, logs):
+    def _log(self, trainer: Any, log: Callable[..., None], logs: Record, *args: Any, **kwargs: Any) -> None:
+        """Logs as a trainer does, with the metrics of this report, so that trackers get them, and writes them."""
+        state = trainer.state
+        nothing_trained = "train_loss" in logs and state.global_step == self.first_step  # a finished run was resumed
+        if not state.is_world_process_zero or nothing_trained:
+            log(logs, *args, **kwargs)
             return
+        tokens = state.num_input_tokens_seen
+        memory = {**_memory(trainer.args.device), "weight_bytes": self.weight_bytes}
+        logs |= {"time": round(time.time(), 3), "tokens": tokens, **memory}
+        if "loss" in logs:
+            logs["tokens_per_second"] = (tokens - self.logged_tokens) / self.seconds if self.seconds else math.nan
+            self.logged_tokens, self.seconds = tokens, 0.0
+        log(logs, *args, **kwargs)
         record = state.log_history[-1]  # saved in checkpoints, so that a resumed run has it
-        record["time"] = round(time.time(), 3)
         trained = state.global_step - self.first_step
         path = self.run_dir / METRICS
         with writing(path), path.open("a", encoding="utf-8") as file:

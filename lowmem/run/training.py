@@ -1,9 +1,7 @@
 """One run from its first line to its last: data, model and trainer in a run folder, signals, and the end."""
 
-import gc
 import shlex
 import signal
-import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -67,20 +65,7 @@ def train(arguments: Arguments) -> int | None:
             distributed.barrier()
             distributed.destroy_process_group()
         _print_end(arguments, trainer, run_dir, stopped=bool(stopped))
-    del trainer
-    _end_threads()
     return stopped[0] if stopped else None
-
-
-def _end_threads() -> None:
-    """Frees what a trainer has left, with DeepSpeed's references to process groups, whose last one joins the threads.
-
-    A thread of gloo (torch 2.13, ProcessGroupGloo.cpp) that frees a tensor while the interpreter ends aborts the
-    process: "terminate called without an active exception".
-    """
-    if (groups := sys.modules.get("deepspeed.utils.groups")) is not None:
-        groups._WORLD_GROUP = None
-    gc.collect()
 
 
 def _save_model(trainer: Any, run_dir: Path) -> None:
