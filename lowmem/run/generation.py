@@ -88,10 +88,11 @@ def _model_folder(folder: Path) -> Path:
         warn(f"skipped a damaged checkpoint: {damage}")
     if damaged:
         warn(f"answering with {folder}")
-    if (others := folder / adapters.OTHERS_FILE).exists():
+    if (folder / adapters.OTHERS_FILE).exists():
         raise CheckpointError(
-            f"{others} has parameters beside the adapters, which PEFT does not load. Load both in Python: create the "
-            f'model with its adapters as before training, and call lowmem.hf.weights.load_weights(model, "{folder}")'
+            f"{folder}: {adapters.OTHERS_FILE} has parameters beside the adapters, which PEFT does not load. In Python, "
+            "create the model with its adapters as before training, and call lowmem.hf.weights.load_weights(model, "
+            f'"{folder}")'
         )
     return folder
 

@@ -100,24 +100,23 @@ class _Tracker(TorchDispatchMode):
 
         An update that leaves memory behind, such as a foreign optimizer's that creates its states, is not repeated.
         """
-        firsts: dict[Any, tuple[Sequence[Any], int, int, list[_Allocation]]] = {}
+        firsts: dict[Any, tuple[Sequence[Any], int, list[tuple[_Allocation, int, int]]]] = {}
 
         def update(program: Any, records: Sequence[Any], weight: Any, grad: Any, *others: Any) -> None:
             key = program, getattr(grad, "dtype", grad)  # a computed gradient is that of one parameter
+            start, count = self.now, len(self.allocations)
             if key in firsts:
-                like, start, moments, allocations = firsts[key]
-                shift = self.now - start
-                self.allocations += [replace(a, born=a.born + shift, died=a.died + shift) for a in allocations]
+                like, moments, freed = firsts[key]
+                self.allocations += [replace(a, born=start + born, died=start + died) for a, born, died in freed]
                 self.now += moments
                 for record, first in zip(records, like, strict=True):
                     record.square_sum, record.size = first.square_sum, first.size
                 return
-            start, count = self.now, len(self.allocations)
             run(program, records, weight, grad, *others)
-            freed = [allocation for allocation in self.allocations[count:] if allocation.died is not None]
-            left = sum(allocation.nbytes for allocation in self.allocations[count:] if allocation.died is None)
-            if left <= 16 * len(records):  # the sizes of its gradients and weights
-                firsts[key] = records, start, self.now - start, freed
+            new = self.allocations[count:]
+            freed = [(a, a.born - start, a.died - start) for a in new if a.died is not None]
+            if sum(a.nbytes for a in new if a.died is None) <= 16 * len(records):  # a record's square_sum and size
+                firsts[key] = records, self.now - start, freed
 
         return update
 

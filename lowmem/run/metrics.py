@@ -35,7 +35,7 @@ def series(records: list[Record], key: str) -> tuple[list[int], list[float]]:
 
 
 def main_metric(records: Iterable[Record]) -> str:
-    """The metric that a run improves: the reward of GRPO and RLOO, whose loss is near 0 throughout, or else the loss."""
+    """The metric that a run improves: the reward of GRPO and RLOO, whose loss stays near 0, or else the loss."""
     return "reward" if any("reward" in record for record in records) else "loss"
 
 

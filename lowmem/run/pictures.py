@@ -24,8 +24,8 @@ _STYLE = {
 }  # fmt: skip
 _BLUE, _PALE, _GREEN, _VIOLET, _EVAL = "#1f5fa8", "#b5cbe6", "#2a8f7c", "#7b5ea7", ("#d1495b", "#e08e2b", "#5b8c2a")
 
-# The panels below the main metric: label, color and style of the line, each drawn where it was logged; the gradient norm
-# and the learning rate always.
+# The panels below the main metric: label, color and style of the line. All but the gradient norm and the learning rate
+# are drawn where they were logged.
 _PANELS = {
     "loss": ("loss", _BLUE, "default"), "kl": ("KL divergence", _EVAL[1], "default"),
     "rewards/accuracies": ("accuracy", _BLUE, "default"), "rewards/margins": ("reward margin", _BLUE, "default"),
