@@ -389,8 +389,9 @@ class FusedTrainerMixin(_Base):
         super().create_model_card(*args, **kwargs)
         card, base = Path(self.args.output_dir, "README.md"), getattr(self.model.config, "_name_or_path", "")
         if self.is_world_process_zero() and card.exists() and Path(base).is_dir():
-            # TRL 1.16 (base_trainer.py) names no model that was loaded from a directory, and links None
-            card.write_text(re.sub(r"\[None\]\(\S*\)", f"`{Path(base).name}`", card.read_text("utf-8")), "utf-8")
+            # TRL 1.16 (base_trainer.py) writes None for a model from a directory, and for one that is not on the Hub
+            text = card.read_text("utf-8").replace('model="None"', f'model="{self.args.output_dir}"')
+            card.write_text(re.sub(r"\[None\]\(\S*\)", f"`{Path(base).name}`", text), "utf-8")
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         write = self.args.should_save

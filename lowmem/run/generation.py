@@ -90,9 +90,9 @@ def _model_folder(folder: Path) -> Path:
         warn(f"answering with {folder}")
     if (folder / adapters.OTHERS_FILE).exists():
         raise CheckpointError(
-            f"{folder}: {adapters.OTHERS_FILE} has parameters beside the adapters, which PEFT does not load. In Python, "
-            "create the model with its adapters as before training, and call lowmem.hf.weights.load_weights(model, "
-            f'"{folder}")'
+            f"{folder}: {adapters.OTHERS_FILE} has parameters beside the adapters, which PEFT does not load. In "
+            "Python, create the model with its adapters as before training, and call "
+            f'lowmem.hf.weights.load_weights(model, "{folder}")'
         )
     return folder
 

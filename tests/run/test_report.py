@@ -142,7 +142,7 @@ RECORD = {"step": 7, "grad_norm": 3.0, "tokens_per_second": 50.0, "peak_memory":
     [
         ({"loss": -1e-9, "reward": 0.3125}, "reward", "reward   0.3125", "loss"),
         ({"loss": 0.0, "reward": None}, "reward", "reward      nan", "loss"),
-        ({"loss": 0, "rewards/accuracies": 1, "rewards/margins": 2}, "loss", "loss   0.0000  accuracy  1.000", "margin"),
+        ({"loss": 0, "rewards/accuracies": 1, "rewards/margins": 2}, "loss", "loss   0.0000  accuracy  1.000", "marg"),
         ({"loss": 0.5, "rewards/margins": 0.1}, "loss", "loss   0.5000  margin  0.100", "accuracy"),
         ({"loss": 0.5, "accuracy": 1.0, "margin": 2.0}, "loss", "loss   0.5000  accuracy  1.000", "margin"),
     ],
