@@ -1,6 +1,23 @@
 """`python -m lowmem`, and what `torchrun -m` and the DeepSpeed launcher start."""
 
+import atexit
+import os
+import sys
+import threading
+
 from lowmem.cli import main
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except SystemExit as end:
+        if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+            raise
+        # DeepSpeed 0.19 holds process groups to the end, and with them threads of gloo, which abort the process
+        # ("terminate called without an active exception", torch 2.13) if one frees a tensor while the interpreter shuts
+        # down. As a process of multiprocessing, a rank runs what is registered for its exit, and no more.
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(end.code if isinstance(end.code, int) else 1)

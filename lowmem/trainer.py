@@ -462,6 +462,14 @@ class FusedTrainerMixin(_Base):
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        super().create_model_card(*args, **kwargs)
+        card, base = Path(self.args.output_dir, "README.md"), getattr(self.model.config, "_name_or_path", "")
+        if self.is_world_process_zero() and card.exists() and Path(base).is_dir():
+            # TRL 1.16 (base_trainer.py) writes None for a model from a directory, and for one that is not on the Hub
+            text = card.read_text("utf-8").replace('model="None"', f'model="{self.args.output_dir}"')
+            card.write_text(re.sub(r"\[None\]\(\S*\)", f"`{Path(base).name}`", text), "utf-8")
+
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         write = self.args.should_save
         if write or self._sharding is not None:

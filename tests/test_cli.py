@@ -7,6 +7,7 @@ import json
 import os
 import re
 import resource
+import shlex
 import shutil
 import signal
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 import yaml
 from matplotlib.figure import Figure
+from peft import PeftModel
 from support.processes import CONTEXT, PATIENCE, sketch
 from support.runs import assets, in_use, logged, lowmem, train, write, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, set_seed
@@ -165,6 +167,8 @@ def test_a_run_from_end_to_end(tmp_path, run_dir):
     logged_lines = [line for line in ended.out.splitlines() if line.startswith("step ")]
     assert all(len(line) <= 80 for line in logged_lines) and "0:00:0" in logged_lines[0] and " left" in logged_lines[0]
 
+    card = (run_dir / "README.md").read_text()
+    assert "is a fine-tuned version of `model`." in card and "None" not in card
     answer = lowmem("generate", run_dir, "where 3", "--max-new-tokens", 5)
     assert (answer.status, answer.err) == (0, "")
     assert lowmem("generate", run_dir / "checkpoint-6", "where 3", "--max-new-tokens", 5).out == answer.out
@@ -509,6 +513,21 @@ def test_a_folder_in_use_is_named(tmp_path, run_dir):
 def test_nonsense_for_generate_is_refused(words, message, tmp_path):
     ended = lowmem("generate", tmp_path, "hello", *words.split())
     assert ended.status == 2 and message in ended.err
+
+
+def test_adapters_answer_as_the_last_line_of_their_run_says(tmp_path):
+    """As the base model with the adapters merged, and as nothing but the adapters changed."""
+    lora = {"use_peft": True, "lora_target_modules": ["q_proj", "v_proj"], "fused": None, "learning_rate": 1.0}
+    ended = train(tmp_path, "sft", "--config", write(tmp_path, **lora, save_strategy="steps", save_steps=2))
+    assert ended.status == 0, ended.err
+    words = shlex.split(ended.out.partition("try it")[2])
+    answer = lowmem(*words[1:], "--max-new-tokens", 8)
+    assert (answer.status, answer.err) == (0, ""), answer
+    base = AutoModelForCausalLM.from_pretrained(assets() / "model")
+    PeftModel.from_pretrained(base, tmp_path / "run").merge_and_unload().save_pretrained(tmp_path / "merged")
+    AutoTokenizer.from_pretrained(assets() / "model").save_pretrained(tmp_path / "merged")
+    assert answer.out == lowmem("generate", tmp_path / "merged", *words[3:], "--max-new-tokens", 8).out
+    assert answer.out != lowmem("generate", assets() / "model", *words[3:], "--max-new-tokens", 8).out
 
 
 def test_generate_says_which_checkpoint_answers(run, tmp_path):

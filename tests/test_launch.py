@@ -98,6 +98,29 @@ def assert_one_run(done, run_dir, one_process):
     assert_same_weights(run_dir, run_dir / "checkpoint-6", rtol=0, atol=0)
 
 
+AT_EXIT = """
+import atexit, os, sys
+
+class Last:
+    def __del__(self, write=os.write):
+        write(1, b"interpreter shut down ")
+
+sys.last = Last()
+atexit.register(print, "registered", end=" ")
+"""
+
+
+@pytest.mark.parametrize(("ranks", "word", "status"), [(1, "--version", 0), (2, "--version", 0), (2, "--nonsense", 2)])
+def test_a_rank_ends_before_threads_of_gloo_can_meet_an_interpreter_that_shuts_down(ranks, word, status, tmp_path):
+    """What is registered for the exit runs, and the exit status is that of the command."""
+    (tmp_path / "sitecustomize.py").write_text(AT_EXIT)
+    paths = os.pathsep.join((str(tmp_path), str(ROOT)))
+    environment = {**ENVIRONMENT, "PYTHONPATH": paths, "WORLD_SIZE": str(ranks)}
+    done = subprocess.run([sys.executable, "-m", "lowmem", word], env=environment, capture_output=True, text=True)
+    assert done.returncode == status, done.stderr
+    assert "registered " in done.stdout and ("interpreter shut down " in done.stdout) == (ranks == 1)
+
+
 def test_two_processes_are_one_run(folder, one_process, tmp_path):
     assert_one_run(run(folder, tmp_path / "run", ranks=2), tmp_path / "run", one_process)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer, set_seed
+from transformers import AutoTokenizer, TextStreamer, set_seed
 
 from lowmem.errors import CheckpointError, ConfigError
 from lowmem.hf import adapters, checkpoint
@@ -88,11 +88,11 @@ def _model_folder(folder: Path) -> Path:
         warn(f"skipped a damaged checkpoint: {damage}")
     if damaged:
         warn(f"answering with {folder}")
-    if adapters.files(folder):
+    if (folder / adapters.OTHERS_FILE).exists():
         raise CheckpointError(
-            f"{folder} has PEFT adapters without their base model. Merge them first, in Python: "
-            f'peft.PeftModel.from_pretrained(model, "{folder}").merge_and_unload().save_pretrained("merged"), and '
-            'tokenizer.save_pretrained("merged"); then name the folder "merged"'
+            f"{folder}: {adapters.OTHERS_FILE} has parameters beside the adapters, which PEFT does not load. In "
+            "Python, create the model with its adapters as before training, and call "
+            f'lowmem.hf.weights.load_weights(model, "{folder}")'
         )
     return folder
 
@@ -100,8 +100,12 @@ def _model_folder(folder: Path) -> Path:
 def _load(folder: Path) -> tuple[Any, Any]:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, trust_remote_code=False, dtype="auto", attn_implementation="sdpa"
+        if adapters.files(folder):
+            from peft import AutoPeftModelForCausalLM as AutoModel  # which loads the base model that they name
+        else:
+            from transformers import AutoModelForCausalLM as AutoModel
+        model = AutoModel.from_pretrained(
+            folder, trust_remote_code=False, dtype="auto", attn_implementation="sdpa", use_safetensors=True
         )
     except Exception as error:  # transformers does not say which there can be
         raise CheckpointError(f"{folder}: its model or tokenizer cannot be loaded: {reason(error)}") from error

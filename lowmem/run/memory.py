@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
@@ -93,6 +94,31 @@ class _Tracker(TorchDispatchMode):
         for allocation in self.allocations:
             if allocation.born >= since and allocation.died is None and not allocation.kind:
                 allocation.kind = kind
+
+    def repeated(self, run: Callable[..., None]) -> Callable[..., None]:
+        """Wraps the update of fake tensors: parameters of a program take the memory that its first update took.
+
+        An update that leaves memory behind, such as a foreign optimizer's that creates its states, is not repeated.
+        """
+        firsts: dict[Any, tuple[Sequence[Any], int, list[tuple[_Allocation, int, int]]]] = {}
+
+        def update(program: Any, records: Sequence[Any], weight: Any, grad: Any, *others: Any) -> None:
+            key = program, getattr(grad, "dtype", grad)  # a computed gradient is that of one parameter
+            start, count = self.now, len(self.allocations)
+            if key in firsts:
+                like, moments, freed = firsts[key]
+                self.allocations += [replace(a, born=start + born, died=start + died) for a, born, died in freed]
+                self.now += moments
+                for record, first in zip(records, like, strict=True):
+                    record.square_sum, record.size = first.square_sum, first.size
+                return
+            run(program, records, weight, grad, *others)
+            new = self.allocations[count:]
+            freed = [(a, a.born - start, a.died - start) for a in new if a.died is not None]
+            if sum(a.nbytes for a in new if a.died is None) <= 16 * len(records):  # a record's square_sum and size
+                firsts[key] = records, self.now - start, freed
+
+        return update
 
     def _allocation(self, tensor: Tensor) -> _Allocation:
         storage = tensor.untyped_storage()
@@ -187,6 +213,9 @@ def step_memory(model: nn.Module, make_optimizer: Callable[[], FusedOptimizer],
             return grad
 
         reducer.take = labelled  # type: ignore[method-assign]
+        if is_fake(next(model.parameters())):
+            updates = optimizer._updates
+            updates._run = tracker.repeated(updates._run)  # type: ignore[method-assign]
         for number, loss in enumerate(losses, start=1):
             last, forward = number == len(losses), tracker.now
             with nullcontext() if last else optimizer.accumulate():

@@ -34,18 +34,20 @@ def series(records: list[Record], key: str) -> tuple[list[int], list[float]]:
     return [step for step, _ in rows], [math.nan if value is None else value for _, value in rows]
 
 
-def loss_keys(records: list[Record]) -> list[str]:
-    """The names of evaluation losses: one, or one per evaluation dataset."""
+def main_metric(records: Iterable[Record]) -> str:
+    """The metric that a run improves: the reward of GRPO and RLOO, whose loss stays near 0, or else the loss."""
+    return "reward" if any("reward" in record for record in records) else "loss"
+
+
+def evaluations(records: list[Record], metric: str) -> list[str]:
+    """The keys of a metric in evaluations: one, or one per evaluation dataset."""
     keys = dict.fromkeys(key for record in records for key in record)
-    return [key for key in keys if re.fullmatch(r"eval_(.+_)?(?<!aux_)loss", key)]
+    return [key for key in keys if re.fullmatch(rf"eval_(.+_)?(?<!aux_){metric}", key)]
 
 
-def last_losses(records: list[Record]) -> list[tuple[str, float]]:
-    """The names of the losses of a run, and the last value of each."""
-    values = [(key, series(records, key)[1]) for key in ("loss", *loss_keys(records))]
-    names = {"loss": "training loss"}
-    return [
-        (names.get(key, key.replace("_", " ").replace("eval", "evaluation")), losses[-1])
-        for key, losses in values
-        if losses
-    ]
+def last_values(records: list[Record]) -> list[tuple[str, float]]:
+    """The names of the main metric of a run, in training and evaluation, and its last values."""
+    main = main_metric(records)
+    values = {key: series(records, key)[1] for key in (main, *evaluations(records, main))}
+    names = {key: key.replace("_", " ").replace("eval", "evaluation") for key in values} | {main: f"training {main}"}
+    return [(names[key], numbers[-1]) for key, numbers in values.items() if numbers]

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from lowmem.files import write_file
 from lowmem.run.memory import KINDS, StepMemory
-from lowmem.run.metrics import Record, loss_keys, series
+from lowmem.run.metrics import Record, evaluations, main_metric, series
 
 _STYLE = {
     "font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#888888",
@@ -24,8 +24,12 @@ _STYLE = {
 }  # fmt: skip
 _BLUE, _PALE, _GREEN, _VIOLET, _EVAL = "#1f5fa8", "#b5cbe6", "#2a8f7c", "#7b5ea7", ("#d1495b", "#e08e2b", "#5b8c2a")
 
-# The panels below the loss: label, color and style of the line. All but the first two are drawn where they were logged.
+# The panels below the main metric: label, color and style of the line. All but the gradient norm and the learning rate
+# are drawn where they were logged.
 _PANELS = {
+    "loss": ("loss", _BLUE, "default"), "kl": ("KL divergence", _EVAL[1], "default"),
+    "rewards/accuracies": ("accuracy", _BLUE, "default"), "rewards/margins": ("reward margin", _BLUE, "default"),
+    "accuracy": ("accuracy", _BLUE, "default"), "margin": ("reward margin", _BLUE, "default"),
     "grad_norm": ("gradient norm", _VIOLET, "default"), "learning_rate": ("learning rate", _GREEN, "default"),
     "changed_share": ("weights changed", _BLUE, "default"),
     "clip_coef": ("clip coefficient", _EVAL[1], "default"), "loss_scale": ("loss scale", _BLUE, "steps-post"),
@@ -75,33 +79,31 @@ def _smoothed(values: list[float]) -> np.ndarray[Any, Any]:
 
 
 def loss_picture(records: list[Record], name: str) -> Figure:
-    """Loss, gradient norm and learning rate; below them the share of weights that changed, clip coefficient and loss
-    scale, where they were logged.
-    """
-    logged = {"grad_norm", "learning_rate"}.union(*records)
-    panels = [key for key in _PANELS if key in logged]
+    """The loss, or the reward where it was logged; below it what else was logged of `_PANELS`."""
+    main, logged = main_metric(records), {"grad_norm", "learning_rate"}.union(*records)
+    panels = [key for key in _PANELS if key in logged and key != main]
     figure = Figure(figsize=(9, 4.2 + 1.4 * len(panels)), layout="constrained")
     loss, *rest = figure.subplots(1 + len(panels), 1, sharex=True, height_ratios=[3.2, *[1] * len(panels)])
-    steps, values = series(records, "loss")
+    steps, values = series(records, main)
     many = len(values) >= 20
     loss.plot(steps, values, color=_PALE if many else _BLUE, lw=1 if many else 2, label="training")
     if many:
         loss.plot(steps, _smoothed(values), color=_BLUE, lw=2, label="training, smoothed")
-    for key, color in zip(loss_keys(records), itertools.cycle(_EVAL)):
-        label = key.removeprefix("eval_").removesuffix("loss").replace("_", " ").strip()
+    for key, color in zip(evaluations(records, main), itertools.cycle(_EVAL)):
+        label = key.removeprefix("eval_").removesuffix(main).replace("_", " ").strip()
         loss.plot(*series(records, key), color=color, lw=1.2, marker="o", ms=5, label=f"evaluation {label}".strip())
-    loss.set(title=f"{name}: loss", ylabel="loss (nats per token)")
-    loss.legend(loc="upper right")
+    loss.set(title=f"{name}: {main}", ylabel=main)
+    loss.legend()
     for key, axes in zip(panels, rest, strict=True):
         label, color, style = _PANELS[key]
         steps, values = series(records, key)
         if key == "clip_coef":
             values = [coef or math.nan for coef in values]  # 0 comes from an infinite norm, whose step was skipped
-        if key in ("clip_coef", "changed_share"):
+        if key in ("clip_coef", "changed_share", "rewards/accuracies", "accuracy"):
             axes.set_ylim(0, 1.05)
         axes.plot(steps, values, color=color, lw=1.3, drawstyle=style)
         axes.set_ylabel(label)
-    norm, rate = rest[:2]
+    norm, rate = (rest[panels.index(key)] for key in ("grad_norm", "learning_rate"))
     positive = [value for value in series(records, "grad_norm")[1] if value > 0]
     if positive and max(positive) > 30 * min(positive):
         norm.set_yscale("log")

@@ -92,6 +92,7 @@ def plan(arguments: Arguments, device: str) -> RunPlan:
             f"{arguments.command}: a step of it also generates or has several models, and is not planned. `lowmem plan "
             "sft` with the same model and max_length is a lower bound"
         )
+    config = _model_config(arguments)  # before what depends on its dtype
     place, requested = DEVICES[device], arguments.training
     for name, instead in _UNSUPPORTED.items():
         if getattr(requested, name):
@@ -116,7 +117,6 @@ def plan(arguments: Arguments, device: str) -> RunPlan:
         rows, names = _rows(arguments.command, args.max_length or _LONGEST)
         masked = args.per_device_train_batch_size > 1 or getattr(args, "packing", False)
         fake = FakeTensorMode(allow_non_fake_inputs=True)  # torch.tensor(n, device="meta") is not a fake tensor
-        config = _model_config(arguments)
         with fake, place:
             model, *others = (_empty_model(arguments, config, masked) for _ in range(1 + len(names)))
         for item in (model, *others):

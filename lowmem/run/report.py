@@ -4,9 +4,10 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from lowmem.files import writing
 from lowmem.hf import layers
 from lowmem.placements import in_group, nbytes, shape_of
 from lowmem.run.arguments import Arguments
-from lowmem.run.metrics import DOMINANT, METRICS, Record, json_line, write_metrics
+from lowmem.run.metrics import DOMINANT, METRICS, Record, json_line, main_metric, write_metrics
 from lowmem.run.pictures import draw, size
 from lowmem.step.record import weights_in_words
 
@@ -111,6 +112,7 @@ class RunReport(TrainerCallback):  # type: ignore[misc]
         trainer.remove_callback(ProgressCallback)
         trainer.remove_callback(PrinterCallback)
         trainer.add_callback(self)
+        trainer.log = partial(self._log, trainer, trainer.log)
         try:
             yield
         except BaseException:
@@ -158,6 +160,9 @@ class RunReport(TrainerCallback):  # type: ignore[misc]
         self.seconds += now - self.last_time - compiling
         self.last_time, self.compile_seconds = now, compile_seconds
         self._advance("training", state.global_step)
+        if state.global_step == state.max_steps and args.logging_strategy != "no":
+            # transformers 5.23 (trainer.py) adds the loss of steps after the last log line to the mean of rank 0 alone
+            control.should_log = True
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._advance("evaluating", state.global_step)
@@ -168,21 +173,21 @@ class RunReport(TrainerCallback):  # type: ignore[misc]
 
     on_save = on_evaluate
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Record, **kwargs: Any) -> None:
+    def _log(self, trainer: Any, log: Callable[..., None], logs: Record, *args: Any, **kwargs: Any) -> None:
+        """Logs as a trainer does, with the metrics of this report, so that trackers get them, and writes them."""
+        state = trainer.state
         nothing_trained = "train_loss" in logs and state.global_step == self.first_step  # a finished run was resumed
         if not state.is_world_process_zero or nothing_trained:
+            log(logs, *args, **kwargs)
             return
-        record = state.log_history[-1]  # saved in checkpoints, so that a resumed run has it
-        record |= {
-            "time": round(time.time(), 3),
-            "tokens": state.num_input_tokens_seen,
-            **_memory(args.device),
-            "weight_bytes": self.weight_bytes,
-        }
+        tokens = state.num_input_tokens_seen
+        memory = {**_memory(trainer.args.device), "weight_bytes": self.weight_bytes}
+        logs |= {"time": round(time.time(), 3), "tokens": tokens, **memory}
         if "loss" in logs:
-            rate = (state.num_input_tokens_seen - self.logged_tokens) / self.seconds if self.seconds else math.nan
-            record["tokens_per_second"] = rate
-            self.logged_tokens, self.seconds = state.num_input_tokens_seen, 0.0
+            logs["tokens_per_second"] = (tokens - self.logged_tokens) / self.seconds if self.seconds else math.nan
+            self.logged_tokens, self.seconds = tokens, 0.0
+        log(logs, *args, **kwargs)
+        record = state.log_history[-1]  # saved in checkpoints, so that a resumed run has it
         trained = state.global_step - self.first_step
         path = self.run_dir / METRICS
         with writing(path), path.open("a", encoding="utf-8") as file:
@@ -190,7 +195,8 @@ class RunReport(TrainerCallback):  # type: ignore[misc]
         seconds_left = None
         if self.progress is None and trained > 0:  # a progress bar shows it
             seconds_left = (self.last_time - self.first_time) / trained * (state.max_steps - state.global_step)
-        if line := _log_line(record, state.max_steps, self.console.width, seconds_left):
+        main = main_metric(self.records)
+        if line := _log_line(record, state.max_steps, self.console.width, seconds_left, main):
             self._print(line, "cyan" if any(name.startswith("eval_") for name in record) else "")
 
     def _advance(self, activity: str, step: int) -> None:
@@ -201,19 +207,28 @@ class RunReport(TrainerCallback):  # type: ignore[misc]
         self.console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
+# What DPO, reward models and KTO improve along with the loss, by TRL's key.
+_GOALS = {"rewards/accuracies": "accuracy", "accuracy": "accuracy", "rewards/margins": "margin"}
+
 # Parts that a line omits if it is too long, in this order. All of them are in metrics.jsonl.
 _LEFT_OUT = ("dominant", "peak", "tokens", "lr", "scale", "clip", "left")
 
 
-def _log_line(record: Record, max_steps: int, width: int, seconds_left: float | None = None) -> str | None:
+def _log_line(
+    record: Record, max_steps: int, width: int, seconds_left: float | None = None, main: str = "loss"
+) -> str | None:
     """One aligned line of at most `width` columns for a logging step, an evaluation or the end of training."""
     step = f"step {record['step']:>{len(str(max_steps))}}/{max_steps}"
     if "train_loss" in record:
         trained = f"trained in {timedelta(seconds=round(record['train_runtime']))}"
         peak = f"peak {size(record['peak_memory'])}"
-        return f"{step}  {trained}  mean loss {record['train_loss']:.4f}  {record['tokens']:,} tokens  {peak}"
+        mean = f"  mean loss {record['train_loss']:.4f}" if main == "loss" else ""
+        return f"{step}  {trained}{mean}  {record['tokens']:,} tokens  {peak}"
     if "loss" in record:
-        parts = {"step": step, "loss": f"loss {record['loss']:>8.4f}"}
+        value = math.nan if record.get(main) is None else record[main]  # no reward function has returned a reward
+        parts = {"step": step, "main": f"{main} {value:>8.4f}"}
+        if goal := next((key for key in _GOALS if key in record), None):
+            parts["goal"] = f"{_GOALS[goal]} {record[goal]:>6.3f}"
         parts["norm"] = f"grad norm {record.get('grad_norm', math.nan):>8.2e}"
         if "clip_coef" in record:
             parts["clip"] = f"clip {_coef(record['clip_coef']):>5}"

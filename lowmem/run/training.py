@@ -21,7 +21,7 @@ from lowmem.run import build, data, environment, folder, report
 from lowmem.run import plan as planning
 from lowmem.run.arguments import LAST, Arguments, reason
 from lowmem.run.memory import is_out_of_memory
-from lowmem.run.metrics import last_losses
+from lowmem.run.metrics import last_values
 from lowmem.run.pictures import size
 from lowmem.run.secrets import redacted
 from lowmem.run.terminal import generate_command, out, print_topics, rank, stage, train_command, warn
@@ -107,8 +107,8 @@ def _print_end(arguments: Arguments, trainer: Any, run_dir: Path, *, stopped: bo
         again = train_command(arguments.command, run_dir)
         out.print(f"stopped at step {trainer.state.global_step}; continue with: {again}", style="bold", soft_wrap=True)
         return
-    losses = ", ".join(f"{name} {loss:.4f}" for name, loss in last_losses(trainer.state.log_history))
-    out.print(f"done{': ' if losses else ''}{losses}", style="bold", soft_wrap=True)
+    values = ", ".join(f"{name} {value:.4f}" for name, value in last_values(trainer.state.log_history))
+    out.print(f"done{': ' if values else ''}{values}", style="bold", soft_wrap=True)
     topics = {"results": f"{run_dir}: model, config.yaml, metrics.jsonl, loss.png, memory.png"}
     if arguments.command != "reward":
         topics["try it"] = generate_command(run_dir)

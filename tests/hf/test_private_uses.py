@@ -80,6 +80,7 @@ def private_names():
     trees = {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in (ROOT / "lowmem").rglob("*.py")}
     nodes = [(path, node) for path, tree in trees.items() for node in ast.walk(tree)]
     ours = {"_getframe", "_replace", "_actions", "_get_values", "_option_string_actions"}  # of Python
+    ours |= {"_exit", "_run_exitfuncs", "_shutdown"}  # with which its multiprocessing ends a process, too
     for _, node in nodes:
         match node:
             case ast.FunctionDef(name=name) | ast.ClassDef(name=name):

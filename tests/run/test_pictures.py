@@ -6,7 +6,7 @@ import math
 import pytest
 
 from lowmem.run import pictures
-from lowmem.run.metrics import last_losses, write_metrics
+from lowmem.run.metrics import last_values, write_metrics
 
 PNG = b"\x89PNG\r\n\x1a\n"
 MEMORY = {"tokens": 100, "memory": 3 * 2**30, "peak_memory": 4 * 2**30, "weight_bytes": 2**30}
@@ -53,7 +53,32 @@ def test_the_loss_picture_shows_training_evaluation_norm_and_rate(records):
     assert math.isnan(raw[8]) and not math.isnan(smooth[8])
     assert evaluation == [0.3, 0.15]
     assert (norm.get_ylabel(), rate.get_ylabel(), rate.get_xlabel()) == ("gradient norm", "learning rate", "step")
-    assert last_losses(records) == [("training loss", 0.125), ("evaluation loss", 0.15)]
+    assert last_values(records) == [("training loss", 0.125), ("evaluation loss", 0.15)]
+
+
+def test_the_picture_of_a_reward_shows_it_and_the_loss_below():
+    records = steps(3, reward=[0.1, None, 0.3], kl=[0.0, 0.1, 0.2])
+    records.append({"step": 3, "eval_loss": 0.0, "eval_reward": 0.4, "eval_rewards/f/mean": 1.0, **MEMORY})
+    reward, *others = pictures.loss_picture(records, "one").axes
+    assert (reward.get_ylabel(), reward.get_title()) == ("reward", "one: reward")
+    assert [line.get_label() for line in reward.lines] == ["training", "evaluation"]
+    assert reward.lines[0].get_ydata() == pytest.approx([0.1, math.nan, 0.3], nan_ok=True)
+    assert [axes.get_ylabel() for axes in others] == ["loss", "KL divergence", "gradient norm", "learning rate"]
+    assert last_values(records) == [("training reward", 0.3), ("evaluation reward", 0.4)]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "labels"),
+    [
+        ({"rewards/accuracies": [0.5, 1.0], "rewards/margins": [0.0, 9.0]}, ["accuracy", "reward margin"]),
+        ({"accuracy": [0.5, 1.0], "margin": [0.0, 9.0]}, ["accuracy", "reward margin"]),
+        ({"mean_token_accuracy": [0.5, 1.0]}, []),
+    ],
+)
+def test_preferences_have_panels_and_no_axis_a_unit_that_the_loss_may_not_have(metrics, labels):
+    loss, *others = pictures.loss_picture(steps(2, **metrics), "one").axes
+    assert loss.get_ylabel() == "loss"
+    assert [axes.get_ylabel() for axes in others] == [*labels, "gradient norm", "learning rate"]
 
 
 def test_smoothing_keeps_a_constant_and_passes_over_gaps():

@@ -10,12 +10,14 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from lowmem.errors import ConfigError, UnsupportedError
+from lowmem.layers import head
 from lowmem.layers.config import parse_bytes
 from lowmem.rules.adalomo import AdaLomo
 from lowmem.run import build, plan
 from lowmem.run.arguments import parse
-from lowmem.run.memory import KINDS, TEMPORARIES, step_memory
+from lowmem.run.memory import KINDS, TEMPORARIES, _Tracker, step_memory
 from lowmem.step import program
+from lowmem.step.updates import Updates
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
 PARAMETERS = 2 * 4096 * 64 + 2 * (4 * 64 * 64 + 3 * 64 * 128 + 2 * 64) + 64
@@ -185,6 +187,46 @@ def test_amounts_of_memory():
 def test_what_cannot_be_planned_is_refused(write, words, instead):
     with pytest.raises(UnsupportedError, match=instead):
         planned(write(), *words.split())
+
+
+REPEATED: list[dict] = [
+    {"fused": {"rule": "adalomo", "rounding": "compensated"}},
+    {"fused": {"rule": "adamw", "state_storage": "8bit"}, "gradient_accumulation_steps": 2},
+    {"fused": {"rule": "torch.optim.NAdam"}},  # which makes its states in its own step
+    {"fused": {"rule": "scaled_adam"}, "layers": {"computed_gradients": False}},
+]
+
+
+@pytest.mark.parametrize("changes", REPEATED)
+def test_a_plan_updates_one_parameter_of_each_kind_and_computes_some_blocks_of_the_head(
+    write, changes, monkeypatch, tmp_path
+):
+    """The memory of the others is the same: that of a plan which does everything."""
+    rate = {"learning_rate": 1e-3} if changes["fused"]["rule"] != "adamw" else {}
+    path, times = write(**changes, **rate, max_length=512, activation_checkpointing=False), []
+    sizes = {"hidden_size": 160, "intermediate_size": 192, "num_hidden_layers": 4, "num_attention_heads": 2}
+    LlamaConfig(**sizes, vocab_size=4096).save_pretrained(tmp_path / "model")
+    run = Updates._run
+
+    def counted(self, *arguments):
+        times.append(1)
+        run(self, *arguments)
+
+    monkeypatch.setattr(Updates, "_run", counted)
+    short = planned(path)
+    few, kinds = len(times), 2 + 3 + 4  # head and embedding; shapes of the layers; norms, one by one or as stacks
+    monkeypatch.setattr(_Tracker, "repeated", lambda self, update: update)
+    monkeypatch.setattr(head, "_starts", lambda size, step, tensor: range(0, size, step))
+    full = planned(path)
+    assert short.figures() == full.figures()
+    foreign = changes["fused"]["rule"].startswith("torch")
+    assert few == len(times) - few if foreign else few <= kinds < len(times) - few
+
+
+def test_no_model_is_the_first_thing_that_is_said(tmp_path):
+    """Before dtype and autocast, which are those of a model."""
+    with pytest.raises(ConfigError, match="no model: set model_name_or_path"):
+        planned(str(runs.write(tmp_path, model_name_or_path=None)))
 
 
 def test_a_model_whose_configuration_cannot_be_read(write):

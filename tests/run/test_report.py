@@ -57,9 +57,9 @@ def trainer(run_dir, tiny_llama):
 
     def make(**arguments):
         run_dir.mkdir(exist_ok=True)
-        arguments = {"max_steps": 4, "save_strategy": "no", "disable_tqdm": False, **arguments}
+        usual = {"max_steps": 4, "save_strategy": "no", "disable_tqdm": False, "logging_steps": 1}
         args = TrainingArguments(
-            run_dir, use_cpu=True, per_device_train_batch_size=2, logging_steps=1, report_to="none", **arguments
+            run_dir, use_cpu=True, per_device_train_batch_size=2, report_to="none", **{**usual, **arguments}
         )
         return InOrder(tiny_llama(), args=args, train_dataset=Rows(), eval_dataset=Rows())
 
@@ -132,6 +132,52 @@ def test_lines_with_clip_coefficient_loss_scale_and_skipped_steps_stay_aligned()
     assert not any(word in plain for word in ("clip", "scale", "steps"))
     assert report._log_line({**record, "nonfinite_steps": 2}, 10, 200).endswith("  non-finite steps 2")
     assert len(report._log_line({**record, **metrics[0]}, 10, 60)) <= 60
+
+
+RECORD = {"step": 7, "grad_norm": 3.0, "tokens_per_second": 50.0, "peak_memory": 2**30}
+
+
+@pytest.mark.parametrize(
+    ("logged", "main", "shown", "hidden"),
+    [
+        ({"loss": -1e-9, "reward": 0.3125}, "reward", "reward   0.3125", "loss"),
+        ({"loss": 0.0, "reward": None}, "reward", "reward      nan", "loss"),
+        ({"loss": 0, "rewards/accuracies": 1, "rewards/margins": 2}, "loss", "loss   0.0000  accuracy  1.000", "marg"),
+        ({"loss": 0.5, "rewards/margins": 0.1}, "loss", "loss   0.5000  margin  0.100", "accuracy"),
+        ({"loss": 0.5, "accuracy": 1.0, "margin": 2.0}, "loss", "loss   0.5000  accuracy  1.000", "margin"),
+    ],
+)  # fmt: skip
+def test_a_line_shows_what_a_method_improves(logged, main, shown, hidden):
+    line = report._log_line({**RECORD, **logged}, 10, 200, main=main)
+    assert f"step  7/10  {shown}  grad norm" in line and hidden not in line
+    end = {"step": 10, "train_loss": 0.0, "train_runtime": 1, "tokens": 5, "peak_memory": 0}
+    assert ("mean loss" in report._log_line(end, 10, 200, main=main)) == (main == "loss")
+
+
+def test_trackers_get_what_is_in_metrics_jsonl(trainer, run_dir):
+    """What is logged and written by itself: transformers' own callbacks of trackers read `logs`."""
+    seen = []
+
+    class Tracker(TrainerCallback):
+        def on_log(self, args, state, control, logs, **kwargs):
+            seen.append({**logs, "step": state.global_step})
+
+    tracked = trainer(max_steps=2, eval_strategy="steps", eval_steps=1)
+    tracked.add_callback(Tracker())
+    train(tracked, run_dir)
+    assert seen == metrics(run_dir) and len(seen) == 5
+    measured = {"memory", "peak_memory", "tokens", "weight_bytes"}
+    assert all(measured <= logs.keys() and ("tokens_per_second" in logs) == ("loss" in logs) for logs in seen)
+
+
+@pytest.mark.parametrize(("strategy", "steps"), [("steps", [3, 5]), ("no", [])])
+def test_the_last_step_is_logged_so_that_the_mean_is_that_of_the_logged_steps(trainer, run_dir, strategy, steps):
+    """The mean over the ranks: what is left at the end, transformers adds from rank 0 alone."""
+    train(trainer(max_steps=5, logging_strategy=strategy, logging_steps=3), run_dir)
+    *logged, end = metrics(run_dir)
+    assert [line["step"] for line in logged] == steps
+    if steps:
+        assert end["train_loss"] == pytest.approx((3 * logged[0]["loss"] + 2 * logged[1]["loss"]) / 5)
 
 
 def test_metrics_of_a_fused_trainer_are_reported(run_dir, tiny_llama):
