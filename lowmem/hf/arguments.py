@@ -13,7 +13,7 @@ from lowmem.hf import optim
 from lowmem.hf.sharding import Sharding
 from lowmem.optimizer import FusedOptimizer
 from lowmem.options import FusedConfig
-from lowmem.rules import resolve
+from lowmem.rules import require, resolve
 from lowmem.step.policies import Needs, choose
 
 if TYPE_CHECKING:
@@ -33,8 +33,41 @@ _UNSUPPORTED = {
 }
 
 
+_COUNT, _AMOUNT = require.number(">= 1", whole=True, optional=True), require.number(">= 0", optional=True)
+_STEPS, _SHARE = require.number("> 0", optional=True), require.number(">= 0", "<= 1", optional=True)
+_SEED = require.number(">= 0", f"< {2**32}", whole=True, optional=True)
+
+# Allowed numbers by argument. transformers and TRL train on others, or fail with them after some steps.
+_NUMBERS = {
+    name: check
+    for check, names in (
+        (_COUNT, "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps max_length"),
+        (_COUNT, "dataset_num_proc dataloader_prefetch_factor eval_accumulation_steps precompute_ref_batch_size"),
+        (_COUNT, "num_generations num_generations_eval num_iterations steps_per_generation generation_batch_size"),
+        (_COUNT, "max_completion_length ref_model_sync_steps lora_r lora_alpha ddp_timeout torch_empty_cache_steps"),
+        (_STEPS, "save_steps eval_steps logging_steps num_train_epochs temperature repetition_penalty"),
+        (_AMOUNT, "learning_rate weight_decay warmup_steps eval_delay neftune_noise_alpha"),
+        (_AMOUNT, "dataloader_num_workers save_total_limit"),
+        (_SHARE, "label_smoothing label_smoothing_factor ref_model_mixup_alpha top_p min_p"),
+        (_SEED, "seed data_seed"),
+        (require.rate, "lora_dropout"),
+        (require.check(lambda steps: steps == -1 or steps > 0, "a whole number > 0, or -1 for epochs"), "max_steps"),
+    )
+    for name in names.split()
+}
+
+
+def check_number(name: str, value: Any) -> None:
+    """Raises `ConfigError` for an argument with a number that makes no sense."""
+    if isinstance(value, int | float):
+        require.that(value == value, name, value, "a number")  # noqa: PLR0124
+        _NUMBERS.get(name, require.anything)(name, value)
+
+
 def check_arguments(args: TrainingArguments, fused: FusedConfig) -> None:
     """Raises for arguments of the trainer that would be ignored, or that contradict `fused` or are not supported."""
+    for name, value in vars(args).items():
+        check_number(name, value)
     rule = resolve(fused.rule)
     if rule.decay not in rule.defaults and args.weight_decay:
         raise ConfigError(f"weight_decay={args.weight_decay}: rule {rule.name!r} has no weight decay; omit it")

@@ -24,6 +24,7 @@ from transformers import TrainingArguments
 from trl import TrlParser
 
 from lowmem.errors import ConfigError, LowmemError, did_you_mean
+from lowmem.hf.arguments import check_number
 from lowmem.hf.sharding import require_deepspeed
 from lowmem.layers.config import LayersConfig
 from lowmem.options import DynamicScale, FusedConfig
@@ -46,8 +47,73 @@ _DEFAULTS = {"logging_nan_inf_filter": False, "disable_tqdm": False}
 _DEFAULT_RULE = "adamw"
 
 
+# Arguments of earlier versions of transformers and TRL, and what is written today.
+_FORMER = {
+    "adafactor": "optim: adafactor",
+    "dispatch_batches": "accelerator_config: {dispatch_batches: true}",
+    "evaluation_strategy": "eval_strategy",
+    "fsdp_transformer_layer_cls_to_wrap": "fsdp_config: {transformer_layer_cls_to_wrap: CLASS}",
+    "group_by_length": "train_sampling_strategy: group_by_length",
+    "include_tokens_per_second": "nothing, since it is always logged",
+    "kl_coef": "beta",
+    "max_prompt_length": "max_length",
+    "max_seq_length": "max_length",
+    "no_cuda": "use_cpu",
+    "num_ppo_epochs": "num_iterations",
+    "overwrite_output_dir": "nothing, and another output_dir",
+    "per_gpu_eval_batch_size": "per_device_eval_batch_size",
+    "per_gpu_train_batch_size": "per_device_train_batch_size",
+    "push_to_hub_model_id": "hub_model_id",
+    "response_length": "max_completion_length",
+    "reward_model_path": "reward_model_name_or_path",
+    "rloo_k": "num_generations",
+    "rpo_alpha": "loss_type: [sigmoid, sft] and loss_weights: [1.0, ALPHA]",
+    "save_safetensors": "nothing, since no other format is saved",
+    "sft_model_path": "model_name_or_path",
+    "split_batches": "accelerator_config: {split_batches: true}",
+    "torch_dtype": "dtype",
+    "torchdynamo": "torch_compile_backend",
+    "use_flash_attention_2": "attn_implementation: flash_attention_2",
+    "use_flash_attn": "attn_implementation: flash_attention_2",
+    "use_liger": "use_liger_kernel",
+    "use_liger_loss": "use_liger_kernel",
+    "warmup_ratio": "warmup_steps, of which a value below 1 is a share of all steps",
+}
+
+# Characters of a YAML text once every alias in it is written out.
+_LONGEST = 100_000
+
+
 class _Loader(yaml.SafeLoader):
-    """Reads `1e-3` as a number, as YAML 1.2 does, and refuses a mapping that has a key twice."""
+    """Reads `1e-3` as a number, as YAML 1.2 does. Refuses a mapping that has a key twice, a value that is not of its
+    tag, and a text that aliases make enormous.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.lengths: dict[Any, int] = {}
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        node = super().compose_node(parent, index)
+        if isinstance(node, yaml.CollectionNode):
+            pairs = isinstance(node, yaml.MappingNode)
+            parts = [part for item in node.value for part in (item if pairs else (item,))]
+            length = 1 + sum(self.lengths.get(part, 0) for part in parts)
+        else:
+            length = 1 + len(node.value)
+        self.lengths[node] = length
+        if length > _LONGEST:
+            raise yaml.composer.ComposerError(
+                None, None, f"it has more than {_LONGEST:,} characters with its aliases", node.start_mark
+            )
+        return node
+
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            problem = f"{str(node.value)[:100]!r} is not of the type {node.tag.replace('tag:yaml.org,2002:', '!!')}"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from error
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value]
@@ -170,8 +236,12 @@ class Parser(TrlParser):
             for item in entry.value if isinstance(entry.value, list) and is_dataclass(action.type) else ():
                 _check_names(item, action.type, f"{place}: {name}")
             return entry.value
+        texts = entry.texts
+        if action.type is float:  # which reads "nan" and "inf", and YAML has .nan and .inf
+            values = entry.value if isinstance(entry.value, list) else [entry.value]
+            texts = [str(v) if isinstance(v, float) else text for v, text in zip(values, texts, strict=True)]
         try:
-            return self._get_values(action, entry.texts)
+            return self._get_values(action, texts)
         except argparse.ArgumentError as error:
             raise ConfigError(f"{place}: {name}: {error.message}") from None
 
@@ -210,11 +280,13 @@ def parse(command: str, argv: Sequence[str], *, device: str | None = None, more:
             values[action.dest] = parser.convert(name, entry, f"{file}, line {entry.line}")
     _refuse_rest(parser, rest, unknown, file)
     values |= vars(namespace)
+    entries = {name: entry for name, entry in entries.items() if name not in vars(namespace)}
     if "output_dir" not in vars(namespace):
         _stay_in_place(values, file)
     own = {name for name in vars(namespace) if name not in parser.hints and "." not in name}
     options = _Set(**{name: values.pop(name) for name in own})
     _refuse_secrets(values, entries, file)
+    _check_values(values, parser, entries, file)
     fused, layers = (_section(name, values, entries, file) for name in SECTIONS)
     kinds = parser.dataclass_types
     kwargs = [{f.name: values[f.name] for f in fields(kind) if f.name in values} for kind in kinds]
@@ -394,7 +466,7 @@ def _unknown(name: str, parser: Parser, place: str) -> NoReturn:
     name = name[:100]
     section, _, option = name.rpartition(".")
     known = [other for other in parser.known() if other != name]
-    hint = did_you_mean(name, known)
+    hint = f" Write {_FORMER[name]}." if name in _FORMER else did_you_mean(name, known)
     if section in SECTIONS:
         hint = did_you_mean(option, (other.partition(".")[2] for other in known if other.startswith(f"{section}.")))
         if not hint and section == "fused":
@@ -434,15 +506,32 @@ def _set_environment(entries: dict[str, Entry], file: Path | None) -> None:
     if not isinstance(entry.value, dict):
         raise ConfigError(f"{file}, line {entry.line}: env: expected names and values of environment variables")
     variables = {str(name): str(value) for name, value in entry.value.items()}
-    os.environ.update(variables)
+    try:
+        os.environ.update(variables)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}, line {entry.line}: env: no variable can be named or set so: {error}") from error
     secrets.hide(variables.values())
+
+
+def _place(name: str, entries: Mapping[str, Entry], file: Path | None) -> str:
+    return f"{file}, line {entries[name].line}: {name}" if name in entries else f"--{name}"
+
+
+def _check_values(values: Mapping[str, Any], parser: Parser, entries: Mapping[str, Entry], file: Path | None) -> None:
+    """Raises `ConfigError` for values that make no sense, and that libraries would take."""
+    if values.get("datasets") and values.get("dataset_name"):
+        raise ConfigError(f"{_place('dataset_name', entries, file)} has no effect beside datasets. Omit one of them")
+    for name, value in values.items():
+        try:
+            check_number(name, value)
+        except ConfigError as error:
+            raise ConfigError(f"{_place(name, entries, file).removesuffix(name)}{error}") from None
 
 
 def _refuse_secrets(values: Mapping[str, Any], entries: Mapping[str, Entry], file: Path | None) -> None:
     for key in secrets.find(_plain(dict(values))):
-        place = f"{file}, line {entries[key[0]].line}: {key[0]}" if key[0] in entries else f"--{key[0]}"
         raise ConfigError(
-            f"{place} has a password or token, and arguments are written into output_dir. Omit it, and set the "
+            f"{_place(key[0], entries, file)} has a password or token, and arguments are written into output_dir. Omit it, and set the "
             "environment variable of the service, such as HF_TOKEN"
         )
 

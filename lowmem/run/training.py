@@ -19,7 +19,7 @@ from lowmem.hf import checkpoint
 from lowmem.placements import in_group
 from lowmem.run import build, data, environment, folder, report
 from lowmem.run import plan as planning
-from lowmem.run.arguments import LAST, Arguments, reason
+from lowmem.run.arguments import LAST, Arguments, reason, refused
 from lowmem.run.memory import is_out_of_memory
 from lowmem.run.metrics import last_losses
 from lowmem.run.pictures import size
@@ -51,12 +51,12 @@ def train(arguments: Arguments) -> int | None:
         if slow := build.slow_bfloat16(arguments, trainer.args.device):
             warn(slow)
         print_topics({**report.describe(arguments, trainer), "data": counts})
-        if rank() == 0:
-            folder.write_config(arguments, run_dir)
-            environment.write_environment(run_dir)
+        beginning = _Beginning(arguments, run_dir)
+        trainer.add_callback(beginning)
         with _explained(arguments, run_dir), report.RunReport(run_dir, out).attached(trainer):
-            with _stop_on_signal(trainer) as stopped:
+            with _stop_on_signal(trainer) as stopped, beginning.checked():
                 trainer.train(resume_from_checkpoint=resume)
+            beginning.write()  # also if nothing was left to train
             if not stopped:
                 _save_model(trainer, run_dir)
         if arguments.training.push_to_hub and not stopped:
@@ -66,6 +66,39 @@ def train(arguments: Arguments) -> int | None:
             distributed.destroy_process_group()
         _print_end(arguments, trainer, run_dir, stopped=bool(stopped))
     return stopped[0] if stopped else None
+
+
+class _Beginning(TrainerCallback):  # type: ignore[misc]
+    """Makes a folder that of a run once a step is complete. Until then a mistake in the arguments leaves nothing."""
+
+    def __init__(self, arguments: Arguments, run_dir: Path) -> None:
+        self.arguments, self.run_dir = arguments, run_dir
+        self.begun = self.written = False
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self.begun = True
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.write()
+
+    def write(self) -> None:
+        if rank() == 0 and not self.written:
+            folder.write_config(self.arguments, self.run_dir)
+        self.written = True
+
+    @contextmanager
+    def checked(self) -> Iterator[None]:
+        """Converts what libraries raise before the first step, from the schedule to the first batch, into errors for
+        users.
+        """
+        try:
+            yield
+        except Exception:
+            if self.begun:
+                raise
+            arguments = self.arguments
+            with refused(f"{arguments.file or 'the command line'}: {type(arguments.training).__name__}"):
+                raise
 
 
 def _save_model(trainer: Any, run_dir: Path) -> None:
@@ -123,10 +156,12 @@ def _explained(arguments: Arguments, run_dir: Path) -> Iterator[None]:
         yield
     except Exception as error:
         if is_out_of_memory(error):
+            if rank() == 0 and not (run_dir / environment.CONFIG).exists():
+                folder.write_config(arguments, run_dir)  # with which it continues
             advice = _memory_advice(arguments, run_dir)
             raise LowmemError(f"out of memory: {reason(error)}. {advice}") from error
         if not isinstance(error, LowmemError):
-            path = run_dir / ("traceback.txt" if rank() == 0 else f"traceback-{rank()}.txt")
+            path = run_dir / f"{folder.TRACEBACK}{f'-{rank()}' if rank() else ''}.txt"
             write_file(path, redacted("".join(traceback.format_exception(error))).encode())
         raise
 
