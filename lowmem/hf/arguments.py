@@ -33,9 +33,8 @@ _UNSUPPORTED = {
 }
 
 
-_COUNT, _AMOUNT = require.number(">= 1", whole=True, optional=True), require.number(">= 0", optional=True)
-_STEPS, _SHARE = require.number("> 0", optional=True), require.number(">= 0", "<= 1", optional=True)
-_SEED = require.number(">= 0", f"< {2**32}", whole=True, optional=True)
+_COUNT, _SEED = require.number(">= 1", whole=True), require.number(">= 0", f"< {2**32}", whole=True)
+_AMOUNT, _STEPS, _SHARE = require.number(">= 0"), require.number("> 0"), require.number(">= 0", "<= 1")
 
 # Allowed numbers by argument. transformers and TRL train on others, or fail with them after some steps.
 _NUMBERS = {

@@ -47,20 +47,20 @@ _DEFAULTS = {"logging_nan_inf_filter": False, "disable_tqdm": False}
 _DEFAULT_RULE = "adamw"
 
 
-# Arguments of earlier versions of transformers and TRL, and what is written today.
+# Arguments of earlier versions of transformers and TRL, and what is written today; None where nothing is.
 _FORMER = {
     "adafactor": "optim: adafactor",
     "dispatch_batches": "accelerator_config: {dispatch_batches: true}",
     "evaluation_strategy": "eval_strategy",
     "fsdp_transformer_layer_cls_to_wrap": "fsdp_config: {transformer_layer_cls_to_wrap: CLASS}",
     "group_by_length": "train_sampling_strategy: group_by_length",
-    "include_tokens_per_second": "nothing, since it is always logged",
+    "include_tokens_per_second": None,
     "kl_coef": "beta",
     "max_prompt_length": "max_length",
     "max_seq_length": "max_length",
     "no_cuda": "use_cpu",
     "num_ppo_epochs": "num_iterations",
-    "overwrite_output_dir": "nothing, and another output_dir",
+    "overwrite_output_dir": None,
     "per_gpu_eval_batch_size": "per_device_eval_batch_size",
     "per_gpu_train_batch_size": "per_device_train_batch_size",
     "push_to_hub_model_id": "hub_model_id",
@@ -68,7 +68,7 @@ _FORMER = {
     "reward_model_path": "reward_model_name_or_path",
     "rloo_k": "num_generations",
     "rpo_alpha": "loss_type: [sigmoid, sft] and loss_weights: [1.0, ALPHA]",
-    "save_safetensors": "nothing, since no other format is saved",
+    "save_safetensors": None,
     "sft_model_path": "model_name_or_path",
     "split_batches": "accelerator_config: {split_batches: true}",
     "torch_dtype": "dtype",
@@ -77,11 +77,14 @@ _FORMER = {
     "use_flash_attn": "attn_implementation: flash_attention_2",
     "use_liger": "use_liger_kernel",
     "use_liger_loss": "use_liger_kernel",
-    "warmup_ratio": "warmup_steps, of which a value below 1 is a share of all steps",
+    "warmup_ratio": "warmup_steps: SHARE, with a share of all steps below 1",
 }
 
-# Characters of a YAML text once every alias in it is written out.
-_LONGEST = 100_000
+# Arguments that take a mapping, or the name of a file with one. Others take a mapping alone.
+_FILES = ("accelerator_config", "deepspeed", "fsdp_config")
+
+# Characters of a YAML text once every alias in it is written out, and mappings and lists inside each other.
+_LONGEST, _DEEPEST = 100_000, 50
 
 
 class _Loader(yaml.SafeLoader):
@@ -92,9 +95,15 @@ class _Loader(yaml.SafeLoader):
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self.lengths: dict[Any, int] = {}
+        self.depth = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
+        self.depth += 1
+        if self.depth > _DEEPEST:
+            mark = parent.start_mark
+            raise yaml.composer.ComposerError(None, None, f"it is nested more than {_DEEPEST} deep", mark)
         node = super().compose_node(parent, index)
+        self.depth -= 1
         if isinstance(node, yaml.CollectionNode):
             pairs = isinstance(node, yaml.MappingNode)
             parts = [part for item in node.value for part in (item if pairs else (item,))]
@@ -466,7 +475,11 @@ def _unknown(name: str, parser: Parser, place: str) -> NoReturn:
     name = name[:100]
     section, _, option = name.rpartition(".")
     known = [other for other in parser.known() if other != name]
-    hint = f" Write {_FORMER[name]}." if name in _FORMER else did_you_mean(name, known)
+    if name in _FORMER:
+        now = _FORMER[name]
+        hint = f" An earlier version had it: {f'write {now} instead' if now else 'omit it'}."
+    else:
+        hint = did_you_mean(name, known)
     if section in SECTIONS:
         hint = did_you_mean(option, (other.partition(".")[2] for other in known if other.startswith(f"{section}.")))
         if not hint and section == "fused":
@@ -522,10 +535,14 @@ def _check_values(values: Mapping[str, Any], parser: Parser, entries: Mapping[st
     if values.get("datasets") and values.get("dataset_name"):
         raise ConfigError(f"{_place('dataset_name', entries, file)} has no effect beside datasets. Omit one of them")
     for name, value in values.items():
+        place = _place(name, entries, file)
+        if isinstance(value, str) and _accepts(parser.hints.get(name), dict) and name not in _FILES:
+            if not value.startswith("{"):
+                raise ConfigError(f"{place}: expected a mapping, such as '{{\"a\": 1}}', and found {value[:100]!r}")
         try:
             check_number(name, value)
         except ConfigError as error:
-            raise ConfigError(f"{_place(name, entries, file).removesuffix(name)}{error}") from None
+            raise ConfigError(f"{place.removesuffix(name)}{error}") from None
 
 
 def _refuse_secrets(values: Mapping[str, Any], entries: Mapping[str, Entry], file: Path | None) -> None:

@@ -51,6 +51,8 @@ def train(arguments: Arguments) -> int | None:
         if slow := build.slow_bfloat16(arguments, trainer.args.device):
             warn(slow)
         print_topics({**report.describe(arguments, trainer), "data": counts})
+        with _explained(arguments, run_dir):
+            _require_metric(trainer)
         beginning = _Beginning(arguments, run_dir)
         trainer.add_callback(beginning)
         with _explained(arguments, run_dir), report.RunReport(run_dir, out).attached(trainer):
@@ -66,6 +68,21 @@ def train(arguments: Arguments) -> int | None:
             distributed.destroy_process_group()
         _print_end(arguments, trainer, run_dir, stopped=bool(stopped))
     return stopped[0] if stopped else None
+
+
+def _require_metric(trainer: Any) -> None:
+    """Raises `ConfigError` unless an evaluation has the metric of the best model: after one of a batch."""
+    name, data = trainer.args.metric_for_best_model, trainer.eval_dataset
+    if data is None or name in (None, "loss", "eval_loss"):
+        return
+    handler = trainer.callback_handler
+    callbacks, handler.callbacks = handler.callbacks, []  # which would report it
+    with torch.random.fork_rng():
+        metrics = trainer.evaluate(data.take(trainer.args.per_device_eval_batch_size * trainer.args.world_size))
+    handler.callbacks = callbacks
+    names = [metric.removeprefix("eval_") for metric in metrics]
+    if name.removeprefix("eval_") not in names:
+        raise ConfigError(f"metric_for_best_model {name!r} is unknown. An evaluation has {', '.join(names)}")
 
 
 class _Beginning(TrainerCallback):  # type: ignore[misc]
