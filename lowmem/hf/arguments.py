@@ -43,7 +43,7 @@ _NUMBERS = {
         (_COUNT, "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps max_length"),
         (_COUNT, "dataset_num_proc dataloader_prefetch_factor eval_accumulation_steps precompute_ref_batch_size"),
         (_COUNT, "num_generations num_generations_eval num_iterations steps_per_generation generation_batch_size"),
-        (_COUNT, "max_completion_length ref_model_sync_steps lora_r lora_alpha ddp_timeout torch_empty_cache_steps"),
+        (_COUNT, "max_completion_length ref_model_sync_steps lora_r lora_alpha ddp_timeout"),
         (_STEPS, "save_steps eval_steps logging_steps num_train_epochs temperature repetition_penalty"),
         (_AMOUNT, "learning_rate weight_decay warmup_steps eval_delay neftune_noise_alpha"),
         (_AMOUNT, "dataloader_num_workers save_total_limit"),

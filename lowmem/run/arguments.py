@@ -323,7 +323,7 @@ def _stay_in_place(values: dict[str, Any], file: Path | None) -> None:
 # Raised by libraries for arguments and data that they refuse.
 _REFUSALS = (
     ValueError, TypeError, ImportError, OSError, LookupError, AssertionError, AttributeError, RuntimeError,
-    OverflowError,
+    ArithmeticError,
 )  # fmt: skip
 
 

@@ -26,6 +26,9 @@ from lowmem.run.pictures import size
 from lowmem.run.secrets import redacted
 from lowmem.run.terminal import generate_command, out, print_topics, rank, stage, train_command, warn
 
+# Packages that see the arguments of a run.
+_PACKAGES = ("lowmem", "trl", "transformers", "accelerate", "datasets", "peft")
+
 # Ranks tell each other of a signal once in so many steps.
 _STEPS_BETWEEN = 10
 
@@ -90,10 +93,7 @@ class _Beginning(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, arguments: Arguments, run_dir: Path) -> None:
         self.arguments, self.run_dir = arguments, run_dir
-        self.begun = self.written = False
-
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self.begun = True
+        self.written = False
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         self.write()
@@ -105,17 +105,22 @@ class _Beginning(TrainerCallback):  # type: ignore[misc]
 
     @contextmanager
     def checked(self) -> Iterator[None]:
-        """Converts what libraries raise before the first step, from the schedule to the first batch, into errors for
-        users.
-        """
+        """Converts what libraries raise until the first step is complete, such as of a schedule, into errors for users."""
         try:
             yield
-        except Exception:
-            if self.begun:
+        except Exception as error:
+            if self.written or _raised_by(error) == "lowmem":
                 raise
             arguments = self.arguments
             with refused(f"{arguments.file or 'the command line'}: {type(arguments.training).__name__}"):
                 raise
+
+
+def _raised_by(error: BaseException) -> str | None:
+    """The last package that called what raised an error, of those that see arguments."""
+    frames = traceback.walk_tb(error.__traceback__)
+    packages = [frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in frames]
+    return next((name for name in reversed(packages) if name in _PACKAGES), None)
 
 
 def _save_model(trainer: Any, run_dir: Path) -> None:
