@@ -472,7 +472,7 @@ MISTAKES = {
     "a logger that is not there": ("sft", {"report_to": "clearml"}, "", "clearml"),
     "a schedule without its arguments": ("sft", {"lr_scheduler_type": "warmup_stable_decay"}, "", "'num_decay_steps'"),
     "a schedule with others' arguments": ("sft", {"lr_scheduler_kwargs": {"foo": 1}}, "", "SFTConfig: get_linear"),
-    "a schedule's rate": ("sft", {"lr_scheduler_type": "cosine_with_min_lr"}, "", "min_lr or min_lr_rate should be set"),
+    "a schedule's rate": ("sft", {"lr_scheduler_type": "cosine_with_min_lr"}, "", "min_lr or min_lr_rate"),
     "workers that are not there": ("sft", {"dataloader_persistent_workers": True}, "", "needs num_workers > 0"),
     "Liger is not installed": ("sft", {"use_liger_kernel": True}, "", "liger-kernel", missing("liger_kernel")),
     "an unknown metric": ("sft", BEST, "", "metric_for_best_model 'foo' is unknown. An evaluation has loss, "),

@@ -33,24 +33,21 @@ _UNSUPPORTED = {
 }
 
 
-_COUNT, _SEED = require.number(">= 1", whole=True), require.number(">= 0", f"< {2**32}", whole=True)
-_AMOUNT, _STEPS, _SHARE = require.number(">= 0"), require.number("> 0"), require.number(">= 0", "<= 1")
+_COUNT, _AMOUNT, _SHARE = require.number(">= 1", whole=True), require.number(">= 0"), require.number(">= 0", "<= 1")
 
 # Allowed numbers by argument. transformers and TRL train on others, or fail with them after some steps.
 _NUMBERS = {
     name: check
-    for check, names in (
-        (_COUNT, "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps max_length"),
-        (_COUNT, "dataset_num_proc dataloader_prefetch_factor eval_accumulation_steps precompute_ref_batch_size"),
-        (_COUNT, "num_generations num_generations_eval num_iterations steps_per_generation generation_batch_size"),
-        (_COUNT, "max_completion_length ref_model_sync_steps lora_r lora_alpha ddp_timeout"),
-        (_STEPS, "save_steps eval_steps logging_steps num_train_epochs temperature repetition_penalty"),
-        (_AMOUNT, "learning_rate weight_decay warmup_steps eval_delay neftune_noise_alpha"),
-        (_AMOUNT, "dataloader_num_workers save_total_limit"),
-        (_SHARE, "label_smoothing label_smoothing_factor ref_model_mixup_alpha top_p min_p"),
-        (_SEED, "seed data_seed"),
-        (require.rate, "lora_dropout"),
-        (require.check(lambda steps: steps == -1 or steps > 0, "a whole number > 0, or -1 for epochs"), "max_steps"),
+    for names, check in (
+        ("per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps max_length", _COUNT),
+        ("eval_accumulation_steps precompute_ref_batch_size generation_batch_size num_iterations lora_r", _COUNT),
+        ("lora_alpha ref_model_sync_steps max_completion_length num_generations num_generations_eval", _COUNT),
+        ("save_steps eval_steps logging_steps num_train_epochs temperature", require.number("> 0")),
+        ("learning_rate weight_decay warmup_steps eval_delay neftune_noise_alpha dataloader_num_workers", _AMOUNT),
+        ("label_smoothing label_smoothing_factor ref_model_mixup_alpha", _SHARE),
+        ("lora_dropout", require.rate),
+        ("seed data_seed", require.number(">= 0", f"< {2**32}", whole=True)),
+        ("max_steps", require.check(lambda steps: steps == -1 or steps > 0, "a whole number > 0, or -1 for epochs")),
     )
     for name in names.split()
 }
@@ -59,7 +56,7 @@ _NUMBERS = {
 def check_number(name: str, value: Any) -> None:
     """Raises `ConfigError` for an argument with a number that makes no sense."""
     if isinstance(value, int | float):
-        require.that(value == value, name, value, "a number")  # noqa: PLR0124
+        require.that(value == value, name, value, "a number")
         _NUMBERS.get(name, require.anything)(name, value)
 
 

@@ -47,44 +47,22 @@ _DEFAULTS = {"logging_nan_inf_filter": False, "disable_tqdm": False}
 _DEFAULT_RULE = "adamw"
 
 
-# Arguments of earlier versions of transformers and TRL, and what is written today; None where nothing is.
+# Arguments of earlier versions that no similar name replaces, and what is written today; nothing where it is None.
 _FORMER = {
-    "adafactor": "optim: adafactor",
-    "dispatch_batches": "accelerator_config: {dispatch_batches: true}",
-    "evaluation_strategy": "eval_strategy",
-    "fsdp_transformer_layer_cls_to_wrap": "fsdp_config: {transformer_layer_cls_to_wrap: CLASS}",
     "group_by_length": "train_sampling_strategy: group_by_length",
     "include_tokens_per_second": None,
-    "kl_coef": "beta",
     "max_prompt_length": "max_length",
-    "max_seq_length": "max_length",
     "no_cuda": "use_cpu",
-    "num_ppo_epochs": "num_iterations",
     "overwrite_output_dir": None,
-    "per_gpu_eval_batch_size": "per_device_eval_batch_size",
-    "per_gpu_train_batch_size": "per_device_train_batch_size",
-    "push_to_hub_model_id": "hub_model_id",
-    "response_length": "max_completion_length",
-    "reward_model_path": "reward_model_name_or_path",
-    "rloo_k": "num_generations",
-    "rpo_alpha": "loss_type: [sigmoid, sft] and loss_weights: [1.0, ALPHA]",
     "save_safetensors": None,
-    "sft_model_path": "model_name_or_path",
-    "split_batches": "accelerator_config: {split_batches: true}",
     "torch_dtype": "dtype",
-    "torchdynamo": "torch_compile_backend",
     "use_flash_attention_2": "attn_implementation: flash_attention_2",
     "use_flash_attn": "attn_implementation: flash_attention_2",
-    "use_liger": "use_liger_kernel",
-    "use_liger_loss": "use_liger_kernel",
     "warmup_ratio": "warmup_steps: SHARE, with a share of all steps below 1",
 }
 
-# Arguments that take a mapping, or the name of a file with one. Others take a mapping alone.
-_FILES = ("accelerator_config", "deepspeed", "fsdp_config")
-
-# Characters of a YAML text once every alias in it is written out, and mappings and lists inside each other.
-_LONGEST, _DEEPEST = 100_000, 50
+# Characters of a YAML text once every alias in it is written out.
+_LONGEST = 100_000
 
 
 class _Loader(yaml.SafeLoader):
@@ -95,26 +73,15 @@ class _Loader(yaml.SafeLoader):
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self.lengths: dict[Any, int] = {}
-        self.depth = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        self.depth += 1
-        if self.depth > _DEEPEST:
-            mark = parent.start_mark
-            raise yaml.composer.ComposerError(None, None, f"it is nested more than {_DEEPEST} deep", mark)
-        node = super().compose_node(parent, index)
-        self.depth -= 1
-        if isinstance(node, yaml.CollectionNode):
-            pairs = isinstance(node, yaml.MappingNode)
-            parts = [part for item in node.value for part in (item if pairs else (item,))]
-            length = 1 + sum(self.lengths.get(part, 0) for part in parts)
-        else:
-            length = 1 + len(node.value)
-        self.lengths[node] = length
-        if length > _LONGEST:
-            raise yaml.composer.ComposerError(
-                None, None, f"it has more than {_LONGEST:,} characters with its aliases", node.start_mark
-            )
+        node: Any = super().compose_node(parent, index)
+        parts = () if isinstance(node, yaml.ScalarNode) else node.value
+        parts = [part for item in parts for part in (item if isinstance(item, tuple) else (item,))]
+        self.lengths[node] = sum(self.lengths.get(part, 0) for part in parts) if parts else 1 + len(node.value)
+        if self.lengths[node] > _LONGEST:
+            problem = f"it has more than {_LONGEST:,} characters with its aliases"
+            raise yaml.composer.ComposerError(None, None, problem, node.start_mark)
         return node
 
     def construct_object(self, node: Any, deep: bool = False) -> Any:
@@ -143,8 +110,8 @@ def yaml_value(text: str) -> Any:
     """The value of one YAML text, such as `0.1`, `[0.9, 0.95]` or `adamw`."""
     try:
         return yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not YAML{_problem(error)}") from error
+    except (yaml.YAMLError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"{text[:100]!r} is not YAML{_problem(error)}") from error
 
 
 class Entry(NamedTuple):
@@ -246,7 +213,7 @@ class Parser(TrlParser):
                 _check_names(item, action.type, f"{place}: {name}")
             return entry.value
         texts = entry.texts
-        if action.type is float:  # which reads "nan" and "inf", and YAML has .nan and .inf
+        if _accepts(hint, float):  # which reads "nan" and "inf", and YAML has .nan and .inf
             values = entry.value if isinstance(entry.value, list) else [entry.value]
             texts = [str(v) if isinstance(v, float) else text for v, text in zip(values, texts, strict=True)]
         try:
@@ -475,11 +442,9 @@ def _unknown(name: str, parser: Parser, place: str) -> NoReturn:
     name = name[:100]
     section, _, option = name.rpartition(".")
     known = [other for other in parser.known() if other != name]
+    hint = did_you_mean(name, known)
     if name in _FORMER:
-        now = _FORMER[name]
-        hint = f" An earlier version had it: {f'write {now} instead' if now else 'omit it'}."
-    else:
-        hint = did_you_mean(name, known)
+        hint = f" An earlier version had it: {f'write {now} instead' if (now := _FORMER[name]) else 'omit it'}."
     if section in SECTIONS:
         hint = did_you_mean(option, (other.partition(".")[2] for other in known if other.startswith(f"{section}.")))
         if not hint and section == "fused":
@@ -536,9 +501,9 @@ def _check_values(values: Mapping[str, Any], parser: Parser, entries: Mapping[st
         raise ConfigError(f"{_place('dataset_name', entries, file)} has no effect beside datasets. Omit one of them")
     for name, value in values.items():
         place = _place(name, entries, file)
-        if isinstance(value, str) and _accepts(parser.hints.get(name), dict) and name not in _FILES:
-            if not value.startswith("{"):
-                raise ConfigError(f"{place}: expected a mapping, such as '{{\"a\": 1}}', and found {value[:100]!r}")
+        mapping = isinstance(value, str) and _accepts(parser.hints.get(name), dict)
+        if mapping and not value.startswith("{") and not value.endswith((".json", ".yaml", ".yml")):
+            raise ConfigError(f"{place}: expected a mapping, such as '{{\"a\": 1}}', and found {value[:100]!r}")
         try:
             check_number(name, value)
         except ConfigError as error:
@@ -548,8 +513,8 @@ def _check_values(values: Mapping[str, Any], parser: Parser, entries: Mapping[st
 def _refuse_secrets(values: Mapping[str, Any], entries: Mapping[str, Entry], file: Path | None) -> None:
     for key in secrets.find(_plain(dict(values))):
         raise ConfigError(
-            f"{_place(key[0], entries, file)} has a password or token, and arguments are written into output_dir. Omit it, and set the "
-            "environment variable of the service, such as HF_TOKEN"
+            f"{_place(key[0], entries, file)} has a password or token, and arguments are written into output_dir. Omit "
+            "it, and set the environment variable of the service, such as HF_TOKEN"
         )
 
 

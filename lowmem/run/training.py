@@ -61,7 +61,7 @@ def train(arguments: Arguments) -> int | None:
         with _explained(arguments, run_dir), report.RunReport(run_dir, out).attached(trainer):
             with _stop_on_signal(trainer) as stopped, beginning.checked():
                 trainer.train(resume_from_checkpoint=resume)
-            beginning.write()  # also if nothing was left to train
+            beginning.on_step_end()  # also if nothing was left to train
             if not stopped:
                 _save_model(trainer, run_dir)
         if arguments.training.push_to_hub and not stopped:
@@ -92,27 +92,22 @@ class _Beginning(TrainerCallback):  # type: ignore[misc]
     """Makes a folder that of a run once a step is complete. Until then a mistake in the arguments leaves nothing."""
 
     def __init__(self, arguments: Arguments, run_dir: Path) -> None:
-        self.arguments, self.run_dir = arguments, run_dir
-        self.written = False
+        self.arguments, self.run_dir, self.written = arguments, run_dir, False
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.write()
-
-    def write(self) -> None:
         if rank() == 0 and not self.written:
             folder.write_config(self.arguments, self.run_dir)
         self.written = True
 
     @contextmanager
     def checked(self) -> Iterator[None]:
-        """Converts what libraries raise until the first step is complete, such as of a schedule, into errors for users."""
+        """Converts what libraries raise until the first step is complete into errors for users."""
         try:
             yield
         except Exception as error:
             if self.written or _raised_by(error) == "lowmem":
                 raise
-            arguments = self.arguments
-            with refused(f"{arguments.file or 'the command line'}: {type(arguments.training).__name__}"):
+            with refused(f"{self.arguments.file or 'the command line'}: {type(self.arguments.training).__name__}"):
                 raise
 
 

@@ -27,7 +27,7 @@ from support import runs
 
 COMMANDS = ["sft", "sft", "sft", "dpo", "dpo", "kto", "reward", "reward", "grpo", "rloo"]
 
-# Of the machine, the network, other processes and devices, the compiler; and what `runs.arguments` sets for every input.
+# Of the machine, the network, other processes and devices, the compiler; and what `runs.arguments` sets.
 LEFT_OUT = re.compile(
     r"output_dir|model_name_or_path|model_revision|dataset(s|_name|_config|_streaming|_test_split|_train_split|_num_proc)"
     r"|.*hub.*|.*vllm.*|trackio.*|project|report_to|deepspeed|fsdp.*|parallelism_config|ddp_.*|local_rank|torch_compile.*"
@@ -83,7 +83,9 @@ NUMBERS = {
 def draw(chance: random.Random, command: str) -> dict[str, Any]:
     """One to six arguments of a command that do not have their defaults."""
     kinds = importlib.import_module(f"trl.scripts.{command}").make_parser().dataclass_types
-    hints = {option.name: (get_type_hints(kind)[option.name], option.default) for kind in kinds for option in fields(kind)}
+    hints = {
+        option.name: (get_type_hints(kind)[option.name], option.default) for kind in kinds for option in fields(kind)
+    }
     names = sorted(name for name in hints if not LEFT_OUT.fullmatch(name))
     drawn = {name: _value(chance, command, name, *hints[name]) for name in chance.sample(names, chance.randint(1, 6))}
     return {name: value for name, value in drawn.items() if value is not None}
@@ -168,7 +170,9 @@ def run(seed: int, folder: Path) -> str:
     try:
         plain = _plain(command, {**defaults, **config, "output_dir": str(folder / "plain")}, folder)
     except BaseException as error:
-        raise AssertionError(f"{command} {drawn}: it is trained, and TRL raises {type(error).__name__}: {error}") from error
+        raise AssertionError(
+            f"{command} {drawn}: it is trained, and TRL raises {type(error).__name__}: {error}"
+        ) from error
     losses, expected = _losses(ours), _losses(plain)
     exact = ours.model.dtype == torch.float32 and not ours.args.bf16
     tolerance = 1e-4 if exact else 2e-2
