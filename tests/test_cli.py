@@ -268,6 +268,24 @@ def test_the_newest_intact_checkpoint_is_continued_to_the_same_weights(run, dama
     assert [record["step"] for record in read(run) if "loss" in record] == [2, 4, 6]
 
 
+def test_a_refused_command_does_not_change_the_configuration_of_a_run(run):
+    before = (run / "config.yaml").read_text()
+    ended = resume(run, "--max_steps", 8, "--lr_scheduler_type", "warmup_stable_decay")
+    assert ended.status == 2 and "'num_decay_steps'" in ended.err
+    assert (run / "config.yaml").read_text() == before
+    assert resume(run, "--max_steps", 8).status == 0 and "max_steps: 8" in (run / "config.yaml").read_text()
+
+
+def test_looking_for_the_metric_changes_no_run(tmp_path):
+    evaluated = {**BEST, "model_init_kwargs": {"attention_dropout": 0.5}}
+    for name in ("entropy", None):
+        path = write(tmp_path, **evaluated | {"metric_for_best_model": name, "output_dir": str(tmp_path / f"{name}")})
+        assert train(tmp_path, "sft", "--config", path).status == 0
+    assert read(tmp_path / "entropy")[0]["loss"] == read(tmp_path / "None")[0]["loss"]
+    assert weights(tmp_path / "entropy") == weights(tmp_path / "None")
+    assert len(read(tmp_path / "entropy")) == len(read(tmp_path / "None"))
+
+
 def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again(finished, run):
     for name in ("checkpoint-4", "checkpoint-6"):
         shutil.rmtree(run / name)
@@ -409,6 +427,9 @@ def of(file):
 
 
 ZERO = {"deepspeed": {"zero_optimization": {"stage": 3}}}
+BEST = {"metric_for_best_model": "foo", "eval_strategy": "steps", "eval_steps": 1, "test_split_size": 0.25}
+STORED = {"fused": {"rule": "adalomo", "policy": "deferred", "store": "/proc"}}
+RECOMPUTED = {"gradient_checkpointing_kwargs": {"foo": 1}, "activation_checkpointing": True}
 NO_MATCH = {"fused": {"rule": "adalomo", "groups": [{"match": "none"}]}}
 
 # Command, what is otherwise in its file, arguments, the message, and what else is otherwise.
@@ -453,6 +474,15 @@ MISTAKES = {
     "no reward": ("grpo", {"reward_model_name_or_path": None}, "", "no reward: set reward_funcs"),
     "unknown reward": ("grpo", {"reward_funcs": ["no_module.f"]}, "", "reward_funcs: 'no_module.f' is neither"),
     "a logger that is not there": ("sft", {"report_to": "clearml"}, "", "clearml"),
+    "a schedule without its arguments": ("sft", {"lr_scheduler_type": "warmup_stable_decay"}, "", "'num_decay_steps'"),
+    "a schedule with others' arguments": ("sft", {"lr_scheduler_kwargs": {"foo": 1}}, "", "SFTConfig: get_linear"),
+    "a schedule's rate": ("sft", {"lr_scheduler_type": "cosine_with_min_lr"}, "", "min_lr or min_lr_rate"),
+    "workers that are not there": ("sft", {"dataloader_persistent_workers": True}, "", "needs num_workers > 0"),
+    "Liger is not installed": ("sft", {"use_liger_kernel": True}, "", "liger-kernel", missing("liger_kernel")),
+    "an unknown metric": ("sft", BEST, "", "metric_for_best_model 'foo' is unknown. An evaluation has loss, "),
+    "a model to resume from": ("sft", {}, "--resume_from_checkpoint {model}", "has no optimizer.safetensors"),
+    "a store that cannot be written": ("sft", STORED, "", "/proc"),
+    "options of checkpointing": ("sft", RECOMPUTED, "", "SFTConfig: Unexpected keyword arguments: foo"),
     "a plan of GRPO": ("plan grpo", {}, "", "grpo: a step of it also generates"),
     "not an amount": ("plan sft", {}, "--memory lots", "--memory"),
 }  # fmt: skip
@@ -467,7 +497,7 @@ def test_a_mistake_is_one_message_and_nothing_is_left(case, tmp_path, monkeypatc
         path.write_text(changes)
     for change in more:
         change(tmp_path, monkeypatch)
-    ended = train(tmp_path, *command.split(), "--config", path, *words.split())
+    ended = train(tmp_path, *command.split(), "--config", path, *words.format(model=assets() / "model").split())
     assert ended.status == 2, ended
     assert message in ended.err and "Traceback" not in ended.err
     assert ended.err.count("\n") == 1, ended.err

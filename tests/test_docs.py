@@ -48,6 +48,21 @@ def blocks(*languages):
     return cases
 
 
+def test_files_of_other_tools_are_converted(tmp_path):
+    """A list or a row per line, which no separator of Unicode ends."""
+    page = ROOT / "docs" / "how-to" / "convert.md"
+    code = next(match["code"] for match in BLOCK.finditer(page.read_text()) if "def convert(" in match["code"])
+    names = {}
+    exec(code, names)
+    rows = [{"conversations": [{"from": "human", "value": "a\u2028b"}]}, {"instruction": "c", "output": "d"}]
+    expected = [{"messages": user("a\u2028b")}, {"messages": user("c") + assistant("d")}]
+    (tmp_path / "a.json").write_text(json.dumps(rows, indent=2))
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    for name in ("a.json", "b.jsonl"):
+        names["convert"](str(tmp_path / name), str(tmp_path / "out"))
+        assert list(map(json.loads, (tmp_path / "out").read_text().split("\n")[:-1])) == expected
+
+
 # -- Python ------------------------------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,7 @@ from lowmem.hf import optim
 from lowmem.hf.sharding import Sharding
 from lowmem.optimizer import FusedOptimizer
 from lowmem.options import FusedConfig
-from lowmem.rules import resolve
+from lowmem.rules import require, resolve
 from lowmem.step.policies import Needs, choose
 
 if TYPE_CHECKING:
@@ -36,8 +36,37 @@ _UNSUPPORTED = {
 }
 
 
+_COUNT, _AMOUNT, _SHARE = require.number(">= 1", whole=True), require.number(">= 0"), require.number(">= 0", "<= 1")
+
+# Allowed numbers by argument. transformers and TRL train on others, or fail with them after some steps.
+_NUMBERS = {
+    name: check
+    for names, check in (
+        ("per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps max_length", _COUNT),
+        ("eval_accumulation_steps precompute_ref_batch_size generation_batch_size num_iterations lora_r", _COUNT),
+        ("lora_alpha ref_model_sync_steps max_completion_length num_generations num_generations_eval", _COUNT),
+        ("save_steps eval_steps logging_steps num_train_epochs temperature", require.number("> 0")),
+        ("learning_rate weight_decay warmup_steps eval_delay neftune_noise_alpha dataloader_num_workers", _AMOUNT),
+        ("label_smoothing label_smoothing_factor ref_model_mixup_alpha", _SHARE),
+        ("lora_dropout", require.rate),
+        ("seed data_seed", require.number(">= 0", f"< {2**32}", whole=True)),
+        ("max_steps", require.check(lambda steps: steps == -1 or steps > 0, "a whole number > 0, or -1 for epochs")),
+    )
+    for name in names.split()
+}
+
+
+def check_number(name: str, value: Any) -> None:
+    """Raises `ConfigError` for an argument with a number that makes no sense."""
+    if isinstance(value, int | float):
+        require.that(value == value, name, value, "a number")
+        _NUMBERS.get(name, require.anything)(name, value)
+
+
 def check_arguments(args: TrainingArguments, fused: FusedConfig) -> None:
     """Raises for arguments of the trainer that would be ignored, or that contradict `fused` or are not supported."""
+    for name, value in vars(args).items():
+        check_number(name, value)
     rule = resolve(fused.rule)
     if rule.decay not in rule.defaults and args.weight_decay:
         raise ConfigError(f"weight_decay={args.weight_decay}: rule {rule.name!r} has no weight decay; omit it")

@@ -24,6 +24,7 @@ from transformers import TrainingArguments
 from trl import TrlParser
 
 from lowmem.errors import ConfigError, LowmemError, did_you_mean
+from lowmem.hf.arguments import check_number
 from lowmem.hf.sharding import require_deepspeed
 from lowmem.layers.config import LayersConfig
 from lowmem.options import DynamicScale, FusedConfig
@@ -46,8 +47,49 @@ _DEFAULTS = {"logging_nan_inf_filter": False, "disable_tqdm": False}
 _DEFAULT_RULE = "adamw"
 
 
+# Arguments of earlier versions that no similar name replaces, and what is written today; nothing where it is None.
+_FORMER = {
+    "group_by_length": "train_sampling_strategy: group_by_length",
+    "include_tokens_per_second": None,
+    "max_prompt_length": "max_length",
+    "no_cuda": "use_cpu",
+    "overwrite_output_dir": None,
+    "save_safetensors": None,
+    "torch_dtype": "dtype",
+    "use_flash_attention_2": "attn_implementation: flash_attention_2",
+    "use_flash_attn": "attn_implementation: flash_attention_2",
+    "warmup_ratio": "warmup_steps: SHARE, with a share of all steps below 1",
+}
+
+# Characters of a YAML text once every alias in it is written out.
+_LONGEST = 100_000
+
+
 class _Loader(yaml.SafeLoader):
-    """Reads `1e-3` as a number, as YAML 1.2 does, and refuses a mapping that has a key twice."""
+    """Reads `1e-3` as a number, as YAML 1.2 does. Refuses a mapping that has a key twice, a value that is not of its
+    tag, and a text that aliases make enormous.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.lengths: dict[Any, int] = {}
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        node: Any = super().compose_node(parent, index)
+        parts = () if isinstance(node, yaml.ScalarNode) else node.value
+        parts = [part for item in parts for part in (item if isinstance(item, tuple) else (item,))]
+        self.lengths[node] = sum(self.lengths.get(part, 0) for part in parts) if parts else 1 + len(node.value)
+        if self.lengths[node] > _LONGEST:
+            problem = f"it has more than {_LONGEST:,} characters with its aliases"
+            raise yaml.composer.ComposerError(None, None, problem, node.start_mark)
+        return node
+
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            problem = f"{str(node.value)[:100]!r} is not of the type {node.tag.replace('tag:yaml.org,2002:', '!!')}"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from error
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value]
@@ -68,8 +110,8 @@ def yaml_value(text: str) -> Any:
     """The value of one YAML text, such as `0.1`, `[0.9, 0.95]` or `adamw`."""
     try:
         return yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not YAML{_problem(error)}") from error
+    except (yaml.YAMLError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"{text[:100]!r} is not YAML{_problem(error)}") from error
 
 
 class Entry(NamedTuple):
@@ -170,8 +212,12 @@ class Parser(TrlParser):
             for item in entry.value if isinstance(entry.value, list) and is_dataclass(action.type) else ():
                 _check_names(item, action.type, f"{place}: {name}")
             return entry.value
+        texts = entry.texts
+        if _accepts(hint, float):  # which reads "nan" and "inf", and YAML has .nan and .inf
+            values = entry.value if isinstance(entry.value, list) else [entry.value]
+            texts = [str(v) if isinstance(v, float) else text for v, text in zip(values, texts, strict=True)]
         try:
-            return self._get_values(action, entry.texts)
+            return self._get_values(action, texts)
         except argparse.ArgumentError as error:
             raise ConfigError(f"{place}: {name}: {error.message}") from None
 
@@ -210,11 +256,13 @@ def parse(command: str, argv: Sequence[str], *, device: str | None = None, more:
             values[action.dest] = parser.convert(name, entry, f"{file}, line {entry.line}")
     _refuse_rest(parser, rest, unknown, file)
     values |= vars(namespace)
+    entries = {name: entry for name, entry in entries.items() if name not in vars(namespace)}
     if "output_dir" not in vars(namespace):
         _stay_in_place(values, file)
     own = {name for name in vars(namespace) if name not in parser.hints and "." not in name}
     options = _Set(**{name: values.pop(name) for name in own})
     _refuse_secrets(values, entries, file)
+    _check_values(values, parser, entries, file)
     fused, layers = (_section(name, values, entries, file) for name in SECTIONS)
     kinds = parser.dataclass_types
     kwargs = [{f.name: values[f.name] for f in fields(kind) if f.name in values} for kind in kinds]
@@ -242,7 +290,7 @@ def _stay_in_place(values: dict[str, Any], file: Path | None) -> None:
 # Raised by libraries for arguments and data that they refuse.
 _REFUSALS = (
     ValueError, TypeError, ImportError, OSError, LookupError, AssertionError, AttributeError, RuntimeError,
-    OverflowError,
+    ArithmeticError,
 )  # fmt: skip
 
 
@@ -395,6 +443,8 @@ def _unknown(name: str, parser: Parser, place: str) -> NoReturn:
     section, _, option = name.rpartition(".")
     known = [other for other in parser.known() if other != name]
     hint = did_you_mean(name, known)
+    if name in _FORMER:
+        hint = f" An earlier version had it: {f'write {now} instead' if (now := _FORMER[name]) else 'omit it'}."
     if section in SECTIONS:
         hint = did_you_mean(option, (other.partition(".")[2] for other in known if other.startswith(f"{section}.")))
         if not hint and section == "fused":
@@ -434,16 +484,37 @@ def _set_environment(entries: dict[str, Entry], file: Path | None) -> None:
     if not isinstance(entry.value, dict):
         raise ConfigError(f"{file}, line {entry.line}: env: expected names and values of environment variables")
     variables = {str(name): str(value) for name, value in entry.value.items()}
-    os.environ.update(variables)
+    try:
+        os.environ.update(variables)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}, line {entry.line}: env: no variable can be named or set so: {error}") from error
     secrets.hide(variables.values())
+
+
+def _place(name: str, entries: Mapping[str, Entry], file: Path | None) -> str:
+    return f"{file}, line {entries[name].line}: {name}" if name in entries else f"--{name}"
+
+
+def _check_values(values: Mapping[str, Any], parser: Parser, entries: Mapping[str, Entry], file: Path | None) -> None:
+    """Raises `ConfigError` for values that make no sense, and that libraries would take."""
+    if values.get("datasets") and values.get("dataset_name"):
+        raise ConfigError(f"{_place('dataset_name', entries, file)} has no effect beside datasets. Omit one of them")
+    for name, value in values.items():
+        place = _place(name, entries, file)
+        mapping = isinstance(value, str) and _accepts(parser.hints.get(name), dict)
+        if mapping and not value.startswith("{") and not value.endswith((".json", ".yaml", ".yml")):
+            raise ConfigError(f"{place}: expected a mapping, such as '{{\"a\": 1}}', and found {value[:100]!r}")
+        try:
+            check_number(name, value)
+        except ConfigError as error:
+            raise ConfigError(f"{place.removesuffix(name)}{error}") from None
 
 
 def _refuse_secrets(values: Mapping[str, Any], entries: Mapping[str, Entry], file: Path | None) -> None:
     for key in secrets.find(_plain(dict(values))):
-        place = f"{file}, line {entries[key[0]].line}: {key[0]}" if key[0] in entries else f"--{key[0]}"
         raise ConfigError(
-            f"{place} has a password or token, and arguments are written into output_dir. Omit it, and set the "
-            "environment variable of the service, such as HF_TOKEN"
+            f"{_place(key[0], entries, file)} has a password or token, and arguments are written into output_dir. Omit "
+            "it, and set the environment variable of the service, such as HF_TOKEN"
         )
 
 

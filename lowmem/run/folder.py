@@ -10,12 +10,14 @@ from pathlib import Path
 
 from lowmem.errors import ConfigError
 from lowmem.files import write_file, writing
-from lowmem.hf.checkpoint import candidates, tidy
+from lowmem.hf.checkpoint import candidates, remove, tidy
 from lowmem.run.arguments import LAST, Arguments
-from lowmem.run.environment import CONFIG
+from lowmem.run.environment import CONFIG, write_environment
+from lowmem.run.metrics import METRICS
 from lowmem.run.terminal import train_command, warn
 
 LOCK = ".lock"
+TRACEBACK = "traceback"  # and what follows in the names of files, one per rank
 
 _HEADER = """\
 # The arguments of a run of `lowmem {command}`. Continue it, here or where this folder was moved to, with:
@@ -27,8 +29,8 @@ _HEADER = """\
 
 @contextmanager
 def run_folder(arguments: Arguments, rank: int = 0) -> Iterator[Path]:
-    """The folder of a run, which no other process uses meanwhile. Rank 0 creates it, and removes it if the run fails
-    before anything is written there.
+    """The folder of a run, which no other process uses meanwhile. Rank 0 creates it. If the run fails before
+    `write_config` was called, it removes all that the run has written except tracebacks.
 
     Raises:
         ConfigError: the folder has a run and is not to be resumed, has none and is, or is in use.
@@ -47,17 +49,32 @@ def run_folder(arguments: Arguments, rank: int = 0) -> Iterator[Path]:
         with _locked(folder):
             _check_use(folder, resume)
             tidy(folder)
-            yield folder
+            before = {*folder.iterdir()}
+            try:
+                yield folder
+            except BaseException:
+                if not (folder / CONFIG).exists():
+                    _clear(folder, before)
+                raise
     except BaseException:
         with contextlib.suppress(OSError):
-            folder.rmdir()  # unless something was written
+            folder.rmdir()  # unless something is left
         raise
 
 
 def write_config(arguments: Arguments, folder: Path) -> None:
-    """Writes config.yaml, with which `lowmem` continues the run."""
+    """Writes config.yaml, with which `lowmem` continues the run, and environment.json."""
     header = _HEADER.format(command=arguments.command, resume=train_command(arguments.command, folder))
     write_file(folder / CONFIG, (header + arguments.to_yaml()).encode())
+    write_environment(folder)
+
+
+def _clear(folder: Path, before: set[Path]) -> None:
+    for path in {*folder.iterdir()} - before:
+        if path.is_dir() or path.is_symlink():
+            remove(path)
+        elif not path.name.startswith(TRACEBACK):
+            path.unlink(missing_ok=True)
 
 
 def _check_links(folder: Path) -> None:
@@ -70,7 +87,8 @@ def _check_links(folder: Path) -> None:
 
 
 def _check_use(folder: Path, resume: str | None) -> None:
-    found = {path.name for path in folder.iterdir()} - {LOCK}
+    found = {path.name for path in folder.iterdir()} - {LOCK, METRICS}  # which a run killed in its first step leaves
+    found = {name for name in found if not name.startswith(TRACEBACK)}
     is_run = CONFIG in found or candidates(folder)
     if resume == LAST and not is_run:
         raise ConfigError(f"output_dir {folder} has no run to resume. Omit --resume_from_checkpoint to start one.")

@@ -54,7 +54,7 @@ def find(value: Any, key: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
         for index, item in enumerate(value):
             yield from find(item, (*key, str(index)))
     elif isinstance(value, str):
-        named = value and any(_KEY.fullmatch(part) for part in key)
+        named = value and any(_KEY.fullmatch(part[-100:]) for part in key)
         if named or _VALUE.search(value) or _URL.search(value) or any(known in value for known in _environment()):
             yield key
 

@@ -19,12 +19,15 @@ from lowmem.hf import checkpoint
 from lowmem.placements import in_group
 from lowmem.run import build, data, environment, folder, report
 from lowmem.run import plan as planning
-from lowmem.run.arguments import LAST, Arguments, reason
+from lowmem.run.arguments import LAST, Arguments, reason, refused
 from lowmem.run.memory import is_out_of_memory
 from lowmem.run.metrics import last_values
 from lowmem.run.pictures import size
 from lowmem.run.secrets import redacted
 from lowmem.run.terminal import generate_command, out, print_topics, rank, stage, train_command, warn
+
+# Packages that see the arguments of a run.
+_PACKAGES = ("lowmem", "trl", "transformers", "accelerate", "datasets", "peft")
 
 # Ranks tell each other of a signal once in so many steps.
 _STEPS_BETWEEN = 10
@@ -50,12 +53,14 @@ def train(arguments: Arguments) -> int | None:
         if slow := build.slow_bfloat16(arguments, trainer.args.device):
             warn(slow)
         print_topics({**report.describe(arguments, trainer), "data": counts})
-        if rank() == 0:
-            folder.write_config(arguments, run_dir)
-            environment.write_environment(run_dir)
+        with _explained(arguments, run_dir):
+            _require_metric(trainer)
+        beginning = _Beginning(arguments, run_dir)
+        trainer.add_callback(beginning)
         with _explained(arguments, run_dir), report.RunReport(run_dir, out).attached(trainer):
-            with _stop_on_signal(trainer) as stopped:
+            with _stop_on_signal(trainer) as stopped, beginning.checked():
                 trainer.train(resume_from_checkpoint=resume)
+            beginning.on_step_end()  # also if nothing was left to train
             if not stopped:
                 _save_model(trainer, run_dir)
         if arguments.training.push_to_hub and not stopped:
@@ -65,6 +70,51 @@ def train(arguments: Arguments) -> int | None:
             distributed.destroy_process_group()
         _print_end(arguments, trainer, run_dir, stopped=bool(stopped))
     return stopped[0] if stopped else None
+
+
+def _require_metric(trainer: Any) -> None:
+    """Raises `ConfigError` unless an evaluation has the metric of the best model: after one of a batch."""
+    name, data = trainer.args.metric_for_best_model, trainer.eval_dataset
+    if data is None or name in (None, "loss", "eval_loss"):
+        return
+    handler = trainer.callback_handler
+    callbacks, handler.callbacks = handler.callbacks, []  # which would report it
+    with torch.random.fork_rng():
+        metrics = trainer.evaluate(data.take(trainer.args.per_device_eval_batch_size * trainer.args.world_size))
+    handler.callbacks = callbacks
+    names = [metric.removeprefix("eval_") for metric in metrics]
+    if name.removeprefix("eval_") not in names:
+        raise ConfigError(f"metric_for_best_model {name!r} is unknown. An evaluation has {', '.join(names)}")
+
+
+class _Beginning(TrainerCallback):  # type: ignore[misc]
+    """Makes a folder that of a run once a step is complete. Until then a mistake in the arguments leaves nothing."""
+
+    def __init__(self, arguments: Arguments, run_dir: Path) -> None:
+        self.arguments, self.run_dir, self.written = arguments, run_dir, False
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        if rank() == 0 and not self.written:
+            folder.write_config(self.arguments, self.run_dir)
+        self.written = True
+
+    @contextmanager
+    def checked(self) -> Iterator[None]:
+        """Converts what libraries raise until the first step is complete into errors for users."""
+        try:
+            yield
+        except Exception as error:
+            if self.written or _raised_by(error) == "lowmem":
+                raise
+            with refused(f"{self.arguments.file or 'the command line'}: {type(self.arguments.training).__name__}"):
+                raise
+
+
+def _raised_by(error: BaseException) -> str | None:
+    """The last package that called what raised an error, of those that see arguments."""
+    frames = traceback.walk_tb(error.__traceback__)
+    packages = [frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in frames]
+    return next((name for name in reversed(packages) if name in _PACKAGES), None)
 
 
 def _save_model(trainer: Any, run_dir: Path) -> None:
@@ -122,10 +172,12 @@ def _explained(arguments: Arguments, run_dir: Path) -> Iterator[None]:
         yield
     except Exception as error:
         if is_out_of_memory(error):
+            if rank() == 0 and not (run_dir / environment.CONFIG).exists():
+                folder.write_config(arguments, run_dir)  # with which it continues
             advice = _memory_advice(arguments, run_dir)
             raise LowmemError(f"out of memory: {reason(error)}. {advice}") from error
         if not isinstance(error, LowmemError):
-            path = run_dir / ("traceback.txt" if rank() == 0 else f"traceback-{rank()}.txt")
+            path = run_dir / f"{folder.TRACEBACK}{f'-{rank()}' if rank() else ''}.txt"
             write_file(path, redacted("".join(traceback.format_exception(error))).encode())
         raise
 

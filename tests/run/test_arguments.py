@@ -14,7 +14,7 @@ from trl.scripts.utils import DatasetConfig
 from lowmem import FusedConfig, cli
 from lowmem.errors import ConfigError
 from lowmem.layers.config import LayersConfig
-from lowmem.run.arguments import SECTIONS, Parser, parse
+from lowmem.run.arguments import _FORMER, SECTIONS, Parser, parse
 
 PARTS = ("script", "training", "model", "mixture", "fused", "layers")
 
@@ -126,6 +126,9 @@ def test_hyperparameters_of_the_rule_are_arguments(rule, parsed, refused):
 
 # --- Mistakes ---------------------------------------------------------------------------------------------------------
 
+# Nine texts, nine of which are written out nine times, and so on: 43 million.
+BOMB = "\n".join(f"  k{n}: &a{n} [{', '.join([f'*a{n - 1}' if n else 'x'] * 9)}]" for n in range(8))
+
 # Lines of YAML, and what is said of them: where, and what to write.
 MISTAKES = {
     "learning_rte: 1": "c.yaml, line 1: unknown key 'learning_rte'. Did you mean 'learning_rate'?",
@@ -150,7 +153,8 @@ MISTAKES = {
     "fused: {loss_scale: {init: 8}}": "line 1: fused: loss_scale: unknown key 'init'",
     "fused: adamw": "line 1: fused is a section",
     "fused:": "line 1: fused is a section",
-    "logging_steps: 0": "c.yaml: SFTConfig: logging strategy",
+    "logging_steps: 0": "c.yaml, line 1: logging_steps=0.0 is out of range; allowed: a number > 0",
+    "lr_scheduler_type: greedy": "c.yaml: SFTConfig: lr_scheduler_type greedy requires an eval strategy",
     "config: x.yaml": "line 1: unknown key 'config'",
     "help: true": "line 1: unknown key 'help'",
     "env: 3": "line 1: env: expected names and values",
@@ -163,6 +167,27 @@ MISTAKES = {
     "num_processes: 2": "accelerate launch --num_processes ... -m lowmem sft ...",
     "accelerate_config: fsdp2\nmixed_precision: bf16": "launch --config_file ... --mixed_precision ... -m lowmem sft",
     "zzz": "expected keys and values",
+    "seed: 1\nmax_length: !!int x": "c.yaml, line 2: 'x' is not of the type !!int",
+    "run_name: !!timestamp x": "c.yaml, line 1: 'x' is not of the type !!timestamp",
+    "packing: !!bool x": "c.yaml, line 1: 'x' is not of the type !!bool",
+    "run_name: 2026-13-45": "c.yaml, line 1: '2026-13-45' is not of the type !!timestamp",
+    "env: {'a=b': c}": "c.yaml, line 1: env: no variable can be named or set so",
+    "env: {'': c}": "c.yaml, line 1: env: no variable can be named or set so",
+    'env: {a: "\\0"}': "c.yaml, line 1: env: no variable can be named or set so",
+    "model_init_kwargs:\n" + BOMB: "it has more than 100,000 characters with its aliases",
+    "lr_scheduler_type:\n" + BOMB: "it has more than 100,000 characters with its aliases",
+    f"? {'a' * 1_000_000}\n: 1": "line 1: it has more than 100,000 characters",
+    f"lr_scheduler_type: {'a' * 1_000_000}": "line 1: it has more than 100,000 characters",
+    "model_init_kwargs: " + "[" * 100_000: "c.yaml: it is nested too deeply",
+    "model_init_kwargs: '[1]'": "line 1: model_init_kwargs: expected a mapping",
+    "dataset_name: a\ndatasets: [json]": "line 1: dataset_name has no effect beside datasets",
+    "torch_dtype: bfloat16": "line 1: unknown key 'torch_dtype'. An earlier version had it: write dtype instead",
+    "group_by_length: true": "write train_sampling_strategy: group_by_length instead",
+    "use_flash_attn: true": "write attn_implementation: flash_attention_2 instead",
+    "no_cuda: true": "write use_cpu instead",
+    "warmup_ratio: 0.1": "write warmup_steps: SHARE",
+    "overwrite_output_dir: true": "An earlier version had it: omit it",
+    "num_train_epochs: .nan": "line 1: num_train_epochs=nan is out of range; allowed: a number",
 }  # fmt: skip
 
 
@@ -186,10 +211,49 @@ def test_mistakes_in_a_file(text, refused):
         ("--config", "--config: expected one argument"),
         ("--hub_token hf_abcdefghijklmnopqrst", "--hub_token has a password or token"),
         ("--num_processes 2 --max_steps 3", "accelerate launch --num_processes ... -m lowmem sft ..."),
+        (f"--model_init_kwargs {'[' * 100_000}", "--model_init_kwargs: expected a mapping"),
+        ("--model_init_kwargs " + '{"a":' * 20_000, "maximum recursion depth exceeded"),
+        (f"--fused.betas {'[' * 900}", "is not YAML: it is nested too deeply"),
+        ("--torch_dtype x", "unknown argument 'torch_dtype'. An earlier version had it: write dtype instead"),
+        ("--save_steps 0", "--save_steps=0.0 is out of range; allowed: a number > 0"),
     ],
 )
 def test_mistakes_on_the_command_line(words, message, refused):
     assert message in refused("", *words.split())
+
+
+NONSENSE = {
+    "gradient_accumulation_steps": (-1, 0), "per_device_train_batch_size": (0,), "per_device_eval_batch_size": (0,),
+    "max_length": (-1, 0), "save_steps": (0, -1), "eval_steps": (0, -3), "logging_steps": (-1,), "max_steps": (0, -2),
+    "num_train_epochs": (0, -1), "seed": (-1, 2**32), "data_seed": (-1,), "dataloader_num_workers": (-1,),
+    "label_smoothing_factor": (2, -0.1), "lora_dropout": (".nan", 1), "lora_r": (0,), "learning_rate": (-1, ".inf"),
+    "neftune_noise_alpha": (-1, ".nan"), "adam_epsilon": (".nan",), "warmup_steps": (-1,),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NONSENSE)
+def test_numbers_without_a_meaning_are_refused_where_they_are(name, refused, parsed):
+    for value in NONSENSE[name]:
+        assert f"c.yaml, line 2: {name}=" in refused(f"run_name: a\n{name}: {value}")
+        assert (message := refused("", f"--{name}={str(value).removeprefix('.')}")).startswith(f"--{name}=")
+        assert "is out of range; allowed: a" in message
+    refused(f"{name}: {NONSENSE[name][0]}", "--packing", "true")
+    parsed(f"{name}: {NONSENSE[name][0]}", f"--{name}", "0.5" if name == "lora_dropout" else "1")  # which is before it
+
+
+def test_an_infinite_number_is_read_and_written(parsed):
+    arguments = parsed("max_grad_norm: .inf")
+    assert arguments.training.max_grad_norm == float("inf")
+    assert same(arguments, parsed(arguments.to_yaml()))
+
+
+def test_what_replaces_a_former_argument_is_one(parsed):
+    known = {name for command in cli.COMMANDS for name in Parser(command).known()}
+    assert not known & _FORMER.keys()
+    for now in filter(None, _FORMER.values()):
+        assert now.split(":")[0] in known
+        if ":" in now and "SHARE" not in now:
+            parsed(now)
 
 
 def test_environment_variables_of_a_file_are_set_and_not_written(parsed, monkeypatch):

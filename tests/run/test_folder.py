@@ -56,7 +56,31 @@ def test_a_folder_of_a_run_that_failed_before_it_wrote_is_removed_by_rank_0(tmp_
     assert (tmp_path / "of rank 0").exists()
 
 
+def test_what_a_failed_run_has_written_is_removed_unless_it_had_begun(tmp_path):
+    def fail(begin):
+        with pytest.raises(ZeroDivisionError), run_folder(of_folder(tmp_path / "run")) as folder:
+            (folder / "metrics.jsonl").touch()
+            (folder / "runs" / "tracker").mkdir(parents=True)
+            (folder / "traceback.txt").touch()
+            if begin:
+                (folder / "config.yaml").touch()
+            _ = 1 / 0
+        return {path.name for path in folder.iterdir()}
+
+    assert fail(begin=False) == fail(begin=False) == {"traceback.txt"}  # which is no run
+    assert fail(begin=True) == {"traceback.txt", "metrics.jsonl", "runs", "config.yaml"}
+
+
+def test_a_failed_run_removes_nothing_that_was_there(tmp_path):
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(ZeroDivisionError), run_folder(of_folder(tmp_path, "other/checkpoint-4")) as folder:
+        (folder / "metrics.jsonl").touch()
+        _ = 1 / 0
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
 def test_a_lock_of_a_killed_run_is_no_run(tmp_path):
+    (tmp_path / "metrics.jsonl").touch()  # of a run that was killed in its first step
     (tmp_path / ".lock").write_text("process 1 on elsewhere")
     use(tmp_path)
 
