@@ -35,6 +35,8 @@ _UNSUPPORTED = {
 
 def check_arguments(args: TrainingArguments, fused: FusedConfig) -> None:
     """Raises for arguments of the trainer that would be ignored, or that contradict `fused` or are not supported."""
+    if args.max_steps == 0:
+        raise ConfigError("max_steps=0: transformers trains one step with it; omit it or set a positive number")
     rule = resolve(fused.rule)
     if rule.decay not in rule.defaults and args.weight_decay:
         raise ConfigError(f"weight_decay={args.weight_decay}: rule {rule.name!r} has no weight decay; omit it")

@@ -37,6 +37,16 @@ def embedding(model: Any, side: Literal["input", "output"]) -> Any:
         return None
 
 
+def positions(model: Any) -> int | None:
+    """The number of tokens for which a model has learned positions; None if its positions are computed."""
+    count = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    for name, table in model.named_modules():
+        if isinstance(table, nn.Embedding) and ("pos" in name or name.endswith("wpe")) and count is not None:
+            offset = getattr(table, "offset", 0 if table.padding_idx is None else table.padding_idx + 1)
+            return int(table.num_embeddings - offset)
+    return None
+
+
 def described(model: Any, optimizer: FusedOptimizer) -> str:
     """Says whether the gradients of a model's head and input embedding are computed as they are read."""
     layers = (embedding(model, "output"), embedding(model, "input"))
