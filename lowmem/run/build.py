@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import json
 import re
 import sys
 from collections.abc import Callable
@@ -71,7 +72,10 @@ def _by_row(prepare: Callable[[Any], Any], dataset: Any) -> Any:
             except Exception as found:
                 last, cause = middle, found
         row = first if dataset._indices is None else dataset._indices.column(0)[first].as_py()
-        raise DataError(f"row {row + 1} of the data cannot be tokenized: {reason(cause)}") from error
+        content = json.dumps(dataset[first], default=str, ensure_ascii=False)[:300]
+        raise DataError(
+            f"row {row + 1} of the data cannot be tokenized: {reason(cause)}. The row: {content}"
+        ) from error
 
 
 @purge_accelerate_environment  # type: ignore[untyped-decorator]

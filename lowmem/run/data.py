@@ -1,10 +1,10 @@
 """The data of a run: loaded by `datasets` as TRL does, looked at before training, and recognized when it is resumed."""
 
+import contextlib
 import copy
 import json
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate, groupby, islice
 from pathlib import Path
@@ -26,7 +26,7 @@ from transformers import (
 from transformers.trainer_callback import ExportableState
 from trl import get_dataset
 
-from lowmem.errors import ConfigError, DataError, LowmemError
+from lowmem.errors import ConfigError, DataError
 from lowmem.hf.layers import embedding, positions
 from lowmem.run import build
 from lowmem.run.arguments import Arguments, reason, refused
@@ -58,173 +58,68 @@ def load(arguments: Arguments) -> tuple[Any, Any]:
             f"dataset_name {name!r} is the name of a file; write datasets: [{{path: {builder}, data_files: {name}}}]"
         )
     set_seed(arguments.training.seed)  # TRL splits by the state of NumPy, which has to be that of every rank and start
-    evaluates = arguments.training.eval_strategy != "no"
-    if not mixture.datasets:
-        with _loading():
-            splits = datasets.load_dataset(name, name=script.dataset_config, streaming=script.dataset_streaming)
-        names = {"dataset_train_split": script.dataset_train_split, "dataset_test_split": script.dataset_test_split}
-        splits = [_split(splits, split, key) for key, split in names.items() if evaluates or "train" in key]
-        train, *evaluation = [_checked(split, arguments) for split in splits]
-        return train, evaluation[0] if evaluation else None
-    train = _mixture(arguments, mixture)
-    if mixture.test_split_size is not None:
-        with _loading():
-            splits = train.train_test_split(test_size=mixture.test_split_size)
-        return splits["train"], splits["test"] if evaluates else None
-    if not evaluates:
-        return train, None
-    test = script.dataset_test_split
-    entries = [replace(entry, split=test) for entry in mixture.datasets if test in (entry.data_files or ())]
-    entries = [entry for entry in entries if isinstance(entry.data_files, dict)]
-    if not entries:
-        raise ConfigError(
-            f"datasets: no entry has data_files of a split {test!r} to evaluate on. Write data_files: {{train: a.jsonl, "
-            f"{test}: b.jsonl}}, or set test_split_size, such as 0.05, to hold out a part of the data"
-        )
-    return train, _mixture(arguments, replace(mixture, datasets=entries))
-
-
-def _mixture(arguments: Arguments, mixture: Any) -> Any:
-    """The rows of all entries of `datasets`, each looked at by itself."""
-    parts = []
-    for entry in mixture.datasets:
-        with _loading(entry):
-            alone = replace(mixture, datasets=[replace(entry, fraction=None)], test_split_size=None)
-            parts.append(_checked(get_dataset(alone)["train"], arguments, entry))
-    if len(parts) == 1:
-        return parts[0]
-    with _loading():
-        return get_dataset(replace(mixture, test_split_size=None))["train"]
-
-
-@contextmanager
-def _loading(entry: Any = None) -> Iterator[None]:
-    """Raises `DataError` where `datasets` cannot load data, with the line of the file if one is at fault."""
     try:
-        yield
-    except LowmemError:
-        raise
+        if mixture.datasets:
+            test = script.dataset_test_split
+            files = [entry for entry in mixture.datasets if isinstance(entry.data_files, dict)]
+            entries = [replace(entry, split=test) for entry in files if test in entry.data_files]
+            splits = get_dataset(mixture)
+            if entries and test not in splits:
+                splits[test] = get_dataset(replace(mixture, datasets=entries))["train"]
+            next(iter(splits["train"]), None)  # text that is not UTF-8 is found when it is read
+        else:
+            splits = datasets.load_dataset(name, name=script.dataset_config, streaming=script.dataset_streaming)
     except Exception as error:  # each reader of `datasets` raises its own types
-        if (fault := _unreadable(entry)) is not None:
-            raise DataError(fault) from error
         cause = error.__cause__ or error.__context__
         because = f" ({reason(cause)})" if cause is not None else ""
         because = " (a file without rows)" if isinstance(error, StopIteration) else because
+        because += _unreadable(mixture.datasets)
         raise DataError(f"the data cannot be loaded: {reason(error)}{because}") from error
+    train = _split(splits, script.dataset_train_split, "dataset_train_split", "")
+    if arguments.training.eval_strategy == "no":
+        return train, None
+    advice = "; or write data_files: {train: FILE, test: FILE}, or set test_split_size: 0.05 to hold out a part"
+    advice = advice if mixture.datasets else ""
+    return train, _split(splits, script.dataset_test_split, "dataset_test_split", advice)
 
 
-def _files(entry: Any) -> list[Path]:
-    """The local files of an entry, in the order of their rows; none if that is unknown."""
-    try:
-        files = datasets.load_dataset_builder(entry.path, data_files=entry.data_files).config.data_files[entry.split]
-    except Exception:  # it has none, or is not where it should be
-        return []
-    return [Path(file) for file in files if Path(file).is_file()]
-
-
-def _unreadable(entry: Any) -> str | None:
-    """Says which line of an entry's files cannot be read, or which file has other columns than the first."""
-    columns: dict[Path, set[str]] = {}
-    for file in _files(entry):
-        with file.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                try:
-                    line.decode()
-                    if file.suffix == ".jsonl" and line.strip():
-                        json.dumps(row := json.loads(line), ensure_ascii=False).encode()  # a surrogate has no encoding
-                        columns.setdefault(file, set()).update(row)
-                except UnicodeDecodeError as error:
-                    return f"{file}, line {number}: {error}. Convert the file: iconv -f LATIN1 -t UTF-8"
-                except (ValueError, TypeError) as error:
-                    return f"{file}, line {number} cannot be read: {reason(error)}"
-    first = next(iter(columns), None)
-    for file, names in columns.items():
-        if extra := names - columns[first]:
-            return (
-                f"{file} has {', '.join(sorted(extra))}, which {first} does not have. Name each file in its own entry of "
-                "datasets, or first the file that has all columns"
-            )
-    return None
-
-
-def _split(splits: Any, name: str, key: str) -> Any:
+def _split(splits: Any, name: str, key: str, advice: str) -> Any:
     if name not in splits:
-        raise ConfigError(f"the data has no split {name!r}. It has {', '.join(splits)}; set {key} to one")
-    return splits[name]
-
-
-def _checked(split: Any, arguments: Arguments, entry: Any = None) -> Any:
-    """A data set whose rows have what their command reads. Those of a stream are looked at as they come.
-
-    Raises:
-        DataError: it has no rows, a column is missing, or a row has something else in it.
-    """
-    if (example := next(iter(split), None)) is None:
-        raise DataError(f"the split {entry.split if entry else split.split!r} of the data has no rows")
-    names = _columns(arguments, example)
-
-    def look(values: Any, number: int) -> None:
-        for name in names:
-            if fault := _fault(name, values[name], example[name]):
-                raise DataError(f"{_place(entry, number)}: {fault}. Correct the row, or leave it out")
-
-    if not isinstance(split, datasets.Dataset):
-        return split.map(look, with_indices=True, features=split.features)
-    number = 0
-    for batch in split.select_columns(names).iter(batch_size=1000) if names else ():
-        for row in zip(*batch.values(), strict=True):
-            look(dict(zip(batch, row, strict=True)), number)
-            number += 1
+        raise ConfigError(f"the data has no split {name!r}. It has {', '.join(splits)}; set {key} to one{advice}")
+    split = splits[name]
+    if next(iter(split), None) is None:
+        raise DataError(f"the split {name!r} of the data has no rows")
     return split
 
 
-def _columns(arguments: Arguments, example: Mapping[str, Any]) -> list[str]:
-    """The columns that the trainer of a command tokenizes, where it does."""
-    command = arguments.command
-    if any(name.endswith("_ids") for name in example) or "images" in example or "image" in example:
-        return []  # tokenized, or read by a processor
-    pair, prompt = ["chosen", "rejected"], ["prompt"] if "prompt" in example else []
-    chats = [name for name in ("messages", "conversations") if name in example]
-    names = {
-        "sft": [*prompt, "completion"] if prompt else chats[:1] or [arguments.training.dataset_text_field]
-        if command == "sft" else [],
-        "dpo": [*prompt, *pair], "reward": [*prompt, *pair],
-        "kto": [*prompt, *pair] if "chosen" in example else ["prompt", "completion", "label"],
-    }.get(command, ["prompt"])  # fmt: skip
-    for name in names:
-        if name not in example:
-            advice = f", or select one column: columns: [{chats[0]}]" if command == "sft" and chats else ""
-            raise DataError(
-                f"the data has no column {name!r}, which {command} needs. It has {', '.join(example)}{advice}"
+def _unreadable(entries: list[Any]) -> str:
+    """Says, where `datasets` cannot load local files, in which line one is wrong, or which keys the first lacks."""
+    keys: dict[str, set[str]] = {}
+    for entry in entries:
+        with contextlib.suppress(Exception):  # not there, or not files
+            builder = datasets.load_dataset_builder(entry.path, data_files=entry.data_files)
+            keys |= {file: set() for file in builder.config.data_files[entry.split] if Path(file).is_file()}
+    for file in keys:
+        with open(file, "rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                try:
+                    line.decode()
+                    if file.endswith(".jsonl") and line.strip():
+                        json.dumps(row := json.loads(line), ensure_ascii=False).encode()
+                        messages = [part for value in row.values() if isinstance(value, list) for part in value]
+                        keys[file] |= row.keys() | {key for part in messages if isinstance(part, dict) for key in part}
+                except (ValueError, AttributeError) as error:
+                    advice = ". A file in another encoding is converted by: iconv -f latin1 -t utf-8"
+                    return (
+                        f". {file}, line {number}: {reason(error)}{advice if isinstance(error, UnicodeError) else ''}"
+                    )
+    for file in keys:
+        if more := keys[file] - keys[(first := next(iter(keys)))]:
+            return (
+                f". {file} has the key {min(more)!r}, which {first} does not have. Name both files in one entry, and the "
+                "one that has all keys first: data_files: [all_keys.jsonl, others.jsonl]"
             )
-    return names
-
-
-def _fault(name: str, value: Any, usual: Any) -> str | None:
-    """Says why a text, a conversation or a label cannot be trained on, where it is not of the kind of the first row."""
-    if value is None or not isinstance(value, str | list | bool | int):
-        return f"{name} is {'missing or null' if value is None else repr(value)[:80]}"
-    if isinstance(value, str) != isinstance(usual, str) or (isinstance(value, int) and name != "label"):
-        return f"{name} is {repr(value)[:80]}, where a {'text' if name != 'messages' else 'list of messages'} is expected"
-    if value == []:
-        return f"{name} has no messages"
-    for number, message in enumerate(value if isinstance(value, list) else (), start=1):
-        if not isinstance(message, dict) or not (message.get("role") or message.get("from")):
-            return f"message {number} of {name} has no role"
-        if all(part is None for key, part in message.items() if key not in ("role", "from")):
-            return f"message {number} of {name} has no content"
-    return None
-
-
-def _place(entry: Any, number: int) -> str:
-    """A row in the user's files: "row 3 of chats.jsonl"."""
-    files = _files(entry)
-    for file in files:
-        count = len(datasets.load_dataset(entry.path, data_files=str(file), split="train")) if files[1:] else number + 1
-        if number < count:
-            return f"row {number + 1} of {file}"
-        number -= count
-    return f"row {number + 1} of {entry.path if entry else 'the data'}"
+    return ""
 
 
 def first(train: Any) -> Any:
@@ -261,92 +156,78 @@ def check(trainer: Any, loaded: Any, evaluation: Any = None) -> str:
         evaluation: the evaluation data before that, or None.
 
     Raises:
-        ConfigError: the model has no row in its embedding for a token, or too few positions for a row.
-        DataError: no token contributes to the loss, or no batch is complete.
+        ConfigError: the model has no embedding for a token, or no position for one.
+        DataError: no token contributes to the loss, or there is no batch.
     """
-    args = trainer.args
-    counts = _counts(trainer, trainer.train_dataset, loaded, "train", args.train_batch_size)
-    if evaluation is None:
-        return counts
-    return f"{counts}; evaluation: {_counts(trainer, trainer.eval_dataset, evaluation, 'eval', args.eval_batch_size)}"
+    counts, args = _counts(trainer, trainer.train_dataset, loaded, "train", trainer.args.train_batch_size), trainer.args
+    if evaluation is not None:
+        counts += f"; evaluation: {_counts(trainer, trainer.eval_dataset, evaluation, 'eval', args.eval_batch_size)}"
+    return counts
 
 
 def _counts(trainer: Any, tokenized: Any, loaded: Any, name: str, batch_size: int) -> str:
-    """Rows, tokens and the tokens that contribute to the loss, of one of a trainer's two data sets."""
+    """Checks the training or evaluation data, and counts what is trained on, cut off and left out."""
     if not isinstance(tokenized, datasets.Dataset):
         return f"streamed; columns {', '.join(next(iter(tokenized)))}"
     args, limit = trainer.args, getattr(trainer.args, "max_length", None)
-    which = "" if name == "train" else " of the evaluation data"
+    rows = f"{len(loaded):,} rows{' of the evaluation data' if name == 'eval' else ''}"
     if len(tokenized) == 0:
         raise DataError(
-            f"none of {len(loaded):,} rows{which} is left: nothing of them lies within max_length={limit} tokens. Raise "
-            "max_length, or look at the rows with `lowmem inspect`"
+            f"none of {rows} is left with max_length={limit}. Raise it, and look at the rows with `inspect`"
         )
-    if args.dataloader_drop_last and len(tokenized) < (batch := batch_size * args.world_size):
-        raise DataError(
-            f"{len(tokenized):,} rows{which} are fewer than a batch of {batch:,}, and dataloader_drop_last leaves out a "
-            "batch that is not complete. Omit dataloader_drop_last, or reduce the batch"
-        )
-    lengths = _lengths(trainer, tokenized)
-    if "labels" not in tokenized.column_names:
-        cut = sum(np.maximum(row - (limit or row.max()), 0).sum() for row in lengths)
-        counts = f"{len(tokenized):,} rows{_missing(loaded, tokenized)}{_cut(int(cut), limit)}"
-        return f"{counts}; columns {', '.join(tokenized.column_names)}"
-    tokens = trained = empty = 0
-    for batch in tokenized.with_format("arrow").iter(batch_size=1000):
-        labels = batch["labels"].combine_chunks()
-        borders = np.append(0, np.cumsum(pc.list_value_length(labels)))
-        parts = pc.list_flatten(batch["seq_lengths"]) if "seq_lengths" in tokenized.column_names else np.diff(borders)
-        contributes = np.append(labels.flatten().to_numpy() != -100, False)
-        contributes[np.append(0, np.cumsum(parts))] = False  # nothing comes before the first token of a sample
-        sums = np.append(0, np.cumsum(contributes))[borders]
-        tokens, trained, empty = tokens + borders[-1], trained + sums[-1], empty + np.sum(np.diff(sums) == 0)
+    if args.dataloader_drop_last and len(tokenized) < (least := batch_size * args.world_size):
+        raise DataError(f"{rows} are no batch of {least:,}, and dataloader_drop_last leaves out a part of one; omit it")
+    columns, tokenizer = tokenized.column_names, trainer.processing_class
+    ids = [column for column in columns if column.endswith("_ids")]
+    highest = getattr(tokenizer, "tokenizer", tokenizer).pad_token_id or 0
+    tokens = trained = empty = longest = 0
+    for batch in _arrow(tokenized) if ids else ():
+        lengths = {column: pc.list_value_length(batch[column]).to_numpy() for column in ids}
+        highest = max(highest, *(pc.max(pc.list_flatten(batch[column])).as_py() or 0 for column in ids))
+        prompt = lengths.pop("prompt_ids", 0)
+        longest = max(longest, *(int(np.max(prompt + length)) for length in lengths.values()))
+        if "labels" in columns:
+            ends = np.append(0, np.cumsum(lengths["input_ids"]))
+            samples = np.cumsum(pc.list_flatten(batch["seq_lengths"])) if "seq_lengths" in columns else ends
+            contributes = np.append(pc.list_flatten(batch["labels"]).to_numpy() != -100, False)
+            contributes[np.append(0, samples)] = False  # nothing comes before the first token of a sample
+            sums = np.append(0, np.cumsum(contributes))[ends]
+            tokens, trained, empty = tokens + ends[-1], trained + sums[-1], empty + np.sum(np.diff(sums) == 0)
+    _require_places(trainer.model, getattr(tokenizer, "tokenizer", tokenizer), highest, min(longest, limit or longest))
+    missing = len(loaded) - len(tokenized)
+    counts = f"{len(loaded):,} rows"
+    if getattr(args, "packing", False) and "labels" in columns:
+        counts += f" packed into {len(tokenized):,}"
+    elif missing > 0:
+        counts += f", {missing:,} left out, of which nothing to train on lies within max_length"
+    if "labels" not in columns:
+        return f"{counts}; columns {', '.join(columns)}"
     if trained == 0:
         raise DataError(
-            f"none of the {tokens:,} tokens in {len(loaded):,} rows{which} contributes to the loss. Raise max_length, or "
-            "look at the rows with `lowmem inspect`"
+            f"none of the {tokens:,} tokens in {rows} contributes to the loss. Raise max_length, or look at the rows with "
+            "`lowmem inspect`"
         )
-    whole = getattr(trainer, "untruncated", {}).get(name)
-    before = int(np.sum(_lengths(trainer, whole))) if whole is not None else tokens
-    rows = f"{len(loaded):,} rows" + _missing(loaded, tokenized)
-    if args.packing:
-        rows = f"{len(loaded):,} rows packed into {len(tokenized):,}"
-    rows += f", {empty:,} without a token to train on" if empty else ""
-    return f"{rows}, {tokens:,} tokens{_cut(before - tokens, limit)}, loss on {trained:,} ({trained / tokens:.0%})"
+    whole = getattr(trainer, "untruncated", {}).get(name, ())
+    cut = sum(pc.sum(pc.list_value_length(batch["input_ids"])).as_py() for batch in _arrow(whole)) - tokens
+    counts += f", {empty:,} without a token to train on" if empty else ""
+    counts += f", {tokens:,} tokens" + (f" and {cut:,} cut off by max_length={limit}" if cut > 0 else "")
+    return f"{counts}, loss on {trained:,} ({trained / tokens:.0%})"
 
 
-def _missing(loaded: Any, tokenized: Any) -> str:
-    missing = len(loaded) - len(tokenized)
-    return f", {missing:,} left out, of which nothing to train on lies within max_length" if missing > 0 else ""
+def _arrow(dataset: Any) -> Iterator[Any]:
+    return dataset.with_format("arrow").iter(batch_size=1000) if isinstance(dataset, datasets.Dataset) else iter(())
 
 
-def _cut(tokens: int, limit: int | None) -> str:
-    return f" and {tokens:,} cut off by max_length={limit}" if tokens else ""
-
-
-def _lengths(trainer: Any, tokenized: Any) -> list[Any]:
-    """The tokens of each row, once for each answer, if the model has a position and an embedding for all of them."""
-    columns = [name for name in tokenized.column_names if name.endswith("_ids")]
-    table, places = embedding(trainer.model, "input"), positions(trainer.model)
-    tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
-    largest, lengths = tokenizer.pad_token_id or 0, dict.fromkeys(columns, np.zeros(0, dtype=np.int64))
-    for batch in tokenized.select_columns(columns).with_format("arrow").iter(batch_size=1000) if columns else ():
-        for name in columns:
-            largest = max(largest, pc.max(pc.list_flatten(batch[name])).as_py() or 0)
-            lengths[name] = np.append(lengths[name], pc.list_value_length(batch[name]))
-    if largest >= (rows := getattr(table, "num_embeddings", largest + 1)):
-        token = tokenizer.convert_ids_to_tokens(largest)
+def _require_places(model: Any, tokenizer: Any, token: int, length: int) -> None:
+    """Raises `ConfigError` unless a model has an embedding for the highest token and positions for the longest row."""
+    if token >= (count := getattr(embedding(model, "input"), "num_embeddings", token + 1)):
         raise ConfigError(
-            f"token {largest}, {token!r}, of the tokenizer has no row in the embedding of the model, which has {rows}. "
-            "Use the tokenizer of the model; if it is the pad token, set pad_token to another one, such as "
-            f"{tokenizer.eos_token!r}, or save the model after model.resize_token_embeddings({len(tokenizer)})"
+            f"the embedding of the model has {count:,} rows, and none for {tokenizer.convert_ids_to_tokens(token)!r}, "
+            f"token {token:,}. If it is the pad token, set pad_token to another, such as {tokenizer.eos_token!r}; else "
+            "use the tokenizer of the model, or save the model after model.resize_token_embeddings(N)"
         )
-    prompt = lengths.pop("prompt_ids", 0)
-    sums = [prompt + length for length in lengths.values()]
-    longest = max((int(row.max(initial=0)) for row in sums), default=0)
-    if places is not None and min(longest, getattr(trainer.args, "max_length", None) or longest) > places:
-        raise ConfigError(f"a row has {longest:,} tokens, and the model {places:,} positions; set max_length: {places}")
-    return sums
+    if (places := positions(model)) is not None and length > places:
+        raise ConfigError(f"a row has {length:,} tokens, and the model {places:,} positions: set max_length: {places}")
 
 
 def rows(trainer: Any, count: int) -> Iterator[list[Segment]]:
