@@ -35,13 +35,9 @@ def check(model: Any) -> None:
     modules = [model.base_model] if output is None else [model.base_model, output]
     known = {id(param) for module in modules for param in module.parameters()}
     others = [name for name, param in model.named_parameters() if id(param) not in known]
-    reason = (
-        "there is no such matrix"
-        if output is None or model.base_model is model
-        else f"{others[0]!r} lies between"
-        if others
-        else ""
-    )
+    reason = f"{others[0]!r} lies between" if others else ""
+    if output is None or model.base_model is model:
+        reason = "there is no such matrix"
     if output is not None and not hasattr(output, "bias"):
         reason = (
             f"{type(output).__name__} changes rows of it; leave the output embedding out of trainable_token_indices, "
@@ -59,8 +55,7 @@ def check_loss(model: Any, device: torch.device, autocast: Callable[[], Any], la
     """Raises `UnsupportedError` if a model computes another loss from its last hidden state than TRL's head does.
 
     TRL 1.16 reads scales and caps of logits under the names that most configurations have. Both losses are computed for
-    one row, also with a hidden state that is scaled so that logits are large.
-    The ranks of a sharded model call together.
+    one row, also with a hidden state that is scaled so that logits are large. Ranks of a sharded model call together.
     """
     if any(is_fake(param) or param.is_meta for param in model.parameters()):
         return  # a plan has no values
@@ -86,9 +81,9 @@ def check_loss(model: Any, device: torch.device, autocast: Callable[[], Any], la
             rtol = 2e-3 if own.logits.dtype == torch.float32 else 2e-2
             if not torch.isclose(fused.loss.float(), loss, rtol=rtol):
                 raise UnsupportedError(
-                    f"{type(base).__name__}: TRL's SFTTrainer multiplies the last hidden state by one matrix to compute "
-                    f"logits. On one row this gives a loss of {float(fused.loss):.4g}, and the model's own is "
-                    f"{float(loss):.4g}. Use, in Python, FusedTrainer, which uses the loss that the model computes"
+                    f"{type(base).__name__}: for one row the model computes a loss of {float(loss):.4g}, and TRL's "
+                    f"SFTTrainer, by one matrix and the last hidden state, {float(fused.loss):.4g}. Use, in Python, "
+                    "FusedTrainer, which uses the loss that the model computes"
                 )
             scale, logits = _SPREAD / float(logits.std()), own.logits
     finally:

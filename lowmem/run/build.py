@@ -23,11 +23,10 @@ from lowmem.trainer import FusedSFTTrainer, FusedTrainerMixin
 # The trainers that take reward functions.
 _WITH_REWARDS = ("grpo", "rloo")
 
-_CPUINFO = Path("/proc/cpuinfo")
-
-
 # The rows that are tokenized before others.
 FIRST_ROWS = 100
+
+_CPUINFO = Path("/proc/cpuinfo")
 
 
 @cache

@@ -31,6 +31,9 @@ from lowmem.hf.layers import embedding, positions
 from lowmem.run import build
 from lowmem.run.arguments import Arguments, reason, refused
 
+# The columns of tokens that TRL's trainers make.
+_IDS = ("input_ids", "prompt_ids", "chosen_ids", "rejected_ids", "completion_ids")
+
 _BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 
 
@@ -58,29 +61,30 @@ def load(arguments: Arguments) -> tuple[Any, Any]:
             f"dataset_name {name!r} is the name of a file; write datasets: [{{path: {builder}, data_files: {name}}}]"
         )
     set_seed(arguments.training.seed)  # TRL splits by the state of NumPy, which has to be that of every rank and start
+    test = script.dataset_test_split
     try:
         if mixture.datasets:
-            test = script.dataset_test_split
-            files = [entry for entry in mixture.datasets if isinstance(entry.data_files, dict)]
-            entries = [replace(entry, split=test) for entry in files if test in entry.data_files]
             splits = get_dataset(mixture)
+            with_test = [entry for entry in mixture.datasets if test in (entry.data_files or ())]
+            entries = [replace(entry, split=test) for entry in with_test if isinstance(entry.data_files, dict)]
             if entries and test not in splits:
-                splits[test] = get_dataset(replace(mixture, datasets=entries))["train"]
-            next(iter(splits["train"]), None)  # text that is not UTF-8 is found when it is read
+                splits[test] = get_dataset(replace(mixture, datasets=entries, test_split_size=None))["train"]
         else:
             splits = datasets.load_dataset(name, name=script.dataset_config, streaming=script.dataset_streaming)
+        for split in splits.values():
+            if isinstance(split, datasets.Dataset):
+                split.data.validate(full=True)  # text in another encoding may have been loaded
     except Exception as error:  # each reader of `datasets` raises its own types
         cause = error.__cause__ or error.__context__
         because = f" ({reason(cause)})" if cause is not None else ""
         because = " (a file without rows)" if isinstance(error, StopIteration) else because
-        because += _unreadable(mixture.datasets)
-        raise DataError(f"the data cannot be loaded: {reason(error)}{because}") from error
+        fault = _fault(mixture.datasets) or f"{reason(error)}{because}"
+        raise DataError(f"the data cannot be loaded: {fault}") from error
     train = _split(splits, script.dataset_train_split, "dataset_train_split", "")
     if arguments.training.eval_strategy == "no":
         return train, None
-    advice = "; or write data_files: {train: FILE, test: FILE}, or set test_split_size: 0.05 to hold out a part"
-    advice = advice if mixture.datasets else ""
-    return train, _split(splits, script.dataset_test_split, "dataset_test_split", advice)
+    advice = f"; or name its file in data_files: {{train: FILE, {test}: FILE}}, or set test_split_size, such as 0.05"
+    return train, _split(splits, test, "dataset_test_split", advice if mixture.datasets else "")
 
 
 def _split(splits: Any, name: str, key: str, advice: str) -> Any:
@@ -92,34 +96,34 @@ def _split(splits: Any, name: str, key: str, advice: str) -> Any:
     return split
 
 
-def _unreadable(entries: list[Any]) -> str:
-    """Says, where `datasets` cannot load local files, in which line one is wrong, or which keys the first lacks."""
-    keys: dict[str, set[str]] = {}
+def _fault(entries: list[Any]) -> str | None:
+    """The line of a local file that cannot be read, or the key that the first file of JSON lines lacks."""
+    keys: dict[Path, set[str]] = {}
     for entry in entries:
-        with contextlib.suppress(Exception):  # not there, or not files
+        with contextlib.suppress(Exception):  # it has no such files
             builder = datasets.load_dataset_builder(entry.path, data_files=entry.data_files)
-            keys |= {file: set() for file in builder.config.data_files[entry.split] if Path(file).is_file()}
-    for file in keys:
-        with open(file, "rb") as lines:
+            keys |= {Path(file): set() for file in builder.config.data_files[entry.split] if Path(file).is_file()}
+    for file in (file for file in keys if file.suffix in (".jsonl", ".csv", ".txt")):
+        with file.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
                 try:
                     line.decode()
-                    if file.endswith(".jsonl") and line.strip():
-                        json.dumps(row := json.loads(line), ensure_ascii=False).encode()
-                        messages = [part for value in row.values() if isinstance(value, list) for part in value]
-                        keys[file] |= row.keys() | {key for part in messages if isinstance(part, dict) for key in part}
+                    row = json.loads(line) if file.suffix == ".jsonl" and line.strip() else {}
+                    json.dumps(row, ensure_ascii=False).encode()  # half of a surrogate pair has no encoding
+                    messages = [part for value in row.values() if isinstance(value, list) for part in value]
+                    keys[file].update(*(item for item in (row, *messages) if isinstance(item, dict)))
                 except (ValueError, AttributeError) as error:
-                    advice = ". A file in another encoding is converted by: iconv -f latin1 -t utf-8"
-                    return (
-                        f". {file}, line {number}: {reason(error)}{advice if isinstance(error, UnicodeError) else ''}"
+                    advice = (
+                        "" if not isinstance(error, UnicodeDecodeError) else ". Convert it: iconv -f latin1 -t utf-8"
                     )
+                    return f"{file}, line {number}: {reason(error)}{advice}"
     for file in keys:
         if more := keys[file] - keys[(first := next(iter(keys)))]:
             return (
-                f". {file} has the key {min(more)!r}, which {first} does not have. Name both files in one entry, and the "
-                "one that has all keys first: data_files: [all_keys.jsonl, others.jsonl]"
+                f"{file} has the key {min(more)!r}, which {first} does not have. Name both in one entry of datasets, "
+                "first the file that has all keys, such as data_files: [tools.jsonl, chats.jsonl]"
             )
-    return ""
+    return None
 
 
 def first(train: Any) -> Any:
@@ -159,33 +163,34 @@ def check(trainer: Any, loaded: Any, evaluation: Any = None) -> str:
         ConfigError: the model has no embedding for a token, or no position for one.
         DataError: no token contributes to the loss, or there is no batch.
     """
-    counts, args = _counts(trainer, trainer.train_dataset, loaded, "train", trainer.args.train_batch_size), trainer.args
-    if evaluation is not None:
-        counts += f"; evaluation: {_counts(trainer, trainer.eval_dataset, evaluation, 'eval', args.eval_batch_size)}"
-    return counts
+    counts = _counts(trainer, trainer.train_dataset, loaded, "train", trainer.args.train_batch_size)
+    if evaluation is None:
+        return counts
+    size = trainer.args.eval_batch_size
+    return f"{counts}; evaluation: {_counts(trainer, trainer.eval_dataset, evaluation, 'eval', size)}"
 
 
 def _counts(trainer: Any, tokenized: Any, loaded: Any, name: str, batch_size: int) -> str:
-    """Checks the training or evaluation data, and counts what is trained on, cut off and left out."""
     if not isinstance(tokenized, datasets.Dataset):
         return f"streamed; columns {', '.join(next(iter(tokenized)))}"
-    args, limit = trainer.args, getattr(trainer.args, "max_length", None)
-    rows = f"{len(loaded):,} rows{' of the evaluation data' if name == 'eval' else ''}"
+    args, limit, columns = trainer.args, getattr(trainer.args, "max_length", None), tokenized.column_names
+    rows = f"{len(loaded):,} rows"
+    which = f"{rows} of the evaluation data" if name == "eval" else rows
     if len(tokenized) == 0:
         raise DataError(
-            f"none of {rows} is left with max_length={limit}. Raise it, and look at the rows with `inspect`"
+            f"none of {which} is left with max_length={limit}. Raise it, or look at them with lowmem inspect"
         )
-    if args.dataloader_drop_last and len(tokenized) < (least := batch_size * args.world_size):
-        raise DataError(f"{rows} are no batch of {least:,}, and dataloader_drop_last leaves out a part of one; omit it")
-    columns, tokenizer = tokenized.column_names, trainer.processing_class
-    ids = [column for column in columns if column.endswith("_ids")]
-    highest = getattr(tokenizer, "tokenizer", tokenizer).pad_token_id or 0
+    if args.dataloader_drop_last and len(tokenized) < (batch_size := batch_size * args.world_size):
+        raise DataError(f"{which} do not fill a batch of {batch_size:,}; omit dataloader_drop_last, or add rows")
+    tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+    ids = [column for column in _IDS if column in columns]
     tokens = trained = empty = longest = 0
-    for batch in _arrow(tokenized) if ids else ():
+    highest = tokenizer.pad_token_id or 0
+    for batch in tokenized.with_format("arrow").iter(batch_size=1000) if ids else ():
         lengths = {column: pc.list_value_length(batch[column]).to_numpy() for column in ids}
         highest = max(highest, *(pc.max(pc.list_flatten(batch[column])).as_py() or 0 for column in ids))
-        prompt = lengths.pop("prompt_ids", 0)
-        longest = max(longest, *(int(np.max(prompt + length)) for length in lengths.values()))
+        prompts = lengths.pop("prompt_ids", 0)
+        longest = max(longest, *(int(np.max(prompts + length)) for length in lengths.values()))
         if "labels" in columns:
             ends = np.append(0, np.cumsum(lengths["input_ids"]))
             samples = np.cumsum(pc.list_flatten(batch["seq_lengths"])) if "seq_lengths" in columns else ends
@@ -193,29 +198,23 @@ def _counts(trainer: Any, tokenized: Any, loaded: Any, name: str, batch_size: in
             contributes[np.append(0, samples)] = False  # nothing comes before the first token of a sample
             sums = np.append(0, np.cumsum(contributes))[ends]
             tokens, trained, empty = tokens + ends[-1], trained + sums[-1], empty + np.sum(np.diff(sums) == 0)
-    _require_places(trainer.model, getattr(tokenizer, "tokenizer", tokenizer), highest, min(longest, limit or longest))
-    missing = len(loaded) - len(tokenized)
-    counts = f"{len(loaded):,} rows"
-    if getattr(args, "packing", False) and "labels" in columns:
-        counts += f" packed into {len(tokenized):,}"
-    elif missing > 0:
-        counts += f", {missing:,} left out, of which nothing to train on lies within max_length"
+    _require_places(trainer.model, tokenizer, highest, min(longest, limit or longest))
+    if getattr(args, "packing", False) and len(tokenized) != len(loaded):
+        rows += f" packed into {len(tokenized):,}"
+    elif (missing := len(loaded) - len(tokenized)) > 0:
+        rows += f", {missing:,} left out, of which max_length={limit} leaves nothing to train on"
     if "labels" not in columns:
-        return f"{counts}; columns {', '.join(columns)}"
+        return f"{rows}; columns {', '.join(columns)}"
     if trained == 0:
         raise DataError(
-            f"none of the {tokens:,} tokens in {rows} contributes to the loss. Raise max_length, or look at the rows with "
-            "`lowmem inspect`"
+            f"none of the {tokens:,} tokens in {which} contributes to the loss. Raise max_length, or look at the rows "
+            "with `lowmem inspect`"
         )
-    whole = getattr(trainer, "untruncated", {}).get(name, ())
-    cut = sum(pc.sum(pc.list_value_length(batch["input_ids"])).as_py() for batch in _arrow(whole)) - tokens
-    counts += f", {empty:,} without a token to train on" if empty else ""
-    counts += f", {tokens:,} tokens" + (f" and {cut:,} cut off by max_length={limit}" if cut > 0 else "")
-    return f"{counts}, loss on {trained:,} ({trained / tokens:.0%})"
-
-
-def _arrow(dataset: Any) -> Iterator[Any]:
-    return dataset.with_format("arrow").iter(batch_size=1000) if isinstance(dataset, datasets.Dataset) else iter(())
+    whole = getattr(trainer, "untruncated", {}).get(name, tokenized).with_format("arrow").iter(batch_size=1000)
+    cut = sum(pc.sum(pc.list_value_length(batch["input_ids"])).as_py() for batch in whole) - tokens
+    rows += f", {empty:,} without a token to train on" if empty else ""
+    rows += f", {tokens:,} tokens" + (f" and {cut:,} cut off by max_length={limit}" if cut > 0 else "")
+    return f"{rows}, loss on {trained:,} ({trained / tokens:.0%})"
 
 
 def _require_places(model: Any, tokenizer: Any, token: int, length: int) -> None:
