@@ -334,10 +334,11 @@ def file_name(tmp_path):
 
 def tokenized(labels, loaded):
     rows = datasets.Dataset.from_dict({"input_ids": labels, "labels": labels})
-    trainer = SimpleNamespace(
-        train_dataset=rows, args=SimpleNamespace(max_length=2), processing_class=None,
-        _prepare_dataset=lambda rows, *_: rows.select(range(len(labels))),
-    )  # fmt: skip
+    args = SimpleNamespace(max_length=2, train_batch_size=1, dataloader_drop_last=False)
+    model = torch.nn.Linear(1, 1)
+    model.config = transformers.LlamaConfig()
+    tokenizer = SimpleNamespace(pad_token_id=0)
+    trainer = SimpleNamespace(train_dataset=rows, args=args, processing_class=tokenizer, model=model)
     return data.check(trainer, datasets.Dataset.from_dict({"text": loaded}))
 
 
@@ -346,9 +347,14 @@ def nothing_trained():
     tokenized([[-100, -100]], ["a"])
 
 
-@entry("`its answer begins after max_length=... tokens`")
+@entry("`none of ... rows is left with max_length=...`")
 def cut_off():
-    tokenized([[1, 2]], ["a", "b"])
+    tokenized([], ["a", "b"])
+
+
+@entry("`row ... of the data cannot be tokenized`")
+def no_text():
+    build._by_row(lambda rows: rows.map(lambda row: row["text"].strip()), datasets.Dataset.from_dict({"text": [None]}))
 
 
 @entry("`already contains a run`")

@@ -48,7 +48,8 @@ class _OfRun:
         whole.max_length, whole.shuffle_dataset = None, False
         tokenized = _by_row(lambda rows: prepare(rows, processing_class, whole, False, formatting, name), dataset)
         vars(self).setdefault("untruncated", {}).setdefault(name, tokenized)
-        return prepare(tokenized, processing_class, args, packing, None, name)
+        empty = tokenized.column_names == []  # TRL found nothing to tokenize
+        return tokenized if empty else prepare(tokenized, processing_class, args, packing, None, name)
 
 
 def _by_row(prepare: Callable[[Any], Any], dataset: Any) -> Any:
@@ -66,7 +67,7 @@ def _by_row(prepare: Callable[[Any], Any], dataset: Any) -> Any:
         while last - first > 1:
             middle = (first + last) // 2
             try:
-                prepare(dataset.select(range(first, middle)))
+                prepare(dataset.select([0, *range(first, middle)]))  # TRL decides by the first row how it reads others
                 first = middle
             except Exception as found:
                 last, cause = middle, found

@@ -177,9 +177,7 @@ def _counts(trainer: Any, tokenized: Any, loaded: Any, name: str, batch_size: in
     rows = f"{len(loaded):,} rows"
     which = f"{rows} of the evaluation data" if name == "eval" else rows
     if len(tokenized) == 0:
-        raise DataError(
-            f"none of {which} is left with max_length={limit}. Raise it, or look at them with lowmem inspect"
-        )
+        raise DataError(f"none of {which} is left with max_length={limit}: raise it, or look at the format of the rows")
     if args.dataloader_drop_last and len(tokenized) < (batch_size := batch_size * args.world_size):
         raise DataError(f"{which} do not fill a batch of {batch_size:,}; omit dataloader_drop_last, or add rows")
     tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)

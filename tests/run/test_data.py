@@ -55,7 +55,7 @@ def looked_at(arguments):
         ({"datasets": None, "dataset_name": "no/such"}, "the data cannot be loaded: "),
         ({"datasets": [{"path": "json", "data_files": "none.jsonl"}]}, "none.jsonl"),
         ({"dataset_train_split": "all"}, "no split 'all'. It has train; set dataset_train_split"),
-        ({"eval_strategy": "steps"}, "set dataset_test_split to one; or name its file in data_files: {train: FILE, test: FILE}"),
+        ({"eval_strategy": "steps"}, "set dataset_test_split to one; or name its file in data_files: {train: "),
     ],
 )  # fmt: skip
 def test_data_that_is_not_there(changes, message, arguments):
@@ -69,7 +69,7 @@ def test_data_that_is_not_there(changes, message, arguments):
     [
         ("", "the data cannot be loaded: "),
         ('{"text": "a"}\n{"text": 1\n', "bad.jsonl, line 2: "),
-        ('{"text": "a"}\n{"text": "\\ud83d"}\n', "bad.jsonl, line 2: 'utf-8' codec can't encode character '\\ud83d'"),
+        ('{"text": "a"}\n{"text": "\\ud83d"}\n', "bad.jsonl, line 2: 'utf-8' codec can't encode"),
         ('{"text": "a"}\n{"text": "\xe9"}\n'.encode("latin-1"), "bad.jsonl, line 2: 'utf-8' codec can't decode byte"),
         ("\x00\x01", "the data cannot be loaded: "),
     ],
@@ -137,7 +137,7 @@ def test_what_max_length_cuts_off_is_counted(looked_at):
     )
     packed = looked_at(rows, max_length=8, packing=True, packing_strategy="wrapped")
     assert packed.startswith(f"3 rows packed into {-(-tokens // 8)}, {tokens} tokens, loss on ")
-    mixed = looked_at([{"text": "the old cat"}, {"text": ""}], max_length=1024, eos_token="<|begin|>")
+    mixed = looked_at([{"input_ids": [5, 6]}, {"input_ids": [5]}])
     assert mixed.startswith("2 rows, 1 without a token to train on, ")
 
 
@@ -153,6 +153,8 @@ def test_pairs_that_are_too_long_are_counted(command, looked_at):
 def test_rows_of_which_nothing_is_trained_on_are_refused(looked_at):
     with pytest.raises(DataError, match="none of the 48 tokens in 3 rows contributes to the loss"):
         looked_at([LATE] * 3, max_length=16, assistant_only_loss=True, packing=True)
+    with pytest.raises(DataError, match="none of 2 rows is left with max_length=1024: .* the format of the rows"):
+        looked_at([{"messages": "a text"}] * 2)
     with pytest.raises(DataError, match="none of the 2 tokens in 2 rows contributes to the loss"):
         looked_at([{"text": "the old cat"}] * 2, max_length=1)
     with pytest.raises(DataError, match="16 rows do not fill a batch of 32; omit dataloader_drop_last"):
@@ -177,9 +179,8 @@ def test_evaluation_data_are_looked_at_too(arguments, tmp_path):
 
 
 WRONG = {
-    "null content": ("sft", {"messages": runs.user("a") + [{"role": "assistant", "content": None}]}),
+    "null content": ("sft", {"messages": [*runs.user("a"), {"role": "assistant", "content": None}]}),
     "empty conversation": ("sft", {"messages": []}),
-    "a text": ("sft", {"messages": "a text"}),
     "null text": ("sft", {"text": None}),
     "number": ("sft", {"text": 3}),
     "null answer": ("dpo", {**runs.FILES["preferences.jsonl"][0], "chosen": None}),
@@ -203,16 +204,16 @@ def test_a_row_that_cannot_be_tokenized_is_named(command, row, alone, arguments)
 
 
 def test_the_number_of_a_row_is_that_in_the_file_where_a_part_is_held_out(arguments):
-    rows = [*runs.FILES["texts.jsonl"][:10], {"text": 3}, *runs.FILES["texts.jsonl"][10:]]
-    parsed = arguments(rows, test_split_size=2)
+    rows = [{"text": text} for text in [*runs.SENTENCES[:10], 3, *runs.SENTENCES[10:]]]
+    parsed = arguments(rows, test_split_size=0.25, eval_strategy="steps", eval_steps=1)
     train, evaluation = data.load(parsed)
     with pytest.raises(DataError, match="row 11 of the data"):
-        build.trainer(parsed, train if "3" in train["text"] or 3 in train["text"] else evaluation, None)
+        build.trainer(parsed, train if 3 in train["text"] else evaluation, None)
 
 
 def test_files_whose_rows_have_other_keys_are_named_and_can_be_used(arguments, tmp_path):
     call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Paris"}}}
-    tools = {"messages": runs.user("a") + [{"role": "assistant", "content": "", "tool_calls": [call]}]}
+    tools = {"messages": [*runs.user("a"), {"role": "assistant", "content": "", "tool_calls": [call]}]}
     chats = str(runs.write_rows(tmp_path / "chats.jsonl", runs.FILES["chats.jsonl"]))
     other = str(runs.write_rows(tmp_path / "tools.jsonl", [tools] * 4))
     for entries in ([[chats, other]], [chats, other]):
@@ -241,7 +242,7 @@ def test_a_warning_of_rows_is_shown_although_they_are_in_the_cache(arguments, ca
 
 
 @pytest.mark.parametrize(
-    ("positions", "rows", "message"), [(4, 300, "11 tokens, and the model 4"), (64, 200, "has 200")]
+    ("positions", "rows", "message"), [(4, 300, "12 tokens, and the model 4"), (64, 200, "has 200")]
 )
 def test_a_model_without_a_row_or_a_position_for_a_token_is_refused(positions, rows, message, arguments, tmp_path):
     config = GPT2Config(vocab_size=rows, n_positions=positions, n_embd=16, n_layer=1, n_head=2)
