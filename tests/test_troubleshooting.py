@@ -18,6 +18,7 @@ import datasets
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 import trl
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
@@ -30,7 +31,7 @@ from lowmem.hf.packing import check_borders
 from lowmem.layers.head import linear_cross_entropy
 from lowmem.layers.mlp import tile_mlps
 from lowmem.rules.lomo import Lomo
-from lowmem.run import data
+from lowmem.run import build, data
 from lowmem.run.arguments import parse
 from lowmem.run.folder import LOCK, run_folder
 from lowmem.run.memory import is_out_of_memory

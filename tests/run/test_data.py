@@ -153,7 +153,7 @@ def test_pairs_that_are_too_long_are_counted(command, looked_at):
 def test_rows_of_which_nothing_is_trained_on_are_refused(looked_at):
     with pytest.raises(DataError, match="none of the 48 tokens in 3 rows contributes to the loss"):
         looked_at([LATE] * 3, max_length=16, assistant_only_loss=True, packing=True)
-    with pytest.raises(DataError, match="none of 2 rows is left with max_length=1024: .* the format of the rows"):
+    with pytest.raises(DataError, match=r"none of 2 rows is left with max_length=1024: .* the format of the rows"):
         looked_at([{"messages": "a text"}] * 2)
     with pytest.raises(DataError, match="none of the 2 tokens in 2 rows contributes to the loss"):
         looked_at([{"text": "the old cat"}] * 2, max_length=1)
