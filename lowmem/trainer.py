@@ -545,10 +545,12 @@ def _sft_trainer() -> "type[SFTTrainer]":
                 head.compute(self, self.layers, self.args.label_smoothing_factor)
 
         def create_optimizer(self, model: nn.Module | None = None) -> FusedOptimizer:
+            self._shard()
+            device, autocast = self.args.device, self.compute_loss_context_manager
+            smoothing = self.args.label_smoothing_factor if self.layers.computed_gradients else 0.0
+            head.check_loss(self.model, device, autocast, smoothing)
             if self.padding_free:
-                self._shard()
-                autocast = self.compute_loss_context_manager()
-                check_borders(self.model, self.data_collator, self.args.device, autocast)
+                check_borders(self.model, self.data_collator, device, autocast())
             return super().create_optimizer(model)
 
     FusedSFTTrainer.__module__ = __name__

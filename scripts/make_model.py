@@ -69,7 +69,7 @@ def make_model(folder: Path, tokenizer: PreTrainedTokenizerFast, seed: int = 0, 
 
 def texts(path: Path) -> Iterator[str]:
     """Every string of a JSONL file of texts and chats."""
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in filter(str.strip, path.read_text(encoding="utf-8").split("\n")):
         for value in json.loads(line).values():
             yield from [value] if isinstance(value, str) else (message["content"] for message in value)
 

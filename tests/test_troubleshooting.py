@@ -18,6 +18,7 @@ import datasets
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 import trl
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
@@ -30,7 +31,7 @@ from lowmem.hf.packing import check_borders
 from lowmem.layers.head import linear_cross_entropy
 from lowmem.layers.mlp import tile_mlps
 from lowmem.rules.lomo import Lomo
-from lowmem.run import data
+from lowmem.run import build, data
 from lowmem.run.arguments import parse
 from lowmem.run.folder import LOCK, run_folder
 from lowmem.run.memory import is_out_of_memory
@@ -334,10 +335,11 @@ def file_name(tmp_path):
 
 def tokenized(labels, loaded):
     rows = datasets.Dataset.from_dict({"input_ids": labels, "labels": labels})
-    trainer = SimpleNamespace(
-        train_dataset=rows, args=SimpleNamespace(max_length=2), processing_class=None,
-        _prepare_dataset=lambda rows, *_: rows.select(range(len(labels))),
-    )  # fmt: skip
+    args = SimpleNamespace(max_length=2, train_batch_size=1, dataloader_drop_last=False)
+    model = torch.nn.Linear(1, 1)
+    model.config = transformers.LlamaConfig()
+    tokenizer = SimpleNamespace(pad_token_id=0)
+    trainer = SimpleNamespace(train_dataset=rows, args=args, processing_class=tokenizer, model=model)
     return data.check(trainer, datasets.Dataset.from_dict({"text": loaded}))
 
 
@@ -346,9 +348,14 @@ def nothing_trained():
     tokenized([[-100, -100]], ["a"])
 
 
-@entry("`its answer begins after max_length=... tokens`")
+@entry("`none of ... rows is left with max_length=...`")
 def cut_off():
-    tokenized([[1, 2]], ["a", "b"])
+    tokenized([], ["a", "b"])
+
+
+@entry("`row ... of the data cannot be tokenized`")
+def no_text():
+    build._by_row(lambda rows: rows.map(lambda row: row["text"].strip()), datasets.Dataset.from_dict({"text": [None]}))
 
 
 @entry("`already contains a run`")

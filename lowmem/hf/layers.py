@@ -10,6 +10,9 @@ from lowmem.layers.head import Head
 from lowmem.layers.mlp import tile_mlps
 from lowmem.optimizer import FusedOptimizer
 
+# Names of tables of learned positions in transformers 5.23.
+_POSITIONS = ("wpe", "embed_positions", "position_embeddings", "position_embedding", "positions_embed")
+
 
 def change(model: Any, layers: LayersConfig) -> None:
     """Tiles the MLPs of a model, and makes its embedding one whose gradient the optimizer computes as it reads it.
@@ -35,6 +38,15 @@ def embedding(model: Any, side: Literal["input", "output"]) -> Any:
         return getattr(model, f"get_{side}_embeddings")()
     except (AttributeError, NotImplementedError):
         return None
+
+
+def positions(model: Any) -> int | None:
+    """The number of tokens for which a model has learned positions; None if its positions are computed."""
+    for name, table in model.named_modules():
+        if isinstance(table, nn.Embedding) and name.rpartition(".")[2] in _POSITIONS:
+            padding = 0 if table.padding_idx is None else table.padding_idx + 1
+            return int(table.num_embeddings - getattr(table, "offset", padding))
+    return None
 
 
 def described(model: Any, optimizer: FusedOptimizer) -> str:

@@ -257,6 +257,9 @@ def parse(command: str, argv: Sequence[str], *, device: str | None = None, more:
     _refuse_rest(parser, rest, unknown, file)
     values |= vars(namespace)
     entries = {name: entry for name, entry in entries.items() if name not in vars(namespace)}
+    if (words := " ".join(str(entry.path) for entry in vars(namespace).get("datasets") or ())).startswith(("[", "{")):
+        with refused("--datasets"):  # as in a YAML file: [{path: json, data_files: chats.jsonl}]
+            values["datasets"] = parser.convert("datasets", Entry(yaml_value(words), None, 0), "--datasets")
     if "output_dir" not in vars(namespace):
         _stay_in_place(values, file)
     own = {name for name in vars(namespace) if name not in parser.hints and "." not in name}

@@ -2,35 +2,80 @@
 
 import copy
 import importlib
+import json
 import re
 import sys
-import traceback
+from collections.abc import Callable
 from functools import cache
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import datasets
 import torch
 import trl
 from accelerate.utils import purge_accelerate_environment
 from trl import get_peft_config, get_quantization_config
 
-from lowmem.errors import ConfigError, DataError
+from lowmem.errors import ConfigError, DataError, LowmemError
 from lowmem.run.arguments import Arguments, reason, refused
 from lowmem.trainer import FusedSFTTrainer, FusedTrainerMixin
 
 # The trainers that take reward functions.
 _WITH_REWARDS = ("grpo", "rloo")
 
+# The rows that are tokenized before others.
+FIRST_ROWS = 100
+
 _CPUINFO = Path("/proc/cpuinfo")
 
 
 @cache
 def trainer_class(name: str) -> Any:
-    """The fused trainer for one of TRL: `FusedDPOTrainer` for "DPOTrainer"."""
-    if name == "SFTTrainer":
-        return FusedSFTTrainer
-    return type(f"Fused{name}", (FusedTrainerMixin, getattr(trl, name)), {})
+    """The fused trainer for one of TRL, of a run: `FusedDPOTrainer` for "DPOTrainer"."""
+    bases = (FusedSFTTrainer,) if name == "SFTTrainer" else (FusedTrainerMixin, getattr(trl, name))
+    return type(f"Fused{name}", (_OfRun, *bases), {})
+
+
+class _OfRun:
+    """Prepares data as the trainers of TRL do, names a row that fails, and has the rows of SFT before `max_length`."""
+
+    def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, *rest: Any) -> Any:
+        prepare = super()._prepare_dataset  # type: ignore[misc]
+        if not isinstance(args, trl.SFTConfig):
+            return _by_row(lambda rows: prepare(rows, processing_class, args, *rest), dataset)
+        packing, formatting, name = rest
+        whole = copy.copy(args)
+        whole.max_length, whole.shuffle_dataset = None, False
+        tokenized = _by_row(lambda rows: prepare(rows, processing_class, whole, False, formatting, name), dataset)
+        vars(self).setdefault("untruncated", {}).setdefault(name, tokenized)
+        empty = tokenized.column_names == []  # TRL found nothing to tokenize
+        return tokenized if empty else prepare(tokenized, processing_class, args, packing, None, name)
+
+
+def _by_row(prepare: Callable[[Any], Any], dataset: Any) -> Any:
+    """Prepares a data set. If that fails, raises `DataError` with the first row that cannot be prepared."""
+    if not isinstance(dataset, datasets.Dataset):
+        return prepare(dataset)
+    try:
+        # TRL warns of rows while it tokenizes them, and not where the result is in the cache: these are in memory
+        prepare(dataset.select(range(min(FIRST_ROWS, len(dataset)))).flatten_indices(keep_in_memory=True))
+        return prepare(dataset)
+    except (OSError, LowmemError):
+        raise
+    except Exception as error:  # of tokenizers, chat templates and TRL
+        first, last, cause = 0, len(dataset), error
+        while last - first > 1:
+            middle = (first + last) // 2
+            try:
+                prepare(dataset.select([0, *range(first, middle)]))  # TRL decides by the first row how it reads others
+                first = middle
+            except Exception as found:
+                last, cause = middle, found
+        row = first if dataset._indices is None else dataset._indices.column(0)[first].as_py()
+        content = json.dumps(dataset[first], default=str, ensure_ascii=False)[:300]
+        raise DataError(
+            f"row {row + 1} of the data cannot be tokenized: {reason(cause)}. The row: {content}"
+        ) from error
 
 
 @purge_accelerate_environment  # type: ignore[untyped-decorator]
@@ -79,38 +124,6 @@ def trainer(arguments: Arguments, train: Any, evaluation: Any, model: Any = None
                     f"the Hub: {reason(error)}"
                 ) from error
             raise
-        except RuntimeError as error:
-            if "assistant_only_loss" not in str(error):
-                raise
-            raise DataError(
-                f"row {_unmarked(train) + 1} of the data has no answer that assistant_only_loss could find: no message "
-                "is of the role assistant, or the chat template does not mark answers with {% generation %}. Set "
-                "chat_template_path to a template that does, or omit assistant_only_loss"
-            ) from error
-        except KeyError as error:  # with which TRL reads the columns of rows
-            columns = ", ".join(next(iter(train)))
-            raise DataError(
-                f"the data has no column {error}, which {arguments.command} needs. It has {columns}"
-            ) from error
-        except (AttributeError, IndexError) as error:  # with which tokenizers meet values that are missing
-            if any(Path(frame.filename).match("datasets/*.py") for frame in traceback.extract_tb(error.__traceback__)):
-                raise DataError(f"a row of the data has a value that is missing or no text: {reason(error)}") from error
-            raise
-        except ValueError as error:
-            if "`pad_token`" not in str(error):
-                raise
-            raise ConfigError(
-                f"set pad_token to one of the tokens of {names.model_name_or_path}: {reason(error)}"
-            ) from error
-
-
-def _unmarked(train: Any) -> int:
-    """The number of the first row without an answer, or 0."""
-    for number, row in enumerate(islice(train, 1000)):
-        messages = row.get("messages") or row.get("completion") or ()
-        if all(message["role"] != "assistant" for message in messages):
-            return number
-    return 0
 
 
 def _reward_functions(script: Any) -> list[Any]:

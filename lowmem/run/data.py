@@ -1,6 +1,8 @@
 """The data of a run: loaded by `datasets` as TRL does, and looked at before training."""
 
+import contextlib
 import copy
+import json
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -9,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import datasets
+import numpy as np
 import pyarrow.compute as pc
 from transformers import (
     AutoProcessor,
@@ -20,11 +23,12 @@ from transformers import (
 from trl import get_dataset
 
 from lowmem.errors import ConfigError, DataError
+from lowmem.hf.layers import embedding, positions
 from lowmem.run import build
 from lowmem.run.arguments import Arguments, reason, refused
 
-# The rows that are looked at before training, and in which every answer has to be trained on.
-LOOKED_AT = 100
+# The columns of tokens that TRL's trainers make.
+_IDS = ("input_ids", "prompt_ids", "chosen_ids", "rejected_ids", "completion_ids")
 
 _BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 
@@ -53,21 +57,30 @@ def load(arguments: Arguments) -> tuple[Any, Any]:
             f"dataset_name {name!r} is the name of a file; write datasets: [{{path: {builder}, data_files: {name}}}]"
         )
     set_seed(arguments.training.seed)  # TRL splits by the state of NumPy, which has to be that of every rank and start
+    test = script.dataset_test_split
     try:
         if mixture.datasets:
             splits = get_dataset(mixture)
+            with_test = [entry for entry in mixture.datasets if test in (entry.data_files or ())]
+            entries = [replace(entry, split=test) for entry in with_test if isinstance(entry.data_files, dict)]
+            if entries and test not in splits:
+                splits[test] = get_dataset(replace(mixture, datasets=entries, test_split_size=None))["train"]
         else:
             splits = datasets.load_dataset(name, name=script.dataset_config, streaming=script.dataset_streaming)
+        for split in splits.values():
+            if isinstance(split, datasets.Dataset):
+                split.data.validate(full=True)  # text in another encoding may have been loaded
     except Exception as error:  # each reader of `datasets` raises its own types
         cause = error.__cause__ or error.__context__
         because = f" ({reason(cause)})" if cause is not None else ""
         because = " (a file without rows)" if isinstance(error, StopIteration) else because
-        raise DataError(f"the data cannot be loaded: {reason(error)}{because}") from error
+        fault = _fault(mixture.datasets) or f"{reason(error)}{because}"
+        raise DataError(f"the data cannot be loaded: {fault}") from error
     train = _split(splits, script.dataset_train_split, "dataset_train_split", "")
     if arguments.training.eval_strategy == "no":
         return train, None
-    advice = "; or set test_split_size, such as 0.05, to hold out a part of the data" if mixture.datasets else ""
-    return train, _split(splits, script.dataset_test_split, "dataset_test_split", advice)
+    advice = f"; or name its file in data_files: {{train: FILE, {test}: FILE}}, or set test_split_size, such as 0.05"
+    return train, _split(splits, test, "dataset_test_split", advice if mixture.datasets else "")
 
 
 def _split(splits: Any, name: str, key: str, advice: str) -> Any:
@@ -79,11 +92,41 @@ def _split(splits: Any, name: str, key: str, advice: str) -> Any:
     return split
 
 
+def _fault(entries: list[Any]) -> str | None:
+    """The line of a local file that cannot be read, or the key that the first file of JSON lines lacks."""
+    keys: dict[Path, set[str]] = {}
+    for entry in entries:
+        with contextlib.suppress(Exception):  # it has no such files
+            builder = datasets.load_dataset_builder(entry.path, data_files=entry.data_files)
+            keys |= {Path(file): set() for file in builder.config.data_files[entry.split] if Path(file).is_file()}
+    for file in (file for file in keys if file.suffix in (".jsonl", ".csv", ".txt")):
+        with file.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                try:
+                    line.decode()
+                    row = json.loads(line) if file.suffix == ".jsonl" and line.strip() else {}
+                    json.dumps(row, ensure_ascii=False).encode()  # half of a surrogate pair has no encoding
+                    messages = [part for value in row.values() if isinstance(value, list) for part in value]
+                    keys[file].update(*(item for item in (row, *messages) if isinstance(item, dict)))
+                except (ValueError, AttributeError) as error:
+                    advice = (
+                        "" if not isinstance(error, UnicodeDecodeError) else ". Convert it: iconv -f latin1 -t utf-8"
+                    )
+                    return f"{file}, line {number}: {reason(error)}{advice}"
+    for file in keys:
+        if more := keys[file] - keys[(first := next(iter(keys)))]:
+            return (
+                f"{file} has the key {min(more)!r}, which {first} does not have. Name both in one entry of datasets, "
+                "first the file that has all keys, such as data_files: [tools.jsonl, chats.jsonl]"
+            )
+    return None
+
+
 def first(train: Any) -> Any:
-    """The rows that are looked at, as a data set in memory."""
+    """The rows that `inspect` shows and counts, as a data set in memory."""
     if isinstance(train, datasets.Dataset):
-        return train.select(range(min(LOOKED_AT, len(train))))
-    return datasets.Dataset.from_list(list(train.take(LOOKED_AT)))
+        return train.select(range(min(build.FIRST_ROWS, len(train))))
+    return datasets.Dataset.from_list(list(train.take(build.FIRST_ROWS)))
 
 
 def stand_in(arguments: Arguments, train: Any) -> Any:
@@ -104,52 +147,80 @@ def stand_in(arguments: Arguments, train: Any) -> Any:
         return build.trainer(replace(arguments, training=args), first(train), None, model, processing_class=tokenizer)
 
 
-def check(trainer: Any, loaded: Any) -> str:
+def check(trainer: Any, loaded: Any, evaluation: Any = None) -> str:
     """Looks at what a trainer has made of its data, and says how much that is.
 
     Args:
         trainer: with its data tokenized.
-        loaded: the data before that.
+        loaded: the training data before that.
+        evaluation: the evaluation data before that, or None.
 
     Raises:
-        DataError: no token contributes to the loss, or `max_length` cuts off the answer of one of the first rows.
+        ConfigError: the model has no embedding for a token, or no position for one.
+        DataError: no token contributes to the loss, or there is no batch.
     """
-    tokenized = trainer.train_dataset
+    counts = _counts(trainer, trainer.train_dataset, loaded, "train", trainer.args.train_batch_size)
+    if evaluation is None:
+        return counts
+    size = trainer.args.eval_batch_size
+    return f"{counts}; evaluation: {_counts(trainer, trainer.eval_dataset, evaluation, 'eval', size)}"
+
+
+def _counts(trainer: Any, tokenized: Any, loaded: Any, name: str, batch_size: int) -> str:
     if not isinstance(tokenized, datasets.Dataset):
         return f"streamed; columns {', '.join(next(iter(tokenized)))}"
-    if not tokenized.column_names:
-        raise DataError(f"none of {len(loaded):,} rows is left once they are tokenized. Look at their format")
-    if "labels" not in tokenized.column_names:
-        return f"{len(tokenized):,} rows; columns {', '.join(tokenized.column_names)}"
-    limit = trainer.args.max_length
-    advice = "Raise max_length, or look at the rows with `lowmem inspect`"
-    packed = "seq_lengths" in tokenized.column_names
-    if not packed and len(tokenized) < len(loaded) and (row := _first_dropped(trainer, loaded)) is not None:
-        raise DataError(
-            f"row {row + 1} of the data: its answer begins after max_length={limit} tokens, so nothing of it is "
-            "trained on. Raise max_length, or leave such rows out. `lowmem inspect` shows the rows with a max_length "
-            "that is large enough"
-        )
-    tokens, trained = 0, 0
-    for batch in tokenized.with_format("arrow").iter(batch_size=1000):
-        labels = batch["labels"].combine_chunks()
-        tokens += len(labels.flatten())
-        trained += pc.sum(pc.not_equal(labels.flatten(), -100)).as_py() or 0
+    args, limit, columns = trainer.args, getattr(trainer.args, "max_length", None), tokenized.column_names
+    rows = f"{len(loaded):,} rows"
+    which = f"{rows} of the evaluation data" if name == "eval" else rows
+    if len(tokenized) == 0:
+        raise DataError(f"none of {which} is left with max_length={limit}: raise it, or look at the format of the rows")
+    if args.dataloader_drop_last and len(tokenized) < (batch_size := batch_size * args.world_size):
+        raise DataError(f"{which} do not fill a batch of {batch_size:,}; omit dataloader_drop_last, or add rows")
+    tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+    ids = [column for column in _IDS if column in columns]
+    tokens = trained = empty = longest = 0
+    highest = tokenizer.pad_token_id or 0
+    for batch in tokenized.with_format("arrow").iter(batch_size=1000) if ids else ():
+        lengths = {column: pc.list_value_length(batch[column]).to_numpy() for column in ids}
+        highest = max(highest, *(pc.max(pc.list_flatten(batch[column])).as_py() or 0 for column in ids))
+        prompts = lengths.pop("prompt_ids", 0)
+        longest = max(longest, *(int(np.max(prompts + length)) for length in lengths.values()))
+        if "labels" in columns:
+            ends = np.append(0, np.cumsum(lengths["input_ids"]))
+            samples = np.cumsum(pc.list_flatten(batch["seq_lengths"])) if "seq_lengths" in columns else ends
+            contributes = np.append(pc.list_flatten(batch["labels"]).to_numpy() != -100, False)
+            contributes[np.append(0, samples)] = False  # nothing comes before the first token of a sample
+            sums = np.append(0, np.cumsum(contributes))[ends]
+            tokens, trained, empty = tokens + ends[-1], trained + sums[-1], empty + np.sum(np.diff(sums) == 0)
+    _require_places(trainer.model, tokenizer, highest, min(longest, limit or longest))
+    if getattr(args, "packing", False) and len(tokenized) != len(loaded):
+        rows += f" packed into {len(tokenized):,}"
+    elif (missing := len(loaded) - len(tokenized)) > 0:
+        rows += f", {missing:,} left out, of which max_length={limit} leaves nothing to train on"
+    if "labels" not in columns:
+        return f"{rows}; columns {', '.join(columns)}"
     if trained == 0:
-        raise DataError(f"none of the {tokens:,} tokens in {len(loaded):,} rows contributes to the loss. {advice}")
-    dropped = len(loaded) - len(tokenized)
-    missing = f", {dropped:,} left out, whose answers begin after max_length" if dropped > 0 and not packed else ""
-    rows = f"{len(loaded):,} rows" + (f" packed into {len(tokenized):,}" if packed else "")
-    return f"{rows}{missing}, {tokens:,} tokens, loss on {trained:,} ({trained / max(tokens, 1):.0%})"
+        raise DataError(
+            f"none of the {tokens:,} tokens in {which} contributes to the loss. Raise max_length, or look at the rows "
+            "with `lowmem inspect`"
+        )
+    whole = getattr(trainer, "untruncated", {}).get(name, tokenized).with_format("arrow").iter(batch_size=1000)
+    cut = sum(pc.sum(pc.list_value_length(batch["input_ids"])).as_py() for batch in whole) - tokens
+    rows += f", {empty:,} without a token to train on" if empty else ""
+    rows += f", {tokens:,} tokens" + (f" and {cut:,} cut off by max_length={limit}" if cut > 0 else "")
+    return f"{rows}, loss on {trained:,} ({trained / tokens:.0%})"
 
 
-def _first_dropped(trainer: Any, loaded: Any) -> int | None:
-    """The number of the first row that TRL leaves out, among those that are looked at."""
-    rows = first(loaded)
-    rows = rows.add_column("row", range(len(rows)))
-    kept = trainer._prepare_dataset(rows, trainer.processing_class, trainer.args, False, None, "train")
-    missing = set(range(len(rows))) - set(kept["row"])
-    return min(missing, default=None)
+def _require_places(model: Any, tokenizer: Any, token: int, length: int) -> None:
+    """Raises `ConfigError` unless a model has an embedding for the highest token and positions for the longest row."""
+    if token >= (count := getattr(embedding(model, "input"), "num_embeddings", token + 1)):
+        raise ConfigError(
+            f"the embedding of the model has {count:,} rows, and none for {tokenizer.convert_ids_to_tokens(token)!r}, "
+            f"token {token:,}. If it is the pad token, set pad_token to another, such as {tokenizer.eos_token!r}; else "
+            "use the tokenizer of the model, or save the model after model.resize_token_embeddings(N)"
+        )
+    if (places := positions(model)) is not None and length > places:
+        raise ConfigError(f"a row has {length:,} tokens, and the model {places:,} positions: set max_length: {places}")
 
 
 def rows(trainer: Any, count: int) -> Iterator[list[Segment]]:

@@ -32,6 +32,7 @@ from transformers.masking_utils import sdpa_mask
 
 from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.hf import optim
+from lowmem.hf.layers import positions
 from lowmem.options import FusedConfig
 from lowmem.rules import AdaLomo
 from lowmem.run import build
@@ -119,6 +120,10 @@ def plan(arguments: Arguments, device: str) -> RunPlan:
         fake = FakeTensorMode(allow_non_fake_inputs=True)  # torch.tensor(n, device="meta") is not a fake tensor
         with fake, place:
             model, *others = (_empty_model(arguments, config, masked) for _ in range(1 + len(names)))
+        if (places := positions(model)) is not None and places < (args.max_length or _LONGEST):
+            raise ConfigError(
+                f"max_length={args.max_length}: the model has {places:,} positions; set max_length: {places}"
+            )
         for item in (model, *others):
             item.hf_device_map = dict.fromkeys(("", "model"), place.type)  # keeps Accelerate from moving the model
         options = dict(zip(names, others, strict=True))

@@ -48,7 +48,7 @@ def train(arguments: Arguments) -> int | None:
             train, evaluation = data.load(arguments)
         with stage("loading the model and tokenizing"), _explained(arguments, run_dir):
             trainer = build.trainer(arguments, train, evaluation)
-        counts = data.check(trainer, train)
+        counts = data.check(trainer, train, evaluation)
         trainer.create_optimizer()  # raises what it does not support before anything is written
         if slow := build.slow_bfloat16(arguments, trainer.args.device):
             warn(slow)

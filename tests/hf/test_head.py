@@ -276,6 +276,32 @@ def test_a_model_whose_head_is_more_than_a_matrix_is_refused(kind, make):
         assert difference(net) > 0.1
 
 
+CHANGES_LOGITS = {
+    "recurrent_gemma": {"lru_width": 32, "num_hidden_layers": 3},
+    "xlstm": {"num_heads": 4, "num_blocks": 1},
+    "falcon": {"num_attention_heads": 4},  # which does not, and whose head another object replaces
+}
+
+
+class Doubled(torch.nn.Linear):
+    def forward(self, hidden):
+        return 2 * super().forward(hidden)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", CHANGES_LOGITS)
+def test_a_model_that_changes_logits_after_the_head_is_refused(kind, dtype, make):
+    """By a comparison of losses, for a model of few logits too."""
+    net = small(kind, **CHANGES_LOGITS[kind]).to(dtype)
+    if kind == "falcon":
+        net.lm_head.__class__ = Doubled
+    trainer = make(model=net)
+    with pytest.raises(
+        UnsupportedError, match=f"{type(net).__name__}: for one row the model computes a loss of .*FusedT"
+    ):
+        trainer.create_optimizer()
+
+
 ONE_MATRIX = {
     "gemma2": {"head_dim": 8, "final_logit_softcapping": 5.0},
     "cohere": {"logit_scale": 4.0},
@@ -294,6 +320,8 @@ def test_a_model_whose_head_is_a_matrix_is_accepted(kind, tied):
     head.check(net)
     add_fused_lm_head(net)
     assert difference(net) < 1e-5
+    for model in (net, net.bfloat16()):
+        head.check_loss(model, torch.device("cpu"), nullcontext, 0.0)
 
 
 LORA = {"target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}

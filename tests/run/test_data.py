@@ -3,15 +3,16 @@
 import json
 
 import pytest
+from accelerate import logging
 from datasets import Dataset
 from support import runs
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from lowmem.errors import ConfigError, DataError
-from lowmem.run import data
+from lowmem.run import build, data
 from lowmem.run.arguments import parse
 
-LONG = {"messages": runs.user("why") + runs.assistant("because " * 40)}
+SHORT = {"messages": runs.user("why") + runs.assistant("so")}
 LATE = {"messages": runs.user("why " * 40) + runs.assistant("so")}
 NO_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}"
 
@@ -53,7 +54,7 @@ def looked_at(arguments):
         ({"datasets": None, "dataset_name": "no/such"}, "the data cannot be loaded: "),
         ({"datasets": [{"path": "json", "data_files": "none.jsonl"}]}, "none.jsonl"),
         ({"dataset_train_split": "all"}, "no split 'all'. It has train; set dataset_train_split"),
-        ({"eval_strategy": "steps"}, "set dataset_test_split to one; or set test_split_size"),
+        ({"eval_strategy": "steps"}, "set dataset_test_split to one; or name its file in data_files: {train: "),
     ],
 )  # fmt: skip
 def test_data_that_is_not_there(changes, message, arguments):
@@ -66,12 +67,14 @@ def test_data_that_is_not_there(changes, message, arguments):
     ("content", "message"),
     [
         ("", "the data cannot be loaded: "),
-        ('{"text": 1\n', "(JSON parse error: "),
+        ('{"text": "a"}\n{"text": 1\n', "bad.jsonl, line 2: "),
+        ('{"text": "a"}\n{"text": "\\ud83d"}\n', "bad.jsonl, line 2: 'utf-8' codec can't encode"),
+        ('{"text": "a"}\n{"text": "\xe9"}\n'.encode("latin-1"), "bad.jsonl, line 2: 'utf-8' codec can't decode byte"),
         ("\x00\x01", "the data cannot be loaded: "),
     ],
 )
 def test_data_that_cannot_be_read(content, message, arguments, tmp_path):
-    (tmp_path / "bad.jsonl").write_text(content)
+    (tmp_path / "bad.jsonl").write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(DataError) as error:
         data.load(arguments(datasets=[{"path": "json", "data_files": str(tmp_path / "bad.jsonl")}]))
     assert message in str(error.value) and "\n" not in str(error.value)
@@ -107,41 +110,147 @@ def test_rows_tokens_and_what_is_trained_on_are_counted(looked_at):
     everything = looked_at()
     rows, tokens, trained = everything.split(", ")
     count = int(tokens.split()[0])
-    assert rows == "16 rows" and trained == f"loss on {count} (100%)"
+    assert rows == "16 rows" and trained == f"loss on {count - 16} (91%)"  # of a row's first token there is none
     answers = looked_at(assistant_only_loss=True)
     assert answers.startswith(f"16 rows, {count} tokens, loss on ") and "100%" not in answers
     assert looked_at(packing=True, max_length=32).startswith("16 rows packed into ")
     assert looked_at(command="dpo").startswith("16 rows; columns prompt, chosen, rejected, prompt_ids")
 
 
-@pytest.mark.parametrize(
-    ("rows", "changes", "message"),
-    [
-        ([LONG] * 3, {"max_length": 10, "assistant_only_loss": True}, None),
-        ([LONG, LATE], {"max_length": 16, "assistant_only_loss": True}, "row 2 of the data: its answer begins after"),
-        ([LATE], {"max_length": 16, "assistant_only_loss": True}, "row 1"),
-    ],
-)  # fmt: skip
-def test_an_answer_that_max_length_cuts_off_is_named(rows, changes, message, looked_at):
-    if message is None:
-        assert "rows" in looked_at(rows, **changes)
-        return
-    with pytest.raises(DataError) as error:
-        looked_at(rows, **changes)
-    assert message in str(error.value) and "`lowmem inspect`" in str(error.value)
+@pytest.mark.parametrize("place", [0, 110])
+def test_rows_of_which_nothing_is_left_are_counted_wherever_they_are(place, arguments):
+    rows = [SHORT] * 111
+    rows[place] = LATE
+    parsed = arguments(rows, max_length=16, assistant_only_loss=True)
+    train, _ = data.load(parsed)
+    counts = data.check(build.trainer(parsed, train, None), train)
+    assert counts.startswith("111 rows, 1 left out, of which max_length=16 leaves nothing to train on, ")
+
+
+def test_what_max_length_cuts_off_is_counted(looked_at):
+    rows = [{"text": "the old cat sat " * 10}] * 3
+    tokens = int(looked_at(rows).split(", ")[1].split()[0])
+    assert (
+        looked_at(rows, max_length=8)
+        == f"3 rows, 24 tokens and {tokens - 24} cut off by max_length=8, loss on 21 (88%)"
+    )
+    packed = looked_at(rows, max_length=8, packing=True, packing_strategy="wrapped")
+    assert packed.startswith(f"3 rows packed into {-(-tokens // 8)}, {tokens} tokens, loss on ")
+    mixed = looked_at([{"input_ids": [5, 6]}, {"input_ids": [5]}])
+    assert mixed.startswith("2 rows, 1 without a token to train on, ")
+
+
+@pytest.mark.parametrize("command", ["dpo", "reward", "kto"])
+def test_pairs_that_are_too_long_are_counted(command, looked_at):
+    usual = runs.FILES["kto.jsonl" if command == "kto" else "preferences.jsonl"]
+    long = {**usual[0], "prompt": runs.user("the " * 40)}
+    assert looked_at([long, *usual], command, max_length=20).startswith("17 rows, 1 left out, of which max_length=20 ")
+    with pytest.raises(DataError, match="none of 2 rows is left with max_length=20"):
+        looked_at([long] * 2, command, max_length=20)
 
 
 def test_rows_of_which_nothing_is_trained_on_are_refused(looked_at):
     with pytest.raises(DataError, match="none of the 48 tokens in 3 rows contributes to the loss"):
         looked_at([LATE] * 3, max_length=16, assistant_only_loss=True, packing=True)
-    with pytest.raises(DataError, match="none of 2 rows is left"):
+    with pytest.raises(DataError, match=r"none of 2 rows is left with max_length=1024: .* the format of the rows"):
         looked_at([{"messages": "a text"}] * 2)
+    with pytest.raises(DataError, match="none of the 2 tokens in 2 rows contributes to the loss"):
+        looked_at([{"text": "the old cat"}] * 2, max_length=1)
+    with pytest.raises(DataError, match="16 rows do not fill a batch of 32; omit dataloader_drop_last"):
+        looked_at(per_device_train_batch_size=32, dataloader_drop_last=True)
+    with pytest.raises(ConfigError, match="max_steps=0: "):
+        looked_at(max_steps=0)
 
 
-@pytest.mark.parametrize("row", [{"text": None}, {"text": 3}])
-def test_rows_with_values_of_another_kind_are_refused(row, looked_at):
-    with pytest.raises(DataError, match="a row of the data has a value that is missing"):
-        looked_at([row] * 2)
+def test_evaluation_data_are_looked_at_too(arguments, tmp_path):
+    files = {"train": [SHORT] * 8, "test": [SHORT, LATE]}
+    names = {split: str(runs.write_rows(tmp_path / f"{split}.jsonl", rows)) for split, rows in files.items()}
+    usual = {"max_length": 16, "assistant_only_loss": True, "eval_strategy": "steps", "eval_steps": 1}
+    parsed = arguments(datasets=[{"path": "json", "data_files": names}], **usual)
+    train, evaluation = data.load(parsed)
+    assert (len(train), len(evaluation)) == (8, 2)
+    counts = data.check(build.trainer(parsed, train, evaluation), train, evaluation)
+    assert "; evaluation: 2 rows, 1 left out" in counts
+    runs.write_rows(tmp_path / "test.jsonl", [LATE] * 2)
+    train, evaluation = data.load(parsed)
+    with pytest.raises(DataError, match="none of 2 rows of the evaluation data is left with max_length=16"):
+        data.check(build.trainer(parsed, train, evaluation), train, evaluation)
+
+
+WRONG = {
+    "null content": ("sft", {"messages": [*runs.user("a"), {"role": "assistant", "content": None}]}),
+    "empty conversation": ("sft", {"messages": []}),
+    "null text": ("sft", {"text": None}),
+    "number": ("sft", {"text": 3}),
+    "null answer": ("dpo", {**runs.FILES["preferences.jsonl"][0], "chosen": None}),
+    "other columns": ("sft", {"foo": "a"}),
+    "one column too few": ("dpo", {"prompt": "a", "chosen": "b"}),
+}
+
+
+@pytest.mark.parametrize(("command", "row"), WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_row_that_cannot_be_tokenized_is_named(command, row, alone, arguments):
+    column = next(iter(row))
+    usual = [chat for file in runs.FILES.values() for chat in file if column in chat and chat.keys() >= row.keys()]
+    rows = [row] if alone or not usual else [*usual[:11], row, usual[11]]
+    parsed = arguments(rows, command)
+    with pytest.raises(DataError) as error:
+        data.stand_in(parsed, data.load(parsed)[0])
+    number = rows.index(row) + 1
+    assert str(error.value).startswith(f"row {number} of the data cannot be tokenized: ")
+    assert f'The row: {{"{column}": ' in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_number_of_a_row_is_that_in_the_file_where_a_part_is_held_out(arguments):
+    rows = [{"text": text} for text in [*runs.SENTENCES[:10], 3, *runs.SENTENCES[10:]]]
+    parsed = arguments(rows, test_split_size=0.25, eval_strategy="steps", eval_steps=1)
+    train, evaluation = data.load(parsed)
+    with pytest.raises(DataError, match="row 11 of the data"):
+        build.trainer(parsed, train if 3 in train["text"] else evaluation, None)
+
+
+def test_files_whose_rows_have_other_keys_are_named_and_can_be_used(arguments, tmp_path):
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Paris"}}}
+    tools = {"messages": [*runs.user("a"), {"role": "assistant", "content": "", "tool_calls": [call]}]}
+    chats = str(runs.write_rows(tmp_path / "chats.jsonl", runs.FILES["chats.jsonl"]))
+    other = str(runs.write_rows(tmp_path / "tools.jsonl", [tools] * 4))
+    for entries in ([[chats, other]], [chats, other]):
+        with pytest.raises(DataError, match=r"tools.jsonl has the key 'tool_calls', which .*chats.jsonl does not have"):
+            data.load(arguments(datasets=[{"path": "json", "data_files": files} for files in entries]))
+    train, _ = data.load(arguments(datasets=[{"path": "json", "data_files": [other, chats]}]))
+    assert len(train) == 20 and train[0]["messages"][1]["tool_calls"] == [call]
+
+
+def test_data_sets_on_the_command_line(tmp_path):
+    path = runs.write(tmp_path, datasets=None)
+    words = f"[{{path: json, data_files: {runs.assets() / 'chats.jsonl'}}}]"
+    parsed = parse("sft", ["--config", str(path), "--datasets", words])
+    assert len(data.load(parsed)[0]) == 16 and "data_files: " in parsed.to_yaml()
+    with pytest.raises(ConfigError, match="unknown key 'file'"):
+        parse("sft", ["--config", str(path), "--datasets", "[{path: json, file: a}]"])
+
+
+def test_a_warning_of_rows_is_shown_although_they_are_in_the_cache(arguments, caplog):
+    parsed = arguments([{"prompt": "the old ca", "completion": "t sat"}] * 4)
+    for _ in range(2):
+        logging.MultiProcessAdapter.warning_once.cache_clear()
+        caplog.clear()
+        build.trainer(parsed, data.load(parsed)[0], None)
+        assert "The tokenized prompt is not a prefix" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("positions", "rows", "message"), [(4, 300, "12 tokens, and the model 4"), (64, 200, "has 200")]
+)
+def test_a_model_without_a_row_or_a_position_for_a_token_is_refused(positions, rows, message, arguments, tmp_path):
+    config = GPT2Config(vocab_size=rows, n_positions=positions, n_embd=16, n_layer=1, n_head=2)
+    parsed = arguments()
+    train, _ = data.load(parsed)
+    tokenizer = AutoTokenizer.from_pretrained(runs.assets() / "model")
+    trainer = build.trainer(parsed, train, None, GPT2LMHeadModel(config), processing_class=tokenizer)
+    with pytest.raises(ConfigError, match=message):
+        data.check(trainer, train)
 
 
 def test_a_template_that_marks_no_answers_is_refused(arguments, tmp_path):
@@ -150,13 +259,6 @@ def test_a_template_that_marks_no_answers_is_refused(arguments, tmp_path):
     with pytest.raises((ConfigError, DataError)) as error:
         data.stand_in(parsed, data.load(parsed)[0])
     assert "generation" in str(error.value) and "\n" not in str(error.value)
-
-
-def test_rows_without_the_columns_of_a_command_are_refused(arguments):
-    for command, row, missing in (("sft", {"foo": "a"}, "text"), ("dpo", {"prompt": "a", "chosen": "b"}, "rejected")):
-        parsed = arguments([row] * 2, command)
-        with pytest.raises(DataError, match=f"has no column '{missing}'.*It has {', '.join(row)}"):
-            data.stand_in(parsed, data.load(parsed)[0])
 
 
 # --- What `inspect` shows ---------------------------------------------------------------------------------------------
