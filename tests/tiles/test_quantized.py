@@ -233,6 +233,12 @@ def test_numbers_that_are_not_finite_are_refused():
     assert torch.equal(plain(held), before)
 
 
+def test_a_shard_without_rows_is_viewed_as_a_line():
+    held, _ = pair()
+    assert held[:0].view(-1).shape == (0,)
+    assert plain(held[:0]).shape == (0, 128)
+
+
 @pytest.mark.cpu_only("the simulated GPU has no compiler")
 @pytest.mark.skipif(not has_compiler("cpu"), reason="needs a C++ compiler")
 def test_a_strided_slice_is_decoded_by_compiled_code(monkeypatch):
