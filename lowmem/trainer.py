@@ -548,7 +548,8 @@ def _sft_trainer() -> "type[SFTTrainer]":
             self._shard()
             device, autocast = self.args.device, self.compute_loss_context_manager
             smoothing = self.args.label_smoothing_factor if self.layers.computed_gradients else 0.0
-            head.check_loss(self.model, device, autocast, smoothing)
+            if not self.args.deepspeed:  # DeepSpeed 0.19 fails in backward if a forward without gradients came first
+                head.check_loss(self.model, device, autocast, smoothing)
             if self.padding_free:
                 check_borders(self.model, self.data_collator, device, autocast())
             return super().create_optimizer(model)

@@ -445,9 +445,7 @@ MISTAKES = {
     "an empty file": ("sft", of("rows.jsonl"), "", "a file without rows", rows()),
     "no pad token": ("sft", {"model_name_or_path": "model"}, "", "`pad_token`", no_pad_token),
     "no split to evaluate": ("sft", {"eval_strategy": "steps"}, "", "has no split 'test'. It has train"),
-    "answers that are cut off": (
-        "sft", {"assistant_only_loss": True}, "--max_length 3", "none of 16 rows is left with max_length=3",
-    ),
+    "answers that are cut off": ("sft", {"assistant_only_loss": True}, "--max_length 3", "none of 16 rows is left"),
     "LoRA without PEFT": ("sft", {"use_peft": True}, "", "PEFT", missing("peft")),
     "DeepSpeed is not installed": ("sft", ZERO, "", "DeepSpeed is not installed. Install it", missing("deepspeed")),
     "DeepSpeed without a launcher": ("sft", ZERO, "", "Start it with a launcher"),
