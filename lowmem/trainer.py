@@ -90,6 +90,7 @@ class FusedTrainerMixin(_Base):
         self._requested, self.layers = fused, layers or LayersConfig()
         self._asked_to_clip = fused is not None and fused.clip_norm is not None
         self._staging: Path | None = None
+        self._rows: resuming.Rows | None = None  # of the training loop of transformers
         self._sharding: sharding.Sharding | None = None
         given = [*args, *kwargs.values()]
         options = next((value for value in given if isinstance(value, TrainingArguments)), None)
@@ -228,13 +229,15 @@ class FusedTrainerMixin(_Base):
     def _run_epoch(self, *, epoch: int, **options: Any) -> None:
         resumed = options["resume_from_checkpoint"] if epoch == options["epochs_trained"] else None
         skipped = options["steps_trained_in_current_epoch"] if resumed is not None else 0
+        assert self._rows is not None
         self._rows.begin_epoch(epoch, skipped, resumed)
         super()._run_epoch(epoch=epoch, **options)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         samples, items = super().get_batch_samples(*args, **kwargs)
-        self._rows.fetched += len(samples)
-        self._rows.ended = not samples
+        if self._rows is not None:
+            self._rows.fetched += len(samples)
+            self._rows.ended = not samples
         return samples, items
 
     def create_optimizer(self, model: nn.Module | None = None) -> FusedOptimizer:
@@ -474,7 +477,8 @@ class FusedTrainerMixin(_Base):
         write = self.args.should_save
         if write or self._sharding is not None:
             checkpoint.save_optimizer(self.optimizer, Path(output_dir) / checkpoint.OPTIMIZER_FILE, write=write)
-        self._rows.save(Path(output_dir), self.state.epoch, write=write)
+        if self._rows is not None:
+            self._rows.save(Path(output_dir), self.state.epoch, write=write)
         if write:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / checkpoint.SCHEDULER_FILE)
 

@@ -102,10 +102,13 @@ def dequantize_(model: nn.Module) -> nn.Module:
 
 def _shared(model: nn.Module, wanted: Callable[[nn.Module, Tensor], bool]) -> list[tuple[Tensor, list[str]]]:
     """The parameters wanted, each with all its names."""
-    shared: dict[Tensor, list[str]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        if wanted(model.get_submodule(name.rpartition(".")[0]), param):
-            shared.setdefault(param, []).append(name)
+    named = [*model.named_parameters(remove_duplicate=False)]
+    shared: dict[Tensor, list[str]] = {
+        param: [] for name, param in named if wanted(model.get_submodule(name.rpartition(".")[0]), param)
+    }
+    for name, param in named:  # a weight may also be an attribute of a module that is not wanted
+        if param in shared:
+            shared[param].append(name)
     return [*shared.items()]
 
 

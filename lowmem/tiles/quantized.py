@@ -222,7 +222,7 @@ class QuantizedWeight(Tensor):
             new = args[0]
             same = isinstance(new, QuantizedWeight) and not new.transposed
             if not same or (new.format, new.dtype, new.shape) != (self.format, self.dtype, self.shape):
-                new = self.of(plain(new).expand(self.shape).to(self.device, self.dtype), self.format)
+                new = self.of(plain(new).expand(self.shape).to(self.dtype), self.format)
             for into, part in zip(self.parts, new.parts, strict=True):
                 into.copy_(part)
             return self

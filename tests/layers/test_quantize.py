@@ -88,6 +88,17 @@ def test_every_rule_updates_all_of_them_and_the_loss_falls(llama, token_batches,
     assert 0 < opt.last_step.changed_share <= 1
 
 
+def test_a_weight_stays_tied_to_an_attribute_of_another_module():
+    net = nn.Module()
+    net.embedding, net.loss = nn.Embedding(97, 64), nn.Module()
+    net.loss.head = net.embedding.weight
+    lowmem.quantize_(net, "int8")
+    assert isinstance(net.embedding.weight, QuantizedWeight)
+    assert net.loss.head is net.embedding.weight
+    lowmem.dequantize_(net)
+    assert net.loss.head is net.embedding.weight
+
+
 @pytest.mark.parametrize("weight_format", ["int8", "int12"])
 def test_the_policy_and_the_tile_do_not_change_a_bit(llama, token_batches, weight_format, monkeypatch):
     batches = token_batches(6)

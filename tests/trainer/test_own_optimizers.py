@@ -181,11 +181,14 @@ class OwnLoop(Trainer):
                 self.optimizer.step()
                 self.optimizer.zero_grad()
         self.lr_scheduler.step()
+        if self.args.save_strategy != "no":
+            self._save_checkpoint(self.model, trial=None)
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_loop_of_its_own_trains_as_without_the_mixin(make, accumulation):
     options = {"optim": "adamw_torch", "max_grad_norm": 0.0, "gradient_accumulation_steps": accumulation}
+    options |= {"save_strategy": "steps"}
     ends_alike(make, OwnLoop, per_device_train_batch_size=2, **options)
 
 
