@@ -326,7 +326,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 those cannot be used.
         """
         loss = None
-        if self._hooks.postponed:
+        if self._hooks.postponed and self._is_accelerate_prepared:
             return loss
         if closure is not None:
             with torch.enable_grad():
@@ -343,7 +343,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises:
             StepError: in a loop that calls `step()`, a backward came since, so its gradient has been used already.
         """
-        if self._hooks.postponed:
+        if self._hooks.postponed and self._is_accelerate_prepared:
             return
         if self._cycle.waiting:
             self._loop.drop()

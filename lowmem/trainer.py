@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
-from accelerate.utils import is_peft_model, purge_accelerate_environment
+from accelerate.utils import DistributedType, is_peft_model, purge_accelerate_environment
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
@@ -184,7 +184,8 @@ class FusedTrainerMixin(_Base):
                 "lowmem cannot tell whether it clips. If it does not (TRL's PPO), set max_grad_norm=0. If it does, "
                 f"set FusedConfig(clip_norm={self.args.max_grad_norm}) too, and omit clipping in the loop"
             )
-        loss = loss / self.accelerator.gradient_accumulation_steps
+        if self.accelerator.distributed_type != DistributedType.DEEPSPEED:  # as Accelerate's backward
+            loss = loss / self.accelerator.gradient_accumulation_steps
         with self.optimizer._hooks.during(in_accumulate=not self.accelerator.sync_gradients):
             self.optimizer.backward(loss)
         # with a loss scale the schedule waits for a skipped step, as with GradScaler

@@ -48,7 +48,7 @@ class Rows:
     """
 
     def __init__(self, trainer: Any, loader: Any, batches: int, *, compared: bool) -> None:
-        args, data = trainer.args, loader.dataset
+        args, data = trainer.args, getattr(loader, "dataset", loader)  # or batches of a class's own
         self._trainer, self._loader, self._batches = trainer, loader, batches
         self._start = TemporaryDirectory()
         self._is_stream = isinstance(data, IterableDataset)
@@ -56,7 +56,8 @@ class Rows:
         self._per_batch = step // args.gradient_accumulation_steps
         shape = [self._per_batch // args.world_size, args.gradient_accumulation_steps, args.world_size]
         rows = shape
-        self._batch_sampler = getattr(loader.batch_sampler, "batch_sampler", loader.batch_sampler)
+        sampler = getattr(loader, "batch_sampler", None)
+        self._batch_sampler = getattr(sampler, "batch_sampler", sampler)
         seeded = type(getattr(self._batch_sampler, "sampler", None)) in (SeedableRandomSampler, SequentialSampler)
         if seeded and not trainer.accelerator.split_batches:  # whatever the batches are, the order is the same
             total = batches * self._per_batch  # padded, or cut, to batches of all ranks
@@ -133,9 +134,9 @@ class Rows:
                 shutil.copy(path, start / path.name.removeprefix(_EPOCH))
             self._trainer._load_rng_state(str(start) if skipped else checkpoint)
             if (start / _GENERATOR).exists():
-                self._loader.synchronized_generator.set_state(torch.load(start / _GENERATOR))
-        if hasattr(self._batch_sampler, "set_epoch"):  # transformers does not reach it where batches are skipped
-            self._batch_sampler.set_epoch(epoch)
+                self._loader.synchronized_generator.set_state(torch.load(start / _GENERATOR, weights_only=True))
+        if (set_epoch := getattr(self._batch_sampler, "set_epoch", None)) is not None:
+            set_epoch(epoch)  # which transformers does not reach where batches are skipped
         self._note_random_states()
 
     def _note_random_states(self) -> None:

@@ -57,7 +57,7 @@ def train(arguments: Arguments) -> int | None:
             _require_metric(trainer)
         beginning = _Beginning(arguments, run_dir)
         trainer.add_callback(beginning)
-        with _explained(arguments, run_dir), report.RunReport(run_dir, out).attached(trainer):
+        with _explained(arguments, run_dir, begun=True), report.RunReport(run_dir, out).attached(trainer):
             with _stop_on_signal(trainer) as stopped, beginning.checked():
                 trainer.train(resume_from_checkpoint=resume)
             beginning.on_step_end()  # also if nothing was left to train
@@ -166,13 +166,13 @@ def _print_end(arguments: Arguments, trainer: Any, run_dir: Path, *, stopped: bo
 
 
 @contextmanager
-def _explained(arguments: Arguments, run_dir: Path) -> Iterator[None]:
+def _explained(arguments: Arguments, run_dir: Path, *, begun: bool = False) -> Iterator[None]:
     """Adds advice to an error of memory. The traceback of any other that is not for users goes into the folder."""
     try:
         yield
     except Exception as error:
         if is_out_of_memory(error):
-            if rank() == 0 and not (run_dir / environment.CONFIG).exists():
+            if begun and rank() == 0 and not (run_dir / environment.CONFIG).exists():
                 folder.write_config(arguments, run_dir)  # with which it continues
             advice = _memory_advice(arguments, run_dir)
             raise LowmemError(f"out of memory: {reason(error)}. {advice}") from error

@@ -62,10 +62,10 @@ def split(value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     return stored, high, residual - high * 256
 
 
-def widen8(stored: Tensor, residual: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The float32 value that `split8` encoded. dtype: of the weight, if it is held in a wider one."""
+def widen8(stored: Tensor, residual: Tensor) -> Tensor:
+    """The float32 value that `split8` encoded."""
     wide = stored.float()
-    return wide + residual.float() * (_unit(wide, dtype or stored.dtype) * (1 / 254))
+    return wide + residual.float() * (_unit(wide, stored.dtype) * (1 / 254))
 
 
 def split8(value: Tensor, dtype: torch.dtype, uniform: Tensor) -> tuple[Tensor, Tensor]:
@@ -76,10 +76,10 @@ def split8(value: Tensor, dtype: torch.dtype, uniform: Tensor) -> tuple[Tensor, 
     A value that is not finite has a zero residual.
     """
     stored = nearest(value, dtype)
+    unit = _unit(stored, dtype)
     # the inverse of a power of two: both have the bits of 1.0, twice, together; 254 times it may be infinite
-    residual = (value - stored) * number(0x7F000000 - bits(_unit(stored, dtype))) * 254
-    down = residual.floor().clamp(-127, 126)
-    low, high = widen8(stored, down, dtype), widen8(stored, down + 1, dtype)
+    down = ((value - stored) * number(0x7F000000 - bits(unit)) * 254).floor().clamp(-127, 126)
+    low, high = (stored + residual * (unit * (1 / 254)) for residual in (down, down + 1))  # as `widen8` does
     residual = torch.where(uniform * (high - low) < value - low, down + 1, down)
     return stored, torch.where(stored.abs() < torch.inf, residual, 0.0)
 

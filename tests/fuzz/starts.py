@@ -151,7 +151,14 @@ def _plain(command: str, config: dict[str, Any], folder: Path) -> Any:
 def run(seed: int, folder: Path) -> str:
     """Trains with arguments at random, and as TRL does."""
     logging.disable(logging.WARNING)
-    warnings.simplefilter("ignore")
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            return _compared(seed, folder)
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def _compared(seed: int, folder: Path) -> str:
     chance = random.Random(seed)
     command = chance.choice(COMMANDS)
     drawn = draw(chance, command)

@@ -158,7 +158,7 @@ def test_rows_of_which_nothing_is_trained_on_are_refused(looked_at):
         looked_at([{"text": "the old cat"}] * 2, max_length=1)
     with pytest.raises(DataError, match="16 rows do not fill a batch of 32; omit dataloader_drop_last"):
         looked_at(per_device_train_batch_size=32, dataloader_drop_last=True)
-    with pytest.raises(ConfigError, match="max_steps=0: "):
+    with pytest.raises(ConfigError, match="max_steps=0 is out of range"):
         looked_at(max_steps=0)
 
 
