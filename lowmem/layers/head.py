@@ -14,11 +14,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
 
 from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.step import hooks
 from lowmem.tiles.gradients import ComputedGradient
+from lowmem.tiles.layout import block_starts
 from lowmem.tiles.quantized import plain, rows_of
 
 # Bytes of temporaries that a head or an embedding may need.
@@ -212,15 +212,6 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
 
 
-def _starts(size: int, step: int, tensor: Tensor) -> Sequence[int]:
-    """The starts of blocks of `step`. A dry run with fake tensors needs the first two, and the last, which may be
-    smaller: equal blocks take equal memory.
-    """
-    starts = range(0, size, step)
-    dry = is_fake(tensor) and not torch.compiler.is_compiling()  # compiled code is traced with fake tensors, too
-    return sorted({*starts[:2], *starts[-1:]}) if dry else starts
-
-
 class _TokenLosses(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -243,10 +234,10 @@ class _TokenLosses(torch.autograd.Function):
         with gather(), _no_autocast(hidden.device):
             targets = _checked(targets, len(weight))
             step, rows = head.tile(tokens, len(weight), size)
-            for start in _starts(tokens, step, hidden):
+            for start in block_starts(tokens, step, hidden):
                 part = slice(start, start + step)
                 scores = _Scores(head, hidden[part].to(dtype), targets[part], metrics, learns)
-                for row in _starts(len(weight), rows, hidden):
+                for row in block_starts(len(weight), rows, hidden):
                     scores.add(plain(weight[row : row + rows]), None if bias is None else bias[row : row + rows], row)
                 losses[part], log_sums[part] = scores.losses(len(weight)), scores.log_sum()
                 for name, value in zip(metrics, values, strict=True):

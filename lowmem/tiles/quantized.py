@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lowmem.errors import StepError, UnsupportedError
 from lowmem.tiles.graph import Compiler, Function, Sizes, compiled, trace
+from lowmem.tiles.layout import block_starts
 from lowmem.tiles.storage import ROUNDED_DTYPES, Integer, Part, Uniform
 
 # Elements that are decoded or encoded at a time.
@@ -285,8 +286,7 @@ def _blocks(weight: "QuantizedWeight") -> Iterator[slice]:
     """The rows of a matrix that are decoded or encoded at a time, one after others."""
     block = CPU_BLOCK if weight.device.type == "cpu" else GPU_BLOCK
     step = max(1, block // max(1, weight.shape[1]))
-    rows = min(weight.shape[0], 2 * step) if is_fake(weight.parts[0]) else weight.shape[0]  # a dry run needs no more
-    for start in range(0, rows, step):
+    for start in block_starts(weight.shape[0], step, weight.parts[0]):
         yield slice(start, start + step)
 
 

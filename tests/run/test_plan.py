@@ -216,7 +216,7 @@ def test_a_plan_updates_one_parameter_of_each_kind_and_computes_some_blocks_of_t
     short = planned(path)
     few, kinds = len(times), 2 + 3 + 4  # head and embedding; shapes of the layers; norms, one by one or as stacks
     monkeypatch.setattr(_Tracker, "repeated", lambda self, update: update)
-    monkeypatch.setattr(head, "_starts", lambda size, step, tensor: range(0, size, step))
+    monkeypatch.setattr(head, "block_starts", lambda size, step, tensor: range(0, size, step))
     full = planned(path)
     assert short.figures() == full.figures()
     foreign = changes["fused"]["rule"].startswith("torch")
