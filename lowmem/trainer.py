@@ -541,6 +541,8 @@ def _sft_trainer() -> "type[SFTTrainer]":
         `LayersConfig.computed_gradients` is False.
         """
 
+        _checked: Any = None  # the model that `_check_model` has seen
+
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             head.check(self.model)
@@ -550,6 +552,13 @@ def _sft_trainer() -> "type[SFTTrainer]":
                 head.compute(self, self.layers, self.args.label_smoothing_factor)
 
         def create_optimizer(self, model: nn.Module | None = None) -> FusedOptimizer:
+            if self._checked is not self.model:  # train() calls this once more
+                self._checked = self.model
+                self._check_model()
+            return super().create_optimizer(model)
+
+        def _check_model(self) -> None:
+            """Computes short rows, and raises `UnsupportedError` if the model would be trained with another loss."""
             self._shard()
             device, autocast = self.args.device, self.compute_loss_context_manager
             smoothing = self.args.label_smoothing_factor if self.layers.computed_gradients else 0.0
@@ -557,7 +566,6 @@ def _sft_trainer() -> "type[SFTTrainer]":
                 head.check_loss(self.model, device, autocast, smoothing)
             if self.padding_free:
                 check_borders(self.model, self.data_collator, device, autocast())
-            return super().create_optimizer(model)
 
     FusedSFTTrainer.__module__ = __name__
     FusedSFTTrainer.__qualname__ = "FusedSFTTrainer"
