@@ -105,7 +105,7 @@ class Rows:
         return saved["epoch"], saved["row"] // self._per_batch
 
     def _ends_before_padding(self, saved: dict[str, Any]) -> bool:
-        """Whether the run ends before the last batch of an epoch, which alone has other rows than in a checkpoint."""
+        """Returns whether the run ends before the last batch of an epoch, in which alone rows differ."""
         state, (step, *rest), (other, *others) = self._trainer.state, self._record["rows"], saved["rows"]
         if len(rest) != 1 or len(others) != 1 or step != other:
             return False

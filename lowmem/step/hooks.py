@@ -96,7 +96,8 @@ class Hooks:
     @property
     def postponed(self) -> bool:
         """Returns whether a loop of Accelerate is before the end of a step, where it leaves `step` and `zero_grad` out.
-        Its state alone does not tell: it is of the process, and stays as a loop leaves it.
+        Its state alone does not tell: it is of the process, and stays as a loop leaves it. Where Accelerate has wrapped
+        the optimizer, the wrapper leaves them out.
         """
         state = sys.modules.get("accelerate.state") if self.prepared else None
         return state is not None and not state.GradientState().sync_gradients

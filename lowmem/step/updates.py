@@ -153,11 +153,11 @@ class Updates:
     def _update_stack(self, stack: Stack, decision: Decision | None) -> None:
         """Updates parameters as one: their tensors are stacked, and written back to where they were."""
         records, grads = stack.empty()
-        for record in records:
-            self.begin_state(record)
         if len(records) == 1:
             self._update_one(records[0], grads[0], decision)
             return
+        for record in records:
+            self.begin_state(record)
         program = stack.program.stacked(len(records))
         states = [self.state[record.param] for record in records]
         kept = gather(records, states)

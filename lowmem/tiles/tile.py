@@ -227,8 +227,8 @@ def apply_tile(fn: ApplyFn, raw: RawTile) -> None:
         storage, parts = held[name]
         for part, target, new in zip(storage.parts, parts, storage.update(value, uniform, parts), strict=True):
             result = new if raw.finite is None else torch.where(raw.finite, new, target.to(new.dtype))
-            if words and part.group == 1 and len(parts) > 1:
-                result = tied(result, words[0])  # one loop for all, or a copy of what others read would be written last
+            if words and value.ndim == 4 and len(parts) > 1 and not part.name:
+                result = tied(result, words[0])  # as the others of its storage, or compiled code makes a copy
             if value.ndim == 4 and part.group < group:  # in the shape of an argument, else compiled code makes a copy
                 target, result = (each.unflatten(-1, (-1, group // part.group)) for each in (target, result))
             target.copy_(result)
