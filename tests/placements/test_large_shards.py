@@ -108,9 +108,12 @@ def above_what_stays(rank, kind, depth, rule):
         opt.backward(net(x))
 
     step()
-    with Memory(net, opt, *(getattr(param, "ds_tensor", param) for param in net.parameters())) as memory:
-        step()
-    return memory.above
+    peaks = []
+    for _ in range(3):  # a thread of gloo may hold one shard more for a moment: in the least peak it does not
+        with Memory(net, opt, *(getattr(param, "ds_tensor", param) for param in net.parameters())) as memory:
+            step()
+        peaks.append(memory.above)
+    return min(peaks)
 
 
 @pytest.mark.by_tiles("vectors are updated in stacks, of which none is compiled")
@@ -119,7 +122,6 @@ def above_what_stays(rank, kind, depth, rule):
 @pytest.mark.parametrize("kind", SHARDS)
 def test_memory_does_not_grow_with_depth(two, kind, rule):
     """A norm's gradient waits for those of other norms, and no matrix's gradient with it (a shard has 512 KiB)."""
-    # FSDP2 gathers two layers at a time; of the first few blocks nothing is freed in time, and another
-    # shard may be in flight
+    # FSDP2 gathers two layers at a time; of the first few blocks nothing is freed in time
     shallow, deep = (max(two.run(above_what_stays, kind, depth, rule)) for depth in (8, 24))
-    assert deep <= shallow + 16 * 3 * 512 * 4 + (1 << 20)
+    assert deep <= shallow + 16 * 3 * 512 * 4 + (256 << 10)
