@@ -11,6 +11,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from lowmem.files import write_file
 from lowmem.run.memory import KINDS, StepMemory
@@ -78,6 +79,11 @@ def _smoothed(values: list[float]) -> np.ndarray[Any, Any]:
     return np.divide(total, weight, out=np.full_like(total, np.nan), where=weight > 0)
 
 
+def _point(steps: list[int]) -> str:
+    """Returns the marker of a single step, which a line alone would not show."""
+    return "o" if len({*steps}) == 1 else ""
+
+
 def loss_picture(records: list[Record], name: str) -> Figure:
     """The loss, or the reward where it was logged; below it what else was logged of `_PANELS`."""
     main, logged = main_metric(records), {"grad_norm", "learning_rate"}.union(*records)
@@ -86,7 +92,9 @@ def loss_picture(records: list[Record], name: str) -> Figure:
     loss, *rest = figure.subplots(1 + len(panels), 1, sharex=True, height_ratios=[3.2, *[1] * len(panels)])
     steps, values = series(records, main)
     many = len(values) >= 20
-    loss.plot(steps, values, color=_PALE if many else _BLUE, lw=1 if many else 2, label="training")
+    loss.plot(
+        steps, values, color=_PALE if many else _BLUE, lw=1 if many else 2, marker=_point(steps), label="training"
+    )
     if many:
         loss.plot(steps, _smoothed(values), color=_BLUE, lw=2, label="training, smoothed")
     for key, color in zip(evaluations(records, main), itertools.cycle(_EVAL)):
@@ -101,7 +109,7 @@ def loss_picture(records: list[Record], name: str) -> Figure:
             values = [coef or math.nan for coef in values]  # 0 comes from an infinite norm, whose step was skipped
         if key in ("clip_coef", "changed_share", "rewards/accuracies", "accuracy"):
             axes.set_ylim(0, 1.05)
-        axes.plot(steps, values, color=color, lw=1.3, drawstyle=style)
+        axes.plot(steps, values, color=color, lw=1.3, marker=_point(steps), drawstyle=style)
         axes.set_ylabel(label)
     norm, rate = (rest[panels.index(key)] for key in ("grad_norm", "learning_rate"))
     positive = [value for value in series(records, "grad_norm")[1] if value > 0]
@@ -112,6 +120,7 @@ def loss_picture(records: list[Record], name: str) -> Figure:
     if "loss_scale" in panels:
         _mark_skipped_steps(rest[-1], records)
     rest[-1].set_xlabel("step")
+    rest[-1].xaxis.set_major_locator(MaxNLocator("auto", integer=True))
     figure.align_ylabels()
     return figure
 
@@ -136,12 +145,12 @@ def memory_picture(records: list[Record], name: str) -> Figure:
     peak, weights = series(records, "peak_memory")[1], records[-1]["weight_bytes"]
     scale, unit_name = unit(max(peak))
     axes.fill_between(steps, np.divide(used, scale), color=_PALE, alpha=0.45, lw=0)
-    point = "o" if len({*steps}) == 1 else ""  # which a line alone would not show
-    axes.plot(steps, np.divide(used, scale), color=_BLUE, lw=1.5, marker=point, label="in use when logged")
-    axes.step(steps, np.divide(peak, scale), where="post", color=_EVAL[0], lw=2, marker=point,
+    axes.plot(steps, np.divide(used, scale), color=_BLUE, lw=1.5, marker=_point(steps), label="in use when logged")
+    axes.step(steps, np.divide(peak, scale), where="post", color=_EVAL[0], lw=2, marker=_point(steps),
               label=f"peak: {size(max(peak))}")  # fmt: skip
     axes.axhline(weights / scale, color="#333333", lw=1.2, ls=(0, (5, 3)), label=f"weights: {size(weights)}")
     axes.set(title=f"{name}: memory", xlabel="step", ylabel=f"memory ({unit_name})", ylim=(0, max(peak) / scale * 1.25))
+    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
     axes.legend(loc="upper left", ncols=3)
     return figure
 

@@ -56,6 +56,13 @@ def test_the_loss_picture_shows_training_evaluation_norm_and_rate(records):
     assert last_values(records) == [("training loss", 0.125), ("evaluation loss", 0.15)]
 
 
+def test_a_run_with_one_line_of_metrics_is_shown_as_points(records):
+    for figure in (pictures.loss_picture(records[:1], "one"), pictures.memory_picture(records[:1], "one")):
+        for axes in figure.axes:
+            drawn = [line for line in axes.lines if len(line.get_xdata()) == 1]
+            assert drawn and all(line.get_marker() == "o" for line in drawn)
+
+
 def test_the_picture_of_a_reward_shows_it_and_the_loss_below():
     records = steps(3, reward=[0.1, None, 0.3], kl=[0.0, 0.1, 0.2])
     records.append({"step": 3, "eval_loss": 0.0, "eval_reward": 0.4, "eval_rewards/f/mean": 1.0, **MEMORY})
