@@ -249,7 +249,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     """`F.linear`, whose backward reads the weight before the gradient of that exists: `addmm` does, and `mm` after."""
     if bias is not None or input.ndim < 2 or weight.ndim != 2 or isinstance(input, QuantizedWeight):
         return F.linear(input, weight, bias)
-    rows = torch.addmm(input.new_empty(()), input.reshape(-1, input.shape[-1]), weight.t(), beta=0)
+    rows = torch.addmm(input.new_zeros(()), input.reshape(-1, input.shape[-1]), weight.t(), beta=0)
     return rows.view(*input.shape[:-1], weight.shape[0])
 
 

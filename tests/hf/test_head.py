@@ -281,6 +281,7 @@ CHANGES_LOGITS = {
     "xlstm": {"num_heads": 4, "num_blocks": 1},
     "falcon": {"num_attention_heads": 4},  # which does not, and whose head another object replaces
 }
+CONVOLVES = {"recurrent_gemma": pytest.mark.cpu_only("the simulated GPU has no depthwise convolution")}
 
 
 class Doubled(torch.nn.Linear):
@@ -289,7 +290,7 @@ class Doubled(torch.nn.Linear):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", CHANGES_LOGITS)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=CONVOLVES.get(kind, ())) for kind in CHANGES_LOGITS])
 def test_a_model_that_changes_logits_after_the_head_is_refused(kind, dtype, make):
     """By a comparison of losses, for a model of few logits too."""
     net = small(kind, **CHANGES_LOGITS[kind]).to(dtype)

@@ -140,7 +140,7 @@ def test_autocast_computes_the_same_bits(dtype):
     for weight in (held, matrix):
         torch.manual_seed(1)
         x = torch.randn(6, 128, requires_grad=True)
-        with torch.autocast("cpu", dtype):
+        with torch.autocast(torch.get_default_device().type, dtype):
             out = F.linear(x, weight)
         out.float().square().sum().backward()
         results.append((out, x.grad, weight.grad))
@@ -153,7 +153,7 @@ def test_autocast_computes_the_same_bits(dtype):
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
 def test_autocast_rounds_what_the_weight_shows(mode, shown):
     held, matrix = pair(12, shown)
-    with mode(), torch.autocast("cpu", torch.float16):
+    with mode(), torch.autocast(torch.get_default_device().type, torch.float16):
         x = torch.ones(6, 128)
         assert torch.equal(F.linear(x, held), F.linear(x, matrix))
 
@@ -163,7 +163,7 @@ def test_a_graph_of_autocast_from_before_an_update_is_refused():
     x = torch.ones(2, 128, requires_grad=True)
     losses = []
     for _ in range(2):
-        with torch.autocast("cpu"):
+        with torch.autocast(torch.get_default_device().type, torch.bfloat16):
             losses.append(F.linear(x, held).float().square().mean())
     opt = lowmem.FusedOptimizer([("weight", held)], lr=1e-2)
     opt.backward(losses[0])
@@ -187,7 +187,7 @@ COPIES = {
 @pytest.mark.parametrize("change", COPIES.values(), ids=COPIES)
 def test_a_copy_has_the_values_of_the_matrix_and_keeps_them(change, autocast, dtype):
     held, matrix = pair(12, dtype)
-    with torch.autocast("cpu", enabled=autocast):
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16, enabled=autocast):
         taken, wanted = (change(weight.detach()) for weight in (held, matrix))
     with torch.no_grad():
         held.copy_(torch.ones(96, 128))
