@@ -260,9 +260,11 @@ def rehearse(rehearsal: Rehearsal, steps: int, folder: Path, peak: bool = True) 
         try:
             outcome = _rehearse(rehearsal, steps, folder, Path(where), peak)
         except MeasurementError as error:
-            expected = rehearsal.refused and str(error).startswith("error: ") and "unexpected" not in str(error)
+            # of the rank that was the first to end
+            said = re.fullmatch(r"(?s)error(?: on rank \d+)?: (.*)", str(error))
+            expected = rehearsal.refused and said is not None and "unexpected" not in said[1]
             refused = expected and not Path(where, "run", "metrics.jsonl").exists()
-            outcome = Outcome("refused" if refused else "failed", str(error).removeprefix("error: "))
+            outcome = Outcome("refused" if refused else "failed", said[1] if said else str(error))
     outcome.steps, outcome.seconds = steps, time.monotonic() - begin
     return outcome
 

@@ -87,6 +87,7 @@ def test_the_figures_of_a_rehearsal(simulate):
         ({"ends": ENDS, "losses": ((2.0, 1.0), (2.0, 1.0), (2.0, 1.1))}, "differs from the run by tiles"),
         ({"ends": ENDS, "log": "trained"}, "nothing was compiled"),
         ({"ends": ["error: no"] * 3}, "no"),
+        ({"ends": ["error on rank 1: no"] * 3}, "no"),
         ({"ends": ENDS, "one": Rehearsal(WORDS, ("int12", "ZeRO-3"))}, "it was to be refused"),
         ({"ends": ["error: unexpected TypeError"] * 3, "one": Rehearsal(WORDS, ("int12", "ZeRO-3"))}, "unexpected"),
     ],
@@ -94,6 +95,12 @@ def test_the_figures_of_a_rehearsal(simulate):
 def test_a_rehearsal_fails(simulate, runs, message):
     outcome = simulate(**runs)
     assert outcome.outcome == "failed" and message in outcome.message
+
+
+@pytest.mark.parametrize("prefix", ["error: ", "error on rank 1: "])
+def test_whichever_rank_ends_first_a_rehearsal_is_refused(simulate, prefix):
+    refused = simulate([f"{prefix}not supported"] * 3, one=Rehearsal(WORDS, ("int12", "ZeRO-3")))
+    assert (refused.outcome, refused.message) == ("refused", "not supported")
 
 
 def test_weights_that_stay_where_they_began_do_not_differ():
