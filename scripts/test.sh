@@ -4,6 +4,7 @@
 #   scripts/test.sh --full    every combination of options instead of every pair of them
 #   scripts/test.sh --compiled  the tests of updates with each update compiled, however small its parameter is
 #   scripts/test.sh --simgpu  the tests of whatever runs on a GPU, on a GPU made of host memory (tests/support/simgpu)
+#   scripts/test.sh --gpu     the same tests on a GPU of this machine
 #   scripts/test.sh --floor   the tests of trainers with the oldest versions of other packages that are supported
 set -euo pipefail
 case "${1:-}" in
@@ -13,8 +14,8 @@ case "${1:-}" in
         shift
         if [ $# = 0 ]; then set -- tests/tiles tests/rules tests/step tests/layers tests/placements; fi
         ;;
-    --simgpu)
-        export LOWMEM_SIMGPU=1
+    --gpu | --simgpu)
+        if [ "$1" = --gpu ]; then export LOWMEM_GPU=1; else export LOWMEM_SIMGPU=1; fi
         shift
         if [ $# = 0 ]; then set -- tests/simgpu tests/tiles tests/rules tests/step tests/layers tests/hf tests/trainer; fi
         ;;

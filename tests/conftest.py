@@ -19,8 +19,9 @@ os.environ.setdefault(
 os.environ.setdefault("TORCHINDUCTOR_FX_GRAPH_CACHE", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no processes that import torch only to compile
 
-# The number of simulated GPUs, if the tests are to run on one (scripts/test.sh --simgpu).
+# Whether the tests are to run on a GPU (scripts/test.sh --gpu), and the number of simulated ones (--simgpu).
 SIMGPUS = int(os.environ.get("LOWMEM_SIMGPU", "0"))
+ON_GPU = bool(SIMGPUS) or os.environ.get("LOWMEM_GPU") == "1"
 if SIMGPUS:
     from support import simgpu
 
@@ -65,7 +66,7 @@ def garbage_is_of_the_test_alone():
 # Folders whose tests put tensors on the default device. Trainers put models on a GPU by themselves.
 ON_DEFAULT_DEVICE = {"layers", "rules", "step", "tiles"}
 
-if SIMGPUS:
+if ON_GPU:
 
     @contextmanager
     def default_device(path):
@@ -86,17 +87,25 @@ if SIMGPUS:
         for item in items:
             reasons = [marker.args[0] for marker in item.iter_markers("cpu_only")]
             if "ranks_of" in item.fixturenames:
-                reasons.append("ranks are other processes, and the simulated GPU has no NCCL")
+                reasons.append("ranks are processes that meet over gloo")
             if reasons:
                 item.add_marker(pytest.mark.skip(reason=f"on a CPU only: {reasons[0]}"))
 
     @pytest.fixture(autouse=True)
-    def on_the_simulated_gpu(request, monkeypatch):
+    def on_the_gpu(request):
+        with default_device(request.path):
+            yield
+
+
+if SIMGPUS:
+
+    @pytest.fixture(autouse=True)
+    def without_races(on_the_gpu, monkeypatch):
         """In every test there is no race, and no memory is read before it is written."""
         from lowmem.tiles.graph import Compiler
 
         monkeypatch.setattr(Compiler, "failure", "a simulated GPU has no compiler")
-        with default_device(request.path), simgpu.watch("race", "unwritten") as found:
+        with simgpu.watch("race", "unwritten") as found:
             yield
         assert not found, simgpu.summary(found)
 
