@@ -132,7 +132,7 @@ class _LogProbs:
     the place of its log-probability, of which the loss is the sum.
     """
 
-    def __init__(self, own: Any, memory: int, label_smoothing: float, logs_entropy: bool) -> None:
+    def __init__(self, own: Any, memory: int | None, label_smoothing: float, logs_entropy: bool) -> None:
         self._own, self._memory, self._label_smoothing = own, memory, label_smoothing
         self._logs_entropy = logs_entropy
 

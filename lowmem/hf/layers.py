@@ -28,7 +28,7 @@ def change(model: Any, layers: LayersConfig) -> None:
     table = embedding(model, "input")
     if layers.computed_gradients and isinstance(table, nn.Embedding):
         head = Head(memory=layers.head_bytes)
-        head.tile(1, table.num_embeddings, table.embedding_dim)  # raises if that is too little
+        head.tile(1, table.num_embeddings, table.embedding_dim, table.weight.device)  # raises if that is too little
         compute_gradient(table, head.memory)
 
 

@@ -18,7 +18,8 @@ class LayersConfig:
             computed and reduced block by block, so that a rank has those of its shard. Under FSDP2, where ranks are
             replicated, and for optimizers of other packages they are tensors. False uses TRL's head and PyTorch's
             embedding.
-        head_memory: what computing the loss and these gradients may need in addition, such as "128MiB"; more is faster.
+        head_memory: what computing the loss and these gradients may need in addition, such as "1GiB"; more is faster.
+            None is 128 MiB on a CPU and 512 MiB on a GPU.
         mlp_tile: MLPs compute so many tokens at a time, and once more in backward; None computes all at once.
 
     Raises:
@@ -26,13 +27,13 @@ class LayersConfig:
     """
 
     computed_gradients: bool = True
-    head_memory: str = "128MiB"
+    head_memory: str | None = None
     mlp_tile: int | None = None
 
     @property
-    def head_bytes(self) -> int:
+    def head_bytes(self) -> int | None:
         """`head_memory` in bytes."""
-        return parse_bytes(self.head_memory, "head_memory")
+        return None if self.head_memory is None else parse_bytes(self.head_memory, "head_memory")
 
     def __post_init__(self) -> None:
         if not isinstance(self.computed_gradients, bool):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lowmem.layers.head import MEMORY
+from lowmem.layers.head import default_memory
 from lowmem.step import hooks
 
 
@@ -19,7 +19,7 @@ class ComputedEmbedding(nn.Embedding):
     Modules get this class, or one of it and their own, by `compute_gradient`.
     """
 
-    memory: int
+    memory: int | None
 
     def forward(self, input: Tensor) -> Tensor:
         if not (torch.is_grad_enabled() and self.weight.requires_grad) or torch.compiler.is_compiling():
@@ -28,8 +28,9 @@ class ComputedEmbedding(nn.Embedding):
         return output
 
 
-def compute_gradient(module: nn.Module, memory: int = MEMORY) -> bool:
-    """Makes an embedding one whose gradient is computed as it is read, in blocks that need `memory` bytes.
+def compute_gradient(module: nn.Module, memory: int | None = None) -> bool:
+    """Makes an embedding one whose gradient is computed as it is read, in blocks that need `memory` bytes; None is as
+    many as `linear_cross_entropy` takes by default.
 
     Returns:
         Whether it could: a module that is no `nn.Embedding`, or one with `max_norm`, `scale_grad_by_freq` or `sparse`,
@@ -63,7 +64,7 @@ def _new(cls: type[nn.Embedding]) -> nn.Module:
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, indices: Tensor, weight: Tensor, padding: int | None, memory: int) -> Tensor:
+    def forward(ctx: Any, indices: Tensor, weight: Tensor, padding: int | None, memory: int | None) -> Tensor:
         ctx.save_for_backward(indices)
         ctx.weight = weight  # its values are not needed, so they may change until backward, as those of nn.Embedding
         ctx.rows, ctx.padding, ctx.memory = len(weight), padding, memory
@@ -75,7 +76,8 @@ class _Embedding(torch.autograd.Function):
         padding = -1 if ctx.padding is None else ctx.padding  # no index is -1
         flat = indices.reshape(-1).long()
         flat = flat.masked_fill(flat == padding, -1)
-        if hooks.offer(ctx.weight, EmbeddingGradient(flat, grad.reshape(-1, grad.shape[-1]), ctx.memory)):
+        memory = ctx.memory or default_memory(grad.device)
+        if hooks.offer(ctx.weight, EmbeddingGradient(flat, grad.reshape(-1, grad.shape[-1]), memory)):
             return None, None, None, None
         return None, torch.ops.aten.embedding_dense_backward(grad, indices, ctx.rows, padding, False), None, None
 

@@ -193,7 +193,7 @@ def test_tiles_need_the_memory_that_they_may(memory):
 @pytest.mark.parametrize(("vocabulary", "size"), [(1000, 64), (128_256, 4096), (151_936, 1024)])
 def test_a_tile_fits_into_memory_and_covers_everything(tokens, vocabulary, size):
     for memory in (20 * size, 1 << 20, 64 << 20, 1 << 30):
-        step, rows = Head(memory=memory).tile(tokens, vocabulary, size)
+        step, rows = Head(memory=memory).tile(tokens, vocabulary, size, torch.device("cpu"))
         assert 1 <= step <= tokens
         assert 1 <= rows <= vocabulary
         assert 8 * size * (step + rows) + 12 * step * rows <= memory
