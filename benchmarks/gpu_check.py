@@ -633,6 +633,16 @@ def trainers(report: Report, small: bool) -> None:
     report.row("trainer: largest difference", float((weights[0] - weights[1]).abs().max()), ("<=", 1e-6))
 
 
+def table(parts: dict[str, Any]) -> str:
+    """The steps of a report, as in the README: a row for each method of each setting."""
+    lines = ["| step | seconds | × gradients dropped | peak over the weights |", "| --- | --- | --- | --- |"]
+    rows = [row for part in ("small_steps", "one_billion", "eight_billion") for row in parts[part]["rows"]]
+    for times, peak in zip(rows[::2], rows[1::2], strict=True):
+        what = times["what"].removesuffix(": times gradients dropped")
+        lines.append(f"| {what} | {times['seconds']:.3f} | {times['measured']:.2f} | {peak['measured']:.3f} |")
+    return "\n".join(lines) + "\n"
+
+
 # Each part with the seconds that it needs at most, compilation included; most important first.
 PARTS: tuple[tuple[Callable[[Report, bool], None], float], ...] = (
     (environment, 5),
