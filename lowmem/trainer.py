@@ -383,7 +383,8 @@ class FusedTrainerMixin(_Base):
             UnsupportedError: the model has adapters that could not be saved or resumed.
         """
         saves = self.args.save_strategy != "no" or bool(resume_from_checkpoint)
-        adapters.check(self.model, self.args, sharded=self._sharding is not None, saves=saves)
+        if self.model is not None:  # else the next trial of a hyperparameter search makes one
+            adapters.check(self.model, self.args, sharded=self._sharding is not None, saves=saves)
         path = checkpoint.to_resume(resume_from_checkpoint, Path(self.args.output_dir))
         arguments.check_callbacks(self.callback_handler.callbacks)
         if resume_from_checkpoint or args:  # a class may have a `train` without arguments

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import trl
+from accelerate.utils.memory import release_memory
 from datasets import Dataset
 from safetensors.torch import save_file
 from transformers import Trainer, TrainingArguments
@@ -147,6 +148,21 @@ def test_the_rate_of_a_hyperparameter_search_wins(make, found, monkeypatch):
     trainer.hp_search_backend, trainer.hp_space = HPSearchBackend.OPTUNA, lambda trial: trial.params
     trainer.train(trial=SimpleNamespace(params={"learning_rate": found}, number=0))
     assert {group["lr"] for group in trainer.optimizer.param_groups} == {found}
+
+
+def test_each_trial_of_a_hyperparameter_search_is_a_run_of_its_own(make, tiny_llama, monkeypatch):
+    monkeypatch.setattr("transformers.integrations.hp_params", lambda trial: trial.params)  # optuna is not installed
+    search = make()
+    search.hp_search_backend, search.hp_space = HPSearchBackend.OPTUNA, lambda trial: trial.params
+    search.model_init = lambda: tiny_llama()
+    for number, rate in enumerate((1e-2, 3e-3)):
+        plain = make(Trainer, learning_rate=rate)
+        plain.model_init = search.model_init
+        search.train(trial=SimpleNamespace(params={"learning_rate": rate}, number=number))
+        assert all(map(torch.equal, search.model.parameters(), ends(plain)))
+        # as transformers 5.23 (integration_utils.py, run_hp_search_optuna) does after each trial
+        search.model_wrapped, search.model = release_memory(search.model_wrapped, search.model)
+        search.accelerator.clear()
 
 
 def test_arguments_are_not_changed_for_the_next_trainer(tiny_llama, tmp_path):
