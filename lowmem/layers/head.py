@@ -21,7 +21,7 @@ from lowmem.tiles.gradients import ComputedGradient
 from lowmem.tiles.layout import block_starts
 from lowmem.tiles.quantized import plain, rows_of
 
-# Bytes of temporaries that a head or an embedding may need unless told otherwise. With smaller tiles a GPU waits for the
+# Bytes of temporaries that a head or an embedding may need unless told otherwise. With small tiles a GPU waits for the
 # host: four times the memory halves the time of a step of 1B parameters on an H200.
 MEMORY, GPU_MEMORY = 128 << 20, 512 << 20
 
