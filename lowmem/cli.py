@@ -116,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("run_dir", metavar="RUN_DIR", help="a run folder, or a checkpoint in it")
     sub.add_argument("prompt", metavar="PROMPT", help="the user's message; a model trained on raw text continues it")
     sub.add_argument("--system", metavar="TEXT", help="a system message before the prompt")
-    sub.add_argument("--max-new-tokens", type=int, metavar="N", help="maximum length of the answer (256)")
+    sub.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="maximum length of the answer (256)")
     sub.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (the default)")
     sub.add_argument("--seed", type=int, default=0, metavar="N", help="seed of sampling (0)")
     sub.add_argument("--traceback", action="store_true", help="show the traceback of an error")

@@ -534,10 +534,10 @@ def test_a_folder_in_use_is_named(tmp_path, run_dir):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--max-new-tokens 0", "--max-new-tokens 0"),
-        ("--seed -1", "--seed -1"),
-        ("--temperature nan", "--temperature nan"),
-        ("--temperature -1", "--temperature -1.0"),
+        ("--max-new-tokens 0", "--max-new-tokens=0 is out of range; allowed: a whole number >= 1"),
+        ("--seed -1", "--seed=-1 is out of range"),
+        ("--temperature nan", "--temperature=nan is out of range"),
+        ("--temperature -1", "--temperature=-1.0 is out of range"),
     ],
 )
 def test_nonsense_for_generate_is_refused(words, message, tmp_path):
@@ -562,12 +562,12 @@ def test_adapters_answer_as_the_last_line_of_their_run_says(tmp_path):
 
 def test_generate_says_which_checkpoint_answers(run, tmp_path):
     assert "there is no such folder" in lowmem("generate", "/nope", "hello").err
-    assert "No valid checkpoint found in output directory" in lowmem("generate", tmp_path, "hello").err
+    assert f"{tmp_path} has no model" in lowmem("generate", tmp_path, "hello").err
     (run / "config.json").unlink()  # of the final model
     (run / "checkpoint-6" / "model.safetensors").write_bytes(b"")
     ended = lowmem("generate", run, "hello", "--max-new-tokens", 100)
     assert ended.status == 0
-    assert "skipped a damaged checkpoint" in ended.err and f"answering with {run}/checkpoint-4" in ended.err
+    assert f"answering with {run}/checkpoint-4, because {run} has no model; {run}/checkpoint-6/model.saf" in ended.err
     assert "the answer ends after" in ended.err
     ended = lowmem("generate", run, "hello " * 100)
     assert ended.status == 2 and "tokens; the model takes from 1 to 63" in ended.err
