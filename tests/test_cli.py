@@ -457,7 +457,7 @@ MISTAKES = {
     "a run is there": ("sft", {}, "", "already contains a run. Continue it with --resume_from_checkpoint last", a_run),
     "no run to resume": ("sft", {}, "--resume_from_checkpoint last", "has no run to resume"),
     "no checkpoint to resume": ("sft", {}, "--resume_from_checkpoint none", "there is no directory none. 'last' is"),
-    "options of the launcher": ("sft", {"num_processes": 2}, "", "with: accelerate launch --num_processes ... -m "),
+    "options of the launcher": ("sft", {"num_processes": 2}, "", "accelerate launch OPTIONS -m lowmem sft ..."),
     "a token": ("sft", {"hub_token": "hf_abcdefghijklmnopqrst"}, "", "hub_token has a password or token"),
     "unknown rule": ("sft", {"fused": {"rule": "adaloom"}}, "", "line 15: fused: rule 'adaloom' is unknown"),
     "unknown class": ("sft", {"fused": {"rule": "torch.optim.AdamWW"}}, "", "Did you mean 'AdamW'"),
