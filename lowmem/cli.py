@@ -104,11 +104,7 @@ def _parser() -> argparse.ArgumentParser:
         command(name, train, summary, add_help=False).set_defaults(training=name)
     for name, run, summary in (
         ("plan", plan, "Predict the memory of a training step; nothing is downloaded or allocated."),
-        (
-            "inspect",
-            inspect,
-            "Show the first rows as they are trained on, with the tokens that the loss is computed on.",
-        ),
+        ("inspect", inspect, "Show the first rows as they are trained on, and on which tokens the loss is computed."),
     ):
         sub = command(name, run, summary, "sft --config configs/llama3_8b_chat_24gb.yaml")
         sub.add_argument("training", metavar="COMMAND", choices=COMMANDS, help=f"one of {', '.join(COMMANDS)}")

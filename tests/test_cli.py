@@ -380,8 +380,9 @@ def test_out_of_memory_is_advised_with_the_plan(tmp_path, run_dir, monkeypatch):
     monkeypatch.setattr(report.RunReport, "on_step_end", failing(torch.OutOfMemoryError("Tried to allocate 20.00 MiB")))
     ended = lowmem("sft", "--config", write(tmp_path, max_length=16))
     assert ended.status == 2
-    assert "out of memory: Tried to allocate 20.00 MiB. By the plan a step needs " in ended.err
-    assert "--per_device_train_batch_size 1" in ended.err
+    plan = f"lowmem plan sft --config {run_dir}/config.yaml --device cpu --memory"
+    assert f"out of memory: Tried to allocate 20.00 MiB. `{plan} SIZE` says what a step needs" in ended.err
+    assert "--per_device_train_batch_size 1" in lowmem(*shlex.split(plan)[1:], "0.1MB").out
     assert f"lowmem sft --config {run_dir}/config.yaml --resume_from_checkpoint last" in ended.err
 
 
@@ -562,12 +563,13 @@ def test_adapters_answer_as_the_last_line_of_their_run_says(tmp_path):
 
 def test_generate_says_which_checkpoint_answers(run, tmp_path):
     assert "there is no such folder" in lowmem("generate", "/nope", "hello").err
-    assert f"{tmp_path} has no model" in lowmem("generate", tmp_path, "hello").err
+    assert "No valid checkpoint found in output directory" in lowmem("generate", tmp_path, "hello").err
     (run / "config.json").unlink()  # of the final model
     (run / "checkpoint-6" / "model.safetensors").write_bytes(b"")
     ended = lowmem("generate", run, "hello", "--max-new-tokens", 100)
     assert ended.status == 0
-    assert f"answering with {run}/checkpoint-4, because {run} has no model; {run}/checkpoint-6/model.saf" in ended.err
+    assert f"{run}/checkpoint-6/model.safetensors is damaged" in ended.err
+    assert f"; answering with {run}/checkpoint-4\n" in ended.err
     assert "the answer ends after" in ended.err
     ended = lowmem("generate", run, "hello " * 100)
     assert ended.status == 2 and "tokens; the model takes from 1 to 63" in ended.err

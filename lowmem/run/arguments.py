@@ -70,16 +70,12 @@ class _Loader(yaml.SafeLoader):
     tag, and a text that aliases make enormous.
     """
 
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.lengths: dict[Any, int] = {}
-
     def compose_node(self, parent: Any, index: Any) -> Any:
         node: Any = super().compose_node(parent, index)
         parts = () if isinstance(node, yaml.ScalarNode) else node.value
         parts = [part for item in parts for part in (item if isinstance(item, tuple) else (item,))]
-        self.lengths[node] = sum(self.lengths.get(part, 0) for part in parts) if parts else 1 + len(node.value)
-        if self.lengths[node] > _LONGEST:
+        node.length = sum(getattr(part, "length", 0) for part in parts) if parts else 1 + len(node.value)
+        if node.length > _LONGEST:
             problem = f"it has more than {_LONGEST:,} characters with its aliases"
             raise yaml.composer.ComposerError(None, None, problem, node.start_mark)
         return node

@@ -1,8 +1,8 @@
 """Creates the trainer of a run from its arguments, as TRL's own scripts do."""
 
 import copy
-import importlib
 import json
+import pkgutil
 import re
 import sys
 from collections.abc import Callable
@@ -128,23 +128,17 @@ def trainer(arguments: Arguments, train: Any, evaluation: Any, model: Any = None
 
 def _reward_functions(script: Any) -> list[Any]:
     """Reward functions by name, as TRL's scripts find them: its own, import paths, and a reward model."""
-    from trl import rewards
-
     functions: list[Any] = [script.reward_model_name_or_path] if script.reward_model_name_or_path else []
+    sys.path.insert(0, str(Path.cwd()))
     for name in script.reward_funcs or ():
-        module, _, attribute = name.rpartition(".")
         try:
-            if name == "get_soft_overlong_punishment":
-                functions.append(rewards.get_soft_overlong_punishment(max_completion_len=1280, soft_punish_cache=256))
-            elif not module:
-                functions.append(getattr(rewards, name))
-            else:
-                sys.path.insert(0, str(Path.cwd()))
-                functions.append(getattr(importlib.import_module(module), attribute))
-        except (ImportError, AttributeError) as error:
+            function = pkgutil.resolve_name(name if "." in name else f"trl.rewards.{name}")
+        except (ImportError, AttributeError, ValueError) as error:
             raise ConfigError(
                 f"reward_funcs: {name!r} is neither a reward function of TRL nor can it be imported: {error}"
             ) from error
+        overlong = name == "get_soft_overlong_punishment"
+        functions.append(function(max_completion_len=1280, soft_punish_cache=256) if overlong else function)
     if not functions:
         raise ConfigError("no reward: set reward_funcs, such as my_module.reward, or reward_model_name_or_path")
     return functions

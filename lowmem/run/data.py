@@ -13,13 +13,7 @@ from typing import Any, NamedTuple
 import datasets
 import numpy as np
 import pyarrow.compute as pc
-from transformers import (
-    AutoProcessor,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
-    set_seed,
-)
+from transformers import AutoProcessor, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, set_seed
 from trl import get_dataset
 
 from lowmem.errors import ConfigError, DataError

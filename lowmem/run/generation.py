@@ -76,23 +76,15 @@ def _model_folder(folder: Path) -> Path:
     """The folder itself if it has a complete model, else its newest complete checkpoint."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: there is no such folder. Name a run folder, or a checkpoint in it.")
-    skipped = []
-    for found in (folder, *checkpoint.candidates(folder)):
-        try:
-            if not (found / "config.json").exists() and not adapters.files(found):
-                raise CheckpointError(f"{found} has no model")
-            checkpoint.check_model(found)
-            break
-        except CheckpointError as error:
-            skipped.append(str(error))
+    if (folder / "config.json").exists() or adapters.files(folder):
+        checkpoint.check_model(folder)
     else:
-        raise CheckpointError("; ".join(skipped))
-    if skipped:
-        warn(f"answering with {found}, because {'; '.join(skipped)}")
-    if (found / adapters.OTHERS_FILE).exists():
+        folder, damaged = checkpoint.find_last(folder, checkpoint.check_model)
+        warn("; ".join([*damaged, f"answering with {folder}"]))
+    if (folder / adapters.OTHERS_FILE).exists():
         raise CheckpointError(
-            f"{found}: {adapters.OTHERS_FILE} has parameters beside the adapters, which PEFT does not load. In "
+            f"{folder}: {adapters.OTHERS_FILE} has parameters beside the adapters, which PEFT does not load. In "
             "Python, create the model with its adapters as before training, and call "
-            f'lowmem.hf.weights.load_weights(model, "{found}")'
+            f'lowmem.hf.weights.load_weights(model, "{folder}")'
         )
-    return found
+    return folder

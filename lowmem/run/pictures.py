@@ -9,7 +9,6 @@ from typing import Any
 
 import matplotlib
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -118,22 +117,11 @@ def loss_picture(records: list[Record], name: str) -> Figure:
     rate.set_ylim(0, None)
     rate.ticklabel_format(axis="y", scilimits=(-2, 3), useMathText=True)
     if "loss_scale" in panels:
-        _mark_skipped_steps(rest[-1], records)
+        rest[-1].set_yscale("log", base=2)
     rest[-1].set_xlabel("step")
     rest[-1].xaxis.set_major_locator(MaxNLocator("auto", integer=True))
     figure.align_ylabels()
     return figure
-
-
-def _mark_skipped_steps(axes: Axes, records: list[Record]) -> None:
-    steps, scales = series(records, "loss_scale")
-    counts = [record["nonfinite_steps"] for record in records if "nonfinite_steps" in record]
-    axes.set_yscale("log", base=2)
-    axes.set_ylim(min(scales) / 2, max(scales) * 2)
-    skipped = [(steps[i], scales[i]) for i, count in enumerate(np.diff(counts, prepend=0)) if count]
-    if skipped:
-        axes.plot(*zip(*skipped, strict=True), "x", color=_EVAL[0], ms=6, mew=1.5, label="skipped step")
-        axes.legend(loc="lower right", bbox_to_anchor=(1, 0.95), borderaxespad=0)
 
 
 def memory_picture(records: list[Record], name: str) -> Figure:

@@ -18,11 +18,9 @@ from lowmem.files import write_file
 from lowmem.hf import checkpoint
 from lowmem.placements import in_group
 from lowmem.run import build, data, environment, folder, report
-from lowmem.run import plan as planning
 from lowmem.run.arguments import LAST, Arguments, reason, refused
 from lowmem.run.memory import is_out_of_memory
 from lowmem.run.metrics import last_values
-from lowmem.run.pictures import size
 from lowmem.run.secrets import redacted
 from lowmem.run.terminal import generate_command, out, print_topics, rank, stage, train_command, warn
 
@@ -174,28 +172,17 @@ def _explained(arguments: Arguments, run_dir: Path, *, begun: bool = False) -> I
         if is_out_of_memory(error):
             if begun and rank() == 0 and not (run_dir / environment.CONFIG).exists():
                 folder.write_config(arguments, run_dir)  # with which it continues
-            advice = _memory_advice(arguments, run_dir)
-            raise LowmemError(f"out of memory: {reason(error)}. {advice}") from error
+            config = shlex.quote(str(run_dir / environment.CONFIG))
+            device = "gpu" if torch.cuda.is_available() else "cpu"
+            plan = f"lowmem plan {arguments.command} --config {config} --device {device} --memory SIZE"
+            raise LowmemError(
+                f"out of memory: {reason(error)}. `{plan}` says what a step needs, and which arguments reduce it. Then "
+                f"continue with: {train_command(arguments.command, run_dir)}"
+            ) from error
         if not isinstance(error, LowmemError):
             path = run_dir / f"{folder.TRACEBACK}{f'-{rank()}' if rank() else ''}.txt"
             write_file(path, redacted("".join(traceback.format_exception(error))).encode())
         raise
-
-
-def _memory_advice(arguments: Arguments, run_dir: Path) -> str:
-    """Returns the planned memory of a step, and options that reduce it, as a sentence."""
-    device = "gpu" if torch.cuda.is_available() else "cpu"
-    try:
-        step = planning.plan(arguments, device).step
-    except Exception as error:  # whatever it is must not hide that memory ran out
-        return f"No plan can be made: {reason(error)}."
-    largest = ", ".join(f"{kind} {size(nbytes)}" for kind, nbytes in step.items.items() if nbytes >= step.peak / 10)
-    config = shlex.quote(str(run_dir / environment.CONFIG))
-    return (
-        f"By the plan a step needs {size(step.peak)} ({largest}). What needs less: "
-        f"{', '.join(planning.ways(arguments, device))}; `lowmem plan {arguments.command} --config {config} --device "
-        f"{device} --memory SIZE` says how much. Then continue with: {train_command(arguments.command, run_dir)}"
-    )
 
 
 @contextmanager
