@@ -160,7 +160,7 @@ def plan(command: argparse.Namespace, rest: Sequence[str]) -> int:
     """`lowmem plan`."""
     arguments = _arguments(command, rest, _plan_options)
     from lowmem.run import plan as planning
-    from lowmem.run.pictures import draw_step, size
+    from lowmem.run.pictures import size
 
     options, device = arguments.options, arguments.options.device or "gpu"
     memory = None if options.memory is None else parse_bytes(options.memory, "--memory")
@@ -180,9 +180,6 @@ def plan(command: argparse.Namespace, rest: Sequence[str]) -> int:
             figures["ways"] = _ways(command, rest, arguments, device, memory)
     if options.json is not None:
         write_file(options.json, (json.dumps(figures, indent=2) + "\n").encode())
-    if options.picture is not None:
-        title = f"{arguments.file.stem if arguments.file else arguments.command}: memory through a step"
-        write_file(options.picture, draw_step(step, title, memory))
     return 0 if fits else 1
 
 
@@ -207,7 +204,6 @@ def _plan_options(parser: Any) -> None:
     )
     group.add_argument("--device", choices=("gpu", "cpu"), help="the device to train on (gpu)")
     group.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
-    group.add_argument("--picture", type=Path, metavar="FILE", help="draw the memory through the step as PNG")
 
 
 def _ways(

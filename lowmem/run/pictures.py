@@ -1,4 +1,4 @@
-"""Pictures of a run, drawn from its logged metrics, and of a planned step."""
+"""Pictures of a run, drawn from its logged metrics."""
 
 import itertools
 import math
@@ -13,7 +13,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from lowmem.files import write_file
-from lowmem.run.memory import KINDS, StepMemory
 from lowmem.run.metrics import Record, evaluations, main_metric, series
 
 _STYLE = {
@@ -34,8 +33,6 @@ _PANELS = {
     "changed_share": ("weights changed", _BLUE, "default"),
     "clip_coef": ("clip coefficient", _EVAL[1], "default"), "loss_scale": ("loss scale", _BLUE, "steps-post"),
 }  # fmt: skip
-# Most columns of a picture.
-_COLUMNS = 600
 
 
 def draw(folder: Path, records: list[Record]) -> None:
@@ -43,11 +40,6 @@ def draw(folder: Path, records: list[Record]) -> None:
     pictures = {"loss.png": loss_picture, "memory.png": memory_picture}
     for name, picture in pictures.items() if any("memory" in record for record in records) else ():
         write_file(folder / name, _png(picture, records, folder.resolve().name))
-
-
-def draw_step(step: StepMemory, title: str, memory: int | None) -> bytes:
-    """Draws memory by kind through one step as PNG, with a line at `memory` bytes unless that is None."""
-    return _png(_step_picture, step, title, memory)
 
 
 def _png(picture: Callable[..., Figure], *args: Any) -> bytes:
@@ -140,31 +132,4 @@ def memory_picture(records: list[Record], name: str) -> Figure:
     axes.set(title=f"{name}: memory", xlabel="step", ylabel=f"memory ({unit_name})", ylim=(0, max(peak) / scale * 1.25))
     axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
     axes.legend(loc="upper left", ncols=3)
-    return figure
-
-
-def _step_picture(step: StepMemory, title: str, memory: int | None) -> Figure:
-    figure = Figure(figsize=(9, 4.8), layout="constrained")
-    axes = figure.subplots()
-    total = np.sum(list(step.live.values()), axis=0)
-    starts = np.arange(0, len(total), math.ceil(len(total) / _COLUMNS))
-    # each column shows the largest of its moments
-    moments = [start + int(part.argmax()) for start, part in zip(starts, np.split(total, starts[1:]), strict=True)]
-    scale, unit_name = unit(step.peak)
-    colors = (_PALE, _VIOLET, "#c9ced6", _EVAL[0], _BLUE, _EVAL[1])
-    layers = [step.live[kind][moments] / scale for kind in KINDS]
-    labels = [f"{kind}: {size(step.items[kind])}" for kind in KINDS]
-    axes.stackplot(moments, layers, labels=labels, colors=colors, lw=0, step="mid")
-    for start, end in step.backwards:
-        axes.axvspan(start, end, ymin=0.985, color="#333333", lw=0)
-        axes.text((start + end) / 2, 0.97, "backward", transform=axes.get_xaxis_transform(), ha="center", va="top",
-                  fontsize=8, color="#555555")  # fmt: skip
-    peak = step.peak / scale
-    axes.plot(step.moment, peak, "o", color="#333333", ms=5)
-    axes.annotate(f"peak {size(step.peak)}", (step.moment, peak), xytext=(6, 5), textcoords="offset points")
-    if memory is not None:
-        axes.axhline(memory / scale, color=_EVAL[0], lw=1.5, ls=(0, (5, 3)), label=f"available: {size(memory)}")
-    limits = {"xlim": (0, len(total) - 1), "ylim": (0, max(step.peak, memory or 0) / scale * 1.12)}
-    axes.set(title=title, xlabel="allocations and releases", ylabel=f"tensors ({unit_name})", **limits)
-    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), title="at the peak", reverse=True)
     return figure

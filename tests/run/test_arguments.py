@@ -291,7 +291,7 @@ def test_no_argument_of_ours_is_one_of_trl(command):
         names = [action.dest for action in parser._actions]
         assert not theirs & {"help", *SECTIONS}
         assert sorted(name for name in names if "." not in name and name not in theirs) in (
-            ["config", "device", "help", "json", "memory", "picture", "traceback"],
+            ["config", "device", "help", "json", "memory", "traceback"],
             ["config", "device", "help", "samples", "traceback"],
         )
 
