@@ -21,7 +21,7 @@ TRACEBACK = "traceback"  # and what follows in the names of files, one per rank
 _HEADER = """\
 # The arguments of a run of `lowmem {command}`. Continue it, here or where this folder was moved to, with:
 #   {resume}
-# environment.json: machine and versions · metrics.jsonl, loss.png, memory.png: everything that was logged
+# environment.json: machine and versions · metrics.jsonl, loss.png: everything that was logged
 # checkpoint-N: the weights as a model of transformers, and the optimizer · model.safetensors: the final weights
 """
 

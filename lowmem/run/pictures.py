@@ -1,8 +1,7 @@
-"""Pictures of a run, drawn from its logged metrics."""
+"""The picture of a run, drawn from its logged metrics."""
 
 import itertools
 import math
-from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -36,28 +35,16 @@ _PANELS = {
 
 
 def draw(folder: Path, records: list[Record]) -> None:
-    """Draws loss.png and memory.png of a run from what it has logged."""
-    pictures = {"loss.png": loss_picture, "memory.png": memory_picture}
-    for name, picture in pictures.items() if any("memory" in record for record in records) else ():
-        write_file(folder / name, _png(picture, records, folder.resolve().name))
-
-
-def _png(picture: Callable[..., Figure], *args: Any) -> bytes:
+    """Draws loss.png of a run from what it has logged."""
     png = BytesIO()
     with matplotlib.rc_context(_STYLE):
-        picture(*args).savefig(png, format="png", dpi=150)
-    return png.getvalue()
-
-
-def unit(nbytes: float) -> tuple[int, str]:
-    """The unit for an amount of memory, in bytes, and its name."""
-    return (2**30, "GiB") if nbytes >= 2**30 else (2**20, "MiB")
+        loss_picture(records, folder.resolve().name).savefig(png, format="png", dpi=150)
+    write_file(folder / "loss.png", png.getvalue())
 
 
 def size(nbytes: float) -> str:
     """An amount of memory as text, such as 1.50 GiB."""
-    scale, name = unit(nbytes)
-    return f"{nbytes / scale:.2f} {name}"
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.2f} MiB"
 
 
 def _smoothed(values: list[float]) -> np.ndarray[Any, Any]:
@@ -113,23 +100,4 @@ def loss_picture(records: list[Record], name: str) -> Figure:
     rest[-1].set_xlabel("step")
     rest[-1].xaxis.set_major_locator(MaxNLocator("auto", integer=True))
     figure.align_ylabels()
-    return figure
-
-
-def memory_picture(records: list[Record], name: str) -> Figure:
-    """Memory in use, its peak so far, and the size of the weights."""
-    records = [record for record in records if "memory" in record]  # which a trainer without lowmem does not log
-    figure = Figure(figsize=(9, 4.5), layout="constrained")
-    axes = figure.subplots()
-    steps, used = series(records, "memory")
-    peak, weights = series(records, "peak_memory")[1], records[-1]["weight_bytes"]
-    scale, unit_name = unit(max(peak))
-    axes.fill_between(steps, np.divide(used, scale), color=_PALE, alpha=0.45, lw=0)
-    axes.plot(steps, np.divide(used, scale), color=_BLUE, lw=1.5, marker=_point(steps), label="in use when logged")
-    axes.step(steps, np.divide(peak, scale), where="post", color=_EVAL[0], lw=2, marker=_point(steps),
-              label=f"peak: {size(max(peak))}")  # fmt: skip
-    axes.axhline(weights / scale, color="#333333", lw=1.2, ls=(0, (5, 3)), label=f"weights: {size(weights)}")
-    axes.set(title=f"{name}: memory", xlabel="step", ylabel=f"memory ({unit_name})", ylim=(0, max(peak) / scale * 1.25))
-    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
-    axes.legend(loc="upper left", ncols=3)
     return figure

@@ -86,7 +86,7 @@ class _Bar(ProgressCallback):  # type: ignore[misc]
 
 
 class RunReport(TrainerCallback):  # type: ignore[misc]
-    """Writes log lines, metrics.jsonl and, on a terminal, a progress bar; at the end, even after an error, pictures.
+    """Writes log lines, metrics.jsonl and, on a terminal, a progress bar; at the end, even after an error, a picture.
 
         with RunReport(run_dir).attached(trainer):
             trainer.train()

@@ -157,7 +157,7 @@ def _print_end(arguments: Arguments, trainer: Any, run_dir: Path, *, stopped: bo
         return
     values = ", ".join(f"{name} {value:.4f}" for name, value in last_values(trainer.state.log_history))
     out.print(f"done{': ' if values else ''}{values}", style="bold", soft_wrap=True)
-    topics = {"results": f"{run_dir}: model, config.yaml, metrics.jsonl, loss.png, memory.png"}
+    topics = {"results": f"{run_dir}: model, config.yaml, metrics.jsonl, loss.png"}
     if arguments.command != "reward":
         topics["try it"] = generate_command(run_dir)
     print_topics(topics)

@@ -1,4 +1,4 @@
-"""What the pictures of a run and of a plan show, from invented records."""
+"""What the picture of a run shows, from invented records."""
 
 import json
 import math
@@ -31,11 +31,11 @@ def steps(count, **metrics):
     return [{"step": n, "loss": 1.0, **row, **MEMORY} for n, row in enumerate(rows, start=1)]
 
 
-def test_pictures_are_drawn_once_memory_was_logged(records, tmp_path):
-    pictures.draw(tmp_path, [{"step": 1, "loss": 1.0}])
-    assert not list(tmp_path.iterdir())
-    pictures.draw(tmp_path, [{"step": 0, "loss": 6.0}, *records])
-    assert all((tmp_path / name).read_bytes().startswith(PNG) for name in ("loss.png", "memory.png"))
+def test_a_picture_is_drawn(records, tmp_path):
+    for logged in ([{"step": 1, "train_loss": 1.0}], [{"step": 0, "loss": 6.0}, *records]):
+        pictures.draw(tmp_path, logged)
+        assert (tmp_path / "loss.png").read_bytes().startswith(PNG)
+        (tmp_path / "loss.png").unlink()
 
 
 def test_a_line_of_metrics_is_json(tmp_path):
@@ -57,10 +57,9 @@ def test_the_loss_picture_shows_training_evaluation_norm_and_rate(records):
 
 
 def test_a_run_with_one_line_of_metrics_is_shown_as_points(records):
-    for figure in (pictures.loss_picture(records[:1], "one"), pictures.memory_picture(records[:1], "one")):
-        for axes in figure.axes:
-            drawn = [line for line in axes.lines if len(line.get_xdata()) == 1]
-            assert drawn and all(line.get_marker() == "o" for line in drawn)
+    for axes in pictures.loss_picture(records[:1], "one").axes:
+        drawn = [line for line in axes.lines if len(line.get_xdata()) == 1]
+        assert drawn and all(line.get_marker() == "o" for line in drawn)
 
 
 def test_the_picture_of_a_reward_shows_it_and_the_loss_below():
@@ -108,9 +107,3 @@ def test_the_loss_scale_has_a_panel_which_shows_skipped_steps():
     *_, clip, scale = pictures.loss_picture(logged, "one").axes
     assert (clip.get_xlabel(), scale.get_xlabel(), scale.get_ylabel()) == ("", "step", "loss scale")
     assert scale.get_yscale() == "log" and scale.lines[0].get_ydata().tolist() == scales
-
-
-def test_the_memory_picture_names_peak_and_weights(records):
-    (axes,) = pictures.memory_picture(records, "one").axes
-    assert {"peak: 4.00 GiB", "weights: 1.00 GiB"} <= {line.get_label() for line in axes.lines}
-    assert axes.get_ylabel() == "memory (GiB)" and axes.get_ylim()[0] == 0
