@@ -48,8 +48,6 @@ def train(arguments: Arguments) -> int | None:
             trainer = build.trainer(arguments, train, evaluation)
         counts = data.check(trainer, train, evaluation)
         trainer.create_optimizer()  # raises what it does not support before anything is written
-        if slow := build.slow_bfloat16(arguments, trainer.args.device):
-            warn(slow)
         print_topics({**report.describe(arguments, trainer), "data": counts})
         with _explained(arguments, run_dir):
             _require_metric(trainer)
