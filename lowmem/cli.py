@@ -58,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     try:
         from lowmem.hf import failures  # raises if an installed library is too old
 
+        if rest and not hasattr(command, "training"):
+            raise ConfigError(f"unknown arguments: {' '.join(rest)}")
         with failures.explained():
             status = command.run(command, rest)
     except KeyboardInterrupt:
@@ -69,10 +71,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     except Exception as error:
         if traceback:
             raise
-        expected = isinstance(error, LowmemError)
-        message = (
-            str(error) if expected else f"unexpected {type(error).__name__}: {error}. Add --traceback to see where"
-        )
+        expected, message = isinstance(error, LowmemError), str(error)
+        if not expected:
+            message = f"unexpected {type(error).__name__}: {error}. Add --traceback to see where"
         place = f"error on rank {rank()}: " if rank() else "error: "
         Console(stderr=True).print(Text.assemble((place, "bold red"), redacted(message)), soft_wrap=True)
         sys.exit(2 if expected else 3)
@@ -238,17 +239,11 @@ def _ways(
 
 def generate(command: argparse.Namespace, rest: Sequence[str]) -> None:
     """`lowmem generate`."""
-    _refuse_more(rest)
     _quiet()
     from lowmem.run import generation
 
     options = {name: getattr(command, name) for name in ("system", "max_new_tokens", "temperature", "seed")}
     generation.generate(Path(command.run_dir), command.prompt, **options)
-
-
-def _refuse_more(rest: Sequence[str]) -> None:
-    if rest:
-        raise ConfigError(f"unknown arguments: {' '.join(rest)}")
 
 
 def _table(*headings: str, numbers: Sequence[str]) -> Table:
@@ -274,7 +269,6 @@ def _step_table(step: "StepMemory") -> Table:
 
 def show_rules(arguments: argparse.Namespace, rest: Sequence[str]) -> None:
     """`lowmem rules`."""
-    _refuse_more(rest)
     logging.getLogger("lowmem").setLevel(logging.ERROR)  # measuring would warn of rules that round to nearest
     if arguments.rule is not None:
         _show_rule(arguments.rule, arguments.model)

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, NoReturn, get_args, get_origin, get_type_hin
 
 import torch
 import yaml
-from jinja2 import TemplateError
 from transformers import TrainingArguments
 from trl import TrlParser
 
@@ -284,24 +283,13 @@ def _stay_in_place(values: dict[str, Any], file: Path | None) -> None:
     values["output_dir"] = str(file.parent)
 
 
-# Raised by libraries for arguments and data that they refuse.
-_REFUSALS = (
-    ValueError, TypeError, ImportError, OSError, LookupError, AssertionError, AttributeError, RuntimeError,
-    ArithmeticError,
-)  # fmt: skip
-
-
 @contextlib.contextmanager
 def refused(place: str) -> Iterator[None]:
     """Converts what a library raises for arguments or data that it refuses into a `ConfigError`."""
     try:
         yield
-    except LowmemError:
-        raise
-    except TemplateError as error:
-        raise ConfigError(f"{place}: the chat template refuses the data: {reason(error)}") from error
-    except _REFUSALS as error:
-        if is_out_of_memory(error):
+    except Exception as error:  # libraries do not say which there can be
+        if isinstance(error, LowmemError) or is_out_of_memory(error):
             raise
         raise ConfigError(f"{place}: {reason(error)}") from error
 

@@ -22,7 +22,7 @@ from lowmem.run.arguments import LAST, Arguments, reason, refused
 from lowmem.run.memory import is_out_of_memory
 from lowmem.run.metrics import last_values
 from lowmem.run.secrets import redacted
-from lowmem.run.terminal import generate_command, out, print_topics, rank, stage, train_command, warn
+from lowmem.run.terminal import out, print_topics, rank, stage, train_command, warn
 
 # Packages that see the arguments of a run.
 _PACKAGES = ("lowmem", "trl", "transformers", "accelerate", "datasets", "peft")
@@ -157,7 +157,7 @@ def _print_end(arguments: Arguments, trainer: Any, run_dir: Path, *, stopped: bo
     out.print(f"done{': ' if values else ''}{values}", style="bold", soft_wrap=True)
     topics = {"results": f"{run_dir}: model, config.yaml, metrics.jsonl, loss.png"}
     if arguments.command != "reward":
-        topics["try it"] = generate_command(run_dir)
+        topics["try it"] = f"lowmem generate {shlex.quote(str(run_dir))} 'a prompt'"
     print_topics(topics)
 
 
