@@ -249,7 +249,7 @@ def test_a_finished_run_is_not_changed(run, caplog):
     """Job scripts that always resume end well."""
     metrics, saved = read(run), weights(run / "checkpoint-6")
     ended = resume(run)
-    assert ended.status == 0 and "mean loss" not in ended.out and "\ndone: training loss" in ended.out
+    assert ended.status == 0 and "mean loss" not in ended.out and "\ndone\n" in ended.out
     assert f"nothing is left to train: {run}/checkpoint-6 is at step 6 of 6" in caplog.text
     assert read(run) == metrics[: len(read(run))] and weights(run / "checkpoint-6") == saved
     assert [record["step"] for record in read(run) if "loss" in record] == [2, 4, 6]

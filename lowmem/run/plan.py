@@ -6,10 +6,10 @@ the largest batch that the run can meet. Nothing is allocated, and every machine
 
 import copy
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from datasets import Dataset
@@ -140,7 +140,9 @@ def plan(arguments: Arguments, device: str) -> RunPlan:
         every, offload = kwargs.pop("every_n_layers", 1), kwargs.pop("offload", False)
         recompute = getattr(model, f"{_checkpointing(args)}_enable")
         recompute(kwargs, every_n_layers=every, offload=offload)
-    with fake, _Values(), offloading, _no_autocast():
+    enabled = torch.is_autocast_enabled  # about which TRL's head asks; torch 2.13 raises for "meta"
+    no_autocast = patch.object(torch, "is_autocast_enabled", lambda on="cuda": on != "meta" and enabled(on))
+    with fake, _Values(), offloading, no_autocast:
         batch = tree_map_only(Tensor, lambda value: torch.empty_like(value, device=place), dict(collated))
 
         def loss() -> Tensor:
@@ -232,9 +234,8 @@ def _rows(command: str, length: int) -> tuple[Dataset, list[str]]:
         return Dataset.from_dict({"input_ids": ids, "labels": ids}), []
     prompt, answers = length // 2, length - length // 2 - 1  # TRL adds an end token
     answer = [" a" * answers, " a" * (answers - 1)]
-    return Dataset.from_dict({"prompt": ["a" + " a" * (prompt - 1)] * 2, "chosen": answer, "rejected": answer}), [
-        "ref_model"
-    ]
+    rows = {"prompt": ["a" + " a" * (prompt - 1)] * 2, "chosen": answer, "rejected": answer}
+    return Dataset.from_dict(rows), ["ref_model"]
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
@@ -257,17 +258,6 @@ class _Values(TorchDispatchMode):
                 selected = (mask.numel(), *args[0].shape[mask.ndim :])
                 return args[0].new_empty(selected) if func is aten.index.Tensor else torch.empty_like(args[0])
         return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def _no_autocast() -> Iterator[None]:
-    """Answers the head of TRL, which asks about autocast on its device: torch 2.13 raises when that is "meta"."""
-    is_enabled = torch.is_autocast_enabled
-    torch.is_autocast_enabled = lambda device="cuda": device != "meta" and is_enabled(device)  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch.is_autocast_enabled = is_enabled
 
 
 def _offload(saved: Tensor) -> tuple[torch.device, Tensor]:

@@ -20,7 +20,6 @@ from lowmem.placements import in_group
 from lowmem.run import build, data, environment, folder, report
 from lowmem.run.arguments import LAST, Arguments, reason, refused
 from lowmem.run.memory import is_out_of_memory
-from lowmem.run.metrics import last_values
 from lowmem.run.secrets import redacted
 from lowmem.run.terminal import out, print_topics, rank, stage, train_command, warn
 
@@ -153,8 +152,7 @@ def _print_end(arguments: Arguments, trainer: Any, run_dir: Path, *, stopped: bo
         again = train_command(arguments.command, run_dir)
         out.print(f"stopped at step {trainer.state.global_step}; continue with: {again}", style="bold", soft_wrap=True)
         return
-    values = ", ".join(f"{name} {value:.4f}" for name, value in last_values(trainer.state.log_history))
-    out.print(f"done{': ' if values else ''}{values}", style="bold", soft_wrap=True)
+    out.print("done", style="bold")
     topics = {"results": f"{run_dir}: model, config.yaml, metrics.jsonl, loss.png"}
     if arguments.command != "reward":
         topics["try it"] = f"lowmem generate {shlex.quote(str(run_dir))} 'a prompt'"
