@@ -304,20 +304,11 @@ def _show_rule(name: str, model: Path | None) -> None:
     if known is not None:
         print_topics({"rule": known.name, "source": known.source, "equals": known.exactness, "keeps": known.keeps})
         out.print(f"\n{python_inspect.getdoc(type(rule))}\n", soft_wrap=True)
-    out.print(f"{state_bytes(name):.3g} bytes of states per parameter{_by_storage(name)}.", soft_wrap=True)
+    out.print(f"{state_bytes(name):.3g} bytes of states per parameter.", soft_wrap=True)
     out.print("Options, as keys of the section fused:")
     for option, default in rule.defaults.items():
         out.print(f"  {option}: {json.dumps(default, default=str)}", soft_wrap=True)
     out.print(f"Learning rate: {rule.rates(weights)}.", soft_wrap=True)
-
-
-def _by_storage(rule: str) -> str:
-    """The bytes of a rule's states by `state_storage`, in words, where the rule leaves that open."""
-    try:
-        held = {name: state_bytes(rule, state_storage=name) for name in ("bfloat16", "8bit", "8bit_64")}
-    except ConfigError:
-        return ""
-    return "; with state_storage " + ", ".join(f"{name} {nbytes:.3g}" for name, nbytes in held.items())
 
 
 def _quiet() -> None:
