@@ -152,9 +152,8 @@ def inspect(command: argparse.Namespace, rest: Sequence[str]) -> None:
         out.print(text, soft_wrap=True)
     out.rule(style="dim")
     counts = data.check(trainer, data.first(train))  # after the rows, which show the cause of an error
-    out.print(
-        f"Trained on: the text {'in green' if out.is_terminal else 'in ⟦ ⟧'}. First rows: {counts}", soft_wrap=True
-    )
+    marks = "in green" if out.is_terminal else "in ⟦ ⟧"
+    out.print(f"Trained on: the text {marks}. First rows: {counts}", soft_wrap=True)
 
 
 def plan(command: argparse.Namespace, rest: Sequence[str]) -> int:
@@ -200,9 +199,7 @@ def _inspect_options(parser: Any) -> None:
 
 def _plan_options(parser: Any) -> None:
     group = parser.add_argument_group("lowmem plan")
-    group.add_argument(
-        "--memory", metavar="SIZE", help="such as 24GiB: say whether a step fits, and if not, what would"
-    )
+    group.add_argument("--memory", metavar="SIZE", help="such as 24GiB: say whether a step fits, and else what would")
     group.add_argument("--device", choices=("gpu", "cpu"), help="the device to train on (gpu)")
     group.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
 

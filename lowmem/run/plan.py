@@ -115,15 +115,14 @@ def plan(arguments: Arguments, device: str) -> RunPlan:
             args.activation_offloading = False
             inside = {name: value for name, value in recomputing.items() if name != "offload"}
             args.activation_checkpointing_kwargs = args.gradient_checkpointing_kwargs = inside or None
-        rows, names = _rows(arguments.command, args.max_length or _LONGEST)
+        length = args.max_length or _LONGEST
+        rows, names = _rows(arguments.command, length)
         masked = args.per_device_train_batch_size > 1 or getattr(args, "packing", False)
         fake = FakeTensorMode(allow_non_fake_inputs=True)  # torch.tensor(n, device="meta") is not a fake tensor
         with fake, place:
             model, *others = (_empty_model(arguments, config, masked) for _ in range(1 + len(names)))
-        if (places := positions(model)) is not None and places < (args.max_length or _LONGEST):
-            raise ConfigError(
-                f"max_length={args.max_length}: the model has {places:,} positions; set max_length: {places}"
-            )
+        if (places := positions(model)) is not None and places < length:
+            raise ConfigError(f"max_length={length}: the model has {places:,} positions; set max_length: {places}")
         for item in (model, *others):
             item.hf_device_map = dict.fromkeys(("", "model"), place.type)  # keeps Accelerate from moving the model
         options = dict(zip(names, others, strict=True))
@@ -153,7 +152,7 @@ def plan(arguments: Arguments, device: str) -> RunPlan:
         tensors = [*filter(torch.is_tensor, batch.values())]
         step = step_memory(model.train(), trainer.create_optimizer, losses, tensors, [*options.values()])
     micro = f"{args.gradient_accumulation_steps} micro-batches of " if args.gradient_accumulation_steps > 1 else ""
-    return RunPlan(step, {**describe(planned, trainer), "step": f"{micro}{len(largest)} x {args.max_length} tokens"})
+    return RunPlan(step, {**describe(planned, trainer), "step": f"{micro}{len(largest)} x {length} tokens"})
 
 
 def _checkpointing(args: Any) -> str:

@@ -67,11 +67,8 @@ def describe(arguments: Arguments, trainer: Any) -> dict[str, str]:
     if options.computed_gradients:
         topics["gradients"] = layers.described(model, optimizer)
     why = "" if optimizer.policy == "immediate" else f": {optimizer.policy_reason}"
-    return {
-        **topics,
-        "updates": f"{_WHEN[optimizer.policy]} (policy {optimizer.policy}{why})",
-        "activations": activations,
-    }
+    topics["updates"] = f"{_WHEN[optimizer.policy]} (policy {optimizer.policy}{why})"
+    return {**topics, "activations": activations}
 
 
 def _count(parameters: int) -> str:
