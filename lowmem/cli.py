@@ -58,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     try:
         from lowmem.hf import failures  # raises if an installed library is too old
 
+        if rest and not hasattr(command, "training"):
+            raise ConfigError(f"unknown arguments: {' '.join(rest)}")
         with failures.explained():
             status = command.run(command, rest)
     except KeyboardInterrupt:
@@ -69,10 +71,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     except Exception as error:
         if traceback:
             raise
-        expected = isinstance(error, LowmemError)
-        message = (
-            str(error) if expected else f"unexpected {type(error).__name__}: {error}. Add --traceback to see where"
-        )
+        expected, message = isinstance(error, LowmemError), str(error)
+        if not expected:
+            message = f"unexpected {type(error).__name__}: {error}. Add --traceback to see where"
         place = f"error on rank {rank()}: " if rank() else "error: "
         Console(stderr=True).print(Text.assemble((place, "bold red"), redacted(message)), soft_wrap=True)
         sys.exit(2 if expected else 3)
@@ -104,11 +105,7 @@ def _parser() -> argparse.ArgumentParser:
         command(name, train, summary, add_help=False).set_defaults(training=name)
     for name, run, summary in (
         ("plan", plan, "Predict the memory of a training step; nothing is downloaded or allocated."),
-        (
-            "inspect",
-            inspect,
-            "Show the first rows as they are trained on, with the tokens that the loss is computed on.",
-        ),
+        ("inspect", inspect, "Show the first rows as they are trained on, and on which tokens the loss is computed."),
     ):
         sub = command(name, run, summary, "sft --config configs/llama3_8b_chat_24gb.yaml")
         sub.add_argument("training", metavar="COMMAND", choices=COMMANDS, help=f"one of {', '.join(COMMANDS)}")
@@ -116,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("run_dir", metavar="RUN_DIR", help="a run folder, or a checkpoint in it")
     sub.add_argument("prompt", metavar="PROMPT", help="the user's message; a model trained on raw text continues it")
     sub.add_argument("--system", metavar="TEXT", help="a system message before the prompt")
-    sub.add_argument("--max-new-tokens", type=int, metavar="N", help="maximum length of the answer (256)")
+    sub.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="maximum length of the answer (256)")
     sub.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (the default)")
     sub.add_argument("--seed", type=int, default=0, metavar="N", help="seed of sampling (0)")
     sub.add_argument("--traceback", action="store_true", help="show the traceback of an error")
@@ -155,16 +152,15 @@ def inspect(command: argparse.Namespace, rest: Sequence[str]) -> None:
         out.print(text, soft_wrap=True)
     out.rule(style="dim")
     counts = data.check(trainer, data.first(train))  # after the rows, which show the cause of an error
-    out.print(
-        f"Trained on: the text {'in green' if out.is_terminal else 'in ⟦ ⟧'}. First rows: {counts}", soft_wrap=True
-    )
+    marks = "in green" if out.is_terminal else "in ⟦ ⟧"
+    out.print(f"Trained on: the text {marks}. First rows: {counts}", soft_wrap=True)
 
 
 def plan(command: argparse.Namespace, rest: Sequence[str]) -> int:
     """`lowmem plan`."""
     arguments = _arguments(command, rest, _plan_options)
     from lowmem.run import plan as planning
-    from lowmem.run.pictures import draw_step, size
+    from lowmem.run.pictures import size
 
     options, device = arguments.options, arguments.options.device or "gpu"
     memory = None if options.memory is None else parse_bytes(options.memory, "--memory")
@@ -184,9 +180,6 @@ def plan(command: argparse.Namespace, rest: Sequence[str]) -> int:
             figures["ways"] = _ways(command, rest, arguments, device, memory)
     if options.json is not None:
         write_file(options.json, (json.dumps(figures, indent=2) + "\n").encode())
-    if options.picture is not None:
-        title = f"{arguments.file.stem if arguments.file else arguments.command}: memory through a step"
-        write_file(options.picture, draw_step(step, title, memory))
     return 0 if fits else 1
 
 
@@ -206,12 +199,9 @@ def _inspect_options(parser: Any) -> None:
 
 def _plan_options(parser: Any) -> None:
     group = parser.add_argument_group("lowmem plan")
-    group.add_argument(
-        "--memory", metavar="SIZE", help="such as 24GiB: say whether a step fits, and if not, what would"
-    )
+    group.add_argument("--memory", metavar="SIZE", help="such as 24GiB: say whether a step fits, and else what would")
     group.add_argument("--device", choices=("gpu", "cpu"), help="the device to train on (gpu)")
     group.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
-    group.add_argument("--picture", type=Path, metavar="FILE", help="draw the memory through the step as PNG")
 
 
 def _ways(
@@ -246,17 +236,11 @@ def _ways(
 
 def generate(command: argparse.Namespace, rest: Sequence[str]) -> None:
     """`lowmem generate`."""
-    _refuse_more(rest)
     _quiet()
     from lowmem.run import generation
 
     options = {name: getattr(command, name) for name in ("system", "max_new_tokens", "temperature", "seed")}
     generation.generate(Path(command.run_dir), command.prompt, **options)
-
-
-def _refuse_more(rest: Sequence[str]) -> None:
-    if rest:
-        raise ConfigError(f"unknown arguments: {' '.join(rest)}")
 
 
 def _table(*headings: str, numbers: Sequence[str]) -> Table:
@@ -282,7 +266,6 @@ def _step_table(step: "StepMemory") -> Table:
 
 def show_rules(arguments: argparse.Namespace, rest: Sequence[str]) -> None:
     """`lowmem rules`."""
-    _refuse_more(rest)
     logging.getLogger("lowmem").setLevel(logging.ERROR)  # measuring would warn of rules that round to nearest
     if arguments.rule is not None:
         _show_rule(arguments.rule, arguments.model)
@@ -318,20 +301,11 @@ def _show_rule(name: str, model: Path | None) -> None:
     if known is not None:
         print_topics({"rule": known.name, "source": known.source, "equals": known.exactness, "keeps": known.keeps})
         out.print(f"\n{python_inspect.getdoc(type(rule))}\n", soft_wrap=True)
-    out.print(f"{state_bytes(name):.3g} bytes of states per parameter{_by_storage(name)}.", soft_wrap=True)
+    out.print(f"{state_bytes(name):.3g} bytes of states per parameter.", soft_wrap=True)
     out.print("Options, as keys of the section fused:")
     for option, default in rule.defaults.items():
         out.print(f"  {option}: {json.dumps(default, default=str)}", soft_wrap=True)
     out.print(f"Learning rate: {rule.rates(weights)}.", soft_wrap=True)
-
-
-def _by_storage(rule: str) -> str:
-    """The bytes of a rule's states by `state_storage`, in words, where the rule leaves that open."""
-    try:
-        held = {name: state_bytes(rule, state_storage=name) for name in ("bfloat16", "8bit", "8bit_64")}
-    except ConfigError:
-        return ""
-    return "; with state_storage " + ", ".join(f"{name} {nbytes:.3g}" for name, nbytes in held.items())
 
 
 def _quiet() -> None:

@@ -152,7 +152,7 @@ def test_a_run_from_end_to_end(tmp_path, run_dir):
     assert ended.out.count("grad norm") == 3 and "evaluation  loss" in ended.out
     of_libraries = ("tokenizer", "generation", "training", "README")
     assert {path.name for path in run_dir.iterdir() if not path.name.startswith(of_libraries)} == {
-        "config.yaml", "environment.json", "metrics.jsonl", "loss.png", "memory.png", "checkpoint-4", "checkpoint-6",
+        "config.yaml", "environment.json", "metrics.jsonl", "loss.png", "checkpoint-4", "checkpoint-6",
         "config.json", "model.safetensors", "chat_template.jinja",
     }  # fmt: skip
     text = (run_dir / "config.yaml").read_text()
@@ -194,11 +194,10 @@ def test_updates_that_rounding_would_lose_are_warned_about(tmp_path, caplog):
         assert sum("with rounding 'nearest' lose every update" in text for text in caplog.messages) == 2 * warned
 
 
-def test_rules_of_groups_and_slow_bfloat16_are_said(tmp_path, monkeypatch):
-    monkeypatch.setattr(build, "slow_bfloat16", lambda config, device: f"bfloat16 is slow on {device}")
+def test_rules_of_groups_are_said(tmp_path):
     groups = [{"match": "norm|embed", "rule": "adamw", "lr": 1e-3}]
     ended = train(tmp_path, "sft", "--config", write(tmp_path, fused={"rule": "adalomo", "groups": groups}))
-    assert (ended.status, ended.err) == (0, "bfloat16 is slow on cpu\n")
+    assert (ended.status, ended.err) == (0, "")
     assert re.search(r"optimizer  adalomo, lr 0.001: [\d,]+ parameters; adamw, lr 0.001: [\d,]+ parameters;", ended.out)
 
 
@@ -250,7 +249,7 @@ def test_a_finished_run_is_not_changed(run, caplog):
     """Job scripts that always resume end well."""
     metrics, saved = read(run), weights(run / "checkpoint-6")
     ended = resume(run)
-    assert ended.status == 0 and "mean loss" not in ended.out and "\ndone: training loss" in ended.out
+    assert ended.status == 0 and "mean loss" not in ended.out and "\ndone\n" in ended.out
     assert f"nothing is left to train: {run}/checkpoint-6 is at step 6 of 6" in caplog.text
     assert read(run) == metrics[: len(read(run))] and weights(run / "checkpoint-6") == saved
     assert [record["step"] for record in read(run) if "loss" in record] == [2, 4, 6]
@@ -293,7 +292,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again(finished
     assert ended.status == 0, ended.err
     assert "has no checkpoint yet, so the run starts from its beginning" in ended.err
     assert weights(run / "checkpoint-6") == weights(finished / "checkpoint-6")
-    assert all((run / name).stat().st_size for name in ("loss.png", "memory.png"))
+    assert (run / "loss.png").stat().st_size
 
 
 # --- Ends -------------------------------------------------------------------------------------------------------------
@@ -380,8 +379,9 @@ def test_out_of_memory_is_advised_with_the_plan(tmp_path, run_dir, monkeypatch):
     monkeypatch.setattr(report.RunReport, "on_step_end", failing(torch.OutOfMemoryError("Tried to allocate 20.00 MiB")))
     ended = lowmem("sft", "--config", write(tmp_path, max_length=16))
     assert ended.status == 2
-    assert "out of memory: Tried to allocate 20.00 MiB. By the plan a step needs " in ended.err
-    assert "--per_device_train_batch_size 1" in ended.err
+    plan = f"lowmem plan sft --config {run_dir}/config.yaml --device cpu --memory"
+    assert f"out of memory: Tried to allocate 20.00 MiB. `{plan} SIZE` says what a step needs" in ended.err
+    assert "--per_device_train_batch_size 1" in lowmem(*shlex.split(plan)[1:], "0.1MB").out
     assert f"lowmem sft --config {run_dir}/config.yaml --resume_from_checkpoint last" in ended.err
 
 
@@ -457,7 +457,7 @@ MISTAKES = {
     "a run is there": ("sft", {}, "", "already contains a run. Continue it with --resume_from_checkpoint last", a_run),
     "no run to resume": ("sft", {}, "--resume_from_checkpoint last", "has no run to resume"),
     "no checkpoint to resume": ("sft", {}, "--resume_from_checkpoint none", "there is no directory none. 'last' is"),
-    "options of the launcher": ("sft", {"num_processes": 2}, "", "with: accelerate launch --num_processes ... -m "),
+    "options of the launcher": ("sft", {"num_processes": 2}, "", "accelerate launch OPTIONS -m lowmem sft ..."),
     "a token": ("sft", {"hub_token": "hf_abcdefghijklmnopqrst"}, "", "hub_token has a password or token"),
     "unknown rule": ("sft", {"fused": {"rule": "adaloom"}}, "", "line 15: fused: rule 'adaloom' is unknown"),
     "unknown class": ("sft", {"fused": {"rule": "torch.optim.AdamWW"}}, "", "Did you mean 'AdamW'"),
@@ -523,9 +523,9 @@ def test_mistakes_before_a_file_is_read(words, message, tmp_path):
 
 
 def test_a_folder_in_use_is_named(tmp_path, run_dir):
-    with in_use(run_dir) as other:
+    with in_use(run_dir):
         ended = train(tmp_path, "sft", "--config", write(tmp_path))
-    assert ended.status == 2 and f"is in use by process {other} on " in ended.err
+    assert ended.status == 2 and f"output_dir {run_dir} is in use by another run" in ended.err
 
 
 # --- generate, rules and help -----------------------------------------------------------------------------------------
@@ -534,10 +534,10 @@ def test_a_folder_in_use_is_named(tmp_path, run_dir):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--max-new-tokens 0", "--max-new-tokens 0"),
-        ("--seed -1", "--seed -1"),
-        ("--temperature nan", "--temperature nan"),
-        ("--temperature -1", "--temperature -1.0"),
+        ("--max-new-tokens 0", "--max-new-tokens=0 is out of range; allowed: a whole number >= 1"),
+        ("--seed -1", "--seed=-1 is out of range"),
+        ("--temperature nan", "--temperature=nan is out of range"),
+        ("--temperature -1", "--temperature=-1.0 is out of range"),
     ],
 )
 def test_nonsense_for_generate_is_refused(words, message, tmp_path):
@@ -567,7 +567,8 @@ def test_generate_says_which_checkpoint_answers(run, tmp_path):
     (run / "checkpoint-6" / "model.safetensors").write_bytes(b"")
     ended = lowmem("generate", run, "hello", "--max-new-tokens", 100)
     assert ended.status == 0
-    assert "skipped a damaged checkpoint" in ended.err and f"answering with {run}/checkpoint-4" in ended.err
+    assert f"{run}/checkpoint-6/model.safetensors is damaged" in ended.err
+    assert f"; answering with {run}/checkpoint-4\n" in ended.err
     assert "the answer ends after" in ended.err
     ended = lowmem("generate", run, "hello " * 100)
     assert ended.status == 2 and "tokens; the model takes from 1 to 63" in ended.err

@@ -92,7 +92,7 @@ def assert_one_run(done, run_dir, one_process):
     assert done.returncode == 0, done.stderr
     assert_same_metrics(run_dir, one_process)
     assert len(metrics(one_process)) == 6
-    assert done.stdout.count("step 6/6  loss") == done.stdout.count("done: ") == 1
+    assert done.stdout.count("step 6/6  loss") == done.stdout.count("\ndone\n") == 1
     assert "destroy_process_group" not in done.stderr
     assert_same_weights(run_dir, one_process)
     assert_same_weights(run_dir, run_dir / "checkpoint-6", rtol=0, atol=0)

@@ -70,7 +70,7 @@ def test_no_code_of_the_package_runs_data():
 
 def test_only_what_the_user_names_is_imported():
     """The class of a rule, and reward functions. TRL has one module per command."""
-    assert {file for file, name, _ in calls() if name.endswith("import_module")} == {
+    assert {file for file, name, _ in calls() if name.endswith(("import_module", "resolve_name"))} == {
         "rules/foreign.py",
         "run/build.py",
         "run/arguments.py",

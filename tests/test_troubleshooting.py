@@ -513,10 +513,9 @@ def no_checksums(tmp_path):
     integrity.check_checksums(tmp_path)
 
 
-@entry("`is in use by process`")
+@entry("`is in use by another run`")
 def used_by_another(tmp_path):
-    code = "import fcntl, sys; file = open(sys.argv[1], 'a+'); fcntl.lockf(file, fcntl.LOCK_EX); "
-    code += "print('process 1', file=file, flush=True); print(flush=True); input()"
+    code = "import filelock, sys; lock = filelock.FileLock(sys.argv[1]); lock.acquire(); print(flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", code, tmp_path / LOCK], stdin=PIPE, stdout=PIPE) as other:
         other.stdout.readline()
         try:

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, NoReturn, get_args, get_origin, get_type_hin
 
 import torch
 import yaml
-from jinja2 import TemplateError
 from transformers import TrainingArguments
 from trl import TrlParser
 
@@ -70,16 +69,12 @@ class _Loader(yaml.SafeLoader):
     tag, and a text that aliases make enormous.
     """
 
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.lengths: dict[Any, int] = {}
-
     def compose_node(self, parent: Any, index: Any) -> Any:
         node: Any = super().compose_node(parent, index)
         parts = () if isinstance(node, yaml.ScalarNode) else node.value
         parts = [part for item in parts for part in (item if isinstance(item, tuple) else (item,))]
-        self.lengths[node] = sum(self.lengths.get(part, 0) for part in parts) if parts else 1 + len(node.value)
-        if self.lengths[node] > _LONGEST:
+        node.length = sum(getattr(part, "length", 0) for part in parts) if parts else 1 + len(node.value)
+        if node.length > _LONGEST:
             problem = f"it has more than {_LONGEST:,} characters with its aliases"
             raise yaml.composer.ComposerError(None, None, problem, node.start_mark)
         return node
@@ -115,11 +110,11 @@ def yaml_value(text: str) -> Any:
 
 
 class Entry(NamedTuple):
-    """One key of a YAML file: its value, the texts of its scalars (None where it is nested), and its line."""
+    """One key of a YAML file: its value, the texts of its scalars (None where it is nested), and its file and line."""
 
     value: Any
     texts: list[str] | None
-    line: int
+    place: str
 
 
 @dataclass(frozen=True)
@@ -197,9 +192,9 @@ class Parser(TrlParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(re.sub(r"^argument (--[\w.]+)(/--[\w.-]+)*", r"\1", message))
 
-    def convert(self, name: str, entry: Entry, place: str) -> Any:
+    def convert(self, name: str, entry: Entry) -> Any:
         """The value of a key, as its argument would have it on the command line."""
-        action = self._option_string_actions[f"--{name}"]
+        action, place = self._option_string_actions[f"--{name}"], f"{entry.place}{name}"
         hint = self.hints.get(action.dest, Any)
         if entry.value is None and (hint is Any or _accepts(hint, NoneType)):
             return None
@@ -208,9 +203,9 @@ class Parser(TrlParser):
         if entry.texts is None or (isinstance(entry.value, list) and action.nargs != "+"):
             if hint is not Any and not _accepts(hint, type(entry.value)):
                 expected = "a list" if action.nargs == "+" else "a single value"
-                raise ConfigError(f"{place}: {name}: expected {expected}, and found {entry.value!r}")
+                raise ConfigError(f"{place}: expected {expected}, and found {entry.value!r}")
             for item in entry.value if isinstance(entry.value, list) and is_dataclass(action.type) else ():
-                _check_names(item, action.type, f"{place}: {name}")
+                _check_names(item, action.type, place)
             return entry.value
         texts = entry.texts
         if _accepts(hint, float):  # which reads "nan" and "inf", and YAML has .nan and .inf
@@ -219,7 +214,7 @@ class Parser(TrlParser):
         try:
             return self._get_values(action, texts)
         except argparse.ArgumentError as error:
-            raise ConfigError(f"{place}: {name}: {error.message}") from None
+            raise ConfigError(f"{place}: {error.message}") from None
 
     def known(self) -> list[str]:
         """The names of all arguments, as they are written in a YAML file."""
@@ -240,33 +235,31 @@ def parse(command: str, argv: Sequence[str], *, device: str | None = None, more:
     """
     file = early(argv).config
     entries = {} if file is None else read(file)
-    with _located("fused", {"rule"}, entries, file):
+    with _located("fused", {"rule"}, entries):
         parser = Parser(command, early(argv, entries).rule, prog=f"lowmem {command}")
     if more is not None:
         more(parser)
     namespace, rest = parser.parse_known_args(list(argv), _Set())
     values: dict[str, Any] = {}
-    _set_environment(entries, file)
-    unknown: dict[str, Entry] = {}
+    _set_environment(entries)
     for name, entry in entries.items():
         action = parser._option_string_actions.get(f"--{name}")
         if action is None or action.nargs == 0 or name == "config":
-            unknown[name] = entry
-        else:
-            values[action.dest] = parser.convert(name, entry, f"{file}, line {entry.line}")
-    _refuse_rest(parser, rest, unknown, file)
+            _unknown(name, parser, entry.place)
+        values[action.dest] = parser.convert(name, entry)
+    if rest:
+        _unknown(rest[0].lstrip("-").partition("=")[0].replace("-", "_"), parser)
     values |= vars(namespace)
     entries = {name: entry for name, entry in entries.items() if name not in vars(namespace)}
     if (words := " ".join(str(entry.path) for entry in vars(namespace).get("datasets") or ())).startswith(("[", "{")):
         with refused("--datasets"):  # as in a YAML file: [{path: json, data_files: chats.jsonl}]
-            values["datasets"] = parser.convert("datasets", Entry(yaml_value(words), None, 0), "--datasets")
+            values["datasets"] = parser.convert("datasets", Entry(yaml_value(words), None, "--"))
     if "output_dir" not in vars(namespace):
         _stay_in_place(values, file)
     own = {name for name in vars(namespace) if name not in parser.hints and "." not in name}
     options = _Set(**{name: values.pop(name) for name in own})
-    _refuse_secrets(values, entries, file)
-    _check_values(values, parser, entries, file)
-    fused, layers = (_section(name, values, entries, file) for name in SECTIONS)
+    _check_values(values, parser, entries)
+    fused, layers = (_section(name, values, entries) for name in SECTIONS)
     kinds = parser.dataclass_types
     kwargs = [{f.name: values[f.name] for f in fields(kind) if f.name in values} for kind in kinds]
     training = next(number for number, kind in enumerate(kinds) if issubclass(kind, TrainingArguments))
@@ -290,24 +283,13 @@ def _stay_in_place(values: dict[str, Any], file: Path | None) -> None:
     values["output_dir"] = str(file.parent)
 
 
-# Raised by libraries for arguments and data that they refuse.
-_REFUSALS = (
-    ValueError, TypeError, ImportError, OSError, LookupError, AssertionError, AttributeError, RuntimeError,
-    ArithmeticError,
-)  # fmt: skip
-
-
 @contextlib.contextmanager
 def refused(place: str) -> Iterator[None]:
     """Converts what a library raises for arguments or data that it refuses into a `ConfigError`."""
     try:
         yield
-    except LowmemError:
-        raise
-    except TemplateError as error:
-        raise ConfigError(f"{place}: the chat template refuses the data: {reason(error)}") from error
-    except _REFUSALS as error:
-        if is_out_of_memory(error):
+    except Exception as error:  # libraries do not say which there can be
+        if isinstance(error, LowmemError) or is_out_of_memory(error):
             raise
         raise ConfigError(f"{place}: {reason(error)}") from error
 
@@ -341,16 +323,16 @@ def read(path: Path) -> dict[str, Entry]:
 
 def _entries(node: Any, loader: _Loader, path: Path, section: str = "") -> Iterator[tuple[str, Entry]]:
     for key, value in node.value:
-        name, line = f"{section}{key.value}", key.start_mark.line + 1
+        name, place = f"{section}{key.value}", f"{path}, line {key.start_mark.line + 1}: "
         if not section and key.value in SECTIONS:
             if not isinstance(value, yaml.MappingNode):
-                raise ConfigError(f"{path}, line {line}: {name} is a section; write its options below it, indented")
+                raise ConfigError(f"{place}{name} is a section; write its options below it, indented")
             yield from _entries(value, loader, path, f"{name}.")
             continue
         nodes = value.value if isinstance(value, yaml.SequenceNode) else [value]
         scalars = all(isinstance(item, yaml.ScalarNode) for item in nodes)
         texts = [item.value for item in nodes] if scalars else None
-        yield name, Entry(loader.construct_object(value, deep=True), texts, line)
+        yield name, Entry(loader.construct_object(value, deep=True), texts, place)
 
 
 def _problem(error: Any) -> str:
@@ -394,12 +376,12 @@ def _for_device(device: str | None, arguments: Mapping[str, Any]) -> dict[str, A
     return {**changed, "use_cpu": True, "bf16": bf16, **full}
 
 
-def _section(name: str, values: dict[str, Any], entries: Mapping[str, Entry], file: Path | None) -> Any:
+def _section(name: str, values: dict[str, Any], entries: Mapping[str, Entry]) -> Any:
     """The options of a section, or None for `fused` where nothing is set."""
     options = {key.partition(".")[2]: values[key] for key in values if key.startswith(f"{name}.")}
     if not options and name == "fused":
         return None
-    with _located(name, options.keys(), entries, file):
+    with _located(name, options.keys(), entries):
         if isinstance(options.get("groups"), list):
             options["groups"] = tuple(options["groups"])
         if isinstance(options.get("loss_scale"), dict):
@@ -409,7 +391,7 @@ def _section(name: str, values: dict[str, Any], entries: Mapping[str, Entry], fi
 
 
 @contextlib.contextmanager
-def _located(section: str, options: Any, entries: Mapping[str, Entry], file: Path | None) -> Iterator[None]:
+def _located(section: str, options: Any, entries: Mapping[str, Entry]) -> Iterator[None]:
     """Puts the place of the option that an error is about before its message."""
     try:
         yield
@@ -417,8 +399,7 @@ def _located(section: str, options: Any, entries: Mapping[str, Entry], file: Pat
         words = re.findall(r"\w+", str(error))
         option = min((o for o in options if o in words), key=words.index, default=None)
         entry = entries.get(f"{section}.{option}")
-        place = f"{file}, line {entry.line}: " if entry else ""
-        raise type(error)(f"{place}{section}: {error}") from error
+        raise type(error)(f"{entry.place if entry else ''}{section}: {error}") from error
 
 
 def _check_names(item: Any, kind: Any, place: str) -> None:
@@ -433,15 +414,8 @@ def _check_names(item: Any, kind: Any, place: str) -> None:
         raise ConfigError(f"{place}: {missing[0]} is missing, such as 'path: json'")
 
 
-def _launch_options() -> set[str]:
-    from accelerate.commands.launch import launch_command_parser
-
-    options = launch_command_parser()._option_string_actions
-    names = {option[2:].replace("-", "_") for option in options if option.startswith("--")}
-    return names - {"help"} | {"accelerate_config"}
-
-
-def _unknown(name: str, parser: Parser, place: str) -> NoReturn:
+def _unknown(name: str, parser: Parser, place: str = "") -> NoReturn:
+    """Raises `ConfigError` for an argument or key that the parser does not know, or that `trl` takes for a launcher."""
     name = name[:100]
     section, _, option = name.rpartition(".")
     known = [other for other in parser.known() if other != name]
@@ -455,70 +429,44 @@ def _unknown(name: str, parser: Parser, place: str) -> NoReturn:
     elif not hint and (inside := next((other.split(".") for other in known if other.endswith(f".{name}")), None)):
         hint = f" Did you mean {name!r} of the section {inside[0]!r}?"
     raise ConfigError(
-        f"{place}unknown {'key' if place else 'argument'} {name!r}.{hint} `{parser.prog} --help` lists all"
+        f"{place}unknown {'key' if place else 'argument'} {name!r}.{hint} `{parser.prog} --help` lists all. Options of "
+        f"the launcher come before: accelerate launch OPTIONS -m {parser.prog} ..."
     )
 
 
-def _refuse_rest(parser: Parser, rest: list[str], keys: Mapping[str, Entry], file: Any) -> None:
-    """Raises `ConfigError` for arguments and keys that the parser does not know, such as those that `trl` hands on to
-    `accelerate launch`.
-    """
-    words = [word.lstrip("-").partition("=")[0].replace("-", "_") for word in rest if word.startswith("-")]
-    places = {name: f"{file}, line {entry.line}: " for name, entry in keys.items()} | dict.fromkeys(words, "")
-    launch = _launch_options() if places else set()
-    for name, place in places.items():
-        if name not in launch:
-            _unknown(name, parser, place)
-    if rest and not words:
-        raise ConfigError(f"unknown argument {rest[0]!r}; options begin with --")
-    if places:
-        options = " ".join(f"--{name} ..." for name in places).replace("--accelerate_config", "--config_file")
-        delete = f" Delete {', '.join(keys)} in {file}." if keys else ""
-        raise ConfigError(
-            f"{', '.join(places)}: an option of the launcher.{delete} Start the run with: accelerate launch {options} "
-            f"-m {parser.prog} ..."
-        )
-
-
-def _set_environment(entries: dict[str, Entry], file: Path | None) -> None:
+def _set_environment(entries: dict[str, Entry]) -> None:
     """Sets the environment variables of the section `env`, as TRL does. No file has their values."""
     if (entry := entries.pop("env", None)) is None:
         return
     if not isinstance(entry.value, dict):
-        raise ConfigError(f"{file}, line {entry.line}: env: expected names and values of environment variables")
+        raise ConfigError(f"{entry.place}env: expected names and values of environment variables")
     variables = {str(name): str(value) for name, value in entry.value.items()}
     try:
         os.environ.update(variables)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{file}, line {entry.line}: env: no variable can be named or set so: {error}") from error
+        raise ConfigError(f"{entry.place}env: no variable can be named or set so: {error}") from error
     secrets.hide(variables.values())
 
 
-def _place(name: str, entries: Mapping[str, Entry], file: Path | None) -> str:
-    return f"{file}, line {entries[name].line}: {name}" if name in entries else f"--{name}"
-
-
-def _check_values(values: Mapping[str, Any], parser: Parser, entries: Mapping[str, Entry], file: Path | None) -> None:
-    """Raises `ConfigError` for values that make no sense, and that libraries would take."""
+def _check_values(values: Mapping[str, Any], parser: Parser, entries: Mapping[str, Entry]) -> None:
+    """Raises `ConfigError` for secrets, and for values that make no sense and that libraries would take."""
+    places = {name: entries[name].place if name in entries else "--" for name in values}
+    for key in secrets.find(_plain(dict(values))):
+        raise ConfigError(
+            f"{places[key[0]]}{key[0]} has a password or token, and arguments are written into output_dir. Omit it, "
+            "and set the environment variable of the service, such as HF_TOKEN"
+        )
     if values.get("datasets") and values.get("dataset_name"):
-        raise ConfigError(f"{_place('dataset_name', entries, file)} has no effect beside datasets. Omit one of them")
+        raise ConfigError(f"{places['dataset_name']}dataset_name has no effect beside datasets. Omit one of them")
     for name, value in values.items():
-        place = _place(name, entries, file)
         mapping = isinstance(value, str) and _accepts(parser.hints.get(name), dict)
         if mapping and not value.startswith("{") and not value.endswith((".json", ".yaml", ".yml")):
-            raise ConfigError(f"{place}: expected a mapping, such as '{{\"a\": 1}}', and found {value[:100]!r}")
+            expected = f"expected a mapping, such as '{{\"a\": 1}}', and found {value[:100]!r}"
+            raise ConfigError(f"{places[name]}{name}: {expected}")
         try:
             check_number(name, value)
         except ConfigError as error:
-            raise ConfigError(f"{place.removesuffix(name)}{error}") from None
-
-
-def _refuse_secrets(values: Mapping[str, Any], entries: Mapping[str, Entry], file: Path | None) -> None:
-    for key in secrets.find(_plain(dict(values))):
-        raise ConfigError(
-            f"{_place(key[0], entries, file)} has a password or token, and arguments are written into output_dir. Omit "
-            "it, and set the environment variable of the service, such as HF_TOKEN"
-        )
+            raise ConfigError(f"{places[name]}{error}") from None
 
 
 def _described(kind: Any) -> dict[str, str]:

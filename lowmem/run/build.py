@@ -1,9 +1,8 @@
 """Creates the trainer of a run from its arguments, as TRL's own scripts do."""
 
 import copy
-import importlib
 import json
-import re
+import pkgutil
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import torch
 import trl
 from accelerate.utils import purge_accelerate_environment
 from trl import get_peft_config, get_quantization_config
@@ -25,8 +23,6 @@ _WITH_REWARDS = ("grpo", "rloo")
 
 # The rows that are tokenized before others.
 FIRST_ROWS = 100
-
-_CPUINFO = Path("/proc/cpuinfo")
 
 
 @cache
@@ -128,42 +124,17 @@ def trainer(arguments: Arguments, train: Any, evaluation: Any, model: Any = None
 
 def _reward_functions(script: Any) -> list[Any]:
     """Reward functions by name, as TRL's scripts find them: its own, import paths, and a reward model."""
-    from trl import rewards
-
     functions: list[Any] = [script.reward_model_name_or_path] if script.reward_model_name_or_path else []
+    sys.path.insert(0, str(Path.cwd()))
     for name in script.reward_funcs or ():
-        module, _, attribute = name.rpartition(".")
         try:
-            if name == "get_soft_overlong_punishment":
-                functions.append(rewards.get_soft_overlong_punishment(max_completion_len=1280, soft_punish_cache=256))
-            elif not module:
-                functions.append(getattr(rewards, name))
-            else:
-                sys.path.insert(0, str(Path.cwd()))
-                functions.append(getattr(importlib.import_module(module), attribute))
-        except (ImportError, AttributeError) as error:
+            function = pkgutil.resolve_name(name if "." in name else f"trl.rewards.{name}")
+        except (ImportError, AttributeError, ValueError) as error:
             raise ConfigError(
                 f"reward_funcs: {name!r} is neither a reward function of TRL nor can it be imported: {error}"
             ) from error
+        overlong = name == "get_soft_overlong_punishment"
+        functions.append(function(max_completion_len=1280, soft_punish_cache=256) if overlong else function)
     if not functions:
         raise ConfigError("no reward: set reward_funcs, such as my_module.reward, or reward_model_name_or_path")
     return functions
-
-
-def has_bfloat16(device: torch.device) -> bool:
-    """Returns whether a device has instructions for bfloat16, or True if that is unknown."""
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    if device.type != "cpu" or not _CPUINFO.exists():
-        return True
-    flags = re.search(r"^(flags|Features)\s*:(.*)$", _CPUINFO.read_text(), re.MULTILINE)
-    return flags is None or not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags[2].split())
-
-
-def slow_bfloat16(arguments: Arguments, device: torch.device) -> str | None:
-    """A warning if a run asks for bfloat16 on a device without instructions for it."""
-    in_weights = arguments.dtype == torch.bfloat16
-    if not (in_weights or arguments.training.bf16) or has_bfloat16(device):
-        return None
-    key = "dtype: float32" if in_weights else "bf16: false"
-    return f"this {device.type.upper()} has no bfloat16 instructions, so bfloat16 is slow here; set {key}"

@@ -13,13 +13,7 @@ from typing import Any, NamedTuple
 import datasets
 import numpy as np
 import pyarrow.compute as pc
-from transformers import (
-    AutoProcessor,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
-    set_seed,
-)
+from transformers import AutoProcessor, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, set_seed
 from trl import get_dataset
 
 from lowmem.errors import ConfigError, DataError
@@ -109,10 +103,8 @@ def _fault(entries: list[Any]) -> str | None:
                     messages = [part for value in row.values() if isinstance(value, list) for part in value]
                     keys[file].update(*(item for item in (row, *messages) if isinstance(item, dict)))
                 except (ValueError, AttributeError) as error:
-                    advice = (
-                        "" if not isinstance(error, UnicodeDecodeError) else ". Convert it: iconv -f latin1 -t utf-8"
-                    )
-                    return f"{file}, line {number}: {reason(error)}{advice}"
+                    way = ". Convert it: iconv -f latin1 -t utf-8" if isinstance(error, UnicodeDecodeError) else ""
+                    return f"{file}, line {number}: {reason(error)}{way}"
     for file in keys:
         if more := keys[file] - keys[(first := next(iter(keys)))]:
             return (

@@ -1,12 +1,11 @@
 """The folder of a run: who may write there, and a run that goes on where it was moved or copied to."""
 
 import contextlib
-import fcntl
-import os
-import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from lowmem.errors import ConfigError
 from lowmem.files import write_file, writing
@@ -14,7 +13,7 @@ from lowmem.hf.checkpoint import candidates, remove, tidy
 from lowmem.run.arguments import LAST, Arguments
 from lowmem.run.environment import CONFIG, write_environment
 from lowmem.run.metrics import METRICS
-from lowmem.run.terminal import train_command, warn
+from lowmem.run.terminal import train_command
 
 LOCK = ".lock"
 TRACEBACK = "traceback"  # and what follows in the names of files, one per rank
@@ -22,7 +21,7 @@ TRACEBACK = "traceback"  # and what follows in the names of files, one per rank
 _HEADER = """\
 # The arguments of a run of `lowmem {command}`. Continue it, here or where this folder was moved to, with:
 #   {resume}
-# environment.json: machine and versions · metrics.jsonl, loss.png, memory.png: everything that was logged
+# environment.json: machine and versions · metrics.jsonl, loss.png: everything that was logged
 # checkpoint-N: the weights as a model of transformers, and the optimizer · model.safetensors: the final weights
 """
 
@@ -100,31 +99,20 @@ def _check_use(folder: Path, resume: str | None) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Holds the lock of a run folder. The system releases it when the process ends, however it ends; processes that it
-    has started do not inherit it.
-    """
+    """Holds the lock of a run folder. The system releases it when the process ends, however it ends."""
     path = folder / LOCK
+    lock = FileLock(path, timeout=0)
     with writing(path):
-        file = path.open("a+", encoding="utf-8")
-    with file:
         try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            file.seek(0)
-            owner = file.read(200).strip() or "another process"
+            lock.acquire()
+        except Timeout:
             raise ConfigError(
-                f"output_dir {folder} is in use by {owner}. Wait until it has ended, or set output_dir to another "
+                f"output_dir {folder} is in use by another run. Wait until it has ended, or set output_dir to another "
                 "folder."
             ) from None
-        except OSError as error:  # some network file systems have no locks
-            warn(f"{path}: no lock can be taken here ({error.strerror}), so do not start another run in this folder")
-        if os.fstat(file.fileno()).st_nlink == 0:
-            raise ConfigError(f"output_dir {folder} was just released by another run. Run the command again.")
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {platform.node()}")
-        file.flush()
-        try:
-            yield
-        finally:
-            with contextlib.suppress(OSError):
-                path.unlink()  # while it is held, so that nobody else holds a file that is gone
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink()  # while it is held, so that nobody else holds a file that is gone
+        lock.release()

@@ -5,7 +5,6 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -48,7 +47,7 @@ _OUT_OF_MEMORY = (
     "Cannot allocate memory",
 )  # fmt: skip
 
-# The kinds of memory, in the order of tables and pictures.
+# The kinds of memory, in the order of tables.
 WEIGHTS, STATES, BUFFERS = "weights", "optimizer states", "buffers and batch"
 GRADIENTS, ACTIVATIONS, TEMPORARIES = "gradients", "activations", "temporaries"
 KINDS = (WEIGHTS, STATES, BUFFERS, GRADIENTS, ACTIVATIONS, TEMPORARIES)
@@ -140,26 +139,13 @@ class _Tracker(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Bytes of tensors through one training step, once the optimizer has its states.
+    """Bytes of tensors at the peak of one training step, once the optimizer has its states."""
 
-    Every allocation and every release is a moment. The host is counted where it is another memory than the model's.
-    """
-
-    live: dict[str, np.ndarray]  # kind → bytes on the model's device, [moments]
-    host: np.ndarray  # [moments]
-    backwards: tuple[tuple[int, int], ...]  # the first and last moment of each micro-batch's backward
+    items: dict[str, int]  # kind → bytes on the model's device
+    during: str  # the part of the step that the peak is in
+    host_peak: int  # on the host, where that is another memory than the model's
     largest_gradient: int
-    temporaries: tuple[tuple[str, int], ...]  # dtype and shape, and bytes, of the three largest at the peak
-
-    @cached_property
-    def moment(self) -> int:
-        """The moment of the peak."""
-        return int(np.sum(list(self.live.values()), axis=0).argmax())
-
-    @cached_property
-    def items(self) -> dict[str, int]:
-        """Kind → bytes at the peak."""
-        return {kind: int(count[self.moment]) for kind, count in self.live.items()}
+    temporaries: tuple[tuple[str, int], ...]  # dtype and shape, and bytes, of the three largest
 
     @property
     def peak(self) -> int:
@@ -170,17 +156,8 @@ class StepMemory:
         """The memory that fused training always needs: weights, states, buffers, the batch and the largest gradient."""
         return sum(self.items[kind] for kind in (WEIGHTS, STATES, BUFFERS)) + self.largest_gradient
 
-    @property
-    def host_peak(self) -> int:
-        return int(self.host.max())
-
-    @property
-    def during(self) -> str:
-        """The part of the step that the peak is in."""
-        return "backward" if any(start <= self.moment <= end for start, end in self.backwards) else "forward"
-
     def figures(self) -> dict[str, Any]:
-        """Everything except the course over time, as plain values for a file."""
+        """Plain values for a file."""
         names = ("peak", "during", "floor", "host_peak", "items", "largest_gradient", "temporaries")
         return {name.removesuffix("_peak"): getattr(self, name) for name in names}
 
@@ -230,24 +207,27 @@ def step_memory(model: nn.Module, make_optimizer: Callable[[], FusedOptimizer],
         held = [record.extra for record in optimizer._records.values()], optimizer._clipping.memory
         leaves = tree_leaves([list(optimizer.state.values()), *held])
         tracker.label((leaf for leaf in leaves if isinstance(leaf, Tensor)), STATES)
-    return _by_kind(tracker, next(model.parameters()).device, tuple(backwards))
+    return _at_peak(tracker, next(model.parameters()).device, backwards)
 
 
-def _by_kind(tracker: _Tracker, device: torch.device, backwards: tuple[tuple[int, int], ...]) -> StepMemory:
-    """The recorded allocations as bytes by kind and moment."""
+def _at_peak(tracker: _Tracker, device: torch.device, backwards: Sequence[tuple[int, int]]) -> StepMemory:
+    """The recorded allocations that are live at the peak, by kind."""
     end = tracker.now + 1
-    changes = {kind: np.zeros(end + 1, dtype=np.int64) for kind in (*KINDS, "host")}
-    temporaries = []
+    changes = np.zeros((2, end + 1), dtype=np.int64)  # of the model's device, and of the host where that is another
+    spans = []
     for allocation in tracker.allocations:
-        kind = "host" if allocation.device.type != device.type else allocation.kind or TEMPORARIES
+        on_host = int(allocation.device.type != device.type)
         born = 0 if allocation.kind in (WEIGHTS, STATES, BUFFERS) else allocation.born
         died = end if allocation.died is None else allocation.died
-        changes[kind][born] += allocation.nbytes
-        changes[kind][died] -= allocation.nbytes
-        if kind == TEMPORARIES:
-            temporaries.append((born, died, allocation))
-    live = {kind: change.cumsum()[:-1] for kind, change in changes.items()}
+        changes[on_host, born] += allocation.nbytes
+        changes[on_host, died] -= allocation.nbytes
+        if not on_host:
+            spans.append((born, died, allocation))
+    live, host = changes.cumsum(axis=1)[:, :-1]
+    moment = int(live.argmax())
+    at_peak = [allocation for born, died, allocation in spans if born <= moment < died]
+    items = {kind: sum(a.nbytes for a in at_peak if (a.kind or TEMPORARIES) == kind) for kind in KINDS}
+    temporaries = sorted(((a.tensor, a.nbytes) for a in at_peak if not a.kind), key=lambda pair: pair[1], reverse=True)
+    during = "backward" if any(first <= moment <= last for first, last in backwards) else "forward"
     largest_gradient = max((a.nbytes for a in tracker.allocations if a.kind == GRADIENTS), default=0)
-    step = StepMemory(live, live.pop("host"), backwards, largest_gradient, ())
-    at_peak = [(a.tensor, a.nbytes) for born, died, a in temporaries if born <= step.moment < died]
-    return replace(step, temporaries=tuple(sorted(at_peak, key=lambda pair: pair[1], reverse=True)[:3]))
+    return StepMemory(items, during, int(host.max()), largest_gradient, tuple(temporaries[:3]))

@@ -43,11 +43,3 @@ def evaluations(records: list[Record], metric: str) -> list[str]:
     """The keys of a metric in evaluations: one, or one per evaluation dataset."""
     keys = dict.fromkeys(key for record in records for key in record)
     return [key for key in keys if re.fullmatch(rf"eval_(.+_)?(?<!aux_){metric}", key)]
-
-
-def last_values(records: list[Record]) -> list[tuple[str, float]]:
-    """The names of the main metric of a run, in training and evaluation, and its last values."""
-    main = main_metric(records)
-    values = {key: series(records, key)[1] for key in (main, *evaluations(records, main))}
-    names = {key: key.replace("_", " ").replace("eval", "evaluation") for key in values} | {main: f"training {main}"}
-    return [(names[key], numbers[-1]) for key, numbers in values.items() if numbers]

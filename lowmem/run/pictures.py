@@ -1,20 +1,17 @@
-"""Pictures of a run, drawn from its logged metrics, and of a planned step."""
+"""The picture of a run, drawn from its logged metrics."""
 
 import itertools
 import math
-from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from lowmem.files import write_file
-from lowmem.run.memory import KINDS, StepMemory
 from lowmem.run.metrics import Record, evaluations, main_metric, series
 
 _STYLE = {
@@ -35,38 +32,19 @@ _PANELS = {
     "changed_share": ("weights changed", _BLUE, "default"),
     "clip_coef": ("clip coefficient", _EVAL[1], "default"), "loss_scale": ("loss scale", _BLUE, "steps-post"),
 }  # fmt: skip
-# Most columns of a picture.
-_COLUMNS = 600
 
 
 def draw(folder: Path, records: list[Record]) -> None:
-    """Draws loss.png and memory.png of a run from what it has logged."""
-    pictures = {"loss.png": loss_picture, "memory.png": memory_picture}
-    for name, picture in pictures.items() if any("memory" in record for record in records) else ():
-        write_file(folder / name, _png(picture, records, folder.resolve().name))
-
-
-def draw_step(step: StepMemory, title: str, memory: int | None) -> bytes:
-    """Draws memory by kind through one step as PNG, with a line at `memory` bytes unless that is None."""
-    return _png(_step_picture, step, title, memory)
-
-
-def _png(picture: Callable[..., Figure], *args: Any) -> bytes:
+    """Draws loss.png of a run from what it has logged."""
     png = BytesIO()
     with matplotlib.rc_context(_STYLE):
-        picture(*args).savefig(png, format="png", dpi=150)
-    return png.getvalue()
-
-
-def unit(nbytes: float) -> tuple[int, str]:
-    """The unit for an amount of memory, in bytes, and its name."""
-    return (2**30, "GiB") if nbytes >= 2**30 else (2**20, "MiB")
+        loss_picture(records, folder.resolve().name).savefig(png, format="png", dpi=150)
+    write_file(folder / "loss.png", png.getvalue())
 
 
 def size(nbytes: float) -> str:
     """An amount of memory as text, such as 1.50 GiB."""
-    scale, name = unit(nbytes)
-    return f"{nbytes / scale:.2f} {name}"
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.2f} MiB"
 
 
 def _smoothed(values: list[float]) -> np.ndarray[Any, Any]:
@@ -118,65 +96,8 @@ def loss_picture(records: list[Record], name: str) -> Figure:
     rate.set_ylim(0, None)
     rate.ticklabel_format(axis="y", scilimits=(-2, 3), useMathText=True)
     if "loss_scale" in panels:
-        _mark_skipped_steps(rest[-1], records)
+        rest[-1].set_yscale("log", base=2)
     rest[-1].set_xlabel("step")
     rest[-1].xaxis.set_major_locator(MaxNLocator("auto", integer=True))
     figure.align_ylabels()
-    return figure
-
-
-def _mark_skipped_steps(axes: Axes, records: list[Record]) -> None:
-    steps, scales = series(records, "loss_scale")
-    counts = [record["nonfinite_steps"] for record in records if "nonfinite_steps" in record]
-    axes.set_yscale("log", base=2)
-    axes.set_ylim(min(scales) / 2, max(scales) * 2)
-    skipped = [(steps[i], scales[i]) for i, count in enumerate(np.diff(counts, prepend=0)) if count]
-    if skipped:
-        axes.plot(*zip(*skipped, strict=True), "x", color=_EVAL[0], ms=6, mew=1.5, label="skipped step")
-        axes.legend(loc="lower right", bbox_to_anchor=(1, 0.95), borderaxespad=0)
-
-
-def memory_picture(records: list[Record], name: str) -> Figure:
-    """Memory in use, its peak so far, and the size of the weights."""
-    records = [record for record in records if "memory" in record]  # which a trainer without lowmem does not log
-    figure = Figure(figsize=(9, 4.5), layout="constrained")
-    axes = figure.subplots()
-    steps, used = series(records, "memory")
-    peak, weights = series(records, "peak_memory")[1], records[-1]["weight_bytes"]
-    scale, unit_name = unit(max(peak))
-    axes.fill_between(steps, np.divide(used, scale), color=_PALE, alpha=0.45, lw=0)
-    axes.plot(steps, np.divide(used, scale), color=_BLUE, lw=1.5, marker=_point(steps), label="in use when logged")
-    axes.step(steps, np.divide(peak, scale), where="post", color=_EVAL[0], lw=2, marker=_point(steps),
-              label=f"peak: {size(max(peak))}")  # fmt: skip
-    axes.axhline(weights / scale, color="#333333", lw=1.2, ls=(0, (5, 3)), label=f"weights: {size(weights)}")
-    axes.set(title=f"{name}: memory", xlabel="step", ylabel=f"memory ({unit_name})", ylim=(0, max(peak) / scale * 1.25))
-    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
-    axes.legend(loc="upper left", ncols=3)
-    return figure
-
-
-def _step_picture(step: StepMemory, title: str, memory: int | None) -> Figure:
-    figure = Figure(figsize=(9, 4.8), layout="constrained")
-    axes = figure.subplots()
-    total = np.sum(list(step.live.values()), axis=0)
-    starts = np.arange(0, len(total), math.ceil(len(total) / _COLUMNS))
-    # each column shows the largest of its moments
-    moments = [start + int(part.argmax()) for start, part in zip(starts, np.split(total, starts[1:]), strict=True)]
-    scale, unit_name = unit(step.peak)
-    colors = (_PALE, _VIOLET, "#c9ced6", _EVAL[0], _BLUE, _EVAL[1])
-    layers = [step.live[kind][moments] / scale for kind in KINDS]
-    labels = [f"{kind}: {size(step.items[kind])}" for kind in KINDS]
-    axes.stackplot(moments, layers, labels=labels, colors=colors, lw=0, step="mid")
-    for start, end in step.backwards:
-        axes.axvspan(start, end, ymin=0.985, color="#333333", lw=0)
-        axes.text((start + end) / 2, 0.97, "backward", transform=axes.get_xaxis_transform(), ha="center", va="top",
-                  fontsize=8, color="#555555")  # fmt: skip
-    peak = step.peak / scale
-    axes.plot(step.moment, peak, "o", color="#333333", ms=5)
-    axes.annotate(f"peak {size(step.peak)}", (step.moment, peak), xytext=(6, 5), textcoords="offset points")
-    if memory is not None:
-        axes.axhline(memory / scale, color=_EVAL[0], lw=1.5, ls=(0, (5, 3)), label=f"available: {size(memory)}")
-    limits = {"xlim": (0, len(total) - 1), "ylim": (0, max(step.peak, memory or 0) / scale * 1.12)}
-    axes.set(title=title, xlabel="allocations and releases", ylabel=f"tensors ({unit_name})", **limits)
-    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), title="at the peak", reverse=True)
     return figure

@@ -6,10 +6,10 @@ the largest batch that the run can meet. Nothing is allocated, and every machine
 
 import copy
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from datasets import Dataset
@@ -115,15 +115,14 @@ def plan(arguments: Arguments, device: str) -> RunPlan:
             args.activation_offloading = False
             inside = {name: value for name, value in recomputing.items() if name != "offload"}
             args.activation_checkpointing_kwargs = args.gradient_checkpointing_kwargs = inside or None
-        rows, names = _rows(arguments.command, args.max_length or _LONGEST)
+        length = args.max_length or _LONGEST
+        rows, names = _rows(arguments.command, length)
         masked = args.per_device_train_batch_size > 1 or getattr(args, "packing", False)
         fake = FakeTensorMode(allow_non_fake_inputs=True)  # torch.tensor(n, device="meta") is not a fake tensor
         with fake, place:
             model, *others = (_empty_model(arguments, config, masked) for _ in range(1 + len(names)))
-        if (places := positions(model)) is not None and places < (args.max_length or _LONGEST):
-            raise ConfigError(
-                f"max_length={args.max_length}: the model has {places:,} positions; set max_length: {places}"
-            )
+        if (places := positions(model)) is not None and places < length:
+            raise ConfigError(f"max_length={length}: the model has {places:,} positions; set max_length: {places}")
         for item in (model, *others):
             item.hf_device_map = dict.fromkeys(("", "model"), place.type)  # keeps Accelerate from moving the model
         options = dict(zip(names, others, strict=True))
@@ -140,7 +139,9 @@ def plan(arguments: Arguments, device: str) -> RunPlan:
         every, offload = kwargs.pop("every_n_layers", 1), kwargs.pop("offload", False)
         recompute = getattr(model, f"{_checkpointing(args)}_enable")
         recompute(kwargs, every_n_layers=every, offload=offload)
-    with fake, _Values(), offloading, _no_autocast():
+    enabled = torch.is_autocast_enabled  # about which TRL's head asks; torch 2.13 raises for "meta"
+    no_autocast = patch.object(torch, "is_autocast_enabled", lambda on="cuda": on != "meta" and enabled(on))
+    with fake, _Values(), offloading, no_autocast:
         batch = tree_map_only(Tensor, lambda value: torch.empty_like(value, device=place), dict(collated))
 
         def loss() -> Tensor:
@@ -151,7 +152,7 @@ def plan(arguments: Arguments, device: str) -> RunPlan:
         tensors = [*filter(torch.is_tensor, batch.values())]
         step = step_memory(model.train(), trainer.create_optimizer, losses, tensors, [*options.values()])
     micro = f"{args.gradient_accumulation_steps} micro-batches of " if args.gradient_accumulation_steps > 1 else ""
-    return RunPlan(step, {**describe(planned, trainer), "step": f"{micro}{len(largest)} x {args.max_length} tokens"})
+    return RunPlan(step, {**describe(planned, trainer), "step": f"{micro}{len(largest)} x {length} tokens"})
 
 
 def _checkpointing(args: Any) -> str:
@@ -232,9 +233,8 @@ def _rows(command: str, length: int) -> tuple[Dataset, list[str]]:
         return Dataset.from_dict({"input_ids": ids, "labels": ids}), []
     prompt, answers = length // 2, length - length // 2 - 1  # TRL adds an end token
     answer = [" a" * answers, " a" * (answers - 1)]
-    return Dataset.from_dict({"prompt": ["a" + " a" * (prompt - 1)] * 2, "chosen": answer, "rejected": answer}), [
-        "ref_model"
-    ]
+    rows = {"prompt": ["a" + " a" * (prompt - 1)] * 2, "chosen": answer, "rejected": answer}
+    return Dataset.from_dict(rows), ["ref_model"]
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
@@ -257,17 +257,6 @@ class _Values(TorchDispatchMode):
                 selected = (mask.numel(), *args[0].shape[mask.ndim :])
                 return args[0].new_empty(selected) if func is aten.index.Tensor else torch.empty_like(args[0])
         return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def _no_autocast() -> Iterator[None]:
-    """Answers the head of TRL, which asks about autocast on its device: torch 2.13 raises when that is "meta"."""
-    is_enabled = torch.is_autocast_enabled
-    torch.is_autocast_enabled = lambda device="cuda": device != "meta" and is_enabled(device)  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch.is_autocast_enabled = is_enabled
 
 
 def _offload(saved: Tensor) -> tuple[torch.device, Tensor]:

@@ -5,7 +5,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,6 @@ from typing import Any
 import psutil
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 
 from lowmem.errors import LowmemError
@@ -68,19 +67,23 @@ def describe(arguments: Arguments, trainer: Any) -> dict[str, str]:
     if options.computed_gradients:
         topics["gradients"] = layers.described(model, optimizer)
     why = "" if optimizer.policy == "immediate" else f": {optimizer.policy_reason}"
-    return {
-        **topics,
-        "updates": f"{_WHEN[optimizer.policy]} (policy {optimizer.policy}{why})",
-        "activations": activations,
-    }
+    topics["updates"] = f"{_WHEN[optimizer.policy]} (policy {optimizer.policy}{why})"
+    return {**topics, "activations": activations}
 
 
 def _count(parameters: int) -> str:
     return f"{parameters / 1e6:,.1f}M parameters" if parameters >= 1e5 else f"{parameters:,} parameters"
 
 
+class _Bar(ProgressCallback):  # type: ignore[misc]
+    """The progress bar of transformers without its log, which a `RunReport` prints."""
+
+    def on_log(self, *_: Any, **__: Any) -> None:
+        pass
+
+
 class RunReport(TrainerCallback):  # type: ignore[misc]
-    """Writes log lines, metrics.jsonl and, on a terminal, a progress bar; at the end, even after an error, pictures.
+    """Writes log lines, metrics.jsonl and, on a terminal, a progress bar; at the end, even after an error, a picture.
 
         with RunReport(run_dir).attached(trainer):
             trainer.train()
@@ -94,7 +97,7 @@ class RunReport(TrainerCallback):  # type: ignore[misc]
     def __init__(self, run_dir: str | Path, console: Console | None = None) -> None:
         self.run_dir = Path(run_dir)
         self.console = console or Console()
-        self.progress: Progress | None = None
+        self.bar = _Bar()
         self.records: list[Record] = []
         self.weight_bytes = 0
         self.seconds = 0.0  # of training since the last log line
@@ -112,6 +115,8 @@ class RunReport(TrainerCallback):  # type: ignore[misc]
         trainer.remove_callback(ProgressCallback)
         trainer.remove_callback(PrinterCallback)
         trainer.add_callback(self)
+        if self.console.is_terminal and not trainer.args.disable_tqdm:
+            trainer.add_callback(self.bar)
         trainer.log = partial(self._log, trainer, trainer.log)
         try:
             yield
@@ -124,8 +129,8 @@ class RunReport(TrainerCallback):  # type: ignore[misc]
         self._finish()
 
     def _finish(self) -> None:
-        if self.progress:
-            self.progress.stop()
+        if self.bar.training_bar is not None:
+            self.bar.training_bar.close()
         if self.records:  # neither on other ranks than 0 nor before the first log line
             draw(self.run_dir, self.records)
 
@@ -141,15 +146,6 @@ class RunReport(TrainerCallback):  # type: ignore[misc]
         self.logged_tokens, self.first_step = state.num_input_tokens_seen, state.global_step
         self.compile_seconds = getattr(optimizer, "compile_seconds", 0.0)
         self.first_time = self.last_time = time.perf_counter()
-        if self.console.is_terminal and not args.disable_tqdm:
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-            # a refresh takes 0.6 ms from the thread that launches the step, and by default there are ten per second
-            self.progress = Progress(
-                *columns, TextColumn("left"), TimeRemainingColumn(), console=self.console, refresh_per_second=2
-            )
-            activity = "compiling" if getattr(optimizer, "compiled", False) else "training"
-            self.progress.add_task(activity, total=state.max_steps, completed=state.global_step)
-            self.progress.start()
 
     def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
         now = time.perf_counter()
@@ -159,17 +155,12 @@ class RunReport(TrainerCallback):  # type: ignore[misc]
             self._print(f"compiled the optimizer in {compiling:.1f} s", "dim")
         self.seconds += now - self.last_time - compiling
         self.last_time, self.compile_seconds = now, compile_seconds
-        self._advance("training", state.global_step)
         if state.global_step == state.max_steps and args.logging_strategy != "no":
             # transformers 5.23 (trainer.py) adds the loss of steps after the last log line to the mean of rank 0 alone
             control.should_log = True
 
-    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._advance("evaluating", state.global_step)
-
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.last_time = time.perf_counter()
-        self._advance("training", state.global_step)
 
     on_save = on_evaluate
 
@@ -193,25 +184,34 @@ class RunReport(TrainerCallback):  # type: ignore[misc]
         with writing(path), path.open("a", encoding="utf-8") as file:
             file.write(json_line(record))
         seconds_left = None
-        if self.progress is None and trained > 0:  # a progress bar shows it
+        if trained > 0:
             seconds_left = (self.last_time - self.first_time) / trained * (state.max_steps - state.global_step)
         main = main_metric(self.records)
         if line := _log_line(record, state.max_steps, self.console.width, seconds_left, main):
             self._print(line, "cyan" if any(name.startswith("eval_") for name in record) else "")
 
-    def _advance(self, activity: str, step: int) -> None:
-        if self.progress:
-            self.progress.update(self.progress.task_ids[0], description=activity, completed=step)
-
     def _print(self, line: str, style: str) -> None:
-        self.console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+        bar = self.bar.training_bar
+        with nullcontext() if bar is None else bar.external_write_mode():
+            self.console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
-# What DPO, reward models and KTO improve along with the loss, by TRL's key.
-_GOALS = {"rewards/accuracies": "accuracy", "accuracy": "accuracy", "rewards/margins": "margin"}
-
-# Parts that a line omits if it is too long, in this order. All of them are in metrics.jsonl.
-_LEFT_OUT = ("dominant", "peak", "tokens", "lr", "scale", "clip", "left")
+# The parts of a line after the main metric, the most important ones first. The last ones are left out where a line is
+# too long; all of them are in metrics.jsonl.
+_PARTS = {
+    "rewards/accuracies": "accuracy {rewards/accuracies:>6.3f}",
+    "accuracy": "accuracy {accuracy:>6.3f}",
+    "grad_norm": "grad norm {grad_norm:>8.2e}",
+    "left": "{left:>7} left",
+    "rewards/margins": "margin {rewards/margins:>6.3f}",
+    "margin": "margin {margin:>6.3f}",
+    "clip_coef": "clip {clip_coef:>7.2g}",
+    "loss_scale": "scale {loss_scale:>10,.10g}",
+    "learning_rate": "lr {learning_rate:.2e}",
+    "tokens_per_second": "{tokens_per_second:>7,.0f} tokens/s",
+    "peak": "peak {peak:>10}",
+    DOMINANT: f"{{dominant_proportion:.0%}} of the norm is {{{DOMINANT}}}",
+}
 
 
 def _log_line(
@@ -224,38 +224,20 @@ def _log_line(
         peak = f"peak {size(record['peak_memory'])}"
         mean = f"  mean loss {record['train_loss']:.4f}" if main == "loss" else ""
         return f"{step}  {trained}{mean}  {record['tokens']:,} tokens  {peak}"
-    if "loss" in record:
-        value = math.nan if record.get(main) is None else record[main]  # no reward function has returned a reward
-        parts = {"step": step, "main": f"{main} {value:>8.4f}"}
-        if goal := next((key for key in _GOALS if key in record), None):
-            parts["goal"] = f"{_GOALS[goal]} {record[goal]:>6.3f}"
-        parts["norm"] = f"grad norm {record.get('grad_norm', math.nan):>8.2e}"
-        if "clip_coef" in record:
-            parts["clip"] = f"clip {_coef(record['clip_coef']):>5}"
-        if "loss_scale" in record:
-            parts["scale"] = f"scale {record['loss_scale']:>10,.10g}"
-        parts["lr"] = f"lr {record.get('learning_rate', 0.0):.2e}"
-        parts["tokens"] = f"{record['tokens_per_second']:>7,.0f} tokens/s"
-        parts["peak"] = f"peak {size(record['peak_memory']):>10}"
-        if seconds_left is not None:
-            parts["left"] = f"{timedelta(seconds=round(seconds_left))} left"
-        if record.get("nonfinite_steps"):  # not in every line, so at the end
-            kind = "skipped steps" if "loss_scale" in record else "non-finite steps"
-            parts["nonfinite"] = f"{kind} {record['nonfinite_steps']:,}"
-        if name := record.get(DOMINANT):
-            parts["dominant"] = f"{record['dominant_proportion']:.0%} of the norm is {name}"
-        for name in _LEFT_OUT:
-            if len("  ".join(parts.values())) > width:
-                parts.pop(name, None)
-        return "  ".join(parts.values())
-    scores = {name.removeprefix("eval_"): value for name, value in record.items() if name.startswith("eval_")}
-    shown = [f"{name.replace('_', ' ')} {v:.4f}" for name, v in scores.items() if not name.endswith(_TIMING)]
-    return f"{step}  evaluation  {'  '.join(shown)}" if shown else None
-
-
-def _coef(value: float) -> str:
-    """A number up to 1 in at most five characters."""
-    return f"{value:.0e}" if 0 < value < 0.005 else f"{value:.2f}"
+    if "loss" not in record:
+        scores = {name.removeprefix("eval_"): value for name, value in record.items() if name.startswith("eval_")}
+        shown = [f"{name.replace('_', ' ')} {v:.4f}" for name, v in scores.items() if not name.endswith(_TIMING)]
+        return f"{step}  evaluation  {'  '.join(shown)}" if shown else None
+    value = math.nan if record.get(main) is None else record[main]  # no reward function has returned a reward
+    left = None if seconds_left is None else str(timedelta(seconds=round(seconds_left)))
+    values = {**record, "left": left, "peak": size(record["peak_memory"])}
+    parts = [step, f"{main} {value:>8.4f}"]
+    parts += [text.format_map(values) for name, text in _PARTS.items() if values.get(name) is not None]
+    kind = "skipped steps" if "loss_scale" in record else "non-finite steps"
+    seldom = [f"{kind} {record['nonfinite_steps']:,}"] if record.get("nonfinite_steps") else []
+    while len(line := "  ".join(parts + seldom)) > width:
+        parts.pop()
+    return line
 
 
 def _reset_peak(device: torch.device) -> None:

@@ -26,11 +26,6 @@ def train_command(command: str, run_dir: Path) -> str:
     return f"{start} {command} --config {shlex.quote(str(run_dir / 'config.yaml'))} --resume_from_checkpoint last"
 
 
-def generate_command(run_dir: Path, prompt: str = "a prompt") -> str:
-    """The command that lets the model of a run folder answer."""
-    return f"lowmem generate {shlex.quote(str(run_dir))} {shlex.quote(prompt)}"
-
-
 @contextmanager
 def stage(activity: str) -> Iterator[None]:
     """Says what is going on while nothing else is printed: on a terminal until it is over, else in a line."""

@@ -18,13 +18,10 @@ from lowmem.files import write_file
 from lowmem.hf import checkpoint
 from lowmem.placements import in_group
 from lowmem.run import build, data, environment, folder, report
-from lowmem.run import plan as planning
 from lowmem.run.arguments import LAST, Arguments, reason, refused
 from lowmem.run.memory import is_out_of_memory
-from lowmem.run.metrics import last_values
-from lowmem.run.pictures import size
 from lowmem.run.secrets import redacted
-from lowmem.run.terminal import generate_command, out, print_topics, rank, stage, train_command, warn
+from lowmem.run.terminal import out, print_topics, rank, stage, train_command, warn
 
 # Packages that see the arguments of a run.
 _PACKAGES = ("lowmem", "trl", "transformers", "accelerate", "datasets", "peft")
@@ -50,8 +47,6 @@ def train(arguments: Arguments) -> int | None:
             trainer = build.trainer(arguments, train, evaluation)
         counts = data.check(trainer, train, evaluation)
         trainer.create_optimizer()  # raises what it does not support before anything is written
-        if slow := build.slow_bfloat16(arguments, trainer.args.device):
-            warn(slow)
         print_topics({**report.describe(arguments, trainer), "data": counts})
         with _explained(arguments, run_dir):
             _require_metric(trainer)
@@ -157,11 +152,10 @@ def _print_end(arguments: Arguments, trainer: Any, run_dir: Path, *, stopped: bo
         again = train_command(arguments.command, run_dir)
         out.print(f"stopped at step {trainer.state.global_step}; continue with: {again}", style="bold", soft_wrap=True)
         return
-    values = ", ".join(f"{name} {value:.4f}" for name, value in last_values(trainer.state.log_history))
-    out.print(f"done{': ' if values else ''}{values}", style="bold", soft_wrap=True)
-    topics = {"results": f"{run_dir}: model, config.yaml, metrics.jsonl, loss.png, memory.png"}
+    out.print("done", style="bold")
+    topics = {"results": f"{run_dir}: model, config.yaml, metrics.jsonl, loss.png"}
     if arguments.command != "reward":
-        topics["try it"] = generate_command(run_dir)
+        topics["try it"] = f"lowmem generate {shlex.quote(str(run_dir))} 'a prompt'"
     print_topics(topics)
 
 
@@ -174,28 +168,17 @@ def _explained(arguments: Arguments, run_dir: Path, *, begun: bool = False) -> I
         if is_out_of_memory(error):
             if begun and rank() == 0 and not (run_dir / environment.CONFIG).exists():
                 folder.write_config(arguments, run_dir)  # with which it continues
-            advice = _memory_advice(arguments, run_dir)
-            raise LowmemError(f"out of memory: {reason(error)}. {advice}") from error
+            config = shlex.quote(str(run_dir / environment.CONFIG))
+            device = "gpu" if torch.cuda.is_available() else "cpu"
+            plan = f"lowmem plan {arguments.command} --config {config} --device {device} --memory SIZE"
+            raise LowmemError(
+                f"out of memory: {reason(error)}. `{plan}` says what a step needs, and which arguments reduce it. Then "
+                f"continue with: {train_command(arguments.command, run_dir)}"
+            ) from error
         if not isinstance(error, LowmemError):
             path = run_dir / f"{folder.TRACEBACK}{f'-{rank()}' if rank() else ''}.txt"
             write_file(path, redacted("".join(traceback.format_exception(error))).encode())
         raise
-
-
-def _memory_advice(arguments: Arguments, run_dir: Path) -> str:
-    """Returns the planned memory of a step, and options that reduce it, as a sentence."""
-    device = "gpu" if torch.cuda.is_available() else "cpu"
-    try:
-        step = planning.plan(arguments, device).step
-    except Exception as error:  # whatever it is must not hide that memory ran out
-        return f"No plan can be made: {reason(error)}."
-    largest = ", ".join(f"{kind} {size(nbytes)}" for kind, nbytes in step.items.items() if nbytes >= step.peak / 10)
-    config = shlex.quote(str(run_dir / environment.CONFIG))
-    return (
-        f"By the plan a step needs {size(step.peak)} ({largest}). What needs less: "
-        f"{', '.join(planning.ways(arguments, device))}; `lowmem plan {arguments.command} --config {config} --device "
-        f"{device} --memory SIZE` says how much. Then continue with: {train_command(arguments.command, run_dir)}"
-    )
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 import contextlib
 import io
 import json
-import os
 from argparse import Namespace
 from collections.abc import Iterator
 from functools import cache
@@ -171,14 +170,15 @@ def logged(run_dir: Path, name: str = "loss") -> list[float]:
 
 
 @contextlib.contextmanager
-def in_use(folder: Path) -> Iterator[int]:
-    """Another process uses a run folder and is killed in the end; its id."""
+def in_use(folder: Path) -> Iterator[None]:
+    """Another process uses a run folder and is killed in the end."""
     ours, its = CONTEXT.Pipe()
     other = CONTEXT.Process(target=_use, args=(folder, its), daemon=True)
     other.start()
     its.close()
     try:
-        yield ours.recv()
+        ours.recv()
+        yield
     finally:
         other.kill()
         other.join(PATIENCE)
@@ -191,5 +191,5 @@ def of_folder(folder: Path, resume: str | None = None) -> Any:
 
 def _use(folder: Path, end: Any) -> None:
     with run_folder(of_folder(folder)):
-        end.send(os.getpid())
+        end.send(None)
         end.recv()
