@@ -22,12 +22,12 @@ import torch
 from accelerate.utils import DistributedType, is_peft_model, purge_accelerate_environment
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 from transformers import Trainer, TrainingArguments
 
 from lowmem.errors import CheckpointError, ConfigError, StepError, UnsupportedError
-from lowmem.hf import adapters, agreement, arguments, checkpoint, failures, head, optim, resuming, sharding
+from lowmem.hf import adapters, agreement, arguments, checkpoint, dry_runs, failures, head, optim, resuming, sharding
 from lowmem.hf import layers as model_layers
-from lowmem.hf.packing import check_borders
 from lowmem.hf.weights import load_weights, save_weights
 from lowmem.layers.config import LayersConfig
 from lowmem.layers.quantize import quantize_
@@ -560,12 +560,14 @@ def _sft_trainer() -> "type[SFTTrainer]":
         def _check_model(self) -> None:
             """Computes short rows, and raises `UnsupportedError` if the model would be trained with another loss."""
             self._shard()
-            device, autocast = self.args.device, self.compute_loss_context_manager
+            if any(is_fake(param) or param.is_meta for param in self.model.parameters()):
+                return  # a plan has no values
             smoothing = self.args.label_smoothing_factor if self.layers.computed_gradients else 0.0
-            if not self.args.deepspeed:  # DeepSpeed 0.19 fails in backward if a forward without gradients came first
-                head.check_loss(self.model, device, autocast, smoothing)
-            if self.padding_free:
-                check_borders(self.model, self.data_collator, device, autocast())
+            with self.compute_loss_context_manager():
+                if not self.args.deepspeed:  # 0.19 fails in backward if a forward without gradients came first
+                    dry_runs.check_loss(self.model, self.args.device, smoothing)
+                if self.padding_free:
+                    dry_runs.check_borders(self.model, self.data_collator, self.args.device)
 
     FusedSFTTrainer.__module__ = __name__
     FusedSFTTrainer.__qualname__ = "FusedSFTTrainer"

@@ -1,15 +1,12 @@
 """TRL's fused head, which computes the loss from tiles of logits: the models that it suits, and how it is computed."""
 
 import sys
-from collections.abc import Callable
 from functools import partial, update_wrapper
 from types import FunctionType, MethodType
 from typing import Any
 
-import torch
 from accelerate.utils import is_peft_model
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
 
 from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.hf.layers import embedding
@@ -19,9 +16,6 @@ from lowmem.tiles.quantized import in_codes
 
 # Columns of a tile of logits on a CPU.
 _CPU_COLUMNS = 2048
-
-# Tokens of the row on which losses are compared, and the standard deviation of its logits: a cap shows in large ones.
-_LENGTH, _SPREAD = 16, 30.0
 
 
 def check(model: Any) -> None:
@@ -49,46 +43,6 @@ def check(model: Any) -> None:
             f"embedding, to compute logits, and in this model {reason}. Use a model whose head is one matrix, or, in "
             "Python, FusedTrainer, which uses the loss that the model computes"
         )
-
-
-def check_loss(model: Any, device: torch.device, autocast: Callable[[], Any], label_smoothing: float) -> None:
-    """Raises `UnsupportedError` if a model computes another loss from its last hidden state than TRL's head does.
-
-    TRL 1.16 reads scales and caps of logits under the names that most configurations have. Both losses are computed for
-    one row, also with a hidden state that is scaled so that logits are large. Ranks of a sharded model call together.
-    """
-    if any(is_fake(param) or param.is_meta for param in model.parameters()):
-        return  # a plan has no values
-    base = model.get_base_model() if is_peft_model(model) else model
-    vocabulary = base.config.get_text_config().vocab_size
-    ids = (vocabulary // 2 + torch.arange(_LENGTH, device=device))[None] % vocabulary  # ordinary tokens: in the middle
-    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
-    scale, logits = 1.0, None
-
-    def enlarge(module: Any, args: Any, output: Any) -> None:
-        output["last_hidden_state"] = output["last_hidden_state"] * scale
-
-    hook, training = base.base_model.register_forward_hook(enlarge), model.training
-    try:
-        for _ in range(2):
-            with torch.no_grad(), autocast():
-                own, fused = (model.eval()(**batch, use_cache=False, **head) for head in ({}, {"fused_lm_head": True}))
-            if logits is not None and torch.equal(own.logits, logits):
-                return  # as in OPT, which calls the decoder of its base model
-            logits, loss = own.logits[0, -_LENGTH:].float(), own.loss.float()
-            if label_smoothing:
-                loss = torch.nn.functional.cross_entropy(logits[:-1], ids[0, 1:], label_smoothing=label_smoothing)
-            rtol = 2e-3 if own.logits.dtype == torch.float32 else 2e-2
-            if not torch.isclose(fused.loss.float(), loss, rtol=rtol):
-                raise UnsupportedError(
-                    f"{type(base).__name__}: for one row the model computes a loss of {float(loss):.4g}, and TRL's "
-                    f"SFTTrainer, by one matrix and the last hidden state, {float(fused.loss):.4g}. Use, in Python, "
-                    "FusedTrainer, which uses the loss that the model computes"
-                )
-            scale, logits = _SPREAD / float(logits.std()), own.logits
-    finally:
-        hook.remove()
-        model.train(training)
 
 
 def compute(trainer: Any, layers: LayersConfig, label_smoothing: float = 0.0) -> None:
