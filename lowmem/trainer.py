@@ -120,7 +120,9 @@ class FusedTrainerMixin(_Base):
         self.fused = arguments.complete(fused, self.args, self._sharding)
         if first and self.optimizer is None:
             rate = optim.learning_rate(self.args, self.fused, self.model)
-            self.args = self.args if rate == self.args.learning_rate else _changed(self.args, learning_rate=rate)
+            if rate != self.args.learning_rate:
+                self.args = copy.copy(self.args)  # the user's stay as they are
+                self.args.learning_rate = rate
 
     # -- the update ------------------------------------------------------------------------------------------------
 
@@ -572,13 +574,6 @@ def _sft_trainer() -> "type[SFTTrainer]":
     FusedSFTTrainer.__module__ = __name__
     FusedSFTTrainer.__qualname__ = "FusedSFTTrainer"
     return FusedSFTTrainer
-
-
-def _changed(args: Any, **options: Any) -> Any:
-    """A copy of training arguments with other values."""
-    args = copy.copy(args)
-    vars(args).update(options)
-    return args
 
 
 def __getattr__(name: str) -> Any:

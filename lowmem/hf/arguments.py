@@ -152,16 +152,12 @@ def check_activations(args: TrainingArguments) -> None:
 
 def check_replay(args: TrainingArguments) -> None:
     """Raises for options with which backward cannot use a graph twice."""
-    if args.torch_compile:
-        raise UnsupportedError(
-            "torch_compile=True: a compiled backward reuses the memory of its activations, and policy 'two_pass' needs "
-            "them twice; use policy='deferred'"
-        )
-    if getattr(args, "activation_offloading", False):
-        raise UnsupportedError(
-            "activation_offloading=True loads every activation once, and policy 'two_pass' needs it twice; use "
-            "policy='deferred', or offload with gradient_checkpointing_kwargs={'offload': True}"
-        )
+    for name in ("torch_compile", "activation_offloading"):
+        if getattr(args, name, False):
+            raise UnsupportedError(
+                f"{name}=True: backward can read activations once, and policy 'two_pass' needs them twice; use "
+                "policy='deferred', or offload with gradient_checkpointing_kwargs={'offload': True}"
+            )
 
 
 def check_alone(args: TrainingArguments, fused: FusedConfig | None) -> None:

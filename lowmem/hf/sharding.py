@@ -8,7 +8,6 @@ import copy
 import importlib.util
 import os
 from abc import ABC, abstractmethod
-from itertools import chain
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -24,10 +23,10 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from lowmem import placements
 from lowmem.errors import ConfigError, UnsupportedError
-from lowmem.hf.versions import check_version
+from lowmem.hf import check_version
 from lowmem.options import DynamicScale
 from lowmem.placements.ranks import set_timeout
-from lowmem.tiles.quantized import in_codes, tensors_of
+from lowmem.tiles.quantized import in_codes
 
 # Keys of a DeepSpeed configuration that something else decides here: the values that change nothing, and the advice.
 _DECIDED_ELSEWHERE: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -110,9 +109,8 @@ def prepare(model: Any, args: TrainingArguments | None) -> None:
     dtype = options.get("dtype", "float32")
     if dtype in (None, "auto"):
         # transformers 5.23 (dynamic_module_utils.py) asks on the terminal where `trust_remote_code` is not given
-        kept = {"trust_remote_code": False, "revision": None} | options
-        kept = {name: kept[name] for name in ("revision", "trust_remote_code")}
-        dtype = AutoConfig.from_pretrained(model, **kept).dtype or "float32"
+        trusted, revision = options.get("trust_remote_code", False), options.get("revision")
+        dtype = AutoConfig.from_pretrained(model, trust_remote_code=trusted, revision=revision).dtype or "float32"
     sharded.prepare(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
 
 
@@ -260,14 +258,12 @@ class FSDP2Sharding(Sharding):
         if isinstance(model, FSDPModule):
             return
         _require_process_group("fsdp")
-        settings = dict(self._settings)
-        if settings["cpu_ram_efficient_loading"] and in_codes(model):
-            settings["cpu_ram_efficient_loading"] = False  # with it Accelerate broadcasts ordinary tensors alone
-            for tensor in chain.from_iterable(map(tensors_of, chain(model.parameters(), model.buffers()))):
-                sent = tensor.detach().to(self._args.device)
-                dist.broadcast(sent, src=0)
-                tensor.detach().copy_(sent)
-        plugin = FullyShardedDataParallelPlugin(**settings)
+        if self._settings["cpu_ram_efficient_loading"] and in_codes(model):
+            raise UnsupportedError(
+                "fsdp: with cpu_ram_efficient_loading Accelerate broadcasts ordinary weights alone, and "
+                "fused.weight_format holds codes; set it to false"
+            )
+        plugin = FullyShardedDataParallelPlugin(**self._settings)
         if self._args.bf16 or self._args.fp16:
             plugin.set_mixed_precision("bf16" if self._args.bf16 else "fp16")
         mesh = init_device_mesh(self._args.device.type, (dist.get_world_size(),), mesh_dim_names=("fsdp",))

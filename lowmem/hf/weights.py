@@ -211,23 +211,17 @@ def _match(layout: _FileLayout, saved: dict[str, Any], folder: Path) -> list[_Gr
     Raises:
         CheckpointError: the saved names or shapes are not those of the model.
     """
-    unknown = saved.keys() - layout.tensors.keys() - layout.state.keys()
-    if unknown:
-        raise CheckpointError(f"{folder}: the model has no weight {min(unknown)!r}; the checkpoint is of another model")
     unconverted = {id(tensor): name for name, tensor in layout.state.items() if name in saved}
     groups: list[_Group] = []
-    missing: list[str] = []
     for group in layout.groups:
-        if group.tensors.keys() <= saved.keys():
-            groups.append(group)
-        elif all(id(layout.state[name]) in unconverted for name in group.weights):
+        converted = group.tensors.keys() <= saved.keys()
+        if not converted and all(id(layout.state[name]) in unconverted for name in group.weights):
             groups += [_Group({name: t}, {unconverted[id(layout.state[name])]: t}) for name, t in group.weights.items()]
         else:
-            missing += [name for name in group.tensors if name not in saved]
-    for name, tensor in (pair for group in groups for pair in group.tensors.items()):
-        adapters.check_shape(folder, saved[name], name, tensor.shape)
-    if missing:
-        raise CheckpointError(f"{folder}: {len(missing)} weights are missing, such as {missing[0]!r}")
+            groups.append(group)
+    needed = {name: tensor.shape for group in groups for name, tensor in group.tensors.items()}
+    shapes = {name: placements.shape_of(tensor) for name, tensor in layout.state.items()}
+    adapters.compare(folder, saved, {**shapes, **needed}, needed)
     return groups
 
 

@@ -47,7 +47,6 @@ _CHECKS = {
     "softcap": require.number("> 0", optional=True),
     "temperature": require.number("> 0"),
     "label_smoothing": require.number(">= 0", "<= 1"),
-    "z_loss": require.number(">= 0"),
 }
 
 Gather = Callable[[], AbstractContextManager[Any]]
@@ -58,8 +57,7 @@ class Head:
     """The way from the product y of hidden states and weight to logits z, and from these to a loss.
 
     z = softcap · tanh(s · y / softcap) / temperature, without `softcap` z = s · y / temperature, with s = logit_scale.
-    The loss of a token with label l is logsumexp(z) − (1 − ε) z_l − ε mean(z) + z_loss · logsumexp(z)², with
-    ε = label_smoothing.
+    The loss of a token with label l is logsumexp(z) − (1 − ε) z_l − ε mean(z), with ε = label_smoothing.
 
     Attributes:
         memory: bytes of temporaries, which decide how large tiles are; None is 128 MiB on a CPU and 512 MiB on a GPU.
@@ -72,7 +70,6 @@ class Head:
     softcap: float | None = None
     temperature: float = 1.0
     label_smoothing: float = 0.0
-    z_loss: float = 0.0
     memory: int | None = None
 
     def __post_init__(self) -> None:
@@ -334,11 +331,9 @@ class _Scores:
         return self._largest + self._sum.log()
 
     def losses(self, vocabulary: int) -> Tensor:
-        head, log_sum = self._head, self.log_sum()
-        losses = log_sum - (1 - head.label_smoothing) * self._target
-        if head.label_smoothing:
-            losses -= head.label_smoothing / vocabulary * self._sum_z
-        return losses + head.z_loss * log_sum.square() if head.z_loss else losses
+        smoothing = self._head.label_smoothing
+        losses = self.log_sum() - (1 - smoothing) * self._target
+        return losses - smoothing / vocabulary * self._sum_z if smoothing else losses
 
     def metric(self, name: str, vocabulary: int) -> Tensor:
         if name == "entropy":
@@ -350,10 +345,8 @@ class _Scores:
     def directions(self, weight: Tensor) -> Tensor:
         """The gradient of the loss of each token with respect to its hidden state."""
         assert self._weighted is not None
-        head, factor = self._head, 1 / self._sum
-        if head.z_loss:
-            factor *= 1 + 2 * head.z_loss * self.log_sum()
-        total = self._weighted.mul_(factor[:, None])
+        head = self._head
+        total = self._weighted.mul_((1 / self._sum)[:, None])
         slope = torch.ones_like(self._sum) if head.softcap is None else self._target_slope
         total.addcmul_(rows_of(weight, self._targets), slope[:, None], value=head.label_smoothing - 1)
         if self._plain is not None:
@@ -433,8 +426,7 @@ class HeadGradient:
         if self.bias is not None:
             product.add_(self.bias[start : start + len(weight)])
         z, slope = head.logits(product)
-        factor = grad * (1 + 2 * head.z_loss * log_sums) if head.z_loss else grad
-        p = z.sub_(log_sums[:, None]).exp_().mul_(factor[:, None])
+        p = z.sub_(log_sums[:, None]).exp_().mul_(grad[:, None])
         if head.label_smoothing:
             p.sub_(grad[:, None], alpha=head.label_smoothing / len(self.weight))
         local = self.targets[tokens] - start
