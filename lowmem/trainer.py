@@ -548,7 +548,6 @@ def _sft_trainer() -> "type[SFTTrainer]":
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             head.check(self.model)
-            arguments.check_smoothing(self.args)
             if self.layers.computed_gradients and self.label_smoother is not None:
                 self.label_smoother: Any = None
                 head.compute(self, self.layers, self.args.label_smoothing_factor)

@@ -4,7 +4,7 @@ import logging
 import os
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from transformers import TrainingArguments
@@ -17,9 +17,6 @@ from lowmem.optimizer import FusedOptimizer
 from lowmem.options import FusedConfig
 from lowmem.rules import require, resolve
 from lowmem.step.policies import Needs, choose
-
-if TYPE_CHECKING:
-    from trl import SFTConfig
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +92,10 @@ def check_arguments(args: TrainingArguments, fused: FusedConfig) -> None:
         raise UnsupportedError(
             "deepspeed: this trainer generates text between its steps, after which DeepSpeed ZeRO-3 does not gather "
             "the weights for backward. Set fsdp instead"
+        )
+    if args.label_smoothing_factor and (loss := getattr(args, "loss_type", "nll")) != "nll":  # of TRL's trainers
+        raise ConfigError(
+            f"label_smoothing_factor={args.label_smoothing_factor} has no effect with loss_type={loss!r}; omit it"
         )
     if args.max_grad_norm is None or args.max_grad_norm < 0:
         raise ConfigError(f"max_grad_norm={args.max_grad_norm} is not a number >= 0; set 0 for no clipping")
@@ -193,15 +194,6 @@ def check_callbacks(callbacks: Iterable[Any]) -> None:
                 "%s is called after backward has updated the weights: .grad is None there. FusedConfig(log_norms=True) "
                 "logs norms", method.__qualname__
             )  # fmt: skip
-
-
-def check_smoothing(args: "SFTConfig") -> None:
-    """Raises where TRL's SFTTrainer would ignore label smoothing."""
-    if args.label_smoothing_factor and args.loss_type != "nll":
-        raise ConfigError(
-            f"label_smoothing_factor={args.label_smoothing_factor} has no effect with loss_type={args.loss_type!r}; "
-            "omit one of them"
-        )
 
 
 def complete(fused: FusedConfig, args: TrainingArguments, sharded: Sharding | None) -> FusedConfig:

@@ -91,7 +91,10 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
         for path in weight_files(folder):
             file = stack.enter_context(open_safetensors(path))
             saved |= dict.fromkeys(file.keys(), file)
-        for group in _match(layout, saved, folder):
+        shapes = {name: placements.shape_of(tensor) for name, tensor in layout.state.items()}  # of tied weights, too
+        shapes |= {name: tensor.shape for name, tensor in layout.tensors.items()}
+        adapters.compare(folder, saved, shapes, layout.tensors)
+        for group in layout.groups:
             _load(layout, group, saved)
 
 
@@ -203,26 +206,6 @@ def _save(layout: _FileLayout, group: _Group, offsets: Offsets) -> None:
     if offsets:
         for name, tensor in layout.convert(group, weights).items():
             write_tensor(*offsets[name], tensor)
-
-
-def _match(layout: _FileLayout, saved: dict[str, Any], folder: Path) -> list[_Group]:
-    """The groups as they are saved. Files may also have weights unconverted, and under any name of a tied weight.
-
-    Raises:
-        CheckpointError: the saved names or shapes are not those of the model.
-    """
-    unconverted = {id(tensor): name for name, tensor in layout.state.items() if name in saved}
-    groups: list[_Group] = []
-    for group in layout.groups:
-        converted = group.tensors.keys() <= saved.keys()
-        if not converted and all(id(layout.state[name]) in unconverted for name in group.weights):
-            groups += [_Group({name: t}, {unconverted[id(layout.state[name])]: t}) for name, t in group.weights.items()]
-        else:
-            groups.append(group)
-    needed = {name: tensor.shape for group in groups for name, tensor in group.tensors.items()}
-    shapes = {name: placements.shape_of(tensor) for name, tensor in layout.state.items()}
-    adapters.compare(folder, saved, {**shapes, **needed}, needed)
-    return groups
 
 
 def _load(layout: _FileLayout, group: _Group, saved: dict[str, Any]) -> None:
