@@ -14,9 +14,6 @@ from lowmem.layers.config import LayersConfig
 from lowmem.layers.head import METRICS, Head, token_losses
 from lowmem.tiles.quantized import in_codes
 
-# Columns of a tile of logits on a CPU.
-_CPU_COLUMNS = 2048
-
 
 def check(model: Any) -> None:
     """Raises `UnsupportedError` for a model that has layers between its last hidden state and its output embedding.
@@ -46,44 +43,40 @@ def check(model: Any) -> None:
 
 
 def compute(trainer: Any, layers: LayersConfig, label_smoothing: float = 0.0) -> None:
-    """Lets the losses of a trainer of TRL, and of its reference model, be those of `lowmem.layers.head`.
+    """Lets the losses of a trainer of TRL, and of its reference model, be those of `lowmem.layers.head`, unless
+    `computed_gradients` is False.
 
     TRL 1.16 (trainer/utils.py, add_fused_lm_head) has given its models a forward that calls one autograd function by
-    its name. Each gets a copy of that forward in which the name is of another function. Where `computed_gradients` is
-    False, or the loss may depend on the entropy of tokens, the function is TRL's own, with smaller tiles on a CPU: it
-    has no option for their size, and allocates about eight float32 tensors of 4096 x 32768 logits.
+    its name. Each gets a copy of that forward in which the name is of another function.
     """
     if "trl.trainer.utils" not in sys.modules:  # it is none of TRL's trainers
         return
     from trl import DPOTrainer, KTOTrainer, SFTTrainer
     from trl.trainer.utils import _ChunkedLogProbFunction
 
-    names: dict[str, Any] = {"_ChunkedLogProbFunction": _ChunkedLogProbFunction}
-    if layers.computed_gradients:
-        entropy = isinstance(trainer, SFTTrainer | DPOTrainer | KTOTrainer)  # is a metric, and not part of the loss
-        names["_ChunkedLogProbFunction"] = _LogProbs(
-            _ChunkedLogProbFunction, layers.head_bytes, label_smoothing, entropy
-        )
-    if trainer.args.device.type == "cpu":
-        names["_CHUNKED_LOGPROB_CHUNK_SIZE"] = _CPU_COLUMNS
+    entropy = isinstance(trainer, SFTTrainer | DPOTrainer | KTOTrainer)  # is a metric, and not part of the loss
+    function = _LogProbs(_ChunkedLogProbFunction, layers.head_bytes, label_smoothing, entropy)
     for model in (trainer.model, getattr(trainer, "ref_model", None)):
         for module in () if model is None else model.modules():
             forward = getattr(vars(module).get("forward"), "__func__", None)
-            if forward is not None and "_ChunkedLogProbFunction" in forward.__code__.co_names:
-                if in_codes(trainer.model) and not layers.computed_gradients:
-                    raise ConfigError(
-                        "layers.computed_gradients: false, with which TRL computes the head from an ordinary matrix, "
-                        "and fused.weight_format, which holds it in codes; omit one of them"
-                    )
+            if forward is None or "_ChunkedLogProbFunction" not in forward.__code__.co_names:
+                continue
+            if layers.computed_gradients:
+                names = {**forward.__globals__, "_ChunkedLogProbFunction": function}
                 parts = forward.__name__, forward.__defaults__, forward.__closure__
-                copy = FunctionType(forward.__code__, {**forward.__globals__, **names}, *parts)
+                copy = FunctionType(forward.__code__, names, *parts)
                 copy.__kwdefaults__ = forward.__kwdefaults__
                 module.forward = MethodType(update_wrapper(copy, forward), module)
+            elif in_codes(trainer.model):
+                raise ConfigError(
+                    "layers.computed_gradients: false, with which TRL computes the head from an ordinary matrix, and "
+                    "fused.weight_format, which holds it in codes; omit one of them"
+                )
 
 
 class _LogProbs:
-    """Called by TRL in place of its ChunkedLogProbFunction. Where labels are smoothed, minus the loss of a token takes
-    the place of its log-probability, of which the loss is the sum.
+    """Called by TRL in place of its ChunkedLogProbFunction, which it calls if the loss may depend on the entropy. Where
+    labels are smoothed, minus the loss of a token takes the place of its log-probability, of which the loss is the sum.
     """
 
     def __init__(self, own: Any, memory: int | None, label_smoothing: float, logs_entropy: bool) -> None:

@@ -97,9 +97,8 @@ def read(optimizer: Any, fused: FusedConfig) -> tuple[FusedConfig, list[dict[str
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> str:
-    """The attributes that it has beside those of every optimizer."""
-    common = vars(torch.optim.Optimizer([torch.zeros(())], {}))
-    own = {name: value for name, value in vars(optimizer).items() if name not in common}
+    """Its attributes, beside parameters and states."""
+    own = {name: value for name, value in vars(optimizer).items() if name not in ("param_groups", "state")}
     return repr({name: getattr(value, "__dict__", value) for name, value in own.items()})
 
 
