@@ -12,7 +12,7 @@ from transformers.trainer_utils import has_length
 
 from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.hf import optim
-from lowmem.hf.sharding import Sharding
+from lowmem.hf.sharding import Sharding, Zero3Sharding
 from lowmem.optimizer import FusedOptimizer
 from lowmem.options import FusedConfig
 from lowmem.rules import require, resolve
@@ -208,7 +208,7 @@ def complete(fused: FusedConfig, args: TrainingArguments, sharded: Sharding | No
         )
     scale = fused.loss_scale
     if scale is None and args.fp16:
-        scale = "dynamic" if sharded is None else sharded.loss_scale()
+        scale = sharded.loss_scale() if isinstance(sharded, Zero3Sharding) else "dynamic"
     try:
         completed = replace(fused, clip_norm=args.max_grad_norm or None, loss_scale=scale)
         norm = None if completed.clip_norm is None else f"clip_norm={completed.clip_norm}"

@@ -7,9 +7,8 @@ their code shards the model, but the model stays one object, in which `lowmem.pl
 import copy
 import importlib.util
 import os
-from abc import ABC, abstractmethod
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,38 +51,12 @@ _DECIDED_ELSEWHERE: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
-class Sharding(ABC):
-    """The sharding of a trainer's model.
-
-    Raises:
-        ConfigError, UnsupportedError: an argument, or a key of DeepSpeed's or FSDP's configuration, is not supported.
-    """
-
-    def __init__(self, args: TrainingArguments) -> None:
-        self._args = args
-
-    @abstractmethod
-    def prepare(self, dtype: torch.dtype) -> None:
-        """Prepares this process to load a model whose weights have `dtype`."""
-
-    @abstractmethod
-    def shard(self, model: nn.Module, accelerator: Any) -> None:
-        """Shards a model unless it is sharded already."""
-
-    @abstractmethod
-    def release(self, model: nn.Module) -> None:
-        """Frees the parameters that a forward without a backward has left gathered."""
-
-    def loss_scale(self) -> float | Literal["dynamic"] | DynamicScale:
-        """The loss scale of fp16."""
-        return "dynamic"
-
-
-def of(args: TrainingArguments) -> Sharding | None:
+def of(args: TrainingArguments) -> "Sharding | None":
     """The sharding that a trainer's arguments ask for, or None.
 
     Raises:
-        ConfigError: `accelerate launch` asks for a sharding and the arguments do not.
+        ConfigError, UnsupportedError: an argument, or a key of DeepSpeed's or FSDP's configuration, is not supported;
+            or `accelerate launch` asks for a sharding and the arguments do not.
     """
     for variable, argument in (("ACCELERATE_USE_DEEPSPEED", "deepspeed"), ("ACCELERATE_USE_FSDP", "fsdp")):
         if os.environ.get(variable) == "true" and not getattr(args, argument):
@@ -131,13 +104,13 @@ def _require_process_group(argument: str) -> None:
         )
 
 
-class Zero3Sharding(Sharding):
+class Zero3Sharding:
     """Shards by a DeepSpeed engine without an optimizer. Its JSON means what it means in Hugging Face's trainer."""
 
     _engine: Any = None
 
     def __init__(self, args: TrainingArguments) -> None:
-        super().__init__(args)
+        self._args = args
         check_version("deepspeed")
         self._config = args.hf_deepspeed_config
         stage = self._config.get_value("zero_optimization.stage")
@@ -157,6 +130,7 @@ class Zero3Sharding(Sharding):
             )
 
     def prepare(self, dtype: torch.dtype) -> None:
+        """Prepares this process to load a model whose weights have `dtype`."""
         # deepspeed.zero.Init (DeepSpeed 0.19, runtime/zero/partition_parameters.py) creates weights in the dtype of the
         # configuration, whatever dtype the model asks for.
         for section, section_dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
@@ -187,6 +161,7 @@ class Zero3Sharding(Sharding):
         deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
 
     def shard(self, model: nn.Module, accelerator: Any) -> None:
+        """Shards a model unless it is sharded already."""
         if self._engine is not None:
             return
         if in_codes(model):
@@ -216,10 +191,12 @@ class Zero3Sharding(Sharding):
             )
 
     def release(self, model: nn.Module) -> None:
+        """Frees the parameters that a forward without a backward has left gathered."""
         for param in model.parameters():
             placements.release(param)
 
-    def loss_scale(self) -> float | Literal["dynamic"] | DynamicScale:
+    def loss_scale(self) -> float | DynamicScale:
+        """The loss scale of fp16."""
         fp16 = self._config.config.get("fp16", {})
         if fixed := fp16.get("loss_scale"):
             return float(fixed)
@@ -231,11 +208,11 @@ class Zero3Sharding(Sharding):
         )
 
 
-class FSDP2Sharding(Sharding):
+class FSDP2Sharding:
     """Shards as Accelerate does for FSDP2, with its settings, except that weights keep their dtype."""
 
     def __init__(self, args: TrainingArguments) -> None:
-        super().__init__(args)
+        self._args = args
         self._settings = args.fsdp_plugin_args
         version = self._settings["fsdp_version"]
         if version != 2:
@@ -248,6 +225,7 @@ class FSDP2Sharding(Sharding):
             raise UnsupportedError("fsdp: cpu_offload needs an accelerator to offload from; omit it")
 
     def prepare(self, dtype: torch.dtype) -> None:
+        """Prepares this process to load a model whose weights have `dtype`."""
         _require_process_group("fsdp")
         if self._settings["cpu_ram_efficient_loading"]:
             # transformers (distributed/fsdp.py) reads it: the other ranks initialize only buffers. 5.23 loads weights
@@ -255,6 +233,7 @@ class FSDP2Sharding(Sharding):
             os.environ["ACCELERATE_USE_FSDP"] = "true"
 
     def shard(self, model: nn.Module, accelerator: Any) -> None:
+        """Shards a model unless it is sharded already."""
         if isinstance(model, FSDPModule):
             return
         _require_process_group("fsdp")
@@ -286,6 +265,10 @@ class FSDP2Sharding(Sharding):
         fsdp2_prepare_model(stand_in, model)
 
     def release(self, model: nn.Module) -> None:
+        """Frees the parameters that a forward without a backward has left gathered."""
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+
+Sharding = Zero3Sharding | FSDP2Sharding
