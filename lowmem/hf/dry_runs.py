@@ -2,6 +2,7 @@
 samples that depend on one another. The ranks of a sharded model call together. No parameter gets a gradient.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,16 +10,32 @@ from typing import Any
 import torch
 from accelerate.utils import is_peft_model
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 from torch.nn import functional as F
 
 from lowmem.errors import UnsupportedError
 from lowmem.hf.layers import embedding
+from lowmem.layers.config import LayersConfig
 
 # Tokens of the row on which losses are compared, and the standard deviation of its logits: a cap shows in large ones.
 _LENGTH, _SPREAD = 16, 30.0
 
 # Tokens of each of the two samples that are packed into one row.
 _SAMPLE = 8
+
+
+def check(trainer: Any, layers: LayersConfig) -> None:
+    """Raises `UnsupportedError` if an `SFTTrainer` of TRL would train its model with another loss than its own."""
+    module, model, args = sys.modules.get("trl.trainer.sft_trainer"), trainer.model, trainer.args
+    if module is None or not isinstance(trainer, module.SFTTrainer):
+        return
+    if any(is_fake(param) or param.is_meta for param in model.parameters()):
+        return  # a plan has no values
+    with trainer.compute_loss_context_manager():
+        if not args.deepspeed:  # 0.19 fails in backward if a forward without gradients came first
+            check_loss(model, args.device, args.label_smoothing_factor if layers.computed_gradients else 0.0)
+        if trainer.padding_free:
+            check_borders(model, trainer.data_collator, args.device)
 
 
 def check_loss(model: Any, device: torch.device, label_smoothing: float) -> None:

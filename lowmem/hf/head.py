@@ -42,9 +42,9 @@ def check(model: Any) -> None:
         )
 
 
-def compute(trainer: Any, layers: LayersConfig, label_smoothing: float = 0.0) -> None:
+def compute(trainer: Any, layers: LayersConfig) -> None:
     """Lets the losses of a trainer of TRL, and of its reference model, be those of `lowmem.layers.head`, unless
-    `computed_gradients` is False.
+    `computed_gradients` is False. An `SFTTrainer` smooths labels there, and its model is checked.
 
     TRL 1.16 (trainer/utils.py, add_fused_lm_head) has given its models a forward that calls one autograd function by
     its name. Each gets a copy of that forward in which the name is of another function.
@@ -55,7 +55,12 @@ def compute(trainer: Any, layers: LayersConfig, label_smoothing: float = 0.0) ->
     from trl.trainer.utils import _ChunkedLogProbFunction
 
     entropy = isinstance(trainer, SFTTrainer | DPOTrainer | KTOTrainer)  # is a metric, and not part of the loss
-    function = _LogProbs(_ChunkedLogProbFunction, layers.head_bytes, label_smoothing, entropy)
+    smoothing = 0.0
+    if isinstance(trainer, SFTTrainer):
+        check(trainer.model)
+        if layers.computed_gradients and trainer.label_smoother is not None:
+            smoothing, trainer.label_smoother = trainer.args.label_smoothing_factor, None
+    function = _LogProbs(_ChunkedLogProbFunction, layers.head_bytes, smoothing, entropy)
     for model in (trainer.model, getattr(trainer, "ref_model", None)):
         for module in () if model is None else model.modules():
             forward = getattr(vars(module).get("forward"), "__func__", None)
