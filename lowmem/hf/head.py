@@ -14,6 +14,9 @@ from lowmem.layers.config import LayersConfig
 from lowmem.layers.head import METRICS, Head, token_losses
 from lowmem.tiles.quantized import in_codes
 
+# Columns of a tile of logits on a CPU, where TRL's own function computes them.
+_CPU_COLUMNS = 2048
+
 
 def check(model: Any) -> None:
     """Raises `UnsupportedError` for a model that has layers between its last hidden state and its output embedding.
@@ -47,36 +50,40 @@ def compute(trainer: Any, layers: LayersConfig) -> None:
     `computed_gradients` is False. An `SFTTrainer` smooths labels there, and its model is checked.
 
     TRL 1.16 (trainer/utils.py, add_fused_lm_head) has given its models a forward that calls one autograd function by
-    its name. Each gets a copy of that forward in which the name is of another function.
+    its name. Each gets a copy of that forward in which the name is of another function, and tiles are smaller on a
+    CPU: TRL has no option for their size, and allocates about eight float32 tensors of 4096 x 32768 logits.
     """
     if "trl.trainer.utils" not in sys.modules:  # it is none of TRL's trainers
         return
     from trl import DPOTrainer, KTOTrainer, SFTTrainer
     from trl.trainer.utils import _ChunkedLogProbFunction
 
-    entropy = isinstance(trainer, SFTTrainer | DPOTrainer | KTOTrainer)  # is a metric, and not part of the loss
+    names: dict[str, Any] = {}
+    if trainer.args.device.type == "cpu":
+        names["_CHUNKED_LOGPROB_CHUNK_SIZE"] = _CPU_COLUMNS
     smoothing = 0.0
     if isinstance(trainer, SFTTrainer):
         check(trainer.model)
         if layers.computed_gradients and trainer.label_smoother is not None:
             smoothing, trainer.label_smoother = trainer.args.label_smoothing_factor, None
-    function = _LogProbs(_ChunkedLogProbFunction, layers.head_bytes, smoothing, entropy)
+    if layers.computed_gradients:
+        entropy = isinstance(trainer, SFTTrainer | DPOTrainer | KTOTrainer)  # is a metric, and not part of the loss
+        function = _LogProbs(_ChunkedLogProbFunction, layers.head_bytes, smoothing, entropy)
+        names["_ChunkedLogProbFunction"] = function
     for model in (trainer.model, getattr(trainer, "ref_model", None)):
         for module in () if model is None else model.modules():
             forward = getattr(vars(module).get("forward"), "__func__", None)
             if forward is None or "_ChunkedLogProbFunction" not in forward.__code__.co_names:
                 continue
-            if layers.computed_gradients:
-                names = {**forward.__globals__, "_ChunkedLogProbFunction": function}
-                parts = forward.__name__, forward.__defaults__, forward.__closure__
-                copy = FunctionType(forward.__code__, names, *parts)
-                copy.__kwdefaults__ = forward.__kwdefaults__
-                module.forward = MethodType(update_wrapper(copy, forward), module)
-            elif in_codes(trainer.model):
+            if in_codes(trainer.model) and not layers.computed_gradients:
                 raise ConfigError(
                     "layers.computed_gradients: false, with which TRL computes the head from an ordinary matrix, and "
                     "fused.weight_format, which holds it in codes; omit one of them"
                 )
+            parts = forward.__name__, forward.__defaults__, forward.__closure__
+            copy = FunctionType(forward.__code__, {**forward.__globals__, **names}, *parts)
+            copy.__kwdefaults__ = forward.__kwdefaults__
+            module.forward = MethodType(update_wrapper(copy, forward), module)
 
 
 class _LogProbs:
