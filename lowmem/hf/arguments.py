@@ -137,13 +137,8 @@ def check_windows(args: TrainingArguments, dataset: Any) -> None:
 
 
 def check_activations(args: TrainingArguments) -> None:
-    """Raises for options of activations that would be ignored, or that do not fit this device."""
+    """Raises where activations would be offloaded from the CPU to itself. TRL would fail on the way."""
     kwargs = args.gradient_checkpointing_kwargs or {}
-    if args.gradient_checkpointing and args.fsdp and args.fsdp_config.get("activation_checkpointing"):
-        raise ConfigError(
-            "gradient_checkpointing and fsdp_config.activation_checkpointing would recompute every layer twice; set "
-            "one of them to false"
-        )
     offload = "gradient_checkpointing_kwargs={'offload': True}" if kwargs.get("offload") else None
     if getattr(args, "activation_offloading", False):
         offload = "activation_offloading=True"

@@ -151,10 +151,8 @@ class _FileLayout:
             self.tensors = revert_weight_conversion(self._model, weights)
             self.groups = list(self._grouped(weights))
         else:
-            first_names: dict[int, str] = {}
-            for name, tensor in self.state.items():
-                first_names.setdefault(id(tensor), name)
-            self.tensors = {name: weights[name] for name in first_names.values()}
+            first = {id(tensor): name for name, tensor in reversed(self.state.items())}  # of the names of a tied weight
+            self.tensors = {name: weights[name] for name, tensor in self.state.items() if first[id(tensor)] == name}
             self.groups = [_Group({name: weight}, {name: weight}) for name, weight in self.tensors.items()]
 
     def _grouped(self, weights: dict[str, Tensor]) -> Iterator[_Group]:
