@@ -248,6 +248,7 @@ class FusedTrainerMixin(_Base):
         if self._checked is not self.model:  # train() calls this once more
             self._checked = self.model
             dry_runs.check(self, self.layers)
+            self._shard()  # frees what that has gathered
         model = self.model if model is None else model
         if not isinstance(self.optimizer, FusedOptimizer):
             self._configure()  # a hyperparameter search has set other arguments
