@@ -27,7 +27,7 @@ from lowmem.files import read_json
 logger = logging.getLogger(__name__)
 
 RECORD_FILE = "data.json"
-_EPOCH = "epoch_start"  # directory with the random states at the beginning of the epoch, of each rank
+_EPOCH = "epoch_"  # files with the random states at the beginning of the epoch, of each rank
 _GENERATOR = "generator.pt"
 
 _ORDER = ("train_sampling_strategy", "data_seed", "seed", "dataloader_drop_last")  # arguments that decide it
@@ -128,8 +128,8 @@ class Rows:
         self.epoch, self.fetched, self.ended = epoch, skipped, False
         start = Path(self._start.name)
         if checkpoint is not None:
-            if (saved := Path(checkpoint, _EPOCH)).exists():
-                shutil.copytree(saved, start, dirs_exist_ok=True)
+            for path in Path(checkpoint).glob(f"{_EPOCH}*"):
+                shutil.copy(path, start / path.name.removeprefix(_EPOCH))
             self._trainer._load_rng_state(str(start) if skipped else checkpoint)
             if (start / _GENERATOR).exists():
                 self._loader.synchronized_generator.set_state(torch.load(start / _GENERATOR, weights_only=True))
@@ -148,7 +148,9 @@ class Rows:
         ended = batch == self.fetched if self.ended else batch == self._batches and not self._is_stream
         if ended:
             self._note_random_states()
-        shutil.copytree(self._start.name, folder / _EPOCH, dirs_exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in Path(self._start.name).iterdir():
+            shutil.copy(path, folder / f"{_EPOCH}{path.name}")
         if write:
             place = {"epoch": self.epoch + ended, "row": 0 if ended else batch * self._per_batch}
             (folder / RECORD_FILE).write_text(json.dumps(self._record | place))
