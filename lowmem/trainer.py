@@ -25,9 +25,8 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
 from lowmem.errors import CheckpointError, ConfigError, StepError, UnsupportedError
-from lowmem.hf import adapters, agreement, arguments, checkpoint, failures, head, optim, resuming, sharding
+from lowmem.hf import adapters, agreement, arguments, checkpoint, dry_runs, failures, head, optim, resuming, sharding
 from lowmem.hf import layers as model_layers
-from lowmem.hf.packing import check_borders
 from lowmem.hf.weights import load_weights, save_weights
 from lowmem.layers.config import LayersConfig
 from lowmem.layers.quantize import quantize_
@@ -39,7 +38,6 @@ from lowmem.step.record import weights_in_words
 from lowmem.tiles.quantized import in_codes
 
 if TYPE_CHECKING:
-    from trl import SFTTrainer
 
     class _Base(Trainer):
         args: Any
@@ -92,6 +90,7 @@ class FusedTrainerMixin(_Base):
         self._staging: Path | None = None
         self._rows: resuming.Rows | None = None  # of the training loop of transformers
         self._sharding: sharding.Sharding | None = None
+        self._checked: Any = None  # the model of the last dry run
         given = [*args, *kwargs.values()]
         options = next((value for value in given if isinstance(value, TrainingArguments)), None)
         model = kwargs.get("model", args[0] if args else None)
@@ -120,7 +119,9 @@ class FusedTrainerMixin(_Base):
         self.fused = arguments.complete(fused, self.args, self._sharding)
         if first and self.optimizer is None:
             rate = optim.learning_rate(self.args, self.fused, self.model)
-            self.args = self.args if rate == self.args.learning_rate else _changed(self.args, learning_rate=rate)
+            if rate != self.args.learning_rate:
+                self.args = copy.copy(self.args)  # the user's stay as they are
+                self.args.learning_rate = rate
 
     # -- the update ------------------------------------------------------------------------------------------------
 
@@ -244,6 +245,10 @@ class FusedTrainerMixin(_Base):
     def create_optimizer(self, model: nn.Module | None = None) -> FusedOptimizer:
         model_layers.change(self.model, self.layers)  # model_init made a new one, or its layers are checkpointed now
         self._shard()
+        if self._checked is not self.model:  # train() calls this once more
+            self._checked = self.model
+            dry_runs.check(self, self.layers)
+            self._shard()  # frees what that has gathered
         model = self.model if model is None else model
         if not isinstance(self.optimizer, FusedOptimizer):
             self._configure()  # a hyperparameter search has set other arguments
@@ -306,13 +311,15 @@ class FusedTrainerMixin(_Base):
         """The groups of `fused`, each split into parameters that decay, and norms and biases, which do not; or into
         `parts`, the groups of the optimizer that the class makes.
         """
-        names = {param: _logical_name(name) for name, param in model.named_parameters()}
+        named = dict(model.named_parameters())
+        # without the prefix that FSDP's activation checkpointing adds: checkpoints are the same with it and without
+        names = {param: name.replace("_checkpoint_wrapped_module.", "") for name, param in named.items()}
         by_class, default = parts is not None, resolve(self.fused.rule)
         if parts is None:
-            decayed = set(map(_logical_name, self.get_decay_parameter_names(model)))
+            decayed = {named.get(name) for name in self.get_decay_parameter_names(model)}
             trained = [param for param in names if param.requires_grad]
             parts = [
-                {"params": [param for param in trained if (names[param] in decayed) is decays], "weight_decay": amount}
+                {"params": [param for param in trained if (param in decayed) is decays], "weight_decay": amount}
                 for decays, amount in ((True, self.args.weight_decay), (False, None))
             ]
         part_of = {param: n for n, part in enumerate(parts) for param in part["params"]}
@@ -526,61 +533,17 @@ class FusedTrainer(FusedTrainerMixin, Trainer):
     """`transformers.Trainer` with fused updates."""
 
 
-def _logical_name(name: str) -> str:
-    """The name of a parameter without the prefix of FSDP's activation checkpointing, so that checkpoints are the same
-    with and without it.
-    """
-    return name.replace("_checkpoint_wrapped_module.", "")
-
-
-@functools.cache
-def _sft_trainer() -> "type[SFTTrainer]":
-    from trl import SFTTrainer
+def __getattr__(name: str) -> Any:
+    if name != "FusedSFTTrainer":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from trl import SFTTrainer  # which takes seconds
 
     class FusedSFTTrainer(FusedTrainerMixin, SFTTrainer):
         """`trl.SFTTrainer` with fused updates. Logits are computed in tiles, also where labels are smoothed, unless
         `LayersConfig.computed_gradients` is False.
         """
 
-        _checked: Any = None  # the model that `_check_model` has seen
+        __qualname__ = "FusedSFTTrainer"
 
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            head.check(self.model)
-            arguments.check_smoothing(self.args)
-            if self.layers.computed_gradients and self.label_smoother is not None:
-                self.label_smoother: Any = None
-                head.compute(self, self.layers, self.args.label_smoothing_factor)
-
-        def create_optimizer(self, model: nn.Module | None = None) -> FusedOptimizer:
-            if self._checked is not self.model:  # train() calls this once more
-                self._checked = self.model
-                self._check_model()
-            return super().create_optimizer(model)
-
-        def _check_model(self) -> None:
-            """Computes short rows, and raises `UnsupportedError` if the model would be trained with another loss."""
-            self._shard()
-            device, autocast = self.args.device, self.compute_loss_context_manager
-            smoothing = self.args.label_smoothing_factor if self.layers.computed_gradients else 0.0
-            if not self.args.deepspeed:  # DeepSpeed 0.19 fails in backward if a forward without gradients came first
-                head.check_loss(self.model, device, autocast, smoothing)
-            if self.padding_free:
-                check_borders(self.model, self.data_collator, device, autocast())
-
-    FusedSFTTrainer.__module__ = __name__
-    FusedSFTTrainer.__qualname__ = "FusedSFTTrainer"
+    globals()[name] = FusedSFTTrainer  # the next access finds it
     return FusedSFTTrainer
-
-
-def _changed(args: Any, **options: Any) -> Any:
-    """A copy of training arguments with other values."""
-    args = copy.copy(args)
-    vars(args).update(options)
-    return args
-
-
-def __getattr__(name: str) -> Any:
-    if name == "FusedSFTTrainer":  # created on access: TRL takes seconds to import
-        return _sft_trainer()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -23,7 +23,7 @@ from torch import nn
 
 import lowmem
 from lowmem.cli import _inspect_options, _parser, _plan_options
-from lowmem.hf.versions import TESTED
+from lowmem.hf import TESTED
 from lowmem.rules import resolve
 from lowmem.rules.rule import TABLE as RULES
 from lowmem.run import arguments

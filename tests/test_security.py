@@ -338,7 +338,7 @@ def test_the_best_checkpoint_is_one_of_the_run(make, tmp_path):
     trainer = make(max_steps=4, save_total_limit=1, **saving)
     trainer.train(resume_from_checkpoint=True)
     assert trainer.state.best_model_checkpoint is None
-    assert [path.name for path in checkpoint.by_number(tmp_path / "run")] == ["checkpoint-4"]
+    assert [path.name for path in checkpoint.candidates(tmp_path / "run")] == ["checkpoint-4"]
 
 
 # --- Secrets and the network ------------------------------------------------------------------------------------------

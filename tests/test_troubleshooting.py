@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import warnings
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from subprocess import PIPE
 from types import SimpleNamespace
@@ -26,8 +26,9 @@ from torch.utils.checkpoint import checkpoint
 
 import lowmem
 from lowmem.errors import LowmemError
-from lowmem.hf import agreement, failures, integrity, optim
-from lowmem.hf.packing import check_borders
+from lowmem.hf import agreement, failures, optim
+from lowmem.hf.checkpoint import check_checksums, write_checksums
+from lowmem.hf.dry_runs import check_borders
 from lowmem.layers.head import linear_cross_entropy
 from lowmem.layers.mlp import tile_mlps
 from lowmem.rules.lomo import Lomo
@@ -293,7 +294,7 @@ def across_borders(tiny_llama):
     def collate(samples):  # as TRL does, without the position ids that say where samples begin
         return {"input_ids": torch.tensor([[*samples[0]["input_ids"], *samples[1]["input_ids"]]])}
 
-    check_borders(tiny_llama(), collate, torch.device("cpu"), nullcontext())
+    check_borders(tiny_llama(), collate, torch.device("cpu"))
 
 
 class Twice(Lomo):
@@ -503,14 +504,14 @@ def other_parameters(net):
 @entry("`is damaged: its checksum is not that in checksums.txt`")
 def flipped(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    integrity.write_checksums(tmp_path)
+    write_checksums(tmp_path)
     (tmp_path / "config.json").write_text("[]")
-    integrity.check_checksums(tmp_path)
+    check_checksums(tmp_path)
 
 
 @entry("`checksums.txt is missing`")
 def no_checksums(tmp_path):
-    integrity.check_checksums(tmp_path)
+    check_checksums(tmp_path)
 
 
 @entry("`is in use by another run`")

@@ -5,7 +5,7 @@ parameters of prompt encoders (PEFT saves the prompts that they compute), parame
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
@@ -61,7 +61,7 @@ def check(model: Any, args: TrainingArguments, *, sharded: bool, saves: bool) ->
             "load_in_8bit: bitsandbytes has the scales of 8-bit weights on the parameters that FSDP2 replaces. Use "
             "load_in_4bit, or deepspeed with ZeRO-3"
         )
-    others = _others(model, _state(model)).items()
+    others = _others(model).items()
     base = [name for name, tensor in others if tensor.requires_grad and not name.startswith(_PROMPT_ENCODER)]
     if base and saves and args.should_save:
         logger.warning(
@@ -91,8 +91,8 @@ def files(folder: Path) -> list[Path]:
 
 def full_state(model: Any) -> dict[str, Tensor]:
     """The full tensors that PEFT saves, as the `state_dict` of its `save_pretrained`. Every rank calls it."""
-    state = _state(model)
-    needed = {id(tensor) for tensors in _adapters(model, state, "auto").values() for tensor in tensors.values()}
+    saved = [tensor for tensors in _adapters(model, "auto").values() for tensor in tensors.values()]
+    state, needed = model.state_dict(keep_vars=True), {*map(id, saved)}
     return {name: placements.full_tensor(t).detach() for name, t in state.items() if id(t) in needed}
 
 
@@ -102,7 +102,7 @@ def save_others(model: Any, folder: Path, *, write: bool = True) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    others, path = _others(model, _state(model)), folder / OTHERS_FILE
+    others, path = _others(model), folder / OTHERS_FILE
     if write:
         path.unlink(missing_ok=True)  # of an earlier save into this directory
     with ExitStack() as stack:
@@ -126,58 +126,53 @@ def load(model: Any, folder: Path) -> None:
     found = files(folder)
     if not found:
         raise CheckpointError(f"{folder} has no PEFT adapters, and the model has; the checkpoint is of another model")
-    state = _state(model)
-    expected = {_path(folder, name): tensors for name, tensors in _adapters(model, state, False).items()}
+    expected = {_path(folder, name): tensors for name, tensors in _adapters(model, False).items()}
     # an embedding that was resized or has an adapter: whether PEFT saves it depends on the files of the base model
-    optional = {_path(folder, name): tensors for name, tensors in _adapters(model, state, True).items()}
-    if others := _others(model, state):
-        expected[folder / OTHERS_FILE] = others
+    optional = {_path(folder, name): tensors for name, tensors in _adapters(model, True).items()}
+    others = folder / OTHERS_FILE
+    if tensors := _others(model):
+        expected[others] = tensors
+    elif others in found:
+        raise CheckpointError(
+            f"{others} has parameters beside the adapters that are frozen in the model; set requires_grad of what was "
+            "trained, and create the trainer after that"
+        )
     prompts = {_path(folder, name) for name, config in model.peft_config.items() if config.is_prompt_learning}
-    for path in sorted(expected.keys() ^ set(found)):
-        if path in expected:
-            raise CheckpointError(f"{path} is missing, which has {next(iter(expected[path]), 'prompts')!r}")
-        if path.name == OTHERS_FILE:
-            raise CheckpointError(
-                f"{path} has parameters beside the adapters that are frozen in the model; set requires_grad of what "
-                "was trained, and create the trainer after that"
-            )
-        raise CheckpointError(f"{path} is of an adapter that the model does not have")
     with ExitStack() as stack, torch.no_grad():
         pairs: list[tuple[Tensor, Any, str]] = []
-        for path in found:
+        for path in sorted(expected.keys() | set(found)):
             file = stack.enter_context(open_safetensors(path))
             if path not in prompts:  # computed; the encoder itself is in OTHERS_FILE
-                pairs += _match(path, file, expected[path], optional.get(path, {}))
+                own = {**optional.get(path, {}), **expected.get(path, {})}
+                shapes = {name: placements.shape_of(tensor) for name, tensor in own.items()}
+                compare(path, dict.fromkeys(file.keys(), file), shapes, expected.get(path, {}))
+                pairs += [(own[name], file, name) for name in file.keys()]  # noqa: SIM118 (not a mapping)
         for tensor, file, name in pairs:
             placements.fill(tensor, file.get_tensor(name))
 
 
-def _match(
-    path: Path, file: Any, expected: dict[str, Tensor], optional: dict[str, Tensor]
-) -> Iterator[tuple[Tensor, Any, str]]:
-    """The tensors of the model for those of a file, each with the file and its name there.
+def compare(path: Path, saved: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], needed: Iterable[str]) -> None:
+    """Compares the tensors of a checkpoint with those of a model.
+
+    Args:
+        path: named in errors.
+        saved: the open safetensors file of each tensor, by its name there.
+        shapes: those that tensors may have, by the same names.
+        needed: names that must be there.
 
     Raises:
-        CheckpointError: the saved names or shapes are not those of the model.
+        CheckpointError: a tensor is missing, or is not one of the model, or has another shape.
     """
-    names = set(file.keys())
-    if missing := expected.keys() - names:
-        raise CheckpointError(f"{path}: {len(missing)} weights are missing, such as {min(missing)!r}")
-    for name in names:
-        tensor = expected.get(name, optional.get(name))
-        if tensor is None:
+    for name, file in saved.items():
+        if name not in shapes:
             raise CheckpointError(f"{path}: the model has no weight {name!r}; the checkpoint is of another model")
-        check_shape(path, file, name, placements.shape_of(tensor))
-        yield tensor, file, name
-
-
-def check_shape(path: Path, file: Any, name: str, own: Sequence[int]) -> None:
-    """Raises `CheckpointError` unless a tensor of a safetensors file has the shape that it has in the model."""
-    if (shape := file.get_slice(name).get_shape()) != list(own):
-        raise CheckpointError(
-            f"{path}: weight {name!r} has shape {shape} in the checkpoint and {list(own)} in the model; the checkpoint "
-            "is of another model"
-        )
+        if (shape := file.get_slice(name).get_shape()) != list(shapes[name]):
+            raise CheckpointError(
+                f"{path}: weight {name!r} has shape {shape} in the checkpoint and {list(shapes[name])} in the model; "
+                "the checkpoint is of another model"
+            )
+    if missing := sorted(set(needed) - saved.keys()):
+        raise CheckpointError(f"{path}: {len(missing)} weights are missing, such as {missing[0]!r}")
 
 
 def _path(folder: Path, adapter: str) -> Path:
@@ -185,18 +180,15 @@ def _path(folder: Path, adapter: str) -> Path:
     return (folder if adapter == "default" else folder / adapter) / ADAPTER_SAFE_WEIGHTS_NAME
 
 
-def _state(model: nn.Module) -> dict[str, Any]:
-    return dict(model.state_dict(keep_vars=True))
-
-
-def _adapters(model: Any, state: dict[str, Any], embeddings: bool | Literal["auto"]) -> dict[str, dict[str, Tensor]]:
-    """The tensors of `state` in the file of each adapter, by their names there. None for prompts, which are computed.
+def _adapters(model: Any, embeddings: bool | Literal["auto"]) -> dict[str, dict[str, Tensor]]:
+    """The tensors in the file of each adapter, by their names there. None for prompts, which are computed.
 
     Args:
         embeddings: whether embeddings are saved, as in `save_pretrained`.
     """
     from peft import get_peft_model_state_dict
 
+    state = dict(model.state_dict(keep_vars=True))
     return {
         name: {}
         if config.is_prompt_learning
@@ -205,12 +197,12 @@ def _adapters(model: Any, state: dict[str, Any], embeddings: bool | Literal["aut
     }
 
 
-def _others(model: nn.Module, state: dict[str, Any]) -> dict[str, Tensor]:
+def _others(model: nn.Module) -> dict[str, Tensor]:
     """Tensors that are trained and not saved by PEFT, and prompt encoders and buffers, by their names in the model."""
-    seen = {id(tensor) for tensors in _adapters(model, state, False).values() for tensor in tensors.values()}
+    seen = {id(tensor) for tensors in _adapters(model, False).values() for tensor in tensors.values()}
     buffers = {id(buffer) for buffer in model.buffers()}
     others: dict[str, Tensor] = {}
-    for name, tensor in state.items():
+    for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) in seen or not isinstance(tensor, Tensor):
             continue
         if tensor.requires_grad or id(tensor) in buffers or name.startswith(_PROMPT_ENCODER):

@@ -4,7 +4,7 @@ import logging
 import os
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from transformers import TrainingArguments
@@ -12,14 +12,11 @@ from transformers.trainer_utils import has_length
 
 from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.hf import optim
-from lowmem.hf.sharding import Sharding
+from lowmem.hf.sharding import Sharding, Zero3Sharding
 from lowmem.optimizer import FusedOptimizer
 from lowmem.options import FusedConfig
 from lowmem.rules import require, resolve
 from lowmem.step.policies import Needs, choose
-
-if TYPE_CHECKING:
-    from trl import SFTConfig
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +93,10 @@ def check_arguments(args: TrainingArguments, fused: FusedConfig) -> None:
             "deepspeed: this trainer generates text between its steps, after which DeepSpeed ZeRO-3 does not gather "
             "the weights for backward. Set fsdp instead"
         )
+    if args.label_smoothing_factor and (loss := getattr(args, "loss_type", "nll")) != "nll":  # of TRL's trainers
+        raise ConfigError(
+            f"label_smoothing_factor={args.label_smoothing_factor} has no effect with loss_type={loss!r}; omit it"
+        )
     if args.max_grad_norm is None or args.max_grad_norm < 0:
         raise ConfigError(f"max_grad_norm={args.max_grad_norm} is not a number >= 0; set 0 for no clipping")
     started = int(os.environ.get("WORLD_SIZE", 1))
@@ -136,13 +137,8 @@ def check_windows(args: TrainingArguments, dataset: Any) -> None:
 
 
 def check_activations(args: TrainingArguments) -> None:
-    """Raises for options of activations that would be ignored, or that do not fit this device."""
+    """Raises where activations would be offloaded from the CPU to itself. TRL would fail on the way."""
     kwargs = args.gradient_checkpointing_kwargs or {}
-    if args.gradient_checkpointing and args.fsdp and args.fsdp_config.get("activation_checkpointing"):
-        raise ConfigError(
-            "gradient_checkpointing and fsdp_config.activation_checkpointing would recompute every layer twice; set "
-            "one of them to false"
-        )
     offload = "gradient_checkpointing_kwargs={'offload': True}" if kwargs.get("offload") else None
     if getattr(args, "activation_offloading", False):
         offload = "activation_offloading=True"
@@ -152,16 +148,12 @@ def check_activations(args: TrainingArguments) -> None:
 
 def check_replay(args: TrainingArguments) -> None:
     """Raises for options with which backward cannot use a graph twice."""
-    if args.torch_compile:
-        raise UnsupportedError(
-            "torch_compile=True: a compiled backward reuses the memory of its activations, and policy 'two_pass' needs "
-            "them twice; use policy='deferred'"
-        )
-    if getattr(args, "activation_offloading", False):
-        raise UnsupportedError(
-            "activation_offloading=True loads every activation once, and policy 'two_pass' needs it twice; use "
-            "policy='deferred', or offload with gradient_checkpointing_kwargs={'offload': True}"
-        )
+    for name in ("torch_compile", "activation_offloading"):
+        if getattr(args, name, False):
+            raise UnsupportedError(
+                f"{name}=True: backward can read activations once, and policy 'two_pass' needs them twice; use "
+                "policy='deferred', or offload with gradient_checkpointing_kwargs={'offload': True}"
+            )
 
 
 def check_alone(args: TrainingArguments, fused: FusedConfig | None) -> None:
@@ -199,15 +191,6 @@ def check_callbacks(callbacks: Iterable[Any]) -> None:
             )  # fmt: skip
 
 
-def check_smoothing(args: "SFTConfig") -> None:
-    """Raises where TRL's SFTTrainer would ignore label smoothing."""
-    if args.label_smoothing_factor and args.loss_type != "nll":
-        raise ConfigError(
-            f"label_smoothing_factor={args.label_smoothing_factor} has no effect with loss_type={args.loss_type!r}; "
-            "omit one of them"
-        )
-
-
 def complete(fused: FusedConfig, args: TrainingArguments, sharded: Sharding | None) -> FusedConfig:
     """Completes the options with the trainer's arguments.
 
@@ -220,7 +203,7 @@ def complete(fused: FusedConfig, args: TrainingArguments, sharded: Sharding | No
         )
     scale = fused.loss_scale
     if scale is None and args.fp16:
-        scale = "dynamic" if sharded is None else sharded.loss_scale()
+        scale = sharded.loss_scale() if isinstance(sharded, Zero3Sharding) else "dynamic"
     try:
         completed = replace(fused, clip_norm=args.max_grad_norm or None, loss_scale=scale)
         norm = None if completed.clip_norm is None else f"clip_norm={completed.clip_norm}"

@@ -12,9 +12,9 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -22,9 +22,7 @@ import torch.distributed as dist
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
 
 from lowmem.errors import CheckpointError
-from lowmem.files import begin_safetensors, flush, flush_tree, open_safetensors, read_json, write_tensor
-from lowmem.hf import integrity
-from lowmem.hf.integrity import CHECKSUMS_FILE
+from lowmem.files import begin_safetensors, checksum, flush, flush_tree, open_safetensors, read_json, write_tensor
 from lowmem.hf.weights import weight_files
 from lowmem.optimizer import FusedOptimizer
 from lowmem.placements import in_group
@@ -35,6 +33,7 @@ logger = logging.getLogger(__name__)
 OPTIMIZER_FILE = "optimizer.safetensors"
 TRAINER_STATE_FILE = "trainer_state.json"
 SCHEDULER_FILE = "scheduler.pt"
+CHECKSUMS_FILE = "checksums.txt"
 
 # The files by which a directory is recognized as that of a model.
 _CONFIGURATIONS = (CONFIG_NAME, ADAPTER_CONFIG_NAME)
@@ -49,6 +48,7 @@ _REMOVED = ".removed"
 _VOLATILE = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
 
 _DIRECTORY = re.compile(r"checkpoint-(\d+)")
+_CHECKSUM = re.compile(r"([0-9a-f]{32})  (.+)")  # a line of CHECKSUMS_FILE
 
 
 def save_optimizer(optimizer: FusedOptimizer, path: Path, *, write: bool = True) -> None:
@@ -128,7 +128,7 @@ def check_model(folder: Path) -> None:
     optimizer's file is not read.
     """
     if (folder / CHECKSUMS_FILE).exists():
-        integrity.check_checksums(folder, unread=(OPTIMIZER_FILE,))
+        check_checksums(folder, unread=(OPTIMIZER_FILE,))
         return
     if (folder / CONFIG_NAME).exists():
         read_json(folder / CONFIG_NAME)
@@ -143,7 +143,49 @@ def check_resumable(folder: Path) -> None:
         raise CheckpointError(f"Can't find a valid checkpoint at {folder}: there is no such directory")
     if not (folder / OPTIMIZER_FILE).exists():
         raise CheckpointError(f"{folder} has no {OPTIMIZER_FILE}: it has only weights and cannot be resumed from")
-    integrity.check_checksums(folder)
+    check_checksums(folder)
+
+
+def write_checksums(folder: Path) -> None:
+    """Writes the checksum of each file in a directory, in the form that `xxh128sum -c checksums.txt` checks."""
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    lines = [f"{checksum(folder / name)}  {name}\n" for name in names if name != CHECKSUMS_FILE]
+    (folder / CHECKSUMS_FILE).write_text("".join(lines), encoding="utf-8")
+
+
+def check_checksums(folder: Path, unread: Collection[str] = ()) -> None:
+    """Checks every file that `checksums.txt` lists, except those in `unread`.
+
+    Raises:
+        CheckpointError: a file is missing or has another checksum, or `checksums.txt` itself is missing or damaged.
+    """
+    path = folder / CHECKSUMS_FILE
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path} is missing: {folder} was not written completely, or by another program. Such a folder is a model "
+            "to start from, not a checkpoint to resume from"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from None
+    if not lines:
+        raise CheckpointError(f"{path} is damaged: it is empty")
+    for number, line in enumerate(lines, 1):
+        match = _CHECKSUM.fullmatch(line)
+        if match is None:
+            raise CheckpointError(f"{path} is damaged: line {number} is not a checksum and a name")
+        expected, name = match.groups()
+        file = folder / name
+        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+            raise CheckpointError(f"{path}: line {number} names {name[:100]!r}, which is outside of the checkpoint")
+        if not file.is_file():
+            raise CheckpointError(f"{file} is missing")
+        if name not in unread and checksum(file) != expected:
+            raise CheckpointError(
+                f"{file} is damaged: its checksum is not that in {CHECKSUMS_FILE}. If you changed the file on purpose, "
+                f"remove its line from {CHECKSUMS_FILE}"
+            )
 
 
 def to_resume(requested: str | bool | None, run_dir: Path) -> str | None:
@@ -177,26 +219,20 @@ def to_resume(requested: str | bool | None, run_dir: Path) -> str | None:
 def publish(staged: Path, folder: Path) -> None:
     """Gives a checkpoint that is written its name, once the disk has all of it.
 
-    A checkpoint that has the name already stays complete until the new one has it, and `find_last` finds it.
+    One that has the name already, of the run that was resumed from an earlier step, stays complete until the new one
+    has it, and `find_last` finds it.
     """
-    integrity.write_checksums(staged)
+    write_checksums(staged)
     flush_tree(staged)
-    replaced = folder.parent / _REPLACED / folder.name
-    replaces = os.path.lexists(folder)
-    if replaces:  # saved by the run that was resumed from an earlier step
-        if replaced.parent.is_symlink():
-            remove(replaced.parent)
-        remove(replaced)
-        replaced.parent.mkdir(exist_ok=True)
-        folder.rename(replaced)
+    replaced = _set_aside(folder, _REPLACED) if os.path.lexists(folder) else None
     try:
         staged.rename(folder)
     except OSError:
-        if replaces:
+        if replaced is not None:
             replaced.rename(folder)
         raise
     flush(folder.parent)
-    remove(replaced.parent)
+    remove(folder.parent / _REPLACED)
 
 
 def publish_model(staged: Path, folder: Path) -> None:
@@ -220,18 +256,22 @@ def rotate(run_dir: Path, step: int, limit: int | None, best: str | None) -> Non
 
     Checkpoints of later steps count as older, because the run was resumed from an earlier one.
     """
-    removed = run_dir / _REMOVED
-    remove(removed)  # of a run that was killed here
+    remove(run_dir / _REMOVED)  # of a run that was killed here
     if limit is None or limit <= 0:
         return
-    folders = by_number(run_dir)
+    folders = sorted(candidates(run_dir), key=lambda folder: (_number(folder) <= step, _number(folder)))
     kept = {Path(path).resolve() for path in (run_dir / f"checkpoint-{step}", best) if path}
-    later = [folder for folder in folders if _number(folder) > step]
-    oldest = [folder for folder in later + folders[: len(folders) - len(later)] if folder.resolve() not in kept]
-    for folder in oldest[: max(0, len(folders) - max(limit, len(folders) - len(oldest)))]:
-        removed.mkdir(exist_ok=True)
-        folder.rename(removed / folder.name)  # at once, so that no half of it looks like a checkpoint
-        remove(removed)
+    for folder in [folder for folder in folders if folder.resolve() not in kept][: max(0, len(folders) - limit)]:
+        _set_aside(folder, _REMOVED)  # so that no half of it looks like a checkpoint
+        remove(run_dir / _REMOVED)
+
+
+def _set_aside(folder: Path, name: str) -> Path:
+    """Moves a checkpoint at once into an empty directory of this name beside it. Returns its path there."""
+    aside = folder.parent / name
+    remove(aside)
+    aside.mkdir()
+    return folder.rename(aside / folder.name)
 
 
 def tidy(run_dir: Path) -> None:
@@ -251,17 +291,13 @@ def candidates(run_dir: Path) -> list[Path]:
     """The checkpoints in a run directory, complete or not, the newest first. One that was being replaced when the run
     was killed is among them.
     """
-    found = {path.name: path for home in (run_dir / _REPLACED, run_dir) for path in by_number(home)}
+    paths = [path for home in (run_dir / _REPLACED, run_dir) for path in home.glob("checkpoint-*")]
+    found = {path.name: path for path in paths if _DIRECTORY.fullmatch(path.name)}
     return sorted(found.values(), key=_number, reverse=True)
 
 
 def _number(folder: Path) -> int:
     return int(folder.name.rpartition("-")[2])
-
-
-def by_number(run_dir: Path) -> list[Path]:
-    """The checkpoints in a run directory, complete or not, the oldest first."""
-    return sorted((path for path in run_dir.glob("checkpoint-*") if _DIRECTORY.fullmatch(path.name)), key=_number)
 
 
 def find_last(run_dir: Path, check: Callable[[Path], None] = check_resumable) -> tuple[Path, list[str]]:

@@ -1,15 +1,12 @@
 """TRL's fused head, which computes the loss from tiles of logits: the models that it suits, and how it is computed."""
 
 import sys
-from collections.abc import Callable
 from functools import partial, update_wrapper
 from types import FunctionType, MethodType
 from typing import Any
 
-import torch
 from accelerate.utils import is_peft_model
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
 
 from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.hf.layers import embedding
@@ -17,11 +14,8 @@ from lowmem.layers.config import LayersConfig
 from lowmem.layers.head import METRICS, Head, token_losses
 from lowmem.tiles.quantized import in_codes
 
-# Columns of a tile of logits on a CPU.
+# Columns of a tile of logits on a CPU, where TRL's own function computes them.
 _CPU_COLUMNS = 2048
-
-# Tokens of the row on which losses are compared, and the standard deviation of its logits: a cap shows in large ones.
-_LENGTH, _SPREAD = 16, 30.0
 
 
 def check(model: Any) -> None:
@@ -51,85 +45,50 @@ def check(model: Any) -> None:
         )
 
 
-def check_loss(model: Any, device: torch.device, autocast: Callable[[], Any], label_smoothing: float) -> None:
-    """Raises `UnsupportedError` if a model computes another loss from its last hidden state than TRL's head does.
-
-    TRL 1.16 reads scales and caps of logits under the names that most configurations have. Both losses are computed for
-    one row, also with a hidden state that is scaled so that logits are large. Ranks of a sharded model call together.
-    """
-    if any(is_fake(param) or param.is_meta for param in model.parameters()):
-        return  # a plan has no values
-    base = model.get_base_model() if is_peft_model(model) else model
-    vocabulary = base.config.get_text_config().vocab_size
-    ids = (vocabulary // 2 + torch.arange(_LENGTH, device=device))[None] % vocabulary  # ordinary tokens: in the middle
-    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
-    scale, logits = 1.0, None
-
-    def enlarge(module: Any, args: Any, output: Any) -> None:
-        output["last_hidden_state"] = output["last_hidden_state"] * scale
-
-    hook, training = base.base_model.register_forward_hook(enlarge), model.training
-    try:
-        for _ in range(2):
-            with torch.no_grad(), autocast():
-                own, fused = (model.eval()(**batch, use_cache=False, **head) for head in ({}, {"fused_lm_head": True}))
-            if logits is not None and torch.equal(own.logits, logits):
-                return  # as in OPT, which calls the decoder of its base model
-            logits, loss = own.logits[0, -_LENGTH:].float(), own.loss.float()
-            if label_smoothing:
-                loss = torch.nn.functional.cross_entropy(logits[:-1], ids[0, 1:], label_smoothing=label_smoothing)
-            rtol = 2e-3 if own.logits.dtype == torch.float32 else 2e-2
-            if not torch.isclose(fused.loss.float(), loss, rtol=rtol):
-                raise UnsupportedError(
-                    f"{type(base).__name__}: for one row the model computes a loss of {float(loss):.4g}, and TRL's "
-                    f"SFTTrainer, by one matrix and the last hidden state, {float(fused.loss):.4g}. Use, in Python, "
-                    "FusedTrainer, which uses the loss that the model computes"
-                )
-            scale, logits = _SPREAD / float(logits.std()), own.logits
-    finally:
-        hook.remove()
-        model.train(training)
-
-
-def compute(trainer: Any, layers: LayersConfig, label_smoothing: float = 0.0) -> None:
-    """Lets the losses of a trainer of TRL, and of its reference model, be those of `lowmem.layers.head`.
+def compute(trainer: Any, layers: LayersConfig) -> None:
+    """Lets the losses of a trainer of TRL, and of its reference model, be those of `lowmem.layers.head`, unless
+    `computed_gradients` is False. An `SFTTrainer` smooths labels there, and its model is checked.
 
     TRL 1.16 (trainer/utils.py, add_fused_lm_head) has given its models a forward that calls one autograd function by
-    its name. Each gets a copy of that forward in which the name is of another function. Where `computed_gradients` is
-    False, or the loss may depend on the entropy of tokens, the function is TRL's own, with smaller tiles on a CPU: it
-    has no option for their size, and allocates about eight float32 tensors of 4096 x 32768 logits.
+    its name. Each gets a copy of that forward in which the name is of another function, and tiles are smaller on a
+    CPU: TRL has no option for their size, and allocates about eight float32 tensors of 4096 x 32768 logits.
     """
     if "trl.trainer.utils" not in sys.modules:  # it is none of TRL's trainers
         return
     from trl import DPOTrainer, KTOTrainer, SFTTrainer
     from trl.trainer.utils import _ChunkedLogProbFunction
 
-    names: dict[str, Any] = {"_ChunkedLogProbFunction": _ChunkedLogProbFunction}
-    if layers.computed_gradients:
-        entropy = isinstance(trainer, SFTTrainer | DPOTrainer | KTOTrainer)  # is a metric, and not part of the loss
-        names["_ChunkedLogProbFunction"] = _LogProbs(
-            _ChunkedLogProbFunction, layers.head_bytes, label_smoothing, entropy
-        )
+    names: dict[str, Any] = {}
     if trainer.args.device.type == "cpu":
         names["_CHUNKED_LOGPROB_CHUNK_SIZE"] = _CPU_COLUMNS
+    smoothing = 0.0
+    if isinstance(trainer, SFTTrainer):
+        check(trainer.model)
+        if layers.computed_gradients and trainer.label_smoother is not None:
+            smoothing, trainer.label_smoother = trainer.args.label_smoothing_factor, None
+    if layers.computed_gradients:
+        entropy = isinstance(trainer, SFTTrainer | DPOTrainer | KTOTrainer)  # is a metric, and not part of the loss
+        function = _LogProbs(_ChunkedLogProbFunction, layers.head_bytes, smoothing, entropy)
+        names["_ChunkedLogProbFunction"] = function
     for model in (trainer.model, getattr(trainer, "ref_model", None)):
         for module in () if model is None else model.modules():
             forward = getattr(vars(module).get("forward"), "__func__", None)
-            if forward is not None and "_ChunkedLogProbFunction" in forward.__code__.co_names:
-                if in_codes(trainer.model) and not layers.computed_gradients:
-                    raise ConfigError(
-                        "layers.computed_gradients: false, with which TRL computes the head from an ordinary matrix, "
-                        "and fused.weight_format, which holds it in codes; omit one of them"
-                    )
-                parts = forward.__name__, forward.__defaults__, forward.__closure__
-                copy = FunctionType(forward.__code__, {**forward.__globals__, **names}, *parts)
-                copy.__kwdefaults__ = forward.__kwdefaults__
-                module.forward = MethodType(update_wrapper(copy, forward), module)
+            if forward is None or "_ChunkedLogProbFunction" not in forward.__code__.co_names:
+                continue
+            if in_codes(trainer.model) and not layers.computed_gradients:
+                raise ConfigError(
+                    "layers.computed_gradients: false, with which TRL computes the head from an ordinary matrix, and "
+                    "fused.weight_format, which holds it in codes; omit one of them"
+                )
+            parts = forward.__name__, forward.__defaults__, forward.__closure__
+            copy = FunctionType(forward.__code__, {**forward.__globals__, **names}, *parts)
+            copy.__kwdefaults__ = forward.__kwdefaults__
+            module.forward = MethodType(update_wrapper(copy, forward), module)
 
 
 class _LogProbs:
-    """Called by TRL in place of its ChunkedLogProbFunction. Where labels are smoothed, minus the loss of a token takes
-    the place of its log-probability, of which the loss is the sum.
+    """Called by TRL in place of its ChunkedLogProbFunction, which it calls if the loss may depend on the entropy. Where
+    labels are smoothed, minus the loss of a token takes the place of its log-probability, of which the loss is the sum.
     """
 
     def __init__(self, own: Any, memory: int | None, label_smoothing: float, logs_entropy: bool) -> None:

@@ -26,13 +26,10 @@ _OURS = ("lomo", "adalomo")
 
 def changed(args: TrainingArguments) -> dict[str, Any]:
     """The arguments about the optimizer that do not have their default value. Names of optimizers are strings."""
-    values = {f.name: (getattr(args, f.name), f.default) for f in fields(type(args))}
-    names = ("optim", "optim_args", *_ARGUMENTS)
-    return {
-        name: getattr(value, "value", value)
-        for name, (value, default) in ((name, values[name]) for name in names)
-        if value is not None and value != default
-    }
+    defaults = {option.name: option.default for option in fields(type(args))}
+    values = {name: getattr(args, name) for name in ("optim", "optim_args", *_ARGUMENTS)}
+    changed = {name: value for name, value in values.items() if value not in (None, defaults[name])}
+    return {name: getattr(value, "value", value) for name, value in changed.items()}
 
 
 def choose(args: TrainingArguments, fused: FusedConfig | None) -> FusedConfig:
@@ -61,7 +58,8 @@ def choose(args: TrainingArguments, fused: FusedConfig | None) -> FusedConfig:
         for name in fused.hyper.keys() & hyper.keys():
             if (value := fused.hyper[name]) != hyper[name]:
                 raise ConfigError(f"fused.{name}={value!r} contradicts {name}={hyper[name]!r} of the arguments")
-    return replace(fused, rule=rule, hyper={**hyper, **fused.hyper})
+    rate = fused.lr if fused.lr is not None or rule in ("adamw", *_OURS) else args.learning_rate  # some need it
+    return replace(fused, rule=rule, lr=rate, hyper={**hyper, **fused.hyper})
 
 
 def read(optimizer: Any, fused: FusedConfig) -> tuple[FusedConfig, list[dict[str, Any]]]:
@@ -99,9 +97,8 @@ def read(optimizer: Any, fused: FusedConfig) -> tuple[FusedConfig, list[dict[str
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> str:
-    """The attributes that it has beside those of every optimizer."""
-    common = vars(torch.optim.Optimizer([torch.zeros(())], {}))
-    own = {name: value for name, value in vars(optimizer).items() if name not in common}
+    """Its attributes, beside parameters and states."""
+    own = {name: value for name, value in vars(optimizer).items() if name not in ("param_groups", "state")}
     return repr({name: getattr(value, "__dict__", value) for name, value in own.items()})
 
 

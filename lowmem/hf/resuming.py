@@ -52,16 +52,16 @@ class Rows:
         self._trainer, self._loader, self._batches = trainer, loader, batches
         self._start = TemporaryDirectory()
         self._is_stream = isinstance(data, IterableDataset)
-        step = trainer.get_total_train_batch_size(args)
-        self._per_batch = step // args.gradient_accumulation_steps
+        self._per_step = trainer.get_total_train_batch_size(args)
+        self._per_batch = self._per_step // args.gradient_accumulation_steps
         shape = [self._per_batch // args.world_size, args.gradient_accumulation_steps, args.world_size]
-        rows = shape
+        rows, per_epoch = shape, 0
         sampler = getattr(loader, "batch_sampler", None)
         self._batch_sampler = getattr(sampler, "batch_sampler", sampler)
         seeded = type(getattr(self._batch_sampler, "sampler", None)) in (SeedableRandomSampler, SequentialSampler)
         if seeded and not trainer.accelerator.split_batches:  # whatever the batches are, the order is the same
             total = batches * self._per_batch  # padded, or cut, to batches of all ranks
-            rows = [step, min(total, len(data)) if args.world_size == 1 else total]
+            rows, per_epoch = self._per_step, min(total, len(data)) if args.world_size == 1 else total
         self._record = {name: getattr(args, name) for name in _ORDER} | {
             "data": fingerprint(data) if compared else None,
             "kind of data": type(data).__name__,
@@ -70,6 +70,7 @@ class Rows:
             "dataloader_num_workers": args.dataloader_num_workers if self._is_stream else None,
             _SHAPE: shape,
             "rows": rows,
+            "rows per epoch": per_epoch,
         }
 
     def resume(self, folder: Path) -> tuple[int, int] | None:
@@ -94,9 +95,13 @@ class Rows:
             )
         if unknown:
             logger.warning("only the number of rows of the data was compared with %s, not the rows", folder)
-        for name in (*_ORDER, "dataloader_num_workers", "rows"):
-            if saved[name] != now[name] and not (name == "rows" and self._ends_before_padding(saved)):
-                what = _SHAPE if name == "rows" else name
+        step, state = self._per_step, self._trainer.state
+        end = saved["row"] + (state.max_steps - state.global_step) * step
+        # a run that ends before the last batch of an epoch does not depend on how that is padded
+        reached = end > min(saved["rows per epoch"], now["rows per epoch"]) // step * step
+        for name in (*_ORDER, "dataloader_num_workers", "rows", *(["rows per epoch"] if reached else [])):
+            if saved[name] != now[name]:
+                what = _SHAPE if name.startswith("rows") else name
                 raise CheckpointError(
                     f"{folder} cannot be continued with the rows that its run has left: {what} was {saved[what]} and "
                     f"is {now[what]}. Write {self._line(name, saved)}, or ignore_data_skip: true to begin the epoch "
@@ -104,20 +109,13 @@ class Rows:
                 )
         return saved["epoch"], saved["row"] // self._per_batch
 
-    def _ends_before_padding(self, saved: dict[str, Any]) -> bool:
-        """Returns whether the run ends before the last batch of an epoch, in which alone rows differ."""
-        state, (step, *rest), (other, *others) = self._trainer.state, self._record["rows"], saved["rows"]
-        if len(rest) != 1 or len(others) != 1 or step != other:
-            return False
-        return saved["row"] + (state.max_steps - state.global_step) * step <= min(rest + others) // step * step
-
     def _line(self, name: str, saved: dict[str, Any]) -> str:
         """The line that gives the rows of a checkpoint."""
-        if name != "rows":
+        if not name.startswith("rows"):
             return f"{name}: {json.dumps(saved[name])}"
         size, accumulation, ranks = saved[_SHAPE]
         step, now = size * accumulation * ranks, self._record[_SHAPE][2]
-        if saved["rows"] == [step, saved["number of rows"]] and saved["number of rows"] % step == step % now == 0:
+        if saved["rows per epoch"] == saved["number of rows"] and saved["number of rows"] % step == step % now == 0:
             ranks, size = now, math.gcd(step // now, size)
             accumulation = step // now // size
         line = f"per_device_train_batch_size: {size}, gradient_accumulation_steps: {accumulation}"

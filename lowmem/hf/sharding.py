@@ -7,10 +7,8 @@ their code shards the model, but the model stays one object, in which `lowmem.pl
 import copy
 import importlib.util
 import os
-from abc import ABC, abstractmethod
-from itertools import chain
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,10 +22,10 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from lowmem import placements
 from lowmem.errors import ConfigError, UnsupportedError
-from lowmem.hf.versions import check_version
+from lowmem.hf import check_version
 from lowmem.options import DynamicScale
 from lowmem.placements.ranks import set_timeout
-from lowmem.tiles.quantized import in_codes, tensors_of
+from lowmem.tiles.quantized import in_codes
 
 # Keys of a DeepSpeed configuration that something else decides here: the values that change nothing, and the advice.
 _DECIDED_ELSEWHERE: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -53,38 +51,12 @@ _DECIDED_ELSEWHERE: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
-class Sharding(ABC):
-    """The sharding of a trainer's model.
-
-    Raises:
-        ConfigError, UnsupportedError: an argument, or a key of DeepSpeed's or FSDP's configuration, is not supported.
-    """
-
-    def __init__(self, args: TrainingArguments) -> None:
-        self._args = args
-
-    @abstractmethod
-    def prepare(self, dtype: torch.dtype) -> None:
-        """Prepares this process to load a model whose weights have `dtype`."""
-
-    @abstractmethod
-    def shard(self, model: nn.Module, accelerator: Any) -> None:
-        """Shards a model unless it is sharded already."""
-
-    @abstractmethod
-    def release(self, model: nn.Module) -> None:
-        """Frees the parameters that a forward without a backward has left gathered."""
-
-    def loss_scale(self) -> float | Literal["dynamic"] | DynamicScale:
-        """The loss scale of fp16."""
-        return "dynamic"
-
-
-def of(args: TrainingArguments) -> Sharding | None:
+def of(args: TrainingArguments) -> "Sharding | None":
     """The sharding that a trainer's arguments ask for, or None.
 
     Raises:
-        ConfigError: `accelerate launch` asks for a sharding and the arguments do not.
+        ConfigError, UnsupportedError: an argument, or a key of DeepSpeed's or FSDP's configuration, is not supported;
+            or `accelerate launch` asks for a sharding and the arguments do not.
     """
     for variable, argument in (("ACCELERATE_USE_DEEPSPEED", "deepspeed"), ("ACCELERATE_USE_FSDP", "fsdp")):
         if os.environ.get(variable) == "true" and not getattr(args, argument):
@@ -110,9 +82,8 @@ def prepare(model: Any, args: TrainingArguments | None) -> None:
     dtype = options.get("dtype", "float32")
     if dtype in (None, "auto"):
         # transformers 5.23 (dynamic_module_utils.py) asks on the terminal where `trust_remote_code` is not given
-        kept = {"trust_remote_code": False, "revision": None} | options
-        kept = {name: kept[name] for name in ("revision", "trust_remote_code")}
-        dtype = AutoConfig.from_pretrained(model, **kept).dtype or "float32"
+        trusted, revision = options.get("trust_remote_code", False), options.get("revision")
+        dtype = AutoConfig.from_pretrained(model, trust_remote_code=trusted, revision=revision).dtype or "float32"
     sharded.prepare(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
 
 
@@ -133,13 +104,13 @@ def _require_process_group(argument: str) -> None:
         )
 
 
-class Zero3Sharding(Sharding):
+class Zero3Sharding:
     """Shards by a DeepSpeed engine without an optimizer. Its JSON means what it means in Hugging Face's trainer."""
 
     _engine: Any = None
 
     def __init__(self, args: TrainingArguments) -> None:
-        super().__init__(args)
+        self._args = args
         check_version("deepspeed")
         self._config = args.hf_deepspeed_config
         stage = self._config.get_value("zero_optimization.stage")
@@ -159,6 +130,7 @@ class Zero3Sharding(Sharding):
             )
 
     def prepare(self, dtype: torch.dtype) -> None:
+        """Prepares this process to load a model whose weights have `dtype`."""
         # deepspeed.zero.Init (DeepSpeed 0.19, runtime/zero/partition_parameters.py) creates weights in the dtype of the
         # configuration, whatever dtype the model asks for.
         for section, section_dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
@@ -189,6 +161,7 @@ class Zero3Sharding(Sharding):
         deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
 
     def shard(self, model: nn.Module, accelerator: Any) -> None:
+        """Shards a model unless it is sharded already."""
         if self._engine is not None:
             return
         if in_codes(model):
@@ -218,10 +191,12 @@ class Zero3Sharding(Sharding):
             )
 
     def release(self, model: nn.Module) -> None:
+        """Frees the parameters that a forward without a backward has left gathered."""
         for param in model.parameters():
             placements.release(param)
 
-    def loss_scale(self) -> float | Literal["dynamic"] | DynamicScale:
+    def loss_scale(self) -> float | DynamicScale:
+        """The loss scale of fp16."""
         fp16 = self._config.config.get("fp16", {})
         if fixed := fp16.get("loss_scale"):
             return float(fixed)
@@ -233,11 +208,11 @@ class Zero3Sharding(Sharding):
         )
 
 
-class FSDP2Sharding(Sharding):
+class FSDP2Sharding:
     """Shards as Accelerate does for FSDP2, with its settings, except that weights keep their dtype."""
 
     def __init__(self, args: TrainingArguments) -> None:
-        super().__init__(args)
+        self._args = args
         self._settings = args.fsdp_plugin_args
         version = self._settings["fsdp_version"]
         if version != 2:
@@ -250,6 +225,7 @@ class FSDP2Sharding(Sharding):
             raise UnsupportedError("fsdp: cpu_offload needs an accelerator to offload from; omit it")
 
     def prepare(self, dtype: torch.dtype) -> None:
+        """Prepares this process to load a model whose weights have `dtype`."""
         _require_process_group("fsdp")
         if self._settings["cpu_ram_efficient_loading"]:
             # transformers (distributed/fsdp.py) reads it: the other ranks initialize only buffers. 5.23 loads weights
@@ -257,17 +233,16 @@ class FSDP2Sharding(Sharding):
             os.environ["ACCELERATE_USE_FSDP"] = "true"
 
     def shard(self, model: nn.Module, accelerator: Any) -> None:
+        """Shards a model unless it is sharded already."""
         if isinstance(model, FSDPModule):
             return
         _require_process_group("fsdp")
-        settings = dict(self._settings)
-        if settings["cpu_ram_efficient_loading"] and in_codes(model):
-            settings["cpu_ram_efficient_loading"] = False  # with it Accelerate broadcasts ordinary tensors alone
-            for tensor in chain.from_iterable(map(tensors_of, chain(model.parameters(), model.buffers()))):
-                sent = tensor.detach().to(self._args.device)
-                dist.broadcast(sent, src=0)
-                tensor.detach().copy_(sent)
-        plugin = FullyShardedDataParallelPlugin(**settings)
+        if self._settings["cpu_ram_efficient_loading"] and in_codes(model):
+            raise UnsupportedError(
+                "fsdp: with cpu_ram_efficient_loading Accelerate broadcasts ordinary weights alone, and "
+                "fused.weight_format holds codes; set it to false"
+            )
+        plugin = FullyShardedDataParallelPlugin(**self._settings)
         if self._args.bf16 or self._args.fp16:
             plugin.set_mixed_precision("bf16" if self._args.bf16 else "fp16")
         mesh = init_device_mesh(self._args.device.type, (dist.get_world_size(),), mesh_dim_names=("fsdp",))
@@ -290,6 +265,10 @@ class FSDP2Sharding(Sharding):
         fsdp2_prepare_model(stand_in, model)
 
     def release(self, model: nn.Module) -> None:
+        """Frees the parameters that a forward without a backward has left gathered."""
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+
+Sharding = Zero3Sharding | FSDP2Sharding

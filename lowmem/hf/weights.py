@@ -91,7 +91,10 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
         for path in weight_files(folder):
             file = stack.enter_context(open_safetensors(path))
             saved |= dict.fromkeys(file.keys(), file)
-        for group in _match(layout, saved, folder):
+        shapes = {name: placements.shape_of(tensor) for name, tensor in layout.state.items()}  # of tied weights, too
+        shapes |= {name: tensor.shape for name, tensor in layout.tensors.items()}
+        adapters.compare(folder, saved, shapes, layout.tensors)
+        for group in layout.groups:
             _load(layout, group, saved)
 
 
@@ -148,10 +151,8 @@ class _FileLayout:
             self.tensors = revert_weight_conversion(self._model, weights)
             self.groups = list(self._grouped(weights))
         else:
-            first_names: dict[int, str] = {}
-            for name, tensor in self.state.items():
-                first_names.setdefault(id(tensor), name)
-            self.tensors = {name: weights[name] for name in first_names.values()}
+            first = {id(tensor): name for name, tensor in reversed(self.state.items())}  # of the names of a tied weight
+            self.tensors = {name: weights[name] for name, tensor in self.state.items() if first[id(tensor)] == name}
             self.groups = [_Group({name: weight}, {name: weight}) for name, weight in self.tensors.items()]
 
     def _grouped(self, weights: dict[str, Tensor]) -> Iterator[_Group]:
@@ -203,32 +204,6 @@ def _save(layout: _FileLayout, group: _Group, offsets: Offsets) -> None:
     if offsets:
         for name, tensor in layout.convert(group, weights).items():
             write_tensor(*offsets[name], tensor)
-
-
-def _match(layout: _FileLayout, saved: dict[str, Any], folder: Path) -> list[_Group]:
-    """The groups as they are saved. Files may also have weights unconverted, and under any name of a tied weight.
-
-    Raises:
-        CheckpointError: the saved names or shapes are not those of the model.
-    """
-    unknown = saved.keys() - layout.tensors.keys() - layout.state.keys()
-    if unknown:
-        raise CheckpointError(f"{folder}: the model has no weight {min(unknown)!r}; the checkpoint is of another model")
-    unconverted = {id(tensor): name for name, tensor in layout.state.items() if name in saved}
-    groups: list[_Group] = []
-    missing: list[str] = []
-    for group in layout.groups:
-        if group.tensors.keys() <= saved.keys():
-            groups.append(group)
-        elif all(id(layout.state[name]) in unconverted for name in group.weights):
-            groups += [_Group({name: t}, {unconverted[id(layout.state[name])]: t}) for name, t in group.weights.items()]
-        else:
-            missing += [name for name in group.tensors if name not in saved]
-    for name, tensor in (pair for group in groups for pair in group.tensors.items()):
-        adapters.check_shape(folder, saved[name], name, tensor.shape)
-    if missing:
-        raise CheckpointError(f"{folder}: {len(missing)} weights are missing, such as {missing[0]!r}")
-    return groups
 
 
 def _load(layout: _FileLayout, group: _Group, saved: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 
 from lowmem.errors import ConfigError
+from lowmem.rules import require
 
 
 @dataclass(frozen=True)
@@ -36,12 +37,9 @@ class LayersConfig:
         return None if self.head_memory is None else parse_bytes(self.head_memory, "head_memory")
 
     def __post_init__(self) -> None:
-        if not isinstance(self.computed_gradients, bool):
-            raise ConfigError(f"computed_gradients={self.computed_gradients!r}; allowed are True and False")
+        require.flag("computed_gradients", self.computed_gradients)
         _ = self.head_bytes  # raises if it is not an amount
-        tile = self.mlp_tile
-        if tile is not None and (not isinstance(tile, int) or isinstance(tile, bool) or tile < 1):
-            raise ConfigError(f"mlp_tile={tile!r} is neither a whole number of tokens >= 1 nor None (all at once)")
+        require.number(">= 1", whole=True, optional=True)("mlp_tile", self.mlp_tile)
 
 
 def parse_bytes(text: str, option: str) -> int:

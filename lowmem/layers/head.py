@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from lowmem.errors import ConfigError, UnsupportedError
+from lowmem.rules import require
 from lowmem.step import hooks
 from lowmem.tiles.gradients import ComputedGradient
 from lowmem.tiles.layout import block_starts
 from lowmem.tiles.quantized import plain, rows_of
 
-# Bytes of temporaries that a head or an embedding may need unless told otherwise. With small tiles a GPU waits for the
-# host: four times the memory halves the time of a step of 1B parameters on an H200.
+# Bytes of temporaries that a head or an embedding may need unless told otherwise. With smaller tiles a GPU waits for
+# the host: four times the memory halves the time of a step of 1B parameters on an H200.
 MEMORY, GPU_MEMORY = 128 << 20, 512 << 20
 
 # Bytes per element of a tile of logits: the logits, their exponentials, and the product of both.
@@ -40,6 +41,14 @@ _CPU_SLICE = 8 << 20
 # its logits; whether the label has the largest one.
 METRICS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
+# Allowed options of a head. A tensor, which might be learned, would not get a gradient.
+_CHECKS = {
+    "logit_scale": require.number(),
+    "softcap": require.number("> 0", optional=True),
+    "temperature": require.number("> 0"),
+    "label_smoothing": require.number(">= 0", "<= 1"),
+}
+
 Gather = Callable[[], AbstractContextManager[Any]]
 
 
@@ -48,11 +57,10 @@ class Head:
     """The way from the product y of hidden states and weight to logits z, and from these to a loss.
 
     z = softcap · tanh(s · y / softcap) / temperature, without `softcap` z = s · y / temperature, with s = logit_scale.
-    The loss of a token with label l is logsumexp(z) − (1 − ε) z_l − ε mean(z) + z_loss · logsumexp(z)², with
-    ε = label_smoothing.
+    The loss of a token with label l is logsumexp(z) − (1 − ε) z_l − ε mean(z), with ε = label_smoothing.
 
     Attributes:
-        memory: bytes of temporaries that it may need; None is `default_memory`.
+        memory: bytes of temporaries, which decide how large tiles are; None is 128 MiB on a CPU and 512 MiB on a GPU.
 
     Raises:
         ConfigError: a value out of range.
@@ -62,24 +70,11 @@ class Head:
     softcap: float | None = None
     temperature: float = 1.0
     label_smoothing: float = 0.0
-    z_loss: float = 0.0
     memory: int | None = None
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if isinstance(value, Tensor) and value.requires_grad:
-                raise ConfigError(
-                    f"{name} is a tensor that requires a gradient and would not get one; it has to be a number. Learn "
-                    "a scale of hidden states instead: linear_cross_entropy(hidden * scale, ...)"
-                )
-        for name, valid, allowed in (
-            ("softcap", self.softcap is None or 0 < self.softcap < math.inf, "a finite number > 0, or None"),
-            ("temperature", 0 < self.temperature < math.inf, "a finite number > 0"),
-            ("label_smoothing", 0 <= self.label_smoothing <= 1, "between 0 and 1"),
-            ("z_loss", 0 <= self.z_loss < math.inf, "a finite number >= 0"),
-        ):
-            if not valid:
-                raise ConfigError(f"{name}={getattr(self, name)!r} is not {allowed}")
+        for name, check in _CHECKS.items():
+            check(name, getattr(self, name))
 
     @property
     def slope(self) -> float:
@@ -128,12 +123,7 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     reduction: Literal["mean", "sum", "none"] = "mean",
     num_items: int | Tensor | None = None,
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
-    temperature: float = 1.0,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    memory: int | None = None,
+    **options: Any,
 ) -> Tensor:
     """The cross-entropy of `hidden @ weight.T + bias` with `labels`, of which tiles exist at a time.
 
@@ -147,13 +137,7 @@ def linear_cross_entropy(
         bias: [vocabulary].
         reduction: "mean" over the tokens that are not ignored, "sum", or "none".
         num_items: divides the sum instead of the number of tokens: those of all micro-batches and ranks.
-        logit_scale: see `Head`.
-        softcap: see `Head`.
-        temperature: see `Head`.
-        label_smoothing: see `Head`.
-        z_loss: see `Head`.
-        memory: bytes of temporaries, which decide how large tiles are; None is 128 MiB on a CPU and
-            512 MiB on a GPU.
+        options: those of `Head`, such as `softcap`, `label_smoothing` and `memory`.
 
     Returns:
         A float32 scalar, or [...] without reduction.
@@ -164,7 +148,7 @@ def linear_cross_entropy(
             assertion, as in `torch.nn.functional.cross_entropy`.
         UnsupportedError: in a backward with `create_graph=True`.
     """
-    head = Head(logit_scale, softcap, temperature, label_smoothing, z_loss, memory)
+    head = Head(**options)
     if reduction not in ("mean", "sum", "none"):
         raise ConfigError(f"reduction={reduction!r}; allowed are 'mean', 'sum' and 'none'")
     counted = labels != ignore_index
@@ -347,11 +331,9 @@ class _Scores:
         return self._largest + self._sum.log()
 
     def losses(self, vocabulary: int) -> Tensor:
-        head, log_sum = self._head, self.log_sum()
-        losses = log_sum - (1 - head.label_smoothing) * self._target
-        if head.label_smoothing:
-            losses -= head.label_smoothing / vocabulary * self._sum_z
-        return losses + head.z_loss * log_sum.square() if head.z_loss else losses
+        smoothing = self._head.label_smoothing
+        losses = self.log_sum() - (1 - smoothing) * self._target
+        return losses - smoothing / vocabulary * self._sum_z if smoothing else losses
 
     def metric(self, name: str, vocabulary: int) -> Tensor:
         if name == "entropy":
@@ -363,10 +345,8 @@ class _Scores:
     def directions(self, weight: Tensor) -> Tensor:
         """The gradient of the loss of each token with respect to its hidden state."""
         assert self._weighted is not None
-        head, factor = self._head, 1 / self._sum
-        if head.z_loss:
-            factor *= 1 + 2 * head.z_loss * self.log_sum()
-        total = self._weighted.mul_(factor[:, None])
+        head = self._head
+        total = self._weighted.mul_((1 / self._sum)[:, None])
         slope = torch.ones_like(self._sum) if head.softcap is None else self._target_slope
         total.addcmul_(rows_of(weight, self._targets), slope[:, None], value=head.label_smoothing - 1)
         if self._plain is not None:
@@ -446,8 +426,7 @@ class HeadGradient:
         if self.bias is not None:
             product.add_(self.bias[start : start + len(weight)])
         z, slope = head.logits(product)
-        factor = grad * (1 + 2 * head.z_loss * log_sums) if head.z_loss else grad
-        p = z.sub_(log_sums[:, None]).exp_().mul_(factor[:, None])
+        p = z.sub_(log_sums[:, None]).exp_().mul_(grad[:, None])
         if head.label_smoothing:
             p.sub_(grad[:, None], alpha=head.label_smoothing / len(self.weight))
         local = self.targets[tokens] - start

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from lowmem.errors import ConfigError, StepError, UnsupportedError
+from lowmem.errors import StepError, UnsupportedError
+from lowmem.rules import require
 
 # Of the host, and of the devices with their numbers.
 _RandomState = tuple[Tensor, tuple[list[int], list[Tensor]]]
@@ -39,8 +40,7 @@ def tile_mlps(model: nn.Module, tokens: int, names: Collection[str] = ("mlp", "f
         ConfigError: `tokens` is less than 1.
         UnsupportedError: the model has no such MLP, or DeepSpeed has initialized the model.
     """
-    if tokens < 1:
-        raise ConfigError(f"mlp_tile={tokens}: it is the number of tokens that an MLP computes at a time, 1 or more")
+    require.number(">= 1", whole=True)("mlp_tile", tokens)
     mlps: dict[str, Any] = {}
     sparse: list[str] = []
     for name, module in model.named_modules():

@@ -101,15 +101,14 @@ def dequantize_(model: nn.Module) -> nn.Module:
 
 
 def _shared(model: nn.Module, wanted: Callable[[nn.Module, Tensor], bool]) -> list[tuple[Tensor, list[str]]]:
-    """The parameters wanted, each with all its names."""
-    named = [*model.named_parameters(remove_duplicate=False)]
-    shared: dict[Tensor, list[str]] = {
-        param: [] for name, param in named if wanted(model.get_submodule(name.rpartition(".")[0]), param)
+    """The parameters that are wanted in one of their modules, each with all its names."""
+    shared: dict[Tensor, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        shared.setdefault(param, []).append(name)
+    owners = {
+        param: [model.get_submodule(name.rpartition(".")[0]) for name in names] for param, names in shared.items()
     }
-    for name, param in named:  # a weight may also be an attribute of a module that is not wanted
-        if param in shared:
-            shared[param].append(name)
-    return [*shared.items()]
+    return [pair for pair in shared.items() if any(wanted(module, pair[0]) for module in owners[pair[0]])]
 
 
 def _replace(model: nn.Module, names: list[str], change: Callable[[Tensor], Tensor]) -> None:

@@ -190,7 +190,7 @@ MISFITS = {
         "LoRA",
         lambda f: (f / "trained.safetensors").unlink(),
         unfreeze,
-        r"trained\.safetensors is missing, which has .*norm",
+        r"trained\.safetensors is missing",
     ),
     "norms not trained": (
         "LoRA",
@@ -198,9 +198,9 @@ MISFITS = {
         None,
         r"trained\.safetensors has parameters beside the adapters that are frozen",
     ),
-    "another type": ("IA3", lambda f: None, unfreeze, "4 weights are missing, such as .*ia3_l"),
+    "another type": ("IA3", lambda f: None, unfreeze, "the model has no weight .*lora_A"),
     "another rank": ("DoRA", lambda f: None, unfreeze, "weights are missing, such as .*lora_magnitude_vector"),
-    "another name": ("LoRA", rename_adapter, unfreeze, "adapter_model.safetensors is missing, which has .*lora_A"),
+    "another name": ("LoRA", rename_adapter, unfreeze, "saved/adapter_model.safetensors is missing"),
 }
 
 

@@ -1,7 +1,5 @@
 """The embeddings of any model, and what a trainer changes of models that have none or several."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 import transformers as hf
@@ -10,7 +8,7 @@ from torch import nn
 import lowmem
 from lowmem.errors import UnsupportedError
 from lowmem.hf import head, layers
-from lowmem.hf.packing import check_borders
+from lowmem.hf.dry_runs import check_borders
 from lowmem.layers.embedding import ComputedEmbedding
 
 SIZES = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
@@ -82,4 +80,4 @@ def test_packing_needs_an_embedding_to_be_checked():
     model = Unnamed(hf.LlamaConfig(vocab_size=20, **SIZES))
     with pytest.raises(UnsupportedError, match=r"Unnamed needs get_input_embeddings\(\); or omit both"):
         check_borders(model, lambda rows: {"input_ids": torch.tensor([rows[0]["input_ids"] * 2])},
-                      torch.device("cpu"), nullcontext())  # fmt: skip
+                      torch.device("cpu"))  # fmt: skip

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from lowmem import hf
 from lowmem.errors import LowmemError
-from lowmem.hf import versions
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = tuple(versions.TESTED)
+PACKAGES = tuple(hf.TESTED)
 # Modules whose names are documented.
 PUBLIC = {
     "accelerate.utils", "transformers.integrations.deepspeed", "transformers.trainer_utils", "transformers.utils",
@@ -107,7 +107,7 @@ def test_every_private_name_is_listed_with_the_file_that_uses_it():
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_documented_required_and_installed_versions_are_those_that_are_tested(package):
-    tested = versions.TESTED[package]
+    tested = hf.TESTED[package]
     assert dict(cells(2))[package] == ", ".join(tested)
     major, newest = minor(tested[-1])
     assert f'"{package}>={tested[0]},<{major}.{newest + 1}"' in (ROOT / "pyproject.toml").read_text()
@@ -118,22 +118,22 @@ def test_documented_required_and_installed_versions_are_those_that_are_tested(pa
 @pytest.mark.parametrize(("constraints", "end"), [("constraints-floor.txt", 0), ("constraints.txt", -1)])
 def test_the_oldest_and_the_newest_versions_have_an_environment(package, constraints, end):
     pinned = re.search(rf"^{package}==(.+)$", (ROOT / constraints).read_text(), re.MULTILINE)[1]
-    assert minor(pinned) == minor(versions.TESTED[package][end])
+    assert minor(pinned) == minor(hf.TESTED[package][end])
 
 
 @pytest.fixture
 def installed(monkeypatch):
     """A function that makes another version of every package the installed one."""
-    versions.check_version.cache_clear()
+    hf.check_version.cache_clear()
     yield lambda version: monkeypatch.setattr(metadata, "version", lambda _: version)
-    versions.check_version.cache_clear()
+    hf.check_version.cache_clear()
 
 
 def test_an_old_version_is_refused_with_the_line_that_installs_another(installed):
     installed("1.14.2")
     message = "lowmem does not work with trl 1.14.2; .* tested are 1.15, 1.16. Run: pip install 'trl>=1.15'"
     with pytest.raises(LowmemError, match=message):
-        versions.check_version("trl")
+        hf.check_version("trl")
 
 
 def test_the_command_line_prints_which_version_is_too_old(tmp_path):
@@ -149,16 +149,16 @@ def test_the_command_line_prints_which_version_is_too_old(tmp_path):
 def test_a_new_version_is_warned_of_once(installed):
     installed("1.17.0")
     with pytest.warns(UserWarning, match=r"not tested with trl 1\.17\.0; .*1\.15, 1\.16.*'trl==1\.16\.\*'"):
-        versions.check_version("trl")
+        hf.check_version("trl")
     with warnings.catch_warnings(action="error"):
-        versions.check_version("trl")
+        hf.check_version("trl")
 
 
 @pytest.mark.parametrize("version", ["1.15.0", "1.16.0", "1.16.3.dev0+local"])
 def test_tested_versions_and_their_patches_are_taken(installed, version):
     installed(version)
     with warnings.catch_warnings(action="error"):
-        versions.check_version("trl")
+        hf.check_version("trl")
 
 
 def test_deepspeed_is_imported_only_by_functions_of_zero3():

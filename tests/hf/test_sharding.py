@@ -74,8 +74,7 @@ def test_a_model_by_its_path_is_sharded_and_trains_as_on_whole_ranks(sharded_ran
 
 
 def held_in_codes(rank, options, folder, resume=None):
-    """Each rank makes another model, and that of rank 0 is trained."""
-    torch.manual_seed(rank)
+    torch.manual_seed(0)
     sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=4, use_cache=False))
     rows = [{"input_ids": ids, "labels": ids} for ids in torch.arange(32 * 16).view(32, 16) * 7 % 97]
@@ -99,7 +98,9 @@ def test_weights_in_codes_are_sharded_by_fsdp2_alone(sharded_ranks, two, tmp_pat
         with pytest.raises(RankError, match="weights held in codes cannot be sharded by ZeRO-3; use FSDP2"):
             ranks.run(held_in_codes, options, folder)
         return
-    options["fsdp_config"] = {**options["fsdp_config"], "cpu_ram_efficient_loading": True}
+    broadcast = {**options, "fsdp_config": {**options["fsdp_config"], "cpu_ram_efficient_loading": True}}
+    with pytest.raises(RankError, match="cpu_ram_efficient_loading Accelerate broadcasts ordinary weights alone"):
+        ranks.run(held_in_codes, broadcast, folder)
     (losses, weights), (_, of_other) = ranks.run(held_in_codes, options, folder)
     (whole, _), _ = two.run(held_in_codes, {}, str(tmp_path / "whole"))
     assert losses == pytest.approx(whole, rel=1e-3)

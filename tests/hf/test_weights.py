@@ -254,20 +254,6 @@ def test_weights_of_another_dtype_are_cast(tmp_path):
         assert_same_state(model.to(torch.bfloat16), other.to(torch.bfloat16))
 
 
-def test_files_may_have_weights_unconverted_and_under_any_tied_name(tmp_path):
-    model, other = new("mixtral"), new("mixtral", seed=1)
-    model.save_pretrained(tmp_path / "unconverted", save_original_format=False)
-    assert "model.layers.0.mlp.experts.gate_up_proj" in load_file(tmp_path / "unconverted" / "model.safetensors")
-    load(other, tmp_path / "unconverted")
-    assert_same_state(model, other)
-
-    model, other = new("tied llama"), new("tied llama", seed=1)
-    tensors = {name: tensor for name, tensor in model.state_dict().items() if name != "model.embed_tokens.weight"}
-    save_file(tensors, tmp_path / "model.safetensors")
-    load(other, tmp_path)
-    assert_same_state(model, other)
-
-
 def rewritten(folder, change):
     path = folder / "model.safetensors"
     tensors = load_file(path)

@@ -177,7 +177,7 @@ def test_a_run_that_is_killed_while_it_removes_a_checkpoint_leaves_no_half_of_it
     with pytest.raises(Killed):
         checkpoint.rotate(run, 3, 1, None)
     monkeypatch.undo()
-    assert checkpoint.by_number(run) == [run / "checkpoint-2", run / "checkpoint-3"]
+    assert checkpoint.candidates(run) == [run / "checkpoint-3", run / "checkpoint-2"]
     checkpoint.rotate(run, 3, 1, None)
     assert names(run) == ["checkpoint-3"]
 
@@ -197,7 +197,7 @@ def test_which_checkpoints_stay(there, step, limit, best, left, tmp_path):
     for number in there:
         (tmp_path / f"checkpoint-{number}").mkdir()
     checkpoint.rotate(tmp_path, step, limit, best and str(tmp_path / f"checkpoint-{best}"))
-    assert [int(folder.name.rpartition("-")[2]) for folder in checkpoint.by_number(tmp_path)] == left
+    assert [int(folder.name.rpartition("-")[2]) for folder in checkpoint.candidates(tmp_path)] == left[::-1]
 
 
 @pytest.mark.parametrize("absolute", ["the run directory", "the checkpoint"])

@@ -12,7 +12,7 @@ import xxhash
 from support.trainers import build, joined
 
 from lowmem.errors import CheckpointError
-from lowmem.hf import checkpoint, integrity
+from lowmem.hf import checkpoint
 
 NEWEST = "checkpoint-3"
 
@@ -85,7 +85,7 @@ def test_a_flipped_bit_in_any_file_is_found(run):
 def test_a_model_is_checked_without_the_file_of_the_optimizer(run, monkeypatch):
     """It is as large as the weights, or twice as large, and answering a prompt does not need it."""
     read = []
-    monkeypatch.setattr(integrity, "checksum", lambda path: read.append(path.name))
+    monkeypatch.setattr(checkpoint, "checksum", lambda path: read.append(path.name))
     (run / NEWEST / "checksums.txt").write_text(f"{'0' * 32}  optimizer.safetensors\n")
     checkpoint.check_model(run / NEWEST)
     assert read == []
@@ -110,8 +110,8 @@ def test_every_rank_raises_what_the_first_one_found(two, run):
 
 def looked_for(rank, requested, folder):
     """The checkpoint or the error, the files that were read to find it, and what was warned of."""
-    read, own, logged = [], integrity.checksum, []
-    integrity.checksum = lambda path: read.append(path) or own(path)
+    read, own, logged = [], checkpoint.checksum, []
+    checkpoint.checksum = lambda path: read.append(path) or own(path)
     handler = logging.Handler()
     handler.emit = logged.append
     logging.getLogger("lowmem").addHandler(handler)
@@ -125,7 +125,7 @@ def looked_for(rank, requested, folder):
     except CheckpointError as error:
         trained = [str(error)]
     finally:
-        integrity.checksum = own
+        checkpoint.checksum = own
         logging.getLogger("lowmem").removeHandler(handler)
     return trained[0], read, [record.getMessage() for record in logged if "damaged" in record.getMessage()]
 
@@ -151,7 +151,7 @@ def test_the_lines_are_those_of_xxh128sum(tmp_path):
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "a").write_bytes(b"")
     (tmp_path / "Z").write_bytes(b"text")
-    integrity.write_checksums(tmp_path)
+    checkpoint.write_checksums(tmp_path)
     assert (tmp_path / "checksums.txt").read_text() == (
         f"{xxhash.xxh3_128_hexdigest(b'text')}  Z\n99aa06d3014798d86001c324468d497f  adapter/a\n"
     )

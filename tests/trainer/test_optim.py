@@ -46,6 +46,24 @@ def test_the_default_value_of_optim_is_adamw_with_its_arguments(make, fused):
     assert (group["rule"], group["betas"], group["eps"]) == ("adamw", (0.8, 0.95), 1e-6)
 
 
+class NeedsRate(torch.optim.SGD):
+    """As StableAdamW of torch-optimi."""
+
+    def __init__(self, params, lr, weight_decay=0.0):
+        super().__init__(params, lr, weight_decay=weight_decay)
+
+
+def test_an_optimizer_without_a_default_rate_gets_that_of_the_arguments(make, monkeypatch):
+    NeedsRate.__module__ = "torch.optim"
+    monkeypatch.setattr(torch.optim, "NeedsRate", NeedsRate, raising=False)
+    named = NeedsRate, {"lr": 1e-3, "weight_decay": 0.0}
+    monkeypatch.setattr(Trainer, "get_optimizer_cls_and_kwargs", staticmethod(lambda args, model=None: named))
+    (group,) = make(optim="sgd", learning_rate=1e-3).create_optimizer().param_groups[:1]
+    assert (group["rule"], group["lr"]) == ("torch.optim.NeedsRate", 1e-3)
+    with pytest.raises(ConfigError, match=r"fused\.lr=0\.5 contradicts learning_rate=0\.001"):
+        make(optim="sgd", learning_rate=1e-3, fused=lowmem.FusedConfig(lr=0.5))
+
+
 ADAMW = lowmem.FusedConfig(rule="adamw")
 REFUSED = {
     "an optimizer beside a rule": (

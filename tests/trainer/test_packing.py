@@ -1,7 +1,5 @@
 """Packed rows: each sample is trained as if it were alone, or packing is refused."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 import trl
@@ -14,7 +12,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import lowmem
 from lowmem.errors import UnsupportedError
-from lowmem.hf.packing import check_borders
+from lowmem.hf.dry_runs import check_borders
 from lowmem.trainer import FusedSFTTrainer
 
 SIZES = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -167,7 +165,7 @@ def test_the_check_leaves_no_trace(make):
 
 def test_a_model_that_changes_its_embeddings_in_place_is_checked():
     collate = trl.trainer.sft_trainer.DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
-    check_borders(small("ctrl", "eager"), collate, torch.device("cpu"), nullcontext())
+    check_borders(small("ctrl", "eager"), collate, torch.device("cpu"))
 
 
 def checked(rank, kind, model, leaks):
@@ -175,9 +173,9 @@ def checked(rank, kind, model, leaks):
     collate = trl.trainer.sft_trainer.DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
     if leaks:
         with pytest.raises(UnsupportedError, match="omit both"):
-            check_borders(net, collate, torch.device("cpu"), nullcontext())
+            check_borders(net, collate, torch.device("cpu"))
         return
-    check_borders(net, collate, torch.device("cpu"), nullcontext())
+    check_borders(net, collate, torch.device("cpu"))
     opt = lowmem.FusedOptimizer(net.named_parameters(), model=net, rule="lomo", lr=1e-3)
     ids = torch.tensor([SAMPLES[0]])
     opt.backward(net(input_ids=ids, labels=ids).loss)
