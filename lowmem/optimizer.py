@@ -252,11 +252,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         return self._loop.policy.reason
 
     @property
-    def replay(self) -> str | None:
-        """The second pass of "two_pass", "graph" or "forward"; None under another policy."""
-        return self._loop.policy.replay
-
-    @property
     def placement(self) -> str:
         """Where parameters are: "local", "replicated", "zero3" or "fsdp2"."""
         return self._placement.name

@@ -153,7 +153,7 @@ def peak_of_policy(net, batch, micro_batches=1, **options):
     def step():
         for n in range(1, micro_batches + 1):
             with opt.accumulate() if n < micro_batches else nullcontext():
-                opt.backward(loss if options.get("replay") == "forward" else loss())
+                opt.backward(loss())
 
     step()
     step()
@@ -166,7 +166,6 @@ def peak_of_policy(net, batch, micro_batches=1, **options):
 # What a policy may hold at once, in units of the largest gradient and of all gradients together, in their own dtype.
 PLANS = {
     "two_pass": ({"policy": "two_pass"}, 1, torch.float32, 1, 0),
-    "two_pass, forward": ({"policy": "two_pass", "replay": "forward"}, 1, torch.float32, 1, 0),
     "two_pass, bfloat16": ({"policy": "two_pass"}, 1, torch.bfloat16, 1, 0),
     "in memory": ({"policy": "deferred"}, 1, torch.float32, 0, 1),
     "in memory, 3": ({"policy": "deferred"}, 3, torch.float32, 1, 1),

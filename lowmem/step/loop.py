@@ -17,7 +17,7 @@ from lowmem.step import habits
 from lowmem.step.clipping import Clipping
 from lowmem.step.cycle import StepCycle
 from lowmem.step.hooks import GivenGradients, Hooks
-from lowmem.step.policies import POLICIES, Needs, Policy, choose, repeatable
+from lowmem.step.policies import POLICIES, Needs, Policy, choose
 from lowmem.step.record import ParamRecord
 from lowmem.step.report import Report
 from lowmem.step.updates import Updates, takes_computed
@@ -70,12 +70,12 @@ class StepLoop:
         asked = {"accumulation": self.hooks.accumulating, "reentrant": habits.reentrant(loss)}
         needs = Needs.of(self.rules, [group for group, _, _ in self.added], self.clipping, **asked)
         on_cpu = all(self.placement.shard.computes_on(param).type == "cpu" for param in self.records)
-        name, reason, replay = choose(self.config, needs, on_cpu=on_cpu, replays_graph=self.placement.replays_graph)
+        name, reason = choose(self.config, needs, on_cpu=on_cpu, replays_graph=self.placement.replays_graph)
         before = getattr(self, "policy", None)
         if before is not None and (before.accumulates or before.name == name):
             return
         parts = self.config, self.records, self.placement, self.others, self.cycle, self.clipping, self.updates
-        self.policy = POLICIES[name](*parts, reason, replay)
+        self.policy = POLICIES[name](*parts, reason)
         if before is not None or name != "immediate":
             logger.info("policy %s: %s", name, reason)
 
@@ -96,11 +96,6 @@ class StepLoop:
             state = "was removed by remove()" if self.hooks.removed else "is inside its paused()"
             raise StepError(f"backward() of an optimizer that {state}: nothing would be updated")
         self._begin(groups)
-        again = None
-        if self.policy.replay == "forward":
-            if isinstance(loss, Tensor):
-                raise StepError("replay='forward' computes the loss twice: pass a callable, opt.backward(lambda: loss)")
-            loss = again = repeatable(loss, (record.param.device for record in self.records.values()))
         value = loss if isinstance(loss, Tensor) else loss()
         _refuse_loss(value)
         if self.policy.name == "two_pass" and self.placement.has_leaves:  # it measures chosen ones
@@ -110,9 +105,9 @@ class StepLoop:
             record.refuse_leftover()
         self.cycle.begin(last, explicit=True)
         try:
-            for loss, inputs, retain_graph in self.policy.passes(value, again):
+            for inputs, retain_graph in self.policy.passes(value):
                 self._begin_pass()
-                scaled = self.clipping.scaler.scaled(loss)
+                scaled = self.clipping.scaler.scaled(value)
                 with self.hooks.alone(scaled):
                     torch.autograd.backward(scaled, inputs=inputs, retain_graph=retain_graph)
                 self._end_pass()

@@ -44,13 +44,12 @@ def train(model, context=NO_CONTEXT, micro_batches=1, **options):
                 return model(input_ids=ids, labels=ids).loss / micro_batches
 
             with context, opt.accumulate() if n < micro_batches else nullcontext():
-                opt.backward(loss if opt.replay == "forward" else loss())
+                opt.backward(loss())
 
 
 POLICIES = {
     "immediate": {"policy": "immediate"},
     "two_pass": {"policy": "two_pass", "clip_norm": 0.5},
-    "two_pass, forward": {"policy": "two_pass", "clip_norm": 0.5, "replay": "forward"},
     "deferred": {"policy": "deferred", "clip_norm": 0.5, "micro_batches": 2},
 }
 
@@ -114,6 +113,7 @@ if FULL:
 
 @pytest.mark.parametrize(("kind", "offload", "policy"), RANKS)
 def test_ranks_train_as_without_offload(two, kind, offload, policy):
-    options = POLICIES["two_pass, forward" if kind == "zero3" and policy == "two_pass" else policy]
-    for expected, actual in two.run(on_ranks, kind, offload, options):
+    if (kind, policy) == ("zero3", "two_pass"):
+        pytest.skip("refused")
+    for expected, actual in two.run(on_ranks, kind, offload, POLICIES[policy]):
         assert all(map(torch.equal, actual, expected))

@@ -265,7 +265,7 @@ def on_one_rank(rank, kind, policy):
             return value * math.nan if spoils else value
 
         try:
-            opt.backward(loss if opt.replay == "forward" else loss())
+            opt.backward(loss())
         except StepError as error:
             stopped = step, "the last 2 steps" in str(error)
             break
