@@ -170,7 +170,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 rule.adopt(group, sharded)
             for record in records.values():
                 self._hooks.add(record)
-                claim(record, {}, self.config, self._placement, self._hooks)  # it has no state yet
+                claim(record, {}, self._placement, self._hooks)  # it has no state yet
                 record.refuse_leftover()
             self._added[-1][1].update(habits.decided(group, records.values()))
             if not sharded:  # last: a parameter is refused by its name

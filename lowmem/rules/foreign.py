@@ -133,19 +133,18 @@ class ForeignRule(UpdateRule):
         ends = [{param.ndim: tuple(param.shape) for param in order} for order in (small, small[::-1])]
         own = [shape for end in ends for shape in end.values()]  # the largest and the smallest
         rates = [{**hyper, "lr": 1e-2}, hyper] if "lr" in hyper else [hyper]  # a step at a tiny rate hides differences
-        for dtype in {torch.complex64 if param.is_complex() else torch.float32 for param in params} or {torch.float32}:
-            like, failure = torch.empty((), dtype=dtype, device=real[0].device if real else "cpu"), None
-            for settings, shapes, absent in itertools.product(rates, filter(None, (usual, own)), (True, False)):
-                try:
-                    with _isolated():
-                        self._try(settings, *_trial(shapes, absent, like), sharded)
-                    break
-                except (ConfigError, UnsupportedError):
-                    raise
-                except Exception as error:  # a class may raise anything
-                    failure = error
-            else:
-                raise UnsupportedError(f"{self.name} does not run: {failure or type(failure).__name__}") from failure
+        device, failure = real[0].device if real else torch.device("cpu"), None
+        for settings, shapes, absent in itertools.product(rates, filter(None, (usual, own)), (True, False)):
+            try:
+                with _isolated():
+                    self._try(settings, *_trial(shapes, absent, device), sharded)
+                break
+            except (ConfigError, UnsupportedError):
+                raise
+            except Exception as error:  # a class may raise anything
+                failure = error
+        else:
+            raise UnsupportedError(f"{self.name} does not run: {failure or type(failure).__name__}") from failure
         instance = self._instances[id(hyper)] = self._new(hyper)
         self._refuse_overrides(instance.optimizer, params)
         if hasattr(self.cls, "eval") and len(self._instances) == 1:
@@ -328,12 +327,12 @@ def _random_states() -> list[Any]:
     return states
 
 
-def _trial(shapes: Sequence[tuple[int, ...]], absent: bool, like: Tensor) -> tuple[list[Tensor], _Grads]:
+def _trial(shapes: Sequence[tuple[int, ...]], absent: bool, device: torch.device) -> tuple[list[Tensor], _Grads]:
     """Parameters, and their gradients of each step, always the same. absent: one of them has no gradient once."""
     source = torch.Generator().manual_seed(0)
 
     def drawn(shape: tuple[int, ...], size: float = 1.0) -> Tensor:
-        return torch.randn(shape, generator=source, dtype=like.dtype, device="cpu").mul_(size).to(like.device)
+        return torch.randn(shape, generator=source, device="cpu").mul_(size).to(device)
 
     starts = list(map(drawn, shapes))
     grads: _Grads = [

@@ -293,5 +293,4 @@ def _float32_parts(grad: Gradient) -> Iterable[Tensor]:
     """The gradient itself if it is float32, else float32 copies of its tiles, or its blocks as they are computed."""
     if not isinstance(grad, Tensor):
         return (block for _, block in grad.blocks())
-    single = torch.complex64 if grad.is_complex() else torch.float32
-    return [grad] if grad.dtype == single else (tile.to(single) for tile in tiles(grad))
+    return [grad] if _is_float32(grad) else (tile.float() for tile in tiles(grad))

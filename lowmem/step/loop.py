@@ -168,7 +168,7 @@ class StepLoop:
     def claim(self) -> None:
         """Decides how parameters are updated that have been unfrozen, or have changed, since the last step."""
         for record in self.records.values():
-            claim(record, self.updates.state, self.config, self.placement, self.hooks)
+            claim(record, self.updates.state, self.placement, self.hooks)
 
     def _settings(self, groups: Sequence[Group]) -> dict[str, Any]:
         """The settings that all ranks have to agree on."""
@@ -279,9 +279,7 @@ class StepLoop:
         self.placement.reducer.drop()
 
 
-def claim(
-    record: ParamRecord, state: Mapping[Tensor, Group], config: FusedConfig, placement: Placement, hooks: Hooks
-) -> None:
+def claim(record: ParamRecord, state: Mapping[Tensor, Group], placement: Placement, hooks: Hooks) -> None:
     """Decides how a parameter is updated, once it requires a gradient, and again if its form has changed."""
     shard = placement.shard
     form = shard.form(record.param)
@@ -292,10 +290,10 @@ def claim(
             f"parameter {record.name!r} is on 'mps', which has no float64, in which norms and step sizes are "
             "computed. Train on a CPU or on a GPU with CUDA: model.to('cpu')"
         )
-    if record.param.is_complex() and (config.loss_scale or config.clip_value or shard.sharded):
+    if record.param.is_complex():
         raise UnsupportedError(
-            f"parameter {record.name!r} is complex, and such are trained without loss_scale and clip_value, and "
-            "not sharded. Make it real, with the two parts as last dimension, and use torch.view_as_complex(param)"
+            f"parameter {record.name!r} is complex. Make it real, with the two parts as last dimension, and compute "
+            "with torch.view_as_complex(param)"
         )
     if record.form is not None and (record.extra or state.get(record.param)):
         record.refuse_misfits(state[record.param], shard)

@@ -113,8 +113,7 @@ class StoredTiles(Tiles):
         self._passes = 0
         self._written = False
         self._params = self._sources(weight)
-        # complex gradients are only measured
-        self._grads = Source(layout, grad.abs() if isinstance(grad, Tensor) and grad.is_complex() else grad)
+        self._grads = Source(layout, grad)
 
     def complete_grad(self) -> Tensor:
         assert isinstance(self._grad, Tensor)  # rules that need it have needs_dense_gradient
