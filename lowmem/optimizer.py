@@ -160,7 +160,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         group.setdefault("param_names", [])  # torch leaves it out where there are no parameters
         records: dict[Tensor, ParamRecord] = {}
         self._rules.append(rule)
-        self._added.append((group, {}, len(group["params"])))
+        self._added.append((group, {**group}, len(group["params"])))
         try:
             records = self._records_of(group, rule)
             if self._complete:
@@ -172,7 +172,6 @@ class FusedOptimizer(torch.optim.Optimizer):
                 self._hooks.add(record)
                 claim(record, {}, self._placement, self._hooks)  # it has no state yet
                 record.refuse_leftover()
-            self._added[-1][1].update(habits.decided(group, records.values()))
             if not sharded:  # last: a parameter is refused by its name
                 rule.adopt(group, sharded)
             self._records.update(records)

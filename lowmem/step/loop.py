@@ -39,7 +39,7 @@ class StepLoop:
     Attributes:
         rules: of the parameter groups.
         others: parameters of the model that the optimizer did not get, with their names and whether they were trained.
-        added: each parameter group, what was `habits.decided` by it, and how many parameters it had.
+        added: each parameter group, its settings as they were then, and how many parameters it had.
         policy: says when gradients become updates.
     """
 
