@@ -187,8 +187,8 @@ class ForeignRule(UpdateRule):
         grads = [grads[0] - along + 0.004 * start * (grads[0].norm() / start.norm()), *grads]
         try:
             (full,), _, (state,) = self._one_at_a_time(hyper, [start], [[grad] for grad in grads])
-            parts, *cut = (list(tensor.flatten().tensor_split([_CUT])) for tensor in (start, *grads))
-            shards, *_ = self._one_at_a_time(hyper, parts, cut)
+            parts, *cut = (tensor.flatten().tensor_split([_CUT]) for tensor in (start, *grads))
+            shards, *_ = self._one_at_a_time(hyper, parts, [[*each] for each in cut])
             # a state of another size is not cut and gathered as shards are
             cuttable = all(v.numel() in (1, start.numel()) for v in state.values() if isinstance(v, Tensor))
             if cuttable and torch.allclose(full.flatten(), torch.cat(shards), rtol=1e-5, atol=1e-7, equal_nan=True):

@@ -110,7 +110,6 @@ class Report:
 
     Args:
         updates: of the optimizer.
-        device: where the counts are.
         limit: how many steps with a gradient that is not finite may follow one another; None for any number.
 
     Attributes:
@@ -121,11 +120,11 @@ class Report:
             dynamic loss scale has not had a finite step yet.
     """
 
-    def __init__(self, updates: Updates, device: torch.device, limit: int | None) -> None:
+    def __init__(self, updates: Updates, limit: int | None) -> None:
         self._cycle, self._clipping, self._changes = updates.cycle, updates.clipping, updates.changes
-        self._device, self._limit = device, limit
+        self._device, self._limit = updates.clipping.device, limit
         self.last: LastStep | None = None
-        self.nonfinite_gradients = torch.zeros((), dtype=torch.int64, device=device)
+        self.nonfinite_gradients = torch.zeros((), dtype=torch.int64, device=self._device)
         self.nonfinite_steps = torch.zeros_like(self.nonfinite_gradients)
         self.streak = 0
         self._first: list[str] = []  # the parameters whose gradient was not finite in the first of them
