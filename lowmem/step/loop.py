@@ -69,12 +69,12 @@ class StepLoop:
         """
         asked = {"accumulation": self.hooks.accumulating, "reentrant": habits.reentrant(loss)}
         needs = Needs.of(self.rules, [group for group, _, _ in self.added], self.clipping, **asked)
-        on_cpu = all(self.placement.shard.computes_on(param).type == "cpu" for param in self.records)
-        name, reason = choose(self.config, needs, on_cpu=on_cpu, replays_graph=self.placement.replays_graph)
+        on_cpu = all(param.device.type == "cpu" for param in self.records)
+        name, reason = choose(self.config, needs, on_cpu=on_cpu, sharded=self.placement.shard.sharded)
         before = getattr(self, "policy", None)
         if before is not None and (before.accumulates or before.name == name):
             return
-        parts = self.config, self.records, self.placement, self.others, self.cycle, self.clipping, self.updates
+        parts = self.config, self.records, self.cycle, self.clipping, self.updates
         self.policy = POLICIES[name](*parts, reason)
         if before is not None or name != "immediate":
             logger.info("policy %s: %s", name, reason)
@@ -98,14 +98,14 @@ class StepLoop:
         self._begin(groups)
         value = loss if isinstance(loss, Tensor) else loss()
         _refuse_loss(value)
-        if self.policy.name == "two_pass" and self.placement.has_leaves:  # it measures chosen ones
+        if self.policy.name == "two_pass":
             self.choose_policy(value)
         self.claim()
         for record in self.records.values():
             record.refuse_leftover()
         self.cycle.begin(last, explicit=True)
         try:
-            for inputs, retain_graph in self.policy.passes(value):
+            for inputs, retain_graph in self.policy.passes():
                 self._begin_pass()
                 scaled = self.clipping.scaler.scaled(value)
                 with self.hooks.alone(scaled):

@@ -10,10 +10,8 @@ from torch import Tensor
 
 from lowmem.errors import StepError, UnsupportedError
 from lowmem.options import FusedConfig
-from lowmem.placements import Placement
 from lowmem.placements.base import NO_EARLIER, Earlier
 from lowmem.rules import UpdateRule
-from lowmem.step import habits
 from lowmem.step.clipping import Clipping, Decision
 from lowmem.step.cycle import StepCycle
 from lowmem.step.offload import GradientStore, make_store
@@ -90,7 +88,7 @@ _REFUSALS = {
 )
 
 
-def choose(config: FusedConfig, needs: Needs, *, on_cpu: bool, replays_graph: bool = True) -> tuple[str, str]:
+def choose(config: FusedConfig, needs: Needs, *, on_cpu: bool, sharded: bool = False) -> tuple[str, str]:
     """The policy that was asked for, or with `auto` the cheapest that is exact for what is needed; and the reason.
     Raises `UnsupportedError` if it cannot do what is needed. On a CPU, `auto` prefers two passes, because offloaded
     gradients would take as much memory as the weights.
@@ -100,10 +98,10 @@ def choose(config: FusedConfig, needs: Needs, *, on_cpu: bool, replays_graph: bo
             raise UnsupportedError(why.format(policy=policy, need=need))
     beforehand = needs.norm or needs.skip or needs.exact_skip
     reason = f"{beforehand} needs all gradients before the first update"
-    if config.policy == "two_pass" and not replays_graph:
+    if config.policy == "two_pass" and sharded:
         raise UnsupportedError(
-            "policy 'two_pass' runs backward through a graph twice, and DeepSpeed ZeRO-3 gathers parameters for one "
-            "backward of each forward. Use policy='deferred' (or 'auto')"
+            "policy 'two_pass' runs backward through a graph twice, whose leaves would be gathered and reduced twice "
+            "where parameters are sharded. Use policy='deferred' (or 'auto'), which stores this rank's shards"
         )
     if config.policy != "auto":
         return config.policy, "as requested"
@@ -115,7 +113,7 @@ def choose(config: FusedConfig, needs: Needs, *, on_cpu: bool, replays_graph: bo
         return "immediate", "updates during backward, one gradient in memory at a time"
     if needs.reentrant:
         reason += ", and reentrant activation checkpointing allows no backward that only measures them"
-    if needs.reentrant or not (on_cpu and replays_graph):
+    if needs.reentrant or sharded or not on_cpu:
         return "deferred", f"{reason}, so gradients are offloaded until the step is decided"
     return "two_pass", f"{reason}, so they are measured in a first backward, and the graph is replayed"
 
@@ -141,8 +139,6 @@ class Policy:
 
     config: FusedConfig
     records: Mapping[Tensor, ParamRecord]
-    placement: Placement
-    others: Mapping[Tensor, tuple[str, bool]]
     cycle: StepCycle
     clipping: Clipping
     updates: Updates
@@ -166,7 +162,7 @@ class Policy:
         if self.clipping.scaler.value is not None:
             raise StepError("with a loss scale the loss must be scaled: call opt.backward(loss)")
 
-    def passes(self, loss: Tensor) -> Iterator[Pass]:
+    def passes(self) -> Iterator[Pass]:
         """The backwards of a loss, each of which has run when the next one is asked for."""
         yield None, False
 
@@ -203,21 +199,11 @@ class TwoPass(Policy):
 
     name = "two_pass"
 
-    def passes(self, loss: Tensor) -> Iterator[Pass]:
+    def passes(self) -> Iterator[Pass]:
         self.drop()
         hooked = [record.param for record in self.records.values() if record.trained]
-        if hooked and self.placement.has_leaves:  # other leaves of the graph get their gradient in the second pass
+        if hooked:  # other leaves of the graph get their gradient in the second pass
             yield hooked, True
-        elif hooked:
-            leaves = {node.variable for node in habits.nodes(loss) if type(node).__name__ == "AccumulateGrad"}
-            before = {leaf: leaf.grad for leaf in (leaves | self.others.keys()) - self.records.keys()}
-            try:
-                for leaf in before:
-                    leaf.grad = None
-                yield None, True
-            finally:
-                for leaf, grad in before.items():
-                    leaf.grad = grad
         self.cycle.next_pass()
         self._decision = self.clipping.decide(self._measured, prepared=False)
         if self._decision.skipped:

@@ -35,7 +35,6 @@ SETTINGS = {
 SUMMED = {
     "adalomo": ("int8", {"rule": "adalomo", "lr": 1e-2}),
     "clipped": ("int10", {**ADAMW, "clip_norm": 0.5, "policy": "deferred"}),
-    "clipped, measured first": ("int10", {**ADAMW, "clip_norm": 0.5, "policy": "two_pass"}),
     "clipped, 12 bits": ("int12", {**ADAMW, "clip_norm": 0.5, "policy": "deferred"}),
 }
 COMPILED = {"compiled": ("int10", {**ADAMW, "batching": False, "compile": True})} if has_compiler("cpu") else {}

@@ -16,7 +16,6 @@ from lowmem.rules.rule import TABLE
 
 RULES = [*sorted(TABLE), "torch.optim.AdamW"]
 POLICIES = {
-    "two_pass": {"policy": "two_pass", "clip_norm": 0.5},
     "deferred": {"policy": "deferred", "clip_norm": 0.5},
     "dynamic scale": {"clip_norm": 0.5, "loss_scale": "dynamic"},
     "largest element": {"clip_norm": 0.05, "norm_type": float("inf"), "clip_value": 0.1},
