@@ -113,7 +113,7 @@ def trace_update(kind: Kind, rule: UpdateRule) -> TracedUpdate:
         grad, parts = next(given), given
         weight = Held(kind.storage, tuple(next(parts) for _ in kind.storage.parts))
         states |= {name: Held(each, tuple(next(parts) for _ in each.parts)) for name, each in kind.states}
-        tiles = TracedTiles(weight, grad, reading, scalars, lines=lines, shape=size, noise_key=key)
+        tiles = TracedTiles(weight, grad, reading, scalars, lines, full=size, key=key)
         sweep = Sweep(tiles)
         weighted = rule.update(sweep, kind.spec, states)
         results = [] if reading.square_sums is not None else [sweep.square_sums]

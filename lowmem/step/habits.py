@@ -8,7 +8,7 @@ import functools
 import logging
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -167,17 +167,12 @@ _REENTRANT: "weakref.WeakSet[Any]" = weakref.WeakSet()  # nodes of reentrant che
 
 def reentrant(loss: Tensor | None) -> bool:
     """Returns whether the graph of a loss has regions with reentrant activation checkpointing."""
-    return bool(_REENTRANT) and loss is not None and any(node in _REENTRANT for node in nodes(loss))
-
-
-def nodes(loss: Tensor) -> Iterator[Any]:
-    """Yields each node of the graph of a loss."""
-    ahead, seen = list[Any]([loss.grad_fn]), set[Any]((None,))
+    ahead, seen = list[Any]([loss.grad_fn] if _REENTRANT and loss is not None else []), set[Any]((None,))
     while ahead:
         if (node := ahead.pop()) not in seen:
             seen.add(node)
-            yield node
             ahead += [following for following, _ in node.next_functions]
+    return not seen.isdisjoint(_REENTRANT)
 
 
 def nests(records: Iterable[ParamRecord]) -> bool:

@@ -68,9 +68,10 @@ class StepLoop:
             UnsupportedError: the policy that was asked for cannot.
         """
         asked = {"accumulation": self.hooks.accumulating, "reentrant": habits.reentrant(loss)}
+        asked["sharded"] = self.placement.shard.sharded
         needs = Needs.of(self.rules, [group for group, _, _ in self.added], self.clipping, **asked)
         on_cpu = all(param.device.type == "cpu" for param in self.records)
-        name, reason = choose(self.config, needs, on_cpu=on_cpu, sharded=self.placement.shard.sharded)
+        name, reason = choose(self.config, needs, on_cpu=on_cpu)
         before = getattr(self, "policy", None)
         if before is not None and (before.accumulates or before.name == name):
             return

@@ -39,7 +39,8 @@ class Needs:
 
     norm: the option that needs the norm over all gradients before the first update.  skip: what needs a step with an
     overflow to be skipped as a whole.  exact_skip: what is exact only if it is.  accumulation: several micro-batches
-    are one step.  reentrant: activation checkpointing that does not allow a backward which only measures.
+    are one step.  reentrant: activation checkpointing that does not allow a backward which only measures.  sharded:
+    parameters are.
     """
 
     norm: str | None = None
@@ -47,6 +48,7 @@ class Needs:
     exact_skip: str | None = None
     accumulation: bool = False
     reentrant: bool = False
+    sharded: bool = False
 
     @classmethod
     def of(
@@ -71,6 +73,10 @@ _REFUSALS = {
         "policy 'two_pass' measures gradients in a backward of their own, which reentrant activation checkpointing "
         "does not allow. Use checkpoint(..., use_reentrant=False), or policy='deferred' (or 'auto')"
     ),
+    ("two_pass", "sharded"): (
+        "policy 'two_pass' runs backward through a graph twice, whose leaves would be gathered and reduced twice where "
+        "parameters are sharded. Use policy='deferred' (or 'auto'), which stores this rank's shards"
+    ),
     ("immediate", "norm"): (
         "{need}: policy 'immediate' updates a parameter before the norm over all gradients is known, so it "
         "cannot clip by it. Use policy='two_pass', 'deferred' or 'auto', or omit the option (in a Hugging Face "
@@ -88,7 +94,7 @@ _REFUSALS = {
 )
 
 
-def choose(config: FusedConfig, needs: Needs, *, on_cpu: bool, sharded: bool = False) -> tuple[str, str]:
+def choose(config: FusedConfig, needs: Needs, *, on_cpu: bool) -> tuple[str, str]:
     """The policy that was asked for, or with `auto` the cheapest that is exact for what is needed; and the reason.
     Raises `UnsupportedError` if it cannot do what is needed. On a CPU, `auto` prefers two passes, because offloaded
     gradients would take as much memory as the weights.
@@ -98,11 +104,6 @@ def choose(config: FusedConfig, needs: Needs, *, on_cpu: bool, sharded: bool = F
             raise UnsupportedError(why.format(policy=policy, need=need))
     beforehand = needs.norm or needs.skip or needs.exact_skip
     reason = f"{beforehand} needs all gradients before the first update"
-    if config.policy == "two_pass" and sharded:
-        raise UnsupportedError(
-            "policy 'two_pass' runs backward through a graph twice, whose leaves would be gathered and reduced twice "
-            "where parameters are sharded. Use policy='deferred' (or 'auto'), which stores this rank's shards"
-        )
     if config.policy != "auto":
         return config.policy, "as requested"
     if needs.accumulation:
@@ -113,7 +114,7 @@ def choose(config: FusedConfig, needs: Needs, *, on_cpu: bool, sharded: bool = F
         return "immediate", "updates during backward, one gradient in memory at a time"
     if needs.reentrant:
         reason += ", and reentrant activation checkpointing allows no backward that only measures them"
-    if needs.reentrant or sharded or not on_cpu:
+    if needs.reentrant or needs.sharded or not on_cpu:
         return "deferred", f"{reason}, so gradients are offloaded until the step is decided"
     return "two_pass", f"{reason}, so they are measured in a first backward, and the graph is replayed"
 
