@@ -33,7 +33,6 @@ METHODS = {
     FLOOR: Method(drop_gradients, "floor"),
     BASE: ours(policy="immediate"),
     "two_pass": ours(policy="two_pass", clip_norm=1.0),
-    "two_pass, forward replay": ours(policy="two_pass", replay="forward", clip_norm=1.0),
     "deferred": deferred(),
     "deferred, rule adamw": deferred(rule="adamw"),
     "ordinary AdamW(fused=True)": Method(ADAMW),

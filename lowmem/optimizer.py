@@ -15,7 +15,6 @@ from lowmem.errors import ConfigError, UnsupportedError, did_you_mean
 from lowmem.options import FusedConfig
 from lowmem.rules import UpdateRule
 from lowmem.step import habits
-from lowmem.step.changes import Changes
 from lowmem.step.clipping import Clipping
 from lowmem.step.compiled import decide_compilation
 from lowmem.step.cycle import StepCycle
@@ -96,28 +95,17 @@ class FusedOptimizer(torch.optim.Optimizer):
             self.compiled = decide_compilation(self.config.compile, self._records.values())
             if any(self._placement.shard.quantized(param) is not None for param in self._records):
                 QuantizedWeight.compiled = self.compiled
-            device = next((record.param.device for record in self._records.values()), torch.device("cpu"))
-            config, shard = self.config, self._placement.shard
-            ranks = next(map(shard.ranks_of, self._records), None)
-            self._clipping = Clipping(self.param_groups, self._records, self.state, config, device, ranks)
-            self._updates = Updates(
-                self.state,
-                self._cycle,
-                self._placement,
-                self._clipping,
-                Changes(self._records, device),
-                config,
-                self.compiled,
-            )
-            self._report = Report(self._updates, device, config.max_nonfinite_steps)
-            saved = self._clipping, self._cycle, self._updates, self._report
-            self._saving = Saving(self._records, self.param_groups, self.state, shard, *saved, config.convert_states)
+            config, placement = self.config, self._placement
+            self._clipping = Clipping(self.param_groups, self._records, self.state, config, placement.shard)
+            self._updates = Updates(self._cycle, placement, self._clipping, config, self.compiled)
+            self._report = Report(self._updates, config.max_nonfinite_steps)
+            named = () if model is None else model.named_parameters()
+            others: dict[Tensor, tuple[str, bool]] = {
+                param: (name, param.requires_grad) for name, param in named if param not in self._records
+            }
             parts = self._hooks, self._cycle, self._clipping, self._updates, self._report
-            others: dict[Tensor, tuple[str, bool]] = {}
-            for name, param in () if model is None else model.named_parameters():
-                if param not in self._records:
-                    others[param] = name, param.requires_grad
-            self._loop = StepLoop(config, self._rules, self._added, self._records, self._placement, others, *parts)
+            self._loop = StepLoop(config, self._rules, self._added, self._records, placement, others, *parts)
+            self._saving = Saving(self._loop)
         except BaseException:
             self.remove()  # the hooks of the groups that were added
             raise
@@ -160,7 +148,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         group.setdefault("param_names", [])  # torch leaves it out where there are no parameters
         records: dict[Tensor, ParamRecord] = {}
         self._rules.append(rule)
-        self._added.append((group, {}, len(group["params"])))
+        self._added.append((group, {**group}, len(group["params"])))
         try:
             records = self._records_of(group, rule)
             if self._complete:
@@ -170,9 +158,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                 rule.adopt(group, sharded)
             for record in records.values():
                 self._hooks.add(record)
-                claim(record, {}, self.config, self._placement, self._hooks)  # it has no state yet
+                claim(record, {}, self._placement, self._hooks)  # it has no state yet
                 record.refuse_leftover()
-            self._added[-1][1].update(habits.decided(group, records.values()))
             if not sharded:  # last: a parameter is refused by its name
                 rule.adopt(group, sharded)
             self._records.update(records)
@@ -250,11 +237,6 @@ class FusedOptimizer(torch.optim.Optimizer):
     def policy_reason(self) -> str:
         """The reason why this policy was chosen."""
         return self._loop.policy.reason
-
-    @property
-    def replay(self) -> str | None:
-        """The second pass of "two_pass", "graph" or "forward"; None under another policy."""
-        return self._loop.policy.replay
 
     @property
     def placement(self) -> str:

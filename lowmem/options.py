@@ -15,7 +15,6 @@ from lowmem.rules.rule import GROUP_KEYS
 from lowmem.tiles import storage
 
 Policy = Literal["auto", "immediate", "two_pass", "deferred"]
-Replay = Literal["auto", "graph", "forward"]
 Store = Literal["host", "device"]
 
 
@@ -82,10 +81,6 @@ class FusedConfig:
         max_nonfinite_steps: after this many steps in a row with a gradient that is not finite, `backward` raises
             `StepError` instead of taking another step; None never does. Steps in which a dynamic loss scale still
             looks for its first value, before any step with finite gradients, do not count.
-        replay: how "two_pass" gets its second pass. "graph" runs backward through the same graph twice; "forward"
-            computes the loss again with the same random numbers, and `backward` has to be given a callable (modules
-            that count their forwards, such as BatchNorm, count both); "auto" is "graph", except under ZeRO-3, which
-            gathers for one backward only.
         store: where "deferred" offloads gradients to: "host" (pinned memory where there is a GPU) or "device". None is
             "host". Setting it asks for "deferred".
         accumulation_dtype: micro-batches are summed in "float32" (4 bytes per element in the store), or in the dtype of
@@ -127,7 +122,6 @@ class FusedConfig:
     clip_value: float | None = None
     loss_scale: float | Literal["dynamic"] | DynamicScale | None = None
     max_nonfinite_steps: int | None = 20
-    replay: Replay = "auto"
     store: Store | None = None
     accumulation_dtype: Literal["float32", "gradient"] = "float32"
     rounding: str = "auto"
@@ -226,7 +220,6 @@ class FusedConfig:
     def _check_choices(self) -> None:
         for option, choices in (
             ("policy", get_args(Policy)),
-            ("replay", get_args(Replay)),
             ("store", get_args(Store)),
             ("accumulation_dtype", ("float32", "gradient")),
             ("placement", get_args(placements.Choice)),
@@ -248,10 +241,6 @@ class FusedConfig:
             raise ConfigError(
                 f"store and accumulation_dtype have no effect under policy {self.policy!r}; they are of 'deferred'"
             )
-        if self.policy in ("immediate", "deferred") and self.replay != "auto":
-            raise ConfigError(f"replay has no effect under policy {self.policy!r}; it is of 'two_pass'")
-        if self.policy == "auto" and self.replay != "auto" and self.store is not None:
-            raise ConfigError("replay is of policy 'two_pass' and store of 'deferred'; set only one of them")
 
     def _check_group(self, group: Mapping[str, Any], place: str) -> None:
         if not isinstance(group, Mapping) or not isinstance(group.get("match"), str):

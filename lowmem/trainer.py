@@ -278,11 +278,6 @@ class FusedTrainerMixin(_Base):
         if self.args.gradient_accumulation_steps > 1:
             with opt.accumulate():  # chooses the policy now instead of after the first micro-batch
                 pass
-        if opt.replay == "forward":
-            raise UnsupportedError(
-                "policy='two_pass': DeepSpeed ZeRO-3 would need a second forward, and a trainer has computed the loss "
-                "when the optimizer gets it; use policy='deferred' (or 'auto')"
-            )
         if opt.policy == "two_pass":
             arguments.check_replay(self.args)
         names = ", ".join(dict.fromkeys(group["rule"] for group in opt.param_groups))

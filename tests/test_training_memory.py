@@ -12,7 +12,7 @@ from support.nets import Memory
 
 import lowmem
 from lowmem.step import policies
-from lowmem.step.offload import Host
+from lowmem.step.offload import GradientStore
 
 MIB = 1 << 20
 VOCABULARY = 16384
@@ -153,7 +153,7 @@ def peak_of_policy(net, batch, micro_batches=1, **options):
     def step():
         for n in range(1, micro_batches + 1):
             with opt.accumulate() if n < micro_batches else nullcontext():
-                opt.backward(loss if options.get("replay") == "forward" else loss())
+                opt.backward(loss())
 
     step()
     step()
@@ -166,7 +166,6 @@ def peak_of_policy(net, batch, micro_batches=1, **options):
 # What a policy may hold at once, in units of the largest gradient and of all gradients together, in their own dtype.
 PLANS = {
     "two_pass": ({"policy": "two_pass"}, 1, torch.float32, 1, 0),
-    "two_pass, forward": ({"policy": "two_pass", "replay": "forward"}, 1, torch.float32, 1, 0),
     "two_pass, bfloat16": ({"policy": "two_pass"}, 1, torch.bfloat16, 1, 0),
     "in memory": ({"policy": "deferred"}, 1, torch.float32, 0, 1),
     "in memory, 3": ({"policy": "deferred"}, 3, torch.float32, 1, 1),
@@ -185,7 +184,7 @@ def test_a_policy_holds_what_it_plans(
     options, micro_batches, dtype, largest, all_of_them, model, token_batches, monkeypatch
 ):
     if options.get("store") == "host":  # as for a GPU: the memory to which gradients are offloaded stays
-        monkeypatch.setattr(policies, "make_store", lambda *_: Host())
+        monkeypatch.setattr(policies, "make_store", lambda *_: GradientStore(host=True))
     net = model(True).to(dtype)
     (batch,) = token_batches(1, size=(1, 8), vocab_size=VOCABULARY)
     peak = peak_of_policy(net, batch, micro_batches, **options)

@@ -80,10 +80,8 @@ class Generated:
 class _OneRank:
     """The ranks of a shard that is all of its parameter."""
 
-    def all_reduce_sum(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def all_reduce(self, tensors: Sequence[Tensor], *, largest: bool = False) -> list[Tensor]:
         return list(tensors)
-
-    all_reduce_max = all_reduce_sum
 
 
 class _SourceError(Exception):

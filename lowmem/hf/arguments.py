@@ -75,11 +75,6 @@ def check_arguments(args: TrainingArguments, fused: FusedConfig) -> None:
         if value is not None and value != (setting := getattr(args, argument)):
             hint = " (its default is 1.0, and 0 does not clip)" if argument == "max_grad_norm" else ""
             raise ConfigError(f"fused.{option}={value!r} contradicts {argument}={setting!r}; set only {argument}{hint}")
-    if fused.replay == "forward":
-        raise UnsupportedError(
-            "replay='forward' computes the loss twice, and a trainer has computed it when the optimizer gets it; omit "
-            "replay (backward then uses the graph twice), or use policy='deferred'"
-        )
     if args.fp16 and args.device.type == "cpu":
         raise ConfigError(
             "fp16=True: Accelerate has no fp16 autocast on a CPU and ignores it without a warning; use bf16=True, or "

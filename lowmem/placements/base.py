@@ -35,10 +35,6 @@ class Shard:
         """The ranks that hold a shard of a parameter; None where it is complete."""
         return None
 
-    def computes_on(self, param: Tensor) -> torch.device:
-        """The device on which backward computes the gradient of a parameter, which may be stored elsewhere."""
-        return param.device
-
     def admit(self, name: str, param: Tensor) -> None:
         """Raises `UnsupportedError` for a parameter that cannot be updated where it is."""
 
@@ -157,13 +153,10 @@ class Placement:
     """Where parameters are and how their gradients get there.
 
     Attributes:
-        replays_graph: a second backward may run through the graph of a forward.
-        has_leaves: parameters are leaves of the graph, so that a backward may compute gradients of some of them only.
+        name: as the option calls it.
     """
 
     name: ClassVar[str]
-    replays_graph: ClassVar[bool] = True
-    has_leaves: ClassVar[bool] = True
 
     def __init__(self, shard: Shard, reducer: Reducer) -> None:
         self.shard, self.reducer = shard, reducer

@@ -38,17 +38,10 @@ class Ranks:
         self.scatters_by_reducing = dist.get_backend(group) == "gloo"
         self.rank = dist.get_rank(group)
 
-    def all_reduce_sum(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Each tensor summed over the ranks; all have one dtype."""
-        return self._all_reduce(tensors, dist.ReduceOp.SUM)
-
-    def all_reduce_max(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The elementwise maximum of each tensor over the ranks; all have one dtype."""
-        return self._all_reduce(tensors, dist.ReduceOp.MAX)
-
-    def _all_reduce(self, tensors: Sequence[Tensor], op: dist.ReduceOp.RedOpType) -> list[Tensor]:
+    def all_reduce(self, tensors: Sequence[Tensor], *, largest: bool = False) -> list[Tensor]:
+        """Each tensor summed over the ranks, or its elementwise maximum if `largest`; all have one dtype."""
         packed = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(self._device)
-        dist.all_reduce(packed, op=op, group=self.group)
+        dist.all_reduce(packed, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=self.group)
         split = packed.to(tensors[0].device).split([tensor.numel() for tensor in tensors])
         return [part.view(tensor.shape) for part, tensor in zip(split, tensors, strict=True)]
 

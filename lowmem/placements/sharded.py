@@ -37,9 +37,6 @@ class FlatShard(Shard):
                 "of ranks"
             )
 
-    def computes_on(self, param: Tensor) -> torch.device:
-        return self.group_of(param)[1]
-
     def form(self, param: Tensor) -> tuple[Any, ...]:
         return (param.dtype,)
 
@@ -75,8 +72,6 @@ class FlatShard(Shard):
 
 class Sharded(Placement):
     """A placement whose graphs have gathered parameters as leaves, which come and go."""
-
-    has_leaves = False
 
     def confirm(self, records: Collection[Placed], settings: Mapping[str, Any]) -> None:
         for ranks in dict.fromkeys(self.shard.ranks_of(record.param) for record in records):  # a set has no order

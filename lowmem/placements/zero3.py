@@ -169,7 +169,6 @@ class Zero3(Sharded):
     """
 
     name = "zero3"
-    replays_graph = False
 
     def __init__(self) -> None:
         shard = _Partition()

@@ -133,21 +133,25 @@ class ForeignRule(UpdateRule):
         ends = [{param.ndim: tuple(param.shape) for param in order} for order in (small, small[::-1])]
         own = [shape for end in ends for shape in end.values()]  # the largest and the smallest
         rates = [{**hyper, "lr": 1e-2}, hyper] if "lr" in hyper else [hyper]  # a step at a tiny rate hides differences
-        for dtype in {torch.complex64 if param.is_complex() else torch.float32 for param in params} or {torch.float32}:
-            like, failure = torch.empty((), dtype=dtype, device=real[0].device if real else "cpu"), None
-            for settings, shapes, absent in itertools.product(rates, filter(None, (usual, own)), (True, False)):
-                try:
-                    with _isolated():
-                        self._try(settings, *_trial(shapes, absent, like), sharded)
-                    break
-                except (ConfigError, UnsupportedError):
-                    raise
-                except Exception as error:  # a class may raise anything
-                    failure = error
-            else:
-                raise UnsupportedError(f"{self.name} does not run: {failure or type(failure).__name__}") from failure
+        device, failure = real[0].device if real else torch.device("cpu"), None
+        for settings, shapes, absent in itertools.product(rates, filter(None, (usual, own)), (True, False)):
+            try:
+                with _isolated():
+                    self._try(settings, *_trial(shapes, absent, device), sharded)
+                break
+            except (ConfigError, UnsupportedError):
+                raise
+            except Exception as error:  # a class may raise anything
+                failure = error
+        else:
+            raise UnsupportedError(f"{self.name} does not run: {failure or type(failure).__name__}") from failure
         instance = self._instances[id(hyper)] = self._new(hyper)
-        self._refuse_overrides(instance.optimizer, params)
+        manager = getattr(instance.optimizer, "mng", None)  # bitsandbytes 0.50, optim/optimizer.py
+        if manager is not None and (manager.index2config or manager.pid2config or manager.module_weight_config_triple):
+            self._refuse(
+                "has settings for single parameters in this process (override_config, StableEmbedding), found by their "
+                "numbers. Give these parameters a group of their own, with another rule or other settings."
+            )
         if hasattr(self.cls, "eval") and len(self._instances) == 1:
             logger.warning("%s.eval() is not called: weights are evaluated and saved as they are trained", self.name)
 
@@ -178,21 +182,16 @@ class ForeignRule(UpdateRule):
 
     def _try_shards(self, hyper: Hyper, start: Tensor, grads: Sequence[Tensor]) -> None:
         """Refuses a class whose steps on two shards of a matrix are not the shards of its steps on the matrix."""
-
-        def cut(tensor: Tensor) -> list[Tensor]:
-            return list(tensor.flatten().tensor_split([_CUT]))
-
-        def equal(grads: Sequence[Tensor]) -> bool:
-            (full,), _, (state,) = self._one_at_a_time(hyper, [start], [[grad] for grad in grads])
-            if any(isinstance(value, Tensor) and value.numel() not in (1, start.numel()) for value in state.values()):
-                return False  # such a state is not cut and gathered as shards are
-            shards, *_ = self._one_at_a_time(hyper, cut(start), [[*cut(grad)] for grad in grads])
-            return torch.allclose(full.flatten(), torch.cat(shards), rtol=1e-5, atol=1e-7, equal_nan=True)
-
+        # some differ where a gradient is nearly at right angles to the rows
         along = (grads[0] * start).sum(-1, keepdim=True) / start.square().sum(-1, keepdim=True) * start
-        across = grads[0] - along + 0.004 * start * (grads[0].norm() / start.norm())
-        try:  # most differ soon, some where a gradient is nearly at right angles to the rows, and some take long
-            if equal(grads[:2]) and equal([across, *grads[:2]]) and equal(grads):
+        grads = [grads[0] - along + 0.004 * start * (grads[0].norm() / start.norm()), *grads]
+        try:
+            (full,), _, (state,) = self._one_at_a_time(hyper, [start], [[grad] for grad in grads])
+            parts, *cut = (tensor.flatten().tensor_split([_CUT]) for tensor in (start, *grads))
+            shards, *_ = self._one_at_a_time(hyper, parts, [[*each] for each in cut])
+            # a state of another size is not cut and gathered as shards are
+            cuttable = all(v.numel() in (1, start.numel()) for v in state.values() if isinstance(v, Tensor))
+            if cuttable and torch.allclose(full.flatten(), torch.cat(shards), rtol=1e-5, atol=1e-7, equal_nan=True):
                 return
             reason = "updates them otherwise"
         except Exception as error:  # a class may raise anything
@@ -222,17 +221,6 @@ class ForeignRule(UpdateRule):
             self._full |= {key for key, value in state.items() if getattr(value, "shape", None) == param.shape}
         self._counts |= bool(changed)
         return params, {key: group[COUNTS].get(key, group.get(key)) for key in changed}, states
-
-    def _refuse_overrides(self, optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> None:
-        """Refuses settings of single parameters, which bitsandbytes 0.50 (optim/optimizer.py) finds by number."""
-        if (manager := getattr(optimizer, "mng", None)) is None:
-            return
-        modules = {id(getattr(module, name)) for module, name, _ in manager.module_weight_config_triple}
-        if manager.index2config or any(id(param) in manager.pid2config.keys() | modules for param in params):
-            self._refuse(
-                "has settings for single parameters (override_config, StableEmbedding), found by their numbers. "
-                "Give these parameters a group of their own, with another rule or other settings."
-            )
 
     # -- updates ---------------------------------------------------------------------------------------------------
 
@@ -328,12 +316,12 @@ def _random_states() -> list[Any]:
     return states
 
 
-def _trial(shapes: Sequence[tuple[int, ...]], absent: bool, like: Tensor) -> tuple[list[Tensor], _Grads]:
+def _trial(shapes: Sequence[tuple[int, ...]], absent: bool, device: torch.device) -> tuple[list[Tensor], _Grads]:
     """Parameters, and their gradients of each step, always the same. absent: one of them has no gradient once."""
     source = torch.Generator().manual_seed(0)
 
     def drawn(shape: tuple[int, ...], size: float = 1.0) -> Tensor:
-        return torch.randn(shape, generator=source, dtype=like.dtype, device="cpu").mul_(size).to(like.device)
+        return torch.randn(shape, generator=source, device="cpu").mul_(size).to(device)
 
     starts = list(map(drawn, shapes))
     grads: _Grads = [

@@ -5,7 +5,7 @@ unscaled, clamped by value, and multiplied by one clip coefficient from the norm
 """
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lowmem.options import FusedConfig
-from lowmem.placements import Ranks
+from lowmem.placements.base import Shard
 from lowmem.rules import GroupNorms
 from lowmem.step.loss_scaler import LossScaler
 from lowmem.step.record import ParamRecord
@@ -67,24 +67,24 @@ class Clipping:
 
     Args:
         groups, records, states, config: of the optimizer, live.
-        device: of the loss scale and of decisions.
-        ranks: that hold a shard of each gradient, over which norms are summed; None if gradients are complete.
+        shard: over whose ranks norms are summed, where they hold a shard of each gradient.
 
     Attributes:
+        device: of the loss scale and of decisions.
         memory: index of a group → what its rule's own clipping keeps for it, changed in place.
     """
 
     def __init__(
         self,
-        groups: Sequence[Mapping[str, Any]],
+        groups: Sequence[dict[str, Any]],
         records: Mapping[Tensor, ParamRecord],
-        states: Mapping[Tensor, Mapping[str, Any]],
+        states: MutableMapping[Tensor, dict[str, Any]],
         config: FusedConfig,
-        device: torch.device,
-        ranks: Ranks | None,
+        shard: Shard,
     ) -> None:
-        self.scaler, self._device, self._ranks = LossScaler(config.loss_scale, device), device, ranks
-        self.groups, self.records, self._states = groups, records, states
+        self.groups, self.records, self.states = groups, records, states
+        self.device = device = next((param.device for param in records), torch.device("cpu"))
+        self.scaler, self._ranks = LossScaler(config.loss_scale, device), next(map(shard.ranks_of, records), None)
         self.norm, self.norm_type, self.value = config.clip_norm, float(config.norm_type), config.clip_value
         self._limit = None if self.value is None else torch.full((), self.value, dtype=torch.float32, device=device)
         self.memory: dict[int, dict[str, Tensor]] = {}
@@ -151,7 +151,7 @@ class Clipping:
         # norms are summed in parameter order, which decides their last bits
         fired = [record for record in self.records.values() if record.name in measured]
         raw, clamped, clipped_by, tiled = self._over_ranks(
-            torch.stack([measured[record.name].to(self._device) for record in fired], 1)
+            torch.stack([measured[record.name].to(self.device) for record in fired], 1)
         )
         finite = raw.isfinite().all()
         # a dynamic loss scale that is too large skips the step, whatever the rule
@@ -180,17 +180,17 @@ class Clipping:
         square_sums, clamped = self.gather(record.square_sum for record in fired), []
         if self._limit is not None:
             counts = [record.span.numel for record in fired]
-            clamped = [self._limit, to_device(counts, torch.float64, self._device)]
+            clamped = [self._limit, to_device(counts, torch.float64, self.device)]
         updated, taken = square_sums.isfinite(), self._mask(fired, _takes_nonfinite)
         updated = updated if taken is False else updated | taken
         fits = self._fits(fired, square_sums, *clamped)
         updated = updated if fits is None else updated & fits
-        finite = torch.ones((), dtype=torch.bool, device=self._device)
+        finite = torch.ones((), dtype=torch.bool, device=self.device)
         return Decision(tuple(record.name for record in fired), square_sums.sqrt(), updated, finite)
 
     def gather(self, scalars: Iterable[Tensor | None]) -> Tensor:
         """Scalars of parameters, from their devices, as one tensor."""
-        return torch.stack([scalar.to(self._device) for scalar in scalars if scalar is not None])
+        return torch.stack([scalar.to(self.device) for scalar in scalars if scalar is not None])
 
     def _fits(self, records: Sequence[ParamRecord], square_sums: Tensor, *clamped: Tensor) -> Tensor | None:
         """Returns where rules can sum the squares of gradients, see `summable`: boolean [parameters]; None: all can."""
@@ -205,16 +205,16 @@ class Clipping:
         of_group = {key: holds(record) for key, record in {id(record.group): record for record in records}.items()}
         if len(set(of_group.values())) == 1:
             return next(iter(of_group.values()))
-        return to_device([of_group[id(record.group)] for record in records], torch.bool, self._device)
+        return to_device([of_group[id(record.group)] for record in records], torch.bool, self.device)
 
     def _over_ranks(self, norms: Tensor) -> Tensor:
         """The norms of full gradients, from those of this rank's shards."""
         if self._ranks is None:
             return norms
-        (squares,) = self._ranks.all_reduce_sum([norms.square()])
+        (squares,) = self._ranks.all_reduce([norms.square()])
         total = squares.sqrt()
         if self.norm_type != 2:
-            (total[2],) = self._ranks.all_reduce_max([norms[2]])
+            (total[2],) = self._ranks.all_reduce([norms[2]], largest=True)
         return total
 
     def _clip_groups(self, names: Sequence[str], read: Tensor, coef: Tensor | None, finite: Tensor) -> dict[int, Coefs]:
@@ -227,7 +227,7 @@ class Clipping:
                 continue
             norms, zero = dict(zip(names, read.float().unbind(), strict=True)), torch.zeros_like(read[0]).float()
             own = [record for record in self.records.values() if record.group is group]
-            states = {record.name: self._states.get(record.param, {}) for record in own}
+            states = {record.name: self.states.get(record.param, {}) for record in own}
             reads = [record.name for record in own if record.trained or record.name in norms]
             if not reads:
                 continue
@@ -261,7 +261,7 @@ class Clipping:
             return Reading(inverse_scale, limit, sums_squares=sums_squares(first))
         coefs = decision.own_coefs.get(id(first.group), (decision.clip_coef, None))
         coef, rule_coef = (None if each is None else each.to(device) for each in coefs)
-        without_gradient = torch.zeros((), dtype=torch.float64, device=self._device), decision.finite
+        without_gradient = torch.zeros((), dtype=torch.float64, device=self.device), decision.finite
         each = [decision.each.get(record.name, without_gradient) for record in records]
         square_sums, updated = (torch.stack(of_each).to(device) for of_each in zip(*each, strict=True))
         done = decision.prepared and _is_float32(grad)
@@ -293,5 +293,4 @@ def _float32_parts(grad: Gradient) -> Iterable[Tensor]:
     """The gradient itself if it is float32, else float32 copies of its tiles, or its blocks as they are computed."""
     if not isinstance(grad, Tensor):
         return (block for _, block in grad.blocks())
-    single = torch.complex64 if grad.is_complex() else torch.float32
-    return [grad] if grad.dtype == single else (tile.to(single) for tile in tiles(grad))
+    return [grad] if _is_float32(grad) else (tile.float() for tile in tiles(grad))

@@ -5,7 +5,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,9 +17,7 @@ from lowmem.errors import ConfigError
 from lowmem.rules import ParamSpec, UpdateRule
 from lowmem.step.program import Kept, Program
 from lowmem.step.record import ParamRecord
-from lowmem.tiles.gradients import Gradient
 from lowmem.tiles.graph import Compiler, Size, Sizes, try_compiler
-from lowmem.tiles.layout import Layout
 from lowmem.tiles.storage import Held, Storage, part_name
 from lowmem.tiles.stored import StoredTiles
 from lowmem.tiles.sweep import Reading, Scalars, Sweep
@@ -115,7 +113,7 @@ def trace_update(kind: Kind, rule: UpdateRule) -> TracedUpdate:
         grad, parts = next(given), given
         weight = Held(kind.storage, tuple(next(parts) for _ in kind.storage.parts))
         states |= {name: Held(each, tuple(next(parts) for _ in each.parts)) for name, each in kind.states}
-        tiles = TracedTiles(weight, grad, reading, scalars, lines=lines, shape=size, noise_key=key)
+        tiles = TracedTiles(weight, grad, reading, scalars, lines, full=size, key=key)
         sweep = Sweep(tiles)
         weighted = rule.update(sweep, kind.spec, states)
         results = [] if reading.square_sums is not None else [sweep.square_sums]
@@ -165,13 +163,9 @@ class Compiled:
     _updates: dict[tuple[Form, bool], TracedUpdate | None] = field(default_factory=dict, init=False)
 
     @classmethod
-    def of(
-        cls, program: Program, layout: Layout, grad: Gradient, reading: Reading, scalars: Scalars
-    ) -> "Compiled | None":
-        """The compiled code of a program for such gradients; None if it cannot be compiled.
-
-        layout: that of the program, or of the blocks of a gradient that is computed.
-        """
+    def of(cls, program: Program, tiles: StoredTiles) -> "Compiled | None":
+        """The compiled code of a program for tiles such as these; None if it cannot be compiled."""
+        layout, grad, reading = tiles.layout, tiles.grad, tiles.reading
         names = tuple(part_name(name, part.name) for name, each in program.states.items() for part in each.parts)
         weight = [Kept(part.dtype, group=part.group) for part in program.weight.parts]
         elements = Kept(grad.dtype), *weight, *(program.kept[name] for name in names)
@@ -190,7 +184,7 @@ class Compiled:
                 (name, each.dtype, each.ndim) for name in READ if (each := getattr(reading, name)) is not None
             ),
             sums_squares=reading.sums_squares,
-            numbers=scalars.names,
+            numbers=tiles.scalars.names,
             cut=program.ranks is not None or not isinstance(grad, Tensor) or len(parts) > 1,
             form=parts[0].form,
         )
@@ -203,26 +197,10 @@ class Compiled:
             self._updates[form, first] = traced(replace(self.kind, form=form), self.program.rule, first)
         return self._updates[form, first]
 
-    def run(
-        self,
-        layout: Layout,
-        grad: Gradient,
-        weight: Sequence[Tensor],
-        states: Mapping[str, Tensor],
-        reading: Reading,
-        scalars: Scalars,
-        keys: Callable[[], Sequence[int]],
-        tiles: Callable[[], StoredTiles],
-    ) -> list[Tensor] | None:
-        """Updates a parameter, and returns what `trace_update` does; None if compiled code does not take its tensors.
-
-        Args:
-            layout: of the program, or of the blocks of this gradient.
-            keys: gives that of the noise.
-            tiles: gives those of the parameter, which is several.
-        """
-        kind = self.kind
-        tensors = [grad, *weight, *(states[name] for name in self.names)]
+    def run(self, tiles: StoredTiles, states: Mapping[str, Tensor]) -> list[Tensor] | None:
+        """Updates a parameter, and returns what `trace_update` does; None if compiled code takes no such tensors."""
+        kind, layout = self.kind, tiles.layout
+        tensors = [tiles.grad, *tiles.weight.parts, *(states[name] for name in self.names)]
         for tensor, kept in zip(tensors, kind.elements, strict=True):
             if isinstance(tensor, Tensor) and not _fits(tensor, kept.dtype, kind.device):
                 return None
@@ -234,16 +212,16 @@ class Compiled:
         if not all(updates.values()):
             return None
         shared: list[Any] = [states[name].view((*extent(k.extent, layout.shape), *k.extra)) for name, k in kind.small]
-        shared += [getattr(reading, name) for name, _, _ in kind.reading]
-        shared += scalars.single, scalars.double
+        shared += [getattr(tiles.reading, name) for name, _, _ in kind.reading]
+        shared += tiles.scalars.single, tiles.scalars.double
         if kind.draws:
-            shared.append(torch.full((), *keys(), dtype=torch.int32, device=kind.device))
+            shared.append(torch.full((), *tiles.keys(), dtype=torch.int32, device=kind.device))
         groups = [kept.group for kept in kind.elements]
         if not kind.cut:
             shapes = [parts[0].shape(kind.group, group) for group in groups]
             args = [tensor.view(shape) for tensor, shape in zip(tensors, shapes, strict=True)]  # type: ignore[arg-type]
             return updates[first].run(*shared, *args)  # type: ignore[union-attr, no-any-return]
-        return run_cut(updates, tiles(), parts, shared, groups, tensors)  # type: ignore[arg-type]
+        return run_cut(updates, tiles, parts, shared, groups, tensors)  # type: ignore[arg-type]
 
 
 def _fits(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> bool:

@@ -4,13 +4,11 @@ Functions of torch are wrapped, once per process. They do what they did before f
 `FusedOptimizer` updates.
 """
 
-import copy
 import functools
 import logging
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,9 +17,8 @@ from torch.nn.utils import clip_grad
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves
 
-from lowmem.errors import ConfigError, StepError
+from lowmem.errors import StepError
 from lowmem.rules import ENGINE_KEYS
-from lowmem.rules.rule import Watched
 from lowmem.step import hooks
 from lowmem.step.record import ParamRecord
 
@@ -108,28 +105,16 @@ def _watch_clipping(clip: Callable[..., Any]) -> Callable[..., Any]:
 # -- parameter groups that are edited ----------------------------------------------------------------------------------
 
 
-def decided(group: dict[str, Any], records: Iterable[ParamRecord]) -> dict[str, Any]:
-    """The settings of a group that decide how its parameters are updated: the list of them, options of the engine, and
-    copies of the hyperparameters that its rule has read for their specs.
-    """
-    read = Watched(group)
-    for record in records:
-        with suppress(ConfigError):  # of a frozen one
-            record.rule.spec(record.name, record.span.shape, read)
-    copies = {key: copy.deepcopy(group[key]) for key in sorted(read.read)}
-    return {**copies, **{key: group[key] for key in ("params", *ENGINE_KEYS)}}
-
-
 def refuse_edits(
     groups: Sequence[Any],
     added: Sequence[tuple[dict[str, Any], dict[str, Any], int]],
-    records: Collection[ParamRecord],
+    records: Iterable[ParamRecord],
 ) -> None:
     """Raises `StepError` for changes of `param_groups` that would have no effect.
 
     Groups are compared by identity, and their parameters by the identity of the list and its length. `added` has each
-    group, what was `decided` by it, and how many parameters it had. A hyperparameter may be changed where the specs of
-    its group's parameters stay the same.
+    group, its settings as they were then, and how many parameters it had. A hyperparameter may be changed where the
+    spec of one parameter of each program stays the same.
     """
     edits = ["the number of parameter groups"] if len(groups) != len(added) else []
     for n, (now, (group, before, count)) in enumerate(zip(groups, added, strict=False)):
@@ -138,12 +123,9 @@ def refuse_edits(
         if group.get("params") is not before["params"] or len(group["params"]) != count:
             edits.append(f"'params' of parameter group {n}")
         edits += [f"{key!r} of parameter group {n}" for key in ENGINE_KEYS if group.get(key) != before[key]]
-        changed = [key for key in before if key not in ("params", *ENGINE_KEYS) and group.get(key) != before[key]]
-        claimed = [record for record in records if record.group is group and record.claimed] if changed else []
-        if any(record.program.spec != record.rule.spec(record.name, record.span.shape, group) for record in claimed):
-            edits += [f"{key!r} of parameter group {n}" for key in changed]
-        else:
-            before.update({key: copy.deepcopy(group.get(key)) for key in changed})
+    for program, record in {record.program: record for record in records if record.claimed}.items():
+        if program.spec != record.rule.spec(record.name, record.span.shape, record.group):
+            edits.append(f"a hyperparameter that decides the form of the update of {record.name!r}")
     if edits:
         raise StepError(
             f"{edits[0]} was changed, and the optimizer would go on with what it was given. Put it back. Set "
@@ -185,17 +167,12 @@ _REENTRANT: "weakref.WeakSet[Any]" = weakref.WeakSet()  # nodes of reentrant che
 
 def reentrant(loss: Tensor | None) -> bool:
     """Returns whether the graph of a loss has regions with reentrant activation checkpointing."""
-    return bool(_REENTRANT) and loss is not None and any(node in _REENTRANT for node in nodes(loss))
-
-
-def nodes(loss: Tensor) -> Iterator[Any]:
-    """Yields each node of the graph of a loss."""
-    ahead, seen = list[Any]([loss.grad_fn]), set[Any]((None,))
+    ahead, seen = list[Any]([loss.grad_fn] if _REENTRANT and loss is not None else []), set[Any]((None,))
     while ahead:
         if (node := ahead.pop()) not in seen:
             seen.add(node)
-            yield node
             ahead += [following for following, _ in node.next_functions]
+    return not seen.isdisjoint(_REENTRANT)
 
 
 def nests(records: Iterable[ParamRecord]) -> bool:

@@ -115,7 +115,7 @@ class Hooks:
     def add(self, record: ParamRecord) -> None:
         """Hooks a parameter that has elements and can have a gradient, now or once it is unfrozen."""
         param = record.param
-        if not record.span.numel or not (param.is_floating_point() or param.is_complex()) or param.is_inference():
+        if not record.span.numel or not param.is_floating_point() or param.is_inference():
             return
         requires_grad = param.requires_grad
         try:

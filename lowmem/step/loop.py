@@ -17,7 +17,7 @@ from lowmem.step import habits
 from lowmem.step.clipping import Clipping
 from lowmem.step.cycle import StepCycle
 from lowmem.step.hooks import GivenGradients, Hooks
-from lowmem.step.policies import POLICIES, Needs, Policy, choose, repeatable
+from lowmem.step.policies import POLICIES, Needs, Policy, choose
 from lowmem.step.record import ParamRecord
 from lowmem.step.report import Report
 from lowmem.step.updates import Updates, takes_computed
@@ -39,7 +39,7 @@ class StepLoop:
     Attributes:
         rules: of the parameter groups.
         others: parameters of the model that the optimizer did not get, with their names and whether they were trained.
-        added: each parameter group, what was `habits.decided` by it, and how many parameters it had.
+        added: each parameter group, its settings as they were then, and how many parameters it had.
         policy: says when gradients become updates.
     """
 
@@ -68,14 +68,15 @@ class StepLoop:
             UnsupportedError: the policy that was asked for cannot.
         """
         asked = {"accumulation": self.hooks.accumulating, "reentrant": habits.reentrant(loss)}
+        asked["sharded"] = self.placement.shard.sharded
         needs = Needs.of(self.rules, [group for group, _, _ in self.added], self.clipping, **asked)
-        on_cpu = all(self.placement.shard.computes_on(param).type == "cpu" for param in self.records)
-        name, reason, replay = choose(self.config, needs, on_cpu=on_cpu, replays_graph=self.placement.replays_graph)
+        on_cpu = all(param.device.type == "cpu" for param in self.records)
+        name, reason = choose(self.config, needs, on_cpu=on_cpu)
         before = getattr(self, "policy", None)
         if before is not None and (before.accumulates or before.name == name):
             return
-        parts = self.config, self.records, self.placement, self.others, self.cycle, self.clipping, self.updates
-        self.policy = POLICIES[name](*parts, reason, replay)
+        parts = self.config, self.records, self.cycle, self.clipping, self.updates
+        self.policy = POLICIES[name](*parts, reason)
         if before is not None or name != "immediate":
             logger.info("policy %s: %s", name, reason)
 
@@ -96,23 +97,18 @@ class StepLoop:
             state = "was removed by remove()" if self.hooks.removed else "is inside its paused()"
             raise StepError(f"backward() of an optimizer that {state}: nothing would be updated")
         self._begin(groups)
-        again = None
-        if self.policy.replay == "forward":
-            if isinstance(loss, Tensor):
-                raise StepError("replay='forward' computes the loss twice: pass a callable, opt.backward(lambda: loss)")
-            loss = again = repeatable(loss, (record.param.device for record in self.records.values()))
         value = loss if isinstance(loss, Tensor) else loss()
         _refuse_loss(value)
-        if self.policy.name == "two_pass" and self.placement.has_leaves:  # it measures chosen ones
+        if self.policy.name == "two_pass":
             self.choose_policy(value)
         self.claim()
         for record in self.records.values():
             record.refuse_leftover()
         self.cycle.begin(last, explicit=True)
         try:
-            for loss, inputs, retain_graph in self.policy.passes(value, again):
+            for inputs, retain_graph in self.policy.passes():
                 self._begin_pass()
-                scaled = self.clipping.scaler.scaled(loss)
+                scaled = self.clipping.scaler.scaled(value)
                 with self.hooks.alone(scaled):
                     torch.autograd.backward(scaled, inputs=inputs, retain_graph=retain_graph)
                 self._end_pass()
@@ -173,7 +169,7 @@ class StepLoop:
     def claim(self) -> None:
         """Decides how parameters are updated that have been unfrozen, or have changed, since the last step."""
         for record in self.records.values():
-            claim(record, self.updates.state, self.config, self.placement, self.hooks)
+            claim(record, self.updates.state, self.placement, self.hooks)
 
     def _settings(self, groups: Sequence[Group]) -> dict[str, Any]:
         """The settings that all ranks have to agree on."""
@@ -284,9 +280,7 @@ class StepLoop:
         self.placement.reducer.drop()
 
 
-def claim(
-    record: ParamRecord, state: Mapping[Tensor, Group], config: FusedConfig, placement: Placement, hooks: Hooks
-) -> None:
+def claim(record: ParamRecord, state: Mapping[Tensor, Group], placement: Placement, hooks: Hooks) -> None:
     """Decides how a parameter is updated, once it requires a gradient, and again if its form has changed."""
     shard = placement.shard
     form = shard.form(record.param)
@@ -297,10 +291,10 @@ def claim(
             f"parameter {record.name!r} is on 'mps', which has no float64, in which norms and step sizes are "
             "computed. Train on a CPU or on a GPU with CUDA: model.to('cpu')"
         )
-    if record.param.is_complex() and (config.loss_scale or config.clip_value or shard.sharded):
+    if record.param.is_complex():
         raise UnsupportedError(
-            f"parameter {record.name!r} is complex, and such are trained without loss_scale and clip_value, and "
-            "not sharded. Make it real, with the two parts as last dimension, and use torch.view_as_complex(param)"
+            f"parameter {record.name!r} is complex. Make it real, with the two parts as last dimension, and compute "
+            "with torch.view_as_complex(param)"
         )
     if record.form is not None and (record.extra or state.get(record.param)):
         record.refuse_misfits(state[record.param], shard)

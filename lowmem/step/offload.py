@@ -36,15 +36,18 @@ class Offloaded(NamedTuple):
 
 
 class GradientStore:
-    """Stores one gradient per parameter between the backwards of a step, and returns each once: here on the device of
-    the parameter, without a copy.
+    """Stores one gradient per parameter between the backwards of a step, and returns each once: on the device of the
+    parameter, without a copy, or on the host. One that is computed as it is read is stored as it is.
 
-    Elsewhere separate streams copy gradients while the device computes, and copy the next one back while one is applied
-    or the one before it is added to: at most two are on the device, beside the one that backward computes. One that is
-    computed as it is read is stored as it is.
+    Separate streams copy gradients to the host while the device computes, and copy the next one back while one is
+    applied or the one before it is added to: at most two are on the device, beside the one that backward computes. On
+    the host they are in pinned memory, of which torch allocates powers of two; so each gradient is in a few pieces of
+    such sizes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, host: bool) -> None:
+        self.host = host
+        self._room: dict[str, Sequence[Tensor]] = {}  # bytes on the host, used again in the next step
         self._stored: dict[str, Gradient | Offloaded] = {}
         self._streams: dict[tuple[torch.device, bool], Any] = {}
         self._leaving: tuple[Tensor, Wait] | None = None  # the gradient whose copy may be in flight
@@ -57,8 +60,14 @@ class GradientStore:
         self._wait()  # whoever gets the memory may not write while a copy reads it
 
     def _pieces(self, name: str, grad: Tensor) -> Sequence[Tensor]:
-        """The bytes where a gradient is stored; none if it stays where it is."""
-        return ()
+        """The bytes of the host where a gradient is stored."""
+        size = grad.numel() * max(grad.element_size(), self._least)
+        if sum(map(len, self._room.get(name, ()))) < size:  # added later, or wider
+            self._room.pop(name, None)
+            pinned = grad.device.type not in _WITHOUT_STREAMS
+            sizes = powers_of_two(size) if pinned else [size]
+            self._room[name] = [torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned) for size in sizes]
+        return self._room[name]
 
     def begin(self, least: int) -> None:
         """A backward begins. least: bytes per element that gradients get, because wider ones will replace them."""
@@ -82,10 +91,10 @@ class GradientStore:
         """Stores `grad` in place of what was stored. The caller must not use it afterwards."""
         if self._stored.get(record.name) is grad:
             return
-        pieces = self._pieces(record.name, grad) if isinstance(grad, Tensor) else ()
-        if not isinstance(grad, Tensor) or not pieces:
+        if not self.host or not isinstance(grad, Tensor) or not grad.numel():
             self._stored[record.name] = grad
             return
+        pieces = self._pieces(record.name, grad)
         if grad.device.type in _WITHOUT_STREAMS:
             stored = pieces[0][: grad.nbytes].view(grad.dtype).as_strided(grad.shape, grad.stride())
             self._stored[record.name] = stored.copy_(grad)
@@ -152,25 +161,6 @@ class GradientStore:
         return self._streams[device, outward]
 
 
-class Host(GradientStore):
-    """Gradients are in pinned memory of the host. torch allocates powers of two of it, and so each gradient is in a few
-    pieces of such sizes.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._room: dict[str, Sequence[Tensor]] = {}  # bytes, used again in the next step
-
-    def _pieces(self, name: str, grad: Tensor) -> Sequence[Tensor]:
-        size = grad.numel() * max(grad.element_size(), self._least)
-        if sum(map(len, self._room.get(name, ()))) < size:  # added later, or wider
-            self._room.pop(name, None)
-            pinned = grad.device.type not in _WITHOUT_STREAMS
-            sizes = powers_of_two(size) if pinned else [size]
-            self._room[name] = [torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned) for size in sizes]
-        return self._room[name]
-
-
 def powers_of_two(size: int) -> list[int]:
     """At most eight sizes, the largest first, whose sum is `size` or up to 1 % more."""
     unit = 1 << max(0, size.bit_length() - 8)
@@ -181,4 +171,4 @@ def powers_of_two(size: int) -> list[int]:
 def make_store(config: FusedConfig, records: Mapping[Tensor, ParamRecord]) -> GradientStore:
     """The store that `config` asks for. On a CPU `host` and `device` are the same memory, and nothing is copied."""
     on_cpu = all(record.param.device.type == "cpu" for record in records.values())
-    return GradientStore() if config.store == "device" or on_cpu else Host()
+    return GradientStore(host=config.store != "device" and not on_cpu)

@@ -1,8 +1,7 @@
 """When an update happens: in the hook, in a second backward, or when the gradients of a whole step are complete."""
 
 import functools
-import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -11,10 +10,8 @@ from torch import Tensor
 
 from lowmem.errors import StepError, UnsupportedError
 from lowmem.options import FusedConfig
-from lowmem.placements import Placement
 from lowmem.placements.base import NO_EARLIER, Earlier
 from lowmem.rules import UpdateRule
-from lowmem.step import habits
 from lowmem.step.clipping import Clipping, Decision
 from lowmem.step.cycle import StepCycle
 from lowmem.step.offload import GradientStore, make_store
@@ -42,7 +39,8 @@ class Needs:
 
     norm: the option that needs the norm over all gradients before the first update.  skip: what needs a step with an
     overflow to be skipped as a whole.  exact_skip: what is exact only if it is.  accumulation: several micro-batches
-    are one step.  reentrant: activation checkpointing that does not allow a backward which only measures.
+    are one step.  reentrant: activation checkpointing that does not allow a backward which only measures.  sharded:
+    parameters are.
     """
 
     norm: str | None = None
@@ -50,6 +48,7 @@ class Needs:
     exact_skip: str | None = None
     accumulation: bool = False
     reentrant: bool = False
+    sharded: bool = False
 
     @classmethod
     def of(
@@ -74,6 +73,10 @@ _REFUSALS = {
         "policy 'two_pass' measures gradients in a backward of their own, which reentrant activation checkpointing "
         "does not allow. Use checkpoint(..., use_reentrant=False), or policy='deferred' (or 'auto')"
     ),
+    ("two_pass", "sharded"): (
+        "policy 'two_pass' runs backward through a graph twice, whose leaves would be gathered and reduced twice where "
+        "parameters are sharded. Use policy='deferred' (or 'auto'), which stores this rank's shards"
+    ),
     ("immediate", "norm"): (
         "{need}: policy 'immediate' updates a parameter before the norm over all gradients is known, so it "
         "cannot clip by it. Use policy='two_pass', 'deferred' or 'auto', or omit the option (in a Hugging Face "
@@ -91,62 +94,36 @@ _REFUSALS = {
 )
 
 
-def choose(
-    config: FusedConfig, needs: Needs, *, on_cpu: bool, replays_graph: bool = True
-) -> tuple[str, str, str | None]:
-    """The policy that was asked for, or with `auto` the cheapest that is exact for what is needed; the reason; and how
-    it gets its second pass, "graph" or "forward", if it has one. Raises `UnsupportedError` if it cannot do what is
-    needed. On a CPU, `auto` prefers two passes, because offloaded gradients would take as much memory as the weights.
+def choose(config: FusedConfig, needs: Needs, *, on_cpu: bool) -> tuple[str, str]:
+    """The policy that was asked for, or with `auto` the cheapest that is exact for what is needed; and the reason.
+    Raises `UnsupportedError` if it cannot do what is needed. On a CPU, `auto` prefers two passes, because offloaded
+    gradients would take as much memory as the weights.
     """
     for (policy, name), why in _REFUSALS.items():
         if policy == config.policy and (need := getattr(needs, name)):
             raise UnsupportedError(why.format(policy=policy, need=need))
     beforehand = needs.norm or needs.skip or needs.exact_skip
     reason = f"{beforehand} needs all gradients before the first update"
-    if config.policy in ("immediate", "deferred"):
-        return config.policy, "as requested", None
-    if config.policy == "auto":
-        if needs.accumulation:
-            return "deferred", "gradients of several micro-batches are summed", None
-        if config.store is not None:
-            return "deferred", f"store={config.store!r} asks for it", None
-        if beforehand is None:
-            return "immediate", "updates during backward, one gradient in memory at a time", None
-        if needs.reentrant:
-            reason += ", and reentrant activation checkpointing allows no backward that only measures them"
-        if needs.reentrant or (config.replay == "auto" and not (on_cpu and replays_graph)):
-            return "deferred", f"{reason}, so gradients are offloaded until the step is decided", None
-    if config.replay == "graph" and not replays_graph:
-        raise UnsupportedError(
-            "replay='graph': DeepSpeed ZeRO-3 gathers parameters for one backward of each forward, so the graph "
-            "cannot be replayed. Use replay='forward' with opt.backward(lambda: loss), or policy='deferred'"
-        )
-    replay = config.replay if config.replay != "auto" else "graph" if replays_graph else "forward"
-    reason = f"{reason}, so they are measured in a first backward, and the {replay} is replayed"
-    return "two_pass", reason if config.policy == "auto" else "as requested", replay
-
-
-def repeatable(forward: Callable[[], Tensor], devices: Iterable[torch.device]) -> Callable[[], Tensor]:
-    """`forward` that draws the same random numbers in every call: those that it would draw now."""
-    python, cpu = random.getstate(), torch.get_rng_state()
-    others = {device for device in devices if device.type != "cpu"}
-    states = {device: torch.get_device_module(device).get_rng_state(device) for device in others}
-
-    def again() -> Tensor:
-        random.setstate(python)
-        torch.set_rng_state(cpu)
-        for device, state in states.items():
-            torch.get_device_module(device).set_rng_state(state, device)
-        return forward()
-
-    return again
+    if config.policy != "auto":
+        return config.policy, "as requested"
+    if needs.accumulation:
+        return "deferred", "gradients of several micro-batches are summed"
+    if config.store is not None:
+        return "deferred", f"store={config.store!r} asks for it"
+    if beforehand is None:
+        return "immediate", "updates during backward, one gradient in memory at a time"
+    if needs.reentrant:
+        reason += ", and reentrant activation checkpointing allows no backward that only measures them"
+    if needs.reentrant or needs.sharded or not on_cpu:
+        return "deferred", f"{reason}, so gradients are offloaded until the step is decided"
+    return "two_pass", f"{reason}, so they are measured in a first backward, and the graph is replayed"
 
 
 # -- the policies ------------------------------------------------------------------------------------------------------
 
 
-# A loss, which is not scaled; the leaves to which its backward runs (None: all); whether to retain the graph.
-Pass = tuple[Tensor, Sequence[Tensor] | None, bool]
+# The leaves to which a backward runs (None: all); whether to retain the graph.
+Pass = tuple[Sequence[Tensor] | None, bool]
 
 
 @dataclass(eq=False)
@@ -158,19 +135,15 @@ class Policy:
 
     Attributes:
         reason: why it was chosen.
-        replay: how it gets its second pass, if it has one: "graph" or "forward".
         accumulates: it sums gradients, those of micro-batches and parts of one within a backward.
     """
 
     config: FusedConfig
     records: Mapping[Tensor, ParamRecord]
-    placement: Placement
-    others: Mapping[Tensor, tuple[str, bool]]
     cycle: StepCycle
     clipping: Clipping
     updates: Updates
     reason: str
-    replay: str | None
     name: ClassVar[str] = "immediate"
     accumulates: ClassVar[bool] = False
     _measured: dict[str, Tensor] = field(default_factory=dict, init=False)  # of gradients before the first update
@@ -181,7 +154,7 @@ class Policy:
 
     def allow_plain_backward(self) -> None:
         """Raises `StepError` if a plain `loss.backward()` is not enough."""
-        if self.replay is not None:
+        if self.name == "two_pass":
             raise StepError(
                 f"policy {self.name!r} needs more than one plain loss.backward(): nothing has been measured, so "
                 "nothing is updated. Call opt.backward(loss), or use policy='deferred', for which loss.backward() is "
@@ -190,14 +163,9 @@ class Policy:
         if self.clipping.scaler.value is not None:
             raise StepError("with a loss scale the loss must be scaled: call opt.backward(loss)")
 
-    def passes(self, loss: Tensor, again: Callable[[], Tensor] | None) -> Iterator[Pass]:
-        """The backwards of a loss, each of which has run when the next one is asked for.
-
-        Args:
-            loss: a scalar, not scaled.
-            again: computes it again with the same random numbers; None if the graph can be replayed.
-        """
-        yield loss, None, False
+    def passes(self) -> Iterator[Pass]:
+        """The backwards of a loss, each of which has run when the next one is asked for."""
+        yield None, False
 
     def begin(self) -> Earlier:
         """A backward begins. Returns the sums of earlier micro-batches, if it is the last one."""
@@ -232,26 +200,16 @@ class TwoPass(Policy):
 
     name = "two_pass"
 
-    def passes(self, loss: Tensor, again: Callable[[], Tensor] | None) -> Iterator[Pass]:
+    def passes(self) -> Iterator[Pass]:
         self.drop()
         hooked = [record.param for record in self.records.values() if record.trained]
-        if hooked and self.placement.has_leaves:  # other leaves of the graph get their gradient in the second pass
-            yield loss, hooked, again is None
-        elif hooked:
-            leaves = {node.variable for node in habits.nodes(loss) if type(node).__name__ == "AccumulateGrad"}
-            before = {leaf: leaf.grad for leaf in (leaves | self.others.keys()) - self.records.keys()}
-            try:
-                for leaf in before:
-                    leaf.grad = None
-                yield loss, None, again is None
-            finally:
-                for leaf, grad in before.items():
-                    leaf.grad = grad
+        if hooked:  # other leaves of the graph get their gradient in the second pass
+            yield hooked, True
         self.cycle.next_pass()
         self._decision = self.clipping.decide(self._measured, prepared=False)
         if self._decision.skipped:
             return
-        yield loss if again is None else again(), None, False
+        yield None, False
         if missed := self.cycle.missed():
             self.cycle.moved.update(missed)
             raise StepError(

@@ -28,7 +28,6 @@ class LastStep:
     each parameter is copied to the host as it ends.
 
     Attributes:
-        replay: how "two_pass" got its second pass: "graph" or "forward".
         names: the parameters that got a gradient, in parameter order.
         clip_coef: what `clip_norm` multiplied every gradient by, a float32 scalar; None if nothing is clipped by norm.
         changed_share: share of the weights that the step has changed, among those that had a gradient, a float32
@@ -37,7 +36,6 @@ class LastStep:
 
     step: int
     policy: str
-    replay: str | None
     names: tuple[str, ...]
     clip_coef: Tensor | None
     changed_share: Tensor
@@ -112,7 +110,6 @@ class Report:
 
     Args:
         updates: of the optimizer.
-        device: where the counts are.
         limit: how many steps with a gradient that is not finite may follow one another; None for any number.
 
     Attributes:
@@ -123,11 +120,11 @@ class Report:
             dynamic loss scale has not had a finite step yet.
     """
 
-    def __init__(self, updates: Updates, device: torch.device, limit: int | None) -> None:
+    def __init__(self, updates: Updates, limit: int | None) -> None:
         self._cycle, self._clipping, self._changes = updates.cycle, updates.clipping, updates.changes
-        self._device, self._limit = device, limit
+        self._device, self._limit = updates.clipping.device, limit
         self.last: LastStep | None = None
-        self.nonfinite_gradients = torch.zeros((), dtype=torch.int64, device=device)
+        self.nonfinite_gradients = torch.zeros((), dtype=torch.int64, device=self._device)
         self.nonfinite_steps = torch.zeros_like(self.nonfinite_gradients)
         self.streak = 0
         self._first: list[str] = []  # the parameters whose gradient was not finite in the first of them
@@ -152,7 +149,7 @@ class Report:
         flags = (decision.finite, policy.replayed(), loss_finite, scaler.at_minimum(), self.nonfinite_steps)
         values = torch.stack([(yes if flag is None else flag.to(self._device)).float() for flag in flags])
         ended = Readback(torch.cat((values, decision.norms.isfinite().float(), decision.updated.float())))
-        self.last, self._ended = LastStep(self._cycle.step, policy.name, policy.replay, *said, ended), True
+        self.last, self._ended = LastStep(self._cycle.step, policy.name, *said, ended), True
         scaler.update(finite)
 
     def _statistics(self) -> Sequence[Callable[[], Statistics]]:

@@ -7,7 +7,6 @@ It has two forms. By name, as in files, it has states of the parameters that hav
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -18,12 +17,9 @@ from torch import Tensor
 from lowmem.errors import CheckpointError
 from lowmem.placements.base import Shard
 from lowmem.rules import ENGINE_KEYS, adamw
-from lowmem.step.clipping import Clipping
-from lowmem.step.cycle import StepCycle
+from lowmem.step.loop import StepLoop
 from lowmem.step.program import Program, rounding_of, weight_storage
 from lowmem.step.record import ParamRecord
-from lowmem.step.report import Report
-from lowmem.step.updates import Updates
 from lowmem.tiles.layout import Span
 from lowmem.tiles.storage import Storage, Uniform, part_name, state_storages
 
@@ -54,19 +50,13 @@ class TensorSource(NamedTuple):
     read: Callable[[], Tensor]
 
 
-@dataclass(frozen=True)
 class Saving:
-    """Saves an optimizer and continues from what was saved. Its parts are those of the optimizer, live."""
+    """Saves an optimizer, of which `loop` has the parts, and continues from what was saved."""
 
-    records: Mapping[Tensor, ParamRecord]
-    groups: Sequence[dict[str, Any]]
-    state: dict[Tensor, dict[str, Any]]
-    shard: Shard
-    clipping: Clipping
-    cycle: StepCycle
-    updates: Updates
-    report: Report
-    convert: bool = False
+    def __init__(self, loop: StepLoop) -> None:
+        self.records, self.shard, self.convert = loop.records, loop.placement.shard, loop.config.convert_states
+        self.cycle, self.clipping, self.updates, self.report = loop.cycle, loop.clipping, loop.updates, loop.report
+        self.groups, self.state = loop.clipping.groups, loop.updates.state
 
     def named(self, *, lazy: bool) -> dict[str, Any]:
         """All of it by name, with full tensors, or a `TensorSource` of each if `lazy`. Every rank calls it."""

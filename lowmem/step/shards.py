@@ -49,7 +49,7 @@ class Shards:
         records = [record for record, _ in self._waiting]
         ranks = records[0].program.ranks
         assert ranks is not None
-        (sums,) = ranks.all_reduce_sum([torch.stack([self._updates.measure(*each) for each in self._waiting])])
+        (sums,) = ranks.all_reduce([torch.stack([self._updates.measure(*each) for each in self._waiting])])
         for record, square_sum in zip(records, sums.unbind(), strict=True):
             record.square_sum = square_sum
         measured = self._updates.clipping.review(records)

@@ -1,7 +1,7 @@
 """From reduced gradients to sweeps: a large parameter by itself, small ones in stacks."""
 
 import logging
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,11 +19,10 @@ from lowmem.step.record import ParamRecord
 from lowmem.step.stacks import Stack, gather, scatter
 from lowmem.tiles.gradients import ComputedGradient, Gradient
 from lowmem.tiles.graph import Compiler
-from lowmem.tiles.layout import Layout
 from lowmem.tiles.rounding import noise_key
 from lowmem.tiles.storage import Float, Held, part_name
 from lowmem.tiles.stored import StoredTiles, begin_storage
-from lowmem.tiles.sweep import Reading, Scalars, Sweep
+from lowmem.tiles.sweep import Scalars, Sweep
 
 logger = logging.getLogger(__name__)
 
@@ -43,27 +42,19 @@ class Updates:
     """Runs the rules of parameters whose gradients are reduced.
 
     Args:
-        state: parameter → its states, made before its first update.
-        cycle: the life cycle of the step.
-        placement: where parameters are.
-        clipping: what happens to gradients as they are read.
-        changes: counts the weights that updates change.
-        config: of the optimizer.
+        cycle, placement, clipping, config: of the optimizer, live.
         compiled: update large parameters by compiled code.
+
+    Attributes:
+        state: parameter → its states, made before its first update.
+        changes: counts the weights that updates change.
     """
 
     def __init__(
-        self,
-        state: MutableMapping[Tensor, dict[str, Any]],
-        cycle: StepCycle,
-        placement: Placement,
-        clipping: Clipping,
-        changes: Changes,
-        config: FusedConfig,
-        compiled: bool,
+        self, cycle: StepCycle, placement: Placement, clipping: Clipping, config: FusedConfig, compiled: bool
     ) -> None:
-        self.state, self.cycle, self.seed = state, cycle, config.seed
-        self._shard, self.clipping, self.changes = placement.shard, clipping, changes
+        self.cycle, self._shard, self.clipping, self.seed = cycle, placement.shard, clipping, config.seed
+        self.state, self.changes = clipping.states, Changes(clipping.records, clipping.device)
         self._compiled, self._batching = compiled, config.batching
         self._numbers: dict[int, Mapping[str, float]] = {}  # of this step, by the id of a group
         self._scalars: dict[tuple[int, torch.device], Scalars] = {}  # the same, by device too
@@ -183,43 +174,36 @@ class Updates:
         decision: Decision | None,
     ) -> None:
         """Runs a program on the tensors of its parameters."""
-        step, scalars = self.cycle.step, self._scalars_of(records[0])
         reading = self.clipping.reading(records, grad, decision)
         self.cycle.moved.update([record.name for record in records])
         held = Held(program.weight, weight)
         sample = self.changes.before(records, held, grad)
-        layout = program.layout if isinstance(grad, Tensor) else grad.layout(program.spec.view)
         small = program.members > 1 or (self._batching and program.span.numel <= SMALL)
         compiles = self._compiled and Compiler.failure is None and not small
         planned = compiles and weight[0].device.type == "meta"  # a GPU's compiled code has no temporaries of a tile
 
-        def keys() -> list[int]:
-            return [noise_key(self.seed, step, record.name) for record in records]
-
-        def tiles() -> StoredTiles:
-            return StoredTiles(
-                layout,
-                held,
-                grad,
-                reading,
-                scalars,
-                members=program.members,
-                noise_keys=keys,
-                across=program.ranks,
-                tile=PLANNED_TILE if planned else None,
-            )
-
+        tiles = StoredTiles(
+            program.layout if isinstance(grad, Tensor) else grad.layout(program.spec.view),
+            held,
+            grad,
+            reading,
+            self._scalars_of(records[0]),
+            members=program.members,
+            keys=lambda: [noise_key(self.seed, self.cycle.step, record.name) for record in records],
+            across=program.ranks,
+            tile=PLANNED_TILE if planned else None,
+        )
         results = None
         # a dispatch mode (fake tensors, a memory tracker) looks at each operation, and compiled code has none to show
         if compiles and not torch._C._len_torch_dispatch_stack():
-            compiled = self._compiled_of(program, layout, grad, reading, scalars)
+            compiled = self._compiled_of(program, tiles)
             if compiled is not None:
-                results = compiled.run(layout, grad, weight, state, reading, scalars, keys, tiles)
+                results = compiled.run(tiles, state)
         if results is None:
             named: dict[str, Any] = dict(state) if program.states else state
             for name, each in program.states.items():
                 named[name] = Held(each, tuple(named.pop(part_name(name, part.name)) for part in each.parts))
-            sweep = Sweep(tiles())
+            sweep = Sweep(tiles)
             sizes = program.rule.update(sweep, program.spec, named)
             square_sums = sweep.square_sums
         else:
@@ -232,15 +216,12 @@ class Updates:
         if sample is not None:
             self.changes.after(sample, held)
 
-    def _compiled_of(
-        self, program: Program, layout: Layout, grad: Gradient, reading: Reading, scalars: Scalars
-    ) -> Compiled | None:
+    def _compiled_of(self, program: Program, tiles: StoredTiles) -> Compiled | None:
         """Returns what runs a program by compiled code; None if it cannot be compiled."""
-        like = (
-            grad.dtype, isinstance(grad, Tensor), scalars.names, *(getattr(reading, name) is None for name in READ)
-        )  # fmt: skip
+        read = (getattr(tiles.reading, name) is None for name in READ)
+        like = tiles.grad.dtype, isinstance(tiles.grad, Tensor), tiles.scalars.names, *read
         if like not in program.compiled:
-            program.compiled[like] = Compiled.of(program, layout, grad, reading, scalars)
+            program.compiled[like] = Compiled.of(program, tiles)
         compiled: Compiled | None = program.compiled[like]
         return compiled
 

@@ -1,6 +1,8 @@
 """Tiles of tensors as they are stored: the loop over a parameter in which nothing is compiled."""
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Protocol
 
 import torch
@@ -39,11 +41,8 @@ def written_tile(device: torch.device) -> int:
 class Across(Protocol):
     """The ranks that hold a shard of the parameter each."""
 
-    def all_reduce_sum(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Each float32 tensor summed over the ranks, in one collective."""
-
-    def all_reduce_max(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The elementwise maximum of each float32 tensor over the ranks, in one collective."""
+    def all_reduce(self, tensors: Sequence[Tensor], *, largest: bool = False) -> list[Tensor]:
+        """Each float32 tensor summed over the ranks, or its elementwise maximum, in one collective."""
 
 
 class Source:
@@ -73,10 +72,11 @@ def _held_at(sources: Sources, place: Place) -> Held:
     return Held(storage, tuple(part.tile(place) for part in parts))
 
 
+@dataclass(eq=False)
 class StoredTiles(Tiles):
     """Tiles that are views of the parameter, its gradient and its states.
 
-    Args:
+    Attributes:
         layout: the local shard of the parameter in [batch, rows, cols].
         weight: the local shard of the parameter and the other tensors of its storage.
         grad: the local shard of the gradient, in the dtype it came in; or one that is computed as it is read, and then
@@ -84,76 +84,78 @@ class StoredTiles(Tiles):
         reading: what happens to the gradient as it is read.
         scalars: the numbers of the rule.
         members: how many parameters are stacked.
-        noise_keys: gives one key per member for random bits, where some are drawn.
+        keys: gives one key per member for random bits, where some are drawn.
         across: the ranks that hold the other shards; None: there are none.
         tile: elements per tile, if not the usual number.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        weight: Held,
-        grad: Gradient,
-        reading: Reading = NO_READING,
-        scalars: Scalars = NO_SCALARS,
-        *,
-        members: int = 1,
-        noise_keys: Callable[[], Sequence[int]] = lambda: [0],
-        across: Across | None = None,
-        tile: int | None = None,
-    ) -> None:
-        self.shape, self.members, self.device = layout.shape, members, weight.parts[0].device
-        self.weight, self.reading, self.scalars = weight, reading, scalars
-        self.layout, self._grad, self._keys, self.across = layout, grad, noise_keys, across
-        self._places = layout.places(tile or (CPU_TILE if self.device.type == "cpu" else GPU_TILE))
-        self._at_once = len(self._places) == 1 and self._places[0].rect.size == self.shape
-        self._tile = tile
-        if is_fake(weight.parts[0]):
-            self._places, self._tile = _two_of_each_size(self._places), 0
-        self._passes = 0
-        self._written = False
-        self._params = self._sources(weight)
-        # complex gradients are only measured
-        self._grads = Source(layout, grad.abs() if isinstance(grad, Tensor) and grad.is_complex() else grad)
+    layout: Layout
+    weight: Held
+    grad: Gradient
+    reading: Reading = NO_READING
+    scalars: Scalars = NO_SCALARS
+    _: KW_ONLY
+    members: int = 1
+    keys: Callable[[], Sequence[int]] = lambda: [0]
+    across: Across | None = None
+    tile: int | None = None
+
+    def __post_init__(self) -> None:
+        self.shape, self.device = self.layout.shape, self.weight.parts[0].device
+        self._passes, self._written = 0, False
+
+    @functools.cached_property
+    def places(self) -> list[Place]:
+        """Where its tiles are."""
+        places = self.layout.places(self.tile or (CPU_TILE if self.device.type == "cpu" else GPU_TILE))
+        return _two_of_each_size(places) if is_fake(self.weight.parts[0]) else places
+
+    @functools.cached_property
+    def _own(self) -> tuple[Source, Sources]:
+        """The gradient and the weight."""
+        return Source(self.layout, self.grad), self._sources(self.weight)
 
     def complete_grad(self) -> Tensor:
-        assert isinstance(self._grad, Tensor)  # rules that need it have needs_dense_gradient
-        return self._grad
+        assert isinstance(self.grad, Tensor)  # rules that need it have needs_dense_gradient
+        return self.grad
 
     def reduce(self, body: Callable[[RawTile], Sums], given: Given) -> Sums:
         total = Totals(self.shape, self.device)
-        for place, raw in self._tiles(self._places, given, vectors_of(given)):
-            if self._at_once:
+        at_once = len(self.places) == 1 and self.places[0].rect.size == self.shape
+        for place, raw in self.over(self.places, given, vectors_of(given)):
+            if at_once:
                 total.sums = body(raw)
             else:
                 total.add(place, body(raw))
         return total.sums if self.across is None else over_ranks(self.across, total.sums)
 
     def each(self, body: Callable[[RawTile], None], given: Given, vectors: Vectors) -> None:
-        places = self._places if self._tile is not None else self.layout.places(written_tile(self.device))
-        for _, raw in self._tiles(places, given, vectors):
+        usual = self.tile is not None or is_fake(self.weight.parts[0])
+        places = self.places if usual else self.layout.places(written_tile(self.device))
+        for _, raw in self.over(places, given, vectors):
             body(raw)
         self._written = True
 
     def noise_keys(self) -> Tensor | int:
         if self.members == 1:
-            return self._keys()[0]
-        return to_device(self._keys(), torch.int32, self.device)[:, None]
+            return self.keys()[0]
+        return to_device(self.keys(), torch.int32, self.device)[:, None]
 
-    def _tiles(self, places: Sequence[Place], given: Given, vectors: Vectors) -> Iterator[tuple[Place, RawTile]]:
+    def over(self, places: Sequence[Place], given: Given, vectors: Vectors) -> Iterator[tuple[Place, RawTile]]:
         """Every second pass goes backwards, and begins with what the one before has left in the cache."""
-        if self._written and isinstance(self._grad, ComputedGradient):
+        if self._written and isinstance(self.grad, ComputedGradient):
             raise UnsupportedError(
                 "this rule reads the gradient once more after it has written the weight, from which the gradient is "
                 "computed. Set needs_dense_gradient = True in its class"
             )
         order = places if self._passes % 2 == 0 else places[::-1]
         self._passes += 1
+        grad, param = self._own
         fulls = {name: self._sources(held) for name, held in (given.get("full") or {}).items()}
         for place in order:
             full = {name: _held_at(sources, place) for name, sources in fulls.items()}
             here = {key: self._broadcast(key[0], value, place) for key, value in vectors.items()}
-            yield place, self._raw(self._grads.tile(place), _held_at(self._params, place), full, here)
+            yield place, self._raw(grad.tile(place), _held_at(param, place), full, here)
 
     def part(self, kind: str, value: Tensor, place: Place) -> Tensor:
         """The part of a vector of the parameter that is of a tile, in the same dimensions: see `DIMS`."""
@@ -200,9 +202,9 @@ class Totals:
 def over_ranks(across: Across, local: Sums) -> Sums:
     """The sums of all ranks."""
     total: list[tuple[str, str, Tensor]] = []
-    for reduce, largest in ((across.all_reduce_sum, False), (across.all_reduce_max, True)):
+    for largest in (False, True):
         sums = [each for each in local.items() if (each[0] == "row_max") is largest]
-        values = reduce([value for *_, value in sums]) if sums else []
+        values = across.all_reduce([value for *_, value in sums], largest=largest) if sums else []
         total += [(kind, name, value) for (kind, name, _), value in zip(sums, values, strict=True)]
     return Sums.of(total)
 
@@ -212,7 +214,7 @@ def begin_storage(layout: Layout, weight: Held) -> None:
     not at random, so that the weight stays what it is, as far as it can be held.
     """
     tiles = StoredTiles(layout, weight, weight.parts[0])
-    for _, raw in tiles._tiles(tiles._places, {}, {}):
+    for _, raw in tiles.over(tiles.places, {}, {}):
         value = raw.param.parts[0].float()
         for target, new in zip(raw.param.parts, weight.storage.encode(value, Uniform.half(value)), strict=True):
             target.copy_(new)

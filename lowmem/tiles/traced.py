@@ -149,35 +149,30 @@ class Pass:
     nodes: set[fx.Node] = field(default_factory=set)
 
 
+@dataclass(eq=False)
 class TracedTiles(Tiles):
     """One tile in blocks, of fake tensors, while an update is traced.
 
-    Args:
+    Attributes:
         weight, grad: in blocks, [b, n, m, c], or in groups of elements, [b, n, m, c / group, group].
         lines: each slice is a single line in parts, [b, n, 1, m].
-        shape: of the parameter, if the tile is one of several; the passes over them are noted in `passes`.
-        noise_key: int32 scalar, if noise is drawn.
+        full: the shape of the parameter, if the tile is one of several; the passes over them are noted in `passes`.
+        key: of the noise, int32 scalar, if noise is drawn.
     """
 
-    members = 1
+    weight: Held
+    grad: Tensor
+    reading: Reading
+    scalars: Scalars
+    lines: bool
+    full: tuple[Any, Any, Any] | None
+    key: Tensor | None
+    passes: list[Pass] = field(default_factory=list, init=False)
 
-    def __init__(
-        self,
-        weight: Held,
-        grad: Tensor,
-        reading: Reading,
-        scalars: Scalars,
-        *,
-        lines: bool,
-        shape: tuple[Any, Any, Any] | None,
-        noise_key: Tensor | None,
-    ) -> None:
-        self._blocks = batch, count, height, cols = *grad.shape[:3], math.prod(grad.shape[3:])
-        self._tile = (batch, 1, count * cols) if lines else (batch, count * height, cols)
-        self.shape, self._cut = (self._tile, False) if shape is None else (shape, True)
-        self.device, self.weight, self.reading, self.scalars = grad.device, weight, reading, scalars
-        self._grad, self._lines, self._noise_key = grad, lines, noise_key
-        self.passes: list[Pass] = []
+    def __post_init__(self) -> None:
+        self._blocks = batch, count, height, cols = *self.grad.shape[:3], math.prod(self.grad.shape[3:])
+        self._tile = (batch, 1, count * cols) if self.lines else (batch, count * height, cols)
+        self.shape, self.members, self.device = self.full or self._tile, 1, self.grad.device
 
     def complete_grad(self) -> Tensor:
         raise UntraceableError("the rule steps on the parameter as one tensor")
@@ -187,7 +182,7 @@ class TracedTiles(Tiles):
             return [(kind, name, self._finished(kind, value)) for kind, name, value in body(raw).items()]
 
         here, sums = self._pass(finished, given, vectors_of(given))
-        if self._cut:
+        if self.full is not None:
             totals = [(kind, name, value.new_empty(extent(kind, self.shape))) for kind, name, value in sums]
             for (kind, name, value), (*_, total) in zip(sums, totals, strict=True):
                 here.leaving.append((kind, name, _node_of(value), _node_of(total)))
@@ -199,8 +194,8 @@ class TracedTiles(Tiles):
         if kind == "scalar":
             return value.sum(-1)
         if kind == "col":
-            return value.flatten(1) if self._lines else value.sum(-2)
-        if self._lines:
+            return value.flatten(1) if self.lines else value.sum(-2)
+        if self.lines:
             return value.sum(-1, keepdim=True) if kind == "row" else value.amax(-1, keepdim=True)
         return value
 
@@ -208,8 +203,8 @@ class TracedTiles(Tiles):
         self._pass(body, given, vectors)
 
     def noise_keys(self) -> Tensor:
-        assert self._noise_key is not None
-        return self._noise_key
+        assert self.key is not None
+        return self.key
 
     def _pass(self, body: Callable[[RawTile], Result], given: Given, vectors: Vectors) -> tuple[Pass, Result]:
         """Calls `body` with the tile, and notes what it does."""
@@ -221,23 +216,23 @@ class TracedTiles(Tiles):
         entered = {key: self._entered(here, key[0], value) for key, value in vectors.items()}
         # here, so that the code of each pass does it: what lies between two passes has no tile
         full = {name: _in_blocks(held) for name, held in (given.get("full") or {}).items()}
-        result = body(self._raw(_in_blocks(self._grad), _in_blocks(self.weight), full, entered))
+        result = body(self._raw(_in_blocks(self.grad), _in_blocks(self.weight), full, entered))
         here.nodes = set(list(nodes)[start:])
         self.passes.append(here)
         return here, result
 
     def _entered(self, here: Pass, kind: str, value: Tensor) -> Tensor:
         """A vector, or what the tile takes of it, broadcastable to [b, n, m, c]."""
-        if self._cut:
+        if self.full is not None:
             source, value = value, value.new_empty(extent(kind, self._tile) if value.ndim else ())
             here.entering.append((kind, _node_of(source), _node_of(value)))
         if value.ndim == 0:
             return value
         batch, count, height, width = self._blocks
         if kind == "col":
-            return value.view((batch, count, 1, width) if self._lines else (batch, 1, 1, width))
-        value = value.view((batch, 1, 1, 1) if self._lines or DIMS[kind] == (0,) else (batch, count, height, 1))
-        if kind == "noise" and self._lines:  # that of a column is counted from the start of its line
+            return value.view((batch, count, 1, width) if self.lines else (batch, 1, 1, width))
+        value = value.view((batch, 1, 1, 1) if self.lines or DIMS[kind] == (0,) else (batch, count, height, 1))
+        if kind == "noise" and self.lines:  # that of a column is counted from the start of its line
             parts = index(torch.arange(count, dtype=torch.int32, device=self.device) * width)
             value = value + parts.view(1, -1, 1, 1)
         return value

@@ -307,7 +307,6 @@ def test_dropout_with_activation_checkpointing(token_batches):
 POLICIES = {
     "immediate": {},
     "two_pass": {"policy": "two_pass", "clip_norm": 0.5},
-    "two_pass, forward": {"policy": "two_pass", "clip_norm": 0.5, "replay": "forward"},
     "deferred": {"policy": "deferred", "clip_norm": 0.5},
 }
 
@@ -321,7 +320,7 @@ def train(model, batches, settings, micro_batches=1):
                 return model(**batch).loss / micro_batches
 
             with opt.accumulate() if n < micro_batches else nullcontext():
-                opt.backward(loss if opt.replay == "forward" else loss())
+                opt.backward(loss())
     return dict(model.named_parameters()), opt.last_step.grad_norm
 
 

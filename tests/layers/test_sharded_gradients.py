@@ -95,7 +95,7 @@ def alone(ranks, tied, settings):
 
 CASES = [
     ("zero3", False, {"rule": "adalomo"}),
-    ("zero3", True, {"rule": "lomo", "clip_norm": 0.1, "policy": "two_pass", "replay": "forward"}),
+    ("zero3", True, {"rule": "lomo", "clip_norm": 0.1, "policy": "deferred"}),
     ("zero3", True, {"rule": "adamw", "clip_norm": 0.1, "policy": "deferred"}),
     ("zero3", False, {"rule": torch.optim.AdamW}),
     ("fsdp2", False, {"rule": "lomo"}),

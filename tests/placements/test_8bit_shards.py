@@ -130,7 +130,6 @@ def test_codes_are_those_of_one_device(two, place, settings):
 NOT_EQUAL = {
     "own rows": {},
     "clipped": {"clip_norm": 0.5, "policy": "deferred"},
-    "clipped, measured first": {"clip_norm": 0.5, "policy": "two_pass", "replay": "forward"},
     "scaled": {"loss_scale": "dynamic", "policy": "deferred"},
     "accumulated": {"policy": "deferred"},
 }

@@ -10,7 +10,7 @@ import lowmem
 from lowmem.errors import StepError
 from lowmem.placements.all_reduce import _inserted
 from lowmem.step import policies
-from lowmem.step.offload import Host, make_store
+from lowmem.step.offload import GradientStore, make_store
 
 MIB = 1 << 20
 
@@ -127,7 +127,7 @@ def peaks(rank, steps, settings):
 
 def peaks_with_sums_elsewhere(rank, steps):
     """The same where sums are offloaded, as from a GPU, to memory that stays."""
-    policies.make_store = lambda *_: Host()
+    policies.make_store = lambda *_: GradientStore(host=True)
     try:
         return peaks(rank, steps, {"policy": "deferred"})
     finally:

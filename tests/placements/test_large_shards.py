@@ -41,7 +41,7 @@ def train(net, rows_of, settings, spoil):
     for step in range(STEPS):
         x = rows_of(torch.linspace(0.5, 1.5, 6 * 130).view(6, 130) + step / 10)
         spoiled = float("inf") if spoil and step == 2 else 1.0
-        opt.backward((lambda x=x, s=spoiled: net(x, s)) if opt.replay == "forward" else net(x, spoiled))
+        opt.backward(net(x, spoiled))
         norms.append(opt.last_step.norms.clone())
         skipped.append(opt.last_step.skipped_params)
     weights = {name: placements.full_tensor(param).clone() for name, param in net.named_parameters()}
@@ -60,7 +60,7 @@ SETTINGS = {
     "a torch class": {"rule": "torch.optim.AdamW"},
     "compiled": {"rule": "adamw", "compile": True},
     "clamped": {"rule": "adamw", "clip_value": 1e-3},
-    "two passes": {"rule": "adamw", "policy": "two_pass", "clip_norm": 0.1, "replay": "forward"},
+    "clipped": {"rule": "adamw", "policy": "deferred", "clip_norm": 0.1},
     "adalomo": {"rule": "adalomo"},
 }
 

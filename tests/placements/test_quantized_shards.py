@@ -35,8 +35,7 @@ SETTINGS = {
 SUMMED = {
     "adalomo": ("int8", {"rule": "adalomo", "lr": 1e-2}),
     "clipped": ("int10", {**ADAMW, "clip_norm": 0.5, "policy": "deferred"}),
-    "clipped, measured first": ("int10", {**ADAMW, "clip_norm": 0.5, "policy": "two_pass"}),
-    "clipped, forward twice": ("int12", {**ADAMW, "clip_norm": 0.5, "policy": "two_pass", "replay": "forward"}),
+    "clipped, 12 bits": ("int12", {**ADAMW, "clip_norm": 0.5, "policy": "deferred"}),
 }
 COMPILED = {"compiled": ("int10", {**ADAMW, "batching": False, "compile": True})} if has_compiler("cpu") else {}
 
@@ -108,7 +107,7 @@ def steps(net, opt, numbers, micro_batches=1):
         for i in range(micro_batches):
             ids = torch.arange(24) * (n + 3 + 5 * i) % 97
             with opt.accumulate() if i + 1 < micro_batches else nullcontext():
-                opt.backward((lambda ids=ids: net(ids)) if opt.replay == "forward" else net(ids))
+                opt.backward(net(ids))
 
 
 def weights(net):

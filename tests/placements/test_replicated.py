@@ -31,7 +31,7 @@ def test_every_rule(ranks, rule):
     assert_as_one_device(ranks.run(own_rows, settings), settings)
 
 
-@pytest.mark.parametrize("settings", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("settings", [*POLICIES.values(), {"policy": "two_pass", "clip_norm": 0.5}], ids=str)
 def test_every_policy(ranks, settings):
     assert_as_one_device(ranks.run(own_rows, settings), settings)
 

@@ -16,7 +16,6 @@ from support.shards import (
     settings_of,
     shared,
 )
-from torch.utils.checkpoint import checkpoint
 
 import lowmem
 from lowmem import placements
@@ -125,63 +124,3 @@ def test_states_are_whole_and_fit_elsewhere(ranks_of, count, kinds, settings):
     for name, param in net.named_parameters():
         for rank in found:
             torch.testing.assert_close(rank[2][name], param.detach(), rtol=1e-5, atol=1e-5, msg=name)
-
-
-class Checkpointed(torch.nn.Module):
-    """A layer in a region with reentrant checkpointing, between two others."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.inside, self.last = (torch.nn.Linear(8, 8) for _ in range(3))
-
-    def forward(self, x):
-        return self.last(checkpoint(self.inside, self.first(x), use_reentrant=True)).square().mean()
-
-
-def make_checkpointed():
-    torch.manual_seed(0)
-    return Checkpointed()
-
-
-def through_a_region(rank, kind, policy):
-    net = make_checkpointed() if kind is None else SHARDS[kind](rank, make_checkpointed)
-    opt = lowmem.FusedOptimizer(net.named_parameters(), model=net, rule="adamw", lr=1e-2, clip_norm=0.1, policy=policy)
-    for step in range(3):
-        x = torch.full((2, 8), 1.0 + step)
-        opt.backward((lambda x=x: net(x)) if opt.replay == "forward" else net(x))
-    return opt.policy, {name: placements.full_tensor(param).clone() for name, param in net.named_parameters()}
-
-
-def beside_another(rank, kind, policy):
-    """The gradients of a layer, and of a parameter outside of the model, that another optimizer is to take."""
-    net = make_checkpointed() if kind is None else SHARDS[kind](rank, make_checkpointed)
-    scale, grads = torch.nn.Parameter(torch.ones(())), []
-    inside = [(name, param) for name, param in net.named_parameters() if "inside" not in name]
-    opt = lowmem.FusedOptimizer(inside, model=net, rule="adamw", lr=1e-2, clip_norm=0.1, policy=policy)
-    for step in range(3):
-        x = torch.full((2, 8), 1.0 + step)
-        opt.backward((lambda x=x: net(x) * scale) if opt.replay == "forward" else net(x) * scale)
-        others = [param for name, param in net.named_parameters() if "inside" in name]
-        grads.append([scale.grad.clone(), *(_whole(param.grad).clone() for param in others)])
-    return grads
-
-
-def _whole(grad):
-    return grad.full_tensor() if hasattr(grad, "full_tensor") else grad
-
-
-@pytest.mark.parametrize("kind", SHARDS)
-def test_two_passes_give_the_gradients_of_others_once(two, kind):
-    """In both of them they would be accumulated twice."""
-    alone = beside_another(0, None, "deferred")
-    for grads in two.run(beside_another, kind, "two_pass"):
-        torch.testing.assert_close(grads, alone, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("kind", SHARDS)
-def test_two_passes_through_reentrant_checkpointing(two, kind):
-    """A measuring pass takes all leaves here, which such a region allows."""
-    _, alone = through_a_region(0, None, "deferred")
-    for policy, weights in two.run(through_a_region, kind, "two_pass"):
-        assert policy == "two_pass"
-        torch.testing.assert_close(weights, alone, rtol=1e-5, atol=1e-5)

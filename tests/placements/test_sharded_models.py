@@ -21,8 +21,8 @@ CASES = {
     "experts, checkpointed": (
         {"model": "mixtral", "checkpointing": True}, {"rule": "adalomo", "eps": (1e-30, 1e-3)}, "as told"
     ),
-    "tied, two passes": (
-        {"tie_word_embeddings": True, "checkpointing": True}, {"policy": "two_pass", "clip_norm": 0.5}, "as told"
+    "tied, clipped": (
+        {"tie_word_embeddings": True, "checkpointing": True}, {"policy": "deferred", "clip_norm": 0.5}, "as told"
     ),
     "plain backward": ({"checkpointing": True}, {}, "plain"),
     "evaluated between": ({"tie_word_embeddings": True}, {}, "with scores"),
@@ -51,7 +51,7 @@ def test_what_is_kept_gathered_after_backward_is_not_computed_with_again(two, lo
 
 
 def test_a_hybrid_mesh(four):
-    settings = {"rule": "adalomo", "eps": (1e-30, 1e-3), "clip_norm": 0.5, "policy": "two_pass"}
+    settings = {"rule": "adalomo", "eps": (1e-30, 1e-3), "clip_norm": 0.5, "policy": "deferred"}
     assert_as_one_device(*both(four, "hybrid", {"model": "mixtral"}, settings))
 
 
@@ -63,7 +63,7 @@ def test_secondary_partitions(four):
 
 def test_mixed_precision_of_fsdp2(two):
     """Weights stay float32; what is computed in bfloat16, of 8 bits, is alike as far as that goes."""
-    found, alone = both(two, "mixed", {}, {"policy": "two_pass", "clip_norm": 0.5, "rule": "lomo"})
+    found, alone = both(two, "mixed", {}, {"policy": "deferred", "clip_norm": 0.5, "rule": "lomo"})
     assert found[0][1] == pytest.approx(alone[1], rel=1e-2)
     assert found[0][2] == pytest.approx(alone[2], rel=5e-2)
     start = dict(make().named_parameters())

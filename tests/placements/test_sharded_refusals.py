@@ -24,10 +24,12 @@ def mics(rank):
         lowmem.FusedOptimizer(net.named_parameters(), model=net)
 
 
-def graph_replay(rank):
-    net = SHARDS["zero3"](rank, make)
-    with pytest.raises(UnsupportedError, match=r"replay='graph'.*replay='forward'"):
-        lowmem.FusedOptimizer(net.named_parameters(), model=net, clip_norm=1.0, policy="two_pass", replay="graph")
+def two_passes(rank):
+    for shard in SHARDS.values():
+        net = shard(rank, make)
+        with pytest.raises(UnsupportedError, match=r"where parameters are sharded.*policy='deferred'"):
+            lowmem.FusedOptimizer(net.named_parameters(), model=net, clip_norm=1.0, policy="two_pass")
+        assert lowmem.FusedOptimizer(net.named_parameters(), model=net, clip_norm=1.0).policy == "deferred"
 
 
 def still_gathered(rank):
@@ -70,7 +72,7 @@ def some_whole(rank):
 
 @pytest.mark.parametrize(
     "case",
-    [engine_with_optimizer, mics, graph_replay, still_gathered, in_another_dimension, some_whole],
+    [engine_with_optimizer, mics, two_passes, still_gathered, in_another_dimension, some_whole],
 )
 def test_what_cannot_be_right_is_refused(two, case):
     two.run(case)

@@ -6,27 +6,8 @@ import pytest
 import torch
 from support import pretended_gpu
 from support.pretended_gpu import MODULE, Failed, Stream, watched
-from support.shards import fsdp2, make
-from torch.distributed.device_mesh import DeviceMesh
 
-import lowmem
 from lowmem.placements.zero3 import _Partition
-
-
-def policy_of(rank, computes_on):
-    net = fsdp2(rank, make)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DeviceMesh, "device_type", computes_on)
-        opt = lowmem.FusedOptimizer(net.named_parameters(), model=net, clip_norm=1.0)
-    assert all(param.is_cpu for param in net.parameters())
-    return opt.policy
-
-
-@pytest.mark.parametrize(("computes_on", "policy"), [("cpu", "two_pass"), ("cuda", "deferred")])
-def test_two_passes_only_where_a_cpu_computes(two, computes_on, policy):
-    """`CPUOffloadPolicy` stores shards on the host, and the backward that would run twice is a GPU's."""
-    assert two.run(policy_of, computes_on) == [policy] * 2
-
 
 # -- ZeRO-3 ------------------------------------------------------------------------------------------------------------
 

@@ -354,10 +354,20 @@ def test_a_class_that_cannot_run_is_refused_before_the_first_update(cls, message
         lowmem.FusedOptimizer([torch.nn.Parameter(torch.zeros(3))], rule=cls, lr=0.1)
 
 
-def test_a_class_that_does_not_take_complex_parameters_is_refused():
-    param = torch.nn.Parameter(torch.zeros(3, 3, dtype=torch.complex64))
-    with pytest.raises(UnsupportedError, match="Adafactor does not run: Adafactor does not support complex"):
-        lowmem.FusedOptimizer([param], rule=torch.optim.Adafactor)
+@pytest.mark.parametrize("rule", ["adamw", torch.optim.AdamW, torch.optim.Adafactor])
+def test_complex_parameters_are_refused_by_name(rule):
+    """Frozen ones cost nothing, and are refused once they are unfrozen."""
+    real, wave = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+    named = [("real", real), ("wave", wave)]
+    with pytest.raises(UnsupportedError, match=r"'wave' is complex\. .*torch\.view_as_complex"):
+        lowmem.FusedOptimizer(named, rule=rule, lr=0.1)
+    wave.requires_grad_(False)
+    opt = lowmem.FusedOptimizer(named, rule=rule, lr=0.1)
+    (real.sum() + wave.real.sum()).backward()
+    wave.requires_grad_(True)
+    with pytest.raises(UnsupportedError, match="'wave' is complex"):
+        (real.sum() + wave.real.sum()).backward()
+    assert opt.last_step.step == 1
 
 
 def test_a_class_whose_weights_are_evaluated_otherwise_says_so(caplog):
@@ -568,7 +578,6 @@ def test_bitsandbytes_settings_of_single_parameters_are_refused(monkeypatch):
     rule = "bitsandbytes.optim.AdamW8bit"
     lowmem.FusedOptimizer(model.parameters(), rule=rule).remove()
     manager.override_config(model[1].weight, "optim_bits", 32)
-    lowmem.FusedOptimizer(model[0].parameters(), rule=rule).remove()
     with pytest.raises(UnsupportedError, match="settings for single parameters"):
         lowmem.FusedOptimizer(model.parameters(), rule=rule)
     manager.pid2config.clear()

@@ -72,7 +72,7 @@ def train(settings, numbers=range(4), micro_batches=1):
                 return net(part) / micro_batches
 
             with opt.accumulate() if i < micro_batches else nullcontext():
-                opt.backward(loss if opt.replay == "forward" else loss())
+                opt.backward(loss())
     return net, opt
 
 
@@ -80,7 +80,6 @@ def train(settings, numbers=range(4), micro_batches=1):
 
 POLICIES = {
     "two passes": {"policy": "two_pass"},
-    "forward replay": {"policy": "two_pass", "replay": "forward"},
     "on the host": {"policy": "deferred", "store": "host"},
     "on the device": {"policy": "deferred", "store": "device"},
 }

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lowmem
 from lowmem.rules import Lomo
-from lowmem.step.offload import Host
+from lowmem.step.offload import GradientStore
 from lowmem.step.record import ParamRecord
 from lowmem.tiles.layout import Span
 
@@ -155,7 +155,7 @@ def gradient():
 def step_of_two_micro_batches():
     """Returns how many gradients are on the device at most while they come, and while they are applied."""
     with watched() as watch:
-        records, store = slots_of(6), Host()
+        records, store = slots_of(6), GradientStore(host=True)
         standing = watch.held
         for record in records:
             store.keep(record, gradient())
@@ -182,7 +182,7 @@ def test_how_many_gradients_are_on_the_device(pretending):
 
 def give_up(how):
     with watched() as watch:
-        records, store = slots_of(3), Host()
+        records, store = slots_of(3), GradientStore(host=True)
         standing = watch.held
         for record in records:
             store.keep(record, gradient())
@@ -217,7 +217,7 @@ def test_a_wait_that_is_forgotten_is_noticed(stream_method, pretending):
 def forget_what_leaves():
     """As if a store gave gradients back before they are copied."""
     with watched():
-        (record,), store = slots_of(1), Host()
+        (record,), store = slots_of(1), GradientStore(host=True)
         store.keep(record, gradient())
         store._leaving = None
         gradient()

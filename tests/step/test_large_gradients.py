@@ -241,7 +241,7 @@ def train(net, settings):
     def loss():
         return net(x)
 
-    opt.backward(loss if opt.replay == "forward" else loss())
+    opt.backward(loss())
     weights = {name: placements.full_tensor(param).clone() for name, param in net.named_parameters()}
     return weights, opt.last_step.norms.tolist(), opt.last_step.nonfinite, opt.last_step.overflowed
 

@@ -265,7 +265,7 @@ def on_one_rank(rank, kind, policy):
             return value * math.nan if spoils else value
 
         try:
-            opt.backward(loss if opt.replay == "forward" else loss())
+            opt.backward(loss())
         except StepError as error:
             stopped = step, "the last 2 steps" in str(error)
             break
@@ -278,9 +278,7 @@ def on_one_rank(rank, kind, policy):
     return told, stopped, full
 
 
-@pytest.mark.parametrize(
-    ("kind", "policy"), [*itertools.product(KINDS, ("immediate", "deferred")), ("fsdp2", "two_pass")]
-)
+@pytest.mark.parametrize(("kind", "policy"), itertools.product(KINDS, ("immediate", "deferred")))
 def test_what_one_rank_meets_all_ranks_skip_and_stop_at(two, kind, policy):
     first, second = two.run(on_one_rank, kind, policy)
     assert first[:2] == second[:2]

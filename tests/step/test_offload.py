@@ -11,13 +11,12 @@ import lowmem
 from lowmem.options import FusedConfig
 from lowmem.rules import Lomo, ParamSpec, StateSpec, UpdateRule
 from lowmem.step import policies
-from lowmem.step.offload import GradientStore, Host, make_store, powers_of_two
+from lowmem.step.offload import GradientStore, make_store, powers_of_two
 from lowmem.step.record import ParamRecord
 from lowmem.tiles.layout import Span, View
 
-# Host is made for a device that is not the host; here it copies from memory to memory, without streams.
-MAKE = {"resident": GradientStore, "host": Host}
-KINDS = pytest.mark.parametrize("kind", MAKE)
+# A store on the host is made for a device that is not the host; here it copies from memory to memory, without streams.
+KINDS = pytest.mark.parametrize("kind", ["resident", "host"])
 
 
 @pytest.fixture
@@ -28,7 +27,7 @@ def stores(monkeypatch):
         made = []
 
         def make(config, records):
-            made.append(MAKE[kind]())
+            made.append(GradientStore(host=kind == "host"))
             return made[-1]
 
         monkeypatch.setattr(policies, "make_store", make)
@@ -71,7 +70,7 @@ def test_what_is_kept_comes_back(kind, dtype):
         grads = [make_gradient().to(dtype) for make_gradient in GRADIENTS.values()]
         if step == 0:
             records = slots_of(*(torch.nn.Parameter(torch.empty_like(grad)) for grad in grads))
-            store = MAKE[kind]()
+            store = GradientStore(host=kind == "host")
         for record, grad in reversed(list(zip(records.values(), grads, strict=True))):
             store.keep(record, grad.clone())
         store.begin(0)
@@ -87,7 +86,7 @@ def test_a_gradient_that_lies_otherwise_in_the_next_step(kind):
     """As after its parameter was made contiguous: rules see the gradient in the parameter's own layout."""
     records = slots_of(torch.nn.Parameter(torch.zeros(4, 6)))
     (record,) = records.values()
-    store = MAKE[kind]()
+    store = GradientStore(host=kind == "host")
     for grad in (torch.randn(6, 4).t(), torch.randn(4, 6), torch.randn(6, 4).t()):
         store.keep(record, grad.clone())
         ((_, found),) = store.drain([record])
@@ -98,7 +97,7 @@ def test_a_gradient_that_lies_otherwise_in_the_next_step(kind):
 def test_what_was_handed_back_stays(kind):
     """What comes for one parameter while another is applied does not write over it."""
     records = slots_of(*(torch.nn.Parameter(torch.zeros(5)) for _ in range(3)))
-    store = MAKE[kind]()
+    store = GradientStore(host=kind == "host")
     for n, record in enumerate(records.values()):
         store.keep(record, torch.full((5,), float(n)))
     handed = []
@@ -221,7 +220,7 @@ def test_what_gradients_wait_in(sums, count, want, monkeypatch):
             kept.append(str(grad.dtype).removeprefix("torch."))
             super().keep(record, grad)
 
-    monkeypatch.setattr(policies, "make_store", lambda *_: Noting())
+    monkeypatch.setattr(policies, "make_store", lambda *_: Noting(host=False))
     param = torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
     opt = lowmem.FusedOptimizer([param], rule="lomo", policy="deferred", accumulation_dtype=sums)
     give_step(opt, [param], [[torch.ones(4, dtype=torch.bfloat16)]] * count)
@@ -316,7 +315,7 @@ def test_room_is_made_once_for_sums():
     """A first micro-batch of 16-bit gradients has room for the float32 sum that replaces it."""
     records = slots_of(torch.nn.Parameter(torch.zeros(1000, dtype=torch.bfloat16)))
     (record,) = records.values()
-    store = Host()
+    store = GradientStore(host=True)
     store.begin(least=4)
     store.keep(record, torch.ones(1000, dtype=torch.bfloat16))
     (first,) = store._room[record.name]
@@ -326,15 +325,22 @@ def test_room_is_made_once_for_sums():
     assert second.nbytes == 4000
 
 
+def test_a_rank_that_holds_nothing_of_a_parameter_stores_nothing():
+    (record,) = slots_of(torch.nn.Parameter(torch.zeros(0))).values()
+    store = GradientStore(host=True)
+    store.keep(record, torch.ones(0))
+    assert [grad.numel() for _, grad in store.drain([record])] == [0]
+
+
 # -- which one it is ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("kind", "on_cpu", "elsewhere"),
-    [("host", GradientStore, Host), ("device", GradientStore, GradientStore)],
+    [("host", False, True), ("device", False, False)],
 )
 def test_which_store_is_made(kind, on_cpu, elsewhere):
     """On a CPU host and device are one memory, and nothing is copied."""
     config = FusedConfig(store=kind)
     for device, made in (("cpu", on_cpu), ("meta", elsewhere)):
-        assert type(make_store(config, slots_of(torch.nn.Parameter(torch.zeros(3, device=device))))) is made
+        assert make_store(config, slots_of(torch.nn.Parameter(torch.zeros(3, device=device)))).host is made

@@ -164,16 +164,15 @@ def test_reentrant_checkpointing_in_a_measuring_pass(net):
 
 
 @pytest.mark.cpu_only("auto takes two passes on a CPU only")
-@pytest.mark.parametrize("options", [{}, {"replay": "forward"}], ids=str)
 @pytest.mark.parametrize("called", [False, True])
-def test_auto_defers_where_reentrant_checkpointing_rules_out_two_passes(net, called, options, caplog):
+def test_auto_defers_where_reentrant_checkpointing_rules_out_two_passes(net, called, caplog):
     """From the step on whose forward has it; one before takes two passes."""
     caplog.set_level("INFO")
     plain = Net()
     plain.load_state_dict(net.state_dict())
     ordinary = torch.optim.AdamW(plain.parameters(), lr=0.01, foreach=False)
     rule = {"rule": torch.optim.AdamW, "lr": 0.01, "clip_norm": 0.5}
-    opt = lowmem.FusedOptimizer(net.named_parameters(), model=net, **rule, **options)
+    opt = lowmem.FusedOptimizer(net.named_parameters(), model=net, **rule)
     for step in range(4):
         x, reentrant = torch.randn(2, 4, requires_grad=True), True if step else None
         plain(x).backward()
@@ -184,7 +183,7 @@ def test_auto_defers_where_reentrant_checkpointing_rules_out_two_passes(net, cal
         def loss(x=x, reentrant=reentrant):
             return net(x, reentrant=reentrant)
 
-        opt.backward(loss if called or opt.replay == "forward" else loss())
+        opt.backward(loss if called else loss())
         assert opt.policy == ("deferred" if step else "two_pass")
         assert torch.equal(opt.last_step.grad_norm.float(), norm)
     assert not any(moved(net, weights(plain)))

@@ -624,11 +624,9 @@ class Fused(Loop):
         lowmem.quantize_(self.net, self.settings.codes, group=self.settings.group_size)
 
     def make(self, **other: Any) -> lowmem.FusedOptimizer:
-        s, replay = self.settings, "auto"
+        s = self.settings
         self.around = guard(self.net) if s.guard else []
-        if s.policy == "two_pass" and s.call == "callable":
-            replay = "forward"
-        options = {**s.options, **s.hyper, "replay": replay, "model": self.net if s.with_model else None, **other}
+        options = {**s.options, **s.hyper, "model": self.net if s.with_model else None, **other}
         return lowmem.FusedOptimizer(self.groups(), **options)
 
     def happen(self, event: str) -> None:

@@ -90,10 +90,7 @@ def plain(net, opt, own, step):
 
 
 def as_told(net, opt, own, step):
-    """By what the policy wants: a loss, or what computes it."""
-    opt.backward(
-        (lambda: loss_of(net, own(batch(step)))) if opt.replay == "forward" else loss_of(net, own(batch(step)))
-    )
+    opt.backward(loss_of(net, own(batch(step))))
 
 
 def with_scores(net, opt, own, step):

@@ -16,8 +16,6 @@ from lowmem.rules.rule import TABLE
 
 RULES = [*sorted(TABLE), "torch.optim.AdamW"]
 POLICIES = {
-    "two_pass": {"policy": "two_pass", "clip_norm": 0.5},
-    "forward replay": {"replay": "forward", "clip_norm": 0.5},
     "deferred": {"policy": "deferred", "clip_norm": 0.5},
     "dynamic scale": {"clip_norm": 0.5, "loss_scale": "dynamic"},
     "largest element": {"clip_norm": 0.05, "norm_type": float("inf"), "clip_value": 0.1},
@@ -121,7 +119,7 @@ def train(net, rows_of, settings, micro_batches=1, batches=None):
                 return net(part) / micro_batches
 
             with opt.accumulate() if n < micro_batches else nullcontext():
-                opt.backward(loss if opt.replay == "forward" else loss())
+                opt.backward(loss())
     report = opt.last_step
     return {
         "weights": {name: placements.full_tensor(param).clone() for name, param in net.named_parameters()},

@@ -181,7 +181,7 @@ def test_noise_is_of_the_element(dtype, shape):
         param, grad = torch.randn(shape).to(dtype), (1e-3 * torch.randn(shape)).to(dtype)
         layout = Layout.of(shape, View.matrix(3))
         weight = storage.Held(storage.of_weight("stochastic", dtype), (param,))
-        Sweep(StoredTiles(layout, weight, grad, noise_keys=lambda: [key], tile=tile)).apply(shifted)
+        Sweep(StoredTiles(layout, weight, grad, keys=lambda: [key], tile=tile)).apply(shifted)
         return param
 
     whole = run(1 << 20, key=5)

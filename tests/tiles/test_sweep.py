@@ -46,7 +46,7 @@ def update(rule, shape, *, dtype=torch.bfloat16, rounding_name="nearest", steps=
             grad,
             Reading(limit=torch.tensor(2.0)),
             Scalars.of(rule.scalars({**hyper, "lr": 0.1 / step}, step), torch.get_default_device()),
-            noise_keys=functools.partial(list, [step]),
+            keys=functools.partial(list, [step]),
             tile=tile,
         )
         rule.update(Sweep(tiles), spec, held(spec, states))
@@ -178,7 +178,7 @@ def rounded_at(start, count=64, tile=None):
     shard = torch.zeros(count, dtype=torch.bfloat16)
     weight = Held(Float(torch.bfloat16, draws=True), (shard,))
     layout = Layout.of((MANY,), View.vector(1), start, start + count)
-    Sweep(StoredTiles(layout, weight, torch.zeros_like(shard), noise_keys=lambda: (7,), tile=tile)).apply(halfway)
+    Sweep(StoredTiles(layout, weight, torch.zeros_like(shard), keys=lambda: (7,), tile=tile)).apply(halfway)
     return shard
 
 

@@ -255,7 +255,6 @@ REFUSED = {
         UnsupportedError,
         "gradient_accumulation_steps=2",
     ),
-    "forward replay": ({"fused": lowmem.FusedConfig(replay="forward")}, UnsupportedError, "omit replay"),
     "fp16 on a CPU": ({"fp16": True, "use_cpu": True}, ConfigError, "fp16"),
 }
 
