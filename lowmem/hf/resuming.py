@@ -81,6 +81,14 @@ class Rows:
             CheckpointError: the steps that are left would have other rows.
             DataError: the data are not those of the checkpoint.
         """
+        args, state = self._trainer.args, self._trainer.state
+        shared = getattr(args, "steps_per_generation", 1) * getattr(args, "num_iterations", 1)  # micro-batches, in TRL
+        every = math.lcm(shared, args.gradient_accumulation_steps) // args.gradient_accumulation_steps
+        if state.global_step % every and state.global_step < state.max_steps:
+            raise CheckpointError(
+                f"{folder} was written between steps that share their completions, which no checkpoint has. Resume "
+                f"from one whose step is a multiple of {every}, and set save_steps to one"
+            )
         if not (folder / RECORD_FILE).exists():
             logger.warning("%s has no %s, so lowmem cannot tell whether it had the same rows", folder, RECORD_FILE)
             return None
@@ -95,7 +103,7 @@ class Rows:
             )
         if unknown:
             logger.warning("only the number of rows of the data was compared with %s, not the rows", folder)
-        step, state = self._per_step, self._trainer.state
+        step = self._per_step
         end = saved["row"] + (state.max_steps - state.global_step) * step
         # a run that ends before the last batch of an epoch does not depend on how that is padded
         reached = end > min(saved["rows per epoch"], now["rows per epoch"]) // step * step

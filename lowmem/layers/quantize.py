@@ -73,6 +73,8 @@ def _is_chosen(weight: Tensor, names: list[str], group: int, skipped: list[str])
         )
     if weight.numel() < SMALLEST_GROUPED or weight.dtype not in STORED_DTYPES:
         return False
+    if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+        raise UnsupportedError(f"{names[0]} has hooks, which its codes would not have; register them after quantize_")
     if weight.shape[-1] % group:
         raise ConfigError(
             f"group={group} does not divide the rows of {names[0]}, {list(weight.shape)}. Choose a smaller one, or "

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lowmem.errors import ConfigError, UnsupportedError, did_you_mean
 from lowmem.rules.foreign_instance import COUNTS, Instance, number_of, numbers_of, refuse_combination
@@ -105,6 +106,7 @@ class ForeignRule(UpdateRule):
         self._shape: tuple[int, ...] = (64, 64)  # of a parameter that it can be constructed for
         self._counts = False  # whether the class has numbers that change
         self._instances: dict[int, Instance] = {}  # by the id of our group
+        self._dtypes = WeakTensorKeyDictionary()  # of parameters, when they were first admitted
 
     def equals(self, other: UpdateRule) -> bool:
         return isinstance(other, ForeignRule) and self.cls is other.cls
@@ -235,9 +237,14 @@ class ForeignRule(UpdateRule):
 
     def admit(self, param: Tensor, hyper: Hyper) -> None:
         try:  # hooks of the class would stay on the parameter itself
-            self._made([param.detach().requires_grad_()], hyper)
+            made = self._made([param.detach().requires_grad_()], hyper)
         except Exception as error:  # a class may raise anything
             raise UnsupportedError(f"{self.name} does not accept this: {error or type(error).__name__}") from error
+        if (first := self._dtypes.setdefault(param, param.dtype)) != param.dtype and made.state:
+            raise UnsupportedError(
+                f"was {first} when the optimizer was made, and {self.name} makes its states then. Convert the model "
+                "first"
+            )
 
     def spec(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> ForeignSpec:
         return ForeignSpec(View.vector(len(shape)), name=name, hyper=hyper)

@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import pyarrow as pa
 import pytest
+import torch
 from datasets import Dataset
-from support import resuming
+from support import resuming, trainers
 from support.resuming import Indexed, Run, Stream, continued
-from support.trainers import build, joined
+from support.trainers import build, fused, joined
 from transformers import TrainerCallback
 
 from lowmem.errors import CheckpointError, DataError
@@ -110,6 +111,27 @@ def test_a_checkpoint_without_a_record_continues_and_says_so(make, tmp_path, cap
         resumed.train(resume_from_checkpoint=str(folder))
     assert "has no data.json, so lowmem cannot tell whether it had the same rows" in caplog.text
     assert all((a == b).all() for a, b in zip(resumed.model.parameters(), whole.model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("name", ["GRPO", "RLOO"])
+@pytest.mark.parametrize("options", [{"num_iterations": 2}, {"steps_per_generation": 2}], ids=str)
+def test_steps_that_share_completions_are_not_resumed_between(name, options, tmp_path):
+    """The completions are in no checkpoint, and would be drawn again."""
+
+    def trained(checkpoint=None):
+        cls, config, own, parts = trainers.ROWS[name]()
+        args = config(
+            str(tmp_path), max_steps=3, save_steps=1, per_device_train_batch_size=2, gradient_accumulation_steps=1,
+            use_cpu=True, report_to="none", disable_tqdm=True, learning_rate=1e-2, **own | options,
+        )  # fmt: skip
+        trainer = fused(cls)(args=args, **parts)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        return [param.detach().clone() for param in trainer.model.parameters()]
+
+    whole = trained()
+    assert all(map(torch.equal, trained(str(tmp_path / "checkpoint-2")), whole))
+    with pytest.raises(CheckpointError, match=r"checkpoint-1 was .* share their completions.* a multiple of 2"):
+        trained(str(tmp_path / "checkpoint-1"))
 
 
 def test_rows_that_cannot_be_compared_are_said(make, samples, tmp_path, caplog):

@@ -333,6 +333,16 @@ def test_what_cannot_be_held_is_refused_and_changes_nothing(llama, arguments, wo
     assert not any(isinstance(param, QuantizedWeight) for param in model.parameters())
 
 
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_weight_with_hooks_is_refused(llama, register):
+    """They would be called no more."""
+    model = llama()
+    getattr(model.lm_head.weight, register)(lambda _: None)
+    with pytest.raises(lowmem.LowmemError, match=r"lm_head\.weight has hooks.*after quantize_"):
+        lowmem.quantize_(model, "int12")
+    lowmem.quantize_(model, "int12", skip=["lm_head"])
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -370,6 +370,31 @@ def test_complex_parameters_are_refused_by_name(rule):
     assert opt.last_step.step == 1
 
 
+@pytest.mark.parametrize(("cls", "refused"), [(torch.optim.Adagrad, True), (torch.optim.AdamW, False)])
+def test_a_model_that_is_converted_after_its_optimizer_was_made(cls, refused):
+    """The states of a class that makes them in its constructor would have the dtype of the model before."""
+    models = [torch.nn.Linear(4, 4) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    opt, plain = (
+        lowmem.FusedOptimizer(models[0].named_parameters(), rule=cls, lr=0.1),
+        cls(models[1].parameters(), lr=0.1),
+    )
+    for model in models:
+        model.bfloat16()
+    x = torch.randn(3, 4, dtype=torch.bfloat16)
+    loss = models[0](x).square().sum()
+    if refused:
+        with pytest.raises(
+            UnsupportedError, match=r"was torch\.float32 when the optimizer was made.*Convert the model first"
+        ):
+            opt.backward(loss)
+        return
+    opt.backward(loss)
+    models[1](x).square().sum().backward()
+    plain.step()
+    assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
+
+
 def test_a_class_whose_weights_are_evaluated_otherwise_says_so(caplog):
     class Evaluates(Counting):
         def eval(self):
