@@ -4,9 +4,7 @@ import functools
 import warnings
 from importlib import metadata
 
-from lowmem.errors import LowmemError
-
-# Minor versions, oldest first. docs/internals/private_uses.md lists the private parts of these packages that are used.
+# The oldest and the newest minor version. docs/internals/private_uses.md lists what is used of them that is private.
 TESTED = {
     "torch": ("2.13", "2.15"),
     "transformers": ("5.22", "5.23"),
@@ -18,23 +16,16 @@ TESTED = {
 
 @functools.cache
 def check_version(package: str) -> None:
-    """Warns once if an installed package is newer than the versions that are tested.
-
-    Raises:
-        LowmemError: it is older.
-    """
+    """Warns once if the version that is installed is none of those that are tested. What has moved raises when used."""
     try:
         installed = metadata.version(package)
     except metadata.PackageNotFoundError:  # which importing it will say
         return
-    tested = TESTED[package]
-    known = f"{package} {installed}; the versions that are tested are {', '.join(tested)}"
-    if _minor(installed) < _minor(tested[0]):
-        raise LowmemError(f"lowmem does not work with {known}. Run: pip install '{package}>={tested[0]}'")
-    if _minor(installed) > _minor(tested[-1]):
+    oldest, newest = TESTED[package]
+    if not _minor(oldest) <= _minor(installed) <= _minor(newest):
         warnings.warn(
-            f"lowmem is not tested with {known}. It uses private parts of {package}, which may have moved. If something"
-            f" fails, run: pip install '{package}=={tested[-1]}.*'",
+            f"lowmem is tested with {package} {oldest} to {newest}, and {installed} is installed. Parts of {package} "
+            f"that are private may have moved: if something fails, run: pip install '{package}=={newest}.*'",
             stacklevel=3,
         )
 
