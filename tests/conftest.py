@@ -30,7 +30,7 @@ if SIMGPUS:
 import hypothesis
 import pytest
 import torch
-from support import compiled
+from support import compiled, rounded
 from support.devices import seeded
 from support.ranks import Ranks
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -95,6 +95,13 @@ if ON_GPU:
     def on_the_gpu(request):
         with default_device(request.path):
             yield
+
+
+if ON_GPU and not SIMGPUS:
+
+    @pytest.fixture(autouse=True)
+    def up_to_rounding(monkeypatch):
+        monkeypatch.setattr(torch, "equal", rounded.equal)
 
 
 if SIMGPUS:

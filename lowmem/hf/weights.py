@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, apply_converters, revert_weight_conversion
+from transformers.core_model_loading import WeightConverter, rename_source_key, revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from lowmem import placements
@@ -167,7 +167,7 @@ class _FileLayout:
             if id(weight) in renamed:
                 yield _Group({name: weight}, {renamed[id(weight)]: weight})
             else:
-                combined.setdefault(apply_converters(name, converters)[0], {})[name] = weight
+                combined.setdefault(rename_source_key(name, [], converters)[0], {})[name] = weight
         for members in combined.values():
             names = revert_weight_conversion(self._model, members)
             yield _Group(members, {name: self.tensors[name] for name in names}, converted=True)
