@@ -100,10 +100,8 @@ class Adafactor(UpdateRule):
         if hyper["weight_decay_rate_lr_exponent"]:
             wd = (wd or 1.0) * lr ** hyper["weight_decay_rate_lr_exponent"]
         gain = (step - hyper["step_offset"]) ** -hyper["decay_rate"]
-        scalars = moment_scalars(gain, hyper["epsilon1"], hyper["epsilon2"]) | {
-            "lr": lr,
-            "undecayed": 1.0 - (wd or 0.0),
-        }
+        scalars = {"lr": lr, "undecayed": 1.0 - (wd or 0.0)}
+        scalars |= moment_scalars(gain, hyper["epsilon1"], hyper["epsilon2"])
         scalars |= numbers(hyper, threshold="clipping_threshold", most="max_parameter_scale")
         if hyper["beta1"] is not None:
             dtype = require.dtype_of(hyper["dtype_momentum"]) or torch.float32
