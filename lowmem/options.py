@@ -158,18 +158,17 @@ class FusedConfig:
                 "groups: parameters are grouped by their names, so pass model.named_parameters(), and not groups that "
                 "have options of their own"
             )
-        options = [{}, *map(_without_match, self.groups)]
-        members: list[list[Any]] = [[] for _ in options]
-        for name, param in params:
-            matches = (n for n, group in enumerate(self.groups, start=1) if re.search(group["match"], name))
-            members[next(matches, 0)].append((name, param))
+        groups: list[dict[str, Any]] = []
         for n, group in enumerate(self.groups):
-            if not members[n + 1]:
+            taken = [item for item in params if re.search(group["match"], item[0])]
+            if not taken:
                 raise ConfigError(
                     f"groups[{n}]: match={group['match']!r} is found in no parameter's name that an earlier group does "
                     "not take"
                 )
-        return [{**group, "params": named} for group, named in zip(options, members, strict=True) if named]
+            params = [item for item in params if not re.search(group["match"], item[0])]
+            groups.append({**_without_match(group), "params": taken})
+        return [{"params": params}, *groups] if params else groups
 
     def complete(self, group: Mapping[str, Any], place: str = "") -> tuple[UpdateRule, dict[str, Any]]:
         """The rule of a parameter group, and the group with a value for every option that it may have.

@@ -62,6 +62,7 @@ class Adafactor(UpdateRule):
     usual_lr = (1e-3, "measured: docs/how-to/choosing.md")
     relative = (0.9, 1.3)
     decay = "weight_decay_rate"
+    norm_option = "global_norm_clip_threshold"
     sums_squares = True
     defaults, checks = require.hyperparameters(
         lr=(1e-3, require.number(">= 0")),
@@ -117,10 +118,6 @@ class Adafactor(UpdateRule):
 
     def takes_nonfinite(self, hyper: Hyper) -> bool:
         return bool(hyper["skip_nan_updates"])
-
-    def needs_norm(self, hyper: Hyper) -> str | None:
-        threshold = hyper["global_norm_clip_threshold"]
-        return f"global_norm_clip_threshold={threshold!r}" if threshold else None
 
     def clip_by_norm(self, group: GroupNorms) -> GroupClip:
         threshold = group.hyper["global_norm_clip_threshold"]

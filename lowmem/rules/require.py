@@ -42,10 +42,9 @@ def number(*bounds: str, optional: bool = False, whole: bool = False) -> Check:
     """Allows a finite number within bounds such as ">= 0" and "< 1"; and None if `optional`."""
     limits = [(_COMPARISONS[sign], float(bound)) for sign, bound in map(str.split, bounds)]
     allowed = " ".join(("a whole number" if whole else "a number", " and ".join(bounds))).rstrip()
-    types = (int,) if whole else (int, float)
 
     def valid(value: Any) -> bool:
-        fitting = is_number(value) and isinstance(value, types)
+        fitting = is_number(value) and (isinstance(value, int) or not whole)
         return (optional and value is None) or (fitting and all(compare(value, bound) for compare, bound in limits))
 
     return check(valid, f"{allowed}, or None" if optional else allowed)

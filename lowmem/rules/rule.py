@@ -105,6 +105,7 @@ class UpdateRule(ABC):
             gives, times the rms of the weights and over AdamW's rate.
         checks: of hyperparameters, by name (`lowmem.rules.require`).
         decay: the name of its weight decay, if it has one.
+        norm_option: the name of the hyperparameter that makes it clip by norm itself (`clip_by_norm`), if it has one.
         elementwise: its update of a shard takes nothing that is summed over elements.
         materializes: it updates by `Sweep.materialized`, one parameter at a time, and in a way that cannot be undone on
             the device: the host has to know before that the step is not skipped.
@@ -126,6 +127,7 @@ class UpdateRule(ABC):
     states: ClassVar[Mapping[str, StateSpec]] = {}
     checks: ClassVar[Mapping[str, Check]] = {}
     decay: ClassVar[str] = "weight_decay"
+    norm_option: ClassVar[str] = ""
     elementwise: ClassVar[bool] = False
     materializes: ClassVar[bool] = False
     every_parameter: ClassVar[bool] = False
@@ -199,7 +201,8 @@ class UpdateRule(ABC):
 
     def needs_norm(self, hyper: Hyper) -> str | None:
         """The hyperparameter, with its value, that needs the norm over all gradients before the first update."""
-        return None
+        value = hyper.get(self.norm_option)
+        return f"{self.norm_option}={value!r}" if value else None
 
     def clip_by_norm(self, group: GroupNorms) -> GroupClip:
         """Clips a group that `needs_norm`, once per step. The memory of a skipped step is dropped."""

@@ -59,6 +59,7 @@ class ScaledAdam(UpdateRule):
     exactness = "trajectories recorded from its source, weights to 1e-6"
     usual_lr = (1e-3, "measured: docs/how-to/choosing.md")
     relative = (0.9, 1.3)
+    norm_option = "clipping_scale"
     every_parameter = True
     sums_squares = True
     defaults, checks = require.hyperparameters(
@@ -75,10 +76,6 @@ class ScaledAdam(UpdateRule):
         clip_update=(True, require.flag),
         show_dominant_parameters=(True, require.flag),
     )
-
-    def needs_norm(self, hyper: Hyper) -> str | None:
-        scale = hyper["clipping_scale"]
-        return None if scale is None else f"clipping_scale={scale!r}"
 
     def group_memory(self, hyper: Hyper) -> dict[str, Tensor]:
         if hyper["clipping_scale"] is None:
