@@ -106,9 +106,8 @@ def flush(path: Path) -> None:
 
 def flush_tree(folder: Path) -> None:
     """Returns when the disk has everything in a directory."""
-    for path in folder.rglob("*"):
+    for path in (*folder.rglob("*"), folder):
         flush(path)
-    flush(folder)
 
 
 @contextlib.contextmanager

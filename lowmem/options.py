@@ -10,7 +10,7 @@ import torch
 
 from lowmem import placements, rules
 from lowmem.errors import ConfigError, did_you_mean, require_known
-from lowmem.rules import UpdateRule
+from lowmem.rules import UpdateRule, require
 from lowmem.rules.rule import GROUP_KEYS
 from lowmem.tiles import storage
 
@@ -38,17 +38,9 @@ class DynamicScale:
     hysteresis: int = 1
 
     def __post_init__(self) -> None:
-        for name, valid, allowed in (
-            ("min_scale", _is_scale, "a number > 0 that float32 holds"),
-            ("init_scale", lambda value: _is_scale(value) and value >= self.min_scale, "a finite number >= min_scale"),
-            ("growth_factor", lambda value: _is_number(value) and value > 1, "a number > 1"),
-            ("backoff_factor", lambda value: _is_number(value) and 0 < value < 1, "a number between 0 and 1"),
-            ("growth_interval", _is_count, "a whole number >= 1"),
-            ("hysteresis", _is_count, "a whole number >= 1"),
-        ):
-            value = getattr(self, name)
-            if not valid(value):
-                raise ConfigError(f"loss_scale.{name}={value!r} is not {allowed}")
+        for name, check in _SCALE_CHECKS.items():
+            check(f"loss_scale.{name}", getattr(self, name))
+        require.that(self.init_scale >= self.min_scale, "loss_scale.init_scale", self.init_scale, "at least min_scale")
 
 
 @dataclass(frozen=True, init=False)
@@ -140,24 +132,12 @@ class FusedConfig:
         options |= {"rule": rule, "hyper": hyper}
         for option in fields(self):
             object.__setattr__(self, option.name, options.get(option.name, option.default))
-        self._check_choices()
-        self._check_policy()
-        for name in ("clip_norm", "clip_value"):
-            value = getattr(self, name)
-            if value is not None and not (_is_number(value) and value > 0):
-                raise ConfigError(f"{name}={value!r} is not a finite number > 0; omit it for no clipping")
-        if self.norm_type not in (2, math.inf):
-            raise ConfigError(f"norm_type={self.norm_type!r} is neither 2 nor inf")
-        initial_scale(self.loss_scale)
-        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
-            raise ConfigError(f"seed={self.seed!r} is not a whole number")
-        if self.max_nonfinite_steps is not None and not _is_count(self.max_nonfinite_steps):
-            raise ConfigError(
-                f"max_nonfinite_steps={self.max_nonfinite_steps!r} is neither a whole number >= 1 nor None (never stop)"
-            )
+        for name, check in _CHECKS.items():
+            check(name, getattr(self, name))
+        gradients = {"store": self.store, "accumulation_dtype": self.accumulation_dtype}
+        if self.policy in ("immediate", "two_pass") and gradients != {"store": None, "accumulation_dtype": "float32"}:
+            raise ConfigError(f"{' and '.join(gradients)} apply only to policy 'deferred', not to {self.policy!r}")
         self.complete({"rule": "lomo"} if self.rule is None else {})  # without a rule it is known later
-        if not isinstance(self.groups, list | tuple):
-            raise ConfigError(f"groups={self.groups!r} is not a list of groups, such as {{match: norm, rule: lomo}}")
         for n, group in enumerate(self.groups):
             self._check_group(group, f"groups[{n}]: ")
 
@@ -178,18 +158,17 @@ class FusedConfig:
                 "groups: parameters are grouped by their names, so pass model.named_parameters(), and not groups that "
                 "have options of their own"
             )
-        options = [{}, *map(_without_match, self.groups)]
-        members: list[list[Any]] = [[] for _ in options]
-        for name, param in params:
-            matches = (n for n, group in enumerate(self.groups, start=1) if re.search(group["match"], name))
-            members[next(matches, 0)].append((name, param))
+        groups: list[dict[str, Any]] = []
         for n, group in enumerate(self.groups):
-            if not members[n + 1]:
+            taken = [item for item in params if re.search(group["match"], item[0])]
+            if not taken:
                 raise ConfigError(
                     f"groups[{n}]: match={group['match']!r} is found in no parameter's name that an earlier group does "
                     "not take"
                 )
-        return [{**group, "params": named} for group, named in zip(options, members, strict=True) if named]
+            params = [item for item in params if not re.search(group["match"], item[0])]
+            groups.append({**_without_match(group), "params": taken})
+        return [{"params": params}, *groups] if params else groups
 
     def complete(self, group: Mapping[str, Any], place: str = "") -> tuple[UpdateRule, dict[str, Any]]:
         """The rule of a parameter group, and the group with a value for every option that it may have.
@@ -217,31 +196,6 @@ class FusedConfig:
         require_known(f"{place}state_storage", complete["state_storage"], storage.state_storages())
         return rule, complete
 
-    def _check_choices(self) -> None:
-        for option, choices in (
-            ("policy", get_args(Policy)),
-            ("store", get_args(Store)),
-            ("accumulation_dtype", ("float32", "gradient")),
-            ("placement", get_args(placements.Choice)),
-        ):
-            if option != "store" or self.store is not None:
-                require_known(option, getattr(self, option), choices)
-        if not isinstance(self.compile, bool) and self.compile != "auto":
-            raise ConfigError(f"compile={self.compile!r}; allowed are True, False and 'auto'")
-        if self.weight_format is not None:
-            require_known("weight_format", self.weight_format, [*storage.WEIGHT_FORMATS])
-        for option in ("batching", "convert_states", "log_norms"):
-            if not isinstance(getattr(self, option), bool):
-                raise ConfigError(f"{option}={getattr(self, option)!r}; allowed are True and False")
-
-    def _check_policy(self) -> None:
-        if self.policy in ("immediate", "two_pass") and (
-            self.store is not None or self.accumulation_dtype != "float32"
-        ):
-            raise ConfigError(
-                f"store and accumulation_dtype have no effect under policy {self.policy!r}; they are of 'deferred'"
-            )
-
     def _check_group(self, group: Mapping[str, Any], place: str) -> None:
         if not isinstance(group, Mapping) or not isinstance(group.get("match"), str):
             raise ConfigError(f"{place}a group is a mapping with a regular expression under 'match'; found {group!r}")
@@ -258,34 +212,51 @@ def _without_match(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "match"}
 
 
-def initial_scale(requested: Any) -> float | None:
-    """The loss scale that `loss_scale` starts from; None for no scaling.
-
-    Raises:
-        ConfigError: it is neither None, a number, "dynamic" nor a `DynamicScale`.
-    """
-    if requested == "dynamic":
-        requested = DynamicScale()
+def initial_scale(requested: float | str | DynamicScale | None) -> float | None:
+    """The loss scale that `loss_scale` starts from; None for no scaling."""
+    requested = DynamicScale() if requested == "dynamic" else requested
     if isinstance(requested, DynamicScale):
         return requested.init_scale
-    if requested is None:
-        return None
-    if not _is_number(requested) or (requested != 0 and not _is_scale(requested)):
-        raise ConfigError(
-            f"loss_scale={requested!r} is neither a number >= 0 (0: none) nor 'dynamic' nor a DynamicScale"
-        )
-    return None if requested in (0, 1) else float(requested)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return None if requested in (None, 0, 1) else float(requested)
 
 
 def _is_scale(value: Any) -> bool:
     """Returns whether it and its inverse are numbers of float32."""
     limits = torch.finfo(torch.float32)
-    return _is_number(value) and limits.tiny <= value <= limits.max
+    return require.is_number(value) and limits.tiny <= value <= limits.max
 
 
-def _is_count(value: Any) -> bool:
-    return _is_number(value) and value >= 1 and int(value) == value
+def _is_loss_scale(value: Any) -> bool:
+    """Returns whether `loss_scale` may be it."""
+    named = value in (None, "dynamic") or isinstance(value, DynamicScale)
+    return named or _is_scale(value) or (require.is_number(value) and value == 0)
+
+
+_SCALE = require.check(_is_scale, "a number > 0 that float32 holds")
+_COUNT = require.number(">= 1", whole=True)
+_SCALE_CHECKS = {
+    "min_scale": _SCALE,
+    "init_scale": _SCALE,
+    "growth_factor": require.number("> 1"),
+    "backoff_factor": require.number("> 0", "< 1"),
+    "growth_interval": _COUNT,
+    "hysteresis": _COUNT,
+}
+_CHECKS = {
+    "groups": require.check(lambda value: isinstance(value, list | tuple), "a list: [{match: norm, rule: lomo}, ...]"),
+    "policy": require.one_of(*get_args(Policy)),
+    "clip_norm": require.number("> 0", optional=True),
+    "norm_type": require.check(lambda value: value in (2, math.inf), "2 or inf"),
+    "clip_value": require.number("> 0", optional=True),
+    "loss_scale": require.check(_is_loss_scale, "a number >= 0 (0: none), 'dynamic', a DynamicScale, or None"),
+    "max_nonfinite_steps": require.number(">= 1", whole=True, optional=True),
+    "store": require.one_of(*get_args(Store), optional=True),
+    "accumulation_dtype": require.one_of("float32", "gradient"),
+    "convert_states": require.flag,
+    "weight_format": require.one_of(*storage.WEIGHT_FORMATS, optional=True),
+    "placement": require.one_of(*get_args(placements.Choice)),
+    "compile": require.check(lambda value: value == "auto" or isinstance(value, bool), "True, False or 'auto'"),
+    "seed": require.number(whole=True),
+    "batching": require.flag,
+    "log_norms": require.flag,
+}

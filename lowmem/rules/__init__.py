@@ -1,8 +1,6 @@
 """The table of rules, `lowmem.rules.table()`; `@lowmem.rules.register("name")` adds a rule to it."""
 
-import math
-from dataclasses import dataclass
-from typing import Any
+import contextlib
 
 import torch
 
@@ -25,19 +23,6 @@ from lowmem.rules.rule import StateSpec as StateSpec
 from lowmem.rules.rule import UpdateRule as UpdateRule
 from lowmem.rules.rule import register as register
 from lowmem.rules.scaled_adam import ScaledAdam as ScaledAdam
-
-
-@dataclass(frozen=True)
-class RuleInfo:
-    """A row of the table; `state_bytes` is the size of its states per element of a 4096 × 4096 bfloat16 parameter."""
-
-    name: str
-    state_bytes: float
-    keeps: str
-    exactness: str
-    defaults: dict[str, object]
-    source: str
-    usual_lr: tuple[Any, ...]
 
 
 def resolve(rule: str | UpdateRule | type | None) -> UpdateRule:
@@ -68,19 +53,10 @@ def resolve(rule: str | UpdateRule | type | None) -> UpdateRule:
     raise ConfigError(f"rule {rule!r} is neither a name, an UpdateRule nor a torch.optim.Optimizer class")
 
 
-def table() -> list[RuleInfo]:
+def table() -> list[UpdateRule]:
     """The rules of this package and those registered from outside, by name, except for those that need arguments."""
-    rows, shape = [], (4096, 4096)
+    rules = []
     for name in sorted(TABLE):
-        try:
-            rule = resolve(name)
-        except ConfigError:
-            continue
-        spec = rule.spec("", shape, {**rule.defaults, "rounding": "auto"})
-        nbytes = 0.0
-        for state in spec.states.values():
-            dtype = torch.bfloat16 if state.dtype == "weight" else state.dtype or torch.float32
-            nbytes += math.prod(spec.view.state_shape(state.extent, shape) + state.extra) * dtype.itemsize
-        size = nbytes / math.prod(shape)
-        rows.append(RuleInfo(name, size, rule.keeps, rule.exactness, dict(rule.defaults), rule.source, rule.usual_lr))
-    return rows
+        with contextlib.suppress(ConfigError):
+            rules.append(resolve(name))
+    return rules

@@ -62,6 +62,7 @@ class Adafactor(UpdateRule):
     usual_lr = (1e-3, "measured: docs/how-to/choosing.md")
     relative = (0.9, 1.3)
     decay = "weight_decay_rate"
+    norm_option = "global_norm_clip_threshold"
     sums_squares = True
     defaults, checks = require.hyperparameters(
         lr=(1e-3, require.number(">= 0")),
@@ -100,10 +101,8 @@ class Adafactor(UpdateRule):
         if hyper["weight_decay_rate_lr_exponent"]:
             wd = (wd or 1.0) * lr ** hyper["weight_decay_rate_lr_exponent"]
         gain = (step - hyper["step_offset"]) ** -hyper["decay_rate"]
-        scalars = moment_scalars(gain, hyper["epsilon1"], hyper["epsilon2"]) | {
-            "lr": lr,
-            "undecayed": 1.0 - (wd or 0.0),
-        }
+        scalars = {"lr": lr, "undecayed": 1.0 - (wd or 0.0)}
+        scalars |= moment_scalars(gain, hyper["epsilon1"], hyper["epsilon2"])
         scalars |= numbers(hyper, threshold="clipping_threshold", most="max_parameter_scale")
         if hyper["beta1"] is not None:
             dtype = require.dtype_of(hyper["dtype_momentum"]) or torch.float32
@@ -119,10 +118,6 @@ class Adafactor(UpdateRule):
 
     def takes_nonfinite(self, hyper: Hyper) -> bool:
         return bool(hyper["skip_nan_updates"])
-
-    def needs_norm(self, hyper: Hyper) -> str | None:
-        threshold = hyper["global_norm_clip_threshold"]
-        return f"global_norm_clip_threshold={threshold!r}" if threshold else None
 
     def clip_by_norm(self, group: GroupNorms) -> GroupClip:
         threshold = group.hyper["global_norm_clip_threshold"]

@@ -139,20 +139,16 @@ class AdafactorT2T(UpdateRule):
         beta1, bits = hyper["beta1"], hyper["simulated_quantize_bits"]
         scalars = moment_scalars(1.0 - decay(step, hyper), 1e-30, 1e-3) | numbers(hyper, threshold="clipping_threshold")
         scalars |= {"lr": learning_rate(step, hyper), "keep": 1.0, "beta1": beta1, "gain1": 1.0 - beta1}
-        scalars |= {
-            "noise": golden_ratio_noise(step),
-            "as_stored": 1.0,
-        }  # squares in the weight's dtype, as in the source
+        # squares in the weight's dtype, as in the source
+        scalars |= {"noise": golden_ratio_noise(step), "as_stored": 1.0}
         if bits is not None:
             scalars["levels"] = 2 ** (bits - 1) - 1
         return scalars | ({"past": 1.0} if hyper.get("rounding", "auto") == "auto" else {})
 
     def update(self, sweep: Sweep, spec: QuantisedSpec, state: State) -> None:
         change, number = precondition(sweep, spec, state), sweep.scalar
-        given = {
-            **change.vectors,
-            "scalar": {"step": number.lr * (change.size if spec.scaled else 1.0) / change.divisor},
-        }
+        step = number.lr * (change.size if spec.scaled else 1.0) / change.divisor
+        given = {**change.vectors, "scalar": {"step": step}}
         if not spec.quantised:
             past = "past" in number and sweep.dtype == torch.bfloat16
             sweep.apply(moved_past if past else moved, **given)

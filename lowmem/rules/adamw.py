@@ -10,7 +10,6 @@ from lowmem.errors import CheckpointError
 from lowmem.rules import require
 from lowmem.rules.moments import averages, correction, moment_states, next_count
 from lowmem.rules.rule import Hyper, ParamSpec, State, UpdateRule, register
-from lowmem.tiles.layout import View
 from lowmem.tiles.sweep import Sweep
 from lowmem.tiles.tile import Tile
 
@@ -35,6 +34,7 @@ class AdamW(UpdateRule):
     keeps = "means of g and g²"
     exactness = "torch.optim.AdamW(foreach=False), bit for bit in float32"
     usual_lr = (2e-5, "the default of TRL for SFT")
+    states = moment_states("exp_avg", "exp_avg_sq")
     elementwise = True
     defaults, checks = require.hyperparameters(
         lr=(1e-3, require.number(">= 0")),
@@ -42,9 +42,6 @@ class AdamW(UpdateRule):
         eps=(1e-8, require.number(">= 0")),
         weight_decay=(0.01, require.number(">= 0")),
     )
-
-    def spec(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> ParamSpec:
-        return ParamSpec(View.vector(len(shape)), moment_states("exp_avg", "exp_avg_sq"))
 
     def scalars(self, hyper: Hyper, step: int) -> dict[str, float]:
         scalars = {"eps": hyper["eps"], "lr": hyper["lr"], "keep": 1.0 - hyper["lr"] * hyper["weight_decay"]}

@@ -88,9 +88,6 @@ class ForeignRule(UpdateRule):
                 "needs a closure: it evaluates the loss several times per step, but a fused update happens inside one "
                 "backward. Use a first-order optimizer, such as 'adalomo' or torch.optim.AdamW."
             )
-        if cls is torch.optim.SparseAdam:
-            dense = "torch.optim.AdamW with nn.Embedding(sparse=False)"
-            self._refuse(f"takes sparse gradients only, and a fused update reads dense ones. Use {dense}.")
         if first.name == "model":
             other = "an optimizer that takes parameters, or a rule of lowmem, such as 'adalomo'"
             self._refuse(f"takes a whole model, to hook it itself. Use {other}.")

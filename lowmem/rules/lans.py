@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,22 +25,14 @@ def norms(t: Tile) -> Sums:
     return Sums(scalar={**grads, "weight": t.param.square(), "stored": t.stored(t.param).square()})
 
 
-class Step(NamedTuple):
+def step_of(t: Tile) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The new moments of a tile, and the momentum's and the gradient's part of the step, without weight decay."""
-
-    mean: Tensor
-    var: Tensor
-    m: Tensor
-    g: Tensor
-
-
-def step_of(t: Tile) -> Step:
     grad = t.grad * t.scalar.inverse_norm
     grad = grad.clamp(-t.scalar.clip, t.scalar.clip) if "clip" in t.scalar else grad
     mean = t.full.mean * t.scalar.beta1 + grad * t.scalar.gain1
     var = t.full.var * t.scalar.beta2 + grad * grad * t.scalar.gain2
     scale = (var / t.scalar.correction2).sqrt() + t.scalar.epsilon
-    return Step(mean, var, mean / t.scalar.correction1 / scale, grad / scale)
+    return mean, var, mean / t.scalar.correction1 / scale, grad / scale
 
 
 def first_moved(t: Tile, m: Tensor) -> Tensor:
@@ -50,27 +42,27 @@ def first_moved(t: Tile, m: Tensor) -> Tensor:
 
 def both_squares(t: Tile) -> Sums:
     """Sums of squares of both parts of the step, with the decay of the weight before the step."""
-    step, decay = step_of(t), t.param * t.scalar.wd
-    return Sums(scalar={"m": (step.m + decay).square(), "g": (step.g + decay).square()})
+    (_, _, m, g), decay = step_of(t), t.param * t.scalar.wd
+    return Sums(scalar={"m": (m + decay).square(), "g": (g + decay).square()})
 
 
 def second_square(t: Tile) -> Sums:
     """Sum of squares of the gradient's part, with the decay of the weight after the momentum's part."""
-    step = step_of(t)
-    return Sums(scalar={"g": (step.g + first_moved(t, step.m) * t.scalar.wd).square()})
+    _, _, m, g = step_of(t)
+    return Sums(scalar={"g": (g + first_moved(t, m) * t.scalar.wd).square()})
 
 
 def moved_by_step(t: Tile) -> dict[str, Tensor]:
-    step = step_of(t)
-    first = first_moved(t, step.m)
-    new = first - (step.g + first * t.scalar.wd) * t.scalar.step_g
-    return {"param": new, "mean": step.mean, "var": step.var}
+    mean, var, m, g = step_of(t)
+    first = first_moved(t, m)
+    new = first - (g + first * t.scalar.wd) * t.scalar.step_g
+    return {"param": new, "mean": mean, "var": var}
 
 
 def moved_fused(t: Tile) -> dict[str, Tensor]:
-    step, decay = step_of(t), t.param * t.scalar.wd
-    new = t.param - ((step.m + decay) * t.scalar.step_m + (step.g + decay) * t.scalar.step_g)
-    return {"param": new, "mean": step.mean, "var": step.var}
+    (mean, var, m, g), decay = step_of(t), t.param * t.scalar.wd
+    new = t.param - ((m + decay) * t.scalar.step_m + (g + decay) * t.scalar.step_g)
+    return {"param": new, "mean": mean, "var": var}
 
 
 def multipliers(option: str, value: Any) -> None:

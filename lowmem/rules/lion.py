@@ -1,12 +1,13 @@
 """Lion: the sign of a momentum one step ahead (Chen et al. 2023, arXiv:2302.06675)."""
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
 from lowmem.rules import require
 from lowmem.rules.moments import averages
 from lowmem.rules.rule import Hyper, ParamSpec, State, StateSpec, UpdateRule, register
-from lowmem.tiles.layout import View
 from lowmem.tiles.sweep import Sweep
 from lowmem.tiles.tile import Tile
 
@@ -25,15 +26,13 @@ class Lion(UpdateRule):
     keeps = "mean of g"
     exactness = "its paper's formula, to 1e-6 in float32"
     usual_lr = (1e-5, "measured: docs/how-to/choosing.md")
+    states: ClassVar = {"exp_avg": StateSpec("full")}
     elementwise = True
     defaults, checks = require.hyperparameters(
         lr=(1e-4, require.number(">= 0")),
         betas=((0.9, 0.99), require.betas),
         weight_decay=(0.0, require.number(">= 0")),
     )
-
-    def spec(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> ParamSpec:
-        return ParamSpec(View.vector(len(shape)), {"exp_avg": StateSpec("full")})
 
     def scalars(self, hyper: Hyper, step: int) -> dict[str, float]:
         return averages(*hyper["betas"]) | {"keep": 1.0 - hyper["lr"] * hyper["weight_decay"], "step": -hyper["lr"]}

@@ -5,7 +5,6 @@ from torch import Tensor
 
 from lowmem.rules import require
 from lowmem.rules.rule import Hyper, ParamSpec, State, UpdateRule, register
-from lowmem.tiles.layout import View
 from lowmem.tiles.sweep import Sweep
 from lowmem.tiles.tile import Tile
 
@@ -30,9 +29,6 @@ class Lomo(UpdateRule):
         lr=(1e-3, require.number(">= 0")),
         weight_decay=(0.0, require.number(">= 0")),
     )
-
-    def spec(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> ParamSpec:
-        return ParamSpec(View.vector(len(shape)))
 
     def scalars(self, hyper: Hyper, step: int) -> dict[str, float]:
         return {"keep": 1.0 - hyper["lr"] * hyper["weight_decay"], "step": -hyper["lr"]}

@@ -3,14 +3,14 @@
 A check raises `ConfigError`, which names the hyperparameter, its value and what is allowed.
 """
 
-import math
 import operator
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from lowmem.errors import ConfigError
+from lowmem.errors import ConfigError, require_known
 from lowmem.tiles.storage import STATE_DTYPES, STORED_DTYPES
 
 Check = Callable[[str, Any], object]
@@ -33,22 +33,31 @@ def check(valid: Callable[[Any], bool], allowed: str) -> Check:
     return lambda option, value: that(valid(value), option, value, allowed)
 
 
+def is_number(value: Any) -> bool:
+    """Returns whether it is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
 def number(*bounds: str, optional: bool = False, whole: bool = False) -> Check:
     """Allows a finite number within bounds such as ">= 0" and "< 1"; and None if `optional`."""
     limits = [(_COMPARISONS[sign], float(bound)) for sign, bound in map(str.split, bounds)]
     allowed = " ".join(("a whole number" if whole else "a number", " and ".join(bounds))).rstrip()
-    types = (int,) if whole else (int, float)
 
     def valid(value: Any) -> bool:
-        finite = isinstance(value, types) and not isinstance(value, bool) and math.isfinite(value)
-        return (optional and value is None) or (finite and all(compare(value, bound) for compare, bound in limits))
+        fitting = is_number(value) and (isinstance(value, int) or not whole)
+        return (optional and value is None) or (fitting and all(compare(value, bound) for compare, bound in limits))
 
     return check(valid, f"{allowed}, or None" if optional else allowed)
 
 
-def one_of(first: str, second: str) -> Check:
-    """Allows two names."""
-    return check(lambda value: value in (first, second), f"{first!r} or {second!r}")
+def one_of(*names: str, optional: bool = False) -> Check:
+    """Allows these names; and None if `optional`."""
+
+    def known(option: str, value: Any) -> None:
+        if value is not None or not optional:
+            require_known(option, value, names)
+
+    return known
 
 
 def pair(allowed: str, first: Check, second: Check) -> Check:

@@ -99,11 +99,13 @@ class UpdateRule(ABC):
 
     Attributes:
         name, source, keeps, exactness, defaults: for the table of rules.
+        states: by name, the same for each parameter, which is one row; a rule with others overrides `spec`.
         usual_lr: a learning rate for fine-tuning, and where it is from; empty if none is usual.
         relative: where its steps are relative to the size of the weights, the range of its rate that gives what AdamW's
             gives, times the rms of the weights and over AdamW's rate.
         checks: of hyperparameters, by name (`lowmem.rules.require`).
         decay: the name of its weight decay, if it has one.
+        norm_option: the name of the hyperparameter that makes it clip by norm itself (`clip_by_norm`), if it has one.
         elementwise: its update of a shard takes nothing that is summed over elements.
         materializes: it updates by `Sweep.materialized`, one parameter at a time, and in a way that cannot be undone on
             the device: the host has to know before that the step is not skipped.
@@ -122,14 +124,26 @@ class UpdateRule(ABC):
     usual_lr: ClassVar[tuple[Any, ...]] = ()
     relative: ClassVar[tuple[float, float] | None] = None
     defaults: ClassVar[dict[str, Any]]
+    states: ClassVar[Mapping[str, StateSpec]] = {}
     checks: ClassVar[Mapping[str, Check]] = {}
     decay: ClassVar[str] = "weight_decay"
+    norm_option: ClassVar[str] = ""
     elementwise: ClassVar[bool] = False
     materializes: ClassVar[bool] = False
     every_parameter: ClassVar[bool] = False
     norm_before_clip_value: ClassVar[bool] = False
     sums_squares: ClassVar[bool] = False
     needs_dense_gradient: ClassVar[bool] = False
+
+    @property
+    def state_bytes(self) -> float:
+        """Bytes of the states of its spec per element of a 4096 × 4096 bfloat16 parameter, with its defaults."""
+        shape, nbytes = (4096, 4096), 0
+        spec = self.spec("", shape, {**self.defaults, "rounding": "auto"})
+        for state in spec.states.values():
+            dtype = torch.bfloat16 if state.dtype == "weight" else state.dtype or torch.float32
+            nbytes += math.prod(spec.view.state_shape(state.extent, shape) + state.extra) * dtype.itemsize
+        return nbytes / math.prod(shape)
 
     def equals(self, other: "UpdateRule") -> bool:
         """Returns whether a rule of this name updates as this one does."""
@@ -187,7 +201,8 @@ class UpdateRule(ABC):
 
     def needs_norm(self, hyper: Hyper) -> str | None:
         """The hyperparameter, with its value, that needs the norm over all gradients before the first update."""
-        return None
+        value = hyper.get(self.norm_option)
+        return f"{self.norm_option}={value!r}" if value else None
 
     def clip_by_norm(self, group: GroupNorms) -> GroupClip:
         """Clips a group that `needs_norm`, once per step. The memory of a skipped step is dropped."""
@@ -201,7 +216,6 @@ class UpdateRule(ABC):
         """The hyperparameters of a group whose weights do not decay, such as norms and biases."""
         return {self.decay: 0.0}
 
-    @abstractmethod
     def spec(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> ParamSpec:
         """Decides how the parameter `name` of `shape` is updated; `update` receives it. Edits of the group that would
         change it are refused.
@@ -209,6 +223,7 @@ class UpdateRule(ABC):
         Raises:
             ConfigError: the hyperparameters do not cover this parameter, or are impossible for it.
         """
+        return ParamSpec(View.vector(len(shape)), self.states)
 
     def unspecified_state(self, state: str, hyper: Hyper) -> Literal["full", "device", "host"] | None:
         """Where a state that no `StateSpec` names is held: sharded as its parameter is (`full`), or as it is, on the

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -36,14 +35,6 @@ def moved(t: Tile) -> dict[str, Tensor]:
     return {"param": limited + delta, "delta": delta, "exp_avg_sq": square}
 
 
-@dataclass(frozen=True, kw_only=True)
-class ScaledSpec(ParamSpec):
-    """single: the parameter has one element, so its size is not learned.  period: steps between two of its updates."""
-
-    single: bool
-    period: int
-
-
 @register("scaled_adam")
 class ScaledAdam(UpdateRule):
     """delta ← β₁·delta - (1-β₁)·lr·rms(w)·g/(√v̂ + eps), w ← w + delta. Every `size_update_period` steps rms(w) is
@@ -68,6 +59,7 @@ class ScaledAdam(UpdateRule):
     exactness = "trajectories recorded from its source, weights to 1e-6"
     usual_lr = (1e-3, "measured: docs/how-to/choosing.md")
     relative = (0.9, 1.3)
+    norm_option = "clipping_scale"
     every_parameter = True
     sums_squares = True
     defaults, checks = require.hyperparameters(
@@ -84,10 +76,6 @@ class ScaledAdam(UpdateRule):
         clip_update=(True, require.flag),
         show_dominant_parameters=(True, require.flag),
     )
-
-    def needs_norm(self, hyper: Hyper) -> str | None:
-        scale = hyper["clipping_scale"]
-        return None if scale is None else f"clipping_scale={scale!r}"
 
     def group_memory(self, hyper: Hyper) -> dict[str, Tensor]:
         if hyper["clipping_scale"] is None:
@@ -119,13 +107,12 @@ class ScaledAdam(UpdateRule):
         new = dict(zip(_MEMORY, (done + 1, norms, threshold, clipped, percent), strict=True))
         return GroupClip(coef, by_rule=not group.hyper["clip_update"], memory=new)
 
-    def spec(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> ScaledSpec:
+    def spec(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> ParamSpec:
         states = moment_states("delta", "exp_avg_sq")
-        single = all(n == 1 for n in shape)
-        if not single:
+        if math.prod(shape) != 1:  # the size of a single element is not learned
             states["param_rms"] = states["scale_exp_avg_sq"] = StateSpec("slice")
             states["scale_grads"] = StateSpec("slice", extra=(hyper["size_update_period"],))
-        return ScaledSpec(View.vector(len(shape)), states, single=single, period=hyper["size_update_period"])
+        return ParamSpec(View.vector(len(shape)), states)
 
     def scalars(self, hyper: Hyper, step: int) -> dict[str, float]:
         betas, lr, period = hyper["betas"], hyper["lr"], hyper["size_update_period"]
@@ -137,16 +124,17 @@ class ScaledAdam(UpdateRule):
             "size_lr": size_lr, "size_beta2": size_beta2, "size_gain2": 1.0 - size_beta2,
         }  # fmt: skip
 
-    def update(self, sweep: Sweep, spec: ScaledSpec, state: State) -> Tensor:
-        number, scalar = sweep.scalar, {}
-        sums = {} if spec.single else sweep.reduce(size_gradient).scalar
+    def update(self, sweep: Sweep, spec: ParamSpec, state: State) -> Tensor:
+        number, scalar, single = sweep.scalar, {}, "scale_grads" not in spec.states
+        sums = {} if single else sweep.reduce(size_gradient).scalar
         count = next_count(sweep, state)
         bias2 = correction(sweep.double.beta2, count)
-        if spec.single:
+        if single:
             size = torch.ones_like(bias2, dtype=torch.float32)
         else:
             bias2 = torch.where(bias2 < 0.99, bias2, 1.0)
-            size, new_size, scale_step = self._learn_size(sweep, state, spec.period, count, sums)
+            (period,) = spec.states["scale_grads"].extra
+            size, new_size, scale_step = self._learn_size(sweep, state, period, count, sums)
             step_size = number.relative_step * new_size.clamp(min=number.least)
             scalar = {"step": step_size, "grow": scale_step * number.gain1}
         scalar["correction2"] = (1.0 / bias2).float()

@@ -177,12 +177,12 @@ OUT_OF_RANGE = {
         "global_norm_clip_threshold": ("a number >= 0, or None", [-1.0, True]),
         "max_parameter_scale": ("a number > 0, or None", [0.0, -1.0]),
         "skip_nan_updates": ("True or False", [None, 0]),
-        "variant": ("'jit' or 'op_by_op'", ["eager", None]),
+        "variant": ("jit, op_by_op", ["eager", None]),
     },
     "adafactor_t2t": {
         "lr": ("a number >= 0, or None", [-1e-3, "auto"]),
         "multiply_by_parameter_scale": ("True or False", [None, []]),
-        "decay_type": ("'pow' or 'adam'", ["Adam", None]),
+        "decay_type": ("Known are pow, adam", ["Adam", None]),
         "memory_exponent": ("a number > 0 and <= 1", [0.0, 1.1, None]),
         "beta2": ("a number > 0 and < 1", [0.0, 1.0]),
         "decay_rate": ("a number >= 0 and < 1, or None", NO_RATES),
@@ -222,7 +222,7 @@ OUT_OF_RANGE = {
         "begin_num_update": ("a whole number >= 0", [-1, 0.5]),
         "multi_precision": ("True or False", [None]),
         "aggregate_num": ("a whole number >= 1 and <= 45", [0, 46, 4.0]),
-        "variant": ("'fused' or 'step'", ["jit"]),
+        "variant": ("fused, step", ["jit"]),
     },
     "adamw": {
         "lr": ("a number >= 0", [-1.0]),
