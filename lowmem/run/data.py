@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import json
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -23,6 +24,9 @@ from lowmem.run.arguments import Arguments, reason, refused
 
 # The columns of tokens that TRL's trainers make.
 _IDS = ("input_ids", "prompt_ids", "chosen_ids", "rejected_ids", "completion_ids")
+
+# Bytes of a file beyond which it is not looked at for what would end the process.
+_LARGE = 4 << 30
 
 _BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 
@@ -52,6 +56,7 @@ def load(arguments: Arguments) -> tuple[Any, Any]:
         )
     set_seed(arguments.training.seed)  # TRL splits by the state of NumPy, which has to be that of every rank and start
     test = script.dataset_test_split
+    _require_flat(mixture.datasets)
     try:
         if mixture.datasets:
             splits = get_dataset(mixture)
@@ -86,13 +91,33 @@ def _split(splits: Any, name: str, key: str, advice: str) -> Any:
     return split
 
 
-def _fault(entries: list[Any]) -> str | None:
-    """The line of a local file that cannot be read, or the key that the first file of JSON lines lacks."""
-    keys: dict[Path, set[str]] = {}
+def _files(entries: list[Any]) -> Iterator[Path]:
+    """The local files of data sets."""
     for entry in entries:
         with contextlib.suppress(Exception):  # it has no such files
             builder = datasets.load_dataset_builder(entry.path, data_files=entry.data_files)
-            keys |= {Path(file): set() for file in builder.config.data_files[entry.split] if Path(file).is_file()}
+            yield from (Path(file) for file in builder.config.data_files[entry.split] if Path(file).is_file())
+
+
+def _require_flat(entries: list[Any]) -> None:
+    """Raises `DataError` for JSON that is nested so deeply that pyarrow 24 ends the process. Large files are not read."""
+    for file in _files(entries):
+        if file.suffix not in (".json", ".jsonl") or file.stat().st_size > _LARGE:
+            continue
+        with file.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.count(b"[") + line.count(b"{") > sys.getrecursionlimit():
+                    try:
+                        json.loads(line)
+                    except RecursionError:
+                        raise DataError(f"{file}, line {number}: JSON is nested too deeply to be a row") from None
+                    except ValueError:  # which `datasets` says
+                        continue
+
+
+def _fault(entries: list[Any]) -> str | None:
+    """The line of a local file that cannot be read, or the key that the first file of JSON lines lacks."""
+    keys: dict[Path, set[str]] = {file: set() for file in _files(entries)}
     for file in (file for file in keys if file.suffix in (".jsonl", ".csv", ".txt")):
         with file.open("rb") as lines:
             for number, line in enumerate(lines, start=1):

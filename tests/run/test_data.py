@@ -71,7 +71,13 @@ def test_data_that_is_not_there(changes, message, arguments):
         ('{"text": "a"}\n{"text": "\\ud83d"}\n', "bad.jsonl, line 2: 'utf-8' codec can't encode"),
         ('{"text": "a"}\n{"text": "\xe9"}\n'.encode("latin-1"), "bad.jsonl, line 2: 'utf-8' codec can't decode byte"),
         ("\x00\x01", "the data cannot be loaded: "),
+        (
+            '{"text": "a"}\n{"text": ' + "[" * 100_000 + "]" * 100_000 + "}\n",
+            "bad.jsonl, line 2: JSON is nested too deeply",
+        ),
+        ('{"text": ' + '{"a":' * 100_000 + "1" + "}" * 100_000 + "}\n", "bad.jsonl, line 1: JSON is nested too deeply"),
     ],
+    ids=["nothing", "broken", "half an emoji", "Latin-1", "binary", "nested lists", "nested objects"],
 )
 def test_data_that_cannot_be_read(content, message, arguments, tmp_path):
     (tmp_path / "bad.jsonl").write_bytes(content if isinstance(content, bytes) else content.encode())
