@@ -100,7 +100,7 @@ def _files(entries: list[Any]) -> Iterator[Path]:
 
 
 def _require_flat(entries: list[Any]) -> None:
-    """Raises `DataError` for JSON that is nested so deeply that pyarrow 24 ends the process. Large files are not read."""
+    """Raises `DataError` for JSON nested so deeply that pyarrow 24 ends the process, in files of up to 4 GiB."""
     for file in _files(entries):
         if file.suffix not in (".json", ".jsonl") or file.stat().st_size > _LARGE:
             continue
