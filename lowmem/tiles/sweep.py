@@ -70,7 +70,12 @@ class Scalars:
     @functools.cached_property
     def singles(self) -> dict[str, Tensor]:
         """The numbers by name as float32 scalars."""
-        return dict(zip(self.names, self.single.unbind(), strict=True))
+        return dict(zip(self.names, self.single.unbind(), strict=True)) if self.names else {}
+
+    @functools.cached_property
+    def doubles(self) -> dict[str, Tensor]:
+        """The numbers by name as float64 scalars."""
+        return dict(zip(self.names, self.double.unbind(), strict=True)) if self.names else {}
 
 
 class Tiles(ABC):
@@ -154,8 +159,7 @@ class Sweep:
 
     @functools.cached_property
     def double(self) -> Fields:
-        scalars = self._tiles.scalars
-        return Fields(dict(zip(scalars.names, scalars.double.unbind(), strict=True)))
+        return Fields(self._tiles.scalars.doubles)
 
     @property
     def dtype(self) -> torch.dtype:
