@@ -184,7 +184,7 @@ def test_a_policy_holds_what_it_plans(
     options, micro_batches, dtype, largest, all_of_them, model, token_batches, monkeypatch
 ):
     if options.get("store") == "host":  # as for a GPU: the memory to which gradients are offloaded stays
-        monkeypatch.setattr(policies, "make_store", lambda *_: GradientStore(host=True))
+        monkeypatch.setattr(policies, "GradientStore", lambda **_: GradientStore(host=True))
     net = model(True).to(dtype)
     (batch,) = token_batches(1, size=(1, 8), vocab_size=VOCABULARY)
     peak = peak_of_policy(net, batch, micro_batches, **options)

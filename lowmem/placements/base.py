@@ -15,7 +15,6 @@ from lowmem.tiles.gradients import Gradient
 from lowmem.tiles.layout import Layout, Span, View
 from lowmem.tiles.quantized import QuantizedWeight, plain
 
-Tensors = dict[str, Tensor]
 Reduced = Iterator[tuple[Placed, Gradient]]
 
 # References to a storage that one tensor, and the expression that asks for their number, have.
@@ -50,11 +49,11 @@ class Shard:
         """The shard of a parameter that is held in codes; None if it is not."""
         return param if isinstance(param, QuantizedWeight) else None
 
-    def read(self, param: Tensor, states: Tensors) -> tuple[Tensor, Tensors]:
-        """The shard and the states given on the device that computes: their own memory where that is possible."""
-        return param.detach(), states
+    def read(self, param: Tensor) -> Tensor:
+        """The shard on the device that computes: its own memory where that is possible."""
+        return param.detach()
 
-    def write(self, param: Tensor, shard: Tensor, states: Tensors) -> None:
+    def write(self, param: Tensor, shard: Tensor) -> None:
         """Puts what `read` returned, and what has changed since, where it is stored."""
         if isinstance(param, QuantizedWeight):  # autograd sees no change of its parts
             torch.autograd.graph.increment_version(param)

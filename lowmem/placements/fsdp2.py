@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import Replicate
 from torch.distributed.tensor.placement_types import Shard as ShardPlacement
 
 from lowmem.errors import UnsupportedError
-from lowmem.placements.base import Reducer, Tensors
+from lowmem.placements.base import Reducer
 from lowmem.placements.placed import Placed
 from lowmem.placements.sharded import FlatShard, Sharded, span_of_rank
 from lowmem.tiles.layout import Span
@@ -49,10 +49,10 @@ class _Rows(FlatShard):
         return span_of_rank(ranks.rank, shape, rows * torch.Size(shape[1:]).numel())
 
     def quantized(self, param: Any) -> QuantizedWeight | None:
-        return super().quantized(param.detach().to_local().view(-1))
+        return super().quantized(self.read(param))
 
-    def read(self, param: Any, states: Tensors) -> tuple[Tensor, Tensors]:
-        return param.detach().to_local().view(-1), states
+    def read(self, param: Any) -> Tensor:
+        return param.detach().to_local().view(-1)  # type: ignore[no-any-return]
 
 
 class _Reduced(Reducer):

@@ -54,12 +54,12 @@ class FlatShard(Shard):
         return Layout.of(record.span.shape, view, record.span.start, record.span.stop)
 
     def full_tensor(self, param: Tensor) -> Tensor:
-        return plain(self.gather(param, self.read(param, {})[0], self.span(param)))
+        return plain(self.gather(param, self.read(param), self.span(param)))
 
     def fill(self, param: Tensor, full: Tensor) -> None:
-        shard, states = self.read(param, {})
+        shard = self.read(param)
         shard.copy_(self.cut(full, self.span(param)))
-        self.write(param, shard, states)
+        self.write(param, shard)
 
     def gather(self, param: Tensor, shard: Tensor, span: Span) -> Tensor:
         if isinstance(shard, QuantizedWeight):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lowmem.errors import StepError, UnsupportedError
 from lowmem.placements.all_reduce import MAX_IN_FLIGHT
-from lowmem.placements.base import Reduced, Reducer, Tensors
+from lowmem.placements.base import Reduced, Reducer
 from lowmem.placements.placed import Placed
 from lowmem.placements.ranks import Ranks
 from lowmem.placements.sharded import FlatShard, Sharded, span_of_rank
@@ -63,12 +63,12 @@ class _Partition(FlatShard):
     def span(self, param: Any) -> Span:
         return span_of_rank(self.ranks_of(param).rank, tuple(param.ds_shape), param.ds_tensor.ds_numel)
 
-    def read(self, param: Any, states: Tensors) -> tuple[Tensor, Tensors]:
+    def read(self, param: Any) -> Tensor:
         _swap_in(param)
-        shard = param.ds_tensor.detach()[: self.span(param).held]
-        return shard.to(param.device, non_blocking=not _in_file(param)), states
+        shard: Tensor = param.ds_tensor.detach()[: self.span(param).held]
+        return shard.to(param.device, non_blocking=not _in_file(param))
 
-    def write(self, param: Any, shard: Tensor, states: Tensors) -> None:
+    def write(self, param: Any, shard: Tensor) -> None:
         stored = param.ds_tensor
         if stored.data_ptr() != shard.data_ptr():
             _swap_in(param)
@@ -205,7 +205,7 @@ class Zero3(Sharded):
 
         sizes, ranks = [self.shard.span(param).size for param in params], self.shard.ranks_of(params[0])
         assert ranks is not None
-        shards = (self.shard.read(param, {})[0] for param in params)
+        shards = (self.shard.read(param) for param in params)
         pads = (
             torch.nn.functional.pad(shard, (0, size - len(shard))) for shard, size in zip(shards, sizes, strict=True)
         )

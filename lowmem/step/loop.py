@@ -20,7 +20,7 @@ from lowmem.step.hooks import GivenGradients, Hooks
 from lowmem.step.policies import POLICIES, Needs, Policy, choose
 from lowmem.step.record import ParamRecord
 from lowmem.step.report import Report
-from lowmem.step.updates import Updates, takes_computed
+from lowmem.step.updates import SMALL, Updates
 from lowmem.tiles.gradients import ComputedGradient, Contribution, Gradient
 from lowmem.tiles.graph import Compiler
 
@@ -299,7 +299,9 @@ def claim(record: ParamRecord, state: Mapping[Tensor, Group], placement: Placeme
     if record.form is not None and (record.extra or state.get(record.param)):
         record.refuse_misfits(state[record.param], shard)
     record.choose_program(shard)
-    record.computes = takes_computed(record, placement)
+    matrix = len(record.span.shape) == 2 and record.span.numel > SMALL and record.param.is_contiguous()
+    reads_blocks = shard.sharded or not record.rule.needs_dense_gradient  # what is reduced to a shard is a tensor
+    record.computes = matrix and placement.reducer.takes_computed and reads_blocks
     hooks.claim(record)
     record.form = form
 

@@ -91,7 +91,6 @@ class LossScaler:
 
     def load_state_dict(self, saved: Mapping[str, Any] | None) -> None:
         """Continues from what `state_dict` returned; without it the scale starts from `init_scale`."""
-        self.check_saved(saved)
         if self._dynamic is None or self.value is None or saved is None:
             return
         self._set(*(torch.tensor(saved[name], dtype=torch.float64) for name in ("scale", "good", "patience")))

@@ -1,13 +1,12 @@
 """Gradient offload: where policy `deferred` stores gradients until their step is decided."""
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lowmem.options import FusedConfig
 from lowmem.step.record import ParamRecord
 from lowmem.tiles.gradients import Gradient
 from lowmem.tiles.stored import flat
@@ -166,9 +165,3 @@ def powers_of_two(size: int) -> list[int]:
     unit = 1 << max(0, size.bit_length() - 8)
     units = -(-size // unit)
     return [unit << bit for bit in reversed(range(units.bit_length())) if units >> bit & 1]
-
-
-def make_store(config: FusedConfig, records: Mapping[Tensor, ParamRecord]) -> GradientStore:
-    """The store that `config` asks for. On a CPU `host` and `device` are the same memory, and nothing is copied."""
-    on_cpu = all(record.param.device.type == "cpu" for record in records.values())
-    return GradientStore(host=config.store != "device" and not on_cpu)

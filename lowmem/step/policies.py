@@ -14,9 +14,8 @@ from lowmem.placements.base import NO_EARLIER, Earlier
 from lowmem.rules import UpdateRule
 from lowmem.step.clipping import Clipping, Decision
 from lowmem.step.cycle import StepCycle
-from lowmem.step.offload import GradientStore, make_store
+from lowmem.step.offload import GradientStore
 from lowmem.step.record import ParamRecord
-from lowmem.step.shards import Shards
 from lowmem.step.updates import Updates
 from lowmem.tiles.gradients import Gradient
 from lowmem.tiles.stored import add
@@ -149,9 +148,6 @@ class Policy:
     _measured: dict[str, Tensor] = field(default_factory=dict, init=False)  # of gradients before the first update
     _decision: Decision | None = field(default=None, init=False)  # before the first update
 
-    def __post_init__(self) -> None:
-        self._shards = Shards(self.updates)
-
     def allow_plain_backward(self) -> None:
         """Raises `StepError` if a plain `loss.backward()` is not enough."""
         if self.name == "two_pass":
@@ -177,11 +173,10 @@ class Policy:
 
     def ready(self, record: ParamRecord, grad: Gradient) -> None:
         """A gradient is complete: summed over micro-batches, averaged over ranks and cut."""
-        self._shards.put(record, grad, self._decision)
+        self.updates.put(record, grad, self._decision)
 
     def complete(self) -> Decision | None:
         """All gradients of the step are ready. Returns what was decided before its first update."""
-        self._shards.flush(self._decision)
         return self._decision
 
     def replayed(self) -> Tensor | None:
@@ -190,7 +185,6 @@ class Policy:
 
     def drop(self) -> None:
         """Forgets the gradients of the step."""
-        self._shards.drop()
         self._measured.clear()
         self._decision = None
 
@@ -264,7 +258,8 @@ class Deferred(Policy):
 
     @functools.cached_property
     def _store(self) -> GradientStore:
-        return make_store(self.config, self.records)
+        on_cpu = all(param.device.type == "cpu" for param in self.records)  # host and device are the same memory
+        return GradientStore(host=self.config.store != "device" and not on_cpu)
 
     @property
     def _wide(self) -> bool:

@@ -56,7 +56,7 @@ class Saving:
     def __init__(self, loop: StepLoop) -> None:
         self.records, self.shard, self.convert = loop.records, loop.placement.shard, loop.config.convert_states
         self.cycle, self.clipping, self.updates, self.report = loop.cycle, loop.clipping, loop.updates, loop.report
-        self.groups, self.state = loop.clipping.groups, loop.updates.state
+        self.groups, self.rules, self.state = loop.clipping.groups, loop.rules, loop.updates.state
 
     def named(self, *, lazy: bool) -> dict[str, Any]:
         """All of it by name, with full tensors, or a `TensorSource` of each if `lazy`. Every rank calls it."""
@@ -107,8 +107,8 @@ class Saving:
         for record in self.records.values():
             if record.param.requires_grad and record.name not in states:
                 states[record.name] = self._initial(record)
-        for n, group in enumerate(self.groups):
-            if memory := self._group_memory(n, group):
+        for n, (rule, group) in enumerate(zip(self.rules, self.groups, strict=True)):
+            if memory := rule.group_memory(group):  # before the first step
                 states.setdefault(f"{_GROUP}{n}", {name: tensor.clone() for name, tensor in memory.items()})
         numbers = {name: number for number, name in enumerate(names)}
         for group in groups:
@@ -127,12 +127,6 @@ class Saving:
             return _kept(self._sources(trial))
         finally:
             self.state.pop(record.param, None)
-
-    def _group_memory(self, n: int, hyper: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The memory of the rule of a group before the first step, under these hyperparameters."""
-        rules = (record.rule for record in self.records.values() if record.group is self.groups[n])
-        rule = next(rules, None)
-        return {} if rule is None else rule.group_memory(hyper)
 
     def load(self, saved: Mapping[str, Any], *, numbered: bool) -> None:
         """Continues from what `named` returned; if `numbered`, from what `numbered` or a `torch.optim.AdamW` did.
@@ -195,7 +189,8 @@ class Saving:
                 record.rule.check(group)
                 if record.claimed or record.name in saved["state"]:
                     settled[record.name] = _settled(record, group, self.shard)
-        want = {f"{_GROUP}{n}": _forms(self._group_memory(n, group)) for n, group in enumerate(saved["param_groups"])}
+        pairs = enumerate(zip(self.rules, saved["param_groups"], strict=True))
+        want = {f"{_GROUP}{n}": _forms(rule.group_memory(group)) for n, (rule, group) in pairs}
         for name, trial in settled.items():
             kept = trial.program.kept.items()
             want[name] = {key: (trial.program.shape_of(tensor), tensor.dtype) for key, tensor in kept}

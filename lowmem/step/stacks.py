@@ -1,10 +1,7 @@
-"""Small parameters that are updated as one: which gradients wait for one another, and their states as one tensor."""
+"""Small parameters that are updated as one: which gradients wait for one another."""
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from lowmem.step.program import Program
@@ -30,21 +27,3 @@ class Stack:
         waiting = self.records, self.grads
         self.records, self.grads = [], []
         return waiting
-
-
-def gather(records: Sequence[ParamRecord], states: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-    """Copies of the states of parameters, and of the other tensors of their storage, stacked."""
-    return {name: torch.stack(tensors) for name, tensors in _columns(records, states).items()}
-
-
-def scatter(stacked: Mapping[str, Tensor], records: Sequence[ParamRecord], states: Sequence[dict[str, Any]]) -> None:
-    """Copies what `gather` returned, and has changed since, to where it was."""
-    for name, tensors in _columns(records, states).items():
-        torch._foreach_copy_(tensors, stacked[name].unbind())
-
-
-def _columns(records: Sequence[ParamRecord], states: Sequence[dict[str, Any]]) -> dict[str, list[Tensor]]:
-    columns = {name: [state[name] for state in states] for name in states[0]}
-    for i, name in enumerate(records[0].program.extra_names):
-        columns[name] = [record.extra[i] for record in records]
-    return columns

@@ -1,7 +1,9 @@
-"""From reduced gradients to sweeps: a large parameter by itself, small ones in stacks."""
+"""From reduced gradients to sweeps: a large parameter by itself, small ones in stacks, shards that are measured."""
 
 import logging
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from lowmem.step.compiled import READ, Compiled
 from lowmem.step.cycle import StepCycle
 from lowmem.step.program import Program
 from lowmem.step.record import ParamRecord
-from lowmem.step.stacks import Stack, gather, scatter
+from lowmem.step.stacks import Stack
 from lowmem.tiles.gradients import ComputedGradient, Gradient
 from lowmem.tiles.graph import Compiler
 from lowmem.tiles.rounding import noise_key
@@ -36,6 +38,9 @@ PLANNED_TILE = 1 << 16
 
 # Elements in a stack: the gradients that wait for it are part of the memory of "one gradient".
 STACK = 1 << 18
+
+# Elements of shards that wait to be measured, at most: on a large model those of a layer or two.
+SHARDS = 1 << 25
 
 
 class Updates:
@@ -59,6 +64,7 @@ class Updates:
         self._numbers: dict[int, Mapping[str, float]] = {}  # of this step, by the id of a group
         self._scalars: dict[tuple[int, torch.device], Scalars] = {}  # the same, by device too
         self._stacks: dict[tuple[Program, torch.dtype], Stack | None] = {}  # by the dtype of gradients
+        self._shards: deque[tuple[ParamRecord, Tensor]] = deque()  # that wait to be measured
 
     def begin(self, rules: Iterable[tuple[UpdateRule, Mapping[str, Any]]], step: int) -> None:
         """A step begins: every rule computes the numbers of its groups, or refuses them."""
@@ -71,14 +77,29 @@ class Updates:
             self._scalars[where] = Scalars.of(self._numbers[where[0]], where[1])
         return self._scalars[where]
 
-    def measure(self, record: ParamRecord, grad: Tensor) -> Tensor:
+    def _measure(self, record: ParamRecord, grad: Tensor) -> Tensor:
         """The sum of squares of this rank's shard of an unscaled gradient, float64 scalar."""
         reading, held = self.clipping.reading([record], grad, None), Held(Float(grad.dtype), (grad,))
         return Sweep(StoredTiles(record.program.layout, held, grad, reading)).square_sums.view(())
 
     def put(self, record: ParamRecord, grad: Gradient, decision: Decision | None) -> None:
-        """Updates a parameter, or lets its gradient wait until a stack of such parameters is full."""
-        stack = None if isinstance(grad, ComputedGradient) else self._stack_of(record.program, grad.dtype)
+        """Updates a parameter, or lets its gradient wait until a stack of such parameters is full.
+
+        A rule whose update is elementwise has nothing to sum over ranks, but all of them have to know whether a
+        gradient is finite before the first one writes. Shards for such a rule wait until they take as much memory as
+        one full gradient, and are measured together.
+        """
+        program = record.program
+        large_shard = program.ranks is not None and program.span.numel > SMALL
+        if large_shard and program.rule.elementwise and decision is None:
+            assert isinstance(grad, Tensor)  # what is reduced is one
+            self._shards.append((record, grad))
+            spans = [each.span for each, _ in self._shards]
+            if sum(span.size for span in spans) >= min(SHARDS, max(span.numel for span in spans)):  # on every rank
+                del grad
+                self._update_shards()
+            return
+        stack = None if isinstance(grad, ComputedGradient) else self._stack_of(program, grad.dtype)
         if stack is None:
             self._update_one(record, grad, decision)
             return
@@ -105,18 +126,21 @@ class Updates:
         """Updates parameters that got no gradient as if it were zero, where their rule asks for it."""
         for record in records:
             if record.rule.every_parameter and record.trained and not self.cycle.has_fired(record.name):
-                shard, _ = self._shard.read(record.param, {})
+                shard = self._shard.read(record.param)
                 zero = torch.zeros((), dtype=shard.dtype, device=shard.device)
                 self.put(record, zero.expand(shard.shape), decision)
 
     def flush(self, decision: Decision | None) -> None:
-        """Updates stacks that are not full: no gradient will arrive in this step."""
+        """Updates the parameters whose gradients wait: no other one will arrive in this step."""
+        if self._shards:
+            self._update_shards()
         for stack in self._stacks.values():
             if stack is not None and stack.records:
                 self._update_stack(stack, decision)
 
     def drop(self) -> None:
-        """Forgets gradients that wait for a stack: their backward failed."""
+        """Forgets the gradients that wait: their backward failed."""
+        self._shards.clear()
         for stack in filter(None, self._stacks.values()):
             stack.empty()
 
@@ -126,7 +150,7 @@ class Updates:
         there = {*state, *(program.extra_names if record.extra or program.weight.in_codes else ())}
         if not (missing := [name for name in program.kept if name not in there]):
             return
-        shard, _ = self._shard.read(record.param, {})
+        shard = self._shard.read(record.param)
         for name in missing:
             kept = program.kept[name]
             state[name] = torch.zeros(program.shape_of(kept, shard.shape), dtype=kept.dtype, device=shard.device)
@@ -136,9 +160,21 @@ class Updates:
 
     def _update_one(self, record: ParamRecord, grad: Gradient, decision: Decision | None) -> None:
         self.begin_state(record)
-        shard, states = self._shard.read(record.param, self.state[record.param])
-        self._run(record.program, [record], record.weight(shard), grad, states, decision)
-        self._shard.write(record.param, shard, states)
+        shard = self._shard.read(record.param)
+        self._run(record.program, [record], record.weight(shard), grad, self.state[record.param], decision)
+        self._shard.write(record.param, shard)
+
+    def _update_shards(self) -> None:
+        """Measures the shards that wait, in one collective, and updates their parameters."""
+        records = [record for record, _ in self._shards]
+        ranks = records[0].program.ranks
+        assert ranks is not None
+        (sums,) = ranks.all_reduce([torch.stack([self._measure(*each) for each in self._shards])])
+        for record, square_sum in zip(records, sums.unbind(), strict=True):
+            record.square_sum = square_sum
+        measured = replace(self.clipping.review(records), measured=True)
+        while self._shards:
+            self.put(*self._shards.popleft(), measured)
 
     @torch.no_grad()
     def _update_stack(self, stack: Stack, decision: Decision | None) -> None:
@@ -151,18 +187,18 @@ class Updates:
             self.begin_state(record)
         program = stack.program.stacked(len(records))
         states = [self.state[record.param] for record in records]
-        kept = gather(records, states)
         params = [record.param for record in records]
         in_place = program.ranks is None  # parameters that are complete, which need not be read one by one
-        shards = params if in_place else [self._shard.read(param, {})[0] for param in params]
-        weight = torch.stack(shards)
-        extra = (kept[name] for name in program.extra_names)
-        state = {name: kept[name] for name in states[0]}
-        self._run(program, records, (weight, *extra), torch.stack(grads), state, decision)
-        torch._foreach_copy_(shards, weight.unbind())
+        shards = params if in_place else [self._shard.read(param) for param in params]
+        columns = [shards, *map(list, zip(*(record.extra for record in records), strict=True))]
+        columns += [[state[name] for state in states] for name in states[0]]
+        stacked, parts = [torch.stack(column) for column in columns], len(program.weight.parts)
+        state = dict(zip(states[0], stacked[parts:], strict=True))
+        self._run(program, records, tuple(stacked[:parts]), torch.stack(grads), state, decision)
+        for column, changed in zip(columns, stacked, strict=True):
+            torch._foreach_copy_(column, changed.unbind())
         for param, shard in () if in_place else zip(params, shards, strict=True):
-            self._shard.write(param, shard, {})
-        scatter(kept, records, states)
+            self._shard.write(param, shard)
 
     def _run(
         self,
@@ -229,11 +265,3 @@ class Updates:
 def _each(values: Tensor) -> Sequence[Tensor]:
     """The elements."""
     return [values.view(())] if values.numel() == 1 else values.view(-1).unbind()
-
-
-def takes_computed(record: ParamRecord, placement: Placement) -> bool:
-    """Returns whether a parameter can be updated with a gradient that is computed as it is read."""
-    span, reducer = record.span, placement.reducer
-    matrix = len(span.shape) == 2 and span.numel > SMALL and record.param.is_contiguous()
-    becomes_shard = placement.shard.sharded  # of the tensor that it is reduced to
-    return matrix and reducer.takes_computed and (becomes_shard or not record.rule.needs_dense_gradient)

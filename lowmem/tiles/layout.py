@@ -91,12 +91,6 @@ class Rect(NamedTuple):
                 for cols in _cut(self.cols, width):
                     yield Rect(batch, rows, cols)
 
-    def within(self, outer: "Rect") -> tuple[slice, slice, slice]:
-        """This rectangle's indices in a tensor that holds just `outer`."""
-
-        batch, rows, cols = (slice(s.start - o.start, s.stop - o.start) for s, o in zip(self, outer, strict=True))
-        return batch, rows, cols
-
     @property
     def size(self) -> tuple[int, int, int]:
         """Numbers of batch, rows and cols: [b, r, c]."""
@@ -251,7 +245,8 @@ class Layout:
     def place(self, n: int, rect: Rect) -> Place:
         """Where a tile in rectangle number `n` is."""
         outer = self.rectangles[n].rect
-        return Place(n, rect, None if rect == outer else rect.within(outer))
+        inner = tuple(slice(s.start - o.start, s.stop - o.start) for s, o in zip(rect, outer, strict=True))
+        return Place(n, rect, None if rect == outer else inner)
 
     def places(self, tile: int) -> list[Place]:
         """The shard cut into tiles of about so many elements."""

@@ -10,7 +10,7 @@ import lowmem
 from lowmem.errors import StepError
 from lowmem.placements.all_reduce import _inserted
 from lowmem.step import policies
-from lowmem.step.offload import GradientStore, make_store
+from lowmem.step.offload import GradientStore
 
 MIB = 1 << 20
 
@@ -127,11 +127,11 @@ def peaks(rank, steps, settings):
 
 def peaks_with_sums_elsewhere(rank, steps):
     """The same where sums are offloaded, as from a GPU, to memory that stays."""
-    policies.make_store = lambda *_: GradientStore(host=True)
+    policies.GradientStore = lambda **_: GradientStore(host=True)
     try:
         return peaks(rank, steps, {"policy": "deferred"})
     finally:
-        policies.make_store = make_store
+        policies.GradientStore = GradientStore
 
 
 FEW = 3.3  # two gradients, one that a thread of gloo has not let go of yet, and temporaries of a tile

@@ -40,8 +40,7 @@ def gather_elsewhere(device, ordered):
         for param in params:
             if ordered:
                 shard.admit("param", param)
-            held, _ = shard.read(param, {})
-            shard.write(param, held.add_(1), {})
+            shard.write(param, shard.read(param).add_(1))
         gathering = Stream()
         with MODULE.stream(gathering):
             params[0].all_gather_coalesced(params)

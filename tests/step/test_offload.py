@@ -11,7 +11,7 @@ import lowmem
 from lowmem.options import FusedConfig
 from lowmem.rules import Lomo, ParamSpec, StateSpec, UpdateRule
 from lowmem.step import policies
-from lowmem.step.offload import GradientStore, make_store, powers_of_two
+from lowmem.step.offload import GradientStore, powers_of_two
 from lowmem.step.record import ParamRecord
 from lowmem.tiles.layout import Span, View
 
@@ -26,11 +26,11 @@ def stores(monkeypatch):
     def use(kind):
         made = []
 
-        def make(config, records):
+        def make(**_):
             made.append(GradientStore(host=kind == "host"))
             return made[-1]
 
-        monkeypatch.setattr(policies, "make_store", make)
+        monkeypatch.setattr(policies, "GradientStore", make)
         return made
 
     return use
@@ -220,7 +220,7 @@ def test_what_gradients_wait_in(sums, count, want, monkeypatch):
             kept.append(str(grad.dtype).removeprefix("torch."))
             super().keep(record, grad)
 
-    monkeypatch.setattr(policies, "make_store", lambda *_: Noting(host=False))
+    monkeypatch.setattr(policies, "GradientStore", lambda **_: Noting(host=False))
     param = torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
     opt = lowmem.FusedOptimizer([param], rule="lomo", policy="deferred", accumulation_dtype=sums)
     give_step(opt, [param], [[torch.ones(4, dtype=torch.bfloat16)]] * count)
@@ -343,4 +343,6 @@ def test_which_store_is_made(kind, on_cpu, elsewhere):
     """On a CPU host and device are one memory, and nothing is copied."""
     config = FusedConfig(store=kind)
     for device, made in (("cpu", on_cpu), ("meta", elsewhere)):
-        assert make_store(config, slots_of(torch.nn.Parameter(torch.zeros(3, device=device)))).host is made
+        records = slots_of(torch.nn.Parameter(torch.zeros(3, device=device)))
+        policy = policies.Deferred(config, records, cycle=None, clipping=None, updates=None, reason="")
+        assert policy._store.host is made

@@ -84,7 +84,7 @@ def test_subdivide_covers_exactly_once(rect, tile):
     local = torch.zeros([s.stop - s.start for s in (rect.batch, rect.rows, rect.cols)])
     for part in rect.subdivide(tile):
         met[part.batch, part.rows, part.cols] += 1
-        piece = local[part.within(rect)]
+        piece = local[tuple(slice(s.start - o.start, s.stop - o.start) for s, o in zip(part, rect, strict=True))]
         assert piece.numel() <= tile
         assert piece.is_contiguous()
     want = torch.zeros_like(met)
