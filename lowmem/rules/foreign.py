@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from lowmem.errors import ConfigError, UnsupportedError, did_you_mean
 from lowmem.rules.foreign_instance import COUNTS, Instance, number_of, numbers_of, refuse_combination
@@ -50,10 +49,14 @@ _TRIAL_STEPS, _TRIAL_SIZES, _CUT = 12, (1e-3, 1.0, 1e3), 1500
 
 @dataclass(frozen=True, kw_only=True)
 class ForeignSpec(ParamSpec):
-    """The class makes its states itself at the first update. name: of the parameter.  hyper: its group, live."""
+    """The class makes its states itself at the first update.
+
+    name: of the parameter.  hyper: its group, live.  first: the dtype that it had when the optimizer was made.
+    """
 
     name: str
     hyper: Hyper = field(compare=False, repr=False)
+    first: torch.dtype
 
 
 class ForeignRule(UpdateRule):
@@ -103,7 +106,8 @@ class ForeignRule(UpdateRule):
         self._shape: tuple[int, ...] = (64, 64)  # of a parameter that it can be constructed for
         self._counts = False  # whether the class has numbers that change
         self._instances: dict[int, Instance] = {}  # by the id of our group
-        self._dtypes = WeakTensorKeyDictionary()  # of parameters, when they were first admitted
+        self._dtypes: dict[str, torch.dtype] = {}  # of parameters, when they were first admitted
+        self._admitted = torch.float32  # the dtype of the parameter that was admitted last
 
     def equals(self, other: UpdateRule) -> bool:
         return isinstance(other, ForeignRule) and self.cls is other.cls
@@ -234,17 +238,14 @@ class ForeignRule(UpdateRule):
 
     def admit(self, param: Tensor, hyper: Hyper) -> None:
         try:  # hooks of the class would stay on the parameter itself
-            made = self._made([param.detach().requires_grad_()], hyper)
+            self._made([param.detach().requires_grad_()], hyper)
         except Exception as error:  # a class may raise anything
             raise UnsupportedError(f"{self.name} does not accept this: {error or type(error).__name__}") from error
-        if (first := self._dtypes.setdefault(param, param.dtype)) != param.dtype and made.state:
-            raise UnsupportedError(
-                f"was {first} when the optimizer was made, and {self.name} makes its states then. Convert the model "
-                "first"
-            )
+        self._admitted = param.dtype
 
     def spec(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> ForeignSpec:
-        return ForeignSpec(View.vector(len(shape)), name=name, hyper=hyper)
+        first = self._dtypes.setdefault(name, self._admitted)
+        return ForeignSpec(View.vector(len(shape)), name=name, hyper=hyper, first=first)
 
     def scalars(self, hyper: Hyper, step: int) -> dict[str, float]:
         instance = self._instances.get(id(hyper))
@@ -256,7 +257,7 @@ class ForeignRule(UpdateRule):
     def update(self, sweep: Sweep, spec: ForeignSpec, state: State) -> None:
         with sweep.materialized() as param:
             try:
-                new = self._step(self._instances[id(spec.hyper)], param, state, spec.hyper)
+                new = self._step(self._instances[id(spec.hyper)], param, state, spec.hyper, spec.first)
             except UnsupportedError as error:
                 raise UnsupportedError(f"parameter {spec.name!r}: {error}") from None
         state.clear()
@@ -267,9 +268,12 @@ class ForeignRule(UpdateRule):
         if self._counts and instance.changes is None:  # no parameter of the group had a gradient
             instance.step(torch.zeros(self._shape).requires_grad_(), {}, hyper)
 
-    def _step(self, instance: Instance, param: Tensor, state: State, hyper: Hyper) -> State:
-        if not state and instance.eager:
-            state = pack_state(self.name, self._made([param], hyper).state[param])
+    def _step(
+        self, instance: Instance, param: Tensor, state: State, hyper: Hyper, first: torch.dtype | None = None
+    ) -> State:
+        if not state and instance.eager:  # as it would have been made with the optimizer
+            then = param.detach().to(first).requires_grad_()
+            state = pack_state(self.name, self._made([then], hyper).state[then])
         return instance.step(param, state, hyper)
 
     def _refuse(self, reason: str) -> NoReturn:

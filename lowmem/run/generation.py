@@ -76,11 +76,17 @@ def _model_folder(folder: Path) -> Path:
     """The folder itself if it has a complete model, else its newest complete checkpoint."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: there is no such folder. Name a run folder, or a checkpoint in it.")
-    if (folder / "config.json").exists() or adapters.files(folder):
-        checkpoint.check_model(folder)
-    else:
-        folder, damaged = checkpoint.find_last(folder, checkpoint.check_model)
-        warn("; ".join([*damaged, f"answering with {folder}"]))
+    complete, damaged = (folder / "config.json").exists() or bool(adapters.files(folder)), list[str]()
+    try:
+        if complete:
+            checkpoint.check_model(folder)
+    except CheckpointError as error:
+        if not checkpoint.candidates(folder):
+            raise
+        complete, damaged = False, [f"skipped a damaged checkpoint: {error}"]
+    if not complete:
+        folder, others = checkpoint.find_last(folder, checkpoint.check_model)
+        warn("; ".join([*damaged, *others, f"answering with {folder}"]))
     if (folder / adapters.OTHERS_FILE).exists():
         raise CheckpointError(
             f"{folder}: {adapters.OTHERS_FILE} has parameters beside the adapters, which PEFT does not load. In "

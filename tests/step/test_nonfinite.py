@@ -164,7 +164,9 @@ def test_none_never_stops():
 
 @pytest.mark.parametrize("wrong", [0, -1, 2.5, math.nan, "20", True])
 def test_a_limit_that_is_no_count_is_refused(wrong):
-    with pytest.raises(ConfigError, match=r"max_nonfinite_steps=.*whole number >= 1 nor None"):
+    with pytest.raises(
+        ConfigError, match=r"max_nonfinite_steps=.* is out of range; allowed: a whole number >= 1, or None"
+    ):
         FusedConfig(max_nonfinite_steps=wrong)
 
 

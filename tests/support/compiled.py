@@ -11,10 +11,10 @@ def force() -> None:
     """Makes `compile="auto"` compile every update, none of them in a stack, if that was asked for."""
     if not FORCED:
         return
-    from lowmem.step import compiled, shards, updates
+    from lowmem.step import compiled, updates
 
     compiled.COMPILE_FROM = 0
-    updates.SMALL = shards.SMALL = 0
+    updates.SMALL = 0
 
 
 def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
