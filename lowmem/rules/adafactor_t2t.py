@@ -109,8 +109,8 @@ class AdafactorT2T(UpdateRule):
         dtype_momentum=(None, require.dtype(none="the weight's own")),
     )
 
-    def admit(self, param: Tensor, hyper: Hyper) -> None:
-        super().admit(param, hyper)
+    def admit(self, name: str, param: Tensor, hyper: Hyper) -> None:
+        super().admit(name, param, hyper)
         if hyper["simulated_quantize_bits"] is not None and param.dtype != torch.float32:
             raise UnsupportedError(
                 f"is {param.dtype}; simulated_quantize_bits rounds float32 weights. Convert it, or omit that."

@@ -49,14 +49,10 @@ _TRIAL_STEPS, _TRIAL_SIZES, _CUT = 12, (1e-3, 1.0, 1e3), 1500
 
 @dataclass(frozen=True, kw_only=True)
 class ForeignSpec(ParamSpec):
-    """The class makes its states itself at the first update.
-
-    name: of the parameter.  hyper: its group, live.  first: the dtype that it had when the optimizer was made.
-    """
+    """The class makes its states itself at the first update. name: of the parameter.  hyper: its group, live."""
 
     name: str
     hyper: Hyper = field(compare=False, repr=False)
-    first: torch.dtype
 
 
 class ForeignRule(UpdateRule):
@@ -107,7 +103,6 @@ class ForeignRule(UpdateRule):
         self._counts = False  # whether the class has numbers that change
         self._instances: dict[int, Instance] = {}  # by the id of our group
         self._dtypes: dict[str, torch.dtype] = {}  # of parameters, when they were first admitted
-        self._admitted = torch.float32  # the dtype of the parameter that was admitted last
 
     def equals(self, other: UpdateRule) -> bool:
         return isinstance(other, ForeignRule) and self.cls is other.cls
@@ -236,16 +231,15 @@ class ForeignRule(UpdateRule):
     def rounding(self, hyper: Hyper, dtype: torch.dtype) -> str:
         return "nearest"  # by the class itself, without a float32 copy
 
-    def admit(self, param: Tensor, hyper: Hyper) -> None:
+    def admit(self, name: str, param: Tensor, hyper: Hyper) -> None:
         try:  # hooks of the class would stay on the parameter itself
             self._made([param.detach().requires_grad_()], hyper)
         except Exception as error:  # a class may raise anything
             raise UnsupportedError(f"{self.name} does not accept this: {error or type(error).__name__}") from error
-        self._admitted = param.dtype
+        self._dtypes.setdefault(name, param.dtype)
 
     def spec(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> ForeignSpec:
-        first = self._dtypes.setdefault(name, self._admitted)
-        return ForeignSpec(View.vector(len(shape)), name=name, hyper=hyper, first=first)
+        return ForeignSpec(View.vector(len(shape)), name=name, hyper=hyper)
 
     def scalars(self, hyper: Hyper, step: int) -> dict[str, float]:
         instance = self._instances.get(id(hyper))
@@ -257,7 +251,7 @@ class ForeignRule(UpdateRule):
     def update(self, sweep: Sweep, spec: ForeignSpec, state: State) -> None:
         with sweep.materialized() as param:
             try:
-                new = self._step(self._instances[id(spec.hyper)], param, state, spec.hyper, spec.first)
+                new = self._step(self._instances[id(spec.hyper)], param, state, spec.hyper, self._dtypes[spec.name])
             except UnsupportedError as error:
                 raise UnsupportedError(f"parameter {spec.name!r}: {error}") from None
         state.clear()

@@ -178,7 +178,7 @@ class UpdateRule(ABC):
         least, most = (factor * adamw / size for factor in self.relative)
         return f"{words}; AdamW's {adamw:g} is about {least:.2g} to {most:.2g} for weights with rms {size:.2g}, as here"
 
-    def admit(self, param: Tensor, hyper: Hyper) -> None:
+    def admit(self, name: str, param: Tensor, hyper: Hyper) -> None:
         """Raises `UnsupportedError` for a parameter that this rule cannot update."""
         if param.dtype not in STORED_DTYPES:
             raise UnsupportedError(

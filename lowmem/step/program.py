@@ -119,7 +119,7 @@ def make_program(placed: Placed, rule: UpdateRule, group: Mapping[str, Any], sha
 
     rounding = rounding_of(rule, group, dtype)
     try:
-        rule.admit(placed.param, group)
+        rule.admit(placed.name, placed.param, group)
         spec = rule.spec(placed.name, span.shape, group)
         layout = shard.layout(placed, spec.view)
         if (quantized := shard.quantized(placed.param)) is not None:
