@@ -3,8 +3,8 @@
 # `FLOOR=1` it is .venv-floor, with the oldest versions that are supported (constraints-floor.txt).
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python="${PYTHON:-python3}"
-"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
-    { echo "lowmem needs Python 3.11 or newer, $python is $("$python" --version); set PYTHON=..." >&2; exit 2; }
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+    { echo "lowmem needs Python 3.10 or newer, $python is $("$python" --version); set PYTHON=..." >&2; exit 2; }
 venv=".venv${FLOOR:+-floor}"
 extras="deepspeed${EXTRAS:+,$EXTRAS}"
 stamp="$venv/installed-$extras"

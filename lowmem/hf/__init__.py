@@ -1,40 +1,33 @@
-"""The parts of the package that work inside Hugging Face libraries, of which some versions are known to work."""
+"""The parts of the package that work inside Hugging Face libraries, and the versions with which they are tested."""
 
 import functools
 import warnings
 from importlib import metadata
 
-from lowmem.errors import LowmemError
-
-# Minor versions, oldest first. docs/internals/private_uses.md lists the private parts of these packages that are used.
+# The oldest and the newest minor version with which the tests pass (docs/reference/limits.md).
 TESTED = {
-    "torch": ("2.13", "2.15"),
-    "transformers": ("5.22", "5.23"),
-    "trl": ("1.15", "1.16"),
-    "accelerate": ("1.14", "1.15"),
-    "deepspeed": ("0.18", "0.19"),
+    "torch": ("2.9", "2.15"),
+    "transformers": ("4.57", "5.24"),
+    "trl": ("0.24", "1.16"),
+    "accelerate": ("1.8", "1.15"),
+    "datasets": ("4.0", "5.2"),
+    "deepspeed": ("0.16", "0.19"),
 }
 
 
 @functools.cache
 def check_version(package: str) -> None:
-    """Warns once if an installed package is newer than the versions that are tested.
-
-    Raises:
-        LowmemError: it is older.
-    """
+    """Warns once if the installed version of a package is older or newer than those that are tested."""
     try:
         installed = metadata.version(package)
     except metadata.PackageNotFoundError:  # which importing it will say
         return
-    tested = TESTED[package]
-    known = f"{package} {installed}; the versions that are tested are {', '.join(tested)}"
-    if _minor(installed) < _minor(tested[0]):
-        raise LowmemError(f"lowmem does not work with {known}. Run: pip install '{package}>={tested[0]}'")
-    if _minor(installed) > _minor(tested[-1]):
+    oldest, newest = TESTED[package]
+    if not _minor(oldest) <= _minor(installed) <= _minor(newest):
+        known = f">={oldest}" if _minor(installed) < _minor(oldest) else f"=={newest}.*"
         warnings.warn(
-            f"lowmem is not tested with {known}. It uses private parts of {package}, which may have moved. If something"
-            f" fails, run: pip install '{package}=={tested[-1]}.*'",
+            f"lowmem is tested with {package} {oldest} to {newest}, and {installed} is installed. If something fails, "
+            f"run: pip install '{package}{known}'",
             stacklevel=3,
         )
 
@@ -44,6 +37,5 @@ def _minor(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in version.split(".")[:2])
 
 
-# before anything private of them is imported
-for _package in ("torch", "transformers", "trl", "accelerate"):
+for _package in ("torch", "transformers", "trl", "accelerate", "datasets"):
     check_version(_package)

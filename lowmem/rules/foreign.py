@@ -301,7 +301,8 @@ def _isolated() -> Iterator[None]:
     python, numpy = random.getstate(), sys.modules.get("numpy")
     numpys, eager = numpy and numpy.random.get_state(), torch.compiler.set_stance("force_eager")
     try:
-        with warnings.catch_warnings(action="ignore"), torch.random.fork_rng(), eager, _disable_current_modes():
+        with warnings.catch_warnings(), torch.random.fork_rng(), eager, _disable_current_modes():
+            warnings.simplefilter("ignore")
             yield
     finally:
         random.setstate(python)

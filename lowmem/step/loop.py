@@ -1,6 +1,8 @@
 """The step as one loop: a gradient is taken from its parameter, reduced over ranks, and used as the policy says."""
 
 import logging
+import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -269,9 +271,15 @@ class StepLoop:
         self.drop()
         self.placement.recover()
         if self.cycle.torn is not None:
-            error.add_note(f"{self.cycle.torn}; the optimizer refuses to continue until a checkpoint is loaded")
+            note = f"{self.cycle.torn}; the optimizer refuses to continue until a checkpoint is loaded"
         elif waiting:
-            error.add_note(f"the {waiting} micro-batch(es) before it were dropped with it; begin the step again")
+            note = f"the {waiting} micro-batch(es) before it were dropped with it; begin the step again"
+        else:
+            return
+        if sys.version_info >= (3, 11):
+            error.add_note(note)
+        else:
+            warnings.warn(note, stacklevel=3)
 
     def drop(self) -> None:
         """Forgets the gradients of the step."""

@@ -10,10 +10,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypedDict, Unpack
+from typing import TypedDict
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from lowmem.tiles.norms import exact, summable
 from lowmem.tiles.rounding import mix, nearest
