@@ -69,7 +69,9 @@ def compute(trainer: Any, layers: LayersConfig) -> list[Lazy]:
         return []
     import trl
 
-    names = [name for name in (*_LOGGED, "GRPOTrainer", "RLOOTrainer") if isinstance(trainer, getattr(trl, name))]
+    # by name: importing another trainer of TRL may need a package that is not there
+    classes = [cls.__name__ for cls in type(trainer).__mro__ if cls.__module__.startswith("trl.")]
+    names = [name for name in classes if name in (*_LOGGED, "GRPOTrainer", "RLOOTrainer")]
     if names and in_codes(trainer.model) and not layers.computed_gradients:
         raise ConfigError(
             "layers.computed_gradients: false, with which TRL computes the head from an ordinary matrix, and "
