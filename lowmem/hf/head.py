@@ -1,14 +1,14 @@
 """The losses of TRL's trainers by `lowmem.layers.head`: no matrix of logits exists, nor the gradient of its weight.
 
-TRL from 1.15 on calls a model with `fused_lm_head=True` and expects the log-probabilities of labels, and before that the
-loss "chunked_nll" calls it with labels: models get a forward that answers both. Other trainers read logits, and get some
-that are computed where they are read.
+From TRL 1.15 on, trainers call a model with `fused_lm_head=True` and expect log-probabilities of labels. Before, the
+loss "chunked_nll" expects sums over tokens. A forward of the model answers both. All else reads logits, and gets those
+of `lowmem.layers.logits` while a loss is computed.
 """
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -25,110 +25,96 @@ from lowmem.layers.config import LayersConfig
 from lowmem.layers.logits import LazyHead, Logits
 from lowmem.tiles.quantized import in_codes
 
-Lazy = Callable[[], AbstractContextManager[None]]
+# A module, the name of an output embedding in it, and what stands in for that.
+Place = tuple[nn.Module, str, LazyHead]
 
-# What trainers log of the tokens of the model that they train.
-_LOGGED = {
+# Metrics of tokens that trainers log. Others than these may use the entropy in their loss.
+_LOGGED: dict[str, tuple[str, ...]] = {
     "SFTTrainer": ("entropy", "is_top1"),
     "DPOTrainer": ("entropy", "is_top1", "mean_logits"),
     "KTOTrainer": ("entropy", "mean_logits"),
 }
+_OTHERS = ("GRPOTrainer", "RLOOTrainer")
 
 
 @dataclass
 class TokenLosses(ModelOutput):
-    """The output of a model that is asked for losses: what TRL's trainers read, by the names that they have there.
-
-    Attributes:
-        loss: the mean.  log_probs: minus the loss of each token, [batch, tokens].  label_mask: where there are labels.
-        entropy, log_sum_sq_probs, mean_logits, is_top1: see `lowmem.layers.head.METRICS`.
-        num_correct_tokens, entropy_sum, num_valid_tokens: sums of these.  aux_loss: that of experts.
-    """
+    """What a model returns in place of logits, by the names that trainers of TRL read."""
 
     loss: Tensor | None = None
-    log_probs: Tensor | None = None
+    log_probs: Tensor | None = None  # [batch, tokens], as the others to is_top1; 0 where there is no label
+    label_mask: Tensor | None = None
     entropy: Tensor | None = None
     log_sum_sq_probs: Tensor | None = None
     mean_logits: Tensor | None = None
     is_top1: Tensor | None = None
-    label_mask: Tensor | None = None
     num_correct_tokens: Tensor | None = None
     entropy_sum: Tensor | None = None
     num_valid_tokens: Tensor | None = None
     aux_loss: Tensor | None = None
 
 
-def compute(trainer: Any, layers: LayersConfig) -> list[Lazy]:
+def compute(trainer: Any, layers: LayersConfig) -> list[Place]:
     """Lets the losses of a trainer of TRL, and of its reference model, be those of `lowmem.layers.head`, unless
-    `computed_gradients` is False. An `SFTTrainer` from TRL 1.15 on smooths labels there.
+    `computed_gradients` is False. From TRL 1.15 on, an `SFTTrainer` smooths labels there.
 
     Returns:
-        Contexts in which `compute_loss` gets logits that are computed where they are read.
+        Where to put logits that are computed as they are read in while a loss is computed.
     """
-    if "trl.trainer.utils" not in sys.modules:  # it is none of TRL's trainers
-        return []
-    import trl
-
-    # by name: importing another trainer of TRL may need a package that is not there
+    # by name: another trainer may need a package that is not installed
     classes = [cls.__name__ for cls in type(trainer).__mro__ if cls.__module__.startswith("trl.")]
-    names = [name for name in classes if name in (*_LOGGED, "GRPOTrainer", "RLOOTrainer")]
-    if names and in_codes(trainer.model) and not layers.computed_gradients:
-        raise ConfigError(
-            "layers.computed_gradients: false, with which TRL computes the head from an ordinary matrix, and "
-            "fused.weight_format, which holds it in codes; omit one of them"
-        )
-    if not names or not layers.computed_gradients:
+    known = next((name for name in classes if name in (*_LOGGED, *_OTHERS)), None)
+    if known is None:
         return []
-    logged, args, smoothing = _LOGGED.get(names[0]), trainer.args, 0.0
-    fused, chunked = hasattr(trl.trainer, "add_fused_lm_head"), getattr(args, "loss_type", None) == "chunked_nll"
-    if fused and logged and trainer.label_smoother is not None:
+    if not layers.computed_gradients:
+        if in_codes(trainer.model):
+            raise ConfigError(
+                "layers.computed_gradients: false, with which TRL computes the head from an ordinary matrix, and "
+                "fused.weight_format, which holds it in codes; omit one of them"
+            )
+        return []
+    metrics, args, smoothing = _LOGGED.get(known, ()), trainer.args, 0.0
+    fused = hasattr(sys.modules["trl.trainer.utils"], "add_fused_lm_head")
+    chunked = known == "SFTTrainer" and getattr(args, "loss_type", None) == "chunked_nll"
+    if fused and known == "SFTTrainer" and trainer.label_smoother is not None:
         smoothing, trainer.label_smoother = args.label_smoothing_factor, None
-    contexts: list[Lazy] = []
+    if getattr(args, "use_weighting", False):
+        metrics = (*metrics, "log_sum_sq_probs")
+    places: list[Place] = []
     for model in (trainer.model, getattr(trainer, "ref_model", None)):
         if model is None:
             continue
         base = model.get_base_model() if is_peft_model(model) else model
-        lazy = _lazy(base, layers.head_bytes)
-        if logged and (fused or chunked):
-            weighted = ("log_sum_sq_probs",) if getattr(args, "use_weighting", False) else ()
-            metrics = (*logged, *weighted) if model is trainer.model else ()
-            base.forward = MethodType(_forward(base, lazy, metrics, smoothing, chunked), base)
-        elif not fused and trainer._sharding is None:
-            contexts.append(lazy)
-    return contexts
+        own = _place(base, layers.head_bytes)
+        if metrics and (fused or chunked):
+            forward = _forward(base, own, metrics if model is trainer.model else (), smoothing, chunked)
+            base.forward = MethodType(forward, base)
+        elif not fused and trainer._sharding is None:  # ranks would gather the weight as often as they have rows
+            places += own
+    return places
 
 
 @contextmanager
-def lazily(contexts: Sequence[Lazy]) -> Iterator[None]:
-    """A context of all of these."""
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context())
-        yield
-
-
-def _lazy(model: Any, memory: int | None) -> Lazy:
-    """Makes a context in which a model returns logits that are computed where they are read, if its output embedding is
-    a linear layer. One with an adapter, or of a class of its own, is left as it is.
-    """
-    output = embedding(model, "output")
-    # PEFT calls a copy of the layer if it trains it (modules_to_save)
-    linear = output.original_module if hasattr(output, "modules_to_save") else output
-    if getattr(type(linear), "forward", None) is not nn.Linear.forward:
-        return nullcontext
-    path = next(name for name, module in model.named_modules() if module is output)
-    parent, _, name = path.rpartition(".")
-    return functools.partial(_swapped, model.get_submodule(parent), name, LazyHead(output, memory, _gathered))
-
-
-@contextmanager
-def _swapped(parent: nn.Module, name: str, module: nn.Module) -> Iterator[None]:
-    before = getattr(parent, name)
-    setattr(parent, name, module)
+def lazily(places: Sequence[Place]) -> Iterator[None]:
+    """A context in which models return logits that are computed as they are read."""
+    before = [getattr(parent, name) for parent, name, _ in places]
+    for parent, name, head in places:
+        setattr(parent, name, head)
     try:
         yield
     finally:
-        setattr(parent, name, before)
+        for (parent, name, _), output in zip(places, before, strict=True):
+            setattr(parent, name, output)
+
+
+def _place(model: Any, memory: int | None) -> list[Place]:
+    """The place of the output embedding, if it is a linear layer without an adapter: all others stay as they are."""
+    output = embedding(model, "output")
+    linear = output.original_module if hasattr(output, "modules_to_save") else output  # PEFT trains a copy of it
+    if getattr(type(linear), "forward", None) is not nn.Linear.forward:
+        return []
+    parent, _, name = next(path for path, module in model.named_modules() if module is output).rpartition(".")
+    return [(model.get_submodule(parent), name, LazyHead(output, memory, _gathered))]
 
 
 def _gathered(*params: Tensor | None) -> AbstractContextManager[Any]:
@@ -142,46 +128,39 @@ def _gathered(*params: Tensor | None) -> AbstractContextManager[Any]:
     return gathered
 
 
-def _forward(model: Any, lazy: Lazy, metrics: Sequence[str], smoothing: float, chunked: bool) -> Callable[..., Any]:
-    """A forward of a model that returns `TokenLosses` where TRL asks for them. Everything else is that of `model`, and
-    so are logits: scaled, capped or computed by layers of its own.
-    """
-    inner, config = model.forward, model.config.get_text_config()
+def _forward(model: Any, places: list[Place], metrics: tuple[str, ...], smoothing: float, chunked: bool) -> Any:
+    """A forward that returns `TokenLosses` where TRL asks for them, from the logits that the model's own returns."""
+    inner = model.forward
 
     @functools.wraps(type(model).forward)  # `generate` reads its signature
-    def forward(
-        self: Any, *args: Any, fused_lm_head: bool = False, labels: Tensor | None = None,
-        shift_labels: Tensor | None = None, num_items_in_batch: Any = None, **options: Any,
-    ) -> Any:  # fmt: skip
-        given = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
-        given = {name: value for name, value in given.items() if value is not None}
-        if not fused_lm_head and not (chunked and {"labels", "shift_labels"} & given.keys()):
-            return inner(*args, **given, **options)
-        with lazy():
+    def forward(self: Any, *args: Any, fused_lm_head: bool = False, **options: Any) -> Any:
+        labelled = options.get("labels") is not None or options.get("shift_labels") is not None
+        if not fused_lm_head and not (chunked and labelled):
+            return inner(*args, **options)
+        labels, shifted, count = (options.pop(n, None) for n in ("labels", "shift_labels", "num_items_in_batch"))
+        with lazily(places):
             output = inner(*args, **{**options, "use_cache": False})
-            logits, targets = output.logits, shift_labels
-            if targets is None:
-                logits, targets = logits[:, :-1], labels[:, 1:]  # type: ignore[index]
+            logits, targets = (output.logits[:, :-1], labels[:, 1:]) if shifted is None else (output.logits, shifted)
             targets = targets.to(logits.device)
             mask = targets != -100
-            compact = mask.is_cuda  # as TRL: only tokens with labels are computed
+            compact = mask.is_cuda  # only tokens with labels are computed, as in TRL
             rows = (logits[mask], targets[mask]) if compact else (logits, targets.clamp(min=0))
             losses, values = _losses(*rows, metrics, smoothing)
-        losses, *metrics_of = (
-            # a loss without labels is 0 and has a gradient
-            x.new_zeros(mask.shape).masked_scatter(mask, x) if compact else x.masked_fill(~mask, 0)
-            for x in (losses, *values.values())
-        )
-        values = dict(zip(values, metrics_of, strict=True))
-        count = mask.sum()
-        loss = losses.sum() / (count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch)
+        values = {
+            # without labels, too, the loss has a gradient
+            name: value.new_zeros(mask.shape).masked_scatter(mask, value) if compact else value.masked_fill(~mask, 0)
+            for name, value in {"log_probs": -losses, **values}.items()
+        }
+        loss = -values["log_probs"].sum() / (mask.sum().clamp(min=1) if count is None else count)
         aux_loss = getattr(output, "aux_loss", None)
         if aux_loss is not None:
-            loss = loss + getattr(config, "router_aux_loss_coef", 0.0) * aux_loss.to(loss.device)
+            loss = loss + getattr(self.config.get_text_config(), "router_aux_loss_coef", 0.0) * aux_loss.to(loss.device)
         if fused_lm_head:
-            return TokenLosses(loss, -losses, label_mask=mask, aux_loss=aux_loss, **values)
-        sums = {"num_correct_tokens": values["is_top1"].sum().float(), "entropy_sum": values["entropy"].sum()}
-        return TokenLosses(loss, num_valid_tokens=count, aux_loss=aux_loss, **sums)
+            return TokenLosses(loss, label_mask=mask, aux_loss=aux_loss, **values)
+        correct, entropy = values["is_top1"].sum().float(), values["entropy"].sum()
+        return TokenLosses(
+            loss, num_correct_tokens=correct, entropy_sum=entropy, num_valid_tokens=mask.sum(), aux_loss=aux_loss
+        )
 
     return forward
 
@@ -189,9 +168,9 @@ def _forward(model: Any, lazy: Lazy, metrics: Sequence[str], smoothing: float, c
 def _losses(
     logits: Tensor, targets: Tensor, metrics: Sequence[str], smoothing: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of each token and metrics, from logits that are computed where they are read or from ordinary ones."""
+    """The loss and metrics of each token."""
     if isinstance(logits, Logits) and logits.pending:
-        losses, _, values = logits.source.losses(targets, metrics, label_smoothing=smoothing)
+        losses, _, values = logits.source.losses(targets, metrics, smoothing)
         return losses, values
     z = logits.float()
     losses = F.cross_entropy(z.flatten(0, -2), targets.flatten(), reduction="none", label_smoothing=smoothing)

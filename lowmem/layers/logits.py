@@ -6,7 +6,6 @@ what is reduced over the vocabulary is computed for some rows at a time. Every o
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,14 +18,14 @@ from torch.utils.checkpoint import checkpoint
 from lowmem.layers.head import Gather, Head, default_memory, token_losses
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Source:
-    """What logits are computed from.
+    """What logits are computed from, and what functions of torch return for them, by the names of these.
 
     Attributes:
-        hidden: [..., size].  weight: [vocabulary, size] where `gather` has completed it.  bias: [vocabulary].
+        hidden: [..., size].  weight: [vocabulary, size], where `gather_weight` has completed it.  bias: [vocabulary].
         dtype: of the logits.  normalized: they are log-probabilities.
-        log_sum: [..., 1], their log-sum-exp, once it is known.
+        log_sum: [..., 1], the log-sum-exp, once it is known.
     """
 
     hidden: Tensor
@@ -35,7 +34,7 @@ class Source:
     vocabulary: int
     dtype: torch.dtype
     head: Head
-    gather: Gather = nullcontext
+    gather_weight: Gather
     normalized: bool = False
     log_sum: Tensor | None = None
 
@@ -45,7 +44,7 @@ class Source:
 
     def matrix(self, hidden: Tensor) -> Tensor:
         """The logits of some hidden states as an ordinary tensor."""
-        with self.gather():
+        with self.gather_weight():
             bias = None if self.bias is None else self.bias.to(hidden.dtype)
             z = F.linear(hidden, self.weight.to(hidden.dtype), bias).to(self.dtype)
         cap, scale = self.head.softcap, self.head.logit_scale
@@ -53,51 +52,163 @@ class Source:
         return z.log_softmax(-1) if self.normalized else z
 
     def losses(
-        self, targets: Tensor, metrics: Sequence[str] = (), **options: Any
+        self, targets: Tensor, metrics: Sequence[str] = (), label_smoothing: Any = 0.0
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """The loss of each row, its log-sum-exp, and what `METRICS` are asked for. Options are those of `Head`."""
-        head, shape = replace(self.head, **options), self.hidden.shape[:-1]
-        arguments = self.hidden.flatten(0, -2), self.weight, self.bias, targets.flatten(), head, metrics, self.gather
-        with self.gather():
-            losses, log_sums, values = token_losses(*arguments)
-        return losses.view(shape), log_sums.view(shape), {name: value.view(shape) for name, value in values.items()}
+        """The loss of each row, its log-sum-exp, and what `METRICS` are asked for."""
+        head, shape = replace(self.head, label_smoothing=label_smoothing), self.hidden.shape[:-1]
+        matrices, gather = (self.hidden.flatten(0, -2), self.weight, self.bias), self.gather_weight
+        with gather():
+            losses, sums, values = token_losses(*matrices, targets.flatten(), head, metrics, gather)
+        return losses.view(shape), sums.view(shape), {name: value.view(shape) for name, value in values.items()}
 
     def over_vocabulary(self, dim: Any) -> bool:
         return dim in (-1, self.hidden.ndim - 1)
 
+    def but(self, **changes: Any) -> "Logits":
+        """Logits that differ in some attributes."""
+        return Logits.of(replace(self, **changes))
+
+    def rows(self, change: Callable[[Tensor], Any]) -> Any:
+        """Logits of other rows, or parts of them: `change` leaves the last dimension of a tensor as it is."""
+        hidden, log_sum = change(self.hidden), None if self.log_sum is None else change(self.log_sum)
+        if isinstance(hidden, Tensor):
+            return self.but(hidden=hidden, log_sum=log_sum)
+        log_sums = [None] * len(hidden) if log_sum is None else log_sum
+        return tuple(self.but(hidden=h, log_sum=s) for h, s in zip(hidden, log_sums, strict=True))
+
+    # -- functions of torch; NotImplemented: they get the matrix -------------------------------------------------------
+
+    def _cast(self, func: Any, *args: Any, **options: Any) -> Any:
+        before = torch.empty((), dtype=self.dtype, device=self.hidden.device)
+        after = func(before, *args, **options)
+        known = after.device == before.device and after.dtype != torch.float64
+        return self.but(dtype=after.dtype) if known else NotImplemented
+
+    float = half = bfloat16 = to = _cast
+
+    def _scale(self, func: Any, factor: Any, **options: Any) -> Any:
+        if options or not isinstance(factor, int | float) or factor <= 0 or self.normalized:
+            return NotImplemented
+        if func.__name__ == "div_" and factor != 1:  # it would change the rows of others, too
+            return NotImplemented
+        head, factor = self.head, 1 / factor if "div" in func.__name__ else factor
+        if head.softcap is None:
+            return self.but(head=replace(head, logit_scale=head.logit_scale * factor), log_sum=None)
+        return self.but(head=replace(head, temperature=head.temperature / factor), log_sum=None)
+
+    mul = __mul__ = __rmul__ = div = div_ = __truediv__ = _scale
+
+    def tanh(self, func: Any) -> Any:
+        capped = self.head.softcap is not None or self.normalized
+        return NotImplemented if capped else self.but(head=replace(self.head, softcap=1.0), log_sum=None)
+
+    def detach(self, func: Any) -> Any:
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return self.but(**{name: tensor.detach() for name, tensor in tensors.items()})
+
+    def _reshape(self, func: Any, *args: Any, **options: Any) -> Any:
+        after = func(torch.empty(self.shape, dtype=self.dtype, device="meta"), *args, **options)
+        if after.dtype != self.dtype or after.shape[-1] != self.vocabulary:
+            return NotImplemented
+        return self.rows(lambda tensor: tensor.reshape(*after.shape[:-1], tensor.shape[-1]))
+
+    view = reshape = flatten = contiguous = _reshape
+
+    def _select(self, func: Any, *args: Any, **options: Any) -> Any:
+        at = int(func.__name__ in ("split", "chunk"))  # where the dimension is among the arguments
+        dim = options.get("dim", args[at] if len(args) > at else 0)
+        return NotImplemented if self.over_vocabulary(dim) else self.rows(lambda t: func(t, *args, **options))
+
+    split = chunk = unbind = index_select = _select
+
+    def __getitem__(self, func: Any, index: Any) -> Any:
+        items = index if isinstance(index, tuple) else (index,)
+        indexed = sum(item.ndim if isinstance(item, Tensor) and item.dtype == torch.bool else 1 for item in items)
+        may_be_last = indexed >= self.hidden.ndim or any(item is ... for item in items[:-1])
+        whole = items[-1] is ... or (isinstance(items[-1], slice) and items[-1] == slice(None))
+        if any(item is None for item in items) or (may_be_last and not whole):
+            return NotImplemented
+        return self.rows(lambda tensor: tensor[index])
+
+    def log_softmax(self, func: Any, dim: Any = None, *_: Any, dtype: Any = None, **__: Any) -> Any:
+        if not self.over_vocabulary(dim) or self.normalized:
+            return NotImplemented
+        return self.but(normalized=True, dtype=dtype or self.dtype)
+
+    def gather(self, func: Any, dim: int, index: Tensor) -> Any:
+        if not self.over_vocabulary(dim) or index.shape != (*self.hidden.shape[:-1], 1):
+            return NotImplemented
+        losses, log_sums, _ = self.losses(index)
+        self.log_sum = log_sums[..., None]  # mostly what is asked for next
+        return (-losses if self.normalized else log_sums - losses)[..., None].to(self.dtype)
+
+    def logsumexp(self, func: Any, dim: Any, keepdim: bool = False) -> Any:
+        if not self.over_vocabulary(dim) or self.normalized:
+            return NotImplemented
+        log_sum = self.log_sum
+        if log_sum is None or (torch.is_grad_enabled() and not log_sum.requires_grad):
+            targets = torch.zeros(self.hidden.shape[:-1], dtype=torch.long, device=self.hidden.device)
+            log_sum = self.losses(targets)[1][..., None]
+        return (log_sum if keepdim else log_sum[..., 0]).to(self.dtype)
+
+    def cross_entropy(
+        self, func: Any, target: Tensor, weight: Any = None, size_average: Any = None,
+        ignore_index: int = -100, reduce: Any = None, reduction: str = "mean", label_smoothing: Any = 0.0,
+    ) -> Any:  # fmt: skip
+        unusual = weight is not None or size_average is not None or reduce is not None or target.ndim != 1
+        if unusual or self.hidden.ndim != 2 or self.normalized:
+            return NotImplemented
+        counted = target != ignore_index
+        losses = self.losses(target.masked_fill(~counted, 0), label_smoothing=label_smoothing)[0]
+        losses = losses.masked_fill(~counted, 0.0).to(self.dtype)
+        if reduction == "none":
+            return losses
+        return losses.sum() / counted.sum() if reduction == "mean" else losses.sum()
+
+    def _reduce(self, func: Any, dim: Any = None, **options: Any) -> Any:
+        if options or not (self.over_vocabulary(dim) or (dim is None and func.__name__ != "argmax")):
+            return NotImplemented
+        memory = self.head.memory or default_memory(self.hidden.device)
+        parts = self.hidden.flatten(0, -2).split(max(1, memory // (12 * self.vocabulary)))
+        options = {"use_reentrant": False, "preserve_rng_state": False}
+        values = torch.cat([checkpoint(lambda part: func(self.matrix(part), -1), part, **options) for part in parts])
+        return func(values) if dim is None else values.view(self.hidden.shape[:-1])
+
+    argmax = mean = sum = nansum = _reduce
+
 
 class Logits(Tensor):
-    """Logits as a tensor: `source` as long as nothing needs the matrix. Autograd knows it as the product that it is."""
+    """Logits as a tensor. Autograd knows it as the product that it is, and every operation may ask for the matrix."""
 
     source: Source
-    _made_by: Any
+    _node: Any
     _matrix: Tensor | None
 
     @staticmethod
     def of(source: Source) -> "Logits":
         logits: Logits = _Product.apply(source.hidden, source.weight, source.bias, source)  # type: ignore[no-untyped-call]
-        logits.source, logits._matrix, logits._made_by = source, None, logits.grad_fn
+        logits.source, logits._matrix, logits._node = source, None, logits.grad_fn
         return logits
 
     @property
     def pending(self) -> bool:
-        """Returns whether `source` still says what it is. What was changed in place, or has passed an autograd function
-        of somebody else, has another node of the graph.
+        """Returns whether `source` still says what it is: what was changed in place, or what an autograd function has
+        returned, has another node of the graph.
         """
-        return self._matrix is None and self._made_by is self.grad_fn
+        return self._matrix is None and self._node is self.grad_fn
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        compute, logits = _COMPUTED.get(getattr(func, "__name__", "")), args[0] if args else None
-        if compute is not None and isinstance(logits, Logits) and logits.pending:
-            result = compute(logits.source, func.__name__, *args[1:], **(kwargs or {}))
+        kwargs, logits, name = kwargs or {}, args[0] if args else None, getattr(func, "__name__", "")
+        if name in vars(Source) and isinstance(logits, Logits) and logits.pending:
+            result = getattr(logits.source, name)(func, *args[1:], **kwargs)
             if result is not NotImplemented:
                 return result
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         args, kwargs = tree_map_only(Logits, Logits.matrix, (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -111,26 +222,28 @@ class Logits(Tensor):
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, source: Source) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, source: Source) -> Any:
         ctx.source = source
-        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined,no-any-return]
-            Logits, source.shape, dtype=source.dtype, device=hidden.device
-        )
+        make: Any = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+        return make(Logits, source.shape, dtype=source.dtype, device=hidden.device)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         needed = dict(zip(("hidden", "weight", "bias"), ctx.needs_input_grad, strict=False))
-        names = [name for name in needed if needed[name]]
-        leaves = {name: getattr(ctx.source, name).detach().requires_grad_() for name in names}
+        leaves = {name: getattr(ctx.source, name).detach().requires_grad_() for name in needed if needed[name]}
         with torch.enable_grad():
             source = replace(ctx.source, **leaves)
-            z = source.matrix(source.hidden)
-        grads = dict(zip(names, torch.autograd.grad(z, list(leaves.values()), grad), strict=True))
-        return grads.get("hidden"), grads.get("weight"), grads.get("bias"), None
+            grads = torch.autograd.grad(source.matrix(source.hidden), list(leaves.values()), grad)
+        of = dict(zip(leaves, grads, strict=True))
+        return of.get("hidden"), of.get("weight"), of.get("bias"), None
 
 
 class LazyHead(nn.Module):
-    """Stands in for an output embedding, a linear layer, while losses are computed."""
+    """Stands in for a linear layer, the output embedding of a model, and is like it in everything else.
+
+    Args:
+        memory: as that of `Head`.  gather: makes a context in which weight and bias are complete.
+    """
 
     def __init__(self, linear: Any, memory: int | None, gather: Callable[..., Any]) -> None:
         super().__init__()
@@ -141,138 +254,8 @@ class LazyHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         weight, bias = self.linear.weight, self.linear.bias
-        hidden = hidden.to(weight.device)
-        if torch.is_autocast_enabled(hidden.device.type):
-            hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
-        vocabulary, gather = self.linear.out_features, lambda: self._gather(weight, bias)
-        return Logits.of(Source(hidden, weight, bias, vocabulary, hidden.dtype, self._head, gather))
-
-
-# -- what operations return; NotImplemented: the matrix is needed ------------------------------------------------------
-
-
-def _cast(source: Source, name: str, *args: Any, **options: Any) -> Any:
-    before = torch.empty((), dtype=source.dtype, device=source.hidden.device)
-    after = getattr(before, name)(*args, **options)
-    if after.device != before.device or after.dtype == torch.float64:
-        return NotImplemented
-    return Logits.of(replace(source, dtype=after.dtype))
-
-
-def _scale(source: Source, name: str, factor: Any, **options: Any) -> Any:
-    if options or not isinstance(factor, int | float) or factor <= 0 or source.normalized:
-        return NotImplemented
-    head, factor = source.head, 1 / factor if "div" in name else factor
-    changed = {"logit_scale": head.logit_scale * factor}
-    if head.softcap is not None:
-        changed = {"temperature": head.temperature / factor}
-    return Logits.of(replace(source, head=replace(head, **changed), log_sum=None))
-
-
-def _tanh(source: Source, name: str) -> Any:
-    if source.head.softcap is not None or source.normalized:
-        return NotImplemented
-    return Logits.of(replace(source, head=replace(source.head, softcap=1.0), log_sum=None))
-
-
-def _detach(source: Source, name: str) -> Any:
-    tensors = {key: getattr(source, key) for key in ("hidden", "weight", "bias", "log_sum")}
-    return Logits.of(replace(source, **{key: t if t is None else t.detach() for key, t in tensors.items()}))
-
-
-def _reshape(source: Source, name: str, *args: Any, **options: Any) -> Any:
-    after = getattr(torch.empty(source.shape, dtype=source.dtype, device="meta"), name)(*args, **options)
-    if after.dtype != source.dtype or after.shape[-1] != source.vocabulary:
-        return NotImplemented
-    return _of_rows(source, lambda tensor: tensor.reshape(*after.shape[:-1], tensor.shape[-1]))
-
-
-def _index(source: Source, name: str, index: Any) -> Any:
-    items = index if isinstance(index, tuple) else (index,)
-    indexed = sum(item.ndim if isinstance(item, Tensor) and item.dtype == torch.bool else 1 for item in items)
-    may_be_last = indexed > source.hidden.ndim - 1 or any(item is ... for item in items[:-1])
-    whole = items[-1] is ... or (isinstance(items[-1], slice) and items[-1] == slice(None))
-    if any(item is None for item in items) or (may_be_last and not whole):
-        return NotImplemented
-    return _of_rows(source, lambda tensor: tensor[index])
-
-
-def _split(source: Source, name: str, parts: Any, dim: int = 0) -> Any:
-    return NotImplemented if source.over_vocabulary(dim) else _of_rows(source, lambda t: getattr(t, name)(parts, dim))
-
-
-def _unbind(source: Source, name: str, dim: int = 0) -> Any:
-    return NotImplemented if source.over_vocabulary(dim) else _of_rows(source, lambda tensor: tensor.unbind(dim))
-
-
-def _of_rows(source: Source, change: Callable[[Tensor], Any]) -> Any:
-    """Logits of other rows, or parts of them: `change` leaves the last dimension of a tensor as it is."""
-    hidden, log_sum = change(source.hidden), None if source.log_sum is None else change(source.log_sum)
-    if isinstance(hidden, Tensor):
-        return Logits.of(replace(source, hidden=hidden, log_sum=log_sum))
-    log_sums = [None] * len(hidden) if log_sum is None else log_sum
-    return tuple(Logits.of(replace(source, hidden=h, log_sum=s)) for h, s in zip(hidden, log_sums, strict=True))
-
-
-def _log_softmax(source: Source, name: str, dim: Any = None, *_: Any, dtype: Any = None, **__: Any) -> Any:
-    if not source.over_vocabulary(dim) or source.normalized:
-        return NotImplemented
-    return Logits.of(replace(source, normalized=True, dtype=dtype or source.dtype))
-
-
-def _gather(source: Source, name: str, dim: int, index: Tensor, **options: Any) -> Any:
-    if not source.over_vocabulary(dim) or index.shape != (*source.hidden.shape[:-1], 1):
-        return NotImplemented
-    losses, log_sums, _ = source.losses(index)
-    source.log_sum = log_sums[..., None]  # which mostly is what is asked for next
-    return (-losses if source.normalized else log_sums - losses)[..., None].to(source.dtype)
-
-
-def _logsumexp(source: Source, name: str, dim: Any, keepdim: bool = False) -> Any:
-    if not source.over_vocabulary(dim) or source.normalized:
-        return NotImplemented
-    log_sum = source.log_sum
-    if log_sum is None or (torch.is_grad_enabled() and not log_sum.requires_grad):
-        targets = torch.zeros(source.hidden.shape[:-1], dtype=torch.long, device=source.hidden.device)
-        log_sum = source.losses(targets)[1][..., None]
-    return (log_sum if keepdim else log_sum[..., 0]).to(source.dtype)
-
-
-def _cross_entropy(
-    source: Source, name: str, target: Tensor, weight: Tensor | None = None, size_average: Any = None,
-    ignore_index: int = -100, reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,
-) -> Any:  # fmt: skip
-    if source.hidden.ndim != 2 or target.ndim != 1 or source.normalized or weight is not None:
-        return NotImplemented
-    if size_average is not None or reduce is not None:
-        return NotImplemented
-    counted = target != ignore_index
-    losses = source.losses(target.masked_fill(~counted, 0), label_smoothing=label_smoothing)[0]
-    losses = losses.masked_fill(~counted, 0.0).to(source.dtype)
-    if reduction == "mean":
-        return losses.sum() / counted.sum()
-    return losses.sum() if reduction == "sum" else losses
-
-
-def _reduce(source: Source, name: str, dim: Any = None, keepdim: bool = False, **options: Any) -> Any:
-    if options or not (source.over_vocabulary(dim) or (dim is None and name != "argmax")):
-        return NotImplemented
-
-    def of_rows(hidden: Tensor) -> Any:
-        return getattr(source.matrix(hidden), name)(-1, keepdim=keepdim)
-
-    memory = source.head.memory or default_memory(source.hidden.device)
-    parts = source.hidden.flatten(0, -2).split(max(1, memory // (12 * source.vocabulary)))
-    values = torch.cat([checkpoint(of_rows, part, use_reentrant=False, preserve_rng_state=False) for part in parts])
-    return getattr(values, name)() if dim is None else values.view(*source.hidden.shape[:-1], *values.shape[1:])
-
-
-_COMPUTED: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(("float", "half", "bfloat16", "to"), _cast),
-    **dict.fromkeys(("mul", "__mul__", "__rmul__", "div", "__truediv__", "true_divide"), _scale),
-    **dict.fromkeys(("view", "reshape", "flatten", "contiguous"), _reshape),
-    **dict.fromkeys(("split", "chunk"), _split),
-    **dict.fromkeys(("argmax", "mean", "sum", "nansum"), _reduce),
-    "tanh": _tanh, "detach": _detach, "__getitem__": _index, "unbind": _unbind, "log_softmax": _log_softmax,
-    "gather": _gather, "logsumexp": _logsumexp, "cross_entropy": _cross_entropy,
-}  # fmt: skip
+        hidden, device = hidden.to(weight.device), weight.device.type
+        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+            hidden = hidden.to(torch.get_autocast_dtype(device))
+        size, gather = self.linear.out_features, lambda: self._gather(weight, bias)
+        return Logits.of(Source(hidden, weight, bias, size, hidden.dtype, self._head, gather))
