@@ -10,7 +10,7 @@ import torch
 from support.devices import seeded
 from torch.nn import functional as F
 
-from lowmem.layers.logits import LazyHead, Logits
+from lowmem.layers.logits import LazyHead
 
 VOCABULARY, SIZE, BATCH, TOKENS = 301, 16, 3, 7
 IDS = torch.randint(VOCABULARY, (BATCH, TOKENS), generator=seeded(1))
@@ -30,7 +30,9 @@ def log_probs(logits, ids=IDS):
 
 def log_probs_by_rows(logits, ids=IDS):
     """TRL's selective_log_softmax for 16-bit dtypes."""
-    rows = [F.log_softmax(row, dim=-1).gather(dim=-1, index=i.unsqueeze(-1)) for row, i in zip(logits, ids, strict=True)]
+    rows = [
+        F.log_softmax(row, dim=-1).gather(dim=-1, index=i.unsqueeze(-1)) for row, i in zip(logits, ids, strict=True)
+    ]
     return torch.stack(rows).squeeze(-1)
 
 
@@ -122,14 +124,6 @@ def linear():
     for param in layer.parameters():
         torch.nn.init.uniform_(param, -0.3, 0.3, generator=seeded(4))
     return layer
-
-
-@pytest.fixture
-def matrices(monkeypatch):
-    """The shapes of logits whose matrix was computed."""
-    shapes, compute = [], Logits.matrix
-    monkeypatch.setattr(Logits, "matrix", lambda self: (shapes.append(self.source.shape), compute(self))[1])
-    return shapes
 
 
 @pytest.mark.parametrize("name", [*IN_TILES, *BY_MATRIX])
