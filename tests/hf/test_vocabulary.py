@@ -58,7 +58,7 @@ def train(tokenizer, tmp_path):
         args = trl.SFTConfig(
             output_dir=str(tmp_path), max_steps=2, per_device_train_batch_size=4, learning_rate=0.1, save_strategy="no",
             report_to="none", disable_tqdm=True, bf16=False, max_grad_norm=0.0, dataloader_pin_memory=False,
-            logging_steps=1, **arguments,
+            logging_steps=1, loss_type="nll", **arguments,
         )  # fmt: skip
         trainer = cls(
             model, args=args, train_dataset=data, processing_class=tokenizer, layers=options,
