@@ -8,7 +8,7 @@ of `lowmem.layers.logits` while a loss is computed.
 import functools
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -23,6 +23,7 @@ from lowmem.errors import ConfigError
 from lowmem.hf.layers import embedding
 from lowmem.layers.config import LayersConfig
 from lowmem.layers.logits import LazyHead, Logits
+from lowmem.placements.zero3 import gathered
 from lowmem.tiles.quantized import in_codes
 
 # A module, the name of an output embedding in it, and what stands in for that.
@@ -114,18 +115,7 @@ def _place(model: Any, memory: int | None) -> list[Place]:
     if getattr(type(linear), "forward", None) is not nn.Linear.forward:
         return []
     parent, _, name = next(path for path, module in model.named_modules() if module is output).rpartition(".")
-    return [(model.get_submodule(parent), name, LazyHead(output, memory, _gathered))]
-
-
-def _gathered(*params: Tensor | None) -> AbstractContextManager[Any]:
-    """A context in which parameters that ZeRO-3 has partitioned are complete."""
-    partitioned = [param for param in params if param is not None and not param.numel()]
-    if not partitioned:
-        return nullcontext()
-    import deepspeed
-
-    gathered: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(partitioned)
-    return gathered
+    return [(model.get_submodule(parent), name, LazyHead(output, memory, gathered))]
 
 
 def _forward(model: Any, places: list[Place], metrics: tuple[str, ...], smoothing: float, chunked: bool) -> Any:
