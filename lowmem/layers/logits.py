@@ -252,6 +252,7 @@ class LazyHead(nn.Module):
     def __getattr__(self, name: str) -> Any:
         return super().__getattr__(name) if name == "linear" else getattr(self.linear, name)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, hidden: Tensor) -> Tensor:
         weight, bias = self.linear.weight, self.linear.bias
         hidden, device = hidden.to(weight.device), weight.device.type
