@@ -79,7 +79,7 @@ class Source:
     # -- functions of torch; NotImplemented: they get the matrix -------------------------------------------------------
 
     def _cast(self, func: Any, *args: Any, **options: Any) -> Any:
-        before = torch.empty((), dtype=self.dtype, device=self.hidden.device)
+        before = torch.zeros((), dtype=self.dtype, device=self.hidden.device)
         after = func(before, *args, **options)
         known = after.device == before.device and after.dtype != torch.float64
         return self.but(dtype=after.dtype) if known else NotImplemented

@@ -435,6 +435,22 @@ def test_a_trainer_logs_and_learns_what_it_does_without_the_mixin(case, tokenize
     assert all_rows > 128 or cls is trl.SFTTrainer  # whose own loss may be computed in chunks
 
 
+def test_logits_are_ordinary_tensors_wherever_a_trainer_returns_them(make, matrices):
+    """As metrics and generation read them."""
+    trainer, seen = make(max_steps=1, loss_type="nll", per_device_eval_batch_size=4), []
+    trainer.preprocess_logits_for_metrics = lambda logits, labels: (seen.append(logits), logits)[1]
+    trainer.compute_metrics = lambda found: {"shape": found.predictions.shape[0]}
+    trainer.train()
+    read = len(matrices)
+    assert trainer.evaluate(trainer.train_dataset)["eval_shape"] == len(trainer.train_dataset)
+    ids = torch.tensor([[5, 6, 7]], device=trainer.model.device)
+    logits = trainer.model(input_ids=ids).logits
+    assert {type(value) for value in (*seen, logits)} == {torch.Tensor}
+    assert trainer.model.generate(ids, max_new_tokens=3, do_sample=False).shape == (1, 6)
+    assert len(matrices) == read
+    assert type(trainer.model.lm_head) is torch.nn.Linear
+
+
 # --- What is refused ----------------------------------------------------------------------------------------------
 
 TWICE = lowmem.FusedConfig(policy="two_pass")
