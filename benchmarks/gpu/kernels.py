@@ -20,7 +20,7 @@ from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch._subclasses.fake_tensor import is_fake
 
 from lowmem.placements.base import Shard
-from lowmem.tiles.graph import GPU_OPTIONS, Compiler, Function, Sizes, fused_operations
+from lowmem.tiles.graph import GPU_OPTIONS, Compiler, Function, Sizes
 from lowmem.tiles.tile import RawTile, Tile
 
 GPU = torch.device("cuda", 0)
@@ -136,7 +136,6 @@ def _source(graph: fx.GraphModule, sizes: Sizes, args: Sequence[Tensor]) -> str 
 
     with (
         mock.patch.object(GraphLowering, "compile_to_module", stop),
-        fused_operations(),
         torch._guards.tracing(torch._guards.TracingContext(sizes.mode)),
         torch.no_grad(),
     ):

@@ -257,7 +257,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 def _decoder(format: Integer, dtype: torch.dtype, device: torch.device) -> Function:
     """Compiled code that decodes the parts of any number of groups, each of one dimension: all in one pass."""
     sizes = Sizes()
-    groups = sizes.size("groups", 1 << 16)
+    groups = sizes.size(1 << 16)
     args = [sizes.tensor((groups * (format.size // part.group),), part.dtype, device) for part in format.parts]
     return compiled(trace(lambda *parts: [format.decode(parts).to(dtype)], args), sizes, args)
 
