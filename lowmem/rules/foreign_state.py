@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lowmem.errors import UnsupportedError
 
@@ -65,7 +64,7 @@ def _pack(value: Any, name: str, tensors: dict[str, Any], package: str) -> Any:
         return {"dict": [[key, pack(key, item)] for key, item in value.items()]}
     if getattr(sys.modules[cls.__module__], cls.__name__, None) is cls:
         where = [cls.__module__, cls.__name__]
-        if is_traceable_wrapper_subclass(value):
+        if hasattr(cls, "__tensor_flatten__"):
             parts, context = value.__tensor_flatten__()
             rest = _pack([context, value.shape, value.stride()], name, tensors, package)
             return {"class": where, "parts": [[part, pack(part, getattr(value, part))] for part in parts], "rest": rest}

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from lowmem.errors import ConfigError
 from lowmem.rules import ParamSpec, UpdateRule
@@ -236,7 +237,7 @@ def decide_compilation(requested: bool | str, records: Collection[ParamRecord]) 
         ConfigError: it is True where there is no compiler that works.
     """
     devices = {record.param.device.type for record in records}
-    if requested is True and not torch._C._len_torch_dispatch_stack():
+    if requested is True and not _get_current_dispatch_mode():
         for device in devices - {"meta"}:
             try:
                 try_compiler(device)

@@ -207,7 +207,7 @@ def _inside_custom_backward() -> bool:
     frame = sys._getframe()
     begun = False
     while frame is not None:
-        begun |= frame.f_code is torch.autograd.graph._engine_run_backward.__code__
+        begun |= frame.f_code in (torch.autograd.backward.__code__, torch.autograd.grad.__code__)
         if begun and frame.f_code is torch.autograd.function.BackwardCFunction.apply.__code__:
             return True
         frame = frame.f_back  # type: ignore[assignment]

@@ -146,8 +146,7 @@ class _Moved:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
+        result = Tensor.__torch_function__(func, (), args, kwargs)
         if any(isinstance(each, Tensor) for each in tree_leaves(result)):  # not a dtype or a size
             for value in tree_leaves((args, kwargs)):
                 if isinstance(value, _Moved):

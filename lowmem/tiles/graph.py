@@ -105,7 +105,7 @@ def trace(fn: Function, args: Sequence[Tensor | Size]) -> fx.GraphModule:
         near = weight.abs() < 0.5
         return fma(torch.where(near, weight, weight - 1), end - start, torch.where(near, start, end))
 
-    fused = {torch.ops.aten.addcmul.default: addcmul, torch.ops.aten.lerp.Tensor: lerp}
+    fused: dict[Any, Function] = {torch.ops.aten.addcmul.default: addcmul, torch.ops.aten.lerp.Tensor: lerp}
 
     log = logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level
@@ -151,19 +151,20 @@ def _vector_code() -> Iterator[None]:
     """
     from torch._inductor.codegen import cpp
 
+    V, types = cpp.V, cpp.DTYPE_TO_CPP  # type: ignore[attr-defined]
     narrow_type = cpp.get_loop_body_lowp_fp
 
     def to_dtype_bitcast(value: Any, dtype: torch.dtype, source: torch.dtype) -> str:
-        count = cpp.V.kernel._get_num_vectors(source)
+        count = V.kernel._get_num_vectors(source)
         vector = "Vectorized<{}>" if count == 1 else f"VectorizedN<{{}}, {count}>"
         # not `c10::bit_cast`, which needs C++20 for a type that is not trivially constructible
-        to = f"at::vec::{vector.format(cpp.DTYPE_TO_CPP[dtype])} to"
+        to = f"at::vec::{vector.format(types[dtype])} to"
         return f"[&] {{ const auto from = {value}; {to}; std::memcpy((void*)&to, &from, sizeof(to)); return to; }}()"
 
     def get_loop_body_lowp_fp(body: Any) -> tuple[torch.dtype | None, bool]:
         found, is_wide = narrow_type(body)
         nodes = chain.from_iterable(block.graph.nodes for block in (body.root_block, *body.subblocks.values()))
-        loaded = {cpp.V.graph.get_dtype(node.args[1]) for node in nodes if node.target == "load"}
+        loaded = {V.graph.get_dtype(node.args[1]) for node in nodes if node.target == "load"}
         return None if loaded & {torch.int8, torch.uint8} else found or torch.bfloat16, is_wide
 
     with (

@@ -16,6 +16,7 @@ from torch._compile import _disable_dynamo
 from torch._subclasses.fake_tensor import is_fake
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lowmem.errors import StepError, UnsupportedError
@@ -93,7 +94,7 @@ class QuantizedWeight(Tensor):
         """The matrix as an ordinary tensor, a copy."""
         if self.transposed:
             return self.by_group(lambda part, _: part.mT).dequantize().mT
-        if self.compiled and Compiler.failure is None and not torch._C._len_torch_dispatch_stack():
+        if self.compiled and Compiler.failure is None and not _get_current_dispatch_mode():
             try:
                 flat = [part.reshape(-1) for part in self.parts]
                 return _decoder(self.format, self.dtype, self.device)(*flat)[0].view(self.shape)
@@ -160,9 +161,8 @@ class QuantizedWeight(Tensor):
             return func(*args, **kwargs)
         if func in OF_MEMORY:
             raise args[0].refusal(f"Tensor.{func.__name__}()")
-        with torch._C.DisableTorchFunctionSubclass():
-            result = (_linear if func is F.linear else func)(*args, **(kwargs or {}))
-            return result.clone() if isinstance(result, cls) and result.cast_from else result  # a cast by its user
+        result = Tensor.__torch_function__(_linear if func is F.linear else func, (), args, kwargs)
+        return Tensor.clone(result) if isinstance(result, cls) and result.cast_from else result  # a cast by its user
 
     @classmethod
     @_disable_dynamo  # which cannot trace it, and would warn

@@ -184,8 +184,8 @@ class TracedTiles(Tiles):
         here, sums = self._pass(finished, given, vectors_of(given))
         if self.full is not None:
             for n, (kind, name, value) in enumerate(sums):
-                total, *nodes = _standing_for(value, extent(kind, self.shape))
-                here.leaving.append((kind, name, *nodes))
+                total, source, result = _standing_for(value, extent(kind, self.shape))
+                here.leaving.append((kind, name, source, result))
                 sums[n] = kind, name, total
         return Sums.of(sums)
 
@@ -224,8 +224,8 @@ class TracedTiles(Tiles):
     def _entered(self, here: Pass, kind: str, value: Tensor) -> Tensor:
         """A vector, or what the tile takes of it, broadcastable to [b, n, m, c]."""
         if self.full is not None:
-            value, *nodes = _standing_for(value, extent(kind, self._tile) if value.ndim else ())
-            here.entering.append((kind, *nodes))
+            value, source, result = _standing_for(value, extent(kind, self._tile) if value.ndim else ())
+            here.entering.append((kind, source, result))
         if value.ndim == 0:
             return value
         batch, count, height, width = self._blocks

@@ -18,6 +18,8 @@ PACKAGES = tuple(hf.TESTED)
 PUBLIC = {
     "accelerate.utils", "transformers.integrations.deepspeed", "transformers.trainer_utils", "transformers.utils",
 }  # fmt: skip
+# Operators that torch lists in https://docs.pytorch.org/docs/stable/torch.compiler_ir.html
+CORE_ATEN = {"_local_scalar_dense", "_to_copy"}
 
 
 def cells(columns):
@@ -77,6 +79,7 @@ def private_names():
     nodes = [(path, node) for path, tree in trees.items() for node in ast.walk(tree)]
     ours = {"_getframe", "_replace", "_actions", "_get_values", "_option_string_actions"}  # of Python
     ours |= {"_exit", "_run_exitfuncs", "_shutdown"}  # with which its multiprocessing ends a process, too
+    ours |= CORE_ATEN
     for _, node in nodes:
         match node:
             case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
