@@ -17,7 +17,7 @@ import yaml
 from matplotlib.figure import Figure
 from peft import PeftModel
 from support.processes import CONTEXT, PATIENCE, sketch
-from support.runs import assets, in_use, logged, lowmem, train, write, write_rows
+from support.runs import assets, in_use, inside, logged, lowmem, train, write, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, set_seed
 
 from lowmem.run import build, report, terminal
@@ -517,7 +517,7 @@ def test_a_mistake_is_one_message_and_nothing_is_left(case, tmp_path, monkeypatc
     ],
 )
 def test_mistakes_before_a_file_is_read(words, message, tmp_path):
-    with contextlib.chdir(tmp_path):
+    with inside(tmp_path):
         ended = lowmem(*words.split())
     assert ended.status == 2 and message in ended.err and not list(tmp_path.iterdir())
 

@@ -51,7 +51,8 @@ class Experts(torch.nn.Module):
 
     def forward(self, x):
         ends = torch.tensor([8, 8, len(x)], dtype=torch.int32)
-        return torch.nn.functional.grouped_mm(x, self.up_proj.transpose(-2, -1), offs=ends)
+        grouped_mm = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm  # torch 2.9 has the second
+        return grouped_mm(x, self.up_proj.transpose(-2, -1), offs=ends)
 
 
 class Net(torch.nn.Module):
@@ -161,7 +162,8 @@ def test_sums_over_shards(two, case):
 def gathered(rank):
     """Bytes in collectives, and the weights that layers see."""
     seen, sent, net = [], 0, placed("fsdp2", "int8")
-    gather = dist.all_gather_single
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    gather = getattr(dist, name)
 
     def counted(output, *args, **kwargs):
         nonlocal sent
@@ -169,11 +171,11 @@ def gathered(rank):
         return gather(output, *args, **kwargs)
 
     net.two.register_forward_pre_hook(lambda layer, *_: seen.append((type(layer.weight), tuple(layer.weight.shape))))
-    dist.all_gather_single = counted
+    setattr(dist, name, counted)
     try:
         net(torch.arange(24))
     finally:
-        dist.all_gather_single = gather
+        setattr(dist, name, gather)
     net.reshard()
     local = net.one.weight.to_local()
     return seen, sent, tuple(local.shape), type(local)

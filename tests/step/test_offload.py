@@ -285,6 +285,7 @@ def test_channels_last(kind, dtype, stores):
     assert opt.last_step.grad_norm.item() == pytest.approx(np.linalg.norm(want.double().cpu().numpy()), rel=1e-6)
 
 
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="a gradient has the dtype of its parameter")
 @KINDS
 def test_a_gradient_wider_than_its_parameter(kind, stores):
     """As torch allows by `grad_dtype`: it has room of its own, too."""
