@@ -28,7 +28,7 @@ _LATER = (
 )
 
 # What an attribute of a parameter says. DeepSpeed 0.19: converted, runtime/zero/partition_parameters.py, and linked to
-# a flat copy, utils/mixed_precision_linkage.py. torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param.py: replaced
+# a flat copy, utils/mixed_precision_linkage.py. torch 2.12, distributed/fsdp/_fully_shard/_fsdp_param.py: replaced
 _MARKS = {
     "ds_id": _LATER.format("deepspeed.initialize", "deepspeed.initialize(model=model, config=...)"),
     "_hp_mapping": _ENGINE,
