@@ -112,8 +112,9 @@ class StepCycle:
         if not self._fired:
             raise StepError(
                 "no parameter of this optimizer got a gradient: the loss does not depend on them, all are frozen, a "
-                "measuring pass cannot see them, or fully_shard was called after the optimizer was made. For reentrant activation checkpointing set use_reentrant=False, for a "
-                "loss that caches gradients (Cached...Loss) policy='deferred'; in a trainer by fused=FusedConfig(...)"
+                "measuring pass cannot see them, or fully_shard was called after the optimizer was made. For reentrant "
+                "activation checkpointing set use_reentrant=False, for a loss that caches gradients (Cached...Loss) "
+                "policy='deferred'; in a trainer by fused=FusedConfig(...)"
             )
 
     def fail(self, reason: str) -> None:
