@@ -91,12 +91,23 @@ class Sizes:
 
 
 def trace(fn: Function, args: Sequence[Tensor | Size]) -> fx.GraphModule:
-    """The operations of `fn(*args)`, whose `args` are fake tensors and sizes, and which returns tensors.
-
-    The multiply-add of `addcmul` and `lerp` is one operation, as in their eager kernels, and no other one is.
-    """
-    from torch._inductor.inductor_prims import fma
+    """The operations of `fn(*args)`, whose `args` are fake tensors and sizes, and which returns tensors."""
     from torch.fx.experimental.proxy_tensor import make_fx
+
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    log.setLevel(logging.CRITICAL)  # what cannot be traced is not an error: the caller has another way
+    try:
+        with torch.no_grad():
+            traced = make_fx(fn, fused_operations(), tracing_mode="symbolic")(*args)
+    finally:
+        log.setLevel(level)
+    return fx.GraphModule(torch.nn.Module(), traced.graph)  # without its `shape_env`, for which there is no cache key
+
+
+def fused_operations() -> dict[Any, Function]:
+    """The multiply-adds of `addcmul` and `lerp` as one operation, as in their eager kernels. No others are fused."""
+    from torch._inductor.inductor_prims import fma
 
     def addcmul(value: Tensor, one: Tensor, other: Tensor, **scale: Any) -> Any:
         return NotImplemented if scale or not value.is_floating_point() else fma(one, other, value)
@@ -105,17 +116,7 @@ def trace(fn: Function, args: Sequence[Tensor | Size]) -> fx.GraphModule:
         near = weight.abs() < 0.5
         return fma(torch.where(near, weight, weight - 1), end - start, torch.where(near, start, end))
 
-    fused: dict[Any, Function] = {torch.ops.aten.addcmul.default: addcmul, torch.ops.aten.lerp.Tensor: lerp}
-
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    level = log.level
-    log.setLevel(logging.CRITICAL)  # what cannot be traced is not an error: the caller has another way
-    try:
-        with torch.no_grad():
-            traced = make_fx(fn, fused, tracing_mode="symbolic")(*args)
-    finally:
-        log.setLevel(level)
-    return fx.GraphModule(torch.nn.Module(), traced.graph)  # without its `shape_env`, for which there is no cache key
+    return {torch.ops.aten.addcmul.default: addcmul, torch.ops.aten.lerp.Tensor: lerp}
 
 
 def compiled(graph: fx.GraphModule, sizes: Sizes, args: Sequence[Tensor | Size]) -> Function:
