@@ -59,6 +59,12 @@ class Compiler:
             logger.warning("updates are not compiled from here on%s, because it has failed: %s", launches, cls.failure)
 
 
+def known(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that Inductor has: in torch 2.9 it cannot round divisions."""
+    names = torch._inductor.list_options()
+    return {name: value for name, value in options.items() if name in names}
+
+
 @functools.cache
 def try_compiler(device: str) -> None:
     """Compiles a tiny function for a type of device; raises whatever the compiler does."""
@@ -124,8 +130,7 @@ def compiled(graph: fx.GraphModule, sizes: Sizes, args: Sequence[Tensor | Size])
     from torch._inductor.compile_fx import compile_fx
 
     on_cpu = all(arg.device.type == "cpu" for arg in args if isinstance(arg, Tensor))
-    known = torch._inductor.list_options()  # torch 2.9 has no rounding of divisions
-    patches = {name: value for name, value in (OPTIONS if on_cpu else GPU_OPTIONS).items() if name in known}
+    patches = known(OPTIONS if on_cpu else GPU_OPTIONS)
     tracing = torch._guards.tracing(torch._guards.TracingContext(sizes.mode))
     with _LOCK, _own_keys(), _vector_code(), tracing, torch.no_grad():
         return compile_fx(graph, list(args), config_patches=patches)  # type: ignore[return-value]
