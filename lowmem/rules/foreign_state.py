@@ -25,7 +25,7 @@ def pack_state(owner: str, values: Mapping[str, Any]) -> dict[str, Any]:
             if (form := _pack(value, name, state, _package(owner))) != {"tensor": name}:
                 state[name] = form
     except TypeError as error:
-        raise UnsupportedError(f"{owner} keeps {error}, which cannot be saved. Use another optimizer.") from None
+        raise UnsupportedError(f"{owner} stores {error}, which cannot be saved. Use another optimizer.") from None
     return state
 
 

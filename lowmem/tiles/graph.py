@@ -55,8 +55,8 @@ class Compiler:
         """Notes a failure."""
         if cls.failure is None:
             cls.failure = f"{type(error).__name__}: {error}"
-            launches = ", which launches tens of kernels per pass and 4M elements" if torch.cuda.is_available() else ""
-            logger.warning("updates are not compiled from here on%s, because it has failed: %s", launches, cls.failure)
+            launches = " and launch tens of kernels per pass and 4M elements" if torch.cuda.is_available() else ""
+            logger.warning("updates are no longer compiled%s, because compiling failed: %s", launches, cls.failure)
 
 
 def known(options: dict[str, Any]) -> dict[str, Any]:

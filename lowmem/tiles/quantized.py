@@ -83,9 +83,9 @@ class QuantizedWeight(Tensor):
                 part[rows] = codes.to(part.dtype)
             if not value.is_meta and not matrix._decoded(rows).to(weight.dtype).isfinite().all():
                 raise UnsupportedError(
-                    f"{name} has Inf, NaN or a number near the largest of {weight.dtype} in rows {rows.start} to "
-                    f"{min(rows.stop, len(matrix)) - 1}, which {format} cannot hold. Repair it, or leave its module "
-                    "out: quantize_(model, ..., skip=[...])"
+                    f"{name} contains Inf, NaN or a number near the largest of {weight.dtype} in rows {rows.start} to "
+                    f"{min(rows.stop, len(matrix)) - 1}, which {format} cannot represent. Correct it, or do not "
+                    "quantize its module: quantize_(model, ..., skip=[...])"
                 )
         return new
 
@@ -152,8 +152,9 @@ class QuantizedWeight(Tensor):
             self, value = args
             if not isinstance(value, cls) or value.dtype != self.dtype:
                 raise UnsupportedError(
-                    f"a weight that is held in {self.format} cannot become {value.dtype}: its codes are what is "
-                    "trained. Call lowmem.dequantize_(model) first, which ends that"
+                    f"a weight quantized to {self.format} cannot become {value.dtype}, because training updates its "
+                    "quantized values. Call lowmem.dequantize_(model) first, which ends the training of quantized "
+                    "weights"
                 )
             self.format, self.parts = value.format, value.parts
         if func in (torch.autograd.backward, torch.autograd.grad):  # checkpoints recompute forwards, which come here
@@ -171,9 +172,9 @@ class QuantizedWeight(Tensor):
         weights = [each for each in tree_leaves((args, kwargs)) if isinstance(each, cls)]
         if any(weight.cast_from and weight.cast_from[0]._version != weight.cast_from[1] for weight in weights):
             raise StepError(
-                f"a weight that is held in {weights[0].format} was cast by autocast, and has been modified by an "
-                "inplace operation since. Run the backward of each loss before the next step, and each forward in an "
-                "autocast region of its own"
+                f"a weight quantized to {weights[0].format} was cast by autocast, and has been modified by an inplace "
+                "operation since. Run the backward of each loss before the next step, and each forward in a separate "
+                "autocast region"
             )
         if func in PRODUCTS or (func is aten.copy_.default and not isinstance(self, cls)):
             return func(*map(plain, args), **kwargs)
@@ -199,10 +200,11 @@ class QuantizedWeight(Tensor):
     def refusal(self, use: Any) -> UnsupportedError:
         """Returns the error of an operation that it does not take part in."""
         return UnsupportedError(
-            f"a weight of {list(self.shape)} that is held in {self.format} takes part in {use}, which needs an "
-            "ordinary matrix. It can be the weight of a product or of an embedding, also one that fully_shard (FSDP2) "
-            "shards; DeepSpeed and DistributedDataParallel do not take it. Leave its module out, quantize_(model, ..., "
-            "skip=[...]), compute with weight.dequantize(), or call lowmem.dequantize_(model) before saving or sharing"
+            f"a weight of {list(self.shape)} quantized to {self.format} takes part in {use}, which needs an ordinary "
+            "matrix. A quantized weight can be used in a product or an embedding, also sharded by fully_shard "
+            "(FSDP2), but not with DeepSpeed or DistributedDataParallel. Do not quantize its module, quantize_(model, "
+            "..., skip=[...]), compute with weight.dequantize(), or call lowmem.dequantize_(model) before saving or "
+            "sharing"
         )
 
     def _by_rows(self, func: Any, *args: Any, **kwargs: Any) -> Any:

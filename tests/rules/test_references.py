@@ -145,7 +145,7 @@ def resolved(shape, rule, by_size):
     something else."""
     if len(rule) > 2 or "BATCH" in rule:
         return {"rule": rule}, None
-    return by_size, None if Adafactor(shape, lr=0.0, **by_size).rule == rule else "the heuristic decides"
+    return by_size, None if Adafactor(shape, lr=0.0, **by_size).rule == rule else "the heuristic is used"
 
 
 @st.composite

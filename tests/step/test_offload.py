@@ -244,7 +244,7 @@ def test_a_backward_that_dies_leaves_nothing(kind, stores):
     spoilt = params[0].register_hook(boom)
     with pytest.raises(RuntimeError, match="somewhere") as died:
         opt.backward(loss_of(params, [grad if n in (0, 4) else None for n, grad in enumerate(steps[1])]))
-    assert "the 1 micro-batch(es) before it were dropped with it" in died.value.__notes__[0]
+    assert "the 1 micro-batch(es) before it were dropped too" in died.value.__notes__[0]
     spoilt.remove()
     opt.state_dict()  # no step is torn, and none waits
     assert opt.last_step.step == opt.named_state_dict()["step"] == 1

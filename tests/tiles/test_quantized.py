@@ -225,7 +225,7 @@ def test_numbers_that_are_not_finite_are_refused():
     model = nn.Linear(128, 96)
     with torch.no_grad():
         model.weight[5, 3] = torch.inf
-    with pytest.raises(lowmem.LowmemError, match=r"^weight has Inf.* in rows 0 to 95"):
+    with pytest.raises(lowmem.LowmemError, match=r"^weight contains Inf.* in rows 0 to 95"):
         lowmem.quantize_(model, "int12")
     held, _ = pair()
     before = held.dequantize()
