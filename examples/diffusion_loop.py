@@ -1,4 +1,4 @@
-"""A diffusion model as the training scripts of diffusers train one: Accelerate, accumulation, clipping, and an EMA.
+"""Trains a diffusion model like the training scripts of diffusers: with Accelerate, accumulation, clipping and an EMA.
 
 python examples/diffusion_loop.py
 accelerate launch --cpu --num_processes 2 examples/diffusion_loop.py
@@ -32,8 +32,8 @@ def make_model() -> UNet2DModel:
 
 
 def make_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
-    # clip_norm is what accelerator.clip_grad_norm_(model.parameters(), 1.0) would be after backward.
-    # accelerator.backward(loss) is a plain backward, for which "deferred" clips; "two_pass" needs its own.
+    # clip_norm replaces accelerator.clip_grad_norm_(model.parameters(), 1.0). accelerator.backward(loss) is a plain
+    # backward, which "deferred" supports. "two_pass" would need opt.backward(loss).
     options = {"rule": "adamw", "lr": 1e-3, "weight_decay": 0.01, "clip_norm": 1.0, "policy": "deferred"}
     return lowmem.FusedOptimizer(model.named_parameters(), model=model, **options)
 
@@ -52,7 +52,7 @@ def train(
     model = accelerator.prepare_model(model, evaluation_mode=True)
     optimizer, loader, schedule = accelerator.prepare(optimizer, loader, schedule)
     ema = EMAModel(model.parameters(), decay=0.99)
-    set_seed(0, device_specific=True)  # every process draws noise of its own
+    set_seed(0, device_specific=True)  # each process draws different noise
     for epoch in range(epochs):
         for images in loader:
             noise = torch.randn_like(images)

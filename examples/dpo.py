@@ -1,4 +1,4 @@
-"""Direct preference optimization: a script with TRL's trainer, in which two lines are new.
+"""Direct preference optimization with TRL's trainer. The two lines marked as new use lowmem.
 
 python examples/dpo.py MODEL pairs.jsonl --output_dir runs/dpo
 """
@@ -30,7 +30,7 @@ def main() -> None:
             output_dir=args.output_dir,
             learning_rate=args.learning_rate,
             per_device_train_batch_size=2,
-            precompute_ref_log_probs=True,  # else the reference model takes the memory of the weights once more
+            precompute_ref_log_probs=True,  # otherwise the reference model stays in memory
             max_grad_norm=0,
             bf16=False,  # no autocast: the weights are bfloat16 already
             logging_steps=5,

@@ -1,4 +1,4 @@
-"""A GAN: two optimizers, and two backwards that each update one network.
+"""A GAN with two optimizers and two backwards, each of which updates one network.
 
 python examples/gan.py
 """
@@ -32,10 +32,10 @@ def train(generator: nn.Module, discriminator: nn.Module, steps: int) -> None:
         fake = generator(torch.randn(64, NOISE))
         real = discriminator(points_on_a_circle(64))
         loss_d = cross_entropy(real, ones) + cross_entropy(discriminator(fake.detach()), zeros)
-        opt_d.backward(loss_d)  # detach() keeps the generator out of it
+        opt_d.backward(loss_d)  # detach() prevents an update of the generator
 
         loss_g = cross_entropy(discriminator(fake), ones)
-        with opt_d.paused():  # the discriminator judges, and is not updated
+        with opt_d.paused():  # the discriminator is used but not updated
             opt_g.backward(loss_g)
         if step % 200 == 0:
             print(f"step {step}: discriminator {loss_d.item():.3f}, generator {loss_g.item():.3f}")

@@ -1,4 +1,4 @@
-"""Reinforcement learning with a reward function: GRPO, with the trainer of TRL.
+"""Reinforcement learning with a reward function: GRPO with TRL's trainer.
 
 python examples/grpo.py MODEL questions.jsonl --output_dir runs/grpo
 """
@@ -19,7 +19,7 @@ class FusedGRPOTrainer(FusedTrainerMixin, trl.GRPOTrainer): ...
 
 
 def has_answer(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
-    """1 for a completion that contains the column `answer` of its row, less a little for its length."""
+    """Returns 1 for a completion that contains the `answer` of its row, minus a small penalty for its length."""
     texts = [completion[0]["content"] for completion in completions]
     return [float(right in text) - len(text) / 1000 for text, right in zip(texts, answer, strict=True)]
 
@@ -39,7 +39,7 @@ def main() -> None:
         reward_funcs=has_answer,
         args=trl.GRPOConfig(
             output_dir=args.output_dir,
-            learning_rate=args.learning_rate,  # of AdaLomo: AdamW's would be 1e-6
+            learning_rate=args.learning_rate,  # for AdaLomo; with AdamW it would be 1e-6
             max_steps=args.steps,
             num_generations=4,
             per_device_train_batch_size=4,

@@ -1,4 +1,4 @@
-"""Lightning, with manual and with automatic optimization.
+"""Lightning with manual and with automatic optimization.
 
 python examples/lightning_loop.py
 """
@@ -43,7 +43,7 @@ class Manual(lightning.LightningModule):
 
 
 class Automatic(Manual):
-    """Lets Lightning call them, with `Trainer(accumulate_grad_batches=...)` if wanted."""
+    """Lets Lightning call them; supports `Trainer(accumulate_grad_batches=...)`."""
 
     def __init__(self) -> None:
         super().__init__()

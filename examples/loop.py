@@ -16,7 +16,7 @@ from lowmem.layers.head import linear_cross_entropy
 
 
 def blocks(path: Path, tokenizer: AutoTokenizer, length: int) -> torch.Tensor:
-    """The tokens of a file in rows of `length`."""
+    """Returns the tokens of a file as rows of `length` tokens."""
     ids = torch.tensor(tokenizer(path.read_text())["input_ids"])
     return ids[: len(ids) // length * length].view(-1, length)
 
@@ -36,7 +36,7 @@ def main() -> None:
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
 
-    # The gradients of the two vocabulary matrices are computed as the optimizer reads them, and never exist as a whole.
+    # The full gradients of the two vocabulary matrices are never materialized: the optimizer computes them in blocks.
     compute_gradient(model.get_input_embeddings())
     opt = lowmem.FusedOptimizer(model.named_parameters(), model=model, rule="adalomo", lr=args.learning_rate)
     loader = DataLoader(blocks(args.text, tokenizer, args.length), batch_size=1, shuffle=True)
@@ -45,7 +45,7 @@ def main() -> None:
     for step, ids in enumerate(loader, start=1):
         ids = ids.to(device)
         hidden = model.get_decoder()(ids).last_hidden_state
-        # Tiles of logits; the function does not shift labels.
+        # Computes the loss from tiles of logits. It does not shift labels, hence the slices.
         loss = linear_cross_entropy(hidden[:, :-1], model.get_output_embeddings().weight, ids[:, 1:])
         opt.backward(loss)  # updates the weights
         scheduler.step()

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on chats, with the trainer of TRL.
+"""Supervised fine-tuning on chats with TRL's trainer.
 
 python examples/sft.py MODEL chats.jsonl --output_dir runs/sft
 """
@@ -23,15 +23,15 @@ def main() -> None:
     parser.add_argument("--epochs", type=float, default=1)
     args = parser.parse_args()
 
-    # bfloat16 weights: TRL would load float32 ones.
+    # Load bfloat16 weights, because TRL would load float32 ones.
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16)
     trainer = FusedSFTTrainer(
         model,
         args=SFTConfig(
             output_dir=args.output_dir,
-            learning_rate=args.learning_rate,  # of AdaLomo: AdamW's would be 2e-5
+            learning_rate=args.learning_rate,  # for AdaLomo; with AdamW it would be 2e-5
             num_train_epochs=args.epochs,
-            assistant_only_loss=True,  # by default the loss is computed on questions, too
+            assistant_only_loss=True,  # by default, TRL also trains on the user messages
             max_length=1024,
             per_device_train_batch_size=1,
             lr_scheduler_type="cosine",

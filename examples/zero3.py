@@ -1,4 +1,4 @@
-"""A plain training loop over ranks that share one model: DeepSpeed ZeRO-3.
+"""A plain training loop with a model sharded by DeepSpeed ZeRO-3.
 
 deepspeed --num_gpus 2 examples/zero3.py MODEL text.txt --output_dir runs/zero3
 DS_ACCELERATOR=cpu deepspeed --num_gpus 2 examples/zero3.py ...     # two processes on a CPU
@@ -50,12 +50,12 @@ def main() -> None:
     for step, batch in enumerate(loader, start=1):
         batch = batch.to(model.device)
         loss = model(batch, labels=batch).loss
-        opt.backward(loss)  # reduces each gradient, and updates this rank's shard of the weight
+        opt.backward(loss)  # reduces each gradient and updates this rank's shard of the weight
         scheduler.step()
         if dist.get_rank() == 0 and (step % 10 == 0 or step == len(loader)):
             print(f"step {step}/{len(loader)}  loss {loss.item():.3f}  norm {opt.last_step.grad_norm:.2f}", flush=True)
 
-    save_weights(model, args.output_dir)  # on every rank: tensors are gathered one at a time
+    save_weights(model, args.output_dir)  # call it on every rank; tensors are gathered one at a time
     if dist.get_rank() == 0:
         tokenizer.save_pretrained(args.output_dir)
     dist.barrier()

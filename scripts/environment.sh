@@ -1,6 +1,6 @@
-# Sourced by the scripts in this folder: creates .venv in the repository, installs lowmem with DeepSpeed and the exact versions
-# of constraints.txt there, and activates it. A second call installs nothing. `EXTRAS` names more optional dependencies. With
-# `FLOOR=1` it is .venv-floor, with the oldest versions that are supported (constraints-floor.txt).
+# Sourced by the scripts in this folder. Creates and activates .venv in the repository, with lowmem, DeepSpeed and the exact versions
+# of constraints.txt. Does not reinstall if nothing has changed. `EXTRAS` adds optional dependencies. `FLOOR=1` uses .venv-floor
+# instead, with the oldest supported versions (constraints-floor.txt).
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python="${PYTHON:-python3}"
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
@@ -11,10 +11,10 @@ stamp="$venv/installed-$extras"
 if [ ! -f "$stamp" ] || [ -n "$(find constraints.txt constraints-floor.txt pyproject.toml -newer "$stamp")" ]; then
     echo "installing into $venv (a few minutes the first time) ..."
     "$python" -m venv "$venv"
-    # of each package the first line counts
+    # the first line of each package takes precedence
     awk -F '==' '!seen[$1]++' ${FLOOR:+constraints-floor.txt} constraints.txt > "$venv/constraints.txt"
     install=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check --constraint "$venv/constraints.txt")
-    "${install[@]}" torch    # first: DeepSpeed imports it while it is built
+    "${install[@]}" torch    # first, because DeepSpeed's build imports it
     "${install[@]}" --editable ".[$extras]"
     touch "$stamp"
 fi

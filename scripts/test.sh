@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Lint, type checks and the test suite, in an environment that it creates. Arguments are passed to pytest.
-#   scripts/test.sh           what every change has to pass
+# Runs lint, type checks and the test suite in an environment that it creates. Arguments are passed to pytest.
+#   scripts/test.sh           the checks that every change has to pass
 #   scripts/test.sh --full    every combination of options instead of every pair of them
-#   scripts/test.sh --compiled  the tests of updates with each update compiled, however small its parameter is
-#   scripts/test.sh --simgpu  the tests of whatever runs on a GPU, on a GPU made of host memory (tests/support/simgpu)
+#   scripts/test.sh --compiled  the tests of updates, with updates of small parameters compiled as well
+#   scripts/test.sh --simgpu  the tests for GPUs, on a GPU simulated in host memory (tests/support/simgpu)
 #   scripts/test.sh --gpu     the same tests on a GPU of this machine
-#   scripts/test.sh --floor   the tests of trainers with the oldest versions of other packages that are supported
+#   scripts/test.sh --floor   the tests of trainers with the oldest supported versions of other packages
 set -euo pipefail
 case "${1:-}" in
     --full) export LOWMEM_FULL=1; shift ;;
@@ -28,9 +28,9 @@ if [ -z "${FLOOR:-}" ]; then
     ruff format --check .
     mypy
 else
-    pip uninstall --quiet --yes triton  # which TRL 1.15 uses on a CPU too, where it is installed and cannot work
+    pip uninstall --quiet --yes triton  # if it is installed, TRL 1.15 also uses it on a CPU, where it cannot work
     set -- tests/trainer tests/hf tests/test_accelerate.py tests/placements/test_zero3.py "$@"
 fi
-# two processes with one thread each: more threads do not make small tensors faster
+# Two processes with one thread each, because more threads do not speed up small tensors.
 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 DS_ACCELERATOR=cpu \
     python -m pytest --numprocesses "${TEST_PROCESSES:-2}" --durations=20 "$@"

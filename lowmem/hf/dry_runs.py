@@ -54,7 +54,8 @@ def check_borders(model: Any, collate: Callable[[list[Any]], Any], device: torch
 
     if (table := embedding(model, "input")) is None:
         raise UnsupportedError(
-            f"packing=True or padding_free=True: {type(model).__name__} needs get_input_embeddings(); or omit both"
+            f"packing=True or padding_free=True: {type(model).__name__} does not implement get_input_embeddings(). "
+            "Implement it, or omit both options"
         )
     with torch.enable_grad(), _evaluated(model, table, cut):
         logits = model(**batch, use_cache=False).logits
@@ -65,8 +66,9 @@ def check_borders(model: Any, collate: Callable[[list[Any]], Any], device: torch
     if grad[:, :_SAMPLE].any():
         raise UnsupportedError(
             f"packing=True or padding_free=True: in {type(model).__name__} with attention "
-            f"{model.config._attn_implementation!r} a sample depends on the samples before it in its row; omit both, "
-            "or use a model that keeps them apart, such as Llama or Qwen3 with 'sdpa', without adapters of prompts"
+            f"{model.config._attn_implementation!r} a sample depends on the samples before it in its row. Omit both "
+            "options, or use a model that separates samples, such as Llama or Qwen3 with 'sdpa', without "
+            "prompt-learning adapters"
         )
 
 

@@ -70,8 +70,8 @@ def compute(trainer: Any, layers: LayersConfig) -> list[Place]:
     if not layers.computed_gradients:
         if in_codes(trainer.model):
             raise ConfigError(
-                "layers.computed_gradients: false, with which TRL computes the head from an ordinary matrix, and "
-                "fused.weight_format, which holds it in codes; omit one of them"
+                "layers.computed_gradients: false makes TRL compute the head from an ordinary matrix, but "
+                "fused.weight_format quantizes it. Omit one of them"
             )
         return []
     metrics, args, smoothing = _LOGGED.get(known, ()), trainer.args, 0.0

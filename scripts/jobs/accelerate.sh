@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# One run over the GPUs of this machine:  scripts/jobs/accelerate.sh CONFIG [--KEY VALUE ...]
-# Over several machines, on each of them: NODES=4 NODE=0 HEAD=first-machine PORT=29500 scripts/jobs/accelerate.sh CONFIG ...
-# (NODE counts from 0). deepspeed or fsdp in CONFIG shards the model over the ranks.
+# Starts a run on all GPUs of this machine:  scripts/jobs/accelerate.sh CONFIG [--KEY VALUE ...]
+# On several machines, start it on each of them: NODES=4 NODE=0 HEAD=first-machine PORT=29500 scripts/jobs/accelerate.sh CONFIG ...
+# (NODE counts from 0). To shard the model over the ranks, set deepspeed or fsdp in CONFIG.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/processes.sh"
 nodes="${NODES:-1}"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# One run over the nodes of a SLURM job:  sbatch --nodes 4 scripts/jobs/slurm.sh CONFIG [--KEY VALUE ...]
-# Five minutes before the time limit the run saves a checkpoint and ends. To continue, submit it again with
+# Starts a run on the nodes of a SLURM job:  sbatch --nodes 4 scripts/jobs/slurm.sh CONFIG [--KEY VALUE ...]
+# Five minutes before the time limit, the run saves a checkpoint and ends. To continue, submit the job again with
 # --resume_from_checkpoint last.
 #SBATCH --job-name=lowmem
 #SBATCH --nodes=1

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# One run over the GPUs of this machine:  scripts/jobs/torchrun.sh CONFIG [--KEY VALUE ...]
-# Over several machines, on each of them: NODES=4 HEAD=first-machine:29500 scripts/jobs/torchrun.sh CONFIG ...
+# Starts a run on all GPUs of this machine:  scripts/jobs/torchrun.sh CONFIG [--KEY VALUE ...]
+# On several machines, start it on each of them: NODES=4 HEAD=first-machine:29500 scripts/jobs/torchrun.sh CONFIG ...
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/processes.sh"
 if [ "${NODES:-1}" -gt 1 ]; then
