@@ -299,10 +299,10 @@ def test_a_model_is_trained_by_its_own_logits(kind, make, matrices):
         net = small(kind)
         if kind == "falcon":
             net.lm_head.__class__ = Doubled
-        trainer = make(cls, net, lowmem.FusedConfig(rule="lomo"), learning_rate=0.1)
         try:
+            trainer = make(cls, net, lowmem.FusedConfig(rule="lomo"), learning_rate=0.1)
             trainer.train()
-        except (RuntimeError, TypeError) as error:
+        except Exception as error:
             if "a second time" not in str(error) and "rope_parameters" not in str(error):
                 raise
             pytest.skip(f"this transformers cannot train or save a {kind}: {error}")
