@@ -4,8 +4,20 @@ import atexit
 import os
 import sys
 import threading
+from typing import NoReturn
 
-from lowmem.cli import main
+from lowmem.errors import MissingPackageError
+
+
+def main() -> NoReturn:
+    """Runs the command line, or says which packages it needs."""
+    try:
+        from lowmem import cli
+    except MissingPackageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    cli.main()
+
 
 if __name__ == "__main__":
     try:

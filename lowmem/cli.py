@@ -3,6 +3,9 @@
 A mistake of the user is one message on stderr and exit status 2, and leaves no partial files.
 """
 
+import lowmem.run  # noqa: F401, comes first, because it says which packages are not installed
+
+# isort: split
 import argparse
 import inspect as python_inspect
 import json
@@ -20,10 +23,11 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from lowmem import __version__, rules
+from lowmem import rules
 from lowmem.errors import ConfigError, LowmemError
 from lowmem.files import write_file
 from lowmem.layers.config import parse_bytes
+from lowmem.run.environment import versions
 from lowmem.run.memory import state_bytes
 from lowmem.run.secrets import redacted
 from lowmem.run.terminal import err, out, print_topics, rank, stage
@@ -89,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,  # an example is copied, and must not be wrapped
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"lowmem {__version__}")
+    parser.add_argument("--version", action="version", version=versions())
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # from DeepSpeed's launcher
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 

@@ -6,6 +6,9 @@ The trainer keeps its loop, its arguments and its callbacks. The mixin changes w
 accelerator becomes that of the fused optimizer) and how checkpoints are written.
 """
 
+import lowmem.hf  # noqa: F401, comes first, because it says which packages are not installed
+
+# isort: split
 import copy
 import functools
 import logging
@@ -24,7 +27,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
-from lowmem.errors import CheckpointError, ConfigError, StepError, UnsupportedError
+from lowmem.errors import CheckpointError, ConfigError, StepError, UnsupportedError, require_packages
 from lowmem.hf import adapters, agreement, arguments, checkpoint, dry_runs, failures, head, optim, resuming, sharding
 from lowmem.hf import layers as model_layers
 from lowmem.hf.weights import load_weights, save_weights
@@ -532,6 +535,7 @@ class FusedTrainer(FusedTrainerMixin, Trainer):
 def __getattr__(name: str) -> Any:
     if name != "FusedSFTTrainer":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    require_packages(name, "trl")
     from trl import SFTTrainer  # which takes seconds
 
     class FusedSFTTrainer(FusedTrainerMixin, SFTTrainer):
