@@ -1,8 +1,8 @@
 """Exceptions for users. Each message says what is wrong, where, and what to write instead."""
 
+import importlib.util
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
-from importlib.util import find_spec
 
 
 class LowmemError(ValueError):
@@ -39,7 +39,7 @@ class MissingPackageError(LowmemError, ImportError):
 
 def require_packages(feature: str, *packages: str) -> None:
     """Raises `MissingPackageError`, with the line that installs them, unless all packages are installed."""
-    if missing := " ".join(package for package in packages if find_spec(package) is None):
+    if missing := " ".join(package for package in packages if importlib.util.find_spec(package) is None):
         raise MissingPackageError(f"{feature} needs packages that are not installed. Run: pip install {missing}")
 
 

@@ -447,7 +447,7 @@ MISTAKES = {
     "no split to evaluate": ("sft", {"eval_strategy": "steps"}, "", "has no split 'test'. It has train"),
     "answers that are cut off": ("sft", {"assistant_only_loss": True}, "--max_length 3", "leaves none of 16 rows"),
     "LoRA without PEFT": ("sft", {"use_peft": True}, "", "PEFT", missing("peft")),
-    "DeepSpeed is not installed": ("sft", ZERO, "", "DeepSpeed is not installed. Install it", missing("deepspeed")),
+    "DeepSpeed is not installed": ("sft", ZERO, "", "Run: pip install deepspeed", missing("deepspeed")),
     "DeepSpeed without a launcher": ("sft", ZERO, "", "Start it with a launcher"),
     "FSDP without a launcher": ("sft", {"fsdp": True}, "", "a launcher"),
     "fp16 without a GPU": ("sft", {"fp16": True}, "", "fp16"),

@@ -5,7 +5,6 @@ their code shards the model, but the model stays one object, in which `lowmem.pl
 """
 
 import copy
-import importlib.util
 import os
 from types import SimpleNamespace
 from typing import Any
@@ -85,14 +84,6 @@ def prepare(model: Any, args: TrainingArguments | None) -> None:
         trusted, revision = options.get("trust_remote_code", False), options.get("revision")
         dtype = AutoConfig.from_pretrained(model, trust_remote_code=trusted, revision=revision).dtype or "float32"
     sharded.prepare(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
-
-
-def require_deepspeed() -> None:
-    """Raises `ConfigError` if DeepSpeed is not installed."""
-    if importlib.util.find_spec("deepspeed") is None:
-        raise ConfigError(
-            'deepspeed: DeepSpeed is not installed. Install it with pip install ".[deepspeed]" in the clone'
-        )
 
 
 def _require_process_group(argument: str) -> None:

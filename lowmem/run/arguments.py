@@ -22,9 +22,8 @@ import yaml
 from transformers import TrainingArguments
 from trl import TrlParser
 
-from lowmem.errors import ConfigError, LowmemError, did_you_mean
+from lowmem.errors import ConfigError, LowmemError, did_you_mean, require_packages
 from lowmem.hf.arguments import check_number
-from lowmem.hf.sharding import require_deepspeed
 from lowmem.layers.config import LayersConfig
 from lowmem.options import DynamicScale, FusedConfig
 from lowmem.rules import resolve
@@ -265,7 +264,7 @@ def parse(command: str, argv: Sequence[str], *, device: str | None = None, more:
     training = next(number for number, kind in enumerate(kinds) if issubclass(kind, TrainingArguments))
     kwargs[training] |= _for_device(device, kwargs[training])
     if values.get("deepspeed"):
-        require_deepspeed()
+        require_packages("deepspeed", "deepspeed")
     objects = []
     for kind, arguments in zip(kinds, kwargs, strict=True):
         with refused(f"{file or 'the command line'}: {kind.__name__}"):
