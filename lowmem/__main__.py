@@ -16,6 +16,8 @@ def main() -> NoReturn:
     except MissingPackageError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    for stream in (sys.stdout, sys.stderr):  # a console or a file of Windows may lack characters
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     cli.main()
 
 

@@ -138,6 +138,11 @@ def test_version_names_what_a_report_needs(tmp_path):
     assert {"transformers", "trl", "accelerate", "datasets", "deepspeed"} <= set(versions)
 
 
+def test_characters_that_a_console_lacks_are_replaced(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    assert "column means of g?" in python(tmp_path, "-m", "lowmem", "rules", "adalomo")
+
+
 def test_version_says_what_is_not_installed(monkeypatch):
     monkeypatch.setattr(environment, "PACKAGES", ("torch", "no_such_package"))
     assert "\nno_such_package is not installed\n" in environment.versions()
