@@ -1,6 +1,7 @@
 """What is installed, and what pyproject.toml says to setuptools and ruff where folders have the names of modules."""
 
 import importlib.util
+import os
 import platform
 import shutil
 import subprocess
@@ -10,7 +11,9 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import yaml
 
+import lowmem
 from lowmem.run import environment
 
 ROOT = Path(__file__).parents[1]
@@ -59,6 +62,30 @@ def test_the_packages_have_all_modules_and_their_types(tmp_path):
     assert files == modules | {"lowmem/py.typed"}
     if importlib.util.find_spec("twine"):
         python(tmp_path, "-m", "twine", "check", "--strict", str(wheel), str(archive))
+
+
+def test_the_workflow_runs_the_tests_and_publishes_only_tags():
+    jobs = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())["jobs"]
+    commands = {name: [step.get("run", "") for step in job["steps"]] for name, job in jobs.items()}
+    assert "scripts/test.sh" in commands["test"] and os.access(ROOT / "scripts/test.sh", os.X_OK)
+    assert jobs["publish"]["if"] == "startsWith(github.ref, 'refs/tags/v')"
+    assert jobs["publish"]["needs"] == ["test", "build"]
+    assert [name for name, job in jobs.items() if "permissions" in job] == ["publish"]  # others cannot publish
+    classifiers = (ROOT / "pyproject.toml").read_text()
+    for version in jobs["test"]["strategy"]["matrix"]["python"]:
+        assert f'"Programming Language :: Python :: {version}"' in classifiers
+
+
+def test_a_tag_that_is_not_the_version_is_not_published():
+    jobs = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())["jobs"]
+    (check,) = (step["run"] for step in jobs["build"]["steps"] if "GITHUB_REF_NAME" in step.get("run", ""))
+
+    def status(tag):
+        environment = {**os.environ, "GITHUB_REF_NAME": tag}
+        return subprocess.run(["bash", "-c", check], cwd=ROOT, env=environment, capture_output=True).returncode
+
+    assert status(f"v{lowmem.__version__}") == 0
+    assert status("v0.0.9") == 1
 
 
 # Of the packages that are installed, only torch and what it requires can be imported.
