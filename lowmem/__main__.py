@@ -12,6 +12,7 @@ from lowmem.errors import MissingPackageError
 def main() -> NoReturn:
     """Runs the command line, or says which packages it needs."""
     try:
+        import lowmem.run  # noqa: F401, first, because it says which packages are not installed
         from lowmem import cli
     except MissingPackageError as error:
         print(f"error: {error}", file=sys.stderr)

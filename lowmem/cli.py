@@ -3,9 +3,6 @@
 A mistake of the user is one message on stderr and exit status 2, and leaves no partial files.
 """
 
-import lowmem.run  # noqa: F401, comes first, because it says which packages are not installed
-
-# isort: split
 import argparse
 import inspect as python_inspect
 import json
@@ -26,6 +23,7 @@ from torch import Tensor
 from lowmem import rules
 from lowmem.errors import ConfigError, LowmemError
 from lowmem.files import write_file
+from lowmem.hf import failures
 from lowmem.layers.config import parse_bytes
 from lowmem.run.environment import versions
 from lowmem.run.memory import state_bytes
@@ -60,8 +58,6 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     command, rest = _parser().parse_known_args(argv)
     traceback = "--traceback" in rest or getattr(command, "traceback", False)
     try:
-        from lowmem.hf import failures  # raises if an installed library is too old
-
         if rest and not hasattr(command, "training"):
             raise ConfigError(f"unknown arguments: {' '.join(rest)}")
         with failures.explained():

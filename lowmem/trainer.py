@@ -6,7 +6,7 @@ The trainer keeps its loop, its arguments and its callbacks. The mixin changes w
 accelerator becomes that of the fused optimizer) and how checkpoints are written.
 """
 
-import lowmem.hf  # noqa: F401, comes first, because it says which packages are not installed
+import lowmem.hf  # noqa: F401, first, because it says which packages are not installed
 
 # isort: split
 import copy

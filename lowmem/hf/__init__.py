@@ -17,15 +17,19 @@ TESTED = {
 }
 
 
+def version(package: str) -> str | None:
+    """The installed version of a package as pip names it, or None."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 @functools.cache
 def check_version(package: str) -> None:
     """Warns once if the installed version of a package is older or newer than those that are tested."""
-    try:
-        installed = metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return
-    oldest, newest = TESTED[package]
-    if not _minor(oldest) <= _minor(installed) <= _minor(newest):
+    installed, (oldest, newest) = version(package), TESTED[package]
+    if installed is not None and not _minor(oldest) <= _minor(installed) <= _minor(newest):
         known = f">={oldest}" if _minor(installed) < _minor(oldest) else f"=={newest}.*"
         warnings.warn(
             f"lowmem is tested with {package} {oldest} to {newest}, and {installed} is installed. If something fails, "

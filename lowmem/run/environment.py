@@ -8,7 +8,6 @@ import shlex
 import subprocess
 import sys
 from datetime import datetime
-from importlib import metadata
 from pathlib import Path
 
 import psutil
@@ -16,6 +15,7 @@ import torch
 
 from lowmem import __version__
 from lowmem.files import write_file
+from lowmem.hf import version
 from lowmem.run.secrets import redacted
 
 CONFIG, ENVIRONMENT = "config.yaml", "environment.json"
@@ -25,9 +25,9 @@ PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets", "deepspeed
 
 def versions() -> str:
     """The versions of lowmem, of what it runs on and of the system, one per line."""
-    packages = {name: version(name) or "is not installed" for name in PACKAGES}
-    rows = {"lowmem": __version__, "python": platform.python_version(), **packages, "system": platform.platform()}
-    return "\n".join(f"{name} {value}" for name, value in rows.items())
+    packages = (f"{name} {version(name) or 'is not installed'}" for name in PACKAGES)
+    system = f"system {platform.platform()}"
+    return "\n".join((f"lowmem {__version__}", f"python {platform.python_version()}", *packages, system))
 
 
 def write_environment(run_dir: str | Path) -> None:
@@ -62,11 +62,3 @@ def cpu() -> str:
     info = Path("/proc/cpuinfo")
     name = re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE) if info.exists() else None
     return name[1] if name else platform.processor() or platform.machine()
-
-
-def version(package: str) -> str | None:
-    """The installed version of a package as pip names it, or None."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
