@@ -39,13 +39,15 @@ class Source(NamedTuple):
         return RESULTS / f"{self.study or self.module.rpartition('.')[2]}.json"
 
     def tables(self) -> dict[str, str]:
-        """The tables of the recorded results, each with a line about the machine."""
+        """The tables of the recorded results, each with a line about the machine; or of several results, without."""
+        if not self.file.exists():
+            return _code(self).tables(None)
         report = json.loads(self.file.read_text())
         tables = _code(self).tables(report)
         return {name: f"{table}\n{about(report)}\n" for name, table in tables.items()}
 
     def draw(self) -> None:
-        if draw := getattr(_code(self), "draw", None):
+        if self.file.exists() and (draw := getattr(_code(self), "draw", None)):
             draw(json.loads(self.file.read_text()), self.file.with_suffix(".png"))
 
 
@@ -80,7 +82,7 @@ def write(file: Path | None = None) -> None:
 
     def written(block: re.Match[str]) -> str:
         source = Source(block["module"], block["study"])
-        if file not in (None, source.file):
+        if file not in (None, source.file) and source.file.exists():
             return block[0]
         return f"{block['begin']}{source.tables()[block['table'] or '']}{block['end']}"
 
