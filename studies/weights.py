@@ -8,7 +8,7 @@ of float32 is subtracted seed by seed.
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, NamedTuple
@@ -55,21 +55,6 @@ class Nearest(Unpacked):
         return super().update(value, Uniform.half(value), stored)
 
 
-@dataclass(frozen=True)
-class Upper(Shown):
-    """An integer of more than 8 bits whose upper 8 bits are all that the model sees, in the middle of their interval or
-    at its lower end.
-    """
-
-    middle: bool = True
-
-    def _shown(self, held: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        assert isinstance(self.held, Integer)
-        step = 2.0 ** (self.held.bits - 8)
-        codes = (held[0] / step).floor() * step + ((step - 1) / 2 if self.middle else 0.0)
-        return (codes.unflatten(-1, (-1, self.held.size)) * held[-1].float().unsqueeze(-1)).flatten(-2), *held
-
-
 BITS = {"int8": 8, "int10": 10, "int12": 12}
 STORAGES: dict[str, storage.Maker] = {
     "bfloat16 in float32": lambda dtype, signed: Float(torch.bfloat16, draws=True),
@@ -81,8 +66,6 @@ STORAGES: dict[str, storage.Maker] = {
         f"{name}, groups of {size}": lambda dtype, signed, bits=bits, size=size: Unpacked(bits, size)
         for (name, bits), size in itertools.product(BITS.items(), (32, 128))
     },
-    "int10, 8 bits shown": lambda dtype, signed: Upper(dtype, Unpacked(10)),
-    "int10, 8 bits shown, low": lambda dtype, signed: Upper(dtype, Unpacked(10), middle=False),
 }
 
 
@@ -274,9 +257,10 @@ def tables(report: Any) -> dict[str, str]:
         for form in order[1:]
     ]
     found = {"": short, "along": along}
-    for name, setting in (("variants", "old text, 1,000 updates"), ("outliers", "old text, outliers")):
+    shown = {"variants": "old text, 1,000 updates", "outliers": "old text, outliers", "groups": "groups"}
+    for name, setting in shown.items():
         losses = every[setting]
-        found[name] = [{**size(form), **learned(losses, form)} for form in losses.curves if form != "float32"]
-    groups = every["groups"]
-    found["groups"] = [{**size(form), **learned(groups, form)} for form in groups.curves if form != "float32"]
+        found[name] = [
+            {**size(form), **learned(losses, form)} for form in FORMATS if form in losses.curves and form != "float32"
+        ]
     return {name: markdown(rows) for name, rows in found.items() if rows}
