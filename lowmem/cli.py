@@ -83,8 +83,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lowmem",
-        description="Full-parameter fine-tuning at the memory of the weights. The training commands take the arguments "
-        "and YAML files of `trl`, and two sections more: fused and layers.",
+        description="Full-parameter fine-tuning in little more memory than the weights. The training commands take "
+        "the arguments and YAML files of `trl`, and two more sections: fused and layers.",
         epilog="example:\n  lowmem sft --config configs/quickstart.yaml --learning_rate 2e-2",
         formatter_class=argparse.RawDescriptionHelpFormatter,  # an example is copied, and must not be wrapped
         allow_abbrev=False,
@@ -105,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
         command(name, train, summary, add_help=False).set_defaults(training=name)
     for name, run, summary in (
         ("plan", plan, "Predict the memory of a training step; nothing is downloaded or allocated."),
-        ("inspect", inspect, "Show the first rows as they are trained on, and on which tokens the loss is computed."),
+        ("inspect", inspect, "Show the first training rows, and the tokens on which the loss is computed."),
     ):
         sub = command(name, run, summary, "sft --config configs/llama3_8b_chat_24gb.yaml")
         sub.add_argument("training", metavar="COMMAND", choices=COMMANDS, help=f"one of {', '.join(COMMANDS)}")
@@ -119,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--traceback", action="store_true", help="show the traceback of an error")
     sub = command("rules", show_rules, "List rules and storages, or the options of one rule.", "adalomo")
     sub.add_argument("rule", metavar="NAME", nargs="?", help="show the hyperparameters of this rule")
-    sub.add_argument("--model", type=Path, metavar="DIR", help="name learning rates for the weights in this directory")
+    sub.add_argument("--model", type=Path, metavar="DIR", help="suggest learning rates for weights in this directory")
     sub.add_argument("--traceback", action="store_true", help="show the traceback of an error")
     return parser
 
@@ -199,7 +199,7 @@ def _inspect_options(parser: Any) -> None:
 
 def _plan_options(parser: Any) -> None:
     group = parser.add_argument_group("lowmem plan")
-    group.add_argument("--memory", metavar="SIZE", help="such as 24GiB: say whether a step fits, and else what would")
+    group.add_argument("--memory", metavar="SIZE", help="such as 24GiB; print whether a step fits, or what would fit")
     group.add_argument("--device", choices=("gpu", "cpu"), help="the device to train on (gpu)")
     group.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
 
@@ -272,12 +272,12 @@ def show_rules(arguments: argparse.Namespace, rest: Sequence[str]) -> None:
         return
     if arguments.model is not None:
         raise ConfigError("--model needs the name of a rule: lowmem rules NAME --model DIR")
-    table = _table("rule", "states", "usual lr", "keeps", numbers=["states", "usual lr"])
-    foreign = ("torch.optim.AdamW", "what the class keeps; float32 with another rounding than nearest", ())
+    table = _table("rule", "states", "usual lr", "stores", numbers=["states", "usual lr"])
+    foreign = ("torch.optim.AdamW", "the states of the class; float32 unless rounding is nearest", ())
     for name, keeps, usual in [*((row.name, row.keeps, row.usual_lr) for row in rules.table()), foreign]:
         table.add_row(name, f"{state_bytes(name):.3g}", f"{usual[0]:g}" if usual else "", keeps)
     out.print("Bytes of optimizer states per parameter (measured on a 1024 x 1024 bfloat16 matrix), and usual learning "
-              "rates for fine-tuning, whose origin `lowmem rules NAME` says\n", soft_wrap=True)  # fmt: skip
+              "rates for fine-tuning. `lowmem rules NAME` says where a rate comes from.\n", soft_wrap=True)  # fmt: skip
     out.print(table)
     out.print("\nBytes per element of a bfloat16 weight, by rounding, and of an elementwise state, by state_storage\n")
     table = _table("storage", "weight", "state", numbers=["weight", "state"])
@@ -287,7 +287,7 @@ def show_rules(arguments: argparse.Namespace, rest: Sequence[str]) -> None:
         cells = (f"{held[name].bytes_per_element:.4g}" if name in held else "" for held in (weights, states))
         table.add_row(name, *cells)
     out.print(table)
-    out.print("\n`lowmem rules NAME` shows the options of a rule. Any torch.optim.Optimizer is one by its import path.")
+    out.print("\n`lowmem rules NAME` shows the options of a rule. Any torch.optim.Optimizer works by its import path.")
 
 
 def _show_rule(name: str, model: Path | None) -> None:

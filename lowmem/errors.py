@@ -35,7 +35,9 @@ class RankError(LowmemError):
 def require_known(option: str, name: object, known: Sequence[str]) -> None:
     """Raises `ConfigError` unless an option has one of the known names."""
     if name not in known:
-        raise ConfigError(f"{option} {name!r} is unknown.{did_you_mean(str(name), known)} Known are {', '.join(known)}")
+        raise ConfigError(
+            f"{option} {name!r} is unknown.{did_you_mean(str(name), known)} Choose from {', '.join(known)}"
+        )
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -66,7 +66,7 @@ def open_safetensors(path: Path) -> Any:
     try:
         return safetensors.safe_open(path, framework="pt")
     except (OSError, safetensors.SafetensorError) as error:
-        raise CheckpointError(f"{path} is damaged or cut short: {error}") from None
+        raise CheckpointError(f"{path} is damaged or truncated: {error}") from None
 
 
 def checksum(path: Path) -> str:
@@ -120,7 +120,7 @@ def writing(path: Path) -> Iterator[None]:
     except OSError as error:
         advice = " Free some space there, or set output_dir to another disk." if error.errno in _DISK_FULL else ""
         reason = (error.strerror or str(error)).lower()
-        raise LowmemError(f"{path}: can't be written: {reason}.{advice}") from error
+        raise LowmemError(f"{path}: cannot be written: {reason}.{advice}") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:

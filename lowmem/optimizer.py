@@ -82,8 +82,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise ConfigError("no parameters were given")
         if self.config.weight_format is not None and not (model and in_codes(model)):
             raise ConfigError(
-                f"weight_format={self.config.weight_format!r} is an option of trainers. In a loop call "
-                f"lowmem.quantize_(model, {self.config.weight_format!r}) before the optimizer is made, and omit it here"
+                f"weight_format={self.config.weight_format!r} is an option of trainers. In a loop, call "
+                f"lowmem.quantize_(model, {self.config.weight_format!r}) before you create the optimizer, and omit it "
+                "here"
             )
         try:
             super().__init__(groups, {})
@@ -127,8 +128,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         same = next((other for other in self._rules if other.name == rule.name), rule)
         if not rule.equals(same):
             raise ConfigError(
-                f"{where}its rule is called {rule.name!r} as another one before it is, and saved states go by names. "
-                "Give one of them another name, or make what differs between them a hyperparameter (`defaults`)"
+                f"{where}its rule has the same name as an earlier group's rule ({rule.name!r}), and saved states are "
+                "keyed by rule name. Rename one of the rules, or make their difference a hyperparameter (`defaults`)"
             )
         rule = same
         placement = placements.find(self.config.placement, group["params"])
@@ -136,8 +137,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._placement = placement
         elif type(placement) is not type(self._placement):
             raise UnsupportedError(
-                f"{where}its placement is {placement.name}, that of the groups before it {self._placement.name}; "
-                "shard all parameters of an optimizer in one way"
+                f"{where}its placement is {placement.name}, but earlier groups have {self._placement.name}. Shard all "
+                "parameters of an optimizer in the same way"
             )
         defaults, self.defaults = self.defaults, {}  # those of the default rule are in the group if they belong there
         try:

@@ -155,16 +155,16 @@ class FusedConfig:
         params = list(params)
         if not all(isinstance(item, tuple) for item in params):
             raise ConfigError(
-                "groups: parameters are grouped by their names, so pass model.named_parameters(), and not groups that "
-                "have options of their own"
+                "groups: parameters are matched by name. Pass model.named_parameters(), not plain parameters or param "
+                "groups"
             )
         groups: list[dict[str, Any]] = []
         for n, group in enumerate(self.groups):
             taken = [item for item in params if re.search(group["match"], item[0])]
             if not taken:
                 raise ConfigError(
-                    f"groups[{n}]: match={group['match']!r} is found in no parameter's name that an earlier group does "
-                    "not take"
+                    f"groups[{n}]: match={group['match']!r} matches no parameter that is not already in an earlier "
+                    "group"
                 )
             params = [item for item in params if not re.search(group["match"], item[0])]
             groups.append({**_without_match(group), "params": taken})
@@ -232,7 +232,7 @@ def _is_loss_scale(value: Any) -> bool:
     return named or _is_scale(value) or (require.is_number(value) and value == 0)
 
 
-_SCALE = require.check(_is_scale, "a number > 0 that float32 holds")
+_SCALE = require.check(_is_scale, "a number > 0 that float32 can represent")
 _COUNT = require.number(">= 1", whole=True)
 _SCALE_CHECKS = {
     "min_scale": _SCALE,

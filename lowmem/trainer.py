@@ -163,7 +163,7 @@ class FusedTrainerMixin(_Base):
         if self._requested is None or self._requested.weight_format is None:
             return
         if is_peft_model(model):
-            raise ConfigError("fused.weight_format is for training all weights, and this model has adapters; omit it")
+            raise ConfigError("fused.weight_format is for training all weights, but this model has adapters; omit it")
         quantize_(model, self._requested.weight_format)
 
     def _shard(self) -> None:
@@ -181,7 +181,7 @@ class FusedTrainerMixin(_Base):
     def _fused_backward(self, loss: Tensor, **_: Any) -> None:
         if not (getattr(self, "is_in_train", False) or self._asked_to_clip or self.optimizer.config.clip_norm is None):
             raise ConfigError(
-                f"max_grad_norm={self.args.max_grad_norm}: {type(self).__name__} has a training loop of its own, and "
+                f"max_grad_norm={self.args.max_grad_norm}: {type(self).__name__} has a custom training loop, and "
                 "lowmem cannot tell whether it clips. If it does not (TRL's PPO), set max_grad_norm=0. If it does, "
                 f"set FusedConfig(clip_norm={self.args.max_grad_norm}) too, and omit clipping in the loop"
             )
@@ -223,7 +223,7 @@ class FusedTrainerMixin(_Base):
             return start
         if self.is_world_process_zero():
             logger.warning(
-                "nothing is left to train: %s is at step %d of %d, and its weights are loaded. Raise max_steps or "
+                "training is already complete: %s is at step %d of %d, and its weights are loaded. Raise max_steps or "
                 "num_train_epochs to continue.", resume_from_checkpoint, self.state.global_step, max_steps
             )  # fmt: skip
         return epochs, 0
@@ -271,8 +271,8 @@ class FusedTrainerMixin(_Base):
         opt: Any = self.optimizer
         if opt._hooks.removed:
             raise StepError(
-                "another trainer has trained this model since, and has removed the hooks of this one's optimizer; make "
-                "a new trainer"
+                "another trainer has since trained this model and removed the hooks of this trainer's optimizer. "
+                "Create a new trainer"
             )
         _OPTIMIZERS[model] = ref(opt)
         if self.args.gradient_accumulation_steps > 1:
@@ -323,8 +323,9 @@ class FusedTrainerMixin(_Base):
         odd = [name for param, name in names.items() if param.requires_grad and (param in part_of) is (param in others)]
         if odd and self.fused.clip_norm is not None:
             raise UnsupportedError(
-                f"max_grad_norm={self.fused.clip_norm}: the trainer clips gradients of its model, and {odd[0]!r} is in "
-                "the model alone, or in the optimizer that the class makes alone. Set max_grad_norm=0, or freeze it"
+                f"max_grad_norm={self.fused.clip_norm}: the trainer clips the gradients of its model, but {odd[0]!r} "
+                "is only in the model, or only in the optimizer that the class creates. Set max_grad_norm=0, or "
+                "freeze it"
             )
         groups: list[dict[str, Any]] = []
         for group in self.fused.param_groups((name, param) for param, name in names.items() if param in part_of):
@@ -424,7 +425,7 @@ class FusedTrainerMixin(_Base):
                 raise
             raise CheckpointError(
                 f"{final} could not be written: {error}. Free some space or set another output_dir, and resume from "
-                "the checkpoint before it."
+                "the previous checkpoint."
             ) from error
         finally:
             if is_first:
@@ -436,8 +437,8 @@ class FusedTrainerMixin(_Base):
         opt._cycle.settle(*opt._report.settle())
         if is_first and (streak := opt._report.streak):
             logger.warning(
-                "no older checkpoint was removed when step %d was saved: the last %d step(s) had gradients that are "
-                "not finite, and an older checkpoint may be the one to continue from", self.state.global_step, streak
+                "older checkpoints were not removed when step %d was saved, because the last %d step(s) had non-finite "
+                "gradients, and you may need to continue from an older checkpoint", self.state.global_step, streak
             )  # fmt: skip
         elif is_first:
             best, limit = self.state.best_model_checkpoint, self.args.save_total_limit
@@ -509,7 +510,7 @@ class FusedTrainerMixin(_Base):
         target, own = self.model if model is None else model, not self._inherits("_load_from_checkpoint")
         if own and self._sharding is not None:
             raise UnsupportedError(
-                f"{type(self).__name__} loads checkpoints in its own way, which does not know shards: omit "
+                f"{type(self).__name__} loads checkpoints with custom code, which does not support sharding. Omit "
                 "resume_from_checkpoint and load_best_model_at_end, or fsdp and deepspeed"
             )
         if own or (self._sharding is None and type(target).load_state_dict is not nn.Module.load_state_dict):

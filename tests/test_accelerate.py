@@ -174,7 +174,9 @@ def test_save_state_and_load_state(tmp_path):
     assert same(loop.train(epochs=1), want)
     with loop.accelerator.accumulate(loop.model):
         loop.accelerator.backward(loss_of(loop.model, ROWS[0]))
-    with pytest.raises(StepError, match=r"cannot save in the middle of step .* 1 micro-batch\(es\) wait"):
+    with pytest.raises(
+        StepError, match=r"cannot save in the middle of step .* 1 micro-batch\(es\) have been accumulated"
+    ):
         loop.accelerator.save_state(str(tmp_path / "between"))
 
 

@@ -17,7 +17,7 @@ import yaml
 from matplotlib.figure import Figure
 from peft import PeftModel
 from support.processes import CONTEXT, PATIENCE, sketch
-from support.runs import assets, in_use, logged, lowmem, train, write, write_rows
+from support.runs import assets, in_use, inside, logged, lowmem, train, write, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, set_seed
 
 from lowmem.run import build, report, terminal
@@ -237,7 +237,7 @@ def test_a_copied_run_continues_in_its_own_folder(finished, run):
     before = {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
     ended = resume(run, "--max_steps", 8)
     assert ended.status == 0, ended.err
-    assert f"this run was started in {finished}; it continues where its configuration is" in ended.err
+    assert f"this run was started in {finished}. It continues in the folder of its configuration" in ended.err
     assert f"lowmem generate '{run}'" in ended.out and (run / "checkpoint-8").exists()
     assert {path: path.stat().st_mtime_ns for path in finished.rglob("*")} == before
     text = (run / "config.yaml").read_text()
@@ -250,7 +250,7 @@ def test_a_finished_run_is_not_changed(run, caplog):
     metrics, saved = read(run), weights(run / "checkpoint-6")
     ended = resume(run)
     assert ended.status == 0 and "mean loss" not in ended.out and "\ndone\n" in ended.out
-    assert f"nothing is left to train: {run}/checkpoint-6 is at step 6 of 6" in caplog.text
+    assert f"training is already complete: {run}/checkpoint-6 is at step 6 of 6" in caplog.text
     assert read(run) == metrics[: len(read(run))] and weights(run / "checkpoint-6") == saved
     assert [record["step"] for record in read(run) if "loss" in record] == [2, 4, 6]
 
@@ -290,7 +290,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again(finished
         shutil.rmtree(run / name)
     ended = resume(run)
     assert ended.status == 0, ended.err
-    assert "has no checkpoint yet, so the run starts from its beginning" in ended.err
+    assert "has no checkpoint yet, so the run starts from the beginning" in ended.err
     assert weights(run / "checkpoint-6") == weights(finished / "checkpoint-6")
     assert (run / "loss.png").stat().st_size
 
@@ -380,7 +380,7 @@ def test_out_of_memory_is_advised_with_the_plan(tmp_path, run_dir, monkeypatch):
     ended = lowmem("sft", "--config", write(tmp_path, max_length=16))
     assert ended.status == 2
     plan = f"lowmem plan sft --config {run_dir}/config.yaml --device cpu --memory"
-    assert f"out of memory: Tried to allocate 20.00 MiB. `{plan} SIZE` says what a step needs" in ended.err
+    assert f"out of memory: Tried to allocate 20.00 MiB. `{plan} SIZE` shows the memory of a step" in ended.err
     assert "--per_device_train_batch_size 1" in lowmem(*shlex.split(plan)[1:], "0.1MB").out
     assert f"lowmem sft --config {run_dir}/config.yaml --resume_from_checkpoint last" in ended.err
 
@@ -445,25 +445,25 @@ MISTAKES = {
     "an empty file": ("sft", of("rows.jsonl"), "", "a file without rows", rows()),
     "no pad token": ("sft", {"model_name_or_path": "model"}, "", "`pad_token`", no_pad_token),
     "no split to evaluate": ("sft", {"eval_strategy": "steps"}, "", "has no split 'test'. It has train"),
-    "answers that are cut off": ("sft", {"assistant_only_loss": True}, "--max_length 3", "none of 16 rows is left"),
+    "answers that are cut off": ("sft", {"assistant_only_loss": True}, "--max_length 3", "leaves none of 16 rows"),
     "LoRA without PEFT": ("sft", {"use_peft": True}, "", "PEFT", missing("peft")),
     "DeepSpeed is not installed": ("sft", ZERO, "", "DeepSpeed is not installed. Install it", missing("deepspeed")),
     "DeepSpeed without a launcher": ("sft", ZERO, "", "Start it with a launcher"),
     "FSDP without a launcher": ("sft", {"fsdp": True}, "", "a launcher"),
     "fp16 without a GPU": ("sft", {"fp16": True}, "", "fp16"),
     "bf16 without a GPU": ("sft", {"bf16": True}, "", "bf16"),
-    "a folder that cannot be written": ("sft", {"output_dir": "/proc/run"}, "", "/proc/run: can't be written: "),
+    "a folder that cannot be written": ("sft", {"output_dir": "/proc/run"}, "", "/proc/run: cannot be written: "),
     "a file as folder": ("sft", {"output_dir": "sft.yaml"}, "", "output_dir sft.yaml is a file"),
     "a run is there": ("sft", {}, "", "already contains a run. Continue it with --resume_from_checkpoint last", a_run),
     "no run to resume": ("sft", {}, "--resume_from_checkpoint last", "has no run to resume"),
-    "no checkpoint to resume": ("sft", {}, "--resume_from_checkpoint none", "there is no directory none. 'last' is"),
+    "no checkpoint to resume": ("sft", {}, "--resume_from_checkpoint none", "there is no directory none. Use 'last'"),
     "options of the launcher": ("sft", {"num_processes": 2}, "", "accelerate launch OPTIONS -m lowmem sft ..."),
-    "a token": ("sft", {"hub_token": "hf_abcdefghijklmnopqrst"}, "", "hub_token has a password or token"),
+    "a token": ("sft", {"hub_token": "hf_abcdefghijklmnopqrst"}, "", "hub_token contains a password or token"),
     "unknown rule": ("sft", {"fused": {"rule": "adaloom"}}, "", "line 15: fused: rule 'adaloom' is unknown"),
     "unknown class": ("sft", {"fused": {"rule": "torch.optim.AdamWW"}}, "", "Did you mean 'AdamW'"),
     "unknown option": ("sft", {}, "--fused.polcy deferred", "unknown argument 'fused.polcy'. Did you mean 'policy'?"),
-    "option of another rule": ("sft", {}, "--fused.betas [0.9,0.95]", "The rule adalomo has lr, eps, decay_rate"),
-    "AdamW's rate for another rule": ("sft", {"learning_rate": None}, "", "chosen for AdamW, and the rule is"),
+    "option of another rule": ("sft", {}, "--fused.betas [0.9,0.95]", "The rule adalomo takes lr, eps, decay_rate"),
+    "AdamW's rate for another rule": ("sft", {"learning_rate": None}, "", "SFTConfig for AdamW, but the rule is"),
     "another optimizer": ("sft", {"fused": {"policy": "auto"}, "optim": "galore_adamw"}, "", "galore_adamw"),
     "clipping in the hook": ("sft", {"max_grad_norm": 1.0}, "--fused.policy immediate", "policy"),
     "a pattern that nothing matches": ("sft", NO_MATCH, "", "groups[0]: match='none'"),
@@ -472,7 +472,7 @@ MISTAKES = {
     "no model": ("sft", {"model_name_or_path": None}, "", "no model: set model_name_or_path"),
     "no such model": ("sft", {"model_name_or_path": "no/such"}, "", "error: model_name_or_path 'no/such': there is no"),
     "no reward": ("grpo", {"reward_model_name_or_path": None}, "", "no reward: set reward_funcs"),
-    "unknown reward": ("grpo", {"reward_funcs": ["no_module.f"]}, "", "reward_funcs: 'no_module.f' is neither"),
+    "unknown reward": ("grpo", {"reward_funcs": ["no_module.f"]}, "", "reward_funcs: 'no_module.f' is not a reward"),
     "a logger that is not there": ("sft", {"report_to": "clearml"}, "", "clearml"),
     "a schedule without its arguments": ("sft", {"lr_scheduler_type": "warmup_stable_decay"}, "", "'num_decay_steps'"),
     "a schedule with others' arguments": ("sft", {"lr_scheduler_kwargs": {"foo": 1}}, "", "SFTConfig: get_linear"),
@@ -480,10 +480,10 @@ MISTAKES = {
     "workers that are not there": ("sft", {"dataloader_persistent_workers": True}, "", "needs num_workers > 0"),
     "Liger is not installed": ("sft", {"use_liger_kernel": True}, "", "liger-kernel", missing("liger_kernel")),
     "an unknown metric": ("sft", BEST, "", "metric_for_best_model 'foo' is unknown. An evaluation has loss, "),
-    "a model to resume from": ("sft", {}, "--resume_from_checkpoint {model}", "has no optimizer.safetensors"),
+    "a model to resume from": ("sft", {}, "--resume_from_checkpoint {model}", "does not contain optimizer.safetensors"),
     "a store that cannot be written": ("sft", STORED, "", "/proc"),
     "options of checkpointing": ("sft", RECOMPUTED, "", "SFTConfig: Unexpected keyword arguments: foo"),
-    "a plan of GRPO": ("plan grpo", {}, "", "grpo: a step of it also generates"),
+    "a plan of GRPO": ("plan grpo", {}, "", "grpo cannot be planned, because its step also generates"),
     "not an amount": ("plan sft", {}, "--memory lots", "--memory"),
 }  # fmt: skip
 
@@ -517,7 +517,7 @@ def test_a_mistake_is_one_message_and_nothing_is_left(case, tmp_path, monkeypatc
     ],
 )
 def test_mistakes_before_a_file_is_read(words, message, tmp_path):
-    with contextlib.chdir(tmp_path):
+    with inside(tmp_path):
         ended = lowmem(*words.split())
     assert ended.status == 2 and message in ended.err and not list(tmp_path.iterdir())
 
@@ -569,9 +569,9 @@ def test_generate_says_which_checkpoint_answers(run, tmp_path):
     assert ended.status == 0
     assert f"{run}/checkpoint-6/model.safetensors is damaged" in ended.err
     assert f"; answering with {run}/checkpoint-4\n" in ended.err
-    assert "the answer ends after" in ended.err
+    assert "the answer is limited to" in ended.err
     ended = lowmem("generate", run, "hello " * 100)
-    assert ended.status == 2 and "tokens; the model takes from 1 to 63" in ended.err
+    assert ended.status == 2 and "tokens, but the model accepts 1 to 63" in ended.err
     sampled = [lowmem("generate", run, "hello", "--temperature", 0.8, "--system", "be brief").out for _ in range(2)]
     assert sampled[0] == sampled[1]
 

@@ -144,7 +144,7 @@ def test_a_model_sharded_over_processes(folder, tmp_path, shards):
                 "--gradient_accumulation_steps", "2", "--per_device_eval_batch_size", "8")  # fmt: skip
     run(folder, tmp_path / "one", *settings)
     done = run(folder, tmp_path / "run", *settings, *shards, ranks=2)
-    assert "each of 2 processes holds a shard of the parameters" in done.stdout
+    assert "each of 2 processes has a shard of the parameters" in done.stdout
     assert done.stdout.count("step 4/4  loss") == 1
     assert "destroy_process_group" not in done.stderr
     assert_same_metrics(tmp_path / "run", tmp_path / "one")
@@ -198,7 +198,7 @@ def test_the_configurations_of_an_8b_model_train_a_small_one(folder, tmp_path, m
     done = Launched.ranks(2, *words, environment=ENVIRONMENT).finish()
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("loaded 0 elements") == done.stdout.count("loaded ") == (2 if name == "zero3" else 0)
-    assert f"{name}: each of 2 processes holds a shard of the parameters" in done.stdout
+    assert f"{name}: each of 2 processes has a shard of the parameters" in done.stdout
     assert {path.name for path in (tmp_path / "run").glob("checkpoint-*")} == {"checkpoint-3", "checkpoint-4"}
     assert load_file(tmp_path / "run" / "model.safetensors")["model.norm.weight"].dtype == torch.bfloat16
 

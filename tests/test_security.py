@@ -432,7 +432,7 @@ def test_a_configuration_with_the_value_of_a_secret_variable_is_refused(home, mo
     monkeypatch.setenv("WANDB_API_KEY", "markerofwandb")
     assert secrets.redacted("a markerofwandb b") == "a *** b"
     for words in (["--run_name", "markerofwandb"], ["--hub_token", "abc"]):
-        with pytest.raises(ConfigError, match=f"{words[0]} has a password or token"):
+        with pytest.raises(ConfigError, match=f"{words[0]} contains a password or token"):
             parse("sft", ["--config", "run.yaml", *words])
 
 

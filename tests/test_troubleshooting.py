@@ -130,7 +130,7 @@ def second_backward(net, opt):
     opt.backward(loss_of(net))
 
 
-@entry("`zero_grad() before step(): it would drop a gradient that backward has used`")
+@entry("`zero_grad() before step(): it would drop a gradient that backward has already used`")
 def zero_grad_before_step(net, opt):
     opt.backward(loss_of(net))
     opt.step()
@@ -138,7 +138,7 @@ def zero_grad_before_step(net, opt):
     opt.zero_grad()
 
 
-@entry("`cannot save in the middle of step ...: ... micro-batch(es) wait for the last one of their step`")
+@entry("`cannot save in the middle of step ...: ... micro-batch(es) have been accumulated, but the last backward`")
 def save_between(net, opt):
     with opt.accumulate():
         opt.backward(loss_of(net))
@@ -154,14 +154,14 @@ def torn(net):
     opt.state_dict()
 
 
-@entry("`parameter ... has a gradient in .grad already`")
+@entry("`parameter ... already has a gradient in .grad`")
 def leftover(net):
     loss_of(net).backward()
     opt = lomo(net)
     opt.backward(loss_of(net))
 
 
-@entry("`step() would update parameter ... by what is in .grad, but`")
+@entry("`step() would update parameter ... with the gradient in .grad, but`")
 def given(net):
     opt = lomo(net, loss_scale=2.0)
     net[0].weight.grad = torch.ones_like(net[0].weight)
@@ -266,7 +266,7 @@ def reentrant(net, opt):
     checkpoint(net, x, use_reentrant=True).square().mean().backward()
 
 
-@entry("`activation checkpointing recomputes a value from parameter ..., which this backward has updated already`")
+@entry("`activation checkpointing recomputes a value from parameter ..., which this backward has already updated`")
 def reread(net):
     opt = lomo(net, batching=False)
 
@@ -284,7 +284,7 @@ def no_row():
     linear_cross_entropy(torch.ones(3, 48), torch.ones(9, 48), torch.zeros(3, dtype=torch.int64), memory=700)
 
 
-@entry("`has no MLP that can compute a number of tokens at a time`")
+@entry("`has no MLP that can be tiled`")
 def no_mlp():
     tile_mlps(nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7)), 16)
 
@@ -324,7 +324,7 @@ def launcher():
     parse("sft", ["--num_processes", "8"])
 
 
-@entry("`is the default of ..., chosen for AdamW`")
+@entry("`is the default of ... for AdamW, but the rule is`")
 def default_rate(tmp_path):
     optim.learning_rate(trl.SFTConfig(str(tmp_path), bf16=False), lowmem.FusedConfig(rule="adalomo"), make_net())
 
@@ -349,7 +349,7 @@ def nothing_trained():
     tokenized([[-100, -100]], ["a"])
 
 
-@entry("`none of ... rows is left with max_length=...`")
+@entry("`max_length=... leaves none of ... rows`")
 def cut_off():
     tokenized([], ["a", "b"])
 
@@ -369,7 +369,7 @@ def occupied(tmp_path):
 # -- several optimizers and models -------------------------------------------------------------------------------------
 
 
-@entry("`is updated by another FusedOptimizer already`")
+@entry("`is already updated by another FusedOptimizer`")
 def taken(net, opt):
     assert opt.last_step is None
     lomo(net)
@@ -417,12 +417,12 @@ def seeded_by_rank(rank):
     return str(raised.value)
 
 
-@entry("`the parameters of rank ... have other values than those of rank 0`")
+@entry("`the values of the parameters differ between rank 0 and rank ...`")
 def other_weights(two):
     return two.run(seeded_by_rank)[0]
 
 
-@entry("`fully_shard sharded the model after its optimizer was made`")
+@entry("`fully_shard sharded the model after its optimizer was created`")
 def sharded_later(tmp_path):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -446,7 +446,7 @@ def stage_two():
         unset_hf_deepspeed_config()
 
 
-@entry("`fsdp: version 1 holds flat copies of the parameters`")
+@entry("`fsdp: version 1 stores parameters in flat buffers`")
 def fsdp_one():
     from lowmem.hf.sharding import FSDP2Sharding
 
@@ -471,7 +471,7 @@ def no_checkpoint(tmp_path):
     find_last(tmp_path)
 
 
-@entry("`it has only weights and cannot be resumed from`")
+@entry("`It contains only weights, so training cannot resume from it`")
 def only_weights(tmp_path, tiny_llama):
     from lowmem.hf.checkpoint import check_resumable
 
@@ -479,13 +479,13 @@ def only_weights(tmp_path, tiny_llama):
     check_resumable(tmp_path)
 
 
-@entry("`the saved optimizer has rule ..., this one ...`")
+@entry("`the saved optimizer has rule ..., but this one has ...`")
 def another_rule(net):
     saved = lomo(net).state_dict()
     lomo(net, rule="adamw").load_state_dict(saved)
 
 
-@entry("`the saved state ... is of the weight ... in ..., which this model has in ...`")
+@entry("`the saved state ... belongs to the weight ... in ..., but in this model the weight is ...`")
 def another_dtype():
     net = make_net().bfloat16()
     opt = lomo(net, rounding="compensated")
@@ -495,13 +495,13 @@ def another_dtype():
     lomo(net.float(), rounding="compensated").load_state_dict(saved)
 
 
-@entry("`the saved optimizer has ... group(s) of ... parameters, this one ...`")
+@entry("`the saved optimizer has ... group(s) of ... parameters, but this one has ...`")
 def other_parameters(net):
     saved = lomo(net).state_dict()
     lomo(net[0]).load_state_dict(saved)
 
 
-@entry("`is damaged: its checksum is not that in checksums.txt`")
+@entry("`is damaged: its checksum differs from the one in checksums.txt`")
 def flipped(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     write_checksums(tmp_path)
@@ -526,14 +526,14 @@ def used_by_another(tmp_path):
             other.kill()
 
 
-@entry("`is a symbolic link, and a run would write to where it leads`")
+@entry("`is a symbolic link, and writing would change its target`")
 def linked(tmp_path):
     (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "elsewhere")
     with run_folder(run_in(tmp_path)):
         pass
 
 
-@entry("`as it is tokenized now, is not what ... was trained on`")
+@entry("`the tokenized data differs from the data of this checkpoint`")
 def other_data(make, tmp_path):
     make(max_steps=1, save_strategy="steps", save_steps=1).train()
     resumed = make(max_steps=2)
@@ -541,7 +541,7 @@ def other_data(make, tmp_path):
     resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
 
 
-@entry("`cannot be continued with the rows that its run has left`")
+@entry("`cannot be continued with the remaining rows`")
 def other_rows(make, tmp_path):
     make(max_steps=1, save_strategy="steps", save_steps=1).train()
     make(max_steps=2, seed=1).train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
@@ -550,7 +550,7 @@ def other_rows(make, tmp_path):
 # -- faults ------------------------------------------------------------------------------------------------------------
 
 
-@entry("`the last ... steps had gradients that are not finite`")
+@entry("`the last ... steps had non-finite gradients`")
 def never_finite(net):
     opt = lomo(net, max_nonfinite_steps=2)
     for _ in range(3):

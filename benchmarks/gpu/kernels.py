@@ -18,7 +18,7 @@ from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch._subclasses.fake_tensor import is_fake
 
 from lowmem.placements.base import Shard
-from lowmem.tiles.graph import GPU_OPTIONS, Compiler, Function, Sizes, fused_operations
+from lowmem.tiles.graph import GPU_OPTIONS, Compiler, Function, Sizes, known
 from lowmem.tiles.tile import RawTile, Tile
 
 GPU = torch.device("cuda", 0)
@@ -134,13 +134,12 @@ def _source(graph: fx.GraphModule, sizes: Sizes, args: Sequence[Tensor]) -> str 
 
     with (
         mock.patch.object(GraphLowering, "compile_to_module", stop),
-        fused_operations(),
         torch._guards.tracing(torch._guards.TracingContext(sizes.mode)),
         torch.no_grad(),
     ):
         try:
             # it would compute constants on the device
-            patches = GPU_OPTIONS | {"joint_graph_constant_folding": False}
+            patches = known(GPU_OPTIONS) | {"joint_graph_constant_folding": False}
             compile_fx(graph, list(args), config_patches=patches)
         except Exception as error:
             inner = getattr(error, "inner_exception", error)

@@ -39,17 +39,17 @@ def check(model: Any, args: TrainingArguments, *, sharded: bool, saves: bool) ->
     if not is_peft_model(model):
         if saves and getattr(model, "_hf_peft_config_loaded", False):
             raise UnsupportedError(
-                f"{type(model).__name__}.add_adapter(...): of such a model transformers saves only the active adapter, "
-                "and no trainer can resume from that. Write model = peft.get_peft_model(model, config) instead, or set "
-                "save_strategy to 'no'"
+                f"{type(model).__name__}.add_adapter(...): transformers saves only the active adapter of such a model, "
+                "so no trainer can resume from its checkpoints. Use model = peft.get_peft_model(model, config) "
+                "instead, or set save_strategy to 'no'"
             )
         return
     for config in model.peft_config.values():
         kind = config.peft_type.value
         if kind in _PREFIXES and args.gradient_checkpointing:
             raise UnsupportedError(
-                f"{kind}: gradient_checkpointing computes a layer twice, and the layer would add its keys and values "
-                "to the prefix twice. Set gradient_checkpointing=False (SFTConfig and DPOConfig set it to True)"
+                f"{kind}: with gradient_checkpointing, each layer runs twice and would append its keys and values to "
+                "the prefix twice. Set gradient_checkpointing=False (SFTConfig and DPOConfig set it to True)"
             )
         if config.is_prompt_learning and sharded:
             raise UnsupportedError(
@@ -58,16 +58,16 @@ def check(model: Any, args: TrainingArguments, *, sharded: bool, saves: bool) ->
             )
     if args.fsdp and getattr(model, "is_loaded_in_8bit", False):
         raise UnsupportedError(
-            "load_in_8bit: bitsandbytes has the scales of 8-bit weights on the parameters that FSDP2 replaces. Use "
-            "load_in_4bit, or deepspeed with ZeRO-3"
+            "load_in_8bit: bitsandbytes stores the scales of 8-bit weights on the parameters, which FSDP2 replaces. "
+            "Use load_in_4bit, or deepspeed with ZeRO-3"
         )
     others = _others(model).items()
     base = [name for name, tensor in others if tensor.requires_grad and not name.startswith(_PROMPT_ENCODER)]
     if base and saves and args.should_save:
         logger.warning(
-            "%d trained parameters, such as %r, are not in the files of PEFT. Checkpoints have them in %s, which "
-            "lowmem.hf.weights.load_weights(model, folder) loads and PeftModel.from_pretrained does not. PEFT saves "
-            "the modules that modules_to_save of the adapter's configuration lists.",
+            "PEFT does not save %d of the trained parameters, such as %r. Checkpoints store them in %s, which "
+            "lowmem.hf.weights.load_weights(model, folder) loads and PeftModel.from_pretrained does not. To let PEFT "
+            "save a module, list it in modules_to_save of the adapter's configuration.",
             len(base), base[0], OTHERS_FILE,
         )  # fmt: skip
 
@@ -125,7 +125,9 @@ def load(model: Any, folder: Path) -> None:
     """
     found = files(folder)
     if not found:
-        raise CheckpointError(f"{folder} has no PEFT adapters, and the model has; the checkpoint is of another model")
+        raise CheckpointError(
+            f"{folder} contains no PEFT adapters, but the model has adapters. The checkpoint belongs to another model"
+        )
     expected = {_path(folder, name): tensors for name, tensors in _adapters(model, False).items()}
     # an embedding that was resized or has an adapter: whether PEFT saves it depends on the files of the base model
     optional = {_path(folder, name): tensors for name, tensors in _adapters(model, True).items()}
@@ -134,8 +136,8 @@ def load(model: Any, folder: Path) -> None:
         expected[others] = tensors
     elif others in found:
         raise CheckpointError(
-            f"{others} has parameters beside the adapters that are frozen in the model; set requires_grad of what was "
-            "trained, and create the trainer after that"
+            f"{others} contains parameters, apart from the adapters, that are frozen in this model. Set requires_grad "
+            "as in the saved run before creating the trainer"
         )
     prompts = {_path(folder, name) for name, config in model.peft_config.items() if config.is_prompt_learning}
     with ExitStack() as stack, torch.no_grad():
@@ -165,11 +167,11 @@ def compare(path: Path, saved: Mapping[str, Any], shapes: Mapping[str, Sequence[
     """
     for name, file in saved.items():
         if name not in shapes:
-            raise CheckpointError(f"{path}: the model has no weight {name!r}; the checkpoint is of another model")
+            raise CheckpointError(f"{path}: the model has no weight {name!r}. The checkpoint belongs to another model")
         if (shape := file.get_slice(name).get_shape()) != list(shapes[name]):
             raise CheckpointError(
-                f"{path}: weight {name!r} has shape {shape} in the checkpoint and {list(shapes[name])} in the model; "
-                "the checkpoint is of another model"
+                f"{path}: weight {name!r} has shape {shape} in the checkpoint, but {list(shapes[name])} in the model. "
+                "The checkpoint belongs to another model"
             )
     if missing := sorted(set(needed) - saved.keys()):
         raise CheckpointError(f"{path}: {len(missing)} weights are missing, such as {missing[0]!r}")

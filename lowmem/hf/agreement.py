@@ -63,8 +63,8 @@ def check_shared(folder: Path) -> None:
     marks[dist.get_rank()].unlink()
     if not shared:
         raise ConfigError(
-            "output_dir: the machines do not share this directory. Every rank resumes from what rank 0 writes there: "
-            "set output_dir to a directory on a disk that they share, or save_strategy='no'"
+            "output_dir: the machines do not share this directory. Every rank resumes from the files that rank 0 "
+            "writes there. Set output_dir to a directory on a disk that all machines share, or save_strategy='no'"
         )
 
 

@@ -21,15 +21,15 @@ from lowmem.step.policies import Needs, choose
 logger = logging.getLogger(__name__)
 
 _UNSUPPORTED = {
-    "auto_find_batch_size": "it retries after a backward that ran out of memory, and a fused backward has updated some "
-    "weights by then. Find the batch size in a separate short run",
-    "enable_jit_checkpoint": "it saves between backward and the optimizer's step, and a fused backward has updated the "
-    "weights by then. Omit it, and set control.should_save in a callback's on_step_end",
+    "auto_find_batch_size": "it retries after a backward that ran out of memory, but a fused backward has updated "
+    "some weights by then. Find the batch size in a separate short run",
+    "enable_jit_checkpoint": "it saves between backward and the optimizer's step, but a fused backward has updated "
+    "the weights by then. Omit it, and set control.should_save in a callback's on_step_end",
     "parallelism_config": "tensor, context and sequence parallelism are not supported. Set fsdp or deepspeed, or start "
     "one process per device for data parallelism",
-    "ddp_broadcast_buffers": "the model is not wrapped in DistributedDataParallel, and each rank has its own buffers. "
-    "Omit it",
-    "save_on_each_node": "rank 0 saves for all machines, on a disk that they share. Omit it",
+    "ddp_broadcast_buffers": "the model is not wrapped in DistributedDataParallel, so each rank has separate "
+    "buffers. Omit it",
+    "save_on_each_node": "rank 0 saves for all machines, on a shared disk. Omit it",
 }
 
 
@@ -74,10 +74,10 @@ def check_arguments(args: TrainingArguments, fused: FusedConfig) -> None:
     for argument, (option, value) in both.items():
         if value is not None and value != (setting := getattr(args, argument)):
             hint = " (its default is 1.0, and 0 does not clip)" if argument == "max_grad_norm" else ""
-            raise ConfigError(f"fused.{option}={value!r} contradicts {argument}={setting!r}; set only {argument}{hint}")
+            raise ConfigError(f"fused.{option}={value!r} contradicts {argument}={setting!r}. Set only {argument}{hint}")
     if args.fp16 and args.device.type == "cpu":
         raise ConfigError(
-            "fp16=True: Accelerate has no fp16 autocast on a CPU and ignores it without a warning; use bf16=True, or "
+            "fp16=True: Accelerate does not support fp16 autocast on a CPU and silently ignores it. Use bf16=True, or "
             "weights in bfloat16"
         )
     for name, reason in _UNSUPPORTED.items():
@@ -85,8 +85,8 @@ def check_arguments(args: TrainingArguments, fused: FusedConfig) -> None:
             raise UnsupportedError(f"{name}={value!r}: {reason}")
     if args.deepspeed and hasattr(args, "num_generations"):
         raise UnsupportedError(
-            "deepspeed: this trainer generates text between its steps, after which DeepSpeed ZeRO-3 does not gather "
-            "the weights for backward. Set fsdp instead"
+            "deepspeed: this trainer generates text between steps, after which DeepSpeed ZeRO-3 does not gather the "
+            "weights for backward. Set fsdp instead"
         )
     if args.label_smoothing_factor and (loss := getattr(args, "loss_type", "nll")) != "nll":  # of TRL's trainers
         raise ConfigError(
@@ -97,8 +97,8 @@ def check_arguments(args: TrainingArguments, fused: FusedConfig) -> None:
     started = int(os.environ.get("WORLD_SIZE", 1))
     if started > 1 and args.world_size == 1:
         raise ConfigError(
-            f"{started} processes were started, but Accelerate sees only this one, and each would train a separate "
-            "model: on a CPU set use_cpu=True"
+            f"{started} processes were started, but Accelerate sees only this one, so each would train a separate "
+            "model. On a CPU, set use_cpu=True"
         )
 
 
@@ -111,14 +111,15 @@ def check_devices(model: Any, args: TrainingArguments | None) -> None:
     if len(devices) > 1 or any(getattr(hook, "offload", False) for hook in hooks):
         places = ", ".join(map(str, devices)) or "cpu_offload"
         raise UnsupportedError(
-            f"the model is split or offloaded ({places}), and one process trains on one device. Load it with "
-            "device_map=None (in arguments of TRL: model_init_kwargs={'device_map': None}). A model larger than a GPU "
-            "needs fused.weight_format, or several GPUs: set fsdp or deepspeed, and start one process per GPU"
+            f"the model is split or offloaded ({places}), but each process trains on one device. Load it with "
+            "device_map=None (in arguments of TRL: model_init_kwargs={'device_map': None}). A model larger than a "
+            "GPU needs fused.weight_format, or several GPUs: set fsdp or deepspeed, and start one process per GPU"
         )
     if args is not None and args.n_gpu > 1:
         raise UnsupportedError(
-            f"one process sees {args.n_gpu} GPUs, and DataParallel would split each batch over them: start one process "
-            f"per GPU (torchrun --nproc_per_node {args.n_gpu} ...), or make one visible (CUDA_VISIBLE_DEVICES=0)"
+            f"one process sees {args.n_gpu} GPUs, and DataParallel would split each batch across them. Start one "
+            f"process per GPU (torchrun --nproc_per_node {args.n_gpu} ...), or make only one visible "
+            "(CUDA_VISIBLE_DEVICES=0)"
         )
 
 
@@ -126,8 +127,8 @@ def check_windows(args: TrainingArguments, dataset: Any) -> None:
     """Raises where a checkpoint would be saved within a step."""
     if args.gradient_accumulation_steps > 1 and args.save_strategy == "epoch" and not has_length(dataset):
         raise UnsupportedError(
-            "save_strategy='epoch': data without a length may end before gradient_accumulation_steps batches, and a "
-            "checkpoint cannot hold the gradients of those that there were; set save_strategy='steps' and save_steps"
+            "save_strategy='epoch': an epoch of unknown length may end in the middle of an accumulation, and "
+            "checkpoints cannot store accumulated gradients. Set save_strategy='steps' and save_steps"
         )
 
 
@@ -146,7 +147,7 @@ def check_replay(args: TrainingArguments) -> None:
     for name in ("torch_compile", "activation_offloading"):
         if getattr(args, name, False):
             raise UnsupportedError(
-                f"{name}=True: backward can read activations once, and policy 'two_pass' needs them twice; use "
+                f"policy 'two_pass' reads activations twice, but {name}=True allows only one backward. Use "
                 "policy='deferred', or offload with gradient_checkpointing_kwargs={'offload': True}"
             )
 
@@ -163,13 +164,13 @@ def check_optimizer(optimizer: Any, args: TrainingArguments) -> None:
     """Raises unless the trainer's optimizer does what its arguments ask for."""
     if not isinstance(optimizer, FusedOptimizer):
         raise ConfigError(
-            f"optimizers=({type(optimizer).__name__}, ...): a fused trainer needs a FusedOptimizer; name the class in "
+            f"optimizers=({type(optimizer).__name__}, ...): a fused trainer needs a FusedOptimizer. Name the class in "
             "fused.rule instead"
         )
     if (args.max_grad_norm or None) != optimizer.config.clip_norm:
         raise ConfigError(
-            f"max_grad_norm={args.max_grad_norm}, but the optimizer has clip_norm={optimizer.config.clip_norm}; set "
-            "both to the same (0 and None do not clip)"
+            f"max_grad_norm={args.max_grad_norm}, but the optimizer has clip_norm={optimizer.config.clip_norm}. Set "
+            "both to the same value (0 and None do not clip)"
         )
     if args.fp16 and optimizer.loss_scale is None:
         raise ConfigError('fp16=True, but the optimizer has no loss scale; create it with loss_scale="dynamic"')
@@ -181,8 +182,8 @@ def check_callbacks(callbacks: Iterable[Any]) -> None:
         method = type(callback).on_pre_optimizer_step
         if method.__module__.partition(".")[0] not in ("transformers", "lowmem"):
             logger.warning(
-                "%s is called after backward has updated the weights: .grad is None there. FusedConfig(log_norms=True) "
-                "logs norms", method.__qualname__
+                "%s is called after backward has updated the weights, when .grad is None. Use "
+                "FusedConfig(log_norms=True) to log gradient norms", method.__qualname__
             )  # fmt: skip
 
 

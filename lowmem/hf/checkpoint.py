@@ -87,7 +87,7 @@ def load_optimizer(optimizer: FusedOptimizer, path: Path) -> None:
     with open_safetensors(path) as file:
         text = (file.metadata() or {}).get("lowmem")
         if text is None:
-            raise CheckpointError(f"{path} was not written by lowmem, so it cannot be resumed from")
+            raise CheckpointError(f"{path} was not written by lowmem, so training cannot resume from it")
         saved = json.loads(text)
         state: dict[str, dict[str, Any]] = saved.pop("values")
         for key in file.keys():  # noqa: SIM118 (not a mapping)
@@ -105,7 +105,9 @@ def load_scheduler(scheduler: Any, path: Path) -> None:
     """Loads the state of a learning rate schedule. Raises `CheckpointError` if it is of another kind of schedule."""
     saved = torch.load(path, map_location="cpu", weights_only=True)
     if odd := saved.keys() ^ scheduler.state_dict().keys():
-        raise CheckpointError(f"{path} is of another schedule: see {min(odd)!r}. Set lr_scheduler_type to what it was")
+        raise CheckpointError(
+            f"{path} belongs to another schedule (they differ in {min(odd)!r}). Restore lr_scheduler_type"
+        )
     scheduler.load_state_dict(saved)
 
 
@@ -118,8 +120,8 @@ def check_configuration(model: Any, folder: Path) -> None:
     for name in sorted((now.keys() | saved.keys()) - _VOLATILE):
         if now.get(name) != saved.get(name):
             raise CheckpointError(
-                f"{folder} is of another model: {name} is {saved.get(name)} in its {CONFIG_NAME} and {now.get(name)} "
-                "now. Set it to what it was, or start another run from these weights"
+                f"{folder} belongs to another model: {name} is {saved.get(name)} in its {CONFIG_NAME} and "
+                f"{now.get(name)} in this model. Restore it, or start a new run from these weights"
             )
 
 
@@ -142,7 +144,9 @@ def check_resumable(folder: Path) -> None:
     if not folder.is_dir():
         raise CheckpointError(f"Can't find a valid checkpoint at {folder}: there is no such directory")
     if not (folder / OPTIMIZER_FILE).exists():
-        raise CheckpointError(f"{folder} has no {OPTIMIZER_FILE}: it has only weights and cannot be resumed from")
+        raise CheckpointError(
+            f"{folder} does not contain {OPTIMIZER_FILE}. It contains only weights, so training cannot resume from it"
+        )
     check_checksums(folder)
 
 
@@ -164,8 +168,8 @@ def check_checksums(folder: Path, unread: Collection[str] = ()) -> None:
         lines = path.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
         raise CheckpointError(
-            f"{path} is missing: {folder} was not written completely, or by another program. Such a folder is a model "
-            "to start from, not a checkpoint to resume from"
+            f"{path} is missing: {folder} is incomplete or was written by another program. You can load it as a model, "
+            "but training cannot resume from it"
         ) from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from None
@@ -178,13 +182,13 @@ def check_checksums(folder: Path, unread: Collection[str] = ()) -> None:
         expected, name = match.groups()
         file = folder / name
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-            raise CheckpointError(f"{path}: line {number} names {name[:100]!r}, which is outside of the checkpoint")
+            raise CheckpointError(f"{path}: line {number} names {name[:100]!r}, which is outside the checkpoint")
         if not file.is_file():
             raise CheckpointError(f"{file} is missing")
         if name not in unread and checksum(file) != expected:
             raise CheckpointError(
-                f"{file} is damaged: its checksum is not that in {CHECKSUMS_FILE}. If you changed the file on purpose, "
-                f"remove its line from {CHECKSUMS_FILE}"
+                f"{file} is damaged: its checksum differs from the one in {CHECKSUMS_FILE}. If you changed the file on "
+                f"purpose, remove its line from {CHECKSUMS_FILE}"
             )
 
 

@@ -63,9 +63,9 @@ def check_loss(model: Any, device: torch.device, label_smoothing: float) -> None
             rtol = 2e-3 if own.logits.dtype == torch.float32 else 2e-2
             if not torch.isclose(fused.loss.float(), loss, rtol=rtol):
                 raise UnsupportedError(
-                    f"{type(base).__name__}: for one row the model computes a loss of {float(loss):.4g}, and TRL's "
-                    f"SFTTrainer, by one matrix and the last hidden state, {float(fused.loss):.4g}. Use, in Python, "
-                    "FusedTrainer, which uses the loss that the model computes"
+                    f"{type(base).__name__}: for one row, the model computes a loss of {float(loss):.4g}, but TRL's "
+                    f"SFTTrainer computes {float(fused.loss):.4g} from the last hidden state and one matrix. In "
+                    "Python, use FusedTrainer, which uses the loss that the model computes"
                 )
             scale, logits = _SPREAD / float(logits.std()), own.logits
 
@@ -95,7 +95,8 @@ def check_borders(model: Any, collate: Callable[[list[Any]], Any], device: torch
 
     if (table := embedding(model, "input")) is None:
         raise UnsupportedError(
-            f"packing=True or padding_free=True: {type(model).__name__} needs get_input_embeddings(); or omit both"
+            f"packing=True or padding_free=True: {type(model).__name__} does not implement get_input_embeddings(). "
+            "Implement it, or omit both options"
         )
     with torch.enable_grad(), _evaluated(model, table, cut):
         logits = model(**batch, use_cache=False).logits
@@ -106,8 +107,9 @@ def check_borders(model: Any, collate: Callable[[list[Any]], Any], device: torch
     if grad[:, :_SAMPLE].any():
         raise UnsupportedError(
             f"packing=True or padding_free=True: in {type(model).__name__} with attention "
-            f"{model.config._attn_implementation!r} a sample depends on the samples before it in its row; omit both, "
-            "or use a model that keeps them apart, such as Llama or Qwen3 with 'sdpa', without adapters of prompts"
+            f"{model.config._attn_implementation!r} a sample depends on the samples before it in its row. Omit both "
+            "options, or use a model that separates samples, such as Llama or Qwen3 with 'sdpa', without "
+            "prompt-learning adapters"
         )
 
 

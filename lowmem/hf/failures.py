@@ -23,13 +23,13 @@ def explained() -> Iterator[None]:
         if collective is None:
             raise
         if _TOO_SLOW.search(collective):
-            reason = "another rank did not answer in time (ddp_timeout of a trainer): it is dead, hanging, or too slow"
+            reason = "another rank did not answer in time (ddp_timeout of a trainer): it died, hangs, or is too slow"
         else:
             reason = (
-                "another rank failed or ended. The first error that the launcher shows is its own; a rank without one "
-                "was killed (out of memory?) or crashed"
+                "another rank failed or exited. See the first error that the launcher shows. A rank without an error "
+                "message was killed (out of memory?) or crashed"
             )
-        raise RankError(f"{reason}. Continue from the last checkpoint once the cause is removed") from error
+        raise RankError(f"{reason}. Fix the cause, and continue from the last checkpoint") from error
 
 
 def _of_collective(error: BaseException | None) -> str | None:

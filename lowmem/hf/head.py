@@ -29,18 +29,18 @@ def check(model: Any) -> None:
     modules = [model.base_model] if output is None else [model.base_model, output]
     known = {id(param) for module in modules for param in module.parameters()}
     others = [name for name, param in model.named_parameters() if id(param) not in known]
-    reason = f"{others[0]!r} lies between" if others else ""
+    reason = f"{others[0]!r} is between them" if others else ""
     if output is None or model.base_model is model:
         reason = "there is no such matrix"
     if output is not None and not hasattr(output, "bias"):
         reason = (
-            f"{type(output).__name__} changes rows of it; leave the output embedding out of trainable_token_indices, "
-            "in which a tied embedding also is"
+            f"{type(output).__name__} changes some of its rows (leave the output embedding, also a tied one, out of "
+            "trainable_token_indices)"
         )
     if reason:
         raise UnsupportedError(
-            f"{type(model).__name__}: TRL's SFTTrainer multiplies the last hidden state by one matrix, the output "
-            f"embedding, to compute logits, and in this model {reason}. Use a model whose head is one matrix, or, in "
+            f"{type(model).__name__}: TRL's SFTTrainer computes logits as the product of the last hidden state and one "
+            f"matrix, the output embedding, but in this model {reason}. Use a model whose head is one matrix, or, in "
             "Python, FusedTrainer, which uses the loss that the model computes"
         )
 
@@ -77,8 +77,8 @@ def compute(trainer: Any, layers: LayersConfig) -> None:
                 continue
             if in_codes(trainer.model) and not layers.computed_gradients:
                 raise ConfigError(
-                    "layers.computed_gradients: false, with which TRL computes the head from an ordinary matrix, and "
-                    "fused.weight_format, which holds it in codes; omit one of them"
+                    "layers.computed_gradients: false makes TRL compute the head from an ordinary matrix, but "
+                    "fused.weight_format quantizes it. Omit one of them"
                 )
             parts = forward.__name__, forward.__defaults__, forward.__closure__
             copy = FunctionType(forward.__code__, {**forward.__globals__, **names}, *parts)

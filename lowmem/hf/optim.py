@@ -53,11 +53,11 @@ def choose(args: TrainingArguments, fused: FusedConfig | None) -> FusedConfig:
         raise ConfigError(f"{argument}={settings[argument]!r} has no effect with optim={optim!r}; omit it")
     for part in filter(None, settings.get("optim_args", "").split(",")):
         if (name := part.partition("=")[0].strip()) not in hyper:
-            raise ConfigError(f"optim_args={settings['optim_args']!r}: optim={optim!r} takes no {name!r}")
+            raise ConfigError(f"optim_args={settings['optim_args']!r}: optim={optim!r} does not take {name!r}")
     if settings.keys() - {"optim"}:
         for name in fused.hyper.keys() & hyper.keys():
             if (value := fused.hyper[name]) != hyper[name]:
-                raise ConfigError(f"fused.{name}={value!r} contradicts {name}={hyper[name]!r} of the arguments")
+                raise ConfigError(f"fused.{name}={value!r} contradicts {name}={hyper[name]!r} in the arguments")
     rate = fused.lr if fused.lr is not None or rule in ("adamw", *_OURS) else args.learning_rate  # some need it
     return replace(fused, rule=rule, lr=rate, hyper={**hyper, **fused.hyper})
 
@@ -71,7 +71,7 @@ def read(optimizer: Any, fused: FusedConfig) -> tuple[FusedConfig, list[dict[str
     """
     cls = type(optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(f"the class of this trainer makes {optimizer!r}, and not a torch.optim.Optimizer")
+        raise ConfigError(f"this trainer creates {optimizer!r}, which is not a torch.optim.Optimizer")
     defaults = optimizer.defaults
     hyper = {name: defaults[name] for name in inspect.signature(cls).parameters if name in defaults}
     fresh = cls([nn.Parameter(torch.zeros(2, 2))], **hyper)
@@ -80,8 +80,8 @@ def read(optimizer: Any, fused: FusedConfig) -> tuple[FusedConfig, list[dict[str
     if hooks or (others and fused.rule is None):
         extra = "hooks around its step or a schedule" if hooks else "states, or options that are not in its `defaults`,"
         raise ConfigError(
-            f"the class of this trainer makes a {cls.__name__} with {extra} which a fused optimizer cannot take over. "
-            "Omit them" + ("" if hooks else ", or name the optimizer in fused.rule, with its options in FusedConfig")
+            f"this trainer creates a {cls.__name__} with {extra} which a fused optimizer does not support. Omit them"
+            + ("" if hooks else ", or name the optimizer in fused.rule, with its options in FusedConfig")
         )
     groups = [
         {key: value for key, value in group.items() if key not in defaults or value != defaults[key]}
@@ -115,8 +115,8 @@ def learning_rate(args: TrainingArguments, fused: FusedConfig, model: nn.Module)
         raise ConfigError(f"fused.lr={fused.lr!r} contradicts learning_rate={rate!r}; set only learning_rate")
     if left_alone and fused.lr is None and rule.usual_lr:
         raise ConfigError(
-            f"learning_rate={rate:g} is the default of {type(args).__name__}, chosen for AdamW, and the rule is "
-            f"{rule.name!r}: {rule.rates(model.parameters(), rate)}. Set another learning_rate, or keep this one with "
+            f"learning_rate={rate:g} is the default of {type(args).__name__} for AdamW, but the rule is {rule.name!r}: "
+            f"{rule.rates(model.parameters(), rate)}. Set another learning_rate, or keep this one with "
             f"fused.lr={rate:g}"
         )
     return rate if fused.lr is None else fused.lr
@@ -132,9 +132,9 @@ def _named(args: TrainingArguments, optim: str) -> tuple[str, dict[str, Any]]:
         raise ConfigError(f"optim={optim!r}: {str(error).replace(str(args.optim), optim)}") from error
     if hyper.get("optim_bits") == 8:
         raise UnsupportedError(
-            f"optim={optim!r}: Hugging Face keeps the states of embeddings in 32 bits, which it tells bitsandbytes by "
-            "the names of modules, and a fused update sees none. Set fused.rule to the class, which then has 8 bits "
-            "for every large parameter"
+            f"optim={optim!r}: Hugging Face selects 32-bit states for embeddings by the names of modules, which a "
+            "fused update does not know. Set fused.rule to the class, which then uses 8-bit states for every large "
+            "parameter"
         )
     path = "adamw" if cls is torch.optim.AdamW else f"{cls.__module__}.{cls.__qualname__}"
     return path, {name: value for name, value in hyper.items() if name not in ("lr", "fused")}

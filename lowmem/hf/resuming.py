@@ -86,23 +86,25 @@ class Rows:
         every = math.lcm(shared, args.gradient_accumulation_steps) // args.gradient_accumulation_steps
         if state.global_step % every and state.global_step < state.max_steps:
             raise CheckpointError(
-                f"{folder} was written between steps that share their completions, which no checkpoint has. Resume "
-                f"from one whose step is a multiple of {every}, and set save_steps to one"
+                f"{folder} was saved between steps that share completions, which checkpoints do not store. Resume from "
+                f"a step that is a multiple of {every}, and set save_steps to such a multiple"
             )
         if not (folder / RECORD_FILE).exists():
-            logger.warning("%s has no %s, so lowmem cannot tell whether it had the same rows", folder, RECORD_FILE)
+            logger.warning(
+                "%s has no %s, so lowmem cannot tell whether it was trained on the same rows", folder, RECORD_FILE
+            )
             return None
         saved, now = read_json(folder / RECORD_FILE), self._record
         unknown = None in (saved["data"], now["data"])
         facts = ("number of rows", "kind of data") if unknown else ("number of rows", "data")
         if any(saved[name] != now[name] for name in facts):
             raise DataError(
-                "the data, as it is tokenized now, is not what this checkpoint was trained on. Restore the data and "
-                "its settings (max_length, packing, the chat template) to continue the run, or start another from "
-                "these weights: model_name_or_path=CHECKPOINT and another output_dir"
+                "the tokenized data differs from the data of this checkpoint. Restore the data and its settings "
+                "(max_length, packing, the chat template) to continue the run, or start a new run from these weights: "
+                "model_name_or_path=CHECKPOINT and another output_dir"
             )
         if unknown:
-            logger.warning("only the number of rows of the data was compared with %s, not the rows", folder)
+            logger.warning("only the number of rows of the data was compared with %s, not the rows themselves", folder)
         step = self._per_step
         end = saved["row"] + (state.max_steps - state.global_step) * step
         # a run that ends before the last batch of an epoch does not depend on how that is padded
@@ -111,9 +113,8 @@ class Rows:
             if saved[name] != now[name]:
                 what = _SHAPE if name.startswith("rows") else name
                 raise CheckpointError(
-                    f"{folder} cannot be continued with the rows that its run has left: {what} was {saved[what]} and "
-                    f"is {now[what]}. Write {self._line(name, saved)}, or ignore_data_skip: true to begin the epoch "
-                    "again"
+                    f"{folder} cannot be continued with the remaining rows: {what} was {saved[what]} and is now "
+                    f"{now[what]}. Write {self._line(name, saved)}, or ignore_data_skip: true to restart the epoch"
                 )
         return saved["epoch"], saved["row"] // self._per_batch
 

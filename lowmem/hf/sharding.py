@@ -29,23 +29,23 @@ from lowmem.tiles.quantized import in_codes
 
 # Keys of a DeepSpeed configuration that something else decides here: the values that change nothing, and the advice.
 _DECIDED_ELSEWHERE: dict[str, tuple[tuple[Any, ...], str]] = {
-    "optimizer": ((), "the rule updates; name it in fused.rule"),
-    "scheduler": ((), "the trainer has the schedule: set its lr_scheduler_type and warmup_steps"),
+    "optimizer": ((), "the optimizer is fused.rule"),
+    "scheduler": ((), "the schedule is set by the trainer's lr_scheduler_type and warmup_steps"),
     "zero_optimization.offload_optimizer.device": (
         ("none",),
-        "updates happen on the device that computes, and optimizer states stay there; AdaLomo's take almost no memory. "
-        "offload_param is supported",
+        "parameters are updated on the device that computes, and optimizer states stay there (AdaLomo's are very "
+        "small). offload_param is supported",
     ),
     "zero_optimization.mics_shard_size": (
         (-1, 0),
-        "each group of ranks would train a different model. zero_hpz_partition_size also gathers within a node",
+        "each group of ranks would train a different model. To gather within a node, use zero_hpz_partition_size",
     ),
     "zero_optimization.zero_quantized_gradients": ((False,), "gradients are averaged in their own dtype"),
     "communication_data_type": ((), "gradients are averaged in their own dtype"),
     "prescale_gradients": ((False,), "gradients are always divided by the number of ranks before they are summed"),
     "gradient_predivide_factor": ((1.0,), "gradients are always divided by the number of ranks before they are summed"),
-    "amp.enabled": ((False,), "use bf16 or fp16 of the trainer"),
-    "torch_autocast.enabled": ((False,), "use bf16 of the trainer, with weights in bfloat16"),
+    "amp.enabled": ((False,), "use the trainer's bf16 or fp16"),
+    "torch_autocast.enabled": ((False,), "use the trainer's bf16, with weights in bfloat16"),
     "tensor_parallel.autotp_size": ((0, 1), "only ZeRO-3 shards the model"),
     "data_types.grad_accum_dtype": ((), "fused.accumulation_dtype is the dtype in which micro-batches are summed"),
 }
@@ -61,7 +61,7 @@ def of(args: TrainingArguments) -> "Sharding | None":
     for variable, argument in (("ACCELERATE_USE_DEEPSPEED", "deepspeed"), ("ACCELERATE_USE_FSDP", "fsdp")):
         if os.environ.get(variable) == "true" and not getattr(args, argument):
             raise ConfigError(
-                f"accelerate launch asks for {argument}, and the trainer's arguments do not. Set {argument} there, "
+                f"accelerate launch requests {argument}, but the trainer's arguments do not. Set {argument} in them, "
                 "before the model is created"
             )
     if args.deepspeed:
@@ -116,8 +116,8 @@ class Zero3Sharding:
         stage = self._config.get_value("zero_optimization.stage")
         if stage != 3:
             raise UnsupportedError(
-                f"deepspeed: zero_optimization.stage is {stage!r}; set it to 3. Without deepspeed every rank holds the "
-                "whole model"
+                f"deepspeed: zero_optimization.stage is {stage!r}; set it to 3. Without deepspeed, every rank has the "
+                "full model"
             )
         for key, (neutral, advice) in _DECIDED_ELSEWHERE.items():
             if self._config.get_value(key) not in (None, *neutral):
@@ -125,8 +125,8 @@ class Zero3Sharding:
         clipping = self._config.get_value("gradient_clipping")
         if clipping is not None and clipping != args.max_grad_norm:
             raise ConfigError(
-                f"deepspeed: gradient_clipping is {clipping}, and max_grad_norm is {args.max_grad_norm}. Set it to "
-                "'auto'"
+                f"deepspeed: gradient_clipping is {clipping}, but max_grad_norm is {args.max_grad_norm}. Set "
+                "gradient_clipping to 'auto'"
             )
 
     def prepare(self, dtype: torch.dtype) -> None:
@@ -137,7 +137,7 @@ class Zero3Sharding:
             settings = self._config.config.setdefault(section, {})
             if settings.get("enabled") not in (None, False, "auto") and dtype != section_dtype:
                 raise ConfigError(
-                    f"deepspeed: {section} is enabled, and the weights are {dtype}; DeepSpeed keeps weights in the "
+                    f"deepspeed: {section} is enabled, but the weights are {dtype}. DeepSpeed stores weights in the "
                     f"dtype in which it computes. Set {section}.enabled to 'auto', or the model's dtype to "
                     f"{section_dtype}"
                 )
@@ -166,7 +166,7 @@ class Zero3Sharding:
             return
         if in_codes(model):
             raise UnsupportedError(
-                "deepspeed: weights held in codes cannot be sharded by ZeRO-3; use FSDP2 (fsdp), or omit weight_format"
+                "deepspeed: ZeRO-3 cannot shard quantized weights. Use FSDP2 (fsdp), or omit weight_format"
             )
         import deepspeed
 
@@ -186,8 +186,8 @@ class Zero3Sharding:
         half = self._args.bf16 or self._args.fp16
         if half and any(p.dtype == torch.float32 and p.requires_grad for p in model.parameters()):
             raise UnsupportedError(
-                "bf16 and fp16: under ZeRO-3 DeepSpeed computes in the dtype of the weights, which are float32. Create "
-                "the model after the trainer's arguments, in that dtype, or omit bf16 and fp16"
+                "bf16 and fp16: under ZeRO-3, DeepSpeed computes in the dtype of the weights, which are float32. "
+                "Create the model after the trainer's arguments, in bfloat16 or float16, or omit bf16 and fp16"
             )
 
     def release(self, model: nn.Module) -> None:
@@ -217,7 +217,8 @@ class FSDP2Sharding:
         version = self._settings["fsdp_version"]
         if version != 2:
             raise UnsupportedError(
-                f"fsdp: version {version} holds flat copies of the parameters; set fsdp_config.version to 2, or omit it"
+                f"fsdp: version {version} stores parameters in flat buffers, which lowmem does not support. Set "
+                "fsdp_config.version to 2, or omit it"
             )
         if args.fsdp_config.get("xla"):
             raise UnsupportedError("fsdp: xla is not supported; omit it")
@@ -239,8 +240,8 @@ class FSDP2Sharding:
         _require_process_group("fsdp")
         if self._settings["cpu_ram_efficient_loading"] and in_codes(model):
             raise UnsupportedError(
-                "fsdp: with cpu_ram_efficient_loading Accelerate broadcasts ordinary weights alone, and "
-                "fused.weight_format holds codes; set it to false"
+                "fsdp: cpu_ram_efficient_loading can only broadcast ordinary weights. Set it to false with "
+                "fused.weight_format"
             )
         plugin = FullyShardedDataParallelPlugin(**self._settings)
         if self._args.bf16 or self._args.fp16:

@@ -82,7 +82,7 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
         return
     if adapters.files(folder):
         raise CheckpointError(
-            f"{folder} has PEFT adapters, and the model has none. Add them to the model first: "
+            f"{folder} contains PEFT adapters, but the model has none. Add them to the model first: "
             "peft.get_peft_model(model, config), or peft.PeftModel.from_pretrained(model, folder)"
         )
     layout = _FileLayout(model)

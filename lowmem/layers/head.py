@@ -98,8 +98,8 @@ class Head:
         memory, needed = self.memory or default_memory(device), 2 * _ROW * size + _TILE
         if memory < needed:
             raise ConfigError(
-                f"head_memory={memory:,} bytes is not enough for one row of a vocabulary matrix with {size} "
-                f"columns, which needs {needed:,}; the default is more"
+                f"head_memory={memory:,} bytes is not enough for one row of a vocabulary matrix with {size} columns, "
+                f"which needs {needed:,}. The default is larger"
             )
         side, row = memory / _TILE, _ROW * size / _TILE
         square = int(math.sqrt(row**2 + side) - row)
@@ -249,8 +249,8 @@ class _TokenLosses(torch.autograd.Function):
             return (None,) * 9
         if torch.is_grad_enabled():
             raise UnsupportedError(
-                "create_graph=True: the loss of a head that is computed in tiles has no second derivatives. Compute it "
-                "from all logits: torch.nn.functional.cross_entropy(hidden @ weight.T, labels)"
+                "create_graph=True: the tiled head does not support second derivatives. Compute the loss from all "
+                "logits: torch.nn.functional.cross_entropy(hidden @ weight.T, labels)"
             )
         grad = grad.float()
         if ctx.needs_input_grad[0]:
@@ -440,9 +440,7 @@ def _checked(targets: Tensor, vocabulary: int) -> Tensor:
     try:
         targets.new_zeros(()).expand(vocabulary).index_select(0, targets)
     except IndexError:
-        raise IndexError(
-            f"a label is neither the number of one of the {vocabulary:,} rows of the weight nor ignore_index"
-        ) from None
+        raise IndexError(f"a label is neither in [0, {vocabulary}) nor ignore_index") from None
     return targets.long()
 
 

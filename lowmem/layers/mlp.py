@@ -50,17 +50,17 @@ def tile_mlps(model: nn.Module, tokens: int, names: Collection[str] = ("mlp", "f
             else:
                 mlps[name] = module
     if not mlps:
-        reason = f", and {sparse[0]!r} is a mixture of experts, whose router sends tokens to them" if sparse else ""
+        reason = f", and {sparse[0]!r} is a mixture of experts, which cannot be tiled" if sparse else ""
         raise UnsupportedError(
-            f"{type(model).__name__} has no MLP that can compute a number of tokens at a time: a module named "
-            f"{' or '.join(names)} that is called with one tensor{reason}. Omit mlp_tile, or call tile_mlps(model, "
-            "tokens, names) of lowmem.layers.mlp before the optimizer or trainer is made"
+            f"{type(model).__name__} has no MLP that can be tiled: a module named {' or '.join(names)} that is called "
+            f"with one tensor{reason}. Omit mlp_tile, or call tile_mlps(model, tokens, names) of lowmem.layers.mlp "
+            "before the optimizer or trainer is created"
         )
     for name, module in mlps.items():
         # DeepSpeed 0.19, runtime/zero/parameter_offload.py, _register_deepspeed_module numbers the modules it hooks
         if any(hasattr(child, "ds_id") for child in module.modules() if child is not module):
             raise UnsupportedError(
-                f"{name!r}: DeepSpeed gathers the weights of each linear layer while that computes, but a tiled MLP "
+                f"{name!r}: DeepSpeed gathers the weights of each linear layer only while it computes, but a tiled MLP "
                 "needs them together. Call tile_mlps(model, tokens) before deepspeed.initialize"
             )
     for module in mlps.values():
@@ -124,7 +124,7 @@ class _Tiled(torch.autograd.Function):
         for rows, tile in _tiles(hidden, ctx.tokens):
             part = module._untiled_forward(tile)
             if not isinstance(part, Tensor) or part.shape != tile.shape:
-                fault = "does not compute one tensor of the shape of its input"
+                fault = "does not return one tensor of the shape of its input"
                 raise UnsupportedError(_FAULT.format(type(module).__name__, fault))
             if result is None:
                 result = part.new_empty(hidden.shape)
@@ -141,8 +141,8 @@ class _Tiled(torch.autograd.Function):
         params = dict(ctx.module.named_parameters())
         if [params[name]._version for name in ctx.names] != ctx.versions:  # autograd does not see what is recomputed
             raise StepError(
-                f"a weight of a tiled MLP ({type(ctx.module).__name__}) has changed since the forward that this "
-                "backward belongs to. Run the backward of a loss before the weights are updated by another one"
+                f"a weight of a tiled MLP ({type(ctx.module).__name__}) has changed since the forward of this "
+                "backward. Run the backward of each loss before another backward updates the weights"
             )
         leaves = {f"mlp.{name}": params[name].detach().requires_grad_() for name in ctx.names}
         sums: dict[str, Tensor] = {}

@@ -48,13 +48,13 @@ def quantize_(model: nn.Module, weight_format: str, *, group: int = 64, skip: Se
     for pattern in skip:
         matching = [f"{name}." for name in modules if fnmatchcase(name, pattern)]
         if not matching:
-            raise ConfigError(f"skip: no module is called {pattern!r}.{did_you_mean(pattern, modules)}")
+            raise ConfigError(f"skip: no module is named {pattern!r}.{did_you_mean(pattern, modules)}")
         skipped += matching
     chosen = [names for weight, names in _shared(model, _can_be_held) if _is_chosen(weight, names, group, skipped)]
     if chosen and weight_format == "int8":
         logger.warning(
-            "int8 weights keep four fifths of what float32 learns in a long run near the optimum, int12 nearly all of "
-            "it (docs/how-to/fewer_bits.md)"
+            "int8 weights learn about four fifths as much as float32 weights in a long run near the optimum, int12 "
+            "weights almost as much (docs/how-to/fewer_bits.md)"
         )
     for names in chosen:
         _replace(model, names, functools.partial(QuantizedWeight.of, format=storage, name=names[0]))
@@ -68,13 +68,13 @@ def _is_chosen(weight: Tensor, names: list[str], group: int, skipped: list[str])
         return False
     if shard.sharded:
         raise UnsupportedError(
-            f"{names[0]} is sharded already; call quantize_ before fully_shard. DeepSpeed ZeRO-3 cannot shard weights "
-            "held in codes: use FSDP2, or omit weight_format"
+            f"{names[0]} is already sharded. Call quantize_ before fully_shard. DeepSpeed ZeRO-3 cannot shard "
+            "quantized weights: use FSDP2, or omit weight_format"
         )
     if weight.numel() < SMALLEST_GROUPED or weight.dtype not in STORED_DTYPES:
         return False
     if weight._backward_hooks or weight._post_accumulate_grad_hooks:
-        raise UnsupportedError(f"{names[0]} has hooks, which its codes would not have; register them after quantize_")
+        raise UnsupportedError(f"{names[0]} has hooks, which quantize_ would drop. Register them after quantize_")
     if weight.shape[-1] % group:
         raise ConfigError(
             f"group={group} does not divide the rows of {names[0]}, {list(weight.shape)}. Choose a smaller one, or "
@@ -96,7 +96,9 @@ def dequantize_(model: nn.Module) -> nn.Module:
     """
     held = [names for _, names in _shared(model, lambda module, param: isinstance(param, QuantizedWeight))]
     if in_codes(model) and not held:
-        raise UnsupportedError("the model is sharded; lowmem.placements.full_tensor(weight) gives one matrix of it")
+        raise UnsupportedError(
+            "the model is sharded. Use lowmem.placements.full_tensor(weight) for the full tensor of each weight"
+        )
     for names in held:
         _replace(model, names, plain)
     return model

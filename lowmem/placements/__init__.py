@@ -30,7 +30,7 @@ def find(placement: Choice, params: Iterable[Any]) -> Placement:
     kinds = {_kind(item[1] if isinstance(item, tuple) else item) for item in params}
     if len(kinds) > 1:
         named = " and others ".join(sorted(kind or "not at all" for kind in kinds))
-        raise UnsupportedError(f"some parameters are sharded by {named}; shard all that are trained")
+        raise UnsupportedError(f"some parameters are sharded by {named}. Shard all trained parameters in the same way")
     kind = kinds.pop() if kinds else None
     if kind is None and placement in ("zero3", "fsdp2"):
         raise ConfigError(f"placement={placement!r}, but the parameters are not sharded; shard the model first")

@@ -30,14 +30,14 @@ def refuse_different(records: Collection[Placed]) -> None:
     summary = {"number": len(records), "names, shapes or dtypes": _digest(kinds), "values": values}
     if found := differences(summary):
         what, rank, first, other = found[0]
-        details = f"the parameters of rank {rank} have other {what} than those of rank 0"
+        details = f"the {what} of the parameters differ between rank 0 and rank {rank}"
         if what == "number":
             details = f"rank 0 has {first} parameter(s) and rank {rank} has {other}"
         raise UnsupportedError(
             f"placement='auto' in a process group of {dist.get_world_size()} ranks: {details}. Write "
             "placement='replicated' to train one model (the weights of rank 0 are broadcast, every rank has all "
-            "parameters, and gradients are averaged), or placement='local' where each rank trains parameters of its "
-            "own (pipeline stages, independent models: nothing is averaged)"
+            "parameters, and gradients are averaged), or placement='local' if each rank trains different parameters "
+            "(pipeline stages, independent models; nothing is averaged)"
         )
 
 

@@ -85,16 +85,16 @@ class AllReduce(Reducer):
         name = record.name
         if name in self._arrived:
             raise StepError(
-                f"parameter {name!r} got its gradient in two parts within one backward, and the first part is being "
-                "reduced already. Use checkpoint(..., use_reentrant=False)"
+                f"parameter {name!r} got its gradient in two parts within one backward, and the first part is already "
+                "being reduced. Use checkpoint(..., use_reentrant=False)"
             )
         self._expect()
         hooked = torch._C._current_autograd_node() is not None  # else it is a sum of earlier micro-batches
         if hooked and name in self._missing:
             raise StepError(
-                f"parameter {name!r} got a gradient that the graph of this backward does not show, and zeros were sent "
-                "to the other ranks already. Reentrant activation checkpointing that begins in a later step does this. "
-                "Use checkpoint(..., use_reentrant=False)"
+                f"parameter {name!r} got a gradient, although the graph of this backward does not reach it, and zeros "
+                "have already been sent to the other ranks. Reentrant activation checkpointing that starts in a later "
+                "step causes this. Use checkpoint(..., use_reentrant=False)"
             )
         self._hides |= hooked and name not in self._reached
         self._arrived[name] = None
@@ -201,8 +201,9 @@ class AllReduce(Reducer):
         for name, anywhere in (outcome or {}).items():
             if anywhere == _USED:
                 raise StepError(
-                    f"the graph of a rank reaches parameter {name!r}, which got no gradient there, and that of another "
-                    "rank does not: zeros were used for it. Its autograd function returns None; let it return zeros"
+                    f"on one rank the graph reaches parameter {name!r} without producing a gradient, and on another "
+                    "rank the graph does not reach it, so zeros were used. Return zeros instead of None from the "
+                    "autograd function"
                 )
             if anywhere >= _ARRIVED and name in self._undecided:
                 yield self._records[name], self._undecided.pop(name)

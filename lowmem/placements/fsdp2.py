@@ -27,14 +27,14 @@ class _Rows(FlatShard):
         kinds = [kind for kind in cast(DTensor, param).placements if type(kind) is not Replicate]
         if kinds != [ShardPlacement(0)]:
             raise UnsupportedError(
-                f"parameter {name!r} is placed as {kinds}; lowmem updates parameters that are sharded once, in "
-                "dimension 0. Omit shard_placement_fn and tensor parallelism"
+                f"parameter {name!r} is placed as {kinds}, but lowmem only updates parameters that are sharded once, "
+                "in dimension 0. Omit shard_placement_fn and tensor parallelism"
             )
         mesh = cast(DTensor, param).device_mesh
         if self.quantized(param) is not None and param.device.type != mesh.device_type:
             raise UnsupportedError(
-                f"parameter {name!r} is held in codes, which FSDP2 cannot gather from the host. Omit CPUOffloadPolicy "
-                "(in a trainer: fsdp_config.cpu_offload), or quantize_"
+                f"parameter {name!r} is quantized, and FSDP2 cannot gather it from the host. Omit CPUOffloadPolicy (in "
+                "a trainer: fsdp_config.cpu_offload), or quantize_"
             )
         super().admit(name, param)
 
@@ -93,9 +93,9 @@ class FSDP2(Sharded):
         params = set(model.parameters())
         if strange := [record.name for record in records if record.param not in params]:
             raise UnsupportedError(
-                f"parameter {strange[0]!r} is not a parameter of the model while that is sharded: a forward without a "
-                "backward left it sharded in another way (reshard_after_forward), or it belongs to another model. Call "
-                "reshard() on every FSDPModule before model.named_parameters()"
+                f"parameter {strange[0]!r} is not a parameter of the sharded model: either a forward without a "
+                "backward left it sharded in another way (reshard_after_forward), or it belongs to another model. "
+                "Call reshard() on every FSDPModule before model.named_parameters()"
             )
 
     def free_copies(self, records: Collection[Placed], *, updated: bool) -> None:

@@ -7,6 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# torch 2.13 has given them new names, and warns of the old ones
+_NEW_NAMES = hasattr(dist, "all_gather_single")
+
 
 def in_group() -> bool:
     """Returns whether this process is a rank of a process group."""
@@ -61,7 +64,8 @@ class Ranks:
             if missing := self.world_size * size - numel:
                 full = torch.nn.functional.pad(full, (0, missing))
             shard = full.new_empty(size)
-            work = dist.reduce_scatter_single(shard, full, group=self.group, async_op=True)
+            scatter = dist.reduce_scatter_single if _NEW_NAMES else dist.reduce_scatter_tensor
+            work = scatter(shard, full, group=self.group, async_op=True)
 
         def wait() -> Tensor:
             work.wait()
@@ -77,5 +81,6 @@ class Ranks:
         if shard.numel() < size:
             shard = torch.nn.functional.pad(shard, (0, size - shard.numel()))
         full = shard.new_empty(self.world_size * size)
-        dist.all_gather_single(full, shard.contiguous(), group=self.group)
+        gather = dist.all_gather_single if _NEW_NAMES else dist.all_gather_into_tensor
+        gather(full, shard.contiguous(), group=self.group)
         return full

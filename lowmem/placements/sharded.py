@@ -33,8 +33,8 @@ class FlatShard(Shard):
         ranks = self.ranks_of(param)
         if ranks.members != next(iter(self._ranks.values())).members:
             raise UnsupportedError(
-                f"parameter {name!r} is sharded over other ranks than those before it; make an optimizer for each set "
-                "of ranks"
+                f"parameter {name!r} is sharded over different ranks than earlier parameters. Create one optimizer for "
+                "each set of ranks"
             )
 
     def form(self, param: Tensor) -> tuple[Any, ...]:

@@ -11,24 +11,24 @@ from lowmem.errors import UnsupportedError
 from lowmem.placements.placed import Placed
 
 WRAPPED = (
-    "the model is inside DistributedDataParallel, which averages gradients in buckets of its own, so they would be "
-    "averaged twice. Remove the wrapper: ranks average in the hooks of this optimizer. With Accelerate, write model = "
+    "the model is inside DistributedDataParallel, which also averages gradients, so they would be averaged twice. "
+    "Remove the wrapper: the hooks of this optimizer average over ranks. With Accelerate, write model = "
     "accelerator.prepare_model(model, evaluation_mode=True)"
 )
 
 _ENGINE = (
-    "the model is inside a DeepSpeed engine of ZeRO stage 1 or 2, which reduces gradients in buckets of its own and "
-    "would find none. Use the model without the engine, since ranks average in the hooks of this optimizer; or set "
-    "stage 3 and no optimizer, and make this one after deepspeed.initialize"
+    "the model is inside a DeepSpeed engine of ZeRO stage 1 or 2, which reduces gradients in its own buckets and "
+    "would find none. Use the model without the engine, because the hooks of this optimizer average over ranks, or "
+    "set stage 3 without an optimizer, and create this one after deepspeed.initialize"
 )
 
 _LATER = (
-    "{} sharded the model after its optimizer was made, which holds the parameters from before and would update "
-    "nothing. Call {} first, and then FusedOptimizer(model.named_parameters(), model=model, ...)"
+    "{} sharded the model after its optimizer was created. The optimizer refers to the original parameters and would "
+    "update nothing. Call {} first, then FusedOptimizer(model.named_parameters(), model=model, ...)"
 )
 
 # What an attribute of a parameter says. DeepSpeed 0.19: converted, runtime/zero/partition_parameters.py, and linked to
-# a flat copy, utils/mixed_precision_linkage.py. torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param.py: replaced
+# a flat copy, utils/mixed_precision_linkage.py. torch 2.12, distributed/fsdp/_fully_shard/_fsdp_param.py: replaced
 _MARKS = {
     "ds_id": _LATER.format("deepspeed.initialize", "deepspeed.initialize(model=model, config=...)"),
     "_hp_mapping": _ENGINE,

@@ -51,7 +51,7 @@ class _Partition(FlatShard):
         if hasattr(param, "comm"):
             raise UnsupportedError(
                 f"parameter {name!r} is sharded by MiCS (mics_shard_size), whose groups of ranks would each train a "
-                "model of their own. Omit it; zero_hpz_partition_size also gathers within a node"
+                "separate model. Remove it. To gather within a node, use zero_hpz_partition_size"
             )
         super().admit(name, param)
         if not isinstance(param.all_gather_coalesced, _AfterWrites):
@@ -191,7 +191,7 @@ class Zero3(Sharded):
             if updated and param.ds_status is ZeroParamStatus.INFLIGHT and param.requires_grad:
                 raise StepError(
                     f"DeepSpeed was still gathering a parameter of shape {list(param.ds_shape)} when the step ended, "
-                    "and would continue with the weights before it. Set stage3_prefetch_bucket_size to 0"
+                    "and would continue with the weights from before the step. Set stage3_prefetch_bucket_size to 0"
                 )
             if not param.ds_persist:
                 self.shard.release(param)

@@ -39,7 +39,7 @@ def resolve(rule: str | UpdateRule | type | None) -> UpdateRule:
             return resolve(TABLE[rule])
         if "." not in rule:
             raise ConfigError(
-                f"rule {rule!r} is unknown.{did_you_mean(rule, TABLE)} Known are {', '.join(sorted(TABLE))}, and the "
+                f"rule {rule!r} is unknown.{did_you_mean(rule, TABLE)} Choose from {', '.join(sorted(TABLE))}, or the "
                 "import path of any torch.optim.Optimizer, such as torch.optim.AdamW."
             )
         return resolve(import_optimizer(rule))

@@ -94,8 +94,8 @@ class Adafactor(UpdateRule):
     def scalars(self, hyper: Hyper, step: int) -> dict[str, float]:
         if step <= hyper["step_offset"]:
             raise ConfigError(
-                f"step_offset={hyper['step_offset']}, but this is step {step}: it is the step at which fine-tuning "
-                "begins in a run that resumes from a checkpoint; omit it in a new run"
+                f"step_offset={hyper['step_offset']}, but this is step {step}. It is the step at which fine-tuning "
+                "begins in a run that resumes from a checkpoint. Omit it in a new run"
             )
         lr, wd = hyper["lr"], hyper["weight_decay_rate"]
         if hyper["weight_decay_rate_lr_exponent"]:

@@ -106,14 +106,15 @@ class AdafactorT2T(UpdateRule):
         factored=(True, require.flag),
         factor_stacks=(True, require.flag),
         simulated_quantize_bits=(None, require.number(">= 2", "<= 22", whole=True, optional=True)),
-        dtype_momentum=(None, require.dtype(none="the weight's own")),
+        dtype_momentum=(None, require.dtype(none="the weight's dtype")),
     )
 
     def admit(self, name: str, param: Tensor, hyper: Hyper) -> None:
         super().admit(name, param, hyper)
         if hyper["simulated_quantize_bits"] is not None and param.dtype != torch.float32:
             raise UnsupportedError(
-                f"is {param.dtype}; simulated_quantize_bits rounds float32 weights. Convert it, or omit that."
+                f"is {param.dtype}, but simulated_quantize_bits rounds float32 weights. Convert the parameter, or omit "
+                "simulated_quantize_bits."
             )
 
     def rounding(self, hyper: Hyper, dtype: torch.dtype) -> str:

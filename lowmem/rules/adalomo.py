@@ -33,7 +33,7 @@ class AdaLomo(UpdateRule):
         lr=(1e-3, require.number(">= 0")),
         eps=(
             (1e-30, 1e-3),
-            require.pair("two numbers, added to g² and least scale", require.number("> 0"), require.number(">= 0")),
+            require.pair("two numbers (added to g², minimum scale)", require.number("> 0"), require.number(">= 0")),
         ),
         decay_rate=(-0.8, require.number("< 0")),
         clip_threshold=(1.0, require.number("> 0")),

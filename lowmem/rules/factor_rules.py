@@ -59,7 +59,7 @@ def dimensions(name: str, shape: tuple[int, ...], hyper: Hyper) -> Dimensions:
         return by_rule
     by_heuristic = _heuristic(shape, hyper["min_dim_size_to_factor"])
     if by_rule != by_heuristic:
-        reason = "with two dimensions or less and no BATCH, the heuristic decides, and not its factor rule"
+        reason = "with at most two dimensions and no BATCH, the heuristic is used instead of its factor rule"
         warnings.warn(f"{where}: {reason} {list(rule)}", stacklevel=2)
     return by_heuristic
 

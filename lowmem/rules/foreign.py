@@ -72,7 +72,7 @@ class ForeignRule(UpdateRule):
         UnsupportedError: the class cannot run fused; the message says why and names what can.
     """
 
-    keeps = "what the class keeps"
+    keeps = "the states of the class"
     exactness = "the class's own step(), bit for bit"
     elementwise = materializes = True  # other classes raise on shards
     needs_dense_gradient = True
@@ -89,10 +89,10 @@ class ForeignRule(UpdateRule):
             )
         if first.name == "model":
             other = "an optimizer that takes parameters, or a rule of lowmem, such as 'adalomo'"
-            self._refuse(f"takes a whole model, to hook it itself. Use {other}.")
+            self._refuse(f"takes a whole model to register hooks on it. Use {other}.")
         driven = any(a.name in ("optimizer", "base_optimizer") for a in (first, *arguments))
         if driven or isinstance(getattr(cls, "param_groups", None), property):
-            self._refuse("drives other optimizers, which would each see all parameters. Use the one that it drives.")
+            self._refuse("wraps other optimizers, each of which would see all parameters. Use the wrapped optimizer.")
         self._open_ended = any(a.kind is a.VAR_KEYWORD for a in arguments)
         # an argument without a default is known by its name; `check` refuses a group that does not set it
         self.defaults = {  # type: ignore[misc]
@@ -115,7 +115,7 @@ class ForeignRule(UpdateRule):
             if value is inspect.Parameter.empty:
                 raise ConfigError(f"{self.name} has no default for {key!r}; set it")
         if hyper.get("gradient_release"):
-            reason = "gradient_release=True registers hooks of its own, and lowmem frees gradients anyway"
+            reason = "gradient_release=True registers its own hooks, and lowmem frees gradients anyway"
             raise UnsupportedError(f"{self.name}: {reason}. Omit it.")
 
     # -- the trial -------------------------------------------------------------------------------------------------
@@ -147,11 +147,14 @@ class ForeignRule(UpdateRule):
         manager = getattr(instance.optimizer, "mng", None)  # bitsandbytes 0.50, optim/optimizer.py
         if manager is not None and (manager.index2config or manager.pid2config or manager.module_weight_config_triple):
             self._refuse(
-                "has settings for single parameters in this process (override_config, StableEmbedding), found by their "
-                "numbers. Give these parameters a group of their own, with another rule or other settings."
+                "has settings for individual parameters in this process (override_config, StableEmbedding), which it "
+                "finds by their index. Put these parameters in a separate param group, with another rule or other "
+                "settings."
             )
         if hasattr(self.cls, "eval") and len(self._instances) == 1:
-            logger.warning("%s.eval() is not called: weights are evaluated and saved as they are trained", self.name)
+            logger.warning(
+                "lowmem does not call %s.eval(): weights are evaluated and saved as they are during training", self.name
+            )
 
     def _try(self, hyper: Hyper, starts: Sequence[Tensor], grads: _Grads, sharded: bool) -> None:
         """Refuses a class whose steps on parameters one at a time are not its steps on all of them."""
@@ -165,7 +168,7 @@ class ForeignRule(UpdateRule):
                 param.grad = None if grad is None else grad.clone()
             together.step()
         if _random_states()[: len(before)] != before:
-            self._refuse("draws random numbers of Python or NumPy once per step. Use another optimizer.")
+            self._refuse("draws random numbers from Python or NumPy once per step. Use another optimizer.")
         if isinstance(group, Watched) and (unread := self._extra(hyper).keys() - group.read):
             key = min(unread)
             raise ConfigError(f"{self.name} does not read {key!r}.{did_you_mean(key, self.defaults)} Omit it")
@@ -174,7 +177,7 @@ class ForeignRule(UpdateRule):
         if any(number_of(self.name, key, now.get(key)) != number for key, number in numbers.items()) or not all(
             torch.allclose(*pair, rtol=0, atol=0, equal_nan=True) for pair in zip(params, alone, strict=True)
         ):
-            refuse_combination(self.name, "steps on one at a time differ from steps on all of them")
+            refuse_combination(self.name, "steps on one parameter differ from steps on all of them")
         if sharded:
             self._try_shards(hyper, starts[-1], [step[-1] for step in grads if step[-1] is not None])
 
@@ -191,12 +194,13 @@ class ForeignRule(UpdateRule):
             cuttable = all(v.numel() in (1, start.numel()) for v in state.values() if isinstance(v, Tensor))
             if cuttable and torch.allclose(full.flatten(), torch.cat(shards), rtol=1e-5, atol=1e-7, equal_nan=True):
                 return
-            reason = "updates them otherwise"
+            reason = "updates them differently"
         except Exception as error:  # a class may raise anything
             reason = f"does not step on them: {error or type(error).__name__}"
         self._refuse(
-            f"needs full matrices, and ranks hold flat shards of them ({reason}). It runs with placement 'local' and "
-            "'replicated'; here use a rule of lowmem, such as 'adalomo', or an elementwise class: torch.optim.AdamW"
+            f"needs full matrices, but ranks have flat shards of them ({reason}). It runs with placement 'local' and "
+            "'replicated'. Here, use a rule of lowmem, such as 'adalomo', or an elementwise class, such as "
+            "torch.optim.AdamW"
         )
 
     def _one_at_a_time(
@@ -235,7 +239,7 @@ class ForeignRule(UpdateRule):
         try:  # hooks of the class would stay on the parameter itself
             self._made([param.detach().requires_grad_()], hyper)
         except Exception as error:  # a class may raise anything
-            raise UnsupportedError(f"{self.name} does not accept this: {error or type(error).__name__}") from error
+            raise UnsupportedError(f"is not accepted by {self.name}: {error or type(error).__name__}") from error
         self._dtypes.setdefault(name, param.dtype)
 
     def spec(self, name: str, shape: tuple[int, ...], hyper: Hyper) -> ForeignSpec:

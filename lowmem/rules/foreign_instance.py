@@ -24,9 +24,9 @@ _PLAIN = (Tensor, int, float, str, bool, type(None))
 def refuse_combination(name: str, detail: str) -> NoReturn:
     """Raises `UnsupportedError` for the class `name`."""
     raise UnsupportedError(
-        f"{name} combines parameters inside step() ({detail}), and a fused update sees one at a time. Where it clips "
-        "by the norm over all gradients, switch that off and set clip_norm, which is exact; else use a class that "
-        "treats each parameter by itself, such as torch.optim.AdamW, or a rule of lowmem."
+        f"{name} combines parameters inside step() ({detail}), but a fused update sees one parameter at a time. If it "
+        "clips by the norm over all gradients, disable that and set clip_norm, which is exact. Otherwise, use a class "
+        "that treats each parameter separately, such as torch.optim.AdamW, or a rule of lowmem."
     )
 
 
@@ -150,7 +150,9 @@ def number_of(name: str, key: str, value: Any) -> Any:
     if isinstance(number, Tensor) and number.is_cpu and number.numel() == 1:
         return {"values": number.tolist(), "dtype": str(number.dtype).removeprefix("torch.")}
     if form or isinstance(number, Tensor):
-        raise UnsupportedError(f"{name} keeps a tensor, {key!r}, apart from the states of parameters. Use another one.")
+        raise UnsupportedError(
+            f"{name} stores a tensor, {key!r}, outside the states of its parameters. Use another optimizer."
+        )
     return number
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lowmem.errors import UnsupportedError
 
@@ -26,7 +25,7 @@ def pack_state(owner: str, values: Mapping[str, Any]) -> dict[str, Any]:
             if (form := _pack(value, name, state, _package(owner))) != {"tensor": name}:
                 state[name] = form
     except TypeError as error:
-        raise UnsupportedError(f"{owner} keeps {error}, which cannot be saved. Use another optimizer.") from None
+        raise UnsupportedError(f"{owner} stores {error}, which cannot be saved. Use another optimizer.") from None
     return state
 
 
@@ -65,7 +64,7 @@ def _pack(value: Any, name: str, tensors: dict[str, Any], package: str) -> Any:
         return {"dict": [[key, pack(key, item)] for key, item in value.items()]}
     if getattr(sys.modules[cls.__module__], cls.__name__, None) is cls:
         where = [cls.__module__, cls.__name__]
-        if is_traceable_wrapper_subclass(value):
+        if hasattr(cls, "__tensor_flatten__"):
             parts, context = value.__tensor_flatten__()
             rest = _pack([context, value.shape, value.stride()], name, tensors, package)
             return {"class": where, "parts": [[part, pack(part, getattr(value, part))] for part in parts], "rest": rest}

@@ -167,7 +167,7 @@ class UpdateRule(ABC):
 
     def rates(self, weights: Iterable[Tensor], adamw: float = 2e-5) -> str:
         """Learning rates for fine-tuning these weights, where AdamW would be given `adamw`, as by TRL; in words."""
-        words = "its usual rate is {:g} ({})".format(*self.usual_lr) if self.usual_lr else "no rate is usual"
+        words = "its usual rate is {:g} ({})".format(*self.usual_lr) if self.usual_lr else "its usual rate is unknown"
         if self.relative is None:
             return words
         matrices = (w.detach().float() for w in weights if w.ndim > 1 and w.is_floating_point())
@@ -176,14 +176,17 @@ class UpdateRule(ABC):
         if not size:  # the weights are sharded, or there are none
             return words
         least, most = (factor * adamw / size for factor in self.relative)
-        return f"{words}; AdamW's {adamw:g} is about {least:.2g} to {most:.2g} for weights with rms {size:.2g}, as here"
+        return (
+            f"{words}; AdamW's {adamw:g} corresponds to about {least:.2g} to {most:.2g} for weights with rms "
+            f"{size:.2g}, as here"
+        )
 
     def admit(self, name: str, param: Tensor, hyper: Hyper) -> None:
         """Raises `UnsupportedError` for a parameter that this rule cannot update."""
         if param.dtype not in STORED_DTYPES:
             raise UnsupportedError(
-                f"is {param.dtype}; rule {self.name!r} updates float32, bfloat16 and float16. Convert the parameter, "
-                "or use a torch.optim class, which steps in the parameter's own dtype."
+                f"is {param.dtype}, but rule {self.name!r} updates float32, bfloat16 and float16. Convert the "
+                "parameter, or use a torch.optim class, which steps in the parameter's own dtype."
             )
 
     def end(self, hyper: Hyper) -> None:  # noqa: B027 (most rules keep nothing of a step)
@@ -298,7 +301,7 @@ def register(name: str) -> Callable[[RuleClass], RuleClass]:
 
     def enter(cls: RuleClass) -> RuleClass:
         if name in TABLE:
-            raise ConfigError(f"rule {name!r} is registered already, by {TABLE[name].__module__}; choose another name")
+            raise ConfigError(f"rule {name!r} is already registered by {TABLE[name].__module__}. Choose another name")
         cls.name = name
         TABLE[name] = cls
         return cls

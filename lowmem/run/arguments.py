@@ -75,7 +75,7 @@ class _Loader(yaml.SafeLoader):
         parts = [part for item in parts for part in (item if isinstance(item, tuple) else (item,))]
         node.length = sum(getattr(part, "length", 0) for part in parts) if parts else 1 + len(node.value)
         if node.length > _LONGEST:
-            problem = f"it has more than {_LONGEST:,} characters with its aliases"
+            problem = f"it has more than {_LONGEST:,} characters after its aliases are expanded"
             raise yaml.composer.ComposerError(None, None, problem, node.start_mark)
         return node
 
@@ -203,7 +203,7 @@ class Parser(TrlParser):
         if entry.texts is None or (isinstance(entry.value, list) and action.nargs != "+"):
             if hint is not Any and not _accepts(hint, type(entry.value)):
                 expected = "a list" if action.nargs == "+" else "a single value"
-                raise ConfigError(f"{place}: expected {expected}, and found {entry.value!r}")
+                raise ConfigError(f"{place}: expected {expected}, found {entry.value!r}")
             for item in entry.value if isinstance(entry.value, list) and is_dataclass(action.type) else ():
                 _check_names(item, action.type, place)
             return entry.value
@@ -279,7 +279,7 @@ def _stay_in_place(values: dict[str, Any], file: Path | None) -> None:
     if file is None or file.name != CONFIG or not (file.parent / ENVIRONMENT).exists():
         return
     if Path(values.get("output_dir", "")).resolve() != file.parent.resolve():
-        warn(f"this run was started in {values.get('output_dir')}; it continues where its configuration is")
+        warn(f"this run was started in {values.get('output_dir')}. It continues in the folder of its configuration")
     values["output_dir"] = str(file.parent)
 
 
@@ -409,7 +409,9 @@ def _check_names(item: Any, kind: Any, place: str) -> None:
         )
     names = [option.name for option in fields(kind)]
     for key in item.keys() - set(names):
-        raise ConfigError(f"{place}: unknown key {key!r}.{did_you_mean(str(key), names)} Known are {', '.join(names)}")
+        raise ConfigError(
+            f"{place}: unknown key {key!r}.{did_you_mean(str(key), names)} Choose from {', '.join(names)}"
+        )
     if missing := [f.name for f in fields(kind) if f.default is MISSING and f.name not in item]:
         raise ConfigError(f"{place}: {missing[0]} is missing, such as 'path: json'")
 
@@ -421,16 +423,16 @@ def _unknown(name: str, parser: Parser, place: str = "") -> NoReturn:
     known = [other for other in parser.known() if other != name]
     hint = did_you_mean(name, known)
     if name in _FORMER:
-        hint = f" An earlier version had it: {f'write {now} instead' if (now := _FORMER[name]) else 'omit it'}."
+        hint = f" It belongs to an earlier version: {f'write {now} instead' if (now := _FORMER[name]) else 'omit it'}."
     if section in SECTIONS:
         hint = did_you_mean(option, (other.partition(".")[2] for other in known if other.startswith(f"{section}.")))
         if not hint and section == "fused":
-            hint = f" The rule {parser.rule.name} has {', '.join(parser.rule.defaults)}."
+            hint = f" The rule {parser.rule.name} takes {', '.join(parser.rule.defaults)}."
     elif not hint and (inside := next((other.split(".") for other in known if other.endswith(f".{name}")), None)):
         hint = f" Did you mean {name!r} of the section {inside[0]!r}?"
     raise ConfigError(
-        f"{place}unknown {'key' if place else 'argument'} {name!r}.{hint} `{parser.prog} --help` lists all. Options of "
-        f"the launcher come before: accelerate launch OPTIONS -m {parser.prog} ..."
+        f"{place}unknown {'key' if place else 'argument'} {name!r}.{hint} `{parser.prog} --help` lists all. Write the "
+        f"options of the launcher before the command: accelerate launch OPTIONS -m {parser.prog} ..."
     )
 
 
@@ -444,7 +446,7 @@ def _set_environment(entries: dict[str, Entry]) -> None:
     try:
         os.environ.update(variables)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{entry.place}env: no variable can be named or set so: {error}") from error
+        raise ConfigError(f"{entry.place}env: a variable cannot be set: {error}") from error
     secrets.hide(variables.values())
 
 
@@ -453,11 +455,13 @@ def _check_values(values: Mapping[str, Any], parser: Parser, entries: Mapping[st
     places = {name: entries[name].place if name in entries else "--" for name in values}
     for key in secrets.find(_plain(dict(values))):
         raise ConfigError(
-            f"{places[key[0]]}{key[0]} has a password or token, and arguments are written into output_dir. Omit it, "
-            "and set the environment variable of the service, such as HF_TOKEN"
+            f"{places[key[0]]}{key[0]} contains a password or token, and arguments are written into output_dir. Omit "
+            "it, and set the environment variable of the service, such as HF_TOKEN"
         )
     if values.get("datasets") and values.get("dataset_name"):
-        raise ConfigError(f"{places['dataset_name']}dataset_name has no effect beside datasets. Omit one of them")
+        raise ConfigError(
+            f"{places['dataset_name']}dataset_name has no effect together with datasets. Omit one of them"
+        )
     for name, value in values.items():
         mapping = isinstance(value, str) and _accepts(parser.hints.get(name), dict)
         if mapping and not value.startswith("{") and not value.endswith((".json", ".yaml", ".yml")):

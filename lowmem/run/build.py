@@ -116,8 +116,8 @@ def trainer(arguments: Arguments, train: Any, evaluation: Any, model: Any = None
         except OSError as error:
             if model is None and error.errno is None and not Path(names.model_name_or_path).is_dir():
                 raise ConfigError(
-                    f"model_name_or_path {names.model_name_or_path!r}: there is no such directory, and as a name on "
-                    f"the Hub: {reason(error)}"
+                    f"model_name_or_path {names.model_name_or_path!r}: there is no such directory, and loading it from "
+                    f"the Hub failed: {reason(error)}"
                 ) from error
             raise
 
@@ -131,7 +131,7 @@ def _reward_functions(script: Any) -> list[Any]:
             function = pkgutil.resolve_name(name if "." in name else f"trl.rewards.{name}")
         except (ImportError, AttributeError, ValueError) as error:
             raise ConfigError(
-                f"reward_funcs: {name!r} is neither a reward function of TRL nor can it be imported: {error}"
+                f"reward_funcs: {name!r} is not a reward function of TRL and cannot be imported: {error}"
             ) from error
         overlong = name == "get_soft_overlong_punishment"
         functions.append(function(max_completion_len=1280, soft_punish_cache=256) if overlong else function)

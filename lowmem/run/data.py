@@ -84,7 +84,9 @@ def load(arguments: Arguments) -> tuple[Any, Any]:
 
 def _split(splits: Any, name: str, key: str, advice: str) -> Any:
     if name not in splits:
-        raise ConfigError(f"the data has no split {name!r}. It has {', '.join(splits)}; set {key} to one{advice}")
+        raise ConfigError(
+            f"the data has no split {name!r}. It has {', '.join(splits)}. Set {key} to one of them{advice}"
+        )
     split = splits[name]
     if next(iter(split), None) is None:
         raise DataError(f"the split {name!r} of the data has no rows")
@@ -110,7 +112,7 @@ def _require_flat(entries: list[Any]) -> None:
                     try:
                         json.loads(line)
                     except RecursionError:
-                        raise DataError(f"{file}, line {number}: JSON is nested too deeply to be a row") from None
+                        raise DataError(f"{file}, line {number}: JSON is nested too deeply") from None
                     except ValueError:  # which `datasets` says
                         continue
 
@@ -133,8 +135,8 @@ def _fault(entries: list[Any]) -> str | None:
     for file in keys:
         if more := keys[file] - keys[(first := next(iter(keys)))]:
             return (
-                f"{file} has the key {min(more)!r}, which {first} does not have. Name both in one entry of datasets, "
-                "first the file that has all keys, such as data_files: [tools.jsonl, chats.jsonl]"
+                f"{file} has the key {min(more)!r}, which {first} does not have. List both in one entry of datasets, "
+                "starting with the file that has all keys, such as data_files: [tools.jsonl, chats.jsonl]"
             )
     return None
 
@@ -190,7 +192,7 @@ def _counts(trainer: Any, tokenized: Any, loaded: Any, name: str, batch_size: in
     rows = f"{len(loaded):,} rows"
     which = f"{rows} of the evaluation data" if name == "eval" else rows
     if len(tokenized) == 0:
-        raise DataError(f"none of {which} is left with max_length={limit}: raise it, or look at the format of the rows")
+        raise DataError(f"max_length={limit} leaves none of {which}. Increase it, or check the format of the rows")
     if args.dataloader_drop_last and len(tokenized) < (batch_size := batch_size * args.world_size):
         raise DataError(f"{which} do not fill a batch of {batch_size:,}; omit dataloader_drop_last, or add rows")
     tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
@@ -213,12 +215,12 @@ def _counts(trainer: Any, tokenized: Any, loaded: Any, name: str, batch_size: in
     if getattr(args, "packing", False) and len(tokenized) != len(loaded):
         rows += f" packed into {len(tokenized):,}"
     elif (missing := len(loaded) - len(tokenized)) > 0:
-        rows += f", {missing:,} left out, of which max_length={limit} leaves nothing to train on"
+        rows += f", {missing:,} dropped, because max_length={limit} leaves no token to train on"
     if "labels" not in columns:
         return f"{rows}; columns {', '.join(columns)}"
     if trained == 0:
         raise DataError(
-            f"none of the {tokens:,} tokens in {which} contributes to the loss. Raise max_length, or look at the rows "
+            f"none of the {tokens:,} tokens in {which} contributes to the loss. Increase max_length, or check the rows "
             "with `lowmem inspect`"
         )
     whole = getattr(trainer, "untruncated", {}).get(name, tokenized).with_format("arrow").iter(batch_size=1000)
@@ -232,12 +234,14 @@ def _require_places(model: Any, tokenizer: Any, token: int, length: int) -> None
     """Raises `ConfigError` unless a model has an embedding for the highest token and positions for the longest row."""
     if token >= (count := getattr(embedding(model, "input"), "num_embeddings", token + 1)):
         raise ConfigError(
-            f"the embedding of the model has {count:,} rows, and none for {tokenizer.convert_ids_to_tokens(token)!r}, "
-            f"token {token:,}. If it is the pad token, set pad_token to another, such as {tokenizer.eos_token!r}; else "
-            "use the tokenizer of the model, or save the model after model.resize_token_embeddings(N)"
+            f"token {tokenizer.convert_ids_to_tokens(token)!r} ({token:,}) is outside the model's embedding, which has "
+            f"{count:,} rows. If it is the pad token, set pad_token to another token, such as {tokenizer.eos_token!r}. "
+            "Otherwise, use the tokenizer of the model, or save the model after model.resize_token_embeddings(N)"
         )
     if (places := positions(model)) is not None and length > places:
-        raise ConfigError(f"a row has {length:,} tokens, and the model {places:,} positions: set max_length: {places}")
+        raise ConfigError(
+            f"a row has {length:,} tokens, but the model has {places:,} positions. Set max_length: {places}"
+        )
 
 
 def rows(trainer: Any, count: int) -> Iterator[list[Segment]]:

@@ -80,8 +80,8 @@ def _check_links(folder: Path) -> None:
     for path in folder.iterdir():
         if path.is_symlink() and not (path.is_dir() or path.name.startswith("checkpoint-")):
             raise ConfigError(
-                f"{path} is a symbolic link, and a run would write to where it leads. Put the file itself there, or "
-                "delete the link."
+                f"{path} is a symbolic link, and writing would change its target. Replace it with the file, or delete "
+                "it."
             )
 
 
@@ -92,7 +92,7 @@ def _check_use(folder: Path, resume: str | None) -> None:
     if resume == LAST and not is_run:
         raise ConfigError(f"output_dir {folder} has no run to resume. Omit --resume_from_checkpoint to start one.")
     if found and resume is None:
-        what = "already contains a run" if is_run else f"is not empty (it has {min(found)})"
+        what = "already contains a run" if is_run else f"is not empty (it contains {min(found)})"
         go_on = f"Continue it with --resume_from_checkpoint {LAST}, set" if is_run else "Set"
         raise ConfigError(f"output_dir {folder} {what}. {go_on} output_dir to another folder, or delete this one.")
 

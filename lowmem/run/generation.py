@@ -40,7 +40,9 @@ def generate(
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     roles = {"system": system, "user": prompt}
     messages = [{"role": role, "content": text} for role, text in roles.items() if text is not None]
-    with _refused(f"{folder}: its chat template refuses the {' and the '.join(m['role'] for m in messages)} message"):
+    with _refused(
+        f"{folder}: its chat template does not accept the {' and the '.join(m['role'] for m in messages)} message"
+    ):
         if tokenizer.chat_template is None:
             inputs = tokenizer(prompt, return_tensors="pt")
         else:
@@ -48,11 +50,13 @@ def generate(
             inputs = tokenizer.apply_chat_template(messages, **options)
     tokens, context = inputs["input_ids"].shape[1], getattr(model.config, "max_position_embeddings", math.inf)
     if not 0 < tokens < context:
-        raise ConfigError(f"the prompt has {tokens:,} tokens; the model takes from 1 to {context - 1:,}")
+        raise ConfigError(f"the prompt has {tokens:,} tokens, but the model accepts 1 to {context - 1:,}")
     if tokens + max_new_tokens > context:
-        warn(f"the answer ends after {context - tokens:,} tokens, where the model's context of {context:,} is full")
+        warn(f"the answer is limited to {context - tokens:,} tokens, because the model's context has {context:,}")
     set_seed(seed)
-    with _refused(f"{folder}: no answer. Correct or delete generation_config.json there", (ValueError, TypeError)):
+    with _refused(
+        f"{folder}: generation failed. Correct or delete generation_config.json there", (ValueError, TypeError)
+    ):
         model.generate(
             **inputs.to(model.device),
             max_new_tokens=min(max_new_tokens, context - tokens),
@@ -89,7 +93,7 @@ def _model_folder(folder: Path) -> Path:
         warn("; ".join([*damaged, *others, f"answering with {folder}"]))
     if (folder / adapters.OTHERS_FILE).exists():
         raise CheckpointError(
-            f"{folder}: {adapters.OTHERS_FILE} has parameters beside the adapters, which PEFT does not load. In "
+            f"{folder}: {adapters.OTHERS_FILE} contains parameters that PEFT does not load with the adapters. In "
             "Python, create the model with its adapters as before training, and call "
             f'lowmem.hf.weights.load_weights(model, "{folder}")'
         )

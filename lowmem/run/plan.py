@@ -90,8 +90,8 @@ def plan(arguments: Arguments, device: str) -> RunPlan:
     """
     if arguments.command not in PLANNED:
         raise UnsupportedError(
-            f"{arguments.command}: a step of it also generates or has several models, and is not planned. `lowmem plan "
-            "sft` with the same model and max_length is a lower bound"
+            f"{arguments.command} cannot be planned, because its step also generates text or uses several models. "
+            "`lowmem plan sft` with the same model and max_length is a lower bound"
         )
     config = _model_config(arguments)  # before what depends on its dtype
     place, requested = DEVICES[device], arguments.training
@@ -101,11 +101,11 @@ def plan(arguments: Arguments, device: str) -> RunPlan:
     set_ = arguments.values
     if device == "gpu" and (set_.get("fp16") or (arguments.dtype == torch.float32 and set_.get("bf16") is not False)):
         raise UnsupportedError(
-            "a plan for a GPU has no autocast. Set dtype: bfloat16, which also needs half of the memory, or bf16: "
+            "plans for a GPU do not support autocast. Set dtype: bfloat16, which also halves the memory, or bf16: "
             "false, or use --device cpu"
         )
     if arguments.model.use_peft or arguments.model.load_in_4bit or arguments.model.load_in_8bit:
-        raise UnsupportedError("use_peft, load_in_4bit and load_in_8bit are not planned, which covers full training")
+        raise UnsupportedError("use_peft, load_in_4bit and load_in_8bit cannot be planned: plans cover full training")
     optim.learning_rate(requested, _fused(arguments), nn.Module())  # refused here, where no weights are fake
     with tempfile.TemporaryDirectory() as folder:  # a trainer creates its output folder
         args = copy.copy(requested)
@@ -209,7 +209,8 @@ def _model_config(arguments: Arguments) -> Any:
     except ConfigError as error:
         raise ConfigError(
             f"model_name_or_path: a plan needs the config.json of {name!r}, which cannot be read ({error}). Download "
-            f"it where there is a network (hf download {name} config.json) and name its directory"
+            f"it on a machine with network access (hf download {name} config.json), and set model_name_or_path to its "
+            "directory"
         ) from error
 
 

@@ -56,9 +56,9 @@ def describe(arguments: Arguments, trainer: Any) -> dict[str, str]:
     }
     if in_group():
         share = "a shard of the parameters" if optimizer.placement in ("zero3", "fsdp2") else "all parameters"
-        topics["placement"] = f"{optimizer.placement}: each of {args.world_size} processes holds {share}"
+        topics["placement"] = f"{optimizer.placement}: each of {args.world_size} processes has {share}"
     recomputed = args.gradient_checkpointing or (args.fsdp and args.fsdp_config.get("activation_checkpointing"))
-    activations = "recomputed in backward" if recomputed else "kept for backward"
+    activations = "recomputed in backward" if recomputed else "stored for backward"
     kwargs = args.gradient_checkpointing_kwargs or {}
     if getattr(args, "activation_offloading", False) or kwargs.get("offload"):
         activations += ", offloaded to the host"

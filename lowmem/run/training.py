@@ -123,8 +123,8 @@ def _save_model(trainer: Any, run_dir: Path) -> None:
             checkpoint.publish_model(staging / "model", run_dir)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"{run_dir}: the final model could not be written: {error}. The last checkpoint has it. Free some space, "
-            "and resume from there"
+            f"{run_dir}: the final model could not be written: {error}. The last checkpoint contains it. Free some "
+            "space, and resume from there"
         ) from error
     finally:
         if rank() == 0:
@@ -135,12 +135,15 @@ def _resumed(arguments: Arguments, run_dir: Path) -> str | bool | None:
     """Returns `resume_from_checkpoint` for the trainer: True for the newest intact checkpoint in `output_dir`."""
     path = arguments.training.resume_from_checkpoint
     if path is not None and path != LAST and not Path(path).is_dir():
-        raise ConfigError(f"resume_from_checkpoint: there is no directory {path}. {LAST!r} is the newest in output_dir")
+        raise ConfigError(
+            f"resume_from_checkpoint: there is no directory {path}. Use {LAST!r} for the newest checkpoint in "
+            "output_dir"
+        )
     if path != LAST:
         return path
     if checkpoint.candidates(run_dir):
         return True
-    warn(f"{run_dir} has no checkpoint yet, so the run starts from its beginning")
+    warn(f"{run_dir} has no checkpoint yet, so the run starts from the beginning")
     return None
 
 
@@ -172,8 +175,8 @@ def _explained(arguments: Arguments, run_dir: Path, *, begun: bool = False) -> I
             device = "gpu" if torch.cuda.is_available() else "cpu"
             plan = f"lowmem plan {arguments.command} --config {config} --device {device} --memory SIZE"
             raise LowmemError(
-                f"out of memory: {reason(error)}. `{plan}` says what a step needs, and which arguments reduce it. Then "
-                f"continue with: {train_command(arguments.command, run_dir)}"
+                f"out of memory: {reason(error)}. `{plan}` shows the memory of a step, and the arguments that reduce "
+                f"it. Then continue with: {train_command(arguments.command, run_dir)}"
             ) from error
         if not isinstance(error, LowmemError):
             path = run_dir / f"{folder.TRACEBACK}{f'-{rank()}' if rank() else ''}.txt"

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from lowmem.errors import ConfigError
 from lowmem.rules import ParamSpec, UpdateRule
@@ -78,7 +79,7 @@ def trace_update(kind: Kind, rule: UpdateRule) -> TracedUpdate:
     noise if some is drawn, if it is cut the parameter's size [B, R, C]; of a tile the gradient, weight and states.
     """
     sizes, (batched, lines), group = Sizes(), kind.form, kind.group
-    batch, count, height, cols = (sizes.size(*example) for example in EXAMPLE.items())
+    batch, count, height, cols = map(sizes.size, EXAMPLE.values())
     tile_batch: Size = batch if batched else 1
     tile_height: Size = 1 if lines else height
     full: tuple[Size, Size, Size] = (
@@ -87,7 +88,7 @@ def trace_update(kind: Kind, rule: UpdateRule) -> TracedUpdate:
         count * cols * group if lines else cols * group,
     )
     if kind.cut:
-        full = (sizes.size("B", 8) if kind.batched else 1), sizes.size("R", 4096), sizes.size("C", 4096)
+        full = (sizes.size(8) if kind.batched else 1), sizes.size(4096), sizes.size(4096)
     shared: list[Tensor | Size] = []
     for _, kept in kind.small:
         shared.append(sizes.tensor((*extent(kept.extent, full), *kept.extra), kept.dtype, kind.device))
@@ -236,7 +237,7 @@ def decide_compilation(requested: bool | str, records: Collection[ParamRecord]) 
         ConfigError: it is True where there is no compiler that works.
     """
     devices = {record.param.device.type for record in records}
-    if requested is True and not torch._C._len_torch_dispatch_stack():
+    if requested is True and not _get_current_dispatch_mode():
         for device in devices - {"meta"}:
             try:
                 try_compiler(device)

@@ -10,8 +10,8 @@ from lowmem.errors import StepError
 logger = logging.getLogger(__name__)
 
 _NESTED = (
-    "a plain loss.backward() with reentrant activation checkpointing runs one backward inside another, and a step "
-    "cannot tell where it ends. Use checkpoint(..., use_reentrant=False), or opt.backward(loss)"
+    "a plain loss.backward() with reentrant activation checkpointing runs one backward inside another, so lowmem "
+    "cannot tell where the step ends. Use checkpoint(..., use_reentrant=False), or opt.backward(loss)"
 )
 
 _EXPLICIT = -1  # no graph task has this number
@@ -56,11 +56,12 @@ class StepCycle:
         self._detect_failure()
         self._refuse_torn("train on")
         if self._running is not None:
-            raise StepError("a backward started inside the step of another one; let the first one finish")
+            raise StepError("a backward started inside the step of another backward. Let the first one finish")
         if self.loop_steps and self._steps and not self.waiting:
             raise StepError(
-                "a second backward before step(), or a gradient in .grad: the first one has updated the weights "
-                "already. To accumulate, run every backward of a step but the last inside `with opt.accumulate():`."
+                "a second backward before step(), or a gradient in .grad: the first backward has already updated the "
+                "weights. To accumulate gradients, run every backward of a step except the last inside `with "
+                "opt.accumulate():`."
             )
         if nests or (not explicit and _inside_custom_backward()):
             raise StepError(_NESTED)
@@ -76,10 +77,10 @@ class StepCycle:
         """Notes a parameter's finished gradient; raises `StepError` for a second one that may not come `in_parts`."""
         if name in self._fired_now and not in_parts:
             raise StepError(
-                f"parameter {name!r} got its gradient in two parts within one backward, and the first part has been "
-                "used as if it were all of it. Reentrant activation checkpointing of a module whose weight is used "
-                "elsewhere (tied or shared) does this, and a loss that caches gradients: use "
-                "checkpoint(..., use_reentrant=False), or policy='deferred'."
+                f"parameter {name!r} got its gradient in two parts within one backward, and the first part has already "
+                "been used as the complete gradient. Reentrant activation checkpointing of a module with a tied or "
+                "shared weight causes this, as does a loss that caches gradients. Use checkpoint(..., "
+                "use_reentrant=False), or policy='deferred'."
             )
         self.notice(name)
 
@@ -111,9 +112,10 @@ class StepCycle:
         """Raises `StepError` if no parameter got a gradient."""
         if not self._fired:
             raise StepError(
-                "no parameter of this optimizer got a gradient: the loss does not depend on them, all are frozen, or a "
-                "measuring pass cannot see them. For reentrant activation checkpointing set use_reentrant=False, for a "
-                "loss that caches gradients (Cached...Loss) policy='deferred'; in a trainer by fused=FusedConfig(...)"
+                "no parameter of this optimizer got a gradient: the loss does not depend on them, all are frozen, the "
+                "first pass of 'two_pass' does not reach them, or fully_shard was called after the optimizer was "
+                "created. With reentrant activation checkpointing, set use_reentrant=False. With a loss that caches "
+                "gradients (Cached...Loss), set policy='deferred' (in a trainer, fused=FusedConfig(...))"
             )
 
     def fail(self, reason: str) -> None:
@@ -121,8 +123,8 @@ class StepCycle:
         self._running = None
         if self.moved:
             self.tear(
-                f"{reason} after {len(self._fired_now)} parameter(s) got their gradient, so some weights are of this "
-                "step and others of the one before"
+                f"{reason} after {len(self._fired_now)} parameter(s) got their gradient, so some weights are from this "
+                "step and others from the one before"
             )
         else:
             self._undo()
@@ -147,8 +149,8 @@ class StepCycle:
         """The host knows how the last step ended: one that was skipped does not count."""
         if not replayed:
             self.tear(
-                "its second pass had other gradients than the one that was measured, so it was clipped by a wrong "
-                "norm. Something in the model or the loss is not the same twice; use policy='deferred'"
+                "its second pass computed other gradients than the first, so they were clipped by a wrong norm. The "
+                "model or the loss is not deterministic. Use policy='deferred'"
             )
         self.step -= skipped
 
@@ -158,7 +160,7 @@ class StepCycle:
         if backwards > 1:
             raise StepError(
                 f"{backwards} backwards came before this step(), and each of them has updated the weights. To "
-                "accumulate gradients, run every backward of a step but the last inside `with opt.accumulate():`."
+                "accumulate gradients, run every backward of a step except the last inside `with opt.accumulate():`."
             )
         self.loop_steps |= backwards > 0
 
@@ -170,15 +172,15 @@ class StepCycle:
             self._undo()
         elif self.loop_steps and self._steps:
             raise StepError(
-                "zero_grad() before step(): it would drop a gradient that backward has used to update the weights "
-                "already. Run a backward that should not update them inside `with opt.paused():`"
+                "zero_grad() before step(): it would drop a gradient that backward has already used to update the "
+                "weights. Run a backward that should not update them inside `with opt.paused():`"
             )
 
     def _refuse_torn(self, intention: str) -> None:
         """Raises `StepError` if the last step is torn."""
         if self.torn is not None:
             raise StepError(
-                f"cannot {intention}: {self.torn}. Load a checkpoint (load_state_dict), or accept the weights as they "
+                f"cannot {intention}: {self.torn}. Load a checkpoint (load_state_dict), or keep the weights as they "
                 "are with accept_torn_step()."
             )
 
@@ -190,8 +192,8 @@ class StepCycle:
             raise StepError(f"cannot {intention} in the middle of step {self.step}: its backward is still running")
         if self.waiting:
             raise StepError(
-                f"cannot {intention} in the middle of step {self.step}: {self.waiting} micro-batch(es) wait for the "
-                "last one of their step, outside `with opt.accumulate():`"
+                f"cannot {intention} in the middle of step {self.step}: {self.waiting} micro-batch(es) have been "
+                "accumulated, but the last backward of the step, outside `with opt.accumulate():`, has not run"
             )
 
     def reset(self, step: int) -> None:
@@ -207,7 +209,7 @@ def _inside_custom_backward() -> bool:
     frame = sys._getframe()
     begun = False
     while frame is not None:
-        begun |= frame.f_code is torch.autograd.graph._engine_run_backward.__code__
+        begun |= frame.f_code in (torch.autograd.backward.__code__, torch.autograd.grad.__code__)
         if begun and frame.f_code is torch.autograd.function.BackwardCFunction.apply.__code__:
             return True
         frame = frame.f_back  # type: ignore[assignment]

@@ -39,7 +39,7 @@ def watch() -> None:
         try:
             wrap()
         except (AttributeError, ValueError):
-            logger.warning("torch %s is not known to lowmem, which will not notice %s", torch.__version__, habit)
+            logger.warning("lowmem does not know torch %s and will not detect %s", torch.__version__, habit)
 
 
 # -- loss scaling ------------------------------------------------------------------------------------------------------
@@ -66,8 +66,8 @@ def _refuse_scaled(grad: Tensor) -> None:
     """Raises `StepError` before the first update of a backward whose loss a `GradScaler` has multiplied."""
     for _, record in hooks.reached():
         raise StepError(
-            f"a GradScaler has scaled the loss, and its backward would update {record.name!r} by scaled gradients. "
-            'Pass the loss itself and let the optimizer scale it: FusedOptimizer(..., loss_scale="dynamic") and '
+            f"a GradScaler has scaled the loss, and its backward would update {record.name!r} with scaled gradients. "
+            'Pass the unscaled loss and let the optimizer scale it: FusedOptimizer(..., loss_scale="dynamic") and '
             "opt.backward(loss), without scaler.step(opt) and scaler.update()"
         )
 
@@ -94,7 +94,7 @@ def _watch_clipping(clip: Callable[..., Any]) -> Callable[..., Any]:
             clips = limit != math.inf and f"Write FusedOptimizer(..., {option}={limit!r}), which clips exactly"
             raise StepError(
                 f"{clip.__name__.lstrip('_')}(): parameter {next(iter(updated.values()))!r} has no gradient, because "
-                f"backward has used it and freed it. {clips or 'Omit this call'}; "
+                f"backward has already used and freed it. {clips or 'Omit this call'}. "
                 "opt.last_step.grad_norm is the norm before clipping"
             )
         return clip(params or parameters, *args, **kwargs)
@@ -128,9 +128,9 @@ def refuse_edits(
             edits.append(f"a hyperparameter that decides the form of the update of {record.name!r}")
     if edits:
         raise StepError(
-            f"{edits[0]} was changed, and the optimizer would go on with what it was given. Put it back. Set "
-            "hyperparameters as in opt.param_groups[0]['lr'] = 1e-4, freeze parameters by requires_grad_(False), add "
-            "others by opt.add_param_group(), and create another FusedOptimizer for another rule or storage"
+            f"{edits[0]} was changed, but the optimizer would continue with the original value. Restore it. Set "
+            "hyperparameters as in opt.param_groups[0]['lr'] = 1e-4, freeze parameters with requires_grad_(False), "
+            "add parameters with opt.add_param_group(), and create another FusedOptimizer for another rule or storage"
         )
 
 
@@ -146,15 +146,14 @@ class _Moved:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
+        result = Tensor.__torch_function__(func, (), args, kwargs)
         if any(isinstance(each, Tensor) for each in tree_leaves(result)):  # not a dtype or a size
             for value in tree_leaves((args, kwargs)):
                 if isinstance(value, _Moved):
                     raise StepError(
                         f"activation checkpointing recomputes a value from parameter {hooks.name_of(value)!r}, which "
-                        "this backward has updated already, because it is used there without a gradient (detach() or "
-                        "no_grad()). Use policy='deferred', or compute that value outside the checkpointed region"
+                        "this backward has already updated, because the value is used without a gradient (detach() or "
+                        "no_grad()). Use policy='deferred', or compute it outside the checkpointed region"
                     )
         return result
 

@@ -25,8 +25,8 @@ _LIVE: "weakref.WeakSet[Hooks]" = weakref.WeakSet()
 
 _TWO_OPTIMIZERS = (
     "this backward reaches parameter {name!r} of another FusedOptimizer, which would update it too. To leave its "
-    "parameters as they are: with other.paused(): opt.backward(loss). To train both in one backward, make one "
-    "optimizer: param groups may have their own rule (groups=...)"
+    "parameters unchanged, write `with other.paused(): opt.backward(loss)`. To train both in one backward, create one "
+    "optimizer whose param groups have different rules (groups=...)"
 )
 
 
@@ -158,13 +158,13 @@ class Hooks:
     def refuse_given(self, record: ParamRecord, scaled: bool) -> None:
         """Raises `StepError` if a step cannot use what is in `.grad`. scaled: there is a loss scale."""
         for wrong, reason in (
-            (scaled, "no loss scale has multiplied it: omit loss_scale, call opt.backward(loss)"),
-            (not record.param.requires_grad, "it is frozen: call requires_grad_() on it"),
-            (_others_hook(record.param), "others have hooks on it, which would run once more: remove them"),
+            (scaled, "it has not been multiplied by the loss scale: omit loss_scale, call opt.backward(loss)"),
+            (not record.param.requires_grad, "the parameter is frozen: call requires_grad_() on it"),
+            (_others_hook(record.param), "other hooks on the parameter would run once more: remove them"),
         ):
             if wrong:
                 raise StepError(
-                    f"step() would update parameter {record.name!r} by what is in .grad, but {reason}, or set its "
+                    f"step() would update parameter {record.name!r} with the gradient in .grad, but {reason}, or set "
                     ".grad to None before step()"
                 )
 
@@ -174,8 +174,8 @@ class Hooks:
             gc.collect()  # an optimizer that nobody holds may be part of a cycle; with an LR scheduler it is
         if _owner(record.param) not in (None, self):
             raise StepError(
-                f"parameter {record.name!r} is updated by another FusedOptimizer already, and would be updated twice; "
-                "call remove() on that one first"
+                f"parameter {record.name!r} is already updated by another FusedOptimizer, and would be updated twice. "
+                "Call remove() on that optimizer first"
             )
         record.claimed = True
 
@@ -195,7 +195,7 @@ class Hooks:
         """Nobody holds the optimizer any more."""
         if not self.removed and not self._cycle.step and self._handles:
             warnings.warn(
-                "a FusedOptimizer was deleted before its first step, and its hooks with it, so that a backward updates "
+                "a FusedOptimizer was deleted before its first step, and its hooks with it, so backward updates "
                 "nothing. Keep a reference to it: opt = lowmem.FusedOptimizer(...)",
                 stacklevel=2,
             )
@@ -234,9 +234,9 @@ class Hooks:
         for other, reached_record in reached():
             if other.accumulating is not self.accumulating:
                 raise StepError(
-                    "this backward is a micro-batch for one FusedOptimizer and a whole step for another, that of "
-                    f"{reached_record.name!r}: run it inside accumulate() of both, or make one optimizer, whose param "
-                    "groups may have their own rule (groups=...)"
+                    "this backward is a micro-batch for one FusedOptimizer but a complete step for another, which "
+                    f"updates {reached_record.name!r}. Run it inside accumulate() of both, or create one optimizer "
+                    "whose param groups have different rules (groups=...)"
                 )
 
 

@@ -158,9 +158,9 @@ class StepLoop:
         for param, (name, trained) in self.others.items() if self.clipping.norm is not None else ():
             if param.requires_grad and not trained and param not in self.records:
                 raise StepError(
-                    f"parameter {name!r} was frozen when the optimizer was made without it, and is trained by now: "
-                    "clip_norm would clip by a norm without its gradient. Pass frozen parameters to the optimizer too, "
-                    f"or write opt.add_param_group({{'params': [({name!r}, model.get_parameter({name!r}))]}})"
+                    f"parameter {name!r} was frozen when the optimizer was created without it, and is trained now, so "
+                    "the norm for clip_norm would not include its gradient. Pass frozen parameters to the optimizer "
+                    f"too, or write opt.add_param_group({{'params': [({name!r}, model.get_parameter({name!r}))]}})"
                 )
         if self._confirmed != len(groups):
             self.placement.confirm(self.records.values(), self._settings(groups))
@@ -271,9 +271,9 @@ class StepLoop:
         self.drop()
         self.placement.recover()
         if self.cycle.torn is not None:
-            note = f"{self.cycle.torn}; the optimizer refuses to continue until a checkpoint is loaded"
+            note = f"{self.cycle.torn}. The optimizer cannot continue until a checkpoint is loaded"
         elif waiting:
-            note = f"the {waiting} micro-batch(es) before it were dropped with it; begin the step again"
+            note = f"the {waiting} micro-batch(es) before it were dropped too; begin the step again"
         else:
             return
         if sys.version_info >= (3, 11):
@@ -296,13 +296,13 @@ def claim(record: ParamRecord, state: Mapping[Tensor, Group], placement: Placeme
         return
     if record.param.device.type == "mps":
         raise UnsupportedError(
-            f"parameter {record.name!r} is on 'mps', which has no float64, in which norms and step sizes are "
-            "computed. Train on a CPU or on a GPU with CUDA: model.to('cpu')"
+            f"parameter {record.name!r} is on 'mps', which does not support float64, the dtype in which lowmem "
+            "computes norms and step sizes. Train on a CPU or on a CUDA GPU: model.to('cpu')"
         )
     if record.param.is_complex():
         raise UnsupportedError(
-            f"parameter {record.name!r} is complex. Make it real, with the two parts as last dimension, and compute "
-            "with torch.view_as_complex(param)"
+            f"parameter {record.name!r} is complex, which is not supported. Store its real and imaginary parts in the "
+            "last dimension of a real parameter, and compute with torch.view_as_complex(param)"
         )
     if record.form is not None and (record.extra or state.get(record.param)):
         record.refuse_misfits(state[record.param], shard)

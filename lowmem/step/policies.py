@@ -60,7 +60,7 @@ class Needs:
         foreign = scaler.value is not None and any(rule.materializes for rule in rules)
         return cls(
             norm=f"clip_norm={clipping.norm!r}" if clipping.norm is not None else norm,
-            skip="loss_scale with a foreign optimizer" if foreign else None,
+            skip="loss_scale with a third-party optimizer" if foreign else None,
             exact_skip="a dynamic loss scale" if scaler.dynamic else None,
             **asked,
         )
@@ -69,27 +69,27 @@ class Needs:
 # (policy, need) → why a policy that was asked for cannot.
 _REFUSALS = {
     ("two_pass", "reentrant"): (
-        "policy 'two_pass' measures gradients in a backward of their own, which reentrant activation checkpointing "
-        "does not allow. Use checkpoint(..., use_reentrant=False), or policy='deferred' (or 'auto')"
+        "policy 'two_pass' measures gradients in a separate backward, which reentrant activation checkpointing does "
+        "not allow. Use checkpoint(..., use_reentrant=False), or policy='deferred' (or 'auto')"
     ),
     ("two_pass", "sharded"): (
-        "policy 'two_pass' runs backward through a graph twice, whose leaves would be gathered and reduced twice where "
-        "parameters are sharded. Use policy='deferred' (or 'auto'), which stores this rank's shards"
+        "policy 'two_pass' runs backward twice, so sharded parameters would be gathered and reduced twice. Use "
+        "policy='deferred' (or 'auto'), which stores the gradients of this rank's shards"
     ),
     ("immediate", "norm"): (
-        "{need}: policy 'immediate' updates a parameter before the norm over all gradients is known, so it "
-        "cannot clip by it. Use policy='two_pass', 'deferred' or 'auto', or omit the option (in a Hugging Face "
-        "trainer: max_grad_norm=0); clip_value and a rule's own update clipping work."
+        "{need}: policy 'immediate' updates a parameter before the norm over all gradients is known, so it cannot "
+        "clip by this norm. Use policy='two_pass', 'deferred' or 'auto', or omit the option (in a Hugging Face "
+        "trainer: max_grad_norm=0). clip_value and a rule's own update clipping work."
     ),
     ("immediate", "skip"): (
-        "{need}: under policy 'immediate' an overflowing update must be skipped parameter by parameter, "
-        "which that optimizer cannot do. Use policy='two_pass' or 'deferred', a rule of lowmem, or bfloat16 "
-        "without a loss scale."
+        "{need}: under policy 'immediate', an overflowing update must be skipped parameter by parameter, which this "
+        "optimizer does not support. Use policy='two_pass' or 'deferred', a rule of lowmem, or bfloat16 without a "
+        "loss scale."
     ),
 } | dict.fromkeys(
     (("immediate", "accumulation"), ("two_pass", "accumulation")),
-    "policy {policy!r} cannot accumulate gradients, because it stores none. Use policy='deferred' (or 'auto'), which "
-    "sums them in its store, or one larger batch.",
+    "policy {policy!r} cannot accumulate gradients, because it does not store them. Use policy='deferred' (or "
+    "'auto'), which stores their sums, or use one larger batch.",
 )
 
 
@@ -108,11 +108,11 @@ def choose(config: FusedConfig, needs: Needs, *, on_cpu: bool) -> tuple[str, str
     if needs.accumulation:
         return "deferred", "gradients of several micro-batches are summed"
     if config.store is not None:
-        return "deferred", f"store={config.store!r} asks for it"
+        return "deferred", f"store={config.store!r} requires it"
     if beforehand is None:
         return "immediate", "updates during backward, one gradient in memory at a time"
     if needs.reentrant:
-        reason += ", and reentrant activation checkpointing allows no backward that only measures them"
+        reason += ", and reentrant activation checkpointing does not allow a backward that only measures them"
     if needs.reentrant or needs.sharded or not on_cpu:
         return "deferred", f"{reason}, so gradients are offloaded until the step is decided"
     return "two_pass", f"{reason}, so they are measured in a first backward, and the graph is replayed"
@@ -152,7 +152,7 @@ class Policy:
         """Raises `StepError` if a plain `loss.backward()` is not enough."""
         if self.name == "two_pass":
             raise StepError(
-                f"policy {self.name!r} needs more than one plain loss.backward(): nothing has been measured, so "
+                f"policy {self.name!r} needs more than one plain loss.backward(): no gradients have been measured, so "
                 "nothing is updated. Call opt.backward(loss), or use policy='deferred', for which loss.backward() is "
                 "enough."
             )
@@ -207,8 +207,8 @@ class TwoPass(Policy):
         if missed := self.cycle.missed():
             self.cycle.moved.update(missed)
             raise StepError(
-                f"the second pass gave no gradient to {min(missed)!r}, which had one in the first: the two are not the "
-                "same computation. Use policy='deferred'"
+                f"the second pass computed no gradient for {min(missed)!r}, but the first pass did, so the two passes "
+                "are not the same computation. Use policy='deferred'"
             )
 
     def ready(self, record: ParamRecord, grad: Gradient) -> None:
@@ -217,8 +217,9 @@ class TwoPass(Policy):
             return
         if record.name not in self._measured:
             raise StepError(
-                f"parameter {record.name!r} got a gradient in the second pass and none in the first, which reentrant "
-                "activation checkpointing hides it from. Use checkpoint(..., use_reentrant=False), or policy='deferred'"
+                f"parameter {record.name!r} got a gradient in the second pass but not in the first, because reentrant "
+                "activation checkpointing hides it there. Use checkpoint(..., use_reentrant=False), or "
+                "policy='deferred'"
             )
         super().ready(record, grad)
 
@@ -285,7 +286,7 @@ class Deferred(Policy):
             if record.name in self._measured and self.clipping.changes(before):
                 raise StepError(
                     f"parameter {record.name!r} got its gradient in two parts within one backward, and the first part "
-                    "has been unscaled or clamped already. Use checkpoint(..., use_reentrant=False)"
+                    "has already been unscaled or clamped. Use checkpoint(..., use_reentrant=False)"
                 )
             total = self._dense(record, before)
             if isinstance(grad, Tensor):

@@ -112,8 +112,8 @@ def make_program(placed: Placed, rule: UpdateRule, group: Mapping[str, Any], sha
             return other
         if not spec.view.has_groups(span.shape, storage.group) or span.size % storage.group:
             raise UnsupportedError(
-                f"cannot be held in groups of {storage.group} elements of a row: its rows or shards do not divide into "
-                "them. Give it a group of parameters of its own, with another rounding or state_storage"
+                f"cannot be stored in groups of {storage.group} elements per row, because its rows or shards are not "
+                f"divisible by {storage.group}. Put it in a separate param group with another rounding or state_storage"
             )
         return storage
 
@@ -144,13 +144,13 @@ def _refuse_for_codes(rule: UpdateRule, rounding: str) -> None:
     """Raises `UnsupportedError` for what cannot update a weight that is held in codes."""
     if rule.materializes:
         raise UnsupportedError(
-            f"is held in codes, and {rule.name} updates an ordinary matrix. Use a rule of lowmem, such as 'adalomo'"
+            f"is quantized, but {rule.name} needs an ordinary matrix. Use a rule of lowmem, such as 'adalomo'"
         )
     if rounding in TABLE and rounding != "stochastic":
         raise UnsupportedError(
-            f"is held in codes, which are rounded at random: with {rounding!r} most updates would be lost, as they are "
-            "smaller than half the distance of two codes, and int8 keeps 39 % of what float32 learns, not 81 %. Omit "
-            "rounding"
+            f"is quantized, and must be rounded stochastically: {rounding!r} would lose most updates, which are "
+            "smaller than half the distance between two quantized values (int8 learns 39 % as much as float32 instead "
+            "of 81 %). Omit rounding"
         )
 
 
@@ -170,8 +170,8 @@ def _warn_of_lost_updates(dtype: torch.dtype, cls: str | None) -> None:
     if in_group() and dist.get_rank() > 0:
         return
     logger.warning(
-        "%s weights with rounding 'nearest'%s lose every update smaller than about %.2g %% of the weight, at the usual "
-        "learning rates of fine-tuning most of them. Set rounding='stochastic', which loses none and needs %s",
-        str(dtype).removeprefix("torch."), f", unless {cls} itself does otherwise," if cls else "",
+        "%s weights with rounding 'nearest'%s lose every update smaller than about %.2g %% of the weight, which is "
+        "most updates at usual fine-tuning learning rates. Set rounding='stochastic', which loses none and needs %s",
+        str(dtype).removeprefix("torch."), f", unless {cls} itself rounds differently," if cls else "",
         25 * torch.finfo(dtype).eps, "a float32 copy of one parameter at a time" if cls else "no more memory",
     )  # fmt: skip

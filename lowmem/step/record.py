@@ -75,16 +75,16 @@ class ParamRecord(Placed):
         fits = before.kept == after.kept and before.span.shape == after.span.shape
         if was != now and (of_weight or was[1:2] != now[1:2] or not fits):
             raise StepError(
-                f"parameter {self.name!r} has changed from {was} to {now}, and its optimizer state does not fit it. "
-                "Make the optimizer after model.to(...), or convert the model back, or load a state that fits"
+                f"parameter {self.name!r} has changed from {was} to {now}, and its optimizer state no longer fits. "
+                "Create the optimizer after model.to(...), convert the model back, or load a state that fits"
             )
 
     def refuse_leftover(self) -> None:
         """Raises `StepError` if the parameter has a gradient that the next one would be added to."""
         if self.param.grad is not None and self.trained:
             raise StepError(
-                f"parameter {self.name!r} has a gradient in .grad already, which this step would add to its own. "
-                "Call zero_grad() first; nothing can accumulate in .grad, because gradients are freed in the hooks."
+                f"parameter {self.name!r} already has a gradient in .grad, which would be added to the gradient of "
+                "this step. Call zero_grad() first. Gradients cannot accumulate in .grad, because the hooks free them."
             )
 
 

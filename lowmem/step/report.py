@@ -196,16 +196,16 @@ class Report:
         self.streak, self._searching = 0, False
         if names := self.last.overflowed:
             logger.warning(
-                "step %d skipped %d parameter(s): the rule sums squares in float32, which those of the gradient of %s "
-                "overflow. Clip gradients by clip_norm or clip_value", self.last.step, len(names), _some(names)
+                "step %d skipped %d parameter(s): the squared gradient of %s overflows float32, in which the rule sums "
+                "squares. Clip gradients by clip_norm or clip_value", self.last.step, len(names), _some(names)
             )  # fmt: skip
         return False, replayed
 
     def _count_nonfinite(self, last: LastStep, loss_finite: bool, lowest_scale: bool) -> None:
         names, count = last.nonfinite, last.skipped_params
-        left_out = f"skipped {count} parameter(s)" if count else "left elements as they were"
+        left_out = f"skipped {count} parameter(s)" if count else "left some elements unchanged"
         what = "was skipped" if last.skipped else left_out
-        cause = "" if loss_finite else ", and its loss is not finite either"
+        cause = "" if loss_finite else ", and the loss is not finite either"
         message = f"step {last.step} {what}: the gradient of {_some(names)} is not finite{cause}"
         usual = self._clipping.scaler.dynamic or last._values[4] > 1  # one warning is enough
         logger.log(logging.INFO if usual else logging.WARNING, "%s", message)
@@ -218,12 +218,12 @@ class Report:
                 "inspect the data of this step, or lower the learning rate"
             )
         elif self._limit is not None and self.streak >= self._limit:
-            first = f", first those of {_some(self._first)}" if self._first else ""
-            cause = "" if loss_finite else "; the loss is not finite either"
+            first = f", first in {_some(self._first)}" if self._first else ""
+            cause = "" if loss_finite else ", and the loss is not finite either"
             self._diverged = (
-                f"the last {self.streak} steps had gradients that are not finite{first}{cause}. Continue from a "
-                "checkpoint from before them, and inspect the data of those steps, lower the learning rate, or clip "
-                "gradients (clip_norm; in a trainer max_grad_norm). max_nonfinite_steps=None never stops"
+                f"the last {self.streak} steps had non-finite gradients{first}{cause}. Continue from an earlier "
+                "checkpoint, and inspect the data of those steps, lower the learning rate, or clip gradients "
+                "(clip_norm; in a trainer max_grad_norm). max_nonfinite_steps=None never stops"
             )
 
     def raise_if_diverged(self) -> None:

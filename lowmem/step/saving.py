@@ -147,7 +147,7 @@ class Saving:
             raise
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise CheckpointError(f"the saved optimizer is damaged: {type(error).__name__}: {error}") from error
-        self.cycle.tear("its state was loaded only in part")  # until all of it is
+        self.cycle.tear("its state was only partly loaded")  # until all of it is
         for group, saved_group in zip(self.groups, saved["param_groups"], strict=True):
             group.update({key: value for key, value in saved_group.items() if key != "params"})
         self.state.clear()
@@ -179,7 +179,7 @@ class Saving:
         step, seed, counts = saved["step"], saved["seed"], saved.get("nonfinite") or {}
         if {*map(type, (step, seed, *counts.values()))} != {int} or step < 0:
             raise CheckpointError(
-                f"the saved optimizer has {step=}, {seed=} and nonfinite={counts}, not all of them counts"
+                f"the saved optimizer has {step=}, {seed=} and nonfinite={counts}, which are not all counts"
             )
         self.clipping.scaler.check_saved(saved.get("loss_scale"))
         by_name = {record.name: record for record in self.records.values()}
@@ -205,7 +205,7 @@ class Saving:
             if have != want[owner]:
                 where = repr(owner) if owner in settled else owner.replace(_GROUP, "group ")
                 raise CheckpointError(
-                    f"the saved state of {where} has {_listing(have)}, this optimizer's {_listing(want[owner])}"
+                    f"the saved state of {where} has {_listing(have)}, but this optimizer has {_listing(want[owner])}"
                 )
         return settled
 
@@ -231,16 +231,16 @@ class Saving:
             theirs, ours = {n for g in saved_groups for n in g["params"]}, {n for g in names for n in g}
             odd = sorted(theirs ^ ours)
             raise CheckpointError(
-                f"the saved optimizer has {len(saved_groups)} group(s) of {len(theirs)} parameters, this one "
-                f"{len(names)} of {len(ours)}; " + (f"they differ in {odd[:5]}" if odd else "in another order")
+                f"the saved optimizer has {len(saved_groups)} group(s) of {len(theirs)} parameters, but this one has "
+                f"{len(names)} of {len(ours)}; " + (f"they differ in {odd[:5]}" if odd else "they are in another order")
             )
         for n, (group, other) in enumerate(zip(self.groups, saved_groups, strict=True)):
             where = f" in group {n}" if len(self.groups) > 1 else ""
             for key in ENGINE_KEYS:
                 if other.get(key) != group[key]:
                     raise CheckpointError(
-                        f"the saved optimizer has {key} {other.get(key)!r}{where}, this one {group[key]!r}"
-                        + ("; convert_states=True converts it" if key == "state_storage" else "")
+                        f"the saved optimizer has {key} {other.get(key)!r}{where}, but this one has {group[key]!r}"
+                        + (". convert_states=True converts it" if key == "state_storage" else "")
                     )
 
     def _copy(self, record: ParamRecord | None, name: str, value: Any) -> Any:
@@ -317,8 +317,8 @@ def _refuse_other_weight(record: ParamRecord, have: Mapping[str, Form], was: str
         like = dtype is stepped is not steps and len(shape) == len(record.span.shape) > 0
         if name in [part.name for part in before.parts[1:]] or (like and name not in record.program.kept):
             raise CheckpointError(
-                f"the saved state {name!r} is of the weight {record.name!r} in {was}, which this model has in {now}. "
-                f"Convert the model before its optimizer is made: model.to({was})"
+                f"the saved state {name!r} belongs to the weight {record.name!r} in {was}, but in this model the "
+                f"weight is {now}. Convert the model before you create its optimizer: model.to({was})"
             )
 
 
@@ -344,7 +344,8 @@ def _by_name(saved: Mapping[str, Any], own: Sequence[Mapping[str, Any]], seed: i
         names = [group["param_names"] for group in groups]
     elif list(map(len, keys)) != list(map(len, names)):
         raise CheckpointError(
-            f"the saved optimizer has groups of {list(map(len, keys))} parameters, this one {list(map(len, names))}"
+            f"the saved optimizer has groups of {list(map(len, keys))} parameters, but this one has groups of "
+            f"{list(map(len, names))}"
         )
     if rest is None and all("amsgrad" in group for group in groups):
         groups, states = adamw.of_torch(groups, states, own)
@@ -352,9 +353,9 @@ def _by_name(saved: Mapping[str, Any], own: Sequence[Mapping[str, Any]], seed: i
         rest = {"step": step, "seed": seed, "states": [len(states.get(key, ())) for key in chain(*keys)]}
     if rest is None:
         raise CheckpointError(
-            "the saved optimizer has no step, seed and loss scale, which flatten_optimizer_state_dict=True loses. "
-            "Save it without this option, or save what opt.state_dict() returns. What opt.named_state_dict() returned "
-            "is loaded by opt.load_named_state_dict(...)"
+            "the saved optimizer has no step, seed and loss scale, because flatten_optimizer_state_dict=True drops "
+            "them. Save it without this option, or save opt.state_dict(). Load the result of opt.named_state_dict() "
+            "with opt.load_named_state_dict(...)"
         )
     counts = dict(zip(chain(*keys), zip(chain(*names), rest["states"], strict=True), strict=True))
     by_name = dict(rest.get("state", {}))  # of groups; torch.distributed.checkpoint loses empty dicts
@@ -362,9 +363,9 @@ def _by_name(saved: Mapping[str, Any], own: Sequence[Mapping[str, Any]], seed: i
         name, count = counts[key]
         if count not in (0, len(state)):
             raise CheckpointError(
-                f"{count} states of {name!r} were saved, and {len(state)} are here. An optimizer class makes its "
-                "states in its first step, so torch.distributed.checkpoint cannot load them into one that has not "
-                "stepped. Load with opt.load_state_dict(...), or use a rule of lowmem"
+                f"{count} states of {name!r} were saved, but this optimizer has {len(state)}. An optimizer class "
+                "creates its states in its first step, so torch.distributed.checkpoint cannot load them into an "
+                "optimizer that has not stepped. Load with opt.load_state_dict(...), or use a rule of lowmem"
             )
         if count:
             by_name[name] = state

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from lowmem.options import FusedConfig
 from lowmem.placements import Placement
@@ -231,7 +232,7 @@ class Updates:
         )
         results = None
         # a dispatch mode (fake tensors, a memory tracker) looks at each operation, and compiled code has none to show
-        if compiles and not torch._C._len_torch_dispatch_stack():
+        if compiles and not _get_current_dispatch_mode():
             compiled = self._compiled_of(program, tiles)
             if compiled is not None:
                 results = compiled.run(tiles, state)

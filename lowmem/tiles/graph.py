@@ -55,15 +55,21 @@ class Compiler:
         """Notes a failure."""
         if cls.failure is None:
             cls.failure = f"{type(error).__name__}: {error}"
-            launches = ", which launches tens of kernels per pass and 4M elements" if torch.cuda.is_available() else ""
-            logger.warning("updates are not compiled from here on%s, because it has failed: %s", launches, cls.failure)
+            launches = " and launch tens of kernels per pass and 4M elements" if torch.cuda.is_available() else ""
+            logger.warning("updates are no longer compiled%s, because compiling failed: %s", launches, cls.failure)
+
+
+def known(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that Inductor has: in torch 2.9 it cannot round divisions."""
+    names = torch._inductor.list_options()
+    return {name: value for name, value in options.items() if name in names}
 
 
 @functools.cache
 def try_compiler(device: str) -> None:
     """Compiles a tiny function for a type of device; raises whatever the compiler does."""
     sizes = Sizes()
-    fake = sizes.tensor((sizes.size("size", 64),), torch.float32, torch.device(device))
+    fake = sizes.tensor((sizes.size(64),), torch.float32, torch.device(device))
     compiled(trace(lambda tensor: [tensor + 1], [fake]), sizes, [fake])
 
 
@@ -73,17 +79,16 @@ class Sizes:
     def __init__(self) -> None:
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-        self._env = ShapeEnv()
-        self.mode = FakeTensorMode(shape_env=self._env)
+        self.mode = FakeTensorMode(shape_env=ShapeEnv())
+        self._examples: list[Tensor] = []  # each is the source of its own symbol as long as it exists
 
-    def size(self, name: str, example: int) -> torch.SymInt:
+    def size(self, example: int) -> torch.SymInt:
         """A size of an argument that is known when the graph is called, such as `example`."""
-        from torch._dynamo.source import ConstantSource
-        from torch.fx.experimental.symbolic_shapes import DimDynamic
+        from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
-        source = ConstantSource(name)
-        symbol = self._env.create_symbol(example, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
-        return self._env.create_symintnode(symbol, hint=example, source=source)  # type: ignore[return-value]
+        context: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
+        self._examples.append(torch.empty(example, device="meta"))
+        return self.mode.from_tensor(self._examples[-1], symbolic_context=context).shape[0]  # type: ignore[return-value]
 
     def tensor(self, shape: Sequence[Size], dtype: torch.dtype, device: torch.device) -> Tensor:
         """A contiguous fake tensor, as an argument of `trace`."""
@@ -100,10 +105,24 @@ def trace(fn: Function, args: Sequence[Tensor | Size]) -> fx.GraphModule:
     log.setLevel(logging.CRITICAL)  # what cannot be traced is not an error: the caller has another way
     try:
         with torch.no_grad():
-            traced = make_fx(fn, tracing_mode="symbolic")(*args)
+            traced = make_fx(fn, fused_operations(), tracing_mode="symbolic")(*args)
     finally:
         log.setLevel(level)
     return fx.GraphModule(torch.nn.Module(), traced.graph)  # without its `shape_env`, for which there is no cache key
+
+
+def fused_operations() -> dict[Any, Function]:
+    """The multiply-adds of `addcmul` and `lerp` as one operation, as in their eager kernels. No others are fused."""
+    from torch._inductor.inductor_prims import fma
+
+    def addcmul(value: Tensor, one: Tensor, other: Tensor, **scale: Any) -> Any:
+        return NotImplemented if scale or not value.is_floating_point() else fma(one, other, value)
+
+    def lerp(start: Tensor, end: Tensor, weight: Tensor) -> Tensor:
+        near = weight.abs() < 0.5
+        return fma(torch.where(near, weight, weight - 1), end - start, torch.where(near, start, end))
+
+    return {torch.ops.aten.addcmul.default: addcmul, torch.ops.aten.lerp.Tensor: lerp}
 
 
 def compiled(graph: fx.GraphModule, sizes: Sizes, args: Sequence[Tensor | Size]) -> Function:
@@ -111,9 +130,9 @@ def compiled(graph: fx.GraphModule, sizes: Sizes, args: Sequence[Tensor | Size])
     from torch._inductor.compile_fx import compile_fx
 
     on_cpu = all(arg.device.type == "cpu" for arg in args if isinstance(arg, Tensor))
-    patches = OPTIONS if on_cpu else GPU_OPTIONS
+    patches = known(OPTIONS if on_cpu else GPU_OPTIONS)
     tracing = torch._guards.tracing(torch._guards.TracingContext(sizes.mode))
-    with _LOCK, _own_keys(), fused_operations(), _vector_code(), tracing, torch.no_grad():
+    with _LOCK, _own_keys(), _vector_code(), tracing, torch.no_grad():
         return compile_fx(graph, list(args), config_patches=patches)  # type: ignore[return-value]
 
 
@@ -129,24 +148,6 @@ def _own_keys() -> Any:
 
 
 @contextmanager
-def fused_operations() -> Iterator[None]:
-    """Inductor fuses the multiply-add of `addcmul` and `lerp`, as their eager kernels do, and no others."""
-    from torch._inductor.decomposition import select_decomp_table
-    from torch._inductor.inductor_prims import fma
-
-    def addcmul(value: Tensor, one: Tensor, other: Tensor, **scale: Any) -> Any:
-        return NotImplemented if scale or not value.is_floating_point() else fma(one, other, value)
-
-    def lerp(start: Tensor, end: Tensor, weight: Tensor) -> Tensor:
-        near = weight.abs() < 0.5
-        return fma(torch.where(near, weight, weight - 1), end - start, torch.where(near, start, end))
-
-    aten = torch.ops.aten
-    with patch.dict(select_decomp_table(), {aten.addcmul.default: addcmul, aten.lerp.Tensor: lerp}):
-        yield
-
-
-@contextmanager
 def _vector_code() -> Iterator[None]:
     """Inductor writes vector code for a CPU where it would write slow code, with the same results.
 
@@ -155,16 +156,15 @@ def _vector_code() -> Iterator[None]:
     one is 8-bit it takes two vectors of float32 at a time, which it converts from and to integers element by element.
     """
     from torch._inductor.codegen import cpp
-    from torch._inductor.codegen.cpp_utils import DTYPE_TO_CPP
-    from torch._inductor.virtualized import V
 
+    V, types = cpp.V, cpp.DTYPE_TO_CPP  # type: ignore[attr-defined]
     narrow_type = cpp.get_loop_body_lowp_fp
 
     def to_dtype_bitcast(value: Any, dtype: torch.dtype, source: torch.dtype) -> str:
         count = V.kernel._get_num_vectors(source)
         vector = "Vectorized<{}>" if count == 1 else f"VectorizedN<{{}}, {count}>"
         # not `c10::bit_cast`, which needs C++20 for a type that is not trivially constructible
-        to = f"at::vec::{vector.format(DTYPE_TO_CPP[dtype])} to"
+        to = f"at::vec::{vector.format(types[dtype])} to"
         return f"[&] {{ const auto from = {value}; {to}; std::memcpy((void*)&to, &from, sizeof(to)); return to; }}()"
 
     def get_loop_body_lowp_fp(body: Any) -> tuple[torch.dtype | None, bool]:
@@ -182,16 +182,10 @@ def _vector_code() -> Iterator[None]:
 
 def realized(value: Tensor) -> Tensor:
     """Makes compiled code compute a small tensor once, where it would compute it again for each element of a tile that
-    uses it: Inductor has a tensor in memory before it takes it `as_strided`.
+    uses it: Inductor has a tensor in memory before it takes it `as_strided`. An int32 `arange` stays int32 so, for
+    which the Inductor of torch 2.11 would otherwise take int64.
     """
     return torch.as_strided(value, value.shape, value.stride())
-
-
-def index(value: Tensor) -> Tensor:
-    """Makes compiled code compute an int32 `arange` in int32. The Inductor of torch 2.11 would take int64."""
-    from torch._inductor.ops_handler import OpsHandler
-
-    return value if hasattr(OpsHandler, "value_expr") else realized(value)
 
 
 def tied(value: Tensor, to: Tensor) -> Tensor:

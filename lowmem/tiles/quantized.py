@@ -16,6 +16,7 @@ from torch._compile import _disable_dynamo
 from torch._subclasses.fake_tensor import is_fake
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lowmem.errors import StepError, UnsupportedError
@@ -82,9 +83,9 @@ class QuantizedWeight(Tensor):
                 part[rows] = codes.to(part.dtype)
             if not value.is_meta and not matrix._decoded(rows).to(weight.dtype).isfinite().all():
                 raise UnsupportedError(
-                    f"{name} has Inf, NaN or a number near the largest of {weight.dtype} in rows {rows.start} to "
-                    f"{min(rows.stop, len(matrix)) - 1}, which {format} cannot hold. Repair it, or leave its module "
-                    "out: quantize_(model, ..., skip=[...])"
+                    f"{name} contains Inf, NaN or a number near the largest of {weight.dtype} in rows {rows.start} to "
+                    f"{min(rows.stop, len(matrix)) - 1}, which {format} cannot represent. Correct it, or do not "
+                    "quantize its module: quantize_(model, ..., skip=[...])"
                 )
         return new
 
@@ -93,7 +94,7 @@ class QuantizedWeight(Tensor):
         """The matrix as an ordinary tensor, a copy."""
         if self.transposed:
             return self.by_group(lambda part, _: part.mT).dequantize().mT
-        if self.compiled and Compiler.failure is None and not torch._C._len_torch_dispatch_stack():
+        if self.compiled and Compiler.failure is None and not _get_current_dispatch_mode():
             try:
                 flat = [part.reshape(-1) for part in self.parts]
                 return _decoder(self.format, self.dtype, self.device)(*flat)[0].view(self.shape)
@@ -151,8 +152,9 @@ class QuantizedWeight(Tensor):
             self, value = args
             if not isinstance(value, cls) or value.dtype != self.dtype:
                 raise UnsupportedError(
-                    f"a weight that is held in {self.format} cannot become {value.dtype}: its codes are what is "
-                    "trained. Call lowmem.dequantize_(model) first, which ends that"
+                    f"a weight quantized to {self.format} cannot become {value.dtype}, because training updates its "
+                    "quantized values. Call lowmem.dequantize_(model) first, which ends the training of quantized "
+                    "weights"
                 )
             self.format, self.parts = value.format, value.parts
         if func in (torch.autograd.backward, torch.autograd.grad):  # checkpoints recompute forwards, which come here
@@ -160,9 +162,8 @@ class QuantizedWeight(Tensor):
             return func(*args, **kwargs)
         if func in OF_MEMORY:
             raise args[0].refusal(f"Tensor.{func.__name__}()")
-        with torch._C.DisableTorchFunctionSubclass():
-            result = (_linear if func is F.linear else func)(*args, **(kwargs or {}))
-            return result.clone() if isinstance(result, cls) and result.cast_from else result  # a cast by its user
+        result = Tensor.__torch_function__(_linear if func is F.linear else func, (), args, kwargs)
+        return Tensor.clone(result) if isinstance(result, cls) and result.cast_from else result  # a cast by its user
 
     @classmethod
     @_disable_dynamo  # which cannot trace it, and would warn
@@ -171,9 +172,9 @@ class QuantizedWeight(Tensor):
         weights = [each for each in tree_leaves((args, kwargs)) if isinstance(each, cls)]
         if any(weight.cast_from and weight.cast_from[0]._version != weight.cast_from[1] for weight in weights):
             raise StepError(
-                f"a weight that is held in {weights[0].format} was cast by autocast, and has been modified by an "
-                "inplace operation since. Run the backward of each loss before the next step, and each forward in an "
-                "autocast region of its own"
+                f"a weight quantized to {weights[0].format} was cast by autocast, and has been modified by an inplace "
+                "operation since. Run the backward of each loss before the next step, and each forward in a separate "
+                "autocast region"
             )
         if func in PRODUCTS or (func is aten.copy_.default and not isinstance(self, cls)):
             return func(*map(plain, args), **kwargs)
@@ -199,10 +200,11 @@ class QuantizedWeight(Tensor):
     def refusal(self, use: Any) -> UnsupportedError:
         """Returns the error of an operation that it does not take part in."""
         return UnsupportedError(
-            f"a weight of {list(self.shape)} that is held in {self.format} takes part in {use}, which needs an "
-            "ordinary matrix. It can be the weight of a product or of an embedding, also one that fully_shard (FSDP2) "
-            "shards; DeepSpeed and DistributedDataParallel do not take it. Leave its module out, quantize_(model, ..., "
-            "skip=[...]), compute with weight.dequantize(), or call lowmem.dequantize_(model) before saving or sharing"
+            f"a weight of {list(self.shape)} quantized to {self.format} takes part in {use}, which needs an ordinary "
+            "matrix. A quantized weight can be used in a product or an embedding, also sharded by fully_shard "
+            "(FSDP2), but not with DeepSpeed or DistributedDataParallel. Do not quantize its module, quantize_(model, "
+            "..., skip=[...]), compute with weight.dequantize(), or call lowmem.dequantize_(model) before saving or "
+            "sharing"
         )
 
     def _by_rows(self, func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -257,7 +259,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 def _decoder(format: Integer, dtype: torch.dtype, device: torch.device) -> Function:
     """Compiled code that decodes the parts of any number of groups, each of one dimension: all in one pass."""
     sizes = Sizes()
-    groups = sizes.size("groups", 1 << 16)
+    groups = sizes.size(1 << 16)
     args = [sizes.tensor((groups * (format.size // part.group),), part.dtype, device) for part in format.parts]
     return compiled(trace(lambda *parts: [format.decode(parts).to(dtype)], args), sizes, args)
 

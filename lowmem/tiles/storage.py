@@ -338,7 +338,7 @@ def register(name: str) -> Callable[[MakerType], MakerType]:
 
     def enter(maker: MakerType) -> MakerType:
         if name in roundings() or name in state_storages():
-            raise ConfigError(f"storage {name!r} is registered already; choose another name")
+            raise ConfigError(f"storage {name!r} is already registered. Choose another name")
         if LARGEST_GROUP % maker(torch.bfloat16, True).group:
             raise ConfigError(f"storage {name!r}: the size of a group must divide {LARGEST_GROUP}")
         TABLE[name] = maker

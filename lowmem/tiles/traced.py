@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from lowmem.tiles.gradients import Gradient
-from lowmem.tiles.graph import Function, Size, Sizes, compiled, index, realized, trace
+from lowmem.tiles.graph import Function, Size, Sizes, compiled, realized, trace
 from lowmem.tiles.layout import Layout, Place, Rect
 from lowmem.tiles.storage import Held
 from lowmem.tiles.stored import Source, StoredTiles, Totals, over_ranks
@@ -183,10 +183,10 @@ class TracedTiles(Tiles):
 
         here, sums = self._pass(finished, given, vectors_of(given))
         if self.full is not None:
-            totals = [(kind, name, value.new_empty(extent(kind, self.shape))) for kind, name, value in sums]
-            for (kind, name, value), (*_, total) in zip(sums, totals, strict=True):
-                here.leaving.append((kind, name, _node_of(value), _node_of(total)))
-            sums = totals
+            for n, (kind, name, value) in enumerate(sums):
+                total, source, result = _standing_for(value, extent(kind, self.shape))
+                here.leaving.append((kind, name, source, result))
+                sums[n] = kind, name, total
         return Sums.of(sums)
 
     def _finished(self, kind: str, value: Tensor) -> Tensor:
@@ -208,7 +208,7 @@ class TracedTiles(Tiles):
 
     def _pass(self, body: Callable[[RawTile], Result], given: Given, vectors: Vectors) -> tuple[Pass, Result]:
         """Calls `body` with the tile, and notes what it does."""
-        here, nodes = Pass(), _tracer().graph.nodes
+        here, nodes = Pass(), _nodes()
         for (kind, name), value in vectors.items():
             if value.ndim:
                 vectors[kind, name] = realized(value.reshape(extent(kind, self.shape)))
@@ -224,8 +224,8 @@ class TracedTiles(Tiles):
     def _entered(self, here: Pass, kind: str, value: Tensor) -> Tensor:
         """A vector, or what the tile takes of it, broadcastable to [b, n, m, c]."""
         if self.full is not None:
-            source, value = value, value.new_empty(extent(kind, self._tile) if value.ndim else ())
-            here.entering.append((kind, _node_of(source), _node_of(value)))
+            value, source, result = _standing_for(value, extent(kind, self._tile) if value.ndim else ())
+            here.entering.append((kind, source, result))
         if value.ndim == 0:
             return value
         batch, count, height, width = self._blocks
@@ -233,7 +233,7 @@ class TracedTiles(Tiles):
             return value.view((batch, count, 1, width) if self.lines else (batch, 1, 1, width))
         value = value.view((batch, 1, 1, 1) if self.lines or DIMS[kind] == (0,) else (batch, count, height, 1))
         if kind == "noise" and self.lines:  # that of a column is counted from the start of its line
-            parts = index(torch.arange(count, dtype=torch.int32, device=self.device) * width)
+            parts = realized(torch.arange(count, dtype=torch.int32, device=self.device) * width)
             value = value + parts.view(1, -1, 1, 1)
         return value
 
@@ -245,18 +245,20 @@ def _in_blocks(value: Tensor | Held) -> Any:
     return value.flatten(-2) if value.ndim == 5 else value
 
 
-def _tracer() -> Any:
+def _nodes() -> Any:
+    """The nodes that have been traced so far."""
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
     mode = get_proxy_mode()
     assert mode is not None  # a tile is traced
-    return mode.tracer
+    return mode.tracer.graph.nodes
 
 
-def _node_of(value: Tensor) -> fx.Node:
-    from torch.fx.experimental.proxy_tensor import get_proxy_slot
-
-    return get_proxy_slot(value, _tracer()).proxy.node  # type: ignore[no-any-return, attr-defined]
+def _standing_for(value: Tensor, shape: Sequence[Size]) -> tuple[Tensor, fx.Node, fx.Node]:
+    """A tensor for which the values are known when the code is called, and the nodes of `value` and of that tensor."""
+    new = value.new_empty(tuple(shape))
+    node = next(iter(reversed(_nodes())))
+    return new, node.args[0], node
 
 
 def _repeated(node: fx.Node) -> bool:

@@ -237,7 +237,7 @@ def test_a_mistake_is_one_message_and_nothing_is_left(arguments, message, nothin
 def test_a_folder_that_cannot_be_created_is_reported_before_anything_runs(tmp_path, capsys):
     (tmp_path / "file").write_text("mine")
     assert status(step.main, "--out", str(tmp_path / "file")) == 2
-    assert "can't be written" in capsys.readouterr().err
+    assert "cannot be written" in capsys.readouterr().err
     assert (tmp_path / "file").read_text() == "mine"
 
 

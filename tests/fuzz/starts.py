@@ -152,7 +152,8 @@ def run(seed: int, folder: Path) -> str:
     """Trains with arguments at random, and as TRL does."""
     logging.disable(logging.WARNING)
     try:
-        with warnings.catch_warnings(action="ignore"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             return _compared(seed, folder)
     finally:
         logging.disable(logging.NOTSET)

@@ -130,7 +130,7 @@ def test_trained_parameters_of_the_base_are_saved_beside_the_adapters(make, tmp_
     ordinary = make(cls=Trainer, change=unfreeze, run="ordinary")
     ordinary.train()
     make(change=unfreeze, **SAVES).train()
-    assert "2 trained parameters, such as 'base_model.model.model.norm.weight', are not in" in caplog.text
+    assert "PEFT does not save 2 of the trained parameters, such as 'base_model.model.model.norm.weight'" in caplog.text
     resumed = make(change=unfreeze, seed=1, **SAVES)
     resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
     assert_same(state(resumed), state(ordinary))
@@ -196,7 +196,7 @@ MISFITS = {
         "LoRA",
         lambda f: None,
         None,
-        r"trained\.safetensors has parameters beside the adapters that are frozen",
+        r"trained\.safetensors contains parameters, apart from the adapters, that are frozen",
     ),
     "another type": ("IA3", lambda f: None, unfreeze, "the model has no weight .*lora_A"),
     "another rank": ("DoRA", lambda f: None, unfreeze, "weights are missing, such as .*lora_magnitude_vector"),
@@ -219,9 +219,9 @@ def test_a_checkpoint_of_other_adapters_is_refused(config, change_files, change_
 def test_full_weights_and_adapters_are_told_apart(make, tmp_path, tiny_llama):
     make().save_model(tmp_path / "adapters")
     tiny_llama().save_pretrained(tmp_path / "full")
-    with pytest.raises(CheckpointError, match=r"has PEFT adapters, and the model has none.*get_peft_model"):
+    with pytest.raises(CheckpointError, match=r"contains PEFT adapters, but the model has none.*get_peft_model"):
         weights.load_weights(tiny_llama(), tmp_path / "adapters")
-    with pytest.raises(CheckpointError, match="has no PEFT adapters, and the model has"):
+    with pytest.raises(CheckpointError, match="contains no PEFT adapters, but the model has"):
         weights.load_weights(make().model, tmp_path / "full")
 
 

@@ -117,7 +117,7 @@ def test_the_state_of_another_schedule_is_refused(tmp_path):
     schedule = get_cosine_schedule_with_warmup(optimizer, 1, 4)
     torch.save(schedule.state_dict(), tmp_path / "scheduler.pt")
     checkpoint.load_scheduler(schedule, tmp_path / "scheduler.pt")
-    with pytest.raises(CheckpointError, match=r"scheduler.pt is of another schedule.* Set lr_scheduler_type"):
+    with pytest.raises(CheckpointError, match=r"scheduler.pt belongs to another schedule.* Restore lr_scheduler_type"):
         checkpoint.load_scheduler(torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer), tmp_path / "scheduler.pt")
 
 

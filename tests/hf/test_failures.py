@@ -48,9 +48,9 @@ def hang():
 
 FAULTS = {"fail": fail, "die": die, "hang": hang}
 SAID = {
-    "fail": "another rank failed or ended. The first error that the launcher shows is its own",
-    "die": "another rank failed or ended. The first error that the launcher shows is its own",
-    "hang": "another rank did not answer in time (ddp_timeout of a trainer): it is dead, hanging, or too slow.",
+    "fail": "another rank failed or exited. See the first error that the launcher shows",
+    "die": "another rank failed or exited. See the first error that the launcher shows",
+    "hang": "another rank did not answer in time (ddp_timeout of a trainer): it died, hangs, or is too slow.",
 }
 
 

@@ -268,7 +268,7 @@ def test_a_model_whose_head_is_more_than_a_matrix_is_refused(kind, make):
     """TRL would omit a layer, without an error if the shapes fit."""
     net = small(kind, **LAYER_BEFORE_THE_HEAD[kind])
     with pytest.raises(
-        UnsupportedError, match=f"{type(net).__name__}: TRL's SFTTrainer .*' lies between.* FusedTrainer"
+        UnsupportedError, match=f"{type(net).__name__}: TRL's SFTTrainer .*' is between them.* FusedTrainer"
     ):
         make(model=net)
     if kind != "electra":
@@ -298,7 +298,7 @@ def test_a_model_that_changes_logits_after_the_head_is_refused(kind, dtype, make
         net.lm_head.__class__ = Doubled
     trainer = make(model=net)
     with pytest.raises(
-        UnsupportedError, match=f"{type(net).__name__}: for one row the model computes a loss of .*FusedT"
+        UnsupportedError, match=f"{type(net).__name__}: for one row, the model computes a loss of .*FusedT"
     ):
         trainer.create_optimizer()
 
@@ -353,7 +353,7 @@ def test_adapters_are_accepted_where_the_head_is_a_matrix(config, tiny_llama):
 def test_adapters_do_not_hide_a_layer_before_the_head(make):
     net = small("modernbert-decoder", **TOKENS)
     adapted = peft.get_peft_model(net, peft.LoraConfig(**{**LORA, "target_modules": ["Wo"]}))
-    with pytest.raises(UnsupportedError, match=r"ModernBertDecoderForCausalLM: .*' lies between"):
+    with pytest.raises(UnsupportedError, match=r"ModernBertDecoderForCausalLM: .*' is between them"):
         make(model=adapted)
 
 

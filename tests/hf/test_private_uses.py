@@ -18,6 +18,11 @@ PACKAGES = tuple(hf.TESTED)
 PUBLIC = {
     "accelerate.utils", "transformers.integrations.deepspeed", "transformers.trainer_utils", "transformers.utils",
 }  # fmt: skip
+# Operators that torch lists in https://docs.pytorch.org/docs/stable/torch.compiler_ir.html
+CORE_ATEN = {"_local_scalar_dense", "_to_copy"}
+
+# A mark of torch 2.12 that lowmem looks for; without it there is less to be noticed.
+LATER = {"_fsdp_orig_uid"}
 
 
 def cells(columns):
@@ -63,7 +68,7 @@ def minor(version):
 def test_every_listed_name_exists(row):
     package, file, names, places = row
     path = Path(importlib.util.find_spec(package).origin).parent / file
-    assert set(names) <= identifiers(path), f"{path} does not have {set(names) - identifiers(path)}"
+    assert not (missing := set(names) - identifiers(path) - LATER), f"{path} does not have {missing}"
     for name in names:
         assert any(name in identifiers(ROOT / place) for place in places), f"none of {places} uses {name}"
     for place in places:
@@ -77,6 +82,7 @@ def private_names():
     nodes = [(path, node) for path, tree in trees.items() for node in ast.walk(tree)]
     ours = {"_getframe", "_replace", "_actions", "_get_values", "_option_string_actions"}  # of Python
     ours |= {"_exit", "_run_exitfuncs", "_shutdown"}  # with which its multiprocessing ends a process, too
+    ours |= CORE_ATEN
     for _, node in nodes:
         match node:
             case ast.FunctionDef(name=name) | ast.ClassDef(name=name):

@@ -51,12 +51,12 @@ def test_the_rows_that_are_left_are_trained(run, step, changes, tmp_path):
 
 
 REFUSED = {
-    "two processes": (PLAIN, {"world_size": 2}, f"[4, 1, 1] and is [4, 1, 2]. Write {BATCH}: 2, gradient"),
-    "half of a batch": (PLAIN, {BATCH: 2}, f"was [4, 1, 1] and is [2, 1, 1]. Write {BATCH}: 4, gradient"),
-    "twice the batch": (PLAIN, {BATCH: 8}, f"was [4, 1, 1] and is [8, 1, 1]. Write {BATCH}: 4"),
+    "two processes": (PLAIN, {"world_size": 2}, f"[4, 1, 1] and is now [4, 1, 2]. Write {BATCH}: 2, gradient"),
+    "half of a batch": (PLAIN, {BATCH: 2}, f"was [4, 1, 1] and is now [2, 1, 1]. Write {BATCH}: 4, gradient"),
+    "twice the batch": (PLAIN, {BATCH: 8}, f"was [4, 1, 1] and is now [8, 1, 1]. Write {BATCH}: 4"),
     "processes that would pad": (replace(PLAIN, rows=10), {"world_size": 2, BATCH: 2}, "steps: 1 (in 1 process)"),
-    "a seed": (PLAIN, {"seed": 1}, "seed was 42 and is 1. Write seed: 42, or ignore_data_skip: true"),
-    "a seed of the data": (PLAIN, {"data_seed": 3}, "data_seed was None and is 3. Write data_seed: null"),
+    "a seed": (PLAIN, {"seed": 1}, "seed was 42 and is now 1. Write seed: 42, or ignore_data_skip: true"),
+    "a seed of the data": (PLAIN, {"data_seed": 3}, "data_seed was None and is now 3. Write data_seed: null"),
     "a sampler": (PLAIN, {"train_sampling_strategy": "group_by_length"}, 'Write train_sampling_strategy: "random"'),
     "batches of lengths": (
         replace(PLAIN, train_sampling_strategy="group_by_length"), {BATCH: 2, "gradient_accumulation_steps": 2},
@@ -66,13 +66,13 @@ REFUSED = {
         replace(PLAIN, data="stream"), {BATCH: 2, "gradient_accumulation_steps": 2}, f"Write {BATCH}: 4"
     ),
     "a last batch": (replace(PLAIN, rows=10), {"dataloader_drop_last": True}, "Write dataloader_drop_last: false"),
-    "packing": (PLAIN, {"data": "packed"}, "is not what this checkpoint was trained on"),
-    "a token": (PLAIN, {"edit": "a token"}, "is not what this checkpoint was trained on"),
-    "a row of a list": (replace(PLAIN, data="list"), {"edit": "two swapped"}, "is not what this checkpoint was"),
-    "a row of a stream": (replace(PLAIN, data="stream"), {"edit": "a row less"}, "is not what this checkpoint was"),
-    "the number of torch's rows": (replace(PLAIN, data="indexed"), {"rows": 30}, "is not what this checkpoint was"),
-    "a stream of torch": (replace(PLAIN, data="stream"), {"data": "generator"}, "is not what this checkpoint was"),
-    "the model": (PLAIN, {"dropout": 0.0}, "attention_dropout is 0.2 in its config.json and 0.0 now"),
+    "packing": (PLAIN, {"data": "packed"}, "differs from the data of this checkpoint"),
+    "a token": (PLAIN, {"edit": "a token"}, "differs from the data of this checkpoint"),
+    "a row of a list": (replace(PLAIN, data="list"), {"edit": "two swapped"}, "differs from the data of this"),
+    "a row of a stream": (replace(PLAIN, data="stream"), {"edit": "a row less"}, "differs from the data of this"),
+    "the number of torch's rows": (replace(PLAIN, data="indexed"), {"rows": 30}, "differs from the data of this"),
+    "a stream of torch": (replace(PLAIN, data="stream"), {"data": "generator"}, "differs from the data of this"),
+    "the model": (PLAIN, {"dropout": 0.0}, "attention_dropout is 0.2 in its config.json and 0.0 in this model"),
 }  # fmt: skip
 
 
@@ -109,7 +109,7 @@ def test_a_checkpoint_without_a_record_continues_and_says_so(make, tmp_path, cap
     resumed = make(max_steps=3)
     with caplog.at_level(logging.WARNING):
         resumed.train(resume_from_checkpoint=str(folder))
-    assert "has no data.json, so lowmem cannot tell whether it had the same rows" in caplog.text
+    assert "has no data.json, so lowmem cannot tell whether it was trained on the same rows" in caplog.text
     assert all((a == b).all() for a, b in zip(resumed.model.parameters(), whole.model.parameters(), strict=True))
 
 
@@ -130,7 +130,7 @@ def test_steps_that_share_completions_are_not_resumed_between(name, options, tmp
 
     whole = trained()
     assert all(map(torch.equal, trained(str(tmp_path / "checkpoint-2")), whole))
-    with pytest.raises(CheckpointError, match=r"checkpoint-1 was .* share their completions.* a multiple of 2"):
+    with pytest.raises(CheckpointError, match=r"checkpoint-1 was .* share completions.* a multiple of 2"):
         trained(str(tmp_path / "checkpoint-1"))
 
 
@@ -183,7 +183,7 @@ def test_two_processes_continue_what_one_began(two, tmp_path):
     ranks = two.run(rows_of, str(tmp_path / "other"), 2, point)
     assert sorted(ranks[0][5] + ranks[1][5]) == sorted(texts.rows[5]) and ranks[0].keys() == {5}
     for message in two.run(rows_of, str(tmp_path / "other"), 4, point):
-        assert f"was [4, 1, 1] and is [4, 1, 2]. Write {BATCH}: 2, gradient_accumulation_steps: 1" in message
+        assert f"was [4, 1, 1] and is now [4, 1, 2]. Write {BATCH}: 2, gradient_accumulation_steps: 1" in message
 
 
 # -- fingerprints -----------------------------------------------------------------------------------------------------

@@ -76,7 +76,9 @@ def test_trainers_with_other_data_take_no_step(two, tmp_path):
 def test_machines_without_a_shared_disk_are_refused_where_they_save(two, tmp_path):
     """Rank 0 writes the checkpoints, and each rank reads them."""
     for message, steps in two.run(trained, str(tmp_path), 12, True, "steps"):
-        assert message.startswith("output_dir: the machines do not share this directory. Every rank resumes from what")
+        assert message.startswith(
+            "output_dir: the machines do not share this directory. Every rank resumes from the files"
+        )
         assert steps == 0
     assert [*tmp_path.glob("*/.rank-*")] == []
     assert two.run(trained, str(tmp_path), 12, True) == [(None, 2)] * 2

@@ -266,7 +266,7 @@ DAMAGE = {
     "no files": (lambda f: [path.unlink() for path in f.iterdir()], r"model\.safetensors is missing"),
     "cut short": (
         lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-10]),
-        r"model\.safetensors is damaged or cut short",
+        r"model\.safetensors is damaged or truncated",
     ),
     "no header": (lambda f: (f / "model.safetensors").write_bytes(b"x" * 99), "header too large"),
     "one missing": (
@@ -279,15 +279,15 @@ DAMAGE = {
     ),
     "one unknown": (
         lambda f: rewritten(f, lambda t: t.update({"head.bias": torch.ones(3)})),
-        "the model has no weight 'head.bias'; the checkpoint is of another model",
+        "the model has no weight 'head.bias'. The checkpoint belongs to another model",
     ),
     "another shape": (
         lambda f: rewritten(f, lambda t: t.update({"model.norm.weight": torch.ones(31)})),
-        r"'model.norm.weight' has shape \[31\] in the checkpoint and \[32\] in the model; the checkpoint is of another",
+        r"'model.norm.weight' has shape \[31\] in the checkpoint, but \[32\] in the model. The checkpoint belongs to",
     ),
     "an expert of another shape": (
         lambda f: rewritten(f, lambda t: t.update({EXPERT: torch.ones(16, 31)})),
-        rf"{EXPERT}' has shape \[16, 31\] in the checkpoint and \[16, 32\] in the model",
+        rf"{EXPERT}' has shape \[16, 31\] in the checkpoint, but \[16, 32\] in the model",
     ),
 }
 

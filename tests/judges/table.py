@@ -20,7 +20,7 @@ DISTRIBUTIONS = {"optimi": "torch-optimi"}
 REASONS = {
     "combines parameters": "combine parameters inside `step()`",
     "draws random numbers": "draw one random number for all parameters",
-    "drives other optimizers": "drive other optimizers",
+    "wraps other optimizers": "drive other optimizers",
     "takes a whole model": "take a whole model",
     "closure": "need a closure",
     "process group": "need a process group of their own",
@@ -38,7 +38,7 @@ def row(package):
         if verdict == REFUSED:
             said = next((words for key, words in REASONS.items() if key in reason), None)
             refused.setdefault(
-                said or f"`{re.sub(r'.*(does not accept this|does not run): ', '', reason)[:80]}`", []
+                said or f"`{re.sub(r'.*(is not accepted by [^:]*|does not run): ', '', reason)[:80]}`", []
             ).append(name)
     why = "; ".join(f"{words}: {', '.join(names)}" for words, names in sorted(refused.items()))
     version = metadata.version(DISTRIBUTIONS.get(package, package.partition(".")[0]))

@@ -77,7 +77,7 @@ class Pooling(MLP):
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
-@pytest.mark.parametrize(("cls", "fault"), [(Mixing, "mixes tokens"), (Pooling, "not compute one tensor of the shape")])
+@pytest.mark.parametrize(("cls", "fault"), [(Mixing, "mixes tokens"), (Pooling, "not return one tensor of the shape")])
 def test_a_module_that_only_looks_like_an_mlp_is_refused_in_its_first_forward(cls, fault, tokens):
     net = Net(cls())
     tile_mlps(net, tokens)

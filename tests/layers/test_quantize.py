@@ -199,7 +199,8 @@ class Experts(nn.Module):
 
     def forward(self, x):
         ends = torch.tensor([len(x) // 2, len(x)], dtype=torch.int32)
-        return F.grouped_mm(x, self.up_proj.transpose(-2, -1), offs=ends)
+        grouped_mm = getattr(F, "grouped_mm", None) or torch._grouped_mm  # torch 2.9 has the second
+        return grouped_mm(x, self.up_proj.transpose(-2, -1), offs=ends)
 
 
 @pytest.mark.cpu_only("a GPU has larger tiles")
@@ -237,7 +238,7 @@ def test_eight_bits_are_warned_about(llama, caplog):
     llama("int10")
     assert not caplog.records
     model = llama("int8")
-    assert "int12 nearly all" in caplog.text
+    assert "int12 weights almost as much" in caplog.text
     lowmem.quantize_(model, "int8")  # as a trainer does, again
     assert len(caplog.records) == 1
 
@@ -346,7 +347,7 @@ def test_a_weight_with_hooks_is_refused(llama, register):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"rounding": "nearest"}, "most updates would be lost.*39 %"),
+        ({"rounding": "nearest"}, "would lose most updates.*39 %"),
         ({"rounding": "compensated"}, "Omit rounding"),
         ({"rule": torch.optim.AdamW}, "Use a rule of lowmem"),
         ({"weight_format": "int8"}, "lowmem.quantize_\\(model, 'int8'\\)"),

@@ -192,7 +192,7 @@ def refused(rank, kind):
 @pytest.mark.parametrize("kind", SHARDS)
 def test_a_large_parameter_whose_shards_do_not_divide_is_refused_by_name(two, kind):
     for message in two.run(refused, kind):
-        assert message.startswith("parameter 'gain' of shape [4128] cannot be held in groups of 32 elements of a row")
+        assert message.startswith("parameter 'gain' of shape [4128] cannot be stored in groups of 32 elements per row")
         assert "another rounding or state_storage" in message
     optimizer(Uneven(4128), EIGHT_BITS).remove()  # on one device it can
 

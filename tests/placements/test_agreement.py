@@ -47,13 +47,13 @@ def other_dtypes(rank):
 
 
 DIFFERENT = {
-    other_values: "rank 1 have other values",
-    one_element: "rank 1 have other values",
-    two_exchanged: "rank 1 have other values",
+    other_values: "the values of the parameters differ between rank 0 and rank 1",
+    one_element: "the values of the parameters differ between rank 0 and rank 1",
+    two_exchanged: "the values of the parameters differ between rank 0 and rank 1",
     stages: r"rank 0 has 4 parameter\(s\) and rank 1 has 6",
     more_groups: r"rank 0 has 2 parameter\(s\) and rank 1 has 4",
-    other_names: "rank 1 have other names, shapes or dtypes",
-    other_dtypes: "rank 1 have other names, shapes or dtypes",
+    other_names: "the names, shapes or dtypes of the parameters differ",
+    other_dtypes: "the names, shapes or dtypes of the parameters differ",
 }
 
 
@@ -79,7 +79,7 @@ def a_group_that_differs(rank):
     net = layers(1)
     opt = lowmem.FusedOptimizer(net.named_parameters(), rule="lomo", lr=0.1)
     torch.manual_seed(rank)
-    with pytest.raises(UnsupportedError, match="rank 1 have other values"):
+    with pytest.raises(UnsupportedError, match="the values of the parameters differ between rank 0 and rank 1"):
         opt.add_param_group({"params": list(layers(1).named_parameters(prefix="late"))})
     opt.backward(net(torch.ones(1, 4)).sum())
     return [param.detach() for param in net.parameters()]

@@ -147,7 +147,7 @@ def twice_fired(rank):
     shared = torch.nn.Linear(4, 4, bias=False)
     opt = lowmem.FusedOptimizer(shared.named_parameters(), policy="deferred")
     x = torch.ones(2, 4, requires_grad=True)
-    with pytest.raises(StepError, match="is being reduced already"):
+    with pytest.raises(StepError, match="is already being reduced"):
         opt.backward(shared(checkpoint(shared, x, use_reentrant=True)).sum())
 
 

@@ -35,7 +35,8 @@ IN_FLIGHT = {"zero3": 4 << 20, "fsdp2": 0}  # a full gradient while the backward
 
 
 def memory_of(action, *held):
-    with warnings.catch_warnings(action="ignore"), Memory(*held) as memory:
+    with warnings.catch_warnings(), Memory(*held) as memory:
+        warnings.simplefilter("ignore")
         action()
     return memory
 

@@ -93,7 +93,7 @@ def test_step_offset_of_a_new_run(give_gradients, size, plain):
     param = torch.nn.Parameter(torch.ones(size))
     opt = lowmem.FusedOptimizer([param], rule="adafactor", step_offset=10)
     for _ in range(2):
-        with pytest.raises(ConfigError, match=r"step_offset=10, but this is step 1: .*omit it in a new run"):
+        with pytest.raises(ConfigError, match=r"step_offset=10, but this is step 1\. .*Omit it in a new run"):
             param.sum().backward() if plain else give_gradients(opt, (param, torch.ones(size)))
         opt.zero_grad()
     assert (param == 1).all()

@@ -107,5 +107,5 @@ def test_dtype_of_the_momentum(give_gradients, dtype, asked):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_quantisation_takes_float32_weights(dtype):
-    with pytest.raises(UnsupportedError, match=rf"'w' of shape \[2, 3\] is {dtype}; simulated_quantize_bits"):
+    with pytest.raises(UnsupportedError, match=rf"'w' of shape \[2, 3\] is {dtype}, but simulated_quantize_bits"):
         made(torch.zeros(2, 3, dtype=dtype), simulated_quantize_bits=8)

@@ -100,7 +100,7 @@ def test_what_is_factored(give_gradients, shape, options, want):
 )
 def test_a_rule_that_is_ignored(give_gradients, shape, options, roles):
     """As in the source, vectors and matrices follow the heuristic; here it is said by name."""
-    with pytest.warns(UserWarning, match=rf"'block/w' of shape \[6(, 4)?\]: .* heuristic decides, .*{roles}"):
+    with pytest.warns(UserWarning, match=rf"'block/w' of shape \[6(, 4)?\]: .* heuristic is used .*{roles}"):
         found = kept(give_gradients, shape, **options, min_dim_size_to_factor=4)
     assert found == ({"v": (6,)} if len(shape) == 1 else {"v_row": (4,), "v_col": (6,)})
 

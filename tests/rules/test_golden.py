@@ -31,7 +31,7 @@ def test_enough_cases():
     assert count == {"scaled_adam": 12, "t2t_adafactor": 14, "lans": 24, "t5x_adafactor": 20, "adalomo": 17}
 
 
-@pytest.mark.filterwarnings("ignore:.*the heuristic decides")
+@pytest.mark.filterwarnings("ignore:.*the heuristic is used")
 @pytest.mark.parametrize("entry", REPLAYED)
 def test_replay(entry):
     result = replay(Case(FOLDER, entry))
@@ -49,7 +49,7 @@ NORMED = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:.*the heuristic decides")
+@pytest.mark.filterwarnings("ignore:.*the heuristic is used")
 @pytest.mark.parametrize("entry", NORMED)
 def test_replay_deferred(entry):
     """What clips by a norm over all gradients, once more with the other policy that knows it."""

@@ -182,7 +182,7 @@ OUT_OF_RANGE = {
     "adafactor_t2t": {
         "lr": ("a number >= 0, or None", [-1e-3, "auto"]),
         "multiply_by_parameter_scale": ("True or False", [None, []]),
-        "decay_type": ("Known are pow, adam", ["Adam", None]),
+        "decay_type": ("Choose from pow, adam", ["Adam", None]),
         "memory_exponent": ("a number > 0 and <= 1", [0.0, 1.1, None]),
         "beta2": ("a number > 0 and < 1", [0.0, 1.0]),
         "decay_rate": ("a number >= 0 and < 1, or None", NO_RATES),
@@ -191,7 +191,7 @@ OUT_OF_RANGE = {
         "factored": ("True or False", [None]),
         "factor_stacks": ("True or False", [1]),
         "simulated_quantize_bits": ("a whole number >= 2 and <= 22", [0, 1, 23, 8.0, True]),
-        "dtype_momentum": ("or None for the weight's own", ["float8", 16]),
+        "dtype_momentum": ("or None for the weight's dtype", ["float8", 16]),
     },
     "scaled_adam": {
         "lr": ("a number >= 0", [-1.0]),
@@ -373,7 +373,7 @@ def test_rule_from_outside(clean_table, give_gradients):
         torch.testing.assert_close(param.detach(), torch.tensor([[-0.2, 0.2], [-0.05, -0.05]]))
         torch.testing.assert_close(opt.named_state_dict()["state"]["w"]["momentum"], 0.1 * grad)
         opt.remove()
-    with pytest.raises(ConfigError, match="'row_signs' is registered already"):
+    with pytest.raises(ConfigError, match="'row_signs' is already registered"):
         lowmem.rules.register("row_signs")(RowSigns)
 
 
@@ -393,7 +393,7 @@ def test_the_example_in_contributing(clean_table, give_gradients, tmp_path, monk
     [
         ("adalmo", "Did you mean 'adalomo'"),
         ("scaledadam", "Did you mean 'scaled_adam'"),
-        ("nothing_like_it", "Known are adafactor, adafactor_t2t, adalomo, adamw, lans, lion, lomo, scaled_adam, and"),
+        ("nothing_like_it", "Choose from adafactor, adafactor_t2t, adalomo, adamw, lans, lion, lomo, scaled_adam, or"),
         ("torch.optim.AdamX", "Did you mean 'Adam"),
         ("no_such_package.AdamW", "no_such_package is not installed"),
         ("torch.nn.Linear", "not a torch.optim.Optimizer class"),

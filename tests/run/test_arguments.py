@@ -121,7 +121,7 @@ def test_hyperparameters_of_the_rule_are_arguments(rule, parsed, refused):
     assert nested.fused == FusedConfig(rule=rule, **{name: 0.5})
     assert nested.fused == parsed("", "--fused.rule", rule, f"--fused.{name}", "0.5").fused
     assert nested.fused == parsed(f"fused: {{rule: {rule}}}", f"--fused.{name}", "0.5").fused
-    assert f"line 1: unknown key 'fused.{name}'. The rule lion has" in refused(f"fused: {{{name}: 1, rule: lion}}")
+    assert f"line 1: unknown key 'fused.{name}'. The rule lion takes" in refused(f"fused: {{{name}: 1, rule: lion}}")
 
 
 # --- Mistakes ---------------------------------------------------------------------------------------------------------
@@ -162,31 +162,31 @@ MISTAKES = {
     "- a": "expected keys and values",
     "a: &x [*x]": "line 1: found unconstructable recursive node",
     "seed: !!python/object:os.system 3": "line 1: could not determine a constructor",
-    "model_init_kwargs: {token: abc}": "line 1: model_init_kwargs has a password or token",
-    "hub_token: hf_abcdefghijklmnopqrst": "line 1: hub_token has a password or token",
+    "model_init_kwargs: {token: abc}": "line 1: model_init_kwargs contains a password or token",
+    "hub_token: hf_abcdefghijklmnopqrst": "line 1: hub_token contains a password or token",
     "num_processes: 2": "line 1: unknown key 'num_processes'.",
-    "accelerate_config: fsdp2": "Options of the launcher come before: accelerate launch OPTIONS -m lowmem sft ...",
+    "accelerate_config: fsdp2": "the launcher before the command: accelerate launch OPTIONS -m lowmem sft ...",
     "zzz": "expected keys and values",
     "seed: 1\nmax_length: !!int x": "c.yaml, line 2: 'x' is not of the type !!int",
     "run_name: !!timestamp x": "c.yaml, line 1: 'x' is not of the type !!timestamp",
     "packing: !!bool x": "c.yaml, line 1: 'x' is not of the type !!bool",
     "run_name: 2026-13-45": "c.yaml, line 1: '2026-13-45' is not of the type !!timestamp",
-    "env: {'a=b': c}": "c.yaml, line 1: env: no variable can be named or set so",
-    "env: {'': c}": "c.yaml, line 1: env: no variable can be named or set so",
-    'env: {a: "\\0"}': "c.yaml, line 1: env: no variable can be named or set so",
-    "model_init_kwargs:\n" + BOMB: "it has more than 100,000 characters with its aliases",
-    "lr_scheduler_type:\n" + BOMB: "it has more than 100,000 characters with its aliases",
+    "env: {'a=b': c}": "c.yaml, line 1: env: a variable cannot be set",
+    "env: {'': c}": "c.yaml, line 1: env: a variable cannot be set",
+    'env: {a: "\\0"}': "c.yaml, line 1: env: a variable cannot be set",
+    "model_init_kwargs:\n" + BOMB: "it has more than 100,000 characters after its aliases are expanded",
+    "lr_scheduler_type:\n" + BOMB: "it has more than 100,000 characters after its aliases are expanded",
     f"? {'a' * 1_000_000}\n: 1": "line 1: it has more than 100,000 characters",
     f"lr_scheduler_type: {'a' * 1_000_000}": "line 1: it has more than 100,000 characters",
     "model_init_kwargs: " + "[" * 100_000: "c.yaml: it is nested too deeply",
     "model_init_kwargs: '[1]'": "line 1: model_init_kwargs: expected a mapping",
-    "dataset_name: a\ndatasets: [json]": "line 1: dataset_name has no effect beside datasets",
-    "torch_dtype: bfloat16": "line 1: unknown key 'torch_dtype'. An earlier version had it: write dtype instead",
+    "dataset_name: a\ndatasets: [json]": "line 1: dataset_name has no effect together with datasets",
+    "torch_dtype: bfloat16": "line 1: unknown key 'torch_dtype'. It belongs to an earlier version: write dtype instead",
     "group_by_length: true": "write train_sampling_strategy: group_by_length instead",
     "use_flash_attn: true": "write attn_implementation: flash_attention_2 instead",
     "no_cuda: true": "write use_cpu instead",
     "warmup_ratio: 0.1": "write warmup_steps: SHARE",
-    "overwrite_output_dir: true": "An earlier version had it: omit it",
+    "overwrite_output_dir: true": "It belongs to an earlier version: omit it",
     "num_train_epochs: .nan": "line 1: num_train_epochs=nan is out of range; allowed: a number",
 }  # fmt: skip
 
@@ -206,15 +206,15 @@ def test_mistakes_in_a_file(text, refused):
         ("stray", "unknown argument 'stray'"),
         ("--fused.rule adaloom", "rule 'adaloom' is unknown"),
         ("--fused.betas [1", "--fused.betas: '[1' is not YAML"),
-        ("--fused.momentum 3", "'fused.momentum'. The rule adamw has lr, betas, eps, weight_decay"),
+        ("--fused.momentum 3", "'fused.momentum'. The rule adamw takes lr, betas, eps, weight_decay"),
         ("--config none.yaml", "none.yaml cannot be read: No such file"),
         ("--config", "--config: expected one argument"),
-        ("--hub_token hf_abcdefghijklmnopqrst", "--hub_token has a password or token"),
+        ("--hub_token hf_abcdefghijklmnopqrst", "--hub_token contains a password or token"),
         ("--num_processes 2 --max_steps 3", "accelerate launch OPTIONS -m lowmem sft ..."),
         (f"--model_init_kwargs {'[' * 100_000}", "--model_init_kwargs: expected a mapping"),
         ("--model_init_kwargs " + '{"a":' * 20_000, "maximum recursion depth exceeded"),
         (f"--fused.betas {'[' * 900}", "is not YAML: it is nested too deeply"),
-        ("--torch_dtype x", "unknown argument 'torch_dtype'. An earlier version had it: write dtype instead"),
+        ("--torch_dtype x", "unknown argument 'torch_dtype'. It belongs to an earlier version: write dtype instead"),
         ("--save_steps 0", "--save_steps=0.0 is out of range; allowed: a number > 0"),
     ],
 )

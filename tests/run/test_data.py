@@ -53,8 +53,8 @@ def looked_at(arguments):
         ({"datasets": None}, "no data: set dataset_name, or datasets: [{path: json, data_files: chats.jsonl}]"),
         ({"datasets": None, "dataset_name": "no/such"}, "the data cannot be loaded: "),
         ({"datasets": [{"path": "json", "data_files": "none.jsonl"}]}, "none.jsonl"),
-        ({"dataset_train_split": "all"}, "no split 'all'. It has train; set dataset_train_split"),
-        ({"eval_strategy": "steps"}, "set dataset_test_split to one; or name its file in data_files: {train: "),
+        ({"dataset_train_split": "all"}, "no split 'all'. It has train. Set dataset_train_split"),
+        ({"eval_strategy": "steps"}, "Set dataset_test_split to one of them; or name its file in data_files: {train: "),
     ],
 )  # fmt: skip
 def test_data_that_is_not_there(changes, message, arguments):
@@ -130,7 +130,7 @@ def test_rows_of_which_nothing_is_left_are_counted_wherever_they_are(place, argu
     parsed = arguments(rows, max_length=16, assistant_only_loss=True)
     train, _ = data.load(parsed)
     counts = data.check(build.trainer(parsed, train, None), train)
-    assert counts.startswith("111 rows, 1 left out, of which max_length=16 leaves nothing to train on, ")
+    assert counts.startswith("111 rows, 1 dropped, because max_length=16 leaves no token to train on, ")
 
 
 def test_what_max_length_cuts_off_is_counted(looked_at):
@@ -150,15 +150,15 @@ def test_what_max_length_cuts_off_is_counted(looked_at):
 def test_pairs_that_are_too_long_are_counted(command, looked_at):
     usual = runs.FILES["kto.jsonl" if command == "kto" else "preferences.jsonl"]
     long = {**usual[0], "prompt": runs.user("the " * 40)}
-    assert looked_at([long, *usual], command, max_length=20).startswith("17 rows, 1 left out, of which max_length=20 ")
-    with pytest.raises(DataError, match="none of 2 rows is left with max_length=20"):
+    assert looked_at([long, *usual], command, max_length=20).startswith("17 rows, 1 dropped, because max_length=20 ")
+    with pytest.raises(DataError, match="max_length=20 leaves none of 2 rows"):
         looked_at([long] * 2, command, max_length=20)
 
 
 def test_rows_of_which_nothing_is_trained_on_are_refused(looked_at):
     with pytest.raises(DataError, match="none of the 48 tokens in 3 rows contributes to the loss"):
         looked_at([LATE] * 3, max_length=16, assistant_only_loss=True, packing=True)
-    with pytest.raises(DataError, match=r"none of 2 rows is left with max_length=1024: .* the format of the rows"):
+    with pytest.raises(DataError, match=r"max_length=1024 leaves none of 2 rows\. .* the format of the rows"):
         looked_at([{"messages": "a text"}] * 2)
     with pytest.raises(DataError, match="none of the 2 tokens in 2 rows contributes to the loss"):
         looked_at([{"text": "the old cat"}] * 2, max_length=1)
@@ -176,10 +176,10 @@ def test_evaluation_data_are_looked_at_too(arguments, tmp_path):
     train, evaluation = data.load(parsed)
     assert (len(train), len(evaluation)) == (8, 2)
     counts = data.check(build.trainer(parsed, train, evaluation), train, evaluation)
-    assert "; evaluation: 2 rows, 1 left out" in counts
+    assert "; evaluation: 2 rows, 1 dropped" in counts
     runs.write_rows(tmp_path / "test.jsonl", [LATE] * 2)
     train, evaluation = data.load(parsed)
-    with pytest.raises(DataError, match="none of 2 rows of the evaluation data is left with max_length=16"):
+    with pytest.raises(DataError, match="max_length=16 leaves none of 2 rows of the evaluation data"):
         data.check(build.trainer(parsed, train, evaluation), train, evaluation)
 
 
@@ -247,7 +247,7 @@ def test_a_warning_of_rows_is_shown_although_they_are_in_the_cache(arguments, ca
 
 
 @pytest.mark.parametrize(
-    ("positions", "rows", "message"), [(4, 300, "12 tokens, and the model 4"), (64, 200, "has 200")]
+    ("positions", "rows", "message"), [(4, 300, "12 tokens, but the model has 4"), (64, 200, "has 200")]
 )
 def test_a_model_without_a_row_or_a_position_for_a_token_is_refused(positions, rows, message, arguments, tmp_path):
     config = GPT2Config(vocab_size=rows, n_positions=positions, n_embd=16, n_layer=1, n_head=2)
@@ -305,7 +305,7 @@ def test_a_run_is_not_continued_with_other_data(tmp_path):
     again = ("sft", "--config", tmp_path / "run" / "config.yaml", "--resume_from_checkpoint", "last", "--max_steps", 2)
     runs.write_rows(path, runs.FILES["chats.jsonl"][1:])
     other = runs.lowmem(*again)
-    assert other.status == 2 and "is not what this checkpoint was trained on" in other.err
+    assert other.status == 2 and "differs from the data of this checkpoint" in other.err
     runs.write_rows(path, runs.FILES["chats.jsonl"])
     assert runs.lowmem(*again).status == 0
     assert len(json.loads((tmp_path / "run" / "checkpoint-2" / "data.json").read_text())["data"]) == 32
@@ -314,10 +314,10 @@ def test_a_run_is_not_continued_with_other_data(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (("--per_device_train_batch_size", 4), "was [2, 1, 1] and is [4, 1, 1]. Write per_device_train_batch_size: 2"),
-        (("--seed", 1), "seed was 42 and is 1. Write seed: 42, or ignore_data_skip: true"),
+        (("--per_device_train_batch_size", 4), "[2, 1, 1] and is now [4, 1, 1]. Write per_device_train_batch_size: 2"),
+        (("--seed", 1), "seed was 42 and is now 1. Write seed: 42, or ignore_data_skip: true"),
         (("--train_sampling_strategy", "group_by_length"), "Write train_sampling_strategy: \"random\""),
-        (("--packing", True, "--max_length", 32), "is not what this checkpoint was trained on"),
+        (("--packing", True, "--max_length", 32), "differs from the data of this checkpoint"),
     ],
 )  # fmt: skip
 def test_a_run_is_not_continued_with_other_rows(change, message, stopped):

@@ -31,7 +31,7 @@ def test_a_folder_is_used_by_one_process_at_a_time(tmp_path):
     [
         ([], "last", "has no run to resume. Omit --resume_from_checkpoint"),
         (["notes.txt"], "last", "has no run to resume"),
-        (["notes.txt"], None, "is not empty (it has notes.txt). Set output_dir to another folder"),
+        (["notes.txt"], None, "is not empty (it contains notes.txt). Set output_dir to another folder"),
         (["config.yaml"], None, "already contains a run. Continue it with --resume_from_checkpoint last"),
         (["checkpoint-4/config.json"], None, "already contains a run. Continue it with --resume_from_checkpoint last"),
     ],
@@ -89,7 +89,7 @@ def test_what_cannot_be_a_folder_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="is a file"):
         use(tmp_path / "file")
-    with pytest.raises(LowmemError, match="can't be written: not a directory"):
+    with pytest.raises(LowmemError, match="cannot be written: not a directory"):
         use(tmp_path / "file" / "run")
     with pytest.raises(ConfigError, match="has no run to resume"):
         use(tmp_path / "none", resume="last")

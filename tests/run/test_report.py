@@ -300,7 +300,7 @@ def test_a_picture_that_fails_does_not_hide_what_ended_the_run(trainer, run_dir)
     printed = io.StringIO()
     with pytest.raises(RuntimeError, match="gone"), RunReport(run_dir, Console(file=printed)).attached(trained):
         trained.train()
-    assert "loss.png: can't be written" in printed.getvalue()
+    assert "loss.png: cannot be written" in printed.getvalue()
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
@@ -311,7 +311,7 @@ def test_a_full_disk_names_the_file_and_the_way_out(trainer, run_dir, monkeypatc
     with pytest.raises(LowmemError) as caught:
         train(trained, run_dir)
     message = str(caught.value)
-    assert f"{run_dir}/metrics.jsonl: can't be written: no space left on device" in message
+    assert f"{run_dir}/metrics.jsonl: cannot be written: no space left on device" in message
     assert "output_dir" in message
 
 
@@ -325,8 +325,8 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path, monkeypat
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Path, "write_bytes", half)
-    with pytest.raises(LowmemError, match=r"kept\.txt: can't be written: no space left on device\. Free some space"):
+    with pytest.raises(LowmemError, match=r"kept\.txt: cannot be written: no space left on device\. Free some space"):
         write_file(path, b"new")
     assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [("kept.txt", b"old")]
-    with pytest.raises(LowmemError, match=r"can't be written: permission denied\.$"), writing(tmp_path):
+    with pytest.raises(LowmemError, match=r"cannot be written: permission denied\.$"), writing(tmp_path):
         raise PermissionError(errno.EACCES, "Permission denied")  # only a full disk is told to free space

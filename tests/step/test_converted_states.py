@@ -88,7 +88,7 @@ def test_another_storage_is_refused_with_the_option_that_converts_it():
     train(net, opt)
     _, other = made("8bit")
     with pytest.raises(
-        CheckpointError, match="state_storage 'float32', this one '8bit'; convert_states=True converts it"
+        CheckpointError, match=r"state_storage 'float32', but this one has '8bit'\. convert_states=True converts it"
     ):
         other.load_state_dict(opt.state_dict())
     assert len(other.state) == 0

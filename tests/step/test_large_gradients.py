@@ -145,7 +145,7 @@ def test_a_mean_of_squares_that_would_overflow(give_gradients, rule, policy, cap
     assert opt.loss_scale == 2.0
     (warning,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert "step 2 skipped 1 parameter(s)" in warning
-    assert "the gradient of 'param1' overflow" in warning
+    assert "the squared gradient of 'param1' overflow" in warning
 
 
 @pytest.mark.parametrize("policy", POLICIES)

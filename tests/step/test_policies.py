@@ -78,7 +78,7 @@ def test_no_step_from_this(net, opt, loss, message):
 def test_leftover_gradient(net, opt):
     net.middle.weight.grad = torch.ones(4, 4)
     before = weights(net)
-    with pytest.raises(StepError, match=r"'middle\.weight' has a gradient in \.grad already"):
+    with pytest.raises(StepError, match=r"'middle\.weight' already has a gradient in \.grad"):
         opt.backward(net())
     assert not any(moved(net, before))
     opt.zero_grad()

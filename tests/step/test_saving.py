@@ -67,7 +67,7 @@ def test_a_state_that_depends_on_the_dtype(was, now, rule, options, state, tmp_p
     saved = saved_from(was, rule, **options)
     net, opt = make(now, rule, **options)
     before = [param.detach().clone() for param in net.parameters()]
-    message = rf"state '{state}' is of the weight 'weight' in {was}, which .* in {now}\. .* model\.to\({was}\)"
+    message = rf"state '{state}' belongs to the weight 'weight' in {was}, but .* is {now}\. .* model\.to\({was}\)"
     with pytest.raises(CheckpointError, match=message):
         opt.load_state_dict(saved.state_dict())
     save_optimizer(saved, tmp_path / "optimizer.safetensors")
@@ -161,7 +161,7 @@ def test_another_format_is_refused_with_both_names(option, other, tmp_path):
         (_, saved), (param, opt) = in_format(**was), in_format(**now)
         before = param.detach().clone(), opt.named_state_dict()["state"]["w"]["exp_avg"].clone()
         names = [options.get(option, EIGHT_BITS[option]) for options in (was, now)]
-        message = "the saved optimizer has {} '{}', this one '{}'".format(option, *names)
+        message = "the saved optimizer has {} '{}', but this one has '{}'".format(option, *names)
         with pytest.raises(CheckpointError, match=message):
             opt.load_state_dict(saved.state_dict())
         save_optimizer(saved, tmp_path / "optimizer.safetensors")
@@ -177,7 +177,7 @@ def test_states_of_torchs_adamw_are_refused_where_they_are_held_in_8_bits():
     param.grad = torch.ones_like(param)
     plain.step()
     with pytest.raises(
-        CheckpointError, match=r"exp_avg \[64, 64\] float32.* this optimizer's .*exp_avg \[64, 64\] int8"
+        CheckpointError, match=r"exp_avg \[64, 64\] float32.* this optimizer has .*exp_avg \[64, 64\] int8"
     ):
         opt.load_state_dict(plain.state_dict())
 
@@ -194,5 +194,5 @@ def test_damaged_codes(damage):
         state["exp_avg"] = state["exp_avg"].view(torch.uint8)
     else:
         state["exp_avg.scale"] = state["exp_avg.scale"][:, :1]
-    with pytest.raises(CheckpointError, match=r"saved state of 'w' has .*, this optimizer's .*exp_avg\.scale"):
+    with pytest.raises(CheckpointError, match=r"saved state of 'w' has .* but this optimizer has .*exp_avg\.scale"):
         opt.load_named_state_dict(saved)

@@ -699,7 +699,8 @@ def run(seed: int, folder: Path | None = None, compile: bool = True) -> str:
     """
     s = draw(seed, compile)
     try:
-        with warnings.catch_warnings(action="ignore"):  # steps of the ordinary optimizer that a scheduler misses
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # steps of the ordinary optimizer that a scheduler misses
             return trained(s)
     except Exception as error:
         kind = "" if isinstance(error, DefectError) else f"{type(error).__name__}: "

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import os
 from argparse import Namespace
 from collections.abc import Iterator
 from functools import cache
@@ -150,10 +151,21 @@ def lowmem(*words: object) -> Ended:
     return Ended(int(status or 0), out.getvalue(), err.getvalue())
 
 
+@contextlib.contextmanager
+def inside(folder: Path) -> Iterator[None]:
+    """`contextlib.chdir`, which Python 3.10 does not have."""
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
 def train(folder: Path, command: str, *words: object) -> Ended:
     """`lowmem`, in `folder`. A mistake of the user is one message of an acceptable length, and leaves no file."""
     before = set(folder.rglob("*"))
-    with contextlib.chdir(folder):
+    with inside(folder):
         ended = lowmem(command, *words)
     assert ended.status in (0, 2), ended
     if ended.status == 2:

@@ -105,7 +105,7 @@ def test_one_rank_looks_for_the_checkpoint_once(two, newest, run):
 def test_every_rank_raises_what_the_first_one_found(two, run):
     flip(run / NEWEST / "model.safetensors")
     for message, *_ in two.run(looked_for, str(run / NEWEST), str(run)):
-        assert "model.safetensors is damaged: its checksum is not that in" in message
+        assert "model.safetensors is damaged: its checksum differs from the one in" in message
 
 
 def looked_for(rank, requested, folder):
@@ -160,8 +160,8 @@ def test_the_lines_are_those_of_xxh128sum(tmp_path):
 LINES = {
     "": "it is empty",
     "junk\n": "line 1 is not a checksum and a name",
-    f"{'0' * 32}  ../checkpoint-2/config.json\n": "outside of the checkpoint",
-    f"{'0' * 32}  /etc/passwd\n": "outside of the checkpoint",
+    f"{'0' * 32}  ../checkpoint-2/config.json\n": "outside the checkpoint",
+    f"{'0' * 32}  /etc/passwd\n": "outside the checkpoint",
     f"{'0' * 32}  adapter/x\n": "adapter/x is missing",
 }
 
@@ -177,10 +177,10 @@ def test_damaged_checksums_are_refused(run, text, message):
 def test_only_resuming_needs_checksums(run):
     (run / NEWEST / "checksums.txt").unlink()
     checkpoint.check_model(run / NEWEST)
-    with pytest.raises(CheckpointError, match="not written completely, or by another program"):
+    with pytest.raises(CheckpointError, match="is incomplete or was written by another program"):
         checkpoint.check_resumable(run / NEWEST)
     cut(run / NEWEST / "model.safetensors")
-    with pytest.raises(CheckpointError, match="damaged or cut short"):
+    with pytest.raises(CheckpointError, match="damaged or truncated"):
         checkpoint.check_model(run / NEWEST)
 
 

@@ -77,7 +77,7 @@ def test_the_default_of_transformers_differs_in_last_bits(make):
 @pytest.mark.parametrize(
     ("fused", "arguments", "usual"),
     [
-        (FusedConfig(rule="adalomo"), {}, "its usual rate is 0.001 .*; AdamW's 5e-05 is about 0.00"),
+        (FusedConfig(rule="adalomo"), {}, "its usual rate is 0.001 .*; AdamW's 5e-05 corresponds to about 0.00"),
         (None, {"optim": "adalomo"}, "its usual rate is 0.001"),
         (FusedConfig(rule="lion"), {}, "its usual rate is 1e-05"),
         (FusedConfig(rule="lomo", clip_value=1.0), {"learning_rate": DEFAULT}, "its usual rate is 0.01"),
@@ -180,7 +180,8 @@ def test_relative_rates_are_computed_from_the_weights(dtype):
     size = ((1500 * 0.02**2 + 500 * 0.04**2) / 2000) ** 0.5
     said = rule.rates([weight.to(dtype) for weight in weights], adamw=1e-5)
     assert said.endswith(
-        f"AdamW's 1e-05 is about {0.9e-5 / size:.2g} to {1.3e-5 / size:.2g} for weights with rms {size:.2g}, as here"
+        f"AdamW's 1e-05 corresponds to about {0.9e-5 / size:.2g} to {1.3e-5 / size:.2g} for weights "
+        f"with rms {size:.2g}, as here"
     )
     assert "rms" not in rule.rates([torch.empty(0)]) and "rms" not in lowmem.rules.resolve("lion").rates(weights)
 
@@ -195,7 +196,10 @@ def test_rules_names_the_rate_for_a_model(tmp_path, capsys):
         cli.main(["rules", "adalomo", "--model", str(tmp_path)])
     size = 0.0005**0.5
     assert done.value.code == 0
-    assert f"AdamW's 2e-05 is about {0.9 * 2e-5 / size:.2g} to {1.3 * 2e-5 / size:.2g} for" in capsys.readouterr().out
+    assert (
+        f"AdamW's 2e-05 corresponds to about {0.9 * 2e-5 / size:.2g} to {1.3 * 2e-5 / size:.2g} for"
+        in capsys.readouterr().out
+    )
     for arguments in (["rules", "--model", str(tmp_path)], ["rules", "adalomo", "--model", str(tmp_path / "none")]):
         with run() as done:
             cli.main(arguments)
@@ -266,5 +270,5 @@ def test_the_log_says_how_weights_are_held_and_which_policy_is_chosen(make, tiny
 def test_a_foreign_optimizer_in_bfloat16_is_warned_about(make, tiny_llama, caplog):
     lowmem.step.program._warn_of_lost_updates.cache_clear()
     make(model=tiny_llama(torch.bfloat16), fused=FusedConfig(rule="torch.optim.AdamW")).create_optimizer()
-    assert "unless torch.optim.adamw.AdamW itself does otherwise" in caplog.text
+    assert "unless torch.optim.adamw.AdamW itself rounds differently" in caplog.text
     assert "rounding='stochastic', which loses none and needs a float32 copy of one parameter at a time" in caplog.text

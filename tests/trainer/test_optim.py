@@ -84,13 +84,13 @@ REFUSED = {
     "other betas": (
         lowmem.FusedConfig(betas=(0.7, 0.95)),
         {"adam_beta1": 0.8},
-        r"fused.betas=\(0.7, 0.95\) contradicts betas=\(0.8, 0.999\) of the arguments",
+        r"fused.betas=\(0.7, 0.95\) contradicts betas=\(0.8, 0.999\) in the arguments",
     ),
     "another momentum": (lowmem.FusedConfig(momentum=0.8), MOMENTUM, "fused.momentum=0.8 contradicts momentum=0.9"),
     "arguments that Hugging Face ignores": (
         None,
         {"optim": "adamw_torch", "optim_args": "momentum=0.9"},
-        "'adamw_torch' takes no 'momentum'",
+        "'adamw_torch' does not take 'momentum'",
     ),
     "a package that is not there": (None, {"optim": "grokadamw"}, "optim='grokadamw': Please install grokadamw"),
     "projections": (
@@ -99,7 +99,11 @@ REFUSED = {
         "optim_target_modules=.'mlp'. has no effect",
     ),
     "the whole model": (None, {"optim": "apollo_adamw"}, "optim='apollo_adamw': "),
-    "8 bits": (None, {"optim": "adamw_bnb_8bit"}, "optim='adamw_bnb_8bit': .*(embeddings in 32 bits|pip install)"),
+    "8 bits": (
+        None,
+        {"optim": "adamw_bnb_8bit"},
+        "optim='adamw_bnb_8bit': .*(32-bit states for embeddings|pip install)",
+    ),
     "weight decay in optim_args": (
         None,
         {"optim": "sgd", "optim_args": "weight_decay=0.1"},

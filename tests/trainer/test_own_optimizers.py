@@ -141,7 +141,7 @@ class Partial(Trainer):
         (Hooked, "hooks around its step or a schedule"),
         (Scheduled, "hooks around its step or a schedule"),
         (Hides, "options that are not in its `defaults`"),
-        (Partial, "in the model alone, or in the optimizer that the class makes alone"),
+        (Partial, "only in the model, or only in the optimizer that the class creates"),
     ],
 )
 def test_what_would_be_lost_of_it_is_refused_before_the_first_step(make, cls, message):
@@ -195,7 +195,7 @@ def test_a_loop_of_its_own_trains_as_without_the_mixin(make, accumulation):
 def test_a_loop_of_its_own_is_clipped_only_if_that_is_asked_for(make):
     trainer = make(fused(OwnLoop), optim="adamw_torch", max_grad_norm=1.0)
     start = weights(trainer)
-    with pytest.raises(ConfigError, match=r"FusedOwnLoop has a training loop of its own.* set max_grad_norm=0"):
+    with pytest.raises(ConfigError, match=r"FusedOwnLoop has a custom training loop.* set max_grad_norm=0"):
         trainer.train()
     assert all(map(torch.equal, start, weights(trainer)))
     asked = make(fused(OwnLoop), optim="adamw_torch", max_grad_norm=0.1, fused=lowmem.FusedConfig(clip_norm=0.1))
