@@ -110,7 +110,7 @@ def drop_gradients(model: nn.Module) -> Step:
 
 
 def fused(model: nn.Module, weight_format: str | None = None, **options: Any) -> Step:
-    """A `FusedOptimizer` with these options, that rounds as its peers do; or of weights in codes."""
+    """A `FusedOptimizer` with these options, that rounds as its peers do; or of quantized weights."""
     if weight_format is not None:
         quantize_(model, weight_format)
         options["rounding"] = "stochastic"
@@ -118,12 +118,8 @@ def fused(model: nn.Module, weight_format: str | None = None, **options: Any) ->
 
     def step(losses: Sequence[Loss]) -> None:
         for n, loss in enumerate(losses, start=1):
-
-            def share(loss: Loss = loss) -> Tensor:
-                return loss() / len(losses)
-
             with opt.accumulate() if n < len(losses) else nullcontext():
-                opt.backward(share)
+                opt.backward(lambda loss=loss: loss() / len(losses))  # type: ignore[misc]
 
     return step
 
@@ -209,10 +205,7 @@ PEERS = {
 
 
 def all_methods(more_rules: Sequence[str] = ()) -> dict[str, Method]:
-    """The floor, lowmem and the peers, by name.
-
-    Args:
-        more_rules: names of lowmem's rules, or import paths, which are measured in addition to the usual ones.
+    """The floor, lowmem and the peers, by name; `more_rules` are measured in addition to the usual ones.
 
     Raises:
         ConfigError, UnsupportedError: a rule is unknown, or cannot update parameters during backward.
@@ -220,15 +213,14 @@ def all_methods(more_rules: Sequence[str] = ()) -> dict[str, Method]:
     for rule in more_rules:
         rules.resolve(rule)
     ours: dict[str, dict[str, Any]] = {
-        "lowmem adalomo": {"rule": "adalomo"},
-        "lowmem adalomo, stochastic": {"rule": "adalomo", "rounding": "stochastic"},
-        "lowmem adalomo, int10": {"rule": "adalomo", "weight_format": "int10"},
-        "lowmem adalomo, int12": {"rule": "adalomo", "weight_format": "int12"},
-        "lowmem adamw": {"rule": "adamw"},
-        **{f"lowmem {rule}": {"rule": rule} for rule in more_rules},
+        "adalomo": {"rule": "adalomo"},
+        "adalomo, stochastic": {"rule": "adalomo", "rounding": "stochastic"},
+        "adalomo, int10": {"rule": "adalomo", "weight_format": "int10"},
+        "adalomo, int12": {"rule": "adalomo", "weight_format": "int12"},
+        **{rule: {"rule": rule} for rule in ("adamw", *more_rules)},
     }
     return {
         FLOOR: Method(drop_gradients, "floor"),
-        **{name: Method(partial(fused, **options), "ours") for name, options in ours.items()},
+        **{f"lowmem {name}": Method(partial(fused, **options), "ours") for name, options in ours.items()},
         **PEERS,
     }
