@@ -113,7 +113,7 @@ class FusedTrainerMixin(_Base):
         arguments.check_windows(self.args, self.train_dataset)
         self._configure()
         model_layers.change(self.model, self.layers)
-        head.compute(self, self.layers)
+        self._lazy = head.compute(self, self.layers)
 
     def _configure(self, fused: FusedConfig | None = None) -> None:
         """Completes `fused` by the arguments, as they are now, and the arguments by the learning rate of `fused`."""
@@ -174,6 +174,10 @@ class FusedTrainerMixin(_Base):
         if self._sharding is not None:
             self._sharding.shard(self.model, self.accelerator)
             self._sharding.release(self.model)
+
+    def compute_loss(self, *args: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        with head.lazily([] if return_outputs else self._lazy):  # a trainer that returns outputs has ordinary logits
+            return super().compute_loss(*args, return_outputs=return_outputs, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Trains as the trainer does. A backward that `compute_loss` runs is a micro-batch before that of the loss."""
@@ -250,7 +254,7 @@ class FusedTrainerMixin(_Base):
         self._shard()
         if self._checked is not self.model:  # train() calls this once more
             self._checked = self.model
-            dry_runs.check(self, self.layers)
+            dry_runs.check(self)
             self._shard()  # frees what that has gathered
         model = self.model if model is None else model
         if not isinstance(self.optimizer, FusedOptimizer):

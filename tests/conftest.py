@@ -205,6 +205,16 @@ def offers(monkeypatch):
 
 
 @pytest.fixture
+def matrices(monkeypatch):
+    """The shapes of logits of which the matrix was computed."""
+    from lowmem.layers.logits import Logits
+
+    shapes, compute = [], Logits.matrix
+    monkeypatch.setattr(Logits, "matrix", lambda self: (shapes.append(self.source.shape), compute(self))[1])
+    return shapes
+
+
+@pytest.fixture
 def samples():
     return [{"input_ids": row, "labels": row} for row in torch.randint(97, (40, 12))]
 

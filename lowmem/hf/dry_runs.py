@@ -1,5 +1,5 @@
-"""Dry runs of a few tokens before the first step: whether TRL would train a model with another loss, or with packed
-samples that depend on one another. The ranks of a sharded model call together. No parameter gets a gradient.
+"""A dry run of a few tokens before the first step: whether packed samples depend on one another. The ranks of a sharded
+model call together. No parameter gets a gradient.
 """
 
 import sys
@@ -8,66 +8,25 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from accelerate.utils import is_peft_model
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
-from torch.nn import functional as F
 
 from lowmem.errors import UnsupportedError
 from lowmem.hf.layers import embedding
-from lowmem.layers.config import LayersConfig
-
-# Tokens of the row on which losses are compared, and the standard deviation of its logits: a cap shows in large ones.
-_LENGTH, _SPREAD = 16, 30.0
 
 # Tokens of each of the two samples that are packed into one row.
 _SAMPLE = 8
 
 
-def check(trainer: Any, layers: LayersConfig) -> None:
-    """Raises `UnsupportedError` if an `SFTTrainer` of TRL would train its model with another loss than its own."""
-    module, model, args = sys.modules.get("trl.trainer.sft_trainer"), trainer.model, trainer.args
-    if module is None or not isinstance(trainer, module.SFTTrainer):
+def check(trainer: Any) -> None:
+    """Raises `UnsupportedError` if an `SFTTrainer` of TRL packs samples that its model does not keep apart."""
+    module, model = sys.modules.get("trl.trainer.sft_trainer"), trainer.model
+    if module is None or not isinstance(trainer, module.SFTTrainer) or not trainer.padding_free:
         return
     if any(is_fake(param) or param.is_meta for param in model.parameters()):
         return  # a plan has no values
     with trainer.compute_loss_context_manager():
-        if not args.deepspeed:  # 0.19 fails in backward if a forward without gradients came first
-            check_loss(model, args.device, args.label_smoothing_factor if layers.computed_gradients else 0.0)
-        if trainer.padding_free:
-            check_borders(model, trainer.data_collator, args.device)
-
-
-def check_loss(model: Any, device: torch.device, label_smoothing: float) -> None:
-    """Raises `UnsupportedError` if a model computes another loss from its last hidden state than TRL's head does.
-
-    TRL 1.16 reads scales and caps of logits under the names that most configurations have. Both losses are computed for
-    one row, also with a hidden state that is scaled so that logits are large.
-    """
-    base = model.get_base_model() if is_peft_model(model) else model
-    ids = torch.tensor([_ordinary_tokens(model, _LENGTH)], device=device)
-    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
-    scale, logits = 1.0, None
-
-    def enlarge(module: nn.Module, args: Any, output: Any) -> None:
-        output["last_hidden_state"] = output["last_hidden_state"] * scale
-
-    with torch.no_grad(), _evaluated(model, base.base_model, enlarge):
-        for _ in range(2):
-            own, fused = (model(**batch, use_cache=False, **head) for head in ({}, {"fused_lm_head": True}))
-            if logits is not None and torch.equal(own.logits, logits):
-                return  # as in OPT, which calls the decoder of its base model
-            logits, loss = own.logits[0, -_LENGTH:].float(), own.loss.float()
-            if label_smoothing:
-                loss = F.cross_entropy(logits[:-1], ids[0, 1:], label_smoothing=label_smoothing)
-            rtol = 2e-3 if own.logits.dtype == torch.float32 else 2e-2
-            if not torch.isclose(fused.loss.float(), loss, rtol=rtol):
-                raise UnsupportedError(
-                    f"{type(base).__name__}: for one row, the model computes a loss of {float(loss):.4g}, but TRL's "
-                    f"SFTTrainer computes {float(fused.loss):.4g} from the last hidden state and one matrix. In "
-                    "Python, use FusedTrainer, which uses the loss that the model computes"
-                )
-            scale, logits = _SPREAD / float(logits.std()), own.logits
+        check_borders(model, trainer.data_collator, trainer.args.device)
 
 
 def check_borders(model: Any, collate: Callable[[list[Any]], Any], device: torch.device) -> None:

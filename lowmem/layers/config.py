@@ -17,7 +17,7 @@ class LayersConfig:
             lowmem, and for micro-batches of up to a quarter as many tokens as the vocabulary has; for longer ones a
             tensor takes hardly more memory than what it is computed from, and is computed once. Under ZeRO-3 they are
             computed and reduced block by block, so that a rank has those of its shard. Under FSDP2, where ranks are
-            replicated, and for optimizers of other packages they are tensors. False uses TRL's head and PyTorch's
+            replicated, and for optimizers of other packages they are tensors. False uses TRL's losses and PyTorch's
             embedding.
         head_memory: what computing the loss and these gradients may need in addition, such as "1GiB"; more is faster.
             None is 128 MiB on a CPU and 512 MiB on a GPU.

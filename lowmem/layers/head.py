@@ -89,6 +89,12 @@ class Head:
         derivative = 1 - tanh.square()
         return tanh.mul_(self.softcap / self.temperature), derivative
 
+    def slope_at(self, z: Tensor) -> Tensor | float:
+        """The derivative of a logit z with respect to y."""
+        if self.softcap is None:
+            return self.slope
+        return self.slope * (1 - (z * (self.temperature / self.softcap)).square())
+
     def tile(self, tokens: int, vocabulary: int, size: int, device: torch.device) -> tuple[int, int]:
         """The numbers of tokens and rows of the vocabulary that a tile has, whose hidden states have `size` elements.
 
@@ -153,7 +159,7 @@ def linear_cross_entropy(
         raise ConfigError(f"reduction={reduction!r}; allowed are 'mean', 'sum' and 'none'")
     counted = labels != ignore_index
     targets = labels.masked_fill(~counted, 0).reshape(-1)
-    losses, _ = token_losses(hidden.reshape(-1, hidden.shape[-1]), weight, bias, targets, head)
+    losses, *_ = token_losses(hidden.reshape(-1, hidden.shape[-1]), weight, bias, targets, head)
     losses = losses.view(labels.shape).masked_fill(~counted, 0.0)
     if reduction == "none":
         return losses
@@ -171,8 +177,8 @@ def token_losses(
     head: Head,
     metrics: Sequence[str] = (),
     gather: Gather = nullcontext,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of each token, float32 [tokens], and what `METRICS` are asked for.
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """The loss of each token and the log-sum-exp of its logits, float32 [tokens], and what `METRICS` are asked for.
 
     Args:
         hidden: [tokens, size].  weight: [vocabulary, size].  bias: [vocabulary].
@@ -184,10 +190,10 @@ def token_losses(
     autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if autocast else hidden.dtype
     dtype = dtype if device == "cuda" else torch.float32  # elsewhere no 16-bit product returns float32
-    losses, *values = _TokenLosses.apply(  # type: ignore[no-untyped-call]
+    losses, log_sums, *values = _TokenLosses.apply(  # type: ignore[no-untyped-call]
         hidden, weight, bias, targets, head, dtype, tuple(metrics), gather, learns
     )
-    return losses, dict(zip(metrics, values, strict=True))
+    return losses, log_sums, dict(zip(metrics, values, strict=True))
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
@@ -236,30 +242,35 @@ class _TokenLosses(torch.autograd.Function):
                 if directions is not None:
                     directions[part] = scores.directions(weight)
                 del scores  # frees its sums before those of the next tokens are allocated
-        ctx.save_for_backward(hidden, weight, bias, targets, log_sums, directions)
+        ctx.save_for_backward(hidden, weight, bias, targets, losses, log_sums, directions)
         ctx.head, ctx.dtype, ctx.gather = head, dtype, gather
         ctx.mark_non_differentiable(*values)
-        return losses, *values
+        return losses, log_sums, *values
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, log_sums, directions = ctx.saved_tensors
+    def backward(ctx: Any, of_losses: Tensor | None, of_log_sums: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, losses, log_sums, directions = ctx.saved_tensors
         grad_hidden = grad_weight = grad_bias = None
-        if grad is None:
+        if of_losses is None and of_log_sums is None:
             return (None,) * 9
         if torch.is_grad_enabled():
             raise UnsupportedError(
                 "create_graph=True: the tiled head does not support second derivatives. Compute the loss from all "
                 "logits: torch.nn.functional.cross_entropy(hidden @ weight.T, labels)"
             )
-        grad = grad.float()
+        of_targets = torch.zeros_like(log_sums) if of_losses is None else of_losses.float()
+        grad = of_targets if of_log_sums is None else of_targets + of_log_sums
         if ctx.needs_input_grad[0]:
             grad_hidden = torch.mul(directions, grad[:, None], out=torch.empty_like(hidden))
+            if of_log_sums is not None:  # which does not depend on the logit of the label, as directions do
+                slope = of_log_sums * ctx.head.slope_at(log_sums - losses)
+                with ctx.gather():
+                    grad_hidden += rows_of(weight, targets) * slope[:, None].to(hidden.dtype)
         del directions
         if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
             with ctx.gather():
                 full = weight.detach()
-                part = HeadGradient(hidden, full, bias, targets, log_sums, grad, ctx.head, ctx.dtype)
+                part = HeadGradient(hidden, full, bias, targets, log_sums, grad, of_targets, ctx.head, ctx.dtype)
                 if ctx.needs_input_grad[1] and not hooks.offer(weight, part):
                     grad_weight = ComputedGradient(full.shape, full.device, [part]).dense(full.dtype)
                 if ctx.needs_input_grad[2]:
@@ -360,7 +371,8 @@ class HeadGradient:
 
     Attributes:
         hidden: [tokens, size].  weight: [vocabulary, size].  bias: [vocabulary].  targets: int64 [tokens].
-        log_sums: log-sum-exp of the logits of each token.  grad: of the loss of each token: float32 [tokens].
+        log_sums: log-sum-exp of the logits of each token.  grad, of_targets: of the loss of each token with respect to
+            that, and to minus the logit of its label: float32 [tokens].
         dtype: of products.
     """
 
@@ -370,17 +382,19 @@ class HeadGradient:
     targets: Tensor
     log_sums: Tensor
     grad: Tensor
+    of_targets: Tensor
     head: Head
     dtype: torch.dtype
 
     @property
     def kept(self) -> Sequence[Tensor]:
-        return self.hidden, *([] if self.bias is None else [self.bias]), self.targets, self.log_sums, self.grad
+        bias = [] if self.bias is None else [self.bias]
+        return self.hidden, *bias, self.targets, self.log_sums, self.grad, self.of_targets
 
     def copy(self) -> "HeadGradient":
         bias = None if self.bias is None else self.bias.clone()
         hidden, targets, grad = self.hidden.clone(), self.targets.clone(), self.grad.clone()
-        return replace(self, hidden=hidden, bias=bias, targets=targets, grad=grad)
+        return replace(self, hidden=hidden, bias=bias, targets=targets, grad=grad, of_targets=self.of_targets.clone())
 
     @property
     def block_rows(self) -> int:
@@ -421,7 +435,8 @@ class HeadGradient:
 
     def _of_products(self, hidden: Tensor, weight: Tensor, tokens: slice, start: int) -> Tensor:
         """The gradient of the products of these hidden states and rows of the weight: [tokens, rows]."""
-        head, grad, log_sums = self.head, self.grad[tokens] * self.head.slope, self.log_sums[tokens]
+        head, log_sums = self.head, self.log_sums[tokens]
+        grad, of_targets = self.grad[tokens] * head.slope, self.of_targets[tokens] * head.slope
         product = _product(hidden, weight.t())
         if self.bias is not None:
             product.add_(self.bias[start : start + len(weight)])
@@ -431,7 +446,7 @@ class HeadGradient:
             p.sub_(grad[:, None], alpha=head.label_smoothing / len(self.weight))
         local = self.targets[tokens] - start
         here, at = (local >= 0) & (local < len(weight)), local.clamp(0, len(weight) - 1)
-        p.scatter_add_(1, at[:, None], torch.where(here, (head.label_smoothing - 1) * grad, 0.0)[:, None])
+        p.scatter_add_(1, at[:, None], torch.where(here, (head.label_smoothing - 1) * of_targets, 0.0)[:, None])
         return p if slope is None else p.mul_(slope)
 
 

@@ -5,6 +5,7 @@ The engine has no optimizer of its own. Its hooks on modules gather and release;
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import Any, ClassVar
@@ -251,3 +252,14 @@ def _swap_in(param: Any) -> None:
         param.nvme_swapper.synchronize_reads()
     if param.ds_tensor.status is PartitionedParamStatus.NOT_AVAILABLE:
         param.nvme_swapper.swap_in([param], async_op=False)
+
+
+def gathered(*params: Tensor | None) -> AbstractContextManager[Any]:
+    """Returns a context in which those of these parameters that DeepSpeed has partitioned are complete."""
+    partitioned = [param for param in params if param is not None and not param.numel()]
+    if not partitioned:
+        return nullcontext()
+    import deepspeed
+
+    context: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(partitioned)
+    return context

@@ -85,9 +85,10 @@ def test_metrics_are_those_of_whole_logits(inputs):
         "is_top1": z.argmax(-1) == labels,
     }
     single = (tensor.float() for tensor in (hidden, weight, bias))
-    losses, values = token_losses(*single, labels, Head(0.5, 20.0, 1.3, memory=SMALL), METRICS)
+    losses, log_sums, values = token_losses(*single, labels, Head(0.5, 20.0, 1.3, memory=SMALL), METRICS)
     exact = -z.log_softmax(-1).gather(1, labels[:, None])[:, 0]
     torch.testing.assert_close(losses.double(), exact, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(log_sums.double(), z.logsumexp(-1), rtol=1e-5, atol=1e-5)
     for name in METRICS:
         torch.testing.assert_close(values[name].to(expected[name].dtype), expected[name], rtol=1e-4, atol=1e-4)
     assert values["is_top1"].dtype == torch.bool

@@ -1,0 +1,262 @@
+"""Logits that are computed where they are read, for losses and metrics that others compute from a matrix of logits.
+
+A `LazyHead` in place of a model's output embedding returns `Logits`: a tensor with hidden states and the weight instead
+of elements. Scales, caps, casts and selections of rows are remembered, losses are those of `lowmem.layers.head`, and
+what is reduced over the vocabulary is computed for some rows at a time. Every other operation gets the matrix.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
+
+from lowmem.layers.head import Gather, Head, default_memory, token_losses
+
+
+@dataclass(eq=False, repr=False)
+class Source:
+    """What logits are computed from, and what functions of torch return for them, by the names of these.
+
+    Attributes:
+        hidden: [..., size].  weight: [vocabulary, size], where `gather_weight` has completed it.  bias: [vocabulary].
+        dtype: of the logits.  normalized: they are log-probabilities.
+        log_sum: [..., 1], the log-sum-exp, once it is known.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    vocabulary: int
+    dtype: torch.dtype
+    head: Head
+    gather_weight: Gather
+    normalized: bool = False
+    log_sum: Tensor | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((*self.hidden.shape[:-1], self.vocabulary))
+
+    def matrix(self, hidden: Tensor) -> Tensor:
+        """The logits of some hidden states as an ordinary tensor."""
+        with self.gather_weight():
+            bias = None if self.bias is None else self.bias.to(hidden.dtype)
+            z = F.linear(hidden, self.weight.to(hidden.dtype), bias).to(self.dtype)
+        cap, scale = self.head.softcap, self.head.logit_scale
+        z = z * scale if cap is None else torch.tanh(z * (scale / cap)) * (cap / self.head.temperature)
+        return z.log_softmax(-1) if self.normalized else z
+
+    def losses(
+        self, targets: Tensor, metrics: Sequence[str] = (), label_smoothing: Any = 0.0
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """The loss of each row, its log-sum-exp, and what `METRICS` are asked for."""
+        head, shape = replace(self.head, label_smoothing=label_smoothing), self.hidden.shape[:-1]
+        matrices, gather = (self.hidden.flatten(0, -2), self.weight, self.bias), self.gather_weight
+        with gather():
+            losses, sums, values = token_losses(*matrices, targets.flatten(), head, metrics, gather)
+        return losses.view(shape), sums.view(shape), {name: value.view(shape) for name, value in values.items()}
+
+    def over_vocabulary(self, dim: Any) -> bool:
+        return dim in (-1, self.hidden.ndim - 1)
+
+    def but(self, **changes: Any) -> "Logits":
+        """Logits that differ in some attributes."""
+        return Logits.of(replace(self, **changes))
+
+    def rows(self, change: Callable[[Tensor], Any]) -> Any:
+        """Logits of other rows, or parts of them: `change` leaves the last dimension of a tensor as it is."""
+        hidden, log_sum = change(self.hidden), None if self.log_sum is None else change(self.log_sum)
+        if isinstance(hidden, Tensor):
+            return self.but(hidden=hidden, log_sum=log_sum)
+        log_sums = [None] * len(hidden) if log_sum is None else log_sum
+        return tuple(self.but(hidden=h, log_sum=s) for h, s in zip(hidden, log_sums, strict=True))
+
+    # -- functions of torch; NotImplemented: they get the matrix -------------------------------------------------------
+
+    def _cast(self, func: Any, *args: Any, **options: Any) -> Any:
+        before = torch.zeros((), dtype=self.dtype, device=self.hidden.device)
+        after = func(before, *args, **options)
+        known = after.device == before.device and after.dtype != torch.float64
+        return self.but(dtype=after.dtype) if known else NotImplemented
+
+    float = half = bfloat16 = to = _cast
+
+    def _scale(self, func: Any, factor: Any, **options: Any) -> Any:
+        if options or not isinstance(factor, int | float) or factor <= 0 or self.normalized:
+            return NotImplemented
+        if func.__name__ == "div_" and factor != 1:  # it would change the rows of others, too
+            return NotImplemented
+        head, factor = self.head, 1 / factor if "div" in func.__name__ else factor
+        if head.softcap is None:
+            return self.but(head=replace(head, logit_scale=head.logit_scale * factor), log_sum=None)
+        return self.but(head=replace(head, temperature=head.temperature / factor), log_sum=None)
+
+    mul = __mul__ = __rmul__ = div = div_ = __truediv__ = _scale
+
+    def tanh(self, func: Any) -> Any:
+        capped = self.head.softcap is not None or self.normalized
+        return NotImplemented if capped else self.but(head=replace(self.head, softcap=1.0), log_sum=None)
+
+    def detach(self, func: Any) -> Any:
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return self.but(**{name: tensor.detach() for name, tensor in tensors.items()})
+
+    def _reshape(self, func: Any, *args: Any, **options: Any) -> Any:
+        after = func(torch.empty(self.shape, dtype=self.dtype, device="meta"), *args, **options)
+        if after.dtype != self.dtype or after.shape[-1] != self.vocabulary:
+            return NotImplemented
+        return self.rows(lambda tensor: tensor.reshape(*after.shape[:-1], tensor.shape[-1]))
+
+    view = reshape = flatten = contiguous = _reshape
+
+    def _select(self, func: Any, *args: Any, **options: Any) -> Any:
+        at = int(func.__name__ in ("split", "chunk"))  # where the dimension is among the arguments
+        dim = options.get("dim", args[at] if len(args) > at else 0)
+        return NotImplemented if self.over_vocabulary(dim) else self.rows(lambda t: func(t, *args, **options))
+
+    split = chunk = unbind = index_select = _select
+
+    def __getitem__(self, func: Any, index: Any) -> Any:
+        items = index if isinstance(index, tuple) else (index,)
+        indexed = sum(item.ndim if isinstance(item, Tensor) and item.dtype == torch.bool else 1 for item in items)
+        may_be_last = indexed >= self.hidden.ndim or any(item is ... for item in items[:-1])
+        whole = items[-1] is ... or (isinstance(items[-1], slice) and items[-1] == slice(None))
+        if any(item is None for item in items) or (may_be_last and not whole):
+            return NotImplemented
+        return self.rows(lambda tensor: tensor[index])
+
+    def log_softmax(self, func: Any, dim: Any = None, *_: Any, dtype: Any = None, **__: Any) -> Any:
+        if not self.over_vocabulary(dim) or self.normalized:
+            return NotImplemented
+        return self.but(normalized=True, dtype=dtype or self.dtype)
+
+    def gather(self, func: Any, dim: int, index: Tensor) -> Any:
+        if not self.over_vocabulary(dim) or index.shape != (*self.hidden.shape[:-1], 1):
+            return NotImplemented
+        losses, log_sums, _ = self.losses(index)
+        self.log_sum = log_sums[..., None]  # mostly what is asked for next
+        return (-losses if self.normalized else log_sums - losses)[..., None].to(self.dtype)
+
+    def logsumexp(self, func: Any, dim: Any, keepdim: bool = False) -> Any:
+        if not self.over_vocabulary(dim) or self.normalized:
+            return NotImplemented
+        log_sum = self.log_sum
+        if log_sum is None or (torch.is_grad_enabled() and not log_sum.requires_grad):
+            targets = torch.zeros(self.hidden.shape[:-1], dtype=torch.long, device=self.hidden.device)
+            log_sum = self.losses(targets)[1][..., None]
+        return (log_sum if keepdim else log_sum[..., 0]).to(self.dtype)
+
+    def cross_entropy(
+        self, func: Any, target: Tensor, weight: Any = None, size_average: Any = None,
+        ignore_index: int = -100, reduce: Any = None, reduction: str = "mean", label_smoothing: Any = 0.0,
+    ) -> Any:  # fmt: skip
+        unusual = weight is not None or size_average is not None or reduce is not None or target.ndim != 1
+        if unusual or self.hidden.ndim != 2 or self.normalized:
+            return NotImplemented
+        counted = target != ignore_index
+        losses = self.losses(target.masked_fill(~counted, 0), label_smoothing=label_smoothing)[0]
+        losses = losses.masked_fill(~counted, 0.0).to(self.dtype)
+        if reduction == "none":
+            return losses
+        return losses.sum() / counted.sum() if reduction == "mean" else losses.sum()
+
+    def _reduce(self, func: Any, dim: Any = None, **options: Any) -> Any:
+        if options or not (self.over_vocabulary(dim) or (dim is None and func.__name__ != "argmax")):
+            return NotImplemented
+        memory = self.head.memory or default_memory(self.hidden.device)
+        parts = self.hidden.flatten(0, -2).split(max(1, memory // (12 * self.vocabulary)))
+        options = {"use_reentrant": False, "preserve_rng_state": False}
+        values = torch.cat([checkpoint(lambda part: func(self.matrix(part), -1), part, **options) for part in parts])
+        return func(values) if dim is None else values.view(self.hidden.shape[:-1])
+
+    argmax = mean = sum = nansum = _reduce
+
+
+class Logits(Tensor):
+    """Logits as a tensor. Autograd knows it as the product that it is, and every operation may ask for the matrix."""
+
+    source: Source
+    _node: Any
+    _matrix: Tensor | None
+
+    @staticmethod
+    def of(source: Source) -> "Logits":
+        logits: Logits = _Product.apply(source.hidden, source.weight, source.bias, source)  # type: ignore[no-untyped-call]
+        logits.source, logits._matrix, logits._node = source, None, logits.grad_fn
+        return logits
+
+    @property
+    def pending(self) -> bool:
+        """Returns whether `source` still says what it is: what was changed in place, or what an autograd function has
+        returned, has another node of the graph.
+        """
+        return self._matrix is None and self._node is self.grad_fn
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, logits, name = kwargs or {}, args[0] if args else None, getattr(func, "__name__", "")
+        if name in vars(Source) and isinstance(logits, Logits) and logits.pending:
+            result = getattr(logits.source, name)(func, *args[1:], **kwargs)
+            if result is not NotImplemented:
+                return result
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        args, kwargs = tree_map_only(Logits, Logits.matrix, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def matrix(self) -> Tensor:
+        """The elements, which stay from now on, as they may be changed in place."""
+        if self._matrix is None:
+            with torch.no_grad():
+                self._matrix = self.source.matrix(self.source.hidden)
+        return self._matrix
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, source: Source) -> Any:
+        ctx.source = source
+        make: Any = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+        return make(Logits, source.shape, dtype=source.dtype, device=hidden.device)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        needed = dict(zip(("hidden", "weight", "bias"), ctx.needs_input_grad, strict=False))
+        leaves = {name: getattr(ctx.source, name).detach().requires_grad_() for name in needed if needed[name]}
+        with torch.enable_grad():
+            source = replace(ctx.source, **leaves)
+            grads = torch.autograd.grad(source.matrix(source.hidden), list(leaves.values()), grad)
+        of = dict(zip(leaves, grads, strict=True))
+        return of.get("hidden"), of.get("weight"), of.get("bias"), None
+
+
+class LazyHead(nn.Module):
+    """Stands in for a linear layer, the output embedding of a model, and is like it in everything else.
+
+    Args:
+        memory: as that of `Head`.  gather: makes a context in which weight and bias are complete.
+    """
+
+    def __init__(self, linear: Any, memory: int | None, gather: Callable[..., Any]) -> None:
+        super().__init__()
+        self.linear, self._head, self._gather = linear, Head(memory=memory), gather
+
+    def __getattr__(self, name: str) -> Any:
+        return super().__getattr__(name) if name == "linear" else getattr(self.linear, name)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, hidden: Tensor) -> Tensor:
+        weight, bias = self.linear.weight, self.linear.bias
+        hidden, device = hidden.to(weight.device), weight.device.type
+        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+            hidden = hidden.to(torch.get_autocast_dtype(device))
+        size, gather = self.linear.out_features, lambda: self._gather(weight, bias)
+        return Logits.of(Source(hidden, weight, bias, size, hidden.dtype, self._head, gather))
