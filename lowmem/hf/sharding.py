@@ -204,7 +204,11 @@ class FSDP2Sharding:
 
     def __init__(self, args: TrainingArguments) -> None:
         self._args = args
-        self._settings = args.fsdp_plugin_args
+        config = args.fsdp_config
+        efficient = str(config.get("cpu_ram_efficient_loading", False)).lower() == "true"
+        settings = {"fsdp_version": int(config.get("version", 1)), "cpu_ram_efficient_loading": efficient}
+        # transformers 4 gives them to Accelerate, and others, in environment variables
+        self._settings = getattr(args, "fsdp_plugin_args", settings | {"cpu_offload": "offload" in args.fsdp})
         version = self._settings["fsdp_version"]
         if version != 2:
             raise UnsupportedError(

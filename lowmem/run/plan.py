@@ -27,8 +27,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
-from transformers.integrations.sdpa_attention import repeat_kv
-from transformers.masking_utils import sdpa_mask
 
 from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.hf import optim
@@ -274,7 +272,7 @@ def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, att
     """
     if attention_mask is not None:  # sdpa then repeats keys and values for each head and converts the mask to numbers
         groups = getattr(module, "num_key_value_groups", 1)
-        key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+        key, value = (x.unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(1, 2) for x in (key, value))
         zero, lowest = (torch.full((), number, dtype=query.dtype, device=query.device) for number in (0, -torch.inf))
         attention_mask = torch.where(attention_mask, zero, lowest)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -285,4 +283,4 @@ def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, att
 _UNMASKED, _MASKED = "fake", "fake_masked"
 for _name in (_UNMASKED, _MASKED):
     AttentionInterface.register(_name, _attention)
-AttentionMaskInterface.register(_MASKED, sdpa_mask)
+AttentionMaskInterface.register(_MASKED, AttentionMaskInterface()["sdpa"])
