@@ -492,11 +492,12 @@ class FusedTrainerMixin(_Base):
     def _load_scaler(self, checkpoint_dir: str | None) -> None:
         """Loads nothing, also where there is a `scaler.pt`: the optimizer has the loss scale."""
 
-    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         if not isinstance(self.optimizer, FusedOptimizer):  # a subclass has not called the mixin's create_optimizer
             self.optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # Accelerate has wrapped it
             self.optimizer = self.accelerator.prepare(FusedTrainerMixin.create_optimizer(self))
-        return super().create_scheduler(*args, **kwargs)
+            optimizer = self.optimizer
+        return super().create_scheduler(num_training_steps, optimizer)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         self._shard()

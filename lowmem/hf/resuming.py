@@ -103,9 +103,9 @@ class Rows(TrainerCallback):  # type: ignore[misc]
             self.start = start if start is not None and self.left else by_trainer
         if self.start != by_trainer and not hasattr(Trainer, "_init_training_state"):
             raise CheckpointError(
-                f"{checkpoint} has trained {self.start[0]} epochs, and transformers {transformers.__version__} would "
-                f"skip {by_trainer[0]}. Run: pip install 'transformers>=5.6'. Or write ignore_data_skip: true to begin "
-                "the epoch again"
+                f"{checkpoint} has trained {self.start[0]} epochs and {self.start[1]} batches, and transformers "
+                f"{transformers.__version__} would skip {by_trainer[0]} and {by_trainer[1]}. Run: pip install "
+                "'transformers>=5.6'. Or write ignore_data_skip: true to begin the epoch again"
             )
         self.epoch = self.start[0] - 1  # begins with the next one
 

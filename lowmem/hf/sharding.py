@@ -213,7 +213,7 @@ class FSDP2Sharding:
         if version != 2:
             raise UnsupportedError(
                 f"fsdp: version {version} stores parameters in flat buffers, which lowmem does not support. Set "
-                "fsdp_config.version to 2, or omit it"
+                "fsdp_config.version to 2"
             )
         if args.fsdp_config.get("xla"):
             raise UnsupportedError("fsdp: xla is not supported; omit it")

@@ -336,7 +336,7 @@ def test_adapters_of_a_quantized_model_train_as_in_the_ordinary_trainer(bits, ma
 
 
 SHARDED = {
-    "fsdp2": {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}},
+    "fsdp2": {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}},
     "zero3": {"deepspeed": {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": "auto"}},
     "replicated": {},
 }

@@ -14,7 +14,7 @@ from lowmem.tiles.quantized import in_codes
 from lowmem.trainer import FusedTrainer
 
 SHARDED = {
-    "fsdp2": {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}},
+    "fsdp2": {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}},
     "zero3": {"deepspeed": {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": "auto"}},
     "replicated": {},
 }

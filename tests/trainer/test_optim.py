@@ -112,7 +112,11 @@ REFUSED = {
         "optim_target_modules=.'mlp'. has no effect",
     ),
     "the whole model": (None, {"optim": "apollo_adamw"}, "optim='apollo_adamw': "),
+    "8 bits": (
+        None,
+        {"optim": "adamw_bnb_8bit"},
         "optim='adamw_bnb_8bit': .*(32-bit states for embeddings|pip install|not installed)",
+    ),
     "weight decay in optim_args": (
         None,
         {"optim": "sgd", "optim_args": "weight_decay=0.1"},

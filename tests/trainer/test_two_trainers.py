@@ -81,7 +81,7 @@ def test_a_trainer_without_fsdp_may_follow_one_with_it(two, tmp_path):
 def with_fsdp_and_without(rank, folder):
     sharded = []
     with joined(rank):
-        for options in ({"fsdp": True}, {}):
+        for options in ({"fsdp": True, "fsdp_config": {"version": 2}}, {}):
             trainer = build(CAUSAL, folder, True, max_steps=1, use_cpu=True, **options)
             trainer.train()
             sharded.append(isinstance(trainer.model, FSDPModule))
