@@ -171,7 +171,9 @@ class FusedTrainerMixin(_Base):
             raise ConfigError("fused.weight_format is for training all weights, but this model has adapters; omit it")
         quantize_(model, self._requested.weight_format)
 
-    def _clip_grad_norm_(self, clip: Callable[..., Any], params: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
+    def _clip_grad_norm_(
+        self, clip: Callable[..., Any], params: Any, max_norm: float, *args: Any, **kwargs: Any
+    ) -> Any:
         """Clips nothing in the trainer's loop, because the optimizer has clipped already, and `log` has the norm."""
         in_loop = getattr(self, "is_in_train", False) and max_norm in (self.args.max_grad_norm, math.inf)
         return None if in_loop else clip(params, max_norm, *args, **kwargs)

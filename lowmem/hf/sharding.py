@@ -151,10 +151,11 @@ class Zero3Sharding:
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
 
-    def shard(self, model: nn.Module, accelerator: Any) -> None:
+    def shard(self, model: Any, accelerator: Any) -> None:
         """Shards a model unless it is sharded already."""
         if self._engine is not None:
             return
+        model.get_global_grad_norm = lambda: None  # transformers 4 takes the model for the engine, and asks
         if in_codes(model):
             raise UnsupportedError(
                 "deepspeed: ZeRO-3 cannot shard quantized weights. Use FSDP2 (fsdp), or omit weight_format"

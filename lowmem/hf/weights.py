@@ -19,7 +19,6 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from lowmem import placements
@@ -152,9 +151,9 @@ class _FileLayout:
         is_pretrained = isinstance(model, PreTrainedModel)
         for name in (model._keys_to_ignore_on_save or ()) if is_pretrained else ():
             weights.pop(name, None)
-        # of the names of a tied weight, one that loading does not tie to another
-        tied = getattr(model, "all_tied_weights_keys", {})
-        saved = {id(self.state[name]): name for name in sorted(reversed(weights), key=lambda name: name not in tied)}
+        tied = getattr(model, "all_tied_weights_keys", {})  # names that loading ties to others
+        saved = {id(self.state[name]): name for name in weights if name in tied}
+        saved |= {id(self.state[name]): name for name in reversed(weights) if name not in tied}
         weights = {name: weight for name, weight in weights.items() if saved[id(self.state[name])] == name}
         self._model = _unsharded(model, weights) if is_pretrained else model
         with _Sources(weights) as sources:
@@ -195,15 +194,23 @@ class _Sources(TorchFunctionMode):
     def __init__(self, weights: dict[str, Tensor]) -> None:
         super().__init__()
         self.names = {id(weight): frozenset((name,)) for name, weight in weights.items()}
-        self._seen: list[Any] = []  # so that no id is used again
+        self._seen: list[Tensor] = []  # so that no id is used again
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        inputs = [self.names.get(id(value), frozenset()) for value in tree_leaves((args, kwargs))]
-        for value in (value for value in tree_leaves(result) if isinstance(value, Tensor)):
+        inputs = [self.names.get(id(value), frozenset()) for value in _tensors([args, *(kwargs or {}).values()])]
+        for value in _tensors([result]):
             self.names.setdefault(id(value), frozenset[str]().union(*inputs))
             self._seen.append(value)
         return result
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from _tensors(value)
+        elif isinstance(value, Tensor):
+            yield value
 
 
 class _SkipContiguous(TorchFunctionMode):

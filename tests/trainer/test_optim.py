@@ -11,7 +11,6 @@ ADAM = {"adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": 1e-6}
 MOMENTUM = {"optim": "sgd", "optim_args": "momentum=0.9, nesterov=true"}
 
 
-
 @pytest.fixture
 def read_optim_args(request, tmp_path):
     """Skips arguments that the installed transformers does not read."""
