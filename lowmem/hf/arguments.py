@@ -6,9 +6,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-import transformers
 from torch import nn
-from transformers import PreTrainedModel, TrainingArguments
+from transformers import TrainingArguments
 from transformers.trainer_utils import has_length
 
 from lowmem.errors import ConfigError, UnsupportedError
@@ -136,12 +135,6 @@ def check_windows(args: TrainingArguments, dataset: Any) -> None:
 def check_activations(args: TrainingArguments) -> None:
     """Raises where activations would be offloaded from the CPU to itself. TRL would fail on the way."""
     kwargs = args.gradient_checkpointing_kwargs or {}
-    if kwargs.get("offload") and not hasattr(PreTrainedModel, "activation_checkpointing_enable"):
-        raise ConfigError(
-            f"gradient_checkpointing_kwargs={kwargs}: transformers {transformers.__version__} has no offload. "
-            "Omit it (trainers of TRL have activation_offloading), or run: pip install "
-            "'transformers>=5.23'"
-        )
     offload = "gradient_checkpointing_kwargs={'offload': True}" if kwargs.get("offload") else None
     if getattr(args, "activation_offloading", False):
         offload = "activation_offloading=True"

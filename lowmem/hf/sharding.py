@@ -205,11 +205,9 @@ class FSDP2Sharding:
 
     def __init__(self, args: TrainingArguments) -> None:
         self._args = args
-        config = args.fsdp_config
-        efficient = str(config.get("cpu_ram_efficient_loading", False)).lower() == "true"
-        settings = {"fsdp_version": int(config.get("version", 1)), "cpu_ram_efficient_loading": efficient}
-        # transformers 4 gives them to Accelerate, and others, in environment variables
-        self._settings = getattr(args, "fsdp_plugin_args", settings | {"cpu_offload": "offload" in args.fsdp})
+        if not hasattr(args, "fsdp_plugin_args"):  # transformers 4 sets environment variables that Accelerate reads
+            raise UnsupportedError("fsdp: run pip install 'transformers>=5', or set deepspeed")
+        self._settings = args.fsdp_plugin_args
         version = self._settings["fsdp_version"]
         if version != 2:
             raise UnsupportedError(

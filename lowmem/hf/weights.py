@@ -149,7 +149,8 @@ class _FileLayout:
             for name, tensor in self.state.items()
         }
         is_pretrained = isinstance(model, PreTrainedModel)
-        for name in (model._keys_to_ignore_on_save or ()) if is_pretrained else ():
+        ignored: Any = model._keys_to_ignore_on_save if is_pretrained else None
+        for name in ignored or ():
             weights.pop(name, None)
         tied = getattr(model, "all_tied_weights_keys", {})  # names that loading ties to others
         saved = {id(self.state[name]): name for name in weights if name in tied}

@@ -68,7 +68,8 @@ def _by_row(prepare: Callable[[Any], Any], dataset: Any) -> Any:
                 first = middle
             except Exception as found:
                 last, cause = middle, found
-        row = first if dataset._indices is None else dataset._indices.column(0)[first].as_py()
+        in_file = enumerate(datasets.Dataset(dataset.data))  # all rows, in their first order
+        row = next((number for number, row in in_file if row == dataset[first]), first)
         content = json.dumps(dataset[first], default=str, ensure_ascii=False)[:300]
         raise DataError(
             f"row {row + 1} of the data cannot be tokenized: {reason(cause)}. The row: {content}"

@@ -6,7 +6,7 @@ import peft
 import pytest
 import torch
 from support.ranks import RankError, Ranks
-from support.trainers import build, joined, saved
+from support.trainers import build, joined, require_sharding, saved
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from lowmem import FusedConfig, placements
@@ -23,6 +23,7 @@ SHARDED = {
 @pytest.fixture(scope="module", params=["fsdp2", "zero3"])
 def sharded_ranks(request):
     """Ranks of one sharding alone: transformers remembers in a process that there was a DeepSpeed configuration."""
+    require_sharding(request.param)
     ranks = Ranks(2)
     yield request.param, ranks
     ranks.stop()

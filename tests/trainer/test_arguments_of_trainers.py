@@ -190,9 +190,16 @@ REFUSED = {
         if name in TrainingArguments.__dataclass_fields__
     },
 }
-if hasattr(accelerate, "ParallelismConfig"):
-    PARALLEL = {"parallelism_config": accelerate.ParallelismConfig()}
-    REFUSED["parallelism_config"] = (PARALLEL, UnsupportedError, "Set fsdp or deepspeed")
+
+
+def test_parallelism_within_the_model_is_refused(tmp_path):
+    try:
+        options = {"parallelism_config": accelerate.ParallelismConfig()}
+        TrainingArguments(str(tmp_path), **options)
+    except (AttributeError, ImportError, TypeError) as error:
+        pytest.skip(str(error))  # another Accelerate
+    with pytest.raises(UnsupportedError, match=r"parallelism_config=.*Set fsdp or deepspeed"):
+        build(CAUSAL, tmp_path, True, **options)
 
 
 @pytest.mark.parametrize(("options", "error", "message"), REFUSED.values(), ids=REFUSED)

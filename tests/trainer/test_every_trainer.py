@@ -67,8 +67,8 @@ def test_training_with_computed_gradients_is_the_trainers_own(row, policy, tmp_p
 
 
 def test_no_trainer_is_left_out():
-    if "BCOTrainer" in dir(trl):
-        pytest.skip("this TRL has trainers that later ones do not have")
+    if not hasattr(trl, "DistillationTrainer"):
+        pytest.skip("this TRL has other trainers")
     built = {builders.ROWS[row]()[0] for row in builders.ROWS}
     assert {name for name in dir(trl) if name.endswith("Trainer")} == {
         c.__name__ for c in built if hasattr(trl, c.__name__)
