@@ -198,7 +198,7 @@ def test_parallelism_within_the_model_is_refused(tmp_path):
         TrainingArguments(str(tmp_path), **options)
     except (AttributeError, ImportError, TypeError) as error:
         pytest.skip(str(error))  # another Accelerate
-    with pytest.raises(UnsupportedError, match="are not supported. Set fsdp or deepspeed"):
+    with pytest.raises(UnsupportedError, match="sequence parallelism are not supported"):
         build(CAUSAL, tmp_path, True, **options)
 
 
