@@ -228,8 +228,8 @@ class FusedTrainerMixin(_Base):
             epochs = min(epochs, self._rows.step // steps_per_epoch)
             if self.is_world_process_zero():
                 logger.warning(
-                    "training is already complete: %s is at step %d of %d, and its weights are loaded. Raise max_steps or "
-                    "num_train_epochs to continue.", self._resumed, self._rows.step, max_steps
+                    "training is already complete: %s is at step %d of %d, and its weights are loaded. Raise max_steps "
+                    "or num_train_epochs to continue.", self._resumed, self._rows.step, max_steps
                 )  # fmt: skip
         return epochs, steps_per_epoch, *others, max_steps
 
