@@ -15,7 +15,7 @@ MOMENTUM = {"optim": "sgd", "optim_args": "momentum=0.9, nesterov=true"}
 def read_optim_args(request, tmp_path):
     """Skips arguments that the installed transformers does not read."""
     arguments = request.getfixturevalue("arguments")
-    if "optim_args" in arguments and arguments["optim"] in ("sgd", "adagrad", "rmsprop"):
+    if "optim_args" in arguments and arguments.get("optim") in ("sgd", "adagrad", "rmsprop"):
         args = TrainingArguments(str(tmp_path), optim=arguments["optim"], optim_args=arguments["optim_args"])
         if not Trainer.get_optimizer_cls_and_kwargs(args)[1].keys() - {"lr"}:
             pytest.skip("this transformers ignores optim_args of optimizers of torch")
