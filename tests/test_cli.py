@@ -429,7 +429,7 @@ def of(file):
 ZERO = {"deepspeed": {"zero_optimization": {"stage": 3}}}
 BEST = {"metric_for_best_model": "foo", "eval_strategy": "steps", "eval_steps": 1, "test_split_size": 0.25}
 STORED = {"fused": {"rule": "adalomo", "policy": "deferred", "store": "/proc"}}
-RECOMPUTED = {"gradient_checkpointing_kwargs": {"foo": 1}, "activation_checkpointing": True}
+RECOMPUTED = {"gradient_checkpointing_kwargs": {"foo": 1}, "gradient_checkpointing": True}
 NO_MATCH = {"fused": {"rule": "adalomo", "groups": [{"match": "none"}]}}
 
 # Command, what is otherwise in its file, arguments, the message, and what else is otherwise.

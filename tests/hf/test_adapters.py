@@ -10,6 +10,7 @@ import trl
 from datasets import Dataset
 from support.nets import assert_same
 from support.ranks import Ranks
+from support.trainers import require_sharding
 from transformers import BitsAndBytesConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import lowmem
@@ -336,7 +337,7 @@ def test_adapters_of_a_quantized_model_train_as_in_the_ordinary_trainer(bits, ma
 
 
 SHARDED = {
-    "fsdp2": {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}},
+    "fsdp2": {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}},
     "zero3": {"deepspeed": {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": "auto"}},
     "replicated": {},
 }
@@ -382,6 +383,7 @@ def train_on_ranks(rank, llama, config, folder, sharding, resume_from=None):
 
 @pytest.mark.parametrize("sharding", SHARDED)
 def test_adapters_on_ranks_train_and_resume_as_on_one_device(sharding, two, tmp_path, tiny_llama):
+    require_sharding(sharding)
     llama = tiny_llama().config
     expected, expected_losses = train_on_ranks(0, llama, "IA3", tmp_path / "one", "replicated")
     (actual, actual_losses), _ = two.run(train_on_ranks, llama, "IA3", tmp_path / "two", sharding)
@@ -415,4 +417,5 @@ def prompts_on_ranks(rank, llama, folder, sharding):
 
 @pytest.mark.parametrize("sharding", ["fsdp2", "zero3"])
 def test_prompts_are_refused_where_the_model_is_sharded(sharding, two, tmp_path, tiny_llama):
+    require_sharding(sharding)
     two.run(prompts_on_ranks, tiny_llama().config, tmp_path, sharding)

@@ -289,8 +289,9 @@ def test_the_losses_of_a_resumed_run_are_those_of_the_uninterrupted_one(
             with safe_open(tmp_path / "run" / f"checkpoint-{step}" / checkpoint.OPTIMIZER_FILE, framework="pt") as file:
                 kinds = {file.get_slice(key).get_dtype() for key in file.keys()}  # noqa: SIM118 (not a mapping)
             assert kinds == {"I8", "U8", "BF16", "F32", "I64"}  # float32: the head, of 97 x 32
-        mean = sum(loss for _, loss, _ in losses(whole)[step:]) / max(7 - step, 0.001)
-        assert output.training_loss == pytest.approx(mean)  # of the steps since it was resumed
+        if hasattr(resumed, "_initial_global_step"):  # before transformers 5 it is divided by the number of all steps
+            mean = sum(loss for _, loss, _ in losses(whole)[step:]) / max(7 - step, 0.001)
+            assert output.training_loss == pytest.approx(mean)  # of the steps since it was resumed
 
 
 def test_the_losses_of_two_ranks_continue(two, tmp_path):
