@@ -10,13 +10,15 @@ backward alone.
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import lowmem
 from benchmarks import reports
-from benchmarks.reports import command, headline, print_table
+from benchmarks.pages import markdown
+from benchmarks.reports import command
 
 RULES = ("lomo", "adalomo", "adamw")
 BARE = "bare hook"
@@ -33,12 +35,8 @@ def milliseconds(params: Sequence[Tensor], backward: Callable[[Tensor], object],
     return median(times[3:]) * 1e3
 
 
-def drop(param: Tensor) -> None:
-    param.grad = None
-
-
 def bare(params: Sequence[Tensor], repeats: int) -> float:
-    hooks = [param.register_post_accumulate_grad_hook(drop) for param in params]
+    hooks = [param.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None)) for param in params]
     result = milliseconds(params, torch.Tensor.backward, repeats)
     for hook in hooks:
         hook.remove()
@@ -52,27 +50,27 @@ def fused(params: Sequence[Tensor], rule: str, repeats: int) -> float:
     return result
 
 
+def tables(report: Any) -> dict[str, str]:
+    rows = []
+    for size, times in report["milliseconds"].items():
+        ratios = {name: f"{taken:.1f} ({taken / times[BARE]:.1f} ×)" for name, taken in times.items() if name != BARE}
+        rows.append({f"{report['settings']['count']} tensors of": size, BARE: f"{times[BARE]:.1f}", **ratios})
+    return {"": markdown(rows)}
+
+
 @command
 def main(argv: Sequence[str] | None = None) -> None:
     counts = {"count": (720, "number of tensors"), "repeats": (15, "timed backwards")}
     options = reports.make_parser(__doc__, counts).parse_args(argv)
     results: dict[str, dict[str, float]] = {}
-    with reports.output(options.out, "dispatch"):
+    with reports.output(options.out):
         for shape in ((64,), (64, 64)):
             values = (torch.randn(shape).to(getattr(torch, options.dtype)) for _ in range(options.count))
             params = [torch.nn.Parameter(value) for value in values]
-            times = {BARE: bare(params, options.repeats)}
-            times |= {f"lowmem {rule}": fused(params, rule, options.repeats) for rule in RULES}
-            results[" x ".join(map(str, shape))] = times
-        print(f"A backward into {options.count} tensors; {headline(options.dtype)}\n")
-        rows = [
-            (size, name, f"{taken:.1f}", f"{taken / times[BARE]:.2f}")
-            for size, times in results.items()
-            for name, taken in times.items()
-        ]
-        print_table(("elements", "method", "ms", "× bare hook"), rows)
+            times = {f"lowmem {rule}": fused(params, rule, options.repeats) for rule in RULES}
+            results[" x ".join(map(str, shape))] = {BARE: bare(params, options.repeats), **times}
         settings = {"count": options.count, "repeats": options.repeats, "dtype": options.dtype}
-        reports.save(options.out / "dispatch.json", settings, milliseconds=results)
+        reports.publish(options.out, "dispatch", settings, tables, milliseconds=results)
 
 
 if __name__ == "__main__":

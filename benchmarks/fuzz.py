@@ -1,6 +1,6 @@
 """Gives damaged and nonsensical inputs to the package, and reports each that is neither accepted nor refused by name.
 
-    python -m benchmarks.fuzz [--inputs 10000] [--seed 0] [--out FILE] [--only checkpoints,attack]
+    python -m benchmarks.fuzz [--inputs 10000] [--seed 0] [--out DIR] [--only checkpoints,attack]
 
 Each module of `tests/fuzz` is a surface, and so are `attack.py` and `resuming.py` of `tests/support`: its function
 `run(seed, folder)` makes one input in an empty folder, gives it to the code that users reach, and returns "accepted" or
@@ -8,13 +8,10 @@ the name of the error by which it is refused; whatever it raises is a defect. So
 `--timeout` seconds, or that ends the process. Exits with status 1 if there is a defect.
 """
 
-import argparse
-import contextlib
 import importlib.util
 import json
 import multiprocessing
 import os
-import platform
 import sys
 import tempfile
 import time
@@ -26,17 +23,15 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.progress import MofNCompleteColumn, Progress
 
-ROOT = Path(__file__).resolve().parent.parent
+from benchmarks import reports
+from benchmarks.pages import ROOT, markdown
+
 SURFACES = {path.stem: path for path in sorted((ROOT / "tests" / "fuzz").glob("*.py"))}
 # Training loops of every kind, and runs that are resumed with something changed, none of them damaged.
 ATTACK = {name: ROOT / "tests" / "support" / f"{name}.py" for name in ("attack", "resuming")}
 STARTING = 600  # seconds in which a process has to import the package
-
-out = Console(highlight=False)
 
 
 @dataclass
@@ -146,69 +141,48 @@ def fuzz(surface: Path, seeds: Iterable[int], timeout: float, report: Callable[[
     return figures
 
 
+def tables(report: Any) -> dict[str, str]:
+    rows = []
+    for name, figures in report["surfaces"].items():
+        refused = Counter(figures["refused"]).most_common()
+        rows.append(
+            {
+                "surface": name, "inputs": f"{figures['inputs']:,}", "accepted": f"{figures['accepted']:,}",
+                "refused": ", ".join(f"{error} {count:,}" for error, count in refused),
+                "defects": str(len(figures["defects"])), "slowest": f"{figures['slowest']['seconds']:.1f} s",
+            }
+        )  # fmt: skip
+    return {"": markdown(rows)}
+
+
 def main() -> None:
     every = SURFACES | ATTACK
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--inputs", type=int, default=10_000, metavar="N", help="inputs per surface (10000)")
+    parser = reports.make_parser(__doc__, {"inputs": (10_000, "inputs per surface")}, dtype=False)
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the first input (0)")
     parser.add_argument("--only", metavar="NAMES", help=f"surfaces, with commas between them, of {', '.join(every)}")
     parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="seconds for one input (120)")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "fuzz.json", metavar="FILE")
     options = parser.parse_args()
-    surfaces = options.only.split(",") if options.only else list(every)
-    if unknown := set(surfaces) - every.keys():
+    names = options.only.split(",") if options.only else list(every)
+    if unknown := set(names) - every.keys():
         parser.error(f"unknown surfaces: {', '.join(sorted(unknown))}")
 
     sys.path.insert(0, str(ROOT / "tests"))  # which the processes take over
-    results: dict[str, Figures] = {}
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"))
-    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=out) as progress:
-        for name in surfaces:
-            task = progress.add_task(name, total=options.inputs, note="")
-
-            def report(figures: Figures, task: Any = task) -> None:
-                note = f"{len(figures.defects)} defects" if figures.defects else ""
-                progress.update(task, completed=figures.inputs, note=note)
-
+    file = options.out / "fuzz.json"
+    surfaces = json.loads(file.read_text())["surfaces"] if file.exists() else {}  # those that are not run stay
+    defects = 0
+    with reports.output(options.out):
+        for name in names:
             seeds = range(options.seed, options.seed + options.inputs)
-            results[name] = fuzz(every[name], seeds, options.timeout, report)
-    write(results, options)
-    out.print(table(results))
-    for name, figures in results.items():
-        for defect in figures.defects:
-            out.print(f"{name}, seed {defect['seed']}: {defect['error']}", style="red", markup=False, soft_wrap=True)
-    sys.exit(any(figures.defects for figures in results.values()))
-
-
-def write(results: dict[str, Figures], options: argparse.Namespace) -> None:
-    """Writes the figures; those of surfaces that were not run stay in the file."""
-    from lowmem.files import write_file
-    from lowmem.run.environment import version
-
-    surfaces = {name: vars(figures) for name, figures in results.items()}
-    with contextlib.suppress(FileNotFoundError):
-        surfaces = json.loads(options.out.read_text())["surfaces"] | surfaces
-    packages = ("torch", "transformers", "trl", "accelerate", "datasets", "deepspeed")
-    record = {
-        "inputs": options.inputs,
-        "seed": options.seed,
-        "timeout_seconds": options.timeout,
-        "python": platform.python_version(),
-        "versions": {name: version(name) for name in packages},
-        "surfaces": surfaces,
-    }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    write_file(options.out, (json.dumps(record, indent=2) + "\n").encode())
-
-
-def table(results: dict[str, Figures]) -> Table:
-    made = Table("surface", "inputs", "accepted", "refused", "defects", "slowest", "seconds")
-    for name, figures in results.items():
-        refused = ", ".join(f"{error} {count:,}" for error, count in figures.refused.most_common())
-        slowest = f"{figures.slowest['seconds']:.1f} s (seed {figures.slowest['seed']})"
-        row = (f"{figures.inputs:,}", f"{figures.accepted:,}", refused, str(len(figures.defects)))
-        made.add_row(name, *row, slowest, f"{figures.seconds:,.0f}")
-    return made
+            with Progress(*Progress.get_default_columns(), MofNCompleteColumn()) as progress:
+                task = progress.add_task(name, total=options.inputs)
+                figures = fuzz(every[name], seeds, options.timeout, lambda _, p=progress, t=task: p.advance(t))
+            surfaces[name] = vars(figures)
+            for defect in figures.defects:
+                print(f"{name}, seed {defect['seed']}: {defect['error']}")
+            defects += len(figures.defects)
+        settings = {"seed": options.seed, "timeout_seconds": options.timeout}
+        reports.publish(options.out, "fuzz", settings, tables, surfaces=surfaces)
+    sys.exit(defects > 0)
 
 
 if __name__ == "__main__":

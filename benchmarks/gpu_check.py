@@ -16,17 +16,13 @@ Trainers are measured if TRL can be imported. For a machine without network, bri
 """
 
 import argparse
-import gc
 import importlib.util
 import itertools
 import json
-import math
 import os
 import platform
 import statistics
 import sys
-import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -38,12 +34,28 @@ from torch import Tensor, nn
 
 import lowmem
 from benchmarks import models
-from benchmarks.engine import has_compiler, update_one
+from benchmarks.engine import has_compiler
+from benchmarks.gpu.device import (
+    DEVICE,
+    GPU,
+    Updates,
+    clear,
+    device_seconds,
+    flat,
+    host_seconds,
+    kernels,
+    median,
+    normal,
+    peak,
+    pinned_bytes,
+    seconds,
+    squares,
+)  # fmt: skip
+from benchmarks.gpu.report import Report
+from benchmarks.pages import markdown
 from lowmem.layers.embedding import compute_gradient
 from lowmem.layers.head import MEMORY, linear_cross_entropy
 
-GPU = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if GPU else "cpu")
 COMPILES = has_compiler(DEVICE.type)
 RULES = [row.name for row in lowmem.rules.table()]
 CLIPPED = {"clip_norm": 1.0}
@@ -52,196 +64,16 @@ POLICIES: dict[str, dict[str, Any]] = {
     "deferred, host": {"policy": "deferred", "store": "host", **CLIPPED},
     "deferred, device": {"policy": "deferred", "store": "device", **CLIPPED},
 }
-QUEUE = 800  # launches that surely fit into a GPU's queue
-
-Run = Callable[[], object]
-Goal = tuple[str, float]  # "<=" or ">=", and the number
 
 
-class Report:
-    """Rows by part, written to `out` after every row; `budget` is in seconds from now.
-
-    Attributes:
-        failed: a part raised an error other than out-of-memory.
-    """
-
-    def __init__(self, out: Path, budget: float) -> None:
-        self.parts: dict[str, Any] = {}
-        self.failed = False
-        self._out, self._end, self._began = out, time.perf_counter() + budget, time.perf_counter()
-        self._rows: list[dict[str, Any]] = []
-
-    def row(self, what: str, measured: Any, goal: Goal | None = None, **more: Any) -> None:
-        """Adds a measurement; `measured` is None where this machine cannot measure it."""
-        met = None
-        if goal is not None and measured is not None:
-            met = measured <= goal[1] if goal[0] == "<=" else measured >= goal[1]
-        text = None if goal is None else f"{goal[0]} {goal[1]:g}"
-        self._add({"what": what, "measured": measured, "goal": text, "met": met, **more})
-
-    @contextmanager
-    def trial(self, what: str) -> Iterator[None]:
-        """Adds a row for an error that is raised inside, and goes on."""
-        try:
-            yield
-        except Exception as error:
-            traceback.print_exc()
-            self.failed |= not isinstance(error, torch.OutOfMemoryError)
-            self._add({"what": what, "error": f"{type(error).__name__}: {error}"})
-        clear()
-
-    def part(self, measure: Callable[["Report", bool], None], needs: float, small: bool) -> None:
-        """Runs a part that needs so many seconds, or adds a row that says why it does not."""
-        name, began, self._rows = measure.__name__, time.perf_counter(), []
-        self.parts[name] = part = {"rows": self._rows}
-        if (left := self._end - began) < needs:
-            self._add({"what": name, "skipped": f"needs about {needs:g} s, {left:.0f} s are left of the budget"})
-        else:
-            with self.trial(name):
-                measure(self, small)
-        part["seconds"] = round(time.perf_counter() - began, 1)
-        self._write()
-        print(f"{name}: {part['seconds']} s", file=sys.stderr, flush=True)
-
-    def goals(self) -> Iterator[dict[str, Any]]:
-        """The rows that have a goal."""
-        for part in self.parts.values():
-            yield from (row for row in part["rows"] if row.get("goal"))
-
-    def _add(self, row: dict[str, Any]) -> None:
-        self._rows.append(row)
-        self._write()
-
-    def _write(self) -> None:
-        seconds = round(time.perf_counter() - self._began, 1)
-        self._out.write_text(json.dumps({"seconds": seconds, **self.parts}, indent=2) + "\n")
-
-
-# -- measuring ---------------------------------------------------------------------------------------------------------
-
-
-def sync() -> None:
-    if GPU:
-        torch.cuda.synchronize()
-
-
-def clear() -> None:
-    """Frees unreferenced memory, reference cycles of optimizers and their hooks included."""
-    if GPU:
-        gc.collect()
-        torch.cuda.empty_cache()
-
-
-def seconds(run: Run) -> float:
-    """The time of a call, from an idle device to an idle device."""
-    sync()
-    start = time.perf_counter()
-    run()
-    sync()
-    return time.perf_counter() - start
-
-
-def host_seconds(run: Run) -> float:
-    """The time of a call until everything is queued."""
-    sync()
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
-
-
-def device_seconds(run: Run, repeats: int = 7) -> float:
-    """The median time that the device takes for the kernels that a call launches.
-
-    The device sleeps until everything is queued, so that it never waits for the host. If more is launched than its
-    queue holds, the time of the host is included.
-    """
-    if (kernels(run) or QUEUE) >= QUEUE:
-        return median(run, repeats)
-    cycles = int(host_seconds(run) * 3e9)  # half as long again as the host takes, at 2 GHz
-    times = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        sync()
-        torch.cuda._sleep(cycles)
-        start.record()
-        run()
-        end.record()
-        sync()
-        times.append(start.elapsed_time(end) / 1e3)
-    return statistics.median(times)
-
-
-def median(run: Run, repeats: int = 7) -> float:
-    return statistics.median(seconds(run) for _ in range(repeats))
-
-
-def kernels(run: Run) -> int | None:
-    """The number of kernels that a call launches, copies and fills included; None on a CPU."""
-    if not GPU:
-        return None
-    run()
-    sync()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        run()
-        sync()
-    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
-
-
-def peak(run: Run) -> int | None:
-    """The peak of allocated bytes during a call, above those before it; None on a CPU, where they are not counted."""
-    if not GPU:
-        return None
-    sync()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    run()
-    sync()
-    return torch.cuda.max_memory_allocated() - before
-
-
-def draw(*size: int, dtype: torch.dtype = torch.bfloat16, offset: int = 0) -> Tensor:
-    """offset: elements of its memory before it."""
-    return torch.randn(offset + math.prod(size), device=DEVICE).to(dtype)[offset:].view(size)
-
-
-class Updates:
-    """Parameters of one size, their gradients, and an optimizer.
-
-    Attributes:
-        first_seconds: the time of the first update of all parameters, compilation included.
-    """
-
-    def __init__(
-        self,
-        size: Sequence[int],
-        count: int = 1,
-        dtype: torch.dtype = torch.bfloat16,
-        *,
-        weights: str = "",
-        offset: int = 0,
-        **options: Any,
-    ) -> None:
-        torch.manual_seed(0)
-        module = nn.ParameterList(draw(*size, dtype=dtype, offset=offset) for _ in range(count))
-        if weights:
-            lowmem.quantize_(module, weights)
-        self.params = list(module)
-        self._grads = [draw(*size, dtype=dtype, offset=offset) for _ in range(count)]
-        self._opt = lowmem.FusedOptimizer(self.params, **{"lr": 1e-2, "batching": False, **options})
-        self.first_seconds = seconds(self.run)
-
-    @torch.no_grad()
-    def run(self) -> None:
-        """Updates every parameter once, without a backward pass."""
-        for param, grad in zip(self.params, self._grads, strict=True):
-            update_one(self._opt, param, grad)
+# -- is it right? ------------------------------------------------------------------------------------------------------
 
 
 def differing(runs: Callable[[bool], list[Tensor]], by: float = 0.0) -> float | None:
     """The share of the numbers that differ by more between `runs(compile=True)` and `runs(compile=False)`; NaN does."""
     if not COMPILES:
         return None
-    ours, eager = (torch.cat([tensor.float().flatten() for tensor in runs(compile)]) for compile in (True, False))
+    ours, eager = (flat(runs(compile)) for compile in (True, False))
     return float((~((ours - eager).abs() <= by)).float().mean())
 
 
@@ -260,7 +92,11 @@ def compare(report: Report, what: str, goal: float, size: Sequence[int], **optio
         report.row(f"{what}: weights that differ from eager ones", share, ("<=", goal), first_update_seconds=taken[:1])
 
 
-# -- is it right? ------------------------------------------------------------------------------------------------------
+def llama_losses(model: Any, count: int) -> Iterator[Tensor]:
+    """Losses of random rows, the same for every model."""
+    torch.manual_seed(0)
+    for _ in range(count):
+        yield models.loss_of(model, torch.randint(0, model.config.vocab_size, (2, 64), device=DEVICE))()
 
 
 def environment(report: Report, small: bool) -> None:
@@ -286,11 +122,9 @@ def policies_agree(report: Report, small: bool) -> None:
     for name, options in POLICIES.items():
         model = llama("tiny" if small else "20M").float()
         opt = lowmem.FusedOptimizer(model.named_parameters(), lr=1e-3, **options)
-        torch.manual_seed(0)
-        for _ in range(4):
-            ids = torch.randint(0, model.config.vocab_size, (2, 64), device=DEVICE)
-            opt.backward(models.loss_of(model, ids)())
-        weights[name] = torch.cat([param.detach().flatten() for param in model.parameters()])
+        for loss in llama_losses(model, 4):
+            opt.backward(loss)
+        weights[name] = flat(model.parameters())
         difference = float((weights[name] - weights["two_pass"]).abs().max())
         report.row(f"{name}: largest difference from two_pass", difference, ("<=", 0.0))
 
@@ -303,7 +137,7 @@ def computed_gradients(report: Report, small: bool) -> None:
         def trained(compile: bool, dtype: torch.dtype = dtype) -> list[Tensor]:
             torch.manual_seed(0)
             embedding = nn.Embedding(vocabulary, hidden, device=DEVICE, dtype=dtype)
-            head = nn.Parameter(draw(vocabulary, hidden, dtype=dtype) * 0.1)
+            head = nn.Parameter(normal(vocabulary, hidden, dtype=dtype) * 0.1)
             compute_gradient(embedding)
             opt = lowmem.FusedOptimizer(
                 [embedding.weight, head], rule="adamw", lr=1e-2, rounding="nearest", compile=compile
@@ -322,22 +156,31 @@ def computed_gradients(report: Report, small: bool) -> None:
 
 def exactness(report: Report, small: bool) -> None:
     """Compares compiled updates with eager ones. Those of elementwise rules are equal to the last bit in float32."""
-    matrix, plain = ((64, 96) if small else (300, 517)), {"rounding": "nearest"}
-    for rule in ("lomo",) if small else ("adamw", "lomo", "lion"):
-        compare(report, f"{rule}, float32", 0.0, matrix, dtype=torch.float32, rule=rule, **plain)
-    compare(report, "lomo, misaligned", 0.0, matrix, dtype=torch.float32, rule="lomo", offset=1, **plain)
-    if small:
-        return
-    compare(
-        report, "adamw, float32 weights, 8-bit states", 1e-3, (300, 512), rule="adamw", state_storage="8bit_64", **plain
-    )
-    for rule, rounding in itertools.product(("adalomo", "adamw"), ("nearest", "compensated")):
-        compare(report, f"{rule}, {rounding}", 1e-3, matrix, rule=rule, rounding=rounding)
-    compare(report, "adamw, int12 weights", 1e-3, (300, 512), rule="adamw", weights="int12")
-    for size in ((4, 128, 96), (20_000,), (1009, 200)):  # experts, a vector, several tiles
-        compare(report, f"adalomo, {list(size)}", 1e-3, size, rule="adalomo", **plain)
-    for rule in set(RULES) - {"adalomo", "adamw", "lomo", "lion"}:
-        compare(report, rule, 1e-3, matrix, rule=rule, **plain)
+    matrix, wide = ((64, 96) if small else (300, 517)), (300, 512)
+    plain, float32 = {"rounding": "nearest"}, {"rounding": "nearest", "dtype": torch.float32}
+    cases: dict[str, tuple[float, Sequence[int], dict[str, Any]]] = {
+        "lomo, float32": (0.0, matrix, {"rule": "lomo", **float32}),
+        "lomo, misaligned": (0.0, matrix, {"rule": "lomo", "offset": 1, **float32}),
+    }
+    if not small:
+        for rule in ("adamw", "lion"):
+            cases[f"{rule}, float32"] = 0.0, matrix, {"rule": rule, **float32}
+        eight_bits = {"rule": "adamw", "state_storage": "8bit_64", **plain}
+        cases["adamw, float32 weights, 8-bit states"] = 1e-3, wide, eight_bits
+        for rule, rounding in itertools.product(("adalomo", "adamw"), ("nearest", "compensated")):
+            cases[f"{rule}, {rounding}"] = 1e-3, matrix, {"rule": rule, "rounding": rounding}
+        cases["adamw, int12 weights"] = 1e-3, wide, {"rule": "adamw", "weights": "int12"}
+        for size in ((4, 128, 96), (20_000,), (1009, 200)):  # experts, a vector, several tiles
+            cases[f"adalomo, {list(size)}"] = 1e-3, size, {"rule": "adalomo", **plain}
+        for rule in set(RULES) - {"adalomo", "adamw", "lomo", "lion"}:
+            cases[rule] = 1e-3, matrix, {"rule": rule, **plain}
+    for what, (goal, size, options) in cases.items():
+        compare(report, what, goal, size, **options)
+
+
+def sync_debug(mode: str) -> None:
+    if GPU:
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 def no_host_sync(report: Report, small: bool) -> None:
@@ -345,20 +188,18 @@ def no_host_sync(report: Report, small: bool) -> None:
     waits = []
     policies = {"immediate": {}, **POLICIES}
     for rule, (policy, options) in itertools.product(RULES[:2] if small else RULES, policies.items()):
-        params = [nn.Parameter(draw(*size)) for size in ((256, 256), (64,), (64,))]
+        params = [nn.Parameter(normal(*size)) for size in ((256, 256), (64,), (64,))]
         common = {"rule": rule, "lr": 1e-3, "rounding": "stochastic", "loss_scale": "dynamic", "compile": False}
         opt = lowmem.FusedOptimizer(params, **common, **options)
         try:
             for _ in range(3):
-                loss = torch.stack([param.float().square().sum() for param in params]).sum()
-                if GPU:
-                    torch.cuda.set_sync_debug_mode("error")
+                loss = squares(params)
+                sync_debug("error")
                 opt.backward(loss)
         except RuntimeError as error:
             waits.append(f"{rule}, {policy}: {error}")
         finally:
-            if GPU:
-                torch.cuda.set_sync_debug_mode("default")
+            sync_debug("default")
         opt.remove()
     report.row("rules and policies that wait for the device", len(waits) if GPU else None, ("<=", 0), where=waits)
 
@@ -366,9 +207,17 @@ def no_host_sync(report: Report, small: bool) -> None:
 # -- memory and time ---------------------------------------------------------------------------------------------------
 
 
-def copy_all(pairs: Tensor) -> None:
-    for into, source in pairs:
-        into.copy_(source)
+UPDATES: dict[str, dict[str, Any]] = {
+    "AdamW(fused=True) in hooks": {"rule": torch.optim.AdamW, "fused": True, "lr": 1e-3, "rounding": "nearest"},
+    "adamw, bfloat16 states": {"rule": "adamw", "rounding": "nearest", "state_storage": "bfloat16"},
+    "adamw, 8-bit states": {"rule": "adamw", "rounding": "stochastic", "state_storage": "8bit_64"},
+    "adamw, int12 weights": {"rule": "adamw", "weights": "int12", "state_storage": "8bit_64"},
+    "adalomo": {"rule": "adalomo", "rounding": "nearest"},
+    "adalomo, stochastic": {"rule": "adalomo", "rounding": "stochastic"},
+    "adalomo, compensated": {"rule": "adalomo", "rounding": "compensated"},
+    "adalomo, eager": {"rule": "adalomo", "rounding": "nearest", "compile": False},
+}
+UPDATE_GOALS = {"adalomo": 0.9, "adamw, bfloat16 states": 1.5, "adamw, 8-bit states": 2.0}
 
 
 def updates(report: Report, small: bool) -> None:
@@ -377,14 +226,13 @@ def updates(report: Report, small: bool) -> None:
     than a cache.
     """
     side, count = (64, 2) if small else (4096, 16)
-    compile = COMPILES and not small
-    numel = side * side
+    compile, numel = COMPILES and not small, side * side
     pairs = torch.zeros(count, 2, 3 * numel, dtype=torch.bfloat16, device=DEVICE)
     # AdaLomo reads the gradient three times and the weight twice, and writes the weight
-    floor = device_seconds(partial(copy_all, pairs)) / count
+    floor = device_seconds(lambda pairs=pairs: [into.copy_(source) for into, source in pairs]) / count
     report.row("copy: bytes per second", 12 * numel / floor)
     del pairs
-    params = [nn.Parameter(draw(side, side)) for _ in range(count)]
+    params = [nn.Parameter(normal(side, side)) for _ in range(count)]
     for param in params:
         param.grad = torch.zeros_like(param)
     plain = torch.optim.AdamW(params, lr=1e-3, fused=True)
@@ -392,18 +240,8 @@ def updates(report: Report, small: bool) -> None:
     fused = device_seconds(plain.step) / count
     report.row("AdamW(fused=True).step()", fused)
     del params, param, plain
-    methods: dict[str, dict[str, Any]] = {
-        "AdamW(fused=True) in hooks": {"rule": torch.optim.AdamW, "fused": True, "lr": 1e-3, "rounding": "nearest"},
-        "adamw, bfloat16 states": {"rule": "adamw", "rounding": "nearest", "state_storage": "bfloat16"},
-        "adamw, 8-bit states": {"rule": "adamw", "rounding": "stochastic", "state_storage": "8bit_64"},
-        "adamw, int12 weights": {"rule": "adamw", "weights": "int12", "state_storage": "8bit_64"},
-        "adalomo": {"rule": "adalomo", "rounding": "nearest"},
-        "adalomo, stochastic": {"rule": "adalomo", "rounding": "stochastic"},
-        "adalomo, compensated": {"rule": "adalomo", "rounding": "compensated"},
-        "adalomo, eager": {"rule": "adalomo", "rounding": "nearest", "compile": False},
-    }
     taken: dict[str, float] = {}
-    for name, options in methods.items():
+    for name, options in UPDATES.items():
         with report.trial(name):
             made = Updates((side, side), count, **{"compile": compile and "fused" not in options, **options})
             above = peak(made.run)
@@ -419,35 +257,22 @@ def updates(report: Report, small: bool) -> None:
             )
         made = None
         clear()
-    goals = {"adalomo": 0.9, "adamw, bfloat16 states": 1.5, "adamw, 8-bit states": 2.0}
     for name, each in taken.items():
-        goal = ("<=", goals[name]) if name in goals else None
+        goal = ("<=", UPDATE_GOALS[name]) if name in UPDATE_GOALS else None
         report.row(f"update, {name}: times AdamW(fused=True).step()", each / fused, goal)
     report.row("update, adalomo: times the copy", taken["adalomo"] / floor, ("<=", 1.3))
-    report.row(
-        "update, adalomo, stochastic: times nearest", taken["adalomo, stochastic"] / taken["adalomo"], ("<=", 1.3)
-    )
-
-
-def pinned_bytes() -> int:
-    """What torch holds, in use or not: what earlier parts have returned is given back to the system."""
-    if not GPU:
-        return 0
-    gc.collect()
-    sync()
-    torch._C._host_emptyCache()
-    return int(torch.cuda.host_memory_stats()["allocated_bytes.current"])
+    ratio = taken["adalomo, stochastic"] / taken["adalomo"]
+    report.row("update, adalomo, stochastic: times nearest", ratio, ("<=", 1.3))
 
 
 def offload(report: Report, small: bool) -> None:
     """The pinned memory that offloaded gradients take: torch's allocator rounds blocks up to powers of two."""
-    params = [
-        nn.Parameter(draw(*size)) for size in (((48, 40), (33,)) if small else ((5000, 4000), (3000, 4000), (4000,)))
-    ]
+    sizes = ((48, 40), (33,)) if small else ((5000, 4000), (3000, 4000), (4000,))
+    params = [nn.Parameter(normal(*size)) for size in sizes]
     before = pinned_bytes()
     opt = lowmem.FusedOptimizer(params, rule="adamw", lr=1e-3, **POLICIES["deferred, host"])
     for _ in range(2):
-        opt.backward(torch.stack([param.float().square().sum() for param in params]).sum())
+        opt.backward(squares(params))
     needed = sum(param.nbytes for param in params)
     pinned = pinned_bytes() - before if GPU else None
     report.row("pinned memory, times the gradients'", pinned and pinned / needed, ("<=", 1.1), bytes=pinned)
@@ -467,10 +292,10 @@ def loading(report: Report, small: bool) -> None:
 def dispatch(report: Report, small: bool) -> None:
     """The time of the host for a backward into many small tensors, relative to hooks that only drop gradients."""
     count = 40 if small else 720
-    grads = [draw(32, 32) for _ in range(count)]
+    grads = [normal(32, 32) for _ in range(count)]
 
     def host(prepare: Callable[[list[Tensor]], object]) -> float:
-        params: list[Tensor] = [nn.Parameter(draw(32, 32)) for _ in range(count)]
+        params: list[Tensor] = [nn.Parameter(normal(32, 32)) for _ in range(count)]
         prepared = prepare(params)  # keeps the hooks alive
         run = partial(torch.autograd.backward, params, grads)
         run()
@@ -543,27 +368,19 @@ def adamw(model: Any) -> Iterator[Step]:
     yield step
 
 
-def steps(
-    report: Report,
-    name: str,
-    rows: int,
-    tokens: int,
-    *,
-    goal: float | None = None,
-    policies: bool = False,
-    memory: int = MEMORY,
-) -> None:
+def steps(report: Report, name: str, rows: int, tokens: int, *, memory: int, **options: Any) -> None:
     """Measures training steps and their peaks above the weights: gradients dropped, lowmem's, and AdamW's.
 
     Args:
         memory: bytes of temporaries for the loss and the gradients of head and embedding.
+        options: goal: of the time.  policies: whether to measure those that clip, too.
     """
     model = llama(name, memory)
     weights = sum(param.nbytes for param in model.parameters())
     ids = torch.randint(0, model.config.vocab_size, (rows, tokens), device=DEVICE)
     others = torch.cuda.memory_allocated() - weights if GPU else 0
     methods: dict[str, Any] = {"gradients dropped": dropped, "adalomo": fused}
-    if policies:
+    if options.get("policies"):
         methods |= {each: partial(fused, **POLICIES[each]) for each in ("two_pass", "deferred, host")}
     methods["AdamW(fused=True)"] = adamw
     floor = 0.0
@@ -576,32 +393,30 @@ def steps(
                 labels = ids[:, 1:].flatten()
                 step(linear_cross_entropy(hidden, model.lm_head.weight, labels, memory=memory))
 
-            first = seconds(run)
-            seconds(run)
+            first, _ = seconds(run), seconds(run)
             before = torch.cuda.memory_allocated() if GPU else 0
             above = peak(run)
             taken = median(run, 4)
             floor = floor or taken
-            fitting = ("<=", goal) if method == "adalomo" and goal is not None else None
+            ours = method == "adalomo"
             figures = {"seconds": taken, "tokens_per_second": rows * tokens / taken, "first_seconds": first}
-            report.row(f"{what}: times gradients dropped", taken / floor, fitting, **figures)
+            goal = ("<=", options["goal"]) if ours and "goal" in options else None
+            report.row(f"{what}: times gradients dropped", taken / floor, goal, **figures)
             most = None if above is None else (before + above - others) / weights
-            report.row(f"{what}: peak over the weights", most, ("<=", 1.15) if method == "adalomo" else None)
+            report.row(f"{what}: peak over the weights", most, ("<=", 1.15) if ours else None)
         for param in model.parameters():
             param.grad = None
         clear()
 
 
 def small_steps(report: Report, small: bool) -> None:
-    steps(report, "tiny" if small else "100M", 1, 16 if small else 128, goal=1.12)
+    steps(report, "tiny" if small else "100M", 1, 16 if small else 128, memory=MEMORY, goal=1.12)
 
 
 def one_billion(report: Report, small: bool) -> None:
     name, tokens = ("tiny", 64) if small else ("1B", 2048)
-    steps(report, name, 1, tokens, policies=True)
     for rows, memory in itertools.product((1, 8), (MEMORY, 4 * MEMORY)):
-        if (rows, memory) != (1, MEMORY):
-            steps(report, name, rows, tokens, memory=memory)
+        steps(report, name, rows, tokens, memory=memory, policies=(rows, memory) == (1, MEMORY))
 
 
 def eight_billion(report: Report, small: bool) -> None:
@@ -626,40 +441,33 @@ def trainers(report: Report, small: bool) -> None:
         model = models.llama(*MODELS["tiny"][:4], "float32", DEVICE, checkpointing=False)
         with tempfile.TemporaryDirectory() as folder:
             words = {"max_steps": 4, "per_device_train_batch_size": 4, "report_to": "none", "save_strategy": "no"}
-            cls(
-                model, TrainingArguments(folder, disable_tqdm=True, use_cpu=not GPU, **words), train_dataset=rows
-            ).train()
-        weights.append(torch.cat([param.detach().flatten() for param in model.parameters()]))
+            args = TrainingArguments(folder, disable_tqdm=True, use_cpu=not GPU, **words)
+            cls(model, args, train_dataset=rows).train()
+        weights.append(flat(model.parameters()))
     report.row("trainer: largest difference", float((weights[0] - weights[1]).abs().max()), ("<=", 1e-6))
 
 
-def table(parts: dict[str, Any]) -> str:
-    """The steps of a report, as in the README: a row for each method of each setting."""
-    lines = ["| step | seconds | × gradients dropped | peak over the weights |", "| --- | --- | --- | --- |"]
-    rows = [row for part in ("small_steps", "one_billion", "eight_billion") for row in parts[part]["rows"]]
-    for times, peak in zip(rows[::2], rows[1::2], strict=True):
-        what = times["what"].removesuffix(": times gradients dropped")
-        lines.append(f"| {what} | {times['seconds']:.3f} | {times['measured']:.2f} | {peak['measured']:.3f} |")
-    return "\n".join(lines) + "\n"
+def tables(report: dict[str, Any]) -> dict[str, str]:
+    """The steps: a row for each method of each setting."""
+    every = [row for part in ("small_steps", "one_billion", "eight_billion") for row in report[part]["rows"]]
+    rows = [
+        {
+            "step": times["what"].removesuffix(": times gradients dropped"),
+            "seconds": f"{times['seconds']:.3f}",
+            "× gradients dropped": f"{times['measured']:.2f}",
+            "peak over the weights": f"{peak['measured']:.3f}",
+        }
+        for times, peak in zip(every[::2], every[1::2], strict=True)
+    ]
+    return {"": markdown(rows)}
 
 
 # Each part with the seconds that it needs at most, compilation included; most important first.
 PARTS: tuple[tuple[Callable[[Report, bool], None], float], ...] = (
-    (environment, 5),
-    (compiled_update, 20),
-    (policies_agree, 20),
-    (computed_gradients, 40),
-    (exactness, 100),
-    (no_host_sync, 15),
-    (updates, 80),
-    (offload, 10),
-    (loading, 5),
-    (small_steps, 40),
-    (one_billion, 70),
-    (eight_billion, 60),
-    (dispatch, 10),
-    (trainers, 20),
-)
+    (environment, 5), (compiled_update, 20), (policies_agree, 20), (computed_gradients, 40), (exactness, 100),
+    (no_host_sync, 15), (updates, 80), (offload, 10), (loading, 5), (small_steps, 40), (one_billion, 70),
+    (eight_billion, 60), (dispatch, 10), (trainers, 20),
+)  # fmt: skip
 
 
 def main() -> None:

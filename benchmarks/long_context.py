@@ -1,142 +1,188 @@
-"""Long sequences: the memory that each option of layers saves, and the time that it takes.
+"""Long sequences: the memory that each option of layers saves on a GPU, planned.
 
-    python -m benchmarks.long_context [--only planned --only measured --only time] [--tokens 131072 --rounds 3]
+    python -m benchmarks.long_context [--tokens 131072]
 
-`planned` predicts the peak of a step on a GPU, up to `--tokens`. `measured` compares real steps of a small Llama on
-the CPU with their plans, up to `--measured`. `time` is CPU time of a step on one thread; its ratios are medians of
-rounds in which the options take turns.
+The peak is while the last layer or the head computes its gradients: all layers have added their weights, their states
+and their input. So it is affine in the number of layers. Where the head's gradient is computed as it is read, only
+weights and states have the size of the vocabulary, in which the peak is affine too. One layer and a part of the
+vocabulary are planned, and the rest is added; `CHECKED` is planned in full, too.
 """
 
 import itertools
-import os
-import statistics
-import time
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any
 
-import torch
+from benchmarks import reports
+from benchmarks.pages import markdown
+from benchmarks.reports import command, picture
+from benchmarks.runs import configuration, planned
 
-from benchmarks import long_context_plans, reports
-from benchmarks.long_context_plans import DEFAULTS, OFF, SHORTEST
-from benchmarks.measurement import peak_of_tensors
-from benchmarks.processes import alone
-from benchmarks.reports import command, headline, print_table
-from benchmarks.runs import Configuration, configuration, planned, step_of
+LLAMA = {"model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8, "max_position_embeddings": 131072}
+QWEN3 = {"model_type": "qwen3", "vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128}
+MODELS: dict[str, dict[str, Any]] = {
+    "Llama-3.2-1B": {**LLAMA, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+                     "num_attention_heads": 32, "tie_word_embeddings": True},
+    "Llama-3.1-8B": {**LLAMA, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+                     "num_attention_heads": 32},
+    "Qwen3-14B": {**QWEN3, "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 40,
+                  "num_attention_heads": 40},
+}  # fmt: skip
+# Planned with one short sequence.
+SHORT_TOKENS = 2048
+SHORT = {
+    "Qwen3-0.6B": {**QWEN3, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+                   "num_attention_heads": 16, "tie_word_embeddings": True},
+    "Llama-3.1-8B": MODELS["Llama-3.1-8B"],
+}  # fmt: skip
 
-# Part `measured`: a Llama whose head may need as small a part of the memory as that of a large one.
-SMALL = {"model_type": "llama", "vocab_size": 2048, "hidden_size": 64, "intermediate_size": 224,
-         "num_hidden_layers": 4, "num_attention_heads": 1}  # fmt: skip
-MEASURED: dict[str, dict[str, Any]] = {
-    OFF: {"computed_gradients": False},
+# Arguments of `configuration` by setting. The first has none of the options.
+OFF, DEFAULTS, TILED, HOST, BOTH = "all off", "defaults", "tiled MLP", "offload to the host", "tiled MLP and offload"
+TILE = 4096
+SETTINGS: dict[str, dict[str, Any]] = {
+    OFF: {"layers": {"computed_gradients": False}},
     DEFAULTS: {},
-    "tiled MLP": {"mlp_tile": 512},
+    TILED: {"layers": {"mlp_tile": TILE}},
+    HOST: {"offload": True},
+    BOTH: {"layers": {"mlp_tile": TILE}, "offload": True},
 }
+COLORS = dict(zip(SETTINGS, ("#888888", "#1f5fa8", "#2a8f7c", "#e08e2b", "#d1495b"), strict=True))
+SHORTEST = 1024
+CARDS = (24, 80)  # GiB, of which 1 is left for CUDA's context and what is not in tensors
+TILES_OF, TILES_AT, TILES = "Llama-3.1-8B", 32768, (1024, 2048, 4096, 8192, 16384)  # sizes of tiles that are compared
+CHECKED = (("Llama-3.2-1B", 1024, OFF), ("Llama-3.1-8B", 2048, HOST), ("Qwen3-14B", 4096, TILED))
 
-# Part `time`: a quarter of the layers of Llama-3.1-8B and a quarter of its vocabulary, relative to the hidden size, so
-# that the head has the same part in a step. A sequence of half the hidden size is to it what 2,048 tokens are to 8B.
-PROPORTIONED = {"model_type": "llama", "vocab_size": 4008, "hidden_size": 512, "intermediate_size": 1792,
-                "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 1}  # fmt: skip
-SHORT, LONG = 256, 2048
-
-
-def timed(tokens: int) -> dict[str, dict[str, Any]]:
-    """Options of layers by what they change."""
-    heads: dict[str, dict[str, Any]] = {OFF: {"computed_gradients": False}, DEFAULTS: {}}
-    tiles = {f"tiled MLP, {size:,} tokens": {"mlp_tile": size} for size in (tokens // 2, tokens // 8)}
-    return heads if tokens == SHORT else {**heads, **tiles}
+# A vocabulary that is at least as long as any block of rows that a head or an embedding computes at a time.
+SMALL_VOCABULARY = 8192
 
 
-# -- measured ----------------------------------------------------------------------------------------------------------
+def peak(model: Mapping[str, Any], tokens: int, setting: Mapping[str, Any], **changes: Any) -> int:
+    """Bytes of tensors at the peak of a planned step on a GPU; `changes` are of the model."""
+    return planned(configuration({**model, **changes}, tokens, **setting), "gpu").peak
 
 
-def real_step(config: Configuration) -> dict[str, float]:
-    """Bytes of tensors at the peak of a step on the CPU, and the seconds that measuring it takes."""
-    step, start = step_of(config), time.perf_counter()
-    return {"real": peak_of_tensors(step), "seconds": time.perf_counter() - start}
+@cache
+def bytes_per_row(name: str) -> int:
+    """What a row of the vocabulary adds to any peak, where the head's and the embedding's gradients are computed."""
+    sizes = (SMALL_VOCABULARY, 2 * SMALL_VOCABULARY)
+    few, many = (peak(MODELS[name], SHORTEST, {}, num_hidden_layers=1, vocab_size=size) for size in sizes)
+    return (many - few) // SMALL_VOCABULARY
 
 
-def measured(options: Any) -> None:
-    """Real steps on the CPU against their plans."""
-    lengths = [SHORTEST << n for n in range(32) if SHORTEST << n <= options.measured]
-    results: dict[str, dict[int, dict[str, float]]] = {setting: {} for setting in MEASURED}
-    for tokens in lengths:
-        for setting, layers in MEASURED.items():
-            options_of_layers = {"head_memory": "1MiB", **layers}
-            config = partial(configuration, SMALL, tokens, dtype=options.dtype, layers=options_of_layers, compile=False)
-            expected = planned(config(), "cpu").peak
-            results[setting][tokens] = {"planned": expected, **alone(real_step, config())}
-    print(f"Peak of tensors in MiB: real / planned; {headline(options.dtype)}\n")
-    rows = [
-        (setting, *(f"{row[n]['real'] / 2**20:.2f} / {row[n]['planned'] / 2**20:.2f}" for n in lengths))
-        for setting, row in results.items()
+@cache
+def bytes_per_layer(name: str, offload: bool) -> tuple[int, int]:
+    """What a layer adds to any peak: its weights and states, and per token its input, unless that is offloaded."""
+
+    def layers(count: int, tokens: int) -> int:
+        changes = {"num_hidden_layers": count, "vocab_size": SMALL_VOCABULARY}
+        return peak(MODELS[name], tokens, {"offload": offload}, **changes)
+
+    short, long = (layers(2, tokens) - layers(1, tokens) for tokens in (SHORTEST, 2 * SHORTEST))
+    per_token = (long - short) // SHORTEST
+    return short - per_token * SHORTEST, per_token
+
+
+def extrapolated(name: str, tokens: int, setting: str) -> int:
+    """The peak of a model, from a plan of its first layer and of a part of its vocabulary."""
+    model = MODELS[name]
+    rows = model["vocab_size"] if setting == OFF else SMALL_VOCABULARY
+    peak_of_one = peak(model, tokens, SETTINGS[setting], num_hidden_layers=1, vocab_size=rows)
+    fixed, per_token = bytes_per_layer(name, SETTINGS[setting].get("offload", False))
+    layers = (model["num_hidden_layers"] - 1) * (fixed + per_token * tokens)
+    return peak_of_one + layers + (model["vocab_size"] - rows) * bytes_per_row(name)
+
+
+def fits(peaks: Mapping[int, int], memory: int) -> int:
+    """The longest sequence that fits, interpolated between planned lengths and rounded down to 1,024 tokens; 0 if the
+    shortest does not fit.
+    """
+    lengths = list(peaks)
+    if peaks[lengths[0]] > memory:
+        return 0
+    for shorter, longer in itertools.pairwise(lengths):
+        if peaks[longer] > memory:
+            share = (memory - peaks[shorter]) / (peaks[longer] - peaks[shorter])
+            return int(shorter + share * (longer - shorter)) // 1024 * 1024
+    return lengths[-1]
+
+
+def tables(report: Any) -> dict[str, str]:
+    """The longest sequence by model and card; and what a short one needs."""
+    rows = []
+    for name, settings in report["peaks"].items():
+        longest = int(list(settings[DEFAULTS])[-1])
+        for card in CARDS:
+            reach = {each: report["fits"][name][each][str(card)] for each in settings}
+            if set(reach.values()) not in ({0}, {longest}):
+                cells = {each: f"{'≥ ' * (n == longest)}{n // 1024}k" if n else "–" for each, n in reach.items()}
+                rows.append({"model": name, "card": f"{card} GiB", **cells})
+    short = [
+        {
+            "model": name,
+            **{
+                key: f"{size / 2**30:.2f} GiB" + (f" = {size / row['weights']:.3f} ×" if key != "weights" else "")
+                for key, size in row.items()
+            },
+        }
+        for name, row in report["short"].items()
     ]
-    print_table(("setting", *(f"{n // 1024}k" for n in lengths)), rows)
-    settings = {"model": SMALL, "dtype": options.dtype, "layers": MEASURED, "head_memory": "1MiB"}
-    reports.save(options.out / "long_context_measured.json", settings, results=results)
+    return {"": markdown(rows), "short": markdown(short)}
 
 
-# -- time --------------------------------------------------------------------------------------------------------------
-
-
-def seconds(tokens: int, dtype: str, rounds: int) -> dict[str, dict[str, Any]]:
-    """CPU seconds of a step under each setting, in turn, and their ratios to the defaults in the same round."""
-    steps = {
-        setting: step_of(configuration(PROPORTIONED, tokens, dtype=dtype, layers=layers, compile=True))
-        for setting, layers in timed(tokens).items()
-    }
-    for step in steps.values():  # compiles, and allocates
-        step()
-    times: dict[str, list[float]] = {setting: [] for setting in steps}
-    for _ in range(rounds):
-        for setting, step in steps.items():
-            start = time.process_time()
-            step()
-            times[setting].append(time.process_time() - start)
-    base = times[DEFAULTS]
-    ratios = {setting: [t / b for t, b in zip(row, base, strict=True)] for setting, row in times.items()}
-    return {
-        setting: {"seconds": times[setting], "ratios": row, "ratio": statistics.median(row)}
-        for setting, row in ratios.items()
-    }
-
-
-def timings(options: Any) -> None:
-    """Ratios of CPU time of steps."""
-    torch.set_num_threads(1)
-    results, load = {}, [os.getloadavg()[0]]
-    print(f"CPU time of a step over that with the defaults, one thread; {headline(options.dtype)}\n", flush=True)
-    for tokens, dtype in itertools.product((SHORT, LONG), dict.fromkeys((options.dtype, "float32"))):
-        results[f"{dtype}, {tokens} tokens"] = seconds(tokens, dtype, options.rounds)
-        load.append(os.getloadavg()[0])
-        settings = {"model": PROPORTIONED, "rounds": options.rounds, "load": load}
-        reports.save(options.out / "long_context_time.json", settings, results=results)  # each case takes minutes
-    rows = [
-        (case, setting, f"{statistics.median(row['seconds']):.2f}", f"{row['ratio']:.3f}",
-         f"{min(row['ratios']):.3f} to {max(row['ratios']):.3f}")
-        for case, times in results.items() for setting, row in times.items()
-    ]  # fmt: skip
-    print_table(("step", "setting", "s", "× defaults", "rounds"), rows)
-    print(f"\nload of the machine through it: {', '.join(f'{value:.1f}' for value in load)}")
-
-
-PARTS = {"planned": long_context_plans.run, "measured": measured, "time": timings}
+def draw(report: Any, path: Path) -> None:
+    """Draws the peak against the length of the sequence, a panel per model and a line per setting."""
+    title, peaks = "Peak of a training step on a GPU, planned: one sequence, AdaLomo, bfloat16", report["peaks"]
+    ticks = (2, 4, 8, 16, 24, 40, 80, 160)
+    with picture(path, title, (10, 4.6), len(peaks), sharey=True, sharex=True) as panels:
+        for axes, (name, rows) in zip(panels, peaks.items(), strict=True):
+            for setting, row in rows.items():
+                style = {"color": COLORS[setting], "marker": "o", "ms": 3, "lw": 4 if setting == OFF else 1.7}
+                lengths = [int(n) for n in row]
+                axes.plot(lengths, [needed / 2**30 for needed in row.values()], label=setting, **style)
+            for card in CARDS:
+                axes.axhline(card, color="#333333", lw=1, ls=(0, (5, 3)))
+                axes.text(SHORTEST, card * 0.97, f"{card} GiB", va="top", fontsize=8, color="#333333")
+            axes.set(xscale="log", yscale="log", xlabel="tokens", title=name)
+            axes.set_xticks(lengths, [f"{n // 1024}k" for n in lengths])
+            axes.set_yticks(ticks, list(map(str, ticks)))
+            axes.minorticks_off()
+            axes.grid(color="#eeeeee")
+            axes.set_axisbelow(True)
+        panels[0].set_ylabel("peak of tensors (GiB)")
+        lines = panels[0].get_legend_handles_labels()
+        panels[0].figure.legend(*lines, loc="outside lower center", ncols=5, frameon=False, fontsize=9)
 
 
 @command
 def main(argv: Sequence[str] | None = None) -> None:
-    counts = {
-        "tokens": (131072, "longest planned sequence"),
-        "measured": (16384, "longest measured sequence"),
-        "rounds": (5, "timed steps per setting"),
-    }
-    parser = reports.make_parser(__doc__, counts)
-    parser.add_argument("--only", choices=PARTS, action="append", help="only this part; repeatable")
-    options = parser.parse_args(argv)
-    with reports.output(options.out, "long_context*"):
-        for name in options.only or PARTS:
-            PARTS[name](options)
-            print(flush=True)
+    options = reports.make_parser(__doc__, {"tokens": (131072, "longest sequence")}, dtype=False).parse_args(argv)
+    lengths = [SHORTEST << n for n in range(32) if SHORTEST << n <= options.tokens]
+    with reports.output(options.out):
+        peaks = {
+            name: {each: {n: extrapolated(name, n, each) for n in lengths} for each in SETTINGS} for name in MODELS
+        }
+        fitting = {
+            name: {each: {card: fits(row, (card - 1) << 30) for card in CARDS} for each, row in rows.items()}
+            for name, rows in peaks.items()
+        }
+        checked = [
+            {"model": name, "tokens": tokens, "setting": setting, "extrapolated": extrapolated(name, tokens, setting),
+             "full": peak(MODELS[name], tokens, SETTINGS[setting])}
+            for name, tokens, setting in CHECKED
+        ]  # fmt: skip
+        short = {}
+        for name, model in SHORT.items():
+            weights = planned(configuration(model, 64), "gpu").items["weights"]
+            settings = {setting: peak(model, SHORT_TOKENS, SETTINGS[setting]) for setting in (OFF, DEFAULTS, HOST)}
+            short[name] = {"weights": weights, **settings}
+        one_layer = {"num_hidden_layers": 1, "vocab_size": SMALL_VOCABULARY}
+        untiled, *tiled = (
+            peak(MODELS[TILES_OF], TILES_AT, {"layers": {"mlp_tile": n} if n else {}}, **one_layer) for n in (0, *TILES)
+        )
+        saved = {n: untiled - needed for n, needed in zip(TILES, tiled, strict=True)}
+        parts = {"peaks": peaks, "fits": fitting, "checked": checked, "saved by tiles": saved, "short": short}
+        reports.publish(options.out, "long_context", {"tile": TILE, "models": MODELS}, tables, draw, **parts)
 
 
 if __name__ == "__main__":

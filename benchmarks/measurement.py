@@ -15,18 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks.baselines import Method
+from benchmarks.methods import Method
 from benchmarks.models import llama, loss_of
 from benchmarks.processes import Figures
 
 # Layers, hidden size and vocabulary of a Llama of about that many parameters.
-SIZES = {
-    "1M": (3, 128, 1024),
-    "10M": (7, 256, 8192),
-    "100M": (8, 768, 32000),
-    "1B": (17, 2048, 32000),
-    "7B": (32, 4096, 32000),
-}
+SIZES = {"1M": (3, 128, 1024), "10M": (7, 256, 8192), "100M": (8, 768, 32000), "1B": (17, 2048, 32000)}
 
 
 @dataclass(frozen=True)
@@ -41,18 +35,10 @@ class Workload:
     threads: int = field(default_factory=torch.get_num_threads)
 
     def settings(self) -> dict[str, Any]:
-        """Its fields and the model's sizes; `weights` is in bytes."""
-        layers, hidden, vocabulary = SIZES[self.size]
-        layer = 4 * hidden**2 + 3 * hidden * self.intermediate + 2 * hidden
-        parameters = 2 * vocabulary * hidden + layers * layer + hidden
-        return {
-            **asdict(self),
-            "layers": layers,
-            "hidden": hidden,
-            "vocabulary": vocabulary,
-            "parameters": parameters,
-            "weights": parameters * getattr(torch, self.dtype).itemsize,
-        }
+        """Its fields, and the model's parameters and bytes."""
+        parameters = sum(param.numel() for param in self.model("meta").parameters())
+        weights = parameters * getattr(torch, self.dtype).itemsize
+        return {**asdict(self), "parameters": parameters, "weights": weights}
 
     def model(self, device: str) -> nn.Module:
         """Random weights, with activation checkpointing."""
@@ -65,21 +51,17 @@ class Workload:
         return -(-SIZES[self.size][1] * 8 // 3 // 256) * 256
 
 
-def median_seconds(run: Callable[[], object], repeats: int, warmup: int = 0) -> float:
-    """The median time of a call, on a GPU from idle to idle."""
-    for _ in range(warmup):
-        run()
-    return statistics.median(_seconds(run) for _ in range(repeats))
-
-
-def _seconds(run: Callable[[], object]) -> float:
-    gpu = torch.cuda.is_available()
-    if gpu:
+def sync() -> None:
+    if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+def seconds(run: Callable[[], object]) -> float:
+    """The time of a call, on a GPU from idle to idle."""
+    sync()
     start = time.perf_counter()
     run()
-    if gpu:
-        torch.cuda.synchronize()
+    sync()
     return time.perf_counter() - start
 
 
@@ -87,11 +69,10 @@ def measure(method: Method, workload: Workload) -> Figures:
     """Measures the training steps of one method.
 
     Returns:
-        `seconds` per step and of the `first_step`, `tensor_peak` in bytes, and on Linux `process_peak`.
+        `seconds` per step and of the `first_step`, `tensor_peak` in bytes, and `process_peak`.
     """
     torch.set_num_threads(workload.threads)
-    gpu = torch.cuda.is_available()
-    device = "cuda" if gpu else "cpu"
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     model = workload.model(device)
     take = method.make(model)
     rows = torch.randint(SIZES[workload.size][-1], (workload.batch, workload.tokens), device=device)
@@ -100,18 +81,14 @@ def measure(method: Method, workload: Workload) -> Figures:
     def step() -> None:
         take(losses)
 
-    first = _seconds(step)
-    figures = {"seconds": median_seconds(step, workload.steps, warmup=1), "first_step": first}
-    if Path("/proc/self/status").exists():
-        figures["process_peak"] = peak_resident()
+    first, _, *times = (seconds(step) for _ in range(workload.steps + 2))
+    figures = {"seconds": statistics.median(times), "first_step": first, "process_peak": peak_resident()}
     gc.collect()  # compilation leaves reference cycles that hold a gradient until they are collected
-    if gpu:
-        torch.cuda.reset_peak_memory_stats()
-        step()
-        figures["tensor_peak"] = torch.cuda.max_memory_allocated()
-    else:
-        figures["tensor_peak"] = peak_of_tensors(step)
-    return figures
+    if device == "cpu":
+        return {**figures, "tensor_peak": peak_of_tensors(step)}
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    return {**figures, "tensor_peak": torch.cuda.max_memory_allocated()}
 
 
 def peak_resident() -> int:

@@ -8,17 +8,9 @@ from torch import Tensor
 
 
 def llama(
-    layers: int,
-    hidden: int,
-    intermediate: int,
-    vocabulary: int,
-    dtype: str,
-    device: str | torch.device = "cpu",
-    *,
-    checkpointing: bool = True,
-    seed: int = 0,
-    **config: Any,
-) -> Any:
+    layers: int, hidden: int, intermediate: int, vocabulary: int, dtype: str, device: str | torch.device = "cpu",
+    *, checkpointing: bool = True, seed: int = 0, **config: Any,
+) -> Any:  # fmt: skip
     """Returns a Llama in training mode, by default with activation checkpointing and attention heads of 64 elements.
 
     Args:
@@ -26,17 +18,11 @@ def llama(
     """
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    options = {"num_attention_heads": hidden // 64, "use_cache": False, **config}
-    llama_config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        **options,
-    )
+    sizes = {"vocab_size": vocabulary, "hidden_size": hidden, "intermediate_size": intermediate}
+    options = {"num_hidden_layers": layers, "num_attention_heads": hidden // 64, "use_cache": False, **config}
     torch.manual_seed(seed)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(llama_config, dtype=getattr(torch, dtype))
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, **options), dtype=getattr(torch, dtype))
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.train()

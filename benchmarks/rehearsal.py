@@ -8,8 +8,7 @@ three times: with compiled updates; resumed from the middle of that run, which h
 of two of `AXES` occurs; `--all` takes all of them. A combination that is refused by design has to end before its first
 step with one message. `USUAL` are the settings that people begin with.
 
-`--only` replaces these rows of the JSON file. With `--out benchmarks/results` the table of the documentation is written
-too.
+`--only` replaces these rows of the JSON file.
 
 Compiled code is in one cache, so that only the first run of a kind compiles. Ranks share the threads of one process. A
 processor without bfloat16 instructions takes a hundred times as long for bfloat16 and int12.
@@ -23,6 +22,7 @@ import random
 import re
 import shutil
 import statistics
+import sys
 import sysconfig
 import tempfile
 import time
@@ -34,26 +34,20 @@ from typing import Any
 
 import torch
 import yaml
-from rich.console import Console
 from safetensors.torch import load_file
 
 from benchmarks import reports
-from benchmarks.baselines import select
 from benchmarks.measurement import peak_of_tensors
+from benchmarks.methods import select
+from benchmarks.pages import ROOT, markdown
 from benchmarks.processes import MeasurementError, alone, execute
-from benchmarks.reports import command, formatted, headline, print_table
-from lowmem.files import write_file
+from benchmarks.reports import command, formatted
 from lowmem.run import build, data
 from lowmem.run.arguments import parse
 from lowmem.run.plan import plan
 from scripts.make_docstrings import collect
 from scripts.make_model import make_model, train_tokenizer
 
-ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
-PAGE = ROOT / "docs" / "internals" / "rehearsals.md"
-HEADINGS = ("rehearsal", "outcome", "steps", "losses differ by", "weights differ by", "peak, MiB", "planned", "seconds")
-MARKS = "<!-- rehearsals -->\n", "<!-- /rehearsals -->"
 SECONDS = 1800  # until a run counts as hanging
 LONGEST_PAIR = 512  # tokens of a pair for DPO, which leaves out longer ones
 
@@ -159,12 +153,14 @@ class Outcome:
     planned: int | None = None
     seconds: float = 0.0
 
-    def cells(self) -> list[str]:
+    def row(self) -> dict[str, str]:
         """Its columns in a table."""
-        apart = ("0" if value == 0 else formatted(value, ".0e") for value in (self.losses, self.weights))
-        sizes = (formatted(size and size / 2**20, ",.0f") for size in (self.peak, self.planned))
+        apart = ["0" if value == 0 else formatted(value, ".0e") for value in (self.losses, self.weights)]
+        sizes = [formatted(size and size / 2**20, ",.0f") for size in (self.peak, self.planned)]
         failed = f"failed: {self.message}" if self.outcome == "failed" else self.outcome
-        return [failed, str(self.steps), *apart, *sizes, f"{self.seconds:.0f}"]
+        cells = (failed, str(self.steps), *apart, *sizes, f"{self.seconds:.0f}")
+        columns = ("outcome", "steps", "losses differ by", "weights differ by", "peak, MiB", "planned", "seconds")
+        return dict(zip(columns, cells, strict=True))
 
 
 # -- which runs --------------------------------------------------------------------------------------------------------
@@ -327,16 +323,9 @@ def memory(words: Sequence[str]) -> tuple[int, int]:
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
-def table(runs: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
+def tables(report: Any) -> dict[str, str]:
     """A row for each rehearsal."""
-    return [[name, *Outcome(**run).cells()] for name, run in runs.items()]
-
-
-def write_page(runs: Mapping[str, Mapping[str, Any]], page: Path) -> None:
-    """Writes the table of the documentation."""
-    rows = "\n".join("| " + " | ".join(line) + " |" for line in [HEADINGS, ["---"] * len(HEADINGS), *table(runs)])
-    before, after = re.split(f"(?s){MARKS[0]}.*{MARKS[1]}", page.read_text())
-    write_file(page, f"{before}{MARKS[0]}{rows}\n{MARKS[1]}{after}".encode())
+    return {"": markdown([{"rehearsal": name, **Outcome(**run).row()} for name, run in report["runs"].items()])}
 
 
 @command
@@ -349,19 +338,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
     path, settings = options.out / "rehearsal.json", {"chats": CHATS}
     runs = json.loads(path.read_text())["runs"] if options.only and path.exists() else {}
-    console = Console(stderr=True)
-    with reports.output(options.out, "rehearsal"), tempfile.TemporaryDirectory(prefix="lowmem-bench-") as folder:
+    with reports.output(options.out), tempfile.TemporaryDirectory(prefix="lowmem-bench-") as folder:
         write_inputs(Path(folder), options.steps)
         for number, (name, rehearsal) in enumerate(chosen.items(), 1):
             outcome = rehearse(rehearsal, options.steps, Path(folder))
             runs[name] = asdict(outcome)
             reports.save(path, settings, runs=runs)
-            said = f"{number} of {len(chosen)}: {name}: {', '.join(outcome.cells())}"
-            console.print(said, highlight=False, soft_wrap=True)
-    print(f"{headline('float32')}\n")
-    print_table(HEADINGS, table(runs))
-    if options.out.resolve() == RESULTS:
-        write_page(runs, PAGE)
+            said = f"{number} of {len(chosen)}: {name}: {', '.join(outcome.row().values())}"
+            print(said, file=sys.stderr, flush=True)
+        reports.publish(options.out, "rehearsal", settings, tables, runs=runs)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,12 @@
-"""Runs of `lowmem sft` as benchmarks: their arguments, their plan, and the step of their trainer."""
+"""Runs of `lowmem sft` as benchmarks: their arguments, their plan, and their trainer."""
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
-import torch
 from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -18,29 +16,20 @@ from lowmem.run.plan import StepMemory, plan
 from scripts.make_model import SMALLEST_VOCABULARY, train_tokenizer
 
 
-@dataclass(frozen=True)
-class Configuration:
+class Configuration(NamedTuple):
     """A model with random weights, and arguments by their names on the command line."""
 
     model: Mapping[str, Any]
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Mapping[str, Any]
 
 
 def configuration(
-    model: Mapping[str, Any],
-    tokens: int,
-    *,
-    dtype: str = "bfloat16",
-    layers: Mapping[str, Any] | None = None,
-    offload: bool = False,
-    compile: bool | Literal["auto"] = "auto",
-    **others: Any,
-) -> Configuration:
+    model: Mapping[str, Any], tokens: int, *, dtype: str = "bfloat16", layers: Mapping[str, Any] | None = None,
+    offload: bool = False, **others: Any,
+) -> Configuration:  # fmt: skip
     """A run of AdaLomo with one sequence per step and activation checkpointing.
 
     Args:
-        model: what its config.json has.
-        tokens: of the sequence.
         layers: options of `LayersConfig`.
         offload: checkpointed layers move their inputs to the host.
         others: further arguments, or other values.
@@ -49,7 +38,7 @@ def configuration(
         "dtype": dtype, "max_length": tokens, "learning_rate": 1e-4, "max_grad_norm": 0, "max_steps": 1,
         "per_device_train_batch_size": 1, "loss_type": "nll", "bf16": False, "report_to": "none",
         "fused.rule": "adalomo", "fused.rounding": "nearest" if dtype == "float32" else "stochastic",
-        "fused.compile": compile, **{f"layers.{name}": value for name, value in (layers or {}).items()},
+        **{f"layers.{name}": value for name, value in (layers or {}).items()},
     }  # fmt: skip
     if offload:
         arguments["activation_checkpointing_kwargs"] = {"offload": True}
@@ -80,21 +69,3 @@ def trainer_of(config: Configuration, rows: list[list[int]]) -> Any:
         model = AutoModelForCausalLM.from_config(kind, dtype=arguments.dtype, attn_implementation="sdpa")
         tokenizer = train_tokenizer(["a"], SMALLEST_VOCABULARY)
         return build.trainer(arguments, dataset, None, model, processing_class=tokenizer)
-
-
-def step_of(config: Configuration) -> Callable[[], None]:
-    """The training step of a run's own trainer on the CPU, with random weights and random tokens."""
-    ids = torch.randint(config.model["vocab_size"], (config.arguments["max_length"],)).tolist()
-    trainer = trainer_of(config, [ids])
-    model = trainer.model
-    model.gradient_checkpointing_enable(trainer.args.activation_checkpointing_kwargs)
-    model.train()
-    optimizer = trainer.create_optimizer()
-    batch = dict(trainer.data_collator([trainer.train_dataset[0]]))
-
-    def step() -> None:
-        with trainer.compute_loss_context_manager():
-            loss = trainer.compute_loss(model, dict(batch))
-        optimizer.backward(loss)
-
-    return step

@@ -27,7 +27,6 @@ os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")  # before torch
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -37,7 +36,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks import reports
-from benchmarks.baselines import (
+from benchmarks.engine import reduce_scatter_as_nccl, release
+from benchmarks.measurement import peak_resident
+from benchmarks.methods import (
     Loss,
     Method,
     Step,
@@ -48,14 +49,13 @@ from benchmarks.baselines import (
     runnable,
     select,
 )
-from benchmarks.engine import reduce_scatter_as_nccl, release
-from benchmarks.measurement import peak_resident
 from benchmarks.models import llama, loss_of
-from benchmarks.processes import Figures, MeasurementError, in_rounds, medians
-from benchmarks.reports import COLORS, Bars, command, draw_bars, formatted, headline, print_missing, print_table
+from benchmarks.pages import markdown
+from benchmarks.processes import Figures, MeasurementError, in_rounds
+from benchmarks.reports import command, formatted
 
 Options = argparse.Namespace
-SENT = {"gathers": "#b9d3f0", "gradients": "#4c72b0", "sums": "#dd8452"}  # what a rank sends, and its color
+SENT = ("gathers", "gradients", "sums")  # what a rank sends
 LLAMA = "transformers.models.llama.modeling_llama"
 # Collectives by a part of their names: the argument that holds the full tensor, what it is, and how many times a rank
 # sends all of it except one rank's share in a ring.
@@ -85,12 +85,10 @@ def engine(options: Options, adamw: bool = True) -> Any:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
     zero = {
-        "stage": 3,
-        "reduce_bucket_size": options.hidden**2,
+        "stage": 3, "reduce_bucket_size": options.hidden**2, "stage3_max_reuse_distance": 0,
         "stage3_prefetch_bucket_size": options.hidden**2 * 9 // 10,
         "stage3_param_persistence_threshold": options.hidden * 10,
-        "stage3_max_reuse_distance": 0,
-    }
+    }  # fmt: skip
     bf16 = {"enabled": options.dtype == "bfloat16"}
     config = {"train_micro_batch_size_per_gpu": options.batch, "bf16": bf16, "zero_optimization": zero}
     with deepspeed.zero.Init(config_dict_or_path=config):
@@ -240,70 +238,42 @@ def on_ranks(name: str, options: Options) -> Figures:
     return {key: max(rank[key] for rank in ranks) for key in ranks[0]}
 
 
-def report(results: dict[str, Figures], options: Options) -> None:
-    """Prints the table and what other ways would send."""
-    columns = (*SENT, "tensor_peak", "resident")
+def tables(report: Any) -> dict[str, str]:
+    """A row for each method; and a short form."""
+    results = report["results"]
 
     def ratio(row: Figures, base: str) -> str:
         return formatted(row["seconds"] / results[base]["seconds"] if base in results else None, ".2f")
 
-    rows = []
+    rows, short = [], []
     for name, row in results.items():
-        cells = [f"{row[key] / 2**20:.{4 if key == 'sums' else 1}f}" for key in columns]
-        peer = PEERS[name.partition(",")[0]]
-        rows.append((name, f"{row['seconds']:.3f}", ratio(row, FLOOR), ratio(row, peer), *cells))
-    sizes = ("weights, MiB", "gradients, MiB", "sums, MiB", "tensors, MiB", "process, MiB")
-    print_table(("per rank", "s/step", "× floor", "× peer", *sizes), rows)
-    if FLOOR in results:
-        reduced = 2 * (1 - 1 / options.ranks) * results[FLOOR]["weights"]
-        gathered = reduced + results[FLOOR]["gathers"]
-        print(f"\nan all-reduce of every gradient: {reduced / 2**20:.1f} MiB")
-        print(f"LOMO under ZeRO-3, which gathers as the floor does and all-reduces: {gathered / 2**20:.1f} MiB")
-
-
-def draw(results: dict[str, Figures], title: str, path: Path) -> None:
-    """Draws time, bytes sent and memory of each method as bars."""
-    colors = [COLORS[METHODS[name].kind] for name in results]
-
-    def values(key: str, unit: float) -> list[float]:
-        return [row[key] / unit for row in results.values()]
-
-    base = results.get(FLOOR)
-    label, unit = ("time of a step, × floor", base["seconds"]) if base else ("time of a step, seconds", 1.0)
-    panels = (
-        Bars(label, {"time": (values("seconds", unit), colors)}),
-        Bars("sent by a rank, MiB", {key: (values(key, 2**20), color) for key, color in SENT.items()}, "{:.0f}"),
-        Bars("peak of tensors on a rank, MiB", {"memory": (values("tensor_peak", 2**20), colors)}, "{:.0f}"),
-    )
-    draw_bars(path, title, list(results), panels)
+        sizes = {what: f"{row[what] / 2**20:.{4 if what == 'sums' else 1}f}" for what in SENT}
+        ratios = {"× floor": ratio(row, FLOOR), "× peer": ratio(row, PEERS[name.partition(",")[0]])}
+        peak = f"{row['tensor_peak'] / 2**20:.1f}"
+        memory = {"tensors, MiB": peak, "process, MiB": f"{row['resident'] / 2**20:.1f}"}
+        columns = {f"{what}, MiB": text for what, text in sizes.items()}
+        rows.append({"per rank": name, "s/step": f"{row['seconds']:.3f}", **ratios, **columns, **memory})
+        sent = " + ".join(f"{row[what] / 2**20:.1f}" for what in SENT)
+        short.append({"per rank": name, "× floor": ratios["× floor"], "sent, MiB": sent, "tensors, MiB": peak})
+    return {"": markdown(rows), "short": markdown(short)}
 
 
 @command
 def main(argv: Sequence[str] | None = None) -> None:
     counts = {
-        "ranks": (2, "processes"),
-        "layers": (4, "layers of the Llama"),
-        "hidden": (384, "its hidden size"),
-        "tokens": (128, "tokens per row"),
-        "batch": (1, "rows per rank"),
-        "steps": (5, "timed steps per round"),
+        "ranks": (2, "processes"), "layers": (4, "layers of the Llama"), "hidden": (384, "its hidden size"),
+        "tokens": (128, "tokens per row"), "batch": (1, "rows per rank"), "steps": (5, "timed steps per round"),
         "rounds": (1, "how often all methods are measured in turn"),
-    }
+    }  # fmt: skip
     options = reports.make_parser(__doc__, counts, only="method").parse_args(argv)
     names, left_out = runnable(select(METHODS, options.only))
     # imported once for all ranks; this module itself is imported again in every rank
     multiprocessing.set_forkserver_preload(["deepspeed", "benchmarks.reports", "benchmarks.measurement", LLAMA])
-    with reports.output(options.out, "sharded"):
-        runs, failed = in_rounds(names, options.rounds, lambda name, _: on_ranks(name, options), Console(stderr=True))
-        results = {name: medians(rows) for name, rows in runs.items()}
-        shape = f"{options.layers} layers, hidden {options.hidden}, {options.batch} × {options.tokens} tokens per rank"
-        title = f"Llama with {shape}, {options.ranks} ranks, activation checkpointing\n{headline(options.dtype)}"
-        print(f"{title}\n")
-        report(results, options)
-        print_missing(failed, left_out)
+    with reports.output(options.out):
+        results, failed = in_rounds(names, options.rounds, lambda name, _: on_ranks(name, options))
         settings = {key: getattr(options, key) for key in (*counts, "dtype")}
-        reports.save(options.out / "sharded.json", settings, results=results, failed=failed, left_out=left_out)
-        draw(results, title, options.out / "sharded.png")
+        parts = {"results": results, "failed": failed, "left_out": left_out}
+        reports.publish(options.out, "sharded", settings, tables, **parts)
     exit_if_ours_failed(METHODS, failed)
 
 

@@ -5,12 +5,12 @@
 It is a drawing of four layers, not a measurement; `benchmarks.policies` measures.
 """
 
-import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.reports import command, output, picture
+from benchmarks import reports
+from benchmarks.reports import command, picture
 
 LAYERS = 4
 COLORS = {
@@ -64,6 +64,8 @@ def draw(path: Path) -> None:
             base = -row * 1.85
             axis.text(0, base + 1.02, policy, fontsize=11, fontweight="bold")
             axis.text(2.8, base + 1.02, words, fontsize=9, color="#555555")
+            axis.text(0.1, base + 0.66, "time →", fontsize=9, color="#555555")
+            axis.text(0.1, base + 0.05, "gradients that exist", fontsize=9, color="#555555")
             for block in step(policy):
                 if isinstance(block[0], str):
                     kind, start, length = block
@@ -85,10 +87,8 @@ def draw(path: Path) -> None:
 
 @command
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path("runs/bench"), metavar="DIR")
-    out = parser.parse_args(argv).out
-    with output(out, "timeline"):
+    out = reports.make_parser(__doc__, {}, dtype=False).parse_args(argv).out
+    with reports.output(out):
         draw(out / "timeline.png")
 
 

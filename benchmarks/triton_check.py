@@ -1,11 +1,11 @@
 """Checks what lowmem compiles for a GPU, on a machine without one. Nothing is run on a GPU, and nothing is timed.
 
     pip install triton   # the version that torch was built for
-    python -m benchmarks.triton_check [--rules adalomo adamw] [--formats nearest] [--out benchmarks/results/triton.json]
+    python -m benchmarks.triton_check [--rules adalomo adamw] [--formats nearest]
 
 For each rule, with each rounding and with 8-bit states, Inductor generates the Triton code of an update as it would for
 a GPU, of a parameter and of a shard. The kernels that update a 4096 x 4096 bfloat16 matrix are counted, with the bytes
-that they read and write, and compiled for sm_80 and sm_90. Triton's interpreter runs the same code on a small matrix,
+that they read and write. Triton's interpreter runs the same code on a small matrix,
 and the results are compared with those of eager code. Rows of other cases stay in the file as they are.
 """
 
@@ -15,9 +15,7 @@ import logging
 import os
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -28,12 +26,12 @@ import lowmem
 import lowmem.step.updates
 from benchmarks import reports
 from benchmarks.engine import update_one
-from benchmarks.gpu.kernels import Launch, Resources, compile_for, generating
+from benchmarks.gpu.kernels import generating
 from benchmarks.gpu.pretended import DEVICES, pretend
+from benchmarks.pages import markdown
 from lowmem.tiles.quantized import QuantizedWeight
 from lowmem.tiles.storage import WEIGHT_FORMATS, Held, Integer, part_name
 
-RESULTS = Path(__file__).parent / "results" / "triton.json"
 RULES = [row.name for row in lowmem.rules.table()]
 ROUNDINGS = ["nearest", "stochastic", "compensated", "compensated8"]
 # By name: how states and weights are stored. Roundings come with the states that a rule has by default.
@@ -48,7 +46,7 @@ PLACES = ["parameter", "shard"]
 MATRIX = 4096, 4096
 INTERPRETED = 48, 96  # the interpreter takes a tenth of a millisecond for an operation of a block
 
-NOTE = "Nothing was run or timed on a GPU: kernels were counted, compiled ahead of time, and interpreted on a CPU."
+NOTE = "Nothing was run or timed on a GPU: kernels were counted, and interpreted on a CPU."
 
 Tensors = dict[str, Tensor]
 Case = tuple[str, str, str]
@@ -112,7 +110,7 @@ def updated(rule: str, name: str, size: tuple[int, int], steps: int, compile: bo
 
 
 def count(rule: str, name: str, place: str) -> dict[str, Any]:
-    """The kernels of an update, what they move and what they take.
+    """The kernels of an update, and what they move.
 
     calls: of compiled functions. That of a shard is cut where sums over ranks are taken.
     floor_bytes: what is kept and the gradient read once, and what is kept written once.  passes_bytes: with what each
@@ -125,7 +123,6 @@ def count(rule: str, name: str, place: str) -> dict[str, Any]:
     full = param.nbytes + sum(kept[name].nbytes for name in names)
     moved = sum(launch.moved for launch in generated.launches)
     passes = int(generated.read * MATRIX[0] * MATRIX[1]) + full
-    compiled = {f"sm_{capability}": resources(generated.launches, capability) for capability in DEVICES}
     floor = 2 * written + gradient
     return {
         "calls": generated.calls,
@@ -136,25 +133,8 @@ def count(rule: str, name: str, place: str) -> dict[str, Any]:
         "passes_bytes": passes,
         "over_passes": moved / passes,
         "allocated": generated.allocated,
-        **compiled,
         "launches": [{"name": launch.kernel.fn.__name__, "bytes": launch.moved} for launch in generated.launches],
     }
-
-
-def resources(launches: Sequence[Launch], capability: int) -> dict[str, Any]:
-    """The most that a kernel takes. Of a kernel's configurations, only those that a GPU would choose from count: those
-    with the fewest spilled registers.
-    """
-    most = Resources(0, 0, 0)
-    configurations = Counter[str]()
-    for kernel in {id(launch.kernel): launch.kernel for launch in launches}.values():
-        compiled = compile_for(kernel, capability)
-        configurations["configurations"] += len(compiled)
-        configurations["configurations_that_spill"] += sum(each.spilled > 0 for each in compiled)
-        least = min(each.spilled for each in compiled)
-        usable = [each for each in compiled if each.spilled == least]
-        most = Resources(*(max(values) for values in zip(most, *usable, strict=True)))
-    return {**most._asdict(), **configurations}
 
 
 # -- results -----------------------------------------------------------------------------------------------------------
@@ -195,8 +175,7 @@ def attempt(check: Callable[..., dict[str, Any]], *case: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser = reports.make_parser(__doc__, {}, dtype=False)
     parser.add_argument("--rules", nargs="+", choices=RULES, default=RULES)
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
     parser.add_argument("--interpret", action="store_true", help=argparse.SUPPRESS)  # what the second process is for
@@ -211,55 +190,39 @@ def main() -> None:
     # Triton decides when it is imported whether kernels are compiled or interpreted
     command = [sys.executable, "-m", "benchmarks.triton_check", "--interpret"]
     command += ["--rules", *options.rules, "--formats", *options.formats]
-    interpreter = subprocess.Popen(
-        command, env=os.environ | {"TRITON_INTERPRET": "1"}, stdout=subprocess.PIPE, text=True
-    )
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    interpreter = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     assert interpreter.stdout is not None
-    results = {}
-    rows = json.loads(options.out.read_text())["updates"] if options.out.exists() else {}
-    for case in cases:
-        results[", ".join(case)] = row = attempt(count, *case)
-        row["interpreted"] = json.loads(interpreter.stdout.readline())
-        reports.save(options.out, {"matrix": MATRIX, "interpreted": INTERPRETED, "note": NOTE}, updates=rows | results)
-        print(", ".join(case), file=sys.stderr)
-    interpreter.wait()
-    show(results)
+    settings, file = {"matrix": MATRIX, "interpreted": INTERPRETED, "note": NOTE}, options.out / "triton_check.json"
+    rows = json.loads(file.read_text())["updates"] if file.exists() else {}
+    with reports.output(options.out):
+        for case in cases:
+            name = ", ".join(case)
+            rows[name] = attempt(count, *case)
+            rows[name]["interpreted"] = json.loads(interpreter.stdout.readline())
+            reports.save(file, settings, updates=rows)
+            print(name, file=sys.stderr)
+        interpreter.wait()
+        reports.publish(options.out, "triton_check", settings, tables, updates=rows)
 
 
-def show(results: dict[str, dict[str, Any]]) -> None:
-    """Prints a table with a row per case."""
-    headings = [
-        "rule, format, of a",
-        "calls",
-        "kernels",
-        "MiB",
-        "floor MiB",
-        "/ floor",
-        "/ its passes",
-        "buffers MiB",
-    ]
-    for capability in DEVICES:
-        headings += [f"sm_{capability}: registers", "spilled bytes"]
-    headings += ["weights", "that differ", "states"]
+def tables(report: Any) -> dict[str, str]:
+    """A row for each rule and format, but for stochastic rounding, which takes one kernel more than nearest."""
     rows = []
-    for name, row in results.items():
-        interpreted = row["interpreted"]
-        if "error" in row:
-            rows.append([name, row["error"], *("" for _ in headings[2:])])
+    for name, row in report["updates"].items():
+        case, _, place = name.rpartition(", ")
+        if place == "shard" or case.endswith(", stochastic") or "error" in row:
             continue
-        cells = [name, str(row["calls"]), str(row["kernels"])]
-        cells += [f"{row[key] / 2**20:.0f}" for key in ("bytes", "floor_bytes")]
-        cells += [f"{row[key]:.2f}" for key in ("over_floor", "over_passes")]
-        cells.append(f"{row['allocated'] / 2**20:.2f}")
-        for capability in DEVICES:
-            cells += [str(row[f"sm_{capability}"][key]) for key in ("registers", "spilled")]
-        if "error" in interpreted:
-            cells += [interpreted["error"], "", ""]
-        else:
-            cells += [f"{interpreted['weights']:.1e}", f"{interpreted['differ']:.2%}", f"{interpreted['states']:.1e}"]
-        rows.append(cells)
-    reports.print_table(headings, rows)
-    print(f"\n{NOTE}")
+        shard = report["updates"].get(f"{case}, shard", {})
+        columns = {
+            "rule, format": case, "kernels": str(row["kernels"]), "MiB": f"{row['bytes'] / 2**20:.0f}",
+            "× floor": f"{row['over_floor']:.2f}", "× passes": f"{row['over_passes']:.2f}",
+            "buffers, MiB": f"{row['allocated'] / 2**20:.1f}",
+            "shard: kernels in calls": f"{shard['kernels']} in {shard['calls']}" if shard else "",
+            "MiB of a shard": f"{shard['bytes'] / 2**20:.0f}" if shard else "",
+        }  # fmt: skip
+        rows.append(columns)
+    return {"": markdown(rows)}
 
 
 if __name__ == "__main__":

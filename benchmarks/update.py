@@ -2,8 +2,8 @@
 
     python -m benchmarks.update [--size 4096 --rounds 3] [--only adalomo]
 
-Times are ratios to torch's fused AdamW, and to the nearest peer. Temporary memory is the maximum that the allocator has
-handed out during an update.
+Times are ratios to torch's fused AdamW, and to the nearest peer, which computes the same or has a state of the same
+size. Temporary memory is the maximum that the allocator has handed out during an update.
 """
 
 import gc
@@ -11,20 +11,20 @@ import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from rich.console import Console
 from torch import Tensor
+from torch.utils.benchmark import Timer
 
 import lowmem
 from benchmarks import reports
-from benchmarks.baselines import Method, exit_if_ours_failed, import_lomo_optim, runnable, select
 from benchmarks.engine import update_one
-from benchmarks.measurement import median_seconds, peak_of_temporaries
-from benchmarks.processes import Figures, alone, in_rounds, medians
-from benchmarks.reports import Bars, command, draw_bars, formatted, headline, print_missing, print_table
+from benchmarks.measurement import peak_of_temporaries
+from benchmarks.methods import Method, exit_if_ours_failed, import_lomo_optim, runnable, select
+from benchmarks.pages import markdown
+from benchmarks.processes import Figures, alone, in_rounds
+from benchmarks.reports import command, formatted
 
 BASE = "AdamW(fused=True)"
 WIDE = ", float32 weights"
@@ -47,16 +47,21 @@ class UpdateMethod(Method):
     dtype: Literal["bfloat16", "float32"] | None = None
 
 
-def lowmem_update(param: Tensor, grad: Tensor, rule: str, compile: bool = True, **options: Any) -> Update:
-    options = {"rounding": "nearest", **options}  # as the peers do
-    opt = lowmem.FusedOptimizer([("weight", param)], rule=rule, lr=1e-3, compile=compile, batching=False, **options)
-    return lambda: update_one(opt, param, grad), lambda: reports.state_tensors(opt)
+def state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    states = optimizer.state_dict()["state"].values()
+    return [value for state in states for value in state.values() if isinstance(value, Tensor)]
+
+
+def lowmem_update(param: Tensor, grad: Tensor, rule: str, **options: Any) -> Update:
+    options = {"lr": 1e-3, "rounding": "nearest", "compile": True, "batching": False, **options}  # rounds as peers do
+    opt = lowmem.FusedOptimizer([("weight", param)], rule=rule, **options)
+    return lambda: update_one(opt, param, grad), lambda: state_tensors(opt)
 
 
 def torch_update(param: Tensor, grad: Tensor, cls: Callable[..., torch.optim.Optimizer], **options: Any) -> Update:
     optimizer = cls([param], lr=1e-3, **options)
     param.grad = grad
-    return optimizer.step, lambda: reports.state_tensors(optimizer)
+    return optimizer.step, lambda: state_tensors(optimizer)
 
 
 def optimi_update(param: Tensor, grad: Tensor, name: str, **options: Any) -> Update:
@@ -84,27 +89,24 @@ def torchs(cls: Callable[..., torch.optim.Optimizer], dtype: Any = None, **optio
 
 
 NEAREST = {
-    "lomo": "SGD(fused=True)",
-    "adalomo": "lomo_optim AdaLomo",
-    "adafactor": "torch Adafactor",
-    "adafactor_t2t": "torch Adafactor",
-    "lion": "optimi Lion",
+    "lomo": "SGD(fused=True)", "adalomo": "lomo_optim AdaLomo", "adafactor": "torch Adafactor",
+    "adafactor_t2t": "torch Adafactor", "lion": "optimi Lion",
+}  # fmt: skip
+IN_BFLOAT16 = {  # rule, nearest peer and options of what is measured with bfloat16 weights alone
+    "adamw, bfloat16 moments": ("adamw", BASE, {"state_storage": "bfloat16"}),
+    "adamw, bfloat16 moments, stochastic": ("adamw", BASE, {"state_storage": "bfloat16", "rounding": "stochastic"}),
+    "adamw, 8-bit moments": ("adamw", BASE, {"state_storage": "8bit"}),
+    "adamw, 8-bit moments, stochastic": ("adamw", BASE, {"state_storage": "8bit", "rounding": "stochastic"}),
+    "adamw, 8-bit moments, compensated8": ("adamw", BASE, {"state_storage": "8bit", "rounding": "compensated8"}),
+    "adamw, compensated": ("adamw", "optimi AdamW, Kahan", {"rounding": "compensated"}),
+    **{
+        f"adalomo, {rounding}": ("adalomo", "lomo_optim AdaLomo", {"rounding": rounding})
+        for rounding in ("stochastic", "compensated", "compensated8")
+    },
 }
 METHODS = {
     **{rule: ours(rule, NEAREST.get(rule, "AdamW")) for rule in RULES},
-    "adamw, bfloat16 moments": ours("adamw", BASE, "bfloat16", state_storage="bfloat16"),
-    "adamw, bfloat16 moments, stochastic": ours(
-        "adamw", BASE, "bfloat16", state_storage="bfloat16", rounding="stochastic"
-    ),
-    "adamw, 8-bit moments": ours("adamw", BASE, "bfloat16", state_storage="8bit"),
-    "adamw, 8-bit moments, stochastic": ours("adamw", BASE, "bfloat16", state_storage="8bit", rounding="stochastic"),
-    "adamw, 8-bit moments, compensated8": ours(
-        "adamw", BASE, "bfloat16", state_storage="8bit", rounding="compensated8"
-    ),
-    "adamw, compensated": ours("adamw", "optimi AdamW, Kahan", "bfloat16", rounding="compensated"),
-    "adalomo, stochastic": ours("adalomo", "lomo_optim AdaLomo", "bfloat16", rounding="stochastic"),
-    "adalomo, compensated": ours("adalomo", "lomo_optim AdaLomo", "bfloat16", rounding="compensated"),
-    "adalomo, compensated8": ours("adalomo", "lomo_optim AdaLomo", "bfloat16", rounding="compensated8"),
+    **{name: ours(rule, peer, "bfloat16", **options) for name, (rule, peer, options) in IN_BFLOAT16.items()},
     f"adamw{WIDE}": ours("adamw", f"{BASE}{WIDE}", "float32"),
     f"adalomo{WIDE}": ours("adalomo", f"{BASE}{WIDE}", "float32"),
     **{f"{rule}, eager": ours(rule, compile=False) for rule in RULES},
@@ -127,7 +129,7 @@ def methods(dtype: str) -> dict[str, UpdateMethod]:
     return {name: method for name, method in METHODS.items() if method.dtype in allowed}
 
 
-def measure(name: str, size: int, repeats: int, dtype: str) -> Figures:
+def measure(name: str, size: int, dtype: str) -> Figures:
     """Measures one method in this process: `seconds`, and bytes of `temporary` memory and of `state` per weight."""
     torch.manual_seed(0)
     method = METHODS[name]
@@ -135,65 +137,48 @@ def measure(name: str, size: int, repeats: int, dtype: str) -> Figures:
     param = torch.nn.Parameter(torch.randn(size, size).to(kind))
     update, state = method.make(param, torch.randn(size, size).to(kind))
     with torch.no_grad():
-        seconds = median_seconds(update, repeats, warmup=3)
+        update()  # compiles
+        timer = Timer("update()", globals={"update": update}, num_threads=torch.get_num_threads())
+        seconds = timer.blocked_autorange(min_run_time=0.5).median
         gc.collect()
         temporary = peak_of_temporaries(update)
-    return {
-        "seconds": seconds,
-        "temporary": temporary,
-        "state": sum(tensor.nbytes for tensor in state()) / param.numel(),
-    }
+    kept = sum(tensor.nbytes for tensor in state())
+    return {"seconds": seconds, "temporary": temporary, "state": kept / param.numel()}
+
+
+def tables(report: Any) -> dict[str, str]:
+    results = report["results"]
+
+    def ratio(name: str, base: str | None) -> str:
+        return formatted(results[name]["seconds"] / results[base]["seconds"] if base in results else None, ".2f")
+
+    rows = [
+        {
+            "method": name, "ms": f"{row['seconds'] * 1e3:.1f}",
+            "× nearest peer": ratio(name, peer := METHODS[name].nearest),
+            "nearest peer": peer if peer in results else "",
+            "× fused AdamW": ratio(name, BASE), "temporary, MiB": f"{row['temporary'] / 2**20:.2f}",
+            "state, bytes per weight": f"{row['state']:.3g}",
+        }
+        for name, row in results.items()
+    ]  # fmt: skip
+    return {"": markdown(rows)}
 
 
 @command
 def main(argv: Sequence[str] | None = None) -> None:
-    counts = {
-        "size": (4096, "rows and columns of the parameter"),
-        "repeats": (9, "timed updates per round"),
-        "rounds": (3, "how often all methods are measured in turn"),
-    }
+    what = "how often all methods are measured in turn"
+    counts = {"size": (4096, "rows and columns of the parameter"), "rounds": (3, what)}
     options = reports.make_parser(__doc__, counts, only="method").parse_args(argv)
     names, left_out = runnable(select(methods(options.dtype), options.only))
-
-    def one(name: str, folder: Path) -> Figures:
-        return alone(measure, name, options.size, options.repeats, options.dtype)
-
-    with reports.output(options.out, "update"):
-        runs, failed = in_rounds(names, options.rounds, one, Console(stderr=True))
-        results = {name: medians(rows) for name, rows in runs.items()}
-
-        def ratio(name: str, base: str | None) -> str:
-            value = results[name]["seconds"] / results[base]["seconds"] if base in results else None
-            return formatted(value, ".2f")
-
-        print(f"One update of a {options.size} × {options.size} parameter; {headline(options.dtype)}\n")
-        rows = []
-        for name, row in results.items():
-            nearest = METHODS[name].nearest
-            times = (f"{row['seconds'] * 1e3:.1f}", ratio(name, nearest), nearest or "", ratio(name, BASE))
-            rows.append((name, *times, f"{row['temporary'] / 2**20:.2f}", f"{row['state']:.3g}"))
-        over = ("× nearest peer", "nearest peer", "× fused AdamW", "temporary, MiB", "state, bytes per weight")
-        print_table(("method", "ms", *over), rows)
-        print_missing(failed, left_out)
-        settings = {key: getattr(options, key) for key in ("size", "repeats", "rounds", "dtype")}
-        reports.save(options.out / "update.json", settings, results=results, failed=failed, left_out=left_out)
-        if BASE in results:
-            draw(results, settings, options.out / "update.png")
+    with reports.output(options.out):
+        results, failed = in_rounds(
+            names, options.rounds, lambda name, _: alone(measure, name, options.size, options.dtype)
+        )
+        settings = {key: getattr(options, key) for key in (*counts, "dtype")}
+        parts = {"results": results, "failed": failed, "left_out": left_out}
+        reports.publish(options.out, "update", settings, tables, **parts)
     exit_if_ours_failed(METHODS, failed)
-
-
-def draw(results: dict[str, Figures], settings: dict[str, Any], path: Path) -> None:
-    """Draws the time and temporary memory of each method as bars."""
-    names = [name for name in results if not name.endswith(("eager", WIDE))]
-    colors = [reports.COLORS[METHODS[name].kind] for name in names]
-    times = [results[name]["seconds"] / results[BASE]["seconds"] for name in names]
-    memory = [results[name]["temporary"] / 2**20 for name in names]
-    panels = (
-        Bars("time of an update, × torch's fused AdamW", {"time": (times, colors)}),
-        Bars("temporary memory, MiB", {"memory": (memory, colors)}, "{:.1f}"),
-    )
-    title = f"One update of a {settings['size']} × {settings['size']} parameter, lowmem compiled"
-    draw_bars(path, f"{title}\n{headline(settings['dtype'])}", names, panels)
 
 
 if __name__ == "__main__":

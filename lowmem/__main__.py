@@ -4,8 +4,23 @@ import atexit
 import os
 import sys
 import threading
+from typing import NoReturn
 
-from lowmem.cli import main
+from lowmem.errors import MissingPackageError
+
+
+def main() -> NoReturn:
+    """Runs the command line, or says which packages it needs."""
+    try:
+        import lowmem.run  # noqa: F401, first, because it says which packages are not installed
+        from lowmem import cli
+    except MissingPackageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    for stream in (sys.stdout, sys.stderr):  # a console or a file of Windows may lack characters
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+    cli.main()
+
 
 if __name__ == "__main__":
     try:

@@ -20,10 +20,12 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from lowmem import __version__, rules
+from lowmem import rules
 from lowmem.errors import ConfigError, LowmemError
 from lowmem.files import write_file
+from lowmem.hf import failures
 from lowmem.layers.config import parse_bytes
+from lowmem.run.environment import versions
 from lowmem.run.memory import state_bytes
 from lowmem.run.secrets import redacted
 from lowmem.run.terminal import err, out, print_topics, rank, stage
@@ -56,8 +58,6 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     command, rest = _parser().parse_known_args(argv)
     traceback = "--traceback" in rest or getattr(command, "traceback", False)
     try:
-        from lowmem.hf import failures  # raises if an installed library is too old
-
         if rest and not hasattr(command, "training"):
             raise ConfigError(f"unknown arguments: {' '.join(rest)}")
         with failures.explained():
@@ -89,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,  # an example is copied, and must not be wrapped
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"lowmem {__version__}")
+    parser.add_argument("--version", action="version", version=versions())
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # from DeepSpeed's launcher
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 

@@ -1,5 +1,6 @@
 """Exceptions for users. Each message says what is wrong, where, and what to write instead."""
 
+import importlib.util
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
@@ -30,6 +31,16 @@ class CheckpointError(LowmemError):
 
 class RankError(LowmemError):
     """Another rank of the process group failed, ended, or did not answer in time."""
+
+
+class MissingPackageError(LowmemError, ImportError):
+    """A package that is needed in addition to torch is not installed."""
+
+
+def require_packages(feature: str, *packages: str) -> None:
+    """Raises `MissingPackageError`, with the line that installs them, unless all packages are installed."""
+    if missing := " ".join(package for package in packages if importlib.util.find_spec(package) is None):
+        raise MissingPackageError(f"{feature} needs packages that are not installed. Run: pip install {missing}")
 
 
 def require_known(option: str, name: object, known: Sequence[str]) -> None:

@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import struct
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -96,7 +97,10 @@ def write_file(path: Path, content: bytes) -> None:
 
 def flush(path: Path) -> None:
     """Returns when the disk has a file, or the names in a directory."""
-    descriptor = os.open(path, os.O_RDONLY)
+    windows = sys.platform == "win32"  # flushes no directories, and only files that are open for writing
+    if windows and path.is_dir():
+        return
+    descriptor = os.open(path, os.O_RDWR if windows else os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:

@@ -6,6 +6,9 @@ The trainer keeps its loop, its arguments and its callbacks. The mixin changes w
 accelerator becomes that of the fused optimizer) and how checkpoints are written.
 """
 
+import lowmem.hf  # noqa: F401, first, because it says which packages are not installed
+
+# isort: split
 import copy
 import functools
 import logging
@@ -24,7 +27,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
-from lowmem.errors import CheckpointError, ConfigError, StepError, UnsupportedError
+from lowmem.errors import CheckpointError, ConfigError, StepError, UnsupportedError, require_packages
 from lowmem.hf import adapters, agreement, arguments, checkpoint, dry_runs, failures, head, optim, resuming, sharding
 from lowmem.hf import layers as model_layers
 from lowmem.hf.weights import load_weights, save_weights
@@ -89,6 +92,7 @@ class FusedTrainerMixin(_Base):
         self._asked_to_clip = fused is not None and fused.clip_norm is not None
         self._staging: Path | None = None
         self._rows: resuming.Rows | None = None  # of the training loop of transformers
+        self._resumed: str | None = None  # the checkpoint that it resumes from
         self._sharding: sharding.Sharding | None = None
         self._checked: Any = None  # the model of the last dry run
         given = [*args, *kwargs.values()]
@@ -130,9 +134,9 @@ class FusedTrainerMixin(_Base):
         self._sharding = sharding.of(self.args)
         super().create_accelerator_and_postprocess()
         agreement.set_timeout(self.args)
-        # Accelerate 1.15 (accelerator.py, prepare_model) wraps the model in DDP unless it is in evaluation mode. The
-        # hooks of the optimizer average gradients, so the model gets its device and autocast only.
-        self.accelerator.prepare_model = functools.partial(self.accelerator.prepare_model, evaluation_mode=True)
+        self.accelerator.prepare_model = functools.partial(self._prepare_model, self.accelerator.prepare_model)
+        self.accelerator.clip_grad_norm_ = functools.partial(self._clip_grad_norm_, self.accelerator.clip_grad_norm_)
+        self.accelerator.scaler = None  # nothing to save: the optimizer has the loss scale
         if self._sharding is not None:
             self.accelerator.prepare = functools.partial(self._prepare, self.accelerator.prepare)
             self.accelerator.no_sync = lambda model: nullcontext()  # gradients are reduced in every micro-batch
@@ -141,15 +145,16 @@ class FusedTrainerMixin(_Base):
         """Accelerate prepares data loaders. The model is sharded instead, and the optimizer is left as it is."""
         if not any(isinstance(item, nn.Module | torch.optim.Optimizer) for item in objects):
             return prepare(*objects, **options)
-        for item in objects:
-            if isinstance(item, nn.Module):
-                self._shard()
-                self.accelerator._models.append(item)
+        if any(isinstance(item, nn.Module) for item in objects):
+            self._shard()
         return objects if len(objects) > 1 else objects[0]
 
-    def _wrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        if self._sharding is None:
-            return super()._wrap_model(model, *args, **kwargs)
+    def _prepare_model(self, prepare: Callable[..., Any], model: nn.Module, *args: Any, **options: Any) -> nn.Module:
+        """Gives a model its device and autocast, or shards it. Accelerate would wrap it in DistributedDataParallel
+        unless it is in evaluation mode, and the hooks of the optimizer average gradients.
+        """
+        if self._sharding is None or model is not self.model:
+            return prepare(model, *args, **{**options, "evaluation_mode": True})
         self._shard()
         return model
 
@@ -165,6 +170,13 @@ class FusedTrainerMixin(_Base):
         if is_peft_model(model):
             raise ConfigError("fused.weight_format is for training all weights, but this model has adapters; omit it")
         quantize_(model, self._requested.weight_format)
+
+    def _clip_grad_norm_(
+        self, clip: Callable[..., Any], params: Any, max_norm: float, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Clips nothing in the trainer's loop, because the optimizer has clipped already, and `log` has the norm."""
+        in_loop = getattr(self, "is_in_train", False) and max_norm in (self.args.max_grad_norm, math.inf)
+        return None if in_loop else clip(params, max_norm, *args, **kwargs)
 
     def _shard(self) -> None:
         """Shards the model if the arguments ask for it, and frees what is gathered."""
@@ -197,47 +209,39 @@ class FusedTrainerMixin(_Base):
         scaled = self.accelerator.sync_gradients and self.optimizer._clipping.scaler.value is not None
         self.optimizer.step_was_skipped = scaled and self.optimizer.last_step.skipped
 
-    def set_initial_training_values(self, args: TrainingArguments, dataloader: Any) -> Any:
-        values = super().set_initial_training_values(args, dataloader)
-        self._loader, self._batches_per_epoch = dataloader, values[5]
-        return values
+    def get_train_dataloader(self) -> Any:
+        self._train_batch_size = self.args.train_batch_size  # transformers 4 would take the one of the checkpoint
+        return super().get_train_dataloader()
 
-    def _init_training_state(
-        self, max_steps: int, steps_per_epoch: int, epochs: int, resume_from_checkpoint: str | None, trial: Any
-    ) -> tuple[int, int]:
-        """Begins a resumed run with the row after the last one that was trained, and leaves no epoch to train where it
-        has finished: transformers 5.23 (trainer.py) would train one step more if the last epoch is not complete. Raises
-        where the ranks of a group were not started alike, or the rows that are left would be others.
+    def set_initial_training_values(self, args: TrainingArguments, dataloader: Any, *rest: Any) -> Any:
+        """Returns what the trainer returns, and no epoch to train for a run that has finished: transformers 5.23
+        (trainer.py) would train one step more if the last epoch is not complete. Raises where the ranks of a group were
+        not started alike, or the rows that are left would be others.
         """
+        epochs, steps_per_epoch, *others, max_steps = super().set_initial_training_values(args, dataloader, *rest)
         fused = self.optimizer.config if isinstance(self.optimizer, FusedOptimizer) else self.fused
-        agreement.check(self.args, fused, self.layers, self.train_dataset, resume_from_checkpoint)
+        agreement.check(self.args, fused, self.layers, self.train_dataset, self._resumed)
         if self.args.save_strategy != "no":
             agreement.check_shared(Path(self.args.output_dir))
-        start = super()._init_training_state(max_steps, steps_per_epoch, epochs, resume_from_checkpoint, trial)
-        compared = self.args.save_strategy != "no" or resume_from_checkpoint is not None
-        self._rows = resuming.Rows(self, self._loader, self._batches_per_epoch, compared=compared)
-        if resume_from_checkpoint is not None:
-            checkpoint.check_configuration(self.model, Path(resume_from_checkpoint))
-            if not self.args.ignore_data_skip:
-                start = self._rows.resume(Path(resume_from_checkpoint)) or start
-            # the path that was saved is that of the run folder before it was moved or copied
-            best = Path(resume_from_checkpoint).parent / f"checkpoint-{self.state.best_global_step}"
-            self.state.best_model_checkpoint = str(best) if best.is_dir() else None
-        if resume_from_checkpoint is None or self.state.global_step < max_steps:
-            return start
-        if self.is_world_process_zero():
-            logger.warning(
-                "training is already complete: %s is at step %d of %d, and its weights are loaded. Raise max_steps or "
-                "num_train_epochs to continue.", resume_from_checkpoint, self.state.global_step, max_steps
-            )  # fmt: skip
-        return epochs, 0
+        if self._resumed is not None:
+            checkpoint.check_configuration(self.model, Path(self._resumed))
+        self.remove_callback(resuming.Rows)
+        self._rows = resuming.Rows(self, dataloader, steps_per_epoch, max_steps, self._resumed)
+        self.add_callback(self._rows)
+        if not self._rows.left:
+            epochs = min(epochs, self._rows.step // steps_per_epoch)
+            if self.is_world_process_zero():
+                logger.warning(
+                    "training is already complete: %s is at step %d of %d, and its weights are loaded. Raise max_steps "
+                    "or num_train_epochs to continue.", self._resumed, self._rows.step, max_steps
+                )  # fmt: skip
+        return epochs, steps_per_epoch, *others, max_steps
 
-    def _run_epoch(self, *, epoch: int, **options: Any) -> None:
-        resumed = options["resume_from_checkpoint"] if epoch == options["epochs_trained"] else None
-        skipped = options["steps_trained_in_current_epoch"] if resumed is not None else 0
+    def _init_training_state(self, *args: Any) -> tuple[int, int]:
+        """Begins a resumed run with the row after the last one that was trained."""
+        super()._init_training_state(*args)
         assert self._rows is not None
-        self._rows.begin_epoch(epoch, skipped, resumed)
-        super()._run_epoch(epoch=epoch, **options)
+        return self._rows.start
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         samples, items = super().get_batch_samples(*args, **kwargs)
@@ -360,7 +364,7 @@ class FusedTrainerMixin(_Base):
         """Share of changed weights, clip coefficient, loss scale, non-finite steps, statistics of the rule, norms."""
         last = self.optimizer.last_step
         scale, nonfinite_steps = last.loss_scale, self.optimizer.nonfinite_steps  # copies each to the host
-        metrics: dict[str, Any] = {}
+        metrics: dict[str, Any] = {"grad_norm": float(last.grad_norm)}
         if not math.isnan(changed_share := float(last.changed_share)):
             metrics["changed_share"] = changed_share
         if last.clip_coef is not None:
@@ -372,12 +376,6 @@ class FusedTrainerMixin(_Base):
         if self.optimizer.config.log_norms:
             metrics |= {f"grad_norm/{name}": norm for name, norm in zip(last.names, last.norms.tolist(), strict=True)}
         return {**metrics, **last.statistics}
-
-    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
-        return self._get_grad_norm(model)  # the optimizer has clipped already
-
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | None = None) -> Tensor:
-        return self.optimizer.last_step.grad_norm
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
@@ -392,7 +390,7 @@ class FusedTrainerMixin(_Base):
         saves = self.args.save_strategy != "no" or bool(resume_from_checkpoint)
         if self.model is not None:  # else the next trial of a hyperparameter search makes one
             adapters.check(self.model, self.args, sharded=self._sharding is not None, saves=saves)
-        path = checkpoint.to_resume(resume_from_checkpoint, Path(self.args.output_dir))
+        self._resumed = path = checkpoint.to_resume(resume_from_checkpoint, Path(self.args.output_dir))
         arguments.check_callbacks(self.callback_handler.callbacks)
         if resume_from_checkpoint or args:  # a class may have a `train` without arguments
             args = path if resume_from_checkpoint else None, *args
@@ -497,17 +495,15 @@ class FusedTrainerMixin(_Base):
             checkpoint.load_optimizer(self.optimizer, folder / checkpoint.OPTIMIZER_FILE)
             checkpoint.load_scheduler(self.lr_scheduler, folder / checkpoint.SCHEDULER_FILE)
 
-    def _save_scaler(self, output_dir: str) -> None:
-        """Saves nothing: the optimizer has the loss scale."""
-
     def _load_scaler(self, checkpoint_dir: str | None) -> None:
-        """Loads nothing, also where there is a `scaler.pt`."""
+        """Loads nothing, also where there is a `scaler.pt`: the optimizer has the loss scale."""
 
-    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         if not isinstance(self.optimizer, FusedOptimizer):  # a subclass has not called the mixin's create_optimizer
             self.optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # Accelerate has wrapped it
             self.optimizer = self.accelerator.prepare(FusedTrainerMixin.create_optimizer(self))
-        return super().create_scheduler(*args, **kwargs)
+            optimizer = self.optimizer
+        return super().create_scheduler(num_training_steps, optimizer)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         self._shard()
@@ -536,6 +532,7 @@ class FusedTrainer(FusedTrainerMixin, Trainer):
 def __getattr__(name: str) -> Any:
     if name != "FusedSFTTrainer":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    require_packages(name, "trl")
     from trl import SFTTrainer  # which takes seconds
 
     class FusedSFTTrainer(FusedTrainerMixin, SFTTrainer):

@@ -51,7 +51,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, chat_template: str | 
     bpe.train_from_iterator(texts, trainer)
     begin = [(BEGIN, bpe.token_to_id(BEGIN))]
     bpe.post_processor = processors.TemplateProcessing(single=f"{BEGIN} $A", special_tokens=begin)
-    tokens = {"bos_token": BEGIN, "eos_token": END, "pad_token": PAD, "extra_special_tokens": [*ROLE_TOKENS]}
+    tokens = {"bos_token": BEGIN, "eos_token": END, "pad_token": PAD, "additional_special_tokens": [*ROLE_TOKENS]}
+    tokens |= {"model_input_names": ["input_ids", "attention_mask"]}
     return PreTrainedTokenizerFast(tokenizer_object=bpe, chat_template=chat_template or CHAT_TEMPLATE, **tokens)
 
 

@@ -429,7 +429,7 @@ def of(file):
 ZERO = {"deepspeed": {"zero_optimization": {"stage": 3}}}
 BEST = {"metric_for_best_model": "foo", "eval_strategy": "steps", "eval_steps": 1, "test_split_size": 0.25}
 STORED = {"fused": {"rule": "adalomo", "policy": "deferred", "store": "/proc"}}
-RECOMPUTED = {"gradient_checkpointing_kwargs": {"foo": 1}, "activation_checkpointing": True}
+RECOMPUTED = {"gradient_checkpointing_kwargs": {"foo": 1}, "gradient_checkpointing": True}
 NO_MATCH = {"fused": {"rule": "adalomo", "groups": [{"match": "none"}]}}
 
 # Command, what is otherwise in its file, arguments, the message, and what else is otherwise.
@@ -447,7 +447,7 @@ MISTAKES = {
     "no split to evaluate": ("sft", {"eval_strategy": "steps"}, "", "has no split 'test'. It has train"),
     "answers that are cut off": ("sft", {"assistant_only_loss": True}, "--max_length 3", "leaves none of 16 rows"),
     "LoRA without PEFT": ("sft", {"use_peft": True}, "", "PEFT", missing("peft")),
-    "DeepSpeed is not installed": ("sft", ZERO, "", "DeepSpeed is not installed. Install it", missing("deepspeed")),
+    "DeepSpeed is not installed": ("sft", ZERO, "", "Run: pip install deepspeed", missing("deepspeed")),
     "DeepSpeed without a launcher": ("sft", ZERO, "", "Start it with a launcher"),
     "FSDP without a launcher": ("sft", {"fsdp": True}, "", "a launcher"),
     "fp16 without a GPU": ("sft", {"fp16": True}, "", "fp16"),

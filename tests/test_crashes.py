@@ -1,28 +1,85 @@
-"""Runs that are killed and resumed end in the bits of one that was not. `benchmarks.crashes` kills more of them."""
+"""Runs that are killed and resumed end in the bits of one that was not."""
 
-import json
+import contextlib
+import random
 import shutil
-import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from support import small_runs
 from support.processes import Launched
+from support.products import FULL
 
 from lowmem import cli
 from scripts.make_model import make_model, train_tokenizer
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+ROOT = Path(__file__).parents[1]
+KILLS = {"local": 50 if FULL else 2, **dict.fromkeys(("deferred", "adapters", "ZeRO-3", "FSDP2"), 10 if FULL else 0)}
+# Arguments of a run, and its ranks.
+SETTINGS = {
+    "local": (("--fused.rule=adamw", "--fused.rounding=stochastic", "--dtype=bfloat16"), 0),
+    "deferred": (("--max_grad_norm=1", "--gradient_accumulation_steps=2", "--packing=true"), 0),
+    "adapters": (("--use_peft=true", "--lora_r=4", "--lora_dropout=0.1", "--fused.rule=adamw"), 0),
+    "ZeRO-3": ((f"--deepspeed={ROOT / 'configs' / 'zero3.json'}",), 2),
+    "FSDP2": (("--fsdp",), 2),
+}
+# What shows that a run is doing something now: paths in its folder.
+MOMENTS = {
+    "writing a checkpoint": ".saving/*/model.safetensors",
+    "finishing a checkpoint": ".saving/*/checksums.txt",
+    "removing a checkpoint": ".removed",
+    "drawing": "loss.png",
+    "saving the final model": ".saving/model",
+    "moving the final model": "tokenizer.json",
+}
 
 
-def test_killed_runs_end_like_one_that_was_not(tmp_path):
-    few = ["--kills", "2", "--only", "local", "--seed", "5"]
-    done = Launched.ranks(0, "benchmarks.crashes", *few, "--out", str(tmp_path)).finish()
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads((tmp_path / "crashes.json").read_text())["runs"]["local"]
-    assert sum(found["kills"].values()) >= 2
-    assert found["identical"] == found["runs"]
+def kill_at(moment, run, processes, seconds, chance):
+    """Waits for the moment and kills all processes; returns whether it came before the run was complete."""
+    skipped, begun, end = 0 if "final" in moment else chance.randint(0, 6), set(), time.monotonic() + seconds
+    while any(process.is_alive() for process in processes):
+        if moment in MOMENTS:
+            with contextlib.suppress(OSError):  # it is gone already
+                begun |= {path.stat().st_ino for path in run.glob(MOMENTS[moment])}
+        if len(begun) > skipped or (moment not in MOMENTS and time.monotonic() > end):
+            for process in processes:
+                process.kill()
+            return True
+        time.sleep(0.0005)
+    return False
+
+
+@pytest.mark.parametrize("name", [name for name, kills in KILLS.items() if kills])
+def test_killed_runs_end_like_one_that_was_not(name, tmp_path):
+    """Half of the kills come at any time, the others at one of `MOMENTS`."""
+    (more, ranks), words, chance = SETTINGS[name], small_runs.inputs(tmp_path), random.Random(5)
+
+    def launch(run):
+        resume = ["--resume_from_checkpoint=last"] if (run / "config.yaml").exists() else []
+        return Launched.ranks(ranks, *words, *more, f"--output_dir={run}", *resume)
+
+    def complete(run):
+        done = launch(run).finish()
+        assert done.returncode == 0, done.stderr
+        return small_runs.results(run)
+
+    begin = time.monotonic()
+    expected = complete(tmp_path / "whole")
+    seconds, kills, number = time.monotonic() - begin, [], 0
+    while len(kills) < KILLS[name]:
+        run, number = tmp_path / f"run-{number}", number + 1
+        for _ in range(chance.randint(1, 4)):
+            moment, launched = chance.choice(["any time"] * len(MOMENTS) + list(MOMENTS)), launch(run)
+            if kill_at(moment, run, launched.processes, chance.uniform(0, seconds), chance):
+                kills.append(moment)
+                launched.finish()
+            else:
+                assert launched.finish().returncode == 0
+        assert complete(run) == expected, kills
+        shutil.rmtree(run)
 
 
 # -- the final model ---------------------------------------------------------------------------------------------------

@@ -1,13 +1,20 @@
 """What is installed, and what pyproject.toml says to setuptools and ruff where folders have the names of modules."""
 
 import importlib.util
+import os
+import platform
 import shutil
 import subprocess
 import sys
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+import yaml
+
+import lowmem
+from lowmem.run import environment
 
 ROOT = Path(__file__).parents[1]
 
@@ -57,6 +64,30 @@ def test_the_packages_have_all_modules_and_their_types(tmp_path):
         python(tmp_path, "-m", "twine", "check", "--strict", str(wheel), str(archive))
 
 
+def test_the_workflow_runs_the_tests_and_publishes_only_tags():
+    jobs = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())["jobs"]
+    commands = {name: [step.get("run", "") for step in job["steps"]] for name, job in jobs.items()}
+    assert "scripts/test.sh" in commands["test"] and os.access(ROOT / "scripts/test.sh", os.X_OK)
+    assert jobs["publish"]["if"] == "startsWith(github.ref, 'refs/tags/v')"
+    assert jobs["publish"]["needs"] == ["test", "build"]
+    assert [name for name, job in jobs.items() if "permissions" in job] == ["publish"]  # others cannot publish
+    classifiers = (ROOT / "pyproject.toml").read_text()
+    for version in jobs["test"]["strategy"]["matrix"]["python"]:
+        assert f'"Programming Language :: Python :: {version}"' in classifiers
+
+
+def test_a_tag_that_is_not_the_version_is_not_published():
+    jobs = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())["jobs"]
+    (check,) = (step["run"] for step in jobs["build"]["steps"] if "GITHUB_REF_NAME" in step.get("run", ""))
+
+    def status(tag):
+        environment = {**os.environ, "GITHUB_REF_NAME": tag}
+        return subprocess.run(["bash", "-c", check], cwd=ROOT, env=environment, capture_output=True).returncode
+
+    assert status(f"v{lowmem.__version__}") == 0
+    assert status("v0.0.9") == 1
+
+
 # Of the packages that are installed, only torch and what it requires can be imported.
 ALONE = """
 import re, sys
@@ -88,14 +119,60 @@ for rule in (*(info.name for info in lowmem.rules.table()), torch.optim.AdamW):
         opt.backward(model(torch.randn(4, 64, dtype=torch.bfloat16)).float().square().mean())
         opt.step()
     opt.load_state_dict(opt.state_dict())
+    opt.load_named_state_dict(opt.named_state_dict())
     opt.remove()
+lowmem.dequantize_(lowmem.quantize_(model, "int12"))
 assert {"numpy", "safetensors", "transformers"} <= OTHERS
+"""
+
+# As after `pip install --no-deps lowmem` beside torch: what needs more packages says which.
+DOORS = """
+import runpy
+from importlib import import_module
+
+HF = "Run: pip install transformers accelerate datasets"
+RUN = HF + " trl rich matplotlib"
+for name, line in (("trainer", HF), ("hf.weights", HF), ("run.pictures", RUN)):
+    try:
+        import_module(f"lowmem.{name}")
+    except ImportError as error:
+        assert isinstance(error, lowmem.LowmemError) and str(error).endswith(line), (name, error)
+    else:
+        raise AssertionError(name)
+sys.argv = ["lowmem", "sft"]
+runpy.run_module("lowmem", run_name="__main__", alter_sys=True)
 """
 
 
 def test_the_optimizer_needs_torch_alone(tmp_path):
     """As after `pip install --no-deps lowmem` beside torch."""
     python(tmp_path, "-W", "ignore", "-c", ALONE)
+
+
+def test_what_needs_more_than_torch_says_which_packages_to_install(tmp_path):
+    command = [sys.executable, "-W", "ignore", "-c", ALONE + DOORS]
+    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert process.returncode == 2 and "Traceback" not in process.stderr, process.stderr
+    assert process.stderr.splitlines()[-1].startswith("error: the command line needs packages that are not installed.")
+
+
+def test_version_names_what_a_report_needs(tmp_path):
+    lines = python(tmp_path, "-m", "lowmem", "--version").splitlines()
+    versions = dict(line.split(" ", 1) for line in lines)
+    assert list(versions)[:3] == ["lowmem", "python", "torch"] and list(versions)[-1] == "system"
+    assert f'\nversion = "{versions["lowmem"]}"\n' in (ROOT / "pyproject.toml").read_text()
+    assert versions["torch"] == metadata.version("torch") and versions["python"] == platform.python_version()
+    assert {"transformers", "trl", "accelerate", "datasets", "deepspeed"} <= set(versions)
+
+
+def test_characters_that_a_console_lacks_are_replaced(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    assert "column means of g?" in python(tmp_path, "-m", "lowmem", "rules", "adalomo")
+
+
+def test_version_says_what_is_not_installed(monkeypatch):
+    monkeypatch.setattr(environment, "PACKAGES", ("torch", "no_such_package"))
+    assert "\nno_such_package is not installed\n" in environment.versions()
 
 
 def test_imports_are_sorted_alike_whatever_folders_there_are(tmp_path):

@@ -1,12 +1,10 @@
-"""Triton kernels that inductor generates for an update: counted, compiled ahead of time, or interpreted. No GPU."""
+"""Triton kernels that inductor generates for an update: counted, or interpreted. No GPU."""
 
 import re
-import subprocess
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 from unittest import mock
 
 import torch
@@ -175,46 +173,6 @@ def _load(source: str, generated: Generated) -> Function:
         return list(call(list(args)))
 
     return count_and_call
-
-
-# -- compiled ----------------------------------------------------------------------------------------------------------
-
-
-class Resources(NamedTuple):
-    """What a compiled kernel takes: registers and bytes of spilled ones per thread, shared memory per block."""
-
-    registers: int
-    spilled: int
-    shared: int
-
-
-def compile_for(kernel: CachingAutotuner, capability: int) -> list[Resources]:
-    """Compiles a kernel for a GPU that need not be there, in each of the configurations that a GPU would time."""
-    return [_compile(kernel, config, capability) for config in kernel.configs]
-
-
-def _compile(kernel: CachingAutotuner, config: Any, capability: int) -> Resources:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    meta = kernel._create_compile_meta(config)
-    code = ASTSource(kernel.fn, meta["signature"], meta["constants"], meta["configs"][0])
-    options = kernel._create_compile_options(config, meta)
-    binary = triton.compile(code, target=GPUTarget("cuda", capability, 32), options=options)
-    ptx = binary.asm["ptx"]
-    target = re.search(r"\.target (\w+)", ptx)
-    assert target is not None
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(ptx)
-        file.flush()
-        ptxas = triton.knobs.nvidia.ptxas.path
-        command = [ptxas, "-v", f"--gpu-name={target[1]}", file.name, "-o", "/dev/null"]
-        log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    registers, spilled = (
-        sum(map(int, re.findall(pattern, log))) for pattern in (r"Used (\d+) registers", r"(\d+) bytes spill stores")
-    )
-    return Resources(registers, spilled, binary.metadata.shared)
 
 
 # -- interpreted -------------------------------------------------------------------------------------------------------

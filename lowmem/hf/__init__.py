@@ -4,6 +4,8 @@ import functools
 import warnings
 from importlib import metadata
 
+from lowmem.errors import require_packages
+
 # The oldest and the newest minor version with which the tests pass (docs/reference/limits.md).
 TESTED = {
     "torch": ("2.9", "2.15"),
@@ -15,15 +17,19 @@ TESTED = {
 }
 
 
+def version(package: str) -> str | None:
+    """The installed version of a package as pip names it, or None."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 @functools.cache
 def check_version(package: str) -> None:
     """Warns once if the installed version of a package is older or newer than those that are tested."""
-    try:
-        installed = metadata.version(package)
-    except metadata.PackageNotFoundError:  # which importing it will say
-        return
-    oldest, newest = TESTED[package]
-    if not _minor(oldest) <= _minor(installed) <= _minor(newest):
+    installed, (oldest, newest) = version(package), TESTED[package]
+    if installed is not None and not _minor(oldest) <= _minor(installed) <= _minor(newest):
         known = f">={oldest}" if _minor(installed) < _minor(oldest) else f"=={newest}.*"
         warnings.warn(
             f"lowmem is tested with {package} {oldest} to {newest}, and {installed} is installed. If something fails, "
@@ -37,5 +43,6 @@ def _minor(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in version.split(".")[:2])
 
 
+require_packages("lowmem.trainer", "transformers", "accelerate", "datasets")
 for _package in ("torch", "transformers", "trl", "accelerate", "datasets"):
     check_version(_package)

@@ -37,7 +37,7 @@ def check(model: Any, args: TrainingArguments, *, sharded: bool, saves: bool) ->
     Logs a warning if parameters are trained that PEFT does not save.
     """
     if not is_peft_model(model):
-        if saves and getattr(model, "_hf_peft_config_loaded", False):
+        if saves and getattr(model, "peft_config", None):
             raise UnsupportedError(
                 f"{type(model).__name__}.add_adapter(...): transformers saves only the active adapter of such a model, "
                 "so no trainer can resume from its checkpoints. Use model = peft.get_peft_model(model, config) "

@@ -81,7 +81,7 @@ def check_arguments(args: TrainingArguments, fused: FusedConfig) -> None:
             "weights in bfloat16"
         )
     for name, reason in _UNSUPPORTED.items():
-        if value := getattr(args, name):
+        if value := getattr(args, name, None):
             raise UnsupportedError(f"{name}={value!r}: {reason}")
     if args.deepspeed and hasattr(args, "num_generations"):
         raise UnsupportedError(

@@ -15,14 +15,16 @@ import datasets
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
+import transformers
 import xxhash
-from accelerate.data_loader import SeedableRandomSampler
 from datasets.fingerprint import Hasher
 from torch.utils.data import IterableDataset, SequentialSampler
+from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import has_length
 
 from lowmem.errors import CheckpointError, DataError
 from lowmem.files import read_json
+from lowmem.hf.checkpoint import TRAINER_STATE_FILE
 
 logger = logging.getLogger(__name__)
 
@@ -30,26 +32,40 @@ RECORD_FILE = "data.json"
 _EPOCH = "epoch_"  # files with the random states at the beginning of the epoch, of each rank
 _GENERATOR = "generator.pt"
 
-_ORDER = ("train_sampling_strategy", "data_seed", "seed", "dataloader_drop_last")  # arguments that decide it
+# arguments that decide it; transformers 5 has the first one in place of the second
+_ORDER = ("train_sampling_strategy", "group_by_length", "data_seed", "seed", "dataloader_drop_last")
 _SHAPE = "per_device_train_batch_size, gradient_accumulation_steps, processes"
 
 # Rows of a stream or a list, and bytes of a data set, that a fingerprint has.
 _ROWS, _BYTES = 100, 4 << 30
 
 
-class Rows:
+class Rows(TrainerCallback):  # type: ignore[misc]
     """The rows of each step of a trainer, and where it is.
 
     Args:
         trainer: the trainer. Each rank has one.
         loader: its training data, prepared.
-        batches: micro-batches per epoch; of a stream, those of all steps.
-        compared: whether it saves checkpoints or resumes from one.
+        steps_per_epoch, max_steps: as the trainer counts them.
+        checkpoint: the directory from which it resumes, or None.
+
+    Attributes:
+        step: how many steps the checkpoint has trained.
+        left: whether a step is left to train.
+        start: how many epochs, and micro-batches of the next one, are trained; None if the trainer decides.
+
+    Raises:
+        CheckpointError: the steps that are left would have other rows.
+        DataError: the data are not those of the checkpoint.
     """
 
-    def __init__(self, trainer: Any, loader: Any, batches: int, *, compared: bool) -> None:
+    def __init__(self, trainer: Any, loader: Any, steps_per_epoch: int, max_steps: int, checkpoint: str | None) -> None:
         args, data = trainer.args, getattr(loader, "dataset", loader)  # or batches of a class's own
-        self._trainer, self._loader, self._batches = trainer, loader, batches
+        self._trainer, self._loader, self._max_steps = trainer, loader, max_steps
+        accumulation = args.gradient_accumulation_steps
+        # micro-batches per epoch; of a stream, those of all steps
+        self._batches = batches = len(loader) if has_length(loader) else max_steps * accumulation
+        compared = args.save_strategy != "no" or checkpoint is not None
         self._start = TemporaryDirectory()
         self._is_stream = isinstance(data, IterableDataset)
         self._per_step = trainer.get_total_train_batch_size(args)
@@ -58,11 +74,13 @@ class Rows:
         rows, per_epoch = shape, 0
         sampler = getattr(loader, "batch_sampler", None)
         self._batch_sampler = getattr(sampler, "batch_sampler", sampler)
-        seeded = type(getattr(self._batch_sampler, "sampler", None)) in (SeedableRandomSampler, SequentialSampler)
+        sampler = getattr(self._batch_sampler, "sampler", None)
+        # Accelerate's RandomSampler draws the order of an epoch from this seed and the number of the epoch
+        seeded = type(sampler) is SequentialSampler or hasattr(sampler, "initial_seed")
         if seeded and not trainer.accelerator.split_batches:  # whatever the batches are, the order is the same
             total = batches * self._per_batch  # padded, or cut, to batches of all ranks
             rows, per_epoch = self._per_step, min(total, len(data)) if args.world_size == 1 else total
-        self._record = {name: getattr(args, name) for name in _ORDER} | {
+        self._record = {name: getattr(args, name) for name in _ORDER if hasattr(args, name)} | {
             "data": fingerprint(data) if compared else None,
             "kind of data": type(data).__name__,
             "number of rows": len(data) if has_length(data) else None,
@@ -72,19 +90,31 @@ class Rows:
             "rows": rows,
             "rows per epoch": per_epoch,
         }
+        self._folder, self.step = None if checkpoint is None else Path(checkpoint), 0
+        if self._folder is not None and (state := self._folder / TRAINER_STATE_FILE).is_file():
+            self.step = read_json(state)["global_step"]
+        self.left = self._folder is None or self.step < max_steps
+        by_trainer = self.step // steps_per_epoch, self.step % steps_per_epoch * accumulation
+        if args.ignore_data_skip:
+            by_trainer = by_trainer[0], 0
+        self.start = by_trainer
+        if self._folder is not None and not args.ignore_data_skip:
+            start = self._resume(self._folder)
+            self.start = start if start is not None and self.left else by_trainer
+        if self.start != by_trainer and not hasattr(Trainer, "_init_training_state"):
+            raise CheckpointError(
+                f"{checkpoint} has trained {self.start[0]} epochs and {self.start[1]} batches, and transformers "
+                f"{transformers.__version__} would skip {by_trainer[0]} and {by_trainer[1]}. Run: pip install "
+                "'transformers>=5.6'. Or write ignore_data_skip: true to begin the epoch again"
+            )
+        self.epoch = self.start[0] - 1  # begins with the next one
 
-    def resume(self, folder: Path) -> tuple[int, int] | None:
-        """Returns how many epochs, and micro-batches of the next one, a checkpoint has trained, or None if it does not
-        say.
-
-        Raises:
-            CheckpointError: the steps that are left would have other rows.
-            DataError: the data are not those of the checkpoint.
-        """
-        args, state = self._trainer.args, self._trainer.state
+    def _resume(self, folder: Path) -> tuple[int, int] | None:
+        """The start that a checkpoint says, or None if it does not."""
+        args = self._trainer.args
         shared = getattr(args, "steps_per_generation", 1) * getattr(args, "num_iterations", 1)  # micro-batches, in TRL
         every = math.lcm(shared, args.gradient_accumulation_steps) // args.gradient_accumulation_steps
-        if state.global_step % every and state.global_step < state.max_steps:
+        if self.step % every and self.left:
             raise CheckpointError(
                 f"{folder} was saved between steps that share completions, which checkpoints do not store. Resume from "
                 f"a step that is a multiple of {every}, and set save_steps to such a multiple"
@@ -106,11 +136,11 @@ class Rows:
         if unknown:
             logger.warning("only the number of rows of the data was compared with %s, not the rows themselves", folder)
         step = self._per_step
-        end = saved["row"] + (state.max_steps - state.global_step) * step
+        end = saved["row"] + (self._max_steps - self.step) * step
         # a run that ends before the last batch of an epoch does not depend on how that is padded
         reached = end > min(saved["rows per epoch"], now["rows per epoch"]) // step * step
         for name in (*_ORDER, "dataloader_num_workers", "rows", *(["rows per epoch"] if reached else [])):
-            if saved[name] != now[name]:
+            if name in saved.keys() & now.keys() and saved[name] != now[name]:
                 what = _SHAPE if name.startswith("rows") else name
                 raise CheckpointError(
                     f"{folder} cannot be continued with the remaining rows: {what} was {saved[what]} and is now "
@@ -130,20 +160,27 @@ class Rows:
         line = f"per_device_train_batch_size: {size}, gradient_accumulation_steps: {accumulation}"
         return line + (f" (in {ranks} process{'es' * (ranks > 1)})" if ranks != now else "")
 
-    def begin_epoch(self, epoch: int, skipped: int, checkpoint: str | None) -> None:
-        """Begins an epoch without its first micro-batches. One that is resumed gets the random states that it had, so
-        that samplers and data sets draw the same order.
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Corrects the path of the best checkpoint: the run folder may have been moved or copied since."""
+        if self._folder is not None:
+            best = self._folder.parent / f"checkpoint-{state.best_global_step}"
+            state.best_model_checkpoint = str(best) if best.is_dir() else None
+
+    def on_epoch_begin(self, *_: Any, **__: Any) -> None:
+        """Begins an epoch. One that is resumed gets the random states that it had, so that samplers and data sets draw
+        the same order.
         """
-        self.epoch, self.fetched, self.ended = epoch, skipped, False
+        self.epoch, self.fetched, self.ended = self.epoch + 1, 0, False
         start = Path(self._start.name)
-        if checkpoint is not None:
-            for path in Path(checkpoint).glob(f"{_EPOCH}*"):
+        if self._folder is not None and self.epoch == self.start[0]:
+            self.fetched = self.start[1]
+            for path in self._folder.glob(f"{_EPOCH}*"):
                 shutil.copy(path, start / path.name.removeprefix(_EPOCH))
-            self._trainer._load_rng_state(str(start) if skipped else checkpoint)
+            self._trainer._load_rng_state(str(start if self.fetched else self._folder))
             if (start / _GENERATOR).exists():
                 self._loader.synchronized_generator.set_state(torch.load(start / _GENERATOR, weights_only=True))
         if (set_epoch := getattr(self._batch_sampler, "set_epoch", None)) is not None:
-            set_epoch(epoch)  # which transformers does not reach where batches are skipped
+            set_epoch(self.epoch)  # which transformers does not reach where batches are skipped
         self._note_random_states()
 
     def _note_random_states(self) -> None:

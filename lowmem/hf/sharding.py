@@ -5,7 +5,6 @@ their code shards the model, but the model stays one object, in which `lowmem.pl
 """
 
 import copy
-import importlib.util
 import os
 from types import SimpleNamespace
 from typing import Any
@@ -87,14 +86,6 @@ def prepare(model: Any, args: TrainingArguments | None) -> None:
     sharded.prepare(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
 
 
-def require_deepspeed() -> None:
-    """Raises `ConfigError` if DeepSpeed is not installed."""
-    if importlib.util.find_spec("deepspeed") is None:
-        raise ConfigError(
-            'deepspeed: DeepSpeed is not installed. Install it with pip install ".[deepspeed]" in the clone'
-        )
-
-
 def _require_process_group(argument: str) -> None:
     if not dist.is_initialized():
         raise ConfigError(
@@ -160,10 +151,11 @@ class Zero3Sharding:
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
 
-    def shard(self, model: nn.Module, accelerator: Any) -> None:
+    def shard(self, model: Any, accelerator: Any) -> None:
         """Shards a model unless it is sharded already."""
         if self._engine is not None:
             return
+        model.get_global_grad_norm = lambda: None  # transformers 4 takes the model for the engine, and asks
         if in_codes(model):
             raise UnsupportedError(
                 "deepspeed: ZeRO-3 cannot shard quantized weights. Use FSDP2 (fsdp), or omit weight_format"
@@ -213,12 +205,14 @@ class FSDP2Sharding:
 
     def __init__(self, args: TrainingArguments) -> None:
         self._args = args
+        if not hasattr(args, "fsdp_plugin_args"):  # transformers 4 sets environment variables that Accelerate reads
+            raise UnsupportedError("fsdp: run pip install 'transformers>=5', or set deepspeed")
         self._settings = args.fsdp_plugin_args
         version = self._settings["fsdp_version"]
         if version != 2:
             raise UnsupportedError(
                 f"fsdp: version {version} stores parameters in flat buffers, which lowmem does not support. Set "
-                "fsdp_config.version to 2, or omit it"
+                "fsdp_config.version to 2"
             )
         if args.fsdp_config.get("xla"):
             raise UnsupportedError("fsdp: xla is not supported; omit it")

@@ -20,14 +20,19 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, rename_source_key, revert_weight_conversion
-from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from lowmem import placements
 from lowmem.errors import CheckpointError
 from lowmem.files import begin_safetensors, open_safetensors, read_json, write_tensor
 from lowmem.hf import adapters
+
+try:
+    from transformers.core_model_loading import revert_weight_conversion
+except ImportError:  # transformers 4, whose files have the weights of the model
+
+    def revert_weight_conversion(model: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        return weights
+
 
 Offsets = dict[str, tuple[BinaryIO, int]]
 
@@ -143,34 +148,26 @@ class _FileLayout:
             name: torch.empty(placements.shape_of(tensor), dtype=tensor.dtype, device="meta")
             for name, tensor in self.state.items()
         }
-        if isinstance(model, PreTrainedModel):
-            for name in model._keys_to_ignore_on_save or ():
-                weights.pop(name, None)
-            weights = remove_tied_weights_from_state_dict(weights, model)
-            self._model = _unsharded(model, weights)
-            self.tensors = revert_weight_conversion(self._model, weights)
-            self.groups = list(self._grouped(weights))
-        else:
-            first = {id(tensor): name for name, tensor in reversed(self.state.items())}  # of the names of a tied weight
-            self.tensors = {name: weights[name] for name, tensor in self.state.items() if first[id(tensor)] == name}
-            self.groups = [_Group({name: weight}, {name: weight}) for name, weight in self.tensors.items()]
+        is_pretrained = isinstance(model, PreTrainedModel)
+        ignored: Any = model._keys_to_ignore_on_save if is_pretrained else None
+        for name in ignored or ():
+            weights.pop(name, None)
+        tied = getattr(model, "all_tied_weights_keys", {})  # names that loading ties to others
+        saved = {id(self.state[name]): name for name in weights if name in tied}
+        saved |= {id(self.state[name]): name for name in reversed(weights) if name not in tied}
+        weights = {name: weight for name, weight in weights.items() if saved[id(self.state[name])] == name}
+        self._model = _unsharded(model, weights) if is_pretrained else model
+        with _Sources(weights) as sources:
+            self.tensors = revert_weight_conversion(self._model, weights) if is_pretrained else weights
+        self.groups = list(self._grouped(weights, sources))
 
-    def _grouped(self, weights: dict[str, Tensor]) -> Iterator[_Group]:
-        renamed = {id(tensor): name for name, tensor in self.tensors.items()}
-        conversions = getattr(self._model, "_weight_conversions", None)
-        if conversions is None:
-            conversions = get_model_conversion_mapping(self._model, add_legacy=False)
-        # those that revert_weight_conversion uses
-        converters = [c.reverse_transform() for c in reversed(conversions) if isinstance(c, WeightConverter)]
-        combined: dict[str, dict[str, Tensor]] = {}
-        for name, weight in weights.items():
-            if id(weight) in renamed:
-                yield _Group({name: weight}, {renamed[id(weight)]: weight})
-            else:
-                combined.setdefault(rename_source_key(name, [], converters)[0], {})[name] = weight
-        for members in combined.values():
-            names = revert_weight_conversion(self._model, members)
-            yield _Group(members, {name: self.tensors[name] for name in names}, converted=True)
+    def _grouped(self, weights: dict[str, Tensor], sources: "_Sources") -> Iterator[_Group]:
+        made_of: dict[frozenset[str], dict[str, Tensor]] = {}
+        for name, tensor in self.tensors.items():
+            made_of.setdefault(sources.names[id(tensor)], {})[name] = tensor
+        for names, tensors in made_of.items():
+            members = {name: weights[name] for name in sorted(names)}
+            yield _Group(members, tensors, converted={*map(id, members.values())} != {*map(id, tensors.values())})
 
     def convert(self, group: _Group, weights: Iterable[Tensor]) -> dict[str, Tensor]:
         """The tensors in files, which are views of the weights where that is possible."""
@@ -188,8 +185,33 @@ def _unsharded(model: Any, weights: dict[str, Tensor]) -> Any:
     unsharded.__dict__ |= model.__dict__ | {"get_parameter": weights.__getitem__}
     if (conversions := getattr(model, "_weight_conversions", None)) is not None:
         # transformers 5.23 (core_model_loading.py) drops unused conversions after loading, but not under ZeRO-3
-        unsharded._weight_conversions = [c for c in conversions if c.was_used()]
+        unsharded._weight_conversions = [c for c in conversions if not hasattr(c, "was_used") or c.was_used()]
     return unsharded
+
+
+class _Sources(TorchFunctionMode):
+    """Follows which weights each tensor is computed from: `names` by the id of the tensor."""
+
+    def __init__(self, weights: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.names = {id(weight): frozenset((name,)) for name, weight in weights.items()}
+        self._seen: list[Tensor] = []  # so that no id is used again
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        inputs = [self.names.get(id(value), frozenset()) for value in _tensors([args, *(kwargs or {}).values()])]
+        for value in _tensors([result]):
+            self.names.setdefault(id(value), frozenset[str]().union(*inputs))
+            self._seen.append(value)
+        return result
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from _tensors(value)
+        elif isinstance(value, Tensor):
+            yield value
 
 
 class _SkipContiguous(TorchFunctionMode):

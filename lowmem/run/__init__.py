@@ -1,1 +1,5 @@
 """One run of the command line: configuration, data, training, report."""
+
+from lowmem.errors import require_packages
+
+require_packages("the command line", "transformers", "accelerate", "datasets", "trl", "rich", "matplotlib")

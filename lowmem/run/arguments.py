@@ -18,13 +18,13 @@ from types import NoneType
 from typing import Any, NamedTuple, NoReturn, get_args, get_origin, get_type_hints
 
 import torch
+import trl
 import yaml
 from transformers import TrainingArguments
 from trl import TrlParser
 
-from lowmem.errors import ConfigError, LowmemError, did_you_mean
+from lowmem.errors import ConfigError, LowmemError, did_you_mean, require_packages
 from lowmem.hf.arguments import check_number
-from lowmem.hf.sharding import require_deepspeed
 from lowmem.layers.config import LayersConfig
 from lowmem.options import DynamicScale, FusedConfig
 from lowmem.rules import resolve
@@ -145,6 +145,11 @@ class Arguments:
         dtype = getattr(torch, str(name).removeprefix("torch."), None)
         return dtype if isinstance(dtype, torch.dtype) else torch.get_default_dtype()
 
+    @property
+    def trust_remote_code(self) -> bool:
+        """An argument of trainers, and of models before TRL 1.16."""
+        return any(getattr(part, "trust_remote_code", False) for part in (self.training, self.model))
+
     def to_yaml(self) -> str:
         """A YAML file that gives the same arguments, without `env`."""
         nested: dict[str, Any] = {}
@@ -166,7 +171,13 @@ class Parser(TrlParser):
     """TRL's parser of one command, with the arguments of `fused` and `layers`, which raises errors of lowmem."""
 
     def __init__(self, command: str, rule: Any = None, **options: Any) -> None:
-        module = importlib.import_module(f"trl.scripts.{command}")
+        try:
+            module = importlib.import_module(f"trl.scripts.{command}")
+        except (ImportError, RuntimeError) as error:  # TRL 0.24 asks for packages that it does not require
+            raise ConfigError(
+                f"{command}: TRL {trl.__version__} cannot be imported: {reason(error)}. Install what is missing, or "
+                "run: pip install --upgrade trl"
+            ) from error
         types = module.make_parser().dataclass_types
         super().__init__(types, allow_abbrev=False, **options)
         self.hints = {name: hint for kind in types for name, hint in get_type_hints(kind).items()}
@@ -200,6 +211,8 @@ class Parser(TrlParser):
             return None
         if isinstance(entry.value, bool) and action.nargs == "?" and action.type is str:  # `fsdp: true` is `--fsdp`
             return action.const if entry.value else None
+        if isinstance(entry.value, bool) and name == "fsdp":  # before transformers 5.16 it is text
+            return "full_shard auto_wrap" if entry.value else None
         if entry.texts is None or (isinstance(entry.value, list) and action.nargs != "+"):
             if hint is not Any and not _accepts(hint, type(entry.value)):
                 expected = "a list" if action.nargs == "+" else "a single value"
@@ -265,7 +278,7 @@ def parse(command: str, argv: Sequence[str], *, device: str | None = None, more:
     training = next(number for number, kind in enumerate(kinds) if issubclass(kind, TrainingArguments))
     kwargs[training] |= _for_device(device, kwargs[training])
     if values.get("deepspeed"):
-        require_deepspeed()
+        require_packages("deepspeed", "deepspeed")
     objects = []
     for kind, arguments in zip(kinds, kwargs, strict=True):
         with refused(f"{file or 'the command line'}: {kind.__name__}"):

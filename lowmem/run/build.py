@@ -12,6 +12,7 @@ from typing import Any
 import datasets
 import trl
 from accelerate.utils import purge_accelerate_environment
+from transformers import AutoTokenizer
 from trl import get_peft_config, get_quantization_config
 
 from lowmem.errors import ConfigError, DataError, LowmemError
@@ -67,7 +68,8 @@ def _by_row(prepare: Callable[[Any], Any], dataset: Any) -> Any:
                 first = middle
             except Exception as found:
                 last, cause = middle, found
-        row = first if dataset._indices is None else dataset._indices.column(0)[first].as_py()
+        in_file = enumerate(datasets.Dataset(dataset.data))  # all rows, in their first order
+        row = next((number for number, row in in_file if row == dataset[first]), first)
         content = json.dumps(dataset[first], default=str, ensure_ascii=False)[:300]
         raise DataError(
             f"row {row + 1} of the data cannot be tokenized: {reason(cause)}. The row: {content}"
@@ -90,7 +92,7 @@ def trainer(arguments: Arguments, train: Any, evaluation: Any, model: Any = None
         raise ConfigError("no model: set model_name_or_path to a directory or to a name on the Hub")
     loading = {
         "revision": names.model_revision,
-        "trust_remote_code": args.trust_remote_code,
+        "trust_remote_code": arguments.trust_remote_code,
         "attn_implementation": names.attn_implementation,
         "dtype": names.dtype,
         "use_safetensors": True,  # and no pickles
@@ -99,15 +101,19 @@ def trainer(arguments: Arguments, train: Any, evaluation: Any, model: Any = None
     args.model_init_kwargs = loading if model is None else None
     if arguments.command in _WITH_REWARDS:
         options["reward_funcs"] = _reward_functions(arguments.script)
+    if arguments.command == "kto" and hasattr(args, "max_prompt_length"):  # before TRL 1.0 it loads no tokenizer
+        trusted = {"revision": names.model_revision, "trust_remote_code": arguments.trust_remote_code}
+        options.setdefault("processing_class", AutoTokenizer.from_pretrained(names.model_name_or_path, **trusted))
     with refused(f"{arguments.file or 'the command line'}: {type(args).__name__}"):
-        peft, quantization = get_peft_config(names), get_quantization_config(names)
+        peft = get_peft_config(names)
+        if (quantization := get_quantization_config(names)) is not None:
+            loading["quantization_config"] = quantization
         try:
             return trainer_class(type(args).__name__.replace("Config", "Trainer"))(
                 model=names.model_name_or_path if model is None else model,
                 args=args,
                 train_dataset=train,
                 eval_dataset=evaluation,
-                quantization_config=quantization,
                 peft_config=peft,
                 fused=arguments.fused,
                 layers=arguments.layers,

@@ -151,11 +151,11 @@ def first(train: Any) -> Any:
 def stand_in(arguments: Arguments, train: Any) -> Any:
     """The trainer of a run with the first rows alone and a small model in place of its own, whose tokenizer it has."""
     name, args = arguments.model.model_name_or_path, copy.copy(arguments.training)
-    args.deepspeed = args.fsdp = None
+    args.deepspeed, args.fsdp = None, type(args.fsdp)()
     args.report_to, args.eval_strategy = [], "no"
     with refused("model_name_or_path"):
         tokenizer = AutoProcessor.from_pretrained(
-            name, revision=arguments.model.model_revision, trust_remote_code=arguments.training.trust_remote_code
+            name, revision=arguments.model.model_revision, trust_remote_code=arguments.trust_remote_code
         )
     size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     config = LlamaConfig(vocab_size=len(getattr(tokenizer, "tokenizer", tokenizer)), num_labels=1, **size)

@@ -8,21 +8,30 @@ import shlex
 import subprocess
 import sys
 from datetime import datetime
-from importlib import metadata
 from pathlib import Path
 
 import psutil
 import torch
 
+from lowmem import __version__
 from lowmem.files import write_file
+from lowmem.hf import version
 from lowmem.run.secrets import redacted
 
 CONFIG, ENVIRONMENT = "config.yaml", "environment.json"
+# Whose versions decide what a run does.
+PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets", "deepspeed", "peft")
+
+
+def versions() -> str:
+    """The versions of lowmem, of what it runs on and of the system, one per line."""
+    packages = (f"{name} {version(name) or 'is not installed'}" for name in PACKAGES)
+    system = f"system {platform.platform()}"
+    return "\n".join((f"lowmem {__version__}", f"python {platform.python_version()}", *packages, system))
 
 
 def write_environment(run_dir: str | Path) -> None:
     """Writes environment.json: when, where and with which versions the run was started."""
-    packages = ("lowmem", "torch", "transformers", "trl", "accelerate", "datasets", "deepspeed", "peft")
     record = {
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": shlex.join(map(redacted, sys.argv)),
@@ -34,7 +43,7 @@ def write_environment(run_dir: str | Path) -> None:
         "memory_bytes": psutil.virtual_memory().total,
         "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "processes": int(os.environ.get("WORLD_SIZE", 1)),
-        "versions": {name: version(name) for name in packages},
+        "versions": {name: version(name) for name in ("lowmem", *PACKAGES)},
     }
     write_file(Path(run_dir) / ENVIRONMENT, (json.dumps(record, indent=2) + "\n").encode())
 
@@ -53,11 +62,3 @@ def cpu() -> str:
     info = Path("/proc/cpuinfo")
     name = re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE) if info.exists() else None
     return name[1] if name else platform.processor() or platform.machine()
-
-
-def version(package: str) -> str | None:
-    """The installed version of a package as pip names it, or None."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None

@@ -27,8 +27,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
-from transformers.integrations.sdpa_attention import repeat_kv
-from transformers.masking_utils import sdpa_mask
 
 from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.hf import optim
@@ -136,12 +134,16 @@ def plan(arguments: Arguments, device: str) -> RunPlan:
     if args.gradient_checkpointing:
         args.activation_checkpointing_kwargs = args.gradient_checkpointing_kwargs = recomputing
         kwargs = {"use_reentrant": False, **recomputing}
-        every, offload = kwargs.pop("every_n_layers", 1), kwargs.pop("offload", False)
+        options = {name: kwargs.pop(name) for name in ("every_n_layers", "offload") if name in kwargs}
         recompute = getattr(model, f"{_checkpointing(args)}_enable")
-        recompute(kwargs, every_n_layers=every, offload=offload)
+        recompute(kwargs, **options)
     enabled = torch.is_autocast_enabled  # about which TRL's head asks; torch 2.13 raises for "meta"
     no_autocast = patch.object(torch, "is_autocast_enabled", lambda on="cuda": on != "meta" and enabled(on))
-    with fake, _Values(), offloading, no_autocast:
+    autocast = torch.autocast  # which transformers 4 turns off where positions are computed; torch raises for "meta"
+    on_cpu = patch.object(
+        torch, "autocast", lambda device_type, **options: autocast(device_type.replace("meta", "cpu"), **options)
+    )
+    with fake, _Values(), offloading, no_autocast, on_cpu:
         batch = tree_map_only(Tensor, lambda value: torch.empty_like(value, device=place), dict(collated))
 
         def loss() -> Tensor:
@@ -176,6 +178,9 @@ def ways(arguments: Arguments, device: str) -> list[str]:
     kwargs = args.gradient_checkpointing_kwargs or {}
     to_host = getattr(args, "activation_offloading", False) or kwargs.get("offload")
     tile, tokens = layers.mlp_tile, rows * length
+    offload = "--activation_offloading true"  # of TRL
+    if checkpointing == "activation_checkpointing":  # of transformers, since 5.23
+        offload = "--activation_checkpointing_kwargs '{\"offload\": true}'"
     helps = {
         f"--{checkpointing} true": not recomputed,
         "--layers.computed_gradients true": not layers.computed_gradients,
@@ -187,7 +192,7 @@ def ways(arguments: Arguments, device: str) -> list[str]:
         f"--fused.rule adalomo --learning_rate {AdaLomo.usual_lr[0]:g}": large_states and not fused.hyper,
         f"--per_device_train_batch_size {rows // 2}": rows > 1,
         "--per_device_train_batch_size 1": rows > 1,
-        f"--{checkpointing}_kwargs '{{\"offload\": true}}'": on_gpu and recomputed and not (kwargs or to_host),
+        offload: on_gpu and recomputed and not (kwargs or to_host),
         f"--layers.mlp_tile {_MLP_TILE}": tokens >= 2 * _MLP_TILE and (tile is None or tile > _MLP_TILE),
         f"--max_length {length // 2}": True,
     }
@@ -274,7 +279,7 @@ def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, att
     """
     if attention_mask is not None:  # sdpa then repeats keys and values for each head and converts the mask to numbers
         groups = getattr(module, "num_key_value_groups", 1)
-        key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+        key, value = (x.unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(1, 2) for x in (key, value))
         zero, lowest = (torch.full((), number, dtype=query.dtype, device=query.device) for number in (0, -torch.inf))
         attention_mask = torch.where(attention_mask, zero, lowest)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -285,4 +290,4 @@ def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, att
 _UNMASKED, _MASKED = "fake", "fake_masked"
 for _name in (_UNMASKED, _MASKED):
     AttentionInterface.register(_name, _attention)
-AttentionMaskInterface.register(_MASKED, sdpa_mask)
+AttentionMaskInterface.register(_MASKED, AttentionMaskInterface()["sdpa"])

@@ -1,7 +1,6 @@
 """The log lines of a run, its progress bar and metrics.jsonl; and the description in its first lines."""
 
 import math
-import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -91,7 +90,7 @@ class RunReport(TrainerCallback):  # type: ignore[misc]
     Tokens are counted by the Trainer without padding (`include_num_input_tokens_seen`); checkpoints contain the count,
     so a resumed run continues it. Tokens per second leave out evaluation, saving and, in the first step, compilation.
     Memory is of rank 0: of its GPU, or of its process where there is none. The peak is since training began, without
-    loading; on macOS, which cannot reset the peak of a process, it includes loading.
+    loading; on macOS and Windows, which cannot reset the peak of a process, it includes loading.
     """
 
     def __init__(self, run_dir: str | Path, console: Console | None = None) -> None:
@@ -253,6 +252,10 @@ def _memory(device: torch.device) -> dict[str, int]:
     """Bytes in use now, and the most since training began."""
     if device.type == "cuda":
         return {"memory": torch.cuda.memory_allocated(device), "peak_memory": torch.cuda.max_memory_allocated(device)}
+    used = psutil.Process().memory_info()
+    if sys.platform == "win32":
+        return {"memory": used.rss, "peak_memory": used.peak_wset}
+    import resource  # Windows has none
+
     unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return {"memory": psutil.Process().memory_info().rss, "peak_memory": peak}
+    return {"memory": used.rss, "peak_memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}

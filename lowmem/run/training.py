@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError
 from torch import distributed
 from transformers import TrainerCallback
+from transformers.trainer_utils import has_length
 
 from lowmem.errors import CheckpointError, ConfigError, LowmemError
 from lowmem.files import write_file
@@ -75,7 +76,8 @@ def _require_metric(trainer: Any) -> None:
     handler = trainer.callback_handler
     callbacks, handler.callbacks = handler.callbacks, []  # which would report it
     with torch.random.fork_rng():
-        metrics = trainer.evaluate(data.take(trainer.args.per_device_eval_batch_size * trainer.args.world_size))
+        count = trainer.args.per_device_eval_batch_size * trainer.args.world_size
+        metrics = trainer.evaluate(data.take(min(count, len(data)) if has_length(data) else count))
     handler.callbacks = callbacks
     names = [metric.removeprefix("eval_") for metric in metrics]
     if name.removeprefix("eval_") not in names:

@@ -1,4 +1,4 @@
-"""Rehearsals: three of `benchmarks.rehearsal` for a few steps, which ones there are, and the page of their results."""
+"""Rehearsals: three of `benchmarks.rehearsal` for a few steps, which ones there are."""
 
 import itertools
 import json
@@ -9,8 +9,9 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks import rehearsal
+from benchmarks.pages import RESULTS
 from benchmarks.processes import MeasurementError
-from benchmarks.rehearsal import AXES, PAGE, REFUSED, RESULTS, Outcome, Rehearsal, combinations, rehearse
+from benchmarks.rehearsal import AXES, REFUSED, Outcome, Rehearsal, combinations, rehearse
 
 STEPS = 4
 CHOSEN = (
@@ -126,23 +127,13 @@ def test_chats_have_many_lengths_up_to_the_longest():
     assert min(lengths) == 8 and max(lengths) == 2048 and lengths != sorted(lengths)
 
 
-def test_the_page_has_the_table_of_the_results(tmp_path):
-    """`python -m benchmarks.rehearsal --out benchmarks/results` writes both."""
+def test_no_rehearsal_is_missing_or_failed():
     runs = json.loads((RESULTS / "rehearsal.json").read_text())["runs"]
-    page = tmp_path / "page.md"
-    page.write_text(PAGE.read_text())
-    rehearsal.write_page(runs, page)
-    assert page.read_text() == PAGE.read_text()
     assert {*rehearsal.USUAL, *combinations()} == runs.keys()
     assert not [name for name, run in runs.items() if run["outcome"] == "failed"]
 
 
-def test_results_are_written_and_a_page_with_them(monkeypatch, tmp_path):
-    """Rows that are not run again stay."""
-    page = tmp_path / "page.md"
-    page.write_text("before\n<!-- rehearsals -->\nold\n<!-- /rehearsals -->\nafter\n")
-    monkeypatch.setattr(rehearsal, "PAGE", page)
-    monkeypatch.setattr(rehearsal, "RESULTS", tmp_path)
+def test_rows_that_are_not_run_again_stay(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(rehearsal, "write_inputs", lambda folder, steps: None)
     monkeypatch.setattr(
         rehearsal, "rehearse", lambda one, steps, folder, peak=True: Outcome("passed", losses=steps / 10)
@@ -152,4 +143,4 @@ def test_results_are_written_and_a_page_with_them(monkeypatch, tmp_path):
     rehearsal.main(["--steps", "4", "--only", second, "--out", str(tmp_path)])
     runs = json.loads((tmp_path / "rehearsal.json").read_text())["runs"]
     assert {name: run["losses"] for name, run in runs.items()} == {first: 0.2, second: 0.4}
-    assert f"| {second} | passed | 0 | 4e-01 |" in page.read_text() and page.read_text().endswith("-->\nafter\n")
+    assert f"| {second} | passed | 0 | 4e-01 |" in capsys.readouterr().out

@@ -8,15 +8,18 @@ import torch
 import torch.distributed as dist
 import trl
 from datasets import Dataset
+from support import features
 from support.nets import assert_same
 from support.ranks import Ranks
+from support.trainers import fused as fused_class
+from support.trainers import require_sharding
 from transformers import BitsAndBytesConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import lowmem
 from lowmem import placements
 from lowmem.errors import CheckpointError, UnsupportedError
 from lowmem.hf import weights
-from lowmem.trainer import FusedSFTTrainer, FusedTrainer, FusedTrainerMixin
+from lowmem.trainer import FusedTrainer
 from scripts.make_model import train_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -237,15 +240,9 @@ def test_adapters_that_transformers_adds_are_refused_where_they_would_be_saved(m
 # --- Trainers of TRL ----------------------------------------------------------------------------------------------
 
 
-class FusedDPOTrainer(FusedTrainerMixin, trl.DPOTrainer):
-    pass
-
-
-SFT_ROWS = [{"prompt": f"question {i}", "completion": f" answer {i} of many"} for i in range(8)]
-DPO_ROWS = [{"prompt": f"question {i}", "chosen": f" a good answer {i}", "rejected": " no"} for i in range(8)]
-TRAINERS = {
-    "SFT": (trl.SFTTrainer, FusedSFTTrainer, trl.SFTConfig, SFT_ROWS),
-    "DPO": (trl.DPOTrainer, FusedDPOTrainer, trl.DPOConfig, DPO_ROWS),
+ROWS = {
+    "SFT": [{"prompt": f"question {i}", "completion": f" answer {i} of many"} for i in range(8)],
+    "DPO": [{"prompt": f"question {i}", "chosen": f" a good answer {i}", "rejected": " no"} for i in range(8)],
 }
 
 
@@ -255,7 +252,8 @@ def make_trl(tiny_llama, tmp_path):
     tokenizer = train_tokenizer(["some words to learn from, and some more of them"], 270)
 
     def factory(kind, config, *, fused, adapted=False, seed=0, **options):
-        ordinary_class, fused_class, arguments_class, rows = TRAINERS[kind]
+        features.require("trl", f"{kind}Trainer")
+        trainer = getattr(trl, f"{kind}Trainer")
         model = tiny_llama(vocab_size=len(tokenizer))
         torch.manual_seed(seed)
         keywords = {"fused": lowmem.FusedConfig(rule="adamw")} if fused else {}
@@ -265,14 +263,14 @@ def make_trl(tiny_llama, tmp_path):
             model = peft.get_peft_model(model, CONFIGS[config]())
         else:
             keywords["peft_config"] = CONFIGS[config]()
-        args = arguments_class(
+        args = getattr(trl, f"{kind}Config")(
             output_dir=str(tmp_path / ("run" if fused else "ordinary")), max_steps=3, per_device_train_batch_size=2,
             learning_rate=1e-2, logging_steps=1, save_strategy="steps", save_steps=2, max_grad_norm=0.0, seed=seed + 42,
             data_seed=42, report_to="none", disable_tqdm=True, bf16=False, dataloader_pin_memory=False,
             optim="adamw_torch_fused" if fused else "adamw_torch", **options,
         )  # fmt: skip
-        return (fused_class if fused else ordinary_class)(
-            model, args=args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer, **keywords
+        return (fused_class(trainer) if fused else trainer)(
+            model, args=args, train_dataset=Dataset.from_list(ROWS[kind]), processing_class=tokenizer, **keywords
         )
 
     return factory
@@ -336,7 +334,7 @@ def test_adapters_of_a_quantized_model_train_as_in_the_ordinary_trainer(bits, ma
 
 
 SHARDED = {
-    "fsdp2": {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}},
+    "fsdp2": {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}},
     "zero3": {"deepspeed": {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": "auto"}},
     "replicated": {},
 }
@@ -382,6 +380,7 @@ def train_on_ranks(rank, llama, config, folder, sharding, resume_from=None):
 
 @pytest.mark.parametrize("sharding", SHARDED)
 def test_adapters_on_ranks_train_and_resume_as_on_one_device(sharding, two, tmp_path, tiny_llama):
+    require_sharding(sharding)
     llama = tiny_llama().config
     expected, expected_losses = train_on_ranks(0, llama, "IA3", tmp_path / "one", "replicated")
     (actual, actual_losses), _ = two.run(train_on_ranks, llama, "IA3", tmp_path / "two", sharding)
@@ -415,4 +414,5 @@ def prompts_on_ranks(rank, llama, folder, sharding):
 
 @pytest.mark.parametrize("sharding", ["fsdp2", "zero3"])
 def test_prompts_are_refused_where_the_model_is_sharded(sharding, two, tmp_path, tiny_llama):
+    require_sharding(sharding)
     two.run(prompts_on_ranks, tiny_llama().config, tmp_path, sharding)

@@ -10,7 +10,7 @@ from datasets import Dataset
 from support import resuming, trainers
 from support.resuming import Indexed, Run, Stream, continued
 from support.trainers import build, fused, joined
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainingArguments
 
 from lowmem.errors import CheckpointError, DataError
 from lowmem.hf.resuming import RECORD_FILE, fingerprint
@@ -47,7 +47,17 @@ CONTINUED = {
 
 @pytest.mark.parametrize(("run", "step", "changes"), CONTINUED.values(), ids=CONTINUED)
 def test_the_rows_that_are_left_are_trained(run, step, changes, tmp_path):
-    continued(run, replace(run, **changes), step, "steps", tmp_path)
+    try:
+        continued(run, replace(run, **changes), step, "steps", tmp_path)
+    except CheckpointError as error:
+        skip_if_transformers_counts(error)
+
+
+def skip_if_transformers_counts(error):
+    """Skips what needs a start of one's own, which transformers 4 does not take."""
+    if "transformers>=5" not in str(error):
+        raise error
+    pytest.skip(str(error))
 
 
 REFUSED = {
@@ -80,6 +90,8 @@ REFUSED = {
 def test_other_rows_are_refused(run, changes, message, tmp_path):
     with pytest.raises((CheckpointError, DataError)) as error:
         continued(run, replace(run, **changes), 1, "steps", tmp_path)
+    if "group_by_length" in TrainingArguments.__dataclass_fields__:  # transformers 4
+        message = message.replace('train_sampling_strategy: "random"', "group_by_length: false")
     assert message in str(error.value)
 
 
@@ -95,7 +107,10 @@ def test_a_choice_to_begin_the_epoch_again_is_kept(make, tmp_path):
     chosen = make(**SAVES, max_steps=4, seed=1, ignore_data_skip=True)
     chosen.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
     again = make(max_steps=5, seed=1)  # ten steps per epoch
-    again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-4"))
+    try:
+        again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-4"))
+    except CheckpointError as error:
+        skip_if_transformers_counts(error)
     assert (chosen.state.epoch, again.state.epoch) == pytest.approx((0.2, 0.3))
 
 

@@ -6,7 +6,7 @@ import peft
 import pytest
 import torch
 from support.ranks import RankError, Ranks
-from support.trainers import build, joined, saved
+from support.trainers import build, joined, require_sharding, saved
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from lowmem import FusedConfig, placements
@@ -14,7 +14,7 @@ from lowmem.tiles.quantized import in_codes
 from lowmem.trainer import FusedTrainer
 
 SHARDED = {
-    "fsdp2": {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}},
+    "fsdp2": {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}},
     "zero3": {"deepspeed": {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": "auto"}},
     "replicated": {},
 }
@@ -23,6 +23,7 @@ SHARDED = {
 @pytest.fixture(scope="module", params=["fsdp2", "zero3"])
 def sharded_ranks(request):
     """Ranks of one sharding alone: transformers remembers in a process that there was a DeepSpeed configuration."""
+    require_sharding(request.param)
     ranks = Ranks(2)
     yield request.param, ranks
     ranks.stop()

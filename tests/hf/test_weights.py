@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
-from transformers.conversion_mapping import get_model_conversion_mapping
 
 from lowmem import files, placements
 from lowmem.errors import CheckpointError
@@ -42,8 +41,7 @@ MODELS = {
         "swa_num_key_value_heads": 2, "d_rel": 4, **EXPERTS,
     },
 }  # fmt: skip
-if "inkling2_text" not in CONFIG_MAPPING:  # before transformers 5.23
-    del MODELS["inkling2"]
+MODELS = {kind: model for kind, model in MODELS.items() if model["model_type"] in CONFIG_MAPPING}  # of this version
 FEW = MODELS.keys() & {"tied llama", "mixtral", "inkling2"}
 
 
@@ -162,6 +160,7 @@ def test_sharded_models_are_saved_and_loaded_with_one_full_weight_at_a_time(kind
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "deepseek_v3"])
 def test_experts_in_files_are_views_of_the_full_weight(kind):
+    pytest.importorskip("transformers.core_model_loading", reason="this transformers converts nothing")
     layout = weights._FileLayout(new(kind))
     converted = [group for group in layout.groups if group.converted]
     assert converted
@@ -173,6 +172,7 @@ def test_experts_in_files_are_views_of_the_full_weight(kind):
 
 
 def test_conversions_that_read_shapes_of_the_model_get_logical_ones(tmp_path, shard):
+    pytest.importorskip("transformers.core_model_loading", reason="this transformers converts nothing")
     text = {**SIZES, **EXPERTS, "num_experts": 3, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
     text["rope_parameters"]["mrope_section"] = [2, 1, 1]
     vision = {"depth": 1, "hidden_size": 32, "num_heads": 4, "intermediate_size": 48, "out_hidden_size": 32}
@@ -313,10 +313,11 @@ def test_a_missing_shard_is_named(tmp_path):
 
 def test_a_conversion_that_loading_did_not_use_is_not_undone(tmp_path):
     """Under ZeRO-3 transformers keeps all conversions that might apply, such as old names of BERT's weights."""
+    mapping = pytest.importorskip("transformers.conversion_mapping", reason="this transformers converts nothing")
     config = AutoConfig.for_model("bert", **SIZES)
     model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(tmp_path / "theirs")
-    model._weight_conversions = get_model_conversion_mapping(model)
+    model._weight_conversions = mapping.get_model_conversion_mapping(model)
     save(model, tmp_path / "ours")
     assert_same_files(tmp_path / "theirs", tmp_path / "ours")
 

@@ -33,7 +33,7 @@ def write(tmp_path):
             "max_length": 64,
             "dtype": "bfloat16",
             "bf16": False,
-            "activation_checkpointing": True,
+            "gradient_checkpointing": True,
             "datasets": None,
         }
         return str(runs.write(tmp_path, command, model_name_or_path=str(tmp_path / "model"), **{**usual, **changes}))
@@ -92,7 +92,7 @@ def test_a_plan_is_the_memory_of_a_real_step(write, command, fused, rows, each, 
     model, *others = (AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16) for _ in range(1 + len(names)))
     others_by_name = dict(zip(names, others, strict=True))
     trainer = build.trainer(arguments, data, None, model, processing_class=plan._tokenizer(), **others_by_name)
-    model.activation_checkpointing_enable({"use_reentrant": False})
+    model.gradient_checkpointing_enable({"use_reentrant": False})
     batch = dict(trainer.data_collator([trainer.train_dataset[n] for n in range(rows)]))
 
     def loss():
@@ -113,7 +113,7 @@ def test_options_change_the_memory(write):
     path = write()
     plain = planned(path)
     assert planned(path, "--per_device_train_batch_size", "8").peak > plain.peak
-    stored = planned(path, "--activation_checkpointing", "false")
+    stored = planned(path, "--gradient_checkpointing", "false")
     assert stored.items["activations"] > plain.items["activations"]
     offloaded = planned(path, "--gradient_accumulation_steps", "4")
     assert 4 * PARAMETERS <= offloaded.host_peak < 4.1 * PARAMETERS  # summed in float32
@@ -203,7 +203,7 @@ def test_a_plan_updates_one_parameter_of_each_kind_and_computes_some_blocks_of_t
 ):
     """The memory of the others is the same: that of a plan which does everything."""
     rate = {"learning_rate": 1e-3} if changes["fused"]["rule"] != "adamw" else {}
-    path, times = write(**changes, **rate, max_length=512, activation_checkpointing=False), []
+    path, times = write(**changes, **rate, max_length=512, gradient_checkpointing=False), []
     sizes = {"hidden_size": 160, "intermediate_size": 192, "num_hidden_layers": 4, "num_attention_heads": 2}
     LlamaConfig(**sizes, vocab_size=4096).save_pretrained(tmp_path / "model")
     run = Updates._run

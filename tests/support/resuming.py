@@ -156,6 +156,16 @@ def trained(run: Run, folder: Path, saves: dict[str, Any], resume: Path | None) 
     return weights, rows
 
 
+def sampling(strategy: str) -> dict[str, Any]:
+    """The arguments that give an order of rows. Raises `ValueError` if the installed transformers does not have it."""
+    choices = getattr(TrainingArguments.__dataclass_fields__.get("train_sampling_strategy"), "metadata", {})
+    if strategy in choices.get("choices", ()):
+        return {"train_sampling_strategy": strategy}
+    if not choices and strategy in ("random", "group_by_length"):  # transformers 4
+        return {"group_by_length": strategy == "group_by_length"}
+    raise ValueError(f"this transformers has no order {strategy!r}")
+
+
 def trained_on(
     run: Run, folder: Path, saves: dict[str, Any], resume: Path | None, rank: int, noted: Noted
 ) -> FusedTrainer:
@@ -166,7 +176,7 @@ def trained_on(
         return prepare(loader, *args, **options)
 
     names = ("per_device_train_batch_size", "gradient_accumulation_steps", "seed", "data_seed")
-    names += ("train_sampling_strategy", "dataloader_drop_last", "max_steps")
+    names += ("dataloader_drop_last", "max_steps")
     with ExitStack() as stack:
         if run.world_size > 1:
             stack.enter_context(mock.patch.object(accelerate.accelerator, "prepare_data_loader", prepared))
@@ -176,7 +186,7 @@ def trained_on(
             output_dir=str(folder), report_to="none", disable_tqdm=True, dataloader_pin_memory=False, use_cpu=True,
             bf16=False, optim="adamw_torch", lr_scheduler_type="constant", learning_rate=0.05, logging_strategy="no",
             accelerator_config={"use_seedable_sampler": run.seedable}, average_tokens_across_devices=False,
-            **{name: getattr(run, name) for name in names}, **saves,
+            **{name: getattr(run, name) for name in names}, **sampling(run.train_sampling_strategy), **saves,
         )  # fmt: skip
         trainer = FusedTrainer(
             model=model(run), args=args, train_dataset=dataset(run), data_collator=collate, callbacks=[noted]

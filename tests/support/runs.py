@@ -123,7 +123,7 @@ def arguments(folder: Path, command: str = "sft", **changes: Any) -> dict[str, A
         "output_dir": str(folder / "run"), "model_name_or_path": str(assets() / "model"),
         "datasets": [{"path": "json", "data_files": str(assets() / f"{DATA[command]}.jsonl")}],
         "max_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 1e-3, "max_grad_norm": 0.0,
-        "logging_steps": 1, "save_strategy": "no", "report_to": "none", "activation_checkpointing": False,
+        "logging_steps": 1, "save_strategy": "no", "report_to": "none", "gradient_checkpointing": False,
     }  # fmt: skip
     if command in ("grpo", "rloo"):
         usual |= GENERATION | {"reward_model_name_or_path": str(assets() / "scores")}

@@ -6,6 +6,7 @@ from tempfile import TemporaryDirectory
 import peft
 import pytest
 import transformers as hf
+import trl
 from support import trainers as builders
 from support.trainers import assert_same_run, build
 
@@ -29,6 +30,7 @@ def adapters(row):
 
 def given(row, way):
     """Keywords of the constructor."""
+    builders.require(row)
     keywords = {"model": saved(row).name}
     if row in ("DPO", "KTO"):
         keywords["ref_model"] = None  # a second model from the path, or the model without its adapters
@@ -51,7 +53,12 @@ def test_training_is_the_trainers_own_to_the_last_bit(row, way, tmp_path):
         options = {"model_init_kwargs": {"dtype": "float32"}, "max_steps": 2}
         if way == "several evaluation sets":
             options |= {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 2}
-        trainer = build(row, tmp_path / str(mixin), mixin, given(row, way), **options)
+        try:
+            trainer = build(row, tmp_path / str(mixin), mixin, given(row, way), **options)
+        except (AttributeError, NotImplementedError, TypeError) as error:
+            if mixin:
+                raise
+            pytest.skip(f"TRL {trl.__version__}'s own trainer fails with {way}: {error}")
         trainer.train()
         runs.append(trainer)
     ordinary, fused = runs

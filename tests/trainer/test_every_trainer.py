@@ -36,14 +36,16 @@ def test_training_is_the_trainers_own_to_the_last_bit(row, policy, tmp_path):
         trainer.train()
         runs.append(([entry for entry in trainer.state.log_history if "loss" in entry], [*trainer.model.parameters()]))
     (expected, ordinary), (logs, fused) = runs
-    assert trainer.optimizer.policy == policy
+    replays = "reentrant" not in trainer.optimizer.policy_reason  # the default of activation checkpointing, before 5.0
+    assert trainer.optimizer.policy == (policy if replays or policy != "two_pass" else "deferred")
     assert all(torch.equal(a, b) for a, b in zip(ordinary, fused, strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(start, fused, strict=True))
     for actual, entry in zip(logs, expected, strict=True):
         timed = {name for name in entry if "time" in name}
         norm = {"grad_norm"} if policy == "immediate" else set()  # summed over tiles, and over full tensors
         assert {k: actual[k] for k in entry.keys() - timed - norm} == {k: entry[k] for k in entry.keys() - timed - norm}
-        assert actual["grad_norm"] == pytest.approx(entry["grad_norm"], rel=1e-5)
+        if "grad_norm" in entry:  # before transformers 5 it is logged where it is clipped
+            assert actual["grad_norm"] == pytest.approx(entry["grad_norm"], rel=1e-5)
 
 
 @pytest.mark.parametrize("policy", ["immediate", "deferred"])
@@ -65,6 +67,8 @@ def test_training_with_computed_gradients_is_the_trainers_own(row, policy, tmp_p
 
 
 def test_no_trainer_is_left_out():
+    if not hasattr(trl, "DistillationTrainer"):
+        pytest.skip("this TRL has other trainers")
     built = {builders.ROWS[row]()[0] for row in builders.ROWS}
     assert {name for name in dir(trl) if name.endswith("Trainer")} == {
         c.__name__ for c in built if hasattr(trl, c.__name__)

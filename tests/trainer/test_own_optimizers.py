@@ -68,7 +68,7 @@ class NamesAdagrad(Trainer):
 
 class ChangesTheRate(Trainer):
     def create_optimizer(self, model=None):
-        optimizer = super().create_optimizer(model)
+        optimizer = super().create_optimizer(*([] if model is None else [model]))  # none in transformers 4
         optimizer.param_groups[0]["lr"] = 1e-4
         return optimizer
 
@@ -224,7 +224,7 @@ class CachesGradients(FusedTrainer):
     """As the `Cached...Loss` of sentence-transformers: the graph is that of another backward, inside a hook."""
 
     def compute_loss(self, model, inputs, **kwargs):
-        inner = super().compute_loss(model, inputs)
+        inner = super().compute_loss(model, inputs, **kwargs)
         loss = inner.detach().requires_grad_()
         loss.register_hook(inner.backward)
         return loss

@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 from support import trainers as builders
-from support.trainers import build, joined
+from support.trainers import build, joined, require_sharding
 from torch.distributed.fsdp import FSDPModule
 from transformers import set_seed
 
@@ -75,13 +75,14 @@ def test_an_optimizer_of_the_users_own_is_not_removed(tmp_path):
 
 def test_a_trainer_without_fsdp_may_follow_one_with_it(two, tmp_path):
     """Accelerate sets in the first one's environment that a launcher asks for FSDP."""
+    require_sharding("fsdp2")
     assert two.run(with_fsdp_and_without, str(tmp_path)) == [[True, False]] * 2
 
 
 def with_fsdp_and_without(rank, folder):
     sharded = []
     with joined(rank):
-        for options in ({"fsdp": True}, {}):
+        for options in ({"fsdp": True, "fsdp_config": {"version": 2}}, {}):
             trainer = build(CAUSAL, folder, True, max_steps=1, use_cpu=True, **options)
             trainer.train()
             sharded.append(isinstance(trainer.model, FSDPModule))

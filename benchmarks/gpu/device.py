@@ -1,0 +1,150 @@
+"""What a call takes on the device, a GPU or, to try a script, the CPU: seconds, kernels, bytes."""
+
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import lowmem
+from benchmarks.engine import update_one
+
+GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if GPU else "cpu")
+QUEUE = 800  # launches that surely fit into a GPU's queue
+
+Run = Callable[[], object]
+
+
+def sync() -> None:
+    if GPU:
+        torch.cuda.synchronize()
+
+
+def clear() -> None:
+    """Frees unreferenced memory, reference cycles of optimizers and their hooks included."""
+    if GPU:
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def seconds(run: Run) -> float:
+    """The time of a call, from an idle device to an idle device."""
+    sync()
+    start = time.perf_counter()
+    run()
+    sync()
+    return time.perf_counter() - start
+
+
+def host_seconds(run: Run) -> float:
+    """The time of a call until everything is queued."""
+    sync()
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def device_seconds(run: Run, repeats: int = 7) -> float:
+    """The median time that the device takes for the kernels that a call launches.
+
+    The device sleeps until everything is queued, so that it never waits for the host. If more is launched than its
+    queue holds, the time of the host is included.
+    """
+    if (kernels(run) or QUEUE) >= QUEUE:
+        return median(run, repeats)
+    cycles = int(host_seconds(run) * 3e9)  # half as long again as the host takes, at 2 GHz
+    times = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        sync()
+        torch.cuda._sleep(cycles)
+        start.record()
+        run()
+        end.record()
+        sync()
+        times.append(start.elapsed_time(end) / 1e3)
+    return statistics.median(times)
+
+
+def median(run: Run, repeats: int = 7) -> float:
+    return statistics.median(seconds(run) for _ in range(repeats))
+
+
+def kernels(run: Run) -> int | None:
+    """The number of kernels that a call launches, copies and fills included; None on a CPU."""
+    if not GPU:
+        return None
+    run()
+    sync()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        sync()
+    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
+
+
+def peak(run: Run) -> int | None:
+    """The peak of allocated bytes during a call, above those before it; None on a CPU, where they are not counted."""
+    if not GPU:
+        return None
+    sync()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    sync()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def pinned_bytes() -> int:
+    """What torch holds, in use or not: what earlier parts have returned is given back to the system."""
+    if not GPU:
+        return 0
+    gc.collect()
+    sync()
+    torch._C._host_emptyCache()
+    return int(torch.cuda.host_memory_stats()["allocated_bytes.current"])
+
+
+def normal(*size: int, dtype: torch.dtype = torch.bfloat16, offset: int = 0) -> Tensor:
+    """offset: elements of its memory before it."""
+    return torch.randn(offset + math.prod(size), device=DEVICE).to(dtype)[offset:].view(size)
+
+
+def squares(params: Sequence[Tensor]) -> Tensor:
+    """A loss in which every parameter is."""
+    return torch.stack([param.float().square().sum() for param in params]).sum()
+
+
+def flat(tensors: Iterable[Tensor]) -> Tensor:
+    return torch.cat([tensor.detach().float().flatten() for tensor in tensors])
+
+
+class Updates:
+    """Parameters of one size, their gradients, and an optimizer.
+
+    Attributes:
+        first_seconds: the time of the first update of all parameters, compilation included.
+    """
+
+    def __init__(
+        self, size: Sequence[int], count: int = 1, dtype: torch.dtype = torch.bfloat16, *, weights: str = "",
+        offset: int = 0, **options: Any,
+    ) -> None:  # fmt: skip
+        torch.manual_seed(0)
+        module = nn.ParameterList(normal(*size, dtype=dtype, offset=offset) for _ in range(count))
+        if weights:
+            lowmem.quantize_(module, weights)
+        self.params = list(module)
+        self._grads = [normal(*size, dtype=dtype, offset=offset) for _ in range(count)]
+        self._opt = lowmem.FusedOptimizer(self.params, **{"lr": 1e-2, "batching": False, **options})
+        self.first_seconds = seconds(self.run)
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Updates every parameter once, without a backward pass."""
+        for param, grad in zip(self.params, self._grads, strict=True):
+            update_one(self._opt, param, grad)

@@ -1,0 +1,74 @@
+"""The report of a check: rows by part, with goals, within a budget of seconds."""
+
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.device import clear
+
+Goal = tuple[str, float]  # "<=" or ">=", and the number
+
+
+class Report:
+    """Rows by part, written to `out` after every row; `budget` is in seconds from now.
+
+    Attributes:
+        failed: a part raised an error other than out-of-memory.
+    """
+
+    def __init__(self, out: Path, budget: float) -> None:
+        self.parts: dict[str, Any] = {}
+        self.failed = False
+        self._out, self._began = out, time.perf_counter()
+        self._end, self._rows = self._began + budget, []
+
+    def row(self, what: str, measured: Any, goal: Goal | None = None, **more: Any) -> None:
+        """Adds a measurement; `measured` is None where this machine cannot measure it."""
+        met = None
+        if goal is not None and measured is not None:
+            met = measured <= goal[1] if goal[0] == "<=" else measured >= goal[1]
+        text = None if goal is None else f"{goal[0]} {goal[1]:g}"
+        self._add({"what": what, "measured": measured, "goal": text, "met": met, **more})
+
+    @contextmanager
+    def trial(self, what: str) -> Iterator[None]:
+        """Adds a row for an error that is raised inside, and goes on."""
+        try:
+            yield
+        except Exception as error:
+            traceback.print_exc()
+            self.failed |= not isinstance(error, torch.OutOfMemoryError)
+            self._add({"what": what, "error": f"{type(error).__name__}: {error}"})
+        clear()
+
+    def part(self, measure: Callable[["Report", bool], None], needs: float, small: bool) -> None:
+        """Runs a part that needs so many seconds, or adds a row that says why it does not."""
+        name, began, self._rows = measure.__name__, time.perf_counter(), []
+        self.parts[name] = part = {"rows": self._rows}
+        if (left := self._end - began) < needs:
+            self._add({"what": name, "skipped": f"needs about {needs:g} s, {left:.0f} s are left of the budget"})
+        else:
+            with self.trial(name):
+                measure(self, small)
+        part["seconds"] = round(time.perf_counter() - began, 1)
+        self._write()
+        print(f"{name}: {part['seconds']} s", file=sys.stderr, flush=True)
+
+    def goals(self) -> Iterator[dict[str, Any]]:
+        """The rows that have a goal."""
+        return (row for part in self.parts.values() for row in part["rows"] if row.get("goal"))
+
+    def _add(self, row: dict[str, Any]) -> None:
+        self._rows.append(row)
+        self._write()
+
+    def _write(self) -> None:
+        seconds = round(time.perf_counter() - self._began, 1)
+        self._out.write_text(json.dumps({"seconds": seconds, **self.parts}, indent=2) + "\n")

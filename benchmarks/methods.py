@@ -1,0 +1,226 @@
+"""Methods of taking a training step: lowmem, its peers, and the floor, which updates nothing."""
+
+import importlib
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from lowmem import FusedOptimizer, quantize_, rules
+from lowmem.errors import ConfigError, did_you_mean
+from lowmem.run.environment import version
+
+Loss = Callable[[], Tensor]
+
+# Takes a step, given one callable per micro-batch that computes its loss.
+Step = Callable[[Sequence[Loss]], None]
+
+FLOOR = "floor"
+LR = 1e-4
+
+# What peers need beyond torch, as pip names it.
+PACKAGES = ("flashoptim", "lomo-optim", "torch-optimi", "torchao")
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method of updating weights.
+
+    Attributes:
+        make: builds it. It is sent to another process: a function of a module, or a `partial` of one.
+        package: must be installed, as pip names it.
+        gpu: it needs a GPU.
+        micro_batches: into how many the batch of a step is split.
+    """
+
+    make: Callable[..., Any]
+    kind: Literal["floor", "ours", "peer"] = "peer"
+    package: str | None = None
+    gpu: bool = False
+    micro_batches: int = 1
+
+    def missing(self) -> str | None:
+        """What it needs and this machine does not have, or None."""
+        if self.package is not None and version(self.package) is None:
+            return f"pip install {self.package}"
+        if self.gpu and not torch.cuda.is_available():
+            return "it needs a GPU"
+        return None
+
+
+M = TypeVar("M")
+
+
+def select(methods: Mapping[str, M], only: Iterable[str]) -> dict[str, M]:
+    """The methods named in `only`, or all if it is empty.
+
+    Raises:
+        ConfigError: a name is unknown.
+    """
+    for name in only:
+        if name not in methods:
+            raise ConfigError(
+                f"method {name!r} is unknown.{did_you_mean(name, methods)} Known are {'; '.join(methods)}."
+            )
+    return {name: method for name, method in methods.items() if name in only or not only}
+
+
+def runnable(methods: Mapping[str, Method]) -> tuple[list[str], dict[str, str]]:
+    """The methods that can run on this machine, and what the others need.
+
+    Raises:
+        ConfigError: none can run.
+    """
+    left_out = {name: why for name, method in methods.items() if (why := method.missing())}
+    if len(left_out) == len(methods):
+        needs = "; ".join(f"{name}: {why}" for name, why in left_out.items())
+        raise ConfigError(f"none of the methods can run here. {needs}")
+    return [name for name in methods if name not in left_out], left_out
+
+
+def exit_if_ours_failed(methods: Mapping[str, Method], failed: Iterable[str]) -> None:
+    """Exits with status 1 if the floor or lowmem failed; a peer may."""
+    if any(methods[name].kind != "peer" for name in failed):
+        sys.exit(1)
+
+
+# -- steps -------------------------------------------------------------------------------------------------------------
+
+
+def _backward(losses: Sequence[Loss]) -> None:
+    """The step of methods that update in hooks."""
+    for loss in losses:
+        loss().backward()
+
+
+def drop_gradients(model: nn.Module) -> Step:
+    """The floor: every gradient is dropped as soon as it exists, and nothing is updated."""
+
+    def drop(param: Tensor) -> None:
+        param.grad = None
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(drop)
+    return _backward
+
+
+def fused(model: nn.Module, weight_format: str | None = None, **options: Any) -> Step:
+    """A `FusedOptimizer` with these options, that rounds as its peers do; or of quantized weights."""
+    if weight_format is not None:
+        quantize_(model, weight_format)
+        options["rounding"] = "stochastic"
+    opt = FusedOptimizer(model.named_parameters(), model=model, **{"lr": LR, "rounding": "nearest", **options})
+
+    def step(losses: Sequence[Loss]) -> None:
+        for n, loss in enumerate(losses, start=1):
+            with opt.accumulate() if n < len(losses) else nullcontext():
+                opt.backward(lambda loss=loss: loss() / len(losses))  # type: ignore[misc]
+
+    return step
+
+
+def ordinary(
+    model: nn.Module, cls: Callable[..., torch.optim.Optimizer], clip_norm: float | None = None, **options: Any
+) -> Step:
+    """Gradients accumulate in `.grad`, are clipped, and then applied."""
+    optimizer = cls(model.parameters(), **{"lr": LR, **options})
+
+    def step(losses: Sequence[Loss]) -> None:
+        for loss in losses:
+            (loss() / len(losses)).backward()
+        if clip_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def hooked(model: nn.Module, cls: Callable[..., torch.optim.Optimizer], **options: Any) -> Step:
+    """One torch optimizer per parameter, which steps in its hook, as in PyTorch's tutorial and torchtune."""
+    optimizers: dict[Tensor, torch.optim.Optimizer] = {p: cls([p], lr=LR, **options) for p in model.parameters()}
+
+    def update(param: Tensor) -> None:
+        optimizers[param].step()
+        optimizers[param].zero_grad()
+
+    for param in optimizers:
+        param.register_post_accumulate_grad_hook(update)
+    return _backward
+
+
+def import_lomo_optim() -> Any:
+    """LOMO's own package. lomo-optim 0.1.1 (adalomo.py, line 87) calls `.cuda()` on its states even without a GPU."""
+    if not torch.cuda.is_available():
+        torch.Tensor.cuda = torch.Tensor.cpu  # type: ignore[method-assign, assignment]
+    return importlib.import_module("lomo_optim")
+
+
+def lomo_optim(model: nn.Module, name: str) -> Step:
+    """`Lomo` or `AdaLomo` by LOMO's authors."""
+    optimizer = getattr(import_lomo_optim(), name)(model, lr=LR)
+
+    def step(losses: Sequence[Loss]) -> None:
+        (loss,) = losses
+        optimizer.fused_backward(loss(), LR)
+
+    return step
+
+
+def optimi(model: nn.Module) -> Step:
+    """AdamW with gradient release."""
+    package = importlib.import_module("optimi")
+    package.prepare_for_gradient_release(model, package.AdamW(model.parameters(), lr=LR, gradient_release=True))
+    return _backward
+
+
+def torchao(model: nn.Module) -> Step:
+    """AdamW with 8-bit moments."""
+    return ordinary(model, importlib.import_module("torchao.optim").AdamW8bit)
+
+
+def flashoptim(model: nn.Module) -> Step:
+    """AdamW with gradient release, 8-bit moments, and 8 more bits per bfloat16 weight."""
+    package = importlib.import_module("flashoptim")
+    package.enable_gradient_release(model, package.FlashAdamW(model.parameters(), lr=LR))
+    return _backward
+
+
+PEERS = {
+    "AdamW, fused": Method(partial(ordinary, cls=torch.optim.AdamW, fused=True)),
+    "AdamW, foreach": Method(partial(ordinary, cls=torch.optim.AdamW, foreach=True)),
+    "AdamW, fused, in hooks": Method(partial(hooked, cls=torch.optim.AdamW, fused=True)),
+    "torch Adafactor": Method(partial(ordinary, cls=torch.optim.Adafactor)),
+    "lomo_optim Lomo": Method(partial(lomo_optim, name="Lomo"), package="lomo-optim"),
+    "lomo_optim AdaLomo": Method(partial(lomo_optim, name="AdaLomo"), package="lomo-optim"),
+    "optimi AdamW": Method(optimi, package="torch-optimi"),
+    "torchao AdamW8bit": Method(torchao, package="torchao"),
+    "FlashOptim AdamW": Method(flashoptim, package="flashoptim", gpu=True),
+}
+
+
+def all_methods(more_rules: Sequence[str] = ()) -> dict[str, Method]:
+    """The floor, lowmem and the peers, by name; `more_rules` are measured in addition to the usual ones.
+
+    Raises:
+        ConfigError, UnsupportedError: a rule is unknown, or cannot update parameters during backward.
+    """
+    for rule in more_rules:
+        rules.resolve(rule)
+    ours: dict[str, dict[str, Any]] = {
+        "adalomo": {"rule": "adalomo"},
+        "adalomo, stochastic": {"rule": "adalomo", "rounding": "stochastic"},
+        "adalomo, int10": {"rule": "adalomo", "weight_format": "int10"},
+        "adalomo, int12": {"rule": "adalomo", "weight_format": "int12"},
+        **{rule: {"rule": rule} for rule in ("adamw", *more_rules)},
+    }
+    return {
+        FLOOR: Method(drop_gradients, "floor"),
+        **{f"lowmem {name}": Method(partial(fused, **options), "ours") for name, options in ours.items()},
+        **PEERS,
+    }

@@ -1,0 +1,108 @@
+"""Tables in pages that come from a run, and their pictures.
+
+    python -m benchmarks.pages
+
+In a page, a table is between `<!-- begin: COMMAND -->` and `<!-- end -->`. COMMAND measured it, and writes it there
+when its results go to `benchmarks/results`. This command writes all of them again, from the JSON files, and draws the
+pictures; nothing is measured.
+"""
+
+import hashlib
+import importlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# `python -m benchmarks.step`, `python -m studies finetune`; after a comma the name of one of several tables
+BLOCK = re.compile(
+    r"(?P<begin><!-- begin: python -m (?P<module>[\w.]+) ?(?P<study>\w*)(?:, (?P<table>[^\n]+))? -->\n)"
+    r"(?P<body>.*?)(?P<end><!-- end -->)",
+    re.DOTALL,
+)
+
+Row = Mapping[str, str]  # text by column
+
+
+class Source(NamedTuple):
+    """Where tables and pictures come from: `tables(report)` gives them by name, `draw(report, path)` draws."""
+
+    module: str
+    study: str
+
+    @property
+    def file(self) -> Path:
+        return RESULTS / f"{self.study or self.module.rpartition('.')[2]}.json"
+
+    def tables(self) -> dict[str, str]:
+        """The tables of the recorded results, each with a line about the machine; or of several results, without."""
+        if not self.file.exists():
+            return _code(self).tables(None)
+        report = json.loads(self.file.read_text())
+        tables = _code(self).tables(report)
+        return {name: f"{table}\n{about(report)}\n" for name, table in tables.items()}
+
+    def draw(self) -> None:
+        if self.file.exists() and (draw := getattr(_code(self), "draw", None)):
+            draw(json.loads(self.file.read_text()), self.file.with_suffix(".png"))
+
+
+def _code(source: Source) -> Any:
+    return importlib.import_module(f"studies.{source.study}" if source.study else source.module)
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """A table in Markdown."""
+    lines = [list(rows[0]), ["---"] * len(rows[0]), *(row.values() for row in rows)]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def about(report: Mapping[str, Any]) -> str:
+    """The machine and the versions of a measurement, and its date and commit where they are recorded."""
+    if "environment" in report:  # a GPU's
+        known = {row["what"]: row["measured"] for row in report["environment"]["rows"]}
+        return f"*{known['device']}, torch {known['torch']}.*"
+    machine, settings = report["machine"], report["settings"]
+    threads = next((f"{machine[key]} {key}" for key in ("threads", "cores") if key in machine), "")
+    known = (machine.get("gpu") or machine.get("cpu"), not machine.get("gpu") and threads, f"torch {machine['torch']}")
+    recorded = (settings.get("dtype"), machine.get("date"), "commit" in machine and f"commit {machine['commit'][:9]}")
+    return f"*{', '.join(part for part in (*known, *recorded) if part)}.*".replace(" 1 threads", " 1 thread")
+
+
+def blocks(page: Path) -> Iterator[re.Match[str]]:
+    return BLOCK.finditer(page.read_text())
+
+
+def write(file: Path | None = None) -> None:
+    """Writes the tables of one JSON file, or of all, into the pages that show them."""
+
+    def written(block: re.Match[str]) -> str:
+        source = Source(block["module"], block["study"])
+        if file not in (None, source.file) and source.file.exists():
+            return block[0]
+        return f"{block['begin']}{source.tables()[block['table'] or '']}{block['end']}"
+
+    for page in PAGES:
+        text = page.read_text()
+        if (new := BLOCK.sub(written, text)) != text:
+            page.write_text(new)
+
+
+def checksum(file: Path) -> str:
+    """Of the results that a picture was drawn from, which is stored in the picture as `Source`."""
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def main() -> None:
+    write()
+    sources = {Source(block["module"], block["study"]) for page in PAGES for block in blocks(page)}
+    for source in sorted(sources):
+        source.draw()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,266 @@
+"""How much loss the formats of weights cost: float32, bfloat16, and integers of 8, 10 or 12 bits.
+
+Trains the pretrained Llamas of `studies.finetune`: on the text they were pretrained on, where the loss is near its
+optimum and the noise of a rounding shows, and on new text. Runs with the same seed see the same batches, and the loss
+of float32 is subtracted seed by seed.
+"""
+
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks.pages import markdown
+from lowmem import storage
+from lowmem.tiles.storage import FLOAT32, Float, Integer, Shown, Uniform, of_weight
+from studies import training
+from studies.methods import CLIPPED, NO_DECAY
+
+KEYS = ("setting", "format", "seed")
+OUTLIER, OUTLIERS = 16.0, 4  # a power of two, so that the model computes the same; one channel of so many blocks
+
+
+# -- formats -----------------------------------------------------------------------------------------------------------
+
+
+class Unpacked(Integer):
+    """`Integer` that holds its multiples as float32 numbers: the same values. Compiled code on a CPU is slow at packing
+    bits.
+    """
+
+    _low = 0
+
+    @functools.cached_property
+    def parts(self) -> tuple[storage.Part, ...]:  # type: ignore[override]
+        return storage.Part("codes", torch.float32), storage.Part("unit", torch.bfloat16, self.size)
+
+
+class Fresh(Unpacked):
+    """One whose groups take another scale at each update."""
+
+    def update(self, value: Tensor, uniform: Uniform, stored: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return self.encode(value, uniform)
+
+
+class Nearest(Unpacked):
+    """One that is rounded to the nearest multiple."""
+
+    def update(self, value: Tensor, uniform: Uniform, stored: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return super().update(value, Uniform.half(value), stored)
+
+
+BITS = {"int8": 8, "int10": 10, "int12": 12}
+STORAGES: dict[str, storage.Maker] = {
+    "bfloat16 in float32": lambda dtype, signed: Float(torch.bfloat16, draws=True),
+    **{name: lambda dtype, signed, bits=bits: Unpacked(bits) for name, bits in BITS.items()},
+    "int8, to nearest": lambda dtype, signed: Nearest(8),
+    "int8, fresh units": lambda dtype, signed: Fresh(8),
+    "int10, fresh units": lambda dtype, signed: Fresh(10),
+    **{
+        f"{name}, groups of {size}": lambda dtype, signed, bits=bits, size=size: Unpacked(bits, size)
+        for (name, bits), size in itertools.product(BITS.items(), (32, 128))
+    },
+}
+
+
+class Format(NamedTuple):
+    """The roundings of bfloat16 weights: of matrices, of the embedding, which is the head too, and of vectors."""
+
+    matrices: str
+    embedding: str = ""
+    vectors: str = ""
+
+    def groups(self, model: Any) -> list[dict[str, Any]]:
+        """The parameters of a model, a group for each rounding."""
+        named: dict[str, list[Any]] = {}
+        for name, param in model.named_parameters():
+            other = self.vectors if param.dim() == 1 else self.embedding if "embed" in name else ""
+            named.setdefault(other or self.matrices, []).append((name, param))
+        return [{"params": params, "rounding": rounding} for rounding, params in named.items()]
+
+    @property
+    def bytes_per_element(self) -> float:
+        """Bytes of an element of a matrix, without what the parameter shows."""
+        if self.matrices == "float32":
+            return FLOAT32.bytes_per_element
+        held = of_weight(self.matrices, torch.bfloat16)
+        if isinstance(held, Shown):
+            assert isinstance(held.held, Integer)
+            held = Integer(held.held.bits, held.held.size)
+        return held.bytes_per_element
+
+
+FORMATS = {
+    "float32": Format("float32"),
+    "bfloat16": Format("stochastic"),
+    "bfloat16, compensated": Format("compensated"),
+    **{name: Format(name, vectors="stochastic") for name in STORAGES},
+    "int10, vectors to nearest": Format("int10", vectors="nearest"),
+    "int10, embedding bfloat16": Format("int10", embedding="stochastic", vectors="stochastic"),
+}
+
+
+def register() -> None:
+    for name, maker in STORAGES.items():
+        if name not in storage.roundings():
+            storage.register(name)(maker)
+
+
+# -- what is run -------------------------------------------------------------------------------------------------------
+
+FEW = ("float32", "bfloat16", "int8", "int10")
+MAIN = (*FEW, "int12", "int8, fresh units", "bfloat16, compensated")
+WIDE = ("float32", "bfloat16 in float32", *BITS)
+GROUPS = (*WIDE, "int8, to nearest", *(f"{name}, groups of {size}" for name in BITS for size in (32, 128)))
+VARIANTS = tuple(name for name in FORMATS if name.startswith("int10, "))
+
+
+class Setting(NamedTuple):
+    """A training: its task, learning rate, formats in the order of their runs, model, rule and its options."""
+
+    task: training.Task
+    lr: float
+    formats: tuple[str, ...] = FEW
+    seeds: int = 3
+    size: str = "1M"
+    rule: str = "adalomo"
+    options: dict[str, Any] = {}  # noqa: RUF012
+    outliers: bool = False
+
+
+NEW, OLD = training.Task(), training.Task(updates=5000, trained="old", looks=(0.1, 0.2, 0.3, 0.5, 1.0))
+SHORT, FLOAT32_PRODUCTS = replace(OLD, updates=1000), {"products": "float32"}
+EIGHT_BITS = {**NO_DECAY, "betas": (0.9, 0.95), "state_storage": "8bit"}
+# The best learning rate of AdaLomo, AdamW and LOMO on the new text is that of `studies.finetune`.
+SETTINGS_OF = {
+    "old text": Setting(OLD, 1e-3, MAIN),
+    "new text": Setting(NEW, 3.2e-2, MAIN),
+    "new text, low rate": Setting(NEW, 6.4e-4, MAIN),
+    "old text, 1,000 updates": Setting(SHORT, 1e-3, ("float32", "int10", *VARIANTS, "bfloat16", "int8")),
+    "old text, outliers": Setting(SHORT, 1e-3, (*FEW, "int12", "int10, groups of 32"), outliers=True),
+    "LOMO": Setting(NEW, 1.0, rule="lomo", options=CLIPPED),
+    "AdamW, 8-bit states": Setting(NEW, 3.2e-3, rule="adamw", options=EIGHT_BITS),
+    "groups": Setting(replace(SHORT, **FLOAT32_PRODUCTS), 1e-3, GROUPS, seeds=1),
+    "5M": Setting(NEW, 3.2e-2, seeds=1, size="5M"),
+    "20M": Setting(replace(NEW, **FLOAT32_PRODUCTS), 3.2e-2, WIDE, seeds=1, size="20M"),
+    "old text, 10,000 updates": Setting(replace(OLD, updates=10_000), 1e-3, ("float32", "int10"), seeds=1),
+}
+SETTINGS = {name: {**setting._asdict(), "task": asdict(setting.task)} for name, setting in SETTINGS_OF.items()}
+
+
+def runs(done: Sequence[Any]) -> Iterator[dict[str, Any]]:
+    """Of each setting a seed at a time, first one seed of every setting."""
+    for seed, (name, setting) in itertools.product(range(3), SETTINGS_OF.items()):
+        if seed < setting.seeds:
+            yield from ({"setting": name, "format": each, "seed": seed} for each in setting.formats)
+
+
+def with_outliers(model: Any) -> None:
+    """Makes some input channels of matrices after a norm larger and the norm's gains smaller: the same function."""
+    for layer in model.model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        after = {
+            layer.input_layernorm: (attention.q_proj, attention.k_proj, attention.v_proj),
+            layer.post_attention_layernorm: (mlp.gate_proj, mlp.up_proj),
+        }
+        for norm, linears in after.items():
+            channels = slice(5, None, len(norm.weight) // OUTLIERS)
+            norm.weight.data[channels] /= OUTLIER
+            for linear in linears:
+                linear.weight.data[:, channels] *= OUTLIER
+
+
+def train(run: dict[str, Any], work: Path) -> dict[str, Any]:
+    register()
+    setting, form = SETTINGS_OF[run["setting"]], FORMATS[run["format"]]
+    exact = run["format"] == "float32"
+    more: dict[str, Any] = {"prepare": with_outliers} if setting.outliers else {}
+    if not exact and setting.task.products == "bfloat16":
+        more["parameters"] = form.groups
+    torch.compiler.reset()  # there is a limit to how often a model of a class is compiled
+    return training.train(
+        setting.task, work, setting.rule, setting.lr, {"compile": True, **setting.options},
+        rounding="nearest" if exact else form.matrices, bfloat16=not exact, size=setting.size, seed=run["seed"],
+        compile_model=setting.task.updates >= 1000, **more,
+    )  # fmt: skip
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+
+class Losses:
+    """Of one setting: the held-out loss of the text it was trained on by format and seed, before and at each look."""
+
+    def __init__(self, report: Any, setting: str) -> None:
+        column = 2 if SETTINGS_OF[setting].task.trained == "old" else 1
+        self.curves: dict[str, dict[int, list[float]]] = {}
+        for run in report["runs"]:
+            if run["setting"] == setting:
+                losses = [point[column] for point in run["curve"]]
+                self.curves.setdefault(run["format"], {})[run["seed"]] = losses
+        self.exact = self.curves.get("float32", {})
+
+    def above(self, form: str, look: int = -1) -> list[float]:
+        """The loss less that of float32, by seed."""
+        found = {seed: losses for seed, losses in self.curves.get(form, {}).items() if seed in self.exact}
+        return [losses[look] - self.exact[seed][look] for seed, losses in found.items()]
+
+    def kept(self, form: str) -> float:
+        """The share of what float32 learns, the mean over the seeds."""
+        found = self.curves[form].items()
+        return mean((one[0] - one[-1]) / (self.exact[seed][0] - self.exact[seed][-1]) for seed, one in found)
+
+    @property
+    def spread(self) -> float:
+        return stdev(losses[-1] for losses in self.exact.values())
+
+
+def _cell(losses: Losses, form: str) -> str:
+    above = losses.above(form)
+    if not above:
+        return "–"
+    fewer = "" if len(above) == len(losses.exact) else f" ({len(above)} seed{'s' * (len(above) > 1)})"
+    return "0" if form == "float32" else f"{mean(above):+.4f}{fewer}"
+
+
+def tables(report: Any) -> dict[str, str]:
+    """What formats cost in each setting: in short; along the updates; variants; outliers; and sizes of groups."""
+    register()
+    every = {setting: Losses(report, setting) for setting in SETTINGS_OF}
+    old = every["old text"]
+    order = sorted(MAIN, key=lambda form: (form != "float32", mean(old.above(form) or [9.0])))
+
+    def size(form: str) -> dict[str, str]:
+        return {"weights": form, "bytes": f"{FORMATS[form].bytes_per_element:.2f}"}
+
+    def learned(losses: Losses, form: str) -> dict[str, str]:
+        return {"above float32": _cell(losses, form), "kept": f"{losses.kept(form):.0%}"}
+
+    settings = ("old text", "new text", "new text, low rate")
+    short = [
+        {**size(form), "kept of what float32 learns": f"{old.kept(form):.0%}"}
+        | {setting: _cell(every[setting], form) for setting in settings}
+        for form in order
+    ]
+    spread = {setting: f"{every[setting].spread:.4f}" for setting in settings}
+    short.append({"weights": "spread of float32", "bytes": "", "kept of what float32 learns": "", **spread})
+    looks = {f"{round(OLD.updates * share):,}": look + 1 for look, share in enumerate(OLD.looks)}
+    along = [
+        {**size(form), **{updates: f"{mean(old.above(form, look)):+.4f}" for updates, look in looks.items()}}
+        | {"each seed": ", ".join(f"{above:+.4f}" for above in old.above(form))}
+        for form in order[1:]
+    ]
+    found = {"": short, "along": along}
+    shown = {"variants": "old text, 1,000 updates", "outliers": "old text, outliers", "groups": "groups"}
+    for name, setting in shown.items():
+        losses = every[setting]
+        found[name] = [
+            {**size(form), **learned(losses, form)} for form in FORMATS if form in losses.curves and form != "float32"
+        ]
+    return {name: markdown(rows) for name, rows in found.items() if rows}

@@ -1,0 +1,90 @@
+"""Pages show what the JSON files of the results have, and pictures are drawn from them."""
+
+import json
+import re
+
+import pytest
+from PIL import Image
+
+from benchmarks import memory_bars, pages
+from benchmarks.pages import PAGES, RESULTS, ROOT, Source, blocks
+
+BLOCKS = [(page, block) for page in PAGES for block in blocks(page)]
+PICTURES = sorted(RESULTS.glob("*.png"))
+
+
+@pytest.mark.parametrize(
+    ("page", "block"), BLOCKS, ids=[f"{page.name}: {block['begin'][11:-5]}" for page, block in BLOCKS]
+)
+def test_a_table_is_that_of_its_results(page, block):
+    assert block["body"] == Source(block["module"], block["study"]).tables()[block["table"] or ""]
+
+
+def test_every_marker_is_one_of_a_table():
+    for page in PAGES:
+        assert page.read_text().count("<!-- begin: ") == len(list(blocks(page))), page
+        assert page.read_text().count("<!-- end -->") == len(list(blocks(page))), page
+
+
+def test_every_result_is_shown():
+    shown = {Source(block["module"], block["study"]).file for _, block in BLOCKS}
+    assert {file for file in shown if file.exists()} == set(RESULTS.glob("*.json"))
+
+
+@pytest.mark.parametrize("picture", PICTURES, ids=lambda path: path.name)
+def test_a_picture_is_shown_and_drawn_from_its_results(picture):
+    """Its command wrote into it the checksum of the JSON file that it was drawn from; a drawing has none."""
+    assert any(f"results/{picture.name})" in page.read_text() for page in PAGES)
+    results = picture.with_suffix(".json")
+    if results.exists():
+        assert Image.open(picture).text["Source"] == pages.checksum(results), "python -m benchmarks.pages"
+    else:
+        assert (ROOT / "benchmarks" / f"{picture.stem}.py").exists()
+
+
+PLANNED = {
+    "`adalomo`": "adalomo",
+    "`adalomo`, `weight_format: int12`": "adalomo, int12",
+    "`adamw`, `state_storage: 8bit`": "adamw, 8bit states, clipped",
+    "`adamw`": "adamw",
+    "`lion`": "lion",
+    "`lomo` with `max_grad_norm: 1`": "lomo, clipped",
+}
+
+
+def test_the_memory_of_rules_is_what_was_planned():
+    """The table of README.md, whose other columns are words."""
+    plans = json.loads((RESULTS / "memory_bars.json").read_text())["planned"]["llama-3.1-8b"]
+    text = (ROOT / "README.md").read_text()
+    rows = [[cell.strip() for cell in line.split("|")] for line in text.splitlines()]
+    found = {row[1]: row[3] for row in rows if len(row) > 4 and row[1] in PLANNED}
+    assert found.keys() == PLANNED.keys()
+    for name, text in found.items():
+        assert int(re.match(r"(\d+) GiB", text)[1]) == round(sum(plans[PLANNED[name]].values()) / 2**30), name
+
+
+def test_the_first_screen_has_the_figures_of_the_bars():
+    report = json.loads((RESULTS / "memory_bars.json").read_text())
+    ours, ordinary = (
+        round(sum(memory_bars.bars(report)[name].values()) / 2**30)
+        for name in ("lowmem adalomo", "AdamW, everything in bfloat16")
+    )
+    assert f"takes {ours} GiB (planned), against {ordinary} GiB" in (ROOT / "README.md").read_text()
+
+
+def test_the_machine_of_a_measurement_is_named():
+    report = {"settings": {"dtype": "float32"}, "machine": {"gpu": None, "cpu": "A", "threads": 1, "torch": "2"}}
+    assert pages.about(report) == "*A, 1 thread, torch 2, float32.*"
+    report["machine"] |= {"gpu": "B", "date": "2026-01-02", "commit": "0123456789abc"}
+    assert pages.about(report) == "*B, torch 2, float32, 2026-01-02, commit 012345678.*"
+
+
+def test_only_the_tables_of_one_file_are_written(tmp_path, monkeypatch):
+    page = tmp_path / "page.md"
+    text = "a\n<!-- begin: python -m benchmarks.{} -->\nold\n<!-- end -->\nb\n"
+    page.write_text(text.format("step") + text.format("dispatch"))
+    monkeypatch.setattr(pages, "PAGES", [page])
+    pages.write(RESULTS / "dispatch.json")
+    first, second = blocks(page)
+    assert first["body"] == "old\n" and second["body"].startswith("| 720 tensors of | bare hook |")
+    assert page.read_text().startswith("a\n<!--") and page.read_text().endswith("<!-- end -->\nb\n")

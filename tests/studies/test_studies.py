@@ -1,0 +1,129 @@
+"""The studies of quality: how runs are asked for and continued, what a run is, and that formats are what they say."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+import lowmem
+from lowmem.tiles import storage
+from studies import __main__ as runner
+from studies import convergence, finetune, states, training, weights
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """A task of seconds: a tiny Llama, and a few rows of tokens for text."""
+    monkeypatch.setattr(training, "SIZES", {"1M": (1, 128, 2, 1e-3)})
+    rows = torch.arange(8 * 4).view(8, 4)
+    text = training.Texts(old=rows, new=rows.flip(0), old_held_out=rows[:2], new_held_out=rows[2:4])
+    monkeypatch.setattr(training, "texts", lambda *sizes: text)
+    return training.Task(updates=2, length=4, vocab=300, rows=2)
+
+
+@pytest.fixture
+def own_formats():
+    """Forgets the storages that studies register."""
+    known = set(storage.TABLE)
+    yield
+    for name in storage.TABLE.keys() - known:
+        del storage.TABLE[name]
+
+
+def run_study(name, tmp_path, *more):
+    runner.main([name, "--work", str(tmp_path / "work"), "--out", str(tmp_path), *more])
+    return json.loads((tmp_path / f"{name}.json").read_text())["runs"]
+
+
+def test_fine_tuning_is_studied_and_continued(monkeypatch, small, tmp_path, capsys):
+    asked = [finetune.like(name, rounding, lr=1e-2) for name in ("adalomo", "lomo") for rounding in finetune.ROUNDINGS]
+    monkeypatch.setattr(finetune, "TASK", small)
+    monkeypatch.setattr(finetune, "SIZES", ("1M",))
+    monkeypatch.setattr(finetune, "runs", lambda done: iter(asked))
+    runs = run_study("finetune", tmp_path)
+    assert [{key: run[key] for key in finetune.KEYS} for run in runs] == asked
+    assert all(run["curve"][-1][0] == 1.0 and 0 < run["moved"] <= 1 for run in runs)
+    assert (tmp_path / "finetune.png").exists() and "| `lomo` | 0.01 |" in capsys.readouterr().out
+
+    monkeypatch.setattr(finetune, "train", lambda *args: pytest.fail("a finished run was repeated"))
+    assert run_study("finetune", tmp_path) == runs
+
+
+def test_learning_rates_are_searched_until_the_best_is_inside():
+    rows = []
+
+    def ask(**options):
+        """Finishes what a search asks for; the best learning rate is 4e-2."""
+        done, like = finetune.Done(rows), finetune.like("adamw", "float32")
+        lrs = [run["lr"] for run in done.search(like, 1e-3, **options) if run["lr"] not in done.series(like).index]
+        rows.extend({**like, "lr": lr, "new": abs(torch.tensor(lr / 4e-2).log10().item())} for lr in lrs)
+        return lrs
+
+    assert [ask() for _ in range(5)] == [[3.2e-4, 1e-3, 3.2e-3], [1e-2], [3.2e-2], [1e-1], []]
+    assert [ask(fine=True) for _ in range(2)] == [[1.8e-2, 5.6e-2], []]
+
+
+def test_the_grid_of_convergence_is_extended_beyond_its_edge():
+    def asked(*losses):
+        grid = convergence.OPTIMIZERS["lans"][1]
+        done = [{"optimizer": "lans", "lr": lr, "losses": [loss]} for lr, loss in zip(grid, losses, strict=True)]
+        return [run["lr"] for run in convergence.runs(done) if run["optimizer"] == "lans"][len(grid) :]
+
+    assert asked(4, 3, 2, 1) == [4e-2] and asked(1, 2, 3, 4) == [1.25e-3] and asked(3, 2, 1, 4) == []
+
+
+@pytest.mark.usefixtures("own_formats")
+def test_formats_of_states_are_trained_and_compared(monkeypatch, small, tmp_path, capsys):
+    settings = {name: states.Setting(small, 1e-2, 0.95) for name in ("a", "b")}
+    settings["b"] = settings["b"]._replace(task=dataclasses.replace(small, pretrained=False))
+    monkeypatch.setattr(states, "SETTINGS_OF", settings)
+    monkeypatch.setattr(states, "PAIRS", [("float32", "float32"), ("stochastic", states.LINEAR)])
+    runs = run_study("states", tmp_path)
+    assert len(runs) == 12 and len({run["new"] for run in runs}) == 12
+    out = capsys.readouterr().out
+    assert "| float32 | `float32` | 12 | 0 (" in out and "| bfloat16, stochastic | `8bit_linear` | 4.25 | " in out
+
+
+@pytest.mark.usefixtures("own_formats")
+def test_formats_of_weights_are_trained_and_compared(monkeypatch, small, tmp_path):
+    old = dataclasses.replace(small, trained="old", looks=(0.5, 1.0))
+    formats = ("float32", "int8", "int10, embedding bfloat16")
+    settings = {
+        "old text": weights.Setting(old, 1e-2, formats, 2),
+        "outliers": weights.Setting(small, 1e-2, formats[:2], 1, outliers=True),
+        "wide": weights.Setting(
+            dataclasses.replace(small, products="float32"), 1e-2, ("float32", "bfloat16 in float32"), 1
+        ),
+    }
+    monkeypatch.setattr(weights, "SETTINGS_OF", settings)
+    monkeypatch.setattr(weights, "tables", lambda report: {"": ""})
+    runs = run_study("weights", tmp_path)
+    assert len(runs) == 10
+    before = {run["curve"][0][1] for run in runs if run["setting"] != "wide"}
+    assert len(before) == 1  # the same function, with outliers too
+    losses = weights.Losses({"runs": runs}, "old text")
+    old = [run for run in runs if run["setting"] == "old text"]
+    ours, exact = ([run["old"] for run in old if run["format"] == name] for name in ("int8", "float32"))
+    assert losses.above("int8") == pytest.approx([a - b for a, b in zip(ours, exact, strict=True)])
+    assert losses.kept("float32") == 1.0
+
+
+@pytest.mark.usefixtures("own_formats")
+def test_integers_without_packing_have_the_same_values():
+    """Those of the study and those of the package."""
+    weights.register()
+    storage.register("packed")(lambda dtype, signed: storage.Integer(10))
+
+    def trained(name):
+        torch.manual_seed(0)
+        param = torch.nn.Parameter(torch.randn(16, 256).bfloat16())
+        opt = lowmem.FusedOptimizer([("w", param)], rule="lomo", lr=1e-2, rounding=name, compile=False)
+        for _ in range(3):
+            opt.backward((param * torch.randn(16, 256)).sum())
+        return param.detach().float(), opt.named_state_dict()["state"]["w"]
+
+    (packed, state), (other, kept) = trained("packed"), trained("int10")
+    assert torch.equal(packed, other) and torch.equal(state["unit"], kept["unit"])
+    assert torch.equal(kept["codes"].div(4).floor(), state["codes"].float())
+    assert not torch.equal(trained("int10, fresh units")[0], packed)
