@@ -7,6 +7,7 @@ import os
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
+from zlib import crc32
 
 # Read when packages are imported, here and in the processes that tests start. Tests run side by side, and their tensors
 # are too small to be worth a second thread. Compiled code is shared by all processes, and by the next run of the suite.
@@ -34,6 +35,8 @@ from support import compiled, rounded
 from support.devices import seeded
 from support.ranks import Ranks
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from scripts.stacks import ENGINE
 
 torch.set_num_threads(1)
 compiled.force()
@@ -123,6 +126,15 @@ if compiled.FORCED:
         for item in items:
             for marker in item.iter_markers("by_tiles"):
                 item.add_marker(pytest.mark.skip(reason=f"by tiles only: {marker.args[0]}"))
+
+
+# Of the engine's tests one in so many, the same ones beside all versions of other packages (scripts/test.sh --stack).
+EVERY = int(os.environ.get("LOWMEM_EVERY", "1"))
+
+
+@pytest.hookimpl(specname="pytest_collection_modifyitems")
+def take_a_sample(items):
+    items[:] = [item for item in items if not ENGINE.match(item.nodeid) or crc32(item.nodeid.encode()) % EVERY == 0]
 
 
 @pytest.fixture(scope="session")

@@ -28,6 +28,7 @@ from lowmem.rules import resolve
 from lowmem.rules.rule import TABLE as RULES
 from lowmem.run import arguments
 from lowmem.tiles import storage
+from scripts import stacks
 from scripts.make_model import make_model, train_tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -258,6 +259,25 @@ def test_versions():
     text = (ROOT / "docs" / "reference" / "limits.md").read_text()
     rows = [(row[0].partition(",")[0].lower(), row[1]) for row in table(text, "Versions")[1:]]
     assert {package: tuple(re.findall(r"[0-9.]+", known)) for package, known in rows} == TESTED
+
+
+def pins(stack):
+    lines = (ROOT / "constraints" / f"{stack}.txt").read_text().splitlines()
+    return dict(line.split("==") for line in lines if "==" in line)
+
+
+def test_tested_versions():
+    """The page has the recorded runs, whose versions are those of the stacks and the ones that lowmem knows."""
+    runs = json.loads(stacks.RESULTS.read_text())
+    written = re.search(f"(?s){stacks.MARKS[0]}(.*){stacks.MARKS[1]}", stacks.PAGE.read_text())[1]
+    assert written.splitlines() == "\n".join(stacks.tables(runs)).splitlines()
+    assert {run["stack"] for run in runs} == {path.stem for path in (ROOT / "constraints").iterdir()}
+    for run in runs:
+        expected = {**pins("today"), **pins(run["stack"])} if run["stack"] != "newest" else run["versions"]
+        assert run["versions"] == {package: expected[package] for package in TESTED}
+    for package, known in TESTED.items():
+        found = [tuple(map(int, run["versions"][package].split(".")[:2])) for run in runs]
+        assert tuple(".".join(map(str, minor)) for minor in (min(found), max(found))) == known
 
 
 # -- links -------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,98 @@
+"""Records a run of the tests beside other versions, and writes the tables of docs/reference/versions.md.
+
+scripts/test.sh --stack NAME runs it in the environment of the stack: python scripts/stacks.py NAME JUNIT_XML
+"""
+
+import json
+import os
+import platform
+import re
+import sys
+from collections import Counter
+from importlib import metadata
+from pathlib import Path
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "reference" / "versions.md"
+RESULTS = ROOT / "benchmarks" / "results" / "stacks.json"
+MARKS = "<!-- stacks -->\n", "<!-- /stacks -->"
+PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets", "deepspeed")
+TITLES = ("torch", "transformers", "TRL", "Accelerate", "datasets", "DeepSpeed")
+# the engine's tests, by path or by module; the others are those of trainers
+ENGINE = re.compile(r"tests.(tiles|rules|step|layers|placements).(?!test_zero3)")
+
+
+def outcome(case):
+    """Returns the outcome of a test, and why it was not run or what it raised."""
+    for result in case:
+        if result.tag in ("failure", "error", "skipped"):
+            first = (result.get("message") or "").partition("\n")[0]
+            return ("skipped" if result.tag == "skipped" else "failed"), first[:120]
+    return "passed", ""
+
+
+def summary(cases):
+    """Returns how many tests passed, failed and were skipped, by part of the package, with reasons and errors."""
+    counts = {"trainers": Counter(), "engine": Counter()}
+    reasons, errors = Counter(), {}
+    for case in cases:
+        name = case.get("classname")
+        ended, why = outcome(case)
+        counts["engine" if ENGINE.match(name) else "trainers"][ended] += 1
+        if ended == "skipped":
+            reasons[why] += 1
+        elif ended == "failed":
+            errors[f"{name.rpartition('.')[2]}::{case.get('name')}"] = why
+    return {**counts, "skipped": dict(sorted(reasons.items())), "failed": errors}
+
+
+def row(*cells):
+    return "| " + " | ".join(str(cell).replace("|", r"\|") for cell in cells) + " |"
+
+
+def tables(runs):
+    """Returns the tables of the page: the runs, why tests were skipped, and which ones failed."""
+    names = [f"{run['stack']}, Python {run['python']}" for run in runs]
+    yield row("stack", "Python", *TITLES, "trainers", "engine")
+    yield row(*["---"] * (4 + len(TITLES)))
+    for run in runs:
+        parts = (run["trainers"], run["engine"])
+        counts = (" / ".join(str(part.get(key, 0)) for key in ("passed", "failed", "skipped")) for part in parts)
+        versions = (run["versions"][package] for package in PACKAGES)
+        yield row(f"`{run['stack']}`", run["python"], *versions, *counts)
+    yield "\nTests that were skipped:\n"
+    yield row("reason", *names)
+    yield row(*["---"] * (1 + len(names)))
+    for reason in sorted({reason for run in runs for reason in run["skipped"]}):
+        yield row(reason, *(run["skipped"].get(reason, "") for run in runs))
+    yield "\nTests that failed:\n"
+    yield row("test", "beside", "error")
+    yield row("---", "---", "---")
+    for name, run in zip(names, runs, strict=True):
+        yield from (row(f"`{test}`", name, f"`{error}`") for test, error in run["failed"].items())
+
+
+def write(page, runs):
+    before, after = re.split(f"(?s){MARKS[0]}.*{MARKS[1]}", page.read_text())
+    page.write_text(f"{before}{MARKS[0]}{chr(10).join(tables(runs))}\n{MARKS[1]}{after}")
+
+
+def main(stack, report):
+    run = {
+        "stack": stack,
+        "python": ".".join(platform.python_version_tuple()[:2]),
+        "every": int(os.environ.get("LOWMEM_EVERY", "1")),
+        "versions": {package: metadata.version(package).partition("+")[0] for package in PACKAGES},
+        **summary(ElementTree.parse(report).iter("testcase")),
+    }
+    runs = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    runs = [other for other in runs if (other["stack"], other["python"]) != (stack, run["python"])] + [run]
+    order = ["today", "newest", "axolotl", "llamafactory", "gpu", "floor"]
+    runs.sort(key=lambda run: (order.index(run["stack"]), run["python"]))
+    RESULTS.write_text(json.dumps(runs, indent=1) + "\n")
+    write(PAGE, runs)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
