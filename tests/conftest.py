@@ -133,7 +133,7 @@ EVERY = int(os.environ.get("LOWMEM_EVERY", "1"))
 
 
 @pytest.hookimpl(specname="pytest_collection_modifyitems")
-def take_a_sample(items):
+def pytest_sample_of_the_engine(items):
     items[:] = [item for item in items if not ENGINE.match(item.nodeid) or crc32(item.nodeid.encode()) % EVERY == 0]
 
 

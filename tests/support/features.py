@@ -7,14 +7,13 @@ import pytest
 
 
 def missing(module: str, name: str) -> str | None:
-    """Says that a module does not have a name, or is not there itself; None if it has it."""
+    """Says why a name of a module cannot be used; None if it can."""
+    package = f"this version of {module.partition('.')[0]}"
     try:
         there = hasattr(import_module(module), name)
-    except ModuleNotFoundError as error:
-        if not module.startswith(str(error.name)):  # which is another one that it imports
-            raise
-        there = False
-    return None if there else f"this version of {module.partition('.')[0]} has no {name}"
+    except (ImportError, RuntimeError) as error:  # lazy modules turn what fails to be imported into a RuntimeError
+        return f"{package} cannot import {name} ({error.__cause__ or error})"
+    return None if there else f"{package} has no {name}"
 
 
 def needs(module: str, name: str) -> pytest.MarkDecorator:
