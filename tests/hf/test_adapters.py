@@ -10,14 +10,15 @@ import trl
 from datasets import Dataset
 from support.nets import assert_same
 from support.ranks import Ranks
-from support.trainers import require_sharding
+from support.trainers import fused as fused_class
+from support.trainers import require, require_sharding
 from transformers import BitsAndBytesConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import lowmem
 from lowmem import placements
 from lowmem.errors import CheckpointError, UnsupportedError
 from lowmem.hf import weights
-from lowmem.trainer import FusedSFTTrainer, FusedTrainer, FusedTrainerMixin
+from lowmem.trainer import FusedTrainer
 from scripts.make_model import train_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -238,15 +239,9 @@ def test_adapters_that_transformers_adds_are_refused_where_they_would_be_saved(m
 # --- Trainers of TRL ----------------------------------------------------------------------------------------------
 
 
-class FusedDPOTrainer(FusedTrainerMixin, trl.DPOTrainer):
-    pass
-
-
-SFT_ROWS = [{"prompt": f"question {i}", "completion": f" answer {i} of many"} for i in range(8)]
-DPO_ROWS = [{"prompt": f"question {i}", "chosen": f" a good answer {i}", "rejected": " no"} for i in range(8)]
-TRAINERS = {
-    "SFT": (trl.SFTTrainer, FusedSFTTrainer, trl.SFTConfig, SFT_ROWS),
-    "DPO": (trl.DPOTrainer, FusedDPOTrainer, trl.DPOConfig, DPO_ROWS),
+ROWS = {
+    "SFT": [{"prompt": f"question {i}", "completion": f" answer {i} of many"} for i in range(8)],
+    "DPO": [{"prompt": f"question {i}", "chosen": f" a good answer {i}", "rejected": " no"} for i in range(8)],
 }
 
 
@@ -256,7 +251,8 @@ def make_trl(tiny_llama, tmp_path):
     tokenizer = train_tokenizer(["some words to learn from, and some more of them"], 270)
 
     def factory(kind, config, *, fused, adapted=False, seed=0, **options):
-        ordinary_class, fused_class, arguments_class, rows = TRAINERS[kind]
+        require(kind)
+        trainer = getattr(trl, f"{kind}Trainer")
         model = tiny_llama(vocab_size=len(tokenizer))
         torch.manual_seed(seed)
         keywords = {"fused": lowmem.FusedConfig(rule="adamw")} if fused else {}
@@ -266,14 +262,14 @@ def make_trl(tiny_llama, tmp_path):
             model = peft.get_peft_model(model, CONFIGS[config]())
         else:
             keywords["peft_config"] = CONFIGS[config]()
-        args = arguments_class(
+        args = getattr(trl, f"{kind}Config")(
             output_dir=str(tmp_path / ("run" if fused else "ordinary")), max_steps=3, per_device_train_batch_size=2,
             learning_rate=1e-2, logging_steps=1, save_strategy="steps", save_steps=2, max_grad_norm=0.0, seed=seed + 42,
             data_seed=42, report_to="none", disable_tqdm=True, bf16=False, dataloader_pin_memory=False,
             optim="adamw_torch_fused" if fused else "adamw_torch", **options,
         )  # fmt: skip
-        return (fused_class if fused else ordinary_class)(
-            model, args=args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer, **keywords
+        return (fused_class(trainer) if fused else trainer)(
+            model, args=args, train_dataset=Dataset.from_list(ROWS[kind]), processing_class=tokenizer, **keywords
         )
 
     return factory

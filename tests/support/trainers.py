@@ -13,7 +13,6 @@ import trl
 from accelerate import FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from datasets import Dataset
-from support import features
 from torch.utils.data import Dataset as TorchDataset
 
 from lowmem.layers.config import LayersConfig
@@ -84,7 +83,6 @@ def plain(cls, config, model, collator, rows, **options):
 
 def of_trl(name, rows, model, options, **keywords):
     """A trainer of TRL and its configuration."""
-    features.require("trl", f"{name}Trainer")
     data = {"train_dataset": Dataset.from_list(rows), "processing_class": tokenizer()}
     return getattr(trl, f"{name}Trainer"), getattr(trl, f"{name}Config"), options, {"model": model, **data, **keywords}
 
@@ -248,7 +246,6 @@ def build(row, folder, mixin, keywords=(), **arguments):
         "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "optim": "adamw_torch",
         "dataloader_pin_memory": False, "bf16": False, "weight_decay": 0.1,
     }  # fmt: skip
-    features.require_arguments(config, options)
     args = config(**{**defaults, **options, **arguments})
     if mixin:  # with TRL's own head, whose bits are compared
         keywords = {"layers": LayersConfig(computed_gradients=False), **dict(keywords)}

@@ -4,6 +4,7 @@ import pytest
 import torch
 import trl
 from datasets import Dataset
+from support.trainers import fused, require
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
@@ -13,10 +14,6 @@ from lowmem.trainer import FusedSFTTrainer, FusedTrainer, FusedTrainerMixin
 from scripts.make_model import train_tokenizer
 
 ADAMW = lowmem.FusedConfig(rule="adamw")
-
-
-class FusedDPOTrainer(FusedTrainerMixin, trl.DPOTrainer):
-    pass
 
 
 def preferences():
@@ -43,16 +40,15 @@ def trl_trainer(cls, config, rows, tiny_llama, folder, **arguments):
 
 
 @pytest.mark.parametrize(
-    ("ordinary", "fused", "config", "rows", "key"),
-    [
-        (trl.DPOTrainer, FusedDPOTrainer, trl.DPOConfig, preferences, "eval_rewards/accuracies"),
-        (trl.SFTTrainer, FusedSFTTrainer, trl.SFTConfig, completions, "eval_mean_token_accuracy"),
-    ],
+    ("kind", "rows", "key"),
+    [("DPO", preferences, "eval_rewards/accuracies"), ("SFT", completions, "eval_mean_token_accuracy")],
     ids=["DPO", "SFT"],
 )
-def test_metrics_of_trl_are_returned(ordinary, fused, config, rows, key, tiny_llama, tmp_path):
+def test_metrics_of_trl_are_returned(kind, rows, key, tiny_llama, tmp_path):
+    require(kind)
+    ordinary, config = getattr(trl, f"{kind}Trainer"), getattr(trl, f"{kind}Config")
     returned = []
-    for cls in (ordinary, fused):
+    for cls in (ordinary, fused(ordinary)):
         trainer = trl_trainer(cls, config, rows(), tiny_llama, tmp_path / cls.__name__, save_strategy="no")
         returned.append((trainer.train().metrics, trainer.evaluate()))
     for actual, expected in zip(*reversed(returned), strict=True):
