@@ -423,7 +423,7 @@ class FusedTrainerMixin(_Base):
                 checkpoint.publish(staged, final)
         except (OSError, RuntimeError, SafetensorError) as error:
             # torch.save raises RuntimeError if it cannot write a file, as devices and other ranks do when they fail
-            if isinstance(error, RuntimeError) and not re.search("inline_container|iostream|Parent", str(error)):
+            if isinstance(error, RuntimeError) and not re.search("inline_container|iostream|Parent|opened", str(error)):
                 raise
             raise CheckpointError(
                 f"{final} could not be written: {error}. Free some space or set another output_dir, and resume from "

@@ -8,11 +8,10 @@ import torch
 import torch.distributed as dist
 import trl
 from datasets import Dataset
-from support import features
 from support.nets import assert_same
 from support.ranks import Ranks
 from support.trainers import fused as fused_class
-from support.trainers import require_sharding
+from support.trainers import require, require_sharding
 from transformers import BitsAndBytesConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import lowmem
@@ -252,7 +251,7 @@ def make_trl(tiny_llama, tmp_path):
     tokenizer = train_tokenizer(["some words to learn from, and some more of them"], 270)
 
     def factory(kind, config, *, fused, adapted=False, seed=0, **options):
-        features.require("trl", f"{kind}Trainer")
+        require(kind)
         trainer = getattr(trl, f"{kind}Trainer")
         model = tiny_llama(vocab_size=len(tokenizer))
         torch.manual_seed(seed)

@@ -4,8 +4,7 @@ import pytest
 import torch
 import trl
 from datasets import Dataset
-from support import features
-from support.trainers import fused
+from support.trainers import fused, require
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
@@ -46,7 +45,7 @@ def trl_trainer(cls, config, rows, tiny_llama, folder, **arguments):
     ids=["DPO", "SFT"],
 )
 def test_metrics_of_trl_are_returned(kind, rows, key, tiny_llama, tmp_path):
-    features.require("trl", f"{kind}Trainer")
+    require(kind)
     ordinary, config = getattr(trl, f"{kind}Trainer"), getattr(trl, f"{kind}Config")
     returned = []
     for cls in (ordinary, fused(ordinary)):
