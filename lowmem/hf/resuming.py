@@ -74,7 +74,7 @@ class Rows(TrainerCallback):  # type: ignore[misc]
         rows, per_epoch = shape, 0
         sampler = getattr(loader, "batch_sampler", None)
         self._batch_sampler = getattr(sampler, "batch_sampler", sampler)
-        sampler = getattr(self._batch_sampler, "sampler", None)
+        self._sampler = sampler = getattr(self._batch_sampler, "sampler", None)
         # Accelerate's RandomSampler draws the order of an epoch from this seed and the number of the epoch
         seeded = type(sampler) is SequentialSampler or hasattr(sampler, "initial_seed")
         if seeded and not trainer.accelerator.split_batches:  # whatever the batches are, the order is the same
@@ -181,6 +181,9 @@ class Rows(TrainerCallback):  # type: ignore[misc]
                 self._loader.synchronized_generator.set_state(torch.load(start / _GENERATOR, weights_only=True))
         if (set_epoch := getattr(self._batch_sampler, "set_epoch", None)) is not None:
             set_epoch(self.epoch)  # which transformers does not reach where batches are skipped
+        if hasattr(self._sampler, "initial_seed"):
+            # transformers 4 takes a resumed epoch from a new loader, which begins with epoch 0
+            self._sampler.epoch, self._sampler.set_epoch = self.epoch, lambda epoch: None
         self._note_random_states()
 
     def _note_random_states(self) -> None:
