@@ -74,9 +74,9 @@ class Rows(TrainerCallback):  # type: ignore[misc]
         rows, per_epoch = shape, 0
         sampler = getattr(loader, "batch_sampler", None)
         self._batch_sampler = getattr(sampler, "batch_sampler", sampler)
-        self._sampler = sampler = getattr(self._batch_sampler, "sampler", None)
+        self._sampler: Any = getattr(self._batch_sampler, "sampler", None)
         # Accelerate's RandomSampler draws the order of an epoch from this seed and the number of the epoch
-        seeded = type(sampler) is SequentialSampler or hasattr(sampler, "initial_seed")
+        seeded = type(self._sampler) is SequentialSampler or hasattr(self._sampler, "initial_seed")
         if seeded and not trainer.accelerator.split_batches:  # whatever the batches are, the order is the same
             total = batches * self._per_batch  # padded, or cut, to batches of all ranks
             rows, per_epoch = self._per_step, min(total, len(data)) if args.world_size == 1 else total
