@@ -396,8 +396,8 @@ def job(name, folder, here, *arguments):
 
 def assert_a_run_of_two(done, shards, run_dir, one_process):
     assert_one_run(done, run_dir, one_process)
-    held = "holds a shard of the parameters" if shards else "holds all parameters"
-    assert f"each of 2 processes {held}" in done.stdout
+    held = "a shard of the parameters" if shards else "all parameters"
+    assert f"each of 2 processes has {held}" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -134,16 +134,17 @@ def plan(arguments: Arguments, device: str) -> RunPlan:
     if args.gradient_checkpointing:
         args.activation_checkpointing_kwargs = args.gradient_checkpointing_kwargs = recomputing
         kwargs = {"use_reentrant": False, **recomputing}
-        options = {name: kwargs.pop(name) for name in ("every_n_layers", "offload") if name in kwargs}
+        which = {name: kwargs.pop(name) for name in ("every_n_layers", "offload") if name in kwargs}
         recompute = getattr(model, f"{_checkpointing(args)}_enable")
-        recompute(kwargs, **options)
+        recompute(kwargs, **which)
     enabled = torch.is_autocast_enabled  # about which TRL's head asks; torch 2.13 raises for "meta"
     no_autocast = patch.object(torch, "is_autocast_enabled", lambda on="cuda": on != "meta" and enabled(on))
     autocast = torch.autocast  # which transformers 4 turns off where positions are computed; torch raises for "meta"
-    on_cpu = patch.object(
-        torch, "autocast", lambda device_type, **options: autocast(device_type.replace("meta", "cpu"), **options)
-    )
-    with fake, _Values(), offloading, no_autocast, on_cpu:
+
+    def on_cpu(device_type: str, *options: Any, **named: Any) -> Any:
+        return autocast(device_type.replace("meta", "cpu"), *options, **named)
+
+    with fake, _Values(), offloading, no_autocast, patch.object(torch, "autocast", on_cpu):
         batch = tree_map_only(Tensor, lambda value: torch.empty_like(value, device=place), dict(collated))
 
         def loss() -> Tensor:
