@@ -28,7 +28,8 @@ def outcome(case):
     for result in case:
         if result.tag in ("failure", "error", "skipped"):
             first = (result.get("message") or "").partition("\n")[0]
-            return ("skipped" if result.tag == "skipped" else "failed"), first[:120]
+            without_folders = re.sub(r"/[^\s']*/", "", first)
+            return ("skipped" if result.tag == "skipped" else "failed"), without_folders[:120]
     return "passed", ""
 
 
