@@ -60,6 +60,13 @@ def log_level_is_of_the_test_alone():
 
 
 @pytest.fixture(autouse=True)
+def mixed_precision_is_of_the_test_alone():
+    """The arguments of a trainer of transformers 4 leave it in the environment, where those of the next one find it."""
+    yield
+    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
+
+
+@pytest.fixture(autouse=True)
 def garbage_is_of_the_test_alone():
     """Accelerate collects garbage in every `train`, which takes most of a second with all that is imported."""
     gc.collect()

@@ -299,9 +299,11 @@ def test_trl_trains_adapters_as_its_own_trainers_do_and_resumes(kind, config, op
 
 
 def test_a_prefix_is_refused_with_activation_checkpointing(make_trl):
-    with pytest.raises(UnsupportedError, match=r"PREFIX_TUNING: .*Set gradient_checkpointing=False"):
+    # PEFT itself raises with transformers 4
+    message = "PREFIX_TUNING(: .*Set gradient_checkpointing=False| does not work with gradient checkpointing)"
+    with pytest.raises(ValueError, match=message):
         make_trl("SFT", "prefix tuning", fused=True).train()
-    with pytest.raises(RuntimeError, match="size of tensor"):
+    with pytest.raises((RuntimeError, ValueError), match=r"size of tensor|does not work with gradient"):
         make_trl("SFT", "prefix tuning", fused=False).train()
 
 
