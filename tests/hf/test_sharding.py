@@ -64,11 +64,9 @@ def test_a_model_by_its_path_is_sharded_and_trains_as_on_whole_ranks(sharded_ran
     try:
         (losses, sharded, own, left), _ = ranks.run(trained, row, path, str(tmp_path), sharding, dtype, lora)
     except RankError as error:
-        if refusal := re.search(
-            r"ZeRO-3 is enabled and is not compatible with `create_reference_model\(\)`", str(error)
-        ):
-            pytest.skip(f"TRL: {refusal[0]}")
-        raise
+        if "not compatible with `create_reference_model()`" not in str(error):
+            raise
+        pytest.skip("this version of TRL copies no reference model under ZeRO-3")
     assert (placement, own, left) == ("replicated", sharding, False)
     tolerance = 2e-2 if dtype == "bfloat16" else 1e-5
     # in the losses of GRPO and RLOO, terms of the size of 1 cancel each other
