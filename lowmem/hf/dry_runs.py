@@ -65,10 +65,9 @@ def check_borders(model: Any, collate: Callable[[list[Any]], Any], device: torch
         (grad,) = torch.autograd.grad((second * weights).sum(), embedded[0])
     if grad[:, :_SAMPLE].any():
         raise UnsupportedError(
-            f"packing=True or padding_free=True: in {type(model).__name__} with attention "
-            f"{model.config._attn_implementation!r} a sample depends on the samples before it in its row. Omit both "
-            "options, or use a model that separates samples, such as Llama or Qwen3 with 'sdpa', without "
-            "prompt-learning adapters"
+            f"packing=True or padding_free=True: in {type(model).__name__} a sample depends on the samples before it "
+            "in its row. Omit both options, or use a model that separates samples, such as Llama or Qwen3 with "
+            "attn_implementation 'sdpa', without prompt-learning adapters"
         )
 
 
