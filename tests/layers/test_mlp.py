@@ -3,6 +3,7 @@
 import copy
 import gc
 from contextlib import nullcontext
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -25,6 +26,8 @@ def test_mlps_are_found(kind, sizes, place):
 
 @pytest.mark.parametrize("kind", ["Mixtral", "Qwen3Moe", "GptOss"])
 def test_a_mixture_of_experts_is_refused_by_name(kind):
+    if kind == "Qwen3Moe" and find_spec("transformers.integrations.moe") is None:
+        pytest.skip("in this version of transformers each of its experts is an MLP")
     with torch.device("meta"):
         model = build(kind, GROUPS)
     with pytest.raises(UnsupportedError, match=r"'model\.layers\.0\.mlp' is a mixture of experts.*Omit mlp_tile"):
