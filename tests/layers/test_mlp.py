@@ -24,16 +24,21 @@ def test_mlps_are_found(kind, sizes, place):
         assert tile_mlps(build(kind, sizes), 8) == [f"{place}.0.mlp", f"{place}.1.mlp"]
 
 
+experts_are_stacked = pytest.mark.skipif(
+    find_spec("transformers.integrations.moe") is None, reason="in this version of transformers each expert is an MLP"
+)
+
+
+@experts_are_stacked
 @pytest.mark.parametrize("kind", ["Mixtral", "Qwen3Moe", "GptOss"])
 def test_a_mixture_of_experts_is_refused_by_name(kind):
-    if kind == "Qwen3Moe" and find_spec("transformers.integrations.moe") is None:
-        pytest.skip("in this version of transformers each of its experts is an MLP")
     with torch.device("meta"):
         model = build(kind, GROUPS)
     with pytest.raises(UnsupportedError, match=r"'model\.layers\.0\.mlp' is a mixture of experts.*Omit mlp_tile"):
         tile_mlps(model, 8)
 
 
+@experts_are_stacked
 def test_dense_layers_among_sparse_ones_are_tiled():
     with torch.device("meta"):
         model = build("Qwen3Moe", GROUPS | {"mlp_only_layers": [1]})
@@ -346,6 +351,8 @@ def test_fused_training_is_that_of_whole_mlps(policy, checkpointing, rule, token
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])  # a plan's GPU is "meta"
 def test_a_step_with_fake_tensors(device):
+    if device == "meta" and find_spec("transformers.integrations.moe") is None:
+        pytest.skip("transformers 4 asks torch for the autocast of every device, and torch raises for meta")
     with FakeTensorMode(allow_non_fake_inputs=True), torch.device(device):
         model = build("Llama", GROUPS, checkpointing=True)
         tile_mlps(model, 7)
