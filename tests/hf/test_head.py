@@ -283,7 +283,12 @@ def small(kind, **config):
         ("hidden_dropout_prob", "attention_probs_dropout_prob", "attention_dropout", "dropout"), 0.0
     )
     options = {**sizes, **widths, **dropout, **KINDS[kind], **config}
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **options))
+    try:
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **options))
+    except Exception as error:  # some versions check the types of a configuration against its own defaults
+        if "rope_parameters" not in str(error):
+            raise
+        pytest.skip(f"this version of transformers refuses its own configuration of {kind}")
 
 
 class Doubled(torch.nn.Linear):
