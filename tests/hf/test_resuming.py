@@ -132,6 +132,7 @@ def test_a_checkpoint_without_a_record_continues_and_says_so(make, tmp_path, cap
 @pytest.mark.parametrize("options", [{"num_iterations": 2}, {"steps_per_generation": 2}], ids=str)
 def test_steps_that_share_completions_are_not_resumed_between(name, options, tmp_path):
     """The completions are in no checkpoint, and would be drawn again."""
+    trainers.require(name)
 
     def trained(checkpoint=None):
         cls, config, own, parts = trainers.ROWS[name]()

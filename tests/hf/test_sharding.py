@@ -6,7 +6,7 @@ import peft
 import pytest
 import torch
 from support.ranks import RankError, Ranks
-from support.trainers import build, joined, require_sharding, saved
+from support.trainers import build, joined, require, require_sharding, saved
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from lowmem import FusedConfig, placements
@@ -54,6 +54,7 @@ CASES += [("DPO", "float32", True), ("KTO", "float32", False), ("GRPO", "float32
 
 @pytest.mark.parametrize(("row", "dtype", "lora"), CASES)
 def test_a_model_by_its_path_is_sharded_and_trains_as_on_whole_ranks(sharded_ranks, two, row, dtype, lora, tmp_path):
+    require(row)
     sharding, ranks = sharded_ranks
     if sharding == "zero3" and row in ("GRPO", "RLOO"):
         with pytest.raises(RankError, match="UnsupportedError: deepspeed: this trainer generates text"):
