@@ -40,7 +40,7 @@ _OTHERS = ("GRPOTrainer", "RLOOTrainer")
 
 @dataclass
 class TokenLosses(ModelOutput):
-    """What a model returns in place of logits, by the names that trainers of TRL read."""
+    """Output of a model in place of logits, with the field names that trainers of TRL read."""
 
     loss: Tensor | None = None
     log_probs: Tensor | None = None  # [batch, tokens], as the others to is_top1; 0 where there is no label

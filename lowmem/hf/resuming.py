@@ -52,7 +52,7 @@ class Rows(TrainerCallback):  # type: ignore[misc]
     Attributes:
         step: how many steps the checkpoint has trained.
         left: whether a step is left to train.
-        start: how many epochs, and micro-batches of the next one, are trained; None if the trainer decides.
+        start: numbers of epochs, and of micro-batches of the next epoch, that are trained.
 
     Raises:
         CheckpointError: the steps that are left would have other rows.

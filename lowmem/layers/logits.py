@@ -20,7 +20,7 @@ from lowmem.layers.head import Gather, Head, default_memory, token_losses
 
 @dataclass(eq=False, repr=False)
 class Source:
-    """What logits are computed from, and what functions of torch return for them, by the names of these.
+    """The tensors from which logits are computed, and a method for each function of torch that needs no matrix of them.
 
     Attributes:
         hidden: [..., size].  weight: [vocabulary, size], where `gather_weight` has completed it.  bias: [vocabulary].
