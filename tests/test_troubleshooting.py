@@ -266,16 +266,6 @@ def reentrant(net, opt):
     checkpoint(net, x, use_reentrant=True).square().mean().backward()
 
 
-@entry("`activation checkpointing recomputes a value from parameter ..., which this backward has already updated`")
-def reread(net):
-    opt = lomo(net, batching=False)
-
-    def region(x):
-        return net[0](x) * net[2].weight.detach().sum()
-
-    opt.backward(net[2](checkpoint(region, torch.ones(2, 3), use_reentrant=False)).sum())
-
-
 # -- layers and long sequences -----------------------------------------------------------------------------------------
 
 

@@ -27,14 +27,14 @@ logger = logging.getLogger(__name__)
 
 @functools.cache
 def watch() -> None:
-    """Wraps `GradScaler.scale`, torch's functions that clip gradients, and what recomputes a checkpointed region.
+    """Wraps `GradScaler.scale`, torch's functions that clip gradients, and reentrant checkpointing.
 
-    Logs a warning for what this version of torch has elsewhere.
+    Logs a warning about functions that this version of torch has elsewhere.
     """
     for habit, wrap in (
         ("a loss that a GradScaler has scaled", _wrap_scaling),
         ("clip_grad_norm_() after backward", _wrap_clipping),
-        ("a checkpointed region that reads an updated weight", _wrap_recomputation),
+        ("reentrant activation checkpointing", _wrap_checkpointing),
     ):
         try:
             wrap()
@@ -134,32 +134,7 @@ def refuse_edits(
         )
 
 
-# -- weights that are read again in backward ---------------------------------------------------------------------------
-
-
-class _Moved:
-    """Mixin for the class of a parameter that the running backward has updated: reading its value raises `StepError`.
-
-    A recomputation with gradients reads a parameter before its update, since its gradient is not complete without it.
-    One that is used under `detach()` or `no_grad()` may have been updated.
-    """
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = Tensor.__torch_function__(func, (), args, kwargs)
-        if any(isinstance(each, Tensor) for each in tree_leaves(result)):  # not a dtype or a size
-            for value in tree_leaves((args, kwargs)):
-                if isinstance(value, _Moved):
-                    raise StepError(
-                        f"activation checkpointing recomputes a value from parameter {hooks.name_of(value)!r}, which "
-                        "this backward has already updated, because the value is used without a gradient (detach() or "
-                        "no_grad()). Use policy='deferred', or compute it outside the checkpointed region"
-                    )
-        return result
-
-
-_moved = functools.cache(lambda cls: type(f"Moved{cls.__name__}", (_Moved, cls), {}))
-
+# -- reentrant activation checkpointing --------------------------------------------------------------------------------
 
 _REENTRANT: "weakref.WeakSet[Any]" = weakref.WeakSet()  # nodes of reentrant checkpointing in graphs that exist
 
@@ -180,33 +155,11 @@ def nests(records: Iterable[ParamRecord]) -> bool:
     return nested and any(record.trained and not record.reached for record in records)
 
 
-def _wrap_recomputation() -> None:
-    checkpoint._run_fn_with_dynamo_disabled = _watch_recomputation(checkpoint._run_fn_with_dynamo_disabled)
-    forward, backward = checkpoint.CheckpointFunction.forward, checkpoint.CheckpointFunction.backward
+def _wrap_checkpointing() -> None:
+    forward = checkpoint.CheckpointFunction.forward
 
     def noted(ctx: Any, *args: Any) -> Any:
         _REENTRANT.add(ctx)
         return forward(ctx, *args)
 
-    def watched(ctx: Any, *grads: Any) -> Any:
-        ctx.run_function = _watch_recomputation(ctx.run_function)
-        return backward(ctx, *grads)
-
     checkpoint.CheckpointFunction.forward = staticmethod(noted)  # type: ignore[method-assign]
-    checkpoint.CheckpointFunction.backward = staticmethod(watched)  # type: ignore[method-assign]
-
-
-def _watch_recomputation(run: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(run)
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        # a mode would see as much, and torch.compile would compile functions once more for it
-        moved = [(param, type(param)) for param in hooks.moved() if not hasattr(param, "_local_tensor")]  # FSDP2's
-        for param, usual in moved:
-            param.__class__ = _moved(usual)  # type: ignore[assignment]
-        try:
-            return run(*args, **kwargs)
-        finally:
-            for param, usual in moved:
-                param.__class__ = usual  # type: ignore[assignment]
-
-    return watched

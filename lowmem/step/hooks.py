@@ -272,11 +272,6 @@ def offer(param: Tensor, contribution: Contribution) -> bool:
     return hooks is not None and hooks._offer(hooks._records[param], contribution)
 
 
-def moved() -> list[Tensor]:
-    """The parameters that a running backward has updated already."""
-    return [r.param for hooks in _LIVE for r in hooks._records.values() if r.name in hooks._cycle.moved]
-
-
 def reached() -> Iterator[tuple[Hooks, ParamRecord]]:
     """Yields the parameters that the running backward is going to update, with the hooks of their optimizer."""
     with _disable_current_modes():  # a dry run may be under way next to an optimizer of real tensors

@@ -7,7 +7,6 @@ import pickle
 import threading
 import warnings
 from collections import defaultdict
-from functools import partial
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from support.nets import same, weights
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.checkpoint import checkpoint
 
 import lowmem
 from lowmem.errors import StepError, UnsupportedError
@@ -182,76 +180,6 @@ def test_a_paused_optimizer_does_not_step():
     assert opt.last_step.step == 1
 
 
-# -- weights that are read again in backward ---------------------------------------------------------------------------
-
-
-class Reread(nn.Module):
-    """A weight that is used in a checkpointed region without a gradient, and after it with one."""
-
-    def __init__(self, use):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.shared, self.use = nn.Linear(3, 3), nn.Linear(3, 3, bias=False), use
-
-    def region(self, x):
-        weight = self.shared.weight
-        if self.use == "detach":
-            return x @ weight.detach()
-        if self.use == "data":
-            return x * weight.data[0]
-        with torch.no_grad():
-            scale = weight.norm()
-        return (x * scale).tanh()
-
-    def forward(self, reentrant):
-        x = checkpoint(self.region, self.first(DATA), use_reentrant=reentrant)
-        return self.shared(x).square().sum()
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("use", ["detach", "data", "no_grad"])
-def test_a_checkpointed_region_that_rereads_an_updated_weight(use, reentrant):
-    net = Reread(use)
-    options = {"rule": "lomo", "lr": 1.0, "batching": False}
-    opt = lowmem.FusedOptimizer(net.named_parameters(), **options)
-    with pytest.raises(StepError, match=r"recomputes a value from parameter 'shared\.weight'.*policy='deferred'"):
-        opt.backward(net(reentrant))
-    opt.remove()
-
-    net, expected = Reread(use), Reread(use)
-    opt = lowmem.FusedOptimizer(net.named_parameters(), **options, policy="deferred")
-    opt.backward(net(reentrant))
-    expected(reentrant).backward()
-    torch.optim.SGD(expected.parameters(), lr=1.0, foreach=False).step()
-    assert same(weights(net), weights(expected))
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_ordinary_checkpointing_is_not_refused(compiled):
-    """Reading a shape or a dtype of an updated weight is not reading its values; compiled layers are not in the way."""
-
-    def run(step):
-        net = make_net()
-        layer = torch.compile(net[0], backend="aot_eager") if compiled else net[0]
-
-        def region(x):
-            assert net[2].weight.dtype == x.dtype
-            return layer(x).reshape(-1, *net[2].weight.shape[1:])
-
-        opt = step(net)
-        for _ in range(3):
-            opt(net[2](net[1](checkpoint(region, DATA.clone().requires_grad_(), use_reentrant=False))).square().mean())
-        return weights(net)
-
-    def fused(net):
-        return lomo(net, batching=False).backward
-
-    def plain(net):
-        return partial(ordinary_backward, torch.optim.SGD(net.parameters(), lr=0.1, foreach=False))
-
-    assert same(run(fused), run(plain))
-
-
 # -- gradients ---------------------------------------------------------------------------------------------------------
 
 
@@ -368,11 +296,11 @@ def test_clipping_after_backward(clip, option):
 
 
 def test_a_torch_that_has_its_functions_elsewhere(monkeypatch, caplog):
-    monkeypatch.delattr(torch.utils.checkpoint, "_run_fn_with_dynamo_disabled")
+    monkeypatch.delattr(torch.utils.checkpoint, "CheckpointFunction")
     monkeypatch.setattr(habits, "_wrap_scaling", lambda: None)
     monkeypatch.setattr(habits, "_wrap_clipping", lambda: None)
     habits.watch.__wrapped__()
-    assert "and will not detect a checkpointed region that reads" in caplog.text
+    assert "and will not detect reentrant activation checkpointing" in caplog.text
 
 
 # -- parameter groups that are edited ----------------------------------------------------------------------------------
