@@ -1,8 +1,7 @@
-"""The only access to lowmem's internals in benchmarks/, but for `gpu` and `triton_check` (compiled code)."""
+"""The only access to lowmem's internals in benchmarks/."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 from unittest import mock
 
 from torch import Tensor
@@ -10,9 +9,8 @@ from torch import Tensor
 import lowmem
 from lowmem.placements import Ranks, release
 from lowmem.step.compiled import has_compiler
-from lowmem.step.updates import Updates
 
-__all__ = ["has_compiler", "reduce_scatter_as_nccl", "release", "stacks_between", "update_one"]
+__all__ = ["has_compiler", "reduce_scatter_as_nccl", "release", "update_one"]
 
 
 def update_one(opt: lowmem.FusedOptimizer, param: Tensor, grad: Tensor) -> None:
@@ -20,20 +18,6 @@ def update_one(opt: lowmem.FusedOptimizer, param: Tensor, grad: Tensor) -> None:
     opt._cycle.step += 1
     opt._updates.begin(zip(opt._rules, opt.param_groups, strict=True), opt._cycle.step)
     opt._updates.put(opt._records[param], grad, None)
-
-
-@contextmanager
-def stacks_between(start: Callable[[], object], stop: Callable[[], object]) -> Iterator[None]:
-    """Calls `start` and `stop` around the updates of small parameters, which are stacked and updated after backward."""
-    flush = Updates.flush
-
-    def between(*args: Any) -> None:
-        start()
-        flush(*args)
-        stop()
-
-    with mock.patch.object(Updates, "flush", between):
-        yield
 
 
 @contextmanager

@@ -6,17 +6,9 @@ The most important parts come first. Every row is written to the report as soon 
 if it has one, and whether the goal is met. A part that fails is reported, and the others go on; a part that needs more
 seconds than the budget has left is skipped, which is reported too. `--small` shrinks all sizes, to try the script
 without a GPU.
-
-Trainers are measured if TRL can be imported. For a machine without network, bring the packages along:
-
-    pip download --no-deps -d wheels transformers==5.23.0 trl==1.16.0 datasets==5.2.0 tokenizers dill xxhash \\
-        multiprocess
-    pip install --no-index --no-deps --target carried wheels/*.whl
-    PYTHONPATH=carried python -m benchmarks.gpu_check
 """
 
 import argparse
-import importlib.util
 import itertools
 import json
 import os
@@ -24,7 +16,6 @@ import platform
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,10 +39,11 @@ from benchmarks.gpu.device import (
     normal,
     peak,
     pinned_bytes,
-    seconds,
     squares,
 )  # fmt: skip
 from benchmarks.gpu.report import Report
+from benchmarks.measurement import seconds
+from benchmarks.methods import Step, drop_gradients, fused, ordinary
 from benchmarks.pages import markdown
 from lowmem.layers.embedding import compute_gradient
 from lowmem.layers.head import MEMORY, linear_cross_entropy
@@ -303,7 +295,7 @@ def dispatch(report: Report, small: bool) -> None:
         del prepared
         return taken
 
-    bare = host(lambda params: [param.register_post_accumulate_grad_hook(drop) for param in params])
+    bare = host(lambda params: drop_gradients(nn.ParameterList(params)))
     for rule in ("lomo", "adalomo"):
         taken = host(partial(lowmem.FusedOptimizer, rule=rule, lr=1e-3))
         goal = ("<=", 1.6) if rule == "adalomo" else None
@@ -321,7 +313,7 @@ MODELS = {
     "tiny": (2, 64, 128, 512, 4),
 }
 
-Step = Callable[[Tensor], object]
+adalomo = partial(fused, rule="adalomo", rounding="stochastic")
 
 
 def llama(name: str, memory: int = MEMORY) -> Any:
@@ -337,37 +329,6 @@ def llama(name: str, memory: int = MEMORY) -> Any:
     return model
 
 
-def drop(param: Tensor) -> None:
-    param.grad = None
-
-
-@contextmanager
-def dropped(model: Any) -> Iterator[Step]:
-    handles = [param.register_post_accumulate_grad_hook(drop) for param in model.parameters()]
-    yield Tensor.backward
-    for handle in handles:
-        handle.remove()
-
-
-@contextmanager
-def fused(model: Any, **options: Any) -> Iterator[Step]:
-    opt = lowmem.FusedOptimizer(model.named_parameters(), **{"rule": "adalomo", "rounding": "stochastic", **options})
-    yield opt.backward
-    opt.remove()
-
-
-@contextmanager
-def adamw(model: Any) -> Iterator[Step]:
-    opt = torch.optim.AdamW(model.parameters(), fused=True)
-
-    def step(loss: Tensor) -> None:
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-
-    yield step
-
-
 def steps(report: Report, name: str, rows: int, tokens: int, *, memory: int, **options: Any) -> None:
     """Measures training steps and their peaks above the weights: gradients dropped, lowmem's, and AdamW's.
 
@@ -375,24 +336,25 @@ def steps(report: Report, name: str, rows: int, tokens: int, *, memory: int, **o
         memory: bytes of temporaries for the loss and the gradients of head and embedding.
         options: goal: of the time.  policies: whether to measure those that clip, too.
     """
-    model = llama(name, memory)
-    weights = sum(param.nbytes for param in model.parameters())
-    ids = torch.randint(0, model.config.vocab_size, (rows, tokens), device=DEVICE)
-    others = torch.cuda.memory_allocated() - weights if GPU else 0
-    methods: dict[str, Any] = {"gradients dropped": dropped, "adalomo": fused}
+    methods: dict[str, Callable[[Any], Step]] = {"gradients dropped": drop_gradients, "adalomo": adalomo}
     if options.get("policies"):
-        methods |= {each: partial(fused, **POLICIES[each]) for each in ("two_pass", "deferred, host")}
-    methods["AdamW(fused=True)"] = adamw
+        methods |= {each: partial(adalomo, **POLICIES[each]) for each in ("two_pass", "deferred, host")}
+    methods["AdamW(fused=True)"] = partial(ordinary, cls=torch.optim.AdamW, fused=True)
     floor = 0.0
-    for method, optimizer in methods.items():
+    for method, make in methods.items():
         what = f"{name}, {rows} x {tokens} tokens, head_memory {memory >> 20} MiB, {method}"
-        with report.trial(what), optimizer(model) as step:
+        with report.trial(what):
+            others = torch.cuda.memory_allocated() if GPU else 0
+            model = llama(name, memory)
+            weights = sum(param.nbytes for param in model.parameters())
+            ids = torch.randint(0, model.config.vocab_size, (rows, tokens), device=DEVICE)
+            take = make(model)
 
-            def run(step: Step = step) -> None:
+            def loss(model: Any = model, ids: Tensor = ids) -> Tensor:
                 hidden = model.model(input_ids=ids).last_hidden_state[:, :-1].flatten(0, 1)
-                labels = ids[:, 1:].flatten()
-                step(linear_cross_entropy(hidden, model.lm_head.weight, labels, memory=memory))
+                return linear_cross_entropy(hidden, model.lm_head.weight, ids[:, 1:].flatten(), memory=memory)
 
+            run = partial(take, [loss])
             first, _ = seconds(run), seconds(run)
             before = torch.cuda.memory_allocated() if GPU else 0
             above = peak(run)
@@ -404,8 +366,7 @@ def steps(report: Report, name: str, rows: int, tokens: int, *, memory: int, **o
             report.row(f"{what}: times gradients dropped", taken / floor, goal, **figures)
             most = None if above is None else (before + above - others) / weights
             report.row(f"{what}: peak over the weights", most, ("<=", 1.15) if ours else None)
-        for param in model.parameters():
-            param.grad = None
+        model = take = loss = run = None  # type: ignore[assignment]
         clear()
 
 
@@ -422,29 +383,6 @@ def one_billion(report: Report, small: bool) -> None:
 def eight_billion(report: Report, small: bool) -> None:
     """Weights of 16 GB. Out-of-memory errors, as AdamW's on a small card, are reported by method."""
     steps(report, "tiny" if small else "8B", 1, 64 if small else 2048, memory=4 * MEMORY)
-
-
-def trainers(report: Report, small: bool) -> None:
-    """Compares the weights after four float32 steps of a fused trainer with the plain one's, if TRL is installed."""
-    if importlib.util.find_spec("trl") is None:
-        report.row("trainers", None, reason="TRL is not installed")
-        return
-    import tempfile
-
-    from transformers import Trainer, TrainingArguments
-
-    from lowmem.trainer import FusedTrainer
-
-    rows = [{"input_ids": (ids := torch.randint(512, (24,))), "labels": ids} for _ in range(16)]
-    weights = []
-    for cls in (Trainer, FusedTrainer):
-        model = models.llama(*MODELS["tiny"][:4], "float32", DEVICE, checkpointing=False)
-        with tempfile.TemporaryDirectory() as folder:
-            words = {"max_steps": 4, "per_device_train_batch_size": 4, "report_to": "none", "save_strategy": "no"}
-            args = TrainingArguments(folder, disable_tqdm=True, use_cpu=not GPU, **words)
-            cls(model, args, train_dataset=rows).train()
-        weights.append(flat(model.parameters()))
-    report.row("trainer: largest difference", float((weights[0] - weights[1]).abs().max()), ("<=", 1e-6))
 
 
 def tables(report: dict[str, Any]) -> dict[str, str]:
@@ -466,7 +404,7 @@ def tables(report: dict[str, Any]) -> dict[str, str]:
 PARTS: tuple[tuple[Callable[[Report, bool], None], float], ...] = (
     (environment, 5), (compiled_update, 20), (policies_agree, 20), (computed_gradients, 40), (exactness, 100),
     (no_host_sync, 15), (updates, 80), (offload, 10), (loading, 5), (small_steps, 40), (one_billion, 70),
-    (eight_billion, 60), (dispatch, 10), (trainers, 20),
+    (eight_billion, 60), (dispatch, 10),
 )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """Methods of taking a training step: lowmem, its peers, and the floor, which updates nothing."""
 
-import importlib
+import importlib.metadata
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from lowmem import FusedOptimizer, quantize_, rules
 from lowmem.errors import ConfigError, did_you_mean
-from lowmem.run.environment import version
 
 Loss = Callable[[], Tensor]
 
@@ -25,6 +24,11 @@ LR = 1e-4
 
 # What peers need beyond torch, as pip names it.
 PACKAGES = ("flashoptim", "lomo-optim", "torch-optimi", "torchao")
+
+
+def installed(package: str) -> bool:
+    """Whether a package is installed, by the name that pip knows."""
+    return any(importlib.metadata.distributions(name=package))
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ class Method:
 
     def missing(self) -> str | None:
         """What it needs and this machine does not have, or None."""
-        if self.package is not None and version(self.package) is None:
+        if self.package is not None and not installed(self.package):
             return f"pip install {self.package}"
         if self.gpu and not torch.cuda.is_available():
             return "it needs a GPU"

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import comparison
+from benchmarks import step
 from benchmarks.methods import FLOOR, Method, drop_gradients, fused, ordinary
 from benchmarks.reports import command
 
@@ -43,13 +43,13 @@ METHODS = {
 }
 
 
-tables = partial(comparison.tables, base=BASE)
+tables = partial(step.ratios, base=BASE)
 
 
 @command
 def main(argv: Sequence[str] | None = None) -> None:
-    options = comparison.make_parser(__doc__, batch=8, tokens=64, rounds=2).parse_args(argv)
-    comparison.run(METHODS, options, "policies", tables)
+    options = step.make_parser(__doc__, batch=8, tokens=64, rounds=2).parse_args(argv)
+    step.run(METHODS, options, "policies", tables)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Runs of `lowmem sft` as benchmarks: their arguments, their plan, and their trainer."""
+"""Runs of `lowmem sft` that are planned: their arguments and their plan."""
 
 import json
 import tempfile
@@ -7,13 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from datasets import Dataset
-from transformers import AutoConfig, AutoModelForCausalLM
-
-from lowmem.run import build
 from lowmem.run.arguments import Arguments, parse
 from lowmem.run.plan import StepMemory, plan
-from scripts.make_model import SMALLEST_VOCABULARY, train_tokenizer
 
 
 class Configuration(NamedTuple):
@@ -59,13 +54,3 @@ def planned(config: Configuration, device: str) -> StepMemory:
     """The memory of a step by its plan."""
     with parsed(config, device) as arguments:
         return plan(arguments, device).step
-
-
-def trainer_of(config: Configuration, rows: list[list[int]]) -> Any:
-    """A run's own trainer on the CPU, with random weights and rows of tokens."""
-    dataset = Dataset.from_dict({"input_ids": rows, "labels": rows})
-    with parsed(config, "cpu") as arguments:
-        kind = AutoConfig.for_model(**config.model)
-        model = AutoModelForCausalLM.from_config(kind, dtype=arguments.dtype, attn_implementation="sdpa")
-        tokenizer = train_tokenizer(["a"], SMALLEST_VOCABULARY)
-        return build.trainer(arguments, dataset, None, model, processing_class=tokenizer)

@@ -1,25 +1,95 @@
 """A training step by lowmem and by its peers: time and memory.
 
-python -m benchmarks.step [--size 100M --batch 1 --tokens 128] [--rule lion] [--only floor --only "AdamW, fused"]
+    python -m benchmarks.step [--size 100M --batch 1 --tokens 128] [--rule lion] [--only floor --only "AdamW, fused"]
+
+`benchmarks.policies` compares other methods in the same way. Times are to be read as ratios to those of one method,
+the base.
 """
 
-from collections.abc import Sequence
+import argparse
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
+from typing import Any
 
-from benchmarks import comparison
-from benchmarks.methods import FLOOR, all_methods
-from benchmarks.reports import command
+from benchmarks import reports
+from benchmarks.measurement import SIZES, Workload, measure
+from benchmarks.methods import FLOOR, Method, all_methods, exit_if_ours_failed, runnable, select
+from benchmarks.pages import markdown
+from benchmarks.processes import Figures, alone, in_rounds
+from benchmarks.reports import command, formatted
 
-tables = partial(comparison.tables, base=FLOOR)
+
+def make_parser(doc: str, batch: int, tokens: int, rounds: int) -> argparse.ArgumentParser:
+    """Returns a parser for the workload, `--only` and `--out`."""
+    counts = {
+        "batch": (batch, "rows per step"),
+        "tokens": (tokens, "tokens per row"),
+        "steps": (5, "timed steps per round"),
+        "rounds": (rounds, "how often all methods are measured in turn"),
+    }
+    parser = reports.make_parser(doc, counts, only="method")
+    parser.add_argument("--size", choices=SIZES, default="100M", help="approximate parameters of the Llama (100M)")
+    return parser
+
+
+def run(
+    methods: Mapping[str, Method], options: argparse.Namespace, name: str, tables: Callable[[Any], dict[str, str]]
+) -> None:
+    """Measures the methods and publishes the results. Exits with status 1 if the floor or lowmem failed."""
+    workload = Workload(options.size, options.batch, options.tokens, options.dtype, options.steps)
+    names, left_out = runnable(select(methods, options.only))
+    with reports.output(options.out):
+        results, failed = compare({each: methods[each] for each in names}, workload, options.rounds)
+        settings = {**workload.settings(), "rounds": options.rounds}
+        parts = {"results": results, "failed": failed, "left_out": left_out}
+        reports.publish(options.out, name, settings, tables, **parts)
+    exit_if_ours_failed(methods, failed)
+
+
+def compare(
+    methods: Mapping[str, Method], workload: Workload, rounds: int
+) -> tuple[dict[str, Figures], dict[str, str]]:
+    """Measures all methods in turn, `rounds` times. Figures are medians, except that the first step is the longest: a
+    method compiles its code in the first round and finds it again in later ones.
+    """
+
+    def one(name: str, folder: Path) -> Figures:
+        return alone(measure, methods[name], workload, folder=folder)
+
+    return in_rounds(methods, rounds, one, longest="first_step")
+
+
+def ratios(report: Any, base: str) -> dict[str, str]:
+    """A row for each method, with times and the process peak relative to `base`; and a short form of that."""
+    results, settings = report["results"], report["settings"]
+    known = results.get(base, {})
+    rows = []
+    for name, row in results.items():
+        ratio = row["seconds"] / known["seconds"] if known else None
+        more = (row["process_peak"] - known["process_peak"]) / 2**20 if "process_peak" in known else None
+        columns = {
+            "s/step": f"{row['seconds']:.3f}", f"× {base}": formatted(ratio, ".2f"),
+            "tokens/s": f"{settings['batch'] * settings['tokens'] / row['seconds']:,.0f}",
+            "tensors over weights, MiB": f"{(row['tensor_peak'] - settings['weights']) / 2**20:,.0f}",
+            f"process over {base}, MiB": formatted(more, ",.0f"),
+        }  # fmt: skip
+        first = {"first step, s": f"{row['first_step']:.1f}"} if "first_step" in row else {}
+        rows.append({"method": name, **columns, **first})
+    short = [{key: row[key] for key in ("method", f"× {base}", "tensors over weights, MiB")} for row in rows]
+    return {"": markdown(rows), "short": markdown(short)}
+
+
+tables = partial(ratios, base=FLOOR)
 
 
 @command
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = comparison.make_parser(__doc__, batch=1, tokens=128, rounds=3)
+    parser = make_parser(__doc__, batch=1, tokens=128, rounds=3)
     what = "measure this rule of lowmem too; repeatable"
     parser.add_argument("--rule", action="append", default=[], metavar="NAME", help=what)
     options = parser.parse_args(argv)
-    comparison.run(all_methods(options.rule), options, "step", tables)
+    run(all_methods(options.rule), options, "step", tables)
 
 
 if __name__ == "__main__":

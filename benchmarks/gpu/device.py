@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import lowmem
 from benchmarks.engine import update_one
+from benchmarks.measurement import seconds, sync
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -20,25 +21,11 @@ QUEUE = 800  # launches that surely fit into a GPU's queue
 Run = Callable[[], object]
 
 
-def sync() -> None:
-    if GPU:
-        torch.cuda.synchronize()
-
-
 def clear() -> None:
     """Frees unreferenced memory, reference cycles of optimizers and their hooks included."""
     if GPU:
         gc.collect()
         torch.cuda.empty_cache()
-
-
-def seconds(run: Run) -> float:
-    """The time of a call, from an idle device to an idle device."""
-    sync()
-    start = time.perf_counter()
-    run()
-    sync()
-    return time.perf_counter() - start
 
 
 def host_seconds(run: Run) -> float:

@@ -17,10 +17,8 @@ import pytest
 import torch
 
 from benchmarks import (
-    comparison,
     dispatch,
     long_context,
-    loop,
     measurement,
     memory_bars,
     methods,
@@ -57,14 +55,14 @@ def status(main, *arguments):
 
 @pytest.fixture
 def nothing_installed(monkeypatch):
-    monkeypatch.setattr(methods, "version", lambda package: None)
+    monkeypatch.setattr(methods, "installed", lambda package: False)
 
 
 @pytest.fixture
 def in_this_process(monkeypatch):
     """Starts no process for a measurement."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    for module in (comparison, loop, update):
+    for module in (step, update):
         monkeypatch.setattr(module, "alone", lambda function, *args, folder=None: function(*args))
 
 
@@ -81,7 +79,7 @@ def simulate(monkeypatch):
                 raise MeasurementError(row)
             return row
 
-        monkeypatch.setattr(comparison, "alone", measured)
+        monkeypatch.setattr(step, "alone", measured)
         monkeypatch.setattr(Method, "missing", lambda self: None)
         return {name: Method(drop_gradients, "ours" if name == "ours" else "peer", name) for name in runs}
 
@@ -148,18 +146,6 @@ def test_one_update_is_measured(monkeypatch, tmp_path, capsys):
     assert "| 64 x 64 |" in capsys.readouterr().out
 
 
-def test_loops_are_measured_compared_and_written(in_this_process, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(loop, "LOADS", {"2x8": (2, 8, 2)})
-    arguments = ("--size", "1M", "--dtype", "float32", "--rounds", "1", "--out", str(tmp_path))
-    names = [name for name in loop.LOOPS if name != f"{loop.OURS}, computed_gradients: false"]
-    loop.main([*arguments, *only(*names)])
-    report = json.loads((tmp_path / "loop.json").read_text())
-    assert report["failed"] == {} and list(report["results"]["2x8"]) == names
-    for row in report["results"]["2x8"].values():
-        assert 0 < row["other"] < row["seconds"]
-    assert "| 2 × 8 | lowmem sft |" in capsys.readouterr().out
-
-
 def test_long_sequences_are_planned_drawn_and_written(monkeypatch, tmp_path, capsys):
     def peak(model, tokens, setting, **changes):
         """4 MiB, and per token of 512 KiB and of an input per layer, which may be offloaded."""
@@ -181,7 +167,7 @@ def test_long_sequences_are_planned_drawn_and_written(monkeypatch, tmp_path, cap
 
 
 def test_every_command_has_a_help_that_names_its_options(capsys):
-    for module in (step, policies, update, one_update, dispatch, long_context, loop, memory_bars, timeline, rehearsal):
+    for module in (step, policies, update, one_update, dispatch, long_context, memory_bars, timeline, rehearsal):
         assert status(module.main, "--help") == 0
         assert "--out DIR" in capsys.readouterr().out
 
@@ -269,7 +255,7 @@ def test_float32_is_the_default_where_the_cpu_emulates_bfloat16(line, dtype, mon
     (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{line}\nbugs\t\t: none\n")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(reports, "CPUINFO", tmp_path / "cpuinfo")
-    assert comparison.make_parser("Doc.", 1, 1, 1).parse_args([]).dtype == dtype
+    assert step.make_parser("Doc.", 1, 1, 1).parse_args([]).dtype == dtype
     assert reports.machine()["bfloat16_instructions"] == (dtype == "bfloat16")
 
 
@@ -374,7 +360,7 @@ def test_a_command_can_call_its_own_functions_in_a_process(tmp_path):
 def test_figures_are_medians_and_the_first_step_is_the_longest(simulate, capsys):
     rows = [figures(seconds, first_step=first) for seconds, first in ((3.0, 9.0), (1.0, 2.0), (2.0, 2.0))]
     methods = simulate(ours=rows, peer=[figures(4.0), "ValueError: no"])
-    results, failed = comparison.compare(methods, WORKLOAD, 3)
+    results, failed = step.compare(methods, WORKLOAD, 3)
     assert results == {"ours": figures(2.0, first_step=9.0)}
     assert failed == {"peer": "ValueError: no"}  # and it is not tried again
     assert "round 2 of 3: peer, failed: ValueError: no\n" in capsys.readouterr().err
@@ -389,7 +375,7 @@ def test_the_table_shows_what_was_measured():
     }
 
     def rows_of(base):
-        table = comparison.tables({"settings": settings, "results": results}, base)[""]
+        table = step.ratios({"settings": settings, "results": results}, base)[""]
         return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
 
     assert ["a", "0.500", "1.00", "16", "5", "0", "1.0"] in rows_of("a")
