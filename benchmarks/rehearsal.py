@@ -43,8 +43,8 @@ from benchmarks.pages import ROOT, markdown
 from benchmarks.processes import MeasurementError, alone, execute
 from benchmarks.reports import command, formatted
 from lowmem.run import build, data
-from lowmem.run.arguments import parse
 from lowmem.run.plan import plan
+from lowmem.run.recipe import parse
 from scripts.make_docstrings import collect
 from scripts.make_model import make_model, train_tokenizer
 

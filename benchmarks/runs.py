@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lowmem.run.arguments import Arguments, parse
 from lowmem.run.plan import StepMemory, plan
+from lowmem.run.recipe import Recipe, parse
 
 
 class Configuration(NamedTuple):
@@ -41,7 +41,7 @@ def configuration(
 
 
 @contextmanager
-def parsed(config: Configuration, device: str) -> Iterator[Arguments]:
+def parsed(config: Configuration, device: str) -> Iterator[Recipe]:
     """The arguments of `lowmem sft` in a temporary folder with the model's config.json."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config.model))

@@ -33,8 +33,8 @@ from lowmem.tiles import storage
 
 # Modules that import transformers, trl or datasets are imported in functions, so that `lowmem --help` is fast.
 if TYPE_CHECKING:
-    from lowmem.run.arguments import Arguments
     from lowmem.run.memory import StepMemory
+    from lowmem.run.recipe import Recipe
 
 # TRL's training commands, and the summary of each in `--help`.
 COMMANDS = {
@@ -129,7 +129,7 @@ def train(command: argparse.Namespace, rest: Sequence[str]) -> int:
     with stage("starting"):
         _quiet()
         from lowmem.run import training
-        from lowmem.run.arguments import parse
+        from lowmem.run.recipe import parse
     stopped = training.train(parse(command.training, rest))
     return 0 if stopped is None else 128 + stopped
 
@@ -183,11 +183,11 @@ def plan(command: argparse.Namespace, rest: Sequence[str]) -> int:
     return 0 if fits else 1
 
 
-def _arguments(command: argparse.Namespace, rest: Sequence[str], options: Callable[[Any], None]) -> "Arguments":
+def _arguments(command: argparse.Namespace, rest: Sequence[str], options: Callable[[Any], None]) -> "Recipe":
     """The arguments of a training command for the device that `--device` names."""
     with stage("starting"):
         _quiet()
-        from lowmem.run.arguments import early, parse
+        from lowmem.run.recipe import early, parse
     return parse(command.training, rest, device=early(rest).device, more=options)
 
 
@@ -205,7 +205,7 @@ def _plan_options(parser: Any) -> None:
 
 
 def _ways(
-    command: argparse.Namespace, rest: Sequence[str], arguments: "Arguments", device: str, memory: int
+    command: argparse.Namespace, rest: Sequence[str], arguments: "Recipe", device: str, memory: int
 ) -> dict[str, int]:
     """Plans arguments that reduce memory, one by one and, if none is enough, together: argument → bytes at the peak."""
     import shlex

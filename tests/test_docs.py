@@ -26,7 +26,7 @@ from lowmem.cli import _inspect_options, _parser, _plan_options
 from lowmem.hf import TESTED
 from lowmem.rules import resolve
 from lowmem.rules.rule import TABLE as RULES
-from lowmem.run import arguments
+from lowmem.run import recipe
 from lowmem.tiles import storage
 from scripts import stacks
 from scripts.make_model import make_model, train_tokenizer
@@ -135,7 +135,7 @@ def test_python(page, marker, code, model_folder, tmp_path, monkeypatch, own_nam
 def parse_yaml(text, tmp_path, command="sft", *options):
     file = tmp_path / "config.yaml"
     file.write_text(text)
-    return arguments.parse(command, ["--config", str(file), "--output_dir", str(tmp_path), *options])
+    return recipe.parse(command, ["--config", str(file), "--output_dir", str(tmp_path), *options])
 
 
 @pytest.mark.parametrize(("page", "marker", "code"), blocks("yaml"))
@@ -175,9 +175,9 @@ def test_sh(page, marker, code, tmp_path, monkeypatch):
         if "training" not in command:
             assert not rest, words
         elif more := MORE.get(words[words.index("lowmem") + 1]):
-            arguments.parse(command.training, rest, device="gpu", more=more)
+            recipe.parse(command.training, rest, device="gpu", more=more)
         else:
-            arguments.parse(command.training, rest)
+            recipe.parse(command.training, rest)
 
 
 # -- data --------------------------------------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ def test_rules():
     text = (ROOT / "docs" / "reference" / "options.md").read_text()
     listed = {}
     for rule, rate, hyper in table(text, "Rules"):
-        pairs = [yaml.load(pair, arguments._Loader) for pair in re.findall(r"`(.*?)`", hyper)]
+        pairs = [yaml.load(pair, recipe._Loader) for pair in re.findall(r"`(.*?)`", hyper)]
         listed[rule.strip("`")] = (float(rate), {name: value for pair in pairs for name, value in pair.items()})
     expected = {
         info.name: (

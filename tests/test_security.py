@@ -27,8 +27,8 @@ from lowmem import cli
 from lowmem.errors import ConfigError
 from lowmem.hf import checkpoint
 from lowmem.run import build, data, environment, secrets
-from lowmem.run.arguments import parse
 from lowmem.run.folder import run_folder
+from lowmem.run.recipe import parse
 from scripts.make_model import make_model, train_tokenizer
 
 PACKAGE = Path(lowmem.__file__).parent
@@ -65,7 +65,7 @@ def test_no_code_of_the_package_runs_data():
             assert options.get("weights_only") == "True", f"{file}: torch.load without weights_only=True"
         if name.endswith(".from_pretrained"):  # transformers asks on the terminal where it is not given
             trusted = options.get("trust_remote_code", options.get(None))
-            assert trusted in ("False", "trusted", "arguments.trust_remote_code"), f"{file} may trust code"
+            assert trusted in ("False", "trusted", "recipe.trust_remote_code"), f"{file} may trust code"
 
 
 def test_only_what_the_user_names_is_imported():
@@ -73,7 +73,7 @@ def test_only_what_the_user_names_is_imported():
     assert {file for file, name, _ in calls() if name.endswith(("import_module", "resolve_name"))} == {
         "rules/foreign.py",
         "run/build.py",
-        "run/arguments.py",
+        "run/recipe.py",
     }
 
 

@@ -33,9 +33,9 @@ from lowmem.layers.head import linear_cross_entropy
 from lowmem.layers.mlp import tile_mlps
 from lowmem.rules.lomo import Lomo
 from lowmem.run import build, data
-from lowmem.run.arguments import parse
 from lowmem.run.folder import LOCK, run_folder
 from lowmem.run.memory import is_out_of_memory
+from lowmem.run.recipe import parse
 
 PAGE = (Path(__file__).parents[1] / "docs" / "how-to" / "troubleshooting.md").read_text()
 HEADINGS = re.findall(r"^### (.+)$", PAGE, re.MULTILINE)

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from trl import get_peft_config, get_quantization_config
 
 from lowmem.errors import ConfigError, DataError, LowmemError
-from lowmem.run.arguments import Arguments, reason, refused
+from lowmem.run.recipe import Recipe, reason, refused
 from lowmem.trainer import FusedSFTTrainer, FusedTrainerMixin
 
 # The trainers that take reward functions.
@@ -77,7 +77,7 @@ def _by_row(prepare: Callable[[Any], Any], dataset: Any) -> Any:
 
 
 @purge_accelerate_environment  # type: ignore[untyped-decorator]
-def trainer(arguments: Arguments, train: Any, evaluation: Any, model: Any = None, **options: Any) -> Any:
+def trainer(recipe: Recipe, train: Any, evaluation: Any, model: Any = None, **options: Any) -> Any:
     """The trainer of a run, with its model loaded and its data tokenized.
 
     Args:
@@ -87,24 +87,24 @@ def trainer(arguments: Arguments, train: Any, evaluation: Any, model: Any = None
     Raises:
         ConfigError: TRL, transformers or DeepSpeed refuse the arguments, the model or the data.
     """
-    args, names = copy.copy(arguments.training), arguments.model
+    args, names = copy.copy(recipe.training), recipe.model
     if names.model_name_or_path is None:
         raise ConfigError("no model: set model_name_or_path to a directory or to a name on the Hub")
     loading = {
         "revision": names.model_revision,
-        "trust_remote_code": arguments.trust_remote_code,
+        "trust_remote_code": recipe.trust_remote_code,
         "attn_implementation": names.attn_implementation,
         "dtype": names.dtype,
         "use_safetensors": True,  # and no pickles
         **(args.model_init_kwargs or {}),
     }
     args.model_init_kwargs = loading if model is None else None
-    if arguments.command in _WITH_REWARDS:
-        options["reward_funcs"] = _reward_functions(arguments.script)
-    if arguments.command == "kto" and hasattr(args, "max_prompt_length"):  # before TRL 1.0 it loads no tokenizer
-        trusted = {"revision": names.model_revision, "trust_remote_code": arguments.trust_remote_code}
+    if recipe.command in _WITH_REWARDS:
+        options["reward_funcs"] = _reward_functions(recipe.script)
+    if recipe.command == "kto" and hasattr(args, "max_prompt_length"):  # before TRL 1.0 it loads no tokenizer
+        trusted = {"revision": names.model_revision, "trust_remote_code": recipe.trust_remote_code}
         options.setdefault("processing_class", AutoTokenizer.from_pretrained(names.model_name_or_path, **trusted))
-    with refused(f"{arguments.file or 'the command line'}: {type(args).__name__}"):
+    with refused(f"{recipe.file or 'the command line'}: {type(args).__name__}"):
         peft = get_peft_config(names)
         if (quantization := get_quantization_config(names)) is not None:
             loading["quantization_config"] = quantization
@@ -115,8 +115,8 @@ def trainer(arguments: Arguments, train: Any, evaluation: Any, model: Any = None
                 train_dataset=train,
                 eval_dataset=evaluation,
                 peft_config=peft,
-                fused=arguments.fused,
-                layers=arguments.layers,
+                fused=recipe.fused,
+                layers=recipe.layers,
                 **options,
             )
         except OSError as error:

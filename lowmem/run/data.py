@@ -20,7 +20,7 @@ from trl import get_dataset
 from lowmem.errors import ConfigError, DataError
 from lowmem.hf.layers import embedding, positions
 from lowmem.run import build
-from lowmem.run.arguments import Arguments, reason, refused
+from lowmem.run.recipe import Recipe, reason, refused
 
 # The columns of tokens that TRL's trainers make.
 _IDS = ("input_ids", "prompt_ids", "chosen_ids", "rejected_ids", "completion_ids")
@@ -39,14 +39,14 @@ class Segment(NamedTuple):
     tokens: int
 
 
-def load(arguments: Arguments) -> tuple[Any, Any]:
+def load(recipe: Recipe) -> tuple[Any, Any]:
     """The training data and the evaluation data, or None, as `datasets` has them.
 
     Raises:
         ConfigError: no data set is named, or it has no such split.
         DataError: `datasets` cannot load it.
     """
-    script, mixture = arguments.script, arguments.mixture
+    script, mixture = recipe.script, recipe.mixture
     name = script.dataset_name
     if not mixture.datasets and name is None:
         raise ConfigError("no data: set dataset_name, or datasets: [{path: json, data_files: chats.jsonl}]")
@@ -54,7 +54,7 @@ def load(arguments: Arguments) -> tuple[Any, Any]:
         raise ConfigError(
             f"dataset_name {name!r} is the name of a file; write datasets: [{{path: {builder}, data_files: {name}}}]"
         )
-    set_seed(arguments.training.seed)  # TRL splits by the state of NumPy, which has to be that of every rank and start
+    set_seed(recipe.training.seed)  # TRL splits by the state of NumPy, which has to be that of every rank and start
     test = script.dataset_test_split
     _require_flat(mixture.datasets)
     try:
@@ -76,7 +76,7 @@ def load(arguments: Arguments) -> tuple[Any, Any]:
         fault = _fault(mixture.datasets) or f"{reason(error)}{because}"
         raise DataError(f"the data cannot be loaded: {fault}") from error
     train = _split(splits, script.dataset_train_split, "dataset_train_split", "")
-    if arguments.training.eval_strategy == "no":
+    if recipe.training.eval_strategy == "no":
         return train, None
     advice = f"; or name its file in data_files: {{train: FILE, {test}: FILE}}, or set test_split_size, such as 0.05"
     return train, _split(splits, test, "dataset_test_split", advice if mixture.datasets else "")
@@ -148,22 +148,22 @@ def first(train: Any) -> Any:
     return datasets.Dataset.from_list(list(train.take(build.FIRST_ROWS)))
 
 
-def stand_in(arguments: Arguments, train: Any) -> Any:
+def stand_in(recipe: Recipe, train: Any) -> Any:
     """The trainer of a run with the first rows alone and a small model in place of its own, whose tokenizer it has."""
-    name, args = arguments.model.model_name_or_path, copy.copy(arguments.training)
+    name, args = recipe.model.model_name_or_path, copy.copy(recipe.training)
     args.deepspeed, args.fsdp = None, type(args.fsdp)()
     args.report_to, args.eval_strategy = [], "no"
     with refused("model_name_or_path"):
         tokenizer = AutoProcessor.from_pretrained(
-            name, revision=arguments.model.model_revision, trust_remote_code=arguments.trust_remote_code
+            name, revision=recipe.model.model_revision, trust_remote_code=recipe.trust_remote_code
         )
     size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     config = LlamaConfig(vocab_size=len(getattr(tokenizer, "tokenizer", tokenizer)), num_labels=1, **size)
-    model = (LlamaForSequenceClassification if arguments.command == "reward" else LlamaForCausalLM)(config)
+    model = (LlamaForSequenceClassification if recipe.command == "reward" else LlamaForCausalLM)(config)
     with tempfile.TemporaryDirectory() as folder:  # a trainer creates its output folder, and loads a reference model
         args.output_dir = model.config._name_or_path = folder
         model.save_pretrained(folder)
-        return build.trainer(replace(arguments, training=args), first(train), None, model, processing_class=tokenizer)
+        return build.trainer(replace(recipe, training=args), first(train), None, model, processing_class=tokenizer)
 
 
 def check(trainer: Any, loaded: Any, evaluation: Any = None) -> str:

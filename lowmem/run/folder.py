@@ -10,9 +10,9 @@ from filelock import FileLock, Timeout
 from lowmem.errors import ConfigError
 from lowmem.files import write_file, writing
 from lowmem.hf.checkpoint import candidates, remove, tidy
-from lowmem.run.arguments import LAST, Arguments
 from lowmem.run.environment import CONFIG, write_environment
 from lowmem.run.metrics import METRICS
+from lowmem.run.recipe import LAST, Recipe
 from lowmem.run.terminal import train_command
 
 LOCK = ".lock"
@@ -27,7 +27,7 @@ _HEADER = """\
 
 
 @contextmanager
-def run_folder(arguments: Arguments, rank: int = 0) -> Iterator[Path]:
+def run_folder(recipe: Recipe, rank: int = 0) -> Iterator[Path]:
     """The folder of a run, which no other process uses meanwhile. Rank 0 creates it. If the run fails before
     `write_config` was called, it removes all that the run has written except tracebacks.
 
@@ -35,7 +35,7 @@ def run_folder(arguments: Arguments, rank: int = 0) -> Iterator[Path]:
         ConfigError: the folder has a run and is not to be resumed, has none and is, or is in use.
         LowmemError: it cannot be written.
     """
-    folder, resume = Path(arguments.training.output_dir), arguments.training.resume_from_checkpoint
+    folder, resume = Path(recipe.training.output_dir), recipe.training.resume_from_checkpoint
     if rank > 0:
         yield folder
         return
@@ -61,10 +61,10 @@ def run_folder(arguments: Arguments, rank: int = 0) -> Iterator[Path]:
         raise
 
 
-def write_config(arguments: Arguments, folder: Path) -> None:
+def write_config(recipe: Recipe, folder: Path) -> None:
     """Writes config.yaml, with which `lowmem` continues the run, and environment.json."""
-    header = _HEADER.format(command=arguments.command, resume=train_command(arguments.command, folder))
-    write_file(folder / CONFIG, (header + arguments.to_yaml()).encode())
+    header = _HEADER.format(command=recipe.command, resume=train_command(recipe.command, folder))
+    write_file(folder / CONFIG, (header + recipe.to_yaml()).encode())
     write_environment(folder)
 
 

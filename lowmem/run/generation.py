@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, TextStreamer, set_seed
 from lowmem.errors import CheckpointError, ConfigError
 from lowmem.hf import adapters, checkpoint
 from lowmem.rules import require
-from lowmem.run.arguments import reason
+from lowmem.run.recipe import reason
 from lowmem.run.terminal import warn
 
 

@@ -34,8 +34,8 @@ from lowmem.hf.layers import positions
 from lowmem.options import FusedConfig
 from lowmem.rules import AdaLomo
 from lowmem.run import build
-from lowmem.run.arguments import Arguments, refused
 from lowmem.run.memory import StepMemory, step_memory
+from lowmem.run.recipe import Recipe, refused
 from lowmem.run.report import describe
 from lowmem.step.program import rounding_of
 
@@ -79,32 +79,32 @@ class RunPlan(NamedTuple):
     summary: dict[str, str]
 
 
-def plan(arguments: Arguments, device: str) -> RunPlan:
+def plan(recipe: Recipe, device: str) -> RunPlan:
     """Predicts the memory of a training step on a "gpu" or on the "cpu".
 
     Raises:
         ConfigError: the model's configuration cannot be read, or the arguments cannot be trained with.
         UnsupportedError: they cannot be planned.
     """
-    if arguments.command not in PLANNED:
+    if recipe.command not in PLANNED:
         raise UnsupportedError(
-            f"{arguments.command} cannot be planned, because its step also generates text or uses several models. "
+            f"{recipe.command} cannot be planned, because its step also generates text or uses several models. "
             "`lowmem plan sft` with the same model and max_length is a lower bound"
         )
-    config = _model_config(arguments)  # before what depends on its dtype
-    place, requested = DEVICES[device], arguments.training
+    config = _model_config(recipe)  # before what depends on its dtype
+    place, requested = DEVICES[device], recipe.training
     for name, instead in _UNSUPPORTED.items():
         if getattr(requested, name):
             raise UnsupportedError(f"{name} cannot be planned: {instead}")
-    set_ = arguments.values
-    if device == "gpu" and (set_.get("fp16") or (arguments.dtype == torch.float32 and set_.get("bf16") is not False)):
+    set_ = recipe.values
+    if device == "gpu" and (set_.get("fp16") or (recipe.dtype == torch.float32 and set_.get("bf16") is not False)):
         raise UnsupportedError(
             "plans for a GPU do not support autocast. Set dtype: bfloat16, which also halves the memory, or bf16: "
             "false, or use --device cpu"
         )
-    if arguments.model.use_peft or arguments.model.load_in_4bit or arguments.model.load_in_8bit:
+    if recipe.model.use_peft or recipe.model.load_in_4bit or recipe.model.load_in_8bit:
         raise UnsupportedError("use_peft, load_in_4bit and load_in_8bit cannot be planned: plans cover full training")
-    optim.learning_rate(requested, _fused(arguments), nn.Module())  # refused here, where no weights are fake
+    optim.learning_rate(requested, _fused(recipe), nn.Module())  # refused here, where no weights are fake
     with tempfile.TemporaryDirectory() as folder:  # a trainer creates its output folder
         args = copy.copy(requested)
         vars(args).update({name: value for name, value in _OF_DATA.items() if hasattr(args, name)}, output_dir=folder)
@@ -114,17 +114,17 @@ def plan(arguments: Arguments, device: str) -> RunPlan:
             inside = {name: value for name, value in recomputing.items() if name != "offload"}
             args.activation_checkpointing_kwargs = args.gradient_checkpointing_kwargs = inside or None
         length = args.max_length or _LONGEST
-        rows, names = _rows(arguments.command, length)
+        rows, names = _rows(recipe.command, length)
         masked = args.per_device_train_batch_size > 1 or getattr(args, "packing", False)
         fake = FakeTensorMode(allow_non_fake_inputs=True)  # torch.tensor(n, device="meta") is not a fake tensor
         with fake, place:
-            model, *others = (_empty_model(arguments, config, masked) for _ in range(1 + len(names)))
+            model, *others = (_empty_model(recipe, config, masked) for _ in range(1 + len(names)))
         if (places := positions(model)) is not None and places < length:
             raise ConfigError(f"max_length={length}: the model has {places:,} positions; set max_length: {places}")
         for item in (model, *others):
             item.hf_device_map = dict.fromkeys(("", "model"), place.type)  # keeps Accelerate from moving the model
         options = dict(zip(names, others, strict=True))
-        planned = replace(arguments, training=args)
+        planned = replace(recipe, training=args)
         trainer = build.trainer(planned, rows, None, model, processing_class=_tokenizer(), **options)
         largest = [trainer.train_dataset[n % 2] for n in range(args.per_device_train_batch_size)]
         collated = trainer.data_collator(largest)
@@ -163,10 +163,10 @@ def _checkpointing(args: Any) -> str:
     return "activation_checkpointing" if hasattr(args, "activation_checkpointing") else "gradient_checkpointing"
 
 
-def ways(arguments: Arguments, device: str) -> list[str]:
+def ways(recipe: Recipe, device: str) -> list[str]:
     """Arguments that reduce the memory of a step, and train as well."""
-    args, layers = arguments.training, arguments.layers
-    fused = _fused(arguments)
+    args, layers = recipe.training, recipe.layers
+    fused = _fused(recipe)
     groups = [fused.complete({k: v for k, v in group.items() if k != "match"}) for group in ({}, *fused.groups)]
     large_states = {rule.name for rule, _ in groups} - {*_SMALL_STATES}
     states = [state for rule, group in groups for state in rule.spec("", (4096, 4096), group).states.values()]
@@ -186,7 +186,7 @@ def ways(arguments: Arguments, device: str) -> list[str]:
         f"--{checkpointing} true": not recomputed,
         "--layers.computed_gradients true": not layers.computed_gradients,
         "--label_smoothing_factor 0": args.label_smoothing_factor,
-        "--dtype bfloat16": arguments.dtype == torch.float32 and not nearest,
+        "--dtype bfloat16": recipe.dtype == torch.float32 and not nearest,
         "--fused.rounding stochastic": fused.rounding in ("compensated", "compensated8", "master"),
         "--fused.weight_format int12": whole and fused.rounding in ("auto", "stochastic"),
         "--fused.state_storage 8bit": moments and fused.state_storage in ("float32", "bfloat16"),
@@ -200,18 +200,18 @@ def ways(arguments: Arguments, device: str) -> list[str]:
     return [way for way in helps if helps[way]]
 
 
-def _fused(arguments: Arguments) -> FusedConfig:
-    fused = arguments.fused or FusedConfig()
-    return optim.choose(arguments.training, fused) if fused.rule is None else fused
+def _fused(recipe: Recipe) -> FusedConfig:
+    fused = recipe.fused or FusedConfig()
+    return optim.choose(recipe.training, fused) if fused.rule is None else fused
 
 
-def _model_config(arguments: Arguments) -> Any:
-    name = arguments.model.model_name_or_path
+def _model_config(recipe: Recipe) -> Any:
+    name = recipe.model.model_name_or_path
     if name is None:
         raise ConfigError("no model: set model_name_or_path to a directory with a config.json, or a name on the Hub")
     try:
         with refused("model_name_or_path"):
-            return AutoConfig.from_pretrained(name, revision=arguments.model.model_revision, trust_remote_code=False)
+            return AutoConfig.from_pretrained(name, revision=recipe.model.model_revision, trust_remote_code=False)
     except ConfigError as error:
         raise ConfigError(
             f"model_name_or_path: a plan needs the config.json of {name!r}, which cannot be read ({error}). Download "
@@ -220,13 +220,13 @@ def _model_config(arguments: Arguments) -> Any:
         ) from error
 
 
-def _empty_model(arguments: Arguments, config: Any, masked: bool) -> PreTrainedModel:
+def _empty_model(recipe: Recipe, config: Any, masked: bool) -> PreTrainedModel:
     """The model from its configuration, on the device of the context, without the memory of attention scores."""
-    attention = arguments.model.attn_implementation or "sdpa"
+    attention = recipe.model.attn_implementation or "sdpa"
     fake = _MASKED if masked else _UNMASKED
     with refused("model_name_or_path: no model can be built from its configuration"):
         return AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), trust_remote_code=False, dtype=arguments.dtype,
+            copy.deepcopy(config), trust_remote_code=False, dtype=recipe.dtype,
             attn_implementation=fake if attention == "sdpa" else attention,
         )  # fmt: skip
 

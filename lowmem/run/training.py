@@ -19,8 +19,8 @@ from lowmem.files import write_file
 from lowmem.hf import checkpoint
 from lowmem.placements import in_group
 from lowmem.run import build, data, environment, folder, report
-from lowmem.run.arguments import LAST, Arguments, reason, refused
 from lowmem.run.memory import is_out_of_memory
+from lowmem.run.recipe import LAST, Recipe, reason, refused
 from lowmem.run.secrets import redacted
 from lowmem.run.terminal import out, print_topics, rank, stage, train_command, warn
 
@@ -31,7 +31,7 @@ _PACKAGES = ("lowmem", "trl", "transformers", "accelerate", "datasets", "peft")
 _STEPS_BETWEEN = 10
 
 
-def train(arguments: Arguments) -> int | None:
+def train(recipe: Recipe) -> int | None:
     """Trains in `output_dir`, from the beginning or from a checkpoint, and saves the model there.
 
     Returns:
@@ -40,31 +40,31 @@ def train(arguments: Arguments) -> int | None:
     Raises:
         LowmemError: what is wrong with the arguments, the data, the run folder or a checkpoint.
     """
-    with folder.run_folder(arguments, rank()) as run_dir:
-        resume = _resumed(arguments, run_dir)
+    with folder.run_folder(recipe, rank()) as run_dir:
+        resume = _resumed(recipe, run_dir)
         with stage("loading the data"):
-            train, evaluation = data.load(arguments)
-        with stage("loading the model and tokenizing"), _explained(arguments, run_dir):
-            trainer = build.trainer(arguments, train, evaluation)
+            train, evaluation = data.load(recipe)
+        with stage("loading the model and tokenizing"), _explained(recipe, run_dir):
+            trainer = build.trainer(recipe, train, evaluation)
         counts = data.check(trainer, train, evaluation)
         trainer.create_optimizer()  # raises what it does not support before anything is written
-        print_topics({**report.describe(arguments, trainer), "data": counts})
-        with _explained(arguments, run_dir):
+        print_topics({**report.describe(recipe, trainer), "data": counts})
+        with _explained(recipe, run_dir):
             _require_metric(trainer)
-        beginning = _Beginning(arguments, run_dir)
+        beginning = _Beginning(recipe, run_dir)
         trainer.add_callback(beginning)
-        with _explained(arguments, run_dir, begun=True), report.RunReport(run_dir, out).attached(trainer):
+        with _explained(recipe, run_dir, begun=True), report.RunReport(run_dir, out).attached(trainer):
             with _stop_on_signal(trainer) as stopped, beginning.checked():
                 trainer.train(resume_from_checkpoint=resume)
             beginning.on_step_end()  # also if nothing was left to train
             if not stopped:
                 _save_model(trainer, run_dir)
-        if arguments.training.push_to_hub and not stopped:
-            trainer.push_to_hub(dataset_name=arguments.script.dataset_name)
+        if recipe.training.push_to_hub and not stopped:
+            trainer.push_to_hub(dataset_name=recipe.script.dataset_name)
         if in_group():  # a process that ends without leaving it aborts
             distributed.barrier()
             distributed.destroy_process_group()
-        _print_end(arguments, trainer, run_dir, stopped=bool(stopped))
+        _print_end(recipe, trainer, run_dir, stopped=bool(stopped))
     return stopped[0] if stopped else None
 
 
@@ -87,12 +87,12 @@ def _require_metric(trainer: Any) -> None:
 class _Beginning(TrainerCallback):  # type: ignore[misc]
     """Makes a folder that of a run once a step is complete. Until then a mistake in the arguments leaves nothing."""
 
-    def __init__(self, arguments: Arguments, run_dir: Path) -> None:
-        self.arguments, self.run_dir, self.written = arguments, run_dir, False
+    def __init__(self, recipe: Recipe, run_dir: Path) -> None:
+        self.recipe, self.run_dir, self.written = recipe, run_dir, False
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         if rank() == 0 and not self.written:
-            folder.write_config(self.arguments, self.run_dir)
+            folder.write_config(self.recipe, self.run_dir)
         self.written = True
 
     @contextmanager
@@ -103,7 +103,7 @@ class _Beginning(TrainerCallback):  # type: ignore[misc]
         except Exception as error:
             if self.written or _raised_by(error) == "lowmem":
                 raise
-            with refused(f"{self.arguments.file or 'the command line'}: {type(self.arguments.training).__name__}"):
+            with refused(f"{self.recipe.file or 'the command line'}: {type(self.recipe.training).__name__}"):
                 raise
 
 
@@ -133,9 +133,9 @@ def _save_model(trainer: Any, run_dir: Path) -> None:
             checkpoint.remove(staging)
 
 
-def _resumed(arguments: Arguments, run_dir: Path) -> str | bool | None:
+def _resumed(recipe: Recipe, run_dir: Path) -> str | bool | None:
     """Returns `resume_from_checkpoint` for the trainer: True for the newest intact checkpoint in `output_dir`."""
-    path = arguments.training.resume_from_checkpoint
+    path = recipe.training.resume_from_checkpoint
     if path is not None and path != LAST and not Path(path).is_dir():
         raise ConfigError(
             f"resume_from_checkpoint: there is no directory {path}. Use {LAST!r} for the newest checkpoint in "
@@ -149,36 +149,36 @@ def _resumed(arguments: Arguments, run_dir: Path) -> str | bool | None:
     return None
 
 
-def _print_end(arguments: Arguments, trainer: Any, run_dir: Path, *, stopped: bool) -> None:
+def _print_end(recipe: Recipe, trainer: Any, run_dir: Path, *, stopped: bool) -> None:
     """Says how the run ended, and what can be done with its results."""
     if rank() > 0:
         return
     if stopped:
-        again = train_command(arguments.command, run_dir)
+        again = train_command(recipe.command, run_dir)
         out.print(f"stopped at step {trainer.state.global_step}; continue with: {again}", style="bold", soft_wrap=True)
         return
     out.print("done", style="bold")
     topics = {"results": f"{run_dir}: model, config.yaml, metrics.jsonl, loss.png"}
-    if arguments.command != "reward":
+    if recipe.command != "reward":
         topics["try it"] = f"lowmem generate {shlex.quote(str(run_dir))} 'a prompt'"
     print_topics(topics)
 
 
 @contextmanager
-def _explained(arguments: Arguments, run_dir: Path, *, begun: bool = False) -> Iterator[None]:
+def _explained(recipe: Recipe, run_dir: Path, *, begun: bool = False) -> Iterator[None]:
     """Adds advice to an error of memory. The traceback of any other that is not for users goes into the folder."""
     try:
         yield
     except Exception as error:
         if is_out_of_memory(error):
             if begun and rank() == 0 and not (run_dir / environment.CONFIG).exists():
-                folder.write_config(arguments, run_dir)  # with which it continues
+                folder.write_config(recipe, run_dir)  # with which it continues
             config = shlex.quote(str(run_dir / environment.CONFIG))
             device = "gpu" if torch.cuda.is_available() else "cpu"
-            plan = f"lowmem plan {arguments.command} --config {config} --device {device} --memory SIZE"
+            plan = f"lowmem plan {recipe.command} --config {config} --device {device} --memory SIZE"
             raise LowmemError(
                 f"out of memory: {reason(error)}. `{plan}` shows the memory of a step, and the arguments that reduce "
-                f"it. Then continue with: {train_command(arguments.command, run_dir)}"
+                f"it. Then continue with: {train_command(recipe.command, run_dir)}"
             ) from error
         if not isinstance(error, LowmemError):
             path = run_dir / f"{folder.TRACEBACK}{f'-{rank()}' if rank() else ''}.txt"

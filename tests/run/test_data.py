@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from lowmem.errors import ConfigError, DataError
 from lowmem.run import build, data
-from lowmem.run.arguments import parse
+from lowmem.run.recipe import parse
 
 SHORT = {"messages": runs.user("why") + runs.assistant("so")}
 LATE = {"messages": runs.user("why " * 40) + runs.assistant("so")}

@@ -14,8 +14,8 @@ from lowmem.layers import head
 from lowmem.layers.config import parse_bytes
 from lowmem.rules.adalomo import AdaLomo
 from lowmem.run import build, plan
-from lowmem.run.arguments import parse
 from lowmem.run.memory import KINDS, TEMPORARIES, _Tracker, step_memory
+from lowmem.run.recipe import parse
 from lowmem.step import program
 from lowmem.step.updates import Updates
 

@@ -14,7 +14,7 @@ from trl.scripts.utils import DatasetConfig
 from lowmem import FusedConfig, cli
 from lowmem.errors import ConfigError
 from lowmem.layers.config import LayersConfig
-from lowmem.run.arguments import _FORMER, SECTIONS, Parser, parse
+from lowmem.run.recipe import _FORMER, SECTIONS, Parser, parse
 
 PARTS = ("script", "training", "model", "mixture", "fused", "layers")
 

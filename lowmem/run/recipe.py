@@ -118,7 +118,7 @@ class Entry(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Arguments:
+class Recipe:
     """The parsed arguments of a training command."""
 
     command: str
@@ -234,7 +234,7 @@ class Parser(TrlParser):
         return [option[2:] for option, action in self._option_string_actions.items() if action.nargs != 0]
 
 
-def parse(command: str, argv: Sequence[str], *, device: str | None = None, more: Any = None) -> Arguments:
+def parse(command: str, argv: Sequence[str], *, device: str | None = None, more: Any = None) -> Recipe:
     """Parses the command line of a training command.
 
     Args:
@@ -284,7 +284,7 @@ def parse(command: str, argv: Sequence[str], *, device: str | None = None, more:
         with refused(f"{file or 'the command line'}: {kind.__name__}"):
             objects.append(kind(**arguments))
     script, trainer, model, mixture = objects
-    return Arguments(command, script, trainer, model, mixture, fused, layers, options, values, file)
+    return Recipe(command, script, trainer, model, mixture, fused, layers, options, values, file)
 
 
 def _stay_in_place(values: dict[str, Any], file: Path | None) -> None:
