@@ -154,7 +154,7 @@ def tables(report: Any) -> dict[str, str]:
 
     rows = [
         {
-            "method": name, "ms": f"{row['seconds'] * 1e3:.1f}",
+            "method": name, "ms": f"{row['seconds'] * 1e3:.3g}",
             "× nearest peer": ratio(name, peer := METHODS[name].nearest),
             "nearest peer": peer if peer in results else "",
             "× fused AdamW": ratio(name, BASE), "temporary, MiB": f"{row['temporary'] / 2**20:.2f}",

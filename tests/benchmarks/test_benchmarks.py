@@ -22,7 +22,6 @@ from benchmarks import (
     measurement,
     memory_bars,
     methods,
-    one_update,
     policies,
     rehearsal,
     reports,
@@ -138,14 +137,6 @@ def test_the_cost_of_hooks_is_measured_and_written(tmp_path, capsys):
     assert list(results["64 x 64"]) == ["bare hook", "lowmem lomo", "lowmem adalomo", "lowmem adamw"]
 
 
-def test_one_update_is_measured(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(one_update, "SHAPES", ((64, 64),))
-    one_update.main(("--turns", "1", "--dtype", "float32", "--out", str(tmp_path)))
-    times = json.loads((tmp_path / "one_update.json").read_text())["microseconds"]
-    assert min(times["64 x 64"].values()) > 0
-    assert "| 64 x 64 |" in capsys.readouterr().out
-
-
 def test_long_sequences_are_planned_drawn_and_written(monkeypatch, tmp_path, capsys):
     def peak(model, tokens, setting, **changes):
         """4 MiB, and per token of 512 KiB and of an input per layer, which may be offloaded."""
@@ -167,7 +158,7 @@ def test_long_sequences_are_planned_drawn_and_written(monkeypatch, tmp_path, cap
 
 
 def test_every_command_has_a_help_that_names_its_options(capsys):
-    for module in (step, policies, update, one_update, dispatch, long_context, memory_bars, timeline, rehearsal):
+    for module in (step, policies, update, dispatch, long_context, memory_bars, timeline, rehearsal):
         assert status(module.main, "--help") == 0
         assert "--out DIR" in capsys.readouterr().out
 
