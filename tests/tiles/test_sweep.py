@@ -173,12 +173,12 @@ def halfway(t):
     return {"param": t.param + (1 + 2.0**-8)}
 
 
-def rounded_at(start, count=64, tile=None):
+def rounded_at(start, count=64, tile=None, key=7):
     """What a shard that has the columns from `start` on makes of them."""
     shard = torch.zeros(count, dtype=torch.bfloat16)
     weight = Held(Float(torch.bfloat16, draws=True), (shard,))
     layout = Layout.of((MANY,), View.vector(1), start, start + count)
-    Sweep(StoredTiles(layout, weight, torch.zeros_like(shard), keys=lambda: (7,), tile=tile)).apply(halfway)
+    Sweep(StoredTiles(layout, weight, torch.zeros_like(shard), keys=lambda: (key,), tile=tile)).apply(halfway)
     return shard
 
 
@@ -187,6 +187,7 @@ def test_a_column_has_one_noise_whatever_the_tile_and_shard(border):
     whole = rounded_at(border - 32)
     assert 8 < (whole > 1).sum() < 56
     assert torch.equal(whole, rounded_at(border - 32, tile=5))
+    assert not torch.equal(whole, rounded_at(border - 32, key=8))
     assert torch.equal(whole, torch.cat([rounded_at(border - 32, 32), rounded_at(border, 32)]))
     assert torch.equal(whole[3:], rounded_at(border - 29, 61))
 

@@ -1,0 +1,248 @@
+"""The 8-bit formats, compared with FlashOptim's definitions in float64 (arXiv:2602.23349,
+github.com/databricks/flashoptim), and what they do at the ends of their ranges.
+"""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from support.devices import seeded
+from test_storage import LAST, MIDDLE, NUMBERS, decoded, store
+
+from lowmem.tiles import rounding
+from lowmem.tiles.storage import Compensated, Moment
+
+SIGNED = pytest.mark.parametrize("signed", [True, False], ids=["mean", "square"])
+
+
+def companded(x):
+    return 2 * x / (1 + np.abs(x))
+
+
+def expanded(y):
+    return y / (2 - np.abs(y))
+
+
+def quantized(value, signed):
+    """Codes and scales of groups [..., 32]: of g companded, of g² linear in the root. Theirs has a code for zero."""
+    value = value if signed else np.sqrt(value)
+    scale = np.maximum(np.abs(value).max(-1, keepdims=True), 1e-12)
+    codes = np.floor((companded(value / scale) * 127 if signed else value / scale * 255) + 0.5)
+    with np.errstate(over="ignore"):
+        return codes, scale.astype(np.float16).astype(np.float64)
+
+
+def dequantized(codes, scale, signed):
+    return expanded(codes / 127) * scale if signed else (codes / 255 * scale) ** 2
+
+
+def exact(tensor):
+    return tensor.double().cpu().numpy()
+
+
+# -- moments -----------------------------------------------------------------------------------------------------------
+
+
+def groups_of_all_sizes(signed, count=2000):
+    """Groups of 32 of many sizes, with values of many sizes in each; float32."""
+    source = seeded(0)
+    value = torch.randn(count, 32, generator=source) * torch.randn(count, 32, generator=source).exp()
+    value *= 10 ** (torch.rand(count, 1, generator=source) * 40 - 30)
+    value = value[value.abs().amax(-1) > 1e-30]
+    return value if signed else value.abs()
+
+
+def test_companding_and_its_inverse():
+    x = np.linspace(-1, 1, 10_001)
+    assert np.abs(expanded(companded(x)) - x).max() < 1e-15
+
+
+def test_means_have_the_codes_of_flashoptim():
+    """Where the scale is a power of two, which both hold exactly, grids are the same and so are codes. A value within
+    float32 rounding of the middle between two codes may take the other one.
+    """
+    value = torch.rand(4000, 32) * 2 - 1
+    value = value.sign() * value.abs() ** 3
+    value[:, 7] = torch.where(torch.rand(4000) < 0.5, -1.0, 1.0)
+    value *= 2.0 ** torch.randint(-12, 12, (4000, 1))
+    codes, scale = store(Moment(True, draws=False), value)
+    expected, their_scale = quantized(exact(value), True)
+    assert (exact(scale) == their_scale).all()
+    level = 127 * companded(exact(value) / their_scale)
+    clear = np.abs(level - np.floor(level) - 0.5) > 1e-4
+    assert clear.mean() > 0.999
+    assert (exact(codes)[clear] == expected[clear]).all()
+    assert np.abs(exact(codes) - expected).max() <= 1
+    found = exact(Moment(True).decode((codes, scale)))
+    np.testing.assert_allclose(found[clear], dequantized(expected, their_scale, True)[clear], rtol=1e-6)
+
+
+@SIGNED
+def test_a_scale_is_the_largest_value_rounded_up(signed):
+    """FlashOptim's is rounded to nearest in float16, which loses a group of 1e-30."""
+    value = groups_of_all_sizes(signed)
+    _, scale = store(Moment(signed, draws=False), value)
+    largest = value.abs().amax(-1, keepdim=True)
+    assert ((scale >= largest) & (scale.float() <= largest * (1 + 2**-7))).all()
+    tiny = np.linspace(0.1, 1, 32)[None] * (1e-30 if signed else 1e-35)
+    assert not dequantized(*quantized(tiny, signed), signed).any()
+
+
+def test_a_square_is_never_zero_in_a_group_that_is_not():
+    """A second moment of zero would make an enormous step. Down to subnormals, of which the smallest is 2⁻¹⁴⁹."""
+    value = torch.zeros(200, 32)
+    value[:, 5] = torch.logspace(-44.8, 38, 200, dtype=torch.float64).float()
+    value[:, 6] = value[:, 5] * 1e-12
+    for storage, number in [(Moment(False, draws=False), 0), (Moment(False), 0), (Moment(False), LAST)]:
+        assert (decoded(storage, value, number) > 0).all()
+
+
+@SIGNED
+def test_one_huge_value_and_others_tiny(signed):
+    """The huge one is exact. The others are the smallest code, or nothing; at random their mean is the value, except
+    that a square is at least the smallest code."""
+    value = torch.full((1, 32), 1e-3 if signed else 1e-6)
+    value[0, 9] = 2.0**10
+    smallest = 2.0**10 / (253 if signed else 65536)
+    assert decoded(Moment(signed, draws=False), value)[0, 0] == (0 if signed else smallest)
+    numbers = torch.arange(0, NUMBERS, 256, dtype=torch.int32)[:, None]
+    found = decoded(Moment(signed), value.expand(len(numbers), 32), numbers)
+    assert (found[:, 9] == 2.0**10).all()
+    assert found[:, 0].mean().item() == pytest.approx(1e-3 if signed else smallest, rel=0.2)
+
+
+@SIGNED
+def test_the_largest_numbers(signed):
+    """Up to the largest of bfloat16; a float32 above it is infinite there, and shows."""
+    value = torch.linspace(0.2, 1, 32).view(1, 32)
+    value[0, 3] = torch.finfo(torch.bfloat16).max
+    assert decoded(Moment(signed, draws=False), value).isfinite().all()
+    value[0, 3] = torch.finfo(torch.float32).max
+    assert not decoded(Moment(signed, draws=False), value).isfinite().any()
+
+
+@SIGNED
+def test_subnormals_become_smaller_at_most(signed):
+    """A group whose largest value is below 2⁻¹²⁶ is stored as less than it is, with its sign: no update feels that."""
+    value = torch.logspace(-44, -38, 300, dtype=torch.float64).float()
+    value = torch.cat([value, -value]).view(-1, 1) if signed else value.view(-1, 1)
+    value = value * torch.linspace(0.1, 1, 32)
+    for storage, number in [(Moment(signed, draws=False), 0), (Moment(signed), 0), (Moment(signed), LAST)]:
+        found = decoded(storage, value, number)
+        assert found.isfinite().all()
+        assert (found * value.sign() >= 0).all()
+        assert (found.abs().amax(-1) <= value.abs().amax(-1) * (1 + 2.0**-7) + 2.0**-133).all()
+
+
+def test_a_square_that_was_stored_changes_once_at_most():
+    """The largest square of a group may round to code 254, if its scale was rounded up by so much. The next scale is
+    that value rounded up, which may be smaller by one spacing of bfloat16; codes then are others, values within half a
+    step. After that nothing changes.
+    """
+    storage = Moment(False, draws=False)
+    codes, scale = store(storage, groups_of_all_sizes(False))
+    assert set(codes.amax(-1).tolist()) == {254, 255}
+    again = store(storage, storage.decode((codes, scale)))
+    full = codes.amax(-1) == 255
+    assert torch.equal(again[0][full], codes[full]) and torch.equal(again[1][full], scale[full])
+    before, after = storage.decode((codes, scale)).sqrt(), storage.decode(again).sqrt()
+    assert ((after - before).abs() <= before.amax(-1, keepdim=True) / 512 * 1.01).all()
+    for _ in range(3):
+        again = store(storage, storage.decode(again))
+    assert all(map(torch.equal, store(storage, storage.decode(again)), again))
+
+
+@SIGNED
+def test_averages_over_many_steps(signed):
+    """3000 steps of a running mean with β = 0.999, of which one changes much less than a code: rounded at random it is
+    where float32 is, within 5 standard errors, and rounded to nearest it is not. The noise of the roundings that it
+    remembers is a sixth of the mean, at these sizes of a group.
+    """
+    source = seeded(0)
+    size = torch.rand(256, 32, generator=source) + 0.1
+    means = {"float32": torch.zeros(256, 32), "8bit": torch.zeros(256, 32), "8bit_nearest": torch.zeros(256, 32)}
+    for step in range(3000):
+        grad = size * (torch.rand(256, 32, generator=source) + 0.5)
+        word = rounding.mix(rounding.mix(torch.arange(grad.numel(), dtype=torch.int32) + step * 100_003))
+        for name, mean in means.items():
+            mean = mean * 0.999 + (grad if signed else grad**2) * 0.001
+            if name != "float32":
+                number = rounding.random_bits(word, 0, 23).view(mean.shape)
+                mean = decoded(Moment(signed, draws=name == "8bit"), mean, number)
+            means[name] = mean
+    wrong = {name: ((mean - means["float32"]) / means["float32"]) for name, mean in means.items()}
+    assert wrong["8bit"].square().mean().sqrt() < 0.2
+    for name, unbiased in (("8bit", True), ("8bit_nearest", False)):
+        limit = 5 * wrong[name].std() / math.sqrt(wrong[name].numel())
+        assert (abs(wrong[name].mean()) <= limit) == unbiased
+
+
+# -- weights with a residual -------------------------------------------------------------------------------------------
+
+
+def tails(exponent, sign, precision):
+    """Numbers with this exponent and all tails behind the first, second and last pattern of `precision` bits."""
+    heads = np.array([0, 1, (1 << precision) - 1], dtype=np.uint32)[:, None] << np.uint32(23 - precision)
+    every = np.arange(1 << (23 - precision), dtype=np.uint32)
+    pattern = (np.uint32(exponent) << np.uint32(23)) | heads | every | np.uint32((sign < 0) << 31)
+    return pattern.flatten().view(np.float32)
+
+
+# Precision, exponents, and those at which residuals are of the weight's spacing.
+FORMATS = [
+    (torch.bfloat16, 7, [*range(1, 12), *range(12, 230, 11), *range(230, 255)], range(8, 234)),
+    (torch.float16, 10, range(113, 143), range(113, 143)),
+]
+
+
+@pytest.mark.parametrize(("dtype", "precision", "exponents", "usual"), FORMATS, ids=["bfloat16", "float16"])
+def test_residuals_are_those_of_flashoptim(dtype, precision, exponents, usual):
+    """Rounded to nearest, for all tails: the same weight, and the residual of theirs: 127·e/h of
+    e = θ - θ', where h is half a spacing. It stands for the value within 1/508 of a spacing and float32 rounding.
+
+    Where a spacing of bfloat16 is below 2⁻¹²⁶ or above 2¹⁰⁰, residuals are of that spacing: they correct less, and
+    never make the weight worse. Weights of such sizes do not occur.
+    """
+    storage = Compensated(dtype, 8)
+    for exponent in exponents:
+        for sign in (1, -1) if exponent % 16 == 7 else (1,):
+            value = torch.as_tensor(tails(exponent, sign, precision))
+            stored, residual = store(storage, value)
+            assert torch.equal(stored, value.to(dtype))
+            parts = [value, stored, residual, storage.decode((stored, residual))]
+            value, narrow, residual, found = (exact(part[stored.isfinite()]) for part in parts)
+            without, error = np.abs(value - narrow), np.abs(value - found)
+            assert (error <= without).all()
+            if exponent in usual:
+                half = np.exp2(np.frexp(narrow)[1] - 1.0 - precision - 1.0)
+                last = np.spacing(np.abs(value).astype(np.float32)).astype(np.float64)
+                assert (np.abs(residual - 127 * np.clip((value - narrow) / half, -1, 1)) <= 0.53).all()
+                assert (np.abs(found - (narrow + residual * half / 127)) <= last).all()
+                assert (error <= half / 254 + last).all()
+                assert np.abs(residual).max() == 127
+
+
+def test_residuals_of_subnormal_weights():
+    """They have one spacing, in float16 2⁻²⁴."""
+    value = torch.linspace(-(2.0**-14), 2.0**-14, 100_001)
+    stored, residual = store(Compensated(torch.float16, 8), value)
+    assert torch.equal(stored, value.half())
+    found = Compensated(torch.float16, 8).decode((stored, residual))
+    assert (found - value).abs().max() <= 2.0**-24 / 508 + 2.0**-38
+
+
+@pytest.mark.parametrize("number", [0, MIDDLE, LAST])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_weight_that_was_stored_stays(dtype, number):
+    """Half a spacing away is the middle of two weights: the other one may be taken, with the opposite residual. If that
+    is a power of two, it has twice the spacing, and residuals twice as far apart.
+    """
+    source, storage = seeded(0), Compensated(dtype, 8)
+    value = torch.randn(200_000, generator=source) * 10 ** (torch.rand(200_000, generator=source) * 4 - 3)
+    stored, residual = store(storage, value)
+    again = store(storage, storage.decode((stored, residual)), number)
+    same = (again[0] == stored) & (again[1] == residual)
+    assert same[residual.abs() < 127].all()
+    found, expected = storage.decode(again), storage.decode((stored, residual))
+    torch.testing.assert_close(found, expected, rtol=torch.finfo(dtype).eps / 254 * 1.01, atol=0)
