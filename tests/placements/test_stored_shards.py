@@ -1,0 +1,464 @@
+"""Storages of states and weights where parameters are replicated or sharded: they have the bits of one device."""
+
+import functools
+import re
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from support.nets import assert_same
+from support.shards import SHARDS, engine
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import lowmem
+from lowmem import placements
+from lowmem.errors import UnsupportedError
+from lowmem.hf.checkpoint import load_optimizer, save_optimizer
+from lowmem.layers.quantize import quantize_
+from lowmem.step.compiled import has_compiler
+from lowmem.tiles.quantized import QuantizedWeight
+
+# The format of quantized weights, or None, and the options of the optimizer.
+ADAMW = {"rule": "adamw", "lr": 1e-2, "state_storage": "8bit"}
+ROUNDED = {**ADAMW, "rounding": "compensated8"}
+CASES = {
+    "adamw": (None, ROUNDED),
+    "to nearest, not batched": (None, {**ROUNDED, "state_storage": "8bit_nearest", "batching": False}),
+    "lion": (None, {**ROUNDED, "rule": "lion", "lr": 1e-3}),
+    "stochastic, deferred": (None, {**ADAMW, "rounding": "stochastic", "policy": "deferred", "store": "host"}),
+    "several rules": (None, {
+        **ROUNDED,
+        "groups": (
+            {"match": "two", "rule": "lion", "lr": 1e-3, "state_storage": "8bit_64"},
+            {"match": "experts", "rule": "adamw", "lr": 1e-2, "state_storage": "float32", "rounding": "stochastic"},
+        ),
+    }),
+    "int8, no states": ("int8", {"rule": "lomo", "lr": 0.1}),
+    "int8, lion, deferred": ("int8", {"rule": "lion", "lr": 1e-3, "policy": "deferred"}),
+    "int10": ("int10", ADAMW),
+    "int10, float32 states, clipped by value": ("int10", {**ADAMW, "state_storage": "float32", "clip_value": 1e-3}),
+    "int12, accumulated": ("int12", {**ADAMW, "policy": "deferred"}),
+    "int12, checkpointed": ("int12", ADAMW),
+    "compiled": (None, {**ROUNDED, "batching": False, "compile": True}),
+    "int10, compiled": ("int10", {**ADAMW, "batching": False, "compile": True}),
+}  # fmt: skip
+PLACES = {
+    "replicated": ("replicated", {}),
+    "fsdp2": ("fsdp2", {}),
+    "zero3": ("zero3", {"built_whole": True}),
+    "zero3, on the host": ("zero3", {"built_whole": True, "offload_param": {"device": "cpu"}}),
+    "zero3, nothing kept": ("zero3", {"built_whole": True, "stage3_param_persistence_threshold": 0}),
+}
+
+
+class Experts(torch.nn.Module):
+    """A stack of three experts, of which the second one gets no token."""
+
+    num_experts = 3
+
+    def __init__(self):
+        super().__init__()
+        self.up_proj = torch.nn.Parameter(torch.randn(3, 64, 64) / 8)
+
+    def forward(self, x, ids):
+        first = (ids % 2 == 0)[:, None]
+        return torch.where(first, F.linear(x, self.up_proj[0]), F.linear(x, self.up_proj[2]))
+
+
+class Net(torch.nn.Module):
+    """Rows and halves of large parameters are complete groups, and those of `small` are not. Two ranks cannot share the
+    rows of the tied matrix, of `one` or of the experts evenly, and one of them has no row of `few`.
+    """
+
+    def __init__(self, checkpoints=False):
+        super().__init__()
+        self.embed = torch.nn.Embedding(97, 64)
+        self.one, self.two = torch.nn.Linear(64, 67), torch.nn.Linear(64, 64, bias=False)
+        self.few, self.small = torch.nn.Linear(4096, 1), torch.nn.Linear(64, 7)
+        self.experts = Experts()
+        self.head = torch.nn.Linear(64, 97, bias=False)
+        self.head.weight = self.embed.weight
+        self.checkpoints = checkpoints
+
+    def block(self, x, ids):
+        x = x + self.two(torch.tanh(self.one(x)[:, :64]))
+        return x + self.few(x.repeat(1, 64)) + self.small(x).sum(-1, keepdim=True) + self.experts(x, ids)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        x = checkpoint(self.block, x, ids, use_reentrant=False) if self.checkpoints else self.block(x, ids)
+        return F.cross_entropy(self.head(x).float(), ids)
+
+
+def make(weight_format=None, checkpoints=False, dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    net = Net(checkpoints).to(dtype)
+    return quantize_(net, weight_format) if weight_format else net
+
+
+def by_layer(rank, make):
+    """`fully_shard` on each layer; the two that share a matrix are part of the whole."""
+    from torch.distributed.fsdp import fully_shard
+
+    net = make()
+    for layer in (net.one, net.two, net.few, net.small, net.experts, net):
+        fully_shard(layer)
+    return net
+
+
+KINDS = {"replicated": lambda rank, make: make(), "fsdp2": by_layer, "zero3": SHARDS["zero3"]}
+
+
+def placed(rank, place, settings, *args, **kwargs):
+    """A model where `place` says, or on one device, and its optimizer."""
+    kind, options = PLACES[place] if place else ("replicated", {})
+    net = KINDS[kind](rank, functools.partial(make, *args, **kwargs), **options)
+    chosen = {"placement": "replicated"} if place == "replicated" else {}
+    opt = lowmem.FusedOptimizer(net.named_parameters(), model=net, **chosen, **settings)
+    assert opt.placement == (kind if place else "local")
+    return net, opt
+
+
+def steps(net, opt, numbers, micro_batches=1):
+    """Every rank has the same rows, so that the mean of gradients is the gradient of one device, to the last bit."""
+    for n in numbers:
+        for i in range(micro_batches):
+            ids = torch.arange(24) * (n + 3 + 5 * i) % 97
+            with opt.accumulate() if i + 1 < micro_batches else nullcontext():
+                opt.backward(net(ids))
+
+
+def weights(net):
+    return {name: placements.full_tensor(param).clone() for name, param in net.named_parameters()}
+
+
+def states(opt):
+    saved = opt.named_state_dict()["state"]
+    return {f"{owner}/{name}": value.clone() for owner, kept in saved.items() for name, value in kept.items()}
+
+
+def trained(rank, place, case):
+    weight_format, settings = CASES[case]
+    net, opt = placed(rank, place, settings, weight_format, "checkpointed" in case)
+    steps(net, opt, range(4), 2 if "accumulated" in case else 1)
+    return weights(net), states(opt)
+
+
+@functools.cache
+def alone(case):
+    return trained(0, None, case)
+
+
+EQUAL = [
+    (place, case)
+    for case, (weight_format, _) in CASES.items()
+    for place in PLACES
+    if "compiled" not in case and not (weight_format and "zero3" in place)
+]
+if has_compiler("cpu"):
+    EQUAL += [("fsdp2", case) for case in CASES if "compiled" in case]
+
+
+@pytest.mark.parametrize(("place", "case"), EQUAL)
+def test_weights_and_states_have_the_bits_of_one_device(two, place, case):
+    for found in two.run(trained, place, case):
+        for one, other in zip(found, alone(case), strict=True):
+            assert_same(one, other)
+
+
+def test_what_is_stored_on_one_device():
+    """The cases differ from one another in the dtypes of states and weights, and all of them train."""
+    dtypes = {case: {name: value.dtype for name, value in alone(case)[1].items()} for case in ("adamw", "int10")}
+    for case in dtypes:
+        assert dtypes[case]["one.weight/exp_avg"] == torch.int8
+        assert dtypes[case]["one.weight/exp_avg.scale"] == torch.bfloat16
+        assert dtypes[case]["small.weight/exp_avg"] == torch.float32
+    assert dtypes["adamw"]["small.weight/residual"] == dtypes["adamw"]["one.weight/residual"] == torch.int8
+    assert dtypes["int10"]["embed.weight/codes"] == torch.int8
+    start = weights(make("int10"))
+    moved = ("embed.weight", "one.weight", "two.weight", "experts.up_proj")
+    assert all((start[name] != alone("int10")[0][name]).any() for name in moved)
+
+
+# -- sums in another order ---------------------------------------------------------------------------------------------
+
+SUMMED = {
+    "int8": {"rule": "adalomo", "lr": 1e-2},
+    "int10": {**ADAMW, "clip_norm": 0.5, "policy": "deferred"},
+    "int12": {**ADAMW, "clip_norm": 0.5, "policy": "deferred"},
+}
+
+
+def summed(rank, place, weight_format):
+    net, opt = placed(rank, place, SUMMED[weight_format], weight_format)
+    steps(net, opt, range(4))
+    return weights(net)
+
+
+@pytest.mark.parametrize("place", ["replicated", "fsdp2"])
+@pytest.mark.parametrize("weight_format", SUMMED)
+def test_sums_over_shards_of_quantized_weights(two, weight_format, place):
+    """They are taken in another order where weights are sharded, and few values are rounded to another code."""
+    expected = summed(0, None, weight_format)
+    for found in two.run(summed, place, weight_format):
+        for name, weight in expected.items():
+            different = (weight != found[name]).float().mean()
+            assert different < 0.02 if place == "fsdp2" else different == 0, name
+            torch.testing.assert_close(found[name], weight, rtol=0.02, atol=0.02, msg=name)
+
+
+OWN_ROWS = {
+    "own rows": {},
+    "clipped": {"clip_norm": 0.5, "policy": "deferred"},
+    "scaled": {"loss_scale": "dynamic", "policy": "deferred"},
+    "accumulated": {"policy": "deferred"},
+}
+
+
+def with_own_rows(rank, place, case):
+    net, opt = placed(rank, place, {**ROUNDED, **OWN_ROWS[case]}, dtype=torch.float32)
+    count, losses = dist.get_world_size() if place else 1, []
+    micro_batches = 2 if case == "accumulated" else 1
+    for n in range(4):
+        for i, part in enumerate((torch.arange(24) * (n + 3) % 97).tensor_split(micro_batches), start=1):
+            rows = part.tensor_split(count)[rank]
+            with opt.accumulate() if i < micro_batches else nullcontext():
+                losses.append(float(opt.backward(lambda rows=rows: net(rows) / micro_batches)))
+    return losses, states(opt)
+
+
+@pytest.mark.parametrize("case", OWN_ROWS)
+@pytest.mark.parametrize("place", ["replicated", "fsdp2", "zero3"])
+def test_ranks_with_their_own_rows(two, place, case):
+    """Gradients differ in their last bits, by which few values are rounded to the next code; later steps may double
+    that."""
+    losses, expected = with_own_rows(0, None, case)
+    found = two.run(with_own_rows, place, case)
+    means = [sum(both) / 2 for both in zip(*(own for own, _ in found), strict=True)]
+    assert means == pytest.approx(losses, rel=1e-3)  # a code is at most 1/127 of a moment, and one in hundreds differs
+    for _, kept in found:
+        assert kept.keys() == expected.keys()
+        for name, codes in expected.items():
+            if codes.dtype in (torch.int8, torch.uint8):
+                off = (codes.short() - kept[name].short()).abs()
+                assert off.max() <= 2 and (off > 0).float().mean() < 0.01, name
+
+
+# -- saved in one place, resumed in another ----------------------------------------------------------------------------
+
+
+def resumed(rank, place, case, folder, numbers):
+    """Goes on with what is in `folder`, if anything is, and saves there: a file of lowmem and one of weights."""
+    weight_format, settings = CASES[case]
+    net, opt = placed(rank, place, settings, weight_format)
+    file = folder / "optimizer.safetensors"
+    if file.exists():
+        for name, value in torch.load(folder / "weights.pt").items():
+            placements.fill(dict(net.named_parameters())[name], value)
+        load_optimizer(opt, file)
+        assert_same(states(opt), load_file(file))
+    steps(net, opt, numbers)
+    if place is not None:
+        dist.barrier()
+    save_optimizer(opt, file, write=rank == 0)
+    found = weights(net), states(opt)
+    if rank == 0:
+        torch.save(found[0], folder / "weights.pt")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("place", "case"),
+    [
+        *((place, "adamw") for place in PLACES),
+        *((place, "several rules") for place in ("fsdp2", "zero3")),
+        ("fsdp2", "lion"),
+        ("zero3", "stochastic, deferred"),
+        *((place, "int10") for place in ("replicated", "fsdp2")),
+    ],
+)
+def test_from_one_process_to_two_and_back(two, place, case, tmp_path):
+    """Codes are moved as they are: the end is that of a run that was not interrupted, bit for bit."""
+    resumed(0, None, case, tmp_path, range(1))
+    two.run(resumed, place, case, tmp_path, range(1, 3))
+    end = resumed(0, None, case, tmp_path, range(3, 4))
+    for one, other in zip(end, alone(case), strict=True):
+        assert_same(one, other)
+
+
+def through_dcp(rank, place, case, folder):
+    net, opt = placed(rank, place, CASES[case][1])
+    steps(net, opt, range(3))
+    dcp.save({"optimizer": get_optimizer_state_dict(net, opt)}, checkpoint_id=folder)
+    return states(opt)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("place", "case"), [("replicated", "adamw"), ("replicated", "several rules"), ("fsdp2", "several rules")]
+)
+def test_distributed_checkpoints(two, place, case, tmp_path):
+    saved, _ = two.run(through_dcp, place, case, tmp_path / "saved")
+    net, opt = placed(0, None, CASES[case][1])
+    template = {"optimizer": get_optimizer_state_dict(net, opt)}
+    dcp.load(template, checkpoint_id=tmp_path / "saved")
+    set_optimizer_state_dict(net, opt, template["optimizer"])
+    assert_same(states(opt), saved)
+
+
+def filled(rank, place):
+    """Other weights in all of a model, before its first step and between two."""
+    torch.manual_seed(1)
+    other = Net().bfloat16()
+    net, opt = placed(rank, place, ADAMW, "int10")
+    for n in range(2):
+        for param, value in zip(net.parameters(), other.parameters(), strict=True):
+            placements.fill(param, value.detach() * (n + 1))
+        net.load_state_dict(net.state_dict())  # FSDP2 makes tensors anew where it pads them
+        steps(net, opt, [n])
+    return weights(net), states(opt)
+
+
+def test_quantized_weights_that_are_filled(two):
+    expected = filled(0, None)
+    for found in two.run(filled, "fsdp2"):
+        for one, other in zip(found, expected, strict=True):
+            assert_same(one, other)
+
+
+# -- quantized weights under FSDP2 and replicated ----------------------------------------------------------------------
+
+
+def gathered(rank):
+    """Bytes in collectives, and the weights that layers see."""
+    seen, sent, (net, _) = [], 0, placed(rank, "fsdp2", ADAMW, "int8")
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    gather = getattr(dist, name)
+
+    def counted(output, *args, **kwargs):
+        nonlocal sent
+        sent += output.nbytes
+        return gather(output, *args, **kwargs)
+
+    net.two.register_forward_pre_hook(lambda layer, *_: seen.append((type(layer.weight), tuple(layer.weight.shape))))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, name, counted)
+        net(torch.arange(24))
+    net.reshard()
+    local = net.one.weight.to_local()
+    return seen, sent, tuple(local.shape), type(local)
+
+
+def test_codes_are_gathered_and_no_matrices(two):
+    for rank, (seen, sent, shape, kind) in enumerate(two.run(gathered)):
+        assert seen == [(QuantizedWeight, (64, 64))]
+        rows = {"embed": 98, "one": 68, "two": 64}  # with padding
+        codes = sum(count * (64 + 2) for count in rows.values()) + 2 * (4096 + 2 * 64) + 4 * 64 * (64 + 2)
+        assert sent == codes + 2 * (68 + 2) + 2 * (8 * 64 + 8)  # biases, and `small`
+        assert kind is QuantizedWeight and shape == ((34, 33)[rank], 64)
+
+
+def other_codes(rank, part):
+    """One number of the last rank differs by one."""
+    net = make("int12")
+    net.two.weight.parts[part][0, 0] += rank
+    with pytest.raises(UnsupportedError, match="the values of the parameters differ between rank 0 and rank 1"):
+        lowmem.FusedOptimizer(net.named_parameters(), model=net, **ADAMW)
+    opt = lowmem.FusedOptimizer(net.named_parameters(), model=net, placement="replicated", **ADAMW)
+    steps(net, opt, range(1))
+    return states(opt)
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_ranks_whose_quantized_weights_differ(two, part):
+    """They are refused, and `replicated` broadcasts the weights of rank 0."""
+    assert_same(*two.run(other_codes, part))
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+class Uneven(torch.nn.Module):
+    """A vector of 4,128 elements is 129 groups of 32, which two ranks cannot share; a small one may be."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.gain = torch.nn.Parameter(torch.ones(count))
+
+    def forward(self, x):
+        return (self.gain * x).square().mean()
+
+
+def uneven(rank, kind):
+    for count, stored in ((96, torch.float32), (4128, None)):
+        net = SHARDS[kind](rank, functools.partial(Uneven, count))
+        with nullcontext() if stored else pytest.raises(UnsupportedError) as raised:
+            opt = lowmem.FusedOptimizer(net.named_parameters(), model=net, **ROUNDED)
+            opt.backward(net(torch.ones(count)))
+            assert states(opt)["gain/exp_avg"].dtype == stored
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("kind", SHARDS)
+def test_shards_that_groups_do_not_divide(two, kind):
+    """A large parameter is refused by name, and a small one has float32 states."""
+    for message in two.run(uneven, kind):
+        assert message.startswith("parameter 'gain' of shape [4128] cannot be stored in groups of 32 elements per row")
+        assert "another rounding or state_storage" in message
+    net = Uneven(4128)
+    lowmem.FusedOptimizer(net.named_parameters(), model=net, **ROUNDED).remove()  # on one device it can
+
+
+def message_of(action, *args):
+    with pytest.raises(UnsupportedError) as raised:
+        action(*args)
+    return str(raised.value)
+
+
+def already_sharded(rank, kind):
+    return message_of(quantize_, SHARDS[kind](rank, make), "int8")
+
+
+def dequantized(rank):
+    return message_of(lowmem.dequantize_, by_layer(rank, lambda: make("int10")))
+
+
+def on_the_host(rank):
+    """CPUOffloadPolicy leaves shards on the host of a GPU."""
+    net = by_layer(rank, lambda: make("int10"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(net.one.weight.device_mesh), "device_type", "cuda")
+        return message_of(lambda: lowmem.FusedOptimizer(net.named_parameters(), model=net, **ADAMW))
+
+
+def under_zero3(rank):
+    return message_of(engine, rank, make("int10"), 3)
+
+
+def under_ddp(rank):
+    return message_of(torch.nn.parallel.DistributedDataParallel, make("int10"))
+
+
+OTHER = r"quantized to int10.*sharded by fully_shard \(FSDP2\), but not with DeepSpeed or DistributedDataParallel"
+SHARDED = r"^embed\.weight is already sharded.*before fully_shard.*DeepSpeed ZeRO-3 cannot shard quantized weights"
+
+
+@pytest.mark.parametrize(
+    ("case", "args", "words"),
+    [
+        (already_sharded, ("zero3",), SHARDED),
+        (already_sharded, ("fsdp2",), SHARDED),
+        (dequantized, (), "the model is sharded"),
+        (on_the_host, (), "'embed.weight' is quantized, and FSDP2 cannot gather it from the host"),
+        (under_zero3, (), OTHER),
+        (under_ddp, (), OTHER),
+    ],
+)
+def test_where_weights_cannot_be_quantized(two, case, args, words):
+    for message in two.run(case, *args):
+        assert re.search(words, message), message
