@@ -31,11 +31,12 @@ def logits_of(hidden, weight, bias, scale, softcap, temperature):
     return (z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature
 
 
-def reference(hidden, weight, bias, labels, scale=1.0, softcap=None, temperature=1.0, smoothing=0.0):
+def reference(hidden, weight, bias, labels, logit_scale=1.0, softcap=None, temperature=1.0, label_smoothing=0.0):
     """The mean loss from whole logits, written down as in the documentation of `Head`."""
-    z = logits_of(hidden, weight, bias, scale, softcap, temperature)
+    z = logits_of(hidden, weight, bias, logit_scale, softcap, temperature)
     target = z.gather(1, labels.clamp(min=0)[:, None])[:, 0]
-    losses = z.logsumexp(-1) - (1 - smoothing) * target - smoothing * z.mean(-1)
+    losses = z.logsumexp(-1) - (1 - label_smoothing) * target
+    losses = losses - label_smoothing * z.mean(-1) if label_smoothing else losses
     return losses[labels != -100].mean()
 
 
@@ -50,26 +51,39 @@ def relative(value, exact):
 OPTIONS = list(itertools.product((False, True), (1.0, 0.5), (None, 20.0), (1.0, 1.3), (0.0, 0.1)))
 
 
+def assert_close_to_float64(tensors, labels, dtype, tolerance, **options):
+    """The loss and all gradients."""
+    exact, mine = leaves([tensor.to(dtype) for tensor in tensors], torch.float64), leaves(tensors, dtype)
+    (hidden, weight, bias), (own_hidden, own_weight, own_bias) = ([*each, None][:3] for each in (exact, mine))
+    expected = reference(hidden, weight, bias, labels, **options)
+    loss = linear_cross_entropy(own_hidden, own_weight, labels, bias=own_bias, memory=SMALL, **options)
+    expected.backward()
+    loss.backward()
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=0)
+    for one, other in zip(mine, exact, strict=True):
+        assert one.grad.dtype == dtype
+        assert relative(one.grad, other.grad) <= tolerance
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 4e-3)])
 def test_loss_and_gradients_are_those_of_whole_logits_in_float64(dtype, tolerance, inputs):
     """In bfloat16 the gradient of a hidden state is rounded twice, which is off by 2⁻⁹ at most each time."""
     *tensors, labels = inputs
-    for has_bias, scale, softcap, temperature, smoothing in OPTIONS:
-        exact = leaves([tensor.to(dtype) for tensor in tensors], torch.float64)
-        mine = leaves(tensors, dtype)
-        biases = [pair[2] if has_bias else None for pair in (exact, mine)]
-        expected = reference(*exact[:2], biases[0], labels, scale, softcap, temperature, smoothing)
-        loss = linear_cross_entropy(
-            *mine[:2], labels, bias=biases[1], logit_scale=scale, softcap=softcap, temperature=temperature,
-            label_smoothing=smoothing, memory=SMALL,
-        )  # fmt: skip
-        expected.backward()
-        loss.backward()
-        assert loss.dtype == torch.float32
-        torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=0)
-        for one, other in zip(mine[: 2 + has_bias], exact, strict=False):
-            assert one.grad.dtype == dtype
-            assert relative(one.grad, other.grad) <= tolerance
+    for has_bias, *values in OPTIONS:
+        options = dict(zip(("logit_scale", "softcap", "temperature", "label_smoothing"), values, strict=True))
+        assert_close_to_float64(tensors[: 2 + has_bias], labels, dtype, tolerance, **options)
+
+
+@pytest.mark.parametrize("softcap", [None, 20.0])
+@pytest.mark.parametrize("rows", [slice(0, 300), slice(500, 501), slice(700, None)], ids=str)
+def test_words_whose_bias_is_minus_infinity_are_never_chosen(rows, softcap, inputs):
+    """A whole tile of them is not NaN, also if it is the first."""
+    *tensors, labels = inputs
+    tensors[2][rows] = -torch.inf
+    allowed = torch.arange(VOCABULARY)[tensors[2] > -torch.inf]
+    labels = torch.where(labels < 0, labels, allowed[labels.clamp(max=len(allowed) - 1)])
+    assert_close_to_float64(tensors, labels, torch.float32, 2e-6, softcap=softcap)
 
 
 def test_metrics_are_those_of_whole_logits(inputs):
@@ -199,26 +213,28 @@ def test_a_tile_fits_into_memory_and_covers_everything(tokens, vocabulary, size)
         assert 8 * size * (step + rows) + 12 * step * rows <= memory
 
 
-def test_what_is_refused(inputs):
-    hidden, weight, _, labels = inputs
-    for options, words in (
+LEARNED = torch.tensor(0.5, requires_grad=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
         ({"memory": 700}, "head_memory=700 bytes is not enough for one row"),
         ({"softcap": 0.0}, "softcap=0.0 is out of range; allowed: a number > 0, or None"),
         ({"temperature": -1.0}, "temperature=-1.0"),
         ({"label_smoothing": 1.5}, "label_smoothing=1.5 is out of range; allowed: a number >= 0 and <= 1"),
         ({"logit_scale": float("nan")}, "logit_scale=nan"),
         ({"reduction": "avg"}, "reduction='avg'; allowed are"),
-    ):
-        with pytest.raises(ConfigError, match=words):
-            linear_cross_entropy(hidden.float(), weight.float(), labels, **options)
-
-
-@pytest.mark.parametrize("name", ["logit_scale", "softcap", "temperature", "label_smoothing"])
-def test_a_number_that_is_to_be_learned_is_refused(name, inputs):
-    """It would get no gradient."""
+        *(
+            ({name: LEARNED}, rf"{name}=tensor\(0.5000, requires_grad=True\) .* allowed: a number")  # gets no gradient
+            for name in ("logit_scale", "softcap", "temperature", "label_smoothing")
+        ),
+    ],
+)
+def test_an_option_out_of_range_is_refused(options, words, inputs):
     hidden, weight, _, labels = inputs
-    with pytest.raises(ConfigError, match=rf"{name}=tensor\(0.5000, requires_grad=True\) .* allowed: a number"):
-        linear_cross_entropy(hidden, weight, labels, **{name: torch.tensor(0.5, requires_grad=True)})
+    with pytest.raises(ConfigError, match=words):
+        linear_cross_entropy(hidden.float(), weight.float(), labels, **options)
 
 
 @pytest.mark.cpu_only("a GPU stops with an assertion, and takes no more commands")
@@ -250,21 +266,3 @@ def test_second_derivatives_are_refused(inputs):
     loss = linear_cross_entropy(hidden, weight.float(), labels)
     with pytest.raises(UnsupportedError, match=r"create_graph=True: .*cross_entropy\(hidden @ weight.T, labels\)"):
         torch.autograd.grad(loss, hidden, create_graph=True)
-
-
-@pytest.mark.parametrize("softcap", [None, 20.0])
-@pytest.mark.parametrize("rows", [slice(0, 300), slice(500, 501), slice(700, None)], ids=str)
-def test_words_whose_bias_is_minus_infinity_are_never_chosen(rows, softcap, inputs):
-    """A whole tile of them is not NaN, also if it is the first."""
-    *tensors, labels = inputs
-    tensors[2][rows] = -torch.inf
-    allowed = torch.arange(VOCABULARY)[tensors[2] > -torch.inf]
-    labels = torch.where(labels < 0, labels, allowed[labels.clamp(max=len(allowed) - 1)])
-    exact, mine = leaves(tensors, torch.float64), leaves(tensors, torch.float32)
-    expected = torch.nn.functional.cross_entropy(logits_of(*exact, 1.0, softcap, 1.0), labels)
-    loss = linear_cross_entropy(*mine[:2], labels, bias=mine[2], softcap=softcap, memory=SMALL)
-    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=0)
-    expected.backward()
-    loss.backward()
-    for one, other in zip(mine, exact, strict=True):
-        assert relative(one.grad, other.grad) <= 2e-6

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-from contextlib import nullcontext
 from importlib.util import find_spec
 
 import pytest
@@ -29,49 +28,46 @@ experts_are_stacked = pytest.mark.skipif(
 )
 
 
-@experts_are_stacked
-@pytest.mark.parametrize("kind", ["Mixtral", "Qwen3Moe", "GptOss"])
-def test_a_mixture_of_experts_is_refused_by_name(kind):
+def on_meta(kind, **sizes):
     with torch.device("meta"):
-        model = build(kind, GROUPS)
-    with pytest.raises(UnsupportedError, match=r"'model\.layers\.0\.mlp' is a mixture of experts.*Omit mlp_tile"):
-        tile_mlps(model, 8)
+        return build(kind, GROUPS | sizes)
 
 
 @experts_are_stacked
 def test_dense_layers_among_sparse_ones_are_tiled():
-    with torch.device("meta"):
-        model = build("Qwen3Moe", GROUPS | {"mlp_only_layers": [1]})
-    assert tile_mlps(model, 8) == ["model.layers.1.mlp"]
-
-
-def test_a_model_without_mlps_is_refused():
-    with torch.device("meta"):
-        model = build("OPT", GROUPS)
-    with pytest.raises(UnsupportedError, match=r"OPTForCausalLM has no MLP.*Omit mlp_tile"):
-        tile_mlps(model, 8)
+    assert tile_mlps(on_meta("Qwen3Moe", mlp_only_layers=[1]), 8) == ["model.layers.1.mlp"]
 
 
 def test_mlps_of_other_names():
     net = Net(MLP())
     net.other = MLP()
     assert tile_mlps(net, 8, names=["other"]) == ["other"]
-    with pytest.raises(UnsupportedError, match="a module named dense that is called"):
-        tile_mlps(net, 8, names=["dense"])
 
 
-def test_a_module_that_takes_two_tensors_is_not_tiled():
-    class Residual(MLP):
-        def forward(self, x, residual): ...
-
-    with pytest.raises(UnsupportedError, match="Net has no MLP"):
-        tile_mlps(Net(Residual()), 8)
+class Residual(MLP):
+    def forward(self, x, residual): ...
 
 
-@pytest.mark.parametrize("tokens", [0, -1])
-def test_less_than_one_token_is_refused(tokens):
-    with pytest.raises(ConfigError, match=f"mlp_tile={tokens}"):
-        tile_mlps(Net(MLP()), tokens)
+A_MIXTURE = r"'model\.layers\.0\.mlp' is a mixture of experts.*Omit mlp_tile"
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "words"),
+    [
+        *(
+            pytest.param(lambda kind=kind: on_meta(kind), {}, A_MIXTURE, marks=experts_are_stacked, id=kind)
+            for kind in ("Mixtral", "Qwen3Moe", "GptOss")
+        ),
+        (lambda: on_meta("OPT"), {}, r"OPTForCausalLM has no MLP.*Omit mlp_tile"),
+        (lambda: Net(MLP()), {"names": ["dense"]}, "a module named dense that is called"),
+        (lambda: Net(Residual()), {}, "Net has no MLP"),  # it takes two tensors
+        (lambda: Net(MLP()), {"tokens": 0}, "mlp_tile=0"),
+        (lambda: Net(MLP()), {"tokens": -1}, "mlp_tile=-1"),
+    ],
+)
+def test_a_model_that_cannot_be_tiled_is_refused(make, options, words):
+    with pytest.raises((ConfigError, UnsupportedError), match=words):
+        tile_mlps(make(), **{"tokens": 8, **options})
 
 
 class Mixing(MLP):
@@ -100,25 +96,15 @@ def test_a_module_that_only_looks_like_an_mlp_is_refused_in_its_first_forward(cl
 KINDS = MODELS if FULL else {name: MODELS[name] for name in ("Llama", "Gemma2", "GPT-2")}
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize(("kind", "sizes", "place"), KINDS.values(), ids=KINDS)
-def test_loss_and_gradients_are_those_of_whole_mlps(kind, sizes, place, checkpointing, token_batches):
-    model = build(kind, sizes, checkpointing)
+@pytest.mark.parametrize(("kind", "checkpointing", "tokens"), pairwise(KINDS, [False, True], [1, 7, 16, 31]))
+def test_loss_and_gradients_are_those_of_whole_mlps(kind, checkpointing, tokens, token_batches):
+    model = build(*MODELS[kind][:2], checkpointing)
     (batch,) = token_batches(1)  # of 32 tokens
     loss, grads = step(model, batch)
-    tile_mlps(model, 7)
+    tile_mlps(model, tokens)
     tiled_loss, tiled = step(model, batch)
     torch.testing.assert_close(tiled_loss, loss, rtol=1e-6, atol=0)
     assert_close(tiled, grads)
-
-
-@pytest.mark.parametrize("tokens", [1, 16, 31])
-def test_any_tile_size(tokens, token_batches):
-    model = build("Llama", GROUPS)
-    (batch,) = token_batches(1)
-    _, grads = step(model, batch)
-    tile_mlps(model, tokens)
-    assert_close(step(model, batch)[1], grads)
 
 
 def test_one_tile_is_bit_equal(token_batches):
@@ -134,27 +120,34 @@ def test_one_tile_is_bit_equal(token_batches):
     assert all(torch.equal(tiled[name], grad) for name, grad in grads.items())
 
 
+class Shared(MLP):
+    """The gradient of a bias is a view of the gradient of the output, which the rest of the model uses as well."""
+
+    def forward(self, x):
+        return self.down(self.act(self.gate(x))) + self.up.bias.view(1, -1)
+
+
+class Part(MLP):
+    """A weight is not used, and has no gradient."""
+
+    def forward(self, x):
+        return self.down(self.act(self.gate(x)))
+
+
+@pytest.mark.parametrize("cls", [MLP, Shared, Part])
 @pytest.mark.parametrize("shape", [(8, 32), (2, 8, 32), (2, 2, 4, 32)])
-def test_shapes_and_strides_of_the_input(shape):
-    net = Net(MLP())
+def test_inputs_of_any_shape_and_stride(shape, cls):
+    net = Net(cls(wide=32))
     for x in (torch.randn(shape), torch.randn(shape[::-1]).permute(*range(len(shape))[::-1])):
         found = []
         for _ in range(2):
             leaf = x.clone(memory_format=torch.preserve_format).requires_grad_()
-            out = net(leaf)
+            out = net(leaf) + net.mlp(x=leaf)  # by position and by name
             out.square().sum().backward()
             found.append(gradients(net) | {"in": leaf.grad, "out": out.detach()})
             tile_mlps(net, 3)
         del net.mlp.forward, net.mlp._untiled_forward
         assert_close(found[1], found[0])
-
-
-def test_the_argument_may_be_named():
-    mlp = MLP()
-    x = torch.randn(8, 32)
-    whole = mlp(x=x)
-    tile_mlps(Net(mlp), 3)
-    torch.testing.assert_close(mlp(x=x), whole)
 
 
 def test_evaluation(token_batches):
@@ -312,41 +305,25 @@ def test_dropout_with_activation_checkpointing(token_batches):
 
 # -- fused training ----------------------------------------------------------------------------------------------------
 
-POLICIES = {
-    "immediate": {},
-    "two_pass": {"policy": "two_pass", "clip_norm": 0.5},
-    "deferred": {"policy": "deferred", "clip_norm": 0.5},
-}
-
-
-def train(model, batches, settings, micro_batches=1):
-    opt = lowmem.FusedOptimizer(model.named_parameters(), lr=1e-2, **settings)
-    for batch in batches:
-        for n in range(1, micro_batches + 1):
-
-            def loss(batch=batch):
-                return model(**batch).loss / micro_batches
-
-            with opt.accumulate() if n < micro_batches else nullcontext():
-                opt.backward(loss())
-    return dict(model.named_parameters()), opt.last_step.grad_norm
-
-
 # eps of a size at which rounding of small gradients does not decide the direction of an update
-RULES = {"adalomo": {"rule": "adalomo", "eps": (1e-30, 1e-3)}, "adamw": {"rule": "adamw", "eps": 1e-3}}
+ADALOMO, ADAMW = {"rule": "adalomo", "eps": (1e-30, 1e-3)}, {"rule": "adamw", "eps": 1e-3}
 
 
-@pytest.mark.parametrize(("policy", "rule", "checkpointing"), pairwise(POLICIES, RULES, [True, False]))
-def test_fused_training_is_that_of_whole_mlps(policy, checkpointing, rule, token_batches):
-    """Three steps; gradients differ by the order of float32 sums, 1e-7, and each step adds to it."""
-    settings = RULES[rule] | POLICIES[policy]
-    micro_batches = 2 if policy == "deferred" else 1
-    whole, tiled = (build("Llama", GROUPS, checkpointing) for _ in range(2))
-    tile_mlps(tiled, 7)
-    weights, norm = train(whole, token_batches(3), settings, micro_batches)
-    tiled_weights, tiled_norm = train(tiled, token_batches(3), settings, micro_batches)
-    torch.testing.assert_close(tiled_norm, norm, rtol=1e-5, atol=0)
-    torch.testing.assert_close(tiled_weights, weights, rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("options", [ADALOMO, ADAMW | {"policy": "two_pass", "clip_norm": 0.5}], ids=str)
+def test_fused_training_is_that_of_whole_mlps(options, checkpointing, token_batches):
+    """Three steps; gradients differ by the order of float32 sums, 1e-7, and each step adds to it. On several ranks:
+    tests/placements/test_sharded_models.py."""
+    weights = []
+    for tiled in (False, True):
+        model = build("Llama", GROUPS, checkpointing)
+        if tiled:
+            tile_mlps(model, 7)
+        opt = lowmem.FusedOptimizer(model.named_parameters(), lr=1e-2, **options)
+        for batch in token_batches(3):
+            opt.backward(lambda batch=batch, model=model: model(**batch).loss)
+        weights.append(dict(model.named_parameters()))
+    torch.testing.assert_close(*weights, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])  # a plan's GPU is "meta"
@@ -375,36 +352,6 @@ def test_adapters(token_batches):
     tiled = step(model, batch)[1]
     assert any("lora" in name for name in grads)
     assert_close(tiled, grads)
-
-
-def test_a_gradient_may_share_the_memory_of_another():
-    """Here the gradient of a bias is a view of that of the output, which the rest of the model uses as well."""
-
-    class Shared(MLP):
-        def forward(self, x):
-            return self.down(self.act(self.gate(x))) + self.up.bias.view(1, -1)
-
-    net = Net(Shared(wide=32))
-    x = torch.randn(4, 32, requires_grad=True)
-    found = []
-    for _ in range(2):
-        x.grad = None
-        net(x).square().sum().backward()
-        found.append(gradients(net) | {"in": x.grad})
-        tile_mlps(net, 1)
-    assert_close(found[1], found[0])
-
-
-def test_unused_weights_have_no_gradient():
-    class Part(MLP):
-        def forward(self, x):
-            return self.down(self.act(self.gate(x)))
-
-    net = Net(Part())
-    tile_mlps(net, 3)
-    net(torch.randn(8, 32)).sum().backward()
-    assert net.mlp.up.weight.grad is None
-    assert net.mlp.gate.weight.grad.norm() > 0
 
 
 def test_backwards_leave_no_tensors_behind():

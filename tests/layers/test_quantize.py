@@ -129,9 +129,7 @@ def test_activation_checkpointing_measures_the_gradients_of_ordinary_weights(lla
 
 @pytest.mark.cpu_only("the simulated GPU has no compiler")
 @pytest.mark.skipif(not has_compiler("cpu"), reason="needs a C++ compiler")
-@pytest.mark.parametrize(
-    ("weight_format", "rule"), [*itertools.product(["int8", "int10", "int12"], ["adalomo"]), ("int10", "lion")]
-)
+@pytest.mark.parametrize(("weight_format", "rule"), [("int8", "adalomo"), ("int10", "lion"), ("int12", "adalomo")])
 def test_compiled_code_gives_the_same_bits(weight_format, rule):
     results = []
     for compiled in (False, True):
@@ -143,16 +141,6 @@ def test_compiled_code_gives_the_same_bits(weight_format, rule):
             opt.backward(model(torch.randn(8, 192).bfloat16()).float().square().mean())
         results.append(model)
     assert_same(*results)
-
-
-def test_a_gradient_of_zero_and_a_rate_of_zero_change_nothing(llama, token_batches):
-    model = llama("int8")
-    for options, factor in (({"rule": "lomo"}, 0.0), ({"rule": "adamw", "weight_decay": 0.0}, 1.0)):
-        opt = lowmem.FusedOptimizer(model.named_parameters(), lr=factor and 0.0, **options)
-        for batch in token_batches(20):
-            opt.backward(model(**batch).loss * factor)
-        opt.remove()
-    assert_same(model, llama("int8"))
 
 
 @pytest.mark.parametrize("options", [RULES["adalomo"], RULES["8-bit states"], RULES["lomo"]], ids=str)

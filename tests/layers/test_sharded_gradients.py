@@ -68,20 +68,20 @@ def trained(rank, kind, tied, settings):
         largest[0] = max(largest[0], seen.nbytes)
         return shard
 
-    Hooks._offer, _ReduceScatter._reduce_blocks, zero3._BLOCK = offered, reduced, 5000
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Hooks, "_offer", offered)
+        patch.setattr(_ReduceScatter, "_reduce_blocks", reduced)
+        patch.setattr(zero3, "_BLOCK", 5000)
+        options = {"placement": "replicated"} if kind == "replicated" else {}
         if kind == "replicated":
-            net, options = make(tied), {"placement": "replicated"}
+            net = make(tied)
         else:
-            how = {"built_whole": True} if kind == "zero3" else {}
-            net, options = SHARDS[kind](rank, lambda: make(tied), **how), {}
+            net = SHARDS[kind](rank, lambda: make(tied), **({"built_whole": True} if kind == "zero3" else {}))
         opt = lowmem.FusedOptimizer(net.named_parameters(), model=net, lr=1e-2, compile=False, **settings, **options)
         for step in range(3):
             opt.backward(lambda step=step: net(batches(rank, step)))
-        weights = {name: placements.full_tensor(param).clone() for name, param in net.named_parameters()}
-        return weights, taken, largest[0], dist.get_world_size()
-    finally:
-        Hooks._offer, _ReduceScatter._reduce_blocks, zero3._BLOCK = offer, reduce, 1 << 22
+    weights = {name: placements.full_tensor(param).clone() for name, param in net.named_parameters()}
+    return weights, taken, largest[0], dist.get_world_size()
 
 
 def alone(ranks, tied, settings):

@@ -1,8 +1,9 @@
 """In a process group, ranks whose parameters or settings differ are refused, and left as they were."""
 
+import itertools
+
 import pytest
 import torch
-import torch.distributed as dist
 
 import lowmem
 from lowmem.errors import ConfigError, UnsupportedError
@@ -12,52 +13,38 @@ def layers(count, dtype=torch.float32):
     return torch.nn.Sequential(*(torch.nn.Linear(4, 4, dtype=dtype) for _ in range(count)))
 
 
-def other_values(rank):
+def seeded_by(rank):
     torch.manual_seed(rank)
-    return layers(2).named_parameters()
+    return layers(2)
 
 
-def one_element(rank):
+def changed(rank, change):
     net = layers(2)
-    net[1].weight.data[3, 3] += 1e-7 * rank
-    return net.named_parameters()
-
-
-def two_exchanged(rank):
-    net = layers(1)
     if rank:
-        net[0].weight.data[0, 0:2] = net[0].weight.data[0, 0:2].flip(0).clone()
+        change(net[1].weight.data)
     return net.named_parameters()
 
 
-def stages(rank):
-    return layers(2 + rank).named_parameters()
+def groups(net):
+    return [{"params": list(layer.named_parameters(prefix=str(n)))} for n, layer in enumerate(net)]
 
 
-def more_groups(rank):
-    return [{"params": list(layer.named_parameters(prefix=str(n)))} for n, layer in enumerate(layers(1 + rank))]
-
-
-def other_names(rank):
-    return layers(1).named_parameters(prefix=f"stage{rank}")
-
-
-def other_dtypes(rank):
-    return layers(1, torch.bfloat16 if rank else torch.float32).named_parameters()
-
-
+# What a rank optimizes, and what the error says.
+VALUES = "the values of the parameters differ between rank 0 and rank 1"
+NAMES = "the names, shapes or dtypes of the parameters differ"
 DIFFERENT = {
-    other_values: "the values of the parameters differ between rank 0 and rank 1",
-    one_element: "the values of the parameters differ between rank 0 and rank 1",
-    two_exchanged: "the values of the parameters differ between rank 0 and rank 1",
-    stages: r"rank 0 has 4 parameter\(s\) and rank 1 has 6",
-    more_groups: r"rank 0 has 2 parameter\(s\) and rank 1 has 4",
-    other_names: "the names, shapes or dtypes of the parameters differ",
-    other_dtypes: "the names, shapes or dtypes of the parameters differ",
+    "values": (lambda rank: seeded_by(rank).named_parameters(), VALUES),
+    "one element": (lambda rank: changed(rank, lambda weight: weight[3, 3].add_(1e-7)), VALUES),
+    "two exchanged": (lambda rank: changed(rank, lambda weight: weight[0, :2].copy_(weight[0, :2].flip(0))), VALUES),
+    "stages": (lambda rank: layers(2 + rank).named_parameters(), r"rank 0 has 4 parameter\(s\) and rank 1 has 6"),
+    "groups": (lambda rank: groups(layers(1 + rank)), r"rank 0 has 2 parameter\(s\) and rank 1 has 4"),
+    "names": (lambda rank: layers(1).named_parameters(prefix=f"stage{rank}"), NAMES),
+    "dtypes": (lambda rank: layers(1, torch.bfloat16 if rank else torch.float32).named_parameters(), NAMES),
 }
 
 
-def refused(rank, make, message):
+def refused(rank, name):
+    make, message = DIFFERENT[name]
     params = list(make(rank))
     tensors = [pair for item in params for pair in (item["params"] if isinstance(item, dict) else [item])]
     before = [param.detach().clone() for _, param in tensors]
@@ -70,9 +57,9 @@ def refused(rank, make, message):
     lowmem.FusedOptimizer(params, rule="lomo", lr=0.1, placement="local").remove()
 
 
-@pytest.mark.parametrize(("make", "message"), DIFFERENT.items(), ids=lambda value: getattr(value, "__name__", ""))
-def test_parameters_that_differ_are_refused(two, make, message):
-    two.run(refused, make, message)
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_parameters_that_differ_are_refused(two, name):
+    two.run(refused, name)
 
 
 def a_group_that_differs(rank):
@@ -91,23 +78,19 @@ def test_a_group_that_is_added_later(two):
 
 
 def named_replicated(rank):
-    torch.manual_seed(rank)
-    net = layers(2)
+    net = seeded_by(rank)
     lowmem.FusedOptimizer(net.named_parameters(), rule="lomo", lr=0.1, placement="replicated")
     return [param.detach() for param in net.parameters()]
 
 
 def test_replicated_broadcasts_the_weights_of_rank_0(two):
-    torch.manual_seed(0)
-    expected = [param.detach() for param in layers(2).parameters()]
+    expected = [param.detach() for param in seeded_by(0).parameters()]
     for weights in two.run(named_replicated):
         assert all(map(torch.equal, weights, expected))
 
 
 def equal_params(rank):
-    opt = lowmem.FusedOptimizer(layers(2).named_parameters(), rule="lomo", lr=0.1)
-    assert dist.get_world_size() == 2
-    return opt.placement
+    return lowmem.FusedOptimizer(layers(2).named_parameters(), rule="lomo", lr=0.1).placement
 
 
 def test_equal_parameters_are_replicated(two):
@@ -156,7 +139,8 @@ def sharded_or_not(rank, sharded):
     return net
 
 
-def settings_that_differ(rank, options, message, plain, sharded):
+def settings_that_differ(rank, name, plain, sharded):
+    *options, message = SETTINGS[name]
     net = sharded_or_not(rank, sharded)
     opt = lowmem.FusedOptimizer(net.named_parameters(), model=net, **{"rule": "lomo", "lr": 0.1, **options[rank]})
     before = [param.detach().clone() for param in net.parameters()]
@@ -168,18 +152,13 @@ def settings_that_differ(rank, options, message, plain, sharded):
     opt.remove()
 
 
-@pytest.mark.parametrize("plain", [False, True], ids=["", "plain"])
-@pytest.mark.parametrize("name", SETTINGS)
-def test_settings_that_differ_are_refused(two, name, plain):
+@pytest.mark.parametrize(
+    ("name", "plain", "sharded"),
+    [*itertools.product(SETTINGS, [False, True], [False]), ("seed", False, True), ("lr", False, True)],
+)
+def test_settings_that_differ_are_refused(two, name, plain, sharded):
     """On every rank, before the first update."""
-    *options, message = SETTINGS[name]
-    two.run(settings_that_differ, options, message, plain, False)
-
-
-@pytest.mark.parametrize("name", ["seed", "lr"])
-def test_settings_that_differ_are_refused_where_parameters_are_sharded(two, name):
-    *options, message = SETTINGS[name]
-    two.run(settings_that_differ, options, message, False, True)
+    two.run(settings_that_differ, name, plain, sharded)
 
 
 def edited_on_one_rank(rank):

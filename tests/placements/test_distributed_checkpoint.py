@@ -126,29 +126,20 @@ def test_asking_a_fresh_optimizer_changes_nothing():
     assert_same(opts[0].named_state_dict(), opts[1].named_state_dict())
 
 
-@pytest.mark.parametrize("name", [name for name in SETTINGS if name != "lomo"])  # torch raises where there is no state
-def test_full_states(name):
-    net, settings = make(), SETTINGS[name]
-    opt = optimizer(net, settings)
-    steps(net, opt, list(data())[:2])
-    options = StateDictOptions(full_state_dict=True)
-    states = get_optimizer_state_dict(net, opt, options=options)
-    other = make()
-    resumed = optimizer(other, settings)
-    set_optimizer_state_dict(other, resumed, states, options=options)
-    assert_same(resumed.named_state_dict(), opt.named_state_dict())
+FULL = {name: settings for name, settings in SETTINGS.items() if name != "lomo"}  # torch raises where there is no state
+# its states are not taken for those of an optimizer outside, which has the same options
+FULL["a class of torch"] = {"rule": "torch.optim.AdamW", "lr": 0.1}
 
 
-def test_a_class_with_the_options_of_adamw_has_states_of_its_own():
-    """They are not taken for those of an optimizer outside."""
+@pytest.mark.parametrize("settings", FULL.values(), ids=FULL)
+def test_full_states(settings):
     net, other = make(), make()
-    opts = [lowmem.FusedOptimizer(n.named_parameters(), rule="torch.optim.AdamW", lr=0.1) for n in (net, other)]
-    for model, opt in zip((net, other), opts, strict=True):
-        steps(model, opt, list(data())[:1])
-    steps(net, opts[0], list(data())[1:3])
-    states = get_optimizer_state_dict(net, opts[0], options=StateDictOptions(full_state_dict=True))
-    set_optimizer_state_dict(other, opts[1], states, options=StateDictOptions(full_state_dict=True))
-    assert_same(opts[1].named_state_dict(), opts[0].named_state_dict())
+    opt, resumed = (optimizer(each, settings) for each in (net, other))
+    steps(other, resumed, list(data())[:1])  # in which a class makes its states
+    steps(net, opt, list(data())[:3])
+    options = StateDictOptions(full_state_dict=True)
+    set_optimizer_state_dict(other, resumed, get_optimizer_state_dict(net, opt, options=options), options=options)
+    assert_same(resumed.named_state_dict(), opt.named_state_dict())
 
 
 def test_what_cannot_be_loaded_is_refused(tmp_path):

@@ -1,51 +1,15 @@
-"""Several ranks with data of their own are one device with all of it."""
+"""Replicated parameters: gradients that not every rank has, overflows of an average, and what is refused."""
 
 from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.nets import ROWS, Layers, Net, data
+from support.nets import Layers
 from support.ranks import RankError
-from support.shards import ACCUMULATED, POLICIES, RULES, assert_alike, settings_of, train
 
 import lowmem
 from lowmem.errors import StepError
-
-
-def own_rows(rank, settings, micro_batches=1):
-    count = dist.get_world_size()
-    torch.manual_seed(rank)
-    settings = {"placement": "replicated", **settings}
-    return train(Net(), lambda ids: ids.tensor_split(count)[rank], settings, micro_batches, data())
-
-
-def assert_as_one_device(found, settings):
-    torch.manual_seed(0)
-    assert_alike(found, "replicated", train(Net(), lambda ids: ids, settings, batches=data()))
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_every_rule(ranks, rule):
-    settings = settings_of(rule)
-    assert_as_one_device(ranks.run(own_rows, settings), settings)
-
-
-@pytest.mark.parametrize("settings", [*POLICIES.values(), {"policy": "two_pass", "clip_norm": 0.5}], ids=str)
-def test_every_policy(ranks, settings):
-    assert_as_one_device(ranks.run(own_rows, settings), settings)
-
-
-def accumulated(rank, settings):
-    """A row a micro-batch."""
-    return own_rows(rank, settings, micro_batches=ROWS // dist.get_world_size())
-
-
-@pytest.mark.parametrize("settings", ACCUMULATED.values(), ids=ACCUMULATED)
-def test_accumulation(ranks, settings):
-    """Micro-batches of equal size: their mean over ranks and micro-batches is that of the whole batch."""
-    assert_as_one_device(ranks.run(accumulated, settings), settings)
-
 
 # -- gradients that not every rank has ---------------------------------------------------------------------------------
 
@@ -87,19 +51,20 @@ def test_a_parameter_that_one_rank_has_frozen_for_some_steps(two, policy):
 
 def collectives(rank):
     """How often gradients are reduced in the last of several steps, of which three have frozen layers on all ranks."""
-    net = Layers()
+    net, own = Layers(), dist.all_reduce
     opt = lowmem.FusedOptimizer(net.named_parameters(), rule="lomo", lr=0.1)
-    for step in range(4):
-        for n, layer in enumerate(net.layers):
-            layer.weight.requires_grad_(step == 0 or n == 2)
-        reduced, own = [], dist.all_reduce
-        dist.all_reduce = lambda tensor, *args, own=own, reduced=reduced, **kwargs: (
-            reduced.append(tensor.is_floating_point()), own(tensor, *args, **kwargs)
-        )[1]  # fmt: skip
-        try:
+
+    def counted(tensor, *args, **kwargs):
+        reduced.append(tensor.is_floating_point())
+        return own(tensor, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", counted)
+        for step in range(4):
+            for n, layer in enumerate(net.layers):
+                layer.weight.requires_grad_(step == 0 or n == 2)
+            reduced = []
             opt.backward(net((0, 1, 2, 3)))
-        finally:
-            dist.all_reduce = own
     return sum(reduced)
 
 

@@ -5,6 +5,8 @@ import inspect
 import pytest
 import torch
 from support.shards import engine
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 
 import lowmem
@@ -15,22 +17,9 @@ def ddp(rank, net):
     return torch.nn.parallel.DistributedDataParallel(net)
 
 
-def replicate(rank, net):
-    from torch.distributed._composable.replicate import replicate
-
-    return replicate(net)
-
-
-def fsdp2(rank, net):
-    from torch.distributed.fsdp import fully_shard
-
-    return fully_shard(net)
-
-
-def half_fsdp2(rank, net):
-    from torch.distributed.fsdp import fully_shard
-
-    fully_shard(net[1])
+def sharded(net, *modules):
+    for module in modules:
+        fully_shard(module)
     return net
 
 
@@ -38,43 +27,42 @@ def zero1(rank, net):
     return engine(rank, net, stage=1, optimizer=torch.optim.SGD(net.parameters(), lr=0.1))
 
 
-def zero3(rank, net):
-    return engine(rank, net, stage=3).module
-
-
-MESSAGES = {ddp: "Remove the wrapper", replicate: "Remove the wrapper"}
-MESSAGES |= {zero3: "deepspeed.initialize sharded", zero1: "DeepSpeed engine of ZeRO stage 1"}
+# What is done to a model after its optimizer was made, and what the error says.
+LATER = {
+    "ddp": (ddp, "Remove the wrapper"),
+    "replicate": (lambda rank, net: replicate(net), "Remove the wrapper"),
+    "zero1": (zero1, "DeepSpeed engine of ZeRO stage 1"),
+    "zero3": (lambda rank, net: engine(rank, net, stage=3).module, "deepspeed.initialize sharded"),
+}
 if "_fsdp_orig_uid" in inspect.getsource(_fsdp_param):
-    MESSAGES |= {fsdp2: "fully_shard sharded", half_fsdp2: "fully_shard sharded"}
+    LATER["fsdp2"] = (lambda rank, net: sharded(net, net), "fully_shard sharded")
+    LATER["half fsdp2"] = (lambda rank, net: sharded(net, net[1]), "fully_shard sharded")
 else:  # torch 2.11 leaves no mark: a model that is sharded as a whole gives no gradients
-    MESSAGES |= {fsdp2: "or fully_shard was called after the optimizer"}
+    LATER["fsdp2"] = (lambda rank, net: sharded(net, net), "or fully_shard was called after the optimizer")
 
 
 def make():
     return torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
 
 
-def wrapped_later(rank, wrap, message, passed, placement):
-    net = make()
+def wrapped_later(rank, name, passed, placement):
+    net, (wrap, message) = make(), LATER[name]
     opt = lowmem.FusedOptimizer(
         net.named_parameters(), rule="lomo", lr=0.1, model=net if passed else None, placement=placement
     )
     wrapped = wrap(rank, net)
-    kept = [param for param in net.parameters() if param.numel()]
-    before = [param.detach().clone() for param in kept]
+    local = [getattr(param, "_local_tensor", param) for param in net.parameters() if param.numel()]
+    before = [tensor.detach().clone() for tensor in local]
     loss = wrapped(torch.full((2, 3), rank + 1.0)).sum()
     with pytest.raises((UnsupportedError, StepError), match=message):
         opt.backward(loss)
-    for param, values in zip(kept, before, strict=True):
-        assert torch.equal(
-            torch.as_tensor(getattr(param, "_local_tensor", param)), getattr(values, "_local_tensor", values)
-        )
+    assert all(map(torch.equal, local, before))
 
 
 @pytest.mark.parametrize(("passed", "placement"), [(True, "auto"), (False, "auto"), (False, "local")])
-@pytest.mark.parametrize(("wrap", "message"), MESSAGES.items(), ids=lambda value: getattr(value, "__name__", ""))
-def test_nothing_is_updated(two, wrap, message, passed, placement):
-    two.run(wrapped_later, wrap, message, passed, placement)
+@pytest.mark.parametrize("name", LATER)
+def test_nothing_is_updated(two, name, passed, placement):
+    two.run(wrapped_later, name, passed, placement)
 
 
 def plain_backward(rank):
@@ -117,7 +105,7 @@ def test_a_wrapper_is_refused_whenever_it_comes(two, case):
 def others_are_wrapped(rank):
     """A frozen copy of the model is sharded, and an unrelated one wrapped."""
     net, raw = make(), torch.nn.Parameter(torch.ones(3))
-    reference, discriminator = fsdp2(rank, make()), ddp(rank, make())
+    reference, discriminator = fully_shard(make()), ddp(rank, make())
     opt = lowmem.FusedOptimizer([*net.named_parameters(), ("raw", raw)], rule="lomo", lr=0.1)
     x = torch.ones(1, 3)
     opt.backward((net(x * raw) + reference(x).detach() + discriminator(x).detach()).sum())

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from reference.adafactor import Adafactor as Reference
+from support.products import pairwise
 
 import lowmem
 from lowmem.errors import ConfigError
@@ -135,33 +136,31 @@ def skips_as_the_source(give_gradients, shapes, bad, options, threshold=None, **
             np.testing.assert_allclose(opt.state[param][name].cpu().numpy(), state, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("batching", [False, True])
-@pytest.mark.parametrize(
-    ("shape", "options"),
-    [
-        ((6,), {}),
-        ((6,), {"clipping_threshold": None}),
-        ((6,), {"clipping_threshold": None, "beta1": 0.9}),
-        ((4, 5), {"min_dim_size_to_factor": 2}),
-        ((4, 5), {"min_dim_size_to_factor": 2, "clipping_threshold": None, "beta1": 0.9, "weight_decay_rate": 0.1}),
-        ((5, 4), {"min_dim_size_to_factor": 2, "clipping_threshold": None}),
-        ((2, 4, 5), {"min_dim_size_to_factor": 2, "beta1": 0.9}),
-        ((2, 4, 5), {"clipping_threshold": None}),
-    ],
-)
-def test_skip_nan_updates_element_by_element(give_gradients, shape, options, batching, bad):
+BAD = [np.nan, np.inf, -np.inf]
+MATRIX, DECAYED = {"min_dim_size_to_factor": 2}, {"beta1": 0.9, "weight_decay_rate": 0.1}
+SKIPPING = {
+    "a vector": ((6,), {}),
+    "its momentum": ((6,), {"clipping_threshold": None, "beta1": 0.9}),
+    "a matrix": ((4, 5), MATRIX),
+    "all of its states": ((4, 5), {**MATRIX, "clipping_threshold": None, **DECAYED}),
+    "by columns": ((5, 4), {**MATRIX, "clipping_threshold": None}),
+    "a stack": ((2, 4, 5), {**MATRIX, "beta1": 0.9}),
+    "not factored": ((2, 4, 5), {"clipping_threshold": None}),
+}
+
+
+@pytest.mark.parametrize(("case", "batching", "bad"), pairwise(SKIPPING, [False, True], BAD))
+def test_skip_nan_updates_element_by_element(give_gradients, case, batching, bad):
     """As the source does, in place of the guard that leaves the whole parameter: what would become NaN stays, of the
     weight and of each state, and everything else moves. An infinite gradient is not NaN: its second moment is infinite
     for ever. Nothing of it reaches the others in a stack."""
+    shape, options = SKIPPING[case]
     skips_as_the_source(give_gradients, [shape] * 3, bad, options, batching=batching)
 
 
-@pytest.mark.parametrize("policy", ["two_pass", "deferred"])
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("threshold", [None, 0.5])
 @pytest.mark.parametrize(
-    "options", [{}, {"clipping_threshold": None}, {"beta1": 0.9, "weight_decay_rate": 0.1}], ids=str
+    ("threshold", "bad", "policy", "options"),
+    pairwise([None, 0.5], BAD, ["two_pass", "deferred"], [{}, {"clipping_threshold": None}, DECAYED]),
 )
 def test_skip_nan_updates_when_the_step_is_decided(give_gradients, options, threshold, bad, policy):
     """The step counts, and its NaN or Inf does what it does in the source: with a threshold, NaN in one gradient makes

@@ -26,6 +26,10 @@ SETTINGS = [
 ]
 
 
+def one_param():
+    return torch.nn.Parameter(torch.zeros(3))
+
+
 def small_model(cls):
     bias = cls is not torch.optim.Muon  # which takes matrices only
     return torch.nn.Sequential(torch.nn.Linear(6, 5, bias=bias), torch.nn.Tanh(), torch.nn.Linear(5, 3, bias=bias))
@@ -64,21 +68,6 @@ class TakesModel(torch.optim.Optimizer):
 
 class Drives(torch.optim.SGD):
     param_groups = property(lambda self: [])
-
-
-@pytest.mark.parametrize(
-    ("cls", "message"),
-    [
-        (torch.optim.LBFGS, "needs a closure"),
-        (NeedsClosure, "needs a closure"),
-        (torch.optim.SparseAdam, "does not run: .*dense gradients"),
-        (TakesModel, "takes a whole model.*'adalomo'"),
-        (Drives, "wraps other optimizers"),
-    ],
-)
-def test_class_refused(cls, message):
-    with pytest.raises(UnsupportedError, match=message):
-        lowmem.FusedOptimizer([torch.nn.Parameter(torch.zeros(3))], rule=cls)
 
 
 class Counting(torch.optim.Optimizer):
@@ -264,13 +253,6 @@ def test_settings_that_are_edited_count(give_gradients):
 # --- Classes that combine parameters --------------------------------------------------------------------------------
 
 
-class Clips(Counting):
-    """By the norm over all gradients."""
-
-    def count(self, group):
-        return float(sum(param.grad.square().sum() for param in self.used(group)).sqrt())
-
-
 class Position(Counting):
     @torch.no_grad()
     def step(self, closure=None):
@@ -280,47 +262,44 @@ class Position(Counting):
                     param.sub_(param.grad * group["lr"] / (n + 1))
 
 
-class Number(Counting):
-    def count(self, group):
-        return len(self.used(group))
+def number_of_updates(opt, group, used):
+    """Every update from the 1000th on is twice as long: nothing that it counts shows in the first steps."""
+    opt.updates = getattr(opt, "updates", 0) + len(used)
+    return 1 if opt.updates < 1000 else 0.5
 
 
-class CountsUpdates(Counting):
-    """Every third update of all parameters is twice as long: nothing that it counts shows in the first steps."""
-
-    def count(self, group):
-        self.updates = getattr(self, "updates", 0) + len(self.used(group))
-        return 1 if self.updates < 1000 else 0.5
-
-
-class AdaptsItsRate(Counting):
+def adapted_rate(opt, group, used):
     """As D-Adaptation does."""
-
-    def count(self, group):
-        size = sum(float(param.grad.abs().sum()) for param in self.used(group))
-        group["d"] = max(group.get("d", 1e-6), 1e-6 * size)
-        return 1 / group["d"]
+    group["d"] = max(group.get("d", 1e-6), 1e-6 * sum(float(param.grad.abs().sum()) for param in used))
+    return 1 / group["d"]
 
 
-class SharesAList(Counting):
-    def count(self, group):
-        self.norms = [*getattr(self, "norms", []), *(float(param.grad.norm()) for param in self.used(group))]
-        return max(self.norms)
+def largest_of_a_list(opt, group, used):
+    opt.norms = [*getattr(opt, "norms", []), *(float(param.grad.norm()) for param in used)]
+    return max(opt.norms)
 
 
-class Draws(Counting):
-    """A coin for all parameters of a step."""
+# What a class divides its steps by.
+COMBINING = {
+    "norm of all gradients": lambda opt, group, used: float(sum(param.grad.square().sum() for param in used).sqrt()),
+    "number of gradients": lambda opt, group, used: len(used),
+    "number of updates": number_of_updates,
+    "adapted rate": adapted_rate,
+    "list for all": largest_of_a_list,
+    "coin for all": lambda opt, group, used: 1 + (random.random() < 1e-3),
+}
 
-    def count(self, group):
-        return 1 + (random.random() < 1e-3)
 
-
-@pytest.mark.parametrize("cls", [Clips, Position, Number, CountsUpdates, AdaptsItsRate, SharesAList, Draws])
 @pytest.mark.parametrize("lr", [0.1, 1e-9])
-def test_a_class_that_combines_parameters_is_refused(cls, lr):
-    reason = "draws random numbers" if cls is Draws else "combines parameters inside step()"
+@pytest.mark.parametrize("name", [*COMBINING, "position"])
+def test_a_class_that_combines_parameters_is_refused(name, lr):
+    class Combines(Counting):
+        def count(self, group):
+            return COMBINING[name](self, group, self.used(group))
+
+    reason = "draws random numbers" if name == "coin for all" else "combines parameters inside step()"
     with pytest.raises(UnsupportedError, match=re.escape(reason)):
-        lowmem.FusedOptimizer([torch.nn.Parameter(torch.zeros(3))], rule=cls, lr=lr)
+        lowmem.FusedOptimizer([one_param()], rule=Position if name == "position" else Combines, lr=lr)
 
 
 class KeepsASet(torch.optim.SGD):
@@ -339,19 +318,6 @@ class KeepsABuffer(Counting):
 class Fails(Counting):
     def step(self, closure=None):
         raise RuntimeError("no kernel for this device")
-
-
-@pytest.mark.parametrize(
-    ("cls", "message"),
-    [
-        (KeepsASet, r"stores 'seen.0' as set, which cannot be saved"),
-        (KeepsABuffer, r"stores a tensor, 'self.buffer', outside the states of its parameters"),
-        (Fails, r"Fails does not run: no kernel for this device"),
-    ],
-)
-def test_a_class_that_cannot_run_is_refused_before_the_first_update(cls, message):
-    with pytest.raises(UnsupportedError, match=message):
-        lowmem.FusedOptimizer([torch.nn.Parameter(torch.zeros(3))], rule=cls, lr=0.1)
 
 
 @pytest.mark.parametrize("rule", ["adamw", torch.optim.AdamW, torch.optim.Adafactor])
@@ -397,7 +363,7 @@ def test_a_class_whose_weights_are_evaluated_otherwise_says_so(caplog):
         def eval(self):
             pass
 
-    lowmem.FusedOptimizer([torch.nn.Parameter(torch.zeros(3))], rule=Evaluates)
+    lowmem.FusedOptimizer([one_param()], rule=Evaluates)
     assert "lowmem does not call" in caplog.text
 
 
@@ -422,11 +388,6 @@ def test_keys_of_groups_that_no_argument_names():
     plain.step()
     assert all(map(torch.equal, ours, theirs))
     assert opt.param_groups[1]["kind"] == "vector"
-    param = torch.nn.Parameter(torch.zeros(3))
-    with pytest.raises(UnsupportedError, match=r"parameter 'param0'.*a group needs a kind"):
-        lowmem.FusedOptimizer([param], rule=Kinds)
-    with pytest.raises(ConfigError, match=r"Kinds does not read 'llr'. Did you mean 'lr'"):
-        lowmem.FusedOptimizer([{"params": [param], "kind": "matrix", "llr": 1.0}], rule=Kinds)
 
 
 class CountsGroups(Counting):
@@ -446,11 +407,6 @@ def test_a_class_that_combines_groups_is_refused_with_the_second_one():
         lowmem.FusedOptimizer([{"params": params[:1]}, {"params": params[1:]}], rule=CountsGroups, lr=0.1)
 
 
-def test_an_open_ended_class_does_not_read_a_misspelt_option():
-    with pytest.raises(ConfigError, match="does not read 'decay'"):
-        lowmem.FusedOptimizer([torch.nn.Parameter(torch.zeros(3))], rule=Counting, decay=0.1)
-
-
 class Noisy(torch.optim.SGD):
     def step(self, closure=None):
         for param in self.param_groups[0]["params"]:
@@ -460,7 +416,7 @@ class Noisy(torch.optim.SGD):
 
 def test_the_trial_draws_no_random_numbers():
     before = torch.get_rng_state()
-    lowmem.FusedOptimizer([torch.nn.Parameter(torch.zeros(3))], rule=Noisy)
+    lowmem.FusedOptimizer([one_param()], rule=Noisy)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -551,31 +507,54 @@ def test_what_third_parties_do(dtype, rounding, tmp_path):
     follow(Unusual, tmp_path, dtype, groups, rounding)
 
 
-def test_a_setting_without_default_is_asked_for():
-    with pytest.raises(ConfigError, match=r"Unusual has no default for 'lr'; set it"):
-        lowmem.FusedOptimizer([torch.nn.Parameter(torch.zeros(3))], rule=Unusual)
+# --- What is refused ------------------------------------------------------------------------------------------------
 
-
-# --- Packages that need not be there --------------------------------------------------------------------------------
+IN_THE_HOOK = {"loss_scale": 1024, "policy": "immediate"}
 
 
 @pytest.mark.parametrize(
-    ("rule", "message"),
+    ("error", "rule", "options", "message"),
     [
-        ("no_such_package.optim.AdamW", "no_such_package is not installed; pip install no_such_package"),
-        ("optimi.AdamW", "optimi is not installed; pip install torch-optimi"),
-        ("broken_package.AdamW", r"cannot import 'broken_package' \(needs another libc\)"),
-        ("torch.optm.AdamW", "cannot import 'torch.optm'"),
-        ("torch.optim.AdamWW", "torch.optim has no 'AdamWW'. Did you mean 'AdamW'"),
-        ("torch.optim.lr_scheduler", "not a torch.optim.Optimizer class"),
+        (UnsupportedError, torch.optim.LBFGS, {}, "needs a closure"),
+        (UnsupportedError, NeedsClosure, {}, "needs a closure"),
+        (UnsupportedError, torch.optim.SparseAdam, {}, "does not run: .*dense gradients"),
+        (UnsupportedError, TakesModel, {}, "takes a whole model.*'adalomo'"),
+        (UnsupportedError, Drives, {}, "wraps other optimizers"),
+        (UnsupportedError, KeepsASet, {}, r"stores 'seen.0' as set, which cannot be saved"),
+        (UnsupportedError, KeepsABuffer, {}, r"stores a tensor, 'self.buffer', outside the states of its parameters"),
+        (UnsupportedError, Fails, {}, r"Fails does not run: no kernel for this device"),
+        (UnsupportedError, Kinds, {}, r"parameter 'param0'.*a group needs a kind"),
+        (UnsupportedError, torch.optim.Muon, {}, r"parameter 'param0' of shape \[3\] is not accepted by .*Muon"),
+        (UnsupportedError, "torch.optim.AdamW", {"lr": -1.0}, "is not accepted by .*AdamW: Invalid learning rate"),
+        (UnsupportedError, "torch.optim.AdamW", {"betas": (2.0, 0.9)}, "by .*AdamW: Invalid beta parameter"),
+        (UnsupportedError, "torch.optim.AdamW", {"eps": -1.0}, "is not accepted by .*AdamW: Invalid epsilon"),
+        (UnsupportedError, "torch.optim.AdamW", IN_THE_HOOK, "bfloat16 without a loss scale"),
+        (ConfigError, "torch.optim.AdamW", {"beta": (0.9, 0.9)}, "Did you mean 'betas'"),
+        (ConfigError, Counting, {"decay": 0.1}, "does not read 'decay'"),
+        (ConfigError, Unusual, {}, r"Unusual has no default for 'lr'; set it"),
+        (ConfigError, "no_such_package.optim.AdamW", {}, "no_such_package is not installed; pip install no_such_p"),
+        (ConfigError, "optimi.AdamW", {}, "optimi is not installed; pip install torch-optimi"),
+        (ConfigError, "broken_package.AdamW", {}, r"cannot import 'broken_package' \(needs another libc\)"),
+        (ConfigError, "torch.optm.AdamW", {}, "cannot import 'torch.optm'"),
+        (ConfigError, "torch.optim.AdamWW", {}, "torch.optim has no 'AdamWW'. Did you mean 'AdamW'"),
+        (ConfigError, "torch.optim.lr_scheduler", {}, "not a torch.optim.Optimizer class"),
     ],
 )
-def test_what_cannot_be_imported(rule, message, tmp_path, monkeypatch):
+def test_refused_before_the_first_update(error, rule, options, message, tmp_path, monkeypatch):
     (tmp_path / "broken_package.py").write_text("raise RuntimeError('needs another libc')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(sys.modules, "optimi", None)  # as if it were not installed
-    with pytest.raises(ConfigError, match=message):
-        lowmem.FusedOptimizer([torch.nn.Parameter(torch.zeros(3))], rule=rule)
+    with pytest.raises(error, match=message):
+        lowmem.FusedOptimizer([one_param()], rule=rule, **options)
+
+
+def test_a_group_with_a_misspelt_key():
+    with pytest.raises(ConfigError, match=r"Kinds does not read 'llr'. Did you mean 'lr'"):
+        lowmem.FusedOptimizer([{"params": [one_param()], "kind": "matrix", "llr": 1.0}], rule=Kinds)
+
+
+def test_a_loss_scale_chooses_a_policy_that_can_skip_the_step():
+    assert lowmem.FusedOptimizer([one_param()], rule="torch.optim.AdamW", loss_scale=1024).policy != "immediate"
 
 
 def importable(rule):
@@ -587,7 +566,7 @@ def importable(rule):
 def test_optimi_release_refused():
     rule = importable("optimi.AdamW")
     with pytest.raises(UnsupportedError, match="gradient_release=True registers its own hooks"):
-        lowmem.FusedOptimizer([torch.nn.Parameter(torch.zeros(3))], rule=rule, lr=1e-3, gradient_release=True)
+        lowmem.FusedOptimizer([one_param()], rule=rule, lr=1e-3, gradient_release=True)
 
 
 @pytest.mark.cpu_only("bitsandbytes looks for the libraries of CUDA")
@@ -606,33 +585,6 @@ def test_bitsandbytes_settings_of_single_parameters_are_refused(monkeypatch):
     manager.register_module_override(model[1], "weight", {"optim_bits": 32})  # as StableEmbedding does
     with pytest.raises(UnsupportedError, match="settings for individual parameters"):
         lowmem.FusedOptimizer(model.parameters(), rule=rule)
-
-
-def test_muon_names_the_vector():
-    model = torch.nn.Linear(4, 4)
-    with pytest.raises(UnsupportedError, match=r"parameter 'bias' of shape \[4\] is not accepted by .*Muon"):
-        lowmem.FusedOptimizer(model.named_parameters(), rule=torch.optim.Muon)
-
-
-@pytest.mark.parametrize(
-    ("hyper", "message"),
-    [({"lr": -1.0}, "learning rate"), ({"betas": (2.0, 0.9)}, "beta parameter"), ({"eps": -1.0}, "epsilon")],
-)
-def test_value_that_the_class_refuses(hyper, message):
-    with pytest.raises(UnsupportedError, match=f"is not accepted by .*AdamW: Invalid {message}"):
-        lowmem.FusedOptimizer([torch.nn.Parameter(torch.zeros(3))], rule="torch.optim.AdamW", **hyper)
-
-
-def test_unknown_option_of_a_class():
-    with pytest.raises(ConfigError, match="Did you mean 'betas'"):
-        lowmem.FusedOptimizer([torch.nn.Parameter(torch.zeros(3))], rule="torch.optim.AdamW", beta=(0.9, 0.9))
-
-
-def test_loss_scale_in_the_hook_refused():
-    options = {"rule": "torch.optim.AdamW", "loss_scale": 1024}
-    with pytest.raises(UnsupportedError, match="bfloat16 without a loss scale"):
-        lowmem.FusedOptimizer([torch.nn.Parameter(torch.zeros(3))], policy="immediate", **options)
-    assert lowmem.FusedOptimizer([torch.nn.Parameter(torch.zeros(3))], **options).policy != "immediate"
 
 
 @pytest.mark.parametrize("rounding", ["stochastic", "compensated"])

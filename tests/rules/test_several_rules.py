@@ -1,7 +1,6 @@
 """Several rules in one optimizer: groups with rules of their own, clipped, accumulated and scaled together."""
 
 from contextlib import nullcontext
-from typing import ClassVar
 
 import pytest
 import torch
@@ -10,8 +9,7 @@ from support.nets import same
 
 import lowmem
 from lowmem.errors import CheckpointError, ConfigError
-from lowmem.rules import Lomo, ParamSpec, UpdateRule
-from lowmem.tiles.layout import View
+from lowmem.rules import Lomo
 
 POLICIES = ("two_pass", "deferred")
 
@@ -67,9 +65,11 @@ def by_torch(micro_batches=1, clip_norm=None, scaler=None, for_vectors=torch.opt
     return list(net.parameters())
 
 
-def fused(micro_batches=1, **options):
+def fused(micro_batches=1, for_vectors=None, **options):
     net = Net()
-    opt = lowmem.FusedOptimizer(split(net), model=net, compile=False, **options)
+    matrices, vectors = split(net)
+    groups = [matrices, {**vectors, **(for_vectors or {})}]
+    opt = lowmem.FusedOptimizer(groups, model=net, compile=False, **options)
     for rows in batches():
         parts = rows.tensor_split(micro_batches)
         for n, part in enumerate(parts, start=1):
@@ -104,13 +104,9 @@ def test_as_two_optimizers_of_torch(options, micro_batches, scaled):
 
 def test_a_foreign_optimizer_next_to_a_rule():
     """To the bits of the class's own steps, clipped with the rest."""
-    net = Net()
-    groups = split(net)
-    groups[1] |= {"rule": torch.optim.Adagrad, "foreach": False}
-    opt = lowmem.FusedOptimizer(groups, model=net, clip_norm=0.05, policy="deferred", compile=False)
-    for rows in batches():
-        opt.backward(net(rows))
-    assert same(net.parameters(), by_torch(clip_norm=0.05, for_vectors=torch.optim.Adagrad))
+    options = {"clip_norm": 0.05, "policy": "deferred"}
+    weights, _ = fused(for_vectors={"rule": torch.optim.Adagrad, "foreach": False}, **options)
+    assert same(weights, by_torch(clip_norm=0.05, for_vectors=torch.optim.Adagrad))
 
 
 def test_what_a_group_does_not_set_is_its_own_rules_default():
@@ -211,48 +207,34 @@ def test_groups_by_name():
 def sgd_called(name, times):
     """A class of this name that steps by so many times its gradient."""
 
-    class Called(torch.optim.Optimizer):
-        def __init__(self, params, lr=1.0):
-            super().__init__(params, {"lr": lr})
+    def step(self):
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.data -= times * group["lr"] * param.grad
 
-        @torch.no_grad()
-        def step(self):
-            for group in self.param_groups:
-                for param in group["params"]:
-                    param -= times * group["lr"] * param.grad
+    def __init__(self, params, lr=1.0):
+        torch.optim.Optimizer.__init__(self, params, {"lr": lr})
 
-    Called.__qualname__ = name
-    return Called
+    return type(name, (torch.optim.Optimizer,), {"__init__": __init__, "step": step})
 
 
-class Times(UpdateRule):
+class Times(Lomo):
     """Steps by so many times its gradient, which is an attribute and not a hyperparameter."""
 
-    name, source, keeps = "times", "a test", "nothing"
-    defaults: ClassVar = {"lr": 1.0}
+    name = "times"
 
     def __init__(self, times):
         self.times = times
 
-    def spec(self, name, shape, hyper):
-        return ParamSpec(View.vector(len(shape)))
-
     def scalars(self, hyper, step):
-        return {"step": hyper["lr"] * self.times}
-
-    def update(self, sweep, spec, state):
-        sweep.apply(moved)
+        return super().scalars({**hyper, "lr": hyper["lr"] * self.times}, step)
 
 
 class Thrice(Times):
     """Another rule of the same name."""
 
 
-def moved(t):
-    return {"param": t.param - t.grad * t.scalar.step}
-
-
-one, two = sgd_called("One", 1), sgd_called("Two", 2)
+one, two, times = sgd_called("One", 1), sgd_called("Two", 2), Times(2)
 SAME_NAME = {
     "classes": (sgd_called("Called", 1), sgd_called("Called", 2)),
     "instances": (Times(1), Times(2)),
@@ -278,7 +260,7 @@ def test_two_rules_of_one_name_are_refused(case):
 SHARED = {
     "one class": (one, one, (0.0, 0.0)),
     "two classes": (one, two, (0.0, -1.0)),
-    "one instance": ((times := Times(2)), times, (-1.0, -1.0)),
+    "one instance": (times, times, (-1.0, -1.0)),
     "equal instances": (Times(2), Times(2), (-1.0, -1.0)),
     "a class and its name": (Lomo, "lomo", (0.0, 0.0)),
 }

@@ -239,34 +239,6 @@ def test_a_model_that_is_quantized_in_inference_mode_is_trained():
     assert model.weight.grad is not None
 
 
-class Marked(nn.Parameter):
-    """As other packages mark parameters."""
-
-
-@pytest.mark.parametrize(
-    "kind", [lambda matrix: nn.Parameter(QuantizedWeight.of(matrix, Integer(12))), Marked, nn.Parameter]
-)
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("use", ["detach", "no_grad", "shape"])
-def test_a_recomputed_region_that_rereads_an_updated_weight_is_refused(use, reentrant, kind):
-    weight, first = kind(torch.eye(64)), nn.Parameter(torch.ones(64))
-
-    def region(x):
-        if use == "shape":
-            return x * weight.shape[0]
-        with torch.no_grad():
-            read = weight.detach() if use == "detach" else weight
-        return F.linear(x, read.detach())
-
-    opt = lowmem.FusedOptimizer([("weight", weight), ("first", first)], "lomo", lr=1e-3, batching=False)
-    loss = F.linear(checkpoint(region, first * torch.ones(2, 64), use_reentrant=reentrant), weight).sum()
-    if use == "shape":
-        opt.backward(loss)
-    else:
-        with pytest.raises(lowmem.LowmemError, match="recomputes a value from parameter 'weight'"):
-            opt.backward(loss)
-
-
 @pytest.mark.parametrize(
     "backward",
     [

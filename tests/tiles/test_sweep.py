@@ -1,7 +1,6 @@
 """The sweep: tiles cover exactly once, and nothing depends on them. Nothing is compiled here."""
 
 import functools
-import math
 
 import pytest
 import torch
@@ -120,23 +119,6 @@ def test_reduce_sums_over_tiles(shape, tile, clipped):
     close(sums.col["c"], product.sum(1))
     close(sums.scalar["s"], product.sum((1, 2)))
     close(one.square_sums, scaled.square().sum()[None])
-
-
-# -- gradients that are not finite -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("rule", "rounding_name", "shape", "bad"),
-    pairwise(RULES, ROUNDINGS, [(40,), (6, 7), (3, 4, 5)], [math.nan, math.inf, -math.inf]),
-)
-def test_not_finite_leaves_everything_untouched(rule, rounding_name, shape, bad):
-    good, spoilt = torch.randn(shape).bfloat16(), torch.randn(shape).bfloat16()
-    spoilt.view(-1)[-1] = bad
-    run = functools.partial(update, rule, shape, rounding_name=rounding_name, tile=8)
-    before, states_before = run(steps=1, grads=[good])
-    after, states_after = run(steps=2, grads=[good, spoilt])
-    assert torch.equal(before, after)
-    assert all(torch.equal(states_before[name], states_after[name]) for name in states_before)
 
 
 # -- memory and syncs --------------------------------------------------------------------------------------------------
