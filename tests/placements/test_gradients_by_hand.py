@@ -1,9 +1,12 @@
 """Gradients that a loop puts into `.grad` where several ranks train one model: averaged, as those of a backward are."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.distributed as dist
 from support.shards import SHARDS, make
+from torch.distributed.tensor import distribute_tensor
 
 import lowmem
 from lowmem import placements
@@ -26,25 +29,14 @@ def finish(net, opt):
     return weights, opt.last_step.grad_norm.item()
 
 
-def replicated(rank, settings, micro_batches):
-    net = make()
-    opt = lowmem.FusedOptimizer(net.named_parameters(), model=net, placement="replicated", lr=1e-2, **settings)
-    for step in range(STEPS):
-        for _ in range(micro_batches - 1):
-            with opt.accumulate():
-                (net.one.sum() + net.embed.sum()).backward()
-        for name, param in net.named_parameters():
-            if param.requires_grad and given(name, rank, step):
-                param.grad = gradient(name, param.shape, rank, step)
-        opt.step()
-        opt.zero_grad()
-    return finish(net, opt)
+def optimizer(net, settings, **options):
+    return lowmem.FusedOptimizer(net.named_parameters(), model=net, lr=1e-2, **settings, **options)
 
 
 def alone(count, settings, micro_batches=1, apart=True):
     """One device with the averages of `count` ranks, each of which leaves out others if they are `apart`."""
     net = make()
-    opt = lowmem.FusedOptimizer(net.named_parameters(), model=net, placement="local", lr=1e-2, **settings)
+    opt = optimizer(net, settings, placement="local")
     for step in range(STEPS):
         for name, param in net.named_parameters():
             ranks = [rank for rank in range(count) if param.requires_grad and given(name, rank * apart, step)]
@@ -55,6 +47,38 @@ def alone(count, settings, micro_batches=1, apart=True):
         opt.step()
         opt.zero_grad()
     return finish(net, opt)
+
+
+def on_ranks(rank, kind, settings, micro_batches=1):
+    """Sharded ranks leave out the same gradients. FSDP2 has shards of the average, as a backward leaves them."""
+    replicated, count = kind == "replicated", dist.get_world_size()
+    net = make() if replicated else SHARDS[kind](rank, make)
+    opt = optimizer(net, settings, **({"placement": "replicated"} if replicated else {}))
+    trained = {name: param for name, param in net.named_parameters() if param.requires_grad}
+    for step in range(STEPS):
+        for _ in range(micro_batches - 1):
+            with opt.accumulate():
+                (net.one.sum() + net.embed.sum()).backward()
+        with gathered(kind, trained.values()):
+            for name, param in trained.items():
+                if not given(name, rank if replicated else 0, step):
+                    continue
+                if kind == "fsdp2":
+                    average = sum(gradient(name, param.shape, each, step) for each in range(count)) / count
+                    param.grad = distribute_tensor(average, param.device_mesh, param.placements)
+                else:
+                    param.grad = gradient(name, param.shape, rank, step)
+            opt.step()
+        opt.zero_grad()
+    return finish(net, opt)
+
+
+def gathered(kind, params):
+    if kind != "zero3":
+        return nullcontext()
+    from deepspeed.zero import GatheredParameters
+
+    return GatheredParameters(list(params))
 
 
 def assert_same(found, alone):
@@ -74,43 +98,23 @@ CASES = {
 
 @pytest.mark.parametrize(("settings", "micro_batches"), CASES.values(), ids=CASES)
 def test_replicated(ranks, settings, micro_batches):
-    found = ranks.run(replicated, settings, micro_batches)
+    found = ranks.run(on_ranks, "replicated", settings, micro_batches)
     assert_same(found, alone(ranks.count, settings, micro_batches))
 
 
-def sharded(rank, kind, settings):
-    net = SHARDS[kind](rank, make)
-    opt = lowmem.FusedOptimizer(net.named_parameters(), model=net, lr=1e-2, **settings)
-    params = dict(net.named_parameters())
-    trained = {name: param for name, param in params.items() if param.requires_grad}
-    for step in range(STEPS):
-        if kind == "fsdp2":
-            for name, param in trained.items():
-                if given(name, 0, step):  # shards of the average, as a backward leaves them
-                    full = sum(gradient(name, param.shape, each, step) for each in range(dist.get_world_size()))
-                    mesh, dims = param.device_mesh, param.placements
-                    full = full / dist.get_world_size()
-                    param.grad = torch.distributed.tensor.distribute_tensor(full, mesh, dims)
-            opt.step()
-        else:
-            import deepspeed
-
-            with deepspeed.zero.GatheredParameters(list(trained.values())):
-                for name, param in trained.items():
-                    if given(name, 0, step):
-                        param.grad = gradient(name, param.shape, rank, step)
-                opt.step()
-        opt.zero_grad()
-    return finish(net, opt)
+@pytest.mark.parametrize("kind", SHARDS)
+@pytest.mark.parametrize(
+    "settings", [{"rule": "adalomo"}, {"rule": "adamw", "policy": "deferred", "clip_norm": 0.5}], ids=str
+)
+def test_sharded(two, kind, settings):
+    assert_same(two.run(on_ranks, kind, settings), alone(2, settings, apart=False))
 
 
 def not_gathered(rank):
-    import deepspeed
-
     net = SHARDS["zero3"](rank, make, stage3_param_persistence_threshold=0)
     opt = lowmem.FusedOptimizer(net.named_parameters(), model=net, rule="adamw")
     before = placements.full_tensor(net.embed).clone()
-    with deepspeed.zero.GatheredParameters([net.embed]):
+    with gathered("zero3", [net.embed]):
         net.embed.grad = torch.ones_like(net.embed)
     with pytest.raises(RuntimeError, match=r"got \[7, 5\] but expected shape compatible with \[0\]"):
         opt.step()
@@ -119,11 +123,3 @@ def not_gathered(rank):
 
 def test_a_partitioned_parameter(two):
     assert two.run(not_gathered) == [True, True]
-
-
-@pytest.mark.parametrize("kind", SHARDS)
-@pytest.mark.parametrize(
-    "settings", [{"rule": "adalomo"}, {"rule": "adamw", "policy": "deferred", "clip_norm": 0.5}], ids=str
-)
-def test_sharded(two, kind, settings):
-    assert_same(two.run(sharded, kind, settings), alone(2, settings, apart=False))
