@@ -2,7 +2,8 @@
 
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -91,28 +92,31 @@ class Shard:
         return layout
 
 
-class Earlier(NamedTuple):
-    """Sums that earlier micro-batches left for the last one of a step.
+@dataclass(frozen=True)
+class MicroBatch:
+    """One backward of a step, whose gradients are added to those of the step's other micro-batches.
 
-    read: parameter → reads its sum.  wide: gradients are reduced in float32 or wider, as sums are.
+    Attributes:
+        add: adds a gradient to the sum of its parameter. Returns the sum in the last micro-batch, None before it.
+        last: the step ends with this one.
+        earlier: parameter name → reads the sum of the earlier micro-batches; empty before the last one.
+        wide: sums are float32 or wider.
     """
 
-    read: Mapping[str, Callable[[], Gradient]]
-    wide: bool
-
-
-NO_EARLIER = Earlier({}, wide=False)
+    add: Callable[[Placed, Gradient], Gradient | None]
+    last: bool = True
+    earlier: Mapping[str, Callable[[], Gradient]] = field(default_factory=dict)
+    wide: bool = False
 
 
 class Reducer:
-    """The way of a gradient to the shard that it updates: here there is nothing to reduce.
+    """Sums the gradients of micro-batches, and brings each one to the shard that it updates, in an order that suits its
+    placement. Here there is nothing to reduce.
 
     Attributes:
-        accumulates_first: micro-batches are summed before their gradient is reduced; otherwise each one is reduced.
-        takes_computed: a gradient may be one that is computed as it is read. What is reduced is a tensor.
+        takes_computed: accepts gradients that are computed as they are read. Reducing one gives a tensor.
     """
 
-    accumulates_first: ClassVar[bool] = True
     takes_computed: ClassVar[bool] = True
 
     def take(self, param: Tensor) -> Tensor:
@@ -126,26 +130,29 @@ class Reducer:
         shared = torch._C._storage_Use_Count(grad.untyped_storage()._cdata) > _ONE_TENSOR
         return grad.clone() if shared else grad
 
-    def begin(self, records: Collection[Placed], earlier: Earlier = NO_EARLIER) -> None:
-        """A backward begins in which gradients are reduced; `records` are all that may get one.
-
-        A parameter that gets no gradient in it may have one from earlier micro-batches, in `earlier`.
-        """
+    def begin(self, records: Collection[Placed], micro_batch: MicroBatch) -> None:
+        """Called before each backward. `records` are all parameters that may get a gradient in it."""
+        self._micro_batch = micro_batch
 
     def reduce(self, record: Placed, grad: Gradient) -> Reduced:
-        """Starts to reduce a gradient, and yields those that are ready: averaged over ranks, and cut."""
-        yield record, grad
+        """Takes a gradient. Yields gradients that are ready, this one or others: summed over micro-batches, averaged
+        over ranks, and cut to this rank's shard.
+        """
+        total = self._micro_batch.add(record, grad)
+        del grad
+        if total is not None:
+            yield record, total
 
     def skip(self, record: Placed) -> Reduced:
-        """The backward reached a parameter and gave it no gradient. Yields what is ready."""
+        """Called if the backward reaches a parameter without producing a gradient. Yields gradients that are ready."""
         yield from ()
 
     def flush(self) -> Reduced:
-        """Yields the rest: the backward has ended."""
+        """Called after each backward. Yields the remaining gradients."""
         yield from ()
 
     def drop(self) -> None:
-        """Forgets the gradients in flight: their backward failed."""
+        """Forgets the gradients in flight, after their backward has failed."""
 
 
 class Placement:

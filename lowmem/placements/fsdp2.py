@@ -58,7 +58,7 @@ class _Rows(FlatShard):
 class _Reduced(Reducer):
     """FSDP2 has averaged and cut a gradient before its hook runs."""
 
-    accumulates_first = takes_computed = False
+    takes_computed = False
 
     def take(self, param: Tensor) -> Tensor:
         grad = cast(DTensor, param.grad)

@@ -99,13 +99,12 @@ class _Partition(FlatShard):
 
 
 class _ReduceScatter(Reducer):
-    """Reduce-scatters each gradient, one that is computed block by block: no rank has all of it.
+    """Reduce-scatters the gradient of each micro-batch, and sums the shards.
 
-    A reduce-scatter is launched as soon as its gradient is complete, and waited for when the next one is, so that it
-    overlaps with the backward: two gradients exist at a time.
+    A reduce-scatter is launched when its gradient is complete, and waited for when the next one is, so that it overlaps
+    with the backward: two gradients exist at a time. A gradient that is computed as it is read is reduced block by
+    block, so that no rank has all of it.
     """
-
-    accumulates_first = False
 
     def __init__(self, shard: FlatShard) -> None:
         self._shard = shard
@@ -123,19 +122,18 @@ class _ReduceScatter(Reducer):
             yield from self._wait(MAX_IN_FLIGHT)
         else:
             yield from self._wait(0)
-            yield record, self._reduce_blocks(record, grad, ranks)
+            yield from super().reduce(record, self._reduce_blocks(record, grad, ranks))
 
     def flush(self) -> Reduced:
         return self._wait(0)
 
     def _wait(self, in_flight: int) -> Reduced:
-        """Yields reduced gradients until so many are in flight."""
+        """Yields the sums of reduced gradients until at most `in_flight` reduce-scatters are in flight."""
         while len(self._in_flight) > in_flight:
             record, wait = self._in_flight.popleft()
-            shard = wait()
+            summed = super().reduce(record, wait())
             del wait  # it holds the full gradient
-            yield record, shard
-            del shard
+            yield from summed
 
     def _reduce_blocks(self, record: Placed, grad: ComputedGradient, ranks: Ranks) -> Tensor:
         """This rank's shard of the mean, of which blocks of all shards are computed together, one while the one before

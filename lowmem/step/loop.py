@@ -13,7 +13,7 @@ from torch import Tensor
 from lowmem.errors import ConfigError, StepError, UnsupportedError
 from lowmem.options import FusedConfig
 from lowmem.placements import Placement
-from lowmem.placements.base import NO_EARLIER, Earlier, Reduced
+from lowmem.placements.base import Reduced
 from lowmem.rules import UpdateRule
 from lowmem.step import habits
 from lowmem.step.clipping import Clipping
@@ -57,7 +57,6 @@ class StepLoop:
     updates: Updates
     report: Report
     policy: Policy = field(init=False)
-    _earlier: Earlier = field(default=NO_EARLIER, init=False)  # of earlier micro-batches, in the last one
     _confirmed: int = field(default=0, init=False)  # parameter groups whose settings all ranks share
 
     def __post_init__(self) -> None:
@@ -186,12 +185,10 @@ class StepLoop:
     # -- a backward runs -------------------------------------------------------------------------------------------
 
     def _begin_pass(self) -> None:
-        self._earlier, reducer = self.policy.begin(), self.placement.reducer
-        if self.cycle.last or not reducer.accumulates_first:
-            reducer.begin(self.records.values(), self._earlier)
+        self.placement.reducer.begin(self.records.values(), self.policy.begin())
 
     def arrived(self, record: ParamRecord, groups: Sequence[Group]) -> None:
-        """The gradient of a parameter is complete."""
+        """Called when the gradient of a parameter is complete."""
         offered = self.hooks.offered(record.param)
         if record.param.grad is None and not offered:  # its autograd function returned none
             if not self.cycle.idle:
@@ -200,11 +197,7 @@ class StepLoop:
         if self.cycle.idle:
             self._begin_plain(record, groups)
         self.cycle.fired(record.name, in_parts=self.policy.accumulates)
-        reducer, grad = self.placement.reducer, self._take(record, offered)
-        total = self.policy.add(record, grad) if reducer.accumulates_first else grad
-        del grad
-        if total is not None:
-            self._use(reducer.reduce(record, total))
+        self._use(self.placement.reducer.reduce(record, self._take(record, offered)))
 
     def _take(self, record: ParamRecord, offered: list[Contribution]) -> Gradient:
         """The sum of what backward has put into `.grad` and what is computed as it is read."""
@@ -218,28 +211,15 @@ class StepLoop:
         return grad
 
     def _use(self, reduced: Reduced) -> None:
-        """Passes gradients that are reduced to the policy, as soon as they are."""
+        """Passes gradients to the policy as soon as they are reduced."""
         for placed, grad in reduced:
-            record = self.records[placed.param]
-            self.cycle.notice(record.name)
-            total = grad if self.placement.reducer.accumulates_first else self.policy.add(record, grad)
-            if total is not None:
-                self.policy.ready(record, total)
-            del grad, total  # not to be held while the next one is made
+            self.cycle.notice(placed.name)
+            self.policy.ready(self.records[placed.param], grad)
+            del grad  # frees it before the next one is made
 
     @torch.no_grad()
     def _end_pass(self) -> None:
-        """A backward has ended: sums without a gradient in the last one, and the gradients in flight, arrive."""
-        reducer, missed = self.placement.reducer, self.cycle.missed() & self._earlier.read.keys()
-        for record in [record for record in self.records.values() if record.name in missed]:
-            total = self._earlier.read[record.name]()
-            if reducer.accumulates_first:
-                self._use(reducer.reduce(record, total))
-            else:
-                self.policy.ready(record, total)
-            del total
-        if self.cycle.last or not reducer.accumulates_first:
-            self._use(reducer.flush())
+        self._use(self.placement.reducer.flush())
 
     # -- a step ends -----------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lowmem.placements.placed import Placed
 from lowmem.step.record import ParamRecord
 from lowmem.tiles.gradients import Gradient
 from lowmem.tiles.stored import flat
@@ -51,7 +52,7 @@ class GradientStore:
         self._streams: dict[tuple[torch.device, bool], Any] = {}
         self._leaving: tuple[Tensor, Wait] | None = None  # the gradient whose copy may be in flight
         self._coming: tuple[str, Gradient, Wait] | None = None  # the one that is likely to be asked for next
-        self._following: dict[str, ParamRecord] = {}  # by the name of the parameter whose gradient was stored before
+        self._following: dict[str, Placed] = {}  # by the name of the parameter whose gradient was stored before
         self._latest = ""
         self._least = 0
 
@@ -73,7 +74,7 @@ class GradientStore:
         self._wait()
         self._latest, self._least = "", least
 
-    def get(self, record: ParamRecord) -> Gradient | None:
+    def get(self, record: Placed) -> Gradient | None:
         """Returns the stored gradient on the parameter's device, or None. What is added to it in place counts once it
         is stored again.
         """
@@ -86,7 +87,7 @@ class GradientStore:
         wait()
         return grad
 
-    def keep(self, record: ParamRecord, grad: Gradient) -> None:
+    def keep(self, record: Placed, grad: Gradient) -> None:
         """Stores `grad` in place of what was stored. The caller must not use it afterwards."""
         if self._stored.get(record.name) is grad:
             return
@@ -137,7 +138,7 @@ class GradientStore:
             self._coming[2]()
         self._leaving = self._coming = None
 
-    def _fetch(self, record: ParamRecord) -> tuple[Gradient, Wait]:
+    def _fetch(self, record: Placed) -> tuple[Gradient, Wait]:
         stored, device = self._stored[record.name], record.param.device
         if not isinstance(stored, Offloaded):
             return stored.to(device) if isinstance(stored, Tensor) else stored, lambda: None

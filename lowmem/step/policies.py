@@ -10,7 +10,8 @@ from torch import Tensor
 
 from lowmem.errors import StepError, UnsupportedError
 from lowmem.options import FusedConfig
-from lowmem.placements.base import NO_EARLIER, Earlier
+from lowmem.placements.base import MicroBatch
+from lowmem.placements.placed import Placed
 from lowmem.rules import UpdateRule
 from lowmem.step.clipping import Clipping, Decision
 from lowmem.step.cycle import StepCycle
@@ -129,8 +130,8 @@ Pass = tuple[Sequence[Tensor] | None, bool]
 class Policy:
     """When gradients become updates: here in the hook. Nothing is known about the step before its first update.
 
-    The loop runs the backwards that `passes` yields. Every gradient goes through `add`, the placement's reducer (in one
-    order or the other), and `ready`; `complete` decides the step. Its parts are those of the optimizer, live.
+    The loop runs the backwards that `passes` yields. Every gradient goes through the placement's reducer, which sums
+    micro-batches as `begin` says, to `ready`; `complete` decides the step.
 
     Attributes:
         reason: why it was chosen.
@@ -163,13 +164,9 @@ class Policy:
         """The backwards of a loss, each of which has run when the next one is asked for."""
         yield None, False
 
-    def begin(self) -> Earlier:
-        """A backward begins. Returns the sums of earlier micro-batches, if it is the last one."""
-        return NO_EARLIER
-
-    def add(self, record: ParamRecord, grad: Gradient) -> Gradient | None:
-        """Adds a gradient to those of earlier micro-batches. Returns the sum in the last one, None before it."""
-        return grad
+    def begin(self) -> MicroBatch:
+        """Called before each backward. Returns how its gradients are summed over micro-batches."""
+        return MicroBatch(add=lambda record, grad: grad)
 
     def ready(self, record: ParamRecord, grad: Gradient) -> None:
         """A gradient is complete: summed over micro-batches, averaged over ranks and cut."""
@@ -266,21 +263,25 @@ class Deferred(Policy):
     def _wide(self) -> bool:
         return self.config.accumulation_dtype == "float32"
 
-    def begin(self) -> Earlier:
-        self._store.begin(4 if self._wide and not self.cycle.last else 0)
-        missed = self.cycle.missed() if self.cycle.last else set()
-        records = (record for record in self.records.values() if record.name in missed)
-        read = {record.name: functools.partial(self._sum_of, record) for record in records}
-        return Earlier(read, self._wide) if read else NO_EARLIER
+    def begin(self) -> MicroBatch:
+        last = self.cycle.last
+        self._store.begin(4 if self._wide and not last else 0)
+        earlier = {record.name: functools.partial(self._sum_of, record) for record in self._missed() if last}
+        return MicroBatch(self._add, last, earlier, wide=self._wide and bool(earlier))
+
+    def _missed(self) -> list[ParamRecord]:
+        """Parameters that got a gradient in an earlier micro-batch, and none in this one."""
+        missed = self.cycle.missed()
+        return [record for record in self.records.values() if record.name in missed]
 
     def _sum_of(self, record: ParamRecord) -> Gradient:
-        """The sum of earlier micro-batches, for a parameter that gets no gradient in the last one."""
+        """Returns the sum of earlier micro-batches for a parameter that gets no gradient in the last one."""
         self.cycle.notice(record.name)
         total = self._store.get(record)
         assert total is not None
         return total
 
-    def add(self, record: ParamRecord, grad: Gradient) -> Gradient | None:
+    def _add(self, record: Placed, grad: Gradient) -> Gradient | None:
         before = self._store.get(record)
         if before is not None:
             if record.name in self._measured and self.clipping.changes(before):
@@ -300,7 +301,7 @@ class Deferred(Policy):
         self._store.keep(record, grad if isinstance(grad, Tensor) else self._dense(record, grad))
         return None
 
-    def _dense(self, record: ParamRecord, grad: Gradient) -> Tensor:
+    def _dense(self, record: Placed, grad: Gradient) -> Tensor:
         """A gradient as a tensor in the dtype of sums."""
         if isinstance(grad, Tensor):
             return grad.to(torch.promote_types(grad.dtype, torch.float32)) if self._wide else grad
@@ -311,6 +312,8 @@ class Deferred(Policy):
         self._store.keep(record, grad)
 
     def complete(self) -> Decision | None:
+        for record in self._missed():
+            self.ready(record, self._sum_of(record))
         decision = self.clipping.decide(self._measured, prepared=True)
         if not decision.skipped:
             for record, grad in self._store.drain(list(self.records.values())):

@@ -9,7 +9,7 @@ from support.products import pairwise
 
 import lowmem
 from lowmem.errors import StepError
-from lowmem.placements.all_reduce import _inserted
+from lowmem.placements.all_reduce import _ARRIVED, _by_arrival
 from lowmem.step import policies
 from lowmem.step.offload import GradientStore
 
@@ -162,7 +162,8 @@ def test_an_order_that_no_longer_fits_is_learned_again(two):
 
 
 def test_names_without_a_gradient_stay_near_their_neighbours():
-    assert _inserted(["d", "a"], ["x", "a", "b", "c", "d", "e"]) == ["x", "d", "e", "a", "b", "c"]
+    numbers = dict.fromkeys("xabcde", 0) | {"d": _ARRIVED + 1, "a": _ARRIVED + 2, "b": _ARRIVED}
+    assert _by_arrival(numbers, "xabcde") == [*"xdeabc"]
 
 
 # -- what the graph does not show --------------------------------------------------------------------------------------
