@@ -16,7 +16,7 @@ __all__ = ["has_compiler", "reduce_scatter_as_nccl", "release", "update_one"]
 def update_one(opt: lowmem.FusedOptimizer, param: Tensor, grad: Tensor) -> None:
     """Updates one parameter as its hook does, but without a backward pass."""
     opt._cycle.step += 1
-    opt._updates.begin(zip(opt._rules, opt.param_groups, strict=True), opt._cycle.step)
+    opt._updates.begin(opt._cycle.step)
     opt._updates.put(opt._records[param], grad, None)
 
 

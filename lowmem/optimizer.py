@@ -2,7 +2,7 @@
 
 import copy
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lowmem import placements, rules
-from lowmem.errors import ConfigError, UnsupportedError, did_you_mean
+from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.options import FusedConfig
 from lowmem.rules import UpdateRule
 from lowmem.step import habits
@@ -20,11 +20,12 @@ from lowmem.step.compiled import decide_compilation
 from lowmem.step.cycle import StepCycle
 from lowmem.step.hooks import Hooks
 from lowmem.step.loop import StepLoop, claim
-from lowmem.step.program import Program
+from lowmem.step.parameters import AddedGroup, Parameters, States
 from lowmem.step.record import ParamRecord
 from lowmem.step.report import LastStep, Report
-from lowmem.step.saving import Saving, States
+from lowmem.step.saving import Saving
 from lowmem.step.updates import Updates
+from lowmem.tiles.gradients import Contribution
 from lowmem.tiles.graph import Compiler
 from lowmem.tiles.quantized import QuantizedWeight, in_codes
 
@@ -66,47 +67,38 @@ class FusedOptimizer(torch.optim.Optimizer):
         model: nn.Module | None = None,
         **options: Any,
     ) -> None:
-        self.config = FusedConfig(rule, **options)
-        self._model = model
-        self._rules: list[UpdateRule] = []  # of the groups, in their order
-        self._added: list[tuple[dict[str, Any], dict[str, Any], int]] = []
-        self._states = States(dict)
-        self._cycle = StepCycle()
-        self._records: dict[Tensor, ParamRecord] = {}
+        self.config = config = FusedConfig(rule, **options)
+        groups = config.param_groups(params) if config.groups else list(params)
+        if not groups:
+            raise ConfigError("no parameters were given")
+        if config.weight_format is not None and not (model and in_codes(model)):
+            raise ConfigError(
+                f"weight_format={config.weight_format!r} is an option of trainers. In a loop, call "
+                f"lowmem.quantize_(model, {config.weight_format!r}) before you create the optimizer, and omit it here"
+            )
+        groups = [_listed(group) for group in (groups if isinstance(groups[0], dict) else [{"params": groups}])]
+        placement = placements.find(config.placement, (param for group in groups for param in group["params"]))
+        self._parameters = Parameters(config, placement, model)
+        self._records = self._parameters.records
+        self._cycle = StepCycle(config.seed)
         habits.watch()
         self._hooks = Hooks(self._records, self._cycle, self._on_gradient)
         self._opt_called = False
-        self._complete = False  # the groups of the constructor are all added
-        groups = self.config.param_groups(params) if self.config.groups else list(params)
-        if not groups:
-            raise ConfigError("no parameters were given")
-        if self.config.weight_format is not None and not (model and in_codes(model)):
-            raise ConfigError(
-                f"weight_format={self.config.weight_format!r} is an option of trainers. In a loop, call "
-                f"lowmem.quantize_(model, {self.config.weight_format!r}) before you create the optimizer, and omit it "
-                "here"
-            )
+        self._created = False
         try:
             super().__init__(groups, {})
-            self.defaults = {**rules.resolve(rule).defaults, **self.config.given}
-            self._placement.adopt(self._records.values(), self._model)
-            self._complete = True
-            self._order_records()
-            self._refuse_idle_options()
-            self.compiled = decide_compilation(self.config.compile, self._records.values())
-            if any(self._placement.shard.quantized(param) is not None for param in self._records):
+            self.defaults = {**rules.resolve(rule).defaults, **config.given}
+            placement.adopt(self._records.values(), model)
+            self._parameters.complete()
+            self.compiled = decide_compilation(config.compile, self._records.values())
+            if any(placement.shard.quantized(param) is not None for param in self._records):
                 QuantizedWeight.compiled = self.compiled
-            config, placement = self.config, self._placement
-            self._clipping = Clipping(self.param_groups, self._records, self.state, config, placement.shard)
-            self._updates = Updates(self._cycle, placement, self._clipping, config, self.compiled)
-            self._report = Report(self._updates, config.max_nonfinite_steps)
-            named = () if model is None else model.named_parameters()
-            others: dict[Tensor, tuple[str, bool]] = {
-                param: (name, param.requires_grad) for name, param in named if param not in self._records
-            }
-            parts = self._hooks, self._cycle, self._clipping, self._updates, self._report
-            self._loop = StepLoop(config, self._rules, self._added, self._records, placement, others, *parts)
+            self._clipping = Clipping(self._parameters)
+            self._updates = Updates(self._parameters, self._cycle, self._clipping, self.compiled)
+            self._report = Report(self._parameters, self._updates)
+            self._loop = StepLoop(self._parameters, self._hooks, self._updates, self._report)
             self._saving = Saving(self._loop)
+            self._created = True
         except BaseException:
             self.remove()  # the hooks of the groups that were added
             raise
@@ -123,109 +115,70 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, checks its hyperparameters and hooks its trainable parameters."""
-        where = f"parameter group {len(self.param_groups)}: "
-        rule, group = self.config.complete(_listed(param_group, first=len(self._records)), where)
-        same = next((other for other in self._rules if other.name == rule.name), rule)
-        if not rule.equals(same):
-            raise ConfigError(
-                f"{where}its rule has the same name as an earlier group's rule ({rule.name!r}), and saved states are "
-                "keyed by rule name. Rename one of the rules, or make their difference a hyperparameter (`defaults`)"
-            )
-        rule = same
+        parameters, where = self._parameters, f"parameter group {len(self.param_groups)}: "
+        rule, group = self.config.complete(_named(_listed(param_group), first=len(self._records)), where)
+        rule = parameters.same_rule(rule, where)
         placement = placements.find(self.config.placement, group["params"])
-        if not self._records and not self._complete:
-            self._placement = placement
-        elif type(placement) is not type(self._placement):
+        if type(placement) is not type(parameters.placement):
             raise UnsupportedError(
-                f"{where}its placement is {placement.name}, but earlier groups have {self._placement.name}. Shard all "
+                f"{where}its placement is {placement.name}, but earlier groups have {self.placement}. Shard all "
                 "parameters of an optimizer in the same way"
             )
-        defaults, self.defaults = self.defaults, {}  # those of the default rule are in the group if they belong there
+        defaults, self.defaults = self.defaults, {}  # the group has its defaults already
         try:
             super().add_param_group(group)
         finally:
             self.defaults = defaults
         group = self.param_groups[-1]
-        group.setdefault("param_names", [])  # torch leaves it out where there are no parameters
+        group.setdefault("param_names", [])  # torch omits it if there are no parameters
+        parameters.groups.append(AddedGroup(group, rule, {**group}, len(group["params"])))
         records: dict[Tensor, ParamRecord] = {}
-        self._rules.append(rule)
-        self._added.append((group, {**group}, len(group["params"])))
         try:
-            records = self._records_of(group, rule)
-            if self._complete:
-                self._placement.adopt(records.values(), self._model)
-            sharded = self._placement.shard.sharded and bool(records)
-            if sharded:  # first: a shard is refused for its own shape
+            records = parameters.new_records(group, rule)
+            sharded = parameters.shard.sharded and bool(records)
+            if sharded:  # first, because a shard is rejected for its own shape
                 rule.adopt(group, sharded)
             for record in records.values():
                 self._hooks.add(record)
-                claim(record, {}, self._placement, self._hooks)  # it has no state yet
+                claim(record, parameters, self._hooks)
                 record.refuse_leftover()
-            if not sharded:  # last: a parameter is refused by its name
+            if not sharded:  # last, because a parameter is rejected by its name
                 rule.adopt(group, sharded)
             self._records.update(records)
-            if self._complete:
-                self._order_records()
-                self._refuse_idle_options()
+            if self._created:
+                parameters.placement.adopt(records.values(), parameters.model)
+                parameters.complete()
                 self._loop.choose_policy()
         except BaseException:  # the group is added completely or not at all
             for param, record in records.items():
                 self._hooks.discard(record)
                 self._records.pop(param, None)
             self.param_groups.pop()
-            self._rules.pop()
-            self._added.pop()
+            parameters.groups.pop()
             raise
-
-    def _records_of(self, group: dict[str, Any], rule: UpdateRule) -> dict[Tensor, ParamRecord]:
-        names = {record.name for record in self._records.values()}
-        shard, programs = self._placement.shard, dict[Any, Program]()
-        records: dict[Tensor, ParamRecord] = {}
-        for name, param in zip(group["param_names"], group["params"], strict=True):
-            if name in names or param in records:
-                raise ConfigError(f"parameter {name!r} is given twice; each parameter and each name may occur once")
-            names.add(name)
-            shard.admit(name, param)
-            records[param] = ParamRecord(name, param, shard.span(param), group, rule, programs)
-        return records
-
-    def _order_records(self) -> None:
-        """Norms are summed, and reported, in the order of the model's parameters."""
-        for param in self._model.parameters() if self._model is not None else ():
-            if param in self._records:
-                self._records[param] = self._records.pop(param)
 
     def remove(self) -> None:
         """Removes every hook. The optimizer can still be saved, and updates nothing from then on."""
         self._hooks.remove()
 
-    def _refuse_idle_options(self) -> None:
-        """Raises `ConfigError` for names of parameters that do not exist, and storages that hold no state."""
-        known = [record.name for record in self._records.values()]
-        for rule, group in zip(self._rules, self.param_groups, strict=True) if known else ():
-            for name in set(rule.names(group)) - set(known):
-                raise ConfigError(f"rule {rule.name!r}: no parameter is called {name!r}.{did_you_mean(name, known)}")
-        claimed = [record for record in self._records.values() if record.claimed]
-        claimed = [record for record in claimed if record.param.ndim > 1] or claimed
-        for name in {record.group["state_storage"] for record in claimed} - {"float32"}:
-            held = [record for record in claimed if record.group["state_storage"] == name]
-            if not any(state.held_as_asked for record in held for state in record.program.spec.states.values()):
-                rules = " and ".join(sorted({repr(record.rule.name) for record in held}))
-                raise ConfigError(
-                    f"state_storage={name!r} has no effect: rule {rules} has no elementwise state whose storage can be "
-                    "chosen. Omit it, or use a rule such as 'adamw' or 'lion'"
-                )
+    @property  # type: ignore[override]  # torch's optimizer has an attribute
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The parameter groups. Hyperparameters may be edited."""
+        return self._parameters.param_groups
 
-    @property  # the optimizer of torch has an attribute, which loops replace in order to begin with new states
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self._parameters.param_groups[:] = groups  # the next backward compares them with the groups that were added
+
+    @property  # torch's optimizer has an attribute, which loops replace to start with new states
     def state(self) -> States:  # type: ignore[override]
-        """Parameter → name of a state → value. Parameters without states get new ones at their next update."""
-        return self._states
+        """Parameter → name of a state → value. Parameters without states get new ones in their next update."""
+        return self._parameters.states
 
     @state.setter
     def state(self, states: Mapping[Tensor, dict[str, Any]]) -> None:
-        self._states.update({**{param: {} for param in self._states}, **states})
-        if self._complete:
-            self._clipping.memory.clear()
+        self.state.update({**{param: {} for param in self.state}, **states})
+        self._parameters.group_memory.clear()
 
     # -- the policy ------------------------------------------------------------------------------------------------
 
@@ -242,7 +195,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     @property
     def placement(self) -> str:
         """Where parameters are: "local", "replicated", "zero3" or "fsdp2"."""
-        return self._placement.name
+        return self._parameters.placement.name
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -287,11 +240,11 @@ class FusedOptimizer(torch.optim.Optimizer):
                 parameters of another `FusedOptimizer` that is not `paused`, or the gradients of the last
                 `max_nonfinite_steps` steps were not finite.
         """
-        return self._loop.backward(loss, self.param_groups, last=not self._hooks.accumulating)
+        return self._loop.backward(loss, last=not self._hooks.accumulating)
 
-    def _on_gradient(self, record: ParamRecord) -> None:
-        """The gradient of one parameter is complete: its hook runs."""
-        self._loop.arrived(record, self.param_groups)
+    def _on_gradient(self, record: ParamRecord, offered: Sequence[Contribution]) -> None:
+        """Called by the hook of a parameter when its gradient is complete."""
+        self._loop.arrived(record, offered)
         self._opt_called |= self._cycle.last  # LR schedulers ask whether an optimizer step came before theirs
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -316,7 +269,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         given = [r for r in self._records.values() if r.span.numel and r.param.grad is not None]
         if given or self._cycle.waiting:
-            self._loop.backward_of_given(given, self.param_groups)
+            self._loop.backward_of_given(given)
         self._cycle.stepped()
         return loss
 
@@ -336,7 +289,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def accept_torn_step(self) -> None:
         """Continues with the weights as a failed backward left them: some of this step, some of the one before."""
         self._loop.drop()
-        self._cycle.reset(self._cycle.step)
+        self._cycle.accept_torn()
 
     # -- reports -----------------------------------------------------------------------------------------------------
 
@@ -442,10 +395,17 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._loop.drop()
 
 
-def _listed(group: dict[str, Any], first: int) -> dict[str, Any]:
-    """A parameter group whose `params` can be iterated more than once; numbered from `first` where it has no names."""
+def _listed(group: dict[str, Any]) -> dict[str, Any]:
+    """A parameter group whose `params` can be iterated more than once."""
     params = group["params"]
-    params = [params] if isinstance(params, Tensor) else params if isinstance(params, set) else list(params)
-    if "param_names" not in group and not any(isinstance(item, tuple) for item in params):
-        params = [(f"param{first + i}", param) for i, param in enumerate(params)]
-    return {**group, "params": params}
+    if isinstance(params, Tensor):
+        return {**group, "params": [params]}
+    return group if isinstance(params, set) else {**group, "params": list(params)}
+
+
+def _named(group: dict[str, Any], first: int) -> dict[str, Any]:
+    """A parameter group with names of its parameters, which are numbered from `first` if they have none."""
+    params = group["params"]
+    if "param_names" in group or any(isinstance(item, tuple) for item in params):
+        return group
+    return {**group, "params": [(f"param{first + i}", param) for i, param in enumerate(params)]}

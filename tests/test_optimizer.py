@@ -102,7 +102,7 @@ def test_config_builds():
     config = dataclasses.replace(config, lr=0.2)
     opt = lowmem.FusedOptimizer.from_config(params, config)
     assert opt.config == config
-    assert (opt._clipping.value, opt.param_groups[0]["rounding"], opt._updates.seed) == (0.5, "stochastic", 7)
+    assert (opt._clipping.value, opt.param_groups[0]["rounding"], opt._cycle.seed) == (0.5, "stochastic", 7)
     assert (opt.param_groups[0]["lr"], opt.param_groups[0]["weight_decay"]) == (0.2, 0.3)
 
 

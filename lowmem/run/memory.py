@@ -181,7 +181,7 @@ def step_memory(model: nn.Module, make_optimizer: Callable[[], FusedOptimizer],
     backwards = []
     with tracker:
         optimizer = make_optimizer()
-        reducer = optimizer._placement.reducer
+        reducer = optimizer._parameters.placement.reducer
         take = reducer.take  # a hook of ours would have to see every gradient as a tensor
 
         def labelled(param: Tensor) -> Tensor:
@@ -204,7 +204,7 @@ def step_memory(model: nn.Module, make_optimizer: Callable[[], FusedOptimizer],
             if not last:
                 tracker.label_unknown(GRADIENTS, since=backward)  # what is accumulated
             backwards.append((backward, tracker.now))
-        held = [record.extra for record in optimizer._records.values()], optimizer._clipping.memory
+        held = [record.extra for record in optimizer._records.values()], optimizer._parameters.group_memory
         leaves = tree_leaves([list(optimizer.state.values()), *held])
         tracker.label((leaf for leaf in leaves if isinstance(leaf, Tensor)), STATES)
     return _at_peak(tracker, next(model.parameters()).device, backwards)

@@ -5,17 +5,15 @@ unscaled, clamped by value, and multiplied by one clip coefficient from the norm
 """
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowmem.options import FusedConfig
-from lowmem.placements.base import Shard
-from lowmem.rules import GroupNorms
+from lowmem.rules import GroupClip, GroupNorms
 from lowmem.step.loss_scaler import LossScaler
+from lowmem.step.parameters import Parameters
 from lowmem.step.record import ParamRecord
 from lowmem.tiles.gradients import Gradient
 from lowmem.tiles.norms import REDUCED, norm_over, summable
@@ -23,7 +21,16 @@ from lowmem.tiles.stored import tiles
 from lowmem.tiles.sweep import Reading
 from lowmem.tiles.transfers import to_device
 
-Coefs = tuple[Tensor | None, Tensor | None]
+
+@dataclass(frozen=True)
+class Clip:
+    """The clip coefficients of a parameter group: float32 scalars, or None.
+
+    gradient: gradients are multiplied by it as they are read.  update: the rule applies it to its update instead.
+    """
+
+    gradient: Tensor | None = None
+    update: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -38,7 +45,7 @@ class Decision:
     tiled: as `norms`, but summed in tiles: as PyTorch computes it, on a CPU, the norm of a large float32 tensor may be
     off by a per cent.
     clip_coef: of `clip_norm`, float32 scalar, or None.
-    own_coefs: id of a parameter group whose rule clips as well → what multiplies gradients, and what updates read.
+    own_clips: by the id of a parameter group whose rule clips as well.
     measured: the norms are of the very gradients that are applied.
     prepared: they are too, and float32 gradients have been unscaled and clamped in place.
     skipped: the host knows that the step is skipped, and nothing needs to run.
@@ -50,7 +57,7 @@ class Decision:
     finite: Tensor
     tiled: Tensor | None = None
     clip_coef: Tensor | None = None
-    own_coefs: Mapping[int, Coefs] = field(default_factory=dict)
+    own_clips: Mapping[int, Clip] = field(default_factory=dict)
     measured: bool = False
     prepared: bool = False
     skipped: bool = False
@@ -66,28 +73,19 @@ class Clipping:
     """Measures and clips the gradients of a step.
 
     Args:
-        groups, records, states, config: of the optimizer, live.
-        shard: over whose ranks norms are summed, where they hold a shard of each gradient.
+        parameters: of the optimizer. Norms are summed over the ranks that hold the other shards of each gradient.
 
     Attributes:
         device: of the loss scale and of decisions.
-        memory: index of a group → what its rule's own clipping keeps for it, changed in place.
     """
 
-    def __init__(
-        self,
-        groups: Sequence[dict[str, Any]],
-        records: Mapping[Tensor, ParamRecord],
-        states: MutableMapping[Tensor, dict[str, Any]],
-        config: FusedConfig,
-        shard: Shard,
-    ) -> None:
-        self.groups, self.records, self.states = groups, records, states
-        self.device = device = next((param.device for param in records), torch.device("cpu"))
-        self.scaler, self._ranks = LossScaler(config.loss_scale, device), next(map(shard.ranks_of, records), None)
+    def __init__(self, parameters: Parameters) -> None:
+        self.parameters, self.records, self.device = parameters, parameters.records, parameters.device
+        config, device = parameters.config, self.device
+        self.scaler = LossScaler(config.loss_scale, device)
+        self._ranks = next(map(parameters.shard.ranks_of, self.records), None)
         self.norm, self.norm_type, self.value = config.clip_norm, float(config.norm_type), config.clip_value
         self._limit = None if self.value is None else torch.full((), self.value, dtype=torch.float32, device=device)
-        self.memory: dict[int, dict[str, Tensor]] = {}
 
     def _factors(self, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
         """The factor of gradients on `device`, and the limit that they are clamped to: float32 scalars, or None."""
@@ -157,23 +155,31 @@ class Clipping:
         # a dynamic loss scale that is too large skips the step, whatever the rule
         if not self.scaler.dynamic and all(map(_takes_nonfinite, fired)):
             finite = torch.ones_like(finite)
-        coef = None
-        if self.norm is not None:
-            total = norm_over(clipped_by, self.norm_type)
-            single = total.float()  # as torch divides, unless the norm itself is beyond float32
-            coef = torch.where(single.isfinite(), self.norm / (single + 1e-6), (self.norm / total).float())
-            coef = coef.clamp(max=1.0)
+        coef = None if self.norm is None else _clip_coef(self.norm, norm_over(clipped_by, self.norm_type))
         read = clamped if coef is None else clamped * coef
-        names = tuple(record.name for record in fired)
-        own_coefs = self._clip_groups(names, read, coef, finite)
-        if own_coefs:
+        results = self._clip_by_rules(fired, read)
+        own_clips = {id(self.parameters.groups[n].live): _clip(coef, result) for n, result in results.items()}
+        if own_clips:
             one = torch.ones_like(finite, dtype=torch.float32)
-            coefs = (own_coefs.get(id(record.group), (coef, None))[0] for record in fired)
-            read = clamped * torch.stack([one if each is None else each for each in coefs])
-        updated = self._fits(fired, read.square())
-        updated = finite.expand(len(fired)) if updated is None else finite & updated
-        skipped = any(record.rule.materializes for record in fired) and not bool(finite)
-        return Decision(names, raw, updated, finite, tiled, coef, own_coefs, prepared, prepared, skipped)
+            clips = (own_clips.get(id(record.group), Clip(coef)) for record in fired)
+            read = clamped * torch.stack([one if clip.gradient is None else clip.gradient for clip in clips])
+        fits = self._fits(fired, read.square())
+        for n, result in results.items():
+            memory = self.parameters.group_memory[n]
+            for name, new in result.memory.items():  # a skipped step leaves it as it is
+                memory[name].copy_(torch.where(finite, new, memory[name]))
+        return Decision(
+            names=tuple(record.name for record in fired),
+            norms=raw,
+            updated=finite.expand(len(fired)) if fits is None else finite & fits,
+            finite=finite,
+            tiled=tiled,
+            clip_coef=coef,
+            own_clips=own_clips,
+            measured=prepared,
+            prepared=prepared,
+            skipped=any(record.rule.materializes for record in fired) and not bool(finite),
+        )
 
     def review(self, fired: Sequence[ParamRecord]) -> Decision:
         """The decision about a step whose gradients have been applied as they arrived."""
@@ -217,39 +223,37 @@ class Clipping:
             (total[2],) = self._ranks.all_reduce([norms[2]], largest=True)
         return total
 
-    def _clip_groups(self, names: Sequence[str], read: Tensor, coef: Tensor | None, finite: Tensor) -> dict[int, Coefs]:
-        """The clipping of each rule that has its own, given the norms of gradients as `clip_norm` leaves them."""
-        rules = {id(record.group): record.rule for record in self.records.values()}
-        coefs: dict[int, Coefs] = {}
-        for n, group in enumerate(self.groups):
-            rule = rules.get(id(group))
-            if rule is None or rule.needs_norm(group) is None:
+    def _clip_by_rules(self, fired: Sequence[ParamRecord], read: Tensor) -> dict[int, GroupClip]:
+        """Computes the clipping of each rule that has its own, by the index of the group. read: the norms of gradients
+        after `clip_norm`, float64 [parameters].
+        """
+        results: dict[int, GroupClip] = {}
+        for n, group in enumerate(self.parameters.groups):
+            if group.rule.needs_norm(group.live) is None:
                 continue
-            norms, zero = dict(zip(names, read.float().unbind(), strict=True)), torch.zeros_like(read[0]).float()
-            own = [record for record in self.records.values() if record.group is group]
-            states = {record.name: self.states.get(record.param, {}) for record in own}
-            reads = [record.name for record in own if record.trained or record.name in norms]
+            norms = {record.name: norm for record, norm in zip(fired, read.float().unbind(), strict=True)}
+            reads, frozen = list[ParamRecord](), list[ParamRecord]()
+            for record in self.records.values():
+                if record.group is group.live:
+                    (reads if record.trained or record.name in norms else frozen).append(record)
             if not reads:
                 continue
-            if n not in self.memory:
-                with zero.device:  # made there, not copied to it
-                    self.memory[n] = {name: value.clone() for name, value in rule.group_memory(group).items()}
-            memory = self.memory[n]
-            clip = rule.clip_by_norm(
+            zero, states = torch.zeros_like(read[0]).float(), self.parameters.states
+            if n not in self.parameters.group_memory:
+                with zero.device:  # created there, not copied to it
+                    memory = {name: value.clone() for name, value in group.rule.group_memory(group.live).items()}
+                self.parameters.group_memory[n] = memory
+            results[n] = group.rule.clip_by_norm(
                 GroupNorms(
-                    hyper=group,
-                    norms=torch.stack([norms.get(name, zero) for name in reads]),
+                    hyper=group.live,
+                    norms=torch.stack([norms.get(record.name, zero) for record in reads]),
                     total=norm_over(read).float(),
-                    states=[states.pop(name) for name in reads],
-                    frozen=list(states.values()),
-                    memory=memory,
+                    states=[states.get(record.param, {}) for record in reads],
+                    frozen=[states.get(record.param, {}) for record in frozen],
+                    memory=self.parameters.group_memory[n],
                 )
             )
-            both = clip.coef if coef is None else coef * clip.coef
-            coefs[id(group)] = (coef, clip.coef) if clip.by_rule else (both, None)
-            for name, new in clip.memory.items():  # a skipped step leaves no trace here either
-                memory[name].copy_(torch.where(finite, new, memory[name]))
-        return coefs
+        return results
 
     def reading(self, records: Sequence[ParamRecord], grad: Gradient, decision: Decision | None) -> Reading:
         """The scale, limit and clip coefficients with which a rule reads the gradient of (stacked) parameters of a
@@ -259,8 +263,7 @@ class Clipping:
         inverse_scale, limit = self._factors(device)
         if decision is None:
             return Reading(inverse_scale, limit, sums_squares=sums_squares(first))
-        coefs = decision.own_coefs.get(id(first.group), (decision.clip_coef, None))
-        coef, rule_coef = (None if each is None else each.to(device) for each in coefs)
+        clip = decision.own_clips.get(id(first.group), Clip(decision.clip_coef))
         without_gradient = torch.zeros((), dtype=torch.float64, device=self.device), decision.finite
         each = [decision.each.get(record.name, without_gradient) for record in records]
         square_sums, updated = (torch.stack(of_each).to(device) for of_each in zip(*each, strict=True))
@@ -268,11 +271,25 @@ class Clipping:
         return Reading(
             None if done else inverse_scale,
             None if done else limit,
-            coef,
-            rule_coef,
+            None if clip.gradient is None else clip.gradient.to(device),
+            None if clip.update is None else clip.update.to(device),
             updated,
             square_sums=square_sums if decision.measured else None,
         )
+
+
+def _clip_coef(limit: float, total: Tensor) -> Tensor:
+    """The factor that reduces a norm over all gradients to `limit`, a float32 scalar."""
+    single = total.float()  # as torch divides, unless the norm itself is beyond float32
+    coef = torch.where(single.isfinite(), limit / (single + 1e-6), (limit / total).float())
+    return coef.clamp(max=1.0)
+
+
+def _clip(coef: Tensor | None, own: GroupClip) -> Clip:
+    """The coefficients of a group from the coefficient of `clip_norm` and the clipping of its rule."""
+    if own.by_rule:
+        return Clip(coef, update=own.coef)
+    return Clip(own.coef if coef is None else coef * own.coef)
 
 
 def sums_squares(record: ParamRecord) -> bool:

@@ -25,16 +25,18 @@ class StepCycle:
 
     Attributes:
         step: the number of this step, or of the last one.
-        moved: the parameters whose update has begun, while a backward runs.
+        seed: of stochastic rounding, which also depends on the step.
+        moved: whether an update has begun in the backward that runs.
         waiting: how many micro-batches of an unfinished step have ended.
         last: the backward that runs, or ran last, is not a micro-batch that others of its step follow.
         loop_steps: the training loop calls `optimizer.step()`.
         torn: why the step cannot be continued, if it failed after weights had moved.
     """
 
-    def __init__(self) -> None:
-        self.step = self.waiting = 0
-        self.moved: set[str] = set()
+    def __init__(self, seed: int) -> None:
+        self.step, self.seed = 0, seed
+        self.waiting = 0
+        self.moved = False
         self.last = True
         self.loop_steps = False
         self.torn: str | None = None
@@ -69,7 +71,7 @@ class StepCycle:
         self._fired_now.clear()
         if not self.waiting:
             self._fired.clear()
-            self.moved.clear()
+            self.moved = False
             self._steps += 1
             self.step += 1
 
@@ -106,7 +108,7 @@ class StepCycle:
         """A micro-batch has ended and the step waits for the next one, or its updates are done."""
         self._running = None
         self.waiting = 0 if self.last else self.waiting + 1
-        self.moved.clear()
+        self.moved = False
 
     def refuse_nothing(self) -> None:
         """Raises `StepError` if no parameter got a gradient."""
@@ -196,9 +198,14 @@ class StepCycle:
                 "accumulated, but the last backward of the step, outside `with opt.accumulate():`, has not run"
             )
 
-    def reset(self, step: int) -> None:
-        """A clean state at `step`: after loading, or when the user accepts a torn step."""
-        self.step, self.torn, self._running = step, None, None
+    def load(self, step: int, seed: int) -> None:
+        """Continues after `step` from weights and states that were loaded."""
+        self.step, self.seed = step, seed
+        self.accept_torn()
+
+    def accept_torn(self) -> None:
+        """Continues from the weights as they are, although the last step may be torn."""
+        self.torn = self._running = None
         self._steps = self.waiting = 0
 
 

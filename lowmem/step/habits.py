@@ -8,7 +8,7 @@ import functools
 import logging
 import math
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves
 
 from lowmem.errors import StepError
-from lowmem.rules import ENGINE_KEYS
 from lowmem.step import hooks
 from lowmem.step.record import ParamRecord
 
@@ -100,38 +99,6 @@ def _watch_clipping(clip: Callable[..., Any]) -> Callable[..., Any]:
         return clip(params or parameters, *args, **kwargs)
 
     return watched
-
-
-# -- parameter groups that are edited ----------------------------------------------------------------------------------
-
-
-def refuse_edits(
-    groups: Sequence[Any],
-    added: Sequence[tuple[dict[str, Any], dict[str, Any], int]],
-    records: Iterable[ParamRecord],
-) -> None:
-    """Raises `StepError` for changes of `param_groups` that would have no effect.
-
-    Groups are compared by identity, and their parameters by the identity of the list and its length. `added` has each
-    group, its settings as they were then, and how many parameters it had. A hyperparameter may be changed where the
-    spec of one parameter of each program stays the same.
-    """
-    edits = ["the number of parameter groups"] if len(groups) != len(added) else []
-    for n, (now, (group, before, count)) in enumerate(zip(groups, added, strict=False)):
-        if now is not group:
-            edits.append(f"parameter group {n}")
-        if group.get("params") is not before["params"] or len(group["params"]) != count:
-            edits.append(f"'params' of parameter group {n}")
-        edits += [f"{key!r} of parameter group {n}" for key in ENGINE_KEYS if group.get(key) != before[key]]
-    for program, record in {record.program: record for record in records if record.claimed}.items():
-        if program.spec != record.rule.spec(record.name, record.span.shape, record.group):
-            edits.append(f"a hyperparameter that decides the form of the update of {record.name!r}")
-    if edits:
-        raise StepError(
-            f"{edits[0]} was changed, but the optimizer would continue with the original value. Restore it. Set "
-            "hyperparameters as in opt.param_groups[0]['lr'] = 1e-4, freeze parameters with requires_grad_(False), "
-            "add parameters with opt.add_param_group(), and create another FusedOptimizer for another rule or storage"
-        )
 
 
 # -- reentrant activation checkpointing --------------------------------------------------------------------------------

@@ -30,6 +30,9 @@ _TWO_OPTIMIZERS = (
 )
 
 
+Offered = Sequence[Contribution]
+
+
 class _Offers(dict[Tensor, list[Contribution]]):
     """Contributions that a backward has offered, by parameter. Autograd refers to them as a callback at the end of that
     backward and nothing else does, so that a failed one leaves none, and one that runs inside another adds to them.
@@ -67,7 +70,8 @@ class Hooks:
     Args:
         records: of every parameter, live.
         cycle: the life cycle of the step.
-        update: the method of the optimizer that a complete gradient is passed to.
+        update: the method of the optimizer that takes complete gradients: the record of a parameter, and contributions
+            that are computed as they are read. The rest of the gradient is in `.grad`.
 
     Attributes:
         paused: gradients are freed and nothing is updated.
@@ -76,7 +80,7 @@ class Hooks:
     """
 
     def __init__(
-        self, records: Mapping[Tensor, ParamRecord], cycle: StepCycle, update: Callable[[ParamRecord], None]
+        self, records: Mapping[Tensor, ParamRecord], cycle: StepCycle, update: Callable[[ParamRecord, Offered], None]
     ) -> None:
         self._records, self._cycle, self._update = records, cycle, weakref.WeakMethod(update)
         self._handles: dict[Tensor, RemovableHandle] = {}
@@ -124,7 +128,7 @@ class Hooks:
         finally:
             param.requires_grad_(requires_grad)
 
-    def offered(self, param: Tensor) -> list[Contribution]:
+    def offered(self, param: Tensor) -> Offered:
         """Takes what the running backward has offered of the gradient of a parameter."""
         offers = self._running_offers()
         return [] if offers is None else offers.pop(param, [])
@@ -208,7 +212,7 @@ class Hooks:
             if self.paused:
                 param.grad = None
             else:
-                update(record)
+                update(record, self.offered(param))
 
     def alone(self, loss: Tensor) -> AbstractContextManager[Any]:
         """Backwards of `loss` inside raise `StepError` before the first update if they reach parameters of another

@@ -3,63 +3,44 @@
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowmem.errors import ConfigError, StepError, UnsupportedError
-from lowmem.options import FusedConfig
-from lowmem.placements import Placement
 from lowmem.placements.base import Reduced
-from lowmem.rules import UpdateRule
 from lowmem.step import habits
-from lowmem.step.clipping import Clipping
-from lowmem.step.cycle import StepCycle
-from lowmem.step.hooks import GivenGradients, Hooks
+from lowmem.step.hooks import GivenGradients, Hooks, Offered
+from lowmem.step.parameters import Parameters
 from lowmem.step.policies import POLICIES, Needs, Policy, choose
 from lowmem.step.record import ParamRecord
 from lowmem.step.report import Report
 from lowmem.step.updates import SMALL, Updates
-from lowmem.tiles.gradients import ComputedGradient, Contribution, Gradient
+from lowmem.tiles.gradients import ComputedGradient, Gradient
 from lowmem.tiles.graph import Compiler
 
 logger = logging.getLogger(__name__)
 
-Group = dict[str, Any]
 
-
-@dataclass(eq=False)
 class StepLoop:
-    """The steps of one optimizer. Its parts are those of the optimizer, live.
+    """The steps of one optimizer.
 
     A step is begun by `backward`, or by the first gradient of a plain `loss.backward()`. Autograd then calls `arrived`
-    for each parameter; when its backwards have run, the step is finished.
+    for each parameter. When the backwards of the step have run, it is finished.
 
     Attributes:
-        rules: of the parameter groups.
-        others: parameters of the model that the optimizer did not get, with their names and whether they were trained.
-        added: each parameter group, its settings as they were then, and how many parameters it had.
-        policy: says when gradients become updates.
+        policy: decides when gradients become updates.
     """
 
-    config: FusedConfig
-    rules: Sequence[UpdateRule]
-    added: Sequence[tuple[Group, Group, int]]
-    records: Mapping[Tensor, ParamRecord]
-    placement: Placement
-    others: Mapping[Tensor, tuple[str, bool]]
-    hooks: Hooks
-    cycle: StepCycle
-    clipping: Clipping
-    updates: Updates
-    report: Report
-    policy: Policy = field(init=False)
-    _confirmed: int = field(default=0, init=False)  # parameter groups whose settings all ranks share
+    policy: Policy
 
-    def __post_init__(self) -> None:
+    def __init__(self, parameters: Parameters, hooks: Hooks, updates: Updates, report: Report) -> None:
+        self.parameters, self.records, self.placement = parameters, parameters.records, parameters.placement
+        self.hooks, self.updates, self.report = hooks, updates, report
+        self.cycle, self.clipping = updates.cycle, updates.clipping
+        self._confirmed = 0  # parameter groups whose settings all ranks share
         self.choose_policy()
 
     def choose_policy(self, loss: Tensor | None = None) -> None:
@@ -70,25 +51,23 @@ class StepLoop:
         """
         asked = {"accumulation": self.hooks.accumulating, "reentrant": habits.reentrant(loss)}
         asked["sharded"] = self.placement.shard.sharded
-        needs = Needs.of(self.rules, [group for group, _, _ in self.added], self.clipping, **asked)
+        needs = Needs.of(self.parameters.groups, self.clipping, **asked)
         on_cpu = all(param.device.type == "cpu" for param in self.records)
-        name, reason = choose(self.config, needs, on_cpu=on_cpu)
-        before = getattr(self, "policy", None)
+        name, reason = choose(self.parameters.config, needs, on_cpu=on_cpu)
+        before: Policy | None = getattr(self, "policy", None)
         if before is not None and (before.accumulates or before.name == name):
             return
-        parts = self.config, self.records, self.cycle, self.clipping, self.updates
-        self.policy = POLICIES[name](*parts, reason)
+        self.policy = POLICIES[name](self.parameters, self.updates, reason)
         if before is not None or name != "immediate":
             logger.info("policy %s: %s", name, reason)
 
     # -- a step begins ---------------------------------------------------------------------------------------------
 
-    def backward(self, loss: Tensor | Callable[[], Tensor], groups: Sequence[Group], last: bool) -> Tensor:
+    def backward(self, loss: Tensor | Callable[[], Tensor], *, last: bool) -> Tensor:
         """Runs the backward of a loss, or of the one that a callable returns, as a step or a part of one.
 
         Args:
             loss: a scalar, not scaled.
-            groups: the parameter groups that the optimizer has now.
             last: False for a micro-batch that others of its step will follow.
 
         Returns:
@@ -97,7 +76,7 @@ class StepLoop:
         if self.hooks.removed or self.hooks.paused:
             state = "was removed by remove()" if self.hooks.removed else "is inside its paused()"
             raise StepError(f"backward() of an optimizer that {state}: nothing would be updated")
-        self._begin(groups)
+        self._begin()
         value = loss if isinstance(loss, Tensor) else loss()
         _refuse_loss(value)
         if self.policy.name == "two_pass":
@@ -119,7 +98,7 @@ class StepLoop:
             raise
         return value.detach()
 
-    def backward_of_given(self, given: Sequence[ParamRecord], groups: Sequence[Group]) -> None:
+    def backward_of_given(self, given: Sequence[ParamRecord]) -> None:
         """Ends a step by the backward of a loss whose gradients are those in `.grad` of some parameters."""
         for record in given:
             self.hooks.refuse_given(record, scaled=self.clipping.scaler.value is not None)
@@ -129,12 +108,12 @@ class StepLoop:
             param.grad = None
         with torch.inference_mode(False), torch.enable_grad():
             leaf = torch.zeros((), device=next(iter(self.records)).device, requires_grad=True)
-            self.backward(lambda: GivenGradients.apply(grads, leaf, *params), groups, last=True)
+            self.backward(lambda: GivenGradients.apply(grads, leaf, *params), last=True)
 
-    def _begin_plain(self, first: ParamRecord, groups: Sequence[Group]) -> None:
+    def _begin_plain(self, first: ParamRecord) -> None:
         """A plain `loss.backward()` has begun, and the gradient of `first` is complete."""
         self.hooks.refuse_company(first)
-        self._begin(groups)
+        self._begin()
         self.policy.allow_plain_backward()
         self.claim()
         self.cycle.begin(not self.hooks.accumulating, nests=habits.nests(self.records.values()))
@@ -147,59 +126,42 @@ class StepLoop:
         self._end_pass()
         self._finish()
 
-    def _begin(self, groups: Sequence[Group]) -> None:
-        """A step begins, or a micro-batch: nothing has moved yet."""
+    def _begin(self) -> None:
+        """Called when a step begins, or a micro-batch, before any weight changes."""
         self.cycle.settle(*self.report.settle())
         self.report.raise_if_diverged()
-        if self.config.compile is True and Compiler.failure is not None:
+        if self.parameters.config.compile is True and Compiler.failure is not None:
             raise ConfigError(f"compile=True, but compiling failed; use 'auto' or False: {Compiler.failure}")
-        habits.refuse_edits(groups, self.added, self.records.values())
-        for param, (name, trained) in self.others.items() if self.clipping.norm is not None else ():
-            if param.requires_grad and not trained and param not in self.records:
-                raise StepError(
-                    f"parameter {name!r} was frozen when the optimizer was created without it, and is trained now, so "
-                    "the norm for clip_norm would not include its gradient. Pass frozen parameters to the optimizer "
-                    f"too, or write opt.add_param_group({{'params': [({name!r}, model.get_parameter({name!r}))]}})"
-                )
-        if self._confirmed != len(groups):
-            self.placement.confirm(self.records.values(), self._settings(groups))
-            self._confirmed = len(groups)
-        self.choose_policy()  # the options of a group may ask for another by now
-        self.updates.begin(zip(self.rules, groups, strict=True), self.cycle.step + (not self.cycle.waiting))
+        self.parameters.refuse_edits()
+        self.parameters.refuse_unfrozen()
+        if self._confirmed != len(self.parameters.groups):
+            self.placement.confirm(self.records.values(), {**self.parameters.settings(), "seed": self.cycle.seed})
+            self._confirmed = len(self.parameters.groups)
+        self.choose_policy()  # the options of a group may have changed
+        self.updates.begin(self.cycle.step + (not self.cycle.waiting))
 
     def claim(self) -> None:
         """Decides how parameters are updated that have been unfrozen, or have changed, since the last step."""
         for record in self.records.values():
-            claim(record, self.updates.state, self.placement, self.hooks)
-
-    def _settings(self, groups: Sequence[Group]) -> dict[str, Any]:
-        """The settings that all ranks have to agree on."""
-        others = ("rule", "lr", "hyper", "groups")  # are in the groups
-        settings = {name: value for name, value in vars(self.config).items() if name not in others}
-        settings["seed"] = self.updates.seed
-        for n, group in enumerate(groups):
-            for key in group.keys() - {"params", "param_names"}:
-                settings[f"{key} of parameter group {n}"] = group[key]
-        return {**settings, "number of trained parameters": sum(param.requires_grad for param in self.records)}
+            claim(record, self.parameters, self.hooks)
 
     # -- a backward runs -------------------------------------------------------------------------------------------
 
     def _begin_pass(self) -> None:
         self.placement.reducer.begin(self.records.values(), self.policy.begin())
 
-    def arrived(self, record: ParamRecord, groups: Sequence[Group]) -> None:
+    def arrived(self, record: ParamRecord, offered: Offered) -> None:
         """Called when the gradient of a parameter is complete."""
-        offered = self.hooks.offered(record.param)
         if record.param.grad is None and not offered:  # its autograd function returned none
             if not self.cycle.idle:
                 self._use(self.placement.reducer.skip(record))
             return
         if self.cycle.idle:
-            self._begin_plain(record, groups)
+            self._begin_plain(record)
         self.cycle.fired(record.name, in_parts=self.policy.accumulates)
         self._use(self.placement.reducer.reduce(record, self._take(record, offered)))
 
-    def _take(self, record: ParamRecord, offered: list[Contribution]) -> Gradient:
+    def _take(self, record: ParamRecord, offered: Offered) -> Gradient:
         """The sum of what backward has put into `.grad` and what is computed as it is read."""
         if not offered:
             return self.placement.reducer.take(record.param)
@@ -236,8 +198,8 @@ class StepLoop:
             self.updates.put_zeros(self.records.values(), decision)
         self.updates.flush(decision)
         if decision is None or not decision.skipped:
-            for rule, (group, _, _) in zip(self.rules, self.added, strict=True):
-                rule.end(group)
+            for group in self.parameters.groups:
+                group.rule.end(group.live)
         self.placement.free_copies(self.records.values(), updated=True)
         self.cycle.end()
         self.report.close(self.policy, decision, loss)
@@ -268,9 +230,9 @@ class StepLoop:
         self.placement.reducer.drop()
 
 
-def claim(record: ParamRecord, state: Mapping[Tensor, Group], placement: Placement, hooks: Hooks) -> None:
+def claim(record: ParamRecord, parameters: Parameters, hooks: Hooks) -> None:
     """Decides how a parameter is updated, once it requires a gradient, and again if its form has changed."""
-    shard = placement.shard
+    shard, state = parameters.shard, parameters.states
     form = shard.form(record.param)
     if form == record.form or not record.param.requires_grad or not record.span.numel:
         return
@@ -289,7 +251,7 @@ def claim(record: ParamRecord, state: Mapping[Tensor, Group], placement: Placeme
     record.choose_program(shard)
     matrix = len(record.span.shape) == 2 and record.span.numel > SMALL and record.param.is_contiguous()
     reads_blocks = shard.sharded or not record.rule.needs_dense_gradient  # what is reduced to a shard is a tensor
-    record.computes = matrix and placement.reducer.takes_computed and reads_blocks
+    record.computes = matrix and parameters.placement.reducer.takes_computed and reads_blocks
     hooks.claim(record)
     record.form = form
 

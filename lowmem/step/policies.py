@@ -1,9 +1,9 @@
 """When an update happens: in the hook, in a second backward, or when the gradients of a whole step are complete."""
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -12,10 +12,9 @@ from lowmem.errors import StepError, UnsupportedError
 from lowmem.options import FusedConfig
 from lowmem.placements.base import MicroBatch
 from lowmem.placements.placed import Placed
-from lowmem.rules import UpdateRule
 from lowmem.step.clipping import Clipping, Decision
-from lowmem.step.cycle import StepCycle
 from lowmem.step.offload import GradientStore
+from lowmem.step.parameters import AddedGroup, Parameters
 from lowmem.step.record import ParamRecord
 from lowmem.step.updates import Updates
 from lowmem.tiles.gradients import Gradient
@@ -51,14 +50,12 @@ class Needs:
     sharded: bool = False
 
     @classmethod
-    def of(
-        cls, rules: Iterable[UpdateRule], groups: Iterable[Mapping[str, Any]], clipping: Clipping, **asked: bool
-    ) -> "Needs":
+    def of(cls, groups: Iterable[AddedGroup], clipping: Clipping, **asked: bool) -> "Needs":
         """Collects the requirements of rules, clipping and loss scaling."""
-        scaler, rules = clipping.scaler, list(rules)
-        norms = (rule.needs_norm(group) for rule, group in zip(rules, groups, strict=True))
+        scaler, groups = clipping.scaler, list(groups)
+        norms = (group.rule.needs_norm(group.live) for group in groups)
         norm = next((option for option in norms if option is not None), None)
-        foreign = scaler.value is not None and any(rule.materializes for rule in rules)
+        foreign = scaler.value is not None and any(group.rule.materializes for group in groups)
         return cls(
             norm=f"clip_norm={clipping.norm!r}" if clipping.norm is not None else norm,
             skip="loss_scale with a third-party optimizer" if foreign else None,
@@ -126,7 +123,6 @@ def choose(config: FusedConfig, needs: Needs, *, on_cpu: bool) -> tuple[str, str
 Pass = tuple[Sequence[Tensor] | None, bool]
 
 
-@dataclass(eq=False)
 class Policy:
     """When gradients become updates: here in the hook. Nothing is known about the step before its first update.
 
@@ -138,16 +134,14 @@ class Policy:
         accumulates: it sums gradients, those of micro-batches and parts of one within a backward.
     """
 
-    config: FusedConfig
-    records: Mapping[Tensor, ParamRecord]
-    cycle: StepCycle
-    clipping: Clipping
-    updates: Updates
-    reason: str
     name: ClassVar[str] = "immediate"
     accumulates: ClassVar[bool] = False
-    _measured: dict[str, Tensor] = field(default_factory=dict, init=False)  # of gradients before the first update
-    _decision: Decision | None = field(default=None, init=False)  # before the first update
+
+    def __init__(self, parameters: Parameters, updates: Updates, reason: str) -> None:
+        self.config, self.records, self.reason = parameters.config, parameters.records, reason
+        self.updates, self.clipping, self.cycle = updates, updates.clipping, updates.cycle
+        self._measured: dict[str, Tensor] = {}  # `Clipping.measure` of gradients before the first update
+        self._decision: Decision | None = None  # before the first update
 
     def allow_plain_backward(self) -> None:
         """Raises `StepError` if a plain `loss.backward()` is not enough."""
@@ -202,7 +196,7 @@ class TwoPass(Policy):
             return
         yield None, False
         if missed := self.cycle.missed():
-            self.cycle.moved.update(missed)
+            self.cycle.moved = True
             raise StepError(
                 f"the second pass computed no gradient for {min(missed)!r}, but the first pass did, so the two passes "
                 "are not the same computation. Use policy='deferred'"

@@ -1,7 +1,7 @@
 """A parameter record: one parameter of an optimizer, and what belongs to it."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -42,10 +42,14 @@ class ParamRecord(Placed):
     square_sum: Tensor | None = field(default=None, init=False)
     size: Tensor | None = field(default=None, init=False)
 
+    def program_of(self, group: Mapping[str, Any], shard: Shard) -> Program:
+        """Returns how the parameter is updated and stored if its group has these settings; see `make_program`."""
+        return make_program(Placed(self.name, self.param, shard.span(self.param)), self.rule, group, shard)
+
     def choose_program(self, shard: Shard) -> None:
-        """Decides how the parameter is updated and stored, by what its group says now; see `make_program`."""
-        self.span = shard.span(self.param)
-        program = make_program(self, self.rule, self.group, shard)
+        """Decides how the parameter is updated and stored, by the present settings of its group."""
+        program = self.program_of(self.group, shard)
+        self.span = program.span
         like = self.param.dtype, self.param.device, self.span, program.spec, program.ranks
         self.program = self.programs.setdefault((*like, program.weight, *program.states.items()), program)
 
@@ -67,9 +71,7 @@ class ParamRecord(Placed):
         """
         assert self.form is not None
         was, now, before = self.form[:3], shard.form(self.param)[:3], self.program
-        trial = replace(self, programs={})
-        trial.choose_program(shard)
-        after = trial.program
+        after = self.program_of(self.group, shard)
         # a residual or a master copy is that of one weight, and what a foreign class keeps may be
         of_weight = before.extra_names or after.extra_names or not state.keys() <= after.kept.keys()
         fits = before.kept == after.kept and before.span.shape == after.span.shape

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lowmem.errors import StepError
 from lowmem.step.clipping import Decision
+from lowmem.step.parameters import Parameters
 from lowmem.step.policies import Policy
 from lowmem.step.updates import Updates
 from lowmem.tiles.norms import norm_over
@@ -109,8 +110,7 @@ class Report:
     """Closes steps without waiting for the device; the host learns how a step ended when the next one begins.
 
     Args:
-        updates: of the optimizer.
-        limit: how many steps with a gradient that is not finite may follow one another; None for any number.
+        parameters, updates: of the optimizer.
 
     Attributes:
         last: the report of the last step, None before the first.
@@ -120,9 +120,10 @@ class Report:
             dynamic loss scale has not had a finite step yet.
     """
 
-    def __init__(self, updates: Updates, limit: int | None) -> None:
+    def __init__(self, parameters: Parameters, updates: Updates) -> None:
+        self._parameters, self._device = parameters, parameters.device
         self._cycle, self._clipping, self._changes = updates.cycle, updates.clipping, updates.changes
-        self._device, self._limit = updates.clipping.device, limit
+        self._limit = parameters.config.max_nonfinite_steps  # in a row
         self.last: LastStep | None = None
         self.nonfinite_gradients = torch.zeros((), dtype=torch.int64, device=self._device)
         self.nonfinite_steps = torch.zeros_like(self.nonfinite_gradients)
@@ -153,20 +154,20 @@ class Report:
         scaler.update(finite)
 
     def _statistics(self) -> Sequence[Callable[[], Statistics]]:
-        """Gives the statistics of each rule for this step, computed when they are read."""
-        clipping = self._clipping
-        sized = [record for record in clipping.records.values() if record.size is not None]
+        """Returns the statistics of each rule for this step, computed when they are read."""
+        clipping, parameters = self._clipping, self._parameters
+        sized = [record for record in parameters.records.values() if record.size is not None]
         parts = []
         for rule in dict.fromkeys(record.rule for record in sized):
             members = [record for record in sized if record.rule is rule]
             squares = clipping.gather(record.square_sum for record in members)
             sizes = clipping.gather(record.size for record in members)
-            numbered = [(n, group) for n, group in enumerate(clipping.groups) if group["rule"] == rule.name]
-            memories = ({k: v.clone() for k, v in clipping.memory.get(n, {}).items()} for n, _ in numbered)
-            groups = [(group, memory) for (_, group), memory in zip(numbered, memories, strict=True)]
+            groups = [
+                (group.live, {name: tensor.clone() for name, tensor in parameters.group_memory.get(n, {}).items()})
+                for n, group in enumerate(parameters.groups)
+                if group.rule is rule
+            ]
             parts.append(functools.partial(rule.statistics, [each.name for each in members], squares, sizes, groups))
-        for record in sized:
-            record.size = None
         return parts
 
     def state_dict(self) -> dict[str, int]:

@@ -5,7 +5,6 @@ It has two forms. By name, as in files, it has states of the parameters that hav
 `torch.distributed.checkpoint.load` loads only what is there.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
@@ -15,11 +14,11 @@ import torch
 from torch import Tensor
 
 from lowmem.errors import CheckpointError
-from lowmem.placements.base import Shard
 from lowmem.rules import ENGINE_KEYS, adamw
 from lowmem.step.loop import StepLoop
 from lowmem.step.program import Program, rounding_of, weight_storage
 from lowmem.step.record import ParamRecord
+from lowmem.step.updates import initial_tensors
 from lowmem.tiles.layout import Span
 from lowmem.tiles.storage import Storage, Uniform, part_name, state_storages
 
@@ -33,15 +32,6 @@ _REST = "lowmem"
 Form = tuple[tuple[int, ...], Any]  # shape and dtype of a tensor, or the type of another value
 
 
-class States(defaultdict[Tensor, dict[str, Any]]):
-    """States by parameter, true also while it is empty: `torch.distributed.checkpoint.state_dict` lets an optimizer
-    whose `state` is false step on gradients of zero, to make states that `state_dict` shows anyway.
-    """
-
-    def __bool__(self) -> bool:
-        return True
-
-
 class TensorSource(NamedTuple):
     """A tensor that is gathered from all ranks, or read from a file, when it is needed."""
 
@@ -50,52 +40,74 @@ class TensorSource(NamedTuple):
     read: Callable[[], Tensor]
 
 
+class Owner(NamedTuple):
+    """A parameter whose states are saved or loaded, with its program under the saved settings of its group."""
+
+    record: ParamRecord
+    settings: Mapping[str, Any]
+    program: Program
+
+    def unspecified(self, name: str) -> str | None:
+        """Where a state is held that only the rule knows; None for other states."""
+        return None if name in self.program.kept else self.record.rule.unspecified_state(name, self.settings)
+
+    def span(self, name: str) -> Span | None:
+        """This rank's part of a tensor that is sharded like its parameter; None if every rank has all of it."""
+        kept = self.program.kept.get(name)
+        group = int(self.unspecified(name) == "full") if kept is None else kept.group
+        return self.program.span.grouped(group) if group else None
+
+
 class Saving:
-    """Saves an optimizer, of which `loop` has the parts, and continues from what was saved."""
+    """Saves the optimizer that has this `loop`, and continues from saved states."""
 
     def __init__(self, loop: StepLoop) -> None:
-        self.records, self.shard, self.convert = loop.records, loop.placement.shard, loop.config.convert_states
-        self.cycle, self.clipping, self.updates, self.report = loop.cycle, loop.clipping, loop.updates, loop.report
-        self.groups, self.rules, self.state = loop.clipping.groups, loop.rules, loop.updates.state
+        self.parameters, self.records, self.shard = loop.parameters, loop.records, loop.parameters.shard
+        self.cycle, self.scaler, self.updates, self.report = loop.cycle, loop.clipping.scaler, loop.updates, loop.report
+        self.groups, self.states = loop.parameters.param_groups, loop.parameters.states
 
     def named(self, *, lazy: bool) -> dict[str, Any]:
-        """All of it by name, with full tensors, or a `TensorSource` of each if `lazy`. Every rank calls it."""
+        """Returns everything by name, with full tensors, or a `TensorSource` of each if `lazy`. Every rank calls it."""
         self.cycle.settle(*self.report.settle())
         self.cycle.refuse_open("save")
         groups = [
             {**{k: v for k, v in group.items() if k not in ("params", "param_names")}, "params": group["param_names"]}
             for group in self.groups
         ]
-        records = [r for r in self.records.values() if (r.param in self.state or r.extra) and "program" in vars(r)]
+        records = [r for r in self.records.values() if (r.param in self.states or r.extra) and "program" in vars(r)]
         for record in records:
             self.updates.begin_state(record)  # those that the loop has reset since the last step
-        sources = {record.name: self._sources(record) for record in records}
-        for n, memory in self.clipping.memory.items():
+        sources = {
+            record.name: self._sources(Owner(record, record.group, record.program), self.states[record.param])
+            for record in records
+        }
+        for n, memory in self.parameters.group_memory.items():
             sources[f"{_GROUP}{n}"] = {name: self._source(None, name, tensor) for name, tensor in memory.items()}
         return {
-            "seed": self.updates.seed,
+            "seed": self.cycle.seed,
             "step": self.cycle.step,
-            "loss_scale": self.clipping.scaler.state_dict(),
+            "loss_scale": self.scaler.state_dict(),
             "nonfinite": self.report.state_dict(),
             "weights": {record.name: str(record.param.dtype) for record in self.records.values()},
             "param_groups": groups,
             "state": {owner: s if lazy else _kept(s) for owner, s in sources.items() if s},
         }
 
-    def _sources(self, record: ParamRecord) -> dict[str, Any]:
+    def _sources(self, owner: Owner, state: Mapping[str, Any]) -> dict[str, Any]:
         """The tensors of a parameter by name: its states, and the other tensors of the storage of its weight."""
-        quantized = self.shard.quantized(record.param)
-        extra = record.extra if quantized is None else quantized.parts
-        held = {**self.state[record.param], **dict(zip(record.program.extra_names, extra, strict=True))}
-        return {name: self._source(record, name, value) for name, value in held.items()}
+        quantized = self.shard.quantized(owner.record.param)
+        extra = owner.record.extra if quantized is None else quantized.parts
+        names = owner.program.extra_names if extra else ()
+        tensors = {**state, **dict(zip(names, extra, strict=True))}
+        return {name: self._source(owner, name, value) for name, value in tensors.items()}
 
-    def _source(self, record: ParamRecord | None, name: str, value: Any) -> Any:
-        """A tensor that is held for a parameter, or for a group, as a source of the full one."""
+    def _source(self, owner: Owner | None, name: str, value: Any) -> Any:
+        """A tensor of a parameter, or of a group, as a source of the full tensor."""
         if not isinstance(value, Tensor):
             return value
-        if record is None or (span := _span(record, name)) is None:
+        if owner is None or (span := owner.span(name)) is None:
             return TensorSource(tuple(value.shape), value.dtype, lambda: value)
-        gather = partial(self.shard.gather, record.param, value, span)
+        gather = partial(self.shard.gather, owner.record.param, value, span)
         return TensorSource(span.shape, value.dtype, gather)
 
     def numbered(self) -> dict[str, Any]:
@@ -107,8 +119,8 @@ class Saving:
         for record in self.records.values():
             if record.param.requires_grad and record.name not in states:
                 states[record.name] = self._initial(record)
-        for n, (rule, group) in enumerate(zip(self.rules, self.groups, strict=True)):
-            if memory := rule.group_memory(group):  # before the first step
+        for n, added in enumerate(self.parameters.groups):
+            if memory := added.rule.group_memory(added.live):  # before the first step
                 states.setdefault(f"{_GROUP}{n}", {name: tensor.clone() for name, tensor in memory.items()})
         numbers = {name: number for number, name in enumerate(names)}
         for group in groups:
@@ -119,14 +131,12 @@ class Saving:
 
     def _initial(self, record: ParamRecord) -> dict[str, Any]:
         """The states of a parameter before its first update. The parameter gets none of them."""
-        if self.state.get(record.param) or not record.span.numel:
+        if self.states.get(record.param) or not record.span.numel:
             return {}
-        trial = _settled(record, record.group, self.shard)
-        try:
-            self.updates.begin_state(trial)
-            return _kept(self._sources(trial))
-        finally:
-            self.state.pop(record.param, None)
+        owner = Owner(record, record.group, record.program_of(record.group, self.shard))
+        quantized = owner.program.extra_names if owner.program.weight.in_codes else ()
+        names = [name for name in owner.program.kept if name not in quantized]
+        return _kept(self._sources(owner, initial_tensors(owner.program, names, self.shard.read(record.param))))
 
     def load(self, saved: Mapping[str, Any], *, numbered: bool) -> None:
         """Continues from what `named` returned; if `numbered`, from what `numbered` or a `torch.optim.AdamW` did.
@@ -136,10 +146,10 @@ class Saving:
         """
         try:
             if numbered:
-                saved = _by_name(saved, self.groups, self.updates.seed)
-            if self.convert:
+                saved = _by_name(saved, self.groups, self.cycle.seed)
+            if self.parameters.config.convert_states:
                 saved = self._converted(saved)
-            settled = self._check(saved)
+            owners = self._check(saved)
             for value in chain.from_iterable(state.values() for state in saved["state"].values()):
                 if isinstance(value, TensorSource):
                     value.read()
@@ -150,30 +160,25 @@ class Saving:
         self.cycle.tear("its state was only partly loaded")  # until all of it is
         for group, saved_group in zip(self.groups, saved["param_groups"], strict=True):
             group.update({key: value for key, value in saved_group.items() if key != "params"})
-        self.state.clear()
-        self.clipping.memory.clear()
-        for record in self.records.values():
-            record.extra = ()
-            if record.name in settled:
-                record.choose_program(self.shard)
-                record.form = None
-        params = {record.name: record for record in self.records.values()}
-        for owner, state in saved["state"].items():
-            copies = {name: self._copy(settled.get(owner), name, value) for name, value in state.items()}
-            if owner in params:
-                record = params[owner]
-                record.put_extra(tuple(copies.pop(name) for name in settled[owner].program.extra_names), self.shard)
-                self.state[record.param] = copies
+        self.parameters.clear_states()
+        for owner in owners.values():
+            owner.record.choose_program(self.shard)
+            owner.record.form = None
+        for name, state in saved["state"].items():
+            copies = {key: self._copy(owners.get(name), key, value) for key, value in state.items()}
+            if name in owners:
+                record = owners[name].record
+                record.put_extra(tuple(copies.pop(extra) for extra in record.program.extra_names), self.shard)
+                self.states[record.param] = copies
             else:
-                self.clipping.memory[int(owner.removeprefix(_GROUP))] = copies
-        self.updates.seed = saved["seed"]
-        self.clipping.scaler.load_state_dict(saved.get("loss_scale"))
+                self.parameters.group_memory[int(name.removeprefix(_GROUP))] = copies
+        self.scaler.load_state_dict(saved.get("loss_scale"))
         self.report.load_state_dict(saved.get("nonfinite"))
-        self.cycle.reset(saved["step"])
+        self.cycle.load(saved["step"], saved["seed"])
 
-    def _check(self, saved: Mapping[str, Any]) -> dict[str, ParamRecord]:
-        """Refuses what cannot be loaded, and changes nothing. Returns records of what has a state or is trained, as the
-        saved hyperparameters have them.
+    def _check(self, saved: Mapping[str, Any]) -> dict[str, Owner]:
+        """Checks that everything can be loaded, and changes nothing. Returns the parameters that have a saved state or
+        are trained, by name.
         """
         self._refuse_others(saved["param_groups"])
         step, seed, counts = saved["step"], saved["seed"], saved.get("nonfinite") or {}
@@ -181,46 +186,45 @@ class Saving:
             raise CheckpointError(
                 f"the saved optimizer has {step=}, {seed=} and nonfinite={counts}, which are not all counts"
             )
-        self.clipping.scaler.check_saved(saved.get("loss_scale"))
+        self.scaler.check_saved(saved.get("loss_scale"))
         by_name = {record.name: record for record in self.records.values()}
-        settled: dict[str, ParamRecord] = {}
-        for group in saved["param_groups"]:
+        owners: dict[str, Owner] = {}
+        want: dict[str, dict[str, Form]] = {}
+        for n, (added, group) in enumerate(zip(self.parameters.groups, saved["param_groups"], strict=True)):
+            added.rule.check(group)
+            want[f"{_GROUP}{n}"] = _forms(added.rule.group_memory(group))
             for record in map(by_name.__getitem__, group["params"]):
-                record.rule.check(group)
                 if record.claimed or record.name in saved["state"]:
-                    settled[record.name] = _settled(record, group, self.shard)
-        pairs = enumerate(zip(self.rules, saved["param_groups"], strict=True))
-        want = {f"{_GROUP}{n}": _forms(rule.group_memory(group)) for n, (rule, group) in pairs}
-        for name, trial in settled.items():
-            kept = trial.program.kept.items()
-            want[name] = {key: (trial.program.shape_of(tensor), tensor.dtype) for key, tensor in kept}
-        for owner, have in ((owner, _forms(state)) for owner, state in saved["state"].items()):
-            if owner not in want:
+                    settings = {**record.group, **group}
+                    owners[record.name] = Owner(record, settings, record.program_of(settings, self.shard))
+        for name, owner in owners.items():
+            kept = owner.program.kept.items()
+            want[name] = {key: (owner.program.shape_of(tensor), tensor.dtype) for key, tensor in kept}
+        for name, have in ((name, _forms(state)) for name, state in saved["state"].items()):
+            if name not in want:
                 raise CheckpointError(
-                    f"the saved optimizer has a state of {owner!r}, which is not a parameter of this one"
+                    f"the saved optimizer has a state of {name!r}, which is not a parameter of this one"
                 )
-            if owner in settled:
-                _refuse_other_weight(settled[owner], have, (saved.get("weights") or {}).get(owner))
-                have = {name: form for name, form in have.items() if not _unspecified(settled[owner], name)}
-            if have != want[owner]:
-                where = repr(owner) if owner in settled else owner.replace(_GROUP, "group ")
+            if name in owners:
+                _refuse_other_weight(owners[name], have, (saved.get("weights") or {}).get(name))
+                have = {key: form for key, form in have.items() if not owners[name].unspecified(key)}
+            if have != want[name]:
+                where = repr(name) if name in owners else name.replace(_GROUP, "group ")
                 raise CheckpointError(
-                    f"the saved state of {where} has {_listing(have)}, but this optimizer has {_listing(want[owner])}"
+                    f"the saved state of {where} has {_listing(have)}, but this optimizer has {_listing(want[name])}"
                 )
-        return settled
+        return owners
 
     def _converted(self, saved: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The same with states in the storages of this optimizer."""
+        """Returns the same with states in the storages of this optimizer."""
         by_name = {record.name: record for record in self.records.values()}
         groups, states = [], dict(saved["state"])
         for group, other in zip(self.groups, saved["param_groups"], strict=False):
-            wanted = {"state_storage": group["state_storage"]}
-            groups.append({**other, **wanted})
+            groups.append({**other, "state_storage": group["state_storage"]})
             for name in other["params"] if other.get("state_storage") in state_storages() else ():
                 if name in by_name and name in states:
-                    then, now = (
-                        _settled(by_name[name], each, self.shard).program for each in (other, {**other, **wanted})
-                    )
+                    settings = ({**group, **saved_group} for saved_group in (other, groups[-1]))
+                    then, now = (by_name[name].program_of(each, self.shard) for each in settings)
                     states[name] = _in_storages(states[name], then, now)
         return {**saved, "param_groups": groups, "state": states}
 
@@ -243,26 +247,17 @@ class Saving:
                         + (". convert_states=True converts it" if key == "state_storage" else "")
                     )
 
-    def _copy(self, record: ParamRecord | None, name: str, value: Any) -> Any:
-        """Copies this rank's share of a saved value of a parameter, or of a group, to the device where it belongs."""
+    def _copy(self, owner: Owner | None, name: str, value: Any) -> Any:
+        """Copies this rank's part of a saved value of a parameter, or of a group, to its device."""
         value = value.read() if isinstance(value, TensorSource) else value
         if not isinstance(value, Tensor):
             return value
-        device = next(iter(self.records)).device
-        if record is not None:
-            device = record.param.device
-            if (span := _span(record, name)) is not None:
+        device = self.parameters.device
+        if owner is not None:
+            device = torch.device("cpu") if owner.unspecified(name) == "host" else owner.record.param.device
+            if (span := owner.span(name)) is not None:
                 value = self.shard.cut(value, span)
-            if _unspecified(record, name) == "host":
-                device = torch.device("cpu")
         return value.detach().to(device, copy=True)
-
-
-def _settled(record: ParamRecord, group: Mapping[str, Any], shard: Shard) -> ParamRecord:
-    """A record of the same parameter without states, as hyperparameters of its group have it."""
-    trial = ParamRecord(record.name, record.param, record.span, {**record.group, **group}, record.rule)
-    trial.choose_program(shard)
-    return trial
 
 
 def _in_storages(state: Mapping[str, Any], then: Program, now: Program) -> dict[str, Any]:
@@ -284,18 +279,6 @@ def _in_storages(state: Mapping[str, Any], then: Program, now: Program) -> dict[
     return converted
 
 
-def _unspecified(record: ParamRecord, name: str) -> str | None:
-    """Where a state is held that the rule alone knows; None if it is another one."""
-    return None if name in record.program.kept else record.rule.unspecified_state(name, record.group)
-
-
-def _span(record: ParamRecord, name: str) -> Span | None:
-    """The part of a tensor on this rank, if it is sharded as its parameter is; None: every rank has all of it."""
-    kept = record.program.kept.get(name)
-    group = int(_unspecified(record, name) == "full") if kept is None else kept.group
-    return record.span.grouped(group) if group else None
-
-
 def _kept(sources: Mapping[str, Any]) -> dict[str, Any]:
     """Values for a user to keep: a view of other parameters' states, all of which would be saved with it, is copied."""
     values = {name: source.read() if isinstance(source, TensorSource) else source for name, source in sources.items()}
@@ -303,19 +286,19 @@ def _kept(sources: Mapping[str, Any]) -> dict[str, Any]:
     return {**values, **{name: view.clone() for name, view in views.items()}}
 
 
-def _refuse_other_weight(record: ParamRecord, have: Mapping[str, Form], was: str | None) -> None:
-    """Raises `CheckpointError` if states are of a weight in another dtype, and depend on it.
+def _refuse_other_weight(owner: Owner, have: Mapping[str, Form], was: str | None) -> None:
+    """Raises `CheckpointError` if states belong to a weight in another dtype, and depend on it.
 
     So do a residual and a master copy, and tensors that only the rule knows, if they have the dtype and dimensions of
     the weight.
     """
-    now = record.param.dtype
+    record, now = owner.record, owner.record.param.dtype
     then = now if was is None else getattr(torch, was.removeprefix("torch."))
-    before, storage = (weight_storage(rounding_of(record.rule, record.group, dtype), dtype) for dtype in (then, now))
+    before, storage = (weight_storage(rounding_of(record.rule, owner.settings, dtype), dtype) for dtype in (then, now))
     stepped, steps = (each.parts[0].dtype if each.is_cast else torch.float32 for each in (before, storage))
     for name, (shape, dtype) in have.items() if then != now else ():
-        like = dtype is stepped is not steps and len(shape) == len(record.span.shape) > 0
-        if name in [part.name for part in before.parts[1:]] or (like and name not in record.program.kept):
+        like = dtype is stepped is not steps and len(shape) == len(owner.program.span.shape) > 0
+        if name in [part.name for part in before.parts[1:]] or (like and name not in owner.program.kept):
             raise CheckpointError(
                 f"the saved state {name!r} belongs to the weight {record.name!r} in {was}, but in this model the "
                 f"weight is {now}. Convert the model before you create its optimizer: model.to({was})"

@@ -10,13 +10,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from lowmem.options import FusedConfig
-from lowmem.placements import Placement
-from lowmem.rules import UpdateRule
 from lowmem.step.changes import Changes
 from lowmem.step.clipping import Clipping, Decision
 from lowmem.step.compiled import READ, Compiled
 from lowmem.step.cycle import StepCycle
+from lowmem.step.parameters import Parameters
 from lowmem.step.program import Program
 from lowmem.step.record import ParamRecord
 from lowmem.step.stacks import Stack
@@ -48,7 +46,7 @@ class Updates:
     """Runs the rules of parameters whose gradients are reduced.
 
     Args:
-        cycle, placement, clipping, config: of the optimizer, live.
+        parameters, cycle, clipping: of the optimizer.
         compiled: update large parameters by compiled code.
 
     Attributes:
@@ -56,21 +54,22 @@ class Updates:
         changes: counts the weights that updates change.
     """
 
-    def __init__(
-        self, cycle: StepCycle, placement: Placement, clipping: Clipping, config: FusedConfig, compiled: bool
-    ) -> None:
-        self.cycle, self._shard, self.clipping, self.seed = cycle, placement.shard, clipping, config.seed
-        self.state, self.changes = clipping.states, Changes(clipping.records, clipping.device)
-        self._compiled, self._batching = compiled, config.batching
+    def __init__(self, parameters: Parameters, cycle: StepCycle, clipping: Clipping, compiled: bool) -> None:
+        self._parameters, self._shard, self.cycle, self.clipping = parameters, parameters.shard, cycle, clipping
+        self.state, self.changes = parameters.states, Changes(parameters.records, parameters.device)
+        self._compiled, self._batching = compiled, parameters.config.batching
         self._numbers: dict[int, Mapping[str, float]] = {}  # of this step, by the id of a group
         self._scalars: dict[tuple[int, torch.device], Scalars] = {}  # the same, by device too
         self._stacks: dict[tuple[Program, torch.dtype], Stack | None] = {}  # by the dtype of gradients
         self._shards: deque[tuple[ParamRecord, Tensor]] = deque()  # that wait to be measured
 
-    def begin(self, rules: Iterable[tuple[UpdateRule, Mapping[str, Any]]], step: int) -> None:
+    def begin(self, step: int) -> None:
         """A step begins: every rule computes the numbers of its groups, or refuses them."""
-        self._numbers = {id(group): rule.scalars(group, step) for rule, group in rules}
+        groups = self._parameters.groups
+        self._numbers = {id(group.live): group.rule.scalars(group.live, step) for group in groups}
         self._scalars.clear()
+        for record in self._parameters.records.values():
+            record.size = None
 
     def _scalars_of(self, record: ParamRecord) -> Scalars:
         where = id(record.group), record.param.device
@@ -151,13 +150,10 @@ class Updates:
         there = {*state, *(program.extra_names if record.extra or program.weight.in_codes else ())}
         if not (missing := [name for name in program.kept if name not in there]):
             return
-        shard = self._shard.read(record.param)
-        for name in missing:
-            kept = program.kept[name]
-            state[name] = torch.zeros(program.shape_of(kept, shard.shape), dtype=kept.dtype, device=shard.device)
-        if extra := tuple(state.pop(name) for name in program.extra_names if name in missing):
+        new = initial_tensors(program, missing, self._shard.read(record.param))
+        if extra := tuple(new.pop(name) for name in program.extra_names if name in missing):
             record.extra = extra
-            begin_storage(program.layout, Held(program.weight, (shard, *extra)))
+        state.update(new)
 
     def _update_one(self, record: ParamRecord, grad: Gradient, decision: Decision | None) -> None:
         self.begin_state(record)
@@ -212,7 +208,7 @@ class Updates:
     ) -> None:
         """Runs a program on the tensors of its parameters."""
         reading = self.clipping.reading(records, grad, decision)
-        self.cycle.moved.update([record.name for record in records])
+        self.cycle.moved = True
         held = Held(program.weight, weight)
         sample = self.changes.before(records, held, grad)
         small = program.members > 1 or (self._batching and program.span.numel <= SMALL)
@@ -226,7 +222,7 @@ class Updates:
             reading,
             self._scalars_of(records[0]),
             members=program.members,
-            keys=lambda: [noise_key(self.seed, self.cycle.step, record.name) for record in records],
+            keys=lambda: [noise_key(self.cycle.seed, self.cycle.step, record.name) for record in records],
             across=program.ranks,
             tile=PLANNED_TILE if planned else None,
         )
@@ -261,6 +257,17 @@ class Updates:
             program.compiled[like] = Compiled.of(program, tiles)
         compiled: Compiled | None = program.compiled[like]
         return compiled
+
+
+def initial_tensors(program: Program, names: Iterable[str], shard: Tensor) -> dict[str, Tensor]:
+    """Returns tensors that are kept for a parameter as they are before its first update. shard: of the weight."""
+    new = {}
+    for name in names:
+        kept = program.kept[name]
+        new[name] = torch.zeros(program.shape_of(kept, shard.shape), dtype=kept.dtype, device=shard.device)
+    if extra := tuple(new[name] for name in program.extra_names if name in new):
+        begin_storage(program.layout, Held(program.weight, (shard, *extra)))
+    return new
 
 
 def _each(values: Tensor) -> Sequence[Tensor]:

@@ -488,10 +488,10 @@ def test_hooks_on_several_threads():
     opt = lomo(net, batching=True, clip_norm=0.5, policy="deferred", rule="adamw")
     update, active, together = opt._hooks._update(), [], []
 
-    def watched(record):
+    def watched(record, offered):
         active.append(record.name)
         together.append(len(active))
-        update(record)
+        update(record, offered)
         active.remove(record.name)
 
     opt._hooks._update = lambda: watched

@@ -1,0 +1,192 @@
+"""The parameters of one optimizer, with their groups, placement and states: shared by all parts of a step."""
+
+import functools
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowmem.errors import ConfigError, StepError, did_you_mean
+from lowmem.options import FusedConfig
+from lowmem.placements import Placement
+from lowmem.placements.base import Shard
+from lowmem.rules import ENGINE_KEYS, UpdateRule
+from lowmem.step.program import Program
+from lowmem.step.record import ParamRecord
+
+Group = dict[str, Any]
+
+
+class States(defaultdict[Tensor, dict[str, Any]]):
+    """States by parameter. It is true even if it is empty: `torch.distributed.checkpoint.state_dict` lets an optimizer
+    whose `state` is false step on gradients of zero to create states, but `state_dict` shows them anyway.
+    """
+
+    def __bool__(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True, eq=False)
+class AddedGroup:
+    """A parameter group with its rule.
+
+    Attributes:
+        live: the dict in `param_groups`, which schedulers edit.
+        settings: a copy, made when the group was added.
+        count: the number of its parameters at that time.
+    """
+
+    live: Group
+    rule: UpdateRule
+    settings: Group
+    count: int
+
+    def edits(self, number: int, group: Group) -> Iterable[str]:
+        """Yields the differences between this group and entry `number` of `param_groups`."""
+        if group is not self.live:
+            yield f"parameter group {number}"
+        if self.live.get("params") is not self.settings["params"] or len(self.live["params"]) != self.count:
+            yield f"'params' of parameter group {number}"
+        for key in ENGINE_KEYS:
+            if self.live.get(key) != self.settings[key]:
+                yield f"{key!r} of parameter group {number}"
+
+
+@dataclass(frozen=True, eq=False)
+class Parameters:
+    """The parameters of one optimizer. The containers are filled while the optimizer lives.
+
+    Attributes:
+        config: the options of the optimizer.
+        placement: of all parameters.
+        model: the module that owns them, if the user passed it.
+        param_groups: the list that users and schedulers edit.
+        groups: the groups as they were added.
+        records: a record per parameter. Norms are summed in this order.
+        states: the optimizer states of each parameter, created before its first update.
+        group_memory: by the index of a group, the tensors that its rule's own clipping by norm keeps.
+        frozen: parameters of the model that did not require a gradient when the optimizer was created.
+    """
+
+    config: FusedConfig
+    placement: Placement
+    model: nn.Module | None
+    param_groups: list[Group] = field(default_factory=list)
+    groups: list[AddedGroup] = field(default_factory=list)
+    records: dict[Tensor, ParamRecord] = field(default_factory=dict)
+    states: States = field(default_factory=lambda: States(dict))
+    group_memory: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    frozen: dict[Tensor, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        named = () if self.model is None else self.model.named_parameters()
+        self.frozen.update({param: name for name, param in named if not param.requires_grad})
+
+    @property
+    def shard(self) -> Shard:
+        """Reads and writes this rank's shard of a parameter."""
+        return self.placement.shard
+
+    @functools.cached_property
+    def device(self) -> torch.device:
+        """The device of the first parameter, on which norms and the loss scale are computed."""
+        return next((param.device for param in self.records), torch.device("cpu"))
+
+    def same_rule(self, rule: UpdateRule, where: str) -> UpdateRule:
+        """Returns the rule of an earlier group with this name, or this one. Raises `ConfigError` if they differ."""
+        same = next((group.rule for group in self.groups if group.rule.name == rule.name), rule)
+        if not rule.equals(same):
+            raise ConfigError(
+                f"{where}its rule has the same name as an earlier group's rule ({rule.name!r}), and saved states are "
+                "keyed by rule name. Rename one of the rules, or make their difference a hyperparameter (`defaults`)"
+            )
+        return same
+
+    def new_records(self, group: Group, rule: UpdateRule) -> dict[Tensor, ParamRecord]:
+        """Returns records of the parameters of a new group."""
+        names = {record.name for record in self.records.values()}
+        programs = dict[Any, Program]()
+        records: dict[Tensor, ParamRecord] = {}
+        for name, param in zip(group["param_names"], group["params"], strict=True):
+            if name in names or param in records:
+                raise ConfigError(f"parameter {name!r} is given twice; each parameter and each name may occur once")
+            names.add(name)
+            self.shard.admit(name, param)
+            records[param] = ParamRecord(name, param, self.shard.span(param), group, rule, programs)
+        return records
+
+    def complete(self) -> None:
+        """Called when groups have been added: orders the records as in the model and checks options of all groups.
+
+        Raises:
+            ConfigError: an option names a parameter that does not exist, or a storage has no state to store.
+        """
+        for param in () if self.model is None else self.model.parameters():
+            if param in self.records:
+                self.records[param] = self.records.pop(param)
+        names = [record.name for record in self.records.values()]
+        for group in self.groups if names else ():
+            for name in set(group.rule.names(group.live)) - set(names):
+                raise ConfigError(
+                    f"rule {group.rule.name!r}: no parameter is called {name!r}.{did_you_mean(name, names)}"
+                )
+        claimed = [record for record in self.records.values() if record.claimed]
+        claimed = [record for record in claimed if record.param.ndim > 1] or claimed
+        for storage in {record.group["state_storage"] for record in claimed} - {"float32"}:
+            held = [record for record in claimed if record.group["state_storage"] == storage]
+            if not any(state.held_as_asked for record in held for state in record.program.spec.states.values()):
+                rules = " and ".join(sorted({repr(record.rule.name) for record in held}))
+                raise ConfigError(
+                    f"state_storage={storage!r} has no effect: rule {rules} has no elementwise state whose storage can "
+                    "be chosen. Omit it, or use a rule such as 'adamw' or 'lion'"
+                )
+
+    def clear_states(self) -> None:
+        """Removes everything that updates have stored beside the weights."""
+        self.states.clear()
+        self.group_memory.clear()
+        for record in self.records.values():
+            record.extra = ()
+
+    def refuse_edits(self) -> None:
+        """Raises `StepError` if `param_groups` was edited in a way that would have no effect.
+
+        A hyperparameter may change as long as the spec of each program stays the same.
+        """
+        groups, edits = self.param_groups, list[str]()
+        if len(groups) != len(self.groups):
+            edits.append("the number of parameter groups")
+        for number, (added, group) in enumerate(zip(self.groups, groups, strict=False)):
+            edits += added.edits(number, group)
+        for program, record in {r.program: r for r in self.records.values() if r.claimed}.items():
+            if program.spec != record.rule.spec(record.name, record.span.shape, record.group):
+                edits.append(f"a hyperparameter that decides the form of the update of {record.name!r}")
+        if edits:
+            raise StepError(
+                f"{edits[0]} was changed, but the optimizer would continue with the original value. Restore it. Set "
+                "hyperparameters as in opt.param_groups[0]['lr'] = 1e-4, freeze parameters with requires_grad_(False), "
+                "add parameters with opt.add_param_group(), and create another FusedOptimizer for another rule or "
+                "storage"
+            )
+
+    def refuse_unfrozen(self) -> None:
+        """Raises `StepError` if clipping by norm would leave out a parameter of the model that was unfrozen."""
+        for param, name in self.frozen.items() if self.config.clip_norm is not None else ():
+            if param.requires_grad and param not in self.records:
+                raise StepError(
+                    f"parameter {name!r} was frozen when the optimizer was created without it, and is trained now, so "
+                    "the norm for clip_norm would not include its gradient. Pass frozen parameters to the optimizer "
+                    f"too, or write opt.add_param_group({{'params': [({name!r}, model.get_parameter({name!r}))]}})"
+                )
+
+    def settings(self) -> dict[str, Any]:
+        """The settings on which all ranks have to agree."""
+        others = ("rule", "lr", "hyper", "groups")  # are in the groups
+        settings = {name: value for name, value in vars(self.config).items() if name not in others}
+        for number, group in enumerate(self.groups):
+            for key in group.live.keys() - {"params", "param_names"}:
+                settings[f"{key} of parameter group {number}"] = group.live[key]
+        return {**settings, "number of trained parameters": sum(param.requires_grad for param in self.records)}
