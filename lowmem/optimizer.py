@@ -42,21 +42,21 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     Args:
         params: parameters, (name, parameter) pairs, or groups (dicts) of either, as `torch.optim` takes them. A group
-            may have its own hyperparameters, "rounding" and "state_storage", and its own "rule"; what a group with its
-            own rule does not set is that rule's default, `lr` included. Frozen parameters cost nothing; one that is
-            unfrozen later joins at the next `backward`.
+            may set "rule", "rounding", "state_storage" and hyperparameters. Hyperparameters that a group with a "rule"
+            does not set, including `lr`, have the defaults of that rule. Frozen parameters cost nothing. A parameter
+            that is unfrozen later is updated from the next `backward` on.
         rule: a name (`lowmem.rules.table()`), an `UpdateRule`, a `torch.optim.Optimizer` class, or its import path.
-        model: the module that the parameters are of. FSDP2 needs it. With it,
-            norms over all gradients are summed in the order of `model.parameters()`, as `clip_grad_norm_` would.
-        **options: the attributes of `FusedConfig`, whose documentation is the reference, and hyperparameters of `rule`.
+        model: the module that owns the parameters; required under FSDP2. With it, norms over all gradients are summed
+            in the order of `model.parameters()`, as by `clip_grad_norm_`.
+        **options: the attributes of `FusedConfig`, which documents them, and hyperparameters of `rule`.
 
     Attributes:
         config: the options.
-        compiled: whether updates are compiled, which takes some seconds in the first step.
+        compiled: whether updates are compiled, which takes a few seconds in the first step.
 
     Raises:
-        ConfigError: an unknown rule, option or hyperparameter, or a value out of range.
-        UnsupportedError: a combination that cannot be exact.
+        ConfigError: a rule, option or hyperparameter is unknown, or a value is out of range.
+        UnsupportedError: the combination cannot be exact.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def from_config(
         cls, params: Iterable[Any], config: FusedConfig, model: nn.Module | None = None
     ) -> "FusedOptimizer":
-        """An optimizer with the options of `config`, of rule "adalomo" where it names none."""
+        """Creates an optimizer with the options of `config`. Its rule is "adalomo" unless `config` names one."""
         options = {option.name: getattr(config, option.name) for option in fields(config)}
         return cls(params, model=model, **{**options, "rule": config.rule or "adalomo"})
 
@@ -158,7 +158,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise
 
     def remove(self) -> None:
-        """Removes every hook. The optimizer can still be saved, and updates nothing from then on."""
+        """Removes all hooks. The optimizer can still be saved, but it updates nothing from then on."""
         self._hooks.remove()
 
     @property  # type: ignore[override]  # torch's optimizer has an attribute
@@ -189,26 +189,27 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @property
     def policy_reason(self) -> str:
-        """The reason why this policy was chosen."""
+        """Why this policy was chosen."""
         return self._loop.policy.reason
 
     @property
     def placement(self) -> str:
-        """Where parameters are: "local", "replicated", "zero3" or "fsdp2"."""
+        """Where the parameters are: "local", "replicated", "zero3" or "fsdp2"."""
         return self._parameters.placement.name
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Backwards inside are micro-batches; the first one outside completes their step and updates the weights.
+        """Backwards inside this context are micro-batches. The first backward outside completes their step and updates
+        the weights.
 
-        So does `step()`, which takes the micro-batches so far as all of the step. `zero_grad()` drops them.
+        `step()` completes the step as well, with the micro-batches so far. `zero_grad()` drops them.
 
             for n, batch in enumerate(batches, 1):
                 with opt.accumulate() if n < len(batches) else nullcontext():
                     opt.backward(model(**batch).loss / len(batches))
 
         Raises:
-            UnsupportedError: the policy stores no gradients; "auto" becomes "deferred" here.
+            UnsupportedError: the policy does not store gradients. "auto" becomes "deferred" here.
         """
         with self._hooks.during(in_accumulate=True):
             self._loop.choose_policy()
@@ -216,9 +217,9 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Backwards inside update nothing of this optimizer, and free the gradients of its parameters.
+        """Backwards inside this context do not update the parameters of this optimizer, and free their gradients.
 
-        The discriminator of a GAN is to judge, and not to move:
+        To keep a GAN's discriminator fixed during the generator's step:
 
             with discriminator_opt.paused():
                 generator_opt.backward(-discriminator(generator(noise)).mean())
@@ -229,14 +230,17 @@ class FusedOptimizer(torch.optim.Optimizer):
     # -- the step --------------------------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor | Callable[[], Tensor]) -> Tensor:
-        """Runs the backward of a scalar `loss`, or of the one that a callable returns, and updates its parameters.
+        """Runs the backward of a loss and updates the parameters that it depends on.
+
+        Args:
+            loss: a scalar, or a callable that returns one.
 
         Returns:
             The loss, detached and without the loss scale.
 
         Raises:
-            StepError: the loss is not a scalar or has no graph, a gradient is left over in `.grad`, the life cycle of
-                the step is violated (a second backward, a hook that fires twice, a torn step), the loss depends on
+            StepError: the loss is not a scalar or has no graph, a gradient is left over in `.grad`, the calls of a step
+                are in the wrong order (a second backward, a hook that fires twice, a torn step), the loss depends on
                 parameters of another `FusedOptimizer` that is not `paused`, or the gradients of the last
                 `max_nonfinite_steps` steps were not finite.
         """
@@ -248,18 +252,18 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._opt_called |= self._cycle.last  # LR schedulers ask whether an optimizer step came before theirs
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates the weights by gradients that the training loop has put into `.grad`, and completes a step whose
-        micro-batches wait for a last one. Otherwise backward has updated the weights already.
+        """Completes a step of accumulated micro-batches, and applies gradients that the training loop has put into
+        `.grad`. Otherwise it does nothing, because backward has already updated the weights.
 
         Args:
             closure: computes the loss, runs its backward and returns it, as for any `torch.optim.Optimizer`.
 
         Returns:
-            What the closure returns.
+            The result of the closure, or None.
 
         Raises:
-            StepError: several backwards came before it, outside of `accumulate`, or one and gradients in `.grad`; or
-                those cannot be used.
+            StepError: more than one backward ran since the last step outside of `accumulate`, or a gradient in `.grad`
+                cannot be used.
         """
         loss = None
         if self._hooks.postponed and self._is_accelerate_prepared:
@@ -274,10 +278,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the micro-batches of a step that is not complete, and what lies in `.grad` of frozen parameters.
+        """Drops the micro-batches of an incomplete step, and gradients in `.grad`.
 
         Raises:
-            StepError: in a loop that calls `step()`, a backward came since, so its gradient has been used already.
+            StepError: a loop that calls `step()` has run a backward since, whose gradient has already been used.
         """
         if self._hooks.postponed and self._is_accelerate_prepared:
             return
@@ -287,7 +291,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
     def accept_torn_step(self) -> None:
-        """Continues with the weights as a failed backward left them: some of this step, some of the one before."""
+        """Continues after a failed backward with the weights as they are: some are from its step, others from the step
+        before.
+        """
         self._loop.drop()
         self._cycle.accept_torn()
 
@@ -295,56 +301,56 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @property
     def last_step(self) -> LastStep | None:
-        """The report of the last step, None before the first one."""
+        """The report of the last step; None before the first one."""
         return self._report.last
 
     @property
     def loss_scale(self) -> float | None:
-        """The factor of the next loss; None if there is no scaling."""
+        """The factor of the next loss; None without loss scaling."""
         value = self._clipping.scaler.value
         return None if value is None else float(value)
 
     @property
     def nonfinite_gradients(self) -> int:
-        """The number of gradients with Inf or NaN since the optimizer was made."""
+        """The number of gradients with Inf or NaN since the optimizer was created."""
         return int(self._report.nonfinite_gradients)
 
     @property
     def nonfinite_steps(self) -> int:
-        """The number of steps that had a gradient with Inf or NaN since the optimizer was made."""
+        """The number of steps with such a gradient since the optimizer was created."""
         return int(self._report.nonfinite_steps)
 
     @property
     def compile_seconds(self) -> float:
-        """Seconds that compiling updates has taken in this process, nearly all of them in the first step."""
+        """The time that compiling updates has taken in this process, most of it in the first step."""
         return Compiler.seconds
 
     @functools.cached_property
     def _is_accelerate_prepared(self) -> bool:
-        """Accelerate 1.15 (accelerator.py, prepare_optimizer) asks for it as it wraps an optimizer."""
+        """Read by Accelerate 1.15 (accelerator.py, prepare_optimizer) before it wraps an optimizer."""
         self._hooks.prepared = True
         return False
 
     # -- saving ----------------------------------------------------------------------------------------------------
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Raises `UnsupportedError`: a copy would have no hooks, and update nothing."""
+        """Raises `UnsupportedError`, because a copy would have no hooks and update nothing."""
         raise UnsupportedError(
             "a FusedOptimizer cannot be copied or pickled, because its hooks are on the parameters of one model. Save "
             "opt.state_dict(), create an optimizer for the other model, and load_state_dict() it there"
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next step depends on except the weights, as `torch.optim.Optimizer` has it: states by the
-        number of a parameter, and groups with `param_names`. The step, the seed and the like are in the first group,
-        under "lowmem".
+        """Returns everything except the weights that the next step depends on, in the form of `torch.optim.Optimizer`:
+        states by the number of a parameter, and groups with `param_names`. The step, the seed and similar values are in
+        the first group, under "lowmem".
 
-        States of parameters that have had no update yet are shown as they will begin, and not loaded. Tensors are in
-        their own dtype and logical shape: the live ones (copies of small ones), or gathered where parameters are
-        sharded, so that every rank has to call it.
+        States of parameters that have not been updated yet are included with their initial values, but not loaded.
+        Tensors have their own dtype and logical shape. They are the live tensors, or copies of small ones. Tensors of
+        sharded parameters are gathered, and every rank has to call this method.
 
         Raises:
-            StepError: in the middle of a step, or after one that is torn.
+            StepError: a step is incomplete or torn.
         """
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
@@ -354,32 +360,33 @@ class FusedOptimizer(torch.optim.Optimizer):
         return saved
 
     def named_state_dict(self, *, lazy: bool = False) -> dict[str, Any]:
-        """The same by parameter name, without states of parameters that have had no update. No hooks are called.
+        """Returns the same by parameter name, without states of parameters that have not been updated. Hooks of
+        `state_dict` are not called.
 
         Args:
-            lazy: tensors are `TensorSource`s: a shape, a dtype, and `read()`, which gathers one tensor at a time. Every
-                rank has to read them, in their order and before the next step.
+            lazy: return each tensor as a `TensorSource`: a shape, a dtype, and `read()`, which gathers one tensor at a
+                time. Every rank has to read all of them, in their order, before the next step.
 
         Returns:
-            "state": name of a parameter → name of a state → value, and "_group0" → what the rule of group 0 remembers
-            to clip by norm; "param_groups", with names as "params"; "step", "seed", "loss_scale", "nonfinite" and
+            "state": name of a parameter → name of a state → value, and "_group0" → the tensors by which the rule of
+            group 0 clips by norm; "param_groups", with names as "params"; "step", "seed", "loss_scale", "nonfinite" and
             "weights", the dtypes of the parameters.
 
         Raises:
-            StepError: in the middle of a step, or after one that is torn.
+            StepError: a step is incomplete or torn.
         """
         return self._saving.named(lazy=lazy)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continues from what `state_dict` returned. Tensors are copied to their parameter's device and never cast.
+        """Continues from the result of `state_dict`. Tensors are copied to their parameter's device and never cast.
 
-        States that the optimizer has already are freed once the new ones are complete. Rule "adamw" also continues from
-        the state of a `torch.optim.AdamW` of the same parameters and groups. With `convert_states` they may have been
-        saved in another `state_storage`.
+        Existing states are freed after the new ones have been checked. Rule "adamw" also continues from the state of a
+        `torch.optim.AdamW` of the same parameters and groups. With `convert_states`, states may have been saved in
+        another `state_storage`.
 
         Raises:
-            CheckpointError: it is of other rules or storages, its parameters or groups are not this optimizer's, or it
-                is damaged. The optimizer is then as it was, and so it is if a tensor cannot be read.
+            CheckpointError: the state belongs to other rules, storages, parameters or groups, or it is damaged. The
+                optimizer is then unchanged.
         """
         state_dict = copy.copy(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -390,13 +397,13 @@ class FusedOptimizer(torch.optim.Optimizer):
             post_hook(self)
 
     def load_named_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continues from what `named_state_dict` returned, as `load_state_dict` does. No hooks are called."""
+        """Continues from the result of `named_state_dict`, as `load_state_dict` does. Hooks are not called."""
         self._saving.load(state_dict, numbered=False)
         self._loop.drop()
 
 
 def _listed(group: dict[str, Any]) -> dict[str, Any]:
-    """A parameter group whose `params` can be iterated more than once."""
+    """Returns a parameter group whose `params` can be iterated more than once."""
     params = group["params"]
     if isinstance(params, Tensor):
         return {**group, "params": [params]}
@@ -404,7 +411,7 @@ def _listed(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _named(group: dict[str, Any], first: int) -> dict[str, Any]:
-    """A parameter group with names of its parameters, which are numbered from `first` if they have none."""
+    """Returns a parameter group with names for its parameters, numbered from `first` if it has none."""
     params = group["params"]
     if "param_names" in group or any(isinstance(item, tuple) for item in params):
         return group

@@ -436,7 +436,7 @@ class FusedTrainerMixin(_Base):
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(final))
         opt = self.optimizer
-        opt._cycle.settle(*opt._report.settle())
+        opt._report.settle()
         if is_first and (streak := opt._report.streak):
             logger.warning(
                 "older checkpoints were not removed when step %d was saved, because the last %d step(s) had non-finite "

@@ -1,4 +1,4 @@
-"""The share of weights that a step changes, on a sample: rounding to the nearest value may leave most as they are."""
+"""The share of weights that a step changes, measured on a sample. Rounding to nearest may leave most unchanged."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from lowmem.tiles.gradients import Gradient
 from lowmem.tiles.layout import cut
 from lowmem.tiles.storage import Held
 
-# Parameters that are sampled, and about so many elements of each.
+# The number of sampled parameters, and the approximate number of elements of each.
 PARAMETERS = 8
 ELEMENTS = 1 << 10
 
@@ -26,11 +26,11 @@ class Sample(NamedTuple):
 
 
 class Changes:
-    """Counts which sampled elements of the weights an update changes, among those that have a gradient.
+    """Counts the sampled elements of weights that updates change, among those that have a gradient.
 
     Args:
-        records: of every parameter, live.
-        device: where shares are reported.
+        records: of all parameters.
+        device: of the reported share.
     """
 
     def __init__(self, records: Mapping[Tensor, ParamRecord], device: torch.device) -> None:
@@ -40,7 +40,7 @@ class Changes:
         self._counted = False
 
     def before(self, records: Sequence[ParamRecord], weight: Held, grad: Gradient) -> Sample | None:
-        """Samples a weight, or a stack of them, whose update begins; None if it is not one of the sampled ones."""
+        """Samples a weight, or a stack of weights, before its update. Returns None if it is not in the sample."""
         if not self._sampled:
             trained = [record for record in self._records.values() if record.trained]
             self._sampled.update(trained[:: -(-len(trained) // PARAMETERS)])
@@ -50,24 +50,24 @@ class Changes:
         return Sample(where, _sampled(weight, where).clone(), grad[where] != 0)
 
     def after(self, sample: Sample, weight: Held) -> None:
-        """The weight that `before` sampled is updated."""
+        """Counts the changes after the update of a sampled weight."""
         changed = (_sampled(weight, sample.where) != sample.before) & sample.has_gradient
         counts = torch.stack((changed.sum(), sample.has_gradient.sum()))
         self._counts.add_(counts.to(self._counts.device))
         self._counted = True
 
     def take(self) -> Tensor:
-        """The share of a step that ends, a float32 scalar: NaN where no sampled element had a gradient."""
+        """Returns the share for the step that ends, a float32 scalar; NaN if no sampled element had a gradient."""
         share = self._counts[0] / self._counts[1]
         self._counts.zero_()
         if not self._counted:
-            self._sampled.clear()  # those parameters are frozen: the next step samples others
+            self._sampled.clear()  # these parameters are frozen, so the next step samples others
         self._counted = False
         return share
 
 
 def _sampled(weight: Held, where: tuple[slice, ...]) -> Tensor:
-    """The elements of a weight that the model sees, or the values of its codes."""
+    """The sampled elements of a weight, dequantized if it is quantized."""
     if not weight.storage.in_codes:
         return weight.parts[0][where]
     pairs = zip(weight.parts, weight.storage.parts, strict=True)
@@ -76,7 +76,7 @@ def _sampled(weight: Held, where: tuple[slice, ...]) -> Tensor:
 
 @functools.cache
 def _where(shape: torch.Size, in_codes: bool = False) -> tuple[slice, ...]:
-    """About `ELEMENTS` evenly spaced elements of a tensor, of which they are a view; of codes some complete groups."""
+    """Slices that select about `ELEMENTS` evenly spaced elements of a tensor, or complete groups if it is quantized."""
     if in_codes:
         *lines, columns = shape
         return *(slice(size // 2, size // 2 + 1) for size in lines), slice(0, min(ELEMENTS, columns))

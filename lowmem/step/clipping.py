@@ -1,12 +1,13 @@
-"""Norms of gradients, and the decision about a step: measured before the first update, settled once for all updates.
+"""Norms of gradients, and the decision about a step, which is made once for all its updates.
 
-The order is that of a loop which calls `scaler.unscale_`, `clip_grad_value_` and `clip_grad_norm_`: gradients are
-unscaled, clamped by value, and multiplied by one clip coefficient from the norm of the result.
+The order is the same as in a loop that calls `scaler.unscale_`, `clip_grad_value_` and `clip_grad_norm_`: gradients are
+unscaled, clamped by value, and multiplied by one clip coefficient, which is computed from the norm of the result.
 """
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,22 +34,34 @@ class Clip:
     update: Tensor | None = None
 
 
+class Norms(NamedTuple):
+    """Norms of gradients, float64. They are Inf or NaN only if an element is.
+
+    unscaled: 2-norm without the loss scale.  clamped: 2-norm after `clip_value`.  clipped: the norm that `clip_norm`
+    limits.  tiled: as `unscaled`, but summed in tiles. On a CPU, PyTorch's norm of a large float32 tensor may be off by
+    a percent.
+    """
+
+    unscaled: Tensor
+    clamped: Tensor
+    clipped: Tensor
+    tiled: Tensor
+
+
 @dataclass(frozen=True)
 class Decision:
     """Everything known about the gradients of a step: before its first update, or in "immediate" after the last one.
 
     names: the parameters that got a gradient, in parameter order.
-    norms: 2-norm of each unscaled gradient, float64 [parameters]: Inf or NaN only if an element is.
-    updated: boolean [parameters]; False leaves a parameter as it is: the step is skipped, or its rule cannot sum the
-    squares of its gradient.
-    finite: boolean scalar; False skips every update.
-    tiled: as `norms`, but summed in tiles: as PyTorch computes it, on a CPU, the norm of a large float32 tensor may be
-    off by a per cent.
-    clip_coef: of `clip_norm`, float32 scalar, or None.
-    own_clips: by the id of a parameter group whose rule clips as well.
-    measured: the norms are of the very gradients that are applied.
-    prepared: they are too, and float32 gradients have been unscaled and clamped in place.
-    skipped: the host knows that the step is skipped, and nothing needs to run.
+    norms: 2-norm of each unscaled gradient, float64 [parameters]. Inf or NaN only if an element is.
+    updated: boolean [parameters]. False if the step is skipped, or a rule cannot sum the squares of the gradient.
+    finite: boolean scalar. False skips all updates.
+    tiled: see `Norms`.
+    clip_coef: the factor of `clip_norm`, a float32 scalar, or None.
+    own_clips: the coefficients of parameter groups whose rule clips too, by the id of the group.
+    measured: `norms` belong to the gradients that are applied, not to those of an earlier pass.
+    prepared: `measured`, and float32 gradients have been unscaled and clamped in place.
+    skipped: the host knows that the step is skipped, so that nothing has to run.
     """
 
     names: tuple[str, ...]
@@ -64,7 +77,7 @@ class Decision:
 
     @functools.cached_property
     def each(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Parameter → the sum of squares of its unscaled gradient, float64 scalar, and whether it is updated."""
+        """By parameter, the sum of squares of its unscaled gradient, a float64 scalar, and whether it is updated."""
         of_each = zip(self.norms.square().unbind(), self.updated.unbind(), strict=True)
         return dict(zip(self.names, of_each, strict=True))
 
@@ -88,7 +101,7 @@ class Clipping:
         self._limit = None if self.value is None else torch.full((), self.value, dtype=torch.float32, device=device)
 
     def _factors(self, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-        """The factor of gradients on `device`, and the limit that they are clamped to: float32 scalars, or None."""
+        """Returns the factor that unscales gradients, and the limit of `clip_value`: float32 scalars, or None."""
         return self.scaler.inverse(device), None if self._limit is None else self._limit.to(device)
 
     def changes(self, grad: Gradient) -> bool:
@@ -96,37 +109,33 @@ class Clipping:
         return _is_float32(grad) and (self.scaler.value is not None or self.value is not None)
 
     def measure(self, record: ParamRecord, grad: Gradient) -> Tensor:
-        """Norms of a gradient, or of this rank's shard of it, float64 [4], Inf or NaN only if an element is: the 2-norm
-        of the unscaled gradient, the same after the clip by value, what `clip_norm` measures, and the first one summed
-        in tiles.
+        """Measures a gradient, or this rank's shard of it. Returns its `Norms`, float64 [4].
 
-        A float32 gradient is unscaled and clamped in place, as PyTorch would; a 16-bit one keeps its bits and is read
-        tile by tile, a computed one block by block.
+        A float32 gradient is unscaled and clamped in place, as by PyTorch. A 16-bit gradient is read tile by tile and
+        does not change. A computed gradient is read block by block.
         """
-        if isinstance(grad, Tensor) and not grad.numel():  # this rank holds nothing of the parameter
+        if isinstance(grad, Tensor) and not grad.numel():  # the shard is empty
             return torch.zeros(4, dtype=torch.float64, device=grad.device)
         inverse_scale, limit = self._factors(grad.device)
         parts = []
         for part in _float32_parts(grad):
             if inverse_scale is not None:
                 part.mul_(inverse_scale)
-            raw, tiled, clipped_by = self._norms(part)
-            clamped = raw
+            norms = self._norms(part)
             if limit is not None:
                 part.clamp_(-limit, limit)
-                clamped, _, after = self._norms(part)
-                clipped_by = clipped_by if record.rule.norm_before_clip_value else after
-            parts.append(torch.stack((raw, clamped, clipped_by, tiled)))
+                after = self._norms(part)
+                clipped = norms.clipped if record.rule.norm_before_clip_value else after.clipped
+                norms = norms._replace(clamped=after.clamped, clipped=clipped)
+            parts.append(torch.stack(norms))
         if len(parts) == 1:
             return parts[0]
-        orders = (2.0, 2.0, self.norm_type, 2.0)
-        norms = torch.stack(parts, 1).unbind()
-        return torch.stack([norm_over(norm, order) for norm, order in zip(norms, orders, strict=True)])
+        orders = 2.0, 2.0, self.norm_type, 2.0
+        norms_of_parts = torch.stack(parts, 1).unbind()
+        return torch.stack([norm_over(norm, order) for norm, order in zip(norms_of_parts, orders, strict=True)])
 
-    def _norms(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Float64 scalars: the 2-norm in float32 as PyTorch computes it, and summed in tiles, each of reduced values
-        where that overflows; and the norm of `norm_type`.
-        """
+    def _norms(self, values: Tensor) -> Norms:
+        """Computes 2-norms in float32. Where they overflow, they are computed again from smaller multiples."""
         parts = tiles(values)
         single = tiled = torch.linalg.vector_norm(values)
         if len(parts) > 1:
@@ -137,32 +146,31 @@ class Clipping:
         large = reduced.double() / REDUCED
         norm, norm_in_tiles = (torch.where(each.isfinite(), each.double(), large) for each in (single, tiled))
         of_type = norm if self.norm_type == 2 else torch.linalg.vector_norm(values, torch.inf).double()
-        return norm, norm_in_tiles, of_type
+        return Norms(norm, norm, of_type, norm_in_tiles)
 
     def decide(self, measured: Mapping[str, Tensor], *, prepared: bool) -> Decision:
-        """Settles a step. No value is read back, except for a foreign optimizer, whose update cannot be undone.
+        """Decides a step, without reading a value back to the host. The exception are third-party optimizers, because
+        their updates cannot be undone.
 
         Args:
-            measured: name → what `measure` returned, of each parameter that got a gradient.
-            prepared: the gradients that will be applied are those that were measured, not others of equal values.
+            measured: by name, the result of `measure` for each parameter that got a gradient.
+            prepared: whether the measured gradients will be applied, not equal ones from another pass.
         """
         # norms are summed in parameter order, which decides their last bits
         fired = [record for record in self.records.values() if record.name in measured]
-        raw, clamped, clipped_by, tiled = self._over_ranks(
-            torch.stack([measured[record.name].to(self.device) for record in fired], 1)
-        )
-        finite = raw.isfinite().all()
+        norms = self._over_ranks(torch.stack([measured[record.name].to(self.device) for record in fired], 1))
+        finite = norms.unscaled.isfinite().all()
         # a dynamic loss scale that is too large skips the step, whatever the rule
         if not self.scaler.dynamic and all(map(_takes_nonfinite, fired)):
             finite = torch.ones_like(finite)
-        coef = None if self.norm is None else _clip_coef(self.norm, norm_over(clipped_by, self.norm_type))
-        read = clamped if coef is None else clamped * coef
+        coef = None if self.norm is None else _clip_coef(self.norm, norm_over(norms.clipped, self.norm_type))
+        read = norms.clamped if coef is None else norms.clamped * coef
         results = self._clip_by_rules(fired, read)
         own_clips = {id(self.parameters.groups[n].live): _clip(coef, result) for n, result in results.items()}
         if own_clips:
             one = torch.ones_like(finite, dtype=torch.float32)
             clips = (own_clips.get(id(record.group), Clip(coef)) for record in fired)
-            read = clamped * torch.stack([one if clip.gradient is None else clip.gradient for clip in clips])
+            read = norms.clamped * torch.stack([one if clip.gradient is None else clip.gradient for clip in clips])
         fits = self._fits(fired, read.square())
         for n, result in results.items():
             memory = self.parameters.group_memory[n]
@@ -170,10 +178,10 @@ class Clipping:
                 memory[name].copy_(torch.where(finite, new, memory[name]))
         return Decision(
             names=tuple(record.name for record in fired),
-            norms=raw,
+            norms=norms.unscaled,
             updated=finite.expand(len(fired)) if fits is None else finite & fits,
             finite=finite,
-            tiled=tiled,
+            tiled=norms.tiled,
             clip_coef=coef,
             own_clips=own_clips,
             measured=prepared,
@@ -182,7 +190,7 @@ class Clipping:
         )
 
     def review(self, fired: Sequence[ParamRecord]) -> Decision:
-        """The decision about a step whose gradients have been applied as they arrived."""
+        """Returns the decision about gradients that were applied, or measured, without one."""
         square_sums, clamped = self.gather(record.square_sum for record in fired), []
         if self._limit is not None:
             counts = [record.span.numel for record in fired]
@@ -195,11 +203,11 @@ class Clipping:
         return Decision(tuple(record.name for record in fired), square_sums.sqrt(), updated, finite)
 
     def gather(self, scalars: Iterable[Tensor | None]) -> Tensor:
-        """Scalars of parameters, from their devices, as one tensor."""
+        """Returns scalars of parameters, from any devices, as one tensor [parameters]."""
         return torch.stack([scalar.to(self.device) for scalar in scalars if scalar is not None])
 
     def _fits(self, records: Sequence[ParamRecord], square_sums: Tensor, *clamped: Tensor) -> Tensor | None:
-        """Returns where rules can sum the squares of gradients, see `summable`: boolean [parameters]; None: all can."""
+        """Returns whether rules can sum the squares of gradients (see `summable`): boolean [parameters]; None if all."""
         summing = self._mask(records, sums_squares)
         if summing is False:
             return None
@@ -207,25 +215,29 @@ class Clipping:
         return fits if summing is True else fits | ~summing
 
     def _mask(self, records: Sequence[ParamRecord], holds: Callable[[ParamRecord], bool]) -> Tensor | bool:
-        """Parameters of which something holds that is the same for a group: boolean [parameters], or one for all."""
+        """Evaluates a condition that depends on a parameter's group: boolean [parameters], or one value for all."""
         of_group = {key: holds(record) for key, record in {id(record.group): record for record in records}.items()}
         if len(set(of_group.values())) == 1:
             return next(iter(of_group.values()))
         return to_device([of_group[id(record.group)] for record in records], torch.bool, self.device)
 
-    def _over_ranks(self, norms: Tensor) -> Tensor:
-        """The norms of full gradients, from those of this rank's shards."""
+    def _over_ranks(self, norms: Tensor) -> Norms:
+        """Returns the norms of full gradients, given those of this rank's shards, float64 [4, parameters]."""
         if self._ranks is None:
-            return norms
+            return Norms(*norms)
         (squares,) = self._ranks.all_reduce([norms.square()])
-        total = squares.sqrt()
-        if self.norm_type != 2:
-            (total[2],) = self._ranks.all_reduce([norms[2]], largest=True)
-        return total
+        total = Norms(*squares.sqrt())
+        if self.norm_type == 2:
+            return total
+        (largest,) = self._ranks.all_reduce([Norms(*norms).clipped], largest=True)
+        return total._replace(clipped=largest)
 
     def _clip_by_rules(self, fired: Sequence[ParamRecord], read: Tensor) -> dict[int, GroupClip]:
-        """Computes the clipping of each rule that has its own, by the index of the group. read: the norms of gradients
-        after `clip_norm`, float64 [parameters].
+        """Computes the clipping of rules that clip by norm, by the index of the group.
+
+        Args:
+            fired: the parameters that got a gradient.
+            read: the norms of their gradients after `clip_norm`, float64 [parameters].
         """
         results: dict[int, GroupClip] = {}
         for n, group in enumerate(self.parameters.groups):
@@ -256,8 +268,8 @@ class Clipping:
         return results
 
     def reading(self, records: Sequence[ParamRecord], grad: Gradient, decision: Decision | None) -> Reading:
-        """The scale, limit and clip coefficients with which a rule reads the gradient of (stacked) parameters of a
-        group.
+        """Returns the scale, limit and clip coefficients with which a rule reads the gradient of a parameter, or of a
+        stack of parameters of one group.
         """
         device, first = grad.device, records[0]
         inverse_scale, limit = self._factors(device)
@@ -279,21 +291,21 @@ class Clipping:
 
 
 def _clip_coef(limit: float, total: Tensor) -> Tensor:
-    """The factor that reduces a norm over all gradients to `limit`, a float32 scalar."""
+    """Returns the factor that reduces the norm over all gradients to `limit`, a float32 scalar."""
     single = total.float()  # as torch divides, unless the norm itself is beyond float32
     coef = torch.where(single.isfinite(), limit / (single + 1e-6), (limit / total).float())
     return coef.clamp(max=1.0)
 
 
 def _clip(coef: Tensor | None, own: GroupClip) -> Clip:
-    """The coefficients of a group from the coefficient of `clip_norm` and the clipping of its rule."""
+    """Combines the coefficient of `clip_norm` and the clipping of a rule."""
     if own.by_rule:
         return Clip(coef, update=own.coef)
     return Clip(own.coef if coef is None else coef * own.coef)
 
 
 def sums_squares(record: ParamRecord) -> bool:
-    """Returns whether a parameter is left as it is where squares of its gradient overflow float32."""
+    """Returns whether a parameter is not updated if the squares of its gradient overflow float32."""
     return record.rule.sums_squares and not _takes_nonfinite(record)
 
 
@@ -302,12 +314,12 @@ def _takes_nonfinite(record: ParamRecord) -> bool:
 
 
 def _is_float32(grad: Gradient) -> bool:
-    """Returns whether a gradient is a float32 tensor, which is unscaled and clamped in place."""
+    """Returns whether a gradient is a float32 tensor. Such gradients are unscaled and clamped in place."""
     return isinstance(grad, Tensor) and grad.dtype == torch.float32
 
 
 def _float32_parts(grad: Gradient) -> Iterable[Tensor]:
-    """The gradient itself if it is float32, else float32 copies of its tiles, or its blocks as they are computed."""
+    """Returns the gradient itself if it is a float32 tensor, or else its tiles or computed blocks in float32."""
     if not isinstance(grad, Tensor):
         return (block for _, block in grad.blocks())
     return [grad] if _is_float32(grad) else (tile.float() for tile in tiles(grad))

@@ -1,4 +1,4 @@
-"""The life cycle of a step: what would differ from ordinary training is detected and named in an error."""
+"""The life cycle of a step. A loop whose steps would differ from ordinary training raises an error."""
 
 import logging
 import sys
@@ -18,19 +18,22 @@ _EXPLICIT = -1  # no graph task has this number
 
 
 class StepCycle:
-    """One step: idle → open while a backward runs → idle; torn if it failed after weights had moved.
+    """The state of a step.
 
-    A step may take several backwards: micro-batches, between which it is `waiting`, or a measuring and an updating
-    pass. `begin` is explicit in `FusedOptimizer.backward`, or implied by the first hook of a plain `loss.backward()`.
+        idle ── begin ──► open: a backward runs ── end ──► idle, or waiting for the next micro-batch
+                              └── fail ──► idle, as if the step had not begun; torn if an update had begun
+
+    A step may have several backwards: micro-batches, or a measuring and an updating pass. `begin` is called by
+    `FusedOptimizer.backward`, or by the first hook of a plain `loss.backward()`.
 
     Attributes:
         step: the number of this step, or of the last one.
-        seed: of stochastic rounding, which also depends on the step.
-        moved: whether an update has begun in the backward that runs.
-        waiting: how many micro-batches of an unfinished step have ended.
-        last: the backward that runs, or ran last, is not a micro-batch that others of its step follow.
-        loop_steps: the training loop calls `optimizer.step()`.
-        torn: why the step cannot be continued, if it failed after weights had moved.
+        seed: of stochastic rounding. Its random numbers also depend on the step.
+        moved: whether an update has begun in the running backward.
+        waiting: the number of micro-batches that have ended in an unfinished step.
+        last: whether the running or latest backward completes its step.
+        loop_steps: whether the training loop calls `optimizer.step()`.
+        torn: the reason why training cannot continue, if a step failed after its first update.
     """
 
     def __init__(self, seed: int) -> None:
@@ -47,13 +50,20 @@ class StepCycle:
 
     @property
     def idle(self) -> bool:
-        """No backward is open."""
+        """Whether no backward is open."""
         self._detect_failure()
         return self._running is None
 
     def begin(self, last: bool, *, explicit: bool = False, nests: bool = False) -> None:
-        """Opens a step, or the next micro-batch of one that waits; raises `StepError` if the previous step is torn or
-        still open, or this backward would have to accumulate. nests: its backward will run others.
+        """Opens a step, or the next micro-batch of a waiting step.
+
+        Args:
+            last: whether this backward completes the step.
+            explicit: whether `FusedOptimizer.backward` runs it.
+            nests: whether it will run other backwards inside.
+
+        Raises:
+            StepError: the previous step is torn or still open, or this backward would have to accumulate.
         """
         self._detect_failure()
         self._refuse_torn("train on")
@@ -76,7 +86,7 @@ class StepCycle:
             self.step += 1
 
     def fired(self, name: str, *, in_parts: bool) -> None:
-        """Notes a parameter's finished gradient; raises `StepError` for a second one that may not come `in_parts`."""
+        """Notes a complete gradient. Raises `StepError` for a second one of this parameter, unless `in_parts`."""
         if name in self._fired_now and not in_parts:
             raise StepError(
                 f"parameter {name!r} got its gradient in two parts within one backward, and the first part has already "
@@ -87,30 +97,30 @@ class StepCycle:
         self.notice(name)
 
     def notice(self, name: str) -> None:
-        """Notes a gradient, which only other ranks may have."""
+        """Notes a gradient that at least one rank has."""
         self._fired.add(name)
         self._fired_now.add(name)
 
     def has_fired(self, name: str) -> bool:
-        """Returns whether a parameter got its gradient in the step that is open, or the last one."""
+        """Returns whether a parameter got a gradient in the open step, or in the last one."""
         return name in self._fired
 
     def next_pass(self) -> None:
-        """A measuring pass is over, and the same step goes through backward again."""
-        self.refuse_nothing()
+        """Called after a measuring pass, before the second backward of the same step."""
+        self.require_gradients()
         self._fired_now.clear()
 
     def missed(self) -> set[str]:
-        """Parameters that got a gradient in this step, but not in this backward of it."""
+        """Returns the parameters that got a gradient in this step, but not in its latest backward."""
         return self._fired - self._fired_now
 
     def end(self) -> None:
-        """A micro-batch has ended and the step waits for the next one, or its updates are done."""
+        """Called when a micro-batch has ended, or the updates of a step are done."""
         self._running = None
         self.waiting = 0 if self.last else self.waiting + 1
         self.moved = False
 
-    def refuse_nothing(self) -> None:
+    def require_gradients(self) -> None:
         """Raises `StepError` if no parameter got a gradient."""
         if not self._fired:
             raise StepError(
@@ -121,7 +131,7 @@ class StepCycle:
             )
 
     def fail(self, reason: str) -> None:
-        """A backward failed: nothing has happened if no update had started, else the step is torn."""
+        """Called when a backward has failed. The step is torn if an update had begun; otherwise it did not happen."""
         self._running = None
         if self.moved:
             self.tear(
@@ -132,11 +142,11 @@ class StepCycle:
             self._undo()
 
     def tear(self, reason: str) -> None:
-        """Refuses to continue from the weights of this step."""
+        """Prevents training from continuing with the weights of this step."""
         self.torn = f"step {self.step} is torn: {reason}"
 
     def _detect_failure(self) -> None:
-        """A plain backward that fails reports nothing: what comes next detects it."""
+        """Detects a plain backward that failed, since autograd reports it to nobody."""
         if self._running not in (None, _EXPLICIT, torch._C._current_graph_task_id()):
             if self.waiting:
                 logger.warning("a backward failed, and the %d micro-batch(es) before it were dropped", self.waiting)
@@ -148,7 +158,12 @@ class StepCycle:
         self.waiting = 0
 
     def settle(self, skipped: bool, replayed: bool) -> None:
-        """The host knows how the last step ended: one that was skipped does not count."""
+        """Called when the host knows how the last step ended. A skipped step does not count.
+
+        Args:
+            skipped: whether nothing was updated.
+            replayed: whether its second pass had the gradients of the first, or it had one pass.
+        """
         if not replayed:
             self.tear(
                 "its second pass computed other gradients than the first, so they were clipped by a wrong norm. The "
@@ -157,7 +172,7 @@ class StepCycle:
         self.step -= skipped
 
     def stepped(self) -> None:
-        """The training loop called `optimizer.step()`; raises `StepError` if each of several backwards was a step."""
+        """Called by `optimizer.step()`. Raises `StepError` if several backwards before it were steps."""
         backwards, self._steps = self._steps, 0
         if backwards > 1:
             raise StepError(
@@ -167,8 +182,8 @@ class StepCycle:
         self.loop_steps |= backwards > 0
 
     def discard(self) -> None:
-        """The training loop called `optimizer.zero_grad()`: micro-batches of an unfinished step are dropped. Raises
-        `StepError` if the gradient to be dropped has updated the weights.
+        """Called by `optimizer.zero_grad()`: drops the micro-batches of an unfinished step. Raises `StepError` if a
+        gradient that would be dropped has updated the weights.
         """
         if self.waiting:
             self._undo()
@@ -210,8 +225,8 @@ class StepCycle:
 
 
 def _inside_custom_backward() -> bool:
-    """Returns whether a Python autograd function's backward has begun this one. (That of FSDP2 runs hooks, in the same
-    one.)
+    """Returns whether the backward of a Python autograd function has started this one. (FSDP2 has such a function, but
+    it runs hooks within the same backward.)
     """
     frame = sys._getframe()
     begun = False

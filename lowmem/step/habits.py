@@ -1,7 +1,6 @@
-"""Habits of ordinary loops that would go wrong here without a word: torch's own functions raise where they meet them.
+"""Habits of ordinary training loops that would silently go wrong here: torch's functions are patched to raise.
 
-Functions of torch are wrapped, once per process. They do what they did before for parameters that no
-`FusedOptimizer` updates.
+The functions are wrapped once per process. They do the same as before for parameters that no `FusedOptimizer` updates.
 """
 
 import functools
@@ -62,7 +61,7 @@ def _wrap_scaling() -> None:
 
 
 def _refuse_scaled(grad: Tensor) -> None:
-    """Raises `StepError` before the first update of a backward whose loss a `GradScaler` has multiplied."""
+    """Raises `StepError` before the first update of a backward whose loss a `GradScaler` has scaled."""
     for _, record in hooks.reached():
         raise StepError(
             f"a GradScaler has scaled the loss, and its backward would update {record.name!r} with scaled gradients. "
@@ -75,7 +74,7 @@ def _refuse_scaled(grad: Tensor) -> None:
 
 
 def _wrap_clipping() -> None:
-    """Loops import these functions by name, so they are replaced inside of their torch.no_grad() decorator."""
+    """Loops import these functions by name, so they are replaced inside their `torch.no_grad()` decorator."""
     for function in (clip_grad.clip_grad_norm_, nn.utils.clip_grads_with_norm_, clip_grad.clip_grad_value_):
         cell = (function.__closure__ or ())[function.__code__.co_freevars.index("func")]
         cell.cell_contents = _watch_clipping(cell.cell_contents)
@@ -103,11 +102,11 @@ def _watch_clipping(clip: Callable[..., Any]) -> Callable[..., Any]:
 
 # -- reentrant activation checkpointing --------------------------------------------------------------------------------
 
-_REENTRANT: "weakref.WeakSet[Any]" = weakref.WeakSet()  # nodes of reentrant checkpointing in graphs that exist
+_REENTRANT: "weakref.WeakSet[Any]" = weakref.WeakSet()  # nodes of reentrant checkpointing in existing graphs
 
 
 def reentrant(loss: Tensor | None) -> bool:
-    """Returns whether the graph of a loss has regions with reentrant activation checkpointing."""
+    """Returns whether the graph of a loss has a region with reentrant activation checkpointing."""
     ahead, seen = list[Any]([loss.grad_fn] if _REENTRANT and loss is not None else []), set[Any]((None,))
     while ahead:
         if (node := ahead.pop()) not in seen:
@@ -117,7 +116,7 @@ def reentrant(loss: Tensor | None) -> bool:
 
 
 def nests(records: Iterable[ParamRecord]) -> bool:
-    """Returns whether the running backward is going to run others that may update parameters."""
+    """Returns whether the running backward will run others inside, which may update some of these parameters."""
     nested = any(map(torch._C._will_engine_execute_node, list(_REENTRANT)))
     return nested and any(record.trained and not record.reached for record in records)
 

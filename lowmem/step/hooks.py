@@ -1,4 +1,4 @@
-"""Hooks: an optimizer learns in them that a gradient is complete, and each parameter has one optimizer at most."""
+"""Hooks on parameters, which autograd calls when a gradient is complete. Each parameter has at most one optimizer."""
 
 import functools
 import gc
@@ -20,7 +20,7 @@ from lowmem.step.cycle import StepCycle
 from lowmem.step.record import ParamRecord
 from lowmem.tiles.gradients import Contribution, saves_memory
 
-# those of optimizers that somebody holds and that were not removed
+# The hooks of all optimizers that exist and were not removed.
 _LIVE: "weakref.WeakSet[Hooks]" = weakref.WeakSet()
 
 _TWO_OPTIMIZERS = (
@@ -34,11 +34,11 @@ Offered = Sequence[Contribution]
 
 
 class _Offers(dict[Tensor, list[Contribution]]):
-    """Contributions that a backward has offered, by parameter. Autograd refers to them as a callback at the end of that
-    backward and nothing else does, so that a failed one leaves none, and one that runs inside another adds to them.
+    """Contributions that layers have offered in a backward, by parameter. Only autograd refers to them, by a callback
+    at the end of that backward. So a failed backward leaves none, and a backward inside another one adds to them.
 
     Attributes:
-        task: of the backward, whose thread may still hold the offers for a moment after it has failed.
+        task: the graph task of the backward. Its thread may hold the offers for a moment after it has failed.
     """
 
     def __init__(self) -> None:
@@ -49,11 +49,11 @@ class _Offers(dict[Tensor, list[Contribution]]):
 
 
 class GivenGradients(torch.autograd.Function):
-    """A loss of 0 whose gradients are given: those that a training loop has computed go the way of all others."""
+    """A loss of 0 with given gradients, so that gradients from a training loop are handled like all others."""
 
     @staticmethod
     def forward(ctx: Any, grads: Sequence[Tensor], leaf: Tensor, *params: Tensor) -> Tensor:
-        ctx.grads = grads  # autograd copies a gradient that somebody else holds
+        ctx.grads = grads  # autograd copies a gradient to which there is another reference
         return torch.zeros_like(leaf)
 
     @staticmethod
@@ -62,21 +62,22 @@ class GivenGradients(torch.autograd.Function):
 
 
 class Hooks:
-    """The hooks of one optimizer on its parameters, frozen ones included, which may be unfrozen later.
+    """The hooks of one optimizer on its parameters, including frozen ones, which may be unfrozen later.
 
-    They refer to the optimizer weakly: once nobody holds it any more they are removed, and another optimizer may take
-    over its parameters. Autograd runs hooks on a thread per device; only one of them updates at a time.
+    They refer to the optimizer weakly. When it is garbage-collected, they are removed, and another optimizer may take
+    its parameters. Autograd runs hooks on one thread per device, but only one of them updates at a time.
 
     Args:
-        records: of every parameter, live.
+        records: of all parameters of the optimizer.
         cycle: the life cycle of the step.
         update: the method of the optimizer that takes complete gradients: the record of a parameter, and contributions
             that are computed as they are read. The rest of the gradient is in `.grad`.
 
     Attributes:
-        paused: gradients are freed and nothing is updated.
-        in_accumulate: the training loop is inside `FusedOptimizer.accumulate`.
-        removed: `remove` was called.
+        paused: whether gradients are freed without an update.
+        in_accumulate: whether the training loop is inside `FusedOptimizer.accumulate`.
+        prepared: whether Accelerate has prepared the optimizer.
+        removed: whether `remove` was called.
     """
 
     def __init__(
@@ -87,28 +88,28 @@ class Hooks:
         self._lock = threading.RLock()
         self._backward: int | None = None  # the graph task of the last backward() of this optimizer
         self._offers: Callable[[], _Offers | None] = lambda: None  # of the backward that is running
-        self.paused = self.in_accumulate = self.removed = False
-        self.prepared = False  # by Accelerate
+        self.paused = self.in_accumulate = self.prepared = self.removed = False
         _LIVE.add(self)
         weakref.finalize(update.__self__, self._abandon).atexit = False  # type: ignore[attr-defined]
 
     @property
     def accumulating(self) -> bool:
-        """Returns whether a backward is a micro-batch, one that others of its step will follow."""
+        """Whether the next backward is a micro-batch that does not complete its step."""
         return self.in_accumulate or self.postponed
 
     @property
     def postponed(self) -> bool:
-        """Returns whether a loop of Accelerate is before the end of a step, where it leaves `step` and `zero_grad` out.
-        Its state alone does not tell: it is of the process, and stays as a loop leaves it. Where Accelerate has wrapped
-        the optimizer, the wrapper leaves them out.
+        """Whether a loop of Accelerate is in the middle of a step, where `step` and `zero_grad` do nothing.
+
+        This holds only for prepared optimizers: the state of Accelerate belongs to the process, and stays as the last
+        loop has left it. If Accelerate has wrapped the optimizer, the wrapper omits these calls.
         """
         state = sys.modules.get("accelerate.state") if self.prepared else None
         return state is not None and not state.GradientState().sync_gradients
 
     @contextmanager
     def during(self, **flags: bool) -> Iterator[None]:
-        """Sets `paused` or `in_accumulate` inside."""
+        """Sets `paused` or `in_accumulate` inside the context."""
         outer = {name: getattr(self, name) for name in flags}
         vars(self).update(flags)
         try:
@@ -117,28 +118,28 @@ class Hooks:
             vars(self).update(outer)
 
     def add(self, record: ParamRecord) -> None:
-        """Hooks a parameter that has elements and can have a gradient, now or once it is unfrozen."""
+        """Registers the hook of a parameter that has elements and can get a gradient, now or when it is unfrozen."""
         param = record.param
         if not record.span.numel or not param.is_floating_point() or param.is_inference():
             return
         requires_grad = param.requires_grad
         try:
-            param.requires_grad_(True)  # torch registers hooks on nothing else, and keeps them
+            param.requires_grad_(True)  # torch registers hooks on no other tensors, but keeps them
             self._handles[param] = param.register_post_accumulate_grad_hook(functools.partial(self._fire, record))
         finally:
             param.requires_grad_(requires_grad)
 
     def offered(self, param: Tensor) -> Offered:
-        """Takes what the running backward has offered of the gradient of a parameter."""
+        """Takes the contributions that the running backward has offered to the gradient of a parameter."""
         offers = self._running_offers()
         return [] if offers is None else offers.pop(param, [])
 
     def forget(self) -> None:
-        """Forgets what a failed backward has offered."""
+        """Drops the contributions of a failed backward."""
         self._offers = lambda: None
 
     def _running_offers(self) -> _Offers | None:
-        """Of the running backward, or of the one inside which it runs; not of a plain one that has failed."""
+        """The offers of the running backward or of a backward around it, but not of a plain one that has failed."""
         offers = self._offers()
         failed = offers is not None and offers.task != torch._C._current_graph_task_id() and self._cycle.idle
         return None if failed else offers
@@ -146,9 +147,9 @@ class Hooks:
     def _offer(self, record: ParamRecord, contribution: Contribution) -> bool:
         """See `offer`."""
         span, param = record.span, record.param
-        sharded = span.held < span.numel  # ranks decide alike, whatever their batches are
+        sharded = span.held < span.numel  # all ranks decide alike, whatever their batches are
         saves = sharded or saves_memory(contribution.kept, span.numel * param.element_size())
-        if not (record.computes and saves and record.reached) or _others_hook(param):  # hooks take tensors
+        if not (record.computes and saves and record.reached) or _has_other_hooks(param):
             return False
         with self._lock:
             if not self.paused:
@@ -160,11 +161,11 @@ class Hooks:
         return True
 
     def refuse_given(self, record: ParamRecord, scaled: bool) -> None:
-        """Raises `StepError` if a step cannot use what is in `.grad`. scaled: there is a loss scale."""
+        """Raises `StepError` if a step cannot use the gradient in `.grad`. scaled: the optimizer has a loss scale."""
         for wrong, reason in (
             (scaled, "it has not been multiplied by the loss scale: omit loss_scale, call opt.backward(loss)"),
             (not record.param.requires_grad, "the parameter is frozen: call requires_grad_() on it"),
-            (_others_hook(record.param), "other hooks on the parameter would run once more: remove them"),
+            (_has_other_hooks(record.param), "other hooks on the parameter would run once more: remove them"),
         ):
             if wrong:
                 raise StepError(
@@ -173,9 +174,9 @@ class Hooks:
                 )
 
     def claim(self, record: ParamRecord) -> None:
-        """Makes this optimizer the one that updates a parameter; raises `StepError` if another one does."""
+        """Makes this optimizer the only one that updates a parameter. Raises `StepError` if another one does."""
         if _owner(record.param) not in (None, self):
-            gc.collect()  # an optimizer that nobody holds may be part of a cycle; with an LR scheduler it is
+            gc.collect()  # an unused optimizer may be part of a reference cycle, as it is with an LR scheduler
         if _owner(record.param) not in (None, self):
             raise StepError(
                 f"parameter {record.name!r} is already updated by another FusedOptimizer, and would be updated twice. "
@@ -196,7 +197,7 @@ class Hooks:
         _LIVE.discard(self)
 
     def _abandon(self) -> None:
-        """Nobody holds the optimizer any more."""
+        """Called when the optimizer is garbage-collected."""
         if not self.removed and not self._cycle.step and self._handles:
             warnings.warn(
                 "a FusedOptimizer was deleted before its first step, and its hooks with it, so backward updates "
@@ -207,7 +208,7 @@ class Hooks:
 
     def _fire(self, record: ParamRecord, param: Tensor) -> None:
         update = self._update()
-        assert update is not None  # the hooks go with their optimizer
+        assert update is not None  # hooks are removed with their optimizer
         with self._lock:
             if self.paused:
                 param.grad = None
@@ -215,8 +216,8 @@ class Hooks:
                 update(record, self.offered(param))
 
     def alone(self, loss: Tensor) -> AbstractContextManager[Any]:
-        """Backwards of `loss` inside raise `StepError` before the first update if they reach parameters of another
-        optimizer that is not paused.
+        """Returns a context in which the backward of `loss` raises `StepError` before the first update if it reaches
+        parameters of another optimizer that is not paused.
         """
         return nullcontext() if len(_LIVE) == 1 else loss.register_hook(self._refuse_others)
 
@@ -226,9 +227,9 @@ class Hooks:
             if other is not self:
                 raise StepError(_TWO_OPTIMIZERS.format(name=record.name))
 
-    def refuse_company(self, record: ParamRecord) -> None:
-        """Raises `StepError` if the running backward, whose first gradient is that of `record`, belongs to another
-        optimizer, or is a micro-batch of one optimizer and a whole step of another.
+    def require_single_optimizer(self, record: ParamRecord) -> None:
+        """Raises `StepError` if the running backward belongs to another optimizer, or is a micro-batch of one optimizer
+        and a complete step of another. record: of the first gradient.
         """
         if len(_LIVE) == 1:
             return
@@ -244,13 +245,13 @@ class Hooks:
                 )
 
 
-def _others_hook(param: Tensor) -> bool:
-    """Returns whether others have hooks on the gradient of a parameter, which has one of its optimizer."""
+def _has_other_hooks(param: Tensor) -> bool:
+    """Returns whether the gradient of a parameter has hooks besides the hook of its optimizer. They take tensors."""
     return bool(param._backward_hooks) or len(param._post_accumulate_grad_hooks) > 1  # type: ignore[attr-defined]
 
 
 def _owner(param: Tensor) -> Hooks | None:
-    """The hooks of the optimizer that updates a parameter."""
+    """Returns the hooks of the optimizer that updates a parameter."""
     for hooks in list(_LIVE):
         record = hooks._records.get(param)
         if record is not None and record.claimed and param in hooks._handles:
@@ -259,26 +260,26 @@ def _owner(param: Tensor) -> Hooks | None:
 
 
 def name_of(param: Any) -> str | None:
-    """The name of a parameter in the optimizer that updates it; None if there is none."""
+    """Returns the name of a parameter in the optimizer that updates it, or None."""
     hooks = _owner(param)
     return None if hooks is None else hooks._records[param].name
 
 
 def offer(param: Tensor, contribution: Contribution) -> bool:
-    """Gives a contribution to the gradient of a parameter, in a backward, to the optimizer that updates it.
+    """Offers a contribution to the gradient of a parameter to the optimizer that updates it. Called during backward.
 
     Returns:
-        False if none takes it, and the gradient has to be returned to autograd as a tensor. An optimizer takes it if
-        its rule and its placement read gradients block by block, if that saves memory, and if the backward is to end in
-        the parameter's hook.
+        Whether the optimizer has taken it. Otherwise the caller has to return the gradient to autograd as a tensor. An
+        optimizer takes a contribution if its rule and placement read gradients block by block, if this saves memory,
+        and if the backward ends in the hook of the parameter.
     """
     hooks = _owner(param)
     return hooks is not None and hooks._offer(hooks._records[param], contribution)
 
 
 def reached() -> Iterator[tuple[Hooks, ParamRecord]]:
-    """Yields the parameters that the running backward is going to update, with the hooks of their optimizer."""
-    with _disable_current_modes():  # a dry run may be under way next to an optimizer of real tensors
+    """Yields the parameters that the running backward will update, with the hooks of their optimizer."""
+    with _disable_current_modes():  # a dry run may be in progress beside an optimizer of real tensors
         for hooks in list(_LIVE):
             for record in () if hooks.paused else list(hooks._records.values()):
                 if record.reached:

@@ -112,7 +112,7 @@ class StepLoop:
 
     def _begin_plain(self, first: ParamRecord) -> None:
         """A plain `loss.backward()` has begun, and the gradient of `first` is complete."""
-        self.hooks.refuse_company(first)
+        self.hooks.require_single_optimizer(first)
         self._begin()
         self.policy.allow_plain_backward()
         self.claim()
@@ -128,7 +128,7 @@ class StepLoop:
 
     def _begin(self) -> None:
         """Called when a step begins, or a micro-batch, before any weight changes."""
-        self.cycle.settle(*self.report.settle())
+        self.report.settle()
         self.report.raise_if_diverged()
         if self.parameters.config.compile is True and Compiler.failure is not None:
             raise ConfigError(f"compile=True, but compiling failed; use 'auto' or False: {Compiler.failure}")
@@ -188,7 +188,7 @@ class StepLoop:
     @torch.no_grad()
     def _finish(self, loss: Tensor | None = None) -> None:
         """Every backward of a micro-batch is over. The last one decides the step, and leaves its report."""
-        self.cycle.refuse_nothing()
+        self.cycle.require_gradients()
         if not self.cycle.last:
             self.placement.free_copies(self.records.values(), updated=False)
             self.cycle.end()

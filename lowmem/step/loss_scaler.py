@@ -1,4 +1,4 @@
-"""Loss scaling: the loss is multiplied by it before backward, and gradients are divided by it as they are read."""
+"""Loss scaling: the loss is multiplied by the scale before backward, and gradients are divided by it when read."""
 
 import math
 from collections.abc import Mapping
@@ -15,13 +15,13 @@ class LossScaler:
     """The loss scale of an optimizer: none, fixed or dynamic. It is a tensor on the device, and the host never waits.
 
     Args:
-        requested: None, 0 or 1: no scaling. A number. "dynamic", or a `DynamicScale`.
+        requested: a number, "dynamic" or a `DynamicScale`. None, 0 and 1 mean no scaling.
         device: of the scale.
 
     Attributes:
-        dynamic: it changes by itself.
-        value: what the next loss is multiplied by, a float32 scalar that a step changes in place, so that its memory is
-            never given back while another stream reads it; None: no scaling.
+        dynamic: whether the scale adapts to overflows.
+        value: the factor of the next loss, a float32 scalar; None without scaling. Steps change it in place, so that
+            its memory is not freed while another stream reads it.
     """
 
     def __init__(self, requested: "float | str | DynamicScale | None", device: torch.device) -> None:
@@ -44,15 +44,19 @@ class LossScaler:
         self._patience.copy_(patience)
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """The loss times the scale."""
+        """Returns the loss times the scale."""
         return loss if self.value is None else loss * self.value.to(loss.device)
 
     def inverse(self, device: torch.device) -> Tensor | None:
-        """The factor that unscales gradients: a float32 scalar on `device`, or None."""
+        """Returns the factor that unscales gradients, a float32 scalar on `device`, or None."""
         return None if self._inverse is None else self._inverse.to(device)
 
     def update(self, finite: Tensor) -> None:
-        """Learns from a step: whether every gradient was finite, a boolean scalar."""
+        """Adapts a dynamic scale after a step.
+
+        Args:
+            finite: whether all gradients of the step were finite, a boolean scalar.
+        """
         if self._dynamic is None or self.value is None:
             return
         finite = finite.to(self.value.device)
@@ -70,18 +74,20 @@ class LossScaler:
             torch.where(due, self._dynamic.hysteresis, patience),
         )
 
-    def at_minimum(self) -> Tensor | None:
-        """Returns whether a dynamic scale cannot back off any further: a boolean scalar."""
-        return None if self._dynamic is None or self.value is None else self.value <= self._dynamic.min_scale
+    def at_minimum(self) -> Tensor:
+        """Returns whether a dynamic scale cannot back off any further, a boolean scalar."""
+        if self._dynamic is None or self.value is None:
+            return torch.zeros_like(self._good, dtype=torch.bool)
+        return self.value <= self._dynamic.min_scale
 
     def state_dict(self) -> dict[str, float] | None:
-        """The current scale and its counters; None for a scale that does not change."""
+        """Returns the scale and its counters; None for a scale that does not change."""
         if self._dynamic is None or self.value is None:
             return None
         return {"scale": float(self.value), "good": int(self._good), "patience": int(self._patience)}
 
     def check_saved(self, saved: Mapping[str, Any] | None) -> None:
-        """Raises `CheckpointError` if something is missing in what `load_state_dict` would take."""
+        """Raises `CheckpointError` unless `load_state_dict` can load the saved values."""
         if self._dynamic is None or saved is None:
             return
         for name in ("scale", "good", "patience"):
@@ -90,7 +96,7 @@ class LossScaler:
                 raise CheckpointError(f"the saved loss scale has {name}={value!r}, which is not a number >= 0")
 
     def load_state_dict(self, saved: Mapping[str, Any] | None) -> None:
-        """Continues from what `state_dict` returned; without it the scale starts from `init_scale`."""
+        """Continues from the result of `state_dict`. Without it, the scale starts from `init_scale`."""
         if self._dynamic is None or self.value is None or saved is None:
             return
         self._set(*(torch.tensor(saved[name], dtype=torch.float64) for name in ("scale", "good", "patience")))

@@ -20,7 +20,7 @@ _WITHOUT_STREAMS = ("cpu", "meta")
 
 
 class Offloaded(NamedTuple):
-    """A gradient that is not on its device: its bytes, in pieces."""
+    """A gradient on the host: its shape, and its bytes in several pieces of memory."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -28,7 +28,7 @@ class Offloaded(NamedTuple):
     pieces: Sequence[Tensor]
 
     def parts(self, grad: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Pairs of a piece and the bytes of `grad` that belong there."""
+        """Yields each piece of memory with the bytes of `grad` that belong there."""
         data = flat(grad).view(torch.uint8)
         for piece in self.pieces:
             yield piece[: len(data)], data[: len(piece)]
@@ -36,33 +36,36 @@ class Offloaded(NamedTuple):
 
 
 class GradientStore:
-    """Stores one gradient per parameter between the backwards of a step, and returns each once: on the device of the
-    parameter, without a copy, or on the host. One that is computed as it is read is stored as it is.
+    """Stores one gradient per parameter until its step is decided, on the device or on the host. Gradients that are
+    computed as they are read are stored unchanged.
 
-    Separate streams copy gradients to the host while the device computes, and copy the next one back while one is
-    applied or the one before it is added to: at most two are on the device, beside the one that backward computes. On
-    the host they are in pinned memory, of which torch allocates powers of two; so each gradient is in a few pieces of
-    such sizes.
+    Separate streams copy gradients to the host, and back again, while the device computes. At most two gradients are
+    on the device besides the one that backward computes: the next one is fetched while the previous one is applied or
+    added to. Gradients on the host are in pinned memory. torch rounds its sizes up to powers of two, so each gradient
+    is divided into a few pieces of such sizes.
+
+    Args:
+        host: store gradients on the host rather than on the device.
     """
 
     def __init__(self, *, host: bool) -> None:
         self.host = host
-        self._room: dict[str, Sequence[Tensor]] = {}  # bytes on the host, used again in the next step
+        self._room: dict[str, Sequence[Tensor]] = {}  # memory on the host, reused in the next step
         self._stored: dict[str, Gradient | Offloaded] = {}
         self._streams: dict[tuple[torch.device, bool], Any] = {}
         self._leaving: tuple[Tensor, Wait] | None = None  # the gradient whose copy may be in flight
-        self._coming: tuple[str, Gradient, Wait] | None = None  # the one that is likely to be asked for next
-        self._following: dict[str, Placed] = {}  # by the name of the parameter whose gradient was stored before
+        self._coming: tuple[str, Gradient, Wait] | None = None  # the one that will probably be needed next
+        self._following: dict[str, Placed] = {}  # by name, the parameter whose gradient came next
         self._latest = ""
         self._least = 0
 
     def __del__(self) -> None:
-        self._wait()  # whoever gets the memory may not write while a copy reads it
+        self._wait()  # the memory must not be reused while a copy reads it
 
     def _pieces(self, name: str, grad: Tensor) -> Sequence[Tensor]:
-        """The bytes of the host where a gradient is stored."""
+        """Returns memory on the host for a gradient."""
         size = grad.numel() * max(grad.element_size(), self._least)
-        if sum(map(len, self._room.get(name, ()))) < size:  # added later, or wider
+        if sum(map(len, self._room.get(name, ()))) < size:  # a new parameter, or a wider dtype
             self._room.pop(name, None)
             pinned = grad.device.type not in _WITHOUT_STREAMS
             sizes = powers_of_two(size) if pinned else [size]
@@ -70,14 +73,12 @@ class GradientStore:
         return self._room[name]
 
     def begin(self, least: int) -> None:
-        """A backward begins. least: bytes per element that gradients get, because wider ones will replace them."""
+        """Called before a backward. least: the minimum number of bytes per element, if wider gradients will follow."""
         self._wait()
         self._latest, self._least = "", least
 
     def get(self, record: Placed) -> Gradient | None:
-        """Returns the stored gradient on the parameter's device, or None. What is added to it in place counts once it
-        is stored again.
-        """
+        """Returns the stored gradient on the parameter's device, or None. In-place changes have to be stored again."""
         if record.name not in self._stored:
             return None
         if self._coming is not None and self._coming[0] == record.name:
@@ -88,7 +89,7 @@ class GradientStore:
         return grad
 
     def keep(self, record: Placed, grad: Gradient) -> None:
-        """Stores `grad` in place of what was stored. The caller must not use it afterwards."""
+        """Stores a gradient in place of an earlier one. The caller must not use it afterwards."""
         if self._stored.get(record.name) is grad:
             return
         if not self.host or not isinstance(grad, Tensor) or not grad.numel():
@@ -100,7 +101,7 @@ class GradientStore:
             self._stored[record.name] = stored.copy_(grad)
             return
         self._stored[record.name] = offloaded = Offloaded(grad.shape, grad.stride(), grad.dtype, pieces)
-        self._wait()  # also for a gradient that was fetched ahead in vain from where this one goes
+        self._wait()  # also for a gradient that was prefetched from this memory and not used
         self._leaving = grad, self._copy(offloaded.parts(grad), grad.device, outward=True)
         self._following[self._latest], self._latest = record, record.name
         following = self._following.get(record.name)
@@ -108,7 +109,7 @@ class GradientStore:
             self._coming = following.name, *self._fetch(following)
 
     def drain(self, records: Iterable[ParamRecord]) -> Iterator[tuple[ParamRecord, Gradient]]:
-        """Yields what is stored, in the order of `records`, and forgets it on the way."""
+        """Yields the stored gradients in the order of `records`, and removes each from the store."""
         self._wait()
         waiting = [record for record in records if record.name in self._stored]
         fetched = map(self._fetch, waiting)
@@ -126,12 +127,12 @@ class GradientStore:
                 coming[1]()
 
     def clear(self) -> None:
-        """Forgets everything."""
+        """Removes all gradients."""
         self._stored.clear()
         self._wait()
 
     def _wait(self) -> None:
-        """Frees the gradients whose copies are in flight, once these have ended."""
+        """Waits for the copies in flight, and frees their gradients on the device."""
         if self._leaving is not None:
             self._leaving[1]()
         if self._coming is not None:
@@ -146,7 +147,7 @@ class GradientStore:
         return grad, self._copy(((part, piece) for piece, part in stored.parts(grad)), device, outward=False)
 
     def _copy(self, pairs: Iterable[tuple[Tensor, Tensor]], device: torch.device, *, outward: bool) -> Wait:
-        """Copies the second of each pair into the first while the device computes."""
+        """Copies the second tensor of each pair into the first while the device computes."""
         computing = torch.get_device_module(device).current_stream(device)
         copying = self._stream(device, outward)
         copying.wait_stream(computing)
@@ -162,7 +163,7 @@ class GradientStore:
 
 
 def powers_of_two(size: int) -> list[int]:
-    """At most eight sizes, the largest first, whose sum is `size` or up to 1 % more."""
+    """Returns at most eight powers of two in descending order. Their sum is `size`, or up to 1 % more."""
     unit = 1 << max(0, size.bit_length() - 8)
     units = -(-size // unit)
     return [unit << bit for bit in reversed(range(units.bit_length())) if units >> bit & 1]

@@ -1,9 +1,10 @@
-"""The end of a step: its report, the update of the loss scale, and what the host learns before the next step."""
+"""The report of a step: norms, the number of skipped parameters, and divergence, without waiting for the device."""
 
 import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,19 +21,31 @@ logger = logging.getLogger(__name__)
 
 Statistics = dict[str, float | str]
 
-_FLAGS = 5  # of `Report.close`
+
+class Flags(NamedTuple):
+    """The first numbers that are copied to the host when a step ends; the others are of each parameter.
+
+    finite: no gradient had Inf or NaN, or the step was updated all the same.  replayed: a second pass had the same
+    gradients.  scale_at_minimum: a dynamic loss scale cannot back off any further.
+    """
+
+    finite: float
+    replayed: float
+    loss_finite: float
+    scale_at_minimum: float
+    nonfinite_steps: float
 
 
 @dataclass(frozen=True)
 class LastStep:
-    """The report of the last step. The numbers stay on the device until they are read; what became of the step and of
-    each parameter is copied to the host as it ends.
+    """The report of the last step. Its numbers stay on the device until they are read. Whether the step and each
+    parameter were updated is copied to the host when the step ends.
 
     Attributes:
         names: the parameters that got a gradient, in parameter order.
-        clip_coef: what `clip_norm` multiplied every gradient by, a float32 scalar; None if nothing is clipped by norm.
-        changed_share: share of the weights that the step has changed, among those that had a gradient, a float32
-            scalar: of a sample of this rank's weights. NaN if none of them had a gradient, or none was updated.
+        clip_coef: the factor by which `clip_norm` multiplied each gradient, a float32 scalar; None without it.
+        changed_share: the share of weights that the step changed, among those that had a gradient, a float32 scalar. It
+            is measured on a sample of this rank's weights. NaN if no weight of the sample was updated.
     """
 
     step: int
@@ -43,17 +56,17 @@ class LastStep:
     _decision: Decision
     _scale: Tensor | None
     _statistics: Sequence[Callable[[], Statistics]]
-    _ended: Readback  # the flags of `Report.close`; which norms are finite; which parameters are updated
+    _ended: Readback  # the flags; whether each norm is finite; whether each parameter is updated
 
     @property
     def statistics(self) -> Statistics:
-        """Figures that rules report about the step, for the log; empty for most rules."""
+        """Metrics that rules report about the step; empty for most rules."""
         return {key: value for of_rule in self._statistics for key, value in of_rule().items()}
 
     @property
     def norms(self) -> Tensor:
-        """The 2-norm of each parameter's unscaled, unclipped gradient, float32 [parameters], in the order of `names`.
-        A norm beyond 3.4e38 is shown as Inf.
+        """The 2-norm of each parameter's gradient before clipping, without the loss scale, float32 [parameters], in the
+        order of `names`. A norm above 3.4e38 is Inf.
         """
         return self._decision.norms.float()
 
@@ -69,55 +82,57 @@ class LastStep:
 
     @property
     def nonfinite(self) -> list[str]:
-        """Parameters whose gradient had Inf or NaN."""
+        """The parameters whose gradient had Inf or NaN."""
         return [name for name, finite, _ in self._each if not finite]
 
     @property
     def overflowed(self) -> list[str]:
-        """Parameters that were left as they are because the squares of their finite gradient overflow float32, in which
+        """The parameters that were not updated because the squares of their finite gradient overflow float32, in which
         their rule sums them.
         """
         return [name for name, finite, updated in self._each if finite and not updated and not self.skipped]
 
     @property
     def skipped(self) -> bool:
-        """Returns whether the whole step was skipped, as "two_pass" and "deferred" do for a gradient that is not
-        finite.
-        """
-        return not self._values[0]
+        """Whether the whole step was skipped because a gradient was not finite, under "two_pass" or "deferred"."""
+        return not self._flags.finite
 
     @property
     def skipped_params(self) -> int:
-        """The number of parameters that were not updated: all, or those of `overflowed`, and under "immediate" of
-        `nonfinite` unless their rule says itself what an element that is not finite does.
+        """The number of parameters with a gradient that were not updated. In a skipped step these are all; otherwise
+        `overflowed`, and under "immediate" also `nonfinite`, except for rules that handle Inf and NaN themselves.
         """
         return sum(not updated for *_, updated in self._each)
 
     @functools.cached_property
     def _values(self) -> list[float]:
         values = self._ended.values()
-        assert values is not None  # a dry run does not ask
+        assert values is not None  # a dry run does not read them
         return values
 
     @property
+    def _flags(self) -> Flags:
+        return Flags(*self._values[: len(Flags._fields)])
+
+    @property
     def _each(self) -> Iterable[tuple[str, float, float]]:
-        """The parameters, whether their gradient was finite, and whether they were updated."""
-        of_each = self._values[_FLAGS:]
+        """Each parameter, whether its gradient was finite, and whether it was updated."""
+        of_each = self._values[len(Flags._fields) :]
         return zip(self.names, of_each[: len(self.names)], of_each[len(self.names) :], strict=True)
 
 
 class Report:
-    """Closes steps without waiting for the device; the host learns how a step ended when the next one begins.
+    """Closes steps without waiting for the device. The host learns how a step ended when the next one begins.
 
     Args:
         parameters, updates: of the optimizer.
 
     Attributes:
         last: the report of the last step, None before the first.
-        nonfinite_gradients, nonfinite_steps: gradients with Inf or NaN so far, and steps that met one: int64 scalars on
-            the device, changed in place: another stream may still read memory that would be given back.
-        streak: how many steps up to the last one had a gradient that is not finite, one after the other; not while a
-            dynamic loss scale has not had a finite step yet.
+        nonfinite_gradients, nonfinite_steps: the number of gradients with Inf or NaN so far, and of steps that had one:
+            int64 scalars on the device. They change in place, because another stream may still read them.
+        streak: the number of consecutive steps, up to the last one, with a non-finite gradient. Steps in which a
+            dynamic loss scale still searches for its first value do not count.
     """
 
     def __init__(self, parameters: Parameters, updates: Updates) -> None:
@@ -128,13 +143,19 @@ class Report:
         self.nonfinite_gradients = torch.zeros((), dtype=torch.int64, device=self._device)
         self.nonfinite_steps = torch.zeros_like(self.nonfinite_gradients)
         self.streak = 0
-        self._first: list[str] = []  # the parameters whose gradient was not finite in the first of them
-        self._ended = False  # a step of which the host does not know yet how
+        self._first: list[str] = []  # parameters with a non-finite gradient in the first step of the streak
+        self._ended = False  # a step has ended, and `settle` has not read how
         self._diverged: str | None = None
         self._searching = self._clipping.scaler.dynamic
 
     def close(self, policy: Policy, decision: Decision | None, loss: Tensor | None) -> None:
-        """Reports the step that has just ended. `loss` is not scaled, and None after a plain backward."""
+        """Creates the report of the step that has just ended, and updates the loss scale.
+
+        Args:
+            policy: of the step.
+            decision: about its gradients; None if they were applied without one.
+            loss: without the loss scale; None after a plain backward.
+        """
         clipping, scaler = self._clipping, self._clipping.scaler
         if decision is None:
             records = clipping.records.values()
@@ -171,56 +192,53 @@ class Report:
         return parts
 
     def state_dict(self) -> dict[str, int]:
-        """The counts, with which a resumed run continues."""
+        """Returns the counters, with which a resumed run continues."""
         counts = {"gradients": int(self.nonfinite_gradients), "steps": int(self.nonfinite_steps)}
         return {**counts, "streak": self.streak}
 
     def load_state_dict(self, saved: Mapping[str, int] | None) -> None:
-        """Continues to count from what `state_dict` returned, and forgets how the last step ended."""
+        """Continues to count from the result of `state_dict`, and forgets how the last step ended."""
         self._ended, self._diverged = False, None
         saved = {"gradients": 0, "steps": 0, "streak": 0, **(saved or {})}
         self.nonfinite_gradients.fill_(saved["gradients"])
         self.nonfinite_steps.fill_(saved["steps"])
         self.streak, self._first = saved["streak"], []
 
-    def settle(self) -> tuple[bool, bool]:
-        """The host learns how the last step ended. Returns whether it was skipped, and whether its second pass had the
-        gradients that the first one measured; (False, True) if the host knows about it already.
-        """
+    def settle(self) -> None:
+        """Reads how the last step ended, if the host does not know it yet, and tells the life cycle."""
         ended, self._ended = self._ended, False
-        if not ended or self.last is None or (values := self.last._ended.values()) is None:
-            return False, True
-        _, replayed, loss_finite, at_minimum = map(bool, values[:4])
-        if self.last.nonfinite:
-            self._count_nonfinite(self.last, loss_finite, at_minimum and self._clipping.scaler.dynamic)
-            return self.last.skipped, replayed
-        self.streak, self._searching = 0, False
-        if names := self.last.overflowed:
-            logger.warning(
-                "step %d skipped %d parameter(s): the squared gradient of %s overflows float32, in which the rule sums "
-                "squares. Clip gradients by clip_norm or clip_value", self.last.step, len(names), _some(names)
-            )  # fmt: skip
-        return False, replayed
+        last = self.last
+        if not ended or last is None or last._ended.values() is None:  # a dry run has no numbers
+            return
+        if last.nonfinite:
+            self._count_nonfinite(last)
+        else:
+            self.streak, self._searching = 0, False
+            if names := last.overflowed:
+                logger.warning(
+                    "step %d skipped %d parameter(s): the squared gradient of %s overflows float32, in which the rule "
+                    "sums squares. Clip gradients by clip_norm or clip_value", last.step, len(names), _some(names)
+                )  # fmt: skip
+        self._cycle.settle(last.skipped, bool(last._flags.replayed))
 
-    def _count_nonfinite(self, last: LastStep, loss_finite: bool, lowest_scale: bool) -> None:
-        names, count = last.nonfinite, last.skipped_params
+    def _count_nonfinite(self, last: LastStep) -> None:
+        names, count, flags = last.nonfinite, last.skipped_params, last._flags
         left_out = f"skipped {count} parameter(s)" if count else "left some elements unchanged"
-        what = "was skipped" if last.skipped else left_out
-        cause = "" if loss_finite else ", and the loss is not finite either"
-        message = f"step {last.step} {what}: the gradient of {_some(names)} is not finite{cause}"
-        usual = self._clipping.scaler.dynamic or last._values[4] > 1  # one warning is enough
+        outcome = "was skipped" if last.skipped else left_out
+        cause = "" if flags.loss_finite else ", and the loss is not finite either"
+        message = f"step {last.step} {outcome}: the gradient of {_some(names)} is not finite{cause}"
+        usual = self._clipping.scaler.dynamic or flags.nonfinite_steps > 1  # one warning is enough
         logger.log(logging.INFO if usual else logging.WARNING, "%s", message)
         if not self._searching:
             self._first = self._first if self.streak else names
             self.streak += 1
-        if lowest_scale:
+        if flags.scale_at_minimum:
             self._diverged = (
                 f"{message}, and the loss scale cannot back off below its minimum. The gradients overflow without it: "
                 "inspect the data of this step, or lower the learning rate"
             )
         elif self._limit is not None and self.streak >= self._limit:
             first = f", first in {_some(self._first)}" if self._first else ""
-            cause = "" if loss_finite else ", and the loss is not finite either"
             self._diverged = (
                 f"the last {self.streak} steps had non-finite gradients{first}{cause}. Continue from an earlier "
                 "checkpoint, and inspect the data of those steps, lower the learning rate, or clip gradients "
@@ -228,15 +246,15 @@ class Report:
             )
 
     def raise_if_diverged(self) -> None:
-        """Raises `StepError`, once, if the last `limit` steps had gradients that are not finite, or those of the last
-        step overflowed although the loss scale cannot back off any further.
+        """Raises `StepError`, once, if `max_nonfinite_steps` consecutive steps had non-finite gradients, or if the last
+        step overflowed although the loss scale is at its minimum.
         """
         if self._diverged is not None:
             reason, self._diverged = self._diverged, None
-            self.streak = 0  # whoever goes on gets as many steps again
+            self.streak = 0  # a loop that continues gets as many steps again
             raise StepError(reason)
 
 
 def _some(names: list[str]) -> str:
-    """A few names for a message."""
+    """The first names, for a message."""
     return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,8 +1,8 @@
-"""Saving and loading an optimizer: everything that its next step depends on except the weights, exact, never cast.
+"""Saving and loading an optimizer: everything except the weights that its next step depends on, exact, never cast.
 
-It has two forms. By name, as in files, it has states of the parameters that have had an update. By number, as
-`torch.optim.Optimizer.state_dict` has it, it also shows states before the first update, because
-`torch.distributed.checkpoint.load` loads only what is there.
+There are two forms. The form by name is used in files. It has states of the parameters that have been updated. The form
+by number is that of `torch.optim.Optimizer.state_dict`. It also has states before the first update, because
+`torch.distributed.checkpoint.load` loads only into tensors that exist.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,18 +22,18 @@ from lowmem.step.updates import initial_tensors
 from lowmem.tiles.layout import Span
 from lowmem.tiles.storage import Storage, Uniform, part_name, state_storages
 
-# The memory of a group's own clipping by norm is saved like a state, under this and the number of the group.
+# Tensors by which the rule of a group clips are saved like states, under this name with the index of the group.
 _GROUP = "_group"
 
-# Entry of the first group by number: what is neither a state of a parameter nor a hyperparameter.
-# torch.distributed.checkpoint drops everything but states and groups.
+# Key of the first group in the form by number: everything that is neither a state nor a hyperparameter, because
+# torch.distributed.checkpoint saves only states and groups.
 _REST = "lowmem"
 
 Form = tuple[tuple[int, ...], Any]  # shape and dtype of a tensor, or the type of another value
 
 
 class TensorSource(NamedTuple):
-    """A tensor that is gathered from all ranks, or read from a file, when it is needed."""
+    """A tensor that is gathered from all ranks, or read from a file, on demand."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -68,7 +68,7 @@ class Saving:
 
     def named(self, *, lazy: bool) -> dict[str, Any]:
         """Returns everything by name, with full tensors, or a `TensorSource` of each if `lazy`. Every rank calls it."""
-        self.cycle.settle(*self.report.settle())
+        self.report.settle()
         self.cycle.refuse_open("save")
         groups = [
             {**{k: v for k, v in group.items() if k not in ("params", "param_names")}, "params": group["param_names"]}
@@ -76,7 +76,7 @@ class Saving:
         ]
         records = [r for r in self.records.values() if (r.param in self.states or r.extra) and "program" in vars(r)]
         for record in records:
-            self.updates.begin_state(record)  # those that the loop has reset since the last step
+            self.updates.begin_state(record)  # the loop may have reset some states
         sources = {
             record.name: self._sources(Owner(record, record.group, record.program), self.states[record.param])
             for record in records
@@ -94,7 +94,7 @@ class Saving:
         }
 
     def _sources(self, owner: Owner, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The tensors of a parameter by name: its states, and the other tensors of the storage of its weight."""
+        """The tensors of a parameter by name: its states, and the remaining tensors of the storage of its weight."""
         quantized = self.shard.quantized(owner.record.param)
         extra = owner.record.extra if quantized is None else quantized.parts
         names = owner.program.extra_names if extra else ()
@@ -102,7 +102,7 @@ class Saving:
         return {name: self._source(owner, name, value) for name, value in tensors.items()}
 
     def _source(self, owner: Owner | None, name: str, value: Any) -> Any:
-        """A tensor of a parameter, or of a group, as a source of the full tensor."""
+        """The source of a full tensor that belongs to a parameter, or to a group."""
         if not isinstance(value, Tensor):
             return value
         if owner is None or (span := owner.span(name)) is None:
@@ -111,7 +111,7 @@ class Saving:
         return TensorSource(span.shape, value.dtype, gather)
 
     def numbered(self) -> dict[str, Any]:
-        """All of it as `torch.optim.Optimizer.state_dict` has it. Every rank calls it."""
+        """Returns everything in the form of `torch.optim.Optimizer.state_dict`. Every rank calls it."""
         rest = self.named(lazy=False)
         groups, states = rest.pop("param_groups"), rest.pop("state")
         names = list(chain.from_iterable(group["params"] for group in groups))
@@ -130,7 +130,7 @@ class Saving:
         return {"state": state, "param_groups": groups}
 
     def _initial(self, record: ParamRecord) -> dict[str, Any]:
-        """The states of a parameter before its first update. The parameter gets none of them."""
+        """The states that a parameter would have before its first update."""
         if self.states.get(record.param) or not record.span.numel:
             return {}
         owner = Owner(record, record.group, record.program_of(record.group, self.shard))
@@ -139,10 +139,10 @@ class Saving:
         return _kept(self._sources(owner, initial_tensors(owner.program, names, self.shard.read(record.param))))
 
     def load(self, saved: Mapping[str, Any], *, numbered: bool) -> None:
-        """Continues from what `named` returned; if `numbered`, from what `numbered` or a `torch.optim.AdamW` did.
+        """Continues from the result of `named`, or if `numbered`, of `numbered` or of a `torch.optim.AdamW`.
 
-        Everything is checked, and read from where it is, before anything changes. It is read once more when the states
-        that are here have been freed, so that both are never in memory at a time.
+        Everything is checked and read once before anything changes. It is read again after the present states have been
+        freed, so that old and new states are never in memory together.
         """
         try:
             if numbered:
@@ -157,7 +157,7 @@ class Saving:
             raise
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise CheckpointError(f"the saved optimizer is damaged: {type(error).__name__}: {error}") from error
-        self.cycle.tear("its state was only partly loaded")  # until all of it is
+        self.cycle.tear("its state was only partly loaded")  # until everything is loaded
         for group, saved_group in zip(self.groups, saved["param_groups"], strict=True):
             group.update({key: value for key, value in saved_group.items() if key != "params"})
         self.parameters.clear_states()
@@ -229,7 +229,7 @@ class Saving:
         return {**saved, "param_groups": groups, "state": states}
 
     def _refuse_others(self, saved_groups: Sequence[Mapping[str, Any]]) -> None:
-        """Raises `CheckpointError` if what was saved is of other rules, storages, parameters or groups."""
+        """Raises `CheckpointError` if the saved groups have other rules, storages or parameters."""
         names = [group["param_names"] for group in self.groups]
         if [group["params"] for group in saved_groups] != names:
             theirs, ours = {n for g in saved_groups for n in g["params"]}, {n for g in names for n in g}
@@ -261,7 +261,7 @@ class Saving:
 
 
 def _in_storages(state: Mapping[str, Any], then: Program, now: Program) -> dict[str, Any]:
-    """The states of a parameter that were saved by one program in the storages of another, one tensor at a time."""
+    """Converts the saved states of a parameter from the storages of one program to those of another."""
     converted = dict(state)
     for name in then.states:
         old, new = then.states[name], now.states[name]
@@ -280,7 +280,7 @@ def _in_storages(state: Mapping[str, Any], then: Program, now: Program) -> dict[
 
 
 def _kept(sources: Mapping[str, Any]) -> dict[str, Any]:
-    """Values for a user to keep: a view of other parameters' states, all of which would be saved with it, is copied."""
+    """Reads values to keep. A view of a stack is copied, because `torch.save` would save the whole stack."""
     values = {name: source.read() if isinstance(source, TensorSource) else source for name, source in sources.items()}
     views = {n: t for n, t in values.items() if isinstance(t, Tensor) and t.untyped_storage().nbytes() > t.nbytes}
     return {**values, **{name: view.clone() for name, view in views.items()}}
@@ -315,10 +315,10 @@ def _listing(forms: Mapping[str, Form]) -> str:
 
 
 def _by_name(saved: Mapping[str, Any], own: Sequence[Mapping[str, Any]], seed: int) -> dict[str, Any]:
-    """Converts what `Saving.numbered` or a `torch.optim.AdamW` returned to `Saving.named` has it; `own` are the groups
-    here.
+    """Converts the form by number, of an optimizer of lowmem or a `torch.optim.AdamW`, to the form by name.
 
-    torch.distributed.checkpoint has replaced numbers by the names of the model, in the order of the parameters here.
+    own: the groups of this optimizer. torch.distributed.checkpoint replaces the numbers by names in the model, in the
+    order of the parameters of this optimizer.
     """
     groups, states = [dict(group) for group in saved["param_groups"]], saved["state"]
     keys, names = [group["params"] for group in groups], [group["param_names"] for group in own]
@@ -341,7 +341,7 @@ def _by_name(saved: Mapping[str, Any], own: Sequence[Mapping[str, Any]], seed: i
             "with opt.load_named_state_dict(...)"
         )
     counts = dict(zip(chain(*keys), zip(chain(*names), rest["states"], strict=True), strict=True))
-    by_name = dict(rest.get("state", {}))  # of groups; torch.distributed.checkpoint loses empty dicts
+    by_name = dict(rest.get("state", {}))  # of groups. torch.distributed.checkpoint loses empty dicts
     for key, state in {**{key: {} for key in counts}, **states}.items():
         name, count = counts[key]
         if count not in (0, len(state)):
