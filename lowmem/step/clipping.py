@@ -59,7 +59,7 @@ class Decision:
     tiled: see `Norms`.
     clip_coef: the factor of `clip_norm`, a float32 scalar, or None.
     own_clips: the coefficients of parameter groups whose rule clips too, by the id of the group.
-    measured: `norms` belong to the gradients that are applied, not to those of an earlier pass.
+    measured: `norms` belong to the gradients that are applied, not to gradients of an earlier pass.
     prepared: `measured`, and float32 gradients have been unscaled and clamped in place.
     skipped: the host knows that the step is skipped, so that nothing has to run.
     """
@@ -207,7 +207,7 @@ class Clipping:
         return torch.stack([scalar.to(self.device) for scalar in scalars if scalar is not None])
 
     def _fits(self, records: Sequence[ParamRecord], square_sums: Tensor, *clamped: Tensor) -> Tensor | None:
-        """Returns whether rules can sum the squares of gradients (see `summable`): boolean [parameters]; None if all."""
+        """Returns whether rules can sum the squares of gradients, boolean [parameters]; None if all can."""
         summing = self._mask(records, sums_squares)
         if summing is False:
             return None
@@ -222,7 +222,7 @@ class Clipping:
         return to_device([of_group[id(record.group)] for record in records], torch.bool, self.device)
 
     def _over_ranks(self, norms: Tensor) -> Norms:
-        """Returns the norms of full gradients, given those of this rank's shards, float64 [4, parameters]."""
+        """Returns the norms of full gradients, given the norms of this rank's shards, float64 [4, parameters]."""
         if self._ranks is None:
             return Norms(*norms)
         (squares,) = self._ranks.all_reduce([norms.square()])

@@ -1,7 +1,7 @@
 """Saving and loading an optimizer: everything except the weights that its next step depends on, exact, never cast.
 
 There are two forms. The form by name is used in files. It has states of the parameters that have been updated. The form
-by number is that of `torch.optim.Optimizer.state_dict`. It also has states before the first update, because
+by number is returned by `torch.optim.Optimizer.state_dict`. It also has states before the first update, because
 `torch.distributed.checkpoint.load` loads only into tensors that exist.
 """
 
@@ -261,7 +261,7 @@ class Saving:
 
 
 def _in_storages(state: Mapping[str, Any], then: Program, now: Program) -> dict[str, Any]:
-    """Converts the saved states of a parameter from the storages of one program to those of another."""
+    """Converts the saved states of a parameter between the storages of two programs."""
     converted = dict(state)
     for name in then.states:
         old, new = then.states[name], now.states[name]
