@@ -1,4 +1,4 @@
-"""The options of a fused optimizer, declared once: `FusedOptimizer`, trainers and YAML files use this dataclass."""
+"""The options of a fused optimizer, declared once for `FusedOptimizer`, trainers and YAML files."""
 
 import math
 import re
@@ -20,14 +20,14 @@ Store = Literal["host", "device"]
 
 @dataclass(frozen=True)
 class DynamicScale:
-    """A loss scale that finds its own size, by the rule of `torch.amp.GradScaler`.
+    """A dynamic loss scale, adapted like `torch.amp.GradScaler`.
 
     It starts at `init_scale`. It is multiplied by `growth_factor` after `growth_interval` steps without an overflow,
-    and by `backoff_factor` after an overflow, but never falls below `min_scale`. With `hysteresis` above 1, that many
-    overflows have to occur since it last grew before it backs off, as in Megatron.
+    and by `backoff_factor` after an overflow, but never falls below `min_scale`. With `hysteresis` above 1, that
+    many overflows since it last grew are needed before it backs off, as in Megatron.
 
     Raises:
-        ConfigError: a value out of range.
+        ConfigError: a value is out of range.
     """
 
     init_scale: float = 65536.0
@@ -45,63 +45,63 @@ class DynamicScale:
 
 @dataclass(frozen=True, init=False)
 class FusedConfig:
-    """The options of a `FusedOptimizer`, except for the parameters, as keyword arguments. Others are hyperparameters of
-    the rule: `FusedConfig(rule="adamw", weight_decay=0.1)`.
+    """The options of a `FusedOptimizer`, except for the parameters. Other keyword arguments are hyperparameters of the
+    rule: `FusedConfig(rule="adamw", weight_decay=0.1)`.
 
-    Gradients are unscaled, clamped by `clip_value`, then clipped by `clip_norm`, as by `scaler.unscale_`,
-    `clip_grad_value_` and `clip_grad_norm_` in this order. (AdaLomo measures before it clamps, as its source does.)
+    Gradients are unscaled, clamped by `clip_value`, and then clipped by `clip_norm`, as by `scaler.unscale_`,
+    `clip_grad_value_` and `clip_grad_norm_` in this order. (AdaLomo measures norms before it clamps, like its source.)
 
     Attributes:
         rule: a name (`lowmem.rules.table()`), an `UpdateRule`, a `torch.optim.Optimizer` class, or its import path. If
-            None, a trainer uses the optimizer that its arguments name, which is AdamW by default, and a loop "adalomo".
-        lr: learning rate; if None that of the trainer's arguments, in a loop the rule's own default.
+            None, a trainer uses the optimizer that its arguments name (AdamW by default), and a loop uses "adalomo".
+        lr: learning rate. If None, a trainer uses its argument `learning_rate`, and a loop the default of the rule.
         hyper: the other hyperparameters of the rule, by name.
-        groups: parameter groups by name, where parameters come with names: each is a dict with a regular expression
-            under "match", and options of its own: "rule", and hyperparameters of that rule. A parameter belongs to the
-            first group whose expression is found in its name, else to the default group. What a group with a rule of
-            its own does not set is that rule's default, `lr` included.
-        policy: "immediate": update in the hook. "two_pass": backward twice, first to measure. "deferred": offload
-            gradients until the step is decided. "auto": the cheapest that is exact for what is asked, also later on
-            (`FusedOptimizer.policy_reason` says why).
-        clip_norm: the norm over all gradients is at most this, as with `torch.nn.utils.clip_grad_norm_`; refused under
-            "immediate". In float32 on a CPU the same bits.
+        groups: parameter groups, if parameters are passed with names. Each group is a dict with a regular expression
+            under "match", and optionally "rule" and hyperparameters of that rule. A parameter belongs to the first
+            group whose expression is found in its name, or else to the default group. Hyperparameters that a group with
+            a "rule" does not set, including `lr`, have the defaults of that rule.
+        policy: "immediate": update in the hook. "two_pass": run backward twice, and measure gradients in the first.
+            "deferred": offload gradients until the step is decided. "auto": the cheapest policy that is exact for the
+            options, and for later calls (`FusedOptimizer.policy_reason` explains the choice).
+        clip_norm: the maximum norm over all gradients, as in `torch.nn.utils.clip_grad_norm_`, with the same bits in
+            float32 on a CPU. It raises under "immediate".
         norm_type: of `clip_norm`: 2.0, or inf for the largest element.
-        clip_value: gradients are clamped to +- this.
-        loss_scale: `backward` multiplies the loss by it and gradients are divided by it: a number, "dynamic", or a
-            `DynamicScale`. After an overflow "two_pass" and "deferred" skip the whole step, as `torch.amp.GradScaler`
-            does; "immediate" skips the parameters whose gradients are not finite.
-        max_nonfinite_steps: after this many steps in a row with a gradient that is not finite, `backward` raises
-            `StepError` instead of taking another step; None never does. Steps in which a dynamic loss scale still
-            looks for its first value, before any step with finite gradients, do not count.
-        store: where "deferred" offloads gradients to: "host" (pinned memory where there is a GPU) or "device". None is
-            "host". Setting it asks for "deferred".
-        accumulation_dtype: micro-batches are summed in "float32" (4 bytes per element in the store), or in the dtype of
-            the "gradient" (2 for bfloat16, rounded at every micro-batch, as `.grad` is). A step of one micro-batch
-            stores its gradient as it is.
+        clip_value: gradients are clamped to [-clip_value, clip_value].
+        loss_scale: `backward` multiplies the loss by this scale, and gradients are divided by it: a number, "dynamic",
+            or a `DynamicScale`. After an overflow, "two_pass" and "deferred" skip the whole step, like
+            `torch.amp.GradScaler`. "immediate" skips the parameters whose gradients are not finite.
+        max_nonfinite_steps: after this many consecutive steps with a non-finite gradient, `backward` raises `StepError`
+            instead of taking another step. None never raises. Steps in which a dynamic loss scale still searches for
+            its first value, before any step with finite gradients, do not count.
+        store: where "deferred" offloads gradients: "host" (pinned memory if there is a GPU) or "device". None means
+            "host". Setting it selects "deferred".
+        accumulation_dtype: the dtype in which micro-batches are summed: "float32" (4 bytes per element in the store) or
+            "gradient" (the dtype of the gradient, 2 bytes for bfloat16, rounded at every micro-batch, like `.grad`). A
+            step of one micro-batch stores its gradient unchanged.
         rounding: how a float32 result is stored in a bfloat16 or float16 weight: "nearest", "stochastic", "compensated"
             (adds 2 bytes per parameter), "compensated8" (adds 1 byte), "master" (a float32 copy, adds 4 bytes), or a
-            registered storage. "auto" is the rule's own, mostly "stochastic"; for classes of `torch.optim` and other
-            packages it is "nearest", as without lowmem. float32 weights hold every result exactly. A param group may
-            have its own.
+            registered storage. "auto" is the default of the rule, usually "stochastic". For torch and third-party
+            optimizers it is "nearest", as without lowmem. float32 weights store every result exactly. A param group
+            may set it.
         state_storage: how elementwise optimizer states are stored: "float32"; "bfloat16" or "float16", both rounded
-            stochastically; "8bit", codes with a scale per group of 32 elements of a row, rounded stochastically;
+            stochastically; "8bit", quantized with a scale per group of 32 elements of a row, rounded stochastically;
             "8bit_64", the same in groups of 64; "8bit_nearest", the same rounded to nearest; or a registered storage. A
-            param group may have its own.
-        convert_states: states that are loaded may have been saved in another `state_storage`, and are converted.
-        weight_format: "int8", "int10" or "int12": a trainer holds the weights of linear layers, embeddings and experts
-            in so many bits (`lowmem.quantize_`, which a loop calls itself). None leaves them as they are.
-        placement: "local"; "replicated": every rank of a process group has all parameters, which are broadcast from
-            rank 0, and data of its own, and gradients are averaged; "zero3" and "fsdp2": parameters are sharded over
-            the ranks by DeepSpeed or `fully_shard`; "auto" finds it from the parameters and the process group, and
-            broadcasts nothing: it refuses ranks whose parameters differ.
-        compile: True, False, or "auto": compile the sweep where there is a compiler and enough to gain.
+            param group may set it.
+        convert_states: convert loaded states that were saved in another `state_storage`.
+        weight_format: "int8", "int10" or "int12": a trainer quantizes the weights of linear layers, embeddings and
+            experts to this many bits (in a loop, call `lowmem.quantize_`). None does not quantize.
+        placement: "local"; "replicated": each rank of a process group has all parameters, which are broadcast from rank
+            0, and separate data, and gradients are averaged; "zero3" and "fsdp2": parameters are sharded over the ranks
+            by DeepSpeed or `fully_shard`; "auto": found from the parameters and the process group. "auto" does not
+            broadcast, and raises if the parameters of ranks differ.
+        compile: True, False, or "auto": compile updates if there is a compiler and the model is large enough.
         seed: of stochastic rounding.
-        batching: small parameters of equal shape wait for each other and are updated as one stack, to the same bits.
+        batching: small parameters of equal shape wait for each other and are updated as one stack, with the same bits.
         log_norms: trainers log the norm of each parameter's gradient.
 
     Raises:
-        ConfigError: a name, value or combination that is not allowed.
-        UnsupportedError: a rule that cannot run fused.
+        ConfigError: a name, value or combination is not allowed.
+        UnsupportedError: the rule cannot run fused.
     """
 
     rule: str | UpdateRule | type | None = None
@@ -143,11 +143,11 @@ class FusedConfig:
 
     @property
     def given(self) -> dict[str, Any]:
-        """The hyperparameters that are set, `lr` among them."""
+        """The hyperparameters that are set, including `lr`."""
         return {**({} if self.lr is None else {"lr": self.lr}), **self.hyper}
 
     def param_groups(self, params: Iterable[Any]) -> list[dict[str, Any]]:
-        """(name, parameter) pairs in groups as `torch.optim` takes them: the default group first, then `groups`.
+        """Divides (name, parameter) pairs into groups for `torch.optim`: the default group first, then `groups`.
 
         Raises:
             ConfigError: a parameter has no name, or an expression matches no parameter.
@@ -171,10 +171,10 @@ class FusedConfig:
         return [{"params": params}, *groups] if params else groups
 
     def complete(self, group: Mapping[str, Any], place: str = "") -> tuple[UpdateRule, dict[str, Any]]:
-        """The rule of a parameter group, and the group with a value for every option that it may have.
+        """Returns the rule of a parameter group, and the group with a value for each of its options.
 
         Raises:
-            ConfigError: an option that does not exist, or that is out of range.
+            ConfigError: an option does not exist or is out of range.
         """
         rule = rules.resolve(group.get("rule", self.rule))
         own = "rule" in group and (self.rule is None or rule.name != rules.resolve(self.rule).name)
@@ -208,12 +208,12 @@ class FusedConfig:
 
 
 def _without_match(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a group, without the expression that finds its parameters."""
+    """Returns the options of a group, without the expression that selects its parameters."""
     return {key: value for key, value in group.items() if key != "match"}
 
 
 def initial_scale(requested: float | str | DynamicScale | None) -> float | None:
-    """The loss scale that `loss_scale` starts from; None for no scaling."""
+    """Returns the initial loss scale of the option `loss_scale`; None for no scaling."""
     requested = DynamicScale() if requested == "dynamic" else requested
     if isinstance(requested, DynamicScale):
         return requested.init_scale
@@ -221,13 +221,13 @@ def initial_scale(requested: float | str | DynamicScale | None) -> float | None:
 
 
 def _is_scale(value: Any) -> bool:
-    """Returns whether it and its inverse are numbers of float32."""
+    """Returns whether float32 represents a value and its inverse."""
     limits = torch.finfo(torch.float32)
     return require.is_number(value) and limits.tiny <= value <= limits.max
 
 
 def _is_loss_scale(value: Any) -> bool:
-    """Returns whether `loss_scale` may be it."""
+    """Returns whether `loss_scale` may have a value."""
     named = value in (None, "dynamic") or isinstance(value, DynamicScale)
     return named or _is_scale(value) or (require.is_number(value) and value == 0)
 
