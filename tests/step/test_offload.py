@@ -1,6 +1,7 @@
 """The gradient store hands back what it was given, and sums of micro-batches are those of `.grad`."""
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -345,5 +346,9 @@ def test_which_store_is_made(kind, on_cpu, elsewhere):
     config = FusedConfig(store=kind)
     for device, made in (("cpu", on_cpu), ("meta", elsewhere)):
         records = slots_of(torch.nn.Parameter(torch.zeros(3, device=device)))
-        policy = policies.Deferred(config, records, cycle=None, clipping=None, updates=None, reason="")
+        parameters, updates = (
+            SimpleNamespace(config=config, records=records),
+            SimpleNamespace(clipping=None, cycle=None),
+        )
+        policy = policies.Deferred(parameters, updates, reason="")
         assert policy._store.host is made
