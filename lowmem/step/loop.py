@@ -1,4 +1,4 @@
-"""The step as one loop: a gradient is taken from its parameter, reduced over ranks, and used as the policy says."""
+"""The loop of a step: each gradient is taken from its parameter, reduced over ranks, and handed to the policy."""
 
 import logging
 import sys
@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 class StepLoop:
     """The steps of one optimizer.
 
-    A step is begun by `backward`, or by the first gradient of a plain `loss.backward()`. Autograd then calls `arrived`
-    for each parameter. When the backwards of the step have run, it is finished.
+    `backward` begins a step, or the first gradient of a plain `loss.backward()`. The hooks then call `arrived` for each
+    parameter. After the last backward, `_finish` completes the step.
 
     Attributes:
         policy: decides when gradients become updates.
@@ -44,10 +44,10 @@ class StepLoop:
         self.choose_policy()
 
     def choose_policy(self, loss: Tensor | None = None) -> None:
-        """Chooses the policy for what is asked by now, and logs the reason if it was chosen automatically.
+        """Chooses the policy for the present options, and logs the reason if it was chosen automatically.
 
         Raises:
-            UnsupportedError: the policy that was asked for cannot.
+            UnsupportedError: the requested policy does not meet a need.
         """
         asked = {"accumulation": self.hooks.accumulating, "reentrant": habits.reentrant(loss)}
         asked["sharded"] = self.placement.shard.sharded
@@ -64,11 +64,11 @@ class StepLoop:
     # -- a step begins ---------------------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor | Callable[[], Tensor], *, last: bool) -> Tensor:
-        """Runs the backward of a loss, or of the one that a callable returns, as a step or a part of one.
+        """Runs the backward of a loss as a step, or as a micro-batch.
 
         Args:
-            loss: a scalar, not scaled.
-            last: False for a micro-batch that others of its step will follow.
+            loss: a scalar without the loss scale, or a callable that returns one.
+            last: whether this backward completes the step.
 
         Returns:
             The loss, detached.
@@ -99,7 +99,7 @@ class StepLoop:
         return value.detach()
 
     def backward_of_given(self, given: Sequence[ParamRecord]) -> None:
-        """Ends a step by the backward of a loss whose gradients are those in `.grad` of some parameters."""
+        """Completes a step with the gradients in `.grad` of these parameters, as the backward of a loss of 0."""
         for record in given:
             self.hooks.refuse_given(record, scaled=self.clipping.scaler.value is not None)
         self.cycle.loop_steps = True
@@ -111,14 +111,14 @@ class StepLoop:
             self.backward(lambda: GivenGradients.apply(grads, leaf, *params), last=True)
 
     def _begin_plain(self, first: ParamRecord) -> None:
-        """A plain `loss.backward()` has begun, and the gradient of `first` is complete."""
+        """Called for the first complete gradient of a plain `loss.backward()`."""
         self.hooks.require_single_optimizer(first)
         self._begin()
         self.policy.allow_plain_backward()
         self.claim()
         self.cycle.begin(not self.hooks.accumulating, nests=habits.nests(self.records.values()))
         if not self.cycle.waiting:
-            self.drop()  # left over from a plain backward that failed
+            self.drop()  # gradients of a plain backward that failed
         self._begin_pass()
         torch.autograd.Variable._execution_engine.queue_callback(self._end_plain)  # type: ignore[attr-defined]
 
@@ -141,7 +141,7 @@ class StepLoop:
         self.updates.begin(self.cycle.step + (not self.cycle.waiting))
 
     def claim(self) -> None:
-        """Decides how parameters are updated that have been unfrozen, or have changed, since the last step."""
+        """Claims parameters that were unfrozen, or have changed, since the last step."""
         for record in self.records.values():
             claim(record, self.parameters, self.hooks)
 
@@ -162,7 +162,7 @@ class StepLoop:
         self._use(self.placement.reducer.reduce(record, self._take(record, offered)))
 
     def _take(self, record: ParamRecord, offered: Offered) -> Gradient:
-        """The sum of what backward has put into `.grad` and what is computed as it is read."""
+        """Returns the gradient: the sum of `.grad` and the contributions that are computed as they are read."""
         if not offered:
             return self.placement.reducer.take(record.param)
         computed = ComputedGradient(record.span.shape, record.param.device, offered)
@@ -187,17 +187,18 @@ class StepLoop:
 
     @torch.no_grad()
     def _finish(self, loss: Tensor | None = None) -> None:
-        """Every backward of a micro-batch is over. The last one decides the step, and leaves its report."""
+        """Called after the backwards of a micro-batch. The last micro-batch decides and reports the step."""
         self.cycle.require_gradients()
         if not self.cycle.last:
             self.placement.free_copies(self.records.values(), updated=False)
             self.cycle.end()
             return
         decision = self.policy.complete()
-        if decision is None or not decision.skipped:
+        skipped = decision is not None and decision.skipped
+        if not skipped:
             self.updates.put_zeros(self.records.values(), decision)
         self.updates.flush(decision)
-        if decision is None or not decision.skipped:
+        if not skipped:
             for group in self.parameters.groups:
                 group.rule.end(group.live)
         self.placement.free_copies(self.records.values(), updated=True)
@@ -205,7 +206,7 @@ class StepLoop:
         self.report.close(self.policy, decision, loss)
 
     def _fail(self, error: BaseException) -> None:
-        """A backward has failed: notes in its error what that means for the step."""
+        """Called when a backward has failed. Adds a note to its error that says what happened to the step."""
         waiting = self.cycle.waiting
         if not self.cycle.idle:
             self.cycle.fail(f"its backward ended with {type(error).__name__}")
@@ -224,14 +225,14 @@ class StepLoop:
             warnings.warn(note, stacklevel=3)
 
     def drop(self) -> None:
-        """Forgets the gradients of the step."""
+        """Drops the gradients of the step."""
         self.policy.drop()
         self.updates.drop()
         self.placement.reducer.drop()
 
 
 def claim(record: ParamRecord, parameters: Parameters, hooks: Hooks) -> None:
-    """Decides how a parameter is updated, once it requires a gradient, and again if its form has changed."""
+    """Decides how a parameter is updated when it first requires a gradient, and again when its form has changed."""
     shard, state = parameters.shard, parameters.states
     form = shard.form(record.param)
     if form == record.form or not record.param.requires_grad or not record.span.numel:
@@ -250,7 +251,7 @@ def claim(record: ParamRecord, parameters: Parameters, hooks: Hooks) -> None:
         record.refuse_misfits(state[record.param], shard)
     record.choose_program(shard)
     matrix = len(record.span.shape) == 2 and record.span.numel > SMALL and record.param.is_contiguous()
-    reads_blocks = shard.sharded or not record.rule.needs_dense_gradient  # what is reduced to a shard is a tensor
+    reads_blocks = shard.sharded or not record.rule.needs_dense_gradient  # a reduced shard is a tensor
     record.computes = matrix and parameters.placement.reducer.takes_computed and reads_blocks
     hooks.claim(record)
     record.form = form

@@ -1,4 +1,4 @@
-"""When an update happens: in the hook, in a second backward, or when the gradients of a whole step are complete."""
+"""Policies: whether updates happen in the hook, in a second backward, or when all gradients of a step are complete."""
 
 import functools
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,11 +21,11 @@ from lowmem.tiles.gradients import Gradient
 from lowmem.tiles.stored import add
 from lowmem.tiles.transfers import to_device
 
-# By how much a norm may be off because of the order in which the 2¹⁷ squares of a tile are added: in 8 vector lanes
-# at least, with 2¹⁴ additions each, that are off by 2⁻²⁴ of half the sum on average. A norm is off by half of that.
+# Relative error of a norm from the order in which the 2¹⁷ squares of a tile are added. There are at least 8 vector
+# lanes with 2¹⁴ additions each. On average, each addition is off by 2⁻²⁴ of half the sum. A norm has half the error.
 _SUMMED = 2.0**-12
 
-# A gradient in which larger terms cancel may differ by this part of the tolerance of the norm over all gradients.
+# If larger terms cancel in a gradient, it may differ by this fraction of the tolerance of the norm over all gradients.
 _CANCELLED = 2.0**-4
 
 
@@ -34,12 +34,14 @@ _CANCELLED = 2.0**-4
 
 @dataclass(frozen=True)
 class Needs:
-    """The requirements of a policy.
+    """Requirements that decide which policies are possible.
 
-    norm: the option that needs the norm over all gradients before the first update.  skip: what needs a step with an
-    overflow to be skipped as a whole.  exact_skip: what is exact only if it is.  accumulation: several micro-batches
-    are one step.  reentrant: activation checkpointing that does not allow a backward which only measures.  sharded:
-    parameters are.
+    norm: the option that needs the norm over all gradients before the first update.
+    skip: the feature that needs an overflowing step to be skipped as a whole.
+    exact_skip: the feature that is exact only if such a step is skipped as a whole.
+    accumulation: a step has several micro-batches.
+    reentrant: activation checkpointing does not allow a backward that only measures.
+    sharded: parameters are sharded.
     """
 
     norm: str | None = None
@@ -64,7 +66,7 @@ class Needs:
         )
 
 
-# (policy, need) → why a policy that was asked for cannot.
+# The message of the error if a requested policy does not meet a need.
 _REFUSALS = {
     ("two_pass", "reentrant"): (
         "policy 'two_pass' measures gradients in a separate backward, which reentrant activation checkpointing does "
@@ -92,9 +94,15 @@ _REFUSALS = {
 
 
 def choose(config: FusedConfig, needs: Needs, *, on_cpu: bool) -> tuple[str, str]:
-    """The policy that was asked for, or with `auto` the cheapest that is exact for what is needed; and the reason.
-    Raises `UnsupportedError` if it cannot do what is needed. On a CPU, `auto` prefers two passes, because offloaded
-    gradients would take as much memory as the weights.
+    """Chooses the requested policy, or with "auto" the cheapest one that meets all needs.
+
+    On a CPU, "auto" prefers "two_pass", because offloaded gradients would take as much memory as the weights.
+
+    Returns:
+        The name of the policy, and the reason.
+
+    Raises:
+        UnsupportedError: the requested policy does not meet a need.
     """
     for (policy, name), why in _REFUSALS.items():
         if policy == config.policy and (need := getattr(needs, name)):
@@ -119,19 +127,20 @@ def choose(config: FusedConfig, needs: Needs, *, on_cpu: bool) -> tuple[str, str
 # -- the policies ------------------------------------------------------------------------------------------------------
 
 
-# The leaves to which a backward runs (None: all); whether to retain the graph.
+# The leaves to which a backward runs (None: all), and whether to retain the graph.
 Pass = tuple[Sequence[Tensor] | None, bool]
 
 
 class Policy:
-    """When gradients become updates: here in the hook. Nothing is known about the step before its first update.
+    """Decides when a gradient updates its parameter. This base class updates in the hook, before the other gradients of
+    the step are known.
 
-    The loop runs the backwards that `passes` yields. Every gradient goes through the placement's reducer, which sums
-    micro-batches as `begin` says, to `ready`; `complete` decides the step.
+    The loop runs the backwards that `passes` yields. The placement's reducer takes each gradient, sums micro-batches
+    according to `begin`, and returns it to `ready`. `complete` decides the step.
 
     Attributes:
-        reason: why it was chosen.
-        accumulates: it sums gradients, those of micro-batches and parts of one within a backward.
+        reason: why the policy was chosen.
+        accumulates: whether gradients are summed, of micro-batches or of several parts within a backward.
     """
 
     name: ClassVar[str] = "immediate"
@@ -140,8 +149,8 @@ class Policy:
     def __init__(self, parameters: Parameters, updates: Updates, reason: str) -> None:
         self.config, self.records, self.reason = parameters.config, parameters.records, reason
         self.updates, self.clipping, self.cycle = updates, updates.clipping, updates.cycle
-        self._measured: dict[str, Tensor] = {}  # `Clipping.measure` of gradients before the first update
-        self._decision: Decision | None = None  # before the first update
+        self._measured: dict[str, Tensor] = {}  # results of `Clipping.measure`, by parameter
+        self._decision: Decision | None = None  # made before the first update
 
     def allow_plain_backward(self) -> None:
         """Raises `StepError` if a plain `loss.backward()` is not enough."""
@@ -155,7 +164,7 @@ class Policy:
             raise StepError("with a loss scale the loss must be scaled: call opt.backward(loss)")
 
     def passes(self) -> Iterator[Pass]:
-        """The backwards of a loss, each of which has run when the next one is asked for."""
+        """Yields the backwards of a loss. The loop runs each one before it asks for the next."""
         yield None, False
 
     def begin(self) -> MicroBatch:
@@ -163,32 +172,32 @@ class Policy:
         return MicroBatch(add=lambda record, grad: grad)
 
     def ready(self, record: ParamRecord, grad: Gradient) -> None:
-        """A gradient is complete: summed over micro-batches, averaged over ranks and cut."""
+        """Takes a gradient that is summed over micro-batches, averaged over ranks, and cut to this rank's shard."""
         self.updates.put(record, grad, self._decision)
 
     def complete(self) -> Decision | None:
-        """All gradients of the step are ready. Returns what was decided before its first update."""
+        """Called when all gradients of the step are ready. Returns the decision made before the first update."""
         return self._decision
 
     def replayed(self) -> Tensor | None:
-        """Returns whether both passes had the same gradients, boolean scalar; None if there is one pass."""
+        """Returns whether both passes had the same gradients, a boolean scalar; None if there is one pass."""
         return None
 
     def drop(self) -> None:
-        """Forgets the gradients of the step."""
+        """Drops the gradients of the step."""
         self._measured.clear()
         self._decision = None
 
 
 class TwoPass(Policy):
-    """Backward twice: the first measures each gradient and drops it, the second updates."""
+    """Runs backward twice. The first pass measures each gradient and drops it, the second one updates."""
 
     name = "two_pass"
 
     def passes(self) -> Iterator[Pass]:
         self.drop()
         hooked = [record.param for record in self.records.values() if record.trained]
-        if hooked:  # other leaves of the graph get their gradient in the second pass
+        if hooked:  # the other leaves of the graph get their gradient in the second pass
             yield hooked, True
         self.cycle.next_pass()
         self._decision = self.clipping.decide(self._measured, prepared=False)
@@ -215,7 +224,7 @@ class TwoPass(Policy):
         super().ready(record, grad)
 
     def replayed(self) -> Tensor | None:
-        """Compares the norms of both passes, of each parameter."""
+        """Compares the norms of each gradient in both passes."""
         decision = self._decision
         assert decision is not None and decision.tiled is not None
         if decision.skipped:
@@ -230,11 +239,11 @@ class TwoPass(Policy):
 
 
 def _tolerance(param: Tensor) -> float:
-    """By how much the norm of a gradient may differ when it is computed again, relative.
+    """Returns the relative tolerance for the norm of a gradient that is computed twice.
 
-    The same kernels give the same bits on a CPU. On a GPU they may add in another order, after which some elements
-    round to a neighbour in the dtype in which they are computed. That averages out: the tolerance is the unit roundoff,
-    2⁻⁸ for bfloat16 and 2⁻¹¹ for float16. A float32 gradient may have been computed in bfloat16, by autocast.
+    On a CPU, the same kernels give the same bits. On a GPU they may add in another order, so that some elements round
+    to a neighbour in their dtype. This averages out. The tolerance is the unit roundoff, 2⁻⁸ for bfloat16 and 2⁻¹¹ for
+    float16. Under autocast, a float32 gradient may have been computed in bfloat16.
     """
     roundoff = torch.finfo(param.dtype).eps / 2
     if param.device.type != "cpu" and param.dtype == torch.float32:
@@ -243,7 +252,7 @@ def _tolerance(param: Tensor) -> float:
 
 
 class Deferred(Policy):
-    """Gradients are offloaded, and those of several micro-batches summed, until the step is decided."""
+    """Sums the gradients of micro-batches, and offloads gradients until the step is decided."""
 
     name = "deferred"
     accumulates = True
@@ -264,7 +273,7 @@ class Deferred(Policy):
         return MicroBatch(self._add, last, earlier, wide=self._wide and bool(earlier))
 
     def _missed(self) -> list[ParamRecord]:
-        """Parameters that got a gradient in an earlier micro-batch, and none in this one."""
+        """The parameters that got a gradient in an earlier micro-batch but not in this one."""
         missed = self.cycle.missed()
         return [record for record in self.records.values() if record.name in missed]
 
@@ -291,12 +300,12 @@ class Deferred(Policy):
             grad = total
         if self.cycle.last:
             return grad
-        # what one is computed from may change between two backwards
+        # the inputs of a computed gradient may change between two backwards
         self._store.keep(record, grad if isinstance(grad, Tensor) else self._dense(record, grad))
         return None
 
     def _dense(self, record: Placed, grad: Gradient) -> Tensor:
-        """A gradient as a tensor in the dtype of sums."""
+        """Returns a gradient as a tensor in the dtype of sums."""
         if isinstance(grad, Tensor):
             return grad.to(torch.promote_types(grad.dtype, torch.float32)) if self._wide else grad
         return grad.dense(torch.float32 if self._wide else record.param.dtype)
@@ -312,7 +321,7 @@ class Deferred(Policy):
         if not decision.skipped:
             for record, grad in self._store.drain(list(self.records.values())):
                 self.updates.put(record, grad, decision)
-                del grad  # not to be held while the store fetches the next one
+                del grad  # frees it before the store fetches the next one
         self.drop()
         return decision
 
