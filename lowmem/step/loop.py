@@ -44,7 +44,7 @@ class StepLoop:
         self.choose_policy()
 
     def choose_policy(self, loss: Tensor | None = None) -> None:
-        """Chooses the policy for the present options, and logs the reason if it was chosen automatically.
+        """Chooses the policy for the present options and the graph of the loss. Logs the reason if it is not obvious.
 
         Raises:
             UnsupportedError: the requested policy does not meet a need.
@@ -79,7 +79,7 @@ class StepLoop:
         self._begin()
         value = loss if isinstance(loss, Tensor) else loss()
         _refuse_loss(value)
-        if self.policy.name == "two_pass":
+        if self.policy.name == "two_pass":  # it does not support every graph
             self.choose_policy(value)
         self.claim()
         for record in self.records.values():

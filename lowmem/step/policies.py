@@ -154,12 +154,6 @@ class Policy:
 
     def allow_plain_backward(self) -> None:
         """Raises `StepError` if a plain `loss.backward()` is not enough."""
-        if self.name == "two_pass":
-            raise StepError(
-                f"policy {self.name!r} needs more than one plain loss.backward(): no gradients have been measured, so "
-                "nothing is updated. Call opt.backward(loss), or use policy='deferred', for which loss.backward() is "
-                "enough."
-            )
         if self.clipping.scaler.value is not None:
             raise StepError("with a loss scale the loss must be scaled: call opt.backward(loss)")
 
@@ -193,6 +187,13 @@ class TwoPass(Policy):
     """Runs backward twice. The first pass measures each gradient and drops it, the second one updates."""
 
     name = "two_pass"
+
+    def allow_plain_backward(self) -> None:
+        raise StepError(
+            f"policy {self.name!r} needs more than one plain loss.backward(): no gradients have been measured, so "
+            "nothing is updated. Call opt.backward(loss), or use policy='deferred', for which loss.backward() is "
+            "enough."
+        )
 
     def passes(self) -> Iterator[Pass]:
         self.drop()
