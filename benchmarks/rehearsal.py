@@ -317,7 +317,7 @@ def memory(words: Sequence[str]) -> tuple[int, int]:
     arguments = parse(words[0], words[1:], device="cpu")
     chats, _ = data.load(arguments)
     trainer = build.trainer(arguments, chats, None)
-    return peak_of_tensors(trainer.train), plan(arguments, "cpu").step.peak
+    return peak_of_tensors(trainer.train), plan(arguments).step.peak
 
 
 # -- the command -------------------------------------------------------------------------------------------------------

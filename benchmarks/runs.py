@@ -53,4 +53,4 @@ def parsed(config: Configuration, device: str) -> Iterator[Recipe]:
 def planned(config: Configuration, device: str) -> StepMemory:
     """The memory of a step by its plan."""
     with parsed(config, device) as arguments:
-        return plan(arguments, device).step
+        return plan(arguments).step

@@ -11,6 +11,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -136,13 +137,13 @@ def train(command: argparse.Namespace, rest: Sequence[str]) -> int:
 
 def inspect(command: argparse.Namespace, rest: Sequence[str]) -> None:
     """`lowmem inspect`."""
-    arguments = _arguments(command, rest, _inspect_options)
+    recipe = _recipe(command, rest, _inspect_options)
     from lowmem.run import data
 
-    train, _ = data.load(arguments)
-    trainer = data.stand_in(arguments, train)
+    train, _ = data.load(recipe)
+    trainer = data.stand_in(recipe, train)
     opening, closing = ("", "") if out.is_terminal else ("⟦", "⟧")  # where there are no colors
-    for number, parts in enumerate(data.rows(trainer, arguments.options.samples or 3), start=1):
+    for number, parts in enumerate(data.rows(trainer, recipe.options.samples or 3), start=1):
         trained = sum(part.tokens for part in parts if part.trained)
         out.rule(f"row {number}: {sum(part.tokens for part in parts)} tokens, trained on {trained}", style="dim")
         text = Text()
@@ -158,14 +159,14 @@ def inspect(command: argparse.Namespace, rest: Sequence[str]) -> None:
 
 def plan(command: argparse.Namespace, rest: Sequence[str]) -> int:
     """`lowmem plan`."""
-    arguments = _arguments(command, rest, _plan_options)
+    recipe = _recipe(command, rest, _plan_options)
     from lowmem.run import plan as planning
     from lowmem.run.pictures import size
 
-    options, device = arguments.options, arguments.options.device or "gpu"
+    options, device = recipe.options, recipe.device or "gpu"
     memory = None if options.memory is None else parse_bytes(options.memory, "--memory")
     with stage("planning a step"):
-        step, summary = planning.plan(arguments, device)
+        step, summary = planning.plan(recipe)
     print_topics(summary)
     out.print()
     out.print(_step_table(step))
@@ -177,18 +178,18 @@ def plan(command: argparse.Namespace, rest: Sequence[str]) -> int:
         verdict = "fits in" if fits else "does not fit in"
         out.print(f"\n{verdict} {size(memory)}: {margin}", style="bold")
         if not fits:
-            figures["ways"] = _ways(command, rest, arguments, device, memory)
+            figures["ways"] = _ways(recipe, memory)
     if options.json is not None:
         write_file(options.json, (json.dumps(figures, indent=2) + "\n").encode())
     return 0 if fits else 1
 
 
-def _arguments(command: argparse.Namespace, rest: Sequence[str], options: Callable[[Any], None]) -> "Recipe":
-    """The arguments of a training command for the device that `--device` names."""
+def _recipe(command: argparse.Namespace, rest: Sequence[str], options: Callable[[Any], None]) -> "Recipe":
+    """The recipe of a training command for the device that `--device` names."""
     with stage("starting"):
         _quiet()
-        from lowmem.run.recipe import early, parse
-    return parse(command.training, rest, device=early(rest).device, more=options)
+        from lowmem.run.recipe import parse
+    return parse(command.training, rest, device="gpu", more=options)
 
 
 def _inspect_options(parser: Any) -> None:
@@ -204,33 +205,25 @@ def _plan_options(parser: Any) -> None:
     group.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
 
 
-def _ways(
-    command: argparse.Namespace, rest: Sequence[str], arguments: "Recipe", device: str, memory: int
-) -> dict[str, int]:
+def _ways(recipe: "Recipe", memory: int) -> dict[str, int]:
     """Plans arguments that reduce memory, one by one and, if none is enough, together: argument → bytes at the peak."""
-    import shlex
-
     from lowmem.run import plan as planning
     from lowmem.run.pictures import size
 
-    def peak(*ways: str) -> int | None:
-        try:
-            words = [word for way in ways for word in shlex.split(way)]
-            return planning.plan(_arguments(command, [*rest, *words], _plan_options), device).step.peak
-        except LowmemError:  # the argument conflicts with another
-            return None
-
     peaks: dict[str, int] = {}
-    for way in planning.ways(arguments, device):
-        with stage(f"planning with {way}"):
-            nbytes = peak(way)
-        if nbytes is not None:
-            peaks[way] = nbytes
-    if peaks and min(peaks.values()) > memory and (nbytes := peak(*peaks)) is not None:
-        peaks[" ".join(peaks)] = nbytes
-    for way, nbytes in peaks.items():
+
+    def add(words: str, values: dict[str, Any]) -> None:
+        with stage(f"planning with {words}"), suppress(LowmemError):  # an argument may conflict with another
+            peaks[words] = planning.plan(recipe.having(**values)).step.peak
+
+    ways = planning.ways(recipe)
+    for words, values in ways.items():
+        add(words, values)
+    if peaks and min(peaks.values()) > memory:
+        add(" ".join(peaks), {name: value for words in peaks for name, value in ways[words].items()})
+    for words, nbytes in peaks.items():
         verdict = Text("fits", "green") if nbytes <= memory else "does not fit"
-        out.print(Text.assemble(f"  {way}  {size(nbytes)}, ", verdict), soft_wrap=True)
+        out.print(Text.assemble(f"  {words}  {size(nbytes)}, ", verdict), soft_wrap=True)
     return peaks
 
 

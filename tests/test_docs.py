@@ -26,7 +26,7 @@ from lowmem.cli import _inspect_options, _parser, _plan_options
 from lowmem.hf import TESTED
 from lowmem.rules import resolve
 from lowmem.rules.rule import TABLE as RULES
-from lowmem.run import recipe
+from lowmem.run import recipe, yaml_file
 from lowmem.tiles import storage
 from scripts import stacks
 from scripts.make_model import make_model, train_tokenizer
@@ -243,7 +243,7 @@ def test_rules():
     text = (ROOT / "docs" / "reference" / "options.md").read_text()
     listed = {}
     for rule, rate, hyper in table(text, "Rules"):
-        pairs = [yaml.load(pair, recipe._Loader) for pair in re.findall(r"`(.*?)`", hyper)]
+        pairs = [yaml.load(pair, yaml_file.Loader) for pair in re.findall(r"`(.*?)`", hyper)]
         listed[rule.strip("`")] = (float(rate), {name: value for pair in pairs for name, value in pair.items()})
     expected = {
         info.name: (

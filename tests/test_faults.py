@@ -12,7 +12,7 @@ from support.processes import CONTEXT, PATIENCE
 
 import lowmem
 from lowmem.errors import CheckpointError, StepError
-from lowmem.run.memory import is_out_of_memory
+from lowmem.run.boundary import is_out_of_memory
 
 POLICIES = ("immediate", "two_pass", "deferred")
 

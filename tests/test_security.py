@@ -27,7 +27,7 @@ from lowmem import cli
 from lowmem.errors import ConfigError
 from lowmem.hf import checkpoint
 from lowmem.run import build, data, environment, secrets
-from lowmem.run.folder import run_folder
+from lowmem.run.folder import RunFolder
 from lowmem.run.recipe import parse
 from scripts.make_model import make_model, train_tokenizer
 
@@ -65,7 +65,7 @@ def test_no_code_of_the_package_runs_data():
             assert options.get("weights_only") == "True", f"{file}: torch.load without weights_only=True"
         if name.endswith(".from_pretrained"):  # transformers asks on the terminal where it is not given
             trusted = options.get("trust_remote_code", options.get(None))
-            assert trusted in ("False", "trusted", "recipe.trust_remote_code"), f"{file} may trust code"
+            assert trusted in ("False", "recipe.source"), f"{file} may trust code"
 
 
 def test_only_what_the_user_names_is_imported():
@@ -73,7 +73,7 @@ def test_only_what_the_user_names_is_imported():
     assert {file for file, name, _ in calls() if name.endswith(("import_module", "resolve_name"))} == {
         "rules/foreign.py",
         "run/build.py",
-        "run/recipe.py",
+        "run/parser.py",
     }
 
 
@@ -302,8 +302,7 @@ def test_a_final_model_replaces_links_and_not_where_they_lead(tmp_path, outside)
 
 
 def resumed(run_dir):
-    words = ["--output_dir", str(run_dir), "--resume_from_checkpoint", "last"]
-    return run_folder(parse("sft", words))
+    return RunFolder(run_dir, "last").opened()
 
 
 @pytest.mark.parametrize("name", [".lock", ".config.yaml.tmp", "metrics.jsonl", "traceback.txt"])
@@ -322,8 +321,8 @@ def test_a_run_folder_and_its_checkpoints_can_be_links(tmp_path):
     checkpoints(tmp_path / "other", 2)
     (tmp_path / "disk" / "checkpoint-2").symlink_to(tmp_path / "other" / "checkpoint-2")
     (tmp_path / "run").symlink_to(tmp_path / "disk")
-    with resumed(tmp_path / "run") as run_dir:
-        assert [path.name for path in checkpoint.candidates(run_dir)] == ["checkpoint-2", "checkpoint-1"]
+    with resumed(tmp_path / "run"):
+        assert [path.name for path in checkpoint.candidates(tmp_path / "run")] == ["checkpoint-2", "checkpoint-1"]
 
 
 def test_the_best_checkpoint_is_one_of_the_run(make, tmp_path):

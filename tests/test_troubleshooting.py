@@ -33,8 +33,8 @@ from lowmem.layers.head import linear_cross_entropy
 from lowmem.layers.mlp import tile_mlps
 from lowmem.rules.lomo import Lomo
 from lowmem.run import build, data
-from lowmem.run.folder import LOCK, run_folder
-from lowmem.run.memory import is_out_of_memory
+from lowmem.run.boundary import is_out_of_memory
+from lowmem.run.folder import LOCK, RunFolder
 from lowmem.run.recipe import parse
 
 PAGE = (Path(__file__).parents[1] / "docs" / "how-to" / "troubleshooting.md").read_text()
@@ -97,10 +97,6 @@ def net():
 @pytest.fixture
 def opt(net):
     return lomo(net)
-
-
-def run_in(folder):
-    return SimpleNamespace(training=SimpleNamespace(output_dir=str(folder), resume_from_checkpoint=None))
 
 
 @contextmanager
@@ -352,7 +348,7 @@ def no_text():
 @entry("`already contains a run`")
 def occupied(tmp_path):
     (tmp_path / "config.yaml").touch()
-    with run_folder(run_in(tmp_path)):
+    with RunFolder(tmp_path).opened():
         pass
 
 
@@ -510,7 +506,7 @@ def used_by_another(tmp_path):
     with subprocess.Popen([sys.executable, "-c", code, tmp_path / LOCK], stdin=PIPE, stdout=PIPE) as other:
         other.stdout.readline()
         try:
-            with run_folder(run_in(tmp_path)):
+            with RunFolder(tmp_path).opened():
                 pass
         finally:
             other.kill()
@@ -519,7 +515,7 @@ def used_by_another(tmp_path):
 @entry("`is a symbolic link, and writing would change its target`")
 def linked(tmp_path):
     (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "elsewhere")
-    with run_folder(run_in(tmp_path)):
+    with RunFolder(tmp_path).opened():
         pass
 
 

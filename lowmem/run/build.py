@@ -1,4 +1,4 @@
-"""Creates the trainer of a run from its arguments, as TRL's own scripts do."""
+"""Creates the trainer of a run from its recipe, as TRL's own scripts do."""
 
 import copy
 import json
@@ -16,10 +16,11 @@ from transformers import AutoTokenizer
 from trl import get_peft_config, get_quantization_config
 
 from lowmem.errors import ConfigError, DataError, LowmemError
-from lowmem.run.recipe import Recipe, reason, refused
+from lowmem.run.boundary import blaming, reason
+from lowmem.run.recipe import Recipe
 from lowmem.trainer import FusedSFTTrainer, FusedTrainerMixin
 
-# The trainers that take reward functions.
+# The commands whose trainers take reward functions.
 _WITH_REWARDS = ("grpo", "rloo")
 
 # The rows that are tokenized before others.
@@ -28,13 +29,13 @@ FIRST_ROWS = 100
 
 @cache
 def trainer_class(name: str) -> Any:
-    """The fused trainer for one of TRL, of a run: `FusedDPOTrainer` for "DPOTrainer"."""
+    """Returns the fused subclass of one of TRL's trainers for a run: `FusedDPOTrainer` for "DPOTrainer"."""
     bases = (FusedSFTTrainer,) if name == "SFTTrainer" else (FusedTrainerMixin, getattr(trl, name))
     return type(f"Fused{name}", (_OfRun, *bases), {})
 
 
 class _OfRun:
-    """Prepares data as the trainers of TRL do, names a row that fails, and has the rows of SFT before `max_length`."""
+    """Names the row that TRL cannot prepare, and has the rows of SFT before `max_length` cuts them (`untruncated`)."""
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, *rest: Any) -> Any:
         prepare = super()._prepare_dataset  # type: ignore[misc]
@@ -50,16 +51,16 @@ class _OfRun:
 
 
 def _by_row(prepare: Callable[[Any], Any], dataset: Any) -> Any:
-    """Prepares a data set. If that fails, raises `DataError` with the first row that cannot be prepared."""
+    """Prepares a data set. If that fails, finds the first row that fails by bisection, and raises `DataError`."""
     if not isinstance(dataset, datasets.Dataset):
         return prepare(dataset)
     try:
-        # TRL warns of rows while it tokenizes them, and not where the result is in the cache: these are in memory
+        # TRL's warnings about rows come while it tokenizes them, and not from the cache: these rows are never in it
         prepare(dataset.select(range(min(FIRST_ROWS, len(dataset)))).flatten_indices(keep_in_memory=True))
         return prepare(dataset)
     except (OSError, LowmemError):
         raise
-    except Exception as error:  # of tokenizers, chat templates and TRL
+    except Exception as error:  # from tokenizers, chat templates and TRL
         first, last, cause = 0, len(dataset), error
         while last - first > 1:
             middle = (first + last) // 2
@@ -78,58 +79,60 @@ def _by_row(prepare: Callable[[Any], Any], dataset: Any) -> Any:
 
 @purge_accelerate_environment  # type: ignore[untyped-decorator]
 def trainer(recipe: Recipe, train: Any, evaluation: Any, model: Any = None, **options: Any) -> Any:
-    """The trainer of a run, with its model loaded and its data tokenized.
+    """Creates the trainer of a run, with its model loaded and its data tokenized.
 
     Args:
+        recipe: the arguments of the run.
         train, evaluation: data sets as `lowmem.run.data.load` returns them.
-        model: a model in place of the one that the arguments name.
+        model: a model in place of the one that the recipe names.
+        options: further arguments of the trainer.
 
     Raises:
-        ConfigError: TRL, transformers or DeepSpeed refuse the arguments, the model or the data.
+        ConfigError: TRL, transformers or DeepSpeed raise an error for the arguments, the model or the data.
     """
     args, names = copy.copy(recipe.training), recipe.model
     if names.model_name_or_path is None:
         raise ConfigError("no model: set model_name_or_path to a directory or to a name on the Hub")
-    loading = {
-        "revision": names.model_revision,
-        "trust_remote_code": recipe.trust_remote_code,
-        "attn_implementation": names.attn_implementation,
-        "dtype": names.dtype,
-        "use_safetensors": True,  # and no pickles
-        **(args.model_init_kwargs or {}),
-    }
-    args.model_init_kwargs = loading if model is None else None
+    if model is None:
+        model = names.model_name_or_path
+        args.model_init_kwargs = {
+            **recipe.source,
+            "attn_implementation": names.attn_implementation,
+            "dtype": names.dtype,
+            "use_safetensors": True,  # and never pickles
+            **(args.model_init_kwargs or {}),
+        }
+    else:
+        args.model_init_kwargs = None
     if recipe.command in _WITH_REWARDS:
         options["reward_funcs"] = _reward_functions(recipe.script)
     if recipe.command == "kto" and hasattr(args, "max_prompt_length"):  # before TRL 1.0 it loads no tokenizer
-        trusted = {"revision": names.model_revision, "trust_remote_code": recipe.trust_remote_code}
-        options.setdefault("processing_class", AutoTokenizer.from_pretrained(names.model_name_or_path, **trusted))
-    with refused(f"{recipe.file or 'the command line'}: {type(args).__name__}"):
-        peft = get_peft_config(names)
-        if (quantization := get_quantization_config(names)) is not None:
-            loading["quantization_config"] = quantization
+        options.setdefault("processing_class", AutoTokenizer.from_pretrained(names.model_name_or_path, **recipe.source))
+    with blaming(recipe.place_of(type(args))):
+        if (quantization := get_quantization_config(names)) is not None and args.model_init_kwargs is not None:
+            args.model_init_kwargs["quantization_config"] = quantization
         try:
             return trainer_class(type(args).__name__.replace("Config", "Trainer"))(
-                model=names.model_name_or_path if model is None else model,
+                model=model,
                 args=args,
                 train_dataset=train,
                 eval_dataset=evaluation,
-                peft_config=peft,
+                peft_config=get_peft_config(names),
                 fused=recipe.fused,
                 layers=recipe.layers,
                 **options,
             )
         except OSError as error:
-            if model is None and error.errno is None and not Path(names.model_name_or_path).is_dir():
+            if isinstance(model, str) and error.errno is None and not Path(model).is_dir():
                 raise ConfigError(
-                    f"model_name_or_path {names.model_name_or_path!r}: there is no such directory, and loading it from "
-                    f"the Hub failed: {reason(error)}"
+                    f"model_name_or_path {model!r}: there is no such directory, and loading it from the Hub failed: "
+                    f"{reason(error)}"
                 ) from error
             raise
 
 
 def _reward_functions(script: Any) -> list[Any]:
-    """Reward functions by name, as TRL's scripts find them: its own, import paths, and a reward model."""
+    """Finds reward functions as TRL's scripts do: a reward model, TRL's functions by name, and import paths."""
     functions: list[Any] = [script.reward_model_name_or_path] if script.reward_model_name_or_path else []
     sys.path.insert(0, str(Path.cwd()))
     for name in script.reward_funcs or ():

@@ -1,7 +1,6 @@
 """The data of a run: loaded by `datasets` as TRL does, and looked at before training."""
 
 import contextlib
-import copy
 import json
 import sys
 import tempfile
@@ -20,7 +19,8 @@ from trl import get_dataset
 from lowmem.errors import ConfigError, DataError
 from lowmem.hf.layers import embedding, positions
 from lowmem.run import build
-from lowmem.run.recipe import Recipe, reason, refused
+from lowmem.run.boundary import blaming, reason
+from lowmem.run.recipe import Recipe
 
 # The columns of tokens that TRL's trainers make.
 _IDS = ("input_ids", "prompt_ids", "chosen_ids", "rejected_ids", "completion_ids")
@@ -149,21 +149,19 @@ def first(train: Any) -> Any:
 
 
 def stand_in(recipe: Recipe, train: Any) -> Any:
-    """The trainer of a run with the first rows alone and a small model in place of its own, whose tokenizer it has."""
-    name, args = recipe.model.model_name_or_path, copy.copy(recipe.training)
-    args.deepspeed, args.fsdp = None, type(args.fsdp)()
-    args.report_to, args.eval_strategy = [], "no"
-    with refused("model_name_or_path"):
-        tokenizer = AutoProcessor.from_pretrained(
-            name, revision=recipe.model.model_revision, trust_remote_code=recipe.trust_remote_code
-        )
+    """Creates the trainer of a run for its first rows alone, with a small model that has the tokenizer of the run's."""
+    with blaming("model_name_or_path"):
+        tokenizer = AutoProcessor.from_pretrained(recipe.model.model_name_or_path, **recipe.source)
     size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     config = LlamaConfig(vocab_size=len(getattr(tokenizer, "tokenizer", tokenizer)), num_labels=1, **size)
     model = (LlamaForSequenceClassification if recipe.command == "reward" else LlamaForCausalLM)(config)
     with tempfile.TemporaryDirectory() as folder:  # a trainer creates its output folder, and loads a reference model
-        args.output_dir = model.config._name_or_path = folder
+        model.config._name_or_path = folder
         model.save_pretrained(folder)
-        return build.trainer(replace(recipe, training=args), first(train), None, model, processing_class=tokenizer)
+        alone = {"deepspeed": None, "fsdp": type(recipe.training.fsdp)(), "report_to": [], "eval_strategy": "no"}
+        return build.trainer(
+            recipe.adjusted(**alone, output_dir=folder), first(train), None, model, processing_class=tokenizer
+        )
 
 
 def check(trainer: Any, loaded: Any, evaluation: Any = None) -> str:

@@ -1,118 +1,177 @@
-"""The folder of a run: who may write there, and a run that goes on where it was moved or copied to."""
+"""The folder of a run: who may write there, what it contains, and from where a run in it continues."""
 
 import contextlib
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
+from safetensors import SafetensorError
 
-from lowmem.errors import ConfigError
+from lowmem.errors import CheckpointError, ConfigError
 from lowmem.files import write_file, writing
-from lowmem.hf.checkpoint import candidates, remove, tidy
+from lowmem.hf import checkpoint
 from lowmem.run.environment import CONFIG, write_environment
 from lowmem.run.metrics import METRICS
 from lowmem.run.recipe import LAST, Recipe
-from lowmem.run.terminal import train_command
+from lowmem.run.secrets import redacted
+from lowmem.run.terminal import train_command, warn
 
 LOCK = ".lock"
-TRACEBACK = "traceback"  # and what follows in the names of files, one per rank
+TRACEBACK = "traceback"  # the beginning of a file name per rank
 
 _HEADER = """\
-# The arguments of a run of `lowmem {command}`. Continue it, here or where this folder was moved to, with:
+# The arguments of a run of `lowmem {command}`. To continue it, here or where this folder was moved to:
 #   {resume}
 # environment.json: machine and versions · metrics.jsonl, loss.png: everything that was logged
 # checkpoint-N: the weights as a model of transformers, and the optimizer · model.safetensors: the final weights
 """
 
 
-@contextmanager
-def run_folder(recipe: Recipe, rank: int = 0) -> Iterator[Path]:
-    """The folder of a run, which no other process uses meanwhile. Rank 0 creates it. If the run fails before
-    `write_config` was called, it removes all that the run has written except tracebacks.
+@dataclass(frozen=True)
+class RunFolder:
+    """The folder of a run, which one process at a time uses: `with RunFolder(path).opened(): ...`.
 
-    Raises:
-        ConfigError: the folder has a run and is not to be resumed, has none and is, or is in use.
-        LowmemError: it cannot be written.
+    Args:
+        path: `output_dir` of the run.
+        resume: its `resume_from_checkpoint`: a checkpoint, `LAST`, or None for a new run.
+        rank: rank 0 creates the folder and writes all files except tracebacks.
     """
-    folder, resume = Path(recipe.training.output_dir), recipe.training.resume_from_checkpoint
-    if rank > 0:
-        yield folder
-        return
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"output_dir {folder} is a file. Set output_dir to another path.")
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        _check_links(folder)
-    try:
-        with _locked(folder):
-            _check_use(folder, resume)
-            tidy(folder)
-            before = {*folder.iterdir()}
-            try:
-                yield folder
-            except BaseException:
-                if not (folder / CONFIG).exists():
-                    _clear(folder, before)
-                raise
-    except BaseException:
-        with contextlib.suppress(OSError):
-            folder.rmdir()  # unless something is left
-        raise
 
+    path: Path
+    resume: str | None = None
+    rank: int = 0
 
-def write_config(recipe: Recipe, folder: Path) -> None:
-    """Writes config.yaml, with which `lowmem` continues the run, and environment.json."""
-    header = _HEADER.format(command=recipe.command, resume=train_command(recipe.command, folder))
-    write_file(folder / CONFIG, (header + recipe.to_yaml()).encode())
-    write_environment(folder)
+    @property
+    def begun(self) -> bool:
+        """True if a run has completed a step here."""
+        return (self.path / CONFIG).exists()
 
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Creates and locks the folder. If the run fails before its first step, removes what it has written.
 
-def _clear(folder: Path, before: set[Path]) -> None:
-    for path in {*folder.iterdir()} - before:
-        if path.is_dir() or path.is_symlink():
-            remove(path)
-        elif not path.name.startswith(TRACEBACK):
-            path.unlink(missing_ok=True)
+        Raises:
+            ConfigError: the folder contains a run and `resume` is None, contains none and `resume` is `LAST`, or is in
+                use.
+            LowmemError: it cannot be written.
+        """
+        if self.rank > 0:
+            yield
+            return
+        if self.path.exists() and not self.path.is_dir():
+            raise ConfigError(f"output_dir {self.path} is a file. Set output_dir to another path.")
+        with writing(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._check_links()
+        try:
+            with self._locked():
+                self._check_use()
+                checkpoint.tidy(self.path)
+                before = {*self.path.iterdir()}
+                try:
+                    yield
+                except BaseException:
+                    if not self.begun:
+                        self._clear(before)
+                    raise
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self.path.rmdir()  # unless it contains something
+            raise
 
-
-def _check_links(folder: Path) -> None:
-    for path in folder.iterdir():
-        if path.is_symlink() and not (path.is_dir() or path.name.startswith("checkpoint-")):
+    def start(self) -> str | bool | None:
+        """Returns `resume_from_checkpoint` for a trainer: True for the newest intact checkpoint in the folder."""
+        if self.resume == LAST:
+            if checkpoint.candidates(self.path):
+                return True
+            warn(f"{self.path} has no checkpoint yet, so the run starts from the beginning")
+            return None
+        if self.resume is not None and not Path(self.resume).is_dir():
             raise ConfigError(
-                f"{path} is a symbolic link, and writing would change its target. Replace it with the file, or delete "
-                "it."
+                f"resume_from_checkpoint: there is no directory {self.resume}. Use {LAST!r} for the newest checkpoint "
+                "in output_dir"
+            )
+        return self.resume
+
+    def write_config(self, recipe: Recipe) -> None:
+        """Writes config.yaml, with which `lowmem` continues the run, and environment.json."""
+        if self.rank == 0:
+            header = _HEADER.format(command=recipe.command, resume=train_command(recipe.command, self.path))
+            write_file(self.path / CONFIG, (header + recipe.to_yaml()).encode())
+            write_environment(self.path)
+
+    def write_traceback(self, error: BaseException) -> None:
+        """Writes the traceback of an error, without credentials."""
+        path = self.path / f"{TRACEBACK}{f'-{self.rank}' if self.rank else ''}.txt"
+        write_file(path, redacted("".join(traceback.format_exception(error))).encode())
+
+    def save_model(self, trainer: Any) -> None:
+        """Saves the final model next to the checkpoints, complete or not at all. Every rank calls it."""
+        staging = self.path / checkpoint.STAGING
+        try:
+            trainer.save_model(str(staging / "model"), _internal_call=True)
+            if self.rank == 0:
+                checkpoint.publish_model(staging / "model", self.path)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                f"{self.path}: the final model could not be written: {error}. The last checkpoint contains it. Free "
+                "some space, and resume from there"
+            ) from error
+        finally:
+            if self.rank == 0:
+                checkpoint.remove(staging)
+
+    def _check_links(self) -> None:
+        for path in self.path.iterdir():
+            if path.is_symlink() and not (path.is_dir() or path.name.startswith("checkpoint-")):
+                raise ConfigError(
+                    f"{path} is a symbolic link, and writing would change its target. Replace it with the file, or "
+                    "delete it."
+                )
+
+    def _check_use(self) -> None:
+        names = {path.name for path in self.path.iterdir() if not path.name.startswith(TRACEBACK)}
+        names -= {LOCK, METRICS}  # which a run that is killed in its first step leaves
+        is_run = self.begun or checkpoint.candidates(self.path)
+        if self.resume == LAST and not is_run:
+            raise ConfigError(
+                f"output_dir {self.path} has no run to resume. Omit --resume_from_checkpoint to start one."
+            )
+        if names and self.resume is None:
+            what = "already contains a run" if is_run else f"is not empty (it contains {min(names)})"
+            go_on = f"Continue it with --resume_from_checkpoint {LAST}, set" if is_run else "Set"
+            raise ConfigError(
+                f"output_dir {self.path} {what}. {go_on} output_dir to another folder, or delete this one."
             )
 
-
-def _check_use(folder: Path, resume: str | None) -> None:
-    found = {path.name for path in folder.iterdir()} - {LOCK, METRICS}  # which a run killed in its first step leaves
-    found = {name for name in found if not name.startswith(TRACEBACK)}
-    is_run = CONFIG in found or candidates(folder)
-    if resume == LAST and not is_run:
-        raise ConfigError(f"output_dir {folder} has no run to resume. Omit --resume_from_checkpoint to start one.")
-    if found and resume is None:
-        what = "already contains a run" if is_run else f"is not empty (it contains {min(found)})"
-        go_on = f"Continue it with --resume_from_checkpoint {LAST}, set" if is_run else "Set"
-        raise ConfigError(f"output_dir {folder} {what}. {go_on} output_dir to another folder, or delete this one.")
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Holds the lock of a run folder. The system releases it when the process ends, however it ends."""
-    path = folder / LOCK
-    lock = FileLock(path, timeout=0)
-    with writing(path):
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Holds the lock of the folder. The system releases it when the process ends, however it ends."""
+        path = self.path / LOCK
+        lock = FileLock(path, timeout=0)
+        with writing(path):
+            try:
+                lock.acquire()
+            except Timeout:
+                raise ConfigError(
+                    f"output_dir {self.path} is in use by another run. Wait until it has ended, or set output_dir to "
+                    "another folder."
+                ) from None
         try:
-            lock.acquire()
-        except Timeout:
-            raise ConfigError(
-                f"output_dir {folder} is in use by another run. Wait until it has ended, or set output_dir to another "
-                "folder."
-            ) from None
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            path.unlink()  # while it is held, so that nobody else holds a file that is gone
-        lock.release()
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                path.unlink()  # while it is held, so that no other process locks a file that is gone
+            lock.release()
+
+    def _clear(self, before: set[Path]) -> None:
+        """Removes what the run has written, except tracebacks."""
+        for path in {*self.path.iterdir()} - before:
+            if path.is_dir() or path.is_symlink():
+                checkpoint.remove(path)
+            elif not path.name.startswith(TRACEBACK):
+                path.unlink(missing_ok=True)

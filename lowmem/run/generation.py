@@ -1,17 +1,15 @@
 """The answer of a trained model to a prompt."""
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, TextStreamer, set_seed
+from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer, set_seed
 
 from lowmem.errors import CheckpointError, ConfigError
 from lowmem.hf import adapters, checkpoint
 from lowmem.rules import require
-from lowmem.run.recipe import reason
+from lowmem.run.boundary import blaming
 from lowmem.run.terminal import warn
 
 
@@ -28,21 +26,16 @@ def generate(
     require.number(">= 0")("--temperature", temperature)
     require.number(">= 0", f"< {2**32}", whole=True)("--seed", seed)
     folder = _model_folder(folder)
-    with _refused(f"{folder}: its model or tokenizer cannot be loaded"):
+    with blaming(f"{folder}: its model or tokenizer cannot be loaded", CheckpointError):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        if adapters.files(folder):
-            from peft import AutoPeftModelForCausalLM as AutoModel  # which loads the base model that they name
-        else:
-            from transformers import AutoModelForCausalLM as AutoModel
-        model = AutoModel.from_pretrained(
+        model = AutoModelForCausalLM.from_pretrained(  # adapters with the base model that they name
             folder, trust_remote_code=False, dtype="auto", attn_implementation="sdpa", use_safetensors=True
         )
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     roles = {"system": system, "user": prompt}
     messages = [{"role": role, "content": text} for role, text in roles.items() if text is not None]
-    with _refused(
-        f"{folder}: its chat template does not accept the {' and the '.join(m['role'] for m in messages)} message"
-    ):
+    names = " and the ".join(message["role"] for message in messages)
+    with blaming(f"{folder}: its chat template does not accept the {names} message", CheckpointError):
         if tokenizer.chat_template is None:
             inputs = tokenizer(prompt, return_tensors="pt")
         else:
@@ -54,9 +47,7 @@ def generate(
     if tokens + max_new_tokens > context:
         warn(f"the answer is limited to {context - tokens:,} tokens, because the model's context has {context:,}")
     set_seed(seed)
-    with _refused(
-        f"{folder}: generation failed. Correct or delete generation_config.json there", (ValueError, TypeError)
-    ):
+    with blaming(f"{folder}: generation failed. Correct or delete generation_config.json there", CheckpointError):
         model.generate(
             **inputs.to(model.device),
             max_new_tokens=min(max_new_tokens, context - tokens),
@@ -67,30 +58,26 @@ def generate(
         )
 
 
-@contextmanager
-def _refused(what: str, kinds: tuple[type[Exception], ...] = (Exception,)) -> Iterator[None]:
-    """Raises `CheckpointError` in place of what libraries raise, which do not say what that can be."""
-    try:
-        yield
-    except kinds as error:
-        raise CheckpointError(f"{what} ({reason(error)})") from error
-
-
 def _model_folder(folder: Path) -> Path:
-    """The folder itself if it has a complete model, else its newest complete checkpoint."""
+    """Returns the folder itself if it has a complete model, else its newest complete checkpoint."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: there is no such folder. Name a run folder, or a checkpoint in it.")
-    complete, damaged = (folder / "config.json").exists() or bool(adapters.files(folder)), list[str]()
-    try:
-        if complete:
+    skipped: list[str] = []
+    if (folder / "config.json").exists() or adapters.files(folder):
+        try:
             checkpoint.check_model(folder)
-    except CheckpointError as error:
-        if not checkpoint.candidates(folder):
-            raise
-        complete, damaged = False, [f"skipped a damaged checkpoint: {error}"]
-    if not complete:
-        folder, others = checkpoint.find_last(folder, checkpoint.check_model)
-        warn("; ".join([*damaged, *others, f"answering with {folder}"]))
+        except CheckpointError as error:
+            if not checkpoint.candidates(folder):
+                raise
+            skipped = [f"skipped a damaged checkpoint: {error}"]
+        else:
+            return _require_loadable(folder)
+    folder, others = checkpoint.find_last(folder, checkpoint.check_model)
+    warn("; ".join([*skipped, *others, f"answering with {folder}"]))
+    return _require_loadable(folder)
+
+
+def _require_loadable(folder: Path) -> Path:
     if (folder / adapters.OTHERS_FILE).exists():
         raise CheckpointError(
             f"{folder}: {adapters.OTHERS_FILE} contains parameters that PEFT does not load with the adapters. In "

@@ -1,6 +1,5 @@
 """The memory of one training step by kind: a prediction with fake tensors, a measurement with real ones."""
 
-import errno
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
@@ -27,25 +26,6 @@ def state_bytes(rule: Any, rounding: str = "auto", size: int = 1024, **options: 
     state = opt.named_state_dict()["state"].get("weight", {})
     return sum(value.nbytes for value in state.values() if isinstance(value, Tensor)) / param.numel()
 
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Returns whether an error, or one of its causes, means that the device or the host is out of memory."""
-    while error is not None:
-        if isinstance(error, MemoryError | torch.OutOfMemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
-            return True
-        if isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY):
-            return True
-        error = error.__cause__ or error.__context__  # type: ignore[assignment]
-    return False
-
-
-# Messages of PyTorch's plain RuntimeErrors for failed allocations: on the CPU (Linux, Windows), of pinned memory, in
-# CUDA libraries, and in C++ itself.
-_OUT_OF_MEMORY = (
-    "DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory", "CUDA error: out of memory",
-    "CUDA out of memory", "HIP out of memory", "HIP error: out of memory", "_ALLOC_FAILED", "std::bad_alloc",
-    "Cannot allocate memory",
-)  # fmt: skip
 
 # The kinds of memory, in the order of tables.
 WEIGHTS, STATES, BUFFERS = "weights", "optimizer states", "buffers and batch"

@@ -5,9 +5,11 @@ the largest batch that the run can meet. Nothing is allocated, and every machine
 """
 
 import copy
+import json
+import shlex
 import tempfile
-from contextlib import nullcontext
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -34,8 +36,9 @@ from lowmem.hf.layers import positions
 from lowmem.options import FusedConfig
 from lowmem.rules import AdaLomo
 from lowmem.run import build
+from lowmem.run.boundary import blaming
 from lowmem.run.memory import StepMemory, step_memory
-from lowmem.run.recipe import Recipe, refused
+from lowmem.run.recipe import Recipe
 from lowmem.run.report import describe
 from lowmem.step.program import rounding_of
 
@@ -59,6 +62,13 @@ _OF_DATA: dict[str, Any] = {
     "completion_only_loss": None, "chat_template_path": None, "eos_token": None, "pad_token": None,
 }  # fmt: skip
 
+# Arguments of activations that are unset while the trainer is created, because a trainer on this device raises an error
+# for offloading. transformers 5.23 has renamed the first two.
+_OF_ACTIVATIONS: dict[str, Any] = {
+    "gradient_checkpointing": False, "gradient_checkpointing_kwargs": None, "activation_checkpointing": False,
+    "activation_checkpointing_kwargs": None, "activation_offloading": False,
+}  # fmt: skip
+
 # Memory that is not in tensors.
 NOT_COUNTED = {
     "gpu": "CUDA's context (0.3 to 1 GiB), fragmentation, workspaces of kernels, evaluation",
@@ -79,73 +89,25 @@ class RunPlan(NamedTuple):
     summary: dict[str, str]
 
 
-def plan(recipe: Recipe, device: str) -> RunPlan:
-    """Predicts the memory of a training step on a "gpu" or on the "cpu".
+def plan(recipe: Recipe) -> RunPlan:
+    """Predicts the memory of a training step on the recipe's device.
 
     Raises:
         ConfigError: the model's configuration cannot be read, or the arguments cannot be trained with.
         UnsupportedError: they cannot be planned.
     """
-    if recipe.command not in PLANNED:
-        raise UnsupportedError(
-            f"{recipe.command} cannot be planned, because its step also generates text or uses several models. "
-            "`lowmem plan sft` with the same model and max_length is a lower bound"
-        )
-    config = _model_config(recipe)  # before what depends on its dtype
-    place, requested = DEVICES[device], recipe.training
-    for name, instead in _UNSUPPORTED.items():
-        if getattr(requested, name):
-            raise UnsupportedError(f"{name} cannot be planned: {instead}")
-    set_ = recipe.values
-    if device == "gpu" and (set_.get("fp16") or (recipe.dtype == torch.float32 and set_.get("bf16") is not False)):
-        raise UnsupportedError(
-            "plans for a GPU do not support autocast. Set dtype: bfloat16, which also halves the memory, or bf16: "
-            "false, or use --device cpu"
-        )
-    if recipe.model.use_peft or recipe.model.load_in_4bit or recipe.model.load_in_8bit:
-        raise UnsupportedError("use_peft, load_in_4bit and load_in_8bit cannot be planned: plans cover full training")
-    optim.learning_rate(requested, _fused(recipe), nn.Module())  # refused here, where no weights are fake
+    config = _model_config(recipe)  # before the checks, which depend on its dtype
+    _require_plannable(recipe)
+    device = DEVICES[recipe.device or "gpu"]
+    optim.learning_rate(recipe.training, _fused(recipe), nn.Module())  # raises here, where no weights are fake
+    fake = FakeTensorMode(allow_non_fake_inputs=True)  # torch.tensor(n, device="meta") is not a fake tensor
     with tempfile.TemporaryDirectory() as folder:  # a trainer creates its output folder
-        args = copy.copy(requested)
-        vars(args).update({name: value for name, value in _OF_DATA.items() if hasattr(args, name)}, output_dir=folder)
-        recomputing = dict(args.gradient_checkpointing_kwargs or {})
-        if device == "gpu":  # on this device the trainer refuses offloading, which is therefore set afterwards
-            args.activation_offloading = False
-            inside = {name: value for name, value in recomputing.items() if name != "offload"}
-            args.activation_checkpointing_kwargs = args.gradient_checkpointing_kwargs = inside or None
-        length = args.max_length or _LONGEST
-        rows, names = _rows(recipe.command, length)
-        masked = args.per_device_train_batch_size > 1 or getattr(args, "packing", False)
-        fake = FakeTensorMode(allow_non_fake_inputs=True)  # torch.tensor(n, device="meta") is not a fake tensor
-        with fake, place:
-            model, *others = (_empty_model(recipe, config, masked) for _ in range(1 + len(names)))
-        if (places := positions(model)) is not None and places < length:
-            raise ConfigError(f"max_length={length}: the model has {places:,} positions; set max_length: {places}")
-        for item in (model, *others):
-            item.hf_device_map = dict.fromkeys(("", "model"), place.type)  # keeps Accelerate from moving the model
-        options = dict(zip(names, others, strict=True))
-        planned = replace(recipe, training=args)
-        trainer = build.trainer(planned, rows, None, model, processing_class=_tokenizer(), **options)
+        trainer, others = _trainer(recipe, config, folder, fake, device)
+        args, model = trainer.args, trainer.model
         largest = [trainer.train_dataset[n % 2] for n in range(args.per_device_train_batch_size)]
         collated = trainer.data_collator(largest)
-    args.activation_offloading = getattr(requested, "activation_offloading", False)
-    hooks = saved_tensors_hooks(_offload, lambda packed: packed[1].to(packed[0]))
-    offloading = hooks if args.activation_offloading else nullcontext()
-    if args.gradient_checkpointing:
-        args.activation_checkpointing_kwargs = args.gradient_checkpointing_kwargs = recomputing
-        kwargs = {"use_reentrant": False, **recomputing}
-        which = {name: kwargs.pop(name) for name in ("every_n_layers", "offload") if name in kwargs}
-        recompute = getattr(model, f"{_checkpointing(args)}_enable")
-        recompute(kwargs, **which)
-    enabled = torch.is_autocast_enabled  # about which TRL's head asks; torch 2.13 raises for "meta"
-    no_autocast = patch.object(torch, "is_autocast_enabled", lambda on="cuda": on != "meta" and enabled(on))
-    autocast = torch.autocast  # which transformers 4 turns off where positions are computed; torch raises for "meta"
-
-    def on_cpu(device_type: str, *options: Any, **named: Any) -> Any:
-        return autocast(device_type.replace("meta", "cpu"), *options, **named)
-
-    with fake, _Values(), offloading, no_autocast, patch.object(torch, "autocast", on_cpu):
-        batch = tree_map_only(Tensor, lambda value: torch.empty_like(value, device=place), dict(collated))
+    with fake, _Values(), _recomputed_and_offloaded(model, args), _autocast_on_meta():
+        batch = tree_map_only(Tensor, lambda value: torch.empty_like(value, device=device), dict(collated))
 
         def loss() -> Tensor:
             with trainer.compute_loss_context_manager():
@@ -153,9 +115,76 @@ def plan(recipe: Recipe, device: str) -> RunPlan:
 
         losses = [loss] * min(args.gradient_accumulation_steps, _MICRO_BATCHES)
         tensors = [*filter(torch.is_tensor, batch.values())]
-        step = step_memory(model.train(), trainer.create_optimizer, losses, tensors, [*options.values()])
+        step = step_memory(model.train(), trainer.create_optimizer, losses, tensors, others)
     micro = f"{args.gradient_accumulation_steps} micro-batches of " if args.gradient_accumulation_steps > 1 else ""
-    return RunPlan(step, {**describe(planned, trainer), "step": f"{micro}{len(largest)} x {length} tokens"})
+    rows = f"{micro}{len(largest)} x {args.max_length or _LONGEST} tokens"
+    return RunPlan(step, {**describe(trainer), "step": rows})
+
+
+def _require_plannable(recipe: Recipe) -> None:
+    if recipe.command not in PLANNED:
+        raise UnsupportedError(
+            f"{recipe.command} cannot be planned, because its step also generates text or uses several models. "
+            "`lowmem plan sft` with the same model and max_length is a lower bound"
+        )
+    for name, instead in _UNSUPPORTED.items():
+        if getattr(recipe.training, name):
+            raise UnsupportedError(f"{name} cannot be planned: {instead}")
+    values, model = recipe.values, recipe.model
+    autocast = values.get("fp16") or (recipe.dtype == torch.float32 and values.get("bf16") is not False)
+    if recipe.device != "cpu" and autocast:
+        raise UnsupportedError(
+            "plans for a GPU do not support autocast. Set dtype: bfloat16, which also halves the memory, or bf16: "
+            "false, or use --device cpu"
+        )
+    if model.use_peft or model.load_in_4bit or model.load_in_8bit:
+        raise UnsupportedError("use_peft, load_in_4bit and load_in_8bit cannot be planned: plans cover full training")
+
+
+def _trainer(
+    recipe: Recipe, config: Any, folder: str, fake: FakeTensorMode, device: torch.device
+) -> tuple[Any, list[PreTrainedModel]]:
+    """The trainer of a run, with fake weights and two rows of data, and its other models."""
+    args = recipe.training
+    length = args.max_length or _LONGEST
+    rows, names = _rows(recipe.command, length)
+    masked = args.per_device_train_batch_size > 1 or getattr(args, "packing", False)
+    with fake, device:
+        model, *others = (_empty_model(recipe, config, masked) for _ in range(1 + len(names)))
+    if (places := positions(model)) is not None and places < length:
+        raise ConfigError(f"max_length={length}: the model has {places:,} positions; set max_length: {places}")
+    for item in (model, *others):
+        item.hf_device_map = dict.fromkeys(("", "model"), device.type)  # keeps Accelerate from moving the model
+    created = recipe.adjusted(**_OF_DATA, **_OF_ACTIVATIONS, output_dir=folder)
+    options = dict(zip(names, others, strict=True))
+    trainer = build.trainer(created, rows, None, model, processing_class=_tokenizer(), **options)
+    vars(trainer.args).update({name: value for name, value in vars(args).items() if name in _OF_ACTIVATIONS})
+    return trainer, others
+
+
+@contextmanager
+def _recomputed_and_offloaded(model: Any, args: Any) -> Iterator[None]:
+    """Applies what the arguments say of activations."""
+    if args.gradient_checkpointing:
+        kwargs = {"use_reentrant": False, **(args.gradient_checkpointing_kwargs or {})}
+        which = {name: kwargs.pop(name) for name in ("every_n_layers", "offload") if name in kwargs}
+        getattr(model, f"{_checkpointing(args)}_enable")(kwargs, **which)
+    hooks = saved_tensors_hooks(_offload, lambda packed: packed[1].to(packed[0]))
+    with hooks if getattr(args, "activation_offloading", False) else nullcontext():
+        yield
+
+
+@contextmanager
+def _autocast_on_meta() -> Iterator[None]:
+    """Lets code ask about autocast on "meta", where torch raises: TRL's head (2.13), transformers 4's positions."""
+    enabled, autocast = torch.is_autocast_enabled, torch.autocast
+
+    def on_cpu(device_type: str, *options: Any, **named: Any) -> Any:
+        return autocast(device_type.replace("meta", "cpu"), *options, **named)
+
+    asked = patch.object(torch, "is_autocast_enabled", lambda on="cuda": on != "meta" and enabled(on))
+    with asked, patch.object(torch, "autocast", on_cpu):
+        yield
 
 
 def _checkpointing(args: Any) -> str:
@@ -163,41 +192,47 @@ def _checkpointing(args: Any) -> str:
     return "activation_checkpointing" if hasattr(args, "activation_checkpointing") else "gradient_checkpointing"
 
 
-def ways(recipe: Recipe, device: str) -> list[str]:
-    """Arguments that reduce the memory of a step, and train as well."""
+def ways(recipe: Recipe) -> dict[str, dict[str, Any]]:
+    """Values of arguments that reduce the memory of a step and train as well, by the words of the command line."""
     args, layers = recipe.training, recipe.layers
     fused = _fused(recipe)
     groups = [fused.complete({k: v for k, v in group.items() if k != "match"}) for group in ({}, *fused.groups)]
     large_states = {rule.name for rule, _ in groups} - {*_SMALL_STATES}
     states = [state for rule, group in groups for state in rule.spec("", (4096, 4096), group).states.values()]
     moments = any(state.held_as_asked for state in states)
-    whole = layers.computed_gradients and fused.weight_format is None  # a weight in codes has no bfloat16 beside it
-    whole &= not any(rule.materializes for rule, _ in groups)
+    quantizable = layers.computed_gradients and not any(rule.materializes for rule, _ in groups)
+    quantizable &= fused.weight_format is None and fused.rounding in ("auto", "stochastic")
     nearest = any(rounding_of(rule, group, torch.bfloat16) == "nearest" for rule, group in groups)
-    rows, length = args.per_device_train_batch_size, args.max_length or _LONGEST
-    on_gpu, recomputed, checkpointing = device == "gpu", args.gradient_checkpointing, _checkpointing(args)
-    kwargs = args.gradient_checkpointing_kwargs or {}
-    to_host = getattr(args, "activation_offloading", False) or kwargs.get("offload")
+    rows, length = args.per_device_train_batch_size, getattr(args, "max_length", None) or _LONGEST
     tile, tokens = layers.mlp_tile, rows * length
-    offload = "--activation_offloading true"  # of TRL
+    on_gpu = recipe.device == "gpu" or (recipe.device is None and torch.cuda.is_available())
+    recomputed, checkpointing = args.gradient_checkpointing, _checkpointing(args)
+    offloaded = getattr(args, "activation_offloading", False) or args.gradient_checkpointing_kwargs
+    offload: dict[str, Any] = {"activation_offloading": True}  # of TRL
     if checkpointing == "activation_checkpointing":  # of transformers, since 5.23
-        offload = "--activation_checkpointing_kwargs '{\"offload\": true}'"
-    helps = {
-        f"--{checkpointing} true": not recomputed,
-        "--layers.computed_gradients true": not layers.computed_gradients,
-        "--label_smoothing_factor 0": args.label_smoothing_factor,
-        "--dtype bfloat16": recipe.dtype == torch.float32 and not nearest,
-        "--fused.rounding stochastic": fused.rounding in ("compensated", "compensated8", "master"),
-        "--fused.weight_format int12": whole and fused.rounding in ("auto", "stochastic"),
-        "--fused.state_storage 8bit": moments and fused.state_storage in ("float32", "bfloat16"),
-        f"--fused.rule adalomo --learning_rate {AdaLomo.usual_lr[0]:g}": large_states and not fused.hyper,
-        f"--per_device_train_batch_size {rows // 2}": rows > 1,
-        "--per_device_train_batch_size 1": rows > 1,
-        offload: on_gpu and recomputed and not (kwargs or to_host),
-        f"--layers.mlp_tile {_MLP_TILE}": tokens >= 2 * _MLP_TILE and (tile is None or tile > _MLP_TILE),
-        f"--max_length {length // 2}": True,
-    }
-    return [way for way in helps if helps[way]]
+        offload = {"activation_checkpointing_kwargs": {"offload": True}}
+    helps: list[tuple[dict[str, Any], Any]] = [
+        ({checkpointing: True}, not recomputed),
+        ({"layers.computed_gradients": True}, not layers.computed_gradients),
+        ({"label_smoothing_factor": 0}, args.label_smoothing_factor),
+        ({"dtype": "bfloat16"}, recipe.dtype == torch.float32 and not nearest),
+        ({"fused.rounding": "stochastic"}, fused.rounding in ("compensated", "compensated8", "master")),
+        ({"fused.weight_format": "int12"}, quantizable),
+        ({"fused.state_storage": "8bit"}, moments and fused.state_storage in ("float32", "bfloat16")),
+        ({"fused.rule": "adalomo", "learning_rate": AdaLomo.usual_lr[0]}, large_states and not fused.hyper),
+        ({"per_device_train_batch_size": rows // 2}, rows > 2),
+        ({"per_device_train_batch_size": 1}, rows > 1),
+        (offload, on_gpu and recomputed and not offloaded),
+        ({"layers.mlp_tile": _MLP_TILE}, tokens >= 2 * _MLP_TILE and (tile is None or tile > _MLP_TILE)),
+        ({"max_length": length // 2}, hasattr(args, "max_length")),
+    ]
+    return {_words(values): values for values, help in helps if help}
+
+
+def _words(values: dict[str, Any]) -> str:
+    """Arguments on the command line."""
+    texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}
+    return " ".join(f"--{name} {shlex.quote(text)}" for name, text in texts.items())
 
 
 def _fused(recipe: Recipe) -> FusedConfig:
@@ -210,7 +245,7 @@ def _model_config(recipe: Recipe) -> Any:
     if name is None:
         raise ConfigError("no model: set model_name_or_path to a directory with a config.json, or a name on the Hub")
     try:
-        with refused("model_name_or_path"):
+        with blaming("model_name_or_path"):
             return AutoConfig.from_pretrained(name, revision=recipe.model.model_revision, trust_remote_code=False)
     except ConfigError as error:
         raise ConfigError(
@@ -224,7 +259,7 @@ def _empty_model(recipe: Recipe, config: Any, masked: bool) -> PreTrainedModel:
     """The model from its configuration, on the device of the context, without the memory of attention scores."""
     attention = recipe.model.attn_implementation or "sdpa"
     fake = _MASKED if masked else _UNMASKED
-    with refused("model_name_or_path: no model can be built from its configuration"):
+    with blaming("model_name_or_path: no model can be built from its configuration"):
         return AutoModelForCausalLM.from_config(
             copy.deepcopy(config), trust_remote_code=False, dtype=recipe.dtype,
             attn_implementation=fake if attention == "sdpa" else attention,

@@ -21,7 +21,6 @@ from lowmem.hf import layers
 from lowmem.placements import in_group, nbytes, shape_of
 from lowmem.run.metrics import DOMINANT, METRICS, Record, json_line, main_metric, write_metrics
 from lowmem.run.pictures import draw, size
-from lowmem.run.recipe import Recipe
 from lowmem.step.record import weights_in_words
 
 # Metrics of an evaluation that describe its duration and are not shown.
@@ -36,9 +35,9 @@ _WHEN = {
 }
 
 
-def describe(recipe: Recipe, trainer: Any) -> dict[str, str]:
+def describe(trainer: Any) -> dict[str, str]:
     """Describes a run by topic: model, optimizer and memory options, for its first lines and for a plan."""
-    model, args, optimizer, options = trainer.model, trainer.args, trainer.optimizer, recipe.layers
+    model, args, optimizer, options = trainer.model, trainer.args, trainer.optimizer, trainer.layers
     sizes: dict[str, int] = {}  # rule and learning rate → parameters
     for group in optimizer.param_groups:
         rule = group["rule"] + ("" if group.get("lr") is None else f", lr {group['lr']:g}")

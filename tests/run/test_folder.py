@@ -5,16 +5,16 @@ import sys
 
 import pytest
 import torch
-from support.runs import in_use, of_folder
+from support.runs import in_use
 
 from lowmem.errors import ConfigError, LowmemError
 from lowmem.run import environment
-from lowmem.run.folder import run_folder
+from lowmem.run.folder import RunFolder
 
 
-def use(folder, resume=None, rank=0):
-    with run_folder(of_folder(folder, resume), rank) as path:
-        (path / "config.yaml").touch()
+def use(folder, resume=None):
+    with RunFolder(folder, resume).opened():
+        (folder / "config.yaml").touch()
 
 
 def test_a_folder_is_used_by_one_process_at_a_time(tmp_path):
@@ -47,18 +47,19 @@ def test_what_a_folder_has_must_fit(tmp_path, files, resume, message):
 
 
 def test_a_folder_of_a_run_that_failed_before_it_wrote_is_removed_by_rank_0(tmp_path):
-    with pytest.raises(ZeroDivisionError), run_folder(of_folder(tmp_path / "new")):
+    with pytest.raises(ZeroDivisionError), RunFolder(tmp_path / "new").opened():
         _ = 1 / 0
     assert not (tmp_path / "new").exists()
     (tmp_path / "of rank 0").mkdir()
-    with pytest.raises(ZeroDivisionError), run_folder(of_folder(tmp_path / "of rank 0"), rank=1):
+    with pytest.raises(ZeroDivisionError), RunFolder(tmp_path / "of rank 0", rank=1).opened():
         _ = 1 / 0
     assert (tmp_path / "of rank 0").exists()
 
 
 def test_what_a_failed_run_has_written_is_removed_unless_it_had_begun(tmp_path):
     def fail(begin):
-        with pytest.raises(ZeroDivisionError), run_folder(of_folder(tmp_path / "run")) as folder:
+        folder = tmp_path / "run"
+        with pytest.raises(ZeroDivisionError), RunFolder(folder).opened():
             (folder / "metrics.jsonl").touch()
             (folder / "runs" / "tracker").mkdir(parents=True)
             (folder / "traceback.txt").touch()
@@ -73,8 +74,8 @@ def test_what_a_failed_run_has_written_is_removed_unless_it_had_begun(tmp_path):
 
 def test_a_failed_run_removes_nothing_that_was_there(tmp_path):
     (tmp_path / "notes.txt").touch()
-    with pytest.raises(ZeroDivisionError), run_folder(of_folder(tmp_path, "other/checkpoint-4")) as folder:
-        (folder / "metrics.jsonl").touch()
+    with pytest.raises(ZeroDivisionError), RunFolder(tmp_path, "other/checkpoint-4").opened():
+        (tmp_path / "metrics.jsonl").touch()
         _ = 1 / 0
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 

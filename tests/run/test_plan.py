@@ -42,7 +42,7 @@ def write(tmp_path):
 
 
 def planned(path, *words, device="gpu", command="sft"):
-    return plan.plan(parse(command, ["--config", path, *words], device=device), device).step
+    return plan.plan(parse(command, ["--config", path, *words], device=device)).step
 
 
 @pytest.mark.parametrize("device", ["gpu", "cpu"])
@@ -83,9 +83,9 @@ def test_a_plan_is_the_memory_of_a_real_step(write, command, fused, rows, each, 
     arguments = parse(command, ["--config", path], device="cpu")
     if fused is IN_TEN_BITS and not computed:
         with pytest.raises(ConfigError, match="computed_gradients: false makes TRL compute the head"):
-            plan.plan(arguments, "cpu")
+            plan.plan(arguments)
         return
-    expected = plan.plan(arguments, "cpu").step
+    expected = plan.plan(arguments).step
     arguments.training.output_dir = str(tmp_path / "run")
     data, names = plan._rows(command, 64)
     config = LlamaConfig(**SIZES, vocab_size=4096)
@@ -253,12 +253,12 @@ def test_patches_are_undone(write):
 )
 def test_no_way_to_less_memory_is_warned_about_or_has_the_rate_of_another_rule(write, fused, advised, caplog):
     words = ["--config", write(dtype="float32", learning_rate=3e-5, fused=fused)]
-    ways = plan.ways(parse("sft", words, device="gpu"), "gpu")
+    ways = plan.ways(parse("sft", words, device="gpu"))
     assert ("--dtype bfloat16" in ways) == advised
     for way in (way for way in ways if way.startswith(("--dtype", "--fused"))):
         program._warn_of_lost_updates.cache_clear()
         changed = parse("sft", [*words, *way.split()], device="gpu")
-        plan.plan(changed, "gpu")
+        plan.plan(changed)
         rule = changed.fused.rule if changed.fused else None
         assert rule != "adalomo" or changed.training.learning_rate == AdaLomo.usual_lr[0]
     assert not caplog.messages

@@ -4,7 +4,6 @@ import contextlib
 import io
 import json
 import os
-from argparse import Namespace
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -18,7 +17,7 @@ from support.processes import CONTEXT, PATIENCE
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from lowmem import cli
-from lowmem.run.folder import run_folder
+from lowmem.run.folder import RunFolder
 from scripts.make_model import make_model, train_tokenizer
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
@@ -196,12 +195,7 @@ def in_use(folder: Path) -> Iterator[None]:
         other.join(PATIENCE)
 
 
-def of_folder(folder: Path, resume: str | None = None) -> Any:
-    """What `run_folder` reads of arguments."""
-    return Namespace(command="sft", training=Namespace(output_dir=str(folder), resume_from_checkpoint=resume))
-
-
 def _use(folder: Path, end: Any) -> None:
-    with run_folder(of_folder(folder)):
+    with RunFolder(folder).opened():
         end.send(None)
         end.recv()

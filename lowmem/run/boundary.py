@@ -1,0 +1,48 @@
+"""Where an error of a library becomes a message for the user: which input it is about, and the reason."""
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from lowmem.errors import ConfigError, LowmemError
+
+# Messages of PyTorch's plain RuntimeErrors for failed allocations: on the CPU (Linux, Windows), of pinned memory, in
+# CUDA libraries, and in C++ itself.
+_OUT_OF_MEMORY = (
+    "DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory", "CUDA error: out of memory",
+    "CUDA out of memory", "HIP out of memory", "HIP error: out of memory", "_ALLOC_FAILED", "std::bad_alloc",
+    "Cannot allocate memory",
+)  # fmt: skip
+
+
+@contextmanager
+def blaming(subject: str, kind: type[LowmemError] = ConfigError) -> Iterator[None]:
+    """Raises `kind`, which names the subject, in place of what a library raises for it. Libraries do not document which
+    exceptions that can be. Errors of lowmem and of memory pass.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, LowmemError) or is_out_of_memory(error):
+            raise
+        raise kind(f"{subject}: {reason(error)}") from error
+
+
+def reason(error: BaseException, longest: int = 600) -> str:
+    """Returns the message of a library's error in one line."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    text = f"{text} is missing" if isinstance(error, KeyError) else text
+    return text if len(text) <= longest else f"{text[: longest - 4]} ..."
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Returns whether an error, or one of its causes, means that the device or the host is out of memory."""
+    while error is not None:
+        if isinstance(error, MemoryError | torch.OutOfMemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
+            return True
+        if isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

@@ -1,0 +1,202 @@
+"""The parser of a training command: TRL's arguments and the options of `fused` and `layers`, on one command line."""
+
+import importlib
+import re
+from argparse import ArgumentError, ArgumentTypeError
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from types import NoneType
+from typing import Any, NoReturn, get_args, get_origin, get_type_hints
+
+import trl
+from trl import TrlParser
+
+from lowmem.errors import ConfigError, did_you_mean
+from lowmem.layers.config import LayersConfig
+from lowmem.options import FusedConfig
+from lowmem.rules import resolve
+from lowmem.run.boundary import reason
+from lowmem.run.yaml_file import Entry, yaml_value
+
+# The sections of a configuration that are lowmem's, and their classes.
+SECTIONS: dict[str, Any] = {"fused": FusedConfig, "layers": LayersConfig}
+
+# Arguments of earlier versions that no similar name replaces, and what to write today; None if nothing replaces them.
+FORMER = {
+    "group_by_length": "train_sampling_strategy: group_by_length",
+    "include_tokens_per_second": None,
+    "max_prompt_length": "max_length",
+    "no_cuda": "use_cpu",
+    "overwrite_output_dir": None,
+    "save_safetensors": None,
+    "torch_dtype": "dtype",
+    "use_flash_attention_2": "attn_implementation: flash_attention_2",
+    "use_flash_attn": "attn_implementation: flash_attention_2",
+    "warmup_ratio": "warmup_steps: SHARE, with a share of all steps below 1",
+}
+
+_FILES = (".json", ".yaml", ".yml")  # that an argument names in place of a mapping
+
+
+@cache
+def dataclasses_of(command: str) -> tuple[Any, ...]:
+    """TRL's dataclasses for a command: script arguments, the trainer's, the model's and the data set mixture's."""
+    try:
+        module = importlib.import_module(f"trl.scripts.{command}")
+    except (ImportError, RuntimeError) as error:  # TRL 0.24 imports packages that it does not require
+        raise ConfigError(
+            f"{command}: TRL {trl.__version__} cannot be imported: {reason(error)}. Install what is missing, or "
+            "run: pip install --upgrade trl"
+        ) from error
+    return tuple(module.make_parser().dataclass_types)
+
+
+class Parser(TrlParser):
+    """TRL's parser of one command, with the options of the two sections. It raises `ConfigError` instead of exiting.
+
+    Args:
+        command: one of TRL's, such as "sft".
+        more: a function that adds the options of `plan` or `inspect`.
+    """
+
+    def __init__(self, command: str, more: Callable[[Any], None] | None = None) -> None:
+        types = dataclasses_of(command)
+        super().__init__(types, prog=f"lowmem {command}", allow_abbrev=False, add_help=False)
+        self.hints = {name: hint for kind in types for name, hint in get_type_hints(kind).items()}
+        self.items: dict[str, Any] = {}  # arguments that take a list of mappings, and the dataclass of one
+        for action in self._actions:
+            if is_dataclass(action.type):
+                self.items[action.dest], action.type = action.type, str
+        for section, kind in SECTIONS.items():
+            group = self.add_argument_group(f"lowmem: {section}", (kind.__doc__ or "").partition("\n\n")[0])
+            for name, default, text in _options(kind):
+                group.add_argument(f"--{section}.{name}", type=yaml_value, metavar="VALUE", default=default, help=text)
+        group = self.add_argument_group("lowmem")
+        group.add_argument("--config", metavar="FILE", type=Path, help="a YAML file with these arguments as keys")
+        group.add_argument("--traceback", action="store_true", help="show the traceback of an error")
+        if more is not None:
+            more(self)
+
+    def add_rule(self, rule: Any) -> None:
+        """Adds the hyperparameters of a rule, and `--help`, which lists all arguments."""
+        self.rule = resolve(rule)
+        group = self.add_argument_group(f"lowmem: hyperparameters of the rule {self.rule.name}")
+        for name, default in self.rule.defaults.items():
+            if f"--fused.{name}" not in self._option_string_actions:
+                group.add_argument(f"--fused.{name}", type=yaml_value, metavar="VALUE", default=default, help=" ")
+        group.add_argument("-h", "--help", action="help", help="show this message and exit")
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(re.sub(r"^argument (--[\w.]+)(/--[\w.-]+)*", r"\1", message))
+
+    def known(self) -> list[str]:
+        """Returns the names of all arguments, as they are written in a YAML file."""
+        return [option[2:] for option, action in self._option_string_actions.items() if action.nargs != 0]
+
+    def convert(self, name: str, entry: Entry) -> tuple[str, Any]:
+        """Returns the argument that a key of a YAML file sets, and its value as the command line would give it.
+
+        Raises:
+            ConfigError: there is no such argument, or the value is not of its type.
+        """
+        action = self._option_string_actions.get(f"--{name}")
+        if action is None or action.nargs == 0 or name == "config":
+            self.unknown(name, entry.place)
+        hint, value, takes_list = self.hints.get(action.dest, Any), entry.value, action.nargs == "+"
+        is_list = isinstance(value, list)
+        plain = isinstance(value, bool | float | dict | NoneType) or (is_list and not takes_list)
+        if hint is Any or (plain and _accepts(hint, type(value))):
+            return action.dest, value
+        if name == "fsdp" and isinstance(value, bool):  # `--fsdp` since transformers 5.16, and text before
+            return action.dest, (action.const or "full_shard auto_wrap") if value else None
+        if is_list and takes_list and not entry.texts:  # empty, or with items that nest
+            return action.dest, value
+        if entry.texts is None or (is_list and not takes_list):
+            expected = "a list" if takes_list else "a single value"
+            raise ConfigError(f"{entry.place}{name}: expected {expected}, found {value!r}")
+        try:
+            return action.dest, self._get_values(action, entry.texts)
+        except ArgumentError as error:
+            raise ConfigError(f"{entry.place}{name}: {error.message}") from None
+
+    def nested(self, name: str, value: Any, place: str) -> Any:
+        """Returns the value of an argument that takes a mapping, or a list of them, which may be a text in YAML.
+
+        Raises:
+            ConfigError: it is something else, or a mapping has an unknown key.
+        """
+        if isinstance(value, str) and _accepts(self.hints.get(name), dict) and not value.endswith(_FILES):
+            value = _yaml(value, place)
+            if not isinstance(value, dict):
+                raise ConfigError(
+                    f"{place}: expected a mapping, such as '{{\"a\": 1}}', and found {str(value)[:100]!r}"
+                )
+        elif (kind := self.items.get(name)) is not None:
+            if len(value) == 1 and str(value[0]).startswith("["):
+                value = _yaml(value[0], place)
+            value = [kind(item) if isinstance(item, str) else item for item in value]  # a name, as TRL takes it
+            for item in value:
+                if not isinstance(item, kind):
+                    check_keys(item, kind, place)
+        return value
+
+    def unknown(self, name: str, place: str = "") -> NoReturn:
+        """Raises `ConfigError`, with the nearest name, for an argument or key that the parser does not know."""
+        name = name[:100]
+        section, _, option = name.rpartition(".")
+        known = [other for other in self.known() if other != name]
+        if section in SECTIONS:
+            options = [other.partition(".")[2] for other in known if other.startswith(f"{section}.")]
+            hint = did_you_mean(option, options)
+            if not hint and section == "fused":
+                hint = f" The rule {self.rule.name} takes {', '.join(self.rule.defaults)}."
+        elif name in FORMER:
+            now = FORMER[name]
+            hint = f" It belongs to an earlier version: {f'write {now} instead' if now else 'omit it'}."
+        else:
+            sections = [other.partition(".")[0] for other in known if other.endswith(f".{name}")]
+            hint = did_you_mean(name, known)
+            if not hint and sections:
+                hint = f" Did you mean {name!r} of the section {sections[0]!r}?"
+        raise ConfigError(
+            f"{place}unknown {'key' if place else 'argument'} {name!r}.{hint} `{self.prog} --help` lists all. Write "
+            f"the options of the launcher before the command: accelerate launch OPTIONS -m {self.prog} ..."
+        )
+
+
+def check_keys(item: Any, kind: Any, place: str) -> None:
+    """Raises `ConfigError` unless a mapping has the keys of a dataclass."""
+    if not isinstance(item, dict):
+        raise ConfigError(f"{place}: expected a mapping such as {{path: json, data_files: a.jsonl}}, found {item!r}")
+    names = [option.name for option in fields(kind)]
+    for key in item.keys() - set(names):
+        raise ConfigError(
+            f"{place}: unknown key {key!r}.{did_you_mean(str(key), names)} Choose from {', '.join(names)}"
+        )
+    if missing := [f.name for f in fields(kind) if f.default is MISSING and f.name not in item]:
+        raise ConfigError(f"{place}: {missing[0]} is missing")
+
+
+def _options(kind: Any) -> Iterator[tuple[str, Any, str]]:
+    """The name, default and description of each option in a dataclass, from its docstring."""
+    text = (kind.__doc__ or "").partition("Attributes:")[2].partition("Raises:")[0]
+    parts = re.split(r"\n {8}(\w+): ", text)
+    described = dict(zip(parts[1::2], parts[2::2], strict=True))
+    for option in fields(kind):
+        if option.name != "hyper":
+            yield option.name, option.default, " ".join(described[option.name].split()).replace("%", "%%")
+
+
+def _accepts(hint: Any, kind: Any) -> bool:
+    """Returns whether a type hint, or a member of a union, is a type."""
+    members = get_args(hint) if get_origin(hint) not in (list, dict) else ()
+    return any(_accepts(member, kind) for member in members) if members else (get_origin(hint) or hint) is kind
+
+
+def _yaml(text: str, place: str) -> Any:
+    try:
+        return yaml_value(text)
+    except ArgumentTypeError as error:
+        raise ConfigError(f"{place}: {error}") from None

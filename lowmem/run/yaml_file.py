@@ -1,0 +1,107 @@
+"""YAML files: their keys, each with its value and its line, read as YAML 1.2 does and without executing anything."""
+
+import argparse
+import re
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from lowmem.errors import ConfigError
+
+# The characters that a YAML file may have after its aliases are expanded.
+_LONGEST = 100_000
+
+
+class Entry(NamedTuple):
+    """One key of a YAML file: its value, the texts of its scalars (None if it is nested), and its file and line."""
+
+    value: Any
+    texts: list[str] | None
+    place: str
+
+
+class Loader(yaml.SafeLoader):
+    """Reads `1e-3` as a number, as YAML 1.2 does. Raises an error with the line for a key that is repeated, for a value
+    that does not match its tag, and for a text that aliases make enormous.
+    """
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        node: Any = super().compose_node(parent, index)
+        parts = () if isinstance(node, yaml.ScalarNode) else node.value
+        parts = [part for item in parts for part in (item if isinstance(item, tuple) else (item,))]
+        node.length = sum(getattr(part, "length", 0) for part in parts) if parts else 1 + len(node.value)
+        if node.length > _LONGEST:
+            problem = f"it has more than {_LONGEST:,} characters after its aliases are expanded"
+            raise yaml.composer.ComposerError(None, None, problem, node.start_mark)
+        return node
+
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            problem = f"{str(node.value)[:100]!r} is not of the type {node.tag.replace('tag:yaml.org,2002:', '!!')}"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from error
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen: list[Any] = []
+        for key, _ in node.value:
+            if key.value in seen:
+                problem = f"the key {key.value!r} is repeated"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+            seen.append(key.value)
+        return super().construct_mapping(node, deep)
+
+
+Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+"), list("-+.0123456789")
+)
+
+
+def yaml_value(text: str) -> Any:
+    """Returns the value of one YAML text, such as `0.1`, `[0.9, 0.95]` or `adamw`."""
+    try:
+        return yaml.load(text, Loader)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"{text[:100]!r} is not YAML{_problem(error)}") from error
+
+
+def read(path: Path, sections: Collection[str]) -> dict[str, Entry]:
+    """Reads the keys of a YAML file. A key in one of the sections is named `section.key`.
+
+    Raises:
+        ConfigError: the file cannot be read or is not a mapping, or a key is repeated.
+    """
+    try:
+        loader = Loader(path.read_text(encoding="utf-8"))
+        node = loader.get_single_node()
+        if not isinstance(node, yaml.MappingNode):
+            raise ConfigError(f"{path}: expected keys and values, such as 'learning_rate: 1e-3'")
+        loader.construct_mapping(node, deep=True)
+        return dict(_entries(node, loader, path, sections))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(f"{path}{_problem(error)}") from error
+
+
+def _entries(node: Any, loader: Loader, path: Path, sections: Collection[str]) -> Iterator[tuple[str, Entry]]:
+    for key, value in node.value:
+        place = f"{path}, line {key.start_mark.line + 1}: "
+        if key.value not in sections:
+            nodes = value.value if isinstance(value, yaml.SequenceNode) else [value]
+            scalars = all(isinstance(item, yaml.ScalarNode) for item in nodes)
+            texts = [item.value for item in nodes] if scalars else None
+            yield key.value, Entry(loader.construct_object(value, deep=True), texts, place)
+        elif isinstance(value, yaml.MappingNode):
+            for name, entry in _entries(value, loader, path, ()):
+                yield f"{key.value}.{name}", entry
+        else:
+            raise ConfigError(f"{place}{key.value} is a section. Write its options below it, indented")
+
+
+def _problem(error: Any) -> str:
+    mark = getattr(error, "problem_mark", None)
+    place = "" if mark is None else f", line {mark.line + 1}"
+    return f"{place}: {getattr(error, 'problem', None) or 'it is nested too deeply or has invalid characters'}"
