@@ -102,16 +102,16 @@ def _parser() -> argparse.ArgumentParser:
         subparser.set_defaults(run=run)
         return subparser
 
-    for name, summary in COMMANDS.items():
+    for name, summary in COMMANDS.items():  # `run.parser` has their arguments, and those of plan and inspect
         command(name, train, summary, add_help=False).set_defaults(training=name)
     for name, run, summary in (
         ("plan", plan, "Predict the memory of a training step; nothing is downloaded or allocated."),
-        ("inspect", inspect, "Show the first training rows, and the tokens on which the loss is computed."),
+        ("inspect", inspect, "Show the first training rows, and the tokens that contribute to the loss."),
     ):
         sub = command(name, run, summary, "sft --config configs/llama3_8b_chat_24gb.yaml")
         sub.add_argument("training", metavar="COMMAND", choices=COMMANDS, help=f"one of {', '.join(COMMANDS)}")
     sub = command("generate", generate, "Answer a prompt with the model of a run.", 'runs/quickstart "a prompt"')
-    sub.add_argument("run_dir", metavar="RUN_DIR", help="a run folder, or a checkpoint in it")
+    sub.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="a run folder, or a checkpoint in it")
     sub.add_argument("prompt", metavar="PROMPT", help="the user's message; a model trained on raw text continues it")
     sub.add_argument("--system", metavar="TEXT", help="a system message before the prompt")
     sub.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="maximum length of the answer (256)")
@@ -233,7 +233,7 @@ def generate(command: argparse.Namespace, rest: Sequence[str]) -> None:
     from lowmem.run import generation
 
     options = {name: getattr(command, name) for name in ("system", "max_new_tokens", "temperature", "seed")}
-    generation.generate(Path(command.run_dir), command.prompt, **options)
+    generation.generate(command.run_dir, command.prompt, **options)
 
 
 def _table(*headings: str, numbers: Sequence[str]) -> Table:

@@ -379,7 +379,9 @@ def test_out_of_memory_is_advised_with_the_plan(tmp_path, run_dir, monkeypatch):
     monkeypatch.setattr(report.RunReport, "on_step_end", failing(torch.OutOfMemoryError("Tried to allocate 20.00 MiB")))
     ended = lowmem("sft", "--config", write(tmp_path, max_length=16))
     assert ended.status == 2
-    assert "error: out of memory: Tried to allocate 20.00 MiB. Arguments that reduce the memory of a step: " in ended.err
+    assert (
+        "error: out of memory: Tried to allocate 20.00 MiB. Arguments that reduce the memory of a step: " in ended.err
+    )
     assert " --per_device_train_batch_size 1, --max_length 8. `lowmem plan` shows by how much" in ended.err
     assert f"lowmem sft --config {run_dir}/config.yaml --resume_from_checkpoint last" in ended.err
 

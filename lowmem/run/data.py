@@ -1,4 +1,4 @@
-"""The data of a run: loaded by `datasets` as TRL does, and looked at before training."""
+"""The data of a run: loaded with `datasets` as TRL does, checked before training, and shown by `inspect`."""
 
 import contextlib
 import json
@@ -22,17 +22,17 @@ from lowmem.run import build
 from lowmem.run.boundary import blaming, reason
 from lowmem.run.recipe import Recipe
 
-# The columns of tokens that TRL's trainers make.
+# The columns of tokens that TRL's trainers create.
 _IDS = ("input_ids", "prompt_ids", "chosen_ids", "rejected_ids", "completion_ids")
 
-# Bytes of a file beyond which it is not looked at for what would end the process.
+# Bytes of a file beyond which `_require_flat` does not read it.
 _LARGE = 4 << 30
 
 _BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 
 
 class Segment(NamedTuple):
-    """Consecutive tokens of a row that all contribute to the loss, or none of which does."""
+    """Consecutive tokens of a row that all contribute to the loss (`trained`), or all do not."""
 
     text: str
     trained: bool
@@ -40,10 +40,10 @@ class Segment(NamedTuple):
 
 
 def load(recipe: Recipe) -> tuple[Any, Any]:
-    """The training data and the evaluation data, or None, as `datasets` has them.
+    """Loads the training data and the evaluation data, or None, with `datasets`.
 
     Raises:
-        ConfigError: no data set is named, or it has no such split.
+        ConfigError: no data set is named, or it does not have such a split.
         DataError: `datasets` cannot load it.
     """
     script, mixture = recipe.script, recipe.mixture
@@ -54,21 +54,10 @@ def load(recipe: Recipe) -> tuple[Any, Any]:
         raise ConfigError(
             f"dataset_name {name!r} is the name of a file; write datasets: [{{path: {builder}, data_files: {name}}}]"
         )
-    set_seed(recipe.training.seed)  # TRL splits by the state of NumPy, which has to be that of every rank and start
-    test = script.dataset_test_split
+    set_seed(recipe.training.seed)  # TRL splits by the state of NumPy, which every rank and every start needs alike
     _require_flat(mixture.datasets)
     try:
-        if mixture.datasets:
-            splits = get_dataset(mixture)
-            with_test = [entry for entry in mixture.datasets if test in (entry.data_files or ())]
-            entries = [replace(entry, split=test) for entry in with_test if isinstance(entry.data_files, dict)]
-            if entries and test not in splits:
-                splits[test] = get_dataset(replace(mixture, datasets=entries, test_split_size=None))["train"]
-        else:
-            splits = datasets.load_dataset(name, name=script.dataset_config, streaming=script.dataset_streaming)
-        for split in splits.values():
-            if isinstance(split, datasets.Dataset):
-                split.data.validate(full=True)  # text in another encoding may have been loaded
+        splits = _splits(script, mixture)
     except Exception as error:  # each reader of `datasets` raises its own types
         cause = error.__cause__ or error.__context__
         because = f" ({reason(cause)})" if cause is not None else ""
@@ -78,8 +67,27 @@ def load(recipe: Recipe) -> tuple[Any, Any]:
     train = _split(splits, script.dataset_train_split, "dataset_train_split", "")
     if recipe.training.eval_strategy == "no":
         return train, None
+    test = script.dataset_test_split
     advice = f"; or name its file in data_files: {{train: FILE, {test}: FILE}}, or set test_split_size, such as 0.05"
     return train, _split(splits, test, "dataset_test_split", advice if mixture.datasets else "")
+
+
+def _splits(script: Any, mixture: Any) -> Any:
+    """The splits of the data: TRL's, and those for evaluation that `data_files` of the mixture name."""
+    if mixture.datasets:
+        splits, test = get_dataset(mixture), script.dataset_test_split
+        named = [entry for entry in mixture.datasets if isinstance(entry.data_files, dict) and test in entry.data_files]
+        if named and test not in splits:
+            entries = [replace(entry, split=test) for entry in named]
+            splits[test] = get_dataset(replace(mixture, datasets=entries, test_split_size=None))["train"]
+    else:
+        splits = datasets.load_dataset(
+            script.dataset_name, name=script.dataset_config, streaming=script.dataset_streaming
+        )
+    for split in splits.values():
+        if isinstance(split, datasets.Dataset):
+            split.data.validate(full=True)  # text in another encoding may have been loaded
+    return splits
 
 
 def _split(splits: Any, name: str, key: str, advice: str) -> Any:
@@ -87,24 +95,24 @@ def _split(splits: Any, name: str, key: str, advice: str) -> Any:
         raise ConfigError(
             f"the data has no split {name!r}. It has {', '.join(splits)}. Set {key} to one of them{advice}"
         )
-    split = splits[name]
-    if next(iter(split), None) is None:
+    if next(iter(splits[name]), None) is None:
         raise DataError(f"the split {name!r} of the data has no rows")
-    return split
+    return splits[name]
 
 
-def _files(entries: list[Any]) -> Iterator[Path]:
-    """The local files of data sets."""
+def _files(entries: list[Any], *suffixes: str) -> Iterator[Path]:
+    """The local files of data sets that have one of these suffixes."""
     for entry in entries:
-        with contextlib.suppress(Exception):  # it has no such files
+        with contextlib.suppress(Exception):  # it has no local files
             builder = datasets.load_dataset_builder(entry.path, data_files=entry.data_files)
-            yield from (Path(file) for file in builder.config.data_files[entry.split] if Path(file).is_file())
+            paths = map(Path, builder.config.data_files[entry.split])
+            yield from (path for path in paths if path.suffix in suffixes and path.is_file())
 
 
 def _require_flat(entries: list[Any]) -> None:
     """Raises `DataError` for JSON nested so deeply that pyarrow 24 ends the process, in files of up to 4 GiB."""
-    for file in _files(entries):
-        if file.suffix not in (".json", ".jsonl") or file.stat().st_size > _LARGE:
+    for file in _files(entries, ".json", ".jsonl"):
+        if file.stat().st_size > _LARGE:
             continue
         with file.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
@@ -113,14 +121,15 @@ def _require_flat(entries: list[Any]) -> None:
                         json.loads(line)
                     except RecursionError:
                         raise DataError(f"{file}, line {number}: JSON is nested too deeply") from None
-                    except ValueError:  # which `datasets` says
+                    except ValueError:  # which `datasets` reports
                         continue
 
 
 def _fault(entries: list[Any]) -> str | None:
-    """The line of a local file that cannot be read, or the key that the first file of JSON lines lacks."""
-    keys: dict[Path, set[str]] = {file: set() for file in _files(entries)}
-    for file in (file for file in keys if file.suffix in (".jsonl", ".csv", ".txt")):
+    """Finds the line of a local file that cannot be read, or the key that the first file of JSON lines lacks."""
+    keys: dict[Path, set[str]] = {}
+    for file in _files(entries, ".jsonl", ".csv", ".txt"):
+        keys[file] = set()
         with file.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
                 try:
@@ -130,10 +139,11 @@ def _fault(entries: list[Any]) -> str | None:
                     messages = [part for value in row.values() if isinstance(value, list) for part in value]
                     keys[file].update(*(item for item in (row, *messages) if isinstance(item, dict)))
                 except (ValueError, AttributeError) as error:
-                    way = ". Convert it: iconv -f latin1 -t utf-8" if isinstance(error, UnicodeDecodeError) else ""
-                    return f"{file}, line {number}: {reason(error)}{way}"
+                    advice = ". Convert it: iconv -f latin1 -t utf-8" if isinstance(error, UnicodeDecodeError) else ""
+                    return f"{file}, line {number}: {reason(error)}{advice}"
+    first = next(iter(keys), None)
     for file in keys:
-        if more := keys[file] - keys[(first := next(iter(keys)))]:
+        if first is not None and (more := keys[file] - keys[first]):
             return (
                 f"{file} has the key {min(more)!r}, which {first} does not have. List both in one entry of datasets, "
                 "starting with the file that has all keys, such as data_files: [tools.jsonl, chats.jsonl]"
@@ -142,7 +152,7 @@ def _fault(entries: list[Any]) -> str | None:
 
 
 def first(train: Any) -> Any:
-    """The rows that `inspect` shows and counts, as a data set in memory."""
+    """Returns the rows that `inspect` shows and counts, as a data set in memory."""
     if isinstance(train, datasets.Dataset):
         return train.select(range(min(build.FIRST_ROWS, len(train))))
     return datasets.Dataset.from_list(list(train.take(build.FIRST_ROWS)))
@@ -165,16 +175,16 @@ def stand_in(recipe: Recipe, train: Any) -> Any:
 
 
 def check(trainer: Any, loaded: Any, evaluation: Any = None) -> str:
-    """Looks at what a trainer has made of its data, and says how much that is.
+    """Checks the tokenized data of a trainer, and returns its counts in words.
 
     Args:
-        trainer: with its data tokenized.
-        loaded: the training data before that.
-        evaluation: the evaluation data before that, or None.
+        trainer: the trainer of a run.
+        loaded: its training data before it was tokenized.
+        evaluation: its evaluation data before it was tokenized, or None.
 
     Raises:
-        ConfigError: the model has no embedding for a token, or no position for one.
-        DataError: no token contributes to the loss, or there is no batch.
+        ConfigError: a token is outside the model's embedding, or a row is longer than its positions.
+        DataError: no token contributes to the loss, or the rows do not fill a batch.
     """
     counts = _counts(trainer, trainer.train_dataset, loaded, "train", trainer.args.train_batch_size)
     if evaluation is None:
@@ -186,46 +196,67 @@ def check(trainer: Any, loaded: Any, evaluation: Any = None) -> str:
 def _counts(trainer: Any, tokenized: Any, loaded: Any, name: str, batch_size: int) -> str:
     if not isinstance(tokenized, datasets.Dataset):
         return f"streamed; columns {', '.join(next(iter(tokenized)))}"
-    args, limit, columns = trainer.args, getattr(trainer.args, "max_length", None), tokenized.column_names
+    args, limit = trainer.args, getattr(trainer.args, "max_length", None)
     rows = f"{len(loaded):,} rows"
     which = f"{rows} of the evaluation data" if name == "eval" else rows
     if len(tokenized) == 0:
         raise DataError(f"max_length={limit} leaves none of {which}. Increase it, or check the format of the rows")
     if args.dataloader_drop_last and len(tokenized) < (batch_size := batch_size * args.world_size):
         raise DataError(f"{which} do not fill a batch of {batch_size:,}; omit dataloader_drop_last, or add rows")
+    counts = _measured(tokenized)
     tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
-    ids = [column for column in _IDS if column in columns]
-    tokens = trained = empty = longest = 0
-    highest = tokenizer.pad_token_id or 0
-    for batch in tokenized.with_format("arrow").iter(batch_size=1000) if ids else ():
-        lengths = {column: pc.list_value_length(batch[column]).to_numpy() for column in ids}
-        highest = max(highest, *(pc.max(pc.list_flatten(batch[column])).as_py() or 0 for column in ids))
-        prompts = lengths.pop("prompt_ids", 0)
-        longest = max(longest, *(int(np.max(prompts + length)) for length in lengths.values()))
-        if "labels" in columns:
-            ends = np.append(0, np.cumsum(lengths["input_ids"]))
-            samples = np.cumsum(pc.list_flatten(batch["seq_lengths"])) if "seq_lengths" in columns else ends
-            contributes = np.append(pc.list_flatten(batch["labels"]).to_numpy() != -100, False)
-            contributes[np.append(0, samples)] = False  # nothing comes before the first token of a sample
-            sums = np.append(0, np.cumsum(contributes))[ends]
-            tokens, trained, empty = tokens + ends[-1], trained + sums[-1], empty + np.sum(np.diff(sums) == 0)
-    _require_places(trainer.model, tokenizer, highest, min(longest, limit or longest))
+    highest = max(counts.highest, tokenizer.pad_token_id or 0)
+    _require_places(trainer.model, tokenizer, highest, min(counts.longest, limit or counts.longest))
     if getattr(args, "packing", False) and len(tokenized) != len(loaded):
         rows += f" packed into {len(tokenized):,}"
     elif (missing := len(loaded) - len(tokenized)) > 0:
         rows += f", {missing:,} dropped, because max_length={limit} leaves no token to train on"
-    if "labels" not in columns:
-        return f"{rows}; columns {', '.join(columns)}"
-    if trained == 0:
+    if "labels" not in tokenized.column_names:
+        return f"{rows}; columns {', '.join(tokenized.column_names)}"
+    if counts.trained == 0:
         raise DataError(
-            f"none of the {tokens:,} tokens in {which} contributes to the loss. Increase max_length, or check the rows "
-            "with `lowmem inspect`"
+            f"none of the {counts.tokens:,} tokens in {which} contributes to the loss. Increase max_length, or check "
+            "the rows with `lowmem inspect`"
         )
-    whole = getattr(trainer, "untruncated", {}).get(name, tokenized).with_format("arrow").iter(batch_size=1000)
-    cut = sum(pc.sum(pc.list_value_length(batch["input_ids"])).as_py() for batch in whole) - tokens
-    rows += f", {empty:,} without a token to train on" if empty else ""
-    rows += f", {tokens:,} tokens" + (f" and {cut:,} cut off by max_length={limit}" if cut > 0 else "")
-    return f"{rows}, loss on {trained:,} ({trained / tokens:.0%})"
+    cut = _measured(getattr(trainer, "untruncated", {}).get(name, tokenized)).tokens - counts.tokens
+    rows += f", {counts.empty:,} without a token to train on" if counts.empty else ""
+    rows += f", {counts.tokens:,} tokens" + (f" and {cut:,} cut off by max_length={limit}" if cut > 0 else "")
+    return f"{rows}, loss on {counts.trained:,} ({counts.trained / counts.tokens:.0%})"
+
+
+class _Counts(NamedTuple):
+    """Counts of a tokenized data set, for SFT: its tokens, and how many contribute to the loss."""
+
+    tokens: int
+    trained: int  # tokens that contribute to the loss
+    empty: int  # rows without such a token
+    highest: int  # the highest token
+    longest: int  # the length of the longest row, with its prompt
+
+
+def _measured(tokenized: datasets.Dataset) -> _Counts:
+    columns = [column for column in _IDS if column in tokenized.column_names]
+    tokens = trained = empty = highest = longest = 0
+    for batch in tokenized.with_format("arrow").iter(batch_size=1000) if columns else ():
+        lengths = {column: pc.list_value_length(batch[column]).to_numpy() for column in columns}
+        highest = max(highest, *(pc.max(pc.list_flatten(batch[column])).as_py() or 0 for column in columns))
+        prompts = lengths.pop("prompt_ids", 0)
+        longest = max(longest, *(int(np.max(prompts + length)) for length in lengths.values()))
+        if "input_ids" not in columns:
+            continue
+        ends = np.append(0, np.cumsum(lengths["input_ids"]))  # of rows, in the tokens of the batch
+        tokens += int(ends[-1])
+        if "labels" not in batch.column_names:
+            continue
+        samples = ends
+        if "seq_lengths" in batch.column_names:
+            samples = np.append(0, np.cumsum(pc.list_flatten(batch["seq_lengths"])))
+        contributes = np.append(pc.list_flatten(batch["labels"]).to_numpy() != -100, False)
+        contributes[samples] = False  # nothing comes before the first token of a sample
+        by_row = np.diff(np.append(0, np.cumsum(contributes))[ends])
+        trained += int(by_row.sum())
+        empty += int(np.sum(by_row == 0))
+    return _Counts(tokens, trained, empty, highest, longest)
 
 
 def _require_places(model: Any, tokenizer: Any, token: int, length: int) -> None:
@@ -243,7 +274,7 @@ def _require_places(model: Any, tokenizer: Any, token: int, length: int) -> None
 
 
 def rows(trainer: Any, count: int) -> Iterator[list[Segment]]:
-    """The first rows of a trainer's data in words: each column of tokens, split where the loss begins or ends."""
+    """Yields the first rows of a trainer's data: each column of tokens, split where the loss begins or ends."""
     tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
     for row in islice(trainer.train_dataset, count):
         if "labels" in row:

@@ -1,4 +1,4 @@
-"""The memory of one training step by kind: a prediction with fake tensors, a measurement with real ones."""
+"""The memory of one training step by kind: a prediction with fake tensors, or a measurement with real ones."""
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -19,7 +19,7 @@ from lowmem.tiles.quantized import QuantizedWeight, tensors_of
 
 
 def state_bytes(rule: Any, rounding: str = "auto", size: int = 1024, **options: Any) -> float:
-    """Bytes of state per element of a `size` × `size` bfloat16 matrix, measured in one `FusedOptimizer` update."""
+    """Returns the bytes of state per element of a `size` × `size` bfloat16 matrix, measured after one update."""
     param = nn.Parameter(torch.ones(size, size, dtype=torch.bfloat16))
     opt = FusedOptimizer([("weight", param)], rule=rule, rounding=rounding, compile=False, **options)
     opt.backward(param.sum())
@@ -35,18 +35,22 @@ KINDS = (WEIGHTS, STATES, BUFFERS, GRADIENTS, ACTIVATIONS, TEMPORARIES)
 
 @dataclass(eq=False)
 class _Allocation:
-    """Memory that one or several tensors share."""
+    """A storage, which one or several tensors share, from its allocation to its release."""
 
     nbytes: int
     device: torch.device
-    tensor: str  # dtype and shape of the first tensor that was seen in it
+    tensor: str  # dtype and shape of the first tensor in it
     born: int  # a moment on the tracker's clock
     died: int | None = None
-    kind: str = ""  # one of KINDS, once that is known
+    kind: str = ""  # one of KINDS; empty until it is known
 
 
 class _Tracker(TorchDispatchMode):
-    """Records the memory of every tensor that an operation returns, but not what a kernel allocates and frees."""
+    """Records the storage of every tensor that an operation returns. Memory that a kernel frees itself is not recorded.
+
+    PyTorch's MemTracker finds the same peak. It knows optimizer states only by the hooks of `Optimizer.step`, which a
+    fused update does not call.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +59,7 @@ class _Tracker(TorchDispatchMode):
         self._by_storage = WeakIdKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if QuantizedWeight in types:  # what it does is counted
+        if QuantizedWeight in types:  # its operations on plain tensors are recorded
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         for value in filter(torch.is_tensor, tree_leaves(result)):
@@ -63,26 +67,26 @@ class _Tracker(TorchDispatchMode):
         return result
 
     def label(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Sets the kind of memory, which is counted from now on if it was not seen before."""
+        """Sets the kind of the storages of tensors. Those that are new are allocated now."""
         for tensor in tensors:
             for part in tensors_of(tensor):
                 self._allocation(part).kind = kind
 
     def label_unknown(self, kind: str, since: int) -> None:
-        """Sets the kind of all live memory without one that was allocated at `since` or later."""
+        """Sets the kind of all live storages without one that were allocated at `since` or later."""
         for allocation in self.allocations:
             if allocation.born >= since and allocation.died is None and not allocation.kind:
                 allocation.kind = kind
 
     def repeated(self, run: Callable[..., None]) -> Callable[..., None]:
-        """Wraps the update of fake tensors: parameters of a program take the memory that its first update took.
-
-        An update that leaves memory behind, such as a foreign optimizer's that creates its states, is not repeated.
+        """Wraps the update of fake tensors: the first update of a program runs, and its storages are recorded again for
+        every further parameter. An update that leaves storages behind, such as states of a third-party optimizer, runs
+        each time.
         """
         firsts: dict[Any, tuple[Sequence[Any], int, list[tuple[_Allocation, int, int]]]] = {}
 
         def update(program: Any, records: Sequence[Any], weight: Any, grad: Any, *others: Any) -> None:
-            key = program, getattr(grad, "dtype", grad)  # a computed gradient is that of one parameter
+            key = program, getattr(grad, "dtype", grad)  # a computed gradient belongs to one parameter
             start, count = self.now, len(self.allocations)
             if key in firsts:
                 like, moments, freed = firsts[key]
@@ -123,7 +127,7 @@ class StepMemory:
 
     items: dict[str, int]  # kind → bytes on the model's device
     during: str  # the part of the step that the peak is in
-    host_peak: int  # on the host, where that is another memory than the model's
+    host_peak: int  # bytes on the host, if the model is on a GPU
     largest_gradient: int
     temporaries: tuple[tuple[str, int], ...]  # dtype and shape, and bytes, of the three largest
 
@@ -133,7 +137,7 @@ class StepMemory:
 
     @property
     def floor(self) -> int:
-        """The memory that fused training always needs: weights, states, buffers, the batch and the largest gradient."""
+        """Weights, states, buffers, the batch and the largest gradient, which fused training always needs."""
         return sum(self.items[kind] for kind in (WEIGHTS, STATES, BUFFERS)) + self.largest_gradient
 
     def figures(self) -> dict[str, Any]:
@@ -145,13 +149,13 @@ class StepMemory:
 def step_memory(model: nn.Module, make_optimizer: Callable[[], FusedOptimizer],
                 losses: Sequence[Callable[[], Tensor]], batch: Sequence[Tensor],
                 others: Sequence[nn.Module] = ()) -> StepMemory:  # fmt: skip
-    """Accounts for every tensor in an optimizer's first step. Its states are counted from the step's beginning.
+    """Records every tensor of an optimizer's first step. Its states count from the beginning of the step.
 
     Args:
         model: in training mode; its parameters have no optimizer hooks yet.
         make_optimizer: returns the optimizer that takes the step.
         losses: one callable per micro-batch, which computes its loss.
-        batch: tensors that live through the step.
+        batch: tensors that exist during the whole step.
         others: models that are not trained, such as a reference model.
     """
     tracker = _Tracker()
@@ -182,7 +186,7 @@ def step_memory(model: nn.Module, make_optimizer: Callable[[], FusedOptimizer],
                 optimizer.backward(value)
                 del value
             if not last:
-                tracker.label_unknown(GRADIENTS, since=backward)  # what is accumulated
+                tracker.label_unknown(GRADIENTS, since=backward)  # accumulated gradients
             backwards.append((backward, tracker.now))
         held = [record.extra for record in optimizer._records.values()], optimizer._parameters.group_memory
         leaves = tree_leaves([list(optimizer.state.values()), *held])
@@ -191,9 +195,9 @@ def step_memory(model: nn.Module, make_optimizer: Callable[[], FusedOptimizer],
 
 
 def _at_peak(tracker: _Tracker, device: torch.device, backwards: Sequence[tuple[int, int]]) -> StepMemory:
-    """The recorded allocations that are live at the peak, by kind."""
+    """Sums the recorded storages that are live at the peak, by kind."""
     end = tracker.now + 1
-    changes = np.zeros((2, end + 1), dtype=np.int64)  # of the model's device, and of the host where that is another
+    changes = np.zeros((2, end + 1), dtype=np.int64)  # on the model's device, and on the host if that is another
     spans = []
     for allocation in tracker.allocations:
         on_host = int(allocation.device.type != device.type)

@@ -1,7 +1,6 @@
-"""The picture of a run, drawn from its logged metrics."""
+"""The picture of a run, drawn from its metrics."""
 
 import itertools
-import math
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -15,27 +14,24 @@ from lowmem.files import write_file
 from lowmem.run.metrics import Record, evaluations, main_metric, series
 
 _STYLE = {
-    "font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#888888",
-    "axes.labelcolor": "#333333", "axes.grid": True, "grid.color": "#e6e6e6", "grid.linewidth": 0.8,
-    "axes.axisbelow": True, "axes.titleweight": "bold", "axes.titlesize": 12, "axes.titlelocation": "left",
-    "xtick.color": "#555555", "ytick.color": "#555555", "legend.frameon": False, "axes.xmargin": 0.02,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#888888", "axes.grid": True,
+    "grid.color": "#e6e6e6", "axes.axisbelow": True, "axes.titleweight": "bold", "axes.titlelocation": "left",
+    "legend.frameon": False, "lines.linewidth": 1.3, "lines.markersize": 5,
 }  # fmt: skip
-_BLUE, _PALE, _GREEN, _VIOLET, _EVAL = "#1f5fa8", "#b5cbe6", "#2a8f7c", "#7b5ea7", ("#d1495b", "#e08e2b", "#5b8c2a")
+_BLUE, _PALE, _EVAL = "#1f5fa8", "#b5cbe6", ("#d1495b", "#e08e2b", "#5b8c2a")
 
-# The panels below the main metric: label, color and style of the line. All but the gradient norm and the learning rate
-# are drawn where they were logged.
+# The panels below the main metric: metrics, where they were logged, and their labels.
 _PANELS = {
-    "loss": ("loss", _BLUE, "default"), "kl": ("KL divergence", _EVAL[1], "default"),
-    "rewards/accuracies": ("accuracy", _BLUE, "default"), "rewards/margins": ("reward margin", _BLUE, "default"),
-    "accuracy": ("accuracy", _BLUE, "default"), "margin": ("reward margin", _BLUE, "default"),
-    "grad_norm": ("gradient norm", _VIOLET, "default"), "learning_rate": ("learning rate", _GREEN, "default"),
-    "changed_share": ("weights changed", _BLUE, "default"),
-    "clip_coef": ("clip coefficient", _EVAL[1], "default"), "loss_scale": ("loss scale", _BLUE, "steps-post"),
+    "loss": "loss", "kl": "KL divergence", "rewards/accuracies": "accuracy", "rewards/margins": "reward margin",
+    "accuracy": "accuracy", "margin": "reward margin", "grad_norm": "gradient norm", "learning_rate": "learning rate",
+    "changed_share": "weights changed", "clip_coef": "clip coefficient", "loss_scale": "loss scale",
 }  # fmt: skip
+# The panels whose values may differ by orders of magnitude.
+_LOGARITHMIC = ("grad_norm", "loss_scale")
 
 
 def draw(folder: Path, records: list[Record]) -> None:
-    """Draws loss.png of a run from what it has logged."""
+    """Draws loss.png of a run from its log history."""
     png = BytesIO()
     with matplotlib.rc_context(_STYLE):
         loss_picture(records, folder.resolve().name).savefig(png, format="png", dpi=150)
@@ -43,12 +39,12 @@ def draw(folder: Path, records: list[Record]) -> None:
 
 
 def size(nbytes: float) -> str:
-    """An amount of memory as text, such as 1.50 GiB."""
+    """Returns an amount of memory as text, such as 1.50 GiB."""
     return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.2f} MiB"
 
 
 def _smoothed(values: list[float]) -> np.ndarray[Any, Any]:
-    """A centred Gaussian average, about a twentieth of the run wide; NaNs have no weight."""
+    """A centered Gaussian average, about a twentieth of the run wide, which leaves out NaN."""
     finite = np.isfinite(values)
     width = max(len(values) / 60, 1.5)
     kernel = np.exp(-0.5 * (np.arange(-round(3 * width), round(3 * width) + 1) / width) ** 2)
@@ -57,47 +53,36 @@ def _smoothed(values: list[float]) -> np.ndarray[Any, Any]:
     return np.divide(total, weight, out=np.full_like(total, np.nan), where=weight > 0)
 
 
-def _point(steps: list[int]) -> str:
-    """Returns the marker of a single step, which a line alone would not show."""
-    return "o" if len({*steps}) == 1 else ""
-
-
 def loss_picture(records: list[Record], name: str) -> Figure:
-    """The loss, or the reward where it was logged; below it what else was logged of `_PANELS`."""
-    main, logged = main_metric(records), {"grad_norm", "learning_rate"}.union(*records)
+    """Draws the loss, or the reward where it was logged, and below it what else was logged of `_PANELS`."""
+    main, logged = main_metric(records), set[str]().union(*records)
     panels = [key for key in _PANELS if key in logged and key != main]
     figure = Figure(figsize=(9, 4.2 + 1.4 * len(panels)), layout="constrained")
-    loss, *rest = figure.subplots(1 + len(panels), 1, sharex=True, height_ratios=[3.2, *[1] * len(panels)])
+    axes = figure.subplots(1 + len(panels), 1, sharex=True, squeeze=False, height_ratios=[3.2, *[1] * len(panels)])
+    loss, *rest = axes[:, 0]
     steps, values = series(records, main)
     many = len(values) >= 20
-    loss.plot(
-        steps, values, color=_PALE if many else _BLUE, lw=1 if many else 2, marker=_point(steps), label="training"
-    )
+    loss.plot(steps, values, color=_PALE if many else _BLUE, marker=_point(steps), label="training")
     if many:
         loss.plot(steps, _smoothed(values), color=_BLUE, lw=2, label="training, smoothed")
     for key, color in zip(evaluations(records, main), itertools.cycle(_EVAL)):
         label = key.removeprefix("eval_").removesuffix(main).replace("_", " ").strip()
-        loss.plot(*series(records, key), color=color, lw=1.2, marker="o", ms=5, label=f"evaluation {label}".strip())
+        loss.plot(*series(records, key), color=color, marker="o", label=f"evaluation {label}".strip())
     loss.set(title=f"{name}: {main}", ylabel=main)
     loss.legend()
-    for key, axes in zip(panels, rest, strict=True):
-        label, color, style = _PANELS[key]
+    for key, panel in zip(panels, rest, strict=True):
         steps, values = series(records, key)
-        if key == "clip_coef":
-            values = [coef or math.nan for coef in values]  # 0 comes from an infinite norm, whose step was skipped
-        if key in ("clip_coef", "changed_share", "rewards/accuracies", "accuracy"):
-            axes.set_ylim(0, 1.05)
-        axes.plot(steps, values, color=color, lw=1.3, marker=_point(steps), drawstyle=style)
-        axes.set_ylabel(label)
-    norm, rate = (rest[panels.index(key)] for key in ("grad_norm", "learning_rate"))
-    positive = [value for value in series(records, "grad_norm")[1] if value > 0]
-    if positive and max(positive) > 30 * min(positive):
-        norm.set_yscale("log")
-    rate.set_ylim(0, None)
-    rate.ticklabel_format(axis="y", scilimits=(-2, 3), useMathText=True)
-    if "loss_scale" in panels:
-        rest[-1].set_yscale("log", base=2)
-    rest[-1].set_xlabel("step")
-    rest[-1].xaxis.set_major_locator(MaxNLocator("auto", integer=True))
+        panel.plot(steps, values, color=_BLUE, marker=_point(steps))
+        panel.set_ylabel(_PANELS[key])
+        if key in _LOGARITHMIC and any(value > 0 for value in values):
+            panel.set_yscale("log")
+    last = axes[-1, 0]
+    last.set_xlabel("step")
+    last.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
     figure.align_ylabels()
     return figure
+
+
+def _point(steps: list[int]) -> str:
+    """Returns the marker of a single step, which a line alone would not show."""
+    return "o" if len({*steps}) == 1 else ""

@@ -37,9 +37,9 @@ from lowmem.options import FusedConfig
 from lowmem.rules import AdaLomo
 from lowmem.run import build
 from lowmem.run.boundary import blaming
+from lowmem.run.description import describe
 from lowmem.run.memory import StepMemory, step_memory
 from lowmem.run.recipe import Recipe
-from lowmem.run.report import describe
 from lowmem.step.program import rounding_of
 
 # The device of fake tensors. A GPU is "meta", so that its tensors differ from those on the host.

@@ -1,4 +1,4 @@
-"""The log lines of a run, its progress bar and metrics.jsonl; and the description in its first lines."""
+"""The log lines of a run, its progress bar, metrics.jsonl, and the picture that is drawn from it at the end."""
 
 import math
 import sys
@@ -17,60 +17,12 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCall
 
 from lowmem.errors import LowmemError
 from lowmem.files import writing
-from lowmem.hf import layers
-from lowmem.placements import in_group, nbytes, shape_of
+from lowmem.placements import nbytes
 from lowmem.run.metrics import DOMINANT, METRICS, Record, json_line, main_metric, write_metrics
 from lowmem.run.pictures import draw, size
-from lowmem.step.record import weights_in_words
 
-# Metrics of an evaluation that describe its duration and are not shown.
+# Metrics of an evaluation that a log line leaves out.
 _TIMING = ("runtime", "samples_per_second", "steps_per_second", "num_tokens")
-
-
-# When parameters are updated, by policy.
-_WHEN = {
-    "immediate": "during backward, each parameter as soon as its gradient is complete",
-    "two_pass": "during a second backward; the first one measures the gradients",
-    "deferred": "after backward, when the gradients of the whole step are known",
-}
-
-
-def describe(trainer: Any) -> dict[str, str]:
-    """Describes a run by topic: model, optimizer and memory options, for its first lines and for a plan."""
-    model, args, optimizer, options = trainer.model, trainer.args, trainer.optimizer, trainer.layers
-    sizes: dict[str, int] = {}  # rule and learning rate → parameters
-    for group in optimizer.param_groups:
-        rule = group["rule"] + ("" if group.get("lr") is None else f", lr {group['lr']:g}")
-        sizes[rule] = sizes.get(rule, 0) + sum(math.prod(shape_of(p)) for p in group["params"])
-    rules = "; ".join(f"{rule}: {_count(size)}" for rule, size in sizes.items()) if len(sizes) > 1 else "".join(sizes)
-    storage = trainer.fused.state_storage
-    states = "" if storage == "float32" else f", states in {storage}"
-    weights = weights_in_words(optimizer._records.values())
-    compiled = ", compiled in the first step (about ten seconds)" if optimizer.compiled else ""
-    parameters = _count(sum(math.prod(shape_of(p)) for p in model.parameters()))
-    topics = {
-        "model": f"{type(model).__name__}, {parameters}, {str(model.dtype).removeprefix('torch.')}",
-        "optimizer": f"{rules}; weights in {weights}{states}, fused into backward{compiled}",
-    }
-    if in_group():
-        share = "a shard of the parameters" if optimizer.placement in ("zero3", "fsdp2") else "all parameters"
-        topics["placement"] = f"{optimizer.placement}: each of {args.world_size} processes has {share}"
-    recomputed = args.gradient_checkpointing or (args.fsdp and args.fsdp_config.get("activation_checkpointing"))
-    activations = "recomputed in backward" if recomputed else "stored for backward"
-    kwargs = args.gradient_checkpointing_kwargs or {}
-    if getattr(args, "activation_offloading", False) or kwargs.get("offload"):
-        activations += ", offloaded to the host"
-    if options.mlp_tile:
-        activations += f"; MLPs compute {options.mlp_tile:,} tokens at a time"
-    if options.computed_gradients:
-        topics["gradients"] = layers.described(model, optimizer)
-    why = "" if optimizer.policy == "immediate" else f": {optimizer.policy_reason}"
-    topics["updates"] = f"{_WHEN[optimizer.policy]} (policy {optimizer.policy}{why})"
-    return {**topics, "activations": activations}
-
-
-def _count(parameters: int) -> str:
-    return f"{parameters / 1e6:,.1f}M parameters" if parameters >= 1e5 else f"{parameters:,} parameters"
 
 
 class _Bar(ProgressCallback):  # type: ignore[misc]
@@ -81,22 +33,23 @@ class _Bar(ProgressCallback):  # type: ignore[misc]
 
 
 class RunReport(TrainerCallback):  # type: ignore[misc]
-    """Writes log lines, metrics.jsonl and, on a terminal, a progress bar; at the end, even after an error, a picture.
+    """Writes log lines, metrics.jsonl and, on a terminal, a progress bar; at the end, even after an error, loss.png.
 
         with RunReport(run_dir).attached(trainer):
             trainer.train()
 
-    Tokens are counted by the Trainer without padding (`include_num_input_tokens_seen`); checkpoints contain the count,
-    so a resumed run continues it. Tokens per second leave out evaluation, saving and, in the first step, compilation.
-    Memory is of rank 0: of its GPU, or of its process where there is none. The peak is since training began, without
-    loading; on macOS and Windows, which cannot reset the peak of a process, it includes loading.
+    The Trainer counts tokens without padding (`include_num_input_tokens_seen`). Checkpoints contain the count, so that
+    a resumed run continues it. Tokens per second leave out evaluation, saving and, in the first step, compilation.
+    Memory is measured on rank 0: on its GPU, or in its process where there is none. The peak is the highest value since
+    training began, without loading the model. On macOS and Windows, which cannot reset the peak of a process, it
+    includes loading.
     """
 
     def __init__(self, run_dir: str | Path, console: Console | None = None) -> None:
         self.run_dir = Path(run_dir)
         self.console = console or Console()
         self.bar = _Bar()
-        self.records: list[Record] = []
+        self.records: list[Record] = []  # empty before the first log line, and on ranks other than 0
         self.weight_bytes = 0
         self.seconds = 0.0  # of training since the last log line
         self.last_time = 0.0
@@ -118,19 +71,14 @@ class RunReport(TrainerCallback):  # type: ignore[misc]
         trainer.log = partial(self._log, trainer, trainer.log)
         try:
             yield
-        except BaseException:
-            try:
-                self._finish()
-            except LowmemError as error:
-                self._print(str(error), "red")  # the error that ended the run is raised
-            raise
-        self._finish()
-
-    def _finish(self) -> None:
-        if self.bar.training_bar is not None:
-            self.bar.training_bar.close()
-        if self.records:  # neither on other ranks than 0 nor before the first log line
-            draw(self.run_dir, self.records)
+        finally:
+            if self.bar.training_bar is not None:
+                self.bar.training_bar.close()
+            if self.records:
+                try:
+                    draw(self.run_dir, self.records)
+                except LowmemError as error:  # the weights are worth more than the picture
+                    self._print(str(error), "red")
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: torch.nn.Module, optimizer: Any = None, **_: Any

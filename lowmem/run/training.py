@@ -16,6 +16,7 @@ from lowmem.errors import ConfigError, LowmemError
 from lowmem.placements import in_group
 from lowmem.run import build, data, plan, report
 from lowmem.run.boundary import blaming, is_out_of_memory, reason
+from lowmem.run.description import describe
 from lowmem.run.folder import RunFolder
 from lowmem.run.recipe import Recipe
 from lowmem.run.terminal import out, print_topics, rank, stage, train_command, warn
@@ -42,7 +43,7 @@ def train(recipe: Recipe) -> int | None:
             trainer = build.trainer(recipe, train, evaluation)
         counts = data.check(trainer, train, evaluation)
         trainer.create_optimizer()  # raises what it does not support before anything is written
-        print_topics({**report.describe(trainer), "data": counts})
+        print_topics({**describe(trainer), "data": counts})
         _require_metric(trainer)
         beginning, stop = _Beginning(recipe, folder), _StopOnSignal()
         trainer.add_callback(beginning)

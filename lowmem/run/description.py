@@ -1,0 +1,61 @@
+"""A run in words, by topic: its model, optimizer and memory options, for its first lines and for a plan."""
+
+import math
+from typing import Any
+
+from lowmem.hf import layers
+from lowmem.placements import in_group, shape_of
+from lowmem.step.record import weights_in_words
+
+# When parameters are updated, by policy.
+_WHEN = {
+    "immediate": "during backward, each parameter as soon as its gradient is complete",
+    "two_pass": "during a second backward; the first one measures the gradients",
+    "deferred": "after backward, when the gradients of the whole step are known",
+}
+
+
+def describe(trainer: Any) -> dict[str, str]:
+    """Describes the run of a trainer that has an optimizer: topic → text."""
+    model, args, optimizer = trainer.model, trainer.args, trainer.optimizer
+    topics = {
+        "model": f"{type(model).__name__}, {_count([*model.parameters()])}, {str(model.dtype).removeprefix('torch.')}",
+        "optimizer": _optimizer(optimizer, trainer.fused.state_storage),
+    }
+    if in_group():
+        share = "a shard of the parameters" if optimizer.placement in ("zero3", "fsdp2") else "all parameters"
+        topics["placement"] = f"{optimizer.placement}: each of {args.world_size} processes has {share}"
+    if trainer.layers.computed_gradients:
+        topics["gradients"] = layers.described(model, optimizer)
+    why = "" if optimizer.policy == "immediate" else f": {optimizer.policy_reason}"
+    topics["updates"] = f"{_WHEN[optimizer.policy]} (policy {optimizer.policy}{why})"
+    topics["activations"] = _activations(args, trainer.layers.mlp_tile)
+    return topics
+
+
+def _optimizer(optimizer: Any, state_storage: str) -> str:
+    params: dict[str, list[Any]] = {}  # by rule and learning rate
+    for group in optimizer.param_groups:
+        rate = "" if group.get("lr") is None else f", lr {group['lr']:g}"
+        params.setdefault(group["rule"] + rate, []).extend(group["params"])
+    rules = [f"{rule}: {_count(group)}" if len(params) > 1 else rule for rule, group in params.items()]
+    weights = weights_in_words(optimizer._records.values())
+    states = "" if state_storage == "float32" else f", states in {state_storage}"
+    compiled = ", compiled in the first step (10 to 20 seconds)" if optimizer.compiled else ""
+    return f"{'; '.join(rules)}; weights in {weights}{states}, fused into backward{compiled}"
+
+
+def _activations(args: Any, mlp_tile: int | None) -> str:
+    recomputed = args.gradient_checkpointing or (args.fsdp and args.fsdp_config.get("activation_checkpointing"))
+    kwargs = args.gradient_checkpointing_kwargs or {}
+    offloaded = getattr(args, "activation_offloading", False) or kwargs.get("offload")
+    tiles = f"; MLPs compute {mlp_tile:,} tokens at a time" if mlp_tile else ""
+    return (
+        f"{'recomputed in backward' if recomputed else 'stored for backward'}"
+        f"{', offloaded to the host' if offloaded else ''}{tiles}"
+    )
+
+
+def _count(params: list[Any]) -> str:
+    count = sum(math.prod(shape_of(param)) for param in params)
+    return f"{count / 1e6:,.1f}M parameters" if count >= 1e5 else f"{count:,} parameters"
