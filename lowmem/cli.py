@@ -26,6 +26,7 @@ from lowmem.errors import ConfigError, LowmemError
 from lowmem.files import write_file
 from lowmem.hf import failures
 from lowmem.layers.config import parse_bytes
+from lowmem.run.boundary import is_out_of_memory, reason
 from lowmem.run.environment import versions
 from lowmem.run.memory import state_bytes
 from lowmem.run.secrets import redacted
@@ -73,7 +74,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         if traceback:
             raise
         expected, message = isinstance(error, LowmemError), str(error)
-        if not expected:
+        if not expected and is_out_of_memory(error):
+            expected, message = True, f"out of memory: {reason(error)}"
+        elif not expected:
             message = f"unexpected {type(error).__name__}: {error}. Add --traceback to see where"
         place = f"error on rank {rank()}: " if rank() else "error: "
         Console(stderr=True).print(Text.assemble((place, "bold red"), redacted(message)), soft_wrap=True)

@@ -65,7 +65,7 @@ def test_no_code_of_the_package_runs_data():
             assert options.get("weights_only") == "True", f"{file}: torch.load without weights_only=True"
         if name.endswith(".from_pretrained"):  # transformers asks on the terminal where it is not given
             trusted = options.get("trust_remote_code", options.get(None))
-            assert trusted in ("False", "recipe.source"), f"{file} may trust code"
+            assert trusted in ("False", "trusted", "recipe.source"), f"{file} may trust code"
 
 
 def test_only_what_the_user_names_is_imported():
