@@ -102,7 +102,7 @@ def load_case(folder: Path, name: str) -> Case:
 
 
 def iter_cases(folder: Path, optimizer: str | None = None) -> Iterator[Case]:
-    """All cases, or those of one optimizer."""
+    """All cases, or the cases of one optimizer."""
     for entry in manifest(folder)["cases"]:
         if optimizer is None or entry["optimizer"] == optimizer:
             yield Case(folder, entry)

@@ -112,7 +112,7 @@ def replay(case: Case, **settings: Any) -> Result:
 
 
 def groups(case: Case, params: Mapping[str, Tensor]) -> list[dict[str, Any]]:
-    """The parameters in their groups, with what each group has of its own."""
+    """The parameters in their groups, with the settings of each."""
     own = case.entry.get("param_groups") or [{}]
     members: list[list[tuple[str, Tensor]]] = [[] for _ in own]
     for entry in case.entry["params"]:
@@ -155,7 +155,7 @@ def loss_with_gradients(params: Mapping[str, Tensor], grads: Mapping[str, Tensor
 
 @dataclass
 class Tally:
-    """Rounded elements that were compared one by one: those that differ, and those by more than one unit."""
+    """Counts of rounded elements: compared, different, and different by more than one unit."""
 
     elements: int = 0
     differing: int = 0
@@ -266,7 +266,7 @@ def main(arguments: list[str] | None = None) -> int:
             results.append(replay(case))
             print(as_json(results[-1]) if options.json else text(case, results[-1]), flush=True)
     except (OSError, json.JSONDecodeError) as error:
-        parser.error(f"{options.folder} is no folder of golden trajectories: {error}")
+        parser.error(f"{options.folder} is not a folder of golden trajectories: {error}")
     return int(any(result.ok is False for result in results))
 
 

@@ -49,7 +49,7 @@ def loss_of(model, ids, memory=MEMORY):
 
 
 def refuse_offers(monkeypatch):
-    """Every gradient is a tensor, as for an optimizer of another package."""
+    """Every gradient is a tensor, as for a third-party optimizer."""
     monkeypatch.setattr(hooks.Hooks, "_offer", lambda *_: False)
 
 

@@ -17,7 +17,7 @@ SMALL = 60_000  # bytes of memory, with which there are 19 blocks of the vocabul
 
 @pytest.fixture
 def inputs():
-    """Hidden states and a weight whose logits are as large as those of trained models, a bias, and labels."""
+    """Hidden states and a weight whose logits are as large as in trained models, a bias, and labels."""
     hidden = torch.randn(TOKENS, SIZE, dtype=torch.float64) * 2
     weight, bias = torch.randn(VOCABULARY, SIZE, dtype=torch.float64) * 0.3, torch.randn(VOCABULARY).double()
     labels = torch.randint(VOCABULARY, (TOKENS,))

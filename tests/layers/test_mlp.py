@@ -224,8 +224,8 @@ def test_a_second_derivative_is_refused():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gradients_of_16_bits_are_as_good_as_those_of_whole_mlps(dtype):
-    """Those of 64 tiles are rounded once each and once together, those of whole MLPs once: √2 at most where there is no
-    other error, as in the last bias. Sums in the weights' own dtype are several times worse there.
+    """The gradients of 64 tiles are rounded once each and once together, of whole MLPs once. Errors grow by √2 at most
+    where there is no other one, as in the last bias. Sums in the weights' dtype are several times worse there.
     """
     exact = MLP()
     for param in exact.parameters():

@@ -1,4 +1,4 @@
-"""Models whose weights are held in codes, trained: one device, every rule and policy."""
+"""Quantized models in training: every rule and policy, on one device."""
 
 import copy
 import itertools
@@ -78,7 +78,7 @@ def moved(model, like):
 
 
 @pytest.mark.parametrize("options", RULES.values(), ids=RULES)
-def test_every_rule_updates_all_of_them_and_the_loss_falls(llama, token_batches, options):
+def test_every_rule_updates_all_quantized_weights_and_the_loss_falls(llama, token_batches, options):
     model = llama("int10")
     batch = token_batches(1)[0]
     before = model(**batch).loss.item()
@@ -167,7 +167,7 @@ def test_resumed_bit_for_bit_from_files_that_transformers_reads(llama, token_bat
     assert_same(shown, loaded)
 
 
-def test_a_state_dict_has_the_codes(llama, token_batches):
+def test_a_state_dict_restores_the_quantized_weights(llama, token_batches):
     model = llama("int10")
     opt = train(model, token_batches(2), rule="adamw")
     other = llama("int10")
@@ -242,7 +242,7 @@ def test_dequantized_it_is_an_ordinary_model(llama, token_batches, tmp_path):
     model.save_pretrained(tmp_path)
 
 
-def test_frozen_ones_stay_as_they_are(llama, token_batches):
+def test_frozen_weights_stay_as_they_are(llama, token_batches):
     model = llama("int8")
     model.model.layers[0].requires_grad_(False)
     train(model, token_batches(3))
@@ -293,7 +293,7 @@ def test_experts_and_layers_of_other_models(model, how, tmp_path):
     assert_same(lowmem.dequantize_(held), again)
 
 
-def test_which_weights_are_held(llama):
+def test_which_weights_are_quantized(llama):
     held = [name for name, p in llama("int8").named_parameters() if isinstance(p, QuantizedWeight)]
     assert len(held) == 2 + 2 * 7
     model = lowmem.quantize_(llama(), "int8", skip=["lm_head", "model.layers.0", "*.up_proj"])
@@ -315,7 +315,7 @@ def test_which_weights_are_held(llama):
         ({"weight_format": "int8", "skip": ["lm_heads"]}, "Did you mean 'lm_head'"),
     ],
 )
-def test_what_cannot_be_held_is_refused_and_changes_nothing(llama, arguments, words):
+def test_a_wrong_argument_raises_and_changes_nothing(llama, arguments, words):
     model = llama()
     with pytest.raises(lowmem.LowmemError, match=words):
         lowmem.quantize_(model, **arguments)
@@ -341,7 +341,7 @@ def test_a_weight_with_hooks_is_refused(llama, register):
         ({"weight_format": "int8"}, "lowmem.quantize_\\(model, 'int8'\\)"),
     ],
 )
-def test_what_cannot_update_them_is_refused(llama, options, words):
+def test_options_that_cannot_update_quantized_weights_raise(llama, options, words):
     with pytest.raises(lowmem.LowmemError, match=words):
         lowmem.FusedOptimizer(llama("int8").named_parameters(), **options)
 

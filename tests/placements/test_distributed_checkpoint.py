@@ -127,7 +127,7 @@ def test_asking_a_fresh_optimizer_changes_nothing():
 
 
 FULL = {name: settings for name, settings in SETTINGS.items() if name != "lomo"}  # torch raises where there is no state
-# its states are not taken for those of an optimizer outside, which has the same options
+# its states are not mistaken for the states of a plain torch.optim.AdamW, which has the same options
 FULL["a class of torch"] = {"rule": "torch.optim.AdamW", "lr": 0.1}
 
 

@@ -1,4 +1,4 @@
-"""Gradients that a loop puts into `.grad` where several ranks train one model: averaged, as those of a backward are."""
+"""Gradients that a loop puts into `.grad` where several ranks train one model: averaged, as in a backward."""
 
 from contextlib import nullcontext
 
@@ -76,9 +76,9 @@ def on_ranks(rank, kind, settings, micro_batches=1):
 def gathered(kind, params):
     if kind != "zero3":
         return nullcontext()
-    from deepspeed.zero import GatheredParameters
+    import deepspeed
 
-    return GatheredParameters(list(params))
+    return deepspeed.zero.GatheredParameters(list(params))
 
 
 def assert_same(found, alone):

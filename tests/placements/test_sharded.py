@@ -1,4 +1,4 @@
-"""Ranks with data of their own are one device with all of it, where parameters are replicated or sharded."""
+"""Ranks with different data equal one device with all of it, where parameters are replicated or sharded."""
 
 import functools
 import pickle
@@ -33,7 +33,7 @@ EVERY_POLICY = {**POLICIES, "two_pass": {"policy": "two_pass", "clip_norm": 0.5}
 
 
 def replicated(rank, settings, micro_batches=1):
-    """Ranks take branches of their own, which those of sharded models cannot."""
+    """Each rank may take other branches of the model, which ranks of a sharded model cannot."""
     torch.manual_seed(rank)
     count, settings = dist.get_world_size(), {"placement": "replicated", **settings}
     return train(Net(), lambda ids: ids.tensor_split(count)[rank], settings, micro_batches, data())
@@ -68,7 +68,7 @@ def test_every_policy(ranks_of, count, kind, policy):
 
 @pytest.mark.parametrize(("count", "kind", "settings"), pairwise(COUNTS, KINDS, ACCUMULATED))
 def test_accumulation(ranks_of, count, kind, settings):
-    """A row a micro-batch, all of equal size: the mean over ranks and micro-batches is that of the whole batch."""
+    """A row a micro-batch, all of equal size: the mean over ranks and micro-batches is the mean of the whole batch."""
     as_one_device(ranks_of(count), kind, ACCUMULATED[settings], micro_batches=ROWS // count)
 
 

@@ -1,4 +1,4 @@
-"""Language models of Hugging Face whose ranks share them, used as loops use them: the result is that of one device."""
+"""Sharded language models of Hugging Face, used as loops use them: the result equals one device."""
 
 from itertools import product
 
@@ -93,7 +93,7 @@ def test_mixed_precision_of_fsdp2(two):
 @pytest.mark.parametrize("rounding", ["stochastic", "compensated"])
 @pytest.mark.parametrize("rule", ["adamw", "lion"])
 def test_rounded_weights_are_bit_equal_wherever_they_are(two, rule, rounding):
-    """Given the same gradients (of two ranks with the same data) the random bits are those of each element."""
+    """Given the same gradients (of two ranks with the same data) each element gets the same random bits."""
     model = {"dtype": torch.bfloat16, "tie_word_embeddings": True}
     settings = {"rule": rule, "rounding": rounding, "lr": 1e-3, "seed": 5}
     alone = train_bits(make(**model), settings)

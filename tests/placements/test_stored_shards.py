@@ -71,7 +71,7 @@ class Experts(torch.nn.Module):
 
 
 class Net(torch.nn.Module):
-    """Rows and halves of large parameters are complete groups, and those of `small` are not. Two ranks cannot share the
+    """Rows and halves of large parameters are complete groups, but not of `small`. Two ranks cannot share the
     rows of the tied matrix, of `one` or of the experts evenly, and one of them has no row of `few`.
     """
 
@@ -283,7 +283,7 @@ def resumed(rank, place, case, folder, numbers):
     ],
 )
 def test_from_one_process_to_two_and_back(two, place, case, tmp_path):
-    """Codes are moved as they are: the end is that of a run that was not interrupted, bit for bit."""
+    """Quantized values are moved as they are: the end has the bits of a run that was not interrupted."""
     resumed(0, None, case, tmp_path, range(1))
     two.run(resumed, place, case, tmp_path, range(1, 3))
     end = resumed(0, None, case, tmp_path, range(3, 4))
@@ -354,7 +354,7 @@ def gathered(rank):
     return seen, sent, tuple(local.shape), type(local)
 
 
-def test_codes_are_gathered_and_no_matrices(two):
+def test_quantized_values_are_gathered_and_not_matrices(two):
     for rank, (seen, sent, shape, kind) in enumerate(two.run(gathered)):
         assert seen == [(QuantizedWeight, (64, 64))]
         rows = {"embed": 98, "one": 68, "two": 64}  # with padding
@@ -363,7 +363,7 @@ def test_codes_are_gathered_and_no_matrices(two):
         assert kind is QuantizedWeight and shape == ((34, 33)[rank], 64)
 
 
-def other_codes(rank, part):
+def another_weight(rank, part):
     """One number of the last rank differs by one."""
     net = make("int12")
     net.two.weight.parts[part][0, 0] += rank
@@ -377,7 +377,7 @@ def other_codes(rank, part):
 @pytest.mark.parametrize("part", range(3))
 def test_ranks_whose_quantized_weights_differ(two, part):
     """They are refused, and `replicated` broadcasts the weights of rank 0."""
-    assert_same(*two.run(other_codes, part))
+    assert_same(*two.run(another_weight, part))
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

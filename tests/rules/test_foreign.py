@@ -204,7 +204,7 @@ def test_a_step_without_a_gradient_counts(cls):
 
 
 def test_settings_that_a_class_derives_are_in_the_group():
-    """A rate of its own for a group; a limit from a rate, which it keeps when the rate changes."""
+    """A limit that the class computes from the rate stays when the rate changes."""
     param = torch.nn.Parameter(torch.ones(3))
     opt = lowmem.FusedOptimizer([param], rule=ReadsOnce, lr=0.1)
     assert opt.param_groups[0]["limit"] == 3 * 0.1

@@ -95,8 +95,8 @@ def test_tool_verdict(tmp_path, capsys, changes, status, ok):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere"], "no folder of golden trajectories"),
-        ([str(FOLDER / "cases")], "no folder of golden trajectories"),
+        (["nowhere"], "is not a folder of golden trajectories"),
+        ([str(FOLDER / "cases")], "is not a folder of golden trajectories"),
         ([str(FOLDER), "--optimizer", "adalmo"], "Did you mean 'adalomo'?"),
     ],
 )

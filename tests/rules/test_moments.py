@@ -73,7 +73,7 @@ RULES = [
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("rule", "moments", "options"), RULES)
 def test_moments_in_16_bits_are_unbiased(give_gradients, rule, moments, options, dtype):
-    """All elements have the same gradients, so in float32 the same moments, and noise of their own. The deviation of a
+    """All elements have the same gradients, so in float32 the same moments, but separate noise. The deviation of a
     rounding at random is half a spacing at most, and a running mean with `decay` keeps the squares of 1/(1 - decay²) of
     them: the mean over all elements is to be within five of the deviations that it may have."""
     runs = []

@@ -199,7 +199,7 @@ ALLOWED = {
         "lr": NOT_NEGATIVE, "beta1": RATE, "beta2": RATE, "epsilon": NOT_NEGATIVE, "wd": NOT_NEGATIVE,
         "lower_bound": NOT_NEGATIVE + OR_NONE, "upper_bound": NOT_NEGATIVE + OR_NONE, "rescale_grad": "a number",
         "clip_gradient": NOT_NEGATIVE + OR_NONE, "begin_num_update": COUNT, "multi_precision": FLAG,
-        "aggregate_num": "a whole number >= 1 and <= 45",
+        "aggregate_num": "a whole number >= 1 and <= 45" + OR_NONE,
         "lr_mult": ("parameter name → a number", [2.0, [("w", 2.0)]]),
         "wd_mult": (NOT_NEGATIVE, [{"param0": -1.0}, {"param0": None}]),
         "variant": ("fused, step", ["jit"]),
@@ -229,7 +229,8 @@ def cases():
         for option, told in {**options, "state_storage": ("bfloat16", ["half", "fp8", "int8", None])}.items():
             allowed, values = told if isinstance(told, tuple) else (told, refused_by(told))
             for value in values:
-                yield pytest.param(rule, option, value, allowed, id=f"{rule}-{option}-{value}")
+                if (option, value) != ("lr", None):  # the rule's default
+                    yield pytest.param(rule, option, value, allowed, id=f"{rule}-{option}-{value}")
 
 
 @pytest.mark.parametrize(("rule", "option", "value", "allowed"), cases())

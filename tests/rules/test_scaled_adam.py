@@ -76,7 +76,7 @@ def test_unfreezing_leaves_the_period_of_clipping_as_it_is(give_gradients):
 
 
 def test_clipping_that_is_asked_for_when_the_oldest_parameter_is_frozen(give_gradients):
-    """Its clock is that of the group, and not of the parameter that has just joined."""
+    """It counts the steps of the group, not of the parameter that has just joined."""
     first, second = (torch.nn.Parameter(torch.ones(4), requires_grad=n == 0) for n in range(2))
     opt = lowmem.FusedOptimizer([first, second], rule="scaled_adam", lr=0.0, clipping_update_period=4)
     for _ in range(6):

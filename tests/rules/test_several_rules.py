@@ -1,4 +1,4 @@
-"""Several rules in one optimizer: groups with rules of their own, clipped, accumulated and scaled together."""
+"""Several rules in one optimizer: each group has its rule, and all are clipped, accumulated and scaled together."""
 
 from contextlib import nullcontext
 

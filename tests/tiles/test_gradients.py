@@ -110,7 +110,7 @@ def test_a_sweep_reads_it_as_often_as_it_likes(view, tile, param):
 
 
 def test_a_pass_after_the_weight_was_written_is_refused(param):
-    """The gradient would be that of other weights."""
+    """The gradient would belong to other weights."""
     computed = ComputedGradient((ROWS, COLS), param.device, [InBlocks(torch.ones(ROWS, COLS), ROWS)])
     sweep = Sweep(StoredTiles(computed.layout(View.matrix(2)), Held(FLOAT32, (param,)), computed))
     sweep.apply(moved)

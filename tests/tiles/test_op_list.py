@@ -1,4 +1,4 @@
-"""PyTorch's list of operations, with a weight in codes in place of a matrix: the result of the matrix, or our error.
+"""PyTorch's list of operations, with a quantized weight in place of a matrix: the same result, or our error.
 
 Without LOWMEM_FULL some of the operations, drawn by a seed, and a few inputs of each; with it all of them.
 """
@@ -32,7 +32,7 @@ def can_be_held(value):
 
 
 def held(value):
-    """A weight in codes, with as many groups in a row and as many bits as its length allows."""
+    """A quantized weight, with as many groups in a row and as many bits as its length allows."""
     columns = value.shape[-1]
     group = columns // 2 if columns % 4 == 0 else columns
     return QuantizedWeight.of(value, Integer(10 if group % 4 == 0 else 12 if group % 2 == 0 else 8, group))
@@ -92,7 +92,7 @@ def trial(function, arguments, keywords, places, form, undefined):
 
 
 def trials(op, dtype, limit):
-    """Each variant of an operation, with each input in codes alone and all together."""
+    """Each variant of an operation, with each input quantized alone and all together."""
     drawn, backward = random.Random(op.formatted_name), op.supports_autograd and op.supported_backward_dtypes("cpu")
     for function, requires_grad in (
         (op.op, bool(backward) and dtype in backward), (op.method_variant, False), (op.inplace_variant, False)
@@ -111,7 +111,7 @@ def trials(op, dtype, limit):
 
 @pytest.mark.cpu_only("the list is of operations on a CPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_every_operation_is_that_of_the_matrix_or_refused(dtype):
+def test_every_operation_gives_the_result_of_the_matrix_or_raises(dtype):
     from torch.testing._internal.common_methods_invocations import op_db  # takes seconds
 
     ops = [op for op in op_db if dtype in op.supported_dtypes("cpu")]

@@ -1,4 +1,4 @@
-"""Weights that are held in codes, as autograd and torch see them, compared with an ordinary matrix of their values."""
+"""Quantized weights, as autograd and torch see them, compared with an ordinary matrix of their values."""
 
 import copy
 import io
@@ -26,25 +26,25 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.
 
 
 def pair(bits=10, dtype=torch.bfloat16, shape=(96, 128), size=64):
-    """A weight in codes, and an ordinary parameter of what it shows."""
+    """A quantized weight, and an ordinary parameter with its values."""
     torch.manual_seed(0)
-    held = nn.Parameter(QuantizedWeight.of(torch.randn(shape).to(dtype), Integer(bits, size)))
-    return held, nn.Parameter(plain(held))
+    quantized = nn.Parameter(QuantizedWeight.of(torch.randn(shape).to(dtype), Integer(bits, size)))
+    return quantized, nn.Parameter(plain(quantized))
 
 
 @BITS
 @DTYPES
-def test_each_element_is_as_near_as_it_can_be_held(bits, dtype):
+def test_each_element_is_rounded_to_the_nearest_value(bits, dtype):
     torch.manual_seed(0)
     weight = torch.randn(96, 128).to(dtype)
-    held = QuantizedWeight.of(weight, Integer(bits))
-    decoded = held.format.decode(held.parts)
-    unit = held.parts[-1].float().repeat_interleave(64, 1)
+    quantized = QuantizedWeight.of(weight, Integer(bits))
+    decoded = quantized.format.decode(quantized.parts)
+    unit = quantized.parts[-1].float().repeat_interleave(64, 1)
     assert ((decoded - weight.float()).abs() <= unit / 2).all()
     largest = weight.float().unflatten(1, (2, 64)).abs().amax(-1)
-    assert (unit[:, ::64] <= largest / (2 ** (bits - 1) - 1) * (1 + 2**-7)).all()  # no bit of the codes is unused
-    assert torch.equal(held.dequantize(), decoded.to(dtype))
-    nbytes = sum(part.nbytes for part in held.parts)
+    assert (unit[:, ::64] <= largest / (2 ** (bits - 1) - 1) * (1 + 2**-7)).all()  # every bit of the codes is used
+    assert torch.equal(quantized.dequantize(), decoded.to(dtype))
+    nbytes = sum(part.nbytes for part in quantized.parts)
     assert nbytes == 96 * 128 * (bits / 8 + 2 / 64)
 
 
@@ -128,13 +128,13 @@ def test_every_use_computes_the_bits_of_a_matrix(use, bits, dtype):
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(5, 7, 128), (5, 128, 7)])  # the latter transposed, so that it is not one matrix
-def test_what_autograd_saves_are_codes(shape, bias, trained):
-    held, matrix = (weight.requires_grad_(trained) for weight in pair())
+def test_autograd_saves_quantized_weights(shape, bias, trained):
+    quantized, matrix = (weight.requires_grad_(trained) for weight in pair())
     x = torch.randn(shape).bfloat16()
     x = (x if shape[-1] == 128 else x.transpose(1, 2)).requires_grad_()
     saved, ones = [], torch.ones(96).bfloat16()
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
-        out = F.linear(x, held, ones if bias else None)
+        out = F.linear(x, quantized, ones if bias else None)
     assert torch.equal(out, F.linear(x, matrix, ones if bias else None))
     if trained or not bias or shape[-1] == 128:  # else torch expands a frozen weight, and saves it
         assert any(isinstance(each, QuantizedWeight) for each in saved)
@@ -143,11 +143,11 @@ def test_what_autograd_saves_are_codes(shape, bias, trained):
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_a_graph_from_before_an_update_is_refused(autocast):
-    held, _ = pair(12, torch.float32)
-    opt, losses = lowmem.FusedOptimizer([("weight", held)], lr=1e-2), []
+    quantized, _ = pair(12, torch.float32)
+    opt, losses = lowmem.FusedOptimizer([("weight", quantized)], lr=1e-2), []
     for _ in range(2):
         with torch.autocast(torch.get_default_device().type, torch.bfloat16, enabled=autocast):
-            losses.append(F.linear(torch.ones(2, 128, requires_grad=True), held).float().square().mean())
+            losses.append(F.linear(torch.ones(2, 128, requires_grad=True), quantized).float().square().mean())
     opt.backward(losses[0])
     with pytest.raises((RuntimeError, lowmem.LowmemError), match="modified by an inplace operation"):
         losses[1].backward()
@@ -168,11 +168,11 @@ COPIES = {
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("change", COPIES.values(), ids=COPIES)
 def test_a_copy_has_the_values_of_the_matrix_and_keeps_them(change, autocast, dtype):
-    held, matrix = pair(12, dtype)
+    quantized, matrix = pair(12, dtype)
     with torch.autocast(torch.get_default_device().type, torch.bfloat16, enabled=autocast):
-        taken, wanted = (change(weight.detach()) for weight in (held, matrix))
+        taken, wanted = (change(weight.detach()) for weight in (quantized, matrix))
     with torch.no_grad():
-        held.copy_(torch.ones(96, 128))
+        quantized.copy_(torch.ones(96, 128))
     assert taken.dtype == wanted.dtype
     assert torch.equal(plain(taken), wanted)
 
@@ -180,19 +180,19 @@ def test_a_copy_has_the_values_of_the_matrix_and_keeps_them(change, autocast, dt
 @pytest.mark.parametrize("shape", [(), (1,), (128,), (96, 1), (1, 96, 128), (2, 96, 128), (128, 96), (96, 64)], ids=str)
 @pytest.mark.parametrize("part", [slice(None), slice(None, None, 2)], ids=["all", "every other"])
 def test_copying_has_the_shapes_of_torch(shape, part):
-    """A number is held exactly, if it is the only one of its group."""
-    held, matrix = (torch.zeros(2, 96, 128) for _ in range(2))
-    held = QuantizedWeight.of(held, Integer(12))
+    """A number is stored exactly, if it is the only one in its group."""
+    quantized, matrix = (torch.zeros(2, 96, 128) for _ in range(2))
+    quantized = QuantizedWeight.of(quantized, Integer(12))
     source = torch.full(shape, 0.75)
     errors = []
-    for weight in (held, matrix):
+    for weight in (quantized, matrix):
         try:
             weight[part].copy_(source)
         except RuntimeError as error:
             errors.append(error)
     assert len(errors) in (0, 2)
-    torch.testing.assert_close(plain(held), matrix, rtol=2**-8, atol=0.0)
-    assert not plain(held)[1].any() or part == slice(None)
+    torch.testing.assert_close(plain(quantized), matrix, rtol=2**-8, atol=0.0)
+    assert not plain(quantized)[1].any() or part == slice(None)
 
 
 def test_numbers_that_are_not_finite_are_refused():
@@ -201,17 +201,17 @@ def test_numbers_that_are_not_finite_are_refused():
         model.weight[5, 3] = torch.inf
     with pytest.raises(lowmem.LowmemError, match=r"^weight contains Inf.* in rows 0 to 95"):
         lowmem.quantize_(model, "int12")
-    held, _ = pair()
-    before = held.dequantize()
+    quantized, _ = pair()
+    before = quantized.dequantize()
     with torch.no_grad(), pytest.raises(lowmem.LowmemError, match="NaN"):
-        held.copy_(torch.tensor([0.0, torch.nan]).repeat(64))
-    assert torch.equal(plain(held), before)
+        quantized.copy_(torch.tensor([0.0, torch.nan]).repeat(64))
+    assert torch.equal(plain(quantized), before)
 
 
 def test_a_shard_without_rows_is_viewed_as_a_line():
-    held, _ = pair()
-    assert held[:0].view(-1).shape == (0,)
-    assert plain(held[:0]).shape == (0, 128)
+    quantized, _ = pair()
+    assert quantized[:0].view(-1).shape == (0,)
+    assert plain(quantized[:0]).shape == (0, 128)
 
 
 @pytest.mark.cpu_only("the simulated GPU has no compiler")
@@ -220,8 +220,8 @@ def test_a_strided_slice_is_decoded_by_compiled_code(monkeypatch):
     monkeypatch.setattr(QuantizedWeight, "compiled", True)
     monkeypatch.setattr(Compiler, "failure", None)
     for shape in ((96, 128), (4, 96, 128)):
-        held, matrix = pair(shape=shape)
-        assert torch.equal(plain(held[::2]), matrix[::2])
+        quantized, matrix = pair(shape=shape)
+        assert torch.equal(plain(quantized[::2]), matrix[::2])
     assert Compiler.failure is None
 
 
@@ -251,11 +251,11 @@ def test_a_model_that_is_quantized_in_inference_mode_is_trained():
     ids=["all", "inputs", "one", "function", "grad"],
 )
 def test_a_backward_to_chosen_inputs_computes_a_checkpointed_forward_again(backward):
-    held, weight = pair()
+    quantized, weight = pair()
     inputs = torch.randn(4, 128, generator=seeded(1)).bfloat16().requires_grad_()
-    for param in (held, weight):
+    for param in (quantized, weight):
         backward(checkpoint(lambda x, w=param: F.linear(x, w).sin(), inputs, use_reentrant=False).sum(), [param])
-    assert torch.equal(held.grad, weight.grad)
+    assert torch.equal(quantized.grad, weight.grad)
 
 
 def test_a_compiled_model_computes_the_same(recwarn):
@@ -273,7 +273,7 @@ def test_a_compiled_model_computes_the_same(recwarn):
     assert not any("trace" in str(each.message) for each in recwarn)
 
 
-def test_it_is_moved_copied_and_saved_as_it_is(tmp_path):
+def test_moving_copying_and_saving_keep_every_bit(tmp_path):
     model = lowmem.quantize_(nn.Sequential(nn.Linear(128, 96), nn.Linear(96, 64)).bfloat16(), "int12", group=32)
     weight = model[0].weight
     assert model.to(weight.device)[0].weight is weight
@@ -320,6 +320,6 @@ def test_to_a_device_keeps_the_hooks_of_the_optimizer():
     ],
 )
 def test_any_other_use_is_refused(use, words):
-    held, _ = pair()
+    quantized, _ = pair()
     with pytest.raises(lowmem.LowmemError, match=words):
-        use(held.detach().requires_grad_())
+        use(quantized.detach().requires_grad_())

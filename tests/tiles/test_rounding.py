@@ -42,7 +42,7 @@ def test_nearest_is_a_cast_there_and_back(dtype):
     torch.testing.assert_close(rounded, value.to(dtype).float(), rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.cpu_only("every bit pattern is read, that of unwritten memory too")
+@pytest.mark.cpu_only("every bit pattern is read, also the one of unwritten memory")
 @HALVES
 def test_stochastic_leaves_every_number_that_the_dtype_has(dtype):
     every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)

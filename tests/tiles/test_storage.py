@@ -24,7 +24,7 @@ STORAGES = {
 }
 DRAWING = [storage for storage in STORAGES if storage.draws]
 GROUPED = [storage for storage in STORAGES if storage.group > 1]
-# Compensated in 8 bits and squares have tests of their own: a value at a border may change once.
+# test_flashoptim.py has residuals of 8 bits and squares, of which a value at a border may change once.
 STAYING = [
     storage
     for storage in STORAGES

@@ -167,7 +167,7 @@ def test_updates_are_those_of_plain_torch(case, shape):
 
 
 def test_what_is_stored():
-    """Codes and scales under the names of the state; the parameter shows to the model the value of its own."""
+    """Codes and scales under the names of the state; the parameter has the decoded value."""
     *_, end = train((5, 128), state_storage="int8_by_64", rounding="int8_by_64")
     dtypes = {name.removeprefix("param0."): tensor.dtype for name, tensor in end.items()}
     moments = {"exp_avg": torch.int8, "exp_avg.scale": torch.float32}

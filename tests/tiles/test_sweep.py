@@ -60,7 +60,7 @@ def new_states(spec, shape, dtype):
 
 
 def held(spec, states):
-    """States as a sweep takes them: those of the parameter's size with their storage."""
+    """States as a sweep takes them: with a storage if they have the parameter's size."""
     full = {name for name, each in spec.states.items() if each.extent == "full"}
     return {name: Held(Float(t.dtype), (t,)) if name in full else t for name, t in states.items()}
 
