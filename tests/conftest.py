@@ -31,7 +31,7 @@ if SIMGPUS:
 import hypothesis
 import pytest
 import torch
-from support import compiled, rounded
+from support import compiled, rounded, troubleshooting
 from support.devices import seeded
 from support.ranks import Ranks
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -71,6 +71,19 @@ def garbage_is_of_the_test_alone():
     """Accelerate collects garbage in every `train`, which takes most of a second with all that is imported."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """A test that carries headings of docs/how-to/troubleshooting.md sees the messages that they quote."""
+    headings = [mark.args[0] for mark in pyfuncitem.iter_markers("troubleshooting")]
+    if not headings:
+        return (yield)
+    with troubleshooting.heard() as messages:
+        result = yield
+    for words in headings:
+        troubleshooting.check(words, messages)
+    return result
 
 
 # Folders whose tests put tensors on the default device. Trainers put models on a GPU by themselves.

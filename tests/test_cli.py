@@ -375,6 +375,7 @@ def test_a_defect_is_one_line_and_keeps_its_traceback(tmp_path, run_dir, monkeyp
         lowmem("sft", "--config", tmp_path / "sft.yaml", "--output_dir", tmp_path / "two", "--traceback")
 
 
+@pytest.mark.troubleshooting("out of memory")
 def test_out_of_memory_is_advised_with_the_plan(tmp_path, run_dir, monkeypatch):
     monkeypatch.setattr(report.RunReport, "on_step_end", failing(torch.OutOfMemoryError("Tried to allocate 20.00 MiB")))
     ended = lowmem("sft", "--config", write(tmp_path, max_length=16))

@@ -1,6 +1,7 @@
 """Trainers of TRL that load the model by its path, sharded on two ranks: the losses and weights of two plain ranks."""
 
 import os
+from types import SimpleNamespace
 
 import peft
 import pytest
@@ -8,8 +9,11 @@ import torch
 from support.ranks import RankError, Ranks
 from support.trainers import build, joined, require, require_sharding, saved
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
 from lowmem import FusedConfig, placements
+from lowmem.errors import LowmemError, UnsupportedError
+from lowmem.hf.sharding import FSDP2Sharding, Zero3Sharding
 from lowmem.tiles.quantized import in_codes
 from lowmem.trainer import FusedTrainer
 
@@ -117,3 +121,29 @@ def test_weights_in_codes_are_sharded_by_fsdp2_alone(sharded_ranks, two, tmp_pat
     for name, weight in weights.items():
         assert torch.equal(weight, of_other[name])
         assert (ended[name] != weight).float().mean() < 0.1, name
+
+
+# -- configurations that shard nothing ---------------------------------------------------------------------------------
+
+
+@pytest.mark.troubleshooting("deepspeed: zero_optimization.stage is")
+def test_the_other_stages_of_zero_are_refused():
+    config = HfDeepSpeedConfig({"zero_optimization": {"stage": 2}})
+    try:
+        with pytest.raises(UnsupportedError):
+            Zero3Sharding(SimpleNamespace(hf_deepspeed_config=config))
+    finally:
+        unset_hf_deepspeed_config()
+
+
+@pytest.mark.troubleshooting("fsdp: version 1 stores parameters")
+def test_the_first_version_of_fsdp_is_refused():
+    with pytest.raises(UnsupportedError):
+        FSDP2Sharding(SimpleNamespace(fsdp_plugin_args={"fsdp_version": 1}))
+
+
+@pytest.mark.troubleshooting("this process was started alone")
+def test_one_process_shards_nothing():
+    sharding = FSDP2Sharding(SimpleNamespace(fsdp_plugin_args={"fsdp_version": 2}, fsdp_config={}))
+    with pytest.raises(LowmemError):
+        sharding.prepare(torch.float32)

@@ -219,7 +219,11 @@ LEARNED = torch.tensor(0.5, requires_grad=True)
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"memory": 700}, "head_memory=700 bytes is not enough for one row"),
+        pytest.param(
+            {"memory": 700},
+            "head_memory=700 bytes",
+            marks=pytest.mark.troubleshooting("head_memory=... bytes"),
+        ),
         ({"softcap": 0.0}, "softcap=0.0 is out of range; allowed: a number > 0, or None"),
         ({"temperature": -1.0}, "temperature=-1.0"),
         ({"label_smoothing": 1.5}, "label_smoothing=1.5 is out of range; allowed: a number >= 0 and <= 1"),

@@ -48,7 +48,10 @@ def looked_at(arguments):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"datasets": None, "dataset_name": "chats.jsonl"}, "datasets: [{path: json, data_files: chats.jsonl}]"),
+        pytest.param(
+            {"datasets": None, "dataset_name": "chats.jsonl"}, "datasets: [{path: json, data_files: chats.jsonl}]",
+            marks=pytest.mark.troubleshooting("is the name of a file"),
+        ),
         ({"datasets": None, "dataset_name": "a/b.Parquet"}, "datasets: [{path: parquet, data_files: a/b.Parquet}]"),
         ({"datasets": None}, "no data: set dataset_name, or datasets: [{path: json, data_files: chats.jsonl}]"),
         ({"datasets": None, "dataset_name": "no/such"}, "the data cannot be loaded: "),
@@ -155,6 +158,8 @@ def test_pairs_that_are_too_long_are_counted(command, looked_at):
         looked_at([long] * 2, command, max_length=20)
 
 
+@pytest.mark.troubleshooting("none of the ... tokens")
+@pytest.mark.troubleshooting("max_length=... leaves none")
 def test_rows_of_which_nothing_is_trained_on_are_refused(looked_at):
     with pytest.raises(DataError, match="none of the 48 tokens in 3 rows contributes to the loss"):
         looked_at([LATE] * 3, max_length=16, assistant_only_loss=True, packing=True)
@@ -196,6 +201,7 @@ WRONG = {
 
 @pytest.mark.parametrize(("command", "row"), WRONG.values(), ids=WRONG)
 @pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.troubleshooting("row ... of the data")
 def test_a_row_that_cannot_be_tokenized_is_named(command, row, alone, arguments):
     column = next(iter(row))
     usual = [chat for file in runs.FILES.values() for chat in file if column in chat and chat.keys() >= row.keys()]
@@ -298,6 +304,7 @@ def test_inspect_of_packed_rows_and_of_preferences(tmp_path):
 # --- Recognizing it ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.troubleshooting("the tokenized data differs")
 def test_a_run_is_not_continued_with_other_data(tmp_path):
     path = runs.write_rows(tmp_path / "rows.jsonl", runs.FILES["chats.jsonl"])
     changes = {"save_strategy": "steps", "save_steps": 1, "datasets": [{"path": "json", "data_files": str(path)}]}
@@ -315,7 +322,10 @@ def test_a_run_is_not_continued_with_other_data(tmp_path):
     ("change", "message"),
     [
         (("--per_device_train_batch_size", 4), "[2, 1, 1] and is now [4, 1, 1]. Write per_device_train_batch_size: 2"),
-        (("--seed", 1), "seed was 42 and is now 1. Write seed: 42, or ignore_data_skip: true"),
+        pytest.param(
+            ("--seed", 1), "seed was 42 and is now 1. Write seed: 42, or ignore_data_skip: true",
+            marks=pytest.mark.troubleshooting("cannot be continued with"),
+        ),
         (("--train_sampling_strategy", "group_by_length"), "Write train_sampling_strategy: \"random\""),
         (("--packing", True, "--max_length", 32), "differs from the data of this checkpoint"),
     ],

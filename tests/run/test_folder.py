@@ -17,6 +17,7 @@ def use(folder, resume=None):
         (folder / "config.yaml").touch()
 
 
+@pytest.mark.troubleshooting("is in use")
 def test_a_folder_is_used_by_one_process_at_a_time(tmp_path):
     with in_use(tmp_path):
         for resume in ("last", None):
@@ -32,7 +33,12 @@ def test_a_folder_is_used_by_one_process_at_a_time(tmp_path):
         ([], "last", "has no run to resume. Omit --resume_from_checkpoint"),
         (["notes.txt"], "last", "has no run to resume"),
         (["notes.txt"], None, "is not empty (it contains notes.txt). Set output_dir to another folder"),
-        (["config.yaml"], None, "already contains a run. Continue it with --resume_from_checkpoint last"),
+        pytest.param(
+            ["config.yaml"],
+            None,
+            "Continue it with --resume_from_checkpoint last",
+            marks=pytest.mark.troubleshooting("already contains a run"),
+        ),
         (["checkpoint-4/config.json"], None, "already contains a run. Continue it with --resume_from_checkpoint last"),
     ],
 )
@@ -86,6 +92,7 @@ def test_a_lock_of_a_killed_run_is_no_run(tmp_path):
     use(tmp_path)
 
 
+@pytest.mark.troubleshooting("is a symbolic link")
 def test_what_cannot_be_a_folder_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="is a file"):

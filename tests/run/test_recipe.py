@@ -116,6 +116,7 @@ def test_a_key_of_a_section_overrides_one_that_is_merged_into_it(parsed):
 
 
 @pytest.mark.parametrize("rule", ["adalomo", "torch.optim.SGD"])
+@pytest.mark.troubleshooting("unknown key")
 def test_hyperparameters_of_the_rule_are_arguments(rule, parsed, refused):
     name = {"adalomo": "clip_threshold", "torch.optim.SGD": "momentum"}[rule]
     nested = parsed(f"fused: {{rule: {rule}, {name}: 0.5}}")
@@ -211,7 +212,11 @@ def test_mistakes_in_a_file(text, refused):
         ("--config none.yaml", "none.yaml cannot be read: No such file"),
         ("--config", "--config: expected one argument"),
         ("--hub_token hf_abcdefghijklmnopqrst", "--hub_token contains a password or token"),
-        ("--num_processes 2 --max_steps 3", "accelerate launch OPTIONS -m lowmem sft ..."),
+        pytest.param(
+            "--num_processes 2 --max_steps 3",
+            "accelerate launch OPTIONS -m lowmem sft ...",
+            marks=pytest.mark.troubleshooting("of the launcher"),
+        ),
         ("--model_init_kwargs [1]", "--model_init_kwargs: expected a mapping, such as "),
         ('--model_init_kwargs {"token":"abc"}', "--model_init_kwargs contains a password or token"),
         ("--model_init_kwargs " + '{"a":' * 20_000, "is not YAML: it is nested too deeply"),

@@ -79,6 +79,7 @@ def test_a_gradient_of_another_dtype():
     assert torch.equal(param, torch.full((4,), 1 - 0.123456).bfloat16())
 
 
+@pytest.mark.troubleshooting("clip_grad_norm_()")
 def test_clipping_by_hand():
     net, other = make_net(), make_net()
     opt = lowmem.FusedOptimizer(net.named_parameters(), rule=torch.optim.SGD, lr=0.1)
@@ -115,6 +116,7 @@ def test_a_grad_scaler():
     assert same(run(net, opt), run(other, torch.optim.AdamW(other.parameters(), lr=1e-2, foreach=False)))
 
 
+@pytest.mark.troubleshooting("step() would update parameter")
 def test_what_cannot_be_right_raises_before_anything_moves():
     net = make_net()
     before = weights(net)

@@ -72,6 +72,7 @@ def test_a_plain_micro_batch_that_fails_drops_those_before_it(caplog):
     assert same(weights(net), ordinary(make_net(), [[2, 3]]))
 
 
+@pytest.mark.troubleshooting("zero_grad() before step()")
 def test_zero_grad_cannot_take_an_update_back():
     net = make_net()
     opt = lomo(net)
@@ -119,6 +120,7 @@ def test_everything_frozen_at_first():
 # -- several optimizers ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.troubleshooting("this backward reaches parameter")
 def test_two_optimizers_and_one_backward():
     """A plain backward updates the parameters of both; that of one optimizer has to leave the other alone."""
     net = make_net()
@@ -230,6 +232,7 @@ def test_a_sparse_gradient_is_made_dense(cls):
 
 
 @pytest.mark.parametrize("how", ["plain", "opt.backward"])
+@pytest.mark.troubleshooting("a GradScaler has scaled")
 def test_a_grad_scaler(how):
     net = make_net()
     opt = lomo(net)
@@ -371,6 +374,7 @@ def test_edits_of_hyperparameters_that_decide_which_states_there_are():
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+@pytest.mark.troubleshooting("a FusedOptimizer cannot be copied")
 def test_an_optimizer_cannot_be_copied(copied):
     opt = lomo(make_net())
     with pytest.raises(UnsupportedError, match=r"cannot be copied or pickled.*opt\.state_dict\(\)"):
@@ -436,6 +440,7 @@ def make_wide():
     return torch.nn.Sequential(torch.nn.Linear(16, 16)).state_dict()
 
 
+@pytest.mark.troubleshooting("backward() of an optimizer that was removed")
 def test_a_removed_optimizer_can_be_saved():
     net = make_net()
     opt = lomo(net, rule="adamw")
@@ -466,6 +471,7 @@ def test_a_new_optimizer_takes_over_from_one_that_nobody_holds(scheduled):
     assert same(weights(net), ordinary(make_net(), [[0], [1]]))
 
 
+@pytest.mark.troubleshooting("a FusedOptimizer was deleted")
 def test_nothing_is_left_of_an_optimizer_that_nobody_holds():
     net = make_net()
     opt = lomo(net, rule="adamw", lr=1e-3)

@@ -435,6 +435,7 @@ def test_the_loss_comes_back_unscaled(policy, loss_scale):
 
 
 @pytest.mark.parametrize("policy", ["immediate", "two_pass", "deferred"])
+@pytest.mark.troubleshooting("the loss scale cannot back off")
 def test_an_overflow_at_the_least_scale_raises_at_the_next_backward(policy):
     net = Net()
     opt = fused_on(net, "lomo", policy=policy, loss_scale=DynamicScale(init_scale=4.0, min_scale=2.0))

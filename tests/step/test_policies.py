@@ -59,10 +59,20 @@ def moved(net, before):
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (lambda net: net.late(torch.ones(2, 4)), r"the loss is of shape \[2, 4\]; it must be"),
+        pytest.param(
+            lambda net: net.late(torch.ones(2, 4)),
+            r"\[2, 4\]; it must be",
+            marks=pytest.mark.troubleshooting("the loss is of shape"),
+        ),
         (lambda net: lambda: 3.0, "the loss is a float; it must be"),
-        (lambda net: net().detach(), "the loss has no graph"),
-        (lambda net: torch.ones((), requires_grad=True) * 2, "no parameter of this optimizer got a gradient"),
+        pytest.param(
+            lambda net: net().detach(), "the loss has", marks=pytest.mark.troubleshooting("the loss has no graph")
+        ),
+        pytest.param(
+            lambda net: torch.ones((), requires_grad=True) * 2,
+            "got a gradient",
+            marks=pytest.mark.troubleshooting("no parameter of this optimizer"),
+        ),
     ],
 )
 def test_no_step_from_this(net, opt, loss, message):
@@ -75,6 +85,7 @@ def test_no_step_from_this(net, opt, loss, message):
     assert all(moved(net, before))
 
 
+@pytest.mark.troubleshooting("parameter ... already has")
 def test_leftover_gradient(net, opt):
     net.middle.weight.grad = torch.ones(4, 4)
     before = weights(net)
@@ -85,6 +96,8 @@ def test_leftover_gradient(net, opt):
     opt.backward(net())
 
 
+@pytest.mark.troubleshooting("... backwards came before this step()")
+@pytest.mark.troubleshooting("a second backward before step()")
 def test_accumulation(net, opt):
     """A loop that calls step() and runs two backwards before it meant to accumulate; one that never does, did not."""
     opt.backward(net())
@@ -105,6 +118,7 @@ def test_accumulation(net, opt):
     assert opt.last_step.step == 5
 
 
+@pytest.mark.troubleshooting("with a loss scale")
 def test_plain_backward_with_loss_scale(net):
     opt = lowmem.FusedOptimizer(net.named_parameters(), lr=0.01, loss_scale=1024)
     before = weights(net)
@@ -130,6 +144,7 @@ class Tied(torch.nn.Module):
 
 
 @pytest.mark.by_tiles("small parameters wait in a stack, and none that is compiled does")
+@pytest.mark.troubleshooting("got its gradient in two parts")
 def test_reentrant_checkpointing_of_a_tied_weight():
     tied = Tied()
     opt = lowmem.FusedOptimizer(tied.named_parameters())
@@ -140,6 +155,7 @@ def test_reentrant_checkpointing_of_a_tied_weight():
     opt.backward(tied(reentrant=False))
 
 
+@pytest.mark.troubleshooting("reentrant activation checkpointing")
 def test_reentrant_checkpointing_of_the_first_gradient():
     """The inner backward's hooks come first: refused before anything moves."""
     layer = torch.nn.Linear(4, 4)
@@ -235,6 +251,7 @@ def tear(net, opt, plain):
 
 
 @pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.troubleshooting("step ... is torn")
 def test_torn_step_refuses_to_go_on(net, opt, plain):
     opt.backward(net())
     saved = opt.state_dict()

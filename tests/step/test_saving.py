@@ -63,6 +63,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("was", "now", "rule", "options", "state"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.troubleshooting("the saved state ... belongs")
 def test_a_state_that_depends_on_the_dtype(was, now, rule, options, state, tmp_path):
     saved = saved_from(was, rule, **options)
     net, opt = make(now, rule, **options)

@@ -109,6 +109,7 @@ def test_a_sweep_reads_it_as_often_as_it_likes(view, tile, param):
     assert contribution.reads == 3 * 7 - 2
 
 
+@pytest.mark.troubleshooting("this rule reads the gradient once more")
 def test_a_pass_after_the_weight_was_written_is_refused(param):
     """The gradient would belong to other weights."""
     computed = ComputedGradient((ROWS, COLS), param.device, [InBlocks(torch.ones(ROWS, COLS), ROWS)])

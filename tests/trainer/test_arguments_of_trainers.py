@@ -223,6 +223,7 @@ def test_a_sharded_model_is_not_compiled(tmp_path):
         arguments.complete(lowmem.FusedConfig(), args, object.__new__(sharding.FSDP2Sharding))
 
 
+@pytest.mark.troubleshooting("It contains only weights")
 def test_a_checkpoint_of_weights_alone_is_not_resumed(tmp_path):
     """Hugging Face would go on with empty optimizer states and the schedule from its start."""
     build(CAUSAL, tmp_path, True, **SAVED, save_only_model=True).train()

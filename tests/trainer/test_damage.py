@@ -136,6 +136,7 @@ def forget(folder, name):
     path.write_text("".join(line for line in lines if not line.endswith(f"  {name}\n")))
 
 
+@pytest.mark.troubleshooting("is damaged: its checksum")
 def test_a_file_that_was_changed_on_purpose_is_accepted_once_its_line_is_gone(run):
     path = run / NEWEST / "generation_config.json"
     path.write_text('{"temperature": 0.5}')
@@ -174,6 +175,7 @@ def test_damaged_checksums_are_refused(run, text, message):
             check(run / NEWEST)
 
 
+@pytest.mark.troubleshooting("checksums.txt is missing")
 def test_only_resuming_needs_checksums(run):
     (run / NEWEST / "checksums.txt").unlink()
     checkpoint.check_model(run / NEWEST)

@@ -122,6 +122,7 @@ LEAKING = {
 
 
 @pytest.mark.parametrize(("kind", "attention", "arguments"), LEAKING.values(), ids=LEAKING)
+@pytest.mark.troubleshooting("a sample depends on")
 def test_what_trains_across_borders_is_refused_before_the_first_update(kind, attention, arguments, make):
     model = small(kind, attention)
     before = [param.clone() for param in model.parameters()]

@@ -29,6 +29,7 @@ def steps_saved(folder):
 SAVING = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "save_only_model": False}
 
 
+@pytest.mark.troubleshooting("the last ... steps")
 def test_nan_ends_the_run_and_keeps_the_good_checkpoints(make, tmp_path, caplog):
     fused = FusedConfig(rule="adamw", max_nonfinite_steps=3)
     trainer = spoiling(make(fused=fused, **SAVING), lambda step: step >= 4)
@@ -86,7 +87,13 @@ def test_a_backward_inside_compute_loss_is_of_the_same_step(make, max_grad_norm,
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("policy", "max_grad_norm"), [("immediate", 0.0), ("two_pass", 1.0)])
+@pytest.mark.parametrize(
+    ("policy", "max_grad_norm"),
+    [
+        ("immediate", 0.0),
+        pytest.param("two_pass", 1.0, marks=pytest.mark.troubleshooting("policy 'two_pass' cannot accumulate")),
+    ],
+)
 def test_a_policy_that_sums_nothing_refuses_it(make, policy, max_grad_norm):
     trainer = with_a_loss_beside(make(fused=FusedConfig(rule="adamw", policy=policy), max_grad_norm=max_grad_norm))
     before = [param.detach().clone() for param in trainer.model.parameters()]

@@ -192,6 +192,7 @@ def test_a_resumed_run_ends_in_the_same_weights(make, tiny_llama, stop, options,
         assert logged[0].get(key) == logged[1].get(key)
 
 
+@pytest.mark.troubleshooting("No valid checkpoint")
 def test_true_resumes_from_the_last_complete_checkpoint(make, tmp_path, caplog):
     trainer = make(save_strategy="steps", save_steps=2)
     trainer.train()
@@ -249,7 +250,12 @@ def test_bfloat16_weights_and_autocast_train(make, tiny_llama):
 
 IN_THE_HOOK = lowmem.FusedConfig(policy="immediate")
 REFUSED = {
-    "norm clipping": ({"max_grad_norm": 1.0, "fused": IN_THE_HOOK}, UnsupportedError, "max_grad_norm=0"),
+    "norm clipping": pytest.param(
+        {"max_grad_norm": 1.0, "fused": IN_THE_HOOK},
+        UnsupportedError,
+        "max_grad_norm=0",
+        marks=pytest.mark.troubleshooting("policy 'immediate' updates"),
+    ),
     "accumulation": (
         {"gradient_accumulation_steps": 2, "fused": IN_THE_HOOK},
         UnsupportedError,

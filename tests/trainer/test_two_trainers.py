@@ -64,6 +64,7 @@ def test_the_first_trainer_says_that_it_has_lost_the_model(tmp_path):
     second.train()
 
 
+@pytest.mark.troubleshooting("is already updated")
 def test_an_optimizer_of_the_users_own_is_not_removed(tmp_path):
     model = builders.llama()
     opt = lowmem.FusedOptimizer(model.named_parameters(), rule="lomo", lr=0.1)
