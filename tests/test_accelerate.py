@@ -1,15 +1,11 @@
 """Accelerate: its loops run unchanged, with the weights that torch's optimizers give, or raise."""
 
-import os
-from functools import partialmethod
-
-import accelerate.test_utils.scripts.test_script as script
-import accelerate.test_utils.scripts.test_sync as sync
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from support.nets import same, weights
+from support.trainers import joined
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
@@ -92,28 +88,28 @@ def test_clipping(policy):
         Loop(fused()).train(clip=0.1)
 
 
-@pytest.mark.troubleshooting("policy 'two_pass' needs more")
-def test_two_pass_needs_its_own_backward():
-    """Without accumulation a CPU clips in two passes."""
-    loop = Loop(fused(clip_norm=0.1), steps=1)
-    with pytest.raises(StepError, match=r"opt\.backward\(loss\), or use policy='deferred'"):
-        loop.train()
-    assert same(weights(loop.net), weights(make_net()))
-    want = Loop(ordinary, steps=1).train(clip=0.1)
-    assert same(Loop(fused(clip_norm=0.1, policy="deferred"), steps=1).train(), want)
+REFUSED = {  # options of the optimizer and of the loop
+    # without accumulation a CPU clips in two passes
+    "a plain backward of two passes": pytest.param(
+        {"clip_norm": 0.1},
+        {"steps": 1},
+        r"opt\.backward\(loss\), or use policy='deferred'",
+        marks=pytest.mark.troubleshooting("policy 'two_pass' needs more"),
+    ),
+    "accumulation": ({"policy": "immediate"}, {}, "policy 'immediate' cannot accumulate gradients"),
+    # Accelerate has a GradScaler for fp16, on a GPU only; here one is put in its place
+    "the scaler of fp16": (
+        {},
+        {"scaler": torch.amp.GradScaler("cpu")},
+        r'GradScaler has scaled the loss.*loss_scale="dynamic"',
+    ),
+}
 
 
-def test_immediate_cannot_accumulate():
-    loop = Loop(fused(policy="immediate"))
-    with pytest.raises(UnsupportedError, match="policy 'immediate' cannot accumulate gradients"):
-        loop.train()
-    assert same(weights(loop.net), weights(make_net()))
-
-
-def test_the_scaler_of_fp16():
-    """Accelerate has a GradScaler for fp16, on a GPU only; here one is put in its place."""
-    loop = Loop(fused(), scaler=torch.amp.GradScaler("cpu"))
-    with pytest.raises(StepError, match=r'GradScaler has scaled the loss.*loss_scale="dynamic"'):
+@pytest.mark.parametrize(("options", "settings", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_is_refused_moves_nothing(options, settings, message):
+    loop = Loop(fused(**options), **settings)
+    with pytest.raises((StepError, UnsupportedError), match=message):
         loop.train()
     assert same(weights(loop.net), weights(make_net()))
 
@@ -185,20 +181,8 @@ def test_save_state_and_load_state(tmp_path):
 # -- several processes -------------------------------------------------------------------------------------------------
 
 
-def rank_environment(rank):
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "ACCELERATE_USE_CPU": "true"}
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
-
-
-def forget_environment():
-    reset()
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "ACCELERATE_USE_CPU", "MASTER_ADDR", "MASTER_PORT"):
-        os.environ.pop(name)
-
-
 def trained_on_a_rank(rank, steps):
-    rank_environment(rank)
-    try:
+    with joined(rank):
         reference = Loop(ordinary, steps)
         assert isinstance(reference.model, torch.nn.parallel.DistributedDataParallel)
         want = reference.train(clip=0.1)
@@ -206,63 +190,8 @@ def trained_on_a_rank(rank, steps):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
         with pytest.raises(UnsupportedError, match=r"inside DistributedDataParallel.*prepare_model"):
             Loop(fused(), steps=1).train()
-    finally:
-        forget_environment()
 
 
 @pytest.mark.parametrize("steps", [1, 2])
 def test_two_processes(two, steps):
     two.run(trained_on_a_rank, steps)
-
-
-# -- Accelerate's own tests --------------------------------------------------------------------------------------------
-
-
-def own_tests(rank=None):
-    """`training_check` compares with a loop without Accelerate: seeds, data loaders, split batches, bfloat16. The other
-    one compares learning rates under accumulation. What compares `.grad` makes no sense here.
-    """
-    if rank is not None:
-        rank_environment(rank)
-    made = []
-
-    def lomo(params, lr):
-        made.append(lowmem.FusedOptimizer(params, rule="lomo", lr=lr))
-        return made[-1]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Accelerator, "prepare_model", partialmethod(Accelerator.prepare_model, evaluation_mode=True))
-        reference = script.mock_training
-
-        def mock_training(*args):
-            patch.undo()
-            patch.setattr(Accelerator, "prepare_model", partialmethod(Accelerator.prepare_model, evaluation_mode=True))
-            expected = reference(*args)
-            patch.setattr(torch.optim, "SGD", lomo)
-            return expected
-
-        try:
-            for seedable in (False, True):
-                patch.setattr(script, "mock_training", mock_training)
-                Accelerator()
-                script.training_check(use_seedable_sampler=seedable)
-                reset()
-            assert len(made) >= 4
-            patch.undo()
-            patch.setattr(Accelerator, "prepare_model", partialmethod(Accelerator.prepare_model, evaluation_mode=True))
-            optimizers = [torch.optim.AdamW, lambda params, lr: lomo(params, lr)]
-            patch.setattr(sync, "AdamW", lambda params, lr: optimizers.pop(0)(params, lr=lr))
-            patch.setattr(sync, "check_model_parameters", lambda *args, **options: None)
-            sync.test_gradient_accumulation_with_opt_and_scheduler()
-            assert made[-1].last_step.step == (3 if rank is None else 2)
-        finally:
-            if rank is not None:
-                forget_environment()
-
-
-def test_their_tests():
-    own_tests()
-
-
-def test_their_tests_on_two_ranks(two):
-    two.run(own_tests)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
+from support import runs
 from trl import SFTConfig
 
 import lowmem
@@ -29,10 +29,8 @@ from lowmem.hf import checkpoint
 from lowmem.run import build, data, environment, secrets
 from lowmem.run.folder import RunFolder
 from lowmem.run.recipe import parse
-from scripts.make_model import make_model, train_tokenizer
 
 PACKAGE = Path(lowmem.__file__).parent
-TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
 COMMANDS = ["sft", "inspect", "plan", "generate"]
 
 
@@ -77,37 +75,20 @@ def test_only_what_the_user_names_is_imported():
     }
 
 
-def test_a_yaml_file_makes_no_objects(tmp_path):
-    (tmp_path / "run.yaml").write_text("output_dir: !!python/object/apply:os.mkdir [marker]")
-    with pytest.raises(ConfigError, match="line 1: could not determine a constructor"):
-        parse("sft", ["--config", str(tmp_path / "run.yaml")])
-    assert not Path("marker").exists()
-
-
 # --- What comes with a model ------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """A directory with a small model, chats, and a configuration that trains the model `model`."""
-    home = tmp_path_factory.mktemp("security")
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    tokenizer = train_tokenizer(["hello there, how are you"], 270, TEMPLATE)
-    make_model(home / "model", tokenizer, max_position_embeddings=64, **sizes)
-    chats = [[{"role": "user", "content": f"a {n}"}, {"role": "assistant", "content": f"b {n}"}] for n in range(8)]
-    (home / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
-    settings = {
-        "output_dir": "run", "model_name_or_path": "model", "dtype": "float32", "max_length": 32, "max_steps": 1,
-        "datasets": [{"path": "json", "data_files": "chats.jsonl"}], "fused": {"rule": "lomo"}, "learning_rate": 1e-3,
-        "per_device_train_batch_size": 2, "max_grad_norm": 0, "save_strategy": "no", "bf16": False,
-    }  # fmt: skip
-    (home / "run.yaml").write_text(yaml.safe_dump(settings))
-    return home
-
-
 @pytest.fixture
-def home(made, tmp_path, monkeypatch):
-    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+def home(tmp_path, monkeypatch):
+    """The working directory: a small model in `model`, chats, and a configuration that trains it."""
+    shutil.copytree(runs.assets() / "model", tmp_path / "model")
+    shutil.copy(runs.assets() / "chats.jsonl", tmp_path)
+    places = {"output_dir": "run", "model_name_or_path": "model"}
+    data = [{"path": "json", "data_files": "chats.jsonl"}]
+    config = runs.write(
+        tmp_path, **places, datasets=data, fused={"rule": "lomo"}, max_length=32, max_steps=1, bf16=False
+    )
+    config.rename(tmp_path / "run.yaml")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked on the terminal"))
     return tmp_path
@@ -169,8 +150,7 @@ def test_adapters_are_not_executed(home, capsys):
 
 def test_what_a_known_kind_of_model_does_not_need_is_neither_read_nor_run(home, capsys):
     model = home / "model"
-    names = ("training_args.bin", "optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state.pth", "adapter_model.bin")
-    for name in names:
+    for name in ("training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth", "adapter_model.bin"):
         torch.save(Bomb(), model / name)
     torch.save({"weight": Bomb()}, model / "pytorch_model.bin")
     edit(model / "config.json", auto_map={"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"})
@@ -277,27 +257,33 @@ def test_links_are_removed_and_not_where_they_lead(tmp_path, outside):
     assert [path.name for path in run_dir.iterdir()] == ["checkpoint-3"]
 
 
+def staged(run_dir, *names):
+    """Files of this run that are about to be published."""
+    for name in names:
+        path = run_dir / ".saving" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("of this run")
+    return run_dir / ".saving"
+
+
 @pytest.mark.parametrize("target", ["checkpoint-1", "gone"])
 def test_a_checkpoint_replaces_a_link_and_not_where_it_leads(tmp_path, outside, target):
     run_dir = tmp_path / "run"
-    checkpoints(run_dir / ".saving", 1)
+    saving = staged(run_dir, "checkpoint-1/weights")
     (run_dir / "checkpoint-1").symlink_to(outside / target)
     (run_dir / ".replaced").symlink_to(outside)
-    checkpoint.publish(run_dir / ".saving" / "checkpoint-1", run_dir / "checkpoint-1")
-    assert not (run_dir / "checkpoint-1").is_symlink()
+    checkpoint.publish(saving / "checkpoint-1", run_dir / "checkpoint-1")
+    assert not (run_dir / "checkpoint-1").is_symlink() and not (run_dir / ".replaced").exists()
     assert (run_dir / "checkpoint-1" / "weights").read_text() == "of this run"
-    assert not (run_dir / ".replaced").exists()
 
 
 def test_a_final_model_replaces_links_and_not_where_they_lead(tmp_path, outside):
-    run_dir, staged = tmp_path / "run", tmp_path / "run" / ".saving" / "model"
-    for folder in (run_dir, staged / "adapter"):
-        folder.mkdir(parents=True, exist_ok=True)
+    run_dir = tmp_path / "run"
+    saving = staged(run_dir, "model/config.json", "model/weights", "model/adapter/config.json")
     for name in ("config.json", "weights"):
-        (staged / name).write_text("of this run")
         (run_dir / name).symlink_to(outside / "checkpoint-1" / "weights")
     (run_dir / "adapter").symlink_to(outside)
-    checkpoint.publish_model(staged, run_dir)
+    checkpoint.publish_model(saving / "model", run_dir)
     assert not any(path.is_symlink() for path in run_dir.iterdir())
 
 
@@ -420,7 +406,7 @@ def test_a_run_that_fails_writes_and_prints_no_secret(home, monkeypatch, capsys)
 
 
 def test_the_command_is_recorded_without_secrets(tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_API_KEY", "markerofwandb")
+    monkeypatch.setenv("WANDB_API_KEY", SECRETS["WANDB_API_KEY"])
     monkeypatch.setattr(sys, "argv", ["lowmem", "sft", "--hub_token=abc", "--run_name", "markerofwandb"])
     environment.write_environment(tmp_path)
     command = json.loads((tmp_path / "environment.json").read_text())["command"]
@@ -428,11 +414,10 @@ def test_the_command_is_recorded_without_secrets(tmp_path, monkeypatch):
 
 
 def test_a_configuration_with_the_value_of_a_secret_variable_is_refused(home, monkeypatch):
-    monkeypatch.setenv("WANDB_API_KEY", "markerofwandb")
+    monkeypatch.setenv("WANDB_API_KEY", SECRETS["WANDB_API_KEY"])
     assert secrets.redacted("a markerofwandb b") == "a *** b"
-    for words in (["--run_name", "markerofwandb"], ["--hub_token", "abc"]):
-        with pytest.raises(ConfigError, match=f"{words[0]} contains a password or token"):
-            parse("sft", ["--config", "run.yaml", *words])
+    with pytest.raises(ConfigError, match="--run_name contains a password or token"):
+        parse("sft", ["--config", "run.yaml", "--run_name", "markerofwandb"])
 
 
 # Fields of the trainer whose names say that something is sent, or written or read elsewhere.

@@ -1,6 +1,6 @@
 """Adapters of PEFT in fused trainers: the same training, and checkpoints that are complete and resume bit for bit."""
 
-import os
+from contextlib import nullcontext
 
 import peft
 import pytest
@@ -11,7 +11,7 @@ from datasets import Dataset
 from support.nets import assert_same
 from support.ranks import Ranks
 from support.trainers import fused as fused_class
-from support.trainers import require, require_sharding
+from support.trainers import joined, losses, quiet, require, require_sharding
 from transformers import BitsAndBytesConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import lowmem
@@ -58,29 +58,20 @@ def make(tiny_llama, tmp_path):
             model = peft.get_peft_model(model, CONFIGS[config]())
         if change is not None:
             change(model)
-        defaults = {
-            "output_dir": str(tmp_path / run), "max_steps": 3, "per_device_train_batch_size": 4, "learning_rate": 3e-2,
-            "logging_steps": 1, "save_strategy": "no", "max_grad_norm": 0.0, "report_to": "none", "disable_tqdm": True,
-            "optim": "adamw_torch" if cls is Trainer else "adamw_torch_fused", "dataloader_pin_memory": False,
-            "weight_decay": 0.1,
-        }  # fmt: skip
-        options = {} if cls is Trainer else {"fused": lowmem.FusedConfig(rule="torch.optim.AdamW", **SINGLE)}
-        arguments = TrainingArguments(**{**defaults, **arguments})
-        return cls(model, arguments, train_dataset=samples, eval_dataset=samples[:8], **options)
+        usual = quiet(tmp_path / run, per_device_train_batch_size=4, learning_rate=3e-2, max_grad_norm=0.0)
+        usual |= {"weight_decay": 0.1, "optim": "adamw_torch" if cls is Trainer else "adamw_torch_fused"}
+        options = {} if cls is Trainer else {"fused": lowmem.FusedConfig(rule="torch.optim.AdamW", foreach=False)}
+        args = TrainingArguments(**usual | arguments)
+        return cls(model, args, train_dataset=samples, eval_dataset=samples[:8], **options)
 
     return factory
 
 
-SINGLE = {"foreach": False}
 SAVES = {"save_strategy": "steps", "save_steps": 2}
 
 
 def state(trainer):
     return {name: tensor.detach().clone() for name, tensor in trainer.model.state_dict().items()}
-
-
-def losses(trainer):
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 @pytest.mark.parametrize("config", [pytest.param(name, marks=ON_A_CPU.get(name, ())) for name in CONFIGS])
@@ -187,21 +178,15 @@ def rename_adapter(folder):
         (folder / name).rename(folder / "other" / name)
 
 
+def nothing(folder):
+    pass
+
+
 MISFITS = {
-    "no norms": (
-        "LoRA",
-        lambda f: (f / "trained.safetensors").unlink(),
-        unfreeze,
-        r"trained\.safetensors is missing",
-    ),
-    "norms not trained": (
-        "LoRA",
-        lambda f: None,
-        None,
-        r"trained\.safetensors contains parameters, apart from the adapters, that are frozen",
-    ),
-    "another type": ("IA3", lambda f: None, unfreeze, "the model has no weight .*lora_A"),
-    "another rank": ("DoRA", lambda f: None, unfreeze, "weights are missing, such as .*lora_magnitude_vector"),
+    "no norms": ("LoRA", lambda f: (f / "trained.safetensors").unlink(), unfreeze, r"trained\.safetensors is missing"),
+    "norms not trained": ("LoRA", nothing, None, r"contains parameters, apart from the adapters, that are frozen"),
+    "another type": ("IA3", nothing, unfreeze, "the model has no weight .*lora_A"),
+    "another rank": ("DoRA", nothing, unfreeze, "weights are missing, such as .*lora_magnitude_vector"),
     "another name": ("LoRA", rename_adapter, unfreeze, "saved/adapter_model.safetensors is missing"),
 }
 
@@ -262,12 +247,9 @@ def make_trl(tiny_llama, tmp_path):
             model = peft.get_peft_model(model, CONFIGS[config]())
         else:
             keywords["peft_config"] = CONFIGS[config]()
-        args = getattr(trl, f"{kind}Config")(
-            output_dir=str(tmp_path / ("run" if fused else "ordinary")), max_steps=3, per_device_train_batch_size=2,
-            learning_rate=1e-2, logging_steps=1, save_strategy="steps", save_steps=2, max_grad_norm=0.0, seed=seed + 42,
-            data_seed=42, report_to="none", disable_tqdm=True, bf16=False, dataloader_pin_memory=False,
-            optim="adamw_torch_fused" if fused else "adamw_torch", **options,
-        )  # fmt: skip
+        usual = quiet(tmp_path / ("run" if fused else "ordinary"), max_grad_norm=0.0, seed=seed + 42, data_seed=42)
+        usual |= {**SAVES, "optim": "adamw_torch_fused" if fused else "adamw_torch"}
+        args = getattr(trl, f"{kind}Config")(**usual | options)
         return (fused_class(trainer) if fused else trainer)(
             model, args=args, train_dataset=Dataset.from_list(ROWS[kind]), processing_class=tokenizer, **keywords
         )
@@ -351,19 +333,15 @@ def two():
 
 def train_on_ranks(rank, llama, config, folder, sharding, resume_from=None):
     """The state and the losses of a run on ranks with a norm trained too; on a new model, what it saved at its end."""
-    world = 1
-    if dist.is_initialized():
-        world = dist.get_world_size()
-        for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
-            del os.environ[name]  # of the run before
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
-        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
-    args = TrainingArguments(
-        output_dir=str(folder), max_steps=3, per_device_train_batch_size=4 // world, learning_rate=1e-2,
-        logging_steps=1, save_strategy="steps", save_steps=1, max_grad_norm=0.0, report_to="none", disable_tqdm=True,
-        use_cpu=True, dataloader_pin_memory=False, eval_strategy="steps", eval_steps=1, load_best_model_at_end=True,
-        **SHARDED[sharding],
-    )  # fmt: skip
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    evaluated = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "max_grad_norm": 0.0}
+    saved = {"save_strategy": "steps", "save_steps": 1, "per_device_train_batch_size": 4 // world, "use_cpu": True}
+    with joined(rank) if world > 1 else nullcontext():
+        args = TrainingArguments(**quiet(folder, **evaluated, **saved, **SHARDED[sharding]))
+        return _trained(args, llama, config, folder, resume_from)
+
+
+def _trained(args, llama, config, folder, resume_from):
     source = torch.Generator().manual_seed(3)
     samples = [{"input_ids": row, "labels": row} for row in torch.randint(97, (24, 12), generator=source)]
     torch.manual_seed(0)

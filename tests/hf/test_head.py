@@ -1,10 +1,5 @@
-"""The loss from tiles of logits, activations recomputed or offloaded: the same gradients, less memory, or a message.
+"""The output head of trainers: the losses and weights of the model's own logits, which exist only in tiles."""
 
-Trainers and runs use TRL's head; loops can use PyTorch's `linear_cross_entropy`.
-"""
-
-import sys
-from contextlib import nullcontext
 from itertools import product
 
 import peft
@@ -12,137 +7,23 @@ import pytest
 import torch
 import trl
 from datasets import Dataset
-from support.nets import Memory
-from support.trl_on_cpus import TRAINS_ON_GPUS_ALONE
+from support.trainers import both, fused, losses, quiet
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
-from trl.models.activation_offloading import get_act_offloading_ctx_manager
 
 import lowmem
 from lowmem.errors import ConfigError, UnsupportedError
+from lowmem.hf.layers import described
 from lowmem.layers.config import LayersConfig
-from lowmem.trainer import FusedSFTTrainer, FusedTrainer, FusedTrainerMixin
+from lowmem.trainer import FusedSFTTrainer, FusedTrainer
 from scripts.make_model import train_tokenizer
 
-MIB = 1 << 20
 pytestmark = pytest.mark.filterwarnings("ignore:Expected a tensor")
 
 
-def own_loss(model, input_ids, labels):
-    return model(input_ids=input_ids, labels=labels).loss
-
-
-def trl_loss(model, input_ids, labels):
-    return model(input_ids=input_ids, labels=labels, fused_lm_head=True).loss
-
-
-def torch_loss(model, input_ids, labels):
-    hidden = model.model(input_ids).last_hidden_state[:, :-1].flatten(0, 1)
-    losses = torch.nn.functional.linear_cross_entropy(
-        hidden, model.lm_head.weight, labels[:, 1:].flatten(), reduction="none",
-        options=torch.nn.LinearCrossEntropyOptions(),
-    )  # fmt: skip
-    return losses.float().mean()
-
-
-needs_torch_head = pytest.mark.skipif(
-    not hasattr(torch.nn, "LinearCrossEntropyOptions"), reason="this PyTorch has no linear_cross_entropy in tiles"
-)
 add_fused_lm_head = getattr(trl.trainer.utils, "add_fused_lm_head", None)
 needs_trls_head = pytest.mark.skipif(add_fused_lm_head is None, reason="this TRL has no fused head")
-TILED = [
-    pytest.param(trl_loss, id="trl", marks=needs_trls_head),
-    pytest.param(torch_loss, id="torch", marks=needs_torch_head),
-]
-
-
-@pytest.fixture
-def model(tiny_llama):
-    """A factory of small Llamas with TRL's head, as its trainers add it."""
-
-    def make(dtype=torch.float32, checkpointing=False, **config):
-        model = tiny_llama(dtype, checkpointing, **config)
-        if add_fused_lm_head is not None:
-            add_fused_lm_head(model)
-        return model
-
-    return make
-
-
-# --- In a loop ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("loss", TILED)
-@pytest.mark.parametrize("tied", [False, True])
-def test_tiles_give_the_loss_and_gradients_of_the_model(loss, tied, model, token_batches):
-    """The order of summation differs: 1e-5 of a gradient in float32."""
-    (batch,) = token_batches(1)
-    results = []
-    for compute in (own_loss, loss):
-        net = model(tie_word_embeddings=tied)
-        value = compute(net, **batch)
-        value.backward()
-        results.append((value.detach(), [param.grad for param in net.parameters()]))
-    (own_value, own_grads), (value, grads) = results
-    torch.testing.assert_close(value, own_value, rtol=1e-6, atol=0)
-    for grad, own_grad in zip(grads, own_grads, strict=True):
-        assert (grad - own_grad).norm() <= 1e-5 * own_grad.norm()
-
-
-POLICIES = {
-    "immediate": ({}, 1),
-    "two_pass": ({"clip_norm": 0.5, "policy": "two_pass"}, 1),
-    "deferred": ({"clip_norm": 0.5}, 3),
-}
-
-
-@pytest.mark.parametrize(("options", "micro_batches"), POLICIES.values(), ids=POLICIES)
-@pytest.mark.parametrize("loss", TILED)
-@pytest.mark.parametrize("tied", [False, True])
-def test_fused_training_on_tiles_is_ordinary_training_to_the_last_bit(
-    loss, tied, options, micro_batches, model, token_batches
-):
-    """A tied weight gets one gradient, the sum of the head's and the embedding's."""
-    settings = {"lr": 1e-2, "foreach": False}
-    fused, plain = (model(tie_word_embeddings=tied, attention_dropout=0.1, checkpointing=True) for _ in range(2))
-    opt = lowmem.FusedOptimizer(fused.named_parameters(), rule=torch.optim.AdamW, **settings, **options)
-    adamw = torch.optim.AdamW(plain.parameters(), **settings)
-    for step in range(3):
-        batches = token_batches(3 * micro_batches)[step::3]
-        torch.manual_seed(step)
-        for n, batch in enumerate(batches, start=1):
-            with opt.accumulate() if n < micro_batches else nullcontext():
-                opt.backward(loss(fused, **batch) / micro_batches)
-        torch.manual_seed(step)
-        for batch in batches:
-            (loss(plain, **batch) / micro_batches).backward()
-        if "clip_norm" in options:
-            torch.nn.utils.clip_grad_norm_(plain.parameters(), options["clip_norm"])
-        adamw.step()
-        adamw.zero_grad()
-    assert opt.policy == options.get("policy", "immediate" if micro_batches == 1 else "deferred")
-    assert all(map(torch.equal, fused.parameters(), plain.parameters()))
-
-
-@needs_trls_head
-@pytest.mark.skipif(TRAINS_ON_GPUS_ALONE, reason="this TRL offloads activations of a GPU alone")
-@pytest.mark.parametrize("policy", ["immediate", "deferred"])
-def test_offloaded_activations_give_the_same_weights(policy, model, token_batches, monkeypatch):
-    """TRL's offloading takes the CPU for an accelerator here: every activation is offloaded and loaded."""
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device("cpu"))
-    monkeypatch.delitem(sys.modules, "bitsandbytes", raising=False)  # where it is imported, TRL empties a GPU's cache
-    nets = [model(checkpointing=True, tie_word_embeddings=True) for _ in range(2)]
-    offloading = get_act_offloading_ctx_manager(nets[0], use_pin_memory=False, use_streams=False, min_offload_size=1)
-    for net, context in zip(nets, (offloading, nullcontext()), strict=True):
-        opt = lowmem.FusedOptimizer(net.named_parameters(), lr=1e-2, policy=policy)
-        for batch in token_batches(3):
-            with context:
-                loss = trl_loss(net, **batch)
-                assert context is not offloading or any(entry[1] for entry in offloading.tracker.values())
-                opt.backward(loss)
-    assert all(map(torch.equal, *(net.parameters() for net in nets)))
-
 
 # --- In TRL's trainer ---------------------------------------------------------------------------------------------
 
@@ -155,37 +36,24 @@ def tokenizer():
 @pytest.fixture
 def make(tiny_llama, tokenizer, tmp_path):
     """A factory of trainers on rows of equal length; keyword arguments are training arguments."""
-    rows = Dataset.from_list([{"input_ids": ids, "labels": ids} for ids in torch.randint(97, (24, 12)).tolist()])
+    rows = Dataset.from_list([{"input_ids": ids, "labels": ids} for ids in torch.randint(3, 97, (24, 12)).tolist()])
 
     def factory(cls=FusedSFTTrainer, model=None, fused=None, layers=None, **arguments):
         options = {"processing_class": tokenizer} if cls is FusedSFTTrainer else {}
-        config = trl.SFTConfig(
-            **{
-                "output_dir": str(tmp_path), "max_steps": 5, "per_device_train_batch_size": 4, "learning_rate": 1e-2,
-                "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "bf16": False, "max_grad_norm": 0.0,
-                "dataloader_pin_memory": False, "gradient_checkpointing": False, **arguments,
-            }
-        )  # fmt: skip
-        return cls(
-            model or tiny_llama(tie_word_embeddings=True),
-            args=config,
-            train_dataset=rows,
-            fused=fused,
-            layers=layers,
-            **options,
+        usual = quiet(
+            tmp_path, max_steps=5, per_device_train_batch_size=4, max_grad_norm=0.0, gradient_checkpointing=False
         )
+        net = model or tiny_llama(tie_word_embeddings=True)
+        args = trl.SFTConfig(**usual | arguments)
+        return cls(net, args=args, train_dataset=rows, fused=fused, layers=layers, **options)
 
     return factory
 
 
+ACCUMULATED = {"max_grad_norm": 0.5, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
 TRAINED = {
-    "immediate": {},
     "clipped in two passes": {"max_grad_norm": 0.5},
-    "clipped and accumulated": {
-        "max_grad_norm": 0.5,
-        "gradient_accumulation_steps": 2,
-        "per_device_train_batch_size": 2,
-    },
+    "clipped and accumulated": ACCUMULATED,
     "checkpointed": {"gradient_checkpointing": True},
     "every second layer": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"every_n_layers": 2}},
     "selective": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"selective": True}},
@@ -207,7 +75,7 @@ def test_the_trainer_trains_as_with_the_loss_of_the_model(arguments, make):
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("arguments", [TRAINED["immediate"], TRAINED["clipped and accumulated"]], ids=["one", "more"])
+@pytest.mark.parametrize("arguments", [{}, ACCUMULATED], ids=["one", "more"])
 def test_a_tied_head_may_have_a_bias(arguments, make, offers):
     """As Phi's, which is updated before the weight that its gradient was computed with."""
     weights = []
@@ -228,61 +96,46 @@ def test_a_tied_head_may_have_a_bias(arguments, make, offers):
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.cpu_only("it counts the memory of a CPU")
-def test_logits_exist_only_in_tiles(make, tiny_llama, token_batches):
-    """The loss of the model allocates three float32 tensors of their size; tiles allocate less than one."""
-    vocabulary, size = 32_000, (4, 128)
-    (batch,) = token_batches(1, size, vocabulary)
-    logits = size[0] * size[1] * vocabulary * 4
-    peaks = []
-    for tiled in (False, True):
-        net = tiny_llama(vocab_size=vocabulary)
-        trainer = make(model=net, layers=LayersConfig(head_memory="16MiB")) if tiled else None
-        opt = trainer.create_optimizer() if tiled else lowmem.FusedOptimizer(net.named_parameters(), lr=1e-2)
-        for _ in range(2):  # the first one makes states
-            inputs = {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
-            with Memory(net, opt) as memory:
-                opt.backward(trainer.compute_loss(net, inputs) if tiled else own_loss(net, **batch))
-        peaks.append(memory.above)
-    own, tiles = peaks
-    assert own >= 3 * logits
-    assert tiles <= logits
-
-
 # --- Heads of all kinds -------------------------------------------------------------------------------------------
 
+VOCABULARY = 1024
 TOKENS = {"pad_token_id": 0, "eos_token_id": 1, "sep_token_id": 1, "bos_token_id": 2, "cls_token_id": 2}
-ONE_MATRIX = {
+GROUPED, TIED = {"num_key_value_heads": 4}, {"tie_word_embeddings": True}
+EXPERTS = {"num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.1}
+KINDS = {
     "llama": {},
-    "gemma2": {"head_dim": 8, "final_logit_softcapping": 5.0},
-    "cohere": {"logit_scale": 4.0},
-    "granite": {"logits_scaling": 8.0},
-    "opt": {},
+    "qwen2": GROUPED | TIED,
+    "qwen3": GROUPED | TIED | {"head_dim": 8},
+    "mistral": GROUPED,
+    "gemma2": TIED | {"head_dim": 8, "final_logit_softcapping": 5.0},
+    "gemma3_text": TIED | {"head_dim": 8},
+    "gpt2": TIED | {"n_embd": 32, "n_layer": 1, "n_head": 4},
+    "mixtral": GROUPED | EXPERTS | {"num_local_experts": 4},
+    "qwen3_moe": EXPERTS | {"num_experts": 4, "moe_intermediate_size": 16, "head_dim": 8},
+    "cohere": TIED | {"logit_scale": 4.0},
+    "granite": {"logits_scaling": 8.0, "embedding_multiplier": 3.0},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 16},
     "phi": {},
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8},
-}
-# Heads that TRL's fused head gets wrong: a layer before the matrix, or a cap under a name of its own.
-MORE = {
+    # heads that TRL's fused head gets wrong: a layer before the matrix, or a cap under a name of its own
     "modernbert-decoder": TOKENS,
     "bert": {"is_decoder": True},
     "electra": {"is_decoder": True, "embedding_size": 16},
     "recurrent_gemma": {"lru_width": 32, "num_hidden_layers": 3},
     "xlstm": {"num_heads": 4, "num_blocks": 1},
-    "falcon": {"num_attention_heads": 4},
+    "falcon": {},
 }
+# Of these kinds, only some gradients can be computed: of a head or an embedding that is not recognized, none.
+IN_PART = {"opt", "modernbert-decoder", "bert", "electra", "recurrent_gemma", "xlstm", "falcon"}
 CONVOLVES = {"recurrent_gemma": pytest.mark.cpu_only("the simulated GPU has no depthwise convolution")}
-KINDS = {**ONE_MATRIX, **MORE}
 
 
 def small(kind, **config):
     """A small model of a type."""
     torch.manual_seed(0)
-    sizes = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
-    widths = {"ffn_dim": 48, "word_embed_proj_dim": 16} if kind == "opt" else {"intermediate_size": 48}
-    dropout = dict.fromkeys(
-        ("hidden_dropout_prob", "attention_probs_dropout_prob", "attention_dropout", "dropout"), 0.0
-    )
-    options = {**sizes, **widths, **dropout, **KINDS[kind], **config}
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    sizes |= {"pad_token_id": 0} if kind == "opt" else {"intermediate_size": 48, "pad_token_id": 0}
+    dropout = ("hidden_dropout_prob", "attention_probs_dropout_prob", "attention_dropout", "dropout")
+    options = {**sizes, **dict.fromkeys(dropout, 0.0), **KINDS[kind], **config}
     try:
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **options))
     except Exception as error:  # some versions check the types of a configuration against its own defaults
@@ -297,24 +150,33 @@ class Doubled(torch.nn.Linear):
 
 
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=CONVOLVES.get(kind, ())) for kind in KINDS])
-def test_a_model_is_trained_by_its_own_logits(kind, make, matrices):
-    """Whatever it does before and after the matrix, and where the output embedding is of another class."""
-    weights = []
-    for cls in (FusedSFTTrainer, FusedTrainer):
+def test_a_model_is_trained_by_its_own_logits(kind, make, matrices, offers):
+    """Whatever it does before and after the matrix: by SGD, in which a weight differs by as much as its gradient."""
+    trainers = []
+    for cls, layers in ((FusedTrainer, LayersConfig(computed_gradients=False)), (FusedSFTTrainer, None)):
+        assert not offers and not matrices
         net = small(kind)
         if kind == "falcon":
             net.lm_head.__class__ = Doubled
         try:
-            trainer = make(cls, net, lowmem.FusedConfig(rule="lomo"), learning_rate=0.1)
+            trainer = make(cls, net, lowmem.FusedConfig(rule="lomo"), layers, learning_rate=0.1)
             trainer.train()
         except Exception as error:
             if "a second time" not in str(error) and "rope_parameters" not in str(error):
                 raise
             pytest.skip(f"this transformers cannot train or save a {kind}: {error}")
-        weights.append([param.detach() for param in trainer.model.parameters()])
-    for actual, expected in zip(*weights, strict=True):
+        trainers.append(trainer)
+    ordinary, computed = trainers
+    assert losses(computed) == pytest.approx(losses(ordinary), rel=1e-4)
+    for actual, expected in zip(computed.model.parameters(), ordinary.model.parameters(), strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
     assert not matrices or add_fused_lm_head is None  # for the entropy
+    if kind not in IN_PART:
+        assert {offer for of in offers.values() for offer in of} == {
+            ("HeadGradient", True),
+            ("EmbeddingGradient", True),
+        }
+        assert described(computed.model, computed.optimizer).endswith(": computed as they are read")
 
 
 LORA = {"target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
@@ -354,7 +216,6 @@ def test_the_loss_of_adapters_is_that_of_the_model(name, make, tiny_llama):
 
 # --- Every trainer, as without the mixin --------------------------------------------------------------------------
 
-VOCABULARY = 1000
 PARTS = ("the old", "a new", "one"), ("cat", "dog", "hen"), ("sat", "ran", "ate", "hid")
 LINES = [" ".join(parts) for parts in product(*PARTS)]
 ROWS = {
@@ -403,41 +264,97 @@ def test_a_trainer_logs_and_learns_what_it_does_without_the_mixin(case, tokenize
     except RuntimeError as error:
         pytest.skip(f"TRL has no {name} trainer here: {str(error).splitlines()[-1]}")
     options = dict(options)
-    kind, tied, peft_config = options.pop("kind", "llama"), options.pop("tied", False), options.pop("peft_config", None)
+    kind, peft_config = options.pop("kind", "llama"), options.pop("peft_config", None)
+    tied = {"tie_word_embeddings": options.pop("tied", False)}
     if unknown := options.keys() - config.__dataclass_fields__:
         pytest.skip(f"this TRL has no {unknown}")
-    runs = []
-    for mixin in (False, True):
-        args = config(
-            **{
-                "output_dir": str(tmp_path), "max_steps": 3, "per_device_train_batch_size": 12, "learning_rate": 1e-2,
-                "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "bf16": False,
-                "adam_epsilon": 1e-2, "max_grad_norm": 0.0, "dataloader_pin_memory": False, **options,
-            }
-        )  # fmt: skip
-        sizes = {"vocab_size": VOCABULARY, "tie_word_embeddings": tied, "pad_token_id": 0}
-        keywords = {"layers": LayersConfig(head_memory="64KiB")} if mixin else {}
+    args = quiet(tmp_path, per_device_train_batch_size=12, adam_epsilon=1e-2, max_grad_norm=0.0) | options
+    keywords = {"processing_class": tokenizer, "peft_config": peft_config}
+    rows = []
+
+    def make(mixin):
+        parts = {"layers": LayersConfig(head_memory="64KiB")} if mixin else {}
         if name != "SFT" and peft_config is None:
-            keywords["ref_model"] = small(kind, **sizes)
+            parts["ref_model"] = small(kind, **tied)
+        make_trainer = fused(cls) if mixin else cls
+        data = Dataset.from_list(ROWS[name])
         try:
-            trainer = (type("Fused", (FusedTrainerMixin, cls), {}) if mixin else cls)(
-                small(kind, **sizes), args=args, train_dataset=Dataset.from_list(ROWS[name]),
-                processing_class=tokenizer, peft_config=peft_config, **keywords,
-            )  # fmt: skip
+            trainer = make_trainer(small(kind, **tied), args=config(**args), train_dataset=data, **keywords, **parts)
         except AttributeError as error:
             pytest.skip(f"this TRL cannot train a model of this transformers: {error}")
-        with Rows() as rows:
-            trainer.train()
-        logs = [{k: v for k, v in entry.items() if "time" not in k} for entry in trainer.state.log_history[:3]]
-        runs.append((logs, [*trainer.model.parameters()], rows.most))
-    (theirs, ordinary, all_rows), (mine, fused, some_rows) = runs
-    for one, other in zip(fused, ordinary, strict=True):
+        train = trainer.train
+
+        def counted():
+            with Rows() as counter:
+                train()
+            rows.append(counter.most)
+
+        trainer.train = counted
+        return trainer
+
+    ordinary, ours = both(make)
+    for one, other in zip(ours.model.parameters(), ordinary.model.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-    for entry, own in zip(mine, theirs, strict=True):
+    for entry, own in zip(ours.state.log_history[:3], ordinary.state.log_history[:3], strict=True):
         rounded = 1.1e-4 if own["loss"] == round(own["loss"], 4) else 1e-5  # transformers 4 logs four digits
-        assert {k: entry[k] for k in own} == pytest.approx(own, rel=1e-5, abs=rounded)
+        expected = {key: value for key, value in own.items() if "time" not in key}
+        assert {key: entry[key] for key in expected} == pytest.approx(expected, rel=1e-5, abs=rounded)
+    all_rows, some_rows = rows
     assert some_rows <= 128  # of which TRL before 1.15 computes the entropy
     assert all_rows > 128 or cls is trl.SFTTrainer  # whose own loss may be computed in chunks
+
+
+SMOOTHED = {"label_smoothing_factor": 0.2, "learning_rate": 0.1, "loss_type": "nll"}
+
+
+def test_smoothed_labels_are_those_of_the_full_logits(make):
+    """Hugging Face's LabelSmoother, without the logits that it needs."""
+    rule = lowmem.FusedConfig(rule="lomo")
+    tensors, computed, plain = (
+        make(model=small("llama"), fused=rule, layers=layers, **SMOOTHED | changes)
+        for layers, changes in (
+            (LayersConfig(computed_gradients=False), {}),
+            (None, {}),
+            (None, {"label_smoothing_factor": 0.0}),
+        )
+    )
+    for trainer in (tensors, computed, plain):
+        trainer.train()
+    assert losses(computed) == pytest.approx(losses(tensors), rel=1e-4, abs=1e-6)
+    scores = [trainer.evaluate(trainer.train_dataset)["eval_loss"] for trainer in (tensors, computed)]
+    assert scores[0] == pytest.approx(scores[1], rel=1e-5)
+    for one, other in zip(computed.model.parameters(), tensors.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(plain.model.lm_head.weight, computed.model.lm_head.weight, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("rule", "vocabulary", "words"),
+    [
+        ("torch.optim.SGD", VOCABULARY, ": tensors"),
+        ("lomo", 300, ": tensors"),
+        ("lomo", VOCABULARY, ": computed as they are read"),
+    ],
+)
+def test_a_run_says_which_gradients_are_tensors(rule, vocabulary, words, make):
+    net = small("llama", vocab_size=vocabulary)
+    trainer = make(FusedTrainer, net, lowmem.FusedConfig(rule=rule))
+    assert described(net, trainer.create_optimizer()).endswith(words)
+    net.requires_grad_(False)
+    assert described(net, trainer.optimizer) == "the head and the embedding are not trained"
+
+
+@needs_trls_head
+def test_a_loss_of_the_entropy_keeps_trls_head(tokenizer, tmp_path):
+    """An entropy bonus has a gradient, which the head of this package does not compute."""
+    args = trl.GRPOConfig(output_dir=str(tmp_path), bf16=False, report_to="none", max_completion_length=4)
+    rows = Dataset.from_list([{"prompt": "some words"}] * 8)
+    trainer = fused(trl.GRPOTrainer)(
+        small("llama"), reward_funcs=len, args=args, train_dataset=rows, processing_class=tokenizer
+    )
+    ids = torch.randint(3, VOCABULARY, (1, 8)).to(trainer.model.device)
+    output = trainer.model(input_ids=ids, labels=ids, fused_lm_head=True)
+    assert output.entropy.requires_grad and output.log_probs.requires_grad
 
 
 def test_logits_are_ordinary_tensors_wherever_a_trainer_returns_them(make, matrices):

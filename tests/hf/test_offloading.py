@@ -47,7 +47,10 @@ def train(model, context=NO_CONTEXT, micro_batches=1, **options):
                 return model(input_ids=ids, labels=ids).loss / micro_batches
 
             with context, opt.accumulate() if n < micro_batches else nullcontext():
-                opt.backward(loss())
+                value = loss()
+                offloaded = getattr(context, "tracker", {0: (0, True)}).values()
+                assert any(on_host for _, on_host, *_ in offloaded)
+                opt.backward(value)
 
 
 POLICIES = {
@@ -57,13 +60,29 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("policy", POLICIES if FULL else ["two_pass"])
-def test_training_is_that_without_offload_to_the_last_bit(policy):
+@contextmanager
+def trl_offload(model):
+    """TRL's offload of all activations, which takes the CPU for an accelerator."""
+    from trl.models.activation_offloading import get_act_offloading_ctx_manager
+
+    cpu = mock.patch.object(torch.accelerator, "current_accelerator", lambda *_: torch.device("cpu"))
+    others = {name: module for name, module in sys.modules.items() if name != "bitsandbytes"}  # else it empties a cache
+    with cpu, mock.patch.dict(sys.modules, others, clear=True):
+        yield get_act_offloading_ctx_manager(model, use_pin_memory=False, use_streams=False, min_offload_size=1)
+
+
+WHERE = [("host", "two_pass"), ("trl", "immediate"), ("trl", "deferred")]
+WHERE += [("host", "immediate"), ("host", "deferred")] if FULL else []
+
+
+@pytest.mark.parametrize(("where", "policy"), WHERE)
+def test_training_is_that_without_offload_to_the_last_bit(where, policy):
     """Tied and frozen weights, and dropout, whose mask the recomputation draws again."""
-    nets = [llama(offload, tie_word_embeddings=True, attention_dropout=0.1) for offload in (False, True)]
+    nets = [llama(offload, tie_word_embeddings=True, attention_dropout=0.1) for offload in (False, where == "host")]
     for net in nets:
         net.model.layers[1].mlp.up_proj.weight.requires_grad_(False)
-        train(net, **POLICIES[policy])
+        with trl_offload(net) if (where, net) == ("trl", nets[1]) else nullcontext(NO_CONTEXT) as context:
+            train(net, context, **POLICIES[policy])
     for (name, weight), other in zip(nets[1].named_parameters(), nets[0].parameters(), strict=True):
         assert torch.equal(weight, other), name
 
@@ -80,17 +99,6 @@ def shard(rank, kind, make):
     for layer in model.model.layers:
         fully_shard(layer)
     return fully_shard(model)
-
-
-@contextmanager
-def trl_offload(model):
-    """TRL's offload of all activations, which takes the CPU for an accelerator."""
-    from trl.models.activation_offloading import get_act_offloading_ctx_manager
-
-    cpu = mock.patch.object(torch.accelerator, "current_accelerator", lambda *_: torch.device("cpu"))
-    others = {name: module for name, module in sys.modules.items() if name != "bitsandbytes"}  # else it empties a cache
-    with cpu, mock.patch.dict(sys.modules, others, clear=True):
-        yield get_act_offloading_ctx_manager(model, use_pin_memory=False, use_streams=False, min_offload_size=1)
 
 
 def on_ranks(rank, kind, offload, options):

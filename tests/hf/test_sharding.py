@@ -7,7 +7,7 @@ import peft
 import pytest
 import torch
 from support.ranks import RankError, Ranks
-from support.trainers import build, joined, require, require_sharding, saved
+from support.trainers import build, joined, losses, quiet, require, require_sharding, saved
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
@@ -38,18 +38,12 @@ def trained(rank, row, path, folder, sharding, dtype, lora):
     if lora:
         keywords["peft_config"] = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     with joined(rank):
-        options = {
-            "model_init_kwargs": {"dtype": dtype},
-            "max_steps": 2,
-            "use_cpu": True,
-            **SHARDED[sharding],
-        }
+        options = {"model_init_kwargs": {"dtype": dtype}, "max_steps": 2, "use_cpu": True, **SHARDED[sharding]}
         trainer = build(row, folder, True, keywords, **options)
         trainer.train()
         left = "ACCELERATE_USE_FSDP" in os.environ  # of which a later trainer would not know whose it is
         state = {name: placements.full_tensor(t).detach().clone() for name, t in trainer.model.named_parameters()}
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return losses, state, trainer.optimizer.placement, left
+    return losses(trainer), state, trainer.optimizer.placement, left
 
 
 CASES = [("SFT", "float32", False), ("SFT", "bfloat16", False), ("SFT", "auto", True), ("DPO", "float32", False)]
@@ -67,7 +61,7 @@ def test_a_model_by_its_path_is_sharded_and_trains_as_on_whole_ranks(sharded_ran
     path = saved().name
     try:
         (expected, weights, placement, _), _ = two.run(trained, row, path, str(tmp_path), "replicated", dtype, lora)
-        (losses, sharded, own, left), _ = ranks.run(trained, row, path, str(tmp_path), sharding, dtype, lora)
+        (actual, sharded, own, left), _ = ranks.run(trained, row, path, str(tmp_path), sharding, dtype, lora)
     except RankError as error:
         for words in ("not compatible with `create_reference_model()`", "no attribute 'warnings_issued'"):
             if words in str(error):
@@ -76,7 +70,7 @@ def test_a_model_by_its_path_is_sharded_and_trains_as_on_whole_ranks(sharded_ran
     assert (placement, own, left) == ("replicated", sharding, False)
     tolerance = 2e-2 if dtype == "bfloat16" else 1e-5
     # in the losses of GRPO and RLOO, terms of the size of 1 cancel each other
-    assert losses == pytest.approx(expected, rel=tolerance, abs=1e-6)
+    assert actual == pytest.approx(expected, rel=tolerance, abs=1e-6)
     for name, weight in weights.items():
         assert sharded[name].dtype == weight.dtype
         torch.testing.assert_close(sharded[name], weight, rtol=1e-3, atol=tolerance)
@@ -91,16 +85,13 @@ def held_in_codes(rank, options, folder, resume=None):
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=4, use_cache=False))
     rows = [{"input_ids": ids, "labels": ids} for ids in torch.arange(32 * 16).view(32, 16) * 7 % 97]
     with joined(rank):
-        args = TrainingArguments(
-            output_dir=folder, max_steps=4, per_device_train_batch_size=2, learning_rate=1e-2, logging_steps=1,
-            report_to="none", use_cpu=True, save_steps=2, **options,
-        )  # fmt: skip
+        saving = {"save_strategy": "steps", "save_steps": 2}
+        args = TrainingArguments(**quiet(folder, max_steps=4, use_cpu=True, **saving, **options))
         fused = FusedConfig(rule="adamw", state_storage="8bit", weight_format="int12")
         trainer = FusedTrainer(model=model.bfloat16().train(), args=args, train_dataset=rows, fused=fused)
         trainer.train(resume_from_checkpoint=resume)
         assert in_codes(trainer.model)
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return losses, {name: placements.full_tensor(param) for name, param in trainer.model.named_parameters()}
+    return losses(trainer), {name: placements.full_tensor(param) for name, param in trainer.model.named_parameters()}
 
 
 def test_weights_in_codes_are_sharded_by_fsdp2_alone(sharded_ranks, two, tmp_path):
@@ -113,11 +104,11 @@ def test_weights_in_codes_are_sharded_by_fsdp2_alone(sharded_ranks, two, tmp_pat
     broadcast = {**options, "fsdp_config": {**options["fsdp_config"], "cpu_ram_efficient_loading": True}}
     with pytest.raises(RankError, match="cpu_ram_efficient_loading can only broadcast ordinary weights"):
         ranks.run(held_in_codes, broadcast, folder)
-    (losses, weights), (_, of_other) = ranks.run(held_in_codes, options, folder)
+    (logged, weights), (_, of_other) = ranks.run(held_in_codes, options, folder)
     (whole, _), _ = two.run(held_in_codes, {}, str(tmp_path / "whole"))
-    assert losses == pytest.approx(whole, rel=1e-3)
+    assert logged == pytest.approx(whole, rel=1e-3)
     resumed, ended = two.run(held_in_codes, {}, str(tmp_path / "resumed"), f"{folder}/checkpoint-2")[0]
-    assert resumed == pytest.approx(losses, rel=1e-3)
+    assert resumed == pytest.approx(logged, rel=1e-3)
     for name, weight in weights.items():
         assert torch.equal(weight, of_other[name])
         assert (ended[name] != weight).float().mean() < 0.1, name

@@ -264,11 +264,6 @@ def test_no_way_to_less_memory_is_warned_about_or_has_the_rate_of_another_rule(w
     assert not caplog.messages
 
 
-def test_a_rate_that_is_chosen_for_another_rule_is_refused(write):
-    with pytest.raises(ConfigError, match="is the default of SFTConfig for AdamW"):
-        planned(write(learning_rate=None, fused={"rule": "lans"}))
-
-
 @pytest.mark.parametrize(
     ("config", "model"),
     [

@@ -15,12 +15,10 @@ from rich.console import Console
 from support.processes import sketch
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
 
-from lowmem import FusedConfig
 from lowmem.errors import LowmemError
 from lowmem.files import write_file, writing
 from lowmem.run import report
 from lowmem.run.report import RunReport
-from lowmem.trainer import FusedTrainer
 
 LENGTHS = (5, 8)  # of the samples, in turn; a batch of two has 13 tokens and 3 of padding
 
@@ -183,19 +181,6 @@ def test_the_last_step_is_logged_so_that_the_mean_is_that_of_the_logged_steps(tr
         assert end["train_loss"] == pytest.approx((3 * logged[0]["loss"] + 2 * logged[1]["loss"]) / 5)
 
 
-def test_metrics_of_a_fused_trainer_are_reported(run_dir, tiny_llama):
-    run_dir.mkdir()
-    options = {"max_steps": 2, "logging_steps": 1, "max_grad_norm": 0.01, "save_strategy": "no", "report_to": "none"}
-    args = TrainingArguments(run_dir, use_cpu=True, per_device_train_batch_size=2, **options)
-    fused = FusedConfig(rule="lomo", lr=1e-2, loss_scale="dynamic", log_norms=True)
-    trainer = FusedTrainer(tiny_llama(), args=args, fused=fused, train_dataset=Rows())
-    lines = [line for line in train(trainer, run_dir).splitlines() if "tokens/s" in line]
-    assert len(lines) == 2
-    assert all("  clip " in line and "  scale     65,536  " in line for line in lines)
-    norms = [key for key in metrics(run_dir)[0] if key.startswith("grad_norm/")]
-    assert norms == [f"grad_norm/{name}" for name, _ in trainer.model.named_parameters()]
-
-
 def test_the_trainer_s_own_printer_is_replaced_and_a_bar_is_on_terminals_alone(trainer, run_dir, capsys):
     quiet = trainer(disable_tqdm=True, max_steps=1)
     assert any(isinstance(callback, PrinterCallback) for callback in quiet.callback_handler.callbacks)
@@ -310,18 +295,6 @@ def test_a_picture_that_fails_does_not_hide_what_ended_the_run(trainer, run_dir)
     with pytest.raises(RuntimeError, match="gone"), RunReport(run_dir, Console(file=printed)).attached(trained):
         trained.train()
     assert "loss.png: cannot be written" in printed.getvalue()
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
-def test_a_full_disk_names_the_file_and_the_way_out(trainer, run_dir, monkeypatch):
-    trained = trainer()
-    (run_dir / "metrics.jsonl").symlink_to("/dev/full")
-    monkeypatch.setattr(report, "write_metrics", lambda folder, records: None)
-    with pytest.raises(LowmemError) as caught:
-        train(trained, run_dir)
-    message = str(caught.value)
-    assert f"{run_dir}/metrics.jsonl: cannot be written: no space left on device" in message
-    assert "output_dir" in message
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):

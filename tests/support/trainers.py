@@ -237,16 +237,21 @@ ROWS = {
 }
 
 
+def quiet(folder, **arguments):
+    """Arguments of a short run in float32 that logs every step, and neither saves nor prints."""
+    usual = {
+        "output_dir": str(folder), "max_steps": 3, "per_device_train_batch_size": 2, "learning_rate": 1e-2,
+        "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "bf16": False,
+        "dataloader_pin_memory": False,
+    }  # fmt: skip
+    return usual | arguments
+
+
 def build(row, folder, mixin, keywords=(), **arguments):
     """The trainer of a row, with the mixin or without; `keywords` are of its constructor."""
     require(row)
     cls, config, options, row_keywords = ROWS[row]()
-    defaults = {
-        "output_dir": str(folder), "max_steps": 3, "per_device_train_batch_size": 2, "learning_rate": 1e-2,
-        "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "optim": "adamw_torch",
-        "dataloader_pin_memory": False, "bf16": False, "weight_decay": 0.1,
-    }  # fmt: skip
-    args = config(**{**defaults, **options, **arguments})
+    args = config(**quiet(folder, optim="adamw_torch", weight_decay=0.1) | options | arguments)
     if mixin:  # with TRL's own head, whose bits are compared
         keywords = {"layers": LayersConfig(computed_gradients=False), **dict(keywords)}
     try:
@@ -255,6 +260,20 @@ def build(row, folder, mixin, keywords=(), **arguments):
         if error.name != "warnings_issued":  # which TRL 0.24 writes to, and transformers 5 does not have
             raise
         pytest.skip(f"TRL {trl.__version__} beside transformers {hf.__version__}: {error}")
+
+
+def both(make):
+    """The trainer without the mixin and the one with it, both trained; `make` is told whether it has the mixin."""
+    trainers = []
+    for mixin in (False, True):  # one after the other: a trainer sets the seed when it is made
+        trainers.append(make(mixin))
+        trainers[-1].train()
+    return trainers
+
+
+def losses(trainer):
+    """The losses that a trainer has logged."""
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 def assert_same_run(fused, ordinary, approximate=("grad_norm",), other=()):

@@ -15,7 +15,7 @@ from huggingface_hub.errors import OfflineModeIsEnabled
 from support import trainers as builders
 from support.products import FULL
 from support.resuming import sampling
-from support.trainers import SENTENCES, assert_same_run, build, tokenizer
+from support.trainers import SENTENCES, assert_same_run, both, build, losses, tokenizer
 from torch.utils.data import IterableDataset
 from transformers import EarlyStoppingCallback, LlamaForCausalLM, Trainer, TrainingArguments
 
@@ -112,14 +112,9 @@ if FULL:  # compiles for seconds
 
 @pytest.mark.parametrize(("row", "keywords", "options"), EQUAL.values(), ids=EQUAL)
 def test_a_run_is_the_trainers_own_to_the_last_bit(row, keywords, options, tmp_path):
-    runs = []
     if "train_sampling_strategy" in options:
         options = sampling(options["train_sampling_strategy"])
-    for mixin in (False, True):
-        trainer = build(row, tmp_path / str(mixin), mixin, keywords, **options)
-        trainer.train()
-        runs.append(trainer)
-    ordinary, fused = runs
+    ordinary, fused = both(lambda mixin: build(row, tmp_path / str(mixin), mixin, keywords, **options))
     assert_same_run(fused, ordinary)
     for name in ("global_step", "best_metric", "best_global_step", "epoch"):
         assert getattr(fused.state, name) == getattr(ordinary.state, name)
@@ -137,14 +132,11 @@ RESUMED = {  # arguments of the run that resumes; six steps are an epoch
 
 @pytest.mark.parametrize("changed", RESUMED.values(), ids=RESUMED)
 def test_a_resumed_run_is_the_trainers_own_to_the_last_bit(changed, tmp_path):
-    runs = []
-    for mixin in (False, True):
-        folder = tmp_path / str(mixin)
-        build(CAUSAL, folder, mixin, **SAVED).train()
-        trainer = build(CAUSAL, folder, mixin, **{**SAVED, **changed})
-        trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-4")
-        runs.append(trainer)
-    ordinary, fused = runs
+    ordinary, fused = both(lambda mixin: build(CAUSAL, tmp_path / str(mixin), mixin, **SAVED))
+    for mixin, first in enumerate((ordinary, fused)):
+        trainer = build(CAUSAL, first.args.output_dir, bool(mixin), **{**SAVED, **changed})
+        trainer.train(resume_from_checkpoint=f"{first.args.output_dir}/checkpoint-4")
+        ordinary, fused = (ordinary, trainer) if mixin else (trainer, fused)
     # the trainer's own has lost the losses of the steps before it was resumed
     assert_same_run(fused, ordinary, other=("train_loss",))
     assert fused.state.global_step == ordinary.state.global_step == changed.get("max_steps", 8)
@@ -165,16 +157,12 @@ class Overflow(LlamaForCausalLM):
 @pytest.mark.parametrize("filtered", [True, False])
 def test_a_loss_that_is_not_finite_is_logged_as_by_the_trainer(filtered, tmp_path):
     """The weights stay finite, which those of the trainer without the mixin do not."""
-    losses = []
-    for mixin in (False, True):
-        model = builders.llama(Overflow)
-        options = {"logging_nan_inf_filter": filtered, "remove_unused_columns": False, "max_grad_norm": 0.0}
-        trainer = build(CAUSAL, tmp_path, mixin, {"model": model}, **options)
-        trainer.train()
-        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
-        assert all(param.isfinite().all() for param in model.parameters()) == mixin
-    assert losses[0] == pytest.approx(losses[1], rel=0, abs=0, nan_ok=True)
-    assert any(map(math.isnan, losses[1])) != filtered
+    options = {"logging_nan_inf_filter": filtered, "remove_unused_columns": False, "max_grad_norm": 0.0}
+    runs = both(lambda mixin: build(CAUSAL, tmp_path, mixin, {"model": builders.llama(Overflow)}, **options))
+    assert [all(param.isfinite().all() for param in run.model.parameters()) for run in runs] == [False, True]
+    ordinary, fused = map(losses, runs)
+    assert fused == pytest.approx(ordinary, rel=0, abs=0, nan_ok=True)
+    assert any(map(math.isnan, fused)) != filtered
 
 
 REFUSED = {
@@ -187,15 +175,9 @@ REFUSED = {
         if name in TrainingArguments.__dataclass_fields__
     },
 }
-
-
-def test_parallelism_within_the_model_is_refused(tmp_path):
-    try:
-        options = {"parallelism_config": accelerate.ParallelismConfig()}
-        with pytest.raises(UnsupportedError, match="sequence parallelism are not supported"):
-            build(CAUSAL, tmp_path, True, **options)
-    except (AttributeError, ImportError, TypeError) as error:
-        pytest.skip(str(error))  # another Accelerate
+if hasattr(accelerate, "ParallelismConfig") and "parallelism_config" in TrainingArguments.__dataclass_fields__:
+    within_the_model = {"parallelism_config": accelerate.ParallelismConfig()}
+    REFUSED["parallelism"] = (within_the_model, UnsupportedError, "sequence parallelism are not supported")
 
 
 @pytest.mark.parametrize(("options", "error", "message"), REFUSED.values(), ids=REFUSED)
@@ -254,12 +236,9 @@ def test_what_is_pushed_to_the_hub_is_complete(strategy, tmp_path, monkeypatch):
     options = {"push_to_hub": True, "hub_strategy": strategy, "hub_model_id": "me/model", "hub_always_push": True}
     trainer = build(CAUSAL, tmp_path, True, **{**SAVED, "max_steps": 4, "save_steps": 2}, **options)
     trainer.train()
-    expected = {
-        "end": [],
-        "every_save": [tmp_path, tmp_path],
-        "checkpoint": [tmp_path, tmp_path / "checkpoint-2", tmp_path, tmp_path / "checkpoint-4"],
-    }
-    assert [folder for folder, _ in uploads] == expected.get(strategy, expected["checkpoint"])
+    checkpoints = [tmp_path, tmp_path / "checkpoint-2", tmp_path, tmp_path / "checkpoint-4"]
+    expected = {"end": [], "every_save": checkpoints[::2]}.get(strategy, checkpoints)
+    assert [folder for folder, _ in uploads] == expected
     for folder, files in uploads:
         assert ".saving" not in files
         assert "model.safetensors" in files

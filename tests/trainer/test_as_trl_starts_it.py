@@ -8,7 +8,7 @@ import pytest
 import transformers as hf
 import trl
 from support import trainers as builders
-from support.trainers import assert_same_run, build
+from support.trainers import assert_same_run, both, build
 
 COMMANDS = ("SFT", "DPO", "KTO", "Reward", "GRPO", "RLOO")
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
@@ -48,20 +48,19 @@ def given(row, way):
 @pytest.mark.parametrize("way", ["a path", "adapters", "a stream", "several evaluation sets"])
 @pytest.mark.parametrize("row", COMMANDS)
 def test_training_is_the_trainers_own_to_the_last_bit(row, way, tmp_path):
-    runs = []
-    for mixin in (False, True):
-        options = {"model_init_kwargs": {"dtype": "float32"}, "max_steps": 2}
-        if way == "several evaluation sets":
-            options |= {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 2}
+    options = {"model_init_kwargs": {"dtype": "float32"}, "max_steps": 2}
+    if way == "several evaluation sets":
+        options |= {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 2}
+
+    def make(mixin):
         try:
-            trainer = build(row, tmp_path / str(mixin), mixin, given(row, way), **options)
+            return build(row, tmp_path / str(mixin), mixin, given(row, way), **options)
         except (AttributeError, NotImplementedError, TypeError) as error:
             if mixin:
                 raise
             pytest.skip(f"TRL {trl.__version__}'s own trainer fails with {way}: {error}")
-        trainer.train()
-        runs.append(trainer)
-    ordinary, fused = runs
+
+    ordinary, fused = both(make)
     assert_same_run(fused, ordinary)
     if way == "several evaluation sets":
         assert {"eval_first_loss", "eval_second_loss"} < {key for entry in fused.state.log_history for key in entry}

@@ -9,14 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors import safe_open
-from support.trainers import build, joined
+from support.trainers import build, joined, losses
 from torch.distributed import DistBackendError
 from transformers import Trainer, TrainerCallback
 
-from lowmem import files
+from lowmem import DynamicScale, FusedConfig, files
 from lowmem.errors import CheckpointError, LowmemError
 from lowmem.hf import checkpoint
+from lowmem.tiles.quantized import tensors_of
 
 SAVES = {"save_strategy": "steps", "save_steps": 1}
 
@@ -247,8 +247,6 @@ def test_the_best_checkpoint_stays_whatever_way_its_path_is_written(make, absolu
 @pytest.mark.parametrize("rounding", ["nearest", "compensated"])
 def test_equal_runs_have_equal_files(make, rounding, tmp_path):
     """Except for the arguments, which have the path of the run, and what was logged, which has times."""
-    from lowmem import FusedConfig
-
     fused = FusedConfig(rounding=rounding, rule="adamw")
     for run in ("one", "two"):
         make(**SAVES, max_steps=2, run=run, fused=fused).train()
@@ -260,64 +258,60 @@ def test_equal_runs_have_equal_files(make, rounding, tmp_path):
 # -- continued --------------------------------------------------------------------------------------------------------
 
 
-def losses(trainer):
-    return [
-        (entry["step"], entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry
-    ]
+LOGGED = ("step", "loss", "grad_norm", "clip_coef", "loss_scale")
+RESUMED = {  # options of the optimizer, arguments of the trainer, the steps after which the run is resumed
+    "each step": ({}, {}, range(1, 8)),
+    "each step, accumulated": ({}, {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}, range(1, 8)),
+    "clipped": ({}, {"max_grad_norm": 0.7}, [3]),
+    "scaled": ({"loss_scale": DynamicScale(init_scale=64.0, growth_interval=2)}, {"max_grad_norm": 0.7}, [3]),
+    "8 bits": ({"rule": "adamw", "rounding": "compensated8", "state_storage": "8bit"}, {}, [3, 5]),
+    "weights of 10 bits": ({"rule": "adalomo", "weight_format": "int10"}, {}, [3]),
+    "weights of 10 bits, clipped": ({"rule": "adalomo", "weight_format": "int10"}, {"max_grad_norm": 0.5}, [3]),
+}
 
 
-@pytest.mark.parametrize(("accumulation", "eight_bits"), [(1, False), (2, False), (1, True)])
-def test_the_losses_of_a_resumed_run_are_those_of_the_uninterrupted_one(
-    make, tiny_llama, accumulation, eight_bits, tmp_path
-):
-    """Resumed after each step, around the end of an epoch too; also with 8-bit states, which a file has as they are."""
-    size = 8 // accumulation  # five steps per epoch
-    settings = {**SAVES, "max_steps": 7, "per_device_train_batch_size": size}
-    settings["gradient_accumulation_steps"] = accumulation
+def logged(trainer):
+    return [tuple(map(entry.get, LOGGED)) for entry in trainer.state.log_history if "loss" in entry]
 
-    def trainer_of(**settings):
-        from lowmem import FusedConfig
 
-        if not eight_bits:
-            return make(**settings)
-        fused = FusedConfig(rule="adamw", rounding="compensated8", state_storage="8bit")
-        return make(
-            **settings, fused=fused, model=tiny_llama(torch.bfloat16, attention_dropout=0.1, intermediate_size=128)
-        )
+@pytest.mark.parametrize(("options", "arguments", "steps"), RESUMED.values(), ids=RESUMED)
+def test_a_resumed_run_is_the_uninterrupted_one(make, tiny_llama, options, arguments, steps, tmp_path):
+    """With weights that are rounded at random, with dropout, and over the end of an epoch of five steps."""
+    settings = {**SAVES, "max_steps": 7, "per_device_train_batch_size": 8, "lr_scheduler_type": "cosine", **arguments}
 
-    whole = trainer_of(**settings)
+    def trainer_of(**changes):
+        sizes = {"hidden_size": 64, "intermediate_size": 128, "num_key_value_heads": 4, "attention_dropout": 0.1}
+        return make(model=tiny_llama(torch.bfloat16, **sizes), fused=FusedConfig(**options), **settings | changes)
+
+    whole = trainer_of()
     whole.train()
-    assert len(losses(whole)) == 7
+    assert len(logged(whole)) == 7
     # transformers 4 itself continues with other random numbers one step after the first epoch
-    exact = {*range(1, 8)} - (set() if hasattr(Trainer, "_init_training_state") else {6})
-    for step in sorted(exact):
-        resumed = trainer_of(**{**settings, "save_strategy": "no"})
+    for step in sorted({*steps} - (set() if hasattr(Trainer, "_init_training_state") else {6})):
+        resumed = trainer_of(save_strategy="no")
         output = resumed.train(resume_from_checkpoint=str(tmp_path / "run" / f"checkpoint-{step}"))
-        assert losses(resumed) == losses(whole)
-        if eight_bits:
-            with safe_open(tmp_path / "run" / f"checkpoint-{step}" / checkpoint.OPTIMIZER_FILE, framework="pt") as file:
-                kinds = {file.get_slice(key).get_dtype() for key in file.keys()}  # noqa: SIM118 (not a mapping)
-            assert kinds == {"I8", "U8", "BF16", "F32", "I64"}  # float32: the head, of 97 x 32
+        assert logged(resumed) == logged(whole)
+        for one, other in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
+            assert all(map(torch.equal, tensors_of(one), tensors_of(other)))
         if hasattr(resumed, "_initial_global_step"):  # before transformers 5 it is divided by the number of all steps
-            mean = sum(loss for _, loss, _ in losses(whole)[step:]) / max(7 - step, 0.001)
+            mean = sum(losses(whole)[step:]) / max(7 - step, 0.001)
             assert output.training_loss == pytest.approx(mean)  # of the steps since it was resumed
+
+
+def continued(rank, folder):
+    runs = []
+    with joined(rank):
+        for resume in (None, f"{folder}/checkpoint-1"):
+            trainer = build("causal language model", folder, True, **SAVES, max_steps=4, use_cpu=True)
+            trainer.train(resume_from_checkpoint=resume)
+            runs.append(logged(trainer))
+    return runs
 
 
 def test_the_losses_of_two_ranks_continue(two, tmp_path):
     for whole, resumed in two.run(continued, str(tmp_path)):
         assert len(whole) == 4
         assert resumed == whole
-
-
-def continued(rank, folder):
-    settings = {**SAVES, "max_steps": 4, "use_cpu": True}
-    logged = []
-    with joined(rank):
-        for resume in (None, f"{folder}/checkpoint-1"):
-            trainer = build("causal language model", folder, True, **settings)
-            trainer.train(resume_from_checkpoint=resume)
-            logged.append(losses(trainer))
-    return logged
 
 
 @pytest.mark.parametrize("original", ["kept", "gone"])

@@ -132,21 +132,6 @@ def test_what_the_rule_does_not_have_is_refused(make, fused, arguments, message)
     assert "OptimizerNames" not in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"fused": lowmem.FusedConfig()}, "fused=... has no effect on the optimizer in `optimizers`"),
-        ({"optim": "sgd"}, "optim='sgd' has no effect on the optimizer in `optimizers`"),
-        ({"adam_beta1": 0.8}, "adam_beta1=0.8 has no effect on the optimizer in `optimizers`"),
-    ],
-)
-def test_options_beside_an_optimizer_are_refused(make, tiny_llama, arguments, message):
-    model = tiny_llama()
-    opt = lowmem.FusedOptimizer(model.named_parameters(), rule="lomo", lr=0.5)
-    with pytest.raises(ConfigError, match=message):
-        make(model=model, optimizers=(opt, None), **arguments)
-
-
 def test_arguments_that_are_changed_before_training_are_taken(make):
     """As by a hyperparameter search."""
     ends = []

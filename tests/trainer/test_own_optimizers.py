@@ -41,23 +41,20 @@ def head_and_body(trainer):
     return [{"params": head, "lr": 3e-2, "weight_decay": 0.0}, {"params": body}]
 
 
-class MakesSGD(Trainer):
-    def create_optimizer(self):
-        if self.optimizer is None:
-            self.optimizer = torch.optim.SGD(head_and_body(self), lr=0.1, momentum=0.9, weight_decay=0.1)
-        return self.optimizer
+def makes(create):
+    """A trainer whose `create_optimizer` keeps the optimizer that a function of it returns."""
+
+    class Makes(Trainer):
+        def create_optimizer(self):
+            if self.optimizer is None:
+                self.optimizer = create(self)
+            return self.optimizer
+
+    return Makes
 
 
-class MakesAdamW(Trainer):
-    def create_optimizer(self):
-        self.optimizer = torch.optim.AdamW(head_and_body(self), lr=1e-2, betas=(0.8, 0.9), weight_decay=0.2)
-        return self.optimizer
-
-
-class MakesAMSGrad(Trainer):
-    def create_optimizer(self):
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, amsgrad=True, foreach=False)
-        return self.optimizer
+def sgd(self):
+    return torch.optim.SGD(head_and_body(self), lr=0.1, momentum=0.9, weight_decay=0.1)
 
 
 class NamesAdagrad(Trainer):
@@ -79,8 +76,19 @@ class MakesItInInit(Trainer):
         self.optimizer = torch.optim.SGD(head_and_body(self), lr=0.1)
 
 
+MakesSGD = makes(sgd)
+CLASSES = {
+    "SGD": MakesSGD,
+    "AdamW": makes(lambda self: torch.optim.AdamW(head_and_body(self), lr=1e-2, betas=(0.8, 0.9), weight_decay=0.2)),
+    "AMSGrad": makes(lambda self: torch.optim.AdamW(self.model.parameters(), lr=1e-2, amsgrad=True, foreach=False)),
+    "a class and options": NamesAdagrad,
+    "another rate": ChangesTheRate,
+    "in __init__": MakesItInInit,
+}
+
+
 @pytest.mark.parametrize("norm", [0.0, 0.5])
-@pytest.mark.parametrize("cls", [MakesSGD, MakesAdamW, MakesAMSGrad, NamesAdagrad, ChangesTheRate, MakesItInInit])
+@pytest.mark.parametrize("cls", CLASSES.values(), ids=CLASSES)
 def test_the_optimizer_that_a_class_makes_runs_fused(make, cls, norm):
     options = {"optim": "adamw_torch", "weight_decay": 0.1, "lr_scheduler_type": "linear", "max_grad_norm": norm}
     ends_alike(make, cls, max_steps=4, **options)
@@ -105,12 +113,6 @@ def test_a_rule_in_fused_takes_the_place_of_the_class_and_keeps_its_groups(make)
     assert (decays["lm_head.weight"], decays["model.layers.0.mlp.up_proj.weight"]) == (0.0, 0.1)
 
 
-class Hooked(MakesSGD):
-    def create_optimizer(self):
-        super().create_optimizer().register_step_pre_hook(lambda *args: None)
-        return self.optimizer
-
-
 class Scheduled(MakesItInInit):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -123,26 +125,25 @@ class Hidden(torch.optim.SGD):
         self.secret = secret
 
 
-class Hides(Trainer):
-    def create_optimizer(self):
-        self.optimizer = Hidden(self.model.parameters(), secret=2.0)
-        return self.optimizer
+def hooked(self):
+    optimizer = sgd(self)
+    optimizer.register_step_pre_hook(lambda *args: None)
+    return optimizer
 
 
-class Partial(Trainer):
-    def create_optimizer(self):
-        self.optimizer = torch.optim.SGD(self.model.lm_head.parameters(), lr=0.1)
-        return self.optimizer
+Hides = makes(lambda self: Hidden(self.model.parameters(), secret=2.0))
+Partial = makes(lambda self: torch.optim.SGD(self.model.lm_head.parameters(), lr=0.1))
 
 
 @pytest.mark.parametrize(
     ("cls", "message"),
     [
-        (Hooked, "hooks around its step or a schedule"),
+        (makes(hooked), "hooks around its step or a schedule"),
         (Scheduled, "hooks around its step or a schedule"),
         (Hides, "options that are not in its `defaults`"),
         (Partial, "only in the model, or only in the optimizer that the class creates"),
     ],
+    ids=["hooks", "a schedule", "hidden options", "a part of the model"],
 )
 def test_what_would_be_lost_of_it_is_refused_before_the_first_step(make, cls, message):
     trainer = make(fused(cls), optim="adamw_torch", max_grad_norm=0.5)

@@ -6,7 +6,7 @@ import trl
 from datasets import Dataset
 from support.products import FULL
 from support.shards import SHARDS
-from support.trainers import tokenizer
+from support.trainers import losses, quiet, tokenizer
 from transformers import CONFIG_MAPPING, AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -51,15 +51,11 @@ def small(kind="llama", attention="sdpa"):
 @pytest.fixture
 def make(tmp_path):
     def factory(model, cls=FusedSFTTrainer, samples=SAMPLES, **arguments):
-        defaults = {
-            "output_dir": str(tmp_path), "max_steps": 2, "per_device_train_batch_size": 1, "learning_rate": 1e-2,
-            "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "bf16": False, "max_grad_norm": 0.0,
-            "dataloader_pin_memory": False, "logging_steps": 1, "weight_decay": 0.0,
-        }  # fmt: skip
+        usual = quiet(tmp_path, max_steps=2, per_device_train_batch_size=1, max_grad_norm=0.0)
         options = {"fused": lowmem.FusedConfig(rule="lomo")} if cls is FusedSFTTrainer else {}
         return cls(
             model,
-            args=trl.SFTConfig(**{**defaults, **arguments}),
+            args=trl.SFTConfig(**usual | arguments),
             # transformers 4 counts the label of the first token, which is never predicted
             train_dataset=Dataset.from_list([{"input_ids": ids, "labels": [-100, *ids[1:]]} for ids in samples]),
             processing_class=tokenizer(),
@@ -82,10 +78,18 @@ def test_packed_samples_train_as_padded_ones(kind, attention, arguments, make):
         batch = trainer.data_collator([trainer.train_dataset[n] for n in range(len(trainer.train_dataset))])
         assert len(batch["input_ids"]) == (1 if options is arguments else 4)
         trainer.train()
-        runs.append((trainer.model, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]))
-    assert runs[0][1] == pytest.approx(runs[1][1], rel=1e-5)
-    for packed, padded in zip(*(model.parameters() for model, _ in runs), strict=True):
+        runs.append(trainer)
+    assert losses(runs[0]) == pytest.approx(losses(runs[1]), rel=1e-5)
+    for packed, padded in zip(*(trainer.model.parameters() for trainer in runs), strict=True):
         torch.testing.assert_close(packed, padded, rtol=1e-4, atol=1e-6)
+
+
+def beside_neighbours(trainer):
+    """The logits of the first sample between two others, of which only the order of tokens differs."""
+    for neighbour in (SAMPLES[2], SAMPLES[2][::-1]):
+        batch = trainer.data_collator([{"input_ids": row} for row in (neighbour, SAMPLES[0], neighbour)])
+        batch.pop("labels")
+        yield trainer.model(**trainer._prepare_inputs(batch), use_cache=False).logits[0, 6:15]
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -94,11 +98,7 @@ def test_a_sample_does_not_depend_on_its_neighbours(attention, make):
     trainer = make(small(attention=attention), **PACKED)
     ids = torch.tensor(SAMPLES[0], device=trainer.model.device)
     found = []
-    for neighbour in (SAMPLES[2], SAMPLES[2][::-1]):
-        batch = trainer.data_collator([{"input_ids": row} for row in (neighbour, SAMPLES[0], neighbour)])
-        batch.pop("labels")
-        batch = trainer._prepare_inputs(batch)
-        logits = trainer.model(**batch, use_cache=False).logits[0, 6:15]
+    for logits in beside_neighbours(trainer):
         loss = torch.nn.functional.cross_entropy(logits[:-1], ids[1:])
         found.append([logits.detach(), *torch.autograd.grad(loss, [*trainer.model.parameters()])])
     assert all(map(torch.equal, *found))
@@ -134,13 +134,9 @@ def test_what_trains_across_borders_is_refused_before_the_first_update(kind, att
 
 def test_the_trainer_without_the_mixin_trains_across_borders(make):
     """The message tells the truth: with another neighbour the same sample has other log probabilities."""
-    trainer, found = make(small("afmoe"), trl.SFTTrainer, **PACKED), []
-    for neighbour in (SAMPLES[2], SAMPLES[2][::-1]):
-        batch = trainer.data_collator([{"input_ids": row} for row in (neighbour, SAMPLES[0])])
-        batch.pop("labels")
-        batch = trainer._prepare_inputs(batch)
-        found.append(trainer.model.eval()(**batch, use_cache=False).logits[0, 6:].log_softmax(-1))
-    assert (found[0] - found[1]).abs().max() > 0.01
+    trainer = make(small("afmoe").eval(), trl.SFTTrainer, **PACKED)
+    one, other = (logits.log_softmax(-1) for logits in beside_neighbours(trainer))
+    assert (one - other).abs().max() > 0.01
 
 
 def test_wrapped_rows_are_one_sample_each_by_design(make):

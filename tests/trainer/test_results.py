@@ -4,7 +4,7 @@ import pytest
 import torch
 import trl
 from datasets import Dataset
-from support.trainers import fused, require
+from support.trainers import fused, quiet, require
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
@@ -28,11 +28,8 @@ def completions():
 def trl_trainer(cls, config, rows, tiny_llama, folder, **arguments):
     tokenizer = train_tokenizer(["some words to learn from, and some more of them"], 270)
     keywords = {"fused": ADAMW} if issubclass(cls, FusedTrainerMixin) else {}
-    args = config(
-        output_dir=str(folder), max_steps=2, per_device_train_batch_size=2, learning_rate=1e-2, logging_steps=1,
-        report_to="none", disable_tqdm=True, bf16=False, dataloader_pin_memory=False, max_grad_norm=0.0,
-        optim="adamw_torch_fused" if keywords else "adamw_torch", **arguments,
-    )  # fmt: skip
+    optim = "adamw_torch_fused" if keywords else "adamw_torch"
+    args = config(**quiet(folder, max_steps=2, max_grad_norm=0.0, optim=optim, **arguments))
     model = tiny_llama(vocab_size=len(tokenizer))
     if config is trl.DPOConfig:
         keywords["ref_model"] = tiny_llama(vocab_size=len(tokenizer))
@@ -49,7 +46,7 @@ def test_metrics_of_trl_are_returned(kind, rows, key, tiny_llama, tmp_path):
     ordinary, config = getattr(trl, f"{kind}Trainer"), getattr(trl, f"{kind}Config")
     returned = []
     for cls in (ordinary, fused(ordinary)):
-        trainer = trl_trainer(cls, config, rows(), tiny_llama, tmp_path / cls.__name__, save_strategy="no")
+        trainer = trl_trainer(cls, config, rows(), tiny_llama, tmp_path / cls.__name__)
         returned.append((trainer.train().metrics, trainer.evaluate()))
     for actual, expected in zip(*reversed(returned), strict=True):
         assert actual.keys() == expected.keys()

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from support.trainers import losses
 from transformers import AutoModelForCausalLM
 
 import lowmem
 from lowmem import FusedConfig
-from lowmem.tiles.quantized import QuantizedWeight, in_codes, tensors_of
+from lowmem.tiles.quantized import QuantizedWeight, in_codes
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_key_value_heads": 4}
 
@@ -18,25 +19,6 @@ def trainer(make, tiny_llama):
         return make(model=model or tiny_llama(torch.bfloat16, attention_dropout=0.1, **SIZES), fused=fused, **arguments)
 
     return of
-
-
-def losses(trainer):
-    return [
-        (entry["step"], entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry
-    ]
-
-
-@pytest.mark.parametrize("clip", [0.0, 0.5])
-def test_a_run_resumes_to_the_last_bit(trainer, clip, tmp_path):
-    settings = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2, "max_grad_norm": clip}
-    whole = trainer(**settings)
-    assert in_codes(whole.model)
-    whole.train()
-    resumed = trainer(**{**settings, "save_strategy": "no"})
-    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-4"))
-    assert losses(resumed) == losses(whole)
-    for mine, theirs in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
-        assert all(map(torch.equal, tensors_of(mine), tensors_of(theirs)))
 
 
 @pytest.mark.cpu_only("auto takes two passes on a CPU only")
@@ -55,6 +37,7 @@ def test_activations_that_are_computed_again_change_nothing(trainer, tiny_llama,
 
 def test_what_is_saved_is_an_ordinary_model(trainer, tmp_path):
     run = trainer(max_steps=2)
+    assert in_codes(run.model)
     run.train()
     run.save_model(str(tmp_path / "saved"))
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").to(run.model.device)
