@@ -560,6 +560,7 @@ def test_adapters_answer_as_the_last_line_of_their_run_says(tmp_path):
     assert answer.out != lowmem("generate", assets() / "model", *words[3:], "--max-new-tokens", 8).out
 
 
+@pytest.mark.troubleshooting("No valid checkpoint")
 def test_generate_says_which_checkpoint_answers(run, tmp_path):
     assert "there is no such folder" in lowmem("generate", "/nope", "hello").err
     assert "No valid checkpoint found in output directory" in lowmem("generate", tmp_path, "hello").err
