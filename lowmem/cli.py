@@ -24,7 +24,7 @@ from torch import Tensor
 from lowmem import rules
 from lowmem.errors import ConfigError, LowmemError
 from lowmem.files import write_file
-from lowmem.hf import failures
+from lowmem.hf import processes
 from lowmem.layers.config import parse_bytes
 from lowmem.run.boundary import is_out_of_memory, reason
 from lowmem.run.environment import versions
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     try:
         if rest and not hasattr(command, "training"):
             raise ConfigError(f"unknown arguments: {' '.join(rest)}")
-        with failures.explained():
+        with processes.explained():
             status = command.run(command, rest)
     except KeyboardInterrupt:
         err.print("interrupted", style="red")

@@ -6,7 +6,7 @@ import json
 import os
 import struct
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,14 +24,30 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _NO_FLUSH = (errno.EINVAL, errno.ENOTSUP)
 
 
-def begin_safetensors(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, int]:
-    """Writes the header of a safetensors file for tensors of these shapes and dtypes, which may be on `meta`.
+def write_safetensors(
+    files: Mapping[Path, Mapping[str, Tensor]], tensors: Iterable[tuple[str, Tensor]], metadata: Mapping[str, str]
+) -> None:
+    """Writes safetensors files one tensor at a time. safetensors 0.8 (torch.py, save_file) needs all of them at once.
 
-    safetensors 0.8 (torch.py, save_file) writes tensors only all at once.
-
-    Returns:
-        The offset in the file of each tensor, for `write_tensor`.
+    Args:
+        files: for each file, its tensors by name, which may be on `meta`: only shapes and dtypes are read. A process
+            that does not write passes none, and takes part in the collectives that `tensors` needs.
+        tensors: the name and the values of each tensor, in any order.
+        metadata: the metadata of each file.
     """
+    with contextlib.ExitStack() as stack:
+        places: dict[str, tuple[BinaryIO, int]] = {}
+        for path, shapes in files.items():
+            file = stack.enter_context(path.open("wb"))
+            places |= {name: (file, offset) for name, offset in _write_header(file, shapes, metadata).items()}
+        for name, tensor in tensors:
+            if places:
+                _write_tensor(*places[name], tensor)
+            del tensor  # before the next one is gathered
+
+
+def _write_header(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, int]:
+    """Writes the header of a safetensors file. Returns the offset of each tensor."""
     # safetensors orders tensors and names dtypes; without elements, their shapes and offsets are to be filled in
     empty = {name: torch.empty(0, dtype=tensor.dtype) for name, tensor in tensors.items()}
     header = json.loads(safetensors.torch.save(empty, metadata=dict(metadata))[8:])
@@ -48,8 +64,7 @@ def begin_safetensors(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: M
     return {name: 8 + len(text) + offset for name, offset in offsets.items()}
 
 
-def write_tensor(file: BinaryIO, offset: int, tensor: Tensor) -> None:
-    """Writes the elements of a tensor at an offset that `begin_safetensors` returned."""
+def _write_tensor(file: BinaryIO, offset: int, tensor: Tensor) -> None:
     file.seek(offset)
     rows = tensor if tensor.ndim else tensor[None]
     for chunk in rows.split(max(1, _CHUNK_BYTES * len(rows) // max(1, tensor.nbytes))):

@@ -160,14 +160,17 @@ class FusedConfig:
             )
         groups: list[dict[str, Any]] = []
         for n, group in enumerate(self.groups):
-            taken = [item for item in params if re.search(group["match"], item[0])]
+            taken: list[Any] = []
+            others: list[Any] = []
+            for item in params:
+                (taken if re.search(group["match"], item[0]) else others).append(item)
             if not taken:
                 raise ConfigError(
                     f"groups[{n}]: match={group['match']!r} matches no parameter that is not already in an earlier "
                     "group"
                 )
-            params = [item for item in params if not re.search(group["match"], item[0])]
             groups.append({**_without_match(group), "params": taken})
+            params = others
         return [{"params": params}, *groups] if params else groups
 
     def complete(self, group: Mapping[str, Any], place: str = "") -> tuple[UpdateRule, dict[str, Any]]:

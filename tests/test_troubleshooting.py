@@ -14,7 +14,7 @@ from torch.nn.utils import get_total_norm
 
 import lowmem
 from lowmem.errors import LowmemError
-from lowmem.hf import agreement, failures
+from lowmem.hf import processes
 from lowmem.run.plan import NOT_COUNTED
 
 MARK = re.compile(r'mark\.troubleshooting\(\s*"(.*)"')
@@ -69,15 +69,15 @@ def sharded_later(rank, folder):
 
 
 def started_otherwise(rank, folder):
-    agreement.refuse_other_settings({"the number of training samples": 40 + rank})
+    processes.refuse_other_settings({"the number of training samples": 40 + rank})
 
 
 def saving_apart(rank, folder):
-    agreement.check_shared(Path(folder) / str(rank))
+    processes.require_shared_disk(Path(folder) / str(rank))
 
 
 def timed_out(rank, folder):
-    with failures.explained():
+    with processes.explained():
         raise RuntimeError("[/third_party/gloo/gloo/unbound_buffer.cc:81] Timed out waiting 6000ms for recv")
 
 

@@ -1,7 +1,8 @@
-"""The files of a PEFT model: PEFT's own for each adapter, and one for the rest of what is trained.
+"""The files of a PEFT model: PEFT's file of each adapter, and one file for all other tensors that training needs.
 
-PEFT 0.21 (utils/save_and_load.py) saves what using an adapter needs. Training also needs what PEFT leaves out: the
-parameters of prompt encoders (PEFT saves the prompts that they compute), parameters of the base model, and buffers.
+PEFT 0.21 (utils/save_and_load.py) saves the tensors that using an adapter needs. To resume training, lowmem also saves
+the parameters of prompt encoders (PEFT saves the prompts that they compute), trained parameters of the base model, and
+buffers.
 """
 
 import logging
@@ -18,7 +19,7 @@ from transformers.utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME
 
 from lowmem import placements
 from lowmem.errors import CheckpointError, UnsupportedError
-from lowmem.files import begin_safetensors, open_safetensors, read_json, write_tensor
+from lowmem.files import open_safetensors, read_json, write_safetensors
 
 logger = logging.getLogger(__name__)
 
@@ -26,15 +27,14 @@ OTHERS_FILE = "trained.safetensors"
 
 _PROMPT_ENCODER = "prompt_encoder."
 
-
-# Prompts that are keys and values of every layer.
+# Kinds of adapters that are keys and values in every layer.
 _PREFIXES = ("PREFIX_TUNING", "CARTRIDGE")
 
 
 def check(model: Any, args: TrainingArguments, *, sharded: bool, saves: bool) -> None:
     """Raises `UnsupportedError` for adapters that cannot be trained, saved or resumed.
 
-    Logs a warning if parameters are trained that PEFT does not save.
+    Logs a warning if there are trained parameters that PEFT does not save.
     """
     if not is_peft_model(model):
         if saves and getattr(model, "peft_config", None):
@@ -73,14 +73,14 @@ def check(model: Any, args: TrainingArguments, *, sharded: bool, saves: bool) ->
 
 
 def files(folder: Path) -> list[Path]:
-    """The safetensors files that a directory with PEFT adapters should have. Empty if it has no adapters.
+    """The safetensors files that a directory with PEFT adapters should contain. Empty if it has no adapters.
 
     Raises:
         CheckpointError: the configuration of an adapter is missing or damaged.
     """
     names = (ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME)
     parents = {path.parent for name in names for path in folder.glob(name)}
-    # PEFT writes a model card where it saves a model, such as a checkpoint in a run directory, and not for each adapter
+    # a model card marks a saved model, such as a checkpoint in a run directory. PEFT writes none for a single adapter
     inside = {path.parent for name in names for path in folder.glob(f"*/{name}")}
     parents |= {parent for parent in inside if not (parent / "README.md").exists()}
     for parent in sorted(parents):
@@ -89,39 +89,34 @@ def files(folder: Path) -> list[Path]:
     return [parent / ADAPTER_SAFE_WEIGHTS_NAME for parent in sorted(parents)] + others
 
 
-def full_state(model: Any) -> dict[str, Tensor]:
-    """The full tensors that PEFT saves, as the `state_dict` of its `save_pretrained`. Every rank calls it."""
-    saved = [tensor for tensors in _adapters(model, "auto").values() for tensor in tensors.values()]
-    state, needed = model.state_dict(keep_vars=True), {*map(id, saved)}
-    return {name: placements.full_tensor(t).detach() for name, t in state.items() if id(t) in needed}
+def save(model: Any, folder: Path, save_adapters: Any, *, write: bool) -> None:
+    """Writes the adapters of a `PeftModel`, and the other trained tensors one at a time. Every rank calls it.
 
-
-def save_others(model: Any, folder: Path, *, write: bool = True) -> None:
-    """Writes what is trained and not saved by PEFT, one full tensor at a time. Every rank calls it.
+    Args:
+        save_adapters: `model.save_pretrained`, or a function with its arguments that calls it.
+        write: whether this rank writes the files. The other ranks do not touch them.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: a file cannot be written.
     """
+    saved = {id(tensor) for tensors in _adapters(model, "auto").values() for tensor in tensors.values()}
+    state = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if id(tensor) in saved}
+    full = {name: placements.full_tensor(tensor).detach() for name, tensor in state.items()}
     others, path = _others(model), folder / OTHERS_FILE
+    shapes = {n: torch.empty(placements.shape_of(t), dtype=t.dtype, device="meta") for n, t in others.items()}
     if write:
-        path.unlink(missing_ok=True)  # of an earlier save into this directory
-    with ExitStack() as stack:
-        file = None
-        if write and others:
-            file = stack.enter_context(path.open("wb"))
-            shapes = {n: torch.empty(placements.shape_of(t), dtype=t.dtype, device="meta") for n, t in others.items()}
-            offsets = begin_safetensors(file, shapes, {"format": "pt"})
-        for name, tensor in others.items():
-            full = placements.full_tensor(tensor).detach()
-            if file is not None:
-                write_tensor(file, offsets[name], full)
+        save_adapters(str(folder), state_dict=full)
+        path.unlink(missing_ok=True)  # left by an earlier save into this directory
+    del full
+    tensors = ((name, placements.full_tensor(tensor).detach()) for name, tensor in others.items())
+    write_safetensors({path: shapes} if write and others else {}, tensors, {"format": "pt"})
 
 
 def load(model: Any, folder: Path) -> None:
-    """Copies adapters, and what else is trained, into a model. Nothing is copied unless everything fits.
+    """Copies adapters and other trained tensors into a `PeftModel`. Nothing is copied unless everything fits.
 
     Raises:
-        CheckpointError: something is missing or cut short, or has other names or shapes than in the model.
+        CheckpointError: a file or tensor is missing or truncated, or its name or shape differs from the model's.
     """
     found = files(folder)
     if not found:
@@ -129,7 +124,7 @@ def load(model: Any, folder: Path) -> None:
             f"{folder} contains no PEFT adapters, but the model has adapters. The checkpoint belongs to another model"
         )
     expected = {_path(folder, name): tensors for name, tensors in _adapters(model, False).items()}
-    # an embedding that was resized or has an adapter: whether PEFT saves it depends on the files of the base model
+    # PEFT decides by the files of the base model whether it saves an embedding that was resized or has an adapter
     optional = {_path(folder, name): tensors for name, tensors in _adapters(model, True).items()}
     others = folder / OTHERS_FILE
     if tensors := _others(model):
@@ -144,7 +139,7 @@ def load(model: Any, folder: Path) -> None:
         pairs: list[tuple[Tensor, Any, str]] = []
         for path in sorted(expected.keys() | set(found)):
             file = stack.enter_context(open_safetensors(path))
-            if path not in prompts:  # computed; the encoder itself is in OTHERS_FILE
+            if path not in prompts:  # prompts are computed: OTHERS_FILE contains their encoder
                 own = {**optional.get(path, {}), **expected.get(path, {})}
                 shapes = {name: placements.shape_of(tensor) for name, tensor in own.items()}
                 compare(path, dict.fromkeys(file.keys(), file), shapes, expected.get(path, {}))
@@ -154,16 +149,16 @@ def load(model: Any, folder: Path) -> None:
 
 
 def compare(path: Path, saved: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], needed: Iterable[str]) -> None:
-    """Compares the tensors of a checkpoint with those of a model.
+    """Compares the tensors of a checkpoint with a model.
 
     Args:
-        path: named in errors.
-        saved: the open safetensors file of each tensor, by its name there.
-        shapes: those that tensors may have, by the same names.
-        needed: names that must be there.
+        path: the file or directory to name in errors.
+        saved: the open safetensors file of each tensor, by the tensor's name in it.
+        shapes: the shapes in the model, by the same names.
+        needed: the names that the checkpoint must contain.
 
     Raises:
-        CheckpointError: a tensor is missing, or is not one of the model, or has another shape.
+        CheckpointError: a tensor is missing, is not in the model, or has another shape.
     """
     for name, file in saved.items():
         if name not in shapes:
@@ -183,10 +178,10 @@ def _path(folder: Path, adapter: str) -> Path:
 
 
 def _adapters(model: Any, embeddings: bool | Literal["auto"]) -> dict[str, dict[str, Tensor]]:
-    """The tensors in the file of each adapter, by their names there. None for prompts, which are computed.
+    """For each adapter, the tensors in its file, by their names there. Empty for prompts, which PEFT computes.
 
     Args:
-        embeddings: whether embeddings are saved, as in `save_pretrained`.
+        embeddings: whether PEFT saves embeddings, as in `save_pretrained`.
     """
     from peft import get_peft_model_state_dict
 
@@ -200,7 +195,7 @@ def _adapters(model: Any, embeddings: bool | Literal["auto"]) -> dict[str, dict[
 
 
 def _others(model: nn.Module) -> dict[str, Tensor]:
-    """Tensors that are trained and not saved by PEFT, and prompt encoders and buffers, by their names in the model."""
+    """The trained tensors, prompt encoders and buffers that PEFT does not save, by their names in the model."""
     seen = {id(tensor) for tensors in _adapters(model, False).values() for tensor in tensors.values()}
     buffers = {id(buffer) for buffer in model.buffers()}
     others: dict[str, Tensor] = {}

@@ -1,9 +1,9 @@
-"""Checks a trainer's arguments: what would be ignored, or would not give the same result, raises before training."""
+"""Checks a trainer's arguments. An argument that would be ignored or would change the result raises before training."""
 
 import logging
 import os
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -32,10 +32,9 @@ _UNSUPPORTED = {
     "save_on_each_node": "rank 0 saves for all machines, on a shared disk. Omit it",
 }
 
-
 _COUNT, _AMOUNT, _SHARE = require.number(">= 1", whole=True), require.number(">= 0"), require.number(">= 0", "<= 1")
 
-# Allowed numbers by argument. transformers and TRL train on others, or fail with them after some steps.
+# Valid numbers by argument. transformers and TRL would accept others, or fail with them after some steps.
 _NUMBERS = {
     name: check
     for names, check in (
@@ -53,15 +52,57 @@ _NUMBERS = {
 }
 
 
+@dataclass(frozen=True)
+class Given:
+    """The arguments that a fused trainer was created with.
+
+    Attributes:
+        model: the model or its name.
+        args: the trainer's arguments; None for its defaults.
+        optimizer: the optimizer in `optimizers`.
+        fused: the options of lowmem, which the trainer completes with its arguments.
+    """
+
+    model: Any
+    args: TrainingArguments | None
+    optimizer: Any
+    fused: FusedConfig | None
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], fused: FusedConfig | None) -> "Given":
+        """Finds them among the arguments of any trainer's constructor."""
+        values = [*args, *kwargs.values()]
+        options = next((value for value in values if isinstance(value, TrainingArguments)), None)
+        optimizers = kwargs.get("optimizers") or next((value for value in args if isinstance(value, tuple)), (None,))
+        return cls(kwargs.get("model", args[0] if args else None), options, optimizers[0], fused)
+
+    @property
+    def clips(self) -> bool:
+        """Whether lowmem clips in a custom training loop."""
+        return self.optimizer is not None or (self.fused is not None and self.fused.clip_norm is not None)
+
+    def check(self, trainer: Any) -> None:
+        """Raises `ConfigError` if another optimizer was given than lowmem's, or options that it does not have."""
+        if trainer.optimizer_cls_and_kwargs is not None:
+            raise ConfigError("optimizer_cls_and_kwargs: name the class in fused.rule instead")
+        if self.optimizer is None:
+            return
+        check_optimizer(self.optimizer, trainer.args)
+        if self.fused is not None:
+            raise ConfigError("fused=... has no effect on the optimizer in `optimizers`; give only one of them")
+        for name, value in optim.changed(trainer.args).items():
+            raise ConfigError(f"{name}={value!r} has no effect on the optimizer in `optimizers`; omit it")
+
+
 def check_number(name: str, value: Any) -> None:
-    """Raises `ConfigError` for an argument with a number that makes no sense."""
+    """Raises `ConfigError` if the value of an argument is an invalid number."""
     if isinstance(value, int | float):
         require.that(value == value, name, value, "a number")
         _NUMBERS.get(name, require.anything)(name, value)
 
 
 def check_arguments(args: TrainingArguments, fused: FusedConfig) -> None:
-    """Raises for arguments of the trainer that would be ignored, or that contradict `fused` or are not supported."""
+    """Raises for arguments of the trainer that would be ignored, contradict `fused` or are not supported."""
     for name, value in vars(args).items():
         check_number(name, value)
     rule = resolve(fused.rule)
@@ -103,8 +144,8 @@ def check_arguments(args: TrainingArguments, fused: FusedConfig) -> None:
 
 
 def check_devices(model: Any, args: TrainingArguments | None) -> None:
-    """Raises where one process would train on several devices: a model that a device map has split or offloaded, or
-    batches that `DataParallel` would split.
+    """Raises if one process would train on several devices: if a device map has split or offloaded the model, or if
+    `DataParallel` would split batches.
     """
     devices = {*(getattr(model, "hf_device_map", None) or {}).values()}
     hooks = (getattr(module, "_hf_hook", None) for module in model.modules()) if isinstance(model, nn.Module) else ()
@@ -124,7 +165,7 @@ def check_devices(model: Any, args: TrainingArguments | None) -> None:
 
 
 def check_windows(args: TrainingArguments, dataset: Any) -> None:
-    """Raises where a checkpoint would be saved within a step."""
+    """Raises if a checkpoint would be saved between the micro-batches of a step."""
     if args.gradient_accumulation_steps > 1 and args.save_strategy == "epoch" and not has_length(dataset):
         raise UnsupportedError(
             "save_strategy='epoch': an epoch of unknown length may end in the middle of an accumulation, and "
@@ -133,7 +174,7 @@ def check_windows(args: TrainingArguments, dataset: Any) -> None:
 
 
 def check_activations(args: TrainingArguments) -> None:
-    """Raises where activations would be offloaded from the CPU to itself. TRL would fail on the way."""
+    """Raises if activations would be offloaded from the CPU to itself, with which TRL would fail."""
     kwargs = args.gradient_checkpointing_kwargs or {}
     offload = "gradient_checkpointing_kwargs={'offload': True}" if kwargs.get("offload") else None
     if getattr(args, "activation_offloading", False):
@@ -143,7 +184,7 @@ def check_activations(args: TrainingArguments) -> None:
 
 
 def check_replay(args: TrainingArguments) -> None:
-    """Raises for options with which backward cannot use a graph twice."""
+    """Raises for options that do not allow a second backward through the same graph."""
     for name in ("torch_compile", "activation_offloading"):
         if getattr(args, name, False):
             raise UnsupportedError(
@@ -152,16 +193,8 @@ def check_replay(args: TrainingArguments) -> None:
             )
 
 
-def check_alone(args: TrainingArguments, fused: FusedConfig | None) -> None:
-    """Raises for options of another optimizer than the one in the trainer's `optimizers`."""
-    if fused is not None:
-        raise ConfigError("fused=... has no effect on the optimizer in `optimizers`; give only one of them")
-    for name, value in optim.changed(args).items():
-        raise ConfigError(f"{name}={value!r} has no effect on the optimizer in `optimizers`; omit it")
-
-
 def check_optimizer(optimizer: Any, args: TrainingArguments) -> None:
-    """Raises unless the trainer's optimizer does what its arguments ask for."""
+    """Raises unless the trainer's optimizer agrees with its arguments."""
     if not isinstance(optimizer, FusedOptimizer):
         raise ConfigError(
             f"optimizers=({type(optimizer).__name__}, ...): a fused trainer needs a FusedOptimizer. Name the class in "
@@ -177,7 +210,7 @@ def check_optimizer(optimizer: Any, args: TrainingArguments) -> None:
 
 
 def check_callbacks(callbacks: Iterable[Any]) -> None:
-    """Warns of callbacks that may read gradients, which are gone when they are called."""
+    """Warns about callbacks that may read gradients, which are freed before they are called."""
     for callback in callbacks:
         method = type(callback).on_pre_optimizer_step
         if method.__module__.partition(".")[0] not in ("transformers", "lowmem"):
@@ -188,11 +221,13 @@ def check_callbacks(callbacks: Iterable[Any]) -> None:
 
 
 def complete(fused: FusedConfig, args: TrainingArguments, sharded: Sharding | None) -> FusedConfig:
-    """Completes the options with the trainer's arguments.
+    """Checks the trainer's arguments. Returns `fused` with their clipping and loss scale.
 
     Raises:
-        UnsupportedError: the policy in `fused` or the sharding does not support the arguments.
+        ConfigError: an argument has no effect or contradicts `fused`.
+        UnsupportedError: an argument is not supported, or not with the policy in `fused` or the sharding.
     """
+    check_arguments(args, fused)
     if sharded is not None and args.torch_compile:
         raise UnsupportedError(
             "torch_compile=True: with fsdp or deepspeed the model is sharded and would not be compiled; omit it"

@@ -1,9 +1,9 @@
 """Checkpoints: a Hugging Face model directory with `optimizer.safetensors`, which is complete or does not exist.
 
-`publish` writes checksums of all files, waits for the disk, and gives the directory its name. `to_resume` finds what
-has been damaged since, once and on one rank; what loads a checkpoint trusts it. Optimizer states are saved by parameter
-name, in logical shapes and their own dtype. They are written and read one at a time, as weights are, so that saving and
-resuming need no more memory than training.
+`saving` writes into a staging directory, adds checksums of all files, waits for the disk, and renames the directory.
+`to_resume` verifies the checksums once, on rank 0; the functions that load a checkpoint rely on it. Optimizer states
+are saved by parameter name, in logical shapes and their own dtype. They are written and read one at a time, as weights
+are, so that saving and resuming need no more memory than training.
 """
 
 import functools
@@ -12,17 +12,19 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import PartialState
+from safetensors import SafetensorError
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
 
 from lowmem.errors import CheckpointError
-from lowmem.files import begin_safetensors, checksum, flush, flush_tree, open_safetensors, read_json, write_tensor
+from lowmem.files import checksum, flush, flush_tree, open_safetensors, read_json, write_safetensors
 from lowmem.hf.weights import weight_files
 from lowmem.optimizer import FusedOptimizer
 from lowmem.placements import in_group
@@ -35,28 +37,33 @@ TRAINER_STATE_FILE = "trainer_state.json"
 SCHEDULER_FILE = "scheduler.pt"
 CHECKSUMS_FILE = "checksums.txt"
 
-# The files by which a directory is recognized as that of a model.
+# The files by which a directory is recognized as a model.
 _CONFIGURATIONS = (CONFIG_NAME, ADAPTER_CONFIG_NAME)
 
-# Directories in a run directory: a checkpoint that is being written, one that another of its name is replacing, and
-# one that is being removed. A run that is killed leaves them behind.
+# Directories in a run directory: the checkpoint that is being written, the one that it replaces, and the one that is
+# being removed. A run that is killed leaves them behind.
 STAGING = ".saving"
 _REPLACED = ".replaced"
 _REMOVED = ".removed"
 
-# What a configuration says of its file and not of the model.
+# Keys of a configuration that describe its file rather than the model.
 _VOLATILE = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
 
 _DIRECTORY = re.compile(r"checkpoint-(\d+)")
 _CHECKSUM = re.compile(r"([0-9a-f]{32})  (.+)")  # a line of CHECKSUMS_FILE
 
+# RuntimeErrors of torch.save that are about a file. Devices and other ranks raise RuntimeError, too.
+_FILE_ERROR = re.compile("inline_container|iostream|Parent|opened")
+
 
 def save_optimizer(optimizer: FusedOptimizer, path: Path, *, write: bool = True) -> None:
-    """Writes what `FusedOptimizer.named_state_dict` returns as one safetensors file: tensors as `parameter/state`,
+    """Writes the result of `FusedOptimizer.named_state_dict` to one safetensors file: tensors as `parameter/state`,
     everything else as JSON in its metadata.
 
-    Gathers one state at a time. Where parameters are sharded, every rank calls it; only ranks that `write` touch the
-    file.
+    Gathers one state at a time. Where parameters are sharded, every rank calls it.
+
+    Args:
+        write: whether this rank writes the file. The other ranks do not touch it.
 
     Raises:
         TypeError: a state or a group has a value that is neither a tensor nor JSON.
@@ -68,21 +75,17 @@ def save_optimizer(optimizer: FusedOptimizer, path: Path, *, write: bool = True)
     for owner, state in saved.pop("state").items():
         values[owner] = {name: value for name, value in state.items() if not isinstance(value, TensorSource)}
         sources |= {f"{owner}/{name}": value for name, value in state.items() if isinstance(value, TensorSource)}
-    text = json.dumps({**saved, "values": values})
-    tensors = {key: torch.empty(source.shape, dtype=source.dtype, device="meta") for key, source in sources.items()}
-    with path.open("wb") if write else nullcontext() as file:
-        offsets = begin_safetensors(file, tensors, {"format": "pt", "lowmem": text}) if file is not None else {}
-        for key, source in sources.items():
-            tensor = source.read()
-            if file is not None:
-                write_tensor(file, offsets[key], tensor)
+    metadata = {"format": "pt", "lowmem": json.dumps({**saved, "values": values})}
+    shapes = {key: torch.empty(source.shape, dtype=source.dtype, device="meta") for key, source in sources.items()}
+    tensors = ((key, source.read()) for key, source in sources.items())
+    write_safetensors({path: shapes} if write else {}, tensors, metadata)
 
 
 def load_optimizer(optimizer: FusedOptimizer, path: Path) -> None:
-    """Loads what `save_optimizer` wrote.
+    """Loads a file that `save_optimizer` wrote.
 
     Raises:
-        CheckpointError: the file is missing, cut short, or belongs to another optimizer or model.
+        CheckpointError: the file is missing or truncated, or belongs to another optimizer or model.
     """
     with open_safetensors(path) as file:
         text = (file.metadata() or {}).get("lowmem")
@@ -102,7 +105,7 @@ def load_optimizer(optimizer: FusedOptimizer, path: Path) -> None:
 
 
 def load_scheduler(scheduler: Any, path: Path) -> None:
-    """Loads the state of a learning rate schedule. Raises `CheckpointError` if it is of another kind of schedule."""
+    """Loads the state of a learning rate schedule. Raises `CheckpointError` if it belongs to another schedule."""
     saved = torch.load(path, map_location="cpu", weights_only=True)
     if odd := saved.keys() ^ scheduler.state_dict().keys():
         raise CheckpointError(
@@ -112,7 +115,7 @@ def load_scheduler(scheduler: Any, path: Path) -> None:
 
 
 def check_configuration(model: Any, folder: Path) -> None:
-    """Raises `CheckpointError` if the configuration of a model is not that of a checkpoint."""
+    """Raises `CheckpointError` if the configurations of a model and of a checkpoint differ."""
     if not (folder / CONFIG_NAME).exists() or not hasattr(model, "config"):
         return
     now = model.config.to_diff_dict()
@@ -126,8 +129,9 @@ def check_configuration(model: Any, folder: Path) -> None:
 
 
 def check_model(folder: Path) -> None:
-    """Raises `CheckpointError` unless `folder` has complete weights and a configuration that can be read, if any. The
-    optimizer's file is not read.
+    """Raises `CheckpointError` unless the weights in `folder` are complete and the configuration, if any, is valid.
+
+    The optimizer's file is not read.
     """
     if (folder / CHECKSUMS_FILE).exists():
         check_checksums(folder, unread=(OPTIMIZER_FILE,))
@@ -140,7 +144,7 @@ def check_model(folder: Path) -> None:
 
 
 def check_resumable(folder: Path) -> None:
-    """Raises `CheckpointError` unless `folder` has an optimizer's states, and each file is as it was written."""
+    """Raises `CheckpointError` unless `folder` contains optimizer states and every file has its checksum."""
     if not folder.is_dir():
         raise CheckpointError(f"Can't find a valid checkpoint at {folder}: there is no such directory")
     if not (folder / OPTIMIZER_FILE).exists():
@@ -151,7 +155,7 @@ def check_resumable(folder: Path) -> None:
 
 
 def write_checksums(folder: Path) -> None:
-    """Writes the checksum of each file in a directory, in the form that `xxh128sum -c checksums.txt` checks."""
+    """Writes the checksums of all files in a directory, in the format of `xxh128sum -c checksums.txt`."""
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     lines = [f"{checksum(folder / name)}  {name}\n" for name in names if name != CHECKSUMS_FILE]
     (folder / CHECKSUMS_FILE).write_text("".join(lines), encoding="utf-8")
@@ -192,13 +196,13 @@ def check_checksums(folder: Path, unread: Collection[str] = ()) -> None:
             )
 
 
-def to_resume(requested: str | bool | None, run_dir: Path) -> str | None:
-    """Returns the checkpoint that a run resumes from: the one that is named, or the last intact one if it is `True`.
+def to_resume(requested: str | bool | None, run_dir: Path) -> Path | None:
+    """Returns the checkpoint to resume from: the requested one, or the last intact one in `run_dir` for `True`.
 
-    Rank 0 looks for it and checks it, and the other ranks trust it. Every rank calls it.
+    Every rank calls it. Rank 0 finds and verifies the checkpoint for all of them.
 
     Raises:
-        CheckpointError: the checkpoint is missing or damaged, or there is none. On every rank.
+        CheckpointError: on every rank, if the checkpoint is missing or damaged, or if `run_dir` has none.
     """
     verdict: list[str | None] = [None, None]
     if requested and not (in_group() and dist.get_rank()):
@@ -217,14 +221,46 @@ def to_resume(requested: str | bool | None, run_dir: Path) -> str | None:
     path, problem = verdict
     if problem is not None:
         raise CheckpointError(problem)
-    return path
+    return None if path is None else Path(path)
+
+
+@contextmanager
+def saving(run_dir: Path, name: str | None = None) -> Iterator[Path]:
+    """A context in which every rank saves into the directory that it yields. When it ends, rank 0 renames the directory
+    to the checkpoint `name` in `run_dir`, or without a name moves its files, the final model, into `run_dir` itself.
+
+    Raises:
+        CheckpointError: a file cannot be written. Earlier checkpoints stay complete.
+    """
+    state, staged = PartialState(), run_dir / STAGING / (name or "model")
+    try:
+        if state.is_main_process:
+            remove(staged.parent)
+        state.wait_for_everyone()
+        yield staged
+        state.wait_for_everyone()
+        if state.is_main_process and name is None:
+            publish_model(staged, run_dir)
+        elif state.is_main_process:
+            publish(staged, run_dir / str(name))
+    except (OSError, RuntimeError, SafetensorError) as error:
+        if isinstance(error, RuntimeError) and not _FILE_ERROR.search(str(error)):
+            raise
+        unsaved = f"{run_dir}: the final model" if name is None else run_dir / name
+        raise CheckpointError(
+            f"{unsaved} could not be written: {error}. Free some space or set another output_dir, and resume from the "
+            "last checkpoint"
+        ) from error
+    finally:
+        if state.is_main_process:
+            remove(staged.parent)
 
 
 def publish(staged: Path, folder: Path) -> None:
-    """Gives a checkpoint that is written its name, once the disk has all of it.
+    """Renames a complete checkpoint to `folder` once all of it is on the disk.
 
-    One that has the name already, of the run that was resumed from an earlier step, stays complete until the new one
-    has it, and `find_last` finds it.
+    A checkpoint with that name, from before the run was resumed from an earlier step, stays complete and is found by
+    `find_last` until the new one has replaced it.
     """
     write_checksums(staged)
     flush_tree(staged)
@@ -240,9 +276,9 @@ def publish(staged: Path, folder: Path) -> None:
 
 
 def publish_model(staged: Path, folder: Path) -> None:
-    """Moves the files of a model, once the disk has all of them, into a folder that may have an earlier model.
+    """Moves the files of a model into a directory that may contain an earlier model, once all are on the disk.
 
-    Its configuration goes first and comes last: a folder has none, or it has a complete model.
+    The old configuration is removed first and the new one moved last: a directory that has one has a complete model.
     """
     flush_tree(staged)
     configurations = [name for name in _CONFIGURATIONS if (staged / name).exists()]
@@ -256,22 +292,22 @@ def publish_model(staged: Path, folder: Path) -> None:
 
 
 def rotate(run_dir: Path, step: int, limit: int | None, best: str | None) -> None:
-    """Removes the oldest checkpoints but `limit`, never that of this step nor the best one.
+    """Removes the oldest checkpoints until `limit` are left, but never the checkpoint of `step` or the best one.
 
-    Checkpoints of later steps count as older, because the run was resumed from an earlier one.
+    Checkpoints of later steps count as older: the run was resumed from an earlier step.
     """
-    remove(run_dir / _REMOVED)  # of a run that was killed here
+    remove(run_dir / _REMOVED)  # left by a run that was killed here
     if limit is None or limit <= 0:
         return
     folders = sorted(candidates(run_dir), key=lambda folder: (_number(folder) <= step, _number(folder)))
     kept = {Path(path).resolve() for path in (run_dir / f"checkpoint-{step}", best) if path}
     for folder in [folder for folder in folders if folder.resolve() not in kept][: max(0, len(folders) - limit)]:
-        _set_aside(folder, _REMOVED)  # so that no half of it looks like a checkpoint
+        _set_aside(folder, _REMOVED)  # so that a partly removed directory does not look like a checkpoint
         remove(run_dir / _REMOVED)
 
 
 def _set_aside(folder: Path, name: str) -> Path:
-    """Moves a checkpoint at once into an empty directory of this name beside it. Returns its path there."""
+    """Moves a checkpoint into an empty directory `name` beside it, with one rename. Returns its path there."""
     aside = folder.parent / name
     remove(aside)
     aside.mkdir()
@@ -279,21 +315,21 @@ def _set_aside(folder: Path, name: str) -> Path:
 
 
 def tidy(run_dir: Path) -> None:
-    """Removes what a killed run has left of checkpoints that it was writing or removing."""
+    """Removes the directories in which a killed run was writing or removing checkpoints."""
     for name in (STAGING, _REMOVED):
         remove(run_dir / name)
 
 
 def remove(folder: Path) -> None:
-    """Removes a directory, or a symbolic link and nothing of where it leads, as far as that is possible."""
+    """Removes a directory as far as possible. A symbolic link is removed, and its target is not."""
     if folder.is_symlink():
         folder.unlink()
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def candidates(run_dir: Path) -> list[Path]:
-    """The checkpoints in a run directory, complete or not, the newest first. One that was being replaced when the run
-    was killed is among them.
+    """The checkpoints in a run directory, complete or not, newest first. Includes a checkpoint that was being replaced
+    when the run was killed.
     """
     paths = [path for home in (run_dir / _REPLACED, run_dir) for path in home.glob("checkpoint-*")]
     found = {path.name: path for path in paths if _DIRECTORY.fullmatch(path.name)}
@@ -305,10 +341,10 @@ def _number(folder: Path) -> int:
 
 
 def find_last(run_dir: Path, check: Callable[[Path], None] = check_resumable) -> tuple[Path, list[str]]:
-    """Returns the checkpoint of the highest step that passes `check`, and why those after it did not pass.
+    """Returns the checkpoint of the highest step that passes `check`, and the errors of the checkpoints after it.
 
     Raises:
-        CheckpointError: none passes.
+        CheckpointError: no checkpoint passes.
     """
     damaged = []
     for folder in candidates(run_dir):

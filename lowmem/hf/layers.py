@@ -1,23 +1,54 @@
-"""The options of layers, applied to the model of a trainer."""
+"""`LayersConfig`, applied to the models of a trainer: tiled MLPs, computed gradients, and losses without logits.
 
+From TRL 1.15 on, trainers call a model with `fused_lm_head=True` and expect log-probabilities of labels. Before that,
+the loss "chunked_nll" expects sums over tokens. A new forward of the model returns both, computed by
+`lowmem.layers.head`. Losses that read logits get `lowmem.layers.logits`, which are computed as they are read.
+"""
+
+import functools
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MethodType
 from typing import Any, Literal
 
-from torch import nn
+import torch
+from accelerate.utils import is_peft_model
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.utils import ModelOutput
 
+from lowmem.errors import ConfigError
 from lowmem.layers.config import LayersConfig
 from lowmem.layers.embedding import compute_gradient
 from lowmem.layers.head import Head
+from lowmem.layers.logits import LazyHead, Logits
 from lowmem.layers.mlp import tile_mlps
 from lowmem.optimizer import FusedOptimizer
+from lowmem.placements.zero3 import gathered
+from lowmem.tiles.quantized import in_codes
 
 # Names of tables of learned positions in transformers 5.23.
 _POSITIONS = ("wpe", "embed_positions", "position_embeddings", "position_embedding", "positions_embed")
 
+# A module, the name of the output embedding in it, and the layer that replaces it.
+Place = tuple[nn.Module, str, LazyHead]
+
+# Trainers of TRL with a language-model loss, and the metrics of tokens that they log. Trainers without an entry here
+# or below may use the entropy in their loss.
+_LOGGED: dict[str, tuple[str, ...]] = {
+    "SFTTrainer": ("entropy", "is_top1"),
+    "DPOTrainer": ("entropy", "is_top1", "mean_logits"),
+    "KTOTrainer": ("entropy", "mean_logits"),
+}
+_OTHERS = ("GRPOTrainer", "RLOOTrainer")
+
 
 def change(model: Any, layers: LayersConfig) -> None:
-    """Tiles the MLPs of a model, and makes its embedding one whose gradient the optimizer computes as it reads it.
+    """Tiles the MLPs of a model, and lets the optimizer compute the gradient of its embedding as it reads it.
 
-    A model that is to be sharded is changed before.
+    Called before the model is sharded.
 
     Raises:
         ConfigError: `head_memory` is not enough for one row.
@@ -33,10 +64,11 @@ def change(model: Any, layers: LayersConfig) -> None:
 
 
 def embedding(model: Any, side: Literal["input", "output"]) -> Any:
-    """The input or output embedding that a model names; None if it has none, as vision models and plain modules."""
+    """The input or output embedding of a model, or None: vision models and plain modules have neither."""
+    get = getattr(model, f"get_{side}_embeddings", None)
     try:
-        return getattr(model, f"get_{side}_embeddings")()
-    except (AttributeError, NotImplementedError):
+        return None if get is None else get()
+    except NotImplementedError:  # transformers 5.23 (modeling_utils.py) raises it for a model without one
         return None
 
 
@@ -58,3 +90,138 @@ def described(model: Any, optimizer: FusedOptimizer) -> str:
         return "the head and the embedding are not trained"
     how = "computed as they are read" if all(record.computes for record in records) else "tensors"
     return f"of the head and the embedding: {how}"
+
+
+@dataclass
+class TokenLosses(ModelOutput):
+    """Output of a model in place of logits, with the field names that trainers of TRL read."""
+
+    loss: Tensor | None = None
+    log_probs: Tensor | None = None  # [batch, tokens], like the following ones to is_top1; 0 where there is no label
+    label_mask: Tensor | None = None
+    entropy: Tensor | None = None
+    log_sum_sq_probs: Tensor | None = None
+    mean_logits: Tensor | None = None
+    is_top1: Tensor | None = None
+    num_correct_tokens: Tensor | None = None
+    entropy_sum: Tensor | None = None
+    num_valid_tokens: Tensor | None = None
+    aux_loss: Tensor | None = None
+
+
+def compute_losses(trainer: Any, layers: LayersConfig) -> list[Place]:
+    """Replaces the head in the losses of a trainer of TRL and of its reference model by `lowmem.layers.head`, unless
+    `computed_gradients` is False. From TRL 1.15 on, this includes the label smoothing of an `SFTTrainer`.
+
+    Returns:
+        The places of output embeddings for `lazily`, if the loss of the trainer reads logits.
+    """
+    # by name: importing the class of another trainer may need a package that is not installed
+    classes = [cls.__name__ for cls in type(trainer).__mro__ if cls.__module__.startswith("trl.")]
+    known = next((name for name in classes if name in (*_LOGGED, *_OTHERS)), None)
+    if known is None:
+        return []
+    if not layers.computed_gradients:
+        if in_codes(trainer.model):
+            raise ConfigError(
+                "layers.computed_gradients: false makes TRL compute the head from an ordinary matrix, but "
+                "fused.weight_format quantizes it. Omit one of them"
+            )
+        return []
+    metrics, args, smoothing = _LOGGED.get(known, ()), trainer.args, 0.0
+    fused = hasattr(sys.modules["trl.trainer.utils"], "add_fused_lm_head")
+    chunked = known == "SFTTrainer" and getattr(args, "loss_type", None) == "chunked_nll"
+    if fused and known == "SFTTrainer" and trainer.label_smoother is not None:
+        smoothing, trainer.label_smoother = args.label_smoothing_factor, None
+    if getattr(args, "use_weighting", False):
+        metrics = (*metrics, "log_sum_sq_probs")
+    places: list[Place] = []
+    for model in (trainer.model, getattr(trainer, "ref_model", None)):
+        if model is None:
+            continue
+        base = model.get_base_model() if is_peft_model(model) else model
+        place = _place(base, layers.head_bytes)
+        if metrics and (fused or chunked):
+            logged = metrics if model is trainer.model else ()
+            base.forward = MethodType(_forward(base, place, logged, smoothing, chunked), base)
+        elif not fused and trainer._sharding is None:  # sharded, it would be gathered for every row
+            places += place
+    return places
+
+
+@contextmanager
+def lazily(places: Sequence[Place]) -> Iterator[None]:
+    """A context in which models return logits that are computed as they are read."""
+    before = [getattr(parent, name) for parent, name, _ in places]
+    for parent, name, head in places:
+        setattr(parent, name, head)
+    try:
+        yield
+    finally:
+        for (parent, name, _), output in zip(places, before, strict=True):
+            setattr(parent, name, output)
+
+
+def _place(model: Any, memory: int | None) -> list[Place]:
+    """The place of the output embedding. Empty, so that it stays, if it is not a linear layer or has an adapter."""
+    output = embedding(model, "output")
+    linear = output.original_module if hasattr(output, "modules_to_save") else output  # PEFT trains a copy of it
+    if getattr(type(linear), "forward", None) is not nn.Linear.forward:
+        return []
+    parent, _, name = next(path for path, module in model.named_modules() if module is output).rpartition(".")
+    return [(model.get_submodule(parent), name, LazyHead(output, memory, gathered))]
+
+
+def _forward(model: Any, place: list[Place], metrics: tuple[str, ...], smoothing: float, chunked: bool) -> Any:
+    """A forward that returns `TokenLosses` where TRL asks for them, and otherwise the output of the model's forward."""
+    inner = model.forward
+
+    @functools.wraps(type(model).forward)  # `generate` reads its signature
+    def forward(self: Any, *args: Any, fused_lm_head: bool = False, **options: Any) -> Any:
+        labelled = options.get("labels") is not None or options.get("shift_labels") is not None
+        if not fused_lm_head and not (chunked and labelled):
+            return inner(*args, **options)
+        labels, shifted, count = (options.pop(n, None) for n in ("labels", "shift_labels", "num_items_in_batch"))
+        with lazily(place):
+            output = inner(*args, **{**options, "use_cache": False})
+            logits, targets = (output.logits[:, :-1], labels[:, 1:]) if shifted is None else (output.logits, shifted)
+            targets = targets.to(logits.device)
+            mask = targets != -100
+            compact = mask.is_cuda  # only tokens with labels are computed, as in TRL
+            rows = (logits[mask], targets[mask]) if compact else (logits, targets.clamp(min=0))
+            losses, values = _losses(*rows, metrics, smoothing)
+        values = {
+            # the loss has a gradient even if there are no labels
+            name: value.new_zeros(mask.shape).masked_scatter(mask, value) if compact else value.masked_fill(~mask, 0)
+            for name, value in {"log_probs": -losses, **values}.items()
+        }
+        loss = -values["log_probs"].sum() / (mask.sum().clamp(min=1) if count is None else count)
+        aux_loss = getattr(output, "aux_loss", None)
+        if aux_loss is not None:
+            loss = loss + getattr(self.config.get_text_config(), "router_aux_loss_coef", 0.0) * aux_loss.to(loss.device)
+        if fused_lm_head:
+            return TokenLosses(loss, label_mask=mask, aux_loss=aux_loss, **values)
+        correct, entropy = values["is_top1"].sum().float(), values["entropy"].sum()
+        return TokenLosses(
+            loss, num_correct_tokens=correct, entropy_sum=entropy, num_valid_tokens=mask.sum(), aux_loss=aux_loss
+        )
+
+    return forward
+
+
+def _losses(
+    logits: Tensor, targets: Tensor, metrics: Sequence[str], smoothing: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss and metrics of each token."""
+    if isinstance(logits, Logits) and logits.pending:
+        losses, _, values = logits.source.losses(targets, metrics, smoothing)
+        return losses, values
+    z = logits.float()
+    losses = F.cross_entropy(z.flatten(0, -2), targets.flatten(), reduction="none", label_smoothing=smoothing)
+    with torch.no_grad():
+        logs = z.log_softmax(-1)
+        values = {
+            "entropy": -(logs.exp() * logs).sum(-1), "log_sum_sq_probs": (2 * logs).logsumexp(-1),
+            "mean_logits": z.mean(-1), "is_top1": z.argmax(-1) == targets,
+        }  # fmt: skip
+    return losses.view(targets.shape), {name: values[name] for name in metrics}

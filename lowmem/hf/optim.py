@@ -1,7 +1,8 @@
-"""The rule and hyperparameters that the arguments of a trainer name (`optim`, `optim_args` and those of Adam), or that
-a method of its class chooses.
+"""The rule, hyperparameters and groups of a trainer: from its arguments (`optim`, `optim_args`, `adam_beta1`, ...), or
+from an optimizer that a method of its class creates.
 """
 
+import copy
 import inspect
 from dataclasses import fields, replace
 from typing import Any
@@ -12,20 +13,20 @@ from transformers import Trainer, TrainingArguments
 
 from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.options import FusedConfig
-from lowmem.rules import resolve
+from lowmem.rules import UpdateRule, resolve
 
-# Arguments, and the hyperparameters that they set. No optimizer that runs fused has the last one.
+# Arguments, and the hyperparameters that they set. No optimizer that can run fused has the last one.
 _ARGUMENTS = {"adam_beta1": "betas", "adam_beta2": "betas", "adam_epsilon": "eps", "optim_target_modules": "modules"}
 
-# Names of the rule that the default learning rates of trainers are chosen for.
+# Names of the rule for which the default learning rates of trainers are chosen.
 _ADAMW = ("adamw", f"{torch.optim.AdamW.__module__}.AdamW")
 
-# Optimizers that Hugging Face gives the whole model. Their rules are in this package.
+# Optimizers that Hugging Face creates from the model. lowmem has their rules.
 _OURS = ("lomo", "adalomo")
 
 
 def changed(args: TrainingArguments) -> dict[str, Any]:
-    """The arguments about the optimizer that do not have their default value. Names of optimizers are strings."""
+    """The arguments of the optimizer that differ from their defaults. Names of optimizers are strings."""
     defaults = {option.name: option.default for option in fields(type(args))}
     values = {name: getattr(args, name) for name in ("optim", "optim_args", *_ARGUMENTS)}
     changed = {name: value for name, value in values.items() if value not in (None, defaults[name])}
@@ -33,7 +34,7 @@ def changed(args: TrainingArguments) -> dict[str, Any]:
 
 
 def choose(args: TrainingArguments, fused: FusedConfig | None) -> FusedConfig:
-    """Returns `fused` itself if it names a rule, else with the rule and hyperparameters that the arguments name.
+    """Returns `fused` if it names a rule; otherwise adds the rule and hyperparameters that the arguments name.
 
     Raises:
         ConfigError: an argument contradicts `fused`, or has no effect.
@@ -63,11 +64,14 @@ def choose(args: TrainingArguments, fused: FusedConfig | None) -> FusedConfig:
 
 
 def read(optimizer: Any, fused: FusedConfig) -> tuple[FusedConfig, list[dict[str, Any]]]:
-    """Reads an optimizer that a trainer's class has made. Returns `fused` with its class and options, unless `fused`
-    names a rule; and its groups, with the options in which they differ from it and their weight decay (None for 0).
+    """Reads an optimizer that a trainer's class has created.
+
+    Returns:
+        `fused` with the class and options of the optimizer, unless it names a rule; and the groups of the optimizer,
+        each with the options that differ from the defaults and its weight decay (None for 0).
 
     Raises:
-        ConfigError: it is not an optimizer, or has more than can be read from it.
+        ConfigError: it is not an optimizer, or has hooks, states or options that cannot be read from it.
     """
     cls = type(optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -96,17 +100,88 @@ def read(optimizer: Any, fused: FusedConfig) -> tuple[FusedConfig, list[dict[str
     return fused, groups
 
 
+def parts_by_decay(trainer: Trainer, model: nn.Module) -> list[dict[str, Any]]:
+    """Splits the trained parameters of a model into the two groups of transformers: matrices with the trainer's
+    `weight_decay`, and norms and biases with None.
+    """
+    names = {*trainer.get_decay_parameter_names(model)}
+    trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    return [
+        {"params": [param for name, param in trained if (name in names) is decays], "weight_decay": amount}
+        for decays, amount in ((True, trainer.args.weight_decay), (False, None))
+    ]
+
+
+def param_groups(
+    fused: FusedConfig, model: nn.Module, parts: list[dict[str, Any]], *, by_class: bool
+) -> list[dict[str, Any]]:
+    """The groups of `fused`, each split into `parts`. A group with the rule of `fused` takes their options.
+
+    Args:
+        parts: groups of parameters, as `read` and `parts_by_decay` return them.
+        by_class: whether a trainer's class has created them. Otherwise groups without weight decay are not split.
+
+    Raises:
+        UnsupportedError: a parameter is only in the model or only in `parts`, and the trainer clips.
+    """
+    # without the prefix that FSDP's activation checkpointing adds: checkpoints are the same with it and without
+    names = {param: name.replace("_checkpoint_wrapped_module.", "") for name, param in model.named_parameters()}
+    part_of = {param: n for n, part in enumerate(parts) for param in part["params"]}
+    outside = {param: f"outside.{n}" for n, param in enumerate(param for param in part_of if param not in names)}
+    odd = [name for param, name in names.items() if param.requires_grad and param not in part_of]
+    odd += [name for param, name in outside.items() if param.requires_grad]
+    if odd and fused.clip_norm is not None:
+        raise UnsupportedError(
+            f"max_grad_norm={fused.clip_norm}: the trainer clips the gradients of its model, but {odd[0]!r} "
+            "is only in the model, or only in the optimizer that the class creates. Set max_grad_norm=0, or "
+            "freeze it"
+        )
+    groups: list[dict[str, Any]] = []
+    default = resolve(fused.rule)
+    for group in fused.param_groups((name, param) for param, name in (names | outside).items() if param in part_of):
+        rule = resolve(group["rule"]) if "rule" in group else default
+        same_rule, decays = rule.name == default.name, rule.decay in rule.defaults and rule.decay not in group
+        if not decays and not by_class:
+            groups.append(group)
+            continue
+        for n, part in enumerate(parts):
+            options = {key: value for key, value in part.items() if same_rule and key != "weight_decay"} | group
+            if rule.decay not in group:
+                options |= _decay(rule, part["weight_decay"], same_rule)
+            groups.append({**options, "params": [pair for pair in group["params"] if part_of[pair[1]] == n]})
+    return [group for group in groups if group["params"]]
+
+
+def _decay(rule: UpdateRule, amount: float | None, same_rule: bool) -> dict[str, Any]:
+    """The weight decay of a part: of the trainer for the trainer's rule, of the rule's defaults for another rule."""
+    if rule.decay not in rule.defaults:
+        return {"weight_decay": amount} if amount and same_rule else {}  # raises, because the rule does not have it
+    without = rule.without_decay()
+    if amount is None:
+        return without
+    return {rule.decay: (amount if same_rule else rule.defaults[rule.decay]) or without[rule.decay]}
+
+
 def _settings(optimizer: torch.optim.Optimizer) -> str:
-    """Its attributes, beside parameters and states."""
+    """The attributes of an optimizer except parameters and states, as text."""
     own = {name: value for name, value in vars(optimizer).items() if name not in ("param_groups", "state")}
     return repr({name: getattr(value, "__dict__", value) for name, value in own.items()})
 
 
+def with_learning_rate(args: TrainingArguments, fused: FusedConfig, model: nn.Module) -> TrainingArguments:
+    """Returns the arguments with `learning_rate`. A copy is changed; the user's arguments stay as they are."""
+    rate = learning_rate(args, fused, model)
+    if rate != args.learning_rate:
+        args = copy.copy(args)
+        args.learning_rate = rate
+    return args
+
+
 def learning_rate(args: TrainingArguments, fused: FusedConfig, model: nn.Module) -> float:
-    """Returns the learning rate of a trainer: `learning_rate`, or `fused.lr` where that has its default value.
+    """Returns the learning rate of a trainer: `fused.lr` if it is set and `learning_rate` is not, else `learning_rate`.
 
     Raises:
-        ConfigError: both are set and differ, or it is left at a default that is chosen for another rule.
+        ConfigError: both are set and differ, or neither is set and the default is chosen for another rule.
     """
     rule, rate = resolve(fused.rule), args.learning_rate
     default = next(option.default for option in fields(type(args)) if option.name == "learning_rate")
@@ -123,7 +198,7 @@ def learning_rate(args: TrainingArguments, fused: FusedConfig, model: nn.Module)
 
 
 def _named(args: TrainingArguments, optim: str) -> tuple[str, dict[str, Any]]:
-    """Returns the rule of an optimizer of Hugging Face, and its hyperparameters."""
+    """Returns the rule of an optimizer that `optim` can name, and its hyperparameters."""
     if optim in _OURS:
         return optim, {}
     try:

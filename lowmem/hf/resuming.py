@@ -1,6 +1,6 @@
-"""The rows of a run: a checkpoint says which are trained, and a resumed run continues with the next one or raises.
+"""The training rows of a run: a checkpoint records its place, and a resumed run continues with the next row or raises.
 
-transformers 5.23 (trainer.py) skips as many steps as were taken, however many rows a step has now, and in what order.
+transformers 5.23 (trainer.py) skips the number of steps of the checkpoint, whatever rows a step has now.
 """
 
 import json
@@ -29,58 +29,90 @@ from lowmem.hf.checkpoint import TRAINER_STATE_FILE
 logger = logging.getLogger(__name__)
 
 RECORD_FILE = "data.json"
-_EPOCH = "epoch_"  # files with the random states at the beginning of the epoch, of each rank
+_EPOCH = "epoch_"  # prefix of files with the random states of each rank at the beginning of the epoch
 _GENERATOR = "generator.pt"
 
-# arguments that decide it; transformers 5 has the first one in place of the second
+# Arguments that decide the order of rows. transformers 5 has the first one in place of the second.
 _ORDER = ("train_sampling_strategy", "group_by_length", "data_seed", "seed", "dataloader_drop_last")
 _SHAPE = "per_device_train_batch_size, gradient_accumulation_steps, processes"
 
-# Rows of a stream or a list, and bytes of a data set, that a fingerprint has.
+# Largest number of rows of a stream or a list, and of bytes of a data set, in a fingerprint.
 _ROWS, _BYTES = 100, 4 << 30
 
 
 class Rows(TrainerCallback):  # type: ignore[misc]
-    """The rows of each step of a trainer, and where it is.
+    """The place of a run in its training data.
 
     Args:
-        trainer: the trainer. Each rank has one.
-        loader: its training data, prepared.
+        trainer: the trainer of this rank.
+        loader: its training data, prepared by Accelerate.
         steps_per_epoch, max_steps: as the trainer counts them.
-        checkpoint: the directory from which it resumes, or None.
+        checkpoint: the directory from which the run resumes, or None.
 
     Attributes:
-        step: how many steps the checkpoint has trained.
+        step: the number of steps that the checkpoint has trained.
         left: whether a step is left to train.
-        start: numbers of epochs, and of micro-batches of the next epoch, that are trained.
+        start: the numbers of trained epochs, and of trained micro-batches in the next epoch.
 
     Raises:
-        CheckpointError: the steps that are left would have other rows.
-        DataError: the data are not those of the checkpoint.
+        CheckpointError: the remaining steps would train on other rows.
+        DataError: the data differ from the data of the checkpoint.
     """
 
-    def __init__(self, trainer: Any, loader: Any, steps_per_epoch: int, max_steps: int, checkpoint: str | None) -> None:
-        args, data = trainer.args, getattr(loader, "dataset", loader)  # or batches of a class's own
-        self._trainer, self._loader, self._max_steps = trainer, loader, max_steps
+    def __init__(
+        self, trainer: Any, loader: Any, steps_per_epoch: int, max_steps: int, checkpoint: Path | None
+    ) -> None:
+        args = trainer.args
+        self._trainer, self._loader, self._max_steps, self._folder = trainer, loader, max_steps, checkpoint
         accumulation = args.gradient_accumulation_steps
-        # micro-batches per epoch; of a stream, those of all steps
-        self._batches = batches = len(loader) if has_length(loader) else max_steps * accumulation
-        compared = args.save_strategy != "no" or checkpoint is not None
-        self._start = TemporaryDirectory()
-        self._is_stream = isinstance(data, IterableDataset)
+        # micro-batches per epoch, or of all steps if the data are a stream
+        self._batches = len(loader) if has_length(loader) else max_steps * accumulation
         self._per_step = trainer.get_total_train_batch_size(args)
-        self._per_batch = self._per_step // args.gradient_accumulation_steps
-        shape = [self._per_batch // args.world_size, args.gradient_accumulation_steps, args.world_size]
-        rows, per_epoch = shape, 0
+        self._per_batch = self._per_step // accumulation
         sampler = getattr(loader, "batch_sampler", None)
         self._batch_sampler = getattr(sampler, "batch_sampler", sampler)
         self._sampler: Any = getattr(self._batch_sampler, "sampler", None)
+        self._start = TemporaryDirectory()
+        self._record = self._describe()
+        self.step = 0
+        if checkpoint is not None and (state := checkpoint / TRAINER_STATE_FILE).is_file():
+            self.step = read_json(state)["global_step"]
+        self.left = checkpoint is None or self.step < max_steps
+        if not self.left and trainer.is_world_process_zero():
+            logger.warning(
+                "training is already complete: %s is at step %d of %d, and its weights are loaded. Raise max_steps or "
+                "num_train_epochs to continue.", checkpoint, self.step, max_steps
+            )  # fmt: skip
+        by_trainer = self.step // steps_per_epoch, self.step % steps_per_epoch * accumulation
+        if args.ignore_data_skip:
+            by_trainer = by_trainer[0], 0
+        self.start = by_trainer
+        if checkpoint is not None and not args.ignore_data_skip:
+            start = self._resume(checkpoint)
+            self.start = start if start is not None and self.left else by_trainer
+        if self.start != by_trainer and not hasattr(Trainer, "_init_training_state"):
+            raise CheckpointError(
+                f"{checkpoint} has trained {self.start[0]} epochs and {self.start[1]} batches, and transformers "
+                f"{transformers.__version__} would skip {by_trainer[0]} and {by_trainer[1]}. Run: pip install "
+                "'transformers>=5.6'. Or write ignore_data_skip: true to begin the epoch again"
+            )
+        self.epoch = self.start[0] - 1  # the next one begins
+
+    def _describe(self) -> dict[str, Any]:
+        """The properties of the data, the order and the batches that decide which rows a step has."""
+        args = self._trainer.args
+        data = getattr(self._loader, "dataset", self._loader)  # or a custom iterable of batches
+        self._is_stream = isinstance(data, IterableDataset)
+        compared = args.save_strategy != "no" or self._folder is not None
+        shape = [self._per_batch // args.world_size, args.gradient_accumulation_steps, args.world_size]
+        rows: Any = shape
+        per_epoch = 0
         # Accelerate's RandomSampler draws the order of an epoch from this seed and the number of the epoch
         seeded = type(self._sampler) is SequentialSampler or hasattr(self._sampler, "initial_seed")
-        if seeded and not trainer.accelerator.split_batches:  # whatever the batches are, the order is the same
-            total = batches * self._per_batch  # padded, or cut, to batches of all ranks
+        if seeded and not self._trainer.accelerator.split_batches:  # the order does not depend on the batches
+            total = self._batches * self._per_batch  # padded, or cut, to batches of all ranks
             rows, per_epoch = self._per_step, min(total, len(data)) if args.world_size == 1 else total
-        self._record = {name: getattr(args, name) for name in _ORDER if hasattr(args, name)} | {
+        return {name: getattr(args, name) for name in _ORDER if hasattr(args, name)} | {
             "data": fingerprint(data) if compared else None,
             "kind of data": type(data).__name__,
             "number of rows": len(data) if has_length(data) else None,
@@ -90,29 +122,12 @@ class Rows(TrainerCallback):  # type: ignore[misc]
             "rows": rows,
             "rows per epoch": per_epoch,
         }
-        self._folder, self.step = None if checkpoint is None else Path(checkpoint), 0
-        if self._folder is not None and (state := self._folder / TRAINER_STATE_FILE).is_file():
-            self.step = read_json(state)["global_step"]
-        self.left = self._folder is None or self.step < max_steps
-        by_trainer = self.step // steps_per_epoch, self.step % steps_per_epoch * accumulation
-        if args.ignore_data_skip:
-            by_trainer = by_trainer[0], 0
-        self.start = by_trainer
-        if self._folder is not None and not args.ignore_data_skip:
-            start = self._resume(self._folder)
-            self.start = start if start is not None and self.left else by_trainer
-        if self.start != by_trainer and not hasattr(Trainer, "_init_training_state"):
-            raise CheckpointError(
-                f"{checkpoint} has trained {self.start[0]} epochs and {self.start[1]} batches, and transformers "
-                f"{transformers.__version__} would skip {by_trainer[0]} and {by_trainer[1]}. Run: pip install "
-                "'transformers>=5.6'. Or write ignore_data_skip: true to begin the epoch again"
-            )
-        self.epoch = self.start[0] - 1  # begins with the next one
 
     def _resume(self, folder: Path) -> tuple[int, int] | None:
-        """The start that a checkpoint says, or None if it does not."""
+        """The start that a checkpoint records, or None if it has no record."""
         args = self._trainer.args
-        shared = getattr(args, "steps_per_generation", 1) * getattr(args, "num_iterations", 1)  # micro-batches, in TRL
+        # the micro-batches that share completions in TRL's GRPO
+        shared = getattr(args, "steps_per_generation", 1) * getattr(args, "num_iterations", 1)
         every = math.lcm(shared, args.gradient_accumulation_steps) // args.gradient_accumulation_steps
         if self.step % every and self.left:
             raise CheckpointError(
@@ -137,7 +152,7 @@ class Rows(TrainerCallback):  # type: ignore[misc]
             logger.warning("only the number of rows of the data was compared with %s, not the rows themselves", folder)
         step = self._per_step
         end = saved["row"] + (self._max_steps - self.step) * step
-        # a run that ends before the last batch of an epoch does not depend on how that is padded
+        # how the last batch of an epoch is padded does not matter to a run that ends before it
         reached = end > min(saved["rows per epoch"], now["rows per epoch"]) // step * step
         for name in (*_ORDER, "dataloader_num_workers", "rows", *(["rows per epoch"] if reached else [])):
             if name in saved.keys() & now.keys() and saved[name] != now[name]:
@@ -149,7 +164,7 @@ class Rows(TrainerCallback):  # type: ignore[misc]
         return saved["epoch"], saved["row"] // self._per_batch
 
     def _line(self, name: str, saved: dict[str, Any]) -> str:
-        """The line that gives the rows of a checkpoint."""
+        """The line with which the steps have the rows of the checkpoint."""
         if not name.startswith("rows"):
             return f"{name}: {json.dumps(saved[name])}"
         size, accumulation, ranks = saved[_SHAPE]
@@ -161,14 +176,14 @@ class Rows(TrainerCallback):  # type: ignore[misc]
         return line + (f" (in {ranks} process{'es' * (ranks > 1)})" if ranks != now else "")
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Corrects the path of the best checkpoint: the run folder may have been moved or copied since."""
+        """Corrects the path of the best checkpoint, because the run folder may have been moved or copied."""
         if self._folder is not None:
             best = self._folder.parent / f"checkpoint-{state.best_global_step}"
             state.best_model_checkpoint = str(best) if best.is_dir() else None
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
-        """Begins an epoch. One that is resumed gets the random states that it had, so that samplers and data sets draw
-        the same order.
+        """Begins an epoch. A resumed epoch gets its random states again, so that samplers and data sets draw the same
+        order.
         """
         self.epoch, self.fetched, self.ended = self.epoch + 1, 0, False
         start = Path(self._start.name)
@@ -180,9 +195,9 @@ class Rows(TrainerCallback):  # type: ignore[misc]
             if (start / _GENERATOR).exists():
                 self._loader.synchronized_generator.set_state(torch.load(start / _GENERATOR, weights_only=True))
         if (set_epoch := getattr(self._batch_sampler, "set_epoch", None)) is not None:
-            set_epoch(self.epoch)  # which transformers does not reach where batches are skipped
+            set_epoch(self.epoch)  # transformers does not, if it skips batches
         if hasattr(self._sampler, "initial_seed"):
-            # transformers 4 takes a resumed epoch from a new loader, which begins with epoch 0
+            # transformers 4 takes a resumed epoch from a new loader, which begins with epoch 0 again
             self._sampler.epoch, self._sampler.set_epoch = self.epoch, lambda epoch: None
         self._note_random_states()
 
@@ -192,7 +207,11 @@ class Rows(TrainerCallback):  # type: ignore[misc]
             torch.save(generator.get_state(), Path(self._start.name) / _GENERATOR)
 
     def save(self, folder: Path, epoch: float, *, write: bool) -> None:
-        """Writes what a checkpoint says of its rows at an `epoch` of the trainer's state. Every rank calls it."""
+        """Writes the place at `epoch`, as in the trainer's state, and the random states. Every rank calls it.
+
+        Args:
+            write: whether this rank writes the place.
+        """
         batch = round((epoch - self.epoch) * self._batches)
         ended = batch == self.fetched if self.ended else batch == self._batches and not self._is_stream
         if ended:
@@ -206,10 +225,10 @@ class Rows(TrainerCallback):  # type: ignore[misc]
 
 
 def fingerprint(dataset: Any) -> str | None:
-    """A hash of every row in order, which depends on what is trained on alone, and not on how `datasets` holds it.
+    """A hash of the rows in their order, which depends only on their values and not on how `datasets` stores them.
 
-    Beyond 4 GiB it has one block of 1,000 rows in so many, of a list 100 rows, and of a stream of `datasets` the first
-    100. Returns None for other data, whose rows may differ each time they are read.
+    Above 4 GiB it samples blocks of 1,000 rows, of a list it samples 100 rows, and of a stream of `datasets` it reads
+    the first 100. Returns None for other data, whose rows may change each time they are read.
     """
     if isinstance(dataset, datasets.IterableDataset):
         return Hasher.hash(list(dataset.take(_ROWS)))

@@ -1,7 +1,7 @@
-"""Shards the model of a trainer over ranks by DeepSpeed ZeRO-3 or FSDP2, as the trainer's arguments say.
+"""Shards the model of a trainer over ranks by DeepSpeed ZeRO-3 or FSDP2, as the trainer's arguments ask for.
 
 The Trainer and Accelerate would wrap the model and replace the optimizer. Here their arguments keep their meaning and
-their code shards the model, but the model stays one object, in which `lowmem.placements` recognizes the shards.
+their code shards the model, but the model is not wrapped, and `lowmem.placements` recognizes its shards.
 """
 
 import copy
@@ -26,7 +26,7 @@ from lowmem.options import DynamicScale
 from lowmem.placements.ranks import set_timeout
 from lowmem.tiles.quantized import in_codes
 
-# Keys of a DeepSpeed configuration that something else decides here: the values that change nothing, and the advice.
+# Keys of a DeepSpeed configuration that have no effect here: the values that are accepted, and the reason.
 _DECIDED_ELSEWHERE: dict[str, tuple[tuple[Any, ...], str]] = {
     "optimizer": ((), "the optimizer is fused.rule"),
     "scheduler": ((), "the schedule is set by the trainer's lr_scheduler_type and warmup_steps"),
@@ -51,7 +51,7 @@ _DECIDED_ELSEWHERE: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 def of(args: TrainingArguments) -> "Sharding | None":
-    """The sharding that a trainer's arguments ask for, or None.
+    """Returns the sharding that a trainer's arguments ask for, or None.
 
     Raises:
         ConfigError, UnsupportedError: an argument, or a key of DeepSpeed's or FSDP's configuration, is not supported;
@@ -69,10 +69,10 @@ def of(args: TrainingArguments) -> "Sharding | None":
 
 
 def prepare(model: Any, args: TrainingArguments | None) -> None:
-    """Prepares this process for a trainer of TRL to load the model, if it is given by its name."""
+    """Prepares this process for a trainer of TRL that loads the model by its name."""
     if not isinstance(model, str) or args is None:
         return
-    # TRL 1.16 (trainer/utils.py) sets "auto", and all weights are on the GPUs before they are quantized or sharded
+    # TRL 1.16 (trainer/utils.py) sets "auto": all weights would be on the GPUs before they are quantized or sharded
     options = {"device_map": None} | (getattr(args, "model_init_kwargs", None) or {})
     if hasattr(args, "model_init_kwargs"):
         args.model_init_kwargs = options
@@ -80,7 +80,7 @@ def prepare(model: Any, args: TrainingArguments | None) -> None:
         return
     dtype = options.get("dtype", "float32")
     if dtype in (None, "auto"):
-        # transformers 5.23 (dynamic_module_utils.py) asks on the terminal where `trust_remote_code` is not given
+        # transformers 5.23 (dynamic_module_utils.py) asks on the terminal if `trust_remote_code` is None
         trusted, revision = options.get("trust_remote_code", False), options.get("revision")
         dtype = AutoConfig.from_pretrained(model, trust_remote_code=trusted, revision=revision).dtype or "float32"
     sharded.prepare(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
@@ -96,7 +96,7 @@ def _require_process_group(argument: str) -> None:
 
 
 class Zero3Sharding:
-    """Shards by a DeepSpeed engine without an optimizer. Its JSON means what it means in Hugging Face's trainer."""
+    """Shards with a DeepSpeed engine without an optimizer. Its configuration has the same meaning as in the Trainer."""
 
     _engine: Any = None
 
@@ -134,7 +134,7 @@ class Zero3Sharding:
                 )
             settings["enabled"] = dtype == section_dtype
             # transformers 5.23 (integrations/deepspeed.py, trainer_config_finalize) requires the value to equal the
-            # trainer's bf16 and fp16, which ask for autocast and not for a dtype of the weights.
+            # trainer's bf16 or fp16, which ask for autocast and not for a dtype of the weights.
             self._config.mismatches = [line for line in self._config.mismatches if f"{section}.enabled" not in line]
         self._start()
 
@@ -146,8 +146,8 @@ class Zero3Sharding:
             unset_hf_deepspeed_config()
         _require_process_group("deepspeed")
         if self._args.device.type == "cpu":
-            # DeepSpeed 0.19 (comm/torch.py, build_shm_op) compiles this op for half a minute, and a process that is
-            # killed meanwhile leaves a lock behind on which every later process waits.
+            # DeepSpeed 0.19 (comm/torch.py, build_shm_op) compiles this op for half a minute. A process that is killed
+            # meanwhile leaves a lock behind, for which every later process waits.
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
 
@@ -155,7 +155,7 @@ class Zero3Sharding:
         """Shards a model unless it is sharded already."""
         if self._engine is not None:
             return
-        model.get_global_grad_norm = lambda: None  # transformers 4 takes the model for the engine, and asks
+        model.get_global_grad_norm = lambda: None  # transformers 4 calls it, because it expects the engine
         if in_codes(model):
             raise UnsupportedError(
                 "deepspeed: ZeRO-3 cannot shard quantized weights. Use FSDP2 (fsdp), or omit weight_format"
@@ -170,7 +170,7 @@ class Zero3Sharding:
             self._engine = deepspeed.initialize(model=model, config=config)[0]
             params: list[Any] = list(model.parameters())
             for group in {param.ds_process_group for param in params}:
-                set_timeout(self._args.ddp_timeout_delta, group)  # DeepSpeed 0.19 makes it with torch's default
+                set_timeout(self._args.ddp_timeout_delta, group)  # DeepSpeed 0.19 uses torch's default
         except (ValueError, AssertionError) as error:
             raise ConfigError(f"deepspeed: {error}") from error
         for buffer in model.buffers():
@@ -183,12 +183,12 @@ class Zero3Sharding:
             )
 
     def release(self, model: nn.Module) -> None:
-        """Frees the parameters that a forward without a backward has left gathered."""
+        """Frees the parameters that are still gathered after a forward without a backward."""
         for param in model.parameters():
             placements.release(param)
 
     def loss_scale(self) -> float | DynamicScale:
-        """The loss scale of fp16."""
+        """The loss scale of the `fp16` section."""
         fp16 = self._config.config.get("fp16", {})
         if fixed := fp16.get("loss_scale"):
             return float(fixed)
@@ -201,7 +201,7 @@ class Zero3Sharding:
 
 
 class FSDP2Sharding:
-    """Shards as Accelerate does for FSDP2, with its settings, except that weights keep their dtype."""
+    """Shards with Accelerate's functions and settings for FSDP2, except that weights keep their dtype."""
 
     def __init__(self, args: TrainingArguments) -> None:
         self._args = args
@@ -223,8 +223,8 @@ class FSDP2Sharding:
         """Prepares this process to load a model whose weights have `dtype`."""
         _require_process_group("fsdp")
         if self._settings["cpu_ram_efficient_loading"]:
-            # transformers (distributed/fsdp.py) reads it: the other ranks initialize only buffers. 5.23 loads weights
-            # on every rank nevertheless; those of rank 0 are broadcast when the model is sharded
+            # transformers (distributed/fsdp.py) reads it: ranks except 0 initialize only buffers. 5.23 loads weights on
+            # every rank nevertheless. Sharding broadcasts the weights of rank 0
             os.environ["ACCELERATE_USE_FSDP"] = "true"
 
     def shard(self, model: nn.Module, accelerator: Any) -> None:
@@ -241,8 +241,8 @@ class FSDP2Sharding:
         if self._args.bf16 or self._args.fp16:
             plugin.set_mixed_precision("bf16" if self._args.bf16 else "fp16")
         mesh = init_device_mesh(self._args.device.type, (dist.get_world_size(),), mesh_dim_names=("fsdp",))
-        # Accelerate 1.15 (utils/fsdp_utils.py, fsdp2_prepare_model) converts weights to float32 where its own
-        # accelerator has mixed precision, so the two functions get the attributes that they read and "no" for that one.
+        # Accelerate 1.15 (utils/fsdp_utils.py, fsdp2_prepare_model) converts weights to float32 if the accelerator has
+        # mixed precision. The two functions get a stand-in with the attributes that they read, and "no" for this one.
         stand_in = SimpleNamespace(
             state=SimpleNamespace(fsdp_plugin=plugin),
             mixed_precision="no",
@@ -260,7 +260,7 @@ class FSDP2Sharding:
         fsdp2_prepare_model(stand_in, model)
 
     def release(self, model: nn.Module) -> None:
-        """Frees the parameters that a forward without a backward has left gathered."""
+        """Frees the parameters that are still gathered after a forward without a backward."""
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

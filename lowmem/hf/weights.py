@@ -1,17 +1,17 @@
 """The weights of a model, saved to and loaded from Hugging Face files one parameter at a time.
 
-The files are those of `save_pretrained`. transformers 5.23 (modeling_utils.py, save_pretrained) needs every tensor of a
-file in host memory to write it, the full model where it is sharded, and a copy of every weight that it converts. Here
-only one full parameter exists at a time, or those that a conversion combines.
+The files are equal to those of `save_pretrained`. transformers 5.23 (modeling_utils.py, save_pretrained) needs all
+tensors of a file in host memory to write it, the full model if it is sharded, and a copy of every weight that it
+converts. Here only one full parameter exists at a time, or those that a conversion combines.
 """
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from accelerate.utils import is_peft_model
@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from lowmem import placements
 from lowmem.errors import CheckpointError
-from lowmem.files import begin_safetensors, open_safetensors, read_json, write_tensor
+from lowmem.files import open_safetensors, read_json, write_safetensors
 from lowmem.hf import adapters
 
 try:
@@ -34,52 +34,54 @@ except ImportError:  # transformers 4, whose files have the weights of the model
         return weights
 
 
-Offsets = dict[str, tuple[BinaryIO, int]]
-
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 
 def save_weights(
-    model: nn.Module, folder: str | Path, *, write: bool = True, max_shard_size: int | str = "50GB"
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    write: bool = True,
+    max_shard_size: int | str = "50GB",
+    save: Callable[..., Any] | None = None,
 ) -> None:
-    """Writes what `save_pretrained` writes on one device: weights and configuration, or weights alone of a module that
-    is not a `PreTrainedModel`. Of a `PeftModel` it writes the adapters, and what else is trained in another file.
+    """Writes the files of `save_pretrained` on one device: weights and configuration. For a module that is not a
+    `PreTrainedModel` it writes only the weights; for a `PeftModel`, the adapters and a file of other trained tensors.
     Every rank calls it.
 
     Args:
-        write: whether this rank writes; the others touch no file.
-        max_shard_size: largest size of a file, as in `save_pretrained`.
+        write: whether this rank writes the files. The other ranks do not touch them.
+        max_shard_size: the largest size of a file, as in `save_pretrained`.
+        save: writes everything else, in place of `model.save_pretrained` and with its arguments.
 
     Raises:
         OSError: a file cannot be written.
     """
     folder = Path(folder)
+    if save is None and isinstance(model, PreTrainedModel):
+        save = model.save_pretrained
     if is_peft_model(model):
-        state = adapters.full_state(model)
-        if write:
-            model.save_pretrained(folder, state_dict=state)  # type: ignore[operator]
-        adapters.save_others(model, folder, write=write)
+        adapters.save(model, folder, save or model.save_pretrained, write=write)  # type: ignore[arg-type]
         return
     layout = _FileLayout(model)
-    with ExitStack() as stack, torch.no_grad():
-        offsets: Offsets = {}
-        if write:
-            folder.mkdir(parents=True, exist_ok=True)
-            if isinstance(model, PreTrainedModel):
-                model.save_pretrained(folder, state_dict={})  # everything except weights
-            count = sum(math.prod(placements.shape_of(param)) for param in model.parameters())
-            offsets = _begin_files(folder, layout.tensors, max_shard_size, count, stack)
-        for group in layout.groups:
-            _save(layout, group, offsets)
+    files: dict[Path, dict[str, Tensor]] = {}
+    if write:
+        folder.mkdir(parents=True, exist_ok=True)
+        if save is not None:
+            save(str(folder), state_dict={})  # everything except weights
+        count = sum(math.prod(placements.shape_of(param)) for param in model.parameters())
+        files = _split(layout.tensors, folder, max_shard_size, count)
+    with torch.no_grad():
+        write_safetensors(files, layout.full_tensors(), {"format": "pt"})
 
 
 def load_weights(model: nn.Module, folder: str | Path) -> None:
-    """Copies the weights of a checkpoint into a model; into a `PeftModel`, its adapters and what else is trained. Every
-    rank reads; nothing is copied unless everything fits.
+    """Copies the weights of a checkpoint into a model, or adapters and other trained tensors into a `PeftModel`. Every
+    rank reads the files. Nothing is copied unless everything fits.
 
     Raises:
-        CheckpointError: the weights are missing or cut short, or have other names or shapes than the model's.
+        CheckpointError: the weights are missing or truncated, or their names or shapes differ from the model's.
     """
     folder = Path(folder)
     if is_peft_model(model):
@@ -96,15 +98,15 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
         for path in weight_files(folder):
             file = stack.enter_context(open_safetensors(path))
             saved |= dict.fromkeys(file.keys(), file)
-        shapes = {name: placements.shape_of(tensor) for name, tensor in layout.state.items()}  # of tied weights, too
+        shapes = {name: placements.shape_of(tensor) for name, tensor in layout.state.items()}  # includes tied weights
         shapes |= {name: tensor.shape for name, tensor in layout.tensors.items()}
         adapters.compare(folder, saved, shapes, layout.tensors)
         for group in layout.groups:
-            _load(layout, group, saved)
+            layout.load(group, saved)
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files in which the weights of a directory should be, those of adapters included.
+    """The files that should contain the weights of a directory, or its adapters.
 
     Raises:
         CheckpointError: a configuration or an index that names files is missing or damaged.
@@ -124,7 +126,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def saved_weights(folder: Path) -> Iterator[Tensor]:
-    """The weights of a directory, read one at a time."""
+    """Reads the weights of a directory one at a time."""
     for path in weight_files(folder):
         with open_safetensors(path) as file:
             yield from map(file.get_tensor, file.keys())
@@ -132,7 +134,7 @@ def saved_weights(folder: Path) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class _Group:
-    """Weights of the model and the tensors in files that a conversion makes of them, on `meta`, by name."""
+    """Weights of the model, and the tensors in files that they are converted to: by name, on `meta`."""
 
     weights: dict[str, Tensor]
     tensors: dict[str, Tensor]
@@ -140,7 +142,13 @@ class _Group:
 
 
 class _FileLayout:
-    """The layout of the weights of a model in files: `tensors` in the order of `save_pretrained`, and `groups`."""
+    """How the weights of a model are stored in files.
+
+    Attributes:
+        state: the weights and buffers of the model, by name.
+        tensors: the tensors in files, in the order of `save_pretrained`, on `meta`.
+        groups: the weights that are converted together, and the tensors that they are converted to.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.state: dict[str, Tensor] = dict(model.state_dict(keep_vars=True))
@@ -159,29 +167,56 @@ class _FileLayout:
         self._model = _unsharded(model, weights) if is_pretrained else model
         with _Sources(weights) as sources:
             self.tensors = revert_weight_conversion(self._model, weights) if is_pretrained else weights
-        self.groups = list(self._grouped(weights, sources))
-
-    def _grouped(self, weights: dict[str, Tensor], sources: "_Sources") -> Iterator[_Group]:
-        made_of: dict[frozenset[str], dict[str, Tensor]] = {}
+        together: dict[frozenset[str], dict[str, Tensor]] = {}
         for name, tensor in self.tensors.items():
-            made_of.setdefault(sources.names[id(tensor)], {})[name] = tensor
-        for names, tensors in made_of.items():
+            together.setdefault(sources.names[id(tensor)], {})[name] = tensor
+        self.groups: list[_Group] = []
+        for names, tensors in together.items():
             members = {name: weights[name] for name in sorted(names)}
-            yield _Group(members, tensors, converted={*map(id, members.values())} != {*map(id, tensors.values())})
+            converted = {*map(id, members.values())} != {*map(id, tensors.values())}
+            self.groups.append(_Group(members, tensors, converted))
 
     def convert(self, group: _Group, weights: Iterable[Tensor]) -> dict[str, Tensor]:
-        """The tensors in files, which are views of the weights where that is possible."""
+        """Converts the weights of a group to its tensors in files, which are views of the weights where possible."""
         if group.converted:
             with _SkipContiguous():
                 named = dict(zip(group.weights, weights, strict=True))
                 weights = revert_weight_conversion(self._model, named).values()
         return dict(zip(group.tensors, weights, strict=True))
 
+    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Gathers the weights and yields the tensors in files, group by group. No reference to a group is left when
+        the next one is gathered.
+        """
+        for group in self.groups:
+            yield from self.convert(
+                group, [placements.full_tensor(self.state[name]).detach() for name in group.weights]
+            ).items()
+
+    def load(self, group: _Group, saved: dict[str, Any]) -> None:
+        """Copies a group from open safetensors files into the model."""
+        if not group.converted:
+            (weight,), (name,) = group.weights, group.tensors
+            placements.fill(self.state[weight], saved[name].get_tensor(name))
+            return
+        shapes = [weight.shape for weight in group.weights.values()]
+        memory = torch.empty(sum(map(math.prod, shapes)), dtype=next(iter(group.tensors.values())).dtype)
+        weights = _views(memory, shapes)
+        tensors = self.convert(group, weights)
+        if all(tensor.untyped_storage().data_ptr() == memory.data_ptr() for tensor in tensors.values()):
+            for name, tensor in tensors.items():
+                tensor.copy_(saved[name].get_tensor(name))
+        else:  # the conversion copies: converting the index of each element shows where it comes from
+            for name, index in self.convert(group, _views(torch.arange(len(memory)), shapes)).items():
+                memory[index] = saved[name].get_tensor(name).to(memory.dtype)
+        for name, tensor in zip(group.weights, weights, strict=True):
+            placements.fill(self.state[name], tensor)
+
 
 def _unsharded(model: Any, weights: dict[str, Tensor]) -> Any:
-    """The model as it would be on one device, for conversions that read its class and the shapes of its parameters."""
+    """A stand-in for the model on one device. Conversions read its class and the shapes of its parameters."""
     unsharded_class = type(model).__mro__[2] if isinstance(model, FSDPModule) else type(model)
-    unsharded: Any = object.__new__(unsharded_class)
+    unsharded: Any = object.__new__(unsharded_class)  # FSDPModule.__new__, which copy.copy calls, would run __init__
     unsharded.__dict__ |= model.__dict__ | {"get_parameter": weights.__getitem__}
     if (conversions := getattr(model, "_weight_conversions", None)) is not None:
         # transformers 5.23 (core_model_loading.py) drops unused conversions after loading, but not under ZeRO-3
@@ -190,12 +225,12 @@ def _unsharded(model: Any, weights: dict[str, Tensor]) -> Any:
 
 
 class _Sources(TorchFunctionMode):
-    """Follows which weights each tensor is computed from: `names` by the id of the tensor."""
+    """Tracks which weights each tensor is computed from: `names` by the id of the tensor."""
 
     def __init__(self, weights: dict[str, Tensor]) -> None:
         super().__init__()
         self.names = {id(weight): frozenset((name,)) for name, weight in weights.items()}
-        self._seen: list[Tensor] = []  # so that no id is used again
+        self._seen: list[Tensor] = []  # keeps them alive, so that no id is used twice
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -215,52 +250,23 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 class _SkipContiguous(TorchFunctionMode):
-    """Turns `Tensor.contiguous` off, with which conversions would copy parts that can stay views."""
+    """Turns `Tensor.contiguous` into the identity: a conversion of stacked experts calls it on every part and would
+    hold all of them twice. `write_safetensors` copies a few rows at a time, whatever their strides.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return args[0] if func is Tensor.contiguous else func(*args, **(kwargs or {}))
 
 
-def _save(layout: _FileLayout, group: _Group, offsets: Offsets) -> None:
-    weights = [placements.full_tensor(layout.state[name]).detach() for name in group.weights]
-    if offsets:
-        for name, tensor in layout.convert(group, weights).items():
-            write_tensor(*offsets[name], tensor)
-
-
-def _load(layout: _FileLayout, group: _Group, saved: dict[str, Any]) -> None:
-    if not group.converted:
-        (weight,), (name,) = group.weights, group.tensors
-        placements.fill(layout.state[weight], saved[name].get_tensor(name))
-        return
-    shapes = [weight.shape for weight in group.weights.values()]
-    memory = torch.empty(sum(map(math.prod, shapes)), dtype=next(iter(group.tensors.values())).dtype)
-    weights = _split(memory, shapes)
-    tensors = layout.convert(group, weights)
-    if all(tensor.untyped_storage().data_ptr() == memory.data_ptr() for tensor in tensors.values()):
-        for name, tensor in tensors.items():
-            tensor.copy_(saved[name].get_tensor(name))
-    else:  # the conversion copies: converting the index of each element shows where it comes from
-        indices = layout.convert(group, _split(torch.arange(len(memory)), shapes))
-        for name, index in indices.items():
-            memory[index] = saved[name].get_tensor(name).to(memory.dtype)
-    for name, tensor in zip(group.weights, weights, strict=True):
-        placements.fill(layout.state[name], tensor)
-
-
-def _split(memory: Tensor, shapes: list[torch.Size]) -> list[Tensor]:
+def _views(memory: Tensor, shapes: list[torch.Size]) -> list[Tensor]:
     parts = memory.split([math.prod(shape) for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def _begin_files(
-    folder: Path, tensors: dict[str, Tensor], max_shard_size: int | str, count: int, stack: ExitStack
-) -> Offsets:
-    """Begins the files of a model with `count` parameters, and writes their index if there are several.
-
-    Returns:
-        The file of each tensor, which `stack` closes, and its offset there.
-    """
+def _split(
+    tensors: dict[str, Tensor], folder: Path, max_shard_size: int | str, count: int
+) -> dict[Path, dict[str, Tensor]]:
+    """Splits the tensors of a model with `count` parameters into files, and writes the index of several files."""
     split = split_state_dict_into_shards_factory(
         tensors,
         get_storage_size=lambda tensor: tensor.untyped_storage().nbytes(),
@@ -272,9 +278,4 @@ def _begin_files(
         metadata = {"total_parameters": count, **split.metadata}
         index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    offsets: Offsets = {}
-    for name, members in split.filename_to_tensors.items():
-        file = stack.enter_context((folder / name).open("wb"))
-        starts = begin_safetensors(file, {tensor: tensors[tensor] for tensor in members}, {"format": "pt"})
-        offsets |= {tensor: (file, start) for tensor, start in starts.items()}
-    return offsets
+    return {folder / file: {name: tensors[name] for name in names} for file, names in split.filename_to_tensors.items()}

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
-from safetensors import SafetensorError
 
-from lowmem.errors import CheckpointError, ConfigError
+from lowmem.errors import ConfigError
 from lowmem.files import write_file, writing
 from lowmem.hf import checkpoint
 from lowmem.run.environment import CONFIG, write_environment
@@ -111,19 +110,8 @@ class RunFolder:
 
     def save_model(self, trainer: Any) -> None:
         """Saves the final model next to the checkpoints, complete or not at all. Every rank calls it."""
-        staging = self.path / checkpoint.STAGING
-        try:
-            trainer.save_model(str(staging / "model"), _internal_call=True)
-            if self.rank == 0:
-                checkpoint.publish_model(staging / "model", self.path)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(
-                f"{self.path}: the final model could not be written: {error}. The last checkpoint contains it. Free "
-                "some space, and resume from there"
-            ) from error
-        finally:
-            if self.rank == 0:
-                checkpoint.remove(staging)
+        with checkpoint.saving(self.path) as staged:
+            trainer.save_model(str(staged), _internal_call=True)
 
     def _check_links(self) -> None:
         for path in self.path.iterdir():

@@ -11,7 +11,7 @@ from support.processes import CONTEXT, PATIENCE
 
 import lowmem
 from lowmem.errors import CheckpointError, DataError, RankError
-from lowmem.hf import failures
+from lowmem.hf import processes
 
 TIMEOUT = 3
 
@@ -24,7 +24,7 @@ def member(rank, count, store, fault, end):
     param = torch.nn.Parameter(torch.ones(4))
     opt = lowmem.FusedOptimizer([("weight", param)], "lomo", lr=0.1, placement="replicated", compile=False)
     try:
-        with failures.explained():
+        with processes.explained():
             for step in range(10):
                 if rank == 1 and step == 2:
                     FAULTS[fault]()
@@ -83,13 +83,13 @@ def caused(error):
 
 def explained_alone(rank):
     for error in (ValueError("mine"), RankError("said"), caused(RankError("said too"))):
-        with pytest.raises(type(error), match=str(error)), failures.explained():
+        with pytest.raises(type(error), match=str(error)), processes.explained():
             raise error
-    with pytest.raises(RankError, match="another rank failed"), failures.explained():
+    with pytest.raises(RankError, match="another rank failed"), processes.explained():
         raise caused(CheckpointError("checkpoint-4 could not be written"))
 
 
 def test_other_errors_stay_as_they_are(two):
     two.run(explained_alone)
-    with pytest.raises(dist.DistBackendError), failures.explained():  # without a group there are no others
+    with pytest.raises(dist.DistBackendError), processes.explained():  # without a group there are no others
         raise dist.DistBackendError("no group")

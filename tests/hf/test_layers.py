@@ -8,7 +8,7 @@ from torch import nn
 import lowmem
 from lowmem.errors import UnsupportedError
 from lowmem.hf import layers
-from lowmem.hf.dry_runs import check_borders
+from lowmem.hf.packing import check_borders
 from lowmem.layers.embedding import ComputedEmbedding
 
 SIZES = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}

@@ -83,7 +83,7 @@ def read_only(*_, **__):
     raise OSError(errno.EROFS, "Read-only file system")
 
 
-@pytest.mark.parametrize("place", ["flush_tree", "write_tensor", "shutil.rmtree", "Path.rename"])
+@pytest.mark.parametrize("place", ["flush_tree", "write_safetensors", "shutil.rmtree", "Path.rename"])
 def test_a_save_that_fails_keeps_the_checkpoint_before(make, place, tmp_path, monkeypatch):
     """Anywhere; also while it replaces a checkpoint of an earlier run."""
     make(**SAVES, max_steps=3).train()
@@ -139,7 +139,7 @@ def test_an_error_that_is_not_of_a_file_stays_itself(make, error, tmp_path, monk
     def fail(*_, **__):
         raise error
 
-    monkeypatch.setattr(checkpoint, "write_tensor", fail)
+    monkeypatch.setattr(checkpoint, "write_safetensors", fail)
     with pytest.raises(type(error)) as raised:
         make(**SAVES).train()
     assert raised.value is error

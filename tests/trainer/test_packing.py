@@ -12,7 +12,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import lowmem
 from lowmem.errors import UnsupportedError
-from lowmem.hf.dry_runs import check_borders
+from lowmem.hf.packing import check_borders
 from lowmem.trainer import FusedSFTTrainer
 
 SIZES = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -1,16 +1,16 @@
 """Ranks of a trainer that were not started alike, or do not share a disk, raise before the first step."""
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from support.trainers import build, joined
 from transformers import TrainingArguments
 
 from lowmem import FusedConfig, LayersConfig
 from lowmem.errors import ConfigError
-from lowmem.hf import agreement
+from lowmem.hf import processes, version
 
 CAUSAL = "causal language model"
 DIFFERENCES = {  # what rank 1 has in place of what rank 0 has
@@ -23,7 +23,7 @@ DIFFERENCES = {  # what rank 1 has in place of what rank 0 has
     ),
     "hyper": ({"fused": {"betas": (0.8, 0.9)}}, "fused.hyper is {} on rank 0 and {'betas': (0.8, 0.9)} on rank 1"),
     "layers": ({"layers": {"mlp_tile": 64}}, "layers.mlp_tile is None on rank 0 and 64 on rank 1"),
-    "version": ({"version": "5.0"}, f"the version of transformers is '{transformers.__version__}' on rank 0 and '5.0'"),
+    "version": ({"version": "5.0"}, f"the version of torch is '{version('torch')}' on rank 0 and '5.0'"),
     "checkpoint": ({"checkpoint": "run/checkpoint-4"}, "the checkpoint is None on rank 0 and 'checkpoint-4' on rank 1"),
     "nothing": ({}, None),
 }
@@ -33,15 +33,16 @@ def started(rank, other, folder):
     other = other if rank else {}
     arguments = {"output_dir": folder, "report_to": "none", "use_cpu": True, **other.get("arguments", {})}
     config = FusedConfig(**{"rule": "adamw", **other.get("fused", {})})
-    samples, layers = [0] * other.get("samples", 40), LayersConfig(**other.get("layers", {}))
-    version, transformers.__version__ = transformers.__version__, other.get("version", transformers.__version__)
+    samples, layers = other.get("samples", 40), LayersConfig(**other.get("layers", {}))
+    checkpoint = Path(other["checkpoint"]) if "checkpoint" in other else None
+    processes.version = lambda name: other.get("version", version(name))
     try:
         with joined(rank):
-            agreement.check(TrainingArguments(**arguments), config, layers, samples, other.get("checkpoint"))
+            processes.require_alike(TrainingArguments(**arguments), config, layers, samples, checkpoint)
     except ConfigError as error:
         return str(error)
     finally:
-        transformers.__version__ = version
+        processes.version = version
     return None
 
 

@@ -1,6 +1,4 @@
-"""A dry run of a few tokens before the first step: whether packed samples depend on one another. The ranks of a sharded
-model call together. No parameter gets a gradient.
-"""
+"""Tests with a few tokens, before the first step, that packed samples do not depend on one another."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -19,7 +17,10 @@ _SAMPLE = 8
 
 
 def check(trainer: Any) -> None:
-    """Raises `UnsupportedError` if an `SFTTrainer` of TRL packs samples that its model does not keep apart."""
+    """Raises `UnsupportedError` if an `SFTTrainer` of TRL packs samples that its model does not separate.
+
+    Every rank of a sharded model calls it. No parameter gets a gradient.
+    """
     module, model = sys.modules.get("trl.trainer.sft_trainer"), trainer.model
     if module is None or not isinstance(trainer, module.SFTTrainer) or not trainer.padding_free:
         return
@@ -30,20 +31,24 @@ def check(trainer: Any) -> None:
 
 
 def check_borders(model: Any, collate: Callable[[list[Any]], Any], device: torch.device) -> None:
-    """Raises `UnsupportedError` if a sample depends on the one before it in a row.
+    """Raises `UnsupportedError` if a sample depends on the sample before it in a row.
 
-    TRL says by position ids where samples begin. Most models of transformers 5.23 make a mask of them, and some do
-    not (modeling_afmoe.py). Two samples are computed as one row, and the second must have no gradient in the first:
-    it is exactly zero in every dtype, where outputs can change in the last bits with what else is in a batch.
+    TRL marks the beginning of samples by position ids. Most models of transformers 5.23 convert these to a mask, but
+    some do not (modeling_afmoe.py). Two samples are computed as one row, and the gradient of the second sample with
+    respect to the first must be zero. It is exactly zero in every dtype, whereas outputs may change in their last bits
+    with the other samples of a batch.
 
     Args:
-        model: where and as it is trained.
-        collate: makes a batch of samples, without padding.
-        device: where the model computes.
+        model: on the device and in the mode in which it is trained.
+        collate: creates a batch of samples, without padding.
+        device: the device of the batch.
     """
+    vocabulary = model.config.get_text_config().vocab_size
+    middle = vocabulary // 2  # special tokens are at the ends
+    sample = {"input_ids": [(middle + n) % vocabulary for n in range(_SAMPLE)]}
     batch = {
         name: value.to(device) if isinstance(value, Tensor) else value
-        for name, value in collate([{"input_ids": _ordinary_tokens(model, _SAMPLE)}] * 2).items()
+        for name, value in collate([sample] * 2).items()
         if name != "labels"
     }
     embedded: list[Tensor] = []
@@ -57,7 +62,7 @@ def check_borders(model: Any, collate: Callable[[list[Any]], Any], device: torch
             f"packing=True or padding_free=True: {type(model).__name__} does not implement get_input_embeddings(). "
             "Implement it, or omit both options"
         )
-    with torch.enable_grad(), _evaluated(model, table, cut):
+    with torch.enable_grad(), _evaluating(model), table.register_forward_hook(cut):
         logits = model(**batch, use_cache=False).logits
         begin = logits.shape[1] - batch["input_ids"].shape[1] + _SAMPLE  # after a prompt of PEFT
         second = logits[:, begin : begin + _SAMPLE].float()
@@ -71,19 +76,12 @@ def check_borders(model: Any, collate: Callable[[list[Any]], Any], device: torch
         )
 
 
-def _ordinary_tokens(model: Any, count: int) -> list[int]:
-    """Tokens from the middle of the vocabulary: special ones are at its ends."""
-    vocabulary = model.config.get_text_config().vocab_size
-    return [(vocabulary // 2 + n) % vocabulary for n in range(count)]
-
-
 @contextmanager
-def _evaluated(model: nn.Module, module: nn.Module, change: Callable[..., Any]) -> Iterator[None]:
-    """Puts a model into evaluation mode for a while, in which `change` is a forward hook of one of its modules."""
-    hook, training = module.register_forward_hook(change), model.training
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """A context in which a model is in evaluation mode."""
+    training = model.training
     model.eval()
     try:
         yield
     finally:
-        hook.remove()
         model.train(training)

@@ -1,0 +1,75 @@
+"""The accelerator of a fused trainer: its `backward` updates parameters, and it does not wrap models and optimizers."""
+
+import math
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+
+from lowmem.errors import ConfigError
+
+
+class FusedAccelerator(Accelerator):  # type: ignore[misc]
+    """The accelerator that a trainer has created, with other methods."""
+
+    trainer: Any
+    updates: bool  # whether `backward` does; not before the trainer has created its optimizer
+
+    @classmethod
+    def adopt(cls, trainer: Any) -> None:
+        """Makes the accelerator of a trainer a fused one."""
+        accelerator = trainer.accelerator
+        accelerator.__class__ = cls
+        accelerator.trainer, accelerator.updates = trainer, False
+        accelerator.scaler = None  # the optimizer scales the loss
+
+    def prepare(self, *objects: Any, **options: Any) -> Any:
+        """Prepares data loaders. If the model is to be sharded, shards it and returns the optimizer unchanged."""
+        kinds = [kind for kind in (nn.Module, torch.optim.Optimizer) if any(isinstance(item, kind) for item in objects)]
+        if self.trainer._sharding is None or not kinds:
+            return super().prepare(*objects, **options)
+        if nn.Module in kinds:
+            self.trainer._shard()
+        return objects if len(objects) > 1 else objects[0]
+
+    def prepare_model(self, model: nn.Module, *args: Any, **options: Any) -> Any:
+        """Moves a model to its device and adds autocast, or shards it. In evaluation mode, Accelerate does not wrap it
+        in DistributedDataParallel: the hooks of the optimizer average gradients.
+        """
+        if self.trainer._sharding is None or model is not self.trainer.model:
+            return super().prepare_model(model, *args, **{**options, "evaluation_mode": True})
+        self.trainer._shard()
+        return model
+
+    def no_sync(self, model: nn.Module) -> Any:
+        """Does nothing if the model is sharded, because gradients are reduced in every micro-batch."""
+        return nullcontext() if self.trainer._sharding is not None else super().no_sync(model)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, *args: Any, **options: Any) -> Any:
+        """Does nothing in the trainer's loop: the optimizer has already clipped, and `log` adds the norm."""
+        if getattr(self.trainer, "is_in_train", False) and max_norm in (self.trainer.args.max_grad_norm, math.inf):
+            return None
+        return super().clip_grad_norm_(parameters, max_norm, *args, **options)
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        """Runs backward and updates the parameters."""
+        if not self.updates:
+            super().backward(loss, **options)
+            return
+        trainer, optimizer = self.trainer, self.trainer.optimizer
+        if not (getattr(trainer, "is_in_train", False) or trainer._given.clips or optimizer.config.clip_norm is None):
+            raise ConfigError(
+                f"max_grad_norm={trainer.args.max_grad_norm}: {type(trainer).__name__} has a custom training loop, and "
+                "lowmem cannot tell whether it clips. If it does not (TRL's PPO), set max_grad_norm=0. If it does, "
+                f"set FusedConfig(clip_norm={trainer.args.max_grad_norm}) too, and omit clipping in the loop"
+            )
+        if self.distributed_type != DistributedType.DEEPSPEED:  # as Accelerate's backward
+            loss = loss / self.gradient_accumulation_steps
+        with optimizer._hooks.during(in_accumulate=not self.sync_gradients):
+            optimizer.backward(loss)
+        # with a loss scale, a skipped step does not advance the schedule, as with GradScaler
+        scaled = self.sync_gradients and optimizer._clipping.scaler.value is not None
+        optimizer.step_was_skipped = scaled and optimizer.last_step.skipped
