@@ -227,11 +227,11 @@ def complete(fused: FusedConfig, args: TrainingArguments, sharded: Sharding | No
         ConfigError: an argument has no effect or contradicts `fused`.
         UnsupportedError: an argument is not supported, or not with the policy in `fused` or the sharding.
     """
-    check_arguments(args, fused)
     if sharded is not None and args.torch_compile:
         raise UnsupportedError(
             "torch_compile=True: with fsdp or deepspeed the model is sharded and would not be compiled; omit it"
         )
+    check_arguments(args, fused)
     scale = fused.loss_scale
     if scale is None and args.fp16:
         scale = sharded.loss_scale() if isinstance(sharded, Zero3Sharding) else "dynamic"
