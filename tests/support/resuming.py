@@ -150,8 +150,9 @@ def trained(run: Run, folder: Path, saves: dict[str, Any], resume: Path | None) 
             raise
         if rank == 0:
             weights = [param.detach().clone() for param in trainer.model.parameters()]
-        for path in (home / ".saving").rglob("*.pth"):  # of another rank, in the directory that rank 0 has published
-            shutil.copy(path, folder / path.relative_to(home / ".saving"))
+        for path in home.glob("checkpoint-*/*.pth"):  # of another rank, in the directory that rank 0 has published
+            if home != folder:
+                shutil.copy(path, folder / path.relative_to(home))
         for step, counts in noted.rows.items():
             rows[step] = rows.get(step, Counter()) + counts
     return weights, rows
