@@ -1,11 +1,11 @@
 """Gives damaged and nonsensical inputs to the package, and reports each that is neither accepted nor refused by name.
 
-    python -m benchmarks.fuzz [--inputs 10000] [--seed 0] [--out DIR] [--only checkpoints,attack]
+    python -m benchmarks.fuzz [--inputs 10000] [--seed 0] [--out DIR] [--only checkpoints,starts]
 
-Each module of `tests/fuzz` is a surface, and so are `attack.py` and `resuming.py` of `tests/support`: its function
-`run(seed, folder)` makes one input in an empty folder, gives it to the code that users reach, and returns "accepted" or
-the name of the error by which it is refused; whatever it raises is a defect. So is an input that takes longer than
-`--timeout` seconds, or that ends the process. Exits with status 1 if there is a defect.
+Each module of `tests/fuzz` is a surface: its function `run(seed, folder)` makes one input in an empty folder, gives it
+to the code that users reach, and returns "accepted" or the name of the error by which it is refused; whatever it raises
+is a defect. So is an input that takes longer than `--timeout` seconds, or that ends the process. Exits with status 1 if
+there is a defect.
 """
 
 import importlib.util
@@ -29,8 +29,6 @@ from benchmarks import reports
 from benchmarks.pages import ROOT, markdown
 
 SURFACES = {path.stem: path for path in sorted((ROOT / "tests" / "fuzz").glob("*.py"))}
-# Training loops of every kind, and runs that are resumed with something changed, none of them damaged.
-ATTACK = {name: ROOT / "tests" / "support" / f"{name}.py" for name in ("attack", "resuming")}
 STARTING = 600  # seconds in which a process has to import the package
 
 
@@ -156,14 +154,13 @@ def tables(report: Any) -> dict[str, str]:
 
 
 def main() -> None:
-    every = SURFACES | ATTACK
     parser = reports.make_parser(__doc__, {"inputs": (10_000, "inputs per surface")}, dtype=False)
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the first input (0)")
-    parser.add_argument("--only", metavar="NAMES", help=f"surfaces, with commas between them, of {', '.join(every)}")
+    parser.add_argument("--only", metavar="NAMES", help=f"surfaces, with commas between them, of {', '.join(SURFACES)}")
     parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="seconds for one input (120)")
     options = parser.parse_args()
-    names = options.only.split(",") if options.only else list(every)
-    if unknown := set(names) - every.keys():
+    names = options.only.split(",") if options.only else list(SURFACES)
+    if unknown := set(names) - SURFACES.keys():
         parser.error(f"unknown surfaces: {', '.join(sorted(unknown))}")
 
     sys.path.insert(0, str(ROOT / "tests"))  # which the processes take over
@@ -175,7 +172,7 @@ def main() -> None:
             seeds = range(options.seed, options.seed + options.inputs)
             with Progress(*Progress.get_default_columns(), MofNCompleteColumn()) as progress:
                 task = progress.add_task(name, total=options.inputs)
-                figures = fuzz(every[name], seeds, options.timeout, lambda _, p=progress, t=task: p.advance(t))
+                figures = fuzz(SURFACES[name], seeds, options.timeout, lambda _, p=progress, t=task: p.advance(t))
             surfaces[name] = vars(figures)
             for defect in figures.defects:
                 print(f"{name}, seed {defect['seed']}: {defect['error']}")

@@ -31,7 +31,7 @@ if SIMGPUS:
 import hypothesis
 import pytest
 import torch
-from support import compiled, rounded, troubleshooting
+from support import compiled, nets, rounded, troubleshooting
 from support.devices import seeded
 from support.ranks import Ranks
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -212,12 +212,7 @@ def token_batches():
 
 @pytest.fixture(scope="session")
 def give_gradients():
-    """A function: `opt.backward` of a loss whose gradients are just those given, as (parameter, gradient) pairs."""
-
-    def give(opt, *pairs):
-        return opt.backward(torch.stack([(param * grad).sum().float() for param, grad in pairs]).sum())
-
-    return give
+    return nets.give_gradients
 
 
 @pytest.fixture

@@ -1,19 +1,23 @@
-"""Runs that are killed and resumed end in the bits of one that was not."""
+"""A run's result depends on its configuration and its seed: not on kills, nor on anything around it."""
 
 import contextlib
+import json
+import os
 import random
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
-from support import small_runs
+from support import runs
+from support.nets import assert_same
 from support.processes import Launched
 from support.products import FULL
 
-from lowmem import cli
+from lowmem.files import checksum
 from scripts.make_model import make_model, train_tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -37,6 +41,41 @@ MOMENTS = {
 }
 
 
+STEPS = 24
+TOPICS = ("a list", "the path", "a number", "the name", "one file", "the lock", "a queue", "the tree")
+
+
+def inputs(folder):
+    """The words of a run of a few seconds that saves, evaluates, rotates checkpoints and draws."""
+    pairs = [{"prompt": f"def get_{i}(self)", "completion": f"Return {TOPICS[i % 8]} of {i}."} for i in range(60)]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    tokenizer = train_tokenizer((text for pair in pairs for text in pair.values()), 300)
+    make_model(folder / "model", tokenizer, num_key_value_heads=2, attention_dropout=0.1, **sizes)
+    config = {
+        "model_name_or_path": str(folder / "model"), "dtype": "float32", "max_length": 64, "test_split_size": 0.2,
+        "datasets": [{"path": "json", "data_files": str(folder / "pairs.jsonl")}], "fused": {"rule": "adalomo"},
+        "learning_rate": 0.02, "max_grad_norm": 0, "max_steps": STEPS, "per_device_train_batch_size": 4,
+        "logging_steps": 1, "save_steps": 2, "save_total_limit": 2, "eval_strategy": "steps", "eval_steps": 6,
+    }  # fmt: skip
+    (folder / "run.yaml").write_text(json.dumps(config))  # which is YAML
+    return ["lowmem", "sft", f"--config={folder / 'run.yaml'}"]
+
+
+def results(run):
+    """What must not depend on crashes: the last checkpoint and the final model by content, and what was logged."""
+    checkpoint = run / f"checkpoint-{STEPS}"
+    lines = (checkpoint / "checksums.txt").read_text().splitlines()
+    files = {name: checksum for checksum, name in (line.split("  ", 1) for line in lines)}
+    for name in ("trainer_state.json", "training_args.bin"):  # have times, and the path of the folder
+        files.pop(name, None)
+    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    logged = {(r["step"], key): r[key] for r in records for key in ("loss", "eval_loss", "tokens") if key in r}
+    # a run that is killed right after its last save keeps one checkpoint more
+    names = sorted(path.name for path in run.iterdir() if not path.name.startswith((".", "checkpoint-")))
+    return files, checksum(*run.glob("*model.safetensors")), logged, names
+
+
 def kill_at(moment, run, processes, seconds, chance):
     """Waits for the moment and kills all processes; returns whether it came before the run was complete."""
     skipped, begun, end = 0 if "final" in moment else chance.randint(0, 6), set(), time.monotonic() + seconds
@@ -55,7 +94,7 @@ def kill_at(moment, run, processes, seconds, chance):
 @pytest.mark.parametrize("name", [name for name, kills in KILLS.items() if kills])
 def test_killed_runs_end_like_one_that_was_not(name, tmp_path):
     """Half of the kills come at any time, the others at one of `MOMENTS`."""
-    (more, ranks), words, chance = SETTINGS[name], small_runs.inputs(tmp_path), random.Random(5)
+    (more, ranks), words, chance = SETTINGS[name], inputs(tmp_path), random.Random(5)
 
     def launch(run):
         resume = ["--resume_from_checkpoint=last"] if (run / "config.yaml").exists() else []
@@ -64,7 +103,7 @@ def test_killed_runs_end_like_one_that_was_not(name, tmp_path):
     def complete(run):
         done = launch(run).finish()
         assert done.returncode == 0, done.stderr
-        return small_runs.results(run)
+        return results(run)
 
     begin = time.monotonic()
     expected = complete(tmp_path / "whole")
@@ -82,35 +121,33 @@ def test_killed_runs_end_like_one_that_was_not(name, tmp_path):
         shutil.rmtree(run)
 
 
+def test_neither_process_nor_folder_nor_workers_matter(tmp_path):
+    """Files and losses of a run equal those of one with another hash seed, in another folder, with other workers."""
+    words = inputs(tmp_path)
+    done = Launched.ranks(0, *words, f"--output_dir={tmp_path / 'run'}").finish()
+    assert done.returncode == 0, done.stderr
+    others = ["--dataloader_num_workers=2", "--dataset_num_proc=2", "--fused.log_norms=true"]
+    command = [sys.executable, "-m", *words, f"--output_dir={tmp_path / 'elsewhere' / 'run'}", *others]
+    environment = os.environ | {"PYTHONHASHSEED": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert results(tmp_path / "run") == results(tmp_path / "elsewhere" / "run")
+
+
 # -- the final model ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def home(tmp_path, monkeypatch):
-    """The current directory, with a small model and texts."""
+def run(tmp_path, monkeypatch):
+    """A function that trains a small run, with these words more, or generates text from it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("lowmem.run.report.draw", lambda *_: None)
-    (tmp_path / "config.yaml").write_text(CONFIG)
-    (tmp_path / "data.jsonl").write_text('{"text": "a few words"}\n' * 8)
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    tokenizer = train_tokenizer(["a few words"], 270)
-    tokenizer.chat_template = None
-    make_model(Path("model"), tokenizer, max_position_embeddings=64, **sizes)
-    return tmp_path
+    config = runs.write(tmp_path, save_strategy="steps", save_steps=2)
+    return lambda *words: runs.lowmem(*(words if "generate" in words else ("sft", "--config", config, *words)))
 
 
-def lowmem(*words):
-    with pytest.raises(SystemExit) as done:
-        cli.main(words)
-    return done.value.code
-
-
-CONFIG = """
-{output_dir: run, model_name_or_path: model, dtype: float32, datasets: [{path: json, data_files: data.jsonl}],
- max_length: 16, max_steps: 2, fused: {rule: adalomo}, learning_rate: 1e-2, max_grad_norm: 0}
-"""
-RUN = ("sft", "--config", "config.yaml")
 ANSWER = ("generate", "run", "a few", "--max-new-tokens", "1")
+RESUME = ("--resume_from_checkpoint", "last")
 
 
 class Killed(BaseException):
@@ -118,8 +155,8 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("after", [0, 2, 4])
-def test_a_run_that_dies_while_its_model_is_saved_has_its_last_checkpoint(home, monkeypatch, after):
-    """Before the first file, or between two. What is moved is counted; the configuration is the last."""
+def test_a_run_that_dies_while_its_model_is_saved_has_its_last_checkpoint(run, monkeypatch, after):
+    """Before the first file, or between two. The configuration is moved last."""
     move, moved = Path.replace, []
 
     def die(path, target):
@@ -131,39 +168,35 @@ def test_a_run_that_dies_while_its_model_is_saved_has_its_last_checkpoint(home, 
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(Path, "replace", die)
-        cli.main(RUN)
+        run()
     assert not Path("run/config.json").exists() and len(moved) == after
-    assert lowmem(*ANSWER) == 0
-    assert lowmem(*RUN, "--resume_from_checkpoint", "last") == 0
+    assert run(*ANSWER).status == 0
+    assert run(*RESUME).status == 0
     final, last = (load_file(f"run/{folder}model.safetensors") for folder in ("", "checkpoint-2/"))
-    assert all(torch.equal(weight, last[name]) for name, weight in final.items())
+    assert_same(final, last)
     assert not Path("run/.saving").exists()
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "config.json"])
-def test_a_damaged_final_model_is_passed_over(home, capsys, file):
-    assert lowmem(*RUN) == 0
-    capsys.readouterr()
-    assert lowmem(*ANSWER) == 0
-    answer = capsys.readouterr().out
-    path = Path("run", file)
+def test_a_damaged_final_model_is_passed_over(run, file):
+    assert run().status == 0
+    answer, path = run(*ANSWER), Path("run", file)
     path.write_bytes(path.read_bytes()[:99])
-    assert lowmem(*ANSWER) == 0
-    said = capsys.readouterr()
-    assert said.out == answer
-    assert f"checkpoint: run/{file}" in said.err and "answering with run/checkpoint-2" in said.err
+    again = run(*ANSWER)
+    assert (answer.status, again.status, again.out) == (0, 0, answer.out)
+    assert f"checkpoint: run/{file}" in again.err and "answering with run/checkpoint-2" in again.err
     shutil.rmtree("run/checkpoint-2")
-    assert lowmem(*ANSWER) == 2
-    assert f"error: run/{file}" in capsys.readouterr().err
+    ended = run(*ANSWER)
+    assert ended.status == 2 and f"error: run/{file}" in ended.err
 
 
-def test_a_full_disk_is_named(home, monkeypatch, capsys):
+def test_a_full_disk_is_named(run, monkeypatch):
     def full(staged, folder):
         raise OSError(28, "No space left on device", str(folder / "model.safetensors"))
 
     with monkeypatch.context() as patch:
         patch.setattr("lowmem.hf.checkpoint.publish_model", full)
-        assert lowmem(*RUN) == 2
-    assert "the final model could not be written: [Errno 28]" in capsys.readouterr().err
-    assert lowmem(*RUN, "--resume_from_checkpoint", "last") == 0
+        ended = run()
+    assert ended.status == 2 and "the final model could not be written: [Errno 28]" in ended.err
+    assert run(*RESUME).status == 0
     assert Path("run/model.safetensors").exists()

@@ -1,4 +1,4 @@
-"""A backward that runs out of memory, and ranks that fail or die: each ends with its cause, and nothing hangs."""
+"""A backward that runs out of memory ends with its cause, and training continues from a checkpoint."""
 
 import copy
 import resource
@@ -7,17 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.nets import Net, data, weights
+from support.nets import Net, data, same, weights
 from support.processes import CONTEXT, PATIENCE
 
 import lowmem
 from lowmem.errors import CheckpointError, StepError
 from lowmem.run.boundary import is_out_of_memory
-
-POLICIES = ("immediate", "two_pass", "deferred")
-
-
-# -- out of memory -----------------------------------------------------------------------------------------------------
 
 
 def raises(_):
@@ -28,17 +23,14 @@ def allocates(grad):
     torch.empty(2**60, dtype=torch.uint8)  # more than any address space
 
 
-def make(net, policy):
-    return lowmem.FusedOptimizer(
-        net.named_parameters(), "adamw", lr=0.01, policy=policy, batching=False, compile=False,
-        **({} if policy == "immediate" else {"clip_norm": 0.5}),
-    )  # fmt: skip
-
-
-@pytest.fixture
-def net():
+def make(policy, model=None):
+    """A model, and its optimizer."""
     torch.manual_seed(0)
-    return Net()
+    net = Net()
+    net.load_state_dict(model or net.state_dict())
+    options = {"policy": policy, "batching": False, "compile": False}
+    options |= {} if policy == "immediate" else {"clip_norm": 0.5}
+    return net, lowmem.FusedOptimizer(net.named_parameters(), "adamw", lr=0.01, **options)
 
 
 def first_used(net):
@@ -46,43 +38,59 @@ def first_used(net):
     return next(param for param in net.parameters() if param.requires_grad)
 
 
-@pytest.mark.parametrize("hook", [raises, allocates])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_backward_that_runs_out_of_memory(net, policy, hook):
-    """The step is torn if a weight has moved; loading what was saved before goes on exactly."""
-    batches = list(data())
-    opt = make(net, policy)
-    opt.backward(net(batches[0]))
-    saved, model = copy.deepcopy(opt.state_dict()), copy.deepcopy(net.state_dict())
+def run_out_of_memory(net, opt, ids, hook=raises):
+    """Returns the error."""
     handle = first_used(net).register_hook(hook)
     with pytest.raises(RuntimeError) as died:
-        opt.backward(net(batches[1]))
+        opt.backward(net(ids))
     handle.remove()
     assert is_out_of_memory(died.value)
-    torn = policy == "immediate"  # the others measure first, and have moved nothing
-    if torn:
-        assert "step 2 is torn" in died.value.__notes__[0]
-        for use in (opt.state_dict, lambda: opt.backward(net(batches[1]))):
-            with pytest.raises(StepError, match="step 2 is torn: its backward ended with"):
-                use()
-    else:
-        assert all(map(torch.equal, weights(net), model.values()))
+    return died.value
+
+
+@pytest.mark.parametrize("hook", [raises, allocates])
+@pytest.mark.parametrize("policy", ["immediate", "two_pass", "deferred"])
+def test_a_backward_that_runs_out_of_memory(policy, hook):
+    """The step is torn if a weight has moved; loading what was saved before continues exactly."""
+    (net, opt), batches = make(policy), list(data())
+    opt.backward(net(batches[0]))
+    saved, model = copy.deepcopy(opt.state_dict()), copy.deepcopy(net.state_dict())
+    error = run_out_of_memory(net, opt, batches[1], hook)
+    if policy == "immediate":
+        assert "step 2 is torn" in error.__notes__[0]
+        with pytest.raises(StepError, match="step 2 is torn: its backward ended with"):
+            opt.state_dict()
+    else:  # it measures first, and has moved nothing
+        assert same(weights(net), model.values())
     opt.zero_grad()
     net.load_state_dict(model)
     opt.load_state_dict(saved)
-    other = Net()
-    other.load_state_dict(model)
-    resumed = make(other, policy)
+    other, resumed = make(policy, model)
     resumed.load_state_dict(saved)
     for ids in batches[1:]:
         opt.backward(net(ids))
         resumed.backward(other(ids))
-    assert all(map(torch.equal, weights(net), weights(other)))
+    assert same(weights(net), weights(other))
     assert opt.named_state_dict()["step"] == resumed.named_state_dict()["step"] == len(batches)
 
 
-def test_the_gradients_that_waited_are_freed(net):
+def test_micro_batches_before_it_are_dropped():
+    (net, opt), batches = make("deferred"), list(data())
+    before, (other, alone) = weights(net), make("deferred")
+    with opt.accumulate():
+        opt.backward(net(batches[0]))
+        error = run_out_of_memory(net, opt, batches[1])
+    assert "the 1 micro-batch(es) before it were dropped" in error.__notes__[0]
+    assert same(weights(net), before)
+    opt.zero_grad()
+    opt.backward(net(batches[2]))
+    alone.backward(other(batches[2]))
+    assert same(weights(net), weights(other))
+
+
+def test_the_gradients_that_waited_are_freed():
     """Each gradient is given memory of NumPy, which tells when torch lets go of it."""
+    net = Net()
     opt = lowmem.FusedOptimizer(net.named_parameters(), "lomo", policy="deferred", store="device", batching=False)
     memory, waited = [], []
 
@@ -95,37 +103,15 @@ def test_the_gradients_that_waited_are_freed(net):
         waited.append(sum(array() is not None for array in memory))
         raise torch.OutOfMemoryError
 
-    first = first_used(net)
     for param in net.parameters():
         if param.requires_grad:
-            param.register_hook(die if param is first else swap)
+            param.register_hook(die if param is first_used(net) else swap)
     loss = net(next(data()))
     with pytest.raises(torch.OutOfMemoryError):
         opt.backward(loss)
     del loss
     assert waited[0] > 2
     assert not any(array() is not None for array in memory)
-
-
-def test_micro_batches_before_it_are_dropped(net):
-    opt = make(net, "deferred")
-    batches = list(data())
-    before = weights(net)
-    with opt.accumulate():
-        opt.backward(net(batches[0]))
-        handle = first_used(net).register_hook(raises)
-        with pytest.raises(torch.OutOfMemoryError) as died:
-            opt.backward(net(batches[1]))
-        handle.remove()
-    assert "the 1 micro-batch(es) before it were dropped" in died.value.__notes__[0]
-    assert all(map(torch.equal, weights(net), before))
-    opt.zero_grad()
-    other = Net()
-    other.load_state_dict(net.state_dict())
-    alone = make(other, "deferred")
-    opt.backward(net(batches[2]))
-    alone.backward(other(batches[2]))
-    assert all(map(torch.equal, weights(net), weights(other)))
 
 
 def limited(end):
@@ -168,7 +154,7 @@ def test_a_process_that_gets_no_more_memory():
         (CheckpointError("memory"), False),
     ],
 )
-def test_what_is_out_of_memory(error, expected):
+def test_errors_of_memory_are_recognized(error, expected):
     assert is_out_of_memory(error) == expected
     outer = ValueError("something else")
     outer.__cause__ = error

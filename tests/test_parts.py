@@ -10,9 +10,12 @@ from support import simgpu
 
 TESTS = Path(__file__).parent
 PARTS = {
-    "LOWMEM_SIMGPU": ["simgpu", "step/test_hot_path.py", "step/test_on_a_gpu.py", "step/test_offload.py"],
-    "LOWMEM_COMPILED": ["step/test_loss_scaler.py", "layers/test_computed_gradients.py"],
-}
+    "LOWMEM_SIMGPU": [
+        "simgpu", "step/test_hot_path.py", "step/test_on_a_gpu.py", "step/test_offload.py",
+        "placements/test_where_shards_are.py",
+    ],
+    "LOWMEM_COMPILED": ["rules/test_moments.py", "layers/test_computed_gradients.py"],
+}  # fmt: skip
 
 
 @pytest.mark.skipif(simgpu.compiler() is None, reason="needs a C++ compiler")

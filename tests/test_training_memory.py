@@ -21,11 +21,17 @@ pytestmark = pytest.mark.filterwarnings("ignore:Expected a tensor")
 
 @pytest.fixture
 def model(tiny_llama):
-    def make(checkpointing, vocab_size=VOCABULARY, layers=2):
+    def make(checkpointing=True, vocab_size=VOCABULARY, layers=2):
         sizes = {"hidden_size": 256, "intermediate_size": 1536, "num_hidden_layers": layers}
         return tiny_llama(checkpointing=checkpointing, vocab_size=vocab_size, **sizes)
 
     return make
+
+
+@pytest.fixture
+def batch(token_batches):
+    """A short one: few activations."""
+    return token_batches(1, size=(1, 8), vocab_size=VOCABULARY)[0]
 
 
 def fused(model, **options):
@@ -33,7 +39,7 @@ def fused(model, **options):
     return opt, lambda batch: opt.backward(model(**batch).loss)
 
 
-def ordinary(model, cls=torch.optim.SGD):
+def ordinary(model, cls):
     opt = cls(model.parameters(), lr=1e-3, foreach=False)
 
     def step(batch):
@@ -58,31 +64,26 @@ def sizes(model):
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("options", [{"rule": "adalomo"}, {"rule": "lomo", "clip_value": 1.0}], ids=lambda o: o["rule"])
-def test_fused_needs_one_gradient(options, checkpointing, model, token_batches):
-    """The largest gradient, and 8 MiB for activations (a short batch), tiles and small sums."""
+def test_fused_needs_one_gradient(options, checkpointing, model, batch):
+    """The largest gradient, and 8 MiB for activations, tiles and small sums."""
     net = model(checkpointing)
-    (batch,) = token_batches(1, size=(1, 8), vocab_size=VOCABULARY)
-    peak = peak_above_weights_and_states(net, *fused(net, **options), batch)
     largest = max(sizes(net))
     assert largest == 16 * MIB
-    assert largest <= peak <= largest + 8 * MIB
+    assert largest <= peak_above_weights_and_states(net, *fused(net, **options), batch) <= largest + 8 * MIB
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.AdamW])
-def test_ordinary_training_needs_all_gradients(cls, checkpointing, model, token_batches):
-    """The measure can tell: the same model without fusion holds every gradient at once."""
+def test_ordinary_training_needs_all_gradients(cls, checkpointing, model, batch):
+    """The measure can tell: the same model without fusion has every gradient at once."""
     net = model(checkpointing)
-    (batch,) = token_batches(1, size=(1, 8), vocab_size=VOCABULARY)
-    peak = peak_above_weights_and_states(net, *ordinary(net, cls), batch)
-    assert peak >= sum(sizes(net)) >= 40 * MIB
+    assert peak_above_weights_and_states(net, *ordinary(net, cls), batch) >= sum(sizes(net)) >= 40 * MIB
 
 
 @pytest.mark.parametrize("options", [{"rule": "adalomo"}, {"rule": torch.optim.SGD, "foreach": False}])
-def test_no_gradient_outlives_its_update(options, model, token_batches):
+def test_no_gradient_outlives_its_update(options, model, batch):
     """Over two steps: the embedding's gradient ends the first; the head's, as large, begins the second."""
-    net = model(True)
-    (batch,) = token_batches(1, size=(1, 8), vocab_size=VOCABULARY)
+    net = model()
     _, step = fused(net, **options)
     with Memory(net) as memory:
         step(batch)
@@ -101,20 +102,17 @@ def test_no_gradient_outlives_its_update(options, model, token_batches):
     ],
     ids=lambda options: ", ".join(options.values()),
 )
-def test_bfloat16_needs_no_float32_copy(options, model, token_batches):
+def test_bfloat16_needs_no_float32_copy(options, model, batch):
     """A bfloat16 gradient of 8 MiB; a float32 copy of it, of its weight, its moment or the update would be 16 more."""
-    net = model(True).bfloat16()
-    (batch,) = token_batches(1, size=(1, 8), vocab_size=VOCABULARY)
-    peak = peak_above_weights_and_states(net, *fused(net, **options), batch)
-    assert 8 * MIB <= peak <= (8 + 8) * MIB
+    net = model().bfloat16()
+    assert 8 * MIB <= peak_above_weights_and_states(net, *fused(net, **options), batch) <= (8 + 8) * MIB
 
 
 @pytest.mark.parametrize(("rounding", "each"), [("compensated8", 5.125), ("stochastic", 4.125)])
-def test_adamw_in_8_bits_is_weights_states_and_one_gradient(rounding, each, model, token_batches):
+def test_adamw_in_8_bits_is_weights_states_and_one_gradient(rounding, each, model, batch):
     """Bytes per element between two steps: 2 of the weight, 1 of the residual, 1 of each moment, and a bfloat16 scale
     for 32 elements of each. In a step there are one gradient and 8 MiB more."""
-    net = model(True).bfloat16()
-    (batch,) = token_batches(1, size=(1, 8), vocab_size=VOCABULARY)
+    net = model().bfloat16()
     opt, step = fused(net, rule="adamw", rounding=rounding, state_storage="8bit")
     step(batch)
     extra = [tensor for record in opt._records.values() for tensor in record.extra]
@@ -146,14 +144,11 @@ def peak_of_policy(net, batch, micro_batches=1, **options):
     opt = lowmem.FusedOptimizer(net.named_parameters(), "lomo", lr=1e-3, clip_norm=1.0, **options)
     memory = Memory()
 
-    def loss():
-        memory.reset_mod_stats()  # it cannot track a module's second forward otherwise
-        return net(**batch).loss
-
     def step():
         for n in range(1, micro_batches + 1):
+            memory.reset_mod_stats()  # it cannot track a module's second forward otherwise
             with opt.accumulate() if n < micro_batches else nullcontext():
-                opt.backward(loss())
+                opt.backward(net(**batch).loss)
 
     step()
     step()
@@ -163,7 +158,7 @@ def peak_of_policy(net, batch, micro_batches=1, **options):
     return memory.above
 
 
-# What a policy may hold at once, in units of the largest gradient and of all gradients together, in their own dtype.
+# The gradients of a policy at its peak: how many of the largest, and how often all of them, in their own dtype.
 PLANS = {
     "two_pass": ({"policy": "two_pass"}, 1, torch.float32, 1, 0),
     "two_pass, bfloat16": ({"policy": "two_pass"}, 1, torch.bfloat16, 1, 0),
@@ -180,13 +175,10 @@ PLANS = {
 
 
 @pytest.mark.parametrize(("options", "micro_batches", "dtype", "largest", "all_of_them"), PLANS.values(), ids=PLANS)
-def test_a_policy_holds_what_it_plans(
-    options, micro_batches, dtype, largest, all_of_them, model, token_batches, monkeypatch
-):
+def test_a_policy_holds_what_it_plans(options, micro_batches, dtype, largest, all_of_them, model, batch, monkeypatch):
     if options.get("store") == "host":  # as for a GPU: the memory to which gradients are offloaded stays
         monkeypatch.setattr(policies, "GradientStore", lambda **_: GradientStore(host=True))
-    net = model(True).to(dtype)
-    (batch,) = token_batches(1, size=(1, 8), vocab_size=VOCABULARY)
+    net = model().to(dtype)
     peak = peak_of_policy(net, batch, micro_batches, **options)
     plan = largest * max(sizes(net)) + all_of_them * sum(sizes(net))
     assert plan - 1 * MIB <= peak <= plan + 8 * MIB

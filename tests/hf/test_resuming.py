@@ -7,8 +7,9 @@ import pyarrow as pa
 import pytest
 import torch
 from datasets import Dataset
-from support import resuming, trainers
-from support.resuming import Indexed, Run, Stream, continued
+from fuzz import resuming
+from fuzz.resuming import Indexed, Run, Stream, continued
+from support import trainers
 from support.trainers import build, fused, joined
 from transformers import TrainerCallback, TrainingArguments
 
@@ -17,11 +18,7 @@ from lowmem.hf.resuming import RECORD_FILE, fingerprint
 
 SAVES = {"save_strategy": "steps", "save_steps": 1}
 
-PLAIN = Run(
-    data="tokens", rows=32, edit="none", per_device_train_batch_size=4, gradient_accumulation_steps=1, world_size=1,
-    seed=42, data_seed=None, train_sampling_strategy="random", seedable=True, dataloader_drop_last=False, max_steps=8,
-    dropout=0.2, hidden=8,
-)  # fmt: skip
+PLAIN = Run()
 SHORT = replace(PLAIN, rows=10, per_device_train_batch_size=1)
 BATCH = "per_device_train_batch_size"
 

@@ -1,10 +1,11 @@
-"""Parameters whose dtype, shape or strides change after the optimizer was made: trained on as what they are, or refused
-before anything has moved. The reference is an optimizer that was made after the change and loads the same state.
+"""Parameters whose dtype, shape or strides change after the optimizer was made are trained as what they are, or raise
+an error before anything has moved.
 """
 
 import pytest
 import torch
 from support.devices import seeded
+from support.nets import same, weights
 
 import lowmem
 from lowmem.errors import StepError, UnsupportedError
@@ -13,11 +14,16 @@ from lowmem.step.record import ParamRecord
 from lowmem.tiles.graph import Compiler
 
 SHAPES = [(64, 48), (87, 50), (24,), (24,)]  # two that are updated alone, and a stack
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
 
-def parameters(dtype, shapes=SHAPES):
+def made(rule, dtype=F32, shapes=SHAPES, **options):
+    """Parameters, and their optimizer after a step."""
     source = seeded(0)
-    return [torch.nn.Parameter(torch.randn(shape, generator=source).to(dtype)) for shape in shapes]
+    params = torch.nn.ParameterList(torch.randn(shape, generator=source).to(dtype) for shape in shapes)
+    opt = lowmem.FusedOptimizer(list(params), rule, **{"lr": 1e-2, "compile": False, **options})
+    backward(opt, params, 1)
+    return params, opt
 
 
 def backward(opt, params, seed):
@@ -25,69 +31,70 @@ def backward(opt, params, seed):
     opt.backward(sum((p * torch.randn(p.shape, generator=source).to(p.dtype)).float().sum() for p in params))
 
 
-def states(opt):
-    return [value for state in opt.named_state_dict()["state"].values() for value in state.values()]
-
-
 def convert(params, dtype):
     for param in params:
         param.data = param.data.to(dtype)
 
 
-REFUSED = {
-    "residual": (torch.bfloat16, torch.float32, {"rule": "adamw", "rounding": "compensated"}),
-    "another residual": (torch.bfloat16, torch.float16, {"rule": "adamw", "rounding": "compensated"}),
-    "no residual yet": (torch.float32, torch.bfloat16, {"rule": "adamw", "rounding": "compensated"}),
-    "master copy": (torch.float16, torch.bfloat16, {"rule": "adamw", "rounding": "master"}),
-    "state in the weight's dtype": (torch.bfloat16, torch.float32, {"rule": "adafactor_t2t", "beta1": 0.9}),
-    "foreign": (torch.float32, torch.bfloat16, {"rule": torch.optim.AdamW}),
+UNFIT = {
+    "residual": (BF16, F32, {"rule": "adamw", "rounding": "compensated"}),
+    "another residual": (BF16, F16, {"rule": "adamw", "rounding": "compensated"}),
+    "no residual yet": (F32, BF16, {"rule": "adamw", "rounding": "compensated"}),
+    "master copy": (F16, BF16, {"rule": "adamw", "rounding": "master"}),
+    "state in the weight's dtype": (BF16, F32, {"rule": "adafactor_t2t", "beta1": 0.9}),
+    "foreign": (F32, BF16, {"rule": torch.optim.AdamW}),
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_a_state_that_does_not_fit_any_more_is_refused(case):
-    start, end, options = REFUSED[case]
-    params, reference = parameters(start), parameters(start)
-    opt = lowmem.FusedOptimizer(params, lr=1e-2, compile=False, **options)
-    plain = lowmem.FusedOptimizer(reference, lr=1e-2, compile=False, **options)
-    backward(opt, params, 1)
-    backward(plain, reference, 1)
-    kept = [param.data for param in params]
-    convert(params[:1], end)
-    before = [param.clone() for param in params]
+@pytest.mark.parametrize(("start", "end", "options"), UNFIT.values(), ids=UNFIT)
+def test_a_state_that_does_not_fit_any_more_raises(start, end, options):
+    """Nothing is torn: with the parameter as it was, training continues."""
+    (params, opt), (others, plain) = (made(**options, dtype=start) for _ in range(2))
+    original = params[0].data
+    convert([params[0]], end)
+    before = weights(params)
     for _ in range(2):
         with pytest.raises(StepError, match=rf"'param0' has changed from \({start}, .* to \({end}, .* load a state"):
             backward(opt, params, 2)
         with pytest.raises(StepError, match="'param0' has changed"):
             sum(param.float().sum() for param in params).backward()
-        for param in params:
-            param.grad = None
-    assert all(torch.equal(param, old) for param, old in zip(params, before, strict=True))
-    params[0].data = kept[0]  # nothing is torn
+        params.zero_grad()
+    assert same(weights(params), before)
+    params[0].data = original
     backward(opt, params, 2)
-    backward(plain, reference, 2)
-    assert all(torch.equal(param, other) for param, other in zip(params, reference, strict=True))
+    backward(plain, others, 2)
+    assert same(weights(params), weights(others))
 
 
-def test_a_dtype_that_the_rule_does_not_update_is_refused():
-    params = parameters(torch.float32)
-    opt = lowmem.FusedOptimizer(params, rule="adalomo", lr=1e-2)
-    backward(opt, params, 1)
-    convert(params[:1], torch.float64)
+@pytest.mark.parametrize(
+    ("rule", "shape", "change", "message"),
+    [
+        ("adalomo", (64, 48), {"dtype": torch.float64}, "param0.*float64"),
+        (
+            "adamw",
+            (8, 4, 3, 3),
+            {"memory_format": torch.channels_last},
+            "'param0' of shape .* Make it contiguous first",
+        ),
+    ],
+)
+def test_a_form_that_no_rule_updates_raises(rule, shape, change, message):
+    """As in the constructor."""
+    params, opt = made(rule, shapes=[shape])
+    original = params[0].data
+    params[0].data = original.to(**change)
     for _ in range(2):
-        with pytest.raises(UnsupportedError, match=r"param0.*float64"):
+        with pytest.raises(UnsupportedError, match=message):
             backward(opt, params, 2)
-    convert(params[:1], torch.float32)
+    params[0].data = original
     backward(opt, params, 2)
 
 
 def test_loading_a_state_that_fits():
-    params = parameters(torch.bfloat16)
-    opt = lowmem.FusedOptimizer(params, rule="adamw", rounding="compensated", lr=1e-2)
-    backward(opt, params, 1)
-    convert(params, torch.float16)
-    saved = lowmem.FusedOptimizer(parameters(torch.float16), rule="adamw", rounding="compensated").state_dict()
-    opt.load_state_dict(saved)
+    params, opt = made("adamw", BF16, rounding="compensated")
+    convert(params, F16)
+    _, other = made("adamw", F16, rounding="compensated")
+    opt.load_state_dict(other.state_dict())
     backward(opt, params, 2)
 
 
@@ -95,86 +102,65 @@ def test_some_of_a_stack_are_converted():
     """They leave it, with the states that lie side by side."""
     results = []
     for batching in (True, False):
-        params = parameters(torch.float32, [(24,)] * 4)
-        opt = lowmem.FusedOptimizer(params, rule="adamw", lr=1e-2, batching=batching, compile=False)
-        for step in range(4):
-            if step in (1, 3):
-                convert(params[:2], torch.bfloat16 if step == 1 else torch.float32)
+        params, opt = made("adamw", shapes=[(24,)] * 4, batching=batching)
+        for step, dtype in enumerate((BF16, BF16, F32)):
+            convert(params[:2], dtype)
             backward(opt, params, step)
-        results.append(params)
-    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+        results.append(weights(params))
+    assert same(*results)
 
 
-@pytest.mark.parametrize("started", [False, True])
-def test_another_shape(started):
-    """As `resize_token_embeddings` makes it. A rule that keeps nothing goes on; a state of the old shape is refused."""
+def test_another_shape():
+    """As `resize_token_embeddings` makes it. A rule without states goes on; a state of the old shape raises."""
     for rule in ("lomo", "adamw"):
-        params = parameters(torch.float32)
-        opt = lowmem.FusedOptimizer(params, rule=rule, lr=0.5)
-        if started:
-            backward(opt, params, 1)
+        params, opt = made(rule, lr=0.5)
         params[0].data = torch.ones(80, 48)
-        if started and rule == "adamw":
+        if rule == "adamw":
             with pytest.raises(StepError, match=r"'param0' has changed .*\[64, 48\].*\[80, 48\]"):
                 backward(opt, params, 2)
-            continue
-        opt.backward(params[0].sum())
-        if rule == "lomo":
+        else:
+            opt.backward(params[0].sum())
             assert torch.equal(params[0], torch.full((80, 48), 0.5))
-        assert opt.named_state_dict()["step"] == 1 + started
+
+
+def test_another_shape_before_the_first_step():
+    param = torch.nn.Parameter(torch.ones(64, 48))
+    opt = lowmem.FusedOptimizer([param], "adamw")
+    param.data = torch.ones(80, 48)
+    opt.backward(param.sum())
+    assert opt.named_state_dict()["state"]["param0"]["exp_avg"].shape == (80, 48)
 
 
 def test_another_order_in_memory():
     """A transposed matrix goes on: states stay in their order. Sums are in the order of the memory."""
     results = []
     for transposed in (True, False):
-        (param,) = params = parameters(torch.float32, [(64, 48)])
-        opt = lowmem.FusedOptimizer(params, rule="adalomo", lr=1e-2, compile=False)
-        backward(opt, params, 1)
+        params, opt = made("adalomo", shapes=[(64, 48)])
         if transposed:
-            param.data = param.data.t().contiguous().t()
+            params[0].data = params[0].data.t().contiguous().t()
         backward(opt, params, 2)
-        results.append(param)
+        results.append(params[0])
     torch.testing.assert_close(*results, rtol=0, atol=1e-6)
 
 
-def test_an_order_in_memory_that_no_rule_reads_is_refused():
-    """As by the constructor."""
-    (param,) = params = parameters(torch.float32, [(8, 4, 3, 3)])
-    opt = lowmem.FusedOptimizer(params, rule="adamw", lr=1e-2)
-    backward(opt, params, 1)
-    param.data = param.data.to(memory_format=torch.channels_last)
-    for _ in range(2):
-        with pytest.raises(UnsupportedError, match=r"'param0' of shape .* Make it contiguous first"):
-            backward(opt, params, 2)
-    param.data = param.data.contiguous()
-    backward(opt, params, 2)
-
-
-def test_what_does_not_change_is_settled_once(monkeypatch):
-    settled = []
-    choose = ParamRecord.choose_program
-    monkeypatch.setattr(
-        ParamRecord, "choose_program", lambda self, shard: settled.append(self.name) or choose(self, shard)
-    )
-    params = parameters(torch.float32)
-    opt = lowmem.FusedOptimizer(params, rule="adalomo", lr=1e-2)
+def test_a_form_that_does_not_change_is_looked_at_once(monkeypatch):
+    chosen, choose = [], ParamRecord.choose_program
+    monkeypatch.setattr(ParamRecord, "choose_program", lambda self, *a: chosen.append(self.name) or choose(self, *a))
+    params, opt = made("adalomo")
     for seed in range(3):
         backward(opt, params, seed)
-    assert sorted(settled) == ["param0", "param1", "param2", "param3"]
+    assert sorted(chosen) == ["param0", "param1", "param2", "param3"]
 
 
 @pytest.mark.cpu_only("the simulated GPU has no compiler")
-def test_a_state_of_another_dtype_is_not_given_to_compiled_code(monkeypatch):
-    """One that a user has put into `opt.state`: swept, as it is where nothing is compiled."""
+def test_a_state_of_another_dtype_is_not_given_to_compiled_code():
+    """One that a user has put into `opt.state` is swept, as where nothing is compiled."""
     assert Compiler.failure is None
     results, start = [], None
     for compile in (True, False) if has_compiler("cpu") else (False, False):
-        (param,) = params = parameters(torch.float32, [(64, 48)])
-        opt = lowmem.FusedOptimizer(params, rule="adamw", lr=1e-2, compile=compile, batching=False)
-        backward(opt, params, 1)
-        if start is None:  # compiled code rounds differently, so both go on from what one of them has computed
-            start = param.detach().clone(), opt.state[param]
+        params, opt = made("adamw", shapes=[(64, 48)], compile=compile, batching=False)
+        (param,) = params
+        start = start or (param.detach().clone(), opt.state[param])  # compiled code rounds differently
         param.data.copy_(start[0])
         opt.state[param] = {name: state.bfloat16() for name, state in start[1].items()}
         backward(opt, params, 2)

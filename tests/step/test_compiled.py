@@ -100,55 +100,46 @@ def traced_updates(opt):
     return sum(any(found is not None for found in r.program.compiled.values()) for r in opt._records.values())
 
 
+def assert_as_by_tiles(rule, shapes, bits=False, **arguments):
+    got, want = (trained(rule, shapes, compile=compile, **arguments) for compile in (True, False))
+    assert traced_updates(got[1]) == len(shapes)
+    assert_same(got, want, bits)
+    torch.testing.assert_close(got[1].last_step.grad_norm, want[1].last_step.grad_norm)
+
+
 @pytest.mark.parametrize(
     ("rule", "rounding", "shape"),
     pairwise(RULES, ("nearest", "stochastic", "compensated", "master"), (MATRIX, PRIME, EXPERTS, VECTOR, LONG, *CUT)),
 )
 def test_the_same_as_by_tiles(graphs, rule, rounding, shape):
     """Also the bits that are drawn at random: with others, weights would be spacings apart."""
-    arguments = {"shapes": [shape], "dtype": torch.bfloat16, "rounding": rounding}
-    got, want = (trained(rule, compile=compile, **arguments) for compile in (True, False))
-    assert traced_updates(got[1]) == 1
-    assert_same(got, want, bits=rule in ELEMENTWISE)
-    torch.testing.assert_close(got[1].last_step.grad_norm, want[1].last_step.grad_norm)
+    assert_as_by_tiles(rule, [shape], bits=rule in ELEMENTWISE, dtype=torch.bfloat16, rounding=rounding)
 
 
 @pytest.mark.parametrize("shape", CUT)
 def test_pieces_of_one_tile(graphs, monkeypatch, shape):
     """On a GPU the loop takes as one tile what compiled code takes in several pieces."""
     monkeypatch.setattr(stored, "CPU_TILE", stored.GPU_TILE)
-    got, want = (trained("adalomo", shapes=[shape], compile=compile) for compile in (True, False))
-    assert traced_updates(got[1]) == 1
-    assert_same(got, want)
+    assert_as_by_tiles("adalomo", [shape])
 
 
 @pytest.mark.parametrize(("rule", "reading"), pairwise(RULES, READINGS))
 def test_gradients_are_read_as_by_tiles(graphs, rule, reading):
     shapes = [MATRIX, VECTOR, CUT[0], KERNEL] if rule != "adafactor" else [MATRIX, VECTOR, CUT[0]]
-    arguments = {"shapes": shapes, **READINGS[reading]}
-    got, want = (trained(rule, compile=compile, **arguments) for compile in (True, False))
-    assert_same(got, want)
+    assert_as_by_tiles(rule, shapes, **READINGS[reading])
 
 
+@pytest.mark.parametrize("rounding", ["compensated8", "weight_in_groups"])
 @pytest.mark.parametrize("state_storage", ["bfloat16", "float16", "8bit", "8bit_64", "8bit_nearest"])
 @pytest.mark.parametrize("rule", ["adamw", "lion"])
-def test_states_are_stored_as_by_tiles(graphs, rule, state_storage):
-    """Also in groups. Of the last two, lines that are cut without groups would not consist of complete ones, and one
-    has several tiles."""
-    shapes = [(48, 64), (5, 32, 64), LONG, (1009, 192), (20011, 64)]
-    arguments = {"shapes": shapes, "state_storage": state_storage, "rounding": "compensated8"}
-    got, want = (trained(rule, compile=compile, dtype=torch.bfloat16, **arguments) for compile in (True, False))
-    assert traced_updates(got[1]) == len(shapes)
-    assert_same(got, want, bits=True)
-
-
-def test_groups_of_different_sizes(graphs, monkeypatch):
-    """A weight in groups of 64 beside moments in groups of 32."""
+def test_states_are_stored_as_by_tiles(graphs, rule, state_storage, rounding, monkeypatch):
+    """Also in groups, beside a weight in groups of another size. Of the last two, lines that are cut without groups
+    would not consist of complete ones, and one has several tiles."""
     monkeypatch.setitem(storage.TABLE, "weight_in_groups", lambda dtype, signed: storage.Moment(signed, 64, False))
-    arguments = {"shapes": [(96, 64), (20011, 64)], "state_storage": "8bit", "rounding": "weight_in_groups"}
-    got, want = (trained("adamw", compile=compile, dtype=torch.bfloat16, **arguments) for compile in (True, False))
-    assert traced_updates(got[1]) == 2
-    assert_same(got, want, bits=True)
+    shapes = [(48, 64), (5, 32, 64), (1009, 192), (20011, 64)]
+    shapes += [LONG] if rounding == "compensated8" else []
+    arguments = {"shapes": shapes, "state_storage": state_storage, "rounding": rounding, "dtype": torch.bfloat16}
+    assert_as_by_tiles(rule, bits=True, **arguments)
 
 
 def stepped(t):
@@ -195,9 +186,7 @@ def test_shapes_steps_and_hyperparameters_share_code(graphs, rule):
     later += [(3, 991, 160), (150_011,), (5001,), EXPERTS, (997, 1100)]
     trained(rule, first, compile=True, **arguments)
     kinds, parts = len(compiled._TRACED), len(graphs)
-    got, want = (trained(rule, later, compile=compile, **arguments) for compile in (True, False))
-    assert traced_updates(got[1]) == len(later)
-    assert_same(got, want)
+    assert_as_by_tiles(rule, later, **arguments)
     assert (len(compiled._TRACED), len(graphs)) == (kinds, parts)
 
 
@@ -214,9 +203,7 @@ def test_gradients_of_any_dtype_read_in_any_way(graphs, shape):
 
 @pytest.mark.parametrize("slices", [False, True])
 def test_a_number_of_all_slices_or_one_of_each(graphs, slices):
-    got, want = (trained(Stepped(), [EXPERTS, CUT[1]], compile=compile, slices=slices) for compile in (True, False))
-    assert traced_updates(got[1]) == 2
-    assert_same(got, want, bits=True)
+    assert_as_by_tiles(Stepped(), [EXPERTS, CUT[1]], bits=True, slices=slices)
 
 
 def test_numbers_are_computed_once_per_group_and_step(graphs, monkeypatch):
@@ -230,9 +217,7 @@ def test_which_numbers_there_are_is_part_of_the_code(graphs):
     def schedule(step):
         return {"weight_decay": (0.0, 0.5, 0.0, 0.25)[step]}
 
-    arguments = {"shapes": [MATRIX, PRIME], "steps": 4, "schedule": schedule}
-    got, want = (trained(Stepped(), compile=compile, **arguments) for compile in (True, False))
-    assert_same(got, want, bits=True)
+    assert_as_by_tiles(Stepped(), [MATRIX, PRIME], bits=True, steps=4, schedule=schedule)
     assert len(graphs) == 2  # with weight decay, and without
 
 
@@ -275,24 +260,29 @@ def assert_heads_agree(got, want, exact):
             assert ours.dtype == torch.float32 or (ours != its).float().mean() < 0.01
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("rule", RULES)
-def test_gradients_of_several_lengths(graphs, cut_runs, rule, dtype):
-    got, want = (trained_head(rule, compile, dtype)[0] for compile in (True, False))
+OPTIONS_OF_HEADS = [{"clip_norm": 0.1}, {"loss_scale": 64.0}, {"state_storage": "8bit"}]
+
+
+@pytest.mark.parametrize(
+    ("rule", "dtype", "options"),
+    [
+        *itertools.product(RULES, (torch.float32, torch.bfloat16, torch.float16), [{}]),
+        *(("adamw", torch.bfloat16, options) for options in OPTIONS_OF_HEADS),
+    ],
+    ids=str,
+)
+def test_gradients_of_several_lengths(graphs, cut_runs, rule, dtype, options):
+    got, want = (trained_head(rule, compile, dtype, **options)[0] for compile in (True, False))
     sizes = {tuple(rectangle.rect.size for rectangle in layout.rectangles) for layout in cut_runs}
     assert len(cut_runs) == 2 * len(LENGTHS)  # head and embedding, in each step
     assert len(sizes) > len({len(each) for each in sizes}) > 1
     assert_heads_agree(got, want, rule in ELEMENTWISE)
 
 
-@pytest.mark.parametrize("options", [{"clip_norm": 0.1}, {"loss_scale": 64.0}, {"state_storage": "8bit"}], ids=str)
-def test_gradients_of_several_lengths_as_they_are_read(graphs, cut_runs, options):
-    got, want = (trained_head("adamw", compile, torch.bfloat16, **options)[0] for compile in (True, False))
-    assert len(cut_runs) == 2 * len(LENGTHS)
-    assert_heads_agree(got, want, exact=True)
+needs_compiler = pytest.mark.skipif(not has_compiler("cpu"), reason="no C++ compiler")
 
 
-@pytest.mark.skipif(not has_compiler("cpu"), reason="no C++ compiler")
+@needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_gradients_of_several_lengths_compiled(cut_runs, dtype):
     got, want = (trained_head("adalomo", compile, dtype)[0] for compile in (True, False))
@@ -389,14 +379,15 @@ def test_blocks(rows, cols):
 
 
 @pytest.mark.parametrize(("cols", "group"), [(50_257 * 768, 32), (50_257 * 768, 64), (192_000, 32), (4096, 1024)])
-def test_parts_of_a_line_have_complete_groups(cols, group):
+def test_blocks_of_a_line_have_complete_groups(cols, group):
     count, height, width = blocks(1, cols, group)
     assert (count * width, height, width % group) == (cols, 1, 0)
 
 
-def test_what_has_no_blocks():
-    assert blocks(1_000_003, 64) is None  # a prime number of rows: neither small blocks nor sums that are few
-    assert blocks(1 << 16, 1 << 15) is None
+@pytest.mark.parametrize(("rows", "cols"), [(1_000_003, 64), (1 << 16, 1 << 15)])
+def test_what_has_no_blocks(rows, cols):
+    """A prime number of rows, say: neither small blocks nor sums that are few."""
+    assert blocks(rows, cols) is None
 
 
 def compiled_cases():
@@ -407,17 +398,14 @@ def compiled_cases():
     return [(rule, roundings[n % 3], (MATRIX, PRIME, others[n % 5])) for n, rule in enumerate(RULES)]
 
 
-@pytest.mark.skipif(not has_compiler("cpu"), reason="no C++ compiler")
+@needs_compiler
 @pytest.mark.parametrize(("rule", "rounding", "shapes"), compiled_cases())
 def test_compiled(rule, rounding, shapes):
     """Compiled code may fuse a multiplication with an addition, and sums in another order."""
-    arguments = {"shapes": shapes, "dtype": torch.bfloat16, "rounding": rounding}
-    got, want = (trained(rule, compile=compile, **arguments) for compile in (True, False))
-    assert traced_updates(got[1]) == len(shapes)
-    assert_same(got, want)
+    assert_as_by_tiles(rule, shapes, dtype=torch.bfloat16, rounding=rounding)
 
 
-@pytest.mark.skipif(not has_compiler("cpu"), reason="no C++ compiler")
+@needs_compiler
 @pytest.mark.parametrize("rule", ["adamw", "lion"])
 def test_compiled_in_8_bits(rule):
     """Where a last bit decides how a value is rounded, its code is the next one, which later steps may double."""
@@ -432,7 +420,7 @@ def test_compiled_in_8_bits(rule):
                 assert off.max() <= 2 and (off > 0).float().mean() < 0.01, name
 
 
-@pytest.mark.skipif(not has_compiler("cpu"), reason="no C++ compiler")
+@needs_compiler
 def test_many_columns_compiled():
     """More than int32 counts: their random bits are those of tiles."""
     start, count = (1 << 31) - 2500, 5000
@@ -450,7 +438,7 @@ def test_many_columns_compiled():
     assert weights.unique().numel() == 2 and torch.equal(*weights)
 
 
-@pytest.mark.skipif(not has_compiler("cpu"), reason="no C++ compiler")
+@needs_compiler
 def test_rows_columns_and_weights_are_summed_in_one_loop(monkeypatch):
     monkeypatch.setattr(compiled, "_TRACED", {})
     monkeypatch.setattr(metrics, "cpp_outer_loop_fused_inner_counts", [])
@@ -460,7 +448,7 @@ def test_rows_columns_and_weights_are_summed_in_one_loop(monkeypatch):
     assert 3 in [count.inner_kernel_number for count in metrics.cpp_outer_loop_fused_inner_counts]
 
 
-@pytest.mark.skipif(not has_compiler("cpu"), reason="no C++ compiler")
+@needs_compiler
 @pytest.mark.parametrize(
     "options",
     [

@@ -9,7 +9,7 @@ from torch.nn.utils import clip_grad_norm_
 import lowmem
 from lowmem.errors import StepError
 
-STEPS = 5
+SGD, ADAMW = torch.optim.SGD, torch.optim.AdamW
 
 
 def make_net():
@@ -17,28 +17,25 @@ def make_net():
     return nn.Sequential(nn.Linear(3, 160), nn.Tanh(), nn.Linear(160, 160), nn.Tanh(), nn.Linear(160, 2))
 
 
-def losses(net, step):
-    x = torch.arange(12.0).view(4, 3) / 10 + step
-    out = net(x)
-    return out.square().mean(), (out - 1).abs().mean()
+def make(net, rule=SGD, **options):
+    return lowmem.FusedOptimizer(net.named_parameters(), rule=rule, lr=0.1, **options)
 
 
-def projected(net, step):
-    """PCGrad: of two tasks whose gradients disagree, the part of one that the other one opposes is taken away."""
-    first, second = losses(net, step)
-    params = list(net.parameters())
-    one = torch.autograd.grad(first, params, retain_graph=True)
-    two = torch.autograd.grad(second, params)
-    for param, a, b in zip(params, one, two, strict=True):
-        agreement = (a * b).sum().clamp(max=0)
-        param.grad = a + b - agreement / (b.square().sum() + 1e-12) * b
+def loss_of(net, step=0):
+    return net(torch.arange(12.0).view(4, 3) / 10 + step).square().mean()
+
+
+def give(net, step=0, scale=lambda loss: loss):
+    params = [param for param in net.parameters() if param.requires_grad]
+    for param, grad in zip(params, torch.autograd.grad(scale(loss_of(net, step)), params), strict=True):
+        param.grad = grad
 
 
 @pytest.mark.parametrize("options", [{"policy": "immediate"}, {"policy": "two_pass", "clip_value": 0.01}], ids=str)
 def test_the_tensors_of_the_loop_stay_as_they_are(options):
     """One tensor for two parameters, an expanded one, and a transposed one."""
     one, two, three = (nn.Parameter(torch.ones(3, 4)) for _ in range(3))
-    opt = lowmem.FusedOptimizer([one, two, three], rule=torch.optim.SGD, lr=1.0, **options)
+    opt = lowmem.FusedOptimizer([one, two, three], rule=SGD, lr=1.0, **options)
     shared, turned = torch.full((), 0.5).expand(3, 4), torch.arange(12.0).view(4, 3).t()
     one.grad = two.grad = shared
     three.grad = turned
@@ -51,7 +48,7 @@ def test_the_tensors_of_the_loop_stay_as_they_are(options):
 
 def test_inside_inference_mode():
     param = nn.Parameter(torch.ones(4))
-    opt = lowmem.FusedOptimizer([param], rule=torch.optim.SGD, lr=1.0)
+    opt = lowmem.FusedOptimizer([param], rule=SGD, lr=1.0)
     with torch.inference_mode():
         param.grad = torch.full((4,), 0.25)
         opt.step()
@@ -62,7 +59,7 @@ def test_inside_inference_mode():
 def test_a_sparse_gradient():
     embedding = nn.Embedding(5, 3, sparse=True)
     before = embedding.weight.detach().clone()
-    opt = lowmem.FusedOptimizer(embedding.named_parameters(), rule=torch.optim.SGD, lr=1.0)
+    opt = lowmem.FusedOptimizer(embedding.named_parameters(), rule=SGD, lr=1.0)
     loss = embedding(torch.tensor([1, 1, 4])).sum()
     (embedding.weight.grad,) = torch.autograd.grad(loss, [embedding.weight])
     opt.step()
@@ -79,104 +76,79 @@ def test_a_gradient_of_another_dtype():
     assert torch.equal(param, torch.full((4,), 1 - 0.123456).bfloat16())
 
 
-@pytest.mark.troubleshooting("clip_grad_norm_()")
-def test_clipping_by_hand():
+@pytest.mark.parametrize("scales", [False, True])
+def test_clipping_and_scaling_by_hand(scales):
+    """A GradScaler has scaled a loss whose gradients torch.autograd.grad returns, and unscales them in .grad."""
     net, other = make_net(), make_net()
-    opt = lowmem.FusedOptimizer(net.named_parameters(), rule=torch.optim.SGD, lr=0.1)
-    ordinary = torch.optim.SGD(other.parameters(), lr=0.1, foreach=False)
-    for each, of in ((net, opt), (other, ordinary)):
-        projected(each, 0)
-        clip_grad_norm_(each.parameters(), 0.05)
-        of.step()
-    assert same(weights(net), weights(other))
-    losses(net, 1)[0].backward()
-    with pytest.raises(StepError, match=r"clip_grad_norm_\(\): parameter '0\.weight' has no gradient"):
-        clip_grad_norm_(net.parameters(), 0.05)
-
-
-def test_a_grad_scaler():
-    """It has scaled a loss whose gradients torch.autograd.grad returns, and unscales them in .grad."""
-
-    def run(net, opt):
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
-        for step in range(STEPS):
-            params = list(net.parameters())
-            scaled = scaler.scale(losses(net, step)[0])
-            for param, grad in zip(params, torch.autograd.grad(scaled, params), strict=True):
-                param.grad = grad
+    plain = ADAMW(other.parameters(), lr=0.1, weight_decay=0.01, foreach=False)
+    for each, opt in ((net, make(net, ADAMW)), (other, plain)):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, enabled=scales)
+        for step in range(5):
+            give(each, step, scaler.scale)
             scaler.unscale_(opt)
-            clip_grad_norm_(net.parameters(), 0.05)
+            clip_grad_norm_(each.parameters(), 0.05)
             scaler.step(opt)
             scaler.update()
             opt.zero_grad()
-        return weights(net)
-
-    net, other = make_net(), make_net()
-    opt = lowmem.FusedOptimizer(net.named_parameters(), rule=torch.optim.AdamW, lr=1e-2)
-    assert same(run(net, opt), run(other, torch.optim.AdamW(other.parameters(), lr=1e-2, foreach=False)))
+    assert same(weights(net), weights(other))
 
 
-@pytest.mark.troubleshooting("step() would update parameter")
-def test_what_cannot_be_right_raises_before_anything_moves():
+FAULTS = {
+    "a loss scale": (
+        {"loss_scale": 128.0},
+        lambda net, opt: None,
+        r"parameter '0\.weight' with the gradient in \.grad, but it has not been multiplied by the loss scale",
+    ),
+    "a frozen parameter": pytest.param(
+        {},
+        lambda net, opt: net[2].weight.requires_grad_(False),
+        r"'2\.weight' with the gradient in \.grad, but the parameter is frozen: call requires_grad_\(\)",
+        marks=pytest.mark.troubleshooting("step() would update parameter"),
+    ),
+    "another hook": (
+        {},
+        lambda net, opt: net[2].weight.register_hook(lambda grad: grad * 2),
+        r"'2\.weight' with the gradient in \.grad, but other hooks on the parameter",
+    ),
+    "an edited group": ({}, lambda net, opt: opt.param_groups.append({}), "number of parameter groups"),
+}
+
+
+@pytest.mark.parametrize(("options", "spoil", "message"), FAULTS.values(), ids=FAULTS)
+def test_what_cannot_be_right_raises_before_anything_moves(options, spoil, message):
     net = make_net()
+    opt, before = make(net, **options), weights(net)
+    give(net)
+    spoil(net, opt)
+    with pytest.raises(StepError, match=message):
+        opt.step()
+    assert same(weights(net), before)
+
+
+def test_gradients_after_a_backward_raise_and_a_failed_step_can_be_repeated():
+    net, other = make_net(), make_net()
+    opt, plain = make(net), SGD(other.parameters(), lr=0.1, foreach=False)
+    opt.backward(loss_of(net))
     before = weights(net)
-
-    def refuses(opt, message):
-        with pytest.raises(StepError, match=message):
-            opt.step()
-        opt.zero_grad()
-        assert same(weights(net), now)
-        opt.remove()
-
-    def make(**options):
-        return lowmem.FusedOptimizer(net.named_parameters(), rule=torch.optim.SGD, lr=0.1, **options)
-
-    now = before
-    opt = make(loss_scale=128.0)
-    projected(net, 0)
-    refuses(opt, r"parameter '0\.weight' with the gradient in \.grad, but it has not been multiplied by the loss scale")
-
-    opt = make()
-    projected(net, 0)
-    net[2].weight.requires_grad_(False)
-    refuses(opt, r"'2\.weight' with the gradient in \.grad, but the parameter is frozen: call requires_grad_\(\)")
-    net[2].weight.requires_grad_(True)
-
-    opt = make()
-    projected(net, 0)
-    handle = net[2].weight.register_hook(lambda grad: grad * 2)
-    refuses(opt, r"'2\.weight' with the gradient in \.grad, but other hooks on the parameter")
-    handle.remove()
-
-    opt = make()
-    opt.backward(losses(net, 0)[0])
-    now = weights(net)
-    projected(net, 0)
+    give(net, 1)
     with pytest.raises(StepError, match=r"a second backward before step\(\), or a gradient in \.grad"):
         opt.step()
-    assert same(weights(net), now) and opt.last_step.step == 1
+    assert same(weights(net), before) and opt.last_step.step == 1
+    net.zero_grad()
+    opt.step()
+    for step in (0, 1):
+        give(other, step)
+        plain.step()
+    give(net, 1)
+    opt.step()
+    assert same(weights(net), weights(other)) and opt.last_step.step == 2
 
 
-def test_what_has_no_elements_keeps_its_gradient():
+def test_a_parameter_without_elements_keeps_its_gradient():
     """No hook is on it, so an ordinary backward leaves a gradient there."""
     net, empty = make_net(), nn.Parameter(torch.zeros(0, 3))
-    opt = lowmem.FusedOptimizer([*net.parameters(), empty], rule=torch.optim.SGD, lr=0.1)
+    opt = lowmem.FusedOptimizer([*net.parameters(), empty], rule=SGD, lr=0.1)
     for step in range(2):
-        (losses(net, step)[0] + empty.sum()).backward()
+        (loss_of(net, step) + empty.sum()).backward()
         opt.step()
         assert opt.last_step.step == step + 1
-
-
-def test_a_failed_step_can_be_repeated():
-    net, other = make_net(), make_net()
-    opt = lowmem.FusedOptimizer(net.named_parameters(), rule=torch.optim.SGD, lr=0.1)
-    projected(net, 0)
-    opt.param_groups.append({})
-    with pytest.raises(StepError, match="number of parameter groups"):
-        opt.step()
-    opt.param_groups.pop()
-    projected(net, 0)
-    opt.step()
-    projected(other, 0)
-    torch.optim.SGD(other.parameters(), lr=0.1, foreach=False).step()
-    assert same(weights(net), weights(other)) and opt.last_step.step == 1

@@ -5,7 +5,6 @@ A simulated GPU does, too, and reports races.
 
 import gc
 import math
-import os
 from contextlib import contextmanager, nullcontext
 
 import pytest
@@ -107,23 +106,3 @@ def test_an_optimizer_goes_while_its_last_gradient_is_copied():
 def test_values_of_a_device_that_is_not_the_current_one():
     assert Readback(torch.arange(3.0, device="cuda:1")).values() == [0.0, 1.0, 2.0]
     assert Readback(to_device([3.0], torch.float32, torch.device("cuda:1"))).values() == [3.0]
-
-
-@pytest.mark.skipif("LOWMEM_SIMGPU" not in os.environ, reason="needs a simulated GPU, which counts waits")
-@EACH
-def test_the_host_waits_for_the_report_alone(options):
-    """Once per step, and after an overflow too."""
-    from support import simgpu
-
-    torch.manual_seed(0)
-    net, inputs = torch.nn.Linear(400, 300, device="cuda"), torch.randn(6, 8, 400, device="cuda")
-    options = dict(options)
-    accumulate, overflow = options.pop("accumulate", 1), options.pop("overflow", None)
-    opt = lowmem.FusedOptimizer(net.named_parameters(), model=net, compile=False, **{"rule": "adalomo", **options})
-    with simgpu.watch("sync", "wait", "pageable") as found:
-        for step, x in enumerate(inputs):
-            for n in range(accumulate):
-                with opt.accumulate() if n < accumulate - 1 else nullcontext():
-                    opt.backward(net(x).square().mean() * (math.inf if step == overflow else 1.0))
-    assert len(found) <= len(inputs) - 1, simgpu.summary(found)
-    opt.remove()

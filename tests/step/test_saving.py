@@ -1,17 +1,25 @@
-"""A state of weights in another dtype is refused when it is loaded, not a step later; what fits is loaded as it is."""
+"""What is saved is loaded exactly; a state that does not fit raises when it is loaded, and changes nothing."""
 
+import copy
+import functools
+import io
 import json
+import math
+import operator
 
 import pytest
 import torch
+from support.nets import assert_same, give_gradients
 from torch import nn
 
 import lowmem
 from lowmem.errors import CheckpointError
 from lowmem.hf.checkpoint import load_optimizer, save_optimizer
+from lowmem.step.saving import TensorSource
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-MOMENTUM = {"momentum": 0.9}
+ADAM, ADAMW, SGD = torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD
+SHAPES = {"a": (64, 64), "b": (2,)}  # the first one is quantized in complete groups
 
 
 class InFloat32(torch.optim.Optimizer):
@@ -31,169 +39,385 @@ class InFloat32(torch.optim.Optimizer):
                 param.add_(state["mean"].to(param.dtype), alpha=-group["lr"])
 
 
-def make(dtype, rule, **options):
-    torch.manual_seed(0)
-    net = nn.Linear(3, 2).to(dtype)
-    return net, lowmem.FusedOptimizer(net.named_parameters(), rule=rule, lr=1e-3, **options)
-
-
-def step(net, opt):
-    opt.backward(net(torch.ones(2, 3, dtype=net.weight.dtype)).float().square().mean())
-
-
-def saved_from(dtype, rule, **options):
-    net, opt = make(dtype, rule, **options)
-    step(net, opt)
+def made(rule="adamw", dtype=BF16, shapes=SHAPES, steps=1, **options):
+    """An optimizer after some steps."""
+    values = {name: torch.linspace(-1, 1, math.prod(shape)).view(shape).to(dtype) for name, shape in shapes.items()}
+    params = [(name, nn.Parameter(value)) for name, value in values.items()]
+    opt = lowmem.FusedOptimizer(params, rule, **{"lr": 1e-3, "compile": False, **options})
+    for _ in range(steps):
+        train(opt)
     return opt
 
 
-REFUSED = {
-    "AdamW to float32": (BF16, F32, torch.optim.AdamW, {"rounding": "nearest"}, "exp_avg"),
-    "AdamW to bfloat16": (F32, BF16, torch.optim.AdamW, {"rounding": "nearest"}, "exp_avg"),
-    "AdamW between 16 bits": (F16, BF16, torch.optim.AdamW, {"rounding": "nearest"}, "exp_avg"),
-    "AdamW to float64": (F32, F64, torch.optim.AdamW, {}, "exp_avg"),
-    "SGD, which would go on": (BF16, F32, torch.optim.SGD, {"rounding": "nearest", **MOMENTUM}, "momentum_buffer"),
-    "a residual of a class": (BF16, F32, torch.optim.AdamW, {"rounding": "compensated"}, "residual"),
-    "a master copy of a class": (BF16, F32, InFloat32, {"rounding": "master"}, "weight32"),
-    "a residual": (BF16, F32, "adamw", {"rounding": "compensated"}, "residual"),
-    "a residual between 16 bits": (F16, BF16, "lomo", {"rounding": "compensated"}, "residual"),
-    "a residual in 8 bits": (BF16, F32, "adamw", {"rounding": "compensated8"}, "residual"),
-    "the master copy of LANS": (BF16, F32, "lans", {"multi_precision": True}, "weight32"),
-}
+def params_of(opt):
+    return [param for group in opt.param_groups for param in group["params"]]
 
 
-@pytest.mark.parametrize(("was", "now", "rule", "options", "state"), REFUSED.values(), ids=REFUSED)
-@pytest.mark.troubleshooting("the saved state ... belongs")
-def test_a_state_that_depends_on_the_dtype(was, now, rule, options, state, tmp_path):
-    saved = saved_from(was, rule, **options)
-    net, opt = make(now, rule, **options)
-    before = [param.detach().clone() for param in net.parameters()]
-    message = rf"state '{state}' belongs to the weight 'weight' in {was}, but .* is {now}\. .* model\.to\({was}\)"
-    with pytest.raises(CheckpointError, match=message):
-        opt.load_state_dict(saved.state_dict())
-    save_optimizer(saved, tmp_path / "optimizer.safetensors")
-    with pytest.raises(CheckpointError, match=message):
-        load_optimizer(opt, tmp_path / "optimizer.safetensors")
-    assert not len(opt.state) and opt.last_step is None
-    assert all(map(torch.equal, net.parameters(), before))
-    step(net, opt)
+def train(opt):
+    opt.backward(sum(param.float().square().sum() for param in params_of(opt)))
 
+
+def everything(opt):
+    """Weights and states by name."""
+    states = {
+        f"{owner}/{key}": value for owner, of in opt.named_state_dict()["state"].items() for key, value in of.items()
+    }
+    values = {f"param{n}": param.detach() for n, param in enumerate(params_of(opt))} | states
+    return {name: torch.as_tensor(value).clone() for name, value in values.items()}
+
+
+def roundtrip(saved):
+    """Through a file."""
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "compensated"])
+def test_going_back_to_the_beginning_is_exact(rounding):
+    """What a later step left, residuals included, does not outlive the loading of an earlier state."""
+    opt, ends = made(steps=0, rounding=rounding), []
+    beginning, weights = roundtrip(opt.state_dict()), [param.detach().clone() for param in params_of(opt)]
+    for _ in range(2):
+        opt.load_state_dict(beginning)
+        for param, value in zip(params_of(opt), weights, strict=True):
+            param.data.copy_(value)
+        for _ in range(3):
+            train(opt)
+        ends.append(everything(opt))
+    assert_same(*ends)
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "compensated"])
+def test_the_form_of_torch_shows_states_before_the_first_update_and_loads_none(rounding):
+    def new():
+        params = {name: nn.Parameter(torch.ones(2).bfloat16()) for name in ("used", "frozen", "unused")}
+        params["frozen"].requires_grad_(False)
+        return params, lowmem.FusedOptimizer(params.items(), rule="adamw", rounding=rounding)
+
+    params, opt = new()
+    plain = ADAMW(params.items())
+    for name in ("used", "unused"):
+        params[name].grad = torch.zeros(2).bfloat16()
+    plain.step()
+    plain.zero_grad()
+    theirs = plain.state_dict()
+    for step in range(2):
+        saved = opt.state_dict()
+        assert saved.keys() == theirs.keys() and saved["state"].keys() == theirs["state"].keys() == {0, 2}
+        residual = {"residual", "residual_low"}
+        assert all(saved["state"][n].keys() - residual == theirs["state"][n].keys() for n in (0, 2))
+        for key in ("params", "param_names"):
+            assert saved["param_groups"][0][key] == theirs["param_groups"][0][key]
+        assert opt.state.keys() == ({params["used"]} if step else set())
+        others, other = new()
+        other.load_state_dict(roundtrip(saved))
+        assert other.state.keys() == ({others["used"]} if step else set())
+        with pytest.raises(CheckpointError, match=r"no step, .* with opt\.load_named_state_dict"):
+            other.load_state_dict(opt.named_state_dict())
+        give_gradients(opt, (params["used"], torch.ones(2).bfloat16()))
+
+
+def test_hooks_of_torch_around_saving_and_loading():
+    """As `torch.optim.Optimizer` calls them, in the order in which it does."""
+    seen = []
+
+    def watched(opt):
+        log = []
+        opt.register_state_dict_pre_hook(lambda o: log.append(("pre save", o is opt)))
+        opt.register_state_dict_post_hook(lambda o, saved: log.append(("post save", o is opt, "state" in saved)))
+        opt.register_state_dict_post_hook(lambda o, saved: {**saved, "mine": 1})
+        opt.register_load_state_dict_pre_hook(lambda o, saved: log.append(("pre load", saved.pop("mine"))))
+        opt.register_load_state_dict_pre_hook(
+            lambda o, saved: {**saved, "param_groups": [{**group, "lr": 0.25} for group in saved["param_groups"]]}
+        )
+        opt.register_load_state_dict_post_hook(lambda o: log.append(("post load", o is opt, o.param_groups[0]["lr"])))
+        saved = opt.state_dict()
+        assert saved["mine"] == 1
+        opt.load_state_dict(saved)
+        assert saved["mine"] == 1  # hooks are given a shallow copy
+        seen.append(log)
+
+    watched(made())
+    watched(ADAMW([nn.Parameter(torch.ones(3))]))
+    assert seen[0] == seen[1]
+
+
+# -- states that fit ---------------------------------------------------------------------------------------------------
 
 FITS = {
     "a class with float32 states": (BF16, F32, InFloat32, {"rounding": "nearest"}),
-    "a class that stepped on a float32 copy": (BF16, F32, torch.optim.AdamW, {"rounding": "stochastic"}),
-    "a class that will step on a float32 copy": (F32, BF16, torch.optim.AdamW, {"rounding": "stochastic"}),
+    "a class that stepped on a float32 copy": (BF16, F32, ADAMW, {"rounding": "stochastic"}),
+    "a class that will step on a float32 copy": (F32, BF16, ADAMW, {"rounding": "stochastic"}),
     "a rule with float32 states": (BF16, F32, "adamw", {}),
     "a rule with float32 states, to 16 bits": (F32, BF16, "adamw", {}),
     "states that are held in 16 bits": (BF16, F32, "adamw", {"state_storage": "bfloat16"}),
     "states that would be held in 8 bits": (BF16, F32, "adamw", {"state_storage": "8bit"}),
-    "a class without states": (BF16, F32, torch.optim.SGD, {"rounding": "nearest"}),
-    "the same dtype": (BF16, BF16, torch.optim.AdamW, {"rounding": "nearest"}),
-    "the same dtype and residual": (BF16, BF16, torch.optim.AdamW, {"rounding": "compensated"}),
+    "a class without states": (BF16, F32, SGD, {"rounding": "nearest"}),
+    "the same dtype": (BF16, BF16, ADAMW, {"rounding": "nearest"}),
+    "the same dtype and residual": (BF16, BF16, ADAMW, {"rounding": "compensated"}),
     "the same dtype and residual in 8 bits": (BF16, BF16, "adamw", {"rounding": "compensated8"}),
 }
 
 
 @pytest.mark.parametrize(("was", "now", "rule", "options"), FITS.values(), ids=FITS)
 def test_a_state_that_fits(was, now, rule, options):
-    saved = saved_from(was, rule, **options).named_state_dict()
-    net, opt = make(now, rule, **options)
+    saved = made(rule, was, **options).named_state_dict()
+    opt = made(rule, now, steps=0, **options)
     opt.load_named_state_dict(saved)
-    for name, value in saved["state"].get("weight", {}).items():
-        held = opt.named_state_dict()["state"]["weight"][name]
-        assert held.dtype == value.dtype and torch.equal(held, value)
-    step(net, opt)
+    for name, value in saved["state"].get("a", {}).items():
+        loaded = opt.named_state_dict()["state"]["a"][name]
+        assert loaded.dtype == value.dtype and torch.equal(loaded, value)
+    train(opt)
     assert opt.last_step.step == 2
 
 
-def test_states_that_do_not_say_of_what_they_are():
-    """Those of torch's own AdamW, and of before the dtype of the weights was saved."""
-    saved = saved_from(F32, torch.optim.AdamW).named_state_dict()
+@pytest.mark.parametrize("cls", [ADAMW, torch.optim.Adam], ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("seldom", [False, True])
+def test_a_state_of_torch_is_taken_over(cls, named, seldom):
+    """Three steps of torch's optimizer, a file, and three of ours: the bits of six of torch's."""
+    decay = {"weight_decay": 0.1 if cls is ADAMW else 0.0}
+
+    def groups(net):
+        layers = [list(layer.named_parameters(prefix=str(n))) for n, layer in enumerate(net)]
+        if not named:
+            layers = [[param for _, param in layer] for layer in layers]
+        return [{"params": layers[0]}, {"params": layers[1] + layers[2], "lr": 3e-3}]
+
+    def loss(net, step):
+        x = torch.linspace(-1, 1, 12).view(4, 3) + step
+        return (net[:2] if seldom and step < 4 else net)(x).square().mean()  # the last layer joins late
+
+    def new():
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))
+
+    plain, net = new(), new()
+    theirs = cls(groups(plain), lr=0.01, betas=(0.8, 0.95), foreach=False, **decay)
+    for step in range(6):
+        if step == 3:
+            saved, weights_then = roundtrip([theirs.state_dict(), plain.state_dict()])
+        loss(plain, step).backward()
+        theirs.step()
+        theirs.zero_grad()
+    opt = lowmem.FusedOptimizer(groups(net), rule="adamw", lr=0.5, seed=7)
+    net.load_state_dict(weights_then)
+    opt.load_state_dict(saved)
+    assert [group["lr"] for group in opt.param_groups] == [0.01, 3e-3]
+    for step in range(3, 6):
+        opt.backward(loss(net, step))
+    assert_same(net.state_dict(), plain.state_dict())
+    assert (opt.named_state_dict()["step"], opt.named_state_dict()["seed"]) == (6, 7)
+    again = lowmem.FusedOptimizer(groups(new()), rule="adamw", lr=0.5)
+    again.load_state_dict(roundtrip(opt.state_dict()))  # and is saved as any other
+
+
+def test_a_state_of_torch_in_bfloat16():
+    """What torch held in the dtype of the weight is held in float32, with the same values."""
+    theirs, ours = (nn.Parameter(torch.ones(4).bfloat16()) for _ in range(2))
+    plain = ADAMW([theirs])
+    theirs.grad = torch.arange(4.0).bfloat16()
+    plain.step()
+    opt = lowmem.FusedOptimizer([ours], rule="adamw")
+    opt.load_state_dict(plain.state_dict())
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert torch.equal(opt.state[ours][name], plain.state[theirs][name].float())
+    give_gradients(opt, (ours, torch.ones(4).bfloat16()))
+    assert opt.state[ours]["step"].item() == 2
+
+
+def test_a_state_without_the_dtype_of_its_weights():
+    """As it was saved before that was."""
+    saved = made(ADAMW, F32).named_state_dict()
     del saved["weights"]
-    net, opt = make(F32, torch.optim.AdamW)
+    opt = made(ADAMW, F32)
     opt.load_named_state_dict(saved)
-    step(net, opt)
-    torch.manual_seed(0)
-    plain = nn.Linear(3, 2).to(BF16)
-    torchs = torch.optim.AdamW(plain.parameters(), lr=1e-3)
-    plain(torch.ones(2, 3, dtype=BF16)).float().square().mean().backward()
-    torchs.step()
-    net, opt = make(F32, "adamw")
-    opt.load_state_dict(torchs.state_dict())
-    step(net, opt)
-    assert opt.last_step.step == 2
+    train(opt)
 
 
-@pytest.mark.parametrize("damage", ["float31", 3, ["float32"]])
-def test_a_damaged_dtype(damage):
-    saved = saved_from(F32, torch.optim.AdamW).named_state_dict()
-    json.dumps(saved["weights"])  # as a file has it
-    saved["weights"]["weight"] = damage
-    _, opt = make(F32, torch.optim.AdamW)
-    with pytest.raises(CheckpointError, match="the saved optimizer is damaged"):
-        opt.load_named_state_dict(saved)
+# -- states that do not fit --------------------------------------------------------------------------------------------
 
 
-# -- formats -----------------------------------------------------------------------------------------------------------
+def assert_refuses(opt, message, *loads):
+    before = everything(opt)
+    for load in loads:
+        with pytest.raises(CheckpointError, match=message):
+            load()
+        assert_same(everything(opt), before)
+    train(opt)
 
-EIGHT_BITS = {"rounding": "compensated8", "state_storage": "8bit"}
+
+OTHERS = [
+    pytest.param(
+        {"rule": "lomo"},
+        {"rule": "adalomo"},
+        "rule 'lomo', but this one has 'adalomo'",
+        marks=pytest.mark.troubleshooting("the saved optimizer has rule"),
+    ),
+    ({}, {"rounding": "nearest"}, "rounding 'auto', but this one has 'nearest'"),
+    ({"shapes": {"a": (64, 64), "c": (2,)}}, {}, r"differ in \['b', 'c'\]"),
+    pytest.param(
+        {"shapes": {"a": (64, 64)}},
+        {},
+        "of 1 parameters, but this one has 1 of 2",
+        marks=pytest.mark.troubleshooting("the saved optimizer has ... group"),
+    ),
+    ({"shapes": {"b": (2,), "a": (64, 64)}}, {}, "in another order"),
+    ({"shapes": {"a": (64, 64), "b": (4,)}}, {}, "state of 'b' has "),
+    (
+        {"shapes": {"a": (64, 64), "b": (4,)}, "rule": "lomo", "rounding": "compensated"},
+        {"rule": "lomo", "rounding": "compensated"},
+        "state of 'b' has ",
+    ),
+]
+BOTH = "the saved optimizer has {} '{}', but this one has '{}'"
+for option, one, others in (
+    ("state_storage", "8bit", ("float32", "bfloat16", "8bit_64", "8bit_nearest")),
+    ("rounding", "compensated8", ("compensated", "stochastic")),
+):
+    advice = r"\. convert_states=True converts it" if option == "state_storage" else ""
+    for pair in (pair for other in others for pair in ((one, other), (other, one))):
+        OTHERS.append((*({option: value} for value in pair), BOTH.format(option, *pair) + advice))
+DTYPES = {
+    "AdamW to float32": (BF16, F32, ADAMW, {"rounding": "nearest"}, "exp_avg"),
+    "AdamW to bfloat16": (F32, BF16, ADAMW, {"rounding": "nearest"}, "exp_avg"),
+    "AdamW between 16 bits": (F16, BF16, ADAMW, {"rounding": "nearest"}, "exp_avg"),
+    "AdamW to float64": (F32, F64, ADAMW, {}, "exp_avg"),
+    "SGD, which would go on": (BF16, F32, SGD, {"rounding": "nearest", "momentum": 0.9}, "momentum_buffer"),
+    "a residual of a class": (BF16, F32, ADAMW, {"rounding": "compensated"}, "residual"),
+    "a master copy of a class": (BF16, F32, InFloat32, {"rounding": "master"}, "weight32"),
+    "a residual": (BF16, F32, "adamw", {"rounding": "compensated"}, "residual"),
+    "a residual between 16 bits": (F16, BF16, "lomo", {"rounding": "compensated"}, "residual"),
+    "a residual in 8 bits": (BF16, F32, "adamw", {"rounding": "compensated8"}, "residual"),
+    "the master copy of LANS": (BF16, F32, "lans", {"multi_precision": True}, "weight32"),
+}
+for was, now, rule, options, state in DTYPES.values():
+    message = rf"state '{state}' belongs to the weight 'a' in {was}, but .* is {now}\. .* model\.to\({was}\)"
+    case = {"rule": rule, "dtype": was, **options}, {"rule": rule, "dtype": now, **options}, message
+    OTHERS.append(pytest.param(*case, marks=pytest.mark.troubleshooting("the saved state ... belongs")))
 
 
-def in_format(rule="adamw", **options):
-    param = nn.Parameter(torch.linspace(-1, 1, 64 * 64).view(64, 64).bfloat16())
-    opt = lowmem.FusedOptimizer([("w", param)], rule=rule, **{**EIGHT_BITS, **options})
-    opt.backward((param.float() ** 2).sum())
-    return param, opt
+@pytest.mark.parametrize(("saved", "loading", "message"), OTHERS, ids=str)
+def test_a_state_of_another_optimizer_raises(saved, loading, message, tmp_path):
+    other, opt, file = made(**saved), made(**loading), tmp_path / "optimizer.safetensors"
+    save_optimizer(other, file)
+    assert_refuses(opt, message, lambda: opt.load_state_dict(other.state_dict()), lambda: load_optimizer(opt, file))
 
 
 @pytest.mark.parametrize(
-    ("option", "other"),
+    ("cls", "options", "own", "message"),
     [
-        ("state_storage", "float32"),
-        ("state_storage", "bfloat16"),
-        ("state_storage", "8bit_64"),
-        ("state_storage", "8bit_nearest"),
-        ("rounding", "compensated"),
-        ("rounding", "stochastic"),
+        (ADAMW, {"amsgrad": True}, {}, "group 0 of the saved torch optimizer has amsgrad"),
+        (ADAMW, {"maximize": True}, {}, "has maximize"),
+        (ADAM, {"weight_decay": 0.1}, {}, "has coupled weight_decay"),
+        (ADAMW, {}, {"rule": "adalomo"}, "rule 'adamw', but this one has 'adalomo'"),
+        (ADAMW, {}, {"shapes": dict.fromkeys("cd", (64, 64))}, "has other parameters or a different order"),
+        (ADAMW, {}, {"shapes": dict.fromkeys("ba", (64, 64))}, "has other parameters or a different order"),
+        (
+            ADAMW,
+            {},
+            {"shapes": dict.fromkeys("abc", (64, 64))},
+            r"of \[2\] parameters, but .* groups of \[3\]",
+        ),
+        (ADAMW, {}, {"state_storage": "bfloat16"}, "exp_avg .* float32, .*exp_avg .* bfloat16"),
+        (
+            ADAMW,
+            {},
+            {"state_storage": "8bit"},
+            r"exp_avg \[64, 64\] float32.* has .*exp_avg \[64, 64\] int8",
+        ),
+        (SGD, {}, {}, "has no step, seed and loss scale"),
     ],
 )
-def test_another_format_is_refused_with_both_names(option, other, tmp_path):
-    for was, now in (({}, {option: other}), ({option: other}, {})):
-        (_, saved), (param, opt) = in_format(**was), in_format(**now)
-        before = param.detach().clone(), opt.named_state_dict()["state"]["w"]["exp_avg"].clone()
-        names = [options.get(option, EIGHT_BITS[option]) for options in (was, now)]
-        message = "the saved optimizer has {} '{}', but this one has '{}'".format(option, *names)
-        with pytest.raises(CheckpointError, match=message):
-            opt.load_state_dict(saved.state_dict())
-        save_optimizer(saved, tmp_path / "optimizer.safetensors")
-        with pytest.raises(CheckpointError, match=rf"optimizer\.safetensors: {message}"):
-            load_optimizer(opt, tmp_path / "optimizer.safetensors")
-        assert torch.equal(param, before[0])
-        assert torch.equal(opt.named_state_dict()["state"]["w"]["exp_avg"], before[1])
-
-
-def test_states_of_torchs_adamw_are_refused_where_they_are_held_in_8_bits():
-    param, opt = in_format()
-    plain = torch.optim.AdamW([param])
-    param.grad = torch.ones_like(param)
+def test_a_state_of_torch_that_raises(cls, options, own, message):
+    theirs = [(name, nn.Parameter(torch.ones(64, 64))) for name in "ab"]
+    plain = cls(theirs, **options)
+    for _, param in theirs:
+        param.grad = torch.ones(64, 64)
     plain.step()
-    with pytest.raises(
-        CheckpointError, match=r"exp_avg \[64, 64\] float32.* this optimizer has .*exp_avg \[64, 64\] int8"
-    ):
-        opt.load_state_dict(plain.state_dict())
+    opt = made(**{"shapes": dict.fromkeys("ab", (64, 64)), "dtype": F32, **own})
+    assert_refuses(opt, message, lambda: opt.load_state_dict(plain.state_dict()))
 
 
-@pytest.mark.parametrize("damage", ["scale", "codes", "shape"])
-def test_damaged_codes(damage):
-    """In another dtype or shape, or without their scales."""
-    _, opt = in_format()
-    saved = opt.named_state_dict()
-    state = saved["state"]["w"]
-    if damage == "scale":
-        del state["exp_avg_sq.scale"]
-    elif damage == "codes":
-        state["exp_avg"] = state["exp_avg"].view(torch.uint8)
+def changed(saved, path, value):
+    """A copy of a saved state with another value at a path; without it if that is `del_`."""
+    saved = copy.deepcopy(saved)
+    *way, last = path
+    place = functools.reduce(operator.getitem, way, saved)
+    if value is del_:
+        del place[last]
     else:
-        state["exp_avg.scale"] = state["exp_avg.scale"][:, :1]
-    with pytest.raises(CheckpointError, match=r"saved state of 'w' has .* but this optimizer has .*exp_avg\.scale"):
-        opt.load_named_state_dict(saved)
+        place[last] = value
+    return saved
+
+
+del_ = object()
+CODES = r"saved state of 'a' has .* but this optimizer has .*exp_avg\.scale"
+DAMAGED = {
+    "a negative step": (["step"], -5, "step=-5"),
+    "a step of text": (["step"], "3", "step='3'"),
+    "a step of True": (["step"], True, "step=True"),
+    "a seed of text": (["seed"], "x", "seed='x'"),
+    "no step": (["step"], del_, "'step'"),
+    "no seed": (["seed"], del_, "seed"),
+    "no groups": (["param_groups"], del_, "param_groups"),
+    "no state": (["state"], del_, "state"),
+    "groups of text": (["param_groups"], "x", "damaged"),
+    "a group of text": (["param_groups", 0], "x", "damaged"),
+    "no parameters": (["param_groups", 0, "params"], del_, "params"),
+    "a learning rate of text": (["param_groups", 0, "lr"], "x", "lr='x'"),
+    "no learning rate": (["param_groups", 0, "lr"], del_, "'lr'"),
+    "betas that are one": (["param_groups", 0, "betas"], [0.9], "betas"),
+    "states in a list": (["state"], [], "damaged"),
+    "a state of text": (["state", "b"], "x", "damaged"),
+    "a tensor of text": (["state", "b", "exp_avg"], "x", "state of 'b' has .*exp_avg"),
+    "something else": (["state", "b", "other"], 5, "state of 'b' has .*other"),
+    "a tensor too few": (["state", "b", "step"], del_, "state of 'b' has "),
+    "one that cannot be read": (
+        ["state", "b", "exp_avg_sq"],
+        TensorSource((2,), F32, lambda: int("x")),
+        "damaged: ValueError",
+    ),
+    "no scale of codes": (["state", "a", "exp_avg_sq.scale"], del_, CODES),
+    "codes of another dtype": (["state", "a", "exp_avg"], torch.zeros(64, 64, dtype=torch.uint8), CODES),
+    "scales of another shape": (["state", "a", "exp_avg.scale"], torch.zeros(64, 1, dtype=BF16), CODES),
+    "another dtype": (["state", "b", "exp_avg"], torch.zeros(2, dtype=BF16), "bfloat16, .*this optimizer has"),
+    "a parameter that is not there": (["state", "c"], {}, "a state of 'c'"),
+    "a group that is not there": (["state", "_group0"], {"x": torch.ones(2)}, "state of group 0"),
+    "counts of text": (["nonfinite", "steps"], "x", "nonfinite=.*'steps': 'x'"),
+    "a scale of text": (["loss_scale", "scale"], "x", "loss scale has scale='x'"),
+    "no scale": (["loss_scale", "scale"], del_, "loss scale has scale=None"),
+}
+
+
+@pytest.mark.parametrize("name", [*DAMAGED, "nothing", "a list", "None"])
+def test_a_damaged_state_raises_and_changes_nothing(name):
+    """Nor in the middle of a step."""
+    options = {"state_storage": "8bit", "loss_scale": "dynamic", "policy": "deferred"}
+    opt, alone = made(**options), made(**options)
+    saved = made(**options, lr=0.5, seed=3).named_state_dict()
+    for each in (opt, alone):
+        with each.accumulate():
+            train(each)
+    path, value, message = DAMAGED.get(name, ([], None, "the saved optimizer is damaged"))
+    instead = {"nothing": {}, "a list": [saved], "None": None}
+    with pytest.raises(CheckpointError, match=message):
+        opt.load_named_state_dict(instead[name] if name in instead else changed(saved, path, value))
+    train(opt)
+    train(alone)
+    assert_same(everything(opt), everything(alone))
+    assert {**opt.named_state_dict(), "state": 0} == {**alone.named_state_dict(), "state": 0}
+
+
+@pytest.mark.parametrize("damage", ["float31", 3, ["float32"]])
+def test_a_damaged_dtype_of_weights(damage):
+    opt = made(ADAMW, F32)
+    saved = opt.named_state_dict()
+    json.dumps(saved["weights"])  # as a file has it
+    assert_refuses(
+        opt,
+        "the saved optimizer is damaged",
+        lambda: opt.load_named_state_dict(changed(saved, ["weights", "a"], damage)),
+    )

@@ -60,6 +60,11 @@ def data():
         yield ids
 
 
+def give_gradients(opt, *pairs):
+    """`opt.backward` of a float32 loss whose gradients are just those given, as (parameter, gradient) pairs."""
+    return opt.backward(torch.stack([(param * grad).sum().float() for param, grad in pairs]).sum())
+
+
 def weights(*nets):
     return [param.detach().clone() for net in nets for param in net.parameters()]
 

@@ -15,7 +15,6 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import support.trl_on_cpus  # noqa: F401 (trainers of TRL 1.15 in every process)
 from matplotlib.figure import Figure
 from support import compiled
 

@@ -11,10 +11,10 @@ import accelerate
 import pytest
 import torch
 import transformers
+from fuzz.resuming import sampling
 from huggingface_hub.errors import OfflineModeIsEnabled
 from support import trainers as builders
 from support.products import FULL
-from support.resuming import sampling
 from support.trainers import SENTENCES, assert_same_run, both, build, losses, tokenizer
 from torch.utils.data import IterableDataset
 from transformers import EarlyStoppingCallback, LlamaForCausalLM, Trainer, TrainingArguments

@@ -7,7 +7,6 @@ import trl
 from support import trainers as builders
 from support.products import FULL
 from support.trainers import assert_same_run, both, losses
-from support.trl_on_cpus import TRAINS_ON_GPUS_ALONE
 
 from lowmem.layers.config import LayersConfig
 
@@ -28,8 +27,6 @@ CASES = [
 
 @pytest.mark.parametrize(("row", "policy"), CASES)
 def test_training_is_the_trainers_own_to_the_last_bit(row, policy, tmp_path):
-    if row == "Distillation" and TRAINS_ON_GPUS_ALONE:
-        pytest.skip("this TRL distills on a GPU alone")
     start = [param.detach().clone() for param in builders.build(row, tmp_path, True).model.parameters()]
     ordinary, fused = both(lambda mixin: builders.build(row, tmp_path, mixin, **WAYS[policy]))
     replays = "reentrant" not in fused.optimizer.policy_reason  # the default of activation checkpointing, before 5.0

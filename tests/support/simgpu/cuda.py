@@ -26,32 +26,19 @@ def index_of(device=None):
     return accelerator.current_device_index() if index is None or index < 0 else index
 
 
-def is_available():
-    return True
+def always(value, count):
+    """Functions that return a value. Each is a separate object, because torch._dynamo makes a table of them."""
+    return [lambda *_, value=value, **__: value for _ in range(count)]
 
 
-def _is_compiled():
-    return True
-
-
-def is_initialized():
-    return True
-
-
-def init():
-    pass
-
-
-def _lazy_init():
-    pass
+is_available, is_initialized, _is_compiled, is_bf16_supported, is_tf32_supported = always(True, 5)
+(can_device_access_peer,) = always(True, 1)
+is_current_stream_capturing, _is_in_bad_fork = always(False, 2)
+init, _lazy_init, empty_cache, ipc_collect, reset_accumulated_memory_stats = always(None, 5)
 
 
 def _lazy_call(function, **_):
     function()
-
-
-def _is_in_bad_fork():
-    return False
 
 
 def device_count():
@@ -72,8 +59,7 @@ def _exchange_device(device):
     return before
 
 
-def _maybe_exchange_device(device):
-    return _exchange_device(device)
+_maybe_exchange_device = _exchange_device
 
 
 class device:
@@ -112,18 +98,6 @@ def get_device_capability(device=None):
 
 def get_arch_list():
     return ["sm_90"]
-
-
-def can_device_access_peer(device, peer):
-    return True
-
-
-def is_bf16_supported(including_emulation=True):
-    return True
-
-
-def is_tf32_supported():
-    return True
 
 
 # -- streams and events ------------------------------------------------------------------------------------------------
@@ -176,10 +150,6 @@ def stream(stream):
 
 def synchronize(device=None):
     accelerator.synchronize(torch.device("cuda", index_of(device)))
-
-
-def is_current_stream_capturing():
-    return False
 
 
 MODES = {"default": 0, "warn": 1, "error": 2}
@@ -236,20 +206,8 @@ def reset_peak_memory_stats(device=None):
 reset_max_memory_allocated = reset_peak_memory_stats
 
 
-def reset_accumulated_memory_stats(device=None):
-    pass
-
-
 def mem_get_info(device=None):
     return TOTAL_MEMORY - memory_allocated(device), TOTAL_MEMORY
-
-
-def empty_cache():
-    pass
-
-
-def ipc_collect():
-    pass
 
 
 def cudart():
@@ -325,30 +283,11 @@ def set_rng_state_all(states):
 
 # -- into torch --------------------------------------------------------------------------------------------------------
 
-NAMES = {
-    torch.cuda: [
-        "is_available", "_is_compiled", "is_initialized", "init", "_lazy_init", "_lazy_call", "_is_in_bad_fork",
-        "device_count", "current_device", "set_device", "_exchange_device", "_maybe_exchange_device", "device",
-        "device_of", "get_device_properties", "get_device_name", "get_device_capability", "get_arch_list",
-        "can_device_access_peer", "is_bf16_supported", "is_tf32_supported", "Stream", "Event", "current_stream",
-        "default_stream", "set_stream", "stream", "synchronize", "is_current_stream_capturing", "set_sync_debug_mode",
-        "get_sync_debug_mode", "cudart", "default_generators", "ipc_collect",
-    ],
-    torch.cuda.streams: ["Stream", "Event"],
-    torch.cuda.memory: [
-        "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "memory_stats",
-        "reset_peak_memory_stats", "reset_max_memory_allocated", "reset_accumulated_memory_stats", "mem_get_info",
-        "host_memory_stats", "empty_cache",
-    ],
-    torch.cuda.random: [
-        "manual_seed", "manual_seed_all", "seed", "seed_all", "initial_seed", "get_rng_state", "set_rng_state",
-        "get_rng_state_all", "set_rng_state_all",
-    ],
-}  # fmt: skip
-for module, names in NAMES.items():
-    for name in names:
-        setattr(module, name, globals()[name])
-        setattr(torch.cuda, name, globals()[name])  # which has the names of its modules too
+for name, value in dict(globals()).items():
+    for module in (torch.cuda, torch.cuda.streams, torch.cuda.memory, torch.cuda.random):
+        if callable(value) and hasattr(module, name) and not name.startswith("__"):
+            setattr(module, name, value)
+torch.cuda.default_generators = default_generators
 
 torch.version.cuda = "13.0"
 torch.cuda._initialized = True  # else torch.utils.checkpoint does not restore random numbers

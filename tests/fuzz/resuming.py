@@ -1,8 +1,5 @@
 """Runs that are resumed with something changed: each trains what is left of its first run, or is refused before a step.
 
-    python -m benchmarks.fuzz --only resuming --inputs 200              # in processes of their own, with a summary
-    python -m benchmarks.fuzz --only resuming --inputs 1 --seed 123     # one of them
-
 A seed decides about a run, the step after which it is interrupted, and what is changed before it is resumed. A hook of
 the model notes the first token of each row, by which rows differ, and which step it belongs to. The rows of each step
 that is left have to be those of the run that was not interrupted, and so have the weights at the end, to the last bit,
@@ -14,7 +11,7 @@ import random
 import shutil
 from collections import Counter
 from contextlib import ExitStack
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,36 +31,44 @@ VOCABULARY = 128
 
 @dataclass(frozen=True)
 class Run:
-    """What decides a run, each with its choices."""
+    """A run, whose arguments have their names."""
 
-    data: str = field(
-        metadata={"of": ["list", "tokens", "packed", "indexed", "stream", "shuffled stream", "generator"]}
-    )
-    rows: int = field(metadata={"of": [6, 10, 16, 16, 24, 32]})
-    edit: str = field(metadata={"of": ["none"]})
-    per_device_train_batch_size: int = field(metadata={"of": [1, 2, 2, 4, 4]})
-    gradient_accumulation_steps: int = field(metadata={"of": [1, 1, 2, 2, 3]})
-    world_size: int = field(metadata={"of": [1, 1, 2, 2, 4]})
-    seed: int = field(metadata={"of": [42, 7]})
-    data_seed: int | None = field(metadata={"of": [None, None, 3, 4]})
-    train_sampling_strategy: str = field(
-        metadata={"of": ["random", "random", "sequential", "group_by_length", "batch_rebalance"]}
-    )
-    seedable: bool = field(metadata={"of": [True, True, False]})
-    dataloader_drop_last: bool = field(metadata={"of": [False, False, True]})
-    max_steps: int = field(metadata={"of": [5, 8, 11]})
-    dropout: float = field(metadata={"of": [0.2]})
-    hidden: int = field(metadata={"of": [8]})
+    data: str = "tokens"
+    rows: int = 32
+    edit: str = "none"
+    per_device_train_batch_size: int = 4
+    gradient_accumulation_steps: int = 1
+    world_size: int = 1
+    seed: int = 42
+    data_seed: int | None = None
+    train_sampling_strategy: str = "random"
+    seedable: bool = True
+    dataloader_drop_last: bool = False
+    max_steps: int = 8
+    dropout: float = 0.2
+    hidden: int = 8
 
     @property
     def is_stream(self) -> bool:
         return self.data in ("stream", "shuffled stream", "generator")
 
 
-# What may be another before a run is resumed.
-CHANGES = {f.name: f.metadata["of"] for f in fields(Run)}
-CHANGES |= {"edit": ["a token", "a row less", "two swapped", "longer"], "dropout": [0.0], "hidden": [16], "seed": [1]}
-CHANGES |= {"max_steps": [9, 12], "rows": [8, 12]}
+CHOICES: dict[str, list[Any]] = {
+    "data": ["list", "tokens", "packed", "indexed", "stream", "shuffled stream", "generator"],
+    "rows": [6, 10, 16, 16, 24, 32],
+    "per_device_train_batch_size": [1, 2, 2, 4, 4],
+    "gradient_accumulation_steps": [1, 1, 2, 2, 3],
+    "world_size": [1, 1, 2, 2, 4],
+    "seed": [42, 7],
+    "data_seed": [None, None, 3, 4],
+    "train_sampling_strategy": ["random", "random", "sequential", "group_by_length", "batch_rebalance"],
+    "seedable": [True, True, False],
+    "dataloader_drop_last": [False, False, True],
+    "max_steps": [5, 8, 11],
+}
+# Changes before a run is resumed.
+CHANGES = CHOICES | {"edit": ["a token", "a row less", "two swapped", "longer"], "dropout": [0.0], "hidden": [16]}
+CHANGES |= {"seed": [1], "max_steps": [9, 12], "rows": [8, 12]}
 
 
 class Indexed(torch.utils.data.Dataset):
@@ -202,7 +207,7 @@ def trained_on(
 def drawn(seed: int) -> tuple[Run, Run, int, str]:
     """A run, the one that continues it, the step between them, and when checkpoints are saved."""
     source = random.Random(seed)
-    values = {f.name: source.choice(f.metadata["of"]) for f in fields(Run)}
+    values = {name: source.choice(choices) for name, choices in CHOICES.items()}
     if values["data"] in ("stream", "shuffled stream", "generator"):
         # Accelerate would need a group; transformers never ends if a pass has fewer batches than a step
         values |= {"world_size": 1, "gradient_accumulation_steps": source.choice([1, 1, 2])}
