@@ -128,7 +128,7 @@ LOOPS = {
 def test_loops_have_the_codes_of_finished_gradients(name, loop):
     """As in plain PyTorch, whose gradients are given to the rule one by one: also of a tied weight."""
     formats = {key: FORMATS[name][key] for key in ("rule", "state_storage", "rounding")}
-    compare(Settings(**{"dtype": BF16, "hidden": 96, "blocks": 2, "tied": True, "steps": 4, **formats, **LOOPS[loop]}))
+    compare(Settings(**{"dtype": BF16, "hidden": 192, "blocks": 2, "tied": True, "steps": 4, **formats, **LOOPS[loop]}))
 
 
 def test_groups_have_formats_of_their_own(give_gradients):
