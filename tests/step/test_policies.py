@@ -129,17 +129,26 @@ def leftover(net):
     return net()
 
 
-MARK = pytest.mark.troubleshooting
 UNUSABLE = [
-    pytest.param(lambda net: net.late(torch.ones(2, 4)), r"\[2, 4\]; it must be", marks=MARK("the loss is of shape")),
+    pytest.param(
+        lambda net: net.late(torch.ones(2, 4)),
+        r"\[2, 4\]; it must be",
+        marks=pytest.mark.troubleshooting("the loss is of shape"),
+    ),
     pytest.param(lambda net: lambda: 3.0, "the loss is a float; it must be"),
-    pytest.param(lambda net: net().detach(), "the loss has", marks=MARK("the loss has no graph")),
+    pytest.param(
+        lambda net: net().detach(), "the loss has", marks=pytest.mark.troubleshooting("the loss has no graph")
+    ),
     pytest.param(
         lambda net: torch.ones((), requires_grad=True) * 2,
         "got a gradient",
-        marks=MARK("no parameter of this optimizer"),
+        marks=pytest.mark.troubleshooting("no parameter of this optimizer"),
     ),
-    pytest.param(leftover, r"'middle\.weight' already has a gradient in", marks=MARK("parameter ... already has")),
+    pytest.param(
+        leftover,
+        r"'middle\.weight' already has a gradient in",
+        marks=pytest.mark.troubleshooting("parameter ... already has"),
+    ),
 ]
 
 
