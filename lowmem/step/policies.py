@@ -1,7 +1,7 @@
 """Policies: whether updates happen in the hook, in a second backward, or when all gradients of a step are complete."""
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -29,103 +29,10 @@ _SUMMED = 2.0**-12
 _CANCELLED = 2.0**-4
 
 
-# -- which policy ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Needs:
-    """Requirements that decide which policies are possible.
-
-    norm: the option that needs the norm over all gradients before the first update.
-    skip: the feature that needs an overflowing step to be skipped as a whole.
-    exact_skip: the feature that is exact only if such a step is skipped as a whole.
-    accumulation: a step has several micro-batches.
-    reentrant: activation checkpointing does not allow a backward that only measures.
-    sharded: parameters are sharded.
-    """
-
-    norm: str | None = None
-    skip: str | None = None
-    exact_skip: str | None = None
-    accumulation: bool = False
-    reentrant: bool = False
-    sharded: bool = False
-
-    @classmethod
-    def of(cls, groups: Iterable[AddedGroup], clipping: Clipping, **asked: bool) -> "Needs":
-        """Collects the requirements of rules, clipping and loss scaling."""
-        scaler, groups = clipping.scaler, list(groups)
-        norms = (group.rule.needs_norm(group.live) for group in groups)
-        norm = next((option for option in norms if option is not None), None)
-        foreign = scaler.value is not None and any(group.rule.materializes for group in groups)
-        return cls(
-            norm=f"clip_norm={clipping.norm!r}" if clipping.norm is not None else norm,
-            skip="loss_scale with a third-party optimizer" if foreign else None,
-            exact_skip="a dynamic loss scale" if scaler.dynamic else None,
-            **asked,
-        )
-
-
-# The message of the error if a requested policy does not meet a need.
-_REFUSALS = {
-    ("two_pass", "reentrant"): (
-        "policy 'two_pass' measures gradients in a separate backward, which reentrant activation checkpointing does "
-        "not allow. Use checkpoint(..., use_reentrant=False), or policy='deferred' (or 'auto')"
-    ),
-    ("two_pass", "sharded"): (
-        "policy 'two_pass' runs backward twice, so sharded parameters would be gathered and reduced twice. Use "
-        "policy='deferred' (or 'auto'), which stores the gradients of this rank's shards"
-    ),
-    ("immediate", "norm"): (
-        "{need}: policy 'immediate' updates a parameter before the norm over all gradients is known, so it cannot "
-        "clip by this norm. Use policy='two_pass', 'deferred' or 'auto', or omit the option (in a Hugging Face "
-        "trainer: max_grad_norm=0). clip_value and a rule's own update clipping work."
-    ),
-    ("immediate", "skip"): (
-        "{need}: under policy 'immediate', an overflowing update must be skipped parameter by parameter, which this "
-        "optimizer does not support. Use policy='two_pass' or 'deferred', a rule of lowmem, or bfloat16 without a "
-        "loss scale."
-    ),
-} | dict.fromkeys(
-    (("immediate", "accumulation"), ("two_pass", "accumulation")),
-    "policy {policy!r} cannot accumulate gradients, because it does not store them. Use policy='deferred' (or "
-    "'auto'), which stores their sums, or use one larger batch.",
+_NO_SUMS = (
+    "policy {policy!r} cannot accumulate gradients, because it does not store them. Use policy='deferred' (or 'auto'), "
+    "which stores their sums, or use one larger batch."
 )
-
-
-def choose(config: FusedConfig, needs: Needs, *, on_cpu: bool) -> tuple[str, str]:
-    """Chooses the requested policy, or with "auto" the cheapest one that meets all needs.
-
-    On a CPU, "auto" prefers "two_pass", because offloaded gradients would take as much memory as the weights.
-
-    Returns:
-        The name of the policy, and the reason.
-
-    Raises:
-        UnsupportedError: the requested policy does not meet a need.
-    """
-    for (policy, name), why in _REFUSALS.items():
-        if policy == config.policy and (need := getattr(needs, name)):
-            raise UnsupportedError(why.format(policy=policy, need=need))
-    beforehand = needs.norm or needs.skip or needs.exact_skip
-    reason = f"{beforehand} needs all gradients before the first update"
-    if config.policy != "auto":
-        return config.policy, "as requested"
-    if needs.accumulation:
-        return "deferred", "gradients of several micro-batches are summed"
-    if config.store is not None:
-        return "deferred", f"store={config.store!r} requires it"
-    if beforehand is None:
-        return "immediate", "updates during backward, one gradient in memory at a time"
-    if needs.reentrant:
-        reason += ", and reentrant activation checkpointing does not allow a backward that only measures them"
-    if needs.reentrant or needs.sharded or not on_cpu:
-        return "deferred", f"{reason}, so gradients are offloaded until the step is decided"
-    return "two_pass", f"{reason}, so they are measured in a first backward, and the graph is replayed"
-
-
-# -- the policies ------------------------------------------------------------------------------------------------------
-
 
 # The leaves to which a backward runs (None: all), and whether to retain the graph.
 Pass = tuple[Sequence[Tensor] | None, bool]
@@ -141,10 +48,20 @@ class Policy:
     Attributes:
         reason: why the policy was chosen.
         accumulates: whether gradients are summed, of micro-batches or of several parts within a backward.
+        unmet: the needs that the policy does not meet (see `Needs`), each with the message of the error.
     """
 
     name: ClassVar[str] = "immediate"
     accumulates: ClassVar[bool] = False
+    unmet: ClassVar[Mapping[str, str]] = {
+        "norm": "{need}: policy 'immediate' updates a parameter before the norm over all gradients is known, so it "
+        "cannot clip by this norm. Use policy='two_pass', 'deferred' or 'auto', or omit the option (in a Hugging Face "
+        "trainer: max_grad_norm=0). clip_value and a rule's own update clipping work.",
+        "skip": "{need}: under policy 'immediate', an overflowing update must be skipped parameter by parameter, which "
+        "this optimizer does not support. Use policy='two_pass' or 'deferred', a rule of lowmem, or bfloat16 without a "
+        "loss scale.",
+        "accumulation": _NO_SUMS,
+    }
 
     def __init__(self, parameters: Parameters, updates: Updates, reason: str) -> None:
         self.config, self.records, self.reason = parameters.config, parameters.records, reason
@@ -187,6 +104,13 @@ class TwoPass(Policy):
     """Runs backward twice. The first pass measures each gradient and drops it, the second one updates."""
 
     name = "two_pass"
+    unmet: ClassVar[Mapping[str, str]] = {
+        "reentrant": "policy 'two_pass' measures gradients in a separate backward, which reentrant activation "
+        "checkpointing does not allow. Use checkpoint(..., use_reentrant=False), or policy='deferred' (or 'auto')",
+        "sharded": "policy 'two_pass' runs backward twice, so sharded parameters would be gathered and reduced twice. "
+        "Use policy='deferred' (or 'auto'), which stores the gradients of this rank's shards",
+        "accumulation": _NO_SUMS,
+    }
 
     def allow_plain_backward(self) -> None:
         raise StepError(
@@ -257,6 +181,7 @@ class Deferred(Policy):
 
     name = "deferred"
     accumulates = True
+    unmet: ClassVar[Mapping[str, str]] = {}
 
     @functools.cached_property
     def _store(self) -> GradientStore:
@@ -333,3 +258,71 @@ class Deferred(Policy):
 
 
 POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (Policy, TwoPass, Deferred)}
+
+
+# -- which policy ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Requirements that decide which policies are possible.
+
+    norm: the option that needs the norm over all gradients before the first update.
+    skip: the feature that needs an overflowing step to be skipped as a whole.
+    exact_skip: the feature that is exact only if such a step is skipped as a whole.
+    accumulation: a step has several micro-batches.
+    reentrant: activation checkpointing does not allow a backward that only measures.
+    sharded: parameters are sharded.
+    """
+
+    norm: str | None = None
+    skip: str | None = None
+    exact_skip: str | None = None
+    accumulation: bool = False
+    reentrant: bool = False
+    sharded: bool = False
+
+    @classmethod
+    def of(cls, groups: Iterable[AddedGroup], clipping: Clipping, **asked: bool) -> "Needs":
+        """Collects the requirements of rules, clipping and loss scaling."""
+        scaler, groups = clipping.scaler, list(groups)
+        norms = (group.rule.needs_norm(group.live) for group in groups)
+        norm = next((option for option in norms if option is not None), None)
+        foreign = scaler.value is not None and any(group.rule.materializes for group in groups)
+        return cls(
+            norm=f"clip_norm={clipping.norm!r}" if clipping.norm is not None else norm,
+            skip="loss_scale with a third-party optimizer" if foreign else None,
+            exact_skip="a dynamic loss scale" if scaler.dynamic else None,
+            **asked,
+        )
+
+
+def choose(config: FusedConfig, needs: Needs, *, on_cpu: bool) -> tuple[str, str]:
+    """Chooses the requested policy, or with "auto" the cheapest one that meets all needs.
+
+    On a CPU, "auto" prefers "two_pass", because offloaded gradients would take as much memory as the weights.
+
+    Returns:
+        The name of the policy, and the reason.
+
+    Raises:
+        UnsupportedError: the requested policy does not meet a need.
+    """
+    if config.policy != "auto":
+        for name, message in POLICIES[config.policy].unmet.items():
+            if need := getattr(needs, name):
+                raise UnsupportedError(message.format(policy=config.policy, need=need))
+        return config.policy, "as requested"
+    if needs.accumulation:
+        return "deferred", "gradients of several micro-batches are summed"
+    if config.store is not None:
+        return "deferred", f"store={config.store!r} requires it"
+    beforehand = needs.norm or needs.skip or needs.exact_skip
+    if beforehand is None:
+        return "immediate", "updates during backward, one gradient in memory at a time"
+    reason = f"{beforehand} needs all gradients before the first update"
+    if needs.reentrant:
+        reason += ", and reentrant activation checkpointing does not allow a backward that only measures them"
+    if needs.reentrant or needs.sharded or not on_cpu:
+        return "deferred", f"{reason}, so gradients are offloaded until the step is decided"
+    return "two_pass", f"{reason}, so they are measured in a first backward, and the graph is replayed"
