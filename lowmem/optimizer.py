@@ -14,16 +14,16 @@ from lowmem import placements, rules
 from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.options import FusedConfig
 from lowmem.rules import UpdateRule
-from lowmem.step import habits
+from lowmem.step import habits, saving
 from lowmem.step.clipping import Clipping
 from lowmem.step.compiled import decide_compilation
 from lowmem.step.cycle import StepCycle
 from lowmem.step.hooks import Hooks
+from lowmem.step.loading import load
 from lowmem.step.loop import StepLoop, claim
 from lowmem.step.parameters import AddedGroup, Parameters, States
 from lowmem.step.record import ParamRecord
 from lowmem.step.report import LastStep, Report
-from lowmem.step.saving import Saving
 from lowmem.step.updates import Updates
 from lowmem.tiles.gradients import Contribution
 from lowmem.tiles.graph import Compiler
@@ -97,7 +97,6 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._updates = Updates(self._parameters, self._cycle, self._clipping, self.compiled)
             self._report = Report(self._parameters, self._updates)
             self._loop = StepLoop(self._parameters, self._hooks, self._updates, self._report)
-            self._saving = Saving(self._loop)
             self._created = True
         except BaseException:
             self.remove()  # the hooks of the groups that were added
@@ -354,7 +353,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
-        saved = self._saving.numbered()
+        saved = saving.numbered(self._loop)
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             saved = post_hook(self, saved) or saved
         return saved
@@ -375,7 +374,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises:
             StepError: a step is incomplete or torn.
         """
-        return self._saving.named(lazy=lazy)
+        return saving.named(self._loop, lazy=lazy)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues from the result of `state_dict`. Tensors are copied to their parameter's device and never cast.
@@ -391,14 +390,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         state_dict = copy.copy(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
-        self._saving.load(state_dict, numbered=True)
+        load(self._loop, state_dict, numbered=True)
         self._loop.drop()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
     def load_named_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues from the result of `named_state_dict`, as `load_state_dict` does. Hooks are not called."""
-        self._saving.load(state_dict, numbered=False)
+        load(self._loop, state_dict, numbered=False)
         self._loop.drop()
 
 

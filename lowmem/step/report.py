@@ -3,8 +3,7 @@
 import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -22,7 +21,8 @@ logger = logging.getLogger(__name__)
 Statistics = dict[str, float | str]
 
 
-class Flags(NamedTuple):
+@dataclass(frozen=True)
+class Flags:
     """The first numbers that are copied to the host when a step ends; the others are of each parameter.
 
     finite: no gradient had Inf or NaN, or the step was updated all the same.  replayed: a second pass had the same
@@ -112,12 +112,12 @@ class LastStep:
 
     @property
     def _flags(self) -> Flags:
-        return Flags(*self._values[: len(Flags._fields)])
+        return Flags(*self._values[: len(fields(Flags))])
 
     @property
     def _each(self) -> Iterable[tuple[str, float, float]]:
         """Each parameter, whether its gradient was finite, and whether it was updated."""
-        of_each = self._values[len(Flags._fields) :]
+        of_each = self._values[len(fields(Flags)) :]
         return zip(self.names, of_each[: len(self.names)], of_each[len(self.names) :], strict=True)
 
 
