@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lowmem.errors import StepError
 from lowmem.step.cycle import StepCycle
+from lowmem.step.offers import Offered, Offers
 from lowmem.step.record import ParamRecord
 from lowmem.tiles.gradients import Contribution, saves_memory
 
@@ -28,24 +29,6 @@ _TWO_OPTIMIZERS = (
     "parameters unchanged, write `with other.paused(): opt.backward(loss)`. To train both in one backward, create one "
     "optimizer whose param groups have different rules (groups=...)"
 )
-
-
-Offered = Sequence[Contribution]
-
-
-class _Offers(dict[Tensor, list[Contribution]]):
-    """Contributions that layers have offered in a backward, by parameter. Only autograd refers to them, by a callback
-    at the end of that backward. So a failed backward leaves none, and a backward inside another one adds to them.
-
-    Attributes:
-        task: the graph task of the backward. Its thread may hold the offers for a moment after it has failed.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.task = torch._C._current_graph_task_id()
-
-    def __call__(self) -> None: ...
 
 
 class GivenGradients(torch.autograd.Function):
@@ -74,6 +57,7 @@ class Hooks:
             that are computed as they are read. The rest of the gradient is in `.grad`.
 
     Attributes:
+        offers: contributions of layers in the running backward.
         paused: whether gradients are freed without an update.
         in_accumulate: whether the training loop is inside `FusedOptimizer.accumulate`.
         prepared: whether Accelerate has prepared the optimizer.
@@ -87,7 +71,7 @@ class Hooks:
         self._handles: dict[Tensor, RemovableHandle] = {}
         self._lock = threading.RLock()
         self._backward: int | None = None  # the graph task of the last backward() of this optimizer
-        self._offers: Callable[[], _Offers | None] = lambda: None  # of the backward that is running
+        self.offers = Offers(cycle)
         self.paused = self.in_accumulate = self.prepared = self.removed = False
         _LIVE.add(self)
         weakref.finalize(update.__self__, self._abandon).atexit = False  # type: ignore[attr-defined]
@@ -129,21 +113,6 @@ class Hooks:
         finally:
             param.requires_grad_(requires_grad)
 
-    def offered(self, param: Tensor) -> Offered:
-        """Takes the contributions that the running backward has offered to the gradient of a parameter."""
-        offers = self._running_offers()
-        return [] if offers is None else offers.pop(param, [])
-
-    def forget(self) -> None:
-        """Drops the contributions of a failed backward."""
-        self._offers = lambda: None
-
-    def _running_offers(self) -> _Offers | None:
-        """The offers of the running backward or of a backward around it, but not of a plain one that has failed."""
-        offers = self._offers()
-        failed = offers is not None and offers.task != torch._C._current_graph_task_id() and self._cycle.idle
-        return None if failed else offers
-
     def _offer(self, record: ParamRecord, contribution: Contribution) -> bool:
         """See `offer`."""
         span, param = record.span, record.param
@@ -153,11 +122,7 @@ class Hooks:
             return False
         with self._lock:
             if not self.paused:
-                if (offers := self._running_offers()) is None:
-                    offers = _Offers()
-                    self._offers = weakref.ref(offers)
-                    torch.autograd.Variable._execution_engine.queue_callback(offers)  # type: ignore[attr-defined]
-                offers.setdefault(param, []).append(contribution.copy())
+                self.offers.add(param, contribution)
         return True
 
     def refuse_given(self, record: ParamRecord, scaled: bool) -> None:
@@ -213,7 +178,7 @@ class Hooks:
             if self.paused:
                 param.grad = None
             else:
-                update(record, self.offered(param))
+                update(record, self.offers.take(param))
 
     def alone(self, loss: Tensor) -> AbstractContextManager[Any]:
         """Returns a context in which the backward of `loss` raises `StepError` before the first update if it reaches

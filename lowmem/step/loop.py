@@ -12,7 +12,8 @@ from torch import Tensor
 from lowmem.errors import ConfigError, StepError, UnsupportedError
 from lowmem.placements.base import Reduced
 from lowmem.step import habits
-from lowmem.step.hooks import GivenGradients, Hooks, Offered
+from lowmem.step.hooks import GivenGradients, Hooks
+from lowmem.step.offers import Offered
 from lowmem.step.parameters import Parameters
 from lowmem.step.policies import POLICIES, Needs, Policy, choose
 from lowmem.step.record import ParamRecord
@@ -210,7 +211,7 @@ class StepLoop:
         waiting = self.cycle.waiting
         if not self.cycle.idle:
             self.cycle.fail(f"its backward ended with {type(error).__name__}")
-        self.hooks.forget()
+        self.hooks.offers.drop()
         self.drop()
         self.placement.recover()
         if self.cycle.torn is not None:

@@ -14,7 +14,7 @@ from support import attack
 from support.attack import DYNAMIC, HYPER, Settings
 from support.products import FULL
 
-from lowmem.step import clipping, hooks, policies
+from lowmem.step import clipping, offers, policies
 from lowmem.step.compiled import has_compiler
 from lowmem.tiles import quantized
 
@@ -130,8 +130,8 @@ def test_compiled_loops_train_as_in_plain_pytorch(event):
 
 
 def lose_what_is_offered(monkeypatch):
-    own = hooks.Hooks.offered
-    monkeypatch.setattr(hooks.Hooks, "offered", lambda self, param: own(self, param)[:0])
+    own = offers.Offers.take
+    monkeypatch.setattr(offers.Offers, "take", lambda self, param: own(self, param)[:0])
 
 
 def clip_by_a_per_mille_more(monkeypatch):
