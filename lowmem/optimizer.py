@@ -97,7 +97,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._updates = Updates(self._parameters, self._cycle, self._clipping, self.compiled)
             self._report = Report(self._parameters, self._updates)
             self._loop = StepLoop(self._parameters, self._hooks, self._updates, self._report)
-            self._created = True
+            self._created = True  # groups that are added from now on are complete at once
         except BaseException:
             self.remove()  # the hooks of the groups that were added
             raise
@@ -117,7 +117,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         parameters, where = self._parameters, f"parameter group {len(self.param_groups)}: "
         rule, group = self.config.complete(_named(_listed(param_group), first=len(self._records)), where)
         rule = parameters.same_rule(rule, where)
-        placement = placements.find(self.config.placement, group["params"])
+        placement = placements.find(self.config.placement, group["params"]) if group["params"] else parameters.placement
         if type(placement) is not type(parameters.placement):
             raise UnsupportedError(
                 f"{where}its placement is {placement.name}, but earlier groups have {self.placement}. Shard all "
