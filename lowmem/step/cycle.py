@@ -146,7 +146,7 @@ class StepCycle:
         self.torn = f"step {self.step} is torn: {reason}"
 
     def _detect_failure(self) -> None:
-        """Detects a plain backward that failed, since autograd reports it to nobody."""
+        """Detects a plain backward that failed, which autograd does not report."""
         if self._running not in (None, _EXPLICIT, torch._C._current_graph_task_id()):
             if self.waiting:
                 logger.warning("a backward failed, and the %d micro-batch(es) before it were dropped", self.waiting)

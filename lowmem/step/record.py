@@ -1,4 +1,4 @@
-"""A parameter record: one parameter of an optimizer, and what belongs to it."""
+"""Parameter records: one parameter of an optimizer with its program and tensors."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -20,16 +20,16 @@ class ParamRecord(Placed):
     """One parameter of a `FusedOptimizer`.
 
     Attributes:
-        group: its parameter group, the live one that schedulers edit.
+        group: the parameter group, which schedulers edit.
         rule: of the group.
-        programs: those of the group, by what its parameters have in common.
-        program: how it is updated, once it is claimed.
-        form: what `Shard.form` was when this was decided; None: it is decided before the next step.
-        extra: the other tensors of the weight's storage, which has the parameter first; () before its first update, and
-            where the parameter itself is held in codes.
-        computes: its gradient may be one that is computed as it is read.
+        programs: the programs of the group, by the properties that their parameters share.
+        program: how the parameter is updated. It is set when the parameter is claimed.
+        form: the result of `Shard.form` when the program was chosen; None if it is chosen again before the next step.
+        extra: the tensors of the weight's storage other than the parameter; () before its first update, and if it is
+            quantized.
+        computes: whether its gradient may be computed as it is read.
         square_sum: of its last gradient, a float64 scalar.
-        size: what its rule weights the norm of that by.
+        size: the factor by which its rule weights the norm of this gradient, if it has statistics.
     """
 
     group: dict[str, Any]
@@ -58,7 +58,7 @@ class ParamRecord(Placed):
         return *tensors_of(shard), *self.extra
 
     def put_extra(self, tensors: tuple[Tensor, ...], shard: Shard) -> None:
-        """Takes what was saved of the weight's storage."""
+        """Takes the saved tensors of the weight's storage."""
         if (quantized := shard.quantized(self.param)) is None:
             self.extra = tensors
         else:
@@ -66,13 +66,11 @@ class ParamRecord(Placed):
                 part.copy_(saved)
 
     def refuse_misfits(self, state: Mapping[str, Any], shard: Shard) -> None:
-        """Raises `StepError` if the parameter has changed so that its states, or a residual or master copy, do not fit
-        it any more.
-        """
+        """Raises `StepError` if the parameter has changed so that its states, residual or master copy no longer fit."""
         assert self.form is not None
         was, now, before = self.form[:3], shard.form(self.param)[:3], self.program
         after = self.program_of(self.group, shard)
-        # a residual or a master copy is that of one weight, and what a foreign class keeps may be
+        # a residual or a master copy belongs to one weight, and states of a third-party optimizer may
         of_weight = before.extra_names or after.extra_names or not state.keys() <= after.kept.keys()
         fits = before.kept == after.kept and before.span.shape == after.span.shape
         if was != now and (of_weight or was[1:2] != now[1:2] or not fits):
@@ -82,7 +80,7 @@ class ParamRecord(Placed):
             )
 
     def refuse_leftover(self) -> None:
-        """Raises `StepError` if the parameter has a gradient that the next one would be added to."""
+        """Raises `StepError` if the parameter has a gradient to which the next one would be added."""
         if self.param.grad is not None and self.trained:
             raise StepError(
                 f"parameter {self.name!r} already has a gradient in .grad, which would be added to the gradient of "
