@@ -121,7 +121,7 @@ def test_one_tile_is_bit_equal(token_batches):
 
 
 class Shared(MLP):
-    """The gradient of a bias is a view of the gradient of the output, which the rest of the model uses as well."""
+    """In a tile of one token the gradient of a bias is a view of the gradient of the output, which others use too."""
 
     def forward(self, x):
         return self.down(self.act(self.gate(x))) + self.up.bias.view(1, -1)
@@ -134,9 +134,9 @@ class Part(MLP):
         return self.down(self.act(self.gate(x)))
 
 
-@pytest.mark.parametrize("cls", [MLP, Shared, Part])
+@pytest.mark.parametrize(("cls", "tokens"), [(MLP, 3), (Shared, 1), (Part, 3)])
 @pytest.mark.parametrize("shape", [(8, 32), (2, 8, 32), (2, 2, 4, 32)])
-def test_inputs_of_any_shape_and_stride(shape, cls):
+def test_inputs_of_any_shape_and_stride(shape, cls, tokens):
     net = Net(cls(wide=32))
     for x in (torch.randn(shape), torch.randn(shape[::-1]).permute(*range(len(shape))[::-1])):
         found = []
@@ -145,7 +145,7 @@ def test_inputs_of_any_shape_and_stride(shape, cls):
             out = net(leaf) + net.mlp(x=leaf)  # by position and by name
             out.square().sum().backward()
             found.append(gradients(net) | {"in": leaf.grad, "out": out.detach()})
-            tile_mlps(net, 3)
+            tile_mlps(net, tokens)
         del net.mlp.forward, net.mlp._untiled_forward
         assert_close(found[1], found[0])
 

@@ -1,19 +1,18 @@
 """Adafactor as T5X has it: its options one by one, where a transcription alone would not show them."""
 
+import functools
+
 import numpy as np
 import pytest
 import torch
 from reference.adafactor import Adafactor as Reference
 from support.products import pairwise
+from test_rules import made as made_by
 
 import lowmem
 from lowmem.errors import ConfigError
 
-
-def made(start, **options):
-    params = [torch.nn.Parameter(value.clone()) for value in start]
-    named = [(f"w{i}", param) for i, param in enumerate(params)]
-    return params, lowmem.FusedOptimizer(named, rule="adafactor", **{"lr": 0.1, **options})
+made = functools.partial(made_by, "adafactor")
 
 
 # -- options -----------------------------------------------------------------------------------------------------------

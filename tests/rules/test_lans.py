@@ -1,9 +1,12 @@
 """LANS: what it does otherwise than its source, and what it is told by name."""
 
+import functools
+
 import numpy as np
 import pytest
 import torch
 from reference.lans import Lans as Reference
+from test_rules import made as made_by
 
 import lowmem
 from lowmem.errors import ConfigError
@@ -11,10 +14,7 @@ from lowmem.errors import ConfigError
 BOTH = pytest.mark.parametrize("variant", ["fused", "step"])
 
 
-def made(start, **options):
-    params = [torch.nn.Parameter(value.clone()) for value in start]
-    named = [(f"w{i}", param) for i, param in enumerate(params)]
-    return params, lowmem.FusedOptimizer(named, rule="lans", **{"lr": 0.1, **options})
+made = functools.partial(made_by, "lans")
 
 
 def follows_reference(give_gradients, grads, dtype=torch.float32, **options):

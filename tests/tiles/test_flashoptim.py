@@ -53,11 +53,6 @@ def groups_of_all_sizes(signed, count=2000):
     return value if signed else value.abs()
 
 
-def test_companding_and_its_inverse():
-    x = np.linspace(-1, 1, 10_001)
-    assert np.abs(expanded(companded(x)) - x).max() < 1e-15
-
-
 def test_means_have_the_codes_of_flashoptim():
     """Where the scale is a power of two, which both hold exactly, grids are the same and so are codes. A value within
     float32 rounding of the middle between two codes may take the other one.
