@@ -61,7 +61,7 @@ def check(model: Any, args: TrainingArguments, *, sharded: bool, saves: bool) ->
             "load_in_8bit: bitsandbytes stores the scales of 8-bit weights on the parameters, which FSDP2 replaces. "
             "Use load_in_4bit, or deepspeed with ZeRO-3"
         )
-    others = _others(model, _state(model)).items()
+    others = _others(model, model.state_dict(keep_vars=True)).items()
     base = [name for name, tensor in others if tensor.requires_grad and not name.startswith(_PROMPT_ENCODER)]
     if base and saves and args.should_save:
         logger.warning(
@@ -99,7 +99,7 @@ def save(model: Any, folder: Path, save_adapters: Any, *, write: bool) -> None:
     Raises:
         OSError: a file cannot be written.
     """
-    state, path = _state(model), folder / OTHERS_FILE
+    state, path = model.state_dict(keep_vars=True), folder / OTHERS_FILE
     saved = {id(tensor) for tensors in _adapters(model, state, "auto").values() for tensor in tensors.values()}
     full = {name: placements.full_tensor(t).detach() for name, t in state.items() if id(t) in saved}
     others = _others(model, state)
@@ -123,7 +123,7 @@ def load(model: Any, folder: Path) -> None:
         raise CheckpointError(
             f"{folder} contains no PEFT adapters, but the model has adapters. The checkpoint belongs to another model"
         )
-    state = _state(model)
+    state = model.state_dict(keep_vars=True)
     expected = {_path(folder, name): tensors for name, tensors in _adapters(model, state, False).items()}
     # PEFT decides by the files of the base model whether it saves an embedding that was resized or has an adapter
     optional = {_path(folder, name): tensors for name, tensors in _adapters(model, state, True).items()}
@@ -176,10 +176,6 @@ def compare(path: Path, saved: Mapping[str, Any], shapes: Mapping[str, Sequence[
 def _path(folder: Path, adapter: str) -> Path:
     """The file in which `PeftModel.save_pretrained` saves the weights of an adapter."""
     return (folder if adapter == "default" else folder / adapter) / ADAPTER_SAFE_WEIGHTS_NAME
-
-
-def _state(model: Any) -> dict[str, Tensor]:
-    return dict(model.state_dict(keep_vars=True))
 
 
 def _adapters(model: Any, state: dict[str, Tensor], embeddings: bool | Literal["auto"]) -> dict[str, dict[str, Tensor]]:
