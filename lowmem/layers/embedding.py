@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from lowmem.layers.head_tiles import default_memory
 from lowmem.step import hooks
+from lowmem.tiles.gradients import Contribution
 
 
 class ComputedEmbedding(nn.Embedding):
@@ -86,8 +87,8 @@ class _Embedding(torch.autograd.Function):
 
 
 @dataclass(frozen=True, eq=False)
-class EmbeddingGradient:
-    """A `Contribution`: the gradient of the weight of an embedding, in one backward.
+class EmbeddingGradient(Contribution):
+    """The gradient of the weight of an embedding, in one backward.
 
     Attributes:
         indices: int64 [tokens]; negative for tokens without a gradient.
@@ -98,13 +99,6 @@ class EmbeddingGradient:
     indices: Tensor
     grad: Tensor
     memory: int
-
-    @property
-    def kept(self) -> Sequence[Tensor]:
-        return self.indices, self.grad
-
-    def copy(self) -> "EmbeddingGradient":
-        return replace(self, indices=self.indices.clone(), grad=self.grad.detach().clone())
 
     @property
     def block_rows(self) -> int:

@@ -1,12 +1,13 @@
 """The gradient of the weight of an output head, computed block of rows by block of rows, as the optimizer reads it."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lowmem.layers.head_tiles import Head, add_product, find_labels, no_autocast
+from lowmem.tiles.gradients import Contribution
 from lowmem.tiles.quantized import plain
 
 # Bytes of the float32 copy of rows of the weight that a CPU multiplies at a time. The allocator takes a larger one from
@@ -15,8 +16,8 @@ _CPU_SLICE = 8 << 20
 
 
 @dataclass(frozen=True, eq=False)
-class HeadGradient:
-    """A `Contribution`: the gradient of the weight of a head, in one backward.
+class HeadGradient(Contribution):
+    """The gradient of the weight of a head, in one backward.
 
     Attributes:
         hidden: [tokens, size].  weight: [vocabulary, size].  bias: [vocabulary].  targets: int64 [tokens].
@@ -35,16 +36,6 @@ class HeadGradient:
     of_targets: Tensor
     head: Head
     dtype: torch.dtype
-
-    @property
-    def kept(self) -> Sequence[Tensor]:
-        bias = [] if self.bias is None else [self.bias]
-        return self.hidden, *bias, self.targets, self.log_sums, self.grad, self.of_targets
-
-    def copy(self) -> "HeadGradient":
-        bias = None if self.bias is None else self.bias.clone()
-        hidden, targets, grad = self.hidden.clone(), self.targets.clone(), self.grad.clone()
-        return replace(self, hidden=hidden, bias=bias, targets=targets, grad=grad, of_targets=self.of_targets.clone())
 
     @property
     def block_rows(self) -> int:

@@ -104,7 +104,7 @@ class Hooks:
         """See `offer`."""
         span, param = record.span, record.param
         sharded = span.held < span.numel  # all ranks decide alike, whatever their batches are
-        saves = sharded or saves_memory(contribution.kept, span.numel * param.element_size())
+        saves = sharded or saves_memory(contribution.inputs.values(), span.numel * param.element_size())
         if not (record.computes and saves and record.reached) or has_other_hooks(param):
             return False
         with self._lock:
