@@ -9,14 +9,14 @@ the optimizer reads it.
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.layers.head_gradient import HeadGradient
-from lowmem.layers.head_tiles import Head, add_product, find_labels, no_autocast
+from lowmem.layers.head_tiles import Head, add_product, autocast_dtype, find_labels, no_autocast
 from lowmem.step import hooks
 from lowmem.tiles.gradients import ComputedGradient
 from lowmem.tiles.layout import block_starts
@@ -26,9 +26,7 @@ __all__ = ["METRICS", "Gather", "Head", "linear_cross_entropy", "token_losses"]
 
 # Metrics of a token, without a gradient: the entropy of its distribution p; log(Σ p²); the mean of its logits; whether
 # its label has the largest logit.
-METRICS = {
-    "entropy": torch.float32, "log_sum_sq_probs": torch.float32, "mean_logits": torch.float32, "is_top1": torch.bool,
-}  # fmt: skip
+METRICS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 # Returns a context in which weight and bias are complete.
 Gather = Callable[[], AbstractContextManager[Any]]
@@ -115,10 +113,8 @@ def token_losses(
         The losses and the log-sum-exps of the logits, float32 [tokens], and the metrics, each [tokens].
     """
     learns = torch.is_grad_enabled() and hidden.requires_grad
-    device = hidden.device.type
-    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    dtype = torch.get_autocast_dtype(device) if autocast else hidden.dtype
-    dtype = dtype if device == "cuda" else torch.float32  # elsewhere no 16-bit product returns float32
+    # only CUDA has 16-bit products that return float32
+    dtype = (autocast_dtype(hidden.device) or hidden.dtype) if hidden.device.type == "cuda" else torch.float32
     losses, log_sums, *values = _TokenLosses.apply(  # type: ignore[no-untyped-call]
         hidden, weight, bias, targets, _Options(head, metrics, gather, dtype, learns)
     )
@@ -132,25 +128,26 @@ class _TokenLosses(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         tokens, size = hidden.shape
-        losses = torch.empty(tokens, dtype=torch.float32, device=hidden.device)
-        log_sums, directions = torch.empty_like(losses), torch.empty_like(hidden) if options.learns else None
-        metrics = {name: torch.empty_like(losses, dtype=METRICS[name]) for name in options.metrics}
+        results = {
+            name: hidden.new_empty(tokens, dtype=torch.bool if name == "is_top1" else torch.float32)
+            for name in ("losses", "log_sums", *options.metrics)
+        }
+        if options.learns:
+            results["directions"] = torch.empty_like(hidden)
         with options.gather(), no_autocast(hidden.device):
             targets = _checked(targets, len(weight))
             step, rows = options.head.tile(tokens, len(weight), size, hidden.device)
             for start in block_starts(tokens, step, hidden):
                 part = slice(start, start + step)
-                found = _scan(hidden[part].to(options.dtype), weight, bias, targets[part], rows, options)
-                losses[part], log_sums[part] = found.losses, found.log_sums
-                for name, values in metrics.items():
-                    values[part] = found.metrics[name]
-                if directions is not None and found.directions is not None:
-                    directions[part] = found.directions
-                del found  # before the sums of the next tokens are allocated
+                scanned = _scan(hidden[part].to(options.dtype), weight, bias, targets[part], rows, options)
+                for name, result in results.items():
+                    result[part] = scanned[name]
+                del scanned  # before the sums of the next tokens are allocated
+        directions, losses, log_sums = results.pop("directions", None), results["losses"], results["log_sums"]
         ctx.save_for_backward(hidden, weight, bias, targets, losses, log_sums, directions)
         ctx.options = options
-        ctx.mark_non_differentiable(*metrics.values())
-        return losses, log_sums, *metrics.values()
+        ctx.mark_non_differentiable(*(results[name] for name in options.metrics))
+        return tuple(results.values())
 
     @staticmethod
     def backward(ctx: Any, of_losses: Tensor | None, of_log_sums: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
@@ -184,20 +181,9 @@ class _TokenLosses(torch.autograd.Function):
         return grad_hidden, grad_weight, grad_bias, None, None
 
 
-class _Scan(NamedTuple):
-    """Results for some tokens.
-
-    losses, log_sums: float32 [tokens].  metrics: [tokens] each, without a meaning unless asked for.  directions: the
-    gradient of each loss with respect to the hidden state of its token, float32 [tokens, size], if hidden states learn.
-    """
-
-    losses: Tensor
-    log_sums: Tensor
-    metrics: dict[str, Tensor]
-    directions: Tensor | None
-
-
-def _scan(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, rows: int, options: _Options) -> _Scan:
+def _scan(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, rows: int, options: _Options
+) -> dict[str, Tensor]:
     """Computes the losses of some tokens in one pass over the vocabulary, `rows` rows at a time.
 
     Exponentials are relative to the largest logit so far. When a larger one comes, sums shrink, as in flash attention.
@@ -205,6 +191,11 @@ def _scan(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, 
     Args:
         hidden: [tokens, size], in the dtype of products.  weight: [vocabulary, size].  bias: [vocabulary].
         targets: int64 [tokens].
+
+    Returns:
+        "losses" and "log_sums", float32 [tokens]; `METRICS`, [tokens] each, of which those that `options` does not name
+        have no meaning; and "directions", float32 [tokens, size], if hidden states learn: the gradient of each loss
+        with respect to the hidden state of its token.
     """
     head, metrics, smoothing = options.head, options.metrics, options.head.label_smoothing
     zeros = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
@@ -260,13 +251,15 @@ def _scan(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, 
         if unweighted is not None:
             weighted.add_(unweighted, alpha=-smoothing / len(weight))
         weighted.mul_(head.slope)
-    values = {
+    results = {
+        "losses": losses,
+        "log_sums": log_sums,
         "entropy": log_sums - sum_exp_z / sum_exp,
         "log_sum_sq_probs": sum_squares.log() - 2 * sum_exp.log(),
         "mean_logits": sum_z / len(weight),
         "is_top1": top_row == targets,
     }
-    return _Scan(losses, log_sums, values, weighted)
+    return results if weighted is None else {**results, "directions": weighted}
 
 
 def _checked(targets: Tensor, vocabulary: int) -> Tensor:

@@ -130,6 +130,12 @@ def find_labels(targets: Tensor, first: int, rows: int) -> tuple[Tensor, Tensor]
     return (local >= 0) & (local < rows), local.clamp(0, rows - 1)[:, None]
 
 
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """Returns the dtype of products under autocast, or None outside autocast."""
+    enabled = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+    return torch.get_autocast_dtype(device.type) if enabled else None
+
+
 def no_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Returns a context in which products have the dtype of their factors."""
     available = torch.amp.is_autocast_available(device.type)

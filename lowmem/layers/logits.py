@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from lowmem.layers.head import Gather, token_losses
-from lowmem.layers.head_tiles import Head, default_memory
+from lowmem.layers.head_tiles import Head, autocast_dtype, default_memory
 
 
 @dataclass(eq=False, repr=False)
@@ -260,8 +260,6 @@ class LazyHead(nn.Module):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, hidden: Tensor) -> Tensor:
         weight, bias = self.linear.weight, self.linear.bias
-        hidden, device = hidden.to(weight.device), weight.device.type
-        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-            hidden = hidden.to(torch.get_autocast_dtype(device))
+        hidden = hidden.to(weight.device, autocast_dtype(weight.device) or hidden.dtype)
         size, gather = self.linear.out_features, lambda: self._gather(weight, bias)
         return Logits.of(Source(hidden, weight, bias, size, hidden.dtype, self._head, gather))
