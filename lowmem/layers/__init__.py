@@ -1,1 +1,1 @@
-"""Layers that avoid materializing full gradients and activations."""
+"""Computations of a model whose gradients or activations never exist as a whole."""

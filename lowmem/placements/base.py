@@ -1,7 +1,4 @@
-"""Placements: where the shard of each parameter is on this rank, and how gradients are reduced to it.
-
-The classes here are the placement on one device, and the base classes of the others.
-"""
+"""Placements: a shard of each parameter on this rank, and a reducer that brings the gradient there."""
 
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -17,78 +14,76 @@ from lowmem.placements.ranks import Ranks, in_group
 from lowmem.placements.wrappers import refuse_wrapped
 from lowmem.tiles.gradients import Gradient
 from lowmem.tiles.layout import Layout, Span, View
-from lowmem.tiles.quantized import QuantizedWeight, plain, tensors_of
+from lowmem.tiles.quantized import QuantizedWeight, plain
 
 Reduced = Iterator[tuple[Placed, Gradient]]
 
-# References to a storage if it has one tensor. The expression that counts them holds the second one.
+# References to a storage that one tensor, and the expression that asks for their number, have.
 _ONE_TENSOR = 2
 
 
 class Shard:
-    """Reads and writes this rank's shard of a parameter. Here, the shard is the full parameter.
+    """The elements of a parameter that this rank holds, and where: here all of them, on one device.
 
     Attributes:
-        sharded: ranks have different elements of a parameter.
+        sharded: each parameter is cut, and read and written one by one.
     """
 
     sharded: ClassVar[bool] = False
 
     def ranks_of(self, param: Tensor) -> Ranks | None:
-        """Returns the ranks that hold a shard of a parameter; None if this rank has the full parameter."""
+        """The ranks that hold a shard of a parameter; None where it is complete."""
         return None
 
     def admit(self, name: str, param: Tensor) -> None:
-        """Raises `UnsupportedError` for a parameter that cannot be updated in its placement."""
+        """Raises `UnsupportedError` for a parameter that cannot be updated where it is."""
 
     def span(self, param: Tensor) -> Span:
-        """Returns the range of a parameter's elements that is on this rank."""
+        """The elements of a parameter that this rank holds."""
         return Span(tuple(param.shape), 0, param.numel(), param.numel())
 
     def form(self, param: Tensor) -> tuple[Any, ...]:
-        """Returns properties of a parameter that determine its update, and that `model.to(...)` or `param.data = ...`
-        may change.
-        """
+        """Properties that decide how a parameter is updated, and change with `model.to(...)` or `param.data = ...`."""
         return param.dtype, param.device, param.shape, param.stride()
 
     def quantized(self, param: Tensor) -> QuantizedWeight | None:
-        """Returns the shard of a quantized parameter; None if it is not quantized."""
+        """The shard of a parameter that is held in codes; None if it is not."""
         return param if isinstance(param, QuantizedWeight) else None
 
     def read(self, param: Tensor) -> Tensor:
-        """Returns the shard on the device that computes, sharing the parameter's memory if possible."""
+        """The shard on the device that computes: its own memory where that is possible."""
         return param.detach()
 
     def write(self, param: Tensor, shard: Tensor) -> None:
-        """Writes the shard back, which `read` returned and the caller has changed."""
-        if isinstance(param, QuantizedWeight):  # autograd does not see that its parts have changed
+        """Puts what `read` returned, and what has changed since, where it is stored."""
+        if isinstance(param, QuantizedWeight):  # autograd sees no change of its parts
             torch.autograd.graph.increment_version(param)
 
     def gather(self, param: Tensor, shard: Tensor, span: Span) -> Tensor:
-        """Gathers a tensor that is sharded like a parameter, such as an optimizer state. Every rank calls it."""
+        """The full tensor of one that is sharded as a parameter is. Every rank calls it."""
         return shard
 
     def cut(self, full: Tensor, span: Span) -> Tensor:
-        """Returns this rank's shard of a full tensor."""
+        """This rank's shard of a full tensor."""
         return full
 
     def full_tensor(self, param: Tensor) -> Tensor:
-        """Returns the full parameter, not quantized. Every rank calls it."""
+        """All of a parameter, as an ordinary tensor. Every rank calls it."""
         return plain(param.detach())
 
     @torch.no_grad()
     def fill(self, param: Tensor, full: Tensor) -> None:
-        """Copies a full tensor into a parameter. Each rank takes its shard."""
+        """Copies the values of a full tensor into a parameter; each rank takes its shard."""
         param.copy_(full)
 
     def release(self, param: Tensor) -> None:
-        """Frees the gathered copy of a parameter, if there is one."""
+        """Frees what is gathered of a parameter."""
 
     def layout(self, record: Placed, view: View) -> Layout:
-        """Returns the rectangles of the shard. Raises `UnsupportedError` if the parameter has no view of that kind."""
+        """The rectangles that the shard consists of."""
         layout, param = Layout.of(record.span.shape, view), record.param
         try:
-            layout.views(tensors_of(param)[0])
+            layout.views(param.parts[0] if isinstance(param, QuantizedWeight) else param)
         except RuntimeError:
             raise UnsupportedError(
                 f"has strides {param.stride()}, which cannot be viewed as {list(layout.shape)} without a copy. Make "
@@ -125,7 +120,7 @@ class Reducer:
     takes_computed: ClassVar[bool] = True
 
     def take(self, param: Tensor) -> Tensor:
-        """Removes the gradient from a parameter. The caller gets the only reference to its memory."""
+        """Takes the complete gradient off a parameter: the caller has the only reference to its memory."""
         grad = param.grad
         assert grad is not None
         param.grad = None
@@ -161,10 +156,10 @@ class Reducer:
 
 
 class Placement:
-    """Where parameters are, and how their gradients get there.
+    """Where parameters are and how their gradients get there.
 
     Attributes:
-        name: the value of the option `placement`.
+        name: as the option calls it.
     """
 
     name: ClassVar[str]
@@ -173,10 +168,10 @@ class Placement:
         self.shard, self.reducer = shard, reducer
 
     def adopt(self, records: Collection[Placed], model: nn.Module | None) -> None:
-        """Called when an optimizer is created for these parameters, with the model if the user passed it.
+        """An optimizer takes these parameters, of `model` where the user passed it.
 
         Raises:
-            UnsupportedError: something else would update them, too, or the model is needed and was not passed.
+            UnsupportedError: something else updates them, or the model is needed and was not passed.
         """
         if in_group():
             refuse_wrapped(records)
@@ -193,18 +188,18 @@ class Placement:
             )
 
     def confirm(self, records: Collection[Placed], settings: Mapping[str, Any]) -> None:
-        """Called before the first backward, and before the first one with a new param group. Every rank calls it.
+        """The first backward begins, or the first one with a new group. Every rank calls it.
 
         Raises:
             ConfigError: ranks that train one model have different settings.
-            UnsupportedError: the parameters were wrapped or sharded after the optimizer was created.
+            UnsupportedError: the parameters were wrapped or sharded after the optimizer was made.
         """
         if in_group():
             refuse_wrapped(records)
 
     def free_copies(self, records: Collection[Placed], *, updated: bool) -> None:
-        """Called after each micro-batch, with `updated` after the updates of a step. Frees copies of weights, or renews
-        those that are outdated. Every rank calls it.
+        """A micro-batch has ended, or with `updated` the updates of a step are done: frees or renews copies of weights.
+        Every rank calls it.
         """
 
     def recover(self) -> None:
@@ -212,7 +207,7 @@ class Placement:
 
 
 class Local(Placement):
-    """Full parameters on one device, or on several devices, each parameter on one of them."""
+    """Every parameter complete on one device (several devices, if each parameter is complete on one)."""
 
     name = "local"
 

@@ -1,4 +1,4 @@
-"""A parameter as placements see it."""
+"""A parameter as a placement knows it."""
 
 from dataclasses import dataclass, field
 
@@ -10,12 +10,9 @@ from lowmem.tiles.layout import Span
 
 @dataclass(eq=False)
 class Placed:
-    """A parameter of an optimizer.
+    """A parameter, its name, and which elements of it are on this rank.
 
-    Attributes:
-        name, param: the parameter.
-        span: its elements on this rank.
-        claimed: its optimizer has decided how to update it, and is the only one that does.
+    claimed: an optimizer has decided how it is updated, and no other one updates it.
     """
 
     name: str
@@ -25,13 +22,13 @@ class Placed:
 
     @property
     def trained(self) -> bool:
-        """Returns whether a gradient would update the parameter: it is claimed and not frozen."""
+        """Returns whether it is updated when it gets a gradient: it is not frozen."""
         return self.claimed and self.param.requires_grad
 
     @property
     def reached(self) -> bool:
-        """Returns whether the graph of the running backward reaches the parameter. A parameter that reentrant
-        checkpointing or `fully_shard` hides from the graph is not reached.
+        """Returns whether the running backward updates it. Parameters that reentrant checkpointing or `fully_shard`
+        hides from the graph are not reached.
         """
         if not self.trained:
             return False

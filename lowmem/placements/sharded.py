@@ -1,14 +1,4 @@
-"""Base classes of the sharded placements: each rank has a range of every parameter's elements.
-
-The elements of rank 1 of 3, of a parameter [5, 4]:
-
-    ZeRO-3: slices of 7 elements    FSDP2: blocks of 2 rows
-    . . . .                         . . . .
-    . . . #                         . . . .
-    # # # #                         # # # #
-    # # . .                         # # # #
-    . . . .                         . . . .
-"""
+"""Common parts of the sharded placements: each rank holds a range of every parameter's elements."""
 
 from abc import abstractmethod
 from collections.abc import Collection, Mapping
@@ -28,7 +18,11 @@ from lowmem.tiles.quantized import QuantizedWeight, plain
 
 
 class FlatShard(Shard):
-    """A shard that is a range of a parameter's elements in row-major order, read as a flat tensor."""
+    """A range of the elements, in the order of the dimensions, as a flat tensor.
+
+    Raises:
+        UnsupportedError: a parameter is sharded over other ranks than the first one.
+    """
 
     sharded = True
 
@@ -48,7 +42,7 @@ class FlatShard(Shard):
 
     @abstractmethod
     def group_of(self, param: Any) -> tuple[dist.ProcessGroup, torch.device]:
-        """Returns the process group over which a parameter is sharded, and the device of its collectives."""
+        """The process group whose ranks hold a shard of a parameter, and the device of its tensors."""
 
     def ranks_of(self, param: Tensor) -> Ranks:
         group, device = self.group_of(param)
@@ -77,16 +71,15 @@ class FlatShard(Shard):
 
 
 class Sharded(Placement):
-    """A sharded placement. Every group of ranks compares its settings."""
+    """A placement whose graphs have gathered parameters as leaves, which come and go."""
 
     def confirm(self, records: Collection[Placed], settings: Mapping[str, Any]) -> None:
-        # in the same order on every rank
-        for ranks in dict.fromkeys(self.shard.ranks_of(record.param) for record in records):
+        for ranks in dict.fromkeys(self.shard.ranks_of(record.param) for record in records):  # a set has no order
             assert ranks is not None
             refuse_other_settings(settings, ranks.group)
 
 
 def span_of_rank(rank: int, shape: tuple[int, ...], size: int) -> Span:
-    """Returns the range of a rank. All ranks have `size` elements, the last ones fewer or none."""
+    """The range of a rank of a parameter that is cut into shards of `size` elements."""
     numel = torch.Size(shape).numel()
     return Span(shape, min(rank * size, numel), min((rank + 1) * size, numel), size)

@@ -6,12 +6,9 @@ import peft
 import pytest
 import torch
 import torch.distributed as dist
-import trl
-from datasets import Dataset
 from support.nets import assert_same
 from support.ranks import Ranks
-from support.trainers import fused as fused_class
-from support.trainers import joined, losses, quiet, require, require_sharding
+from support.trainers import both, build, joined, llama, losses, quiet, require_sharding
 from transformers import BitsAndBytesConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import lowmem
@@ -19,7 +16,6 @@ from lowmem import placements
 from lowmem.errors import CheckpointError, UnsupportedError
 from lowmem.hf import weights
 from lowmem.trainer import FusedTrainer
-from scripts.make_model import train_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -51,17 +47,18 @@ def make(tiny_llama, tmp_path):
     """A factory of trainers of a small Llama with adapters; keyword arguments are training arguments."""
     samples = [{"input_ids": row, "labels": row} for row in torch.randint(97, (24, 12))]
 
-    def factory(config="LoRA", cls=FusedTrainer, change=None, model=None, run="run", seed=0, **arguments):
+    def factory(config="LoRA", mixin=True, change=None, model=None, seed=0, **arguments):
         model = model or tiny_llama(attention_dropout=0.1)
         torch.manual_seed(seed)
         if config is not None:
             model = peft.get_peft_model(model, CONFIGS[config]())
         if change is not None:
             change(model)
-        usual = quiet(tmp_path / run, per_device_train_batch_size=4, learning_rate=3e-2, max_grad_norm=0.0)
-        usual |= {"weight_decay": 0.1, "optim": "adamw_torch" if cls is Trainer else "adamw_torch_fused"}
-        options = {} if cls is Trainer else {"fused": lowmem.FusedConfig(rule="torch.optim.AdamW", foreach=False)}
-        args = TrainingArguments(**usual | arguments)
+        folder, optim = (tmp_path / "run", "adamw_torch_fused") if mixin else (tmp_path / "ordinary", "adamw_torch")
+        usual = quiet(folder, optim=optim, per_device_train_batch_size=4, learning_rate=3e-2, max_grad_norm=0.0)
+        options = {"fused": lowmem.FusedConfig(rule="torch.optim.AdamW", foreach=False)} if mixin else {}
+        args = TrainingArguments(**usual | {"weight_decay": 0.1} | arguments)
+        cls = FusedTrainer if mixin else Trainer
         return cls(model, args, train_dataset=samples, eval_dataset=samples[:8], **options)
 
     return factory
@@ -74,18 +71,21 @@ def state(trainer):
     return {name: tensor.detach().clone() for name, tensor in trainer.model.state_dict().items()}
 
 
-@pytest.mark.parametrize("config", [pytest.param(name, marks=ON_A_CPU.get(name, ())) for name in CONFIGS])
-def test_adapters_train_as_in_the_ordinary_trainer_and_resume_to_the_last_bit(config, make, tmp_path):
-    ordinary = make(config, Trainer, run="ordinary", **SAVES)
-    ordinary.train()
-    fused = make(config, **SAVES)
-    fused.train()
+def assert_trained_and_resumed_alike(make, folder):
+    """Compares trainers of `make`, which is told whether they have the mixin. Returns the one that was resumed."""
+    ordinary, fused = both(make)
     assert losses(fused) == losses(ordinary)
     assert_same(state(fused), state(ordinary))
-    resumed = make(config, seed=1, **SAVES)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    resumed = make(True, seed=1)
+    resumed.train(resume_from_checkpoint=str(folder / "run" / "checkpoint-2"))
     assert losses(resumed)[-1] == losses(ordinary)[-1]
     assert_same(state(resumed), state(ordinary))
+    return resumed
+
+
+@pytest.mark.parametrize("config", [pytest.param(name, marks=ON_A_CPU.get(name, ())) for name in CONFIGS])
+def test_adapters_train_as_in_the_ordinary_trainer_and_resume_to_the_last_bit(config, make, tmp_path):
+    assert_trained_and_resumed_alike(lambda mixin, seed=0: make(config, mixin, seed=seed, **SAVES), tmp_path)
 
 
 @pytest.mark.cpu_only("its loss falls with the random numbers of a CPU")
@@ -120,13 +120,10 @@ def unfreeze(model):
 
 
 def test_trained_parameters_of_the_base_are_saved_beside_the_adapters(make, tmp_path, caplog, tiny_llama):
-    ordinary = make(cls=Trainer, change=unfreeze, run="ordinary")
-    ordinary.train()
-    make(change=unfreeze, **SAVES).train()
+    resumed = assert_trained_and_resumed_alike(
+        lambda mixin, seed=0: make(mixin=mixin, change=unfreeze, seed=seed, **SAVES), tmp_path
+    )
     assert "PEFT does not save 2 of the trained parameters, such as 'base_model.model.model.norm.weight'" in caplog.text
-    resumed = make(change=unfreeze, seed=1, **SAVES)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
-    assert_same(state(resumed), state(ordinary))
     folder = tmp_path / "run" / "checkpoint-3"
     loaded = peft.PeftModel.from_pretrained(tiny_llama(attention_dropout=0.1), folder, is_trainable=True)
     unfreeze(loaded)
@@ -146,14 +143,11 @@ def second_adapter(model):
 
 
 def test_several_adapters_of_one_model(make, tmp_path):
-    ordinary = make(cls=Trainer, change=second_adapter, run="ordinary")
-    ordinary.train()
-    make(change=second_adapter, **SAVES).train()
+    assert_trained_and_resumed_alike(
+        lambda mixin, seed=0: make(mixin=mixin, change=second_adapter, seed=seed, **SAVES), tmp_path
+    )
     folder = tmp_path / "run" / "checkpoint-2"
     assert {path.parent.name for path in folder.rglob("adapter_model.safetensors")} == {folder.name, "second", "frozen"}
-    resumed = make(change=second_adapter, seed=1, **SAVES)
-    resumed.train(resume_from_checkpoint=str(folder))
-    assert_same(state(resumed), state(ordinary))
 
 
 def test_what_is_saved_is_loaded_by_peft_and_merges(make, tmp_path, tiny_llama):
@@ -224,37 +218,17 @@ def test_adapters_that_transformers_adds_are_refused_where_they_would_be_saved(m
 # --- Trainers of TRL ----------------------------------------------------------------------------------------------
 
 
-ROWS = {
-    "SFT": [{"prompt": f"question {i}", "completion": f" answer {i} of many"} for i in range(8)],
-    "DPO": [{"prompt": f"question {i}", "chosen": f" a good answer {i}", "rejected": " no"} for i in range(8)],
-}
-
-
-@pytest.fixture
-def make_trl(tiny_llama, tmp_path):
-    """A factory of trainers of TRL, which get a `peft_config`, or a model that has adapters."""
-    tokenizer = train_tokenizer(["some words to learn from, and some more of them"], 270)
-
-    def factory(kind, config, *, fused, adapted=False, seed=0, **options):
-        require(kind)
-        trainer = getattr(trl, f"{kind}Trainer")
-        model = tiny_llama(vocab_size=len(tokenizer))
-        torch.manual_seed(seed)
-        keywords = {"fused": lowmem.FusedConfig(rule="adamw")} if fused else {}
-        if fused:  # TRL's own head, whose bits are compared
-            keywords["layers"] = lowmem.LayersConfig(computed_gradients=False)
-        if adapted:
-            model = peft.get_peft_model(model, CONFIGS[config]())
-        else:
-            keywords["peft_config"] = CONFIGS[config]()
-        usual = quiet(tmp_path / ("run" if fused else "ordinary"), max_grad_norm=0.0, seed=seed + 42, data_seed=42)
-        usual |= {**SAVES, "optim": "adamw_torch_fused" if fused else "adamw_torch"}
-        args = getattr(trl, f"{kind}Config")(**usual | options)
-        return (fused_class(trainer) if fused else trainer)(
-            model, args=args, train_dataset=Dataset.from_list(ROWS[kind]), processing_class=tokenizer, **keywords
-        )
-
-    return factory
+def of_trl(kind, config, folder, mixin, adapted=False, seed=0, **options):
+    """A trainer of TRL, which gets a `peft_config`, or a model that has adapters."""
+    model = llama()
+    torch.manual_seed(seed)
+    keywords = {"ref_model": None} if kind == "DPO" else {}
+    if adapted:
+        keywords["model"] = peft.get_peft_model(model, CONFIGS[config]())
+    else:
+        keywords |= {"model": model, "peft_config": CONFIGS[config]()}
+    seeds = {"seed": seed + 42, "data_seed": 42, "max_grad_norm": 0.0}
+    return build(kind, folder / ("run" if mixin else "ordinary"), mixin, keywords, **seeds, **SAVES, **options)
 
 
 TRL = {
@@ -266,27 +240,20 @@ TRL = {
 
 
 @pytest.mark.parametrize(("kind", "config", "options"), TRL.values(), ids=TRL)
-def test_trl_trains_adapters_as_its_own_trainers_do_and_resumes(kind, config, options, make_trl, tmp_path):
+def test_trl_trains_adapters_as_its_own_trainers_do_and_resumes(kind, config, options, tmp_path):
     """The reference of DPO is the model without its adapter, or a frozen copy of an adapter that the model had."""
-    ordinary = make_trl(kind, config, fused=False, **options)
-    ordinary.train()
-    fused = make_trl(kind, config, fused=True, **options)
-    fused.train()
-    assert losses(fused) == losses(ordinary)
-    assert_same(state(fused), state(ordinary))
-    resumed = make_trl(kind, config, fused=True, **options, seed=1)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
-    assert losses(resumed)[-1] == losses(ordinary)[-1]
-    assert_same(state(resumed), state(ordinary))
+    assert_trained_and_resumed_alike(
+        lambda mixin, seed=0: of_trl(kind, config, tmp_path, mixin, seed=seed, **options), tmp_path
+    )
 
 
-def test_a_prefix_is_refused_with_activation_checkpointing(make_trl):
+def test_a_prefix_is_refused_with_activation_checkpointing(tmp_path):
     # PEFT itself raises with transformers 4
     message = "PREFIX_TUNING(: .*Set gradient_checkpointing=False| does not work with gradient checkpointing)"
     with pytest.raises(ValueError, match=message):
-        make_trl("SFT", "prefix tuning", fused=True).train()
+        of_trl("SFT", "prefix tuning", tmp_path, True).train()
     with pytest.raises((RuntimeError, ValueError), match=r"size of tensor|does not work with gradient"):
-        make_trl("SFT", "prefix tuning", fused=False).train()
+        of_trl("SFT", "prefix tuning", tmp_path, False).train()
 
 
 # --- Quantized and sharded base models ----------------------------------------------------------------------------
@@ -299,21 +266,14 @@ def test_adapters_of_a_quantized_model_train_as_in_the_ordinary_trainer(bits, ma
     make(None).model.save_pretrained(tmp_path / "base")
     quantization = BitsAndBytesConfig(**{f"load_in_{bits}bit": True})
 
-    def quantized(config, cls, **options):
+    def quantized(mixin, seed=0):
         model = LlamaForCausalLM.from_pretrained(
             tmp_path / "base", quantization_config=quantization, dtype=torch.float32, device_map={"": "cpu"}
         )
-        return make(config, cls, model=peft.prepare_model_for_kbit_training(model, False), **options)
+        model = peft.prepare_model_for_kbit_training(model, False)
+        return make("modules to save", mixin, model=model, seed=seed, **SAVES)
 
-    ordinary = quantized("modules to save", Trainer, run="ordinary")
-    ordinary.train()
-    fused = quantized("modules to save", FusedTrainer, **SAVES)
-    fused.train()
-    resumed = quantized("modules to save", FusedTrainer, seed=1, **SAVES)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
-    expected = dict(ordinary.model.named_parameters())
-    assert_same(dict(fused.model.named_parameters()), expected)
-    assert_same(dict(resumed.model.named_parameters()), expected)
+    assert_trained_and_resumed_alike(quantized, tmp_path)
 
 
 SHARDED = {

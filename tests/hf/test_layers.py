@@ -63,12 +63,6 @@ def test_a_model_is_asked_for_its_embeddings(make, source, target, changed):
     assert sum(isinstance(module, ComputedEmbedding) for module in model.modules()) == changed
 
 
-def test_a_model_without_a_head_is_described():
-    model = resnet()
-    opt = lowmem.FusedOptimizer(model.named_parameters(), model=model, rule="lomo", lr=1e-3)
-    assert layers.described(model, opt) == "the head and the embedding are not trained"
-
-
 class Unnamed(hf.LlamaForCausalLM):
     def get_input_embeddings(self):
         raise NotImplementedError

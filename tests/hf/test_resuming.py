@@ -10,8 +10,8 @@ from datasets import Dataset
 from fuzz import resuming
 from fuzz.resuming import Indexed, Run, Stream, continued
 from support import trainers
-from support.trainers import build, fused, joined
-from transformers import TrainerCallback, TrainingArguments
+from support.trainers import fused
+from transformers import TrainingArguments
 
 from lowmem.errors import CheckpointError, DataError
 from lowmem.hf.resuming import RECORD_FILE, fingerprint
@@ -154,49 +154,6 @@ def test_rows_that_cannot_be_compared_are_said(make, samples, tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
     assert "only the number of rows of the data was compared" in caplog.text
-
-
-class Texts(TrainerCallback):
-    """By step, the rows that this process has trained."""
-
-    def __init__(self, trainer):
-        self.rows, self.step = {}, []
-        trainer.model.register_forward_pre_hook(self.note, with_kwargs=True)
-        trainer.add_callback(self)
-
-    def note(self, module, args, inputs):
-        kept = zip(inputs["input_ids"].tolist(), inputs["attention_mask"].sum(1).tolist(), strict=True)
-        self.step += [tuple(ids[:count]) for ids, count in kept]
-
-    def on_step_end(self, args, state, control, **_):
-        self.rows[state.global_step], self.step = self.step, []
-
-
-def rows_of(rank, folder, size, resume):
-    with joined(rank):
-        trainer = build(
-            "causal language model", folder, True, use_cpu=True, max_steps=5, per_device_train_batch_size=size
-        )
-        texts = Texts(trainer)
-        try:
-            trainer.train(resume_from_checkpoint=resume)
-        except CheckpointError as error:
-            return str(error)
-        return texts.rows
-
-
-def test_two_processes_continue_what_one_began(two, tmp_path):
-    """In its second epoch, with the rows of a step over both of them; with other steps both are refused."""
-    trainer = build(
-        "causal language model", tmp_path, True, use_cpu=True, max_steps=5, per_device_train_batch_size=4, **SAVES
-    )
-    texts = Texts(trainer)
-    trainer.train()
-    point = str(tmp_path / "checkpoint-4")
-    ranks = two.run(rows_of, str(tmp_path / "other"), 2, point)
-    assert sorted(ranks[0][5] + ranks[1][5]) == sorted(texts.rows[5]) and ranks[0].keys() == {5}
-    for message in two.run(rows_of, str(tmp_path / "other"), 4, point):
-        assert f"was [4, 1, 1] and is now [4, 1, 2]. Write {BATCH}: 2, gradient_accumulation_steps: 1" in message
 
 
 # -- fingerprints -----------------------------------------------------------------------------------------------------

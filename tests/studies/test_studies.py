@@ -6,7 +6,6 @@ import json
 import pytest
 import torch
 
-import lowmem
 from lowmem.tiles import storage
 from studies import __main__ as runner
 from studies import convergence, finetune, states, training, weights
@@ -107,23 +106,3 @@ def test_formats_of_weights_are_trained_and_compared(monkeypatch, small, tmp_pat
     ours, exact = ([run["old"] for run in old if run["format"] == name] for name in ("int8", "float32"))
     assert losses.above("int8") == pytest.approx([a - b for a, b in zip(ours, exact, strict=True)])
     assert losses.kept("float32") == 1.0
-
-
-@pytest.mark.usefixtures("own_formats")
-def test_integers_without_packing_have_the_same_values():
-    """Those of the study and those of the package."""
-    weights.register()
-    storage.register("packed")(lambda dtype, signed: storage.Integer(10))
-
-    def trained(name):
-        torch.manual_seed(0)
-        param = torch.nn.Parameter(torch.randn(16, 256).bfloat16())
-        opt = lowmem.FusedOptimizer([("w", param)], rule="lomo", lr=1e-2, rounding=name, compile=False)
-        for _ in range(3):
-            opt.backward((param * torch.randn(16, 256)).sum())
-        return param.detach().float(), opt.named_state_dict()["state"]["w"]
-
-    (packed, state), (other, kept) = trained("packed"), trained("int10")
-    assert torch.equal(packed, other) and torch.equal(state["unit"], kept["unit"])
-    assert torch.equal(kept["codes"].div(4).floor(), state["codes"].float())
-    assert not torch.equal(trained("int10, fresh units")[0], packed)

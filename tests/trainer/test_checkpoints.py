@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.trainers import build, joined, losses
+from support.trainers import losses
 from torch.distributed import DistBackendError
 from transformers import Trainer, TrainerCallback
 
@@ -259,15 +259,18 @@ def test_equal_runs_have_equal_files(make, rounding, tmp_path):
 
 
 LOGGED = ("step", "loss", "grad_norm", "clip_coef", "loss_scale")
+ACCUMULATED = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
 RESUMED = {  # options of the optimizer, arguments of the trainer, the steps after which the run is resumed
     "each step": ({}, {}, range(1, 8)),
-    "each step, accumulated": ({}, {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}, range(1, 8)),
+    "each step, accumulated": ({}, ACCUMULATED, range(1, 8)),
     "clipped": ({}, {"max_grad_norm": 0.7}, [3]),
-    "scaled": ({"loss_scale": DynamicScale(init_scale=64.0, growth_interval=2)}, {"max_grad_norm": 0.7}, [3]),
+    "scaled": (
+        {"loss_scale": DynamicScale(init_scale=64.0, growth_interval=2)}, {"max_grad_norm": 0.7, **ACCUMULATED}, [3],
+    ),
     "8 bits": ({"rule": "adamw", "rounding": "compensated8", "state_storage": "8bit"}, {}, [3, 5]),
     "weights of 10 bits": ({"rule": "adalomo", "weight_format": "int10"}, {}, [3]),
     "weights of 10 bits, clipped": ({"rule": "adalomo", "weight_format": "int10"}, {"max_grad_norm": 0.5}, [3]),
-}
+}  # fmt: skip
 
 
 def logged(trainer):
@@ -296,22 +299,6 @@ def test_a_resumed_run_is_the_uninterrupted_one(make, tiny_llama, options, argum
         if hasattr(resumed, "_initial_global_step"):  # before transformers 5 it is divided by the number of all steps
             mean = sum(losses(whole)[step:]) / max(7 - step, 0.001)
             assert output.training_loss == pytest.approx(mean)  # of the steps since it was resumed
-
-
-def continued(rank, folder):
-    runs = []
-    with joined(rank):
-        for resume in (None, f"{folder}/checkpoint-1"):
-            trainer = build("causal language model", folder, True, **SAVES, max_steps=4, use_cpu=True)
-            trainer.train(resume_from_checkpoint=resume)
-            runs.append(logged(trainer))
-    return runs
-
-
-def test_the_losses_of_two_ranks_continue(two, tmp_path):
-    for whole, resumed in two.run(continued, str(tmp_path)):
-        assert len(whole) == 4
-        assert resumed == whole
 
 
 @pytest.mark.parametrize("original", ["kept", "gone"])

@@ -34,7 +34,7 @@ def test_training_is_the_trainers_own_to_the_last_bit(row, policy, tmp_path):
     assert not all(map(torch.equal, start, fused.model.parameters()))
     for trainer in (ordinary, fused):
         trainer.state.log_history = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert_same_run(fused, ordinary)
+    assert_same_run(fused, ordinary, ("grad_norm",) if policy == "immediate" else ())  # summed over tiles
 
 
 @pytest.mark.parametrize("policy", ["immediate", "deferred"])

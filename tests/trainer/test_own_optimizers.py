@@ -6,19 +6,17 @@ import logging
 
 import pytest
 import torch
+from support import nets
+from support.trainers import fused
 from transformers import Trainer, TrainerCallback
 
 import lowmem
 from lowmem.errors import ConfigError, StepError, UnsupportedError
-from lowmem.trainer import FusedTrainer, FusedTrainerMixin
-
-
-def fused(cls):
-    return type(f"Fused{cls.__name__}", (FusedTrainerMixin, cls), {})
+from lowmem.trainer import FusedTrainer
 
 
 def weights(trainer):
-    return [param.detach().clone() for param in trainer.model.parameters()]
+    return nets.weights(trainer.model)
 
 
 def ends_alike(make, cls, other=None, **options):

@@ -6,8 +6,7 @@ import weakref
 import pytest
 import torch
 from support import trainers as builders
-from support.trainers import build, joined, require_sharding
-from torch.distributed.fsdp import FSDPModule
+from support.trainers import build
 from transformers import set_seed
 
 import lowmem
@@ -72,19 +71,3 @@ def test_an_optimizer_of_the_users_own_is_not_removed(tmp_path):
         build(CAUSAL, tmp_path, True, {"model": model}).train()
     ids = torch.tensor([[1, 2]], device=model.device)
     opt.backward(model(input_ids=ids, labels=ids).loss)
-
-
-def test_a_trainer_without_fsdp_may_follow_one_with_it(two, tmp_path):
-    """Accelerate sets in the first one's environment that a launcher asks for FSDP."""
-    require_sharding("fsdp2")
-    assert two.run(with_fsdp_and_without, str(tmp_path)) == [[True, False]] * 2
-
-
-def with_fsdp_and_without(rank, folder):
-    sharded = []
-    with joined(rank):
-        for options in ({"fsdp": True, "fsdp_config": {"version": 2}}, {}):
-            trainer = build(CAUSAL, folder, True, max_steps=1, use_cpu=True, **options)
-            trainer.train()
-            sharded.append(isinstance(trainer.model, FSDPModule))
-    return sharded
