@@ -46,7 +46,8 @@ from benchmarks.measurement import seconds
 from benchmarks.methods import Step, drop_gradients, fused, ordinary
 from benchmarks.pages import markdown
 from lowmem.layers.embedding import compute_gradient
-from lowmem.layers.head import MEMORY, linear_cross_entropy
+from lowmem.layers.head import linear_cross_entropy
+from lowmem.layers.head_tiles import MEMORY
 
 COMPILES = has_compiler(DEVICE.type)
 RULES = [row.name for row in lowmem.rules.table()]

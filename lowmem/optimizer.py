@@ -14,7 +14,7 @@ from lowmem import placements, rules
 from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.options import FusedConfig
 from lowmem.rules import UpdateRule
-from lowmem.step import habits, saving
+from lowmem.step import by_hand, habits, saving
 from lowmem.step.clipping import Clipping
 from lowmem.step.compiled import decide_compilation
 from lowmem.step.cycle import StepCycle
@@ -270,9 +270,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        given = [r for r in self._records.values() if r.span.numel and r.param.grad is not None]
-        if given or self._cycle.waiting:
-            self._loop.backward_of_given(given)
+        set_by_hand = [r for r in self._records.values() if r.span.numel and r.param.grad is not None]
+        if set_by_hand or self._cycle.waiting:
+            by_hand.complete_step(self._loop, set_by_hand)
         self._cycle.stepped()
         return loss
 

@@ -292,28 +292,30 @@ class FusedTrainerMixin(_Base):
         the other ranks.
         """
         run_dir, name = Path(super()._get_output_dir(trial)), f"checkpoint-{self.state.global_step}"
-        is_first = self.is_world_process_zero()
         try:
             with checkpoint.saving(run_dir, name) as self._staged:
                 super()._save_checkpoint(model, trial)
                 if self.state.best_model_checkpoint == str(self._staged):
                     self.state.best_model_checkpoint = str(run_dir / name)
-                    if is_first:
+                    if self.is_world_process_zero():
                         self.state.save_to_json(str(self._staged / checkpoint.TRAINER_STATE_FILE))
         finally:
             self._staged = None
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(run_dir / name))
-        opt = self.optimizer
-        opt._report.settle()
-        if is_first and (streak := opt._report.streak):
+        self._rotate(run_dir)
+
+    def _rotate(self, run_dir: Path) -> None:
+        """Removes old checkpoints, unless the last steps had non-finite gradients."""
+        self.optimizer._report.settle()
+        step, streak = self.state.global_step, self.optimizer._report.streak
+        if self.is_world_process_zero() and streak:
             logger.warning(
                 "older checkpoints were not removed when step %d was saved, because the last %d step(s) had non-finite "
-                "gradients, and you may need to continue from an older checkpoint", self.state.global_step, streak
+                "gradients, and you may need to continue from an older checkpoint", step, streak
             )  # fmt: skip
-        elif is_first:
-            best, limit = self.state.best_model_checkpoint, self.args.save_total_limit
-            checkpoint.rotate(run_dir, self.state.global_step, limit, best)
+        elif self.is_world_process_zero():
+            checkpoint.rotate(run_dir, step, self.args.save_total_limit, self.state.best_model_checkpoint)
         self.accelerator.wait_for_everyone()
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:

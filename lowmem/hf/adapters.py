@@ -61,7 +61,7 @@ def check(model: Any, args: TrainingArguments, *, sharded: bool, saves: bool) ->
             "load_in_8bit: bitsandbytes stores the scales of 8-bit weights on the parameters, which FSDP2 replaces. "
             "Use load_in_4bit, or deepspeed with ZeRO-3"
         )
-    others = _others(model).items()
+    others = _others(model, model.state_dict(keep_vars=True)).items()
     base = [name for name, tensor in others if tensor.requires_grad and not name.startswith(_PROMPT_ENCODER)]
     if base and saves and args.should_save:
         logger.warning(
@@ -99,10 +99,10 @@ def save(model: Any, folder: Path, save_adapters: Any, *, write: bool) -> None:
     Raises:
         OSError: a file cannot be written.
     """
-    saved = {id(tensor) for tensors in _adapters(model, "auto").values() for tensor in tensors.values()}
-    state = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if id(tensor) in saved}
-    full = {name: placements.full_tensor(tensor).detach() for name, tensor in state.items()}
-    others, path = _others(model), folder / OTHERS_FILE
+    state, path = model.state_dict(keep_vars=True), folder / OTHERS_FILE
+    saved = {id(tensor) for tensors in _adapters(model, state, "auto").values() for tensor in tensors.values()}
+    full = {name: placements.full_tensor(t).detach() for name, t in state.items() if id(t) in saved}
+    others = _others(model, state)
     shapes = {n: torch.empty(placements.shape_of(t), dtype=t.dtype, device="meta") for n, t in others.items()}
     if write:
         save_adapters(str(folder), state_dict=full)
@@ -123,11 +123,12 @@ def load(model: Any, folder: Path) -> None:
         raise CheckpointError(
             f"{folder} contains no PEFT adapters, but the model has adapters. The checkpoint belongs to another model"
         )
-    expected = {_path(folder, name): tensors for name, tensors in _adapters(model, False).items()}
+    state = model.state_dict(keep_vars=True)
+    expected = {_path(folder, name): tensors for name, tensors in _adapters(model, state, False).items()}
     # PEFT decides by the files of the base model whether it saves an embedding that was resized or has an adapter
-    optional = {_path(folder, name): tensors for name, tensors in _adapters(model, True).items()}
+    optional = {_path(folder, name): tensors for name, tensors in _adapters(model, state, True).items()}
     others = folder / OTHERS_FILE
-    if tensors := _others(model):
+    if tensors := _others(model, state):
         expected[others] = tensors
     elif others in found:
         raise CheckpointError(
@@ -177,7 +178,7 @@ def _path(folder: Path, adapter: str) -> Path:
     return (folder if adapter == "default" else folder / adapter) / ADAPTER_SAFE_WEIGHTS_NAME
 
 
-def _adapters(model: Any, embeddings: bool | Literal["auto"]) -> dict[str, dict[str, Tensor]]:
+def _adapters(model: Any, state: dict[str, Tensor], embeddings: bool | Literal["auto"]) -> dict[str, dict[str, Tensor]]:
     """For each adapter, the tensors in its file, by their names there. Empty for prompts, which PEFT computes.
 
     Args:
@@ -185,7 +186,6 @@ def _adapters(model: Any, embeddings: bool | Literal["auto"]) -> dict[str, dict[
     """
     from peft import get_peft_model_state_dict
 
-    state = dict(model.state_dict(keep_vars=True))
     return {
         name: {}
         if config.is_prompt_learning
@@ -194,12 +194,12 @@ def _adapters(model: Any, embeddings: bool | Literal["auto"]) -> dict[str, dict[
     }
 
 
-def _others(model: nn.Module) -> dict[str, Tensor]:
+def _others(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """The trained tensors, prompt encoders and buffers that PEFT does not save, by their names in the model."""
-    seen = {id(tensor) for tensors in _adapters(model, False).values() for tensor in tensors.values()}
+    seen = {id(tensor) for tensors in _adapters(model, state, False).values() for tensor in tensors.values()}
     buffers = {id(buffer) for buffer in model.buffers()}
     others: dict[str, Tensor] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
+    for name, tensor in state.items():
         if id(tensor) in seen or not isinstance(tensor, Tensor):
             continue
         if tensor.requires_grad or id(tensor) in buffers or name.startswith(_PROMPT_ENCODER):

@@ -82,14 +82,14 @@ def positions(model: Any) -> int | None:
 
 
 def described(model: Any, optimizer: FusedOptimizer) -> str:
-    """Says whether the gradients of a model's head and input embedding are computed as they are read."""
+    """Describes the gradients of a model's head and input embedding: computed as they are read, or tensors."""
     layers = (embedding(model, "output"), embedding(model, "input"))
     weights = [layer.weight for layer in layers if hasattr(layer, "weight") and layer.weight.requires_grad]
     records = [optimizer._records[weight] for weight in weights if weight in optimizer._records]
     if not records:
         return "the head and the embedding are not trained"
-    how = "computed as they are read" if all(record.computes for record in records) else "tensors"
-    return f"of the head and the embedding: {how}"
+    how = "never materialized" if all(record.computes for record in records) else "ordinary tensors"
+    return f"head and embedding: {how}"
 
 
 @dataclass

@@ -169,16 +169,7 @@ def _settings(optimizer: torch.optim.Optimizer) -> str:
 
 
 def with_learning_rate(args: TrainingArguments, fused: FusedConfig, model: nn.Module) -> TrainingArguments:
-    """Returns the arguments with `learning_rate`. A copy is changed; the user's arguments stay as they are."""
-    rate = learning_rate(args, fused, model)
-    if rate != args.learning_rate:
-        args = copy.copy(args)
-        args.learning_rate = rate
-    return args
-
-
-def learning_rate(args: TrainingArguments, fused: FusedConfig, model: nn.Module) -> float:
-    """Returns the learning rate of a trainer: `fused.lr` if it is set and `learning_rate` is not, else `learning_rate`.
+    """Returns arguments whose `learning_rate` is `fused.lr`, if that is set. The given arguments are not changed.
 
     Raises:
         ConfigError: both are set and differ, or neither is set and the default is chosen for another rule.
@@ -194,7 +185,11 @@ def learning_rate(args: TrainingArguments, fused: FusedConfig, model: nn.Module)
             f"{rule.rates(model.parameters(), rate)}. Set another learning_rate, or keep this one with "
             f"fused.lr={rate:g}"
         )
-    return rate if fused.lr is None else fused.lr
+    if fused.lr in (None, rate):
+        return args
+    changed = copy.copy(args)
+    changed.learning_rate = fused.lr
+    return changed
 
 
 def _named(args: TrainingArguments, optim: str) -> tuple[str, dict[str, Any]]:

@@ -1,1 +1,1 @@
-"""Computations of a model whose gradients or activations never exist as a whole."""
+"""Layers that avoid materializing full gradients and activations."""

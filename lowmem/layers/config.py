@@ -9,22 +9,21 @@ from lowmem.rules import require
 
 @dataclass(frozen=True)
 class LayersConfig:
-    """Options that keep gradients and activations of a model from existing as a whole.
+    """Options that avoid materializing full gradients and activations.
 
     Attributes:
-        computed_gradients: the gradients of the output head and of the embedding never exist as a whole: the optimizer
-            computes them, block by block, as often as its rule reads them. That holds on one device, for rules of
-            lowmem, and for micro-batches of up to a quarter as many tokens as the vocabulary has; for longer ones a
-            tensor takes hardly more memory than what it is computed from, and is computed once. Under ZeRO-3 they are
-            computed and reduced block by block, so that a rank has those of its shard. Under FSDP2, where ranks are
-            replicated, and for optimizers of other packages they are tensors. False uses TRL's losses and PyTorch's
-            embedding.
-        head_memory: what computing the loss and these gradients may need in addition, such as "1GiB"; more is faster.
-            None is 128 MiB on a CPU and 512 MiB on a GPU.
-        mlp_tile: MLPs compute so many tokens at a time, and once more in backward; None computes all at once.
+        computed_gradients: the optimizer computes the gradients of the output head and the embedding, block by block,
+            as often as its rule reads them. This holds on one device, for rules of lowmem, and for micro-batches of up
+            to a quarter as many tokens as the vocabulary has; for longer ones the gradient hardly takes more memory
+            than the tensors from which it is computed, and is computed once. Under ZeRO-3, gradients are computed and
+            reduced block by block, so that a rank has those of its shard. Under FSDP2, on replicated ranks, and for
+            third-party optimizers, gradients are tensors. False uses TRL's losses and PyTorch's embedding.
+        head_memory: additional memory for computing the loss and these gradients, such as "1GiB". More is faster. None
+            is 128 MiB on a CPU and 512 MiB on a GPU.
+        mlp_tile: tokens that an MLP computes at a time. Backward computes them once more. None computes all at once.
 
     Raises:
-        ConfigError: a value out of range.
+        ConfigError: a value is out of range.
     """
 
     computed_gradients: bool = True
@@ -43,7 +42,7 @@ class LayersConfig:
 
 
 def parse_bytes(text: str, option: str) -> int:
-    """Bytes of an amount of memory such as 24GiB, 80 GB or 512MiB; raises `ConfigError` for any other text."""
+    """Parses an amount of memory such as 24GiB, 80 GB or 512MiB; raises `ConfigError` for any other text."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT])(i?)B", text.strip()) if isinstance(text, str) else None
     if match is None or not float(match[1]):
         raise ConfigError(f"{option}={text!r} is not an amount of memory; write it like 24GiB, 80GB or 512MiB")

@@ -1,22 +1,23 @@
-"""Embeddings whose gradient never exists as a whole: indices and the gradient of the output are kept instead."""
+"""Embeddings whose full gradient is never materialized: indices and the gradient of the output are stored instead."""
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lowmem.layers.head import default_memory
+from lowmem.layers.head_tiles import default_memory
 from lowmem.step import hooks
+from lowmem.tiles.gradients import Contribution
 
 
 class ComputedEmbedding(nn.Embedding):
-    """`nn.Embedding` whose weight has a gradient that is computed as the optimizer reads it.
+    """An `nn.Embedding` whose optimizer computes the gradient of the weight as it reads it.
 
-    Modules get this class, or one of it and their own, by `compute_gradient`.
+    `compute_gradient` gives this class, or a subclass of it and of the module's class, to existing modules.
     """
 
     memory: int | None
@@ -29,12 +30,14 @@ class ComputedEmbedding(nn.Embedding):
 
 
 def compute_gradient(module: nn.Module, memory: int | None = None) -> bool:
-    """Makes an embedding one whose gradient is computed as it is read, in blocks that need `memory` bytes; None is as
-    many as `linear_cross_entropy` takes by default.
+    """Changes an embedding in place so that the optimizer computes its gradient as it reads it, in blocks of rows.
+
+    Args:
+        memory: bytes of temporaries. None is the default of `linear_cross_entropy`.
 
     Returns:
-        Whether it could: a module that is no `nn.Embedding`, or one with `max_norm`, `scale_grad_by_freq` or `sparse`,
-        stays as it is.
+        Whether the module was changed. A module that is not an `nn.Embedding`, or one with `max_norm`,
+        `scale_grad_by_freq` or `sparse`, stays as it is.
     """
     if not isinstance(module, nn.Embedding) or module.max_norm is not None:
         return False
@@ -48,13 +51,14 @@ def compute_gradient(module: nn.Module, memory: int | None = None) -> bool:
 
 @functools.cache
 def _computed(cls: type[nn.Embedding]) -> type[ComputedEmbedding]:
-    """A class of embeddings with `ComputedEmbedding` behind it: its forward may scale what super().forward() returns.
-    Pickle cannot find it by its name, which is that of `cls`, so its instances are made from `cls` again.
+    """Returns a subclass of `cls`, whose forward may scale the result of super().forward(), and `ComputedEmbedding`.
+
+    It has the name of `cls`, by which pickle would not find it, so its instances are pickled as instances of `cls`.
     """
     if cls is nn.Embedding:
         return ComputedEmbedding
-    own = {"__module__": cls.__module__, "__reduce__": lambda self: (_new, (cls,), self.__dict__)}
-    return type(cls.__name__, (cls, ComputedEmbedding), own)
+    attributes = {"__module__": cls.__module__, "__reduce__": lambda self: (_new, (cls,), self.__dict__)}
+    return type(cls.__name__, (cls, ComputedEmbedding), attributes)
 
 
 def _new(cls: type[nn.Embedding]) -> nn.Module:
@@ -66,7 +70,7 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, indices: Tensor, weight: Tensor, padding: int | None, memory: int | None) -> Tensor:
         ctx.save_for_backward(indices)
-        ctx.weight = weight  # its values are not needed, so they may change until backward, as those of nn.Embedding
+        ctx.weight = weight  # not saved: its values are not needed, and may change until backward, as in nn.Embedding
         ctx.rows, ctx.padding, ctx.memory = len(weight), padding, memory
         return F.embedding(indices, weight, padding)
 
@@ -83,24 +87,18 @@ class _Embedding(torch.autograd.Function):
 
 
 @dataclass(frozen=True, eq=False)
-class EmbeddingGradient:
-    """The gradient of the weight of an embedding, row by row.
+class EmbeddingGradient(Contribution):
+    """The gradient of the weight of an embedding, in one backward.
 
     Attributes:
-        indices: int64 [tokens], below 0 where nothing is learned.  grad: of the output, [tokens, size].
-        memory: bytes of a block and of the float32 copy of some of `grad`.
+        indices: int64 [tokens]; negative for tokens without a gradient.
+        grad: of the output, [tokens, size].
+        memory: bytes of a block and of the float32 copy of a part of `grad`.
     """
 
     indices: Tensor
     grad: Tensor
     memory: int
-
-    @property
-    def kept(self) -> Sequence[Tensor]:
-        return self.indices, self.grad
-
-    def copy(self) -> "EmbeddingGradient":
-        return replace(self, indices=self.indices.clone(), grad=self.grad.detach().clone())
 
     @property
     def block_rows(self) -> int:
@@ -111,18 +109,22 @@ class EmbeddingGradient:
             sums = torch.ops.aten.embedding_dense_backward(grad.float(), groups, len(groups), -1, False)
             here = (at >= start) & (at < start + len(rows))
             sums.masked_fill_(~here[:, None], 0.0)
-            rows.index_add_(0, (at - start).remainder_(len(rows)), sums)  # others add zero, and anywhere will do
+            rows.index_add_(0, (at - start).remainder_(len(rows)), sums)  # other indices add zeros to any row
 
     @functools.cached_property
     def _grouped(self) -> Sequence[tuple[Tensor, Tensor]]:
-        """Of each block of tokens the distinct indices, followed by -1 to the number of tokens, and which of them each
-        token has. It costs as much as there are tokens, however many rows the weight has, and the host does not wait.
+        """The result of `_distinct` for each block of tokens. Memory and time depend on tokens only, not on the number
+        of rows of the weight, and there is no device sync.
         """
         return [_distinct(indices) for indices in self.indices.split(self.block_rows)]
 
 
 def _distinct(indices: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the distinct indices, padded with -1 to [tokens], and for each token the number of its index among them.
+
+    [5, 3, 5] → [3, 5, -1], [1, 0, 1]
+    """
     ordered, order = indices.sort(stable=True)
-    numbers = (ordered[1:] != ordered[:-1]).cumsum(0)  # of the distinct index at each place but the first
+    numbers = (ordered[1:] != ordered[:-1]).cumsum(0)  # of the index at each place of `ordered` except the first
     groups = torch.zeros_like(indices).scatter_(0, order[1:], numbers)
     return torch.full_like(indices, -1).scatter_(0, groups, indices), groups

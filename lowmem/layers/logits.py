@@ -1,8 +1,8 @@
-"""Logits that are computed where they are read, for losses and metrics that others compute from a matrix of logits.
+"""Lazy logits, for losses and metrics of trainers that read a matrix of logits.
 
-A `LazyHead` in place of a model's output embedding returns `Logits`: a tensor with hidden states and the weight instead
-of elements. Scales, caps, casts and selections of rows are remembered, losses are those of `lowmem.layers.head`, and
-what is reduced over the vocabulary is computed for some rows at a time. Every other operation gets the matrix.
+A `LazyHead` in place of a model's output embedding returns `Logits`: a tensor with hidden states and a weight instead
+of elements. Scales, caps, casts and selections of rows are recorded. Losses are computed by `lowmem.layers.head`, and
+reductions over the vocabulary for some rows at a time. Every other operation computes the matrix.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,17 +15,20 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from lowmem.layers.head import Gather, Head, default_memory, token_losses
+from lowmem.layers.head import Gather, token_losses
+from lowmem.layers.head_tiles import Head, autocast_dtype, default_memory
 
 
 @dataclass(eq=False, repr=False)
 class Source:
-    """The tensors from which logits are computed, and a method for each function of torch that needs no matrix of them.
+    """The tensors from which logits are computed, with a method for each function of torch that works without a matrix.
 
     Attributes:
-        hidden: [..., size].  weight: [vocabulary, size], where `gather_weight` has completed it.  bias: [vocabulary].
-        dtype: of the logits.  normalized: they are log-probabilities.
-        log_sum: [..., 1], the log-sum-exp, once it is known.
+        hidden: [..., size].
+        weight, bias: [vocabulary, size] and [vocabulary], complete inside `gather_weight()`.
+        dtype: of the logits.
+        normalized: the logits are log-probabilities.
+        log_sum: log-sum-exp, [..., 1], once it is known.
     """
 
     hidden: Tensor
@@ -43,7 +46,7 @@ class Source:
         return torch.Size((*self.hidden.shape[:-1], self.vocabulary))
 
     def matrix(self, hidden: Tensor) -> Tensor:
-        """The logits of some hidden states as an ordinary tensor."""
+        """Computes the logits of some hidden states, [..., size] → [..., vocabulary], as an ordinary tensor."""
         with self.gather_weight():
             bias = None if self.bias is None else self.bias.to(hidden.dtype)
             z = F.linear(hidden, self.weight.to(hidden.dtype), bias).to(self.dtype)
@@ -54,7 +57,7 @@ class Source:
     def losses(
         self, targets: Tensor, metrics: Sequence[str] = (), label_smoothing: Any = 0.0
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """The loss of each row, its log-sum-exp, and what `METRICS` are asked for."""
+        """Computes the loss of each row, its log-sum-exp, and the given `METRICS`, each of the shape of `targets`."""
         head, shape = replace(self.head, label_smoothing=label_smoothing), self.hidden.shape[:-1]
         matrices, gather = (self.hidden.flatten(0, -2), self.weight, self.bias), self.gather_weight
         with gather():
@@ -62,21 +65,22 @@ class Source:
         return losses.view(shape), sums.view(shape), {name: value.view(shape) for name, value in values.items()}
 
     def over_vocabulary(self, dim: Any) -> bool:
+        """Returns whether a dimension is the last one."""
         return dim in (-1, self.hidden.ndim - 1)
 
     def but(self, **changes: Any) -> "Logits":
-        """Logits that differ in some attributes."""
+        """Returns logits with some attributes changed."""
         return Logits.of(replace(self, **changes))
 
     def rows(self, change: Callable[[Tensor], Any]) -> Any:
-        """Logits of other rows, or parts of them: `change` leaves the last dimension of a tensor as it is."""
+        """Returns the logits of other rows, or a tuple of such: `change` keeps the last dimension of a tensor."""
         hidden, log_sum = change(self.hidden), None if self.log_sum is None else change(self.log_sum)
         if isinstance(hidden, Tensor):
             return self.but(hidden=hidden, log_sum=log_sum)
         log_sums = [None] * len(hidden) if log_sum is None else log_sum
         return tuple(self.but(hidden=h, log_sum=s) for h, s in zip(hidden, log_sums, strict=True))
 
-    # -- functions of torch; NotImplemented: they get the matrix -------------------------------------------------------
+    # -- functions of torch; NotImplemented: computed from the matrix --------------------------------------------------
 
     def _cast(self, func: Any, *args: Any, **options: Any) -> Any:
         before = torch.zeros((), dtype=self.dtype, device=self.hidden.device)
@@ -89,7 +93,7 @@ class Source:
     def _scale(self, func: Any, factor: Any, **options: Any) -> Any:
         if options or not isinstance(factor, int | float) or factor <= 0 or self.normalized:
             return NotImplemented
-        if func.__name__ == "div_" and factor != 1:  # it would change the rows of others, too
+        if func.__name__ == "div_" and factor != 1:  # it would also have to change logits that share these rows
             return NotImplemented
         head, factor = self.head, 1 / factor if "div" in func.__name__ else factor
         if head.softcap is None:
@@ -139,7 +143,7 @@ class Source:
         if not self.over_vocabulary(dim) or index.shape != (*self.hidden.shape[:-1], 1):
             return NotImplemented
         losses, log_sums, _ = self.losses(index)
-        self.log_sum = log_sums[..., None]  # mostly what is asked for next
+        self.log_sum = log_sums[..., None]  # usually read next
         return (-losses if self.normalized else log_sums - losses)[..., None].to(self.dtype)
 
     def logsumexp(self, func: Any, dim: Any, keepdim: bool = False) -> Any:
@@ -178,7 +182,7 @@ class Source:
 
 
 class Logits(Tensor):
-    """Logits as a tensor. Autograd knows it as the product that it is, and every operation may ask for the matrix."""
+    """Logits as a tensor. To autograd it is the product of its tensors, and any operation may compute its matrix."""
 
     source: Source
     _node: Any
@@ -192,8 +196,8 @@ class Logits(Tensor):
 
     @property
     def pending(self) -> bool:
-        """Returns whether `source` still says what it is: what was changed in place, or what an autograd function has
-        returned, has another node of the graph.
+        """Returns whether `source` still describes the tensor. A tensor that was changed in place, or returned by an
+        autograd function, has another node in the graph.
         """
         return self._matrix is None and self._node is self.grad_fn
 
@@ -213,7 +217,7 @@ class Logits(Tensor):
         return func(*args, **kwargs)
 
     def matrix(self) -> Tensor:
-        """The elements, which stay from now on, as they may be changed in place."""
+        """Returns the elements, which are stored from now on because they may be changed in place."""
         if self._matrix is None:
             with torch.no_grad():
                 self._matrix = self.source.matrix(self.source.hidden)
@@ -239,10 +243,11 @@ class _Product(torch.autograd.Function):
 
 
 class LazyHead(nn.Module):
-    """Stands in for a linear layer, the output embedding of a model, and is like it in everything else.
+    """Stands in for a linear layer, the output embedding of a model, and has all its attributes.
 
     Args:
-        memory: as that of `Head`.  gather: makes a context in which weight and bias are complete.
+        memory: see `Head`.
+        gather: returns a context in which the given weight and bias are complete.
     """
 
     def __init__(self, linear: Any, memory: int | None, gather: Callable[..., Any]) -> None:
@@ -255,8 +260,6 @@ class LazyHead(nn.Module):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, hidden: Tensor) -> Tensor:
         weight, bias = self.linear.weight, self.linear.bias
-        hidden, device = hidden.to(weight.device), weight.device.type
-        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-            hidden = hidden.to(torch.get_autocast_dtype(device))
+        hidden = hidden.to(weight.device, autocast_dtype(weight.device) or hidden.dtype)
         size, gather = self.linear.out_features, lambda: self._gather(weight, bias)
         return Logits.of(Source(hidden, weight, bias, size, hidden.dtype, self._head, gather))

@@ -1,6 +1,8 @@
-"""Tiled MLP: an MLP computes a number of tokens at a time, so that its activations never exist for the whole sequence.
+"""Tiled MLPs: an MLP computes some tokens at a time, so the activations of the full sequence are never materialized.
 
-Forward keeps the input alone. Backward computes each tile again and returns one gradient per weight, summed over tiles.
+[tokens, hidden]      tile → MLP → tile      forward saves only the input
+                      tile → MLP → tile      backward computes each tile again, and sums the gradients of weights
+                      ...                    in float32
 """
 
 import functools
@@ -18,23 +20,26 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 from lowmem.errors import StepError, UnsupportedError
 from lowmem.rules import require
 
-# Of the host, and of the devices with their numbers.
+# Random state of the host; indices of devices and the random state of each.
 _RandomState = tuple[Tensor, tuple[list[int], list[Tensor]]]
 
 
 def tile_mlps(model: nn.Module, tokens: int, names: Collection[str] = ("mlp", "feed_forward")) -> list[str]:
-    """Makes the MLPs of a model compute `tokens` tokens at a time; returns the names of the modules.
+    """Makes the MLPs of a model compute `tokens` tokens at a time.
 
     An MLP is a module with one of these names that is called with one tensor of shape `[..., tokens, hidden]`, returns
-    one of the same shape, and computes each token by itself. Its first forward checks that. Results and gradients are
-    those of the whole sequence, up to the order of sums. Autograd rounds the gradients of 16-bit weights once per tile;
-    they are summed in float32. Dropout draws its random numbers tile by tile. While backward computes an MLP, the
-    gradients of all of its weights exist at once, in float32 or wider. A second call sets another number of tokens.
+    one of the same shape, and computes each token independently. Its first forward checks this. Results and gradients
+    equal those of the full sequence, up to the order of sums. Autograd rounds the gradients of 16-bit weights once per
+    tile, and they are summed in float32. Dropout draws its random numbers per tile. While backward computes an MLP, the
+    gradients of all its weights exist at once, in float32 or wider. A second call changes the number of tokens.
 
     Args:
-        model: changed in place. Under DeepSpeed ZeRO-3, before `deepspeed.initialize`.
-        tokens: of one tile, counted over the whole batch.
-        names: the last part of the names of modules. Stacks of experts are not tiled.
+        model: changed in place. Under DeepSpeed ZeRO-3, call this before `deepspeed.initialize`.
+        tokens: tokens per tile, counted over the whole batch.
+        names: last components of module names. Modules with stacks of experts are not tiled.
+
+    Returns:
+        The names of the tiled modules.
 
     Raises:
         ConfigError: `tokens` is less than 1.
@@ -79,7 +84,7 @@ def tile_mlps(model: nn.Module, tokens: int, names: Collection[str] = ("mlp", "f
 
 
 def _forward(self: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
-    """The forward of a tiled module; its one argument may be passed by name."""
+    """The forward of a tiled module, whose only argument may be passed by name."""
     (hidden,) = (*args, *kwargs.values())
     if hidden.shape[:-1].numel() <= self._tile_tokens:
         return self._untiled_forward(hidden)  # type: ignore[no-any-return]
@@ -95,8 +100,8 @@ def _forward(self: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
 
 
 class _Keep(torch.autograd.Function):
-    """Saves the input before any tile is computed. Activation checkpointing ends its recomputation where the last
-    tensor is saved, so that it does not compute the tiles once more.
+    """Saves the input before any tile is computed. Activation checkpointing stops its recomputation where the last
+    tensor was saved, so it does not compute the tiles once more.
     """
 
     @staticmethod
@@ -139,17 +144,17 @@ class _Tiled(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         (hidden,) = (ctx.kept or ctx).saved_tensors
         params = dict(ctx.module.named_parameters())
-        if [params[name]._version for name in ctx.names] != ctx.versions:  # autograd does not see what is recomputed
+        if [params[name]._version for name in ctx.names] != ctx.versions:  # autograd does not see recomputed tiles
             raise StepError(
                 f"a weight of a tiled MLP ({type(ctx.module).__name__}) has changed since the forward of this "
                 "backward. Run the backward of each loss before another backward updates the weights"
             )
         leaves = {f"mlp.{name}": params[name].detach().requires_grad_() for name in ctx.names}
         sums: dict[str, Tensor] = {}
-        # the hook of a leaf must not refer to the leaf: no garbage collector finds that cycle, which holds the weight
+        # a hook must not refer to its leaf: garbage collection does not find that cycle, which would hold the weight
         for name, leaf in leaves.items():
             leaf.register_post_accumulate_grad_hook(functools.partial(_add, sums, name))
-        body = nn.Module()  # without the hooks of the MLP, which belong to its whole input and output
+        body = nn.Module()  # without the hooks of the MLP, which expect its full input and output
         body.mlp, body.forward = ctx.module, ctx.module._untiled_forward
         needed = ctx.needs_input_grad[2]
         grad_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if needed else None
@@ -163,13 +168,13 @@ class _Tiled(torch.autograd.Function):
                 del part
                 if grad_hidden is not None and tile.grad is not None:
                     _flat(grad_hidden)[..., rows, :] = tile.grad
-        # None for a weight that was not used; a sum is freed when it is rounded
+        # None for a weight that was not used. Each sum is freed when it is rounded
         rounded = (sums.pop(name).to(leaf.dtype) if name in sums else None for name, leaf in leaves.items())
         return None, None, grad_hidden, *rounded
 
 
 def _check_tokens(module: Any, hidden: Tensor, random: _RandomState) -> None:
-    """Raises `UnsupportedError` if the result of a token depends on the next one."""
+    """Raises `UnsupportedError` if the result of a token depends on the next token."""
     both = _flat(hidden)[..., :2, :]
     alone = both.clone()
     alone[..., 1:, :] = 0
@@ -177,7 +182,7 @@ def _check_tokens(module: Any, hidden: Tensor, random: _RandomState) -> None:
     for tile in (both, alone):
         with _random_state(random, hidden.device.type):
             results.append(module._untiled_forward(tile)[..., :1, :].float())
-    if (results[0] - results[1]).norm() > 0.01 * results[0].norm():  # not so if there are NaNs
+    if (results[0] - results[1]).norm() > 0.01 * results[0].norm():  # False if there are NaNs
         raise UnsupportedError(_FAULT.format(type(module).__name__, "mixes tokens"))
     module._tile_checked = True
 
@@ -186,7 +191,7 @@ _FAULT = "{} has the name of an MLP, but {}. Omit mlp_tile"
 
 
 def _add(sums: dict[str, Tensor], name: str, leaf: Tensor) -> None:
-    """Adds the gradient of a leaf, as soon as it exists, to its sum in float32 at least, and frees it."""
+    """A hook that adds the gradient of a leaf to its sum, in float32 or wider, and frees it."""
     assert leaf.grad is not None
     if name in sums:
         sums[name].add_(leaf.grad)
@@ -196,11 +201,12 @@ def _add(sums: dict[str, Tensor], name: str, leaf: Tensor) -> None:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """`[..., tokens, hidden]` as `[..., all tokens, hidden]`, with as many dimensions."""
+    """Views [batch, tokens, hidden] as [1, batch · tokens, hidden], with the same number of dimensions."""
     return tensor.reshape(*[1] * (tensor.dim() - 2), -1, tensor.shape[-1])
 
 
 def _tiles(hidden: Tensor, tokens: int) -> Iterator[tuple[slice, Tensor]]:
+    """Yields each tile with its place among all tokens."""
     flat = _flat(hidden)
     for start in range(0, flat.shape[-2], tokens):
         rows = slice(start, start + tokens)
@@ -208,17 +214,17 @@ def _tiles(hidden: Tensor, tokens: int) -> Iterator[tuple[slice, Tensor]]:
 
 
 def _present_autocast(device_type: str) -> Callable[[], AbstractContextManager[Any]]:
-    """Makes contexts with the autocast of this moment."""
+    """Returns a function that makes contexts with the present state of autocast."""
     if not torch.amp.is_autocast_available(device_type):
         return nullcontext
     dtype, enabled = torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type)
-    # backward may run inside of autocast, which would keep the cast weights of every MLP until it ends
+    # backward may run inside autocast, whose cache would hold the cast weights of every MLP until it ends
     return functools.partial(torch.autocast, device_type, dtype, enabled, cache_enabled=False)
 
 
 @contextmanager
 def _random_state(state: _RandomState, device_type: str) -> Iterator[None]:
-    """Draws the random numbers inside from a state that was saved, and goes on with the present one afterwards."""
+    """A context that draws random numbers from a saved state, and restores the present state afterwards."""
     host, (devices, states) = state
     with torch.random.fork_rng(devices, device_type=device_type):
         torch.set_rng_state(host)

@@ -1,4 +1,4 @@
-"""Models whose matrices are held in 8, 10 or 12 bits per element."""
+"""Quantizes the matrices of a model to 8, 10 or 12 bits per element, and back."""
 
 import functools
 import logging
@@ -17,28 +17,27 @@ from lowmem.tiles.storage import LARGEST_GROUP, STORED_DTYPES, WEIGHT_FORMATS, I
 logger = logging.getLogger(__name__)
 
 
-@torch.inference_mode(False)  # or nothing could train them
+@torch.inference_mode(False)  # parameters made in inference mode cannot be trained
 def quantize_(model: nn.Module, weight_format: str, *, group: int = 64, skip: Sequence[str] = ()) -> nn.Module:
-    """Holds the weights of linear layers, embeddings and stacks of experts in fewer bits from now on, one after the
-    other, in place.
+    """Quantizes the weights of linear layers, embeddings and stacks of experts in place, one after the other.
 
-    Each such weight becomes a parameter that autograd sees as what it was, and that a `FusedOptimizer` updates where it
-    is held. Make the optimizer afterwards. Weights of fewer than 4,096 elements and all other parameters stay as they
-    are; weights that are tied stay tied.
+    Autograd still sees each of them as a parameter of its former dtype and shape. A `FusedOptimizer`, which is created
+    afterwards, updates the quantized values. Weights of fewer than 4,096 elements and all other parameters stay as they
+    are. Tied weights stay tied.
 
     Args:
         model: its weights are float32, bfloat16 or float16.
-        weight_format: "int8", "int10" or "int12": integers of so many bits, with a bfloat16 unit for each group.
-        group: elements of a row that share a unit: a power of two, at most 1,024.
-        skip: names of modules that stay as they are, with all inside; `*` stands for any characters.
+        weight_format: "int8", "int10" or "int12": integers of 8, 10 or 12 bits, with one bfloat16 scale per group.
+        group: consecutive elements of a row that share a scale: a power of two from 8 to 1,024.
+        skip: names of modules that stay as they are, with the modules inside; `*` matches any characters.
 
     Returns:
         The model.
 
     Raises:
-        ConfigError: an unknown format, a group that does not divide the rows of a weight, or a name in `skip` that no
-            module has.
-        UnsupportedError: the model is sharded; `fully_shard` comes after. Or a weight has Inf or NaN.
+        ConfigError: `weight_format` is unknown, `group` does not divide the rows of a weight, or `skip` has a name that
+            is not the name of a module.
+        UnsupportedError: the model is sharded (call `fully_shard` afterwards), or a weight has Inf or NaN.
     """
     require_known("weight_format", weight_format, [*WEIGHT_FORMATS])
     if group < 8 or group > LARGEST_GROUP or LARGEST_GROUP % group:
@@ -50,7 +49,7 @@ def quantize_(model: nn.Module, weight_format: str, *, group: int = 64, skip: Se
         if not matching:
             raise ConfigError(f"skip: no module is named {pattern!r}.{did_you_mean(pattern, modules)}")
         skipped += matching
-    chosen = [names for weight, names in _shared(model, _can_be_held) if _is_chosen(weight, names, group, skipped)]
+    chosen = [names for weight, names in _shared(model, _is_matrix) if _is_chosen(weight, names, group, skipped)]
     if chosen and weight_format == "int8":
         logger.warning(
             "int8 weights learn about four fifths as much as float32 weights in a long run near the optimum, int12 "
@@ -62,7 +61,7 @@ def quantize_(model: nn.Module, weight_format: str, *, group: int = 64, skip: Se
 
 
 def _is_chosen(weight: Tensor, names: list[str], group: int, skipped: list[str]) -> bool:
-    """Returns whether `quantize_` holds a weight in codes, or raises what it raises."""
+    """Returns whether to quantize a weight. Raises the errors of `quantize_`."""
     shard = find("auto", [weight]).shard
     if any(name.startswith(tuple(skipped)) for name in names) or shard.quantized(weight) is not None:
         return False
@@ -85,8 +84,9 @@ def _is_chosen(weight: Tensor, names: list[str], group: int, skipped: list[str])
 
 @torch.inference_mode(False)
 def dequantize_(model: nn.Module) -> nn.Module:
-    """Holds all weights as ordinary matrices again, rounded to the dtype that they show, one after the other, in place:
-    what `save_pretrained`, merging and `model.to(dtype)` need. An optimizer of the model has no use after that.
+    """Makes all quantized weights ordinary matrices of their dtype again, in place, one after the other.
+
+    `save_pretrained`, merging and `model.to(dtype)` need this. An optimizer of the model cannot be used afterwards.
 
     Returns:
         The model.
@@ -94,29 +94,29 @@ def dequantize_(model: nn.Module) -> nn.Module:
     Raises:
         UnsupportedError: the model is sharded.
     """
-    held = [names for _, names in _shared(model, lambda module, param: isinstance(param, QuantizedWeight))]
-    if in_codes(model) and not held:
+    quantized = [names for _, names in _shared(model, lambda module, param: isinstance(param, QuantizedWeight))]
+    if in_codes(model) and not quantized:
         raise UnsupportedError(
             "the model is sharded. Use lowmem.placements.full_tensor(weight) for the full tensor of each weight"
         )
-    for names in held:
+    for names in quantized:
         _replace(model, names, plain)
     return model
 
 
-def _shared(model: nn.Module, wanted: Callable[[nn.Module, Tensor], bool]) -> list[tuple[Tensor, list[str]]]:
-    """The parameters that are wanted in one of their modules, each with all its names."""
-    shared: dict[Tensor, list[str]] = {}
+def _shared(model: nn.Module, matches: Callable[[nn.Module, Tensor], bool]) -> list[tuple[Tensor, list[str]]]:
+    """Returns the parameters that match in one of their modules, each with all its names."""
+    names: dict[Tensor, list[str]] = {}
+    matching: set[Tensor] = set()
     for name, param in model.named_parameters(remove_duplicate=False):
-        shared.setdefault(param, []).append(name)
-    owners = {
-        param: [model.get_submodule(name.rpartition(".")[0]) for name in names] for param, names in shared.items()
-    }
-    return [pair for pair in shared.items() if any(wanted(module, pair[0]) for module in owners[pair[0]])]
+        names.setdefault(param, []).append(name)
+        if matches(model.get_submodule(name.rpartition(".")[0]), param):
+            matching.add(param)
+    return [(param, names[param]) for param in names if param in matching]
 
 
 def _replace(model: nn.Module, names: list[str], change: Callable[[Tensor], Tensor]) -> None:
-    """Puts another parameter in all places of one, which is freed."""
+    """Replaces a parameter in all its places, so that it is freed."""
     param = model.get_parameter(names[0])
     new = nn.Parameter(change(param.detach()), param.requires_grad)
     for name in names:
@@ -124,9 +124,9 @@ def _replace(model: nn.Module, names: list[str], change: Callable[[Tensor], Tens
         setattr(model.get_submodule(module), attribute, new)
 
 
-def _can_be_held(module: nn.Module, param: Tensor) -> bool:
-    """Returns whether a parameter is the weight of a linear layer or an embedding, or of a stack of experts."""
+def _is_matrix(module: nn.Module, param: Tensor) -> bool:
+    """Returns whether a parameter is the weight of a linear layer or an embedding, or a stack of experts."""
     if param.ndim == 3:
-        return len(param) == getattr(module, "num_experts", None)  # as modules of transformers call it
+        return len(param) == getattr(module, "num_experts", None)  # the name in modules of transformers
     linear = isinstance(module, nn.Linear | nn.Embedding) or hasattr(module, "nf")  # Conv1D of transformers
     return linear and param is module.weight

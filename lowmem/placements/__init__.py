@@ -1,4 +1,4 @@
-"""Where a parameter lives and how its gradient gets there. `find` tells a model's placement from its parameters."""
+"""Where parameters are, and how their gradients get there. `find` determines the placement of a model."""
 
 import math
 from collections.abc import Iterable
@@ -18,14 +18,17 @@ Choice = Literal["auto", "local", "replicated", "zero3", "fsdp2"]
 
 
 def find(placement: Choice, params: Iterable[Any]) -> Placement:
-    """The placement that was asked for, or with `auto` the one of the parameters, or (name, parameter) pairs.
+    """Returns the requested placement, or with `auto` the present placement of the parameters.
 
-    Parameters that are not sharded are replicated where there is a process group of several ranks; with `auto` only if
-    all ranks hold the same ones already.
+    In a process group of several ranks, parameters that are not sharded are replicated; with `auto`, adopting them
+    raises an error unless all ranks have equal parameters.
+
+    Args:
+        params: parameters, or pairs of name and parameter.
 
     Raises:
-        ConfigError: the parameters are in another placement.
-        UnsupportedError: some parameters are sharded and others are not.
+        ConfigError: the parameters are in a different placement.
+        UnsupportedError: some parameters are sharded and others are not, or in a different way.
     """
     kinds = {_kind(item[1] if isinstance(item, tuple) else item) for item in params}
     if len(kinds) > 1:
@@ -47,29 +50,29 @@ def find(placement: Choice, params: Iterable[Any]) -> Placement:
 
 
 def shape_of(tensor: Tensor) -> tuple[int, ...]:
-    """The logical shape of a parameter or buffer, sharded or not."""
+    """Returns the full shape of a parameter or buffer, sharded or not."""
     return _shard_of(tensor).span(tensor).shape
 
 
 def nbytes(tensor: Tensor) -> int:
-    """Bytes of all of a parameter or buffer, sharded or not."""
+    """Returns the bytes of a full parameter or buffer, sharded or not."""
     quantized = _shard_of(tensor).quantized(tensor)
     each = tensor.element_size() if quantized is None else quantized.format.bytes_per_element
     return round(math.prod(shape_of(tensor)) * each)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """All of a parameter or buffer. Every rank that holds a shard of it calls it."""
+    """Returns a full parameter or buffer. Every rank that has a shard of it calls it."""
     return _shard_of(tensor).full_tensor(tensor)
 
 
 def fill(tensor: Tensor, full: Tensor) -> None:
-    """Copies the values of a full tensor into a parameter or buffer; each rank takes its shard."""
+    """Copies a full tensor into a parameter or buffer. Each rank takes its shard."""
     _shard_of(tensor).fill(tensor, full)
 
 
 def release(tensor: Tensor) -> None:
-    """Frees what is gathered of a parameter or buffer."""
+    """Frees the gathered copy of a parameter or buffer, if there is one."""
     _shard_of(tensor).release(tensor)
 
 
@@ -89,5 +92,5 @@ def _sharded(kind: str) -> Placement:
 
 
 def _kind(param: Any) -> str | None:
-    """The name of the placement that shards a parameter; None if none does."""
+    """Returns the name of the placement that shards a parameter, or None."""
     return "zero3" if hasattr(param, "ds_id") else "fsdp2" if hasattr(param, "device_mesh") else None

@@ -1,4 +1,4 @@
-"""Ranks that train one model are compared: their parameters, and the settings of their optimizers."""
+"""Compares the parameters and the optimizer settings of ranks that train one model."""
 
 import hashlib
 import re
@@ -13,16 +13,16 @@ from lowmem.errors import ConfigError, UnsupportedError
 from lowmem.placements.placed import Placed
 from lowmem.tiles.quantized import tensors_of
 
-# Elements that are summed at once, as 64-bit integers.
+# Elements that a checksum converts to 64-bit integers at a time.
 _CHUNK = 1 << 20
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def refuse_different(records: Collection[Placed]) -> None:
-    """Raises `UnsupportedError` on every rank unless all of them hold parameters of equal names, shapes and values.
+    """Raises `UnsupportedError` on every rank unless all ranks have equal parameters, by name, shape, dtype and value.
 
-    Every rank of the default process group calls it. It sends a few bytes.
+    Every rank of the default process group calls it. Ranks exchange hashes.
     """
     kinds = [(record.name, tuple(record.param.shape), str(record.param.dtype)) for record in records]
     sums = [_checksum(each).cpu() for record in records for each in tensors_of(record.param.detach())]
@@ -42,7 +42,7 @@ def refuse_different(records: Collection[Placed]) -> None:
 
 
 def refuse_other_settings(settings: Mapping[str, Any], group: dist.ProcessGroup | None = None) -> None:
-    """Raises `ConfigError` on every rank unless all ranks of a group, which all call it, have equal settings."""
+    """Raises `ConfigError` on every rank of a group unless all have equal settings. Every rank calls it."""
     # the address of an object differs
     shown = {name: re.sub(" at 0x[0-9a-f]+", "", repr(value)) for name, value in settings.items()}
     if found := differences(shown, group):
@@ -54,8 +54,10 @@ def refuse_other_settings(settings: Mapping[str, Any], group: dist.ProcessGroup 
 
 
 def differences(own: Mapping[str, Any], group: dist.ProcessGroup | None = None) -> list[tuple[str, int, Any, Any]]:
-    """The differences between the first rank of a group and another: name, the other rank, values of both. Of the first
-    rank that differs; every rank calls it.
+    """Compares the values of the first rank of a group with those of the others. Every rank calls it.
+
+    Returns:
+        For the first rank that differs: (name, rank, value on the first rank, value on that rank) of each difference.
     """
     everyones: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyones, dict(own), group=group)
@@ -72,7 +74,7 @@ def _digest(values: object) -> str:
 
 
 def _checksum(param: Tensor) -> Tensor:
-    """A sum of a parameter's bits, each element times an odd number of its own: an int64 scalar, modulo 2**64."""
+    """Returns a checksum of a parameter, int64 scalar: the bits of each element times an odd number, modulo 2**64."""
     bits = param.reshape(-1).view(_BITS[param.element_size()])
     odd = 2 * torch.arange(min(_CHUNK, bits.numel()), device=bits.device) + 1
     total = torch.zeros((), dtype=torch.int64, device=bits.device)

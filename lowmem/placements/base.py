@@ -1,4 +1,7 @@
-"""Placements: a shard of each parameter on this rank, and a reducer that brings the gradient there."""
+"""Placements: where the shard of each parameter is on this rank, and how gradients are reduced to it.
+
+The classes here are the placement on one device, and the base classes of the others.
+"""
 
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -14,76 +17,78 @@ from lowmem.placements.ranks import Ranks, in_group
 from lowmem.placements.wrappers import refuse_wrapped
 from lowmem.tiles.gradients import Gradient
 from lowmem.tiles.layout import Layout, Span, View
-from lowmem.tiles.quantized import QuantizedWeight, plain
+from lowmem.tiles.quantized import QuantizedWeight, plain, tensors_of
 
 Reduced = Iterator[tuple[Placed, Gradient]]
 
-# References to a storage that one tensor, and the expression that asks for their number, have.
+# References to a storage if it has one tensor. The expression that counts them holds the second one.
 _ONE_TENSOR = 2
 
 
 class Shard:
-    """The elements of a parameter that this rank holds, and where: here all of them, on one device.
+    """Reads and writes this rank's shard of a parameter. Here, the shard is the full parameter.
 
     Attributes:
-        sharded: each parameter is cut, and read and written one by one.
+        sharded: ranks have different elements of a parameter.
     """
 
     sharded: ClassVar[bool] = False
 
     def ranks_of(self, param: Tensor) -> Ranks | None:
-        """The ranks that hold a shard of a parameter; None where it is complete."""
+        """Returns the ranks that hold a shard of a parameter; None if this rank has the full parameter."""
         return None
 
     def admit(self, name: str, param: Tensor) -> None:
-        """Raises `UnsupportedError` for a parameter that cannot be updated where it is."""
+        """Raises `UnsupportedError` for a parameter that cannot be updated in its placement."""
 
     def span(self, param: Tensor) -> Span:
-        """The elements of a parameter that this rank holds."""
+        """Returns the range of a parameter's elements that is on this rank."""
         return Span(tuple(param.shape), 0, param.numel(), param.numel())
 
     def form(self, param: Tensor) -> tuple[Any, ...]:
-        """Properties that decide how a parameter is updated, and change with `model.to(...)` or `param.data = ...`."""
+        """Returns properties of a parameter that determine its update, and that `model.to(...)` or `param.data = ...`
+        may change.
+        """
         return param.dtype, param.device, param.shape, param.stride()
 
     def quantized(self, param: Tensor) -> QuantizedWeight | None:
-        """The shard of a parameter that is held in codes; None if it is not."""
+        """Returns the shard of a quantized parameter; None if it is not quantized."""
         return param if isinstance(param, QuantizedWeight) else None
 
     def read(self, param: Tensor) -> Tensor:
-        """The shard on the device that computes: its own memory where that is possible."""
+        """Returns the shard on the device that computes, sharing the parameter's memory if possible."""
         return param.detach()
 
     def write(self, param: Tensor, shard: Tensor) -> None:
-        """Puts what `read` returned, and what has changed since, where it is stored."""
-        if isinstance(param, QuantizedWeight):  # autograd sees no change of its parts
+        """Writes the shard back, which `read` returned and the caller has changed."""
+        if isinstance(param, QuantizedWeight):  # autograd does not see that its parts have changed
             torch.autograd.graph.increment_version(param)
 
     def gather(self, param: Tensor, shard: Tensor, span: Span) -> Tensor:
-        """The full tensor of one that is sharded as a parameter is. Every rank calls it."""
+        """Gathers a tensor that is sharded like a parameter, such as an optimizer state. Every rank calls it."""
         return shard
 
     def cut(self, full: Tensor, span: Span) -> Tensor:
-        """This rank's shard of a full tensor."""
+        """Returns this rank's shard of a full tensor."""
         return full
 
     def full_tensor(self, param: Tensor) -> Tensor:
-        """All of a parameter, as an ordinary tensor. Every rank calls it."""
+        """Returns the full parameter, not quantized. Every rank calls it."""
         return plain(param.detach())
 
     @torch.no_grad()
     def fill(self, param: Tensor, full: Tensor) -> None:
-        """Copies the values of a full tensor into a parameter; each rank takes its shard."""
+        """Copies a full tensor into a parameter. Each rank takes its shard."""
         param.copy_(full)
 
     def release(self, param: Tensor) -> None:
-        """Frees what is gathered of a parameter."""
+        """Frees the gathered copy of a parameter, if there is one."""
 
     def layout(self, record: Placed, view: View) -> Layout:
-        """The rectangles that the shard consists of."""
+        """Returns the rectangles of the shard. Raises `UnsupportedError` if the parameter has no view of that kind."""
         layout, param = Layout.of(record.span.shape, view), record.param
         try:
-            layout.views(param.parts[0] if isinstance(param, QuantizedWeight) else param)
+            layout.views(tensors_of(param)[0])
         except RuntimeError:
             raise UnsupportedError(
                 f"has strides {param.stride()}, which cannot be viewed as {list(layout.shape)} without a copy. Make "
@@ -120,7 +125,7 @@ class Reducer:
     takes_computed: ClassVar[bool] = True
 
     def take(self, param: Tensor) -> Tensor:
-        """Takes the complete gradient off a parameter: the caller has the only reference to its memory."""
+        """Removes the gradient from a parameter. The caller gets the only reference to its memory."""
         grad = param.grad
         assert grad is not None
         param.grad = None
@@ -156,10 +161,10 @@ class Reducer:
 
 
 class Placement:
-    """Where parameters are and how their gradients get there.
+    """Where parameters are, and how their gradients get there.
 
     Attributes:
-        name: as the option calls it.
+        name: the value of the option `placement`.
     """
 
     name: ClassVar[str]
@@ -168,10 +173,10 @@ class Placement:
         self.shard, self.reducer = shard, reducer
 
     def adopt(self, records: Collection[Placed], model: nn.Module | None) -> None:
-        """An optimizer takes these parameters, of `model` where the user passed it.
+        """Called when an optimizer is created for these parameters, with the model if the user passed it.
 
         Raises:
-            UnsupportedError: something else updates them, or the model is needed and was not passed.
+            UnsupportedError: something else would update them, too, or the model is needed and was not passed.
         """
         if in_group():
             refuse_wrapped(records)
@@ -188,18 +193,18 @@ class Placement:
             )
 
     def confirm(self, records: Collection[Placed], settings: Mapping[str, Any]) -> None:
-        """The first backward begins, or the first one with a new group. Every rank calls it.
+        """Called before the first backward, and before the first one with a new param group. Every rank calls it.
 
         Raises:
             ConfigError: ranks that train one model have different settings.
-            UnsupportedError: the parameters were wrapped or sharded after the optimizer was made.
+            UnsupportedError: the parameters were wrapped or sharded after the optimizer was created.
         """
         if in_group():
             refuse_wrapped(records)
 
     def free_copies(self, records: Collection[Placed], *, updated: bool) -> None:
-        """A micro-batch has ended, or with `updated` the updates of a step are done: frees or renews copies of weights.
-        Every rank calls it.
+        """Called after each micro-batch, with `updated` after the updates of a step. Frees copies of weights, or renews
+        those that are outdated. Every rank calls it.
         """
 
     def recover(self) -> None:
@@ -207,7 +212,7 @@ class Placement:
 
 
 class Local(Placement):
-    """Every parameter complete on one device (several devices, if each parameter is complete on one)."""
+    """Full parameters on one device, or on several devices, each parameter on one of them."""
 
     name = "local"
 

@@ -1,4 +1,4 @@
-"""PyTorch FSDP2: `fully_shard` cuts each parameter into blocks of its first dimension and reduces its gradient."""
+"""PyTorch FSDP2: `fully_shard` shards each parameter by blocks of rows (its first dimension) and reduces gradients."""
 
 import contextlib
 from collections.abc import Collection
@@ -21,7 +21,7 @@ from lowmem.tiles.quantized import QuantizedWeight
 
 
 class _Rows(FlatShard):
-    """The rows of a DTensor that are on this rank."""
+    """This rank's rows of a DTensor. Each rank has ceil(rows / world size) of them, the last ones fewer or none."""
 
     def admit(self, name: str, param: Tensor) -> None:
         kinds = [kind for kind in cast(DTensor, param).placements if type(kind) is not Replicate]
@@ -56,7 +56,7 @@ class _Rows(FlatShard):
 
 
 class _Reduced(Reducer):
-    """FSDP2 has averaged and cut a gradient before its hook runs."""
+    """A reducer for gradients that FSDP2 has averaged and cut before their hook runs."""
 
     takes_computed = False
 
@@ -67,13 +67,10 @@ class _Reduced(Reducer):
 
 
 class FSDP2(Sharded):
-    """Parameters of `fully_shard` modules, over one dimension of a mesh; other dimensions may replicate them.
+    """Parameters of `fully_shard` modules, sharded over one dimension of a mesh. Other dimensions may replicate them.
 
-    Modules that are still gathered when a step is over (`set_reshard_after_backward(False)`) hold the weights before
-    it, so they are resharded. That is why the model is needed.
-
-    Raises:
-        UnsupportedError: a parameter is sharded in another dimension than its first, or the model was not passed.
+    Modules that are still gathered at the end of a step (`set_reshard_after_backward(False)`) have the weights from
+    before the step, so they are resharded. This is why the model is required.
     """
 
     name = "fsdp2"

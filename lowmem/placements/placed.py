@@ -1,4 +1,4 @@
-"""A parameter as a placement knows it."""
+"""A parameter as placements see it."""
 
 from dataclasses import dataclass, field
 
@@ -10,9 +10,12 @@ from lowmem.tiles.layout import Span
 
 @dataclass(eq=False)
 class Placed:
-    """A parameter, its name, and which elements of it are on this rank.
+    """A parameter of an optimizer.
 
-    claimed: an optimizer has decided how it is updated, and no other one updates it.
+    Attributes:
+        name, param: the parameter.
+        span: its elements on this rank.
+        claimed: its optimizer has decided how to update it, and is the only one that does.
     """
 
     name: str
@@ -22,13 +25,13 @@ class Placed:
 
     @property
     def trained(self) -> bool:
-        """Returns whether it is updated when it gets a gradient: it is not frozen."""
+        """Returns whether a gradient would update the parameter: it is claimed and not frozen."""
         return self.claimed and self.param.requires_grad
 
     @property
     def reached(self) -> bool:
-        """Returns whether the running backward updates it. Parameters that reentrant checkpointing or `fully_shard`
-        hides from the graph are not reached.
+        """Returns whether the graph of the running backward reaches the parameter. A parameter that reentrant
+        checkpointing or `fully_shard` hides from the graph is not reached.
         """
         if not self.trained:
             return False

@@ -1,4 +1,4 @@
-"""The ranks of a process group that hold a shard of each parameter, and their collectives."""
+"""The ranks over which parameters are sharded, and their collectives."""
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# torch 2.13 has given them new names, and warns of the old ones
+# torch 2.13 renamed these collectives, and warns about the old names
 _NEW_NAMES = hasattr(dist, "all_gather_single")
 
 
@@ -17,21 +17,21 @@ def in_group() -> bool:
 
 
 def set_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
-    """Sets how long a collective of a group, or of the default one, waits for its ranks."""
+    """Sets the timeout of collectives of a process group, by default the default group."""
     dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 class Ranks:
-    """One process group, in whose order parameters are sharded. Each method is a collective: every rank calls it.
+    """A process group over which parameters are sharded. Its methods are collectives: every rank calls them.
 
     Args:
-        group: the process group.
-        device: where its tensors have to be; others are moved there and back.
+        group: the process group. Rank i of it has shard i.
+        device: the device of its collectives. Other tensors are moved there and back.
 
     Attributes:
         world_size, rank: of the group.
-        members: global ranks of its members.
-        scatters_by_reducing: the backend has no reduce-scatter of its own (gloo), so all of a copy is reduced and cut.
+        members: global ranks of the group.
+        scatters_by_reducing: the backend (gloo) does not support reduce-scatter, so tensors are all-reduced and cut.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -42,18 +42,20 @@ class Ranks:
         self.rank = dist.get_rank(group)
 
     def all_reduce(self, tensors: Sequence[Tensor], *, largest: bool = False) -> list[Tensor]:
-        """Each tensor summed over the ranks, or its elementwise maximum if `largest`; all have one dtype."""
+        """Sums tensors of one dtype over the ranks, or takes their elementwise maximum, in one collective."""
         packed = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(self._device)
         dist.all_reduce(packed, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=self.group)
         split = packed.to(tensors[0].device).split([tensor.numel() for tensor in tensors])
         return [part.view(tensor.shape) for part, tensor in zip(split, tensors, strict=True)]
 
     def reduce_scatter_mean(self, full: Tensor, size: int) -> Callable[[], Tensor]:
-        """Launches the mean over ranks of a flat tensor, of which rank i gets the elements from i * size on, at most
-        `size` of them. The memory of the tensor is reused.
+        """Launches a reduce-scatter of the mean over ranks. It overwrites `full`.
+
+        Args:
+            full: flat. Rank i gets its elements from i * size to (i + 1) * size; there may be fewer, or none.
 
         Returns:
-            A function that waits for this rank's elements and returns them. On a GPU, the stream waits.
+            A function that waits for this rank's elements and returns them. On a GPU, only the stream waits.
         """
         numel, start = full.numel(), self.rank * size
         full.div_(self.world_size)  # before it is summed: float16 would overflow
@@ -74,8 +76,10 @@ class Ranks:
         return wait
 
     def all_gather(self, shard: Tensor, size: int) -> Tensor:
-        """Flat shards of at most `size` elements one after the other, each padded to `size`: [world_size * size], on
-        the device of the group.
+        """Gathers flat shards of at most `size` elements, each padded to `size`.
+
+        Returns:
+            [world_size * size], on the device of the group.
         """
         shard = shard.to(self._device)
         if shard.numel() < size:

@@ -1,4 +1,4 @@
-"""Data parallel without a wrapper: every rank holds every parameter, and gradients are averaged in the hooks."""
+"""Data parallelism without a wrapper: every rank has the full parameters, and gradients are averaged in the hooks."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -17,16 +17,13 @@ from lowmem.tiles.quantized import tensors_of
 
 
 class Replicated(Placement):
-    """The same parameters on every rank of the default process group, each rank with data of its own.
+    """The same parameters on every rank of the default process group, with different data on each rank.
 
     Buffers are not synchronized, as on a single device.
 
     Args:
-        broadcasts: the weights of rank 0 are broadcast first; otherwise all ranks have to hold the same ones already.
-
-    Raises:
-        UnsupportedError: ranks hold other parameters, or the model is in a `DistributedDataParallel` wrapper, which
-            would average once more.
+        broadcasts: broadcast the weights of rank 0 first. Otherwise `adopt` raises `UnsupportedError` unless all ranks
+            have equal parameters.
     """
 
     name = "replicated"
@@ -50,6 +47,6 @@ class Replicated(Placement):
         refuse_other_settings(settings)
 
     def free_copies(self, records: Collection[Placed], *, updated: bool) -> None:
-        """A wrapper that the model got after the first step writes its own averages into `.grad` when backward ends."""
+        """Raises `UnsupportedError` if a wrapper, which the model got after the first step, has written to `.grad`."""
         if any(record.param.grad is not None for record in records if record.trained):
             raise UnsupportedError(WRAPPED)

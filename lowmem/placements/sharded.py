@@ -1,4 +1,14 @@
-"""Common parts of the sharded placements: each rank holds a range of every parameter's elements."""
+"""Base classes of the sharded placements: each rank has a range of every parameter's elements.
+
+The elements of rank 1 of 3, of a parameter [5, 4]:
+
+    ZeRO-3: slices of 7 elements    FSDP2: blocks of 2 rows
+    . . . .                         . . . .
+    . . . #                         . . . .
+    # # # #                         # # # #
+    # # . .                         # # # #
+    . . . .                         . . . .
+"""
 
 from abc import abstractmethod
 from collections.abc import Collection, Mapping
@@ -18,11 +28,7 @@ from lowmem.tiles.quantized import QuantizedWeight, plain
 
 
 class FlatShard(Shard):
-    """A range of the elements, in the order of the dimensions, as a flat tensor.
-
-    Raises:
-        UnsupportedError: a parameter is sharded over other ranks than the first one.
-    """
+    """A shard that is a range of a parameter's elements in row-major order, read as a flat tensor."""
 
     sharded = True
 
@@ -42,7 +48,7 @@ class FlatShard(Shard):
 
     @abstractmethod
     def group_of(self, param: Any) -> tuple[dist.ProcessGroup, torch.device]:
-        """The process group whose ranks hold a shard of a parameter, and the device of its tensors."""
+        """Returns the process group over which a parameter is sharded, and the device of its collectives."""
 
     def ranks_of(self, param: Tensor) -> Ranks:
         group, device = self.group_of(param)
@@ -71,15 +77,16 @@ class FlatShard(Shard):
 
 
 class Sharded(Placement):
-    """A placement whose graphs have gathered parameters as leaves, which come and go."""
+    """A sharded placement. Every group of ranks compares its settings."""
 
     def confirm(self, records: Collection[Placed], settings: Mapping[str, Any]) -> None:
-        for ranks in dict.fromkeys(self.shard.ranks_of(record.param) for record in records):  # a set has no order
+        # in the same order on every rank
+        for ranks in dict.fromkeys(self.shard.ranks_of(record.param) for record in records):
             assert ranks is not None
             refuse_other_settings(settings, ranks.group)
 
 
 def span_of_rank(rank: int, shape: tuple[int, ...], size: int) -> Span:
-    """The range of a rank of a parameter that is cut into shards of `size` elements."""
+    """Returns the range of a rank. All ranks have `size` elements, the last ones fewer or none."""
     numel = torch.Size(shape).numel()
     return Span(shape, min(rank * size, numel), min((rank + 1) * size, numel), size)

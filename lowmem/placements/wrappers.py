@@ -1,4 +1,4 @@
-"""Wrappers and shards that would train a model next to its optimizer, known by the marks that they leave."""
+"""Detects wrappers and shardings that would train a model besides its optimizer."""
 
 import weakref
 from collections.abc import Collection
@@ -27,8 +27,8 @@ _LATER = (
     "update nothing. Call {} first, then FusedOptimizer(model.named_parameters(), model=model, ...)"
 )
 
-# What an attribute of a parameter says. DeepSpeed 0.19: converted, runtime/zero/partition_parameters.py, and linked to
-# a flat copy, utils/mixed_precision_linkage.py. torch 2.12, distributed/fsdp/_fully_shard/_fsdp_param.py: replaced
+# Attributes of a parameter that was converted (DeepSpeed 0.19, runtime/zero/partition_parameters.py), linked to a flat
+# copy (utils/mixed_precision_linkage.py), or replaced (torch 2.12, distributed/fsdp/_fully_shard/_fsdp_param.py)
 _MARKS = {
     "ds_id": _LATER.format("deepspeed.initialize", "deepspeed.initialize(model=model, config=...)"),
     "_hp_mapping": _ENGINE,
@@ -39,7 +39,7 @@ _DDP: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
 
 def _note(module: nn.Module, name: str, submodule: Any) -> None:
-    """A module gets a submodule: DistributedDataParallel leaves no other mark before its first average."""
+    """Called when a module gets a submodule. DistributedDataParallel leaves no other trace before its first use."""
     if isinstance(module, nn.parallel.DistributedDataParallel):
         _DDP.add(module)
 
@@ -48,7 +48,7 @@ register_module_module_registration_hook(_note)
 
 
 def refuse_wrapped(records: Collection[Placed]) -> None:
-    """Raises `UnsupportedError` if parameters are in a wrapper, or were sharded after their optimizer was made."""
+    """Raises `UnsupportedError` if parameters are in a wrapper, or were sharded after their optimizer was created."""
     params = {record.param for record in records}
     if any(not params.isdisjoint(module.parameters()) for module in _DDP):
         raise UnsupportedError(WRAPPED)

@@ -1,6 +1,6 @@
 """DeepSpeed ZeRO-3: parameters are sharded, and DeepSpeed gathers each one while its module computes.
 
-The engine has no optimizer of its own. Its hooks on modules gather and release; the gradient is reduced here.
+The engine has no optimizer. Its module hooks gather and release parameters, and gradients are reduced here.
 """
 
 from collections import deque
@@ -23,16 +23,17 @@ from lowmem.placements.sharded import FlatShard, Sharded, span_of_rank
 from lowmem.tiles.gradients import ComputedGradient, Gradient
 from lowmem.tiles.layout import Span
 
-# Elements of all shards that are computed, or gathered, together: the same number on every rank, whatever its batch is.
+# Elements, over all ranks, that are computed or gathered together. The same on every rank, independent of its batch.
 _BLOCK = 1 << 22
 
 
 @dataclass(frozen=True)
 class _AfterWrites:
-    """DeepSpeed's gathering, on a stream of its own (`overlap_comm`), which here waits for the last write of a slice.
+    """Replaces DeepSpeed's function that gathers parameters, on a separate stream with `overlap_comm`: the stream first
+    waits until the last slice has been written.
 
     Attributes:
-        ends: of the last write, by device.
+        ends: events of the last write, by device.
     """
 
     ends: ClassVar[dict[torch.device, Any]] = {}
@@ -46,7 +47,7 @@ class _AfterWrites:
 
 
 class _Partition(FlatShard):
-    """This rank's slice of a parameter, which DeepSpeed keeps on the device, on the host or in a file."""
+    """This rank's slice of a parameter, which DeepSpeed stores on the device, on the host or in a file."""
 
     def admit(self, name: str, param: Any) -> None:
         if hasattr(param, "comm"):
@@ -79,7 +80,7 @@ class _Partition(FlatShard):
         if param.device.type != "cpu":
             writing = torch.get_device_module(param.device).current_stream(param.device)
             _AfterWrites.ends[param.device] = writing.record_event()
-        param.ds_secondary_tensor = None  # the copy of hierarchical partitioning, made again at the next gather
+        param.ds_secondary_tensor = None  # copy for hierarchical partitioning, which the next gather makes again
 
     def full_tensor(self, param: Any) -> Tensor:
         full = super().full_tensor(param)
@@ -136,8 +137,13 @@ class _ReduceScatter(Reducer):
             yield from summed
 
     def _reduce_blocks(self, record: Placed, grad: ComputedGradient, ranks: Ranks) -> Tensor:
-        """This rank's shard of the mean, of which blocks of all shards are computed together, one while the one before
-        is in flight.
+        """Computes and reduces a gradient block by block, one block while the one before is in flight.
+
+            rank 0's slice    rank 1's slice
+            [1][2][3]         [1][2][3]         block n has the nth part of every slice
+
+        Returns:
+            This rank's slice of the mean, flat, in the dtype of the parameter.
         """
         span, dtype = record.span, record.param.dtype
         shard = torch.empty(span.held, dtype=dtype, device=grad.device)
@@ -157,14 +163,12 @@ class _ReduceScatter(Reducer):
 
 
 class Zero3(Sharded):
-    """Parameters made under `deepspeed.zero.Init`, or converted by `deepspeed.initialize`.
+    """Parameters created under `deepspeed.zero.Init`, or converted by `deepspeed.initialize`.
 
-    This rank's slice is updated on the device that computes, also where DeepSpeed keeps it on the host or in a file.
-    Parameters that are still gathered when the step is over hold the weights before it: they are released, and those
-    that DeepSpeed keeps gathered (`stage3_param_persistence_threshold`) are gathered again, many in one collective.
-
-    Raises:
-        UnsupportedError: another optimizer has these parameters, or they are sharded by MiCS.
+    This rank's slice is updated on the device that computes, even if DeepSpeed stores it on the host or in a file.
+    Parameters that are still gathered at the end of a step have the weights from before the step. They are released.
+    Parameters that DeepSpeed keeps gathered (`stage3_param_persistence_threshold`) are gathered again, many per
+    collective.
     """
 
     name = "zero3"
@@ -174,7 +178,7 @@ class Zero3(Sharded):
         super().__init__(shard, _ReduceScatter(shard))
 
     def adopt(self, records: Collection[Placed], model: nn.Module | None) -> None:
-        # DeepSpeed 0.19, runtime/zero/stage3.py, _link_all_hp_params: its optimizer marks the parameters that it has
+        # DeepSpeed 0.19, runtime/zero/stage3.py, _link_all_hp_params: its optimizer marks its parameters
         if any(hasattr(record.param, "_z3_optimizer") for record in records):
             raise UnsupportedError(
                 "DeepSpeed has an optimizer for these parameters, which would update them too. Omit 'optimizer' in its "
@@ -199,7 +203,7 @@ class Zero3(Sharded):
                 self._renew(some)
 
     def _renew(self, params: list[Any]) -> None:
-        """Gathers parameters of one dtype into the full tensors that DeepSpeed keeps of them, in one collective."""
+        """Gathers parameters of one dtype into the full tensors that DeepSpeed keeps, in one collective."""
         from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
         sizes, ranks = [self.shard.span(param).size for param in params], self.shard.ranks_of(params[0])
@@ -216,8 +220,8 @@ class Zero3(Sharded):
 
 
 def _packed(params: Iterable[Any]) -> Iterator[list[Any]]:
-    """Of some parameters, the same on every rank, yields those that DeepSpeed keeps gathered: those of one dtype
-    together, up to `_BLOCK` elements.
+    """Yields the parameters that DeepSpeed keeps gathered, in lists of one dtype and at most `_BLOCK` elements. Every
+    rank passes the same parameters.
     """
     packs: dict[torch.dtype, list[Any]] = {}
     for param in params:
@@ -232,18 +236,18 @@ def _packed(params: Iterable[Any]) -> Iterator[list[Any]]:
 
 
 def _in_file(param: Any) -> bool:
-    """Returns whether DeepSpeed keeps this rank's slice on NVMe."""
+    """Returns whether DeepSpeed stores this rank's slice on NVMe."""
     return param.nvme_swapper is not None and str(param.ds_tensor.final_location).endswith("nvme")
 
 
 def _free_buffer(param: Any) -> None:
-    """Frees the memory that this rank's slice was loaded into, of which there is little."""
+    """Returns the buffer into which this rank's slice was loaded from a file. There are few of them."""
     if _in_file(param):
         param.nvme_swapper.remove_partition_and_release_buffers([param])
 
 
 def _swap_in(param: Any) -> None:
-    """Loads this rank's slice into memory if it is in a file."""
+    """Loads this rank's slice from its file if it is not in memory."""
     from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 
     if param.ds_tensor.status is PartitionedParamStatus.INFLIGHT:
@@ -253,7 +257,7 @@ def _swap_in(param: Any) -> None:
 
 
 def gathered(*params: Tensor | None) -> AbstractContextManager[Any]:
-    """Returns a context in which those of these parameters that DeepSpeed has partitioned are complete."""
+    """Returns a context in which these parameters are complete, even if DeepSpeed has partitioned them."""
     partitioned = [param for param in params if param is not None and not param.numel()]
     if not partitioned:
         return nullcontext()

@@ -99,7 +99,7 @@ def plan(recipe: Recipe) -> RunPlan:
     config = _model_config(recipe)  # before the checks, which depend on its dtype
     _require_plannable(recipe)
     device = DEVICES[recipe.device or "gpu"]
-    optim.learning_rate(recipe.training, _fused(recipe), nn.Module())  # raises here, where no weights are fake
+    optim.with_learning_rate(recipe.training, _fused(recipe), nn.Module())  # raises here, where no weights are fake
     fake = FakeTensorMode(allow_non_fake_inputs=True)  # torch.tensor(n, device="meta") is not a fake tensor
     with tempfile.TemporaryDirectory() as folder:  # a trainer creates its output folder
         trainer, others = _trainer(recipe, config, folder, fake, device)

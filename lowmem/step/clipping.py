@@ -195,12 +195,17 @@ class Clipping:
         if self._limit is not None:
             counts = [record.span.numel for record in fired]
             clamped = [self._limit, to_device(counts, torch.float64, self.device)]
-        updated, taken = square_sums.isfinite(), self._mask(fired, _takes_nonfinite)
-        updated = updated if taken is False else updated | taken
-        fits = self._fits(fired, square_sums, *clamped)
-        updated = updated if fits is None else updated & fits
-        finite = torch.ones((), dtype=torch.bool, device=self.device)
-        return Decision(tuple(record.name for record in fired), square_sums.sqrt(), updated, finite)
+        updated = square_sums.isfinite()
+        if (takes_nonfinite := self._mask(fired, _takes_nonfinite)) is not False:
+            updated |= takes_nonfinite
+        if (fits := self._fits(fired, square_sums, *clamped)) is not None:
+            updated &= fits
+        return Decision(
+            names=tuple(record.name for record in fired),
+            norms=square_sums.sqrt(),
+            updated=updated,
+            finite=torch.ones((), dtype=torch.bool, device=self.device),
+        )
 
     def gather(self, scalars: Iterable[Tensor | None]) -> Tensor:
         """Returns scalars of parameters, from any devices, as one tensor [parameters]."""

@@ -6,7 +6,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -29,19 +29,6 @@ _TWO_OPTIMIZERS = (
     "parameters unchanged, write `with other.paused(): opt.backward(loss)`. To train both in one backward, create one "
     "optimizer whose param groups have different rules (groups=...)"
 )
-
-
-class GivenGradients(torch.autograd.Function):
-    """A loss of 0 with given gradients, so that gradients from a training loop are handled like all others."""
-
-    @staticmethod
-    def forward(ctx: Any, grads: Sequence[Tensor], leaf: Tensor, *params: Tensor) -> Tensor:
-        ctx.grads = grads  # autograd copies a gradient to which there is another reference
-        return torch.zeros_like(leaf)
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> Any:
-        return None, None, *ctx.grads
 
 
 class Hooks:
@@ -117,26 +104,13 @@ class Hooks:
         """See `offer`."""
         span, param = record.span, record.param
         sharded = span.held < span.numel  # all ranks decide alike, whatever their batches are
-        saves = sharded or saves_memory(contribution.kept, span.numel * param.element_size())
-        if not (record.computes and saves and record.reached) or _has_other_hooks(param):
+        saves = sharded or saves_memory(contribution.inputs.values(), span.numel * param.element_size())
+        if not (record.computes and saves and record.reached) or has_other_hooks(param):
             return False
         with self._lock:
             if not self.paused:
                 self.offers.add(param, contribution)
         return True
-
-    def refuse_given(self, record: ParamRecord, scaled: bool) -> None:
-        """Raises `StepError` if a step cannot use the gradient in `.grad`. scaled: the optimizer has a loss scale."""
-        for wrong, reason in (
-            (scaled, "it has not been multiplied by the loss scale: omit loss_scale, call opt.backward(loss)"),
-            (not record.param.requires_grad, "the parameter is frozen: call requires_grad_() on it"),
-            (_has_other_hooks(record.param), "other hooks on the parameter would run once more: remove them"),
-        ):
-            if wrong:
-                raise StepError(
-                    f"step() would update parameter {record.name!r} with the gradient in .grad, but {reason}, or set "
-                    ".grad to None before step()"
-                )
 
     def claim(self, record: ParamRecord) -> None:
         """Makes this optimizer the only one that updates a parameter. Raises `StepError` if another one does."""
@@ -210,7 +184,7 @@ class Hooks:
                 )
 
 
-def _has_other_hooks(param: Tensor) -> bool:
+def has_other_hooks(param: Tensor) -> bool:
     """Returns whether the gradient of a parameter has hooks besides the hook of its optimizer. They take tensors."""
     return bool(param._backward_hooks) or len(param._post_accumulate_grad_hooks) > 1  # type: ignore[attr-defined]
 

@@ -3,7 +3,7 @@
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from lowmem.errors import ConfigError, StepError, UnsupportedError
 from lowmem.placements.base import Reduced
 from lowmem.step import habits
-from lowmem.step.hooks import GivenGradients, Hooks
+from lowmem.step.hooks import Hooks
 from lowmem.step.offers import Offered
 from lowmem.step.parameters import Parameters
 from lowmem.step.policies import POLICIES, Needs, Policy, choose
@@ -98,18 +98,6 @@ class StepLoop:
             self._fail(error)
             raise
         return value.detach()
-
-    def backward_of_given(self, given: Sequence[ParamRecord]) -> None:
-        """Completes a step with the gradients in `.grad` of these parameters, as the backward of a loss of 0."""
-        for record in given:
-            self.hooks.refuse_given(record, scaled=self.clipping.scaler.value is not None)
-        self.cycle.loop_steps = True
-        params, grads = [record.param for record in given], [record.param.grad for record in given]
-        for param in params:
-            param.grad = None
-        with torch.inference_mode(False), torch.enable_grad():
-            leaf = torch.zeros((), device=next(iter(self.records)).device, requires_grad=True)
-            self.backward(lambda: GivenGradients.apply(grads, leaf, *params), last=True)
 
     def _begin_plain(self, first: ParamRecord) -> None:
         """Called for the first complete gradient of a plain `loss.backward()`."""

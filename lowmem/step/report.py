@@ -160,8 +160,6 @@ class Report:
         if decision is None:
             records = clipping.records.values()
             decision = clipping.review([record for record in records if self._cycle.has_fired(record.name)])
-        scale = None if scaler.value is None else scaler.value.clone()
-        said = decision.names, decision.clip_coef, self._changes.take(), decision, scale, self._statistics()
         nonfinite = decision.norms.isfinite().logical_not().sum()
         finite = nonfinite == 0
         self.nonfinite_gradients += nonfinite
@@ -170,8 +168,18 @@ class Report:
         loss_finite = None if loss is None else loss.isfinite().all()
         flags = (decision.finite, policy.replayed(), loss_finite, scaler.at_minimum(), self.nonfinite_steps)
         values = torch.stack([(yes if flag is None else flag.to(self._device)).float() for flag in flags])
-        ended = Readback(torch.cat((values, decision.norms.isfinite().float(), decision.updated.float())))
-        self.last, self._ended = LastStep(self._cycle.step, policy.name, *said, ended), True
+        self.last = LastStep(
+            step=self._cycle.step,
+            policy=policy.name,
+            names=decision.names,
+            clip_coef=decision.clip_coef,
+            changed_share=self._changes.take(),
+            _decision=decision,
+            _scale=None if scaler.value is None else scaler.value.clone(),
+            _statistics=self._statistics(),
+            _ended=Readback(torch.cat((values, decision.norms.isfinite().float(), decision.updated.float()))),
+        )
+        self._ended = True
         scaler.update(finite)
 
     def _statistics(self) -> Sequence[Callable[[], Statistics]]:

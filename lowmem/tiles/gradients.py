@@ -5,9 +5,9 @@ is computed from is small: hidden states, or the indices and the gradient of wha
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,25 +19,31 @@ from lowmem.tiles.layout import Layout, Rectangle, View
 TIMES_LESS = 4
 
 
-def saves_memory(kept: Sequence[Tensor], dense: int) -> bool:
-    """Returns whether to keep these tensors in place of a gradient of `dense` bytes that is computed from them."""
-    return sum(tensor.nbytes for tensor in kept) * TIMES_LESS <= dense
+def saves_memory(inputs: Iterable[Tensor], dense: int) -> bool:
+    """Returns whether to store these tensors in place of a gradient of `dense` bytes that is computed from them."""
+    return sum(tensor.nbytes for tensor in inputs) * TIMES_LESS <= dense
 
 
-class Contribution(Protocol):
-    """The part of a gradient that one use of the parameter adds. It may depend on the parameter."""
-
-    @property
-    def block_rows(self) -> int:
-        """Rows to compute at a time: with what computing them needs, they are all the memory that it takes."""
+@dataclass(frozen=True, eq=False)
+class Contribution(ABC):
+    """The part of a gradient that one use of the parameter adds. If it depends on the parameter, that is `weight`."""
 
     @property
-    def kept(self) -> Sequence[Tensor]:
-        """The tensors that it keeps, the parameter left out."""
+    def inputs(self) -> dict[str, Tensor]:
+        """The tensors from which it is computed, except the parameter."""
+        values = {name: value for name, value in vars(self).items() if name != "weight"}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
     def copy(self) -> "Contribution":
-        """The same contribution from copies of what it keeps."""
+        """Returns the same contribution from copies of its inputs."""
+        return replace(self, **{name: tensor.detach().clone() for name, tensor in self.inputs.items()})
 
+    @property
+    @abstractmethod
+    def block_rows(self) -> int:
+        """Rows to compute at a time, so that they and their temporaries take a limited amount of memory."""
+
+    @abstractmethod
     def add_to(self, rows: Tensor, start: int) -> None:
         """Adds rows of the contribution, from `start` on, to float32 `rows` [block, cols]."""
 

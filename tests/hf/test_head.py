@@ -176,7 +176,7 @@ def test_a_model_is_trained_by_its_own_logits(kind, make, matrices, offers):
             ("HeadGradient", True),
             ("EmbeddingGradient", True),
         }
-        assert described(computed.model, computed.optimizer).endswith(": computed as they are read")
+        assert described(computed.model, computed.optimizer).endswith(": never materialized")
 
 
 LORA = {"target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
@@ -331,9 +331,9 @@ def test_smoothed_labels_are_those_of_the_full_logits(make):
 @pytest.mark.parametrize(
     ("rule", "vocabulary", "words"),
     [
-        ("torch.optim.SGD", VOCABULARY, ": tensors"),
-        ("lomo", 300, ": tensors"),
-        ("lomo", VOCABULARY, ": computed as they are read"),
+        ("torch.optim.SGD", VOCABULARY, ": ordinary tensors"),
+        ("lomo", 300, ": ordinary tensors"),
+        ("lomo", VOCABULARY, ": never materialized"),
     ],
 )
 def test_a_run_says_which_gradients_are_tensors(rule, vocabulary, words, make):

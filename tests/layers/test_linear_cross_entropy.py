@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lowmem.errors import ConfigError, UnsupportedError
-from lowmem.layers import head
+from lowmem.layers import head_gradient, head_tiles
 from lowmem.layers.head import METRICS, Head, linear_cross_entropy, token_losses
 
 TOKENS, SIZE, VOCABULARY = 37, 48, 1003
@@ -186,9 +186,9 @@ def test_a_cpu_casts_some_rows_of_a_block_at_a_time(monkeypatch):
     (expected,) = torch.autograd.grad(
         torch.nn.functional.cross_entropy(hidden.float() @ weight.float().t(), labels), weight
     )
-    monkeypatch.setattr(head, "_CPU_SLICE", 70 * 64 * 4)
+    monkeypatch.setattr(head_gradient, "_CPU_SLICE", 70 * 64 * 4)
     loss, casts = linear_cross_entropy(hidden, weight, labels), []
-    monkeypatch.setattr(head, "_product", lambda left, right: casts.append(right.shape[1]) or left @ right)
+    monkeypatch.setattr(head_tiles, "_product", lambda left, right: casts.append(right.shape[1]) or left @ right)
     (grad,) = torch.autograd.grad(loss, weight)
     torch.testing.assert_close(grad, expected, rtol=0.01, atol=1e-5)
     assert casts == [70, 70, 70, 70, 20]
